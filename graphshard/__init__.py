@@ -1,0 +1,1 @@
+"""graphshard: a sharded-training compiler pass for PyTorch."""

@@ -1,0 +1,51 @@
+"""Every error graphshard raises on purpose.
+
+Each message states the rule that was broken, names what broke it (a parameter, a module, a source
+line, a pass) and says what to do.
+"""
+
+from __future__ import annotations
+
+
+class GraphshardError(Exception):
+    """Base class of all errors raised by graphshard."""
+
+
+class PolicyError(GraphshardError):
+    """A policy asks for something the model or the mesh cannot give, or contradicts itself."""
+
+
+class PlanError(GraphshardError):
+    """The model cannot be planned: its parameters or the world size break a rule of sharding."""
+
+
+class CaptureError(GraphshardError):
+    """The model cannot be captured as one graph. Names the user's source line where there is one."""
+
+
+class PassError(GraphshardError):
+    """A pass met a program it cannot rewrite. Names the pass and the node."""
+
+
+class VerifyError(GraphshardError):
+    """A program breaks a rule every program must keep. Names the pass, the rule, the node and the unit."""
+
+
+class RuntimeStateError(GraphshardError):
+    """A sharded module was used in an order or a state that is not allowed."""
+
+
+class CollectiveError(GraphshardError):
+    """A collective failed: a rank died, timed out, or runs another sequence of collectives."""
+
+
+class FingerprintError(CollectiveError):
+    """The ranks were about to run different sequences of collectives. Says what differs."""
+
+
+class CheckpointError(GraphshardError):
+    """A state dict does not fit the model. Names the first offending key."""
+
+
+class UnsupportedTorchError(GraphshardError):
+    """The installed torch lacks a private API graphshard needs. Names the versions that have it."""

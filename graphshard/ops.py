@@ -1,0 +1,108 @@
+"""The graph vocabulary: the communication nodes that passes insert and the runtime executes.
+
+In a program these functions are only the `target` of `call_function` nodes; the runtime replaces
+each by the bound operation of its unit when it lowers the program, so calling one directly is an
+error. Every collective node carries two keyword arguments:
+
+    unit    the FQN of the unit it serves ("" is the root)
+    params  the FQNs of the parameters its operands belong to, in operand order
+
+Shapes, for a group of W ranks and a parameter of shape (d0, ...):
+
+    shard   (ceil(d0 / W), ...)   one rank's padded part along dim 0
+    full    (d0, ...)             the parameter itself, a prefix view of the gathered buffer
+"""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Sequence
+from typing import Any, NoReturn
+
+from torch import Tensor, fx
+
+from graphshard.errors import GraphshardError
+
+
+def _only_in_graphs(name: str) -> NoReturn:
+    raise GraphshardError(
+        f"graphshard.ops.{name} names a node of a program and cannot be called by itself; "
+        "run the program through graphshard.compile(...)"
+    )
+
+
+def all_gather(shards: Sequence[Tensor], *, unit: str, params: tuple[str, ...]) -> Any:
+    """Start gathering `shards` (each `(ceil(d0/W), ...)`) over the group; returns a pending handle."""
+    _only_in_graphs("all_gather")
+
+
+def reduce_scatter(grads: Sequence[Tensor], *, unit: str, params: tuple[str, ...]) -> Any:
+    """Start averaging full gradients `(d0, ...)` over the group, each rank keeping its shard."""
+    _only_in_graphs("reduce_scatter")
+
+
+def all_reduce(grads: Sequence[Tensor], *, unit: str, params: tuple[str, ...]) -> Any:
+    """Start averaging the gradients of replicated parameters over the group."""
+    _only_in_graphs("all_reduce")
+
+
+def wait(pending: Any) -> list[Tensor]:
+    """Finish a pending collective: a list of its results in operand order."""
+    _only_in_graphs("wait")
+
+
+def free(gathered: list[Tensor]) -> None:
+    """Give back the storage of what a `wait` on an all_gather returned, whatever still refers to it."""
+    _only_in_graphs("free")
+
+
+COLLECTIVES = frozenset({all_gather, reduce_scatter, all_reduce})
+REDUCES = frozenset({reduce_scatter, all_reduce})
+VOCABULARY = COLLECTIVES | {wait, free}
+
+# Without this, fx dead-code elimination drops nodes whose result nobody reads: every free.
+for _op in VOCABULARY:
+    fx.node.has_side_effect(_op)
+
+
+def op_name(node: fx.Node) -> str | None:
+    """The vocabulary name of `node` ("all_gather", "wait", ...), or None for any other node."""
+    if node.op == "call_function" and node.target in VOCABULARY:
+        return node.target.__name__  # type: ignore[union-attr]
+    return None
+
+
+def is_collective(node: fx.Node) -> bool:
+    """Whether `node` starts a collective."""
+    return node.op == "call_function" and node.target in COLLECTIVES
+
+
+def is_unpack(node: fx.Node) -> bool:
+    """Whether `node` picks one tensor out of a `wait`."""
+    return (
+        node.op == "call_function"
+        and node.target is operator.getitem
+        and isinstance(node.args[0], fx.Node)
+        and node.args[0].target is wait
+    )
+
+
+def is_compute(node: fx.Node) -> bool:
+    """Whether `node` is the model's own work: no placeholder, no output, no communication."""
+    return node.op == "call_function" and node.target not in VOCABULARY and not is_unpack(node)
+
+
+def collective_of(node: fx.Node) -> fx.Node:
+    """The collective a `wait`, `free` or unpacking node belongs to (or the collective itself).
+
+    Raises:
+        GraphshardError: `node` belongs to no collective.
+    """
+    current = node
+    while not is_collective(current):
+        if op_name(current) not in ("wait", "free") and not is_unpack(current):
+            raise GraphshardError(f"node {node.name} belongs to no collective")
+        source = current.args[0]
+        assert isinstance(source, fx.Node)
+        current = source
+    return current

@@ -1,0 +1,197 @@
+"""The sharding plan: which parameters are gathered together, and how each is laid out on ranks.
+
+Pure: nothing here touches a process group, a device or parameter memory.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from functools import cached_property
+from math import prod
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from graphshard.errors import PlanError
+from graphshard.policy import Policy
+
+if TYPE_CHECKING:
+    from graphshard.program import Program
+
+SHARDED = "shard"
+REPLICATED = "replicate"
+
+
+@dataclass(frozen=True)
+class ParamLayout:
+    """How one parameter lies on `world_size` ranks.
+
+    placement is "shard" (split along dim 0 in chunks of ceil(d0 / W), the last ones shorter or
+    empty, each stored padded to that size) or "replicate" (a full copy per rank).
+    """
+
+    fqn: str
+    names: tuple[str, ...]  # every name of a tied parameter, fqn first
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+    requires_grad: bool
+    placement: str
+    world_size: int
+
+    @property
+    def numel(self) -> int:
+        """Elements of the full parameter."""
+        return prod(self.shape)
+
+    @property
+    def sharded(self) -> bool:
+        """Whether ranks hold parts of it."""
+        return self.placement == SHARDED
+
+    @property
+    def padded_rows(self) -> int:
+        """Rows of dim 0 each rank stores, ceil(d0 / W); the gathered buffer has W times as many."""
+        return -(-self.shape[0] // self.world_size)
+
+    @property
+    def shard_shape(self) -> tuple[int, ...]:
+        """Shape a rank stores, padding included; the same on every rank."""
+        return (self.padded_rows, *self.shape[1:]) if self.sharded else self.shape
+
+    @property
+    def gathered_shape(self) -> tuple[int, ...]:
+        """Shape of the buffer a gather fills; the parameter is its prefix along dim 0."""
+        if not self.sharded:
+            return self.shape
+        return (self.padded_rows * self.world_size, *self.shape[1:])
+
+    def rows(self, rank: int) -> tuple[int, int]:
+        """The half-open range of dim 0 that `rank` owns; may be empty."""
+        start = min(rank * self.padded_rows, self.shape[0])
+        return start, min(start + self.padded_rows, self.shape[0])
+
+    @property
+    def shard_bytes(self) -> int:
+        """Bytes a rank stores, padding included."""
+        return prod(self.shard_shape) * self.dtype.itemsize
+
+    @property
+    def full_bytes(self) -> int:
+        """Bytes of the gathered buffer, padding included."""
+        return prod(self.gathered_shape) * self.dtype.itemsize
+
+    @property
+    def padding_bytes(self) -> int:
+        """Bytes of padding over all ranks."""
+        return (prod(self.gathered_shape) - self.numel) * self.dtype.itemsize
+
+
+@dataclass(frozen=True)
+class Unit:
+    """Parameters gathered together: a module's, less those of nested units; a tied one once."""
+
+    fqn: str  # "" is the root
+    module_class: str
+    layouts: tuple[ParamLayout, ...]
+
+    @cached_property
+    def params(self) -> tuple[str, ...]:
+        """FQNs of the parameters it manages, in module order."""
+        return tuple(layout.fqn for layout in self.layouts)
+
+    @cached_property
+    def numel(self) -> int:
+        """Elements it manages."""
+        return sum(layout.numel for layout in self.layouts)
+
+    @cached_property
+    def sharded_bytes(self) -> int:
+        """Bytes each rank stores, padding included."""
+        return sum(layout.shard_bytes for layout in self.layouts)
+
+    @cached_property
+    def unsharded_bytes(self) -> int:
+        """Bytes while gathered, padding included."""
+        return sum(layout.full_bytes for layout in self.layouts)
+
+    @cached_property
+    def padding_bytes(self) -> int:
+        """Bytes of padding over all ranks."""
+        return sum(layout.padding_bytes for layout in self.layouts)
+
+
+@dataclass
+class ShardingPlan:
+    """What was decided: units in module order (the root, "", first), for one policy and mesh."""
+
+    units: tuple[Unit, ...]
+    policy: Policy
+    world_size: int
+    mesh_shape: tuple[int, ...]
+    warnings: tuple[str, ...] = ()
+    program: Program | None = field(default=None, repr=False)
+
+    @cached_property
+    def layouts(self) -> Mapping[str, ParamLayout]:
+        """Layout of every parameter by FQN; all names of a tied parameter lead to its one layout."""
+        return {
+            name: layout for unit in self.units for layout in unit.layouts for name in layout.names
+        }
+
+    @cached_property
+    def _unit_by_fqn(self) -> dict[str, Unit]:
+        return {unit.fqn: unit for unit in self.units}
+
+    @cached_property
+    def _unit_of_param(self) -> dict[str, str]:
+        return {
+            name: unit.fqn
+            for unit in self.units
+            for layout in unit.layouts
+            for name in layout.names
+        }
+
+    def unit(self, fqn: str) -> Unit:
+        """The unit named `fqn`.
+
+        Raises:
+            PlanError: no unit has that name.
+        """
+        try:
+            return self._unit_by_fqn[fqn]
+        except KeyError:
+            raise PlanError(f"no unit is named {fqn!r}; units: {sorted(self._unit_by_fqn)}") from None
+
+    def unit_of_param(self, name: str) -> str:
+        """FQN of the unit that manages the parameter `name` (any of its names).
+
+        Raises:
+            PlanError: the model has no such parameter.
+        """
+        try:
+            return self._unit_of_param[name]
+        except KeyError:
+            raise PlanError(f"the plan knows no parameter named {name!r}") from None
+
+    def unit_of_module(self, fqn: str) -> str:
+        """FQN of the innermost unit around the module `fqn` (itself, if it is one)."""
+        current = fqn
+        while current and current not in self._unit_by_fqn:
+            current = current.rpartition(".")[0]
+        return current
+
+    def is_nested(self, inner: str, outer: str) -> bool:
+        """Whether unit `inner` is `outer` or lies below it in the module tree."""
+        return outer == "" or inner == outer or inner.startswith(outer + ".")
+
+    def to_dict(self, *, units: bool = True) -> dict[str, Any]:
+        """The plan as plain data, ready for JSON."""
+        from graphshard.inspect.plan_text import plan_dict
+
+        return plan_dict(self, units=units)
+
+    def __str__(self) -> str:
+        from graphshard.inspect.plan_text import plan_text
+
+        return plan_text(self)

@@ -1,0 +1,212 @@
+"""The program: one `fx.Graph` holding a whole step, with tables that say what each end of it means.
+
+Layout of the graph, kept by every pass:
+
+    placeholders   parameters, buffers, constants, inputs, tangents, in the order of the tables
+    forward        nodes with meta["phase"] == "forward"
+    backward       nodes with meta["phase"] == "backward" (none in a forward-only program)
+    output         four lists: outputs, mutations, grads, input_grads, aligned with
+                   `Program.outputs`, `.mutations`, `.params` and `.inputs`; None where there is none
+
+Every node but the output carries in `meta`:
+
+    "val"    its value as a FakeTensor (or a tuple or list of them, or a plain number, or None)
+    "phase"  "forward" or "backward"
+    "fqn"    the module it came from ("" is the root)
+    "unit"   the FQN of the innermost unit around that module (set once a plan is known)
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Iterator
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import torch
+from torch import fx
+
+from graphshard import ops
+
+FORWARD = "forward"
+BACKWARD = "backward"
+
+
+@dataclass(frozen=True)
+class Event:
+    """One line of a schedule.
+
+    op is "compute" or a vocabulary name ("all_gather", "wait", "free", "reduce_scatter",
+    "all_reduce"); unit a unit's FQN; phase "forward" or "backward".
+    """
+
+    op: str
+    unit: str
+    phase: str
+
+    def __str__(self) -> str:
+        return f"{self.phase:<8}  {self.op:<14}  {self.unit or '(root)'}"
+
+
+@dataclass(frozen=True)
+class ParamEntry:
+    """A parameter of the program; a tied parameter has one entry with all its names."""
+
+    fqn: str
+    names: tuple[str, ...]  # every name it goes by, fqn first
+    shape: tuple[int, ...]
+    stride: tuple[int, ...]
+    dtype: torch.dtype
+    requires_grad: bool
+    node: fx.Node
+
+    @property
+    def numel(self) -> int:
+        """Number of elements of the full parameter."""
+        return _product(self.shape)
+
+
+@dataclass(frozen=True)
+class BufferEntry:
+    """A buffer of the model (`constant` False) or a plain tensor the model closes over (True)."""
+
+    fqn: str
+    names: tuple[str, ...]
+    node: fx.Node
+    constant: bool = False
+    value: torch.Tensor | None = None  # the tensor itself, for a constant
+
+
+@dataclass(frozen=True)
+class InputEntry:
+    """A tensor the caller passes; `path` is how the user wrote it, e.g. "args[0]"."""
+
+    path: str
+    node: fx.Node
+    requires_grad: bool = False
+
+
+@dataclass(frozen=True)
+class OutputEntry:
+    """A tensor the model returns; `tangent` is the placeholder of its gradient, None if it has none."""
+
+    path: str
+    tangent: fx.Node | None
+
+
+@dataclass(frozen=True)
+class MutationEntry:
+    """A buffer or input whose new value the forward computes; `target` is its placeholder."""
+
+    kind: str  # "buffer" | "input"
+    name: str  # buffer FQN or input path
+    target: fx.Node
+
+
+@dataclass
+class Results:
+    """The four lists of the output node."""
+
+    outputs: list[Any]
+    mutations: list[Any]
+    grads: list[Any]
+    input_grads: list[Any]
+
+    def as_args(self) -> tuple[Any, ...]:
+        """The `args` of the graph's output node."""
+        return ((self.outputs, self.mutations, self.grads, self.input_grads),)
+
+
+@dataclass
+class Program:
+    """A captured or rewritten step. Passes edit `graph` in place; the tables name its ends."""
+
+    graph: fx.Graph
+    params: tuple[ParamEntry, ...]
+    buffers: tuple[BufferEntry, ...]
+    inputs: tuple[InputEntry, ...]
+    outputs: tuple[OutputEntry, ...]
+    mutations: tuple[MutationEntry, ...]
+    training: bool
+    grad: bool  # False: a forward-only program
+    capture_device: str = "cpu"
+    world_size: int = 1
+    notes: tuple[str, ...] = field(default=())  # what a reader of the dump must know
+
+    # -- ends ---------------------------------------------------------------------------------
+
+    @property
+    def output_node(self) -> fx.Node:
+        """The graph's single output node."""
+        return self.graph.output_node()
+
+    def results(self) -> Results:
+        """The output node's lists, as fresh mutable lists (see `set_results`)."""
+        outputs, mutations, grads, input_grads = self.output_node.args[0]  # type: ignore[misc]
+        return Results(list(outputs), list(mutations), list(grads), list(input_grads))
+
+    def set_results(self, results: Results) -> None:
+        """Replace the output node's lists."""
+        self.output_node.args = results.as_args()
+
+    def nodes(self, phase: str | None = None) -> Iterator[fx.Node]:
+        """All `call_function` nodes in order, of one phase if given."""
+        for node in self.graph.nodes:
+            if node.op == "call_function" and (phase is None or node.meta["phase"] == phase):
+                yield node
+
+    def first_backward(self) -> fx.Node:
+        """The first node of the backward phase, or the output node if there is none."""
+        for node in self.nodes(BACKWARD):
+            return node
+        return self.output_node
+
+    # -- views --------------------------------------------------------------------------------
+
+    def schedule(self) -> list[Event]:
+        """The program as events: communication one by one, runs of one unit's compute as one."""
+        events: list[Event] = []
+        for node in self.nodes():
+            if ops.is_unpack(node):
+                continue
+            op = ops.op_name(node) or "compute"
+            event = Event(op, node.meta.get("unit", ""), node.meta["phase"])
+            if op == "compute" and events and events[-1] == event:
+                continue
+            events.append(event)
+        return events
+
+    def copy(self) -> Program:
+        """An independent program: another graph, tables that point into it."""
+        graph = fx.Graph(tracer_cls=self.graph._tracer_cls)
+        remap: dict[fx.Node, fx.Node] = {}
+        output = graph.graph_copy(self.graph, remap)
+        graph.output(output)
+        for old, new in remap.items():
+            new.meta = copy.copy(old.meta)
+        graph.output_node().meta = copy.copy(self.output_node.meta)
+
+        def moved(node: fx.Node | None) -> fx.Node | None:
+            return None if node is None else remap[node]
+
+        return replace(
+            self,
+            graph=graph,
+            params=tuple(replace(p, node=remap[p.node]) for p in self.params),
+            buffers=tuple(replace(b, node=remap[b.node]) for b in self.buffers),
+            inputs=tuple(replace(i, node=remap[i.node]) for i in self.inputs),
+            outputs=tuple(replace(o, tangent=moved(o.tangent)) for o in self.outputs),
+            mutations=tuple(replace(m, target=remap[m.target]) for m in self.mutations),
+        )
+
+    def __str__(self) -> str:
+        from graphshard.inspect.text import schedule_text
+
+        return schedule_text(self)
+
+
+def _product(shape: tuple[int, ...]) -> int:
+    result = 1
+    for size in shape:
+        result *= size
+    return result

@@ -1,0 +1,1 @@
+"""Running a finished program on ranks: cut, lower, collectives, sharded parameters."""

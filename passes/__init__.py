@@ -1,0 +1,1 @@
+"""The passes, one per file. Imported as `graphshard.passes`."""
