@@ -1,0 +1,64 @@
+# Each target sets up what it needs in .venv and is quick when run again.
+# PYTHON chooses the interpreter (3.11 or newer) that .venv is made from.
+PYTHON ?= $(firstword $(shell command -v python3.11 python3 python))
+VENV := .venv
+PY := $(VENV)/bin/python
+PIP_INSTALL := $(PY) -m pip install --quiet --disable-pip-version-check -c constraints.txt
+SOURCES := pyproject.toml constraints.txt
+NPROC ?= 2
+PYTEST_ARGS ?=
+
+.DEFAULT_GOAL := help
+.PHONY: help demo test test-all cover lint format bench clean
+
+help: ## list the targets
+	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## (.*)/make \1	\2/' | expand -t 18
+
+demo: $(VENV)/.demo ## train a GPT on two ranks, showing its plan and its rewritten graph
+	$(PY) -m torch.distributed.run --standalone --nproc-per-node $(NPROC) examples/train_gpt.py $(ARGS)
+
+test: $(VENV)/.test ## run the tests but for the slow ones
+	$(PY) -m pytest -m "not slow" $(PYTEST_ARGS)
+
+test-all: $(VENV)/.test ## run every test
+	$(PY) -m pytest $(PYTEST_ARGS)
+
+cover: $(VENV)/.test ## run every test and print line coverage
+	$(PY) -m pytest --cov --cov-report=term-missing:skip-covered $(PYTEST_ARGS)
+
+lint: $(VENV)/.dev ## check style and types
+	$(VENV)/bin/ruff check .
+	$(VENV)/bin/ruff format --check .
+	$(VENV)/bin/mypy
+
+format: $(VENV)/.dev ## rewrite the sources in the house style
+	$(VENV)/bin/ruff check --fix .
+	$(VENV)/bin/ruff format .
+
+bench: $(VENV)/.demo ## measure against fully_shard, paired steps, on two ranks
+	$(PY) -m torch.distributed.run --standalone --nproc-per-node $(NPROC) examples/benchmarks/compare_fsdp2.py $(ARGS)
+
+clean: ## remove what the other targets made
+	rm -rf $(VENV) build dist out *.egg-info .coverage .coverage.* .mypy_cache .ruff_cache .pytest_cache .hypothesis
+	find . -name __pycache__ -prune -exec rm -rf {} +
+
+$(VENV)/.base: $(SOURCES)
+	@test -n "$(PYTHON)" || { echo "no python found: set PYTHON=/path/to/python3.11" >&2; exit 1; }
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "Python 3.11 or newer is needed: set PYTHON=...")'
+	@test -x $(PY) || { echo "making $(VENV)"; $(PYTHON) -m venv $(VENV); }
+	@touch $@
+
+$(VENV)/.demo: $(VENV)/.base
+	@echo "installing graphshard into $(VENV)"
+	@$(PIP_INSTALL) -e .
+	@touch $@
+
+$(VENV)/.test: $(VENV)/.base
+	@echo "installing graphshard and its test tools into $(VENV)"
+	@$(PIP_INSTALL) -e '.[test]'
+	@touch $@ $(VENV)/.demo
+
+$(VENV)/.dev: $(VENV)/.base
+	@echo "installing graphshard and its development tools into $(VENV)"
+	@$(PIP_INSTALL) -e '.[test,dev]'
+	@touch $@ $(VENV)/.test $(VENV)/.demo
