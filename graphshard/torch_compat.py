@@ -29,3 +29,47 @@ def private(module: str, name: str) -> Any:
             f"torch {torch.__version__} has no {module}.{name}, which graphshard needs; "
             f"use {SUPPORTED}"
         ) from error
+
+
+# -- capture ------------------------------------------------------------------------------------
+
+
+def joint_graph_exporter() -> Any:
+    """`aot_export_joint_with_descriptors(stack, module, args)`: the joint graph of one step."""
+    return private("torch._functorch.aot_autograd", "aot_export_joint_with_descriptors")
+
+
+def descriptors() -> Any:
+    """The module of classes that say what each end of a joint graph is."""
+    private("torch._functorch._aot_autograd.descriptors", "GradAOTOutput")
+    return importlib.import_module("torch._functorch._aot_autograd.descriptors")
+
+
+def fake_tensor_mode() -> type:
+    """The class `FakeTensorMode`."""
+    return private("torch._subclasses.fake_tensor", "FakeTensorMode")  # type: ignore[no-any-return]
+
+
+def untraceable_errors() -> tuple[type[Exception], ...]:
+    """(value depends on data, shape depends on data, operator without a fake kernel)."""
+    module = "torch._subclasses.fake_tensor"
+    return (
+        private(module, "DataDependentOutputException"),
+        private(module, "DynamicOutputShapeException"),
+        private(module, "UnsupportedOperatorException"),
+    )
+
+
+def annotate() -> Any:
+    """`annotate(dict)`: a context in which traced nodes, and their backward, carry the dict."""
+    return private("torch.fx.traceback", "annotate")
+
+
+def preserve_node_meta() -> Any:
+    """The context without which annotations are dropped."""
+    return private("torch.fx.traceback", "preserve_node_meta")
+
+
+def has_cuda_build() -> bool:
+    """Whether fake CUDA tensors can be used: without a device autograd on them aborts the process."""
+    return torch.cuda.is_available()

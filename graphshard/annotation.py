@@ -1,0 +1,88 @@
+"""What traced nodes are told about where they came from: module names and checkpoint regions."""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+from collections.abc import Callable, Iterator
+from typing import Any
+from unittest import mock
+
+import torch
+from torch import nn
+
+from graphshard import torch_compat
+from graphshard.errors import CaptureError
+
+FQN = "fqn"
+REGION = "recompute_region"
+
+
+@contextlib.contextmanager
+def named_nodes(model: nn.Module) -> Iterator[None]:
+    """Annotate traced nodes with the FQN of the module that made them."""
+    annotate = torch_compat.annotate()
+    open_contexts: list[tuple[nn.Module, Any]] = []
+    removable = []
+
+    def enter(fqn: str) -> Callable[..., None]:
+        def hook(module: nn.Module, args: Any, kwargs: Any) -> None:
+            context = annotate({FQN: fqn})
+            context.__enter__()
+            open_contexts.append((module, context))
+
+        return hook
+
+    def leave(module: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
+        # A module that raised inside left its context open; close it with its caller's.
+        while open_contexts:
+            opened_by, context = open_contexts.pop()
+            context.__exit__(None, None, None)
+            if opened_by is module:
+                return
+
+    for fqn, module in model.named_modules():
+        removable.append(
+            module.register_forward_pre_hook(enter(fqn), prepend=True, with_kwargs=True)
+        )
+        removable.append(module.register_forward_hook(leave, with_kwargs=True))
+    try:
+        yield
+    finally:
+        for hook in removable:
+            hook.remove()
+        while open_contexts:
+            open_contexts.pop()[1].__exit__(None, None, None)
+
+
+@contextlib.contextmanager
+def tagged_checkpoint_regions() -> Iterator[None]:
+    """Tag what runs under `torch.utils.checkpoint`; AOT would silently drop the checkpointing."""
+    annotate = torch_compat.annotate()
+    numbers = itertools.count()
+
+    def without_reentrant(function: Any, *args: Any, **kwargs: Any) -> Iterator[None]:
+        with annotate({REGION: next(numbers)}):
+            yield
+
+    class Reentrant:
+        @staticmethod
+        def apply(function: Any, preserve_rng_state: bool, *args: Any) -> Any:
+            with annotate({REGION: next(numbers)}):
+                return function(*args)
+
+    def refuse(hooks: Any) -> None:
+        raise CaptureError(
+            "saved_tensors_hooks (save_on_cpu among them) cannot be carried into the captured "
+            "graph; remove the context and let the policy decide what is kept for backward"
+        )
+
+    generator = "_checkpoint_without_reentrant_generator"
+    checkpointing = "torch.utils.checkpoint"
+    torch_compat.private(checkpointing, generator)
+    with (
+        mock.patch(f"{checkpointing}.{generator}", without_reentrant),
+        mock.patch(f"{checkpointing}.CheckpointFunction", Reentrant),
+        mock.patch.object(torch.autograd.graph.saved_tensors_hooks, "__enter__", refuse),
+    ):
+        yield

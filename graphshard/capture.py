@@ -1,0 +1,160 @@
+"""Capture: an nn.Module and example inputs become a `Program`, with no parameter memory.
+
+The joint graph comes from AOTAutograd over FakeTensors that claim the execution device (the meta
+device itself would change the graph: attention decomposes, some gradients vanish). Parameters of
+the module are only asked for shape, stride and dtype, so a model on meta works, of any size.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import warnings
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from graphshard import torch_compat
+from graphshard.annotation import named_nodes, tagged_checkpoint_regions
+from graphshard.capture_errors import explained
+from graphshard.errors import CaptureError
+from graphshard.fake_mode import constant_folding_fake_mode
+from graphshard.joint import program_of_joint
+from graphshard.program import Program
+from graphshard.structure import Structure, signature_of_structure, take_apart
+from graphshard.tracing import TracedModel
+
+
+@dataclass(frozen=True)
+class Capture:
+    """A captured program and the ways in and out of it."""
+
+    program: Program
+    inputs: Structure
+    result: Structure
+
+    def flatten_inputs(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Tensor]:
+        """The tensors of a call, aligned with `program.inputs`."""
+        return take_apart((args, kwargs), name="")[0]
+
+    def unflatten_outputs(self, tensors: Sequence[Any]) -> Any:
+        """The model's own return value around `tensors`, aligned with `program.outputs`."""
+        return self.result.build(tensors)
+
+
+def signature_of(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, ...]:
+    """What of a call's arguments a captured program depends on, hashable.
+
+    Of tensors: shape, dtype, device type, requires_grad, and strides where not contiguous. Of
+    everything else: its value.
+
+    Raises:
+        CaptureError: an argument cannot be taken apart.
+    """
+    tensors, structure = take_apart((args, kwargs), name="")
+    return tuple(map(_tensor_key, tensors)), signature_of_structure(structure)
+
+
+def _tensor_key(tensor: Tensor) -> tuple[Any, ...]:
+    strides = None if tensor.is_contiguous() else tensor.stride()
+    return tuple(tensor.shape), tensor.dtype, tensor.device.type, tensor.requires_grad, strides
+
+
+def capture(
+    model: nn.Module,
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any] | None = None,
+    *,
+    device: str | torch.device = "cpu",
+    grad: bool = True,
+) -> Capture:
+    """Trace one step of `model` into a `Program`.
+
+    Args:
+        model: on any device, meta included; left as it was.
+        args, kwargs: example inputs, real, meta or fake; only their metadata is read.
+        device: where the program will run. A CUDA program captured without CUDA is traced for the
+            CPU, and `program.notes` says so.
+        grad: forward and backward (of what requires gradients), or a forward-only program.
+
+    Raises:
+        CaptureError: the step cannot be one graph; names the user's source line and what to do.
+    """
+    kwargs = kwargs or {}
+    wanted = torch.device(device)
+    traced_on = wanted
+    notes: list[str] = []
+    if wanted.type == "cuda" and not torch_compat.has_cuda_build():
+        traced_on = torch.device("cpu")
+        notes.append(
+            "captured on cpu for cuda: units, schedule and sizes hold, compute nodes may differ"
+        )
+    tensors, inputs = take_apart((args, kwargs), name="")
+    inputs = _readable_paths(inputs)
+    mode = constant_folding_fake_mode()
+
+    def fake(tensor: Tensor) -> Tensor:
+        with mode:
+            return torch.empty_strided(
+                tensor.shape, tensor.stride(), dtype=tensor.dtype, device=traced_on
+            )
+
+    fakes = [fake(t).requires_grad_(grad and t.requires_grad) for t in tensors]
+    traced = TracedModel(model, fake, inputs, grad)
+    with explained(model):
+        joint = _trace(traced, model, fakes, grad)
+    program = program_of_joint(joint, traced, inputs, grad=grad, training=model.training)
+    _check_gradients(program, traced)
+    if traced.state_changes:
+        changed = ", ".join(traced.state_changes[:5])
+        notes.append(f"python state assigned in forward is baked in: {changed}")
+        warnings.warn(
+            f"the forward assigns {changed}; a captured program keeps the value it saw and does "
+            "not repeat the assignment. Use a buffer for state that changes from step to step",
+            stacklevel=2,
+        )
+    program.notes = tuple(notes)
+    program.capture_device = traced_on.type
+    assert traced.result is not None
+    return Capture(program, inputs, traced.result)
+
+
+def _trace(traced: TracedModel, model: nn.Module, fakes: list[Tensor], grad: bool) -> Any:
+    export = torch_compat.joint_graph_exporter()
+    with contextlib.ExitStack() as stack:
+        stack.enter_context(torch.set_grad_enabled(grad))
+        stack.enter_context(torch_compat.preserve_node_meta()())
+        stack.enter_context(named_nodes(model))
+        stack.enter_context(tagged_checkpoint_regions())
+        stack.enter_context(_quiet())
+        return export(stack, traced, tuple(fakes)).graph_module
+
+
+@contextlib.contextmanager
+def _quiet() -> Iterator[None]:
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", category=UserWarning, module=r"torch\._(functorch|dynamo)")
+        yield
+
+
+def _readable_paths(structure: Structure) -> Structure:
+    """Rewrite "[0][1]['x']" (second positional) as "args[1]['x']", "[1]['x']" as "kwargs['x']"."""
+    paths = tuple(
+        path.replace("[0]", "args", 1) if path.startswith("[0]") else path.replace("[1]", "kwargs", 1)
+        for path in structure.paths
+    )
+    return Structure(structure.spec, structure.leaves, paths)
+
+
+def _check_gradients(program: Program, traced: TracedModel) -> None:
+    """A gradient that autograd would give but the graph lacks is lost; never train without it."""
+    grads = program.results().grads
+    for index, (param, gradient) in enumerate(zip(program.params, grads, strict=True)):
+        if gradient is None and index in traced.reachable and param.requires_grad and program.grad:
+            raise CaptureError(
+                f"the gradient of parameter {param.fqn!r} was lost in capture although an output "
+                "depends on it; please keep its use differentiable, or freeze it with "
+                "requires_grad_(False)"
+            )

@@ -1,0 +1,257 @@
+"""From AOT's joint graph, whose ends are told by descriptors, to a `Program` with its tables."""
+
+from __future__ import annotations
+
+import re
+from typing import Any
+
+from torch import Tensor, fx
+
+from graphshard import torch_compat
+from graphshard.annotation import FQN, REGION
+from graphshard.errors import CaptureError
+from graphshard.program import (
+    BACKWARD,
+    FORWARD,
+    BufferEntry,
+    InputEntry,
+    MutationEntry,
+    OutputEntry,
+    ParamEntry,
+    Program,
+    Results,
+)
+from graphshard.structure import Structure
+from graphshard.tracing import TracedModel
+
+_IDENTITY = "graphshard::output"
+
+
+def program_of_joint(
+    joint: fx.GraphModule, traced: TracedModel, inputs: Structure, *, grad: bool, training: bool
+) -> Program:
+    """Rebuild the joint graph under readable names, in table order, and read off its tables.
+
+    Raises:
+        CaptureError: the graph holds what a program cannot: a nested graph, a parameter the
+            forward changes, a constant on the meta device.
+    """
+    return _Builder(joint, traced, inputs).build(grad=grad, training=training)
+
+
+class _Builder:
+    def __init__(self, joint: fx.GraphModule, traced: TracedModel, inputs: Structure) -> None:
+        self.joint = joint
+        self.traced = traced
+        self.inputs = inputs
+        self.graph = fx.Graph()
+        self.new: dict[fx.Node, Any] = {}
+        self.desc = torch_compat.descriptors()
+        self.ends = {
+            _end_key(node.meta["desc"], self.desc): node
+            for node in joint.graph.nodes
+            if node.op == "placeholder"
+        }
+
+    def build(self, *, grad: bool, training: bool) -> Program:
+        params = self._params()
+        buffers = self._buffers() + self._constants()
+        inputs = self._inputs()
+        tangents = self._tangents()
+        self._copy_nodes()
+        results, mutations, outputs = self._results(tangents)
+        output = self.graph.output(results.as_args()[0])
+        output.meta = {"phase": BACKWARD if grad else FORWARD, FQN: ""}
+        return Program(
+            graph=self.graph,
+            params=params,
+            buffers=buffers,
+            inputs=inputs,
+            outputs=outputs,
+            mutations=mutations,
+            training=training,
+            grad=any(entry.tangent is not None for entry in outputs),
+        )
+
+    # -- placeholders -----------------------------------------------------------------------
+
+    def _placeholder(self, key: tuple[str, Any], name: str, fqn: str, phase: str = FORWARD) -> fx.Node:
+        old = self.ends[key]
+        node = self.graph.placeholder(_identifier(name))
+        node.meta = {"val": old.meta["val"], "phase": phase, FQN: fqn}
+        self.new[old] = node
+        return node
+
+    def _params(self) -> tuple[ParamEntry, ...]:
+        entries = []
+        for index, owner in enumerate(self.traced.param_owners):
+            node = self._placeholder(("param", index), f"p_{owner.fqn}", _module(owner.fqn))
+            tensor = owner.tensor
+            entries.append(
+                ParamEntry(
+                    fqn=owner.fqn,
+                    names=owner.names,
+                    shape=tuple(tensor.shape),
+                    stride=tuple(tensor.stride()),
+                    dtype=tensor.dtype,
+                    requires_grad=tensor.requires_grad,
+                    node=node,
+                )
+            )
+        return tuple(entries)
+
+    def _buffers(self) -> tuple[BufferEntry, ...]:
+        return tuple(
+            BufferEntry(
+                owner.fqn,
+                owner.names,
+                self._placeholder(("buffer", index), f"b_{owner.fqn}", _module(owner.fqn)),
+            )
+            for index, owner in enumerate(self.traced.buffer_owners)
+        )
+
+    def _constants(self) -> tuple[BufferEntry, ...]:
+        entries = []
+        for old in self.joint.graph.nodes:
+            if old.op != "get_attr":
+                continue
+            value = getattr(self.joint, old.target)
+            if not isinstance(value, Tensor):
+                raise CaptureError(
+                    f"the step holds a nested graph ({old.target}), which a program cannot; "
+                    "replace torch.cond, flex_attention and the like by plain operators"
+                )
+            if value.device.type == "meta":
+                raise CaptureError(
+                    f"the model closes over a plain tensor of shape {tuple(value.shape)} on the "
+                    "meta device, which has no values; register it as a buffer"
+                )
+            name = f"constant_{len(entries)}"
+            node = self.graph.placeholder(name)
+            node.meta = {"val": old.meta["val"], "phase": FORWARD, FQN: ""}
+            self.new[old] = node
+            entries.append(BufferEntry(name, (name,), node, constant=True, value=value))
+        return tuple(entries)
+
+    def _inputs(self) -> tuple[InputEntry, ...]:
+        entries = []
+        for index, path in enumerate(self.inputs.paths):
+            node = self._placeholder(("input", index), f"in_{path}", "")
+            entries.append(InputEntry(path, node, bool(node.meta["val"].requires_grad)))
+        return tuple(entries)
+
+    def _tangents(self) -> dict[int, fx.Node]:
+        indices = sorted(index for kind, index in self.ends if kind == "tangent")
+        return {
+            index: self._placeholder(("tangent", index), f"tangent_{index}", "", BACKWARD)
+            for index in indices
+        }
+
+    # -- nodes ------------------------------------------------------------------------------
+
+    def _copy_nodes(self) -> None:
+        fqn = ""
+        for old in self.joint.graph.nodes:
+            if old.op == "call_function":
+                if getattr(old.target, "_schema", None) is not None and (
+                    old.target._schema.name == _IDENTITY
+                ):
+                    self.new[old] = self.new[old.args[0]]
+                    continue
+                custom = old.meta.get("custom") or {}
+                # Nodes that accumulate gradients carry no name; they belong to what ran before.
+                fqn = custom.get(FQN, fqn)
+                backward = old.meta.get("partitioner_tag") == "is_backward"
+                node = self.graph.create_node(
+                    "call_function",
+                    old.target,
+                    fx.map_arg(old.args, self.new.__getitem__),
+                    fx.map_arg(old.kwargs, self.new.__getitem__),
+                    name=old.name,
+                )
+                node.meta = {
+                    "val": old.meta.get("val"),
+                    "phase": BACKWARD if backward else FORWARD,
+                    FQN: fqn,
+                }
+                if REGION in custom:
+                    node.meta[REGION] = custom[REGION]
+                if old.meta.get("stack_trace"):
+                    node.meta["stack_trace"] = old.meta["stack_trace"]
+                self.new[old] = node
+
+    # -- results ----------------------------------------------------------------------------
+
+    def _results(
+        self, tangents: dict[int, fx.Node]
+    ) -> tuple[Results, tuple[MutationEntry, ...], tuple[OutputEntry, ...]]:
+        assert self.traced.result is not None
+        paths = self.traced.result.paths
+        results = Results(
+            outputs=[None] * len(paths),
+            mutations=[],
+            grads=[None] * len(self.traced.param_owners),
+            input_grads=[None] * len(self.inputs.paths),
+        )
+        mutations: list[MutationEntry] = []
+        output = self.joint.graph.output_node()
+        for old, desc in zip(output.args[0], output.meta["desc"], strict=True):
+            value = self.new[old] if isinstance(old, fx.Node) else old
+            if desc is None:  # stands for the gradient of what cannot have one
+                continue
+            if isinstance(desc, self.desc.GradAOTOutput):
+                kind, index = _end_key(desc.grad_of, self.desc)
+                if kind == "param":
+                    results.grads[index] = value
+                elif kind == "input":
+                    results.input_grads[index] = value
+            elif isinstance(desc, self.desc.InputMutationAOTOutput):
+                mutations.append(self._mutation(desc.mutated_input))
+                results.mutations.append(value)
+            elif isinstance(desc, self.desc.PlainAOTOutput):
+                results.outputs[desc.idx] = value
+            else:
+                raise CaptureError(
+                    f"the step has an output of a kind a program cannot hold ({desc.expr()})"
+                )
+        outputs = tuple(OutputEntry(path, tangents.get(i)) for i, path in enumerate(paths))
+        return results, tuple(mutations), outputs
+
+    def _mutation(self, desc: Any) -> MutationEntry:
+        kind, index = _end_key(desc, self.desc)
+        target = self.new[self.ends[kind, index]]
+        if kind == "buffer":
+            return MutationEntry(kind, self.traced.buffer_owners[index].fqn, target)
+        if kind == "input":
+            return MutationEntry(kind, self.inputs.paths[index], target)
+        name = self.traced.param_owners[index].fqn
+        raise CaptureError(
+            f"the forward changes parameter {name!r} in place; a sharded parameter is only lent to "
+            "the forward, so keep such state in a buffer"
+        )
+
+
+def _end_key(desc: Any, classes: Any) -> tuple[str, Any]:
+    if isinstance(desc, classes.ParamAOTInput):
+        return "param", int(desc.target[1:])
+    if isinstance(desc, classes.BufferAOTInput):
+        return "buffer", int(desc.target[1:])
+    if isinstance(desc, classes.PlainAOTInput):
+        return "input", desc.idx
+    if isinstance(desc, classes.TangentAOTInput) and isinstance(desc.output, classes.PlainAOTOutput):
+        return "tangent", desc.output.idx
+    if isinstance(desc, classes.TangentAOTInput) and isinstance(
+        desc.output, classes.InputMutationAOTOutput
+    ):
+        return "mutation_tangent", desc.output.mutated_input
+    raise CaptureError(f"the step has an input of a kind a program cannot hold ({desc.expr()})")
+
+
+def _module(parameter_fqn: str) -> str:
+    return parameter_fqn.rpartition(".")[0]
+
+
+def _identifier(text: str) -> str:
+    return re.sub(r"\W+", "_", text).strip("_")
+
+

@@ -1,0 +1,204 @@
+"""Making a module traceable without touching it for good: fake weights, its own state put back.
+
+A `TracedModel` stands in for the user's module during capture. Its parameters are FakeTensors, one
+per distinct parameter of the module (a tied one once, so that autograd itself sums its gradients,
+in eager's order); its forward puts them into the module, calls it, and takes them out again.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from graphshard.errors import CaptureError
+from graphshard.structure import Structure, take_apart
+
+
+@dataclass(frozen=True)
+class Owner:
+    """One distinct parameter or buffer: all its names, the first one first."""
+
+    names: tuple[str, ...]
+    tensor: Tensor
+
+    @property
+    def fqn(self) -> str:
+        """Its first name in module order."""
+        return self.names[0]
+
+
+def owners(named: Iterable[tuple[str, Tensor]]) -> list[Owner]:
+    """Group (name, tensor) pairs by tensor, in order of first appearance."""
+    names: dict[int, list[str]] = {}
+    tensors: dict[int, Tensor] = {}
+    for name, tensor in named:
+        names.setdefault(id(tensor), []).append(name)
+        tensors[id(tensor)] = tensor
+    return [Owner(tuple(names[key]), tensors[key]) for key in names]
+
+
+class TracedModel(nn.Module):
+    """The module AOT traces: flat tensors in, flat tensors out.
+
+    After a trace, `result` is the structure of the module's return value, `state_changes` names the
+    attributes its forward assigned, and `reachable` the parameters autograd connects to an output.
+    """
+
+    def __init__(
+        self, model: nn.Module, make_fake: Callable[[Tensor], Tensor], inputs: Structure, grad: bool
+    ) -> None:
+        super().__init__()
+        self.param_owners = owners(model.named_parameters(remove_duplicate=False))
+        self.buffer_owners = owners(model.named_buffers(remove_duplicate=False))
+        for index, owner in enumerate(self.param_owners):
+            wanted = grad and owner.tensor.requires_grad
+            fake = nn.Parameter(make_fake(owner.tensor), requires_grad=wanted)
+            self.register_parameter(f"p{index}", fake)
+        for index, owner in enumerate(self.buffer_owners):
+            self.register_buffer(f"b{index}", make_fake(owner.tensor))
+        self._inputs = inputs
+        self.result: Structure | None = None
+        self.state_changes: tuple[str, ...] = ()
+        self.reachable: frozenset[int] = frozenset()
+        self._model = [model]  # in a list, so that it is no submodule of this one
+
+    def forward(self, *tensors: Tensor) -> list[Tensor]:
+        """The module's tensor outputs, each cut loose from what it aliases."""
+        model = self._model[0]
+        args, kwargs = self._inputs.build(tensors)
+        params = [getattr(self, f"p{i}") for i in range(len(self.param_owners))]
+        buffers = [getattr(self, f"b{i}") for i in range(len(self.buffer_owners))]
+        with _own_state(model) as changes:
+            _install(model, self.param_owners, params)
+            _install(model, self.buffer_owners, buffers)
+            output = model(*args, **kwargs)
+            self._write_back_buffers(model, buffers)
+        self.state_changes = tuple(changes)
+        self._refuse_changed_inputs(args, kwargs)
+        found, self.result = take_apart(output, name="out")
+        self.reachable = _reachable(found, params)
+        return [torch.ops.graphshard.output(t) for t in found]
+
+    def _write_back_buffers(self, model: nn.Module, buffers: list[Tensor]) -> None:
+        # `self.running = new` replaces the buffer object; the new value must outlive the step.
+        for owner, buffer in zip(self.buffer_owners, buffers, strict=True):
+            current = _member(model, owner.fqn)
+            if current is buffer:
+                continue
+            if not isinstance(current, Tensor) or current.shape != buffer.shape:
+                raise CaptureError(
+                    f"the forward assigned buffer {owner.fqn!r} something of another shape; "
+                    "a buffer must keep its shape to be carried from step to step"
+                )
+            with torch.no_grad():
+                buffer.copy_(current)
+
+    def _refuse_changed_inputs(self, args: Any, kwargs: Any) -> None:
+        _, after = take_apart((args, kwargs), name="")
+        if not after.same_as(self._inputs):
+            raise CaptureError(
+                "the forward changed an argument object in place (added, removed or replaced what "
+                "it holds); return the new values instead, or pass an object it does not change"
+            )
+
+
+def _install(model: nn.Module, found: list[Owner], values: list[Tensor]) -> None:
+    for owner, value in zip(found, values, strict=True):
+        for name in owner.names:
+            module_fqn, _, attribute = name.rpartition(".")
+            module = model.get_submodule(module_fqn)
+            table: dict[str, Any] = (
+                module._parameters if attribute in module._parameters else module._buffers
+            )
+            table[attribute] = value
+
+
+def _member(model: nn.Module, name: str) -> Any:
+    module_fqn, _, attribute = name.rpartition(".")
+    return getattr(model.get_submodule(module_fqn), attribute, None)
+
+
+_TABLES = ("_parameters", "_buffers", "_modules")
+_MISSING = object()
+
+
+@contextlib.contextmanager
+def _own_state(model: nn.Module) -> Iterator[list[str]]:
+    """Restore every module's attributes on leaving; the list then names those that were changed."""
+    before = [
+        (name, module, dict(module.__dict__), [dict(getattr(module, t)) for t in _TABLES])
+        for name, module in model.named_modules()
+    ]
+    changes: list[str] = []
+    try:
+        yield changes
+    finally:
+        for name, module, attributes, contents in before:
+            for key, value in module.__dict__.items():
+                if key not in _TABLES and _differs(attributes.get(key, _MISSING), value):
+                    changes.append(f"{name}.{key}" if name else key)
+            module.__dict__.clear()
+            module.__dict__.update(attributes)
+            for table, content in zip(_TABLES, contents, strict=True):
+                current = getattr(module, table)
+                current.clear()
+                current.update(content)
+
+
+def _differs(before: Any, after: Any) -> bool:
+    if before is after:
+        return False
+    plain = (int, float, str, bool, bytes, complex)
+    return not (isinstance(before, plain) and type(before) is type(after) and before == after)
+
+
+def _reachable(outputs: list[Tensor], params: list[Tensor]) -> frozenset[int]:
+    """Numbers of the parameters that autograd's own (not a user's Function) nodes lead back to."""
+    index = {id(param): i for i, param in enumerate(params)}
+    found = {index[id(t)] for t in outputs if id(t) in index and t.requires_grad}
+    stack = [t.grad_fn for t in outputs if t.grad_fn is not None]
+    seen = set(stack)
+    while stack:
+        node = stack.pop()
+        variable = getattr(node, "variable", None)
+        if variable is not None and id(variable) in index:
+            found.add(index[id(variable)])
+        if isinstance(node, torch.autograd.function.BackwardCFunction):
+            continue  # a user's Function may give no gradient on purpose
+        for following, _ in node.next_functions:
+            if following is not None and following not in seen:
+                seen.add(following)
+                stack.append(following)
+    return frozenset(found)
+
+
+# -- outputs --------------------------------------------------------------------------------------
+
+_library = torch.library.Library("graphshard", "FRAGMENT")
+_library.define("output(Tensor x) -> Tensor")
+
+
+@torch.library.impl(_library, "output", "CompositeExplicitAutograd")
+def _output(x: Tensor) -> Tensor:
+    return x.clone()
+
+
+@torch.library.register_fake("graphshard::output", lib=_library)
+def _output_fake(x: Tensor) -> Tensor:
+    return x.new_empty_strided(x.shape, x.stride())
+
+
+# An output that is a view of another tensor has no tangent of its own in an AOT joint graph, and
+# its gradient can vanish. Through this identity every output is a tensor of its own with a tangent;
+# capture removes the identity from the finished graph.
+torch.library.register_autograd(
+    "graphshard::output",
+    lambda ctx, grad: grad,
+    setup_context=lambda ctx, inputs, output: None,
+    lib=_library,
+)
