@@ -1,0 +1,301 @@
+"""The command line: plan a model for any world size, or dump its rewritten program. No ranks.
+
+Exit codes: 0 done; 1 the model's own code failed; 2 the request cannot be met (a GraphshardError,
+or wrong arguments); 130 interrupted.
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib
+import json
+import os
+import sys
+import traceback
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+from rich.console import Console
+from rich.text import Text
+from torch import nn
+
+import graphshard
+from graphshard.errors import GraphshardError, PlanError, PolicyError
+from graphshard.inspect.dump import dump_program
+from graphshard.inspect.progress import Progress
+from graphshard.plan import ShardingPlan
+from graphshard.policy import Policy, Strategy
+
+FACTORY_HELP = """\
+FACTORY is pkg.module:function, importable from the current directory. It is called without
+arguments and on the meta device, so a model of any size costs no memory, and returns
+
+    model                     planned without being captured ("plan" only)
+    (model, args)             args: a tuple of example inputs
+    (model, args, kwargs)     kwargs: a dict of example keyword inputs
+
+Example inputs need shapes and dtypes only. With them the step is also captured, rewritten and
+verified.
+
+POLICY is one of
+
+    size:N            units of at least N parameters, e.g. size:1e8
+    block             one unit per block class the model names (_no_split_modules)
+    block:A,B         one unit per module of class A or B
+"""
+
+_BYTES = {"": 1, "B": 1}
+_BYTES |= {f"{p}B": 1000 ** (i + 1) for i, p in enumerate("KMGT")}
+_BYTES |= {f"{p}iB": 1024 ** (i + 1) for i, p in enumerate("KMGT")}
+
+
+class ModelCodeError(Exception):
+    """The user's factory raised; the cause is its own exception."""
+
+
+@dataclass(frozen=True)
+class Subject:
+    """What a factory returned: a model on the meta device and example inputs, if it has any."""
+
+    model: nn.Module
+    args: tuple[Any, ...] | None = None
+    kwargs: dict[str, Any] = field(default_factory=dict)
+
+
+def load_subject(spec: str) -> Subject:
+    """Import and call the factory `spec` names (see `FACTORY_HELP`).
+
+    Raises:
+        PlanError: there is no such factory, or it returned something else than described.
+        ModelCodeError: importing or calling it raised.
+    """
+    module_name, colon, attribute = spec.partition(":")
+    if not (module_name and colon and attribute):
+        raise PlanError(f"a factory is written pkg.module:function; got {spec!r}")
+    if os.getcwd() not in sys.path:
+        sys.path.insert(0, os.getcwd())
+    try:
+        module = importlib.import_module(module_name)
+    except ModuleNotFoundError as error:
+        if error.name is None or not f"{module_name}.".startswith(f"{error.name}."):
+            raise ModelCodeError(f"importing {module_name} failed") from error
+        raise PlanError(
+            f"no module named {error.name!r} in {os.getcwd()} or the installed packages; "
+            "run from the directory that holds it"
+        ) from None
+    except Exception as error:
+        raise ModelCodeError(f"importing {module_name} failed") from error
+    factory = getattr(module, attribute, None)
+    if not callable(factory):
+        raise PlanError(f"{module_name} has no function named {attribute!r}")
+    try:
+        with torch.device("meta"):
+            result = factory()
+    except Exception as error:
+        raise ModelCodeError(f"{spec} failed when called on the meta device") from error
+    return _subject(spec, result)
+
+
+def _subject(spec: str, result: object) -> Subject:
+    if isinstance(result, nn.Module):
+        return Subject(result)
+    match result:
+        case (nn.Module() as model, (tuple() | list()) as args):
+            return Subject(model, tuple(args))
+        case (nn.Module() as model, (tuple() | list()) as args, dict() as kwargs):
+            return Subject(model, tuple(args), kwargs)
+    raise PlanError(
+        f"{spec} must return a model, (model, args) or (model, args, kwargs), args a tuple and "
+        f"kwargs a dict; it returned {_describe(result)}"
+    )
+
+
+def _describe(result: object) -> str:
+    if isinstance(result, tuple):
+        return f"({', '.join(type(item).__name__ for item in result)})"
+    return type(result).__name__
+
+
+def parse_policy(text: str, **fields: Any) -> Policy:
+    """The policy that `text` (see `FACTORY_HELP`) and the fields of `Policy` describe.
+
+    Raises:
+        PolicyError: `text` is none of the forms, or a field has a value outside its range.
+    """
+    kind, colon, argument = text.partition(":")
+    if kind == "size" and colon:
+        try:
+            least = float(argument)
+        except ValueError:
+            least = float("nan")
+        if not least.is_integer():
+            raise PolicyError(f"size:N takes a whole number of parameters; got {argument!r}")
+        return graphshard.SizePolicy(min_num_params=int(least), **fields)
+    if kind == "block":
+        return graphshard.BlockPolicy(
+            [c.strip() for c in argument.split(",") if c.strip()], **fields
+        )
+    raise PolicyError(f"a policy is written size:N, block or block:ClassA,ClassB; got {text!r}")
+
+
+def parse_bytes(text: str) -> int:
+    """Bytes in "1500000", "2GiB", "1.5 GB" and the like."""
+    number = text.rstrip("BiKMGT ")
+    try:
+        return int(float(number) * _BYTES[text[len(number) :].strip()])
+    except (ValueError, KeyError):
+        units = ", ".join(unit for unit in _BYTES if unit)
+        raise argparse.ArgumentTypeError(
+            f"{text!r} is not a size: a number and one of {units}"
+        ) from None
+
+
+def parse_mesh(text: str) -> tuple[int, ...]:
+    """The mesh shape in "8" or "2x4"."""
+    try:
+        return tuple(int(size) for size in text.split("x"))
+    except ValueError:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a mesh: sizes as in 8 or 2x4") from None
+
+
+def build_parser() -> argparse.ArgumentParser:
+    """The parser of all commands."""
+    parser = argparse.ArgumentParser(
+        prog="graphshard", description="Plan and inspect sharded training steps, without ranks."
+    )
+    commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
+
+    plan = _add_command(commands, "plan", "print the sharding plan of a model")
+    plan.add_argument("--unfold", action="store_true", help="one line per unit, alike or not")
+    plan.add_argument("--json", action="store_true", help="print the plan as JSON")
+    plan.set_defaults(run=run_plan)
+
+    dump = _add_command(commands, "dump", "write the plan and the rewritten program to files")
+    dump.add_argument("--out", required=True, type=Path, metavar="DIR", help="where to write them")
+    dump.set_defaults(run=run_dump)
+    return parser
+
+
+def _add_command(commands: Any, name: str, summary: str) -> argparse.ArgumentParser:
+    command: argparse.ArgumentParser = commands.add_parser(
+        name,
+        help=summary,
+        description=summary,
+        epilog=FACTORY_HELP,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    command.add_argument("factory", metavar="FACTORY", help="pkg.module:function (see below)")
+    command.add_argument("--policy", required=True, help="size:N, block or block:A,B (see below)")
+    ranks = command.add_mutually_exclusive_group(required=True)
+    ranks.add_argument("--world-size", type=int, metavar="W", help="number of ranks")
+    ranks.add_argument("--mesh", type=parse_mesh, metavar="AxB", help="shape of the mesh of ranks")
+
+    # Left out of the namespace unless given, so that the defaults are the policy's own.
+    fields = command.add_argument_group("policy fields")
+    unset: Any = argparse.SUPPRESS
+    fields.add_argument("--strategy", choices=[s.value for s in Strategy], default=unset)
+    fields.add_argument("--backward-prefetch", choices=["pre", "post", "none"], default=unset)
+    fields.add_argument("--forward-prefetch", type=int, metavar="N", default=unset)
+    fields.add_argument("--reshard-root", action="store_true", default=unset)
+    fields.add_argument(
+        "--memory-budget",
+        type=parse_bytes,
+        metavar="BYTES",
+        default=unset,
+        help="unsharded parameters alive at once on a rank at most, e.g. 2GiB",
+    )
+
+    command.add_argument("--times", action="store_true", help="say how long each stage took")
+    command.add_argument("--debug", action="store_true", help="show the traceback of an error")
+    return command
+
+
+_POLICY_FIELDS = (
+    "strategy",
+    "backward_prefetch",
+    "forward_prefetch",
+    "reshard_root",
+    "memory_budget",
+)
+
+
+def _policy(options: argparse.Namespace) -> Policy:
+    fields = {name: value for name, value in vars(options).items() if name in _POLICY_FIELDS}
+    if fields.get("backward_prefetch") == "none":
+        fields["backward_prefetch"] = None
+    return parse_policy(options.policy, **fields)
+
+
+def _plan(options: argparse.Namespace, subject: Subject, progress: Progress) -> ShardingPlan:
+    return graphshard.plan(
+        subject.model,
+        _policy(options),
+        world_size=options.world_size,
+        mesh_shape=options.mesh,
+        example_inputs=subject.args,
+        example_kwargs=subject.kwargs or None,
+        progress=progress,
+    )
+
+
+def run_plan(options: argparse.Namespace, progress: Progress) -> None:
+    """`graphshard plan`."""
+    with progress.stage("build the model"):
+        subject = load_subject(options.factory)
+    plan = _plan(options, subject, progress)
+    if options.json:
+        print(json.dumps(plan.to_dict(), indent=2))
+    elif sys.stdout.isatty():
+        Console().print(plan.table(unfold=options.unfold))
+    else:
+        print(plan.text(unfold=options.unfold))
+
+
+def run_dump(options: argparse.Namespace, progress: Progress) -> None:
+    """`graphshard dump`."""
+    with progress.stage("build the model"):
+        subject = load_subject(options.factory)
+    if subject.args is None:
+        raise PlanError(
+            f"a dump needs example inputs: let {options.factory} return (model, args) or "
+            "(model, args, kwargs)"
+        )
+    plan = _plan(options, subject, progress)
+    assert plan.program is not None  # there were example inputs
+    with progress.stage("write the files"):
+        paths = dump_program(plan.program, plan, options.out)
+    for path in paths:
+        print(path)
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run the command line `argv` (default: the process's own); the exit code."""
+    options = build_parser().parse_args(argv)
+    progress = Progress()
+    try:
+        with progress.stage("total"):
+            options.run(options, progress)
+    except GraphshardError as error:
+        return _fail(str(error), 2, debug=options.debug)
+    except ModelCodeError as error:
+        cause = error.__cause__
+        message = f"{error}: {type(cause).__name__}: {cause}\nRun with --debug for its traceback."
+        return _fail(message, 1, debug=options.debug)
+    except KeyboardInterrupt:
+        return 130
+    except BrokenPipeError:  # the reader went away, as `head` does: not an error of ours
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+    if options.times:
+        print(progress.report(), file=sys.stderr)
+    return 0
+
+
+def _fail(message: str, code: int, *, debug: bool) -> int:
+    if debug:
+        traceback.print_exc()
+    else:
+        Console(stderr=True).print(Text(message, style="red"), soft_wrap=True)
+    return code
