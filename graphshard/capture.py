@@ -105,7 +105,8 @@ def capture(
     traced = TracedModel(model, fake, inputs, grad)
     with explained(model):
         joint = _trace(traced, model, fakes, grad)
-    program = program_of_joint(joint, traced, inputs, grad=grad, training=model.training)
+    needs_grad = [t.requires_grad for t in fakes]
+    program = program_of_joint(joint, traced, inputs, needs_grad, training=model.training)
     _check_gradients(program, traced)
     if traced.state_changes:
         changed = ", ".join(traced.state_changes[:5])

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Sequence
 from typing import Any
 
 from torch import Tensor, fx
@@ -28,7 +29,12 @@ _IDENTITY = "graphshard::output"
 
 
 def program_of_joint(
-    joint: fx.GraphModule, traced: TracedModel, inputs: Structure, *, grad: bool, training: bool
+    joint: fx.GraphModule,
+    traced: TracedModel,
+    inputs: Structure,
+    input_needs_grad: Sequence[bool],
+    *,
+    training: bool,
 ) -> Program:
     """Rebuild the joint graph under readable names, in table order, and read off its tables.
 
@@ -36,11 +42,18 @@ def program_of_joint(
         CaptureError: the graph holds what a program cannot: a nested graph, a parameter the
             forward changes, a constant on the meta device.
     """
-    return _Builder(joint, traced, inputs).build(grad=grad, training=training)
+    return _Builder(joint, traced, inputs, input_needs_grad).build(training)
 
 
 class _Builder:
-    def __init__(self, joint: fx.GraphModule, traced: TracedModel, inputs: Structure) -> None:
+    def __init__(
+        self,
+        joint: fx.GraphModule,
+        traced: TracedModel,
+        inputs: Structure,
+        input_needs_grad: Sequence[bool],
+    ) -> None:
+        self.input_needs_grad = input_needs_grad
         self.joint = joint
         self.traced = traced
         self.inputs = inputs
@@ -53,7 +66,7 @@ class _Builder:
             if node.op == "placeholder"
         }
 
-    def build(self, *, grad: bool, training: bool) -> Program:
+    def build(self, training: bool) -> Program:
         params = self._params()
         buffers = self._buffers() + self._constants()
         inputs = self._inputs()
@@ -61,6 +74,7 @@ class _Builder:
         self._copy_nodes()
         results, mutations, outputs = self._results(tangents)
         output = self.graph.output(results.as_args()[0])
+        grad = any(entry.tangent is not None for entry in outputs)
         output.meta = {"phase": BACKWARD if grad else FORWARD, FQN: ""}
         return Program(
             graph=self.graph,
@@ -70,7 +84,7 @@ class _Builder:
             outputs=outputs,
             mutations=mutations,
             training=training,
-            grad=any(entry.tangent is not None for entry in outputs),
+            grad=grad,
         )
 
     # -- placeholders -----------------------------------------------------------------------
@@ -137,10 +151,13 @@ class _Builder:
         entries = []
         for index, path in enumerate(self.inputs.paths):
             node = self._placeholder(("input", index), f"in_{path}", "")
-            entries.append(InputEntry(path, node, bool(node.meta["val"].requires_grad)))
+            entries.append(InputEntry(path, node, self.input_needs_grad[index]))
         return tuple(entries)
 
     def _tangents(self) -> dict[int, fx.Node]:
+        for kind, index in self.ends:
+            if kind == "mutation_tangent":
+                self._refuse_differentiable_mutation(index)
         indices = sorted(index for kind, index in self.ends if kind == "tangent")
         return {
             index: self._placeholder(("tangent", index), f"tangent_{index}", "", BACKWARD)
@@ -222,12 +239,25 @@ class _Builder:
         target = self.new[self.ends[kind, index]]
         if kind == "buffer":
             return MutationEntry(kind, self.traced.buffer_owners[index].fqn, target)
-        if kind == "input":
-            return MutationEntry(kind, self.inputs.paths[index], target)
-        name = self.traced.param_owners[index].fqn
+        if kind == "param":
+            self._refuse_differentiable_mutation(desc)
+        return MutationEntry(kind, self.inputs.paths[index], target)
+
+    def _refuse_differentiable_mutation(self, desc: Any) -> None:
+        kind, index = _end_key(desc, self.desc)
+        if kind == "param":
+            raise CaptureError(
+                f"the forward changes parameter {self.traced.param_owners[index].fqn!r} in place; "
+                "a sharded parameter is only lent to the forward, so keep such state in a buffer"
+            )
+        if kind == "buffer":
+            raise CaptureError(
+                f"the forward writes a value that carries a gradient into buffer "
+                f"{self.traced.buffer_owners[index].fqn!r}; detach it first"
+            )
         raise CaptureError(
-            f"the forward changes parameter {name!r} in place; a sharded parameter is only lent to "
-            "the forward, so keep such state in a buffer"
+            f"the forward changes input {self.inputs.paths[index]} in place while its gradient is "
+            "wanted; clone it first"
         )
 
 
