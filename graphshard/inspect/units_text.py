@@ -1,0 +1,35 @@
+"""Numbers and lists as people read them."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+
+def human_bytes(number: float) -> str:
+    """`number` bytes in binary units, two decimals from KiB on: "512 B", "1.50 KiB"."""
+    if abs(number) < 1024:
+        return f"{number:.0f} B"
+    value = float(number)
+    for unit in ("KiB", "MiB", "GiB", "TiB"):
+        value /= 1024
+        if abs(round(value, 2)) < 1024:
+            return f"{value:.2f} {unit}"
+    return f"{value / 1024:.2f} PiB"
+
+
+def human_count(number: float) -> str:
+    """`number` things in powers of a thousand, two decimals from K on: "999", "6.74B"."""
+    if abs(number) < 1000:
+        return f"{number:.0f}"
+    value = float(number)
+    for unit in ("K", "M", "B"):
+        value /= 1000
+        if abs(round(value, 2)) < 1000:
+            return f"{value:.2f}{unit}"
+    return f"{value / 1000:.2f}T"
+
+
+def some_of(names: Sequence[str], joint: str = ", ", shown: int = 4) -> str:
+    """The first `shown` of `names` and how many more there are: "a, b and 3 more"."""
+    more = len(names) - shown
+    return joint.join(names[:shown]) + (f" and {more} more" if more > 0 else "")

@@ -1,0 +1,133 @@
+"""What about a plan will hurt, in sentences that name the thing and say what to do."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+from statistics import median_high
+from typing import TYPE_CHECKING
+
+from graphshard.inspect.units_text import human_bytes, some_of
+from graphshard.plan import ShardingPlan, Unit
+from graphshard.policy import Strategy
+
+if TYPE_CHECKING:
+    from graphshard.program import Program
+
+# A unit this many times the median one is reported. A decoder under a block policy has a root of
+# two to six median units (its embeddings), which is normal; LLaMA-7B under SizePolicy(1e8) has a
+# remainder unit of sixteen, which doubles the peak.
+LARGE_UNIT_FACTOR = 8
+# Padding is reported above this share of a unit's bytes, and above this many bytes.
+PADDING_SHARE = 0.1
+PADDING_BYTES = 2**20
+
+
+def plan_warnings(plan: ShardingPlan) -> tuple[str, ...]:
+    """Warnings a plan gives by itself, before anything is captured."""
+    return (
+        *_no_units(plan),
+        *_large_units(plan),
+        *_empty_units(plan),
+        *_padding(plan),
+    )
+
+
+def with_capture_warnings(plan: ShardingPlan, program: Program) -> ShardingPlan:
+    """`plan` with warnings on what a captured program does with its parameters.
+
+    Args:
+        plan: the plan of the captured model.
+        program: the program as captured, before any pass.
+    """
+    unused, no_gradient = [], []
+    for param, grad in zip(program.params, program.results().grads, strict=True):
+        if not param.node.users:
+            unused.append(param.fqn)
+        elif program.grad and param.requires_grad and grad is None:
+            no_gradient.append(param.fqn)
+    found = []
+    if unused:
+        found.append(
+            f"{_names('parameter', unused)} never used by the captured step, yet stored on the "
+            "ranks; remove what you do not need"
+        )
+    if no_gradient:
+        found.append(
+            f"{_names('trainable parameter', no_gradient)} used but no gradient reaches "
+            f"{'it' if len(no_gradient) == 1 else 'them'}; set requires_grad=False, or look for a "
+            "detach() or no_grad in the model"
+        )
+    return replace(plan, warnings=(*plan.warnings, *found))
+
+
+def _no_units(plan: ShardingPlan) -> Iterator[str]:
+    # A model whose parameters all stand in one module could not be split anyway.
+    holders = {name.rpartition(".")[0] for name in plan.units[0].params}
+    if len(plan.units) == 1 and len(holders) > 1:
+        yield (
+            "the policy makes no unit besides the root, so all parameters are gathered at once and "
+            "no communication overlaps compute; lower min_num_params or name the model's blocks in "
+            "a BlockPolicy"
+        )
+
+
+def _large_units(plan: ShardingPlan) -> Iterator[str]:
+    """Units far larger than the median one.
+
+    The root is compared, but does not count for the median: it takes what is left over.
+    """
+    sizes = [unit.numel for unit in plan.units if unit.fqn and unit.numel]
+    if not sizes or plan.policy.strategy is Strategy.NO_SHARD:
+        return
+    median = median_high(sizes)
+    bound = LARGE_UNIT_FACTOR * median
+    for unit in plan.units:
+        if unit.numel <= bound:
+            continue
+        largest = max(unit.layouts, key=lambda layout: layout.numel)
+        said = (
+            f"unit {unit.fqn or '(root)'} is {unit.numel / median:.0f} times the median unit and "
+            f"takes {human_bytes(unit.unsharded_bytes)} while gathered"
+        )
+        if unit.numel - largest.numel > bound:
+            yield f"{said}; make units of the modules in it (a finer policy, or a smaller minimum)"
+        elif not unit.fqn and _kept_between_phases(plan):
+            yield (
+                f"{said}, for the whole step, nearly all of it {largest.fqn}; "
+                "set reshard_root=True to free it between forward and backward"
+            )
+
+
+def _kept_between_phases(plan: ShardingPlan) -> bool:
+    return plan.policy.strategy is Strategy.FULL_SHARD and not plan.policy.reshard_root
+
+
+def _empty_units(plan: ShardingPlan) -> Iterator[str]:
+    empty = [unit.fqn for unit in plan.units if unit.fqn and not unit.layouts]
+    if empty:
+        yield (
+            f"{_names('unit', empty)} without parameters: the modules have none, or only ones that "
+            "units below own or that are tied to modules elsewhere; choose other modules"
+        )
+
+
+def _padding(plan: ShardingPlan) -> Iterator[str]:
+    for unit in plan.units:
+        if _wasteful(unit):
+            worst = max(unit.layouts, key=lambda layout: layout.padding_bytes)
+            yield (
+                f"unit {unit.fqn or '(root)'} gathers {human_bytes(unit.padding_bytes)} of padding "
+                f"in {human_bytes(unit.unsharded_bytes)}, most of it because {worst.fqn} has only "
+                f"{worst.shape[0]} rows for {plan.world_size} ranks; use fewer ranks or put a "
+                "larger dimension first"
+            )
+
+
+def _wasteful(unit: Unit) -> bool:
+    return unit.padding_bytes > max(PADDING_BYTES, PADDING_SHARE * unit.unsharded_bytes)
+
+
+def _names(what: str, names: Sequence[str]) -> str:
+    """The subject and verb of a sentence: `units a, b, c, d and 3 more are`."""
+    return f"{what}s {some_of(names)} are" if len(names) > 1 else f"{what} {names[0]} is"
