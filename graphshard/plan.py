@@ -17,6 +17,8 @@ from graphshard.errors import PlanError
 from graphshard.policy import Policy
 
 if TYPE_CHECKING:
+    from rich.console import RenderableType
+
     from graphshard.program import Program
 
 SHARDED = "shard"
@@ -134,7 +136,7 @@ class ShardingPlan:
 
     @cached_property
     def layouts(self) -> Mapping[str, ParamLayout]:
-        """Layout of every parameter by FQN; all names of a tied parameter lead to its one layout."""
+        """Layout of every parameter by FQN; all names of a tied one lead to its one layout."""
         return {
             name: layout for unit in self.units for layout in unit.layouts for name in layout.names
         }
@@ -161,7 +163,9 @@ class ShardingPlan:
         try:
             return self._unit_by_fqn[fqn]
         except KeyError:
-            raise PlanError(f"no unit is named {fqn!r}; units: {sorted(self._unit_by_fqn)}") from None
+            raise PlanError(
+                f"no unit is named {fqn!r}; units: {sorted(self._unit_by_fqn)}"
+            ) from None
 
     def unit_of_param(self, name: str) -> str:
         """FQN of the unit that manages the parameter `name` (any of its names).
@@ -191,7 +195,20 @@ class ShardingPlan:
 
         return plan_dict(self, units=units)
 
-    def __str__(self) -> str:
+    def text(self, *, unfold: bool = False) -> str:
+        """The plan as stable plain text; `unfold` gives every unit a line of its own."""
         from graphshard.inspect.plan_text import plan_text
 
-        return plan_text(self)
+        return plan_text(self, unfold=unfold)
+
+    def table(self, *, unfold: bool = False) -> RenderableType:
+        """The same content for a terminal, in colours, to be printed by rich."""
+        from graphshard.inspect.plan_text import plan_table
+
+        return plan_table(self, unfold=unfold)
+
+    def __str__(self) -> str:
+        return self.text()
+
+    def __rich__(self) -> RenderableType:
+        return self.table()
