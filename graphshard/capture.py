@@ -74,7 +74,8 @@ def capture(
 
     Args:
         model: on any device, meta included; left as it was.
-        args, kwargs: example inputs, real, meta or fake; only their metadata is read.
+        args: example positional inputs, real, meta or fake; only their metadata is read.
+        kwargs: example keyword inputs, likewise.
         device: where the program will run. A CUDA program captured without CUDA is traced for the
             CPU, and `program.notes` says so.
         grad: forward and backward (of what requires gradients), or a forward-only program.
@@ -136,14 +137,18 @@ def _trace(traced: TracedModel, model: nn.Module, fakes: list[Tensor], grad: boo
 @contextlib.contextmanager
 def _quiet() -> Iterator[None]:
     with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", category=UserWarning, module=r"torch\._(functorch|dynamo)")
+        warnings.filterwarnings(
+            "ignore", category=UserWarning, module=r"torch\._(functorch|dynamo)"
+        )
         yield
 
 
 def _readable_paths(structure: Structure) -> Structure:
     """Rewrite "[0][1]['x']" (second positional) as "args[1]['x']", "[1]['x']" as "kwargs['x']"."""
     paths = tuple(
-        path.replace("[0]", "args", 1) if path.startswith("[0]") else path.replace("[1]", "kwargs", 1)
+        path.replace("[0]", "args", 1)
+        if path.startswith("[0]")
+        else path.replace("[1]", "kwargs", 1)
         for path in structure.paths
     )
     return Structure(structure.spec, structure.leaves, paths)

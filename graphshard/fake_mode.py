@@ -1,4 +1,4 @@
-"""The fake tensors of capture: no storage, but constants that can still be asked for their value."""
+"""The fake tensors of capture: no storage, yet constants can be asked for their value."""
 
 from __future__ import annotations
 
@@ -8,12 +8,52 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.utils._pytree import tree_leaves, tree_map
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from graphshard import torch_compat
 
 # Constants larger than this are not evaluated during capture: such code depends on real data.
 _MAX_CONSTANT_NUMEL = 1 << 24
+
+
+class _Recipes:
+    """How each fake tensor that depends on constants alone was made."""
+
+    def __init__(self) -> None:
+        self._made_by = WeakTensorKeyDictionary()
+
+    def __contains__(self, tensor: Any) -> bool:
+        return isinstance(tensor, Tensor) and tensor in self._made_by
+
+    def remember(self, func: Any, args: Any, kwargs: Mapping[str, Any], result: Any) -> None:
+        if func._schema.is_mutable:
+            self._forget_written(func, args)
+            return
+        if not isinstance(result, Tensor) or result.numel() > _MAX_CONSTANT_NUMEL:
+            return
+        # An empty tensor has no values yet; every fake weight and input starts as one.
+        if torch.Tag.nondeterministic_seeded in func.tags or "empty" in func._schema.name:
+            return
+        operands = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
+        if all(operand in self._made_by for operand in operands):
+            self._made_by[result] = (func, args, dict(kwargs))
+
+    def _forget_written(self, func: Any, args: Any) -> None:
+        for argument, value in zip(func._schema.arguments, args, strict=False):
+            if argument.alias_info is not None and argument.alias_info.is_write and value in self:
+                del self._made_by[value]
+
+    def evaluate(self, tensor: Tensor) -> Tensor:
+        """The value of `tensor`; KeyError if something it depends on was overwritten."""
+        func, args, kwargs = self._made_by[tensor]
+
+        def real(value: Any) -> Any:
+            return self.evaluate(value) if isinstance(value, Tensor) else value
+
+        args, kwargs = tree_map(real, (args, kwargs))
+        result: Tensor = func(*args, **kwargs)
+        return result
 
 
 def constant_folding_fake_mode() -> Any:
@@ -24,49 +64,22 @@ def constant_folding_fake_mode() -> Any:
     mode remembers how each such tensor was made and computes it for real when asked.
     """
     base = torch_compat.fake_tensor_mode()
+    ask = torch.ops.aten._local_scalar_dense.default
 
     class ConstantFoldingFakeMode(base):  # type: ignore[misc,valid-type]
         def __init__(self) -> None:
             super().__init__(allow_non_fake_inputs=True)
-            self._recipes = WeakTensorKeyDictionary()
+            self._recipes = _Recipes()
 
         def dispatch(
             self, func: Any, types: Any, args: Any = (), kwargs: Mapping[str, Any] | None = None
         ) -> Any:
             kwargs = kwargs or {}
-            if func is torch.ops.aten._local_scalar_dense.default and args[0] in self._recipes:
+            if func is ask and args[0] in self._recipes:
                 with contextlib.suppress(KeyError), torch._C._DisableTorchDispatch():
-                    return self._evaluate(args[0]).item()
+                    return self._recipes.evaluate(args[0]).item()
             result = super().dispatch(func, types, args, kwargs)
-            self._remember(func, args, kwargs, result)
-            return result
-
-        def _remember(self, func: Any, args: Any, kwargs: Any, result: Any) -> None:
-            if func._schema.is_mutable or torch.Tag.nondeterministic_seeded in func.tags:
-                self._forget_mutated(func, args)
-                return
-            leaves = torch.utils._pytree.tree_leaves((args, kwargs))
-            operands = [leaf for leaf in leaves if isinstance(leaf, Tensor)]
-            if any(t not in self._recipes for t in operands):
-                return
-            if not isinstance(result, Tensor) or "empty" in func._schema.name:
-                return  # an empty tensor has no values yet; every weight and input starts as one
-            if result.numel() <= _MAX_CONSTANT_NUMEL and result.device.type != "meta":
-                self._recipes[result] = (func, args, dict(kwargs))
-
-        def _forget_mutated(self, func: Any, args: Any) -> None:
-            for argument, value in zip(func._schema.arguments, args, strict=False):
-                if argument.alias_info is not None and argument.alias_info.is_write:
-                    self._recipes.pop(value, None) if isinstance(value, Tensor) else None
-
-        def _evaluate(self, tensor: Tensor) -> Tensor:
-            func, args, kwargs = self._recipes[tensor]
-
-            def real(value: Any) -> Any:
-                return self._evaluate(value) if isinstance(value, Tensor) else value
-
-            args, kwargs = torch.utils._pytree.tree_map(real, (args, kwargs))
-            result: Tensor = func(*args, **kwargs)
+            self._recipes.remember(func, args, kwargs, result)
             return result
 
     return ConstantFoldingFakeMode()

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, cast
 
 from torch import Tensor, fx
 
@@ -89,7 +89,9 @@ class _Builder:
 
     # -- placeholders -----------------------------------------------------------------------
 
-    def _placeholder(self, key: tuple[str, Any], name: str, fqn: str, phase: str = FORWARD) -> fx.Node:
+    def _placeholder(
+        self, key: tuple[str, Any], name: str, fqn: str, phase: str = FORWARD
+    ) -> fx.Node:
         old = self.ends[key]
         node = self.graph.placeholder(_identifier(name))
         node.meta = {"val": old.meta["val"], "phase": phase, FQN: fqn}
@@ -125,7 +127,7 @@ class _Builder:
         )
 
     def _constants(self) -> tuple[BufferEntry, ...]:
-        entries = []
+        entries: list[BufferEntry] = []
         for old in self.joint.graph.nodes:
             if old.op != "get_attr":
                 continue
@@ -212,7 +214,8 @@ class _Builder:
         )
         mutations: list[MutationEntry] = []
         output = self.joint.graph.output_node()
-        for old, desc in zip(output.args[0], output.meta["desc"], strict=True):
+        values = cast("list[Any]", output.args[0])
+        for old, desc in zip(values, output.meta["desc"], strict=True):
             value = self.new[old] if isinstance(old, fx.Node) else old
             if desc is None:  # stands for the gradient of what cannot have one
                 continue
@@ -268,7 +271,9 @@ def _end_key(desc: Any, classes: Any) -> tuple[str, Any]:
         return "buffer", int(desc.target[1:])
     if isinstance(desc, classes.PlainAOTInput):
         return "input", desc.idx
-    if isinstance(desc, classes.TangentAOTInput) and isinstance(desc.output, classes.PlainAOTOutput):
+    if isinstance(desc, classes.TangentAOTInput) and isinstance(
+        desc.output, classes.PlainAOTOutput
+    ):
         return "tangent", desc.output.idx
     if isinstance(desc, classes.TangentAOTInput) and isinstance(
         desc.output, classes.InputMutationAOTOutput
@@ -283,5 +288,3 @@ def _module(parameter_fqn: str) -> str:
 
 def _identifier(text: str) -> str:
     return re.sub(r"\W+", "_", text).strip("_")
-
-

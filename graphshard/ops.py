@@ -32,7 +32,7 @@ def _only_in_graphs(name: str) -> NoReturn:
 
 
 def all_gather(shards: Sequence[Tensor], *, unit: str, params: tuple[str, ...]) -> Any:
-    """Start gathering `shards` (each `(ceil(d0/W), ...)`) over the group; returns a pending handle."""
+    """Start gathering `shards` (each `(ceil(d0/W), ...)`) over the group; gives a pending value."""
     _only_in_graphs("all_gather")
 
 
@@ -52,7 +52,7 @@ def wait(pending: Any) -> list[Tensor]:
 
 
 def free(gathered: list[Tensor]) -> None:
-    """Give back the storage of what a `wait` on an all_gather returned, whatever still refers to it."""
+    """Give back the storage of what a gather's `wait` returned, whatever still refers to it."""
     _only_in_graphs("free")
 
 
@@ -68,7 +68,7 @@ for _op in VOCABULARY:
 def op_name(node: fx.Node) -> str | None:
     """The vocabulary name of `node` ("all_gather", "wait", ...), or None for any other node."""
     if node.op == "call_function" and node.target in VOCABULARY:
-        return node.target.__name__  # type: ignore[union-attr]
+        return node.target.__name__
     return None
 
 

@@ -6,7 +6,7 @@ Layout of the graph, kept by every pass:
     forward        nodes with meta["phase"] == "forward"
     backward       nodes with meta["phase"] == "backward" (none in a forward-only program)
     output         four lists: outputs, mutations, grads, input_grads, aligned with
-                   `Program.outputs`, `.mutations`, `.params` and `.inputs`; None where there is none
+                   `Program.outputs`, `.mutations`, `.params`, `.inputs`; None where none
 
 Every node but the output carries in `meta`:
 
@@ -21,7 +21,7 @@ from __future__ import annotations
 import copy
 from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import fx
@@ -88,7 +88,7 @@ class InputEntry:
 
 @dataclass(frozen=True)
 class OutputEntry:
-    """A tensor the model returns; `tangent` is the placeholder of its gradient, None if it has none."""
+    """A tensor the model returns; `tangent` is its gradient's placeholder, None if it has none."""
 
     path: str
     tangent: fx.Node | None
@@ -142,8 +142,9 @@ class Program:
 
     def results(self) -> Results:
         """The output node's lists, as fresh mutable lists (see `set_results`)."""
-        outputs, mutations, grads, input_grads = self.output_node.args[0]  # type: ignore[misc]
-        return Results(list(outputs), list(mutations), list(grads), list(input_grads))
+        return Results(
+            *(list(part) for part in cast("tuple[list[Any], ...]", self.output_node.args[0]))
+        )
 
     def set_results(self, results: Results) -> None:
         """Replace the output node's lists."""

@@ -47,7 +47,7 @@ def descriptors() -> Any:
 
 def fake_tensor_mode() -> type:
     """The class `FakeTensorMode`."""
-    return private("torch._subclasses.fake_tensor", "FakeTensorMode")  # type: ignore[no-any-return]
+    return private("torch._subclasses.fake_tensor", "FakeTensorMode")
 
 
 def untraceable_errors() -> tuple[type[Exception], ...]:

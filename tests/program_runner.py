@@ -30,7 +30,9 @@ def run_captured(
     values += [t.detach() for t in captured.flatten_inputs(args, kwargs)]
     expected = [o.tangent.meta["val"] for o in program.outputs if o.tangent is not None]
     if tangents is None:
-        tangents = [torch.full(v.shape, float(i == 0), dtype=v.dtype) for i, v in enumerate(expected)]
+        tangents = [
+            torch.full(v.shape, float(i == 0), dtype=v.dtype) for i, v in enumerate(expected)
+        ]
     assert [t.shape for t in tangents] == [v.shape for v in expected]
     with torch.no_grad():
         outputs, mutations, grads, input_grads = fx.GraphModule(nn.Module(), program.graph)(
@@ -59,7 +61,8 @@ def assert_same_as_eager(
         if param.grad is None:
             assert gradient is None or not gradient.any(), name
         else:
-            assert gradient is not None and torch.equal(gradient, param.grad), name
+            assert gradient is not None, name
+            assert torch.equal(gradient, param.grad), name
     buffers = dict(eager.named_buffers(remove_duplicate=False))
     for name, value in mutated.items():
         if name in buffers:

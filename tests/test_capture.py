@@ -7,11 +7,11 @@ from dataclasses import dataclass
 import pytest
 import torch
 import torch.nn.functional as F
+from program_runner import assert_same_as_eager, first_tensor, run_captured
 from torch import Tensor, nn
 
 from graphshard.capture import capture, signature_of
 from graphshard.program import BACKWARD, FORWARD
-from program_runner import assert_same_as_eager, first_tensor, run_captured
 
 
 class Net(nn.Module):
@@ -105,9 +105,7 @@ def test_frozen_and_unused_parameters_get_no_gradient():
     model.a.weight.requires_grad_(False)
     program = assert_same_as_eager(model, (X,)).program
     without = [
-        p.fqn
-        for p, g in zip(program.params, program.results().grads, strict=True)
-        if g is None
+        p.fqn for p, g in zip(program.params, program.results().grads, strict=True) if g is None
     ]
     assert without == ["a.weight", "unused.weight", "unused.bias"]
 
@@ -174,7 +172,9 @@ def test_outputs_that_are_inputs_parameters_or_the_same_tensor():
         captured, model, (X,), {}, [torch.ones(6, 4), torch.ones(6, 4), torch.ones(4, 4)]
     )
     result = model(X)
-    torch.autograd.backward([result[0], result[1], result[3]], [torch.ones(6, 4)] * 2 + [torch.ones(4, 4)])
+    torch.autograd.backward(
+        [result[0], result[1], result[3]], [torch.ones(6, 4)] * 2 + [torch.ones(4, 4)]
+    )
     assert torch.equal(grads["fc.weight"], model.fc.weight.grad)
     assert torch.equal(out[4], X.t())
 
@@ -242,7 +242,8 @@ def test_the_module_is_left_as_it_was():
     assert model.__dict__ == before
     assert "calls" in program.notes[0]
     assert type(model.fc.weight) is nn.Parameter
-    assert not model.fc._forward_hooks and not model.fc._forward_pre_hooks
+    assert not model.fc._forward_hooks
+    assert not model.fc._forward_pre_hooks
 
 
 def test_questions_about_constants_are_answered():

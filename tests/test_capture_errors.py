@@ -6,12 +6,12 @@ import re
 
 import pytest
 import torch
+from test_capture import Net, X, linear
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from graphshard.capture import capture
 from graphshard.errors import CaptureError
-from test_capture import Net, X, linear
 
 
 def refused(model, *args, **kwargs) -> str:
@@ -34,7 +34,9 @@ def test_control_flow_on_values_names_the_line():
 
 
 def test_item_is_refused():
-    assert "values of a tensor" in refused(Net(lambda m, x: m.fc(x) * x.sum().item(), fc=linear()), X)
+    assert "values of a tensor" in refused(
+        Net(lambda m, x: m.fc(x) * x.sum().item(), fc=linear()), X
+    )
 
 
 def test_shapes_that_depend_on_data():
@@ -158,5 +160,6 @@ def test_a_failed_capture_leaves_the_module_as_it_was():
     model = Net(branch_on_values, fc=linear())
     refused(model, X)
     assert type(model.fc.weight) is nn.Parameter
-    assert not model._forward_hooks and not model.fc._forward_pre_hooks
+    assert not model._forward_hooks
+    assert not model.fc._forward_pre_hooks
     model(X)
