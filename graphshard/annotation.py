@@ -15,19 +15,27 @@ from graphshard import torch_compat
 from graphshard.errors import CaptureError
 
 FQN = "fqn"
+CALLS = "calls"
 REGION = "recompute_region"
 
 
 @contextlib.contextmanager
 def named_nodes(model: nn.Module) -> Iterator[None]:
-    """Annotate traced nodes with the FQN of the module that made them."""
+    """Annotate traced nodes with the FQN of the module that made them, and the calls around it.
+
+    "calls" is a tuple of (module FQN, call number) from the root inwards: a module that is used
+    twice has two numbers.
+    """
     annotate = torch_compat.annotate()
     open_contexts: list[tuple[nn.Module, Any]] = []
+    calls: list[tuple[str, int]] = []
+    numbers = itertools.count()
     removable = []
 
     def enter(fqn: str) -> Callable[..., None]:
         def hook(module: nn.Module, args: Any, kwargs: Any) -> None:
-            context = annotate({FQN: fqn})
+            calls.append((fqn, next(numbers)))
+            context = annotate({FQN: fqn, CALLS: tuple(calls)})
             context.__enter__()
             open_contexts.append((module, context))
 
@@ -37,6 +45,7 @@ def named_nodes(model: nn.Module) -> Iterator[None]:
         # A module that raised inside left its context open; close it with its caller's.
         while open_contexts:
             opened_by, context = open_contexts.pop()
+            calls.pop()
             context.__exit__(None, None, None)
             if opened_by is module:
                 return

@@ -9,7 +9,7 @@ from typing import Any, cast
 from torch import Tensor, fx
 
 from graphshard import torch_compat
-from graphshard.annotation import FQN, REGION
+from graphshard.annotation import CALLS, FQN, REGION
 from graphshard.errors import CaptureError
 from graphshard.program import (
     BACKWARD,
@@ -193,8 +193,9 @@ class _Builder:
                     "phase": BACKWARD if backward else FORWARD,
                     FQN: fqn,
                 }
-                if REGION in custom:
-                    node.meta[REGION] = custom[REGION]
+                for key in (CALLS, REGION):
+                    if key in custom:
+                        node.meta[key] = custom[key]
                 if old.meta.get("stack_trace"):
                     node.meta["stack_trace"] = old.meta["stack_trace"]
                 self.new[old] = node

@@ -34,6 +34,9 @@ class Policy:
             reduced; None, only when the unit itself needs it.
         forward_prefetch: how many units ahead of its use a gather is issued in forward.
         reshard_root: free the root unit after forward and gather it again for backward.
+        recompute: "units" computes the forward of every unit but the root again in backward, so
+            that only its inputs are saved; None leaves that to the model. Regions under
+            `torch.utils.checkpoint` are recomputed either way.
         memory_budget: the most bytes of unsharded parameters that may live at once on a rank;
             a program that passes it is a `VerifyError`. None: no bound.
         sync_module_states: take rank 0's parameters and buffers on every rank.
@@ -46,6 +49,7 @@ class Policy:
     backward_prefetch: str | None = "pre"
     forward_prefetch: int = 0
     reshard_root: bool = False
+    recompute: str | None = None
     memory_budget: int | None = None
     sync_module_states: bool = False
 
@@ -63,6 +67,8 @@ class Policy:
             raise PolicyError(
                 f"forward_prefetch must be an int, 0 or more; got {self.forward_prefetch!r}"
             )
+        if self.recompute not in ("units", None):
+            raise PolicyError(f'recompute must be "units" or None; got {self.recompute!r}')
         if self.memory_budget is not None and (
             not _is_int(self.memory_budget) or self.memory_budget <= 0
         ):

@@ -65,6 +65,7 @@ CHANGED = {
     "backward_prefetch": None,
     "forward_prefetch": 2,
     "reshard_root": True,
+    "recompute": "units",
     "memory_budget": 10**9,
     "sync_module_states": True,
     "min_num_params": 500,

@@ -319,6 +319,7 @@ def test_lambda_policy_wants_a_bool():
         (lambda: SizePolicy(memory_budget=0), "memory_budget"),
         (lambda: SizePolicy(memory_budget="1 GiB"), "memory_budget"),
         (lambda: SizePolicy(reshard_root="no"), "reshard_root"),
+        (lambda: SizePolicy(recompute="layers"), "recompute"),
         (lambda: SizePolicy(sync_module_states=1), "sync_module_states"),
     ],
 )
