@@ -1,0 +1,243 @@
+"""The few edits passes make: insert a gather or a reduce, point uses at it, drop what is dead."""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import fx
+
+from graphshard import ops
+from graphshard.plan import ShardingPlan
+from graphshard.program import ParamEntry, Program
+from graphshard.views import Source, tensor_inputs, unpacks
+
+
+def fake_like(like: Any, shape: Sequence[int], stride: Sequence[int] | None = None) -> torch.Tensor:
+    """A FakeTensor on the device and in the mode of `like`, contiguous unless `stride` is given."""
+    with like.fake_mode:
+        if stride is None:
+            return torch.empty(tuple(shape), dtype=like.dtype, device=like.device)
+        return torch.empty_strided(tuple(shape), stride, dtype=like.dtype, device=like.device)
+
+
+def entries_by_name(program: Program) -> dict[str, ParamEntry]:
+    """The program's parameters by FQN."""
+    return {param.fqn: param for param in program.params}
+
+
+def insert_node(
+    program: Program,
+    target: Any,
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+    *,
+    name: str,
+    unit: str,
+    phase: str,
+    val: Any,
+) -> fx.Node:
+    """A node of `unit` at the graph's insertion point.
+
+    fx drops a number that ends a name, so `name` should end in a word: "layers.1_free".
+    """
+    node = program.graph.create_node("call_function", target, args, kwargs, name=name)
+    node.meta.update(val=val, phase=phase, fqn=unit, unit=unit)
+    return node
+
+
+def insert_gather(
+    program: Program,
+    plan: ShardingPlan,
+    unit: str,
+    params: Iterable[str],
+    *,
+    entries: Mapping[str, ParamEntry],
+    before: fx.Node,
+    phase: str,
+) -> dict[str, fx.Node]:
+    """One all_gather, its wait and its tensors before `before`: the full value by parameter."""
+    wanted = set(params)
+    names = tuple(name for name in plan.unit(unit).params if name in wanted)
+    shards = [entries[name].node for name in names]
+    fulls = [
+        fake_like(shard.meta["val"], entries[name].shape, entries[name].stride)
+        for name, shard in zip(names, shards, strict=True)
+    ]
+    label = unit or "root"
+    with program.graph.inserting_before(before):
+        gather = insert_node(
+            program,
+            ops.all_gather,
+            (shards,),
+            {"unit": unit, "params": names},
+            name=f"{label}_all_gather",
+            unit=unit,
+            phase=phase,
+            val=None,
+        )
+        wait = insert_node(
+            program,
+            ops.wait,
+            (gather,),
+            {},
+            name=f"{label}_full",
+            unit=unit,
+            phase=phase,
+            val=fulls,
+        )
+        return {
+            name: insert_node(
+                program,
+                operator.getitem,
+                (wait, index),
+                {},
+                name=f"{name}_full",
+                unit=unit,
+                phase=phase,
+                val=full,
+            )
+            for index, (name, full) in enumerate(zip(names, fulls, strict=True))
+        }
+
+
+def insert_reduce(
+    program: Program,
+    target: Any,
+    unit: str,
+    grads: Mapping[str, tuple[fx.Node, tuple[int, ...]]],
+    *,
+    after: fx.Node,
+    phase: str,
+) -> tuple[dict[str, fx.Node], fx.Node]:
+    """One reduce of `grads` (the full gradient and the reduced shape, by parameter) after `after`.
+
+    Returns the reduced gradient by parameter, and the last node inserted.
+    """
+    label = unit or "root"
+    reduced = [fake_like(grad.meta["val"], shape) for grad, shape in grads.values()]
+    with program.graph.inserting_after(after):
+        reduce = insert_node(
+            program,
+            target,
+            ([grad for grad, _ in grads.values()],),
+            {"unit": unit, "params": tuple(grads)},
+            name=f"{label}_{target.__name__}",
+            unit=unit,
+            phase=phase,
+            val=None,
+        )
+    with program.graph.inserting_after(reduce):
+        wait = insert_node(
+            program,
+            ops.wait,
+            (reduce,),
+            {},
+            name=f"{label}_reduced",
+            unit=unit,
+            phase=phase,
+            val=reduced,
+        )
+    tail = wait
+    results: dict[str, fx.Node] = {}
+    for index, name in enumerate(grads):
+        with program.graph.inserting_after(tail):
+            tail = insert_node(
+                program,
+                operator.getitem,
+                (wait, index),
+                {},
+                name=f"{name}_grad",
+                unit=unit,
+                phase=phase,
+                val=reduced[index],
+            )
+        results[name] = tail
+    return results, tail
+
+
+def rewire(
+    readers: Iterable[fx.Node],
+    derived: Mapping[fx.Node, Source],
+    values: Mapping[str, fx.Node],
+    *,
+    unit: str,
+    settled: Iterable[fx.Node] = (),
+) -> list[fx.Node]:
+    """Point `readers` (in graph order) at `values`, the full value by parameter.
+
+    A reader that is itself a view or cast of a parameter stays where it is, over its new value.
+    Other views and casts the readers need are computed again right before them, except those in
+    `settled`, which stay. Returns the views and casts that now stand on `values`.
+    """
+    local: dict[fx.Node, fx.Node] = {node: node for node in settled}
+    kept: list[fx.Node] = []
+
+    def resolve(value: fx.Node, before: fx.Node) -> fx.Node:
+        if value in local:
+            return local[value]
+        source = derived[value]
+        if value is source.node:
+            return values[source.param]
+        base = tensor_inputs(value)[0]
+        new_base = resolve(base, before)
+        with before.graph.inserting_before(before):
+            again = before.graph.node_copy(value, lambda n: new_base if n is base else n)
+        again.meta = {**value.meta, "phase": before.meta["phase"], "unit": unit}
+        local[value] = again
+        return again
+
+    for reader in readers:
+        for value in reader.all_input_nodes:
+            source = derived.get(value)
+            if source is None or source.param not in values:
+                continue
+            now = resolve(value, reader)
+            if now is not value:
+                reader.replace_input_with(value, now)
+        own = derived.get(reader)
+        if own is not None and own.param in values:
+            local[reader] = reader
+            kept.append(reader)
+    return kept
+
+
+def erase_dead(nodes: Iterable[fx.Node]) -> None:
+    """Erase those of `nodes` (in graph order) that nobody reads."""
+    for node in reversed(list(nodes)):
+        if not node.users:
+            node.graph.erase_node(node)
+
+
+def prune_gather(wait: fx.Node) -> None:
+    """Drop from a gather the parameters whose full value nobody reads, and it with the last."""
+    gather = ops.collective_of(wait)
+    used = [node for node in unpacks(wait) if node.users]
+    if len(used) == len(wait.meta["val"]):
+        return
+    for node in unpacks(wait):
+        if not node.users:
+            node.graph.erase_node(node)
+    if not used:
+        for user in list(wait.users):  # its free
+            wait.graph.erase_node(user)
+        wait.graph.erase_node(wait)
+        gather.graph.erase_node(gather)
+        return
+    keep = [node.args[1] for node in used]
+    keep_operands(wait, keep)  # type: ignore[arg-type]
+
+
+def keep_operands(wait: fx.Node, keep: Sequence[int]) -> None:
+    """Leave a collective with the operands at `keep` only, and renumber what unpacks it."""
+    collective = ops.collective_of(wait)
+    operands: Sequence[Any] = collective.args[0]  # type: ignore[assignment]
+    params: Sequence[str] = collective.kwargs["params"]  # type: ignore[assignment]
+    collective.args = ([operands[i] for i in keep],)
+    collective.kwargs = {**collective.kwargs, "params": tuple(params[i] for i in keep)}
+    wait.meta["val"] = [wait.meta["val"][i] for i in keep]
+    place = {old: new for new, old in enumerate(keep)}
+    for node in unpacks(wait):
+        node.args = (wait, place[node.args[1]])  # type: ignore[index]

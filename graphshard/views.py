@@ -1,0 +1,127 @@
+"""Which values share a parameter's storage, and which can be had again from it for little.
+
+Two relations, both read off a graph in one walk:
+
+    alias      shares storage with its input: a view. Must not be used after the storage is freed.
+    derived    a view, a cast or a plain copy of one parameter: cheap to compute again from a newly
+               gathered parameter, and as large as the parameter to keep.
+"""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Iterator
+from dataclasses import dataclass
+from functools import cache
+from typing import Any
+
+import torch
+from torch import fx
+
+from graphshard import ops
+from graphshard.plan import ShardingPlan
+from graphshard.program import Program
+
+aten = torch.ops.aten
+
+# Returns a view of its input although its schema says nothing of an alias.
+_UNDECLARED_VIEWS = frozenset({aten._unsafe_view.default})
+
+# Not views, but no more than the parameter's own elements in another dtype or order.
+_COPIES = frozenset(
+    {
+        aten._to_copy.default,
+        aten.clone.default,
+        torch.ops.prims.convert_element_type.default,
+    }
+)
+
+
+@cache
+def _is_view_op(target: Any) -> bool:
+    if target in _UNDECLARED_VIEWS:
+        return True
+    schema = getattr(target, "_schema", None)
+    return schema is not None and any(ret.alias_info is not None for ret in schema.returns)
+
+
+def tensor_inputs(node: fx.Node) -> list[fx.Node]:
+    """The inputs of `node` that are not plain numbers (sizes may be nodes too)."""
+    return [a for a in node.all_input_nodes if not isinstance(a.meta.get("val"), _NUMBERS)]
+
+
+_NUMBERS = (int, float, bool, torch.SymInt, torch.SymFloat, torch.SymBool)
+
+
+def alias_inputs(node: fx.Node) -> list[fx.Node]:
+    """The inputs whose storage the value of `node` may share (empty for most nodes)."""
+    if node.op != "call_function":
+        return []
+    if node.target is operator.getitem:
+        source = node.args[0]
+        # Picking from a multi-output op yields that op's own tensor; it is an alias exactly when
+        # the op's result is, which the walk over aliases already knows.
+        return [source] if isinstance(source, fx.Node) else []
+    if not _is_view_op(node.target):
+        return []
+    # Every aten view op views its first argument.
+    first = node.args[0] if node.args else next(iter(node.kwargs.values()), None)
+    return [first] if isinstance(first, fx.Node) else []
+
+
+def _is_derivation(node: fx.Node) -> bool:
+    if len(tensor_inputs(node)) != 1:
+        return False
+    if node.target in _COPIES:
+        return all(user.op != "output" for user in node.users)
+    return node.target is operator.getitem or _is_view_op(node.target)
+
+
+@dataclass(frozen=True)
+class Source:
+    """Where an unsharded parameter value comes from: a placeholder, or a tensor out of a gather."""
+
+    node: fx.Node
+    param: str
+    unit: str
+
+
+def gather_waits(program: Program) -> Iterator[fx.Node]:
+    """Every `wait` on an all_gather, in order."""
+    for node in program.nodes():
+        if node.target is ops.wait and ops.collective_of(node).target is ops.all_gather:
+            yield node
+
+
+def unpacks(wait: fx.Node) -> list[fx.Node]:
+    """The nodes that pick tensors out of `wait`, by operand index."""
+    picked = [user for user in wait.users if ops.is_unpack(user)]
+    return sorted(picked, key=lambda node: node.args[1])  # type: ignore[arg-type,return-value]
+
+
+def derived_values(program: Program, plan: ShardingPlan) -> dict[fx.Node, Source]:
+    """Every full value of a sharded parameter and every value derived from one, with its source.
+
+    A placeholder is a source only while it still stands for the full parameter, that is until
+    something gathers it. A cast or copy that the step returns is not derived but a use like any
+    other: it has to outlive the parameter.
+    """
+    found: dict[fx.Node, Source] = {}
+    for param in program.params:
+        if plan.layouts[param.fqn].sharded and not any(
+            ops.is_collective(user) for user in param.node.users
+        ):
+            found[param.node] = Source(param.node, param.fqn, plan.unit_of_param(param.fqn))
+    for node in program.nodes():
+        if ops.is_unpack(node):
+            gather = ops.collective_of(node)
+            if gather.target is ops.all_gather:
+                index = node.args[1]
+                assert isinstance(index, int)
+                param_fqn = gather.kwargs["params"][index]  # type: ignore[index]
+                found[node] = Source(node, param_fqn, gather.kwargs["unit"])  # type: ignore[arg-type]
+        elif ops.is_compute(node) and _is_derivation(node):
+            source = found.get(tensor_inputs(node)[0])
+            if source is not None:
+                found[node] = source
+    return found

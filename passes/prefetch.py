@@ -1,0 +1,85 @@
+"""prefetch: gathers are issued ahead of their use, behind the compute that is to hide them."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from itertools import pairwise
+
+from torch import fx
+
+from graphshard import ops
+from graphshard.errors import PassError
+from graphshard.plan import ShardingPlan
+from graphshard.program import BACKWARD, FORWARD, Program
+from graphshard.runs import Run, find_runs, gathers_by_run
+
+
+@dataclass(frozen=True)
+class Prefetch:
+    """Move gathers to where the policy wants them issued; their order among each other stays.
+
+    Runs are taken in the order of their first compute node, the root's among them.
+
+    Args:
+        backward: "pre" issues a run's gather before the compute of the run before it; "post" after
+            that compute, before its gradients are reduced; None at the run itself.
+        forward: how many runs ahead a gather is issued in forward.
+    """
+
+    backward: str | None = "pre"
+    forward: int = 0
+    name: str = field(default="prefetch", init=False)
+
+    def apply(self, program: Program, plan: ShardingPlan) -> None:
+        """See `Pass.apply`.
+
+        Raises:
+            PassError: a gather serves no run of its unit.
+        """
+        runs = find_runs(program, plan)
+        gathers = gathers_by_run(runs)
+        unserved = {n for n in program.nodes() if n.target is ops.all_gather} - set(
+            gathers.values()
+        )
+        if unserved:
+            node = min(unserved, key=runs.position.__getitem__)
+            raise PassError(
+                f"pass {self.name}: {node.name} of unit {node.kwargs['unit']!r} serves no run of "
+                "its unit; gather only what the unit's own compute reads"
+            )
+
+        def sequence(phase: str) -> list[Run]:
+            return [
+                run
+                for run in runs.in_order
+                if run.phase == phase and (run in gathers or not run.unit)
+            ]
+
+        forward, backward = sequence(FORWARD), sequence(BACKWARD)
+        _issue_before_compute(forward, gathers, self.forward)
+        if self.backward == "pre":
+            _issue_before_compute(backward, gathers, 1)
+        elif self.backward == "post":
+            _issue_after_compute(backward, gathers)
+
+
+def _issue_before_compute(sequence: Sequence[Run], gathers: dict[Run, fx.Node], ahead: int) -> None:
+    """Issue each gather right before the first compute node of the run `ahead` places earlier."""
+    if not ahead:
+        return
+    after_own: dict[str, int] = {}  # by unit, the place after its last run so far
+    for place, run in enumerate(sequence):
+        if run in gathers:
+            # Never while the unit's previous run still holds its parameters: that is twice the
+            # memory, and hides nothing more.
+            at = max(place - ahead, after_own.get(run.unit, 0))
+            sequence[min(at, place)].first.prepend(gathers[run])
+        after_own[run.unit] = place + 1
+
+
+def _issue_after_compute(sequence: Sequence[Run], gathers: dict[Run, fx.Node]) -> None:
+    """Issue each gather right after the compute of the run before it, if that is over by then."""
+    for before, run in pairwise(sequence):
+        if run in gathers and before.stop < run.start and before.unit != run.unit:
+            before.last.append(gathers[run])

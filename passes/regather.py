@@ -1,0 +1,67 @@
+"""regather: backward gathers its parameters again instead of keeping them from forward."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from graphshard.errors import PassError
+from graphshard.plan import ShardingPlan
+from graphshard.program import BACKWARD, FORWARD, Program
+from graphshard.rewrite import entries_by_name, erase_dead, insert_gather, prune_gather, rewire
+from graphshard.runs import find_runs, readers_by_unit, runs_served
+from graphshard.views import gather_waits
+
+
+@dataclass(frozen=True)
+class Regather:
+    """Give each backward run of a unit its own gather, so that forward's can be freed.
+
+    Views, casts and copies of a parameter made in forward are made again from the new gather.
+    Other values computed from parameters are saved like any activation.
+
+    Args:
+        reshard_root: regather the root unit too; else it stays unsharded from forward to backward.
+    """
+
+    reshard_root: bool = False
+    name: str = field(default="regather", init=False)
+
+    def apply(self, program: Program, plan: ShardingPlan) -> None:
+        """See `Pass.apply`.
+
+        Raises:
+            PassError: a use in backward is outside every run of its unit.
+        """
+        runs = find_runs(program, plan)
+        entries = entries_by_name(program)
+        for unit, readers in readers_by_unit(runs).items():
+            if not unit and not self.reshard_root:
+                continue
+            for run, params, inside in runs_served(unit, BACKWARD, readers, runs):
+                values = insert_gather(
+                    program,
+                    plan,
+                    unit,
+                    params,
+                    entries=entries,
+                    before=run.first,
+                    phase=BACKWARD,
+                )
+                rewire(inside, runs.derived, values, unit=unit)
+        erase_dead(node for node in runs.derived if node.op != "placeholder")
+        for wait in list(gather_waits(program)):
+            prune_gather(wait)
+        self._check(program, plan)
+
+    def _check(self, program: Program, plan: ShardingPlan) -> None:
+        runs = find_runs(program, plan)
+        for value, source in runs.derived.items():
+            if source.node.meta["phase"] != FORWARD or (not source.unit and not self.reshard_root):
+                continue
+            for user in value.users:
+                if user.op == "call_function" and user.meta["phase"] == BACKWARD:
+                    raise PassError(
+                        f"pass {self.name}: node {user.name} in backward still reads "
+                        f"{value.name}, made from parameter {source.param!r} of unit "
+                        f"{source.unit!r} as gathered in forward"
+                    )

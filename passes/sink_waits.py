@@ -1,0 +1,74 @@
+"""sink_waits: each wait moves down to where its result is needed, or its memory is."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from torch import fx
+
+from graphshard import ops
+from graphshard.errors import PassError
+from graphshard.plan import ShardingPlan
+from graphshard.program import Program
+from graphshard.views import unpacks
+
+
+@dataclass(frozen=True)
+class SinkWaits:
+    """Wait for a gather right before its first use, for a reduce_scatter when memory asks for it.
+
+    A reduce_scatter still under way holds its unit's full gradients. Its wait stands before the
+    reduce_scatter that would put more than the allowed number under way; all others, and those of
+    all_reduces, whose results are full gradients anyway, stand at the end of backward.
+
+    Args:
+        max_reduces_in_flight: how many units' full gradients may wait to be reduced; 1 or more.
+    """
+
+    max_reduces_in_flight: int = 1
+    name: str = field(default="sink_waits", init=False)
+
+    def __post_init__(self) -> None:
+        if self.max_reduces_in_flight < 1:
+            raise PassError(
+                f"pass {self.name}: max_reduces_in_flight must be 1 or more; "
+                f"got {self.max_reduces_in_flight}"
+            )
+
+    def apply(self, program: Program, plan: ShardingPlan) -> None:
+        """See `Pass.apply`."""
+        place = {node: index for index, node in enumerate(program.graph.nodes)}
+        waits = [node for node in program.nodes() if node.target is ops.wait]
+        scatters: list[fx.Node] = []
+        reductions: list[fx.Node] = []
+        for wait in waits:
+            target = ops.collective_of(wait).target
+            if target is ops.all_gather:
+                _sink_gather(wait, place)
+            else:
+                reductions.append(wait)
+                if target is ops.reduce_scatter:
+                    scatters.append(wait)
+        limit = self.max_reduces_in_flight
+        before: dict[fx.Node, fx.Node] = {
+            wait: ops.collective_of(later)
+            for wait, later in zip(scatters, scatters[limit:], strict=False)
+        }
+        for wait in reductions:
+            _move(wait, before.get(wait, program.output_node))
+
+
+def _sink_gather(wait: fx.Node, place: dict[fx.Node, int]) -> None:
+    picked = unpacks(wait)
+    users = [user for node in picked for user in node.users]
+    if not users:
+        return
+    first = min(users, key=place.__getitem__)
+    # A gather first used in backward is waited for in forward: what is under way cannot be saved.
+    if first.op == "call_function" and first.meta["phase"] == wait.meta["phase"]:
+        _move(wait, first)
+
+
+def _move(wait: fx.Node, before: fx.Node) -> None:
+    for node in (wait, *unpacks(wait)):
+        before.prepend(node)

@@ -1,0 +1,172 @@
+"""unshard: parameters become shards, gathered once for each forward run of their unit."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+
+import torch
+from torch import fx
+
+from graphshard import ops
+from graphshard.errors import PassError
+from graphshard.plan import ShardingPlan
+from graphshard.program import BACKWARD, FORWARD, ParamEntry, Program
+from graphshard.rewrite import (
+    entries_by_name,
+    erase_dead,
+    fake_like,
+    insert_gather,
+    insert_node,
+    rewire,
+)
+from graphshard.runs import (
+    Run,
+    Runs,
+    Served,
+    find_runs,
+    params_read,
+    readers_by_unit,
+    runs_served,
+)
+from graphshard.views import derived_values, gather_waits
+
+
+@dataclass(frozen=True)
+class Unshard:
+    """Replace each sharded parameter by its shard and a gather before each run that needs it.
+
+    Uses in backward are pointed at the last forward gather: what is kept from forward to backward
+    is for `Regather` to decide.
+
+    Args:
+        once: gather in a unit's first forward run only, for the whole step (SHARD_GRAD_OP).
+    """
+
+    once: bool = False
+    name: str = field(default="unshard", init=False)
+
+    def apply(self, program: Program, plan: ShardingPlan) -> None:
+        """See `Pass.apply`.
+
+        Raises:
+            PassError: a parameter's unit never runs in forward although backward needs it.
+        """
+        if any(gather_waits(program)):
+            raise PassError(f"pass {self.name}: the program is unsharded already; run it once")
+        _copy_returned(program, plan)
+        runs = find_runs(program, plan)
+        entries = entries_by_name(program)
+        readers = readers_by_unit(runs)
+        for unit, nodes in readers.items():
+            _Unit(self, program, plan, runs, entries, unit, nodes).rewrite()
+        erase_dead(node for node in runs.derived if node.op != "placeholder")
+        for node, source in runs.derived.items():
+            if source.node is node and any(u.target is not ops.all_gather for u in node.users):
+                user = next(u for u in node.users if u.target is not ops.all_gather)
+                raise PassError(
+                    f"pass {self.name}: parameter {source.param!r} of unit {source.unit!r} is "
+                    f"still read whole by node {user.name}; every use must be inside a run of "
+                    "its unit"
+                )
+        for param in program.params:
+            layout = plan.layouts[param.fqn]
+            if layout.sharded:
+                param.node.meta["val"] = fake_like(param.node.meta["val"], layout.shard_shape)
+
+
+@dataclass
+class _Unit:
+    """The rewrite of one unit; `readers` are the nodes that read its parameters, in order."""
+
+    owner: Unshard
+    program: Program
+    plan: ShardingPlan
+    runs: Runs
+    entries: Mapping[str, ParamEntry]
+    unit: str
+    readers: list[fx.Node]
+
+    def rewrite(self) -> None:
+        served = runs_served(self.unit, FORWARD, self.readers, self.runs)
+        backward = [node for node in self.readers if node.meta["phase"] == BACKWARD]
+        backward_params = params_read(backward, self.runs.derived, self.unit)
+        if not served and backward_params:
+            served = self._runs_without_uses(backward_params)
+        if self.owner.once and served:
+            run, _, _ = served[0]
+            everything = params_read(self.readers, self.runs.derived, self.unit)
+            later = [node for node in self.readers if self.runs.position[node] >= run.start]
+            self._rewire(later, self._gather(run, everything))
+            return
+        latest: dict[str, fx.Node] = {}
+        settled: list[fx.Node] = []
+        for index, (run, params, inside) in enumerate(served):
+            if index == len(served) - 1:
+                missing = backward_params - {p for _, used, _ in served for p in used}
+                params = params | missing
+            values = self._gather(run, params)
+            latest.update(values)
+            settled += self._rewire(inside, values)
+        self._rewire(backward, latest, settled)
+
+    def _gather(self, run: Run, params: Iterable[str]) -> dict[str, fx.Node]:
+        return insert_gather(
+            self.program,
+            self.plan,
+            self.unit,
+            params,
+            entries=self.entries,
+            before=run.first,
+            phase=run.phase,
+        )
+
+    def _rewire(
+        self,
+        readers: Iterable[fx.Node],
+        values: Mapping[str, fx.Node],
+        settled: Iterable[fx.Node] = (),
+    ) -> list[fx.Node]:
+        return rewire(readers, self.runs.derived, values, unit=self.unit, settled=settled)
+
+    def _runs_without_uses(self, params: set[str]) -> list[Served]:
+        """The unit's last forward run, to gather what only backward reads."""
+        runs = self.runs.of(self.unit, FORWARD)
+        if not runs:
+            raise PassError(
+                f"pass {self.owner.name}: backward reads {sorted(params)} of unit {self.unit!r}, "
+                "but no node of that unit is in forward; put the parameter in the unit of the "
+                "module that uses it"
+            )
+        return [(runs[-1], set(), [])]
+
+
+def _copy_returned(program: Program, plan: ShardingPlan) -> None:
+    """Return copies of parameters that the step returns: their storage will be freed."""
+    derived = derived_values(program, plan)
+    results = program.results()
+    copies: dict[tuple[fx.Node, str], fx.Node] = {}
+
+    def copied(value: object, phase: str, before: fx.Node) -> object:
+        if not isinstance(value, fx.Node) or value not in derived:
+            return value
+        if (value, phase) not in copies:
+            with program.graph.inserting_before(before):
+                copies[value, phase] = insert_node(
+                    program,
+                    torch.ops.aten.clone.default,
+                    (value,),
+                    {},
+                    name=f"{value.name}_returned",
+                    unit=derived[value].unit,
+                    phase=phase,
+                    val=value.meta["val"],
+                )
+        return copies[value, phase]
+
+    border, end = program.first_backward(), program.output_node
+    results.outputs = [copied(v, FORWARD, border) for v in results.outputs]
+    results.mutations = [copied(v, FORWARD, border) for v in results.mutations]
+    results.grads = [copied(v, BACKWARD, end) for v in results.grads]
+    results.input_grads = [copied(v, BACKWARD, end) for v in results.input_grads]
+    program.set_results(results)
