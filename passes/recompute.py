@@ -20,7 +20,7 @@ _aten = torch.ops.aten
 
 @dataclass(frozen=True)
 class Recompute:
-    """Recompute the regions the model checkpoints itself and, with `units`, every unit but the root.
+    """Recompute the regions the model checkpoints and, with `units`, every unit but the root.
 
     A region is one call of its module. Before the first backward node of a region that reads one of
     its values, the forward nodes that value comes from are issued again, from the region's inputs,

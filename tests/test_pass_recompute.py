@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
+from program_runner import run_captured
 from torch import fx, nn
 from torch.utils.checkpoint import checkpoint
 
@@ -12,7 +13,6 @@ from graphshard.passes.recompute import Recompute
 from graphshard.planner import make_plan
 from graphshard.policy import BlockPolicy
 from graphshard.program import BACKWARD, FORWARD
-from program_runner import run_captured
 
 
 class Block(nn.Module):
