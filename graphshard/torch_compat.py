@@ -7,6 +7,7 @@ that a torch upgrade fails here, with a sentence, and nowhere else.
 from __future__ import annotations
 
 import importlib
+from datetime import timedelta
 from typing import Any
 
 import torch
@@ -73,3 +74,26 @@ def preserve_node_meta() -> Any:
 def has_cuda_build() -> bool:
     """Whether fake CUDA tensors can be used: without a device autograd on them aborts the process."""
     return torch.cuda.is_available()
+
+
+# -- process groups -------------------------------------------------------------------------------
+
+
+def collective_options(name: str) -> Any:
+    """A fresh options object of a process group's call, e.g. "AllgatherOptions"."""
+    return private("torch.distributed.distributed_c10d", name)()
+
+
+def group_store(group: Any) -> Any:
+    """The key-value Store through which the ranks of `group` found each other."""
+    return private("torch.distributed.distributed_c10d", "_world").pg_map[group][1]
+
+
+def group_timeout(group: Any, device: torch.device) -> timedelta:
+    """After how long a collective of `group` on `device` fails."""
+    try:
+        return group._get_backend(device).options._timeout
+    except AttributeError as error:
+        raise UnsupportedTorchError(
+            f"torch {torch.__version__} does not tell a group's timeout; use {SUPPORTED}"
+        ) from error

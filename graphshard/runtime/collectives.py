@@ -1,0 +1,156 @@
+"""What the collectives of a program have in common.
+
+Each collective node of a lowered program is one object, made once: it knows its unit and the layout
+of its parameters, so that a step only allocates, launches and waits. `gather.py` and `reduce.py`
+hold the kinds; nothing outside this package moves data between ranks.
+
+Why no stream is named and no tensor recorded on CUDA: buffers are allocated on the compute stream.
+At its launch NCCL's own stream waits for the compute stream, so whatever used that memory before is
+done; `wait` makes the compute stream wait for NCCL's, so whatever uses it afterwards comes later,
+and a freed block is handed out again in compute-stream order. Operands stay referenced from launch
+to wait. On CUDA the host never waits.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from itertools import groupby
+from math import prod
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from graphshard.errors import CollectiveError
+from graphshard.plan import ParamLayout
+from graphshard.runtime.group import Group
+
+
+@dataclass(frozen=True)
+class Operand:
+    """A parameter a collective moves, in the dtype it is moved in."""
+
+    layout: ParamLayout
+    dtype: torch.dtype
+
+    @property
+    def shard_bytes(self) -> int:
+        """Bytes of one rank's padded part."""
+        return prod(self.layout.shard_shape) * self.dtype.itemsize
+
+
+class Pending:
+    """A launched collective: the works to wait for and what they read and write."""
+
+    __slots__ = ("buffers", "collective", "operands", "packed", "works")
+
+    def __init__(
+        self, collective: Collective, operands: list[Tensor], buffers: list[Tensor]
+    ) -> None:
+        self.collective = collective
+        self.operands = operands
+        self.buffers = buffers
+        self.packed: list[Tensor] = []
+        self.works: list[Any] = []
+
+
+def wait(pending: Pending) -> list[Tensor]:
+    """Finish `pending`: its results in operand order."""
+    return pending.collective.wait(pending)
+
+
+# fx prints a call by it: graphshard_wait(...).
+wait.__module__ = "graphshard"
+
+
+class Collective:
+    """A collective of one node; subclasses say what is launched and what comes out."""
+
+    op = ""
+
+    def __init__(self, group: Group, unit: str, phase: str, operands: Sequence[Operand]) -> None:
+        self.group = group
+        self.unit = unit
+        self.phase = phase
+        self.operands = tuple(operands)
+        # fx prints a call by these.
+        self.__name__ = self.__qualname__ = self.op
+        self.__module__ = unit.replace(".", "_") or "root"
+
+    def __call__(self, tensors: Sequence[Tensor]) -> Pending:
+        """Start the collective on `tensors`, in operand order."""
+        raise NotImplementedError
+
+    def start(self, launch: Callable[..., Any], *args: Any) -> Any:
+        """The work of `launch(*args)`, a call of the process group.
+
+        Raises:
+            CollectiveError: it failed.
+        """
+        try:
+            return launch(*args)
+        except RuntimeError as error:
+            raise self.failed(error) from error
+
+    def wait(self, pending: Pending) -> list[Tensor]:
+        """Wait for what `__call__` launched and return the results in operand order.
+
+        Raises:
+            CollectiveError: another rank died, failed or timed out.
+        """
+        try:
+            first_wait, self.group.first_wait = self.group.first_wait, None
+            if first_wait is not None:
+                first_wait(pending.works)
+            for work in pending.works:
+                work.wait()
+        except RuntimeError as error:
+            raise self.failed(error) from error
+        return self.results(pending)
+
+    def results(self, pending: Pending) -> list[Tensor]:
+        """What a finished collective yields."""
+        raise NotImplementedError
+
+    def message(self, *indices: int) -> Message:
+        """The operands `indices`, moved together."""
+        return Message(indices, tuple(prod(self.operands[i].layout.shard_shape) for i in indices))
+
+    def messages(self, pack_below: int, size: Callable[[Operand], int]) -> list[list[Message]]:
+        """Messages of each launch: one launch per dtype, in it one message per large operand and
+        one for all below `pack_below` bytes.
+        """
+        launches = []
+        order = sorted(range(len(self.operands)), key=lambda i: str(self.operands[i].dtype))
+        for _, same_dtype in groupby(order, key=lambda i: self.operands[i].dtype):
+            indices = list(same_dtype)
+            small = [i for i in indices if size(self.operands[i]) < pack_below]
+            if len(small) < 2:
+                small = []
+            large = [self.message(i) for i in indices if i not in small]
+            launches.append([*large, self.message(*small)] if small else large)
+        return launches
+
+    def failed(self, error: Exception) -> CollectiveError:
+        """The error to raise when the collective failed with `error`."""
+        group = self.group
+        return CollectiveError(
+            f"{self.op} of unit {self.unit or '(root)'} in {self.phase} failed on rank "
+            f"{group.rank} of {group.size}: another rank died, raised an error, or did not get "
+            f"here within {group.timeout.total_seconds():g} s; look for the first error in the "
+            f"logs of all ranks ({error})"
+        )
+
+
+@dataclass(frozen=True)
+class Message:
+    """Operands that travel together; `numels` are the elements of each one's shard."""
+
+    indices: tuple[int, ...]
+    numels: tuple[int, ...]
+
+    @property
+    def packed(self) -> bool:
+        """Whether it is copied together, rather than one tensor read where it lies."""
+        return len(self.indices) > 1

@@ -1,0 +1,120 @@
+"""Gathering a unit's parameters from their shards, and freeing them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+
+import torch
+from torch import Tensor
+
+from graphshard import torch_compat
+from graphshard.runtime.collectives import Collective, Operand, Pending
+from graphshard.runtime.group import Group
+
+
+class Gathered(list[Tensor]):
+    """What a gather yields: full parameters that can be freed together."""
+
+    __slots__ = ("collective",)
+
+    def __init__(self, tensors: Iterable[Tensor], collective: AllGather) -> None:
+        super().__init__(tensors)
+        self.collective = collective
+
+
+def free(gathered: Gathered) -> None:
+    """Give back the storage of what a gather yielded."""
+    gathered.collective.free(gathered)
+
+
+# fx prints a call by it: graphshard_free(...).
+free.__module__ = "graphshard"
+
+
+class AllGather(Collective):
+    """Gathers shards `(ceil(d0/W), ...)` into full parameters `(d0, ...)`."""
+
+    op = "all_gather"
+
+    def __init__(self, group: Group, unit: str, phase: str, operands: Sequence[Operand]) -> None:
+        super().__init__(group, unit, phase, operands)
+        self.launches = self.messages(group.pack_gather_below, lambda o: o.shard_bytes)
+        self.options = torch_compat.collective_options("AllgatherOptions")
+        self.options.asyncOp = True
+        self.shapes = [(o.layout.gathered_shape, o.dtype) for o in self.operands]
+        self.rows = [o.layout.shape[0] for o in self.operands]
+        self.uneven = any(o.layout.gathered_shape != o.layout.shape for o in self.operands)
+
+    def __call__(self, tensors: Sequence[Tensor]) -> Pending:
+        """Allocate the full buffers and start one coalesced gather per dtype."""
+        group = self.group
+        device = group.device
+        buffers = [torch.empty(shape, dtype=dtype, device=device) for shape, dtype in self.shapes]
+        pending = Pending(self, list(tensors), buffers)
+        for messages in self.launches:
+            inputs, outputs = [], []
+            for message in messages:
+                if message.packed:
+                    parts = torch.cat([tensors[i].view(-1) for i in message.indices])
+                    whole = parts.new_empty(group.size * parts.numel())
+                    pending.operands.append(parts)
+                    pending.packed.append(whole)
+                    inputs.append(parts)
+                    outputs.append(whole)
+                else:
+                    inputs.append(tensors[message.indices[0]])
+                    outputs.append(buffers[message.indices[0]])
+            launch = group.process_group.allgather_into_tensor_coalesced
+            pending.works.append(self.start(launch, outputs, inputs, self.options))
+        return pending
+
+    def results(self, pending: Pending) -> list[Tensor]:
+        """The full parameters: prefix views of their buffers where dim 0 was padded."""
+        buffers = pending.buffers
+        packed = iter(pending.packed)
+        for messages in self.launches:
+            for message in messages:
+                if message.packed:
+                    by_rank = next(packed).view(self.group.size, -1)
+                    torch.split_with_sizes_copy(
+                        by_rank,
+                        list(message.numels),
+                        dim=1,
+                        out=[buffers[i].view(self.group.size, -1) for i in message.indices],
+                    )
+        if self.uneven:
+            buffers = [b.narrow(0, 0, rows) for b, rows in zip(buffers, self.rows, strict=True)]
+        return Gathered(buffers, self)
+
+    def free(self, gathered: Gathered) -> None:
+        """Give back the storage, whatever still refers to it.
+
+        In checking mode the storage is filled with NaN (integers: their largest value) and stays
+        until nothing refers to it, so that a use after this shows in the numbers.
+        """
+        for tensor in gathered:
+            if self.group.check:
+                tensor.fill_(_poison(tensor.dtype))
+            else:
+                tensor.untyped_storage().resize_(0)
+
+
+class LocalGather(AllGather):
+    """On a single rank the shard is the parameter: nothing moves, nothing may be freed."""
+
+    def __call__(self, tensors: Sequence[Tensor]) -> Pending:
+        """The shards themselves, or copies that can be poisoned."""
+        return Pending(
+            self, [], [t.clone() for t in tensors] if self.group.check else list(tensors)
+        )
+
+    def free(self, gathered: Gathered) -> None:
+        """Poison copies; the parameter's own storage stays."""
+        if self.group.check:
+            super().free(gathered)
+
+
+def _poison(dtype: torch.dtype) -> float | int:
+    if dtype.is_floating_point or dtype.is_complex:
+        return float("nan")
+    return 1 if dtype is torch.bool else torch.iinfo(dtype).max

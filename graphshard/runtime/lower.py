@@ -1,0 +1,80 @@
+"""Lowering: one half of a program becomes Python that ranks run.
+
+Vocabulary nodes turn into calls of their unit's bound collectives, so a step looks nothing up, and
+the generated code reads
+
+    all_gather = blocks_0_all_gather([p_blocks_0_weight, p_blocks_0_bias]);
+    wait = graphshard_wait(all_gather);
+
+Arguments come in one list, which the code empties: so nothing but the code itself keeps a saved
+activation alive, and it is gone after its last use.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torch import fx, nn
+from torch.fx.graph import CodeGen
+
+from graphshard import ops
+from graphshard.plan import ShardingPlan
+from graphshard.runtime.collectives import Collective, Operand, wait
+from graphshard.runtime.gather import AllGather, LocalGather, free
+from graphshard.runtime.group import Group
+from graphshard.runtime.reduce import (
+    AllReduce,
+    LocalReduce,
+    ReduceScatterByExchange,
+    ReduceScatterByReduce,
+)
+
+
+class BoxedCodeGen(CodeGen):
+    """Code whose one argument is the list of all arguments, emptied on entry."""
+
+    def gen_fn_def(self, free_vars: list[str], maybe_return_annotation: str, **_: Any) -> str:
+        """The head of the function: unpack the list, then empty it."""
+        names = [name.partition(":")[0].partition("=")[0].strip() for name in free_vars]
+        lines = [f"def forward(self, args){maybe_return_annotation}:"]
+        if names:
+            lines.append(f"    {', '.join(names)}, = args")
+        return "\n".join([*lines, "    args.clear()"])
+
+
+def lower(graph: fx.Graph, plan: ShardingPlan, group: Group) -> fx.GraphModule:
+    """`graph`, half of a program, bound to `group`: call `.forward(list_of_arguments)`."""
+    lowered = fx.Graph()
+    new: dict[fx.Node, fx.Node] = {}
+    for node in graph.nodes:
+        copied = new[node] = lowered.node_copy(node, new.__getitem__)
+        if ops.is_collective(node):
+            copied.target = _bound(node, plan, group)
+            copied.kwargs = {}
+        elif node.target is ops.wait:
+            copied.target = wait
+        elif node.target is ops.free:
+            copied.target = free
+    lowered.set_codegen(BoxedCodeGen())
+    return fx.GraphModule(nn.Module(), lowered)
+
+
+def _bound(node: fx.Node, plan: ShardingPlan, group: Group) -> Collective:
+    values = [operand.meta["val"] for operand in node.args[0]]  # type: ignore[union-attr]
+    params: Any = node.kwargs["params"]
+    unit: Any = node.kwargs["unit"]
+    operands = [
+        Operand(plan.layouts[name], value.dtype) for name, value in zip(params, values, strict=True)
+    ]
+    phase = node.meta["phase"]
+    if group.size == 1 and node.target is not ops.all_gather:
+        return LocalReduce(node.target.__name__, group, unit, phase)  # type: ignore[union-attr]
+    return _kind(node, group)(group, unit, phase, operands)
+
+
+def _kind(node: fx.Node, group: Group) -> type[Collective]:
+    if node.target is ops.all_gather:
+        return LocalGather if group.size == 1 else AllGather
+    if node.target is ops.reduce_scatter:
+        return ReduceScatterByExchange if group.backend == "gloo" else ReduceScatterByReduce
+    return AllReduce
