@@ -146,7 +146,7 @@ def parse_bytes(text: str) -> int:
     number = text.rstrip("BiKMGT ")
     try:
         return int(float(number) * _BYTES[text[len(number) :].strip()])
-    except (ValueError, KeyError):
+    except (ValueError, OverflowError, KeyError):
         units = ", ".join(unit for unit in _BYTES if unit)
         raise argparse.ArgumentTypeError(
             f"{text!r} is not a size: a number and one of {units}"

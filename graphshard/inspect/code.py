@@ -25,8 +25,9 @@ def graph_source(graph: fx.Graph, function: str, explanation: str) -> str:
         explanation: the module's docstring.
     """
     code = graph.python_code("self")
-    head, _, body = code.src.strip().partition("\n")
-    head = re.sub(r"^def forward\(self(, )?", f"def {function}(", head)
+    _, _, body = code.src.strip().partition("\n")
+    parameters = "".join(f"    {node.target},\n" for node in graph.find_nodes(op="placeholder"))
+    head = f"def {function}(\n{parameters}):" if parameters else f"def {function}():"
     body = "\n".join(line.rstrip() for line in body.splitlines())
     used = {name: value for name, value in code.globals.items() if re.search(rf"\b{name}\b", body)}
     imports = sorted(_binding(name, value) for name, value in used.items())

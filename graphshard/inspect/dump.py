@@ -1,0 +1,157 @@
+"""Files for debugging: the plan, the rewritten program, and the Python that ranks run."""
+
+from __future__ import annotations
+
+import json
+import os
+import uuid
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from torch import Tensor, fx
+
+from graphshard.errors import RuntimeStateError
+from graphshard.inspect.code import graph_source
+from graphshard.inspect.dot import dot_text, schedule_graph
+from graphshard.inspect.text import full_text, schedule_text
+from graphshard.plan import ShardingPlan
+from graphshard.program import Program
+from graphshard.runtime.cut import cut
+
+if TYPE_CHECKING:
+    from graphshard.runtime.module import ShardedModule
+
+_FORWARD_RETURNS = """\
+Returns [outputs, mutations, tensors kept for backward, other values kept for backward]."""
+
+_BACKWARD_RETURNS = """\
+Returns [gradients of parameters, gradients of inputs], None where there is none."""
+
+_BINDINGS = """\
+The functions imported from graphshard.ops name the communication and cannot be called as they
+are: on a rank the runtime puts the collectives of the unit in their place. To run this file by
+itself, set these names to functions of your own; see graphshard.ops for what each has to do."""
+
+
+def dump_program(
+    program: Program, plan: ShardingPlan, directory: str | os.PathLike[str]
+) -> list[Path]:
+    """Write what there is to see of `program` into `directory`, made if needed.
+
+    schedule.txt   events, compute collapsed per unit
+    program.txt    every node
+    forward.py     what a rank computes in forward, as Python
+    backward.py    and in backward (not for a forward-only program)
+    plan.json      `plan.to_dict()`
+    schedule.dot   `schedule_graph(program)` for Graphviz
+
+    The same program and plan give the same bytes. Each file appears whole or not at all, so all
+    ranks may write to one directory.
+
+    Returns:
+        The paths written, in the order above.
+
+    Raises:
+        OSError: a file cannot be written.
+    """
+    halves = cut(program)
+    meaning = dict(_meanings(program, plan))
+    files = {
+        "schedule.txt": _ended(schedule_text(program)),
+        "program.txt": _ended(full_text(program)),
+        "forward.py": _source("forward", halves.forward, meaning, plan.world_size),
+    }
+    if halves.backward is not None:
+        files["backward.py"] = _source("backward", halves.backward, meaning, plan.world_size)
+    files["plan.json"] = json.dumps(plan.to_dict(), indent=2) + "\n"
+    files["schedule.dot"] = dot_text(schedule_graph(program))
+    return _write(Path(directory), files)
+
+
+def dump_module(sharded: ShardedModule, directory: str | os.PathLike[str]) -> list[Path]:
+    """`dump_program` for each program `sharded` holds: the first into `directory` itself, those of
+    further signatures into program_1, program_2, ... below it, in the order they were captured.
+
+    Raises:
+        RuntimeStateError: nothing was captured yet.
+        OSError: a file cannot be written.
+    """
+    programs = list(sharded.programs)
+    if not programs:
+        raise RuntimeStateError(
+            "there is no program to dump before one is captured; pass example_inputs to "
+            "graphshard.compile or call the module once"
+        )
+    paths = []
+    for index, program in enumerate(programs):
+        where = Path(directory) / f"program_{index}" if index else Path(directory)
+        paths += dump_program(program, sharded.plan, where)
+    return paths
+
+
+def _source(phase: str, graph: fx.Graph, meaning: Mapping[str, str], world_size: int) -> str:
+    placeholders = graph.find_nodes(op="placeholder")
+    rows = [
+        (node.name, _type(node.meta.get("val")), meaning.get(node.name, "kept from forward"))
+        for node in placeholders
+    ]
+    names, types = (max((len(row[column]) for row in rows), default=0) for column in (0, 1))
+    taken = [f"    {name:<{names}}  {type_:<{types}}  {what}" for name, type_, what in rows]
+    explanation = "\n".join(
+        [
+            f"The {phase} of one step, the same on each rank of {world_size}.",
+            "",
+            f"{phase}() takes, in order:",
+            "",
+            *taken,
+            "",
+            _FORWARD_RETURNS if phase == "forward" else _BACKWARD_RETURNS,
+            "",
+            _BINDINGS,
+            "",
+        ]
+    )
+    return graph_source(graph, phase, explanation)
+
+
+def _meanings(program: Program, plan: ShardingPlan) -> Iterator[tuple[str, str]]:
+    """What each placeholder of the program stands for, by its name."""
+    for param in program.params:
+        part = ", this rank's shard" if plan.layouts[param.fqn].sharded else ""
+        yield param.node.name, f"parameter {' = '.join(param.names)}{part}"
+    for buffer in program.buffers:
+        yield buffer.node.name, f"{'constant' if buffer.constant else 'buffer'} {buffer.fqn}"
+    for entry in program.inputs:
+        yield entry.node.name, f"input {entry.path}"
+    for output in program.outputs:
+        if output.tangent is not None:
+            yield output.tangent.name, f"gradient of output {output.path}"
+
+
+def _type(value: object) -> str:
+    if isinstance(value, list | tuple):
+        return f"{len(value)} tensors"
+    if not isinstance(value, Tensor):
+        return type(value).__name__
+    dtype = str(value.dtype).removeprefix("torch.")
+    return f"{dtype}[{', '.join(map(str, value.shape))}]"
+
+
+def _ended(text: str) -> str:
+    return text.rstrip("\n") + "\n"
+
+
+def _write(directory: Path, files: Mapping[str, str]) -> list[Path]:
+    directory.mkdir(parents=True, exist_ok=True)
+    paths = []
+    for name, text in files.items():
+        path = directory / name
+        part = directory / f".{name}.{uuid.uuid4().hex}"
+        try:
+            part.write_text(text, encoding="utf-8")
+            part.replace(path)
+        finally:
+            part.unlink(missing_ok=True)
+        paths.append(path)
+    return paths

@@ -1,0 +1,289 @@
+"""The command line: what it prints, what it refuses and with which exit code."""
+
+from __future__ import annotations
+
+import io
+import json
+import re
+import subprocess
+import sys
+from argparse import ArgumentTypeError
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+
+import graphshard
+from graphshard.cli import main, parse_bytes, parse_mesh, parse_policy
+from graphshard.errors import PolicyError
+
+MODELS = """
+import torch
+from torch import nn
+
+
+class Layer(nn.Module):
+    def __init__(self, width):
+        super().__init__()
+        self.linear = nn.Linear(width, width)
+
+    def forward(self, x, scale=1.0):
+        return torch.relu(self.linear(x)) * scale
+
+
+class Net(nn.Module):
+    def __init__(self, width=16, depth=4):
+        super().__init__()
+        self.layers = nn.ModuleList(Layer(width) for _ in range(depth))
+        self.head = nn.Linear(width, 1)
+
+    def forward(self, x, scale=1.0):
+        for layer in self.layers:
+            x = layer(x, scale)
+        return self.head(x).mean()
+
+
+def bare():
+    return Net()
+
+
+def with_args():
+    return Net(), (torch.randn(2, 16),)
+
+
+def with_kwargs():
+    return Net(), (torch.randn(2, 16),), {"scale": 0.5}
+
+
+def huge():
+    return Net(width=200_000, depth=40)
+
+
+def nothing():
+    return None
+
+
+def tensor_for_args():
+    return Net(), torch.randn(2, 16)
+
+
+def broken():
+    raise ZeroDivisionError("the factory's own fault")
+
+
+value = 3
+"""
+
+
+@pytest.fixture(autouse=True)
+def project(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
+    """A user's project as the current directory, with a module of factories in it."""
+    (tmp_path / "factories.py").write_text(MODELS)
+    (tmp_path / "broken_module.py").write_text("import missing_dependency\n")
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "path", list(sys.path))
+    yield tmp_path
+    for name in ("factories", "broken_module"):
+        sys.modules.pop(name, None)
+
+
+def plan_json(capsys: pytest.CaptureFixture[str], *arguments: str) -> dict[str, object]:
+    assert main(["plan", *arguments, "--json"]) == 0
+    return json.loads(capsys.readouterr().out)
+
+
+def library_plan(policy: graphshard.Policy, **keywords: object) -> graphshard.ShardingPlan:
+    import factories
+
+    with torch.device("meta"):
+        model = factories.bare()
+    return graphshard.plan(model, policy, **keywords)
+
+
+@pytest.mark.parametrize(
+    ("option", "policy"),
+    [
+        ("size:200", graphshard.SizePolicy(min_num_params=200)),
+        ("block:Layer", graphshard.BlockPolicy(["Layer"])),
+    ],
+)
+def test_plan_is_the_librarys_plan(
+    option: str, policy: graphshard.Policy, capsys: pytest.CaptureFixture[str]
+) -> None:
+    arguments = ["plan", "factories:bare", "--policy", option, "--world-size", "8"]
+    assert main(arguments) == 0
+    printed = capsys.readouterr().out
+    expected = library_plan(policy, world_size=8)
+    assert printed == f"{expected}\n"
+    assert len(expected.units) == 5
+    assert main([*arguments, "--unfold"]) == 0
+    assert capsys.readouterr().out == expected.text(unfold=True) + "\n" != printed
+
+
+def test_every_policy_field_reaches_the_plan(capsys: pytest.CaptureFixture[str]) -> None:
+    common = ["factories:bare", "--policy", "block:Layer", "--mesh", "4"]
+    fields = ["--strategy", "SHARD_GRAD_OP", "--backward-prefetch", "none"]
+    fields += ["--forward-prefetch", "2", "--reshard-root", "--memory-budget", "2GiB"]
+    policy = plan_json(capsys, *common, *fields)["policy"]
+    expected = graphshard.BlockPolicy(
+        ["Layer"],
+        strategy="SHARD_GRAD_OP",
+        backward_prefetch=None,
+        forward_prefetch=2,
+        reshard_root=True,
+        memory_budget=2**31,
+    )
+    assert policy == expected.to_dict()
+    assert plan_json(capsys, *common)["policy"] == graphshard.BlockPolicy(["Layer"]).to_dict()
+
+
+@pytest.mark.parametrize("factory", ["with_args", "with_kwargs"])
+def test_plan_with_example_inputs_captures_and_says_how_long(
+    factory: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    arguments = [f"factories:{factory}", "--policy", "block:Layer", "--world-size", "2"]
+    assert main(["plan", *arguments, "--times"]) == 0
+    captured = capsys.readouterr()
+    assert "sharding plan of Net" in captured.out
+    stages = [re.split(r" s +", line, maxsplit=1)[1] for line in captured.err.splitlines()]
+    assert {"build the model", "plan", "capture", "verify"} <= set(stages)
+
+
+def test_a_model_too_large_for_this_machine_is_planned(capsys: pytest.CaptureFixture[str]) -> None:
+    plan = plan_json(capsys, "factories:huge", "--policy", "size:1e9", "--world-size", "64")
+    assert len(plan["units"]) == 41
+
+
+def test_dump_writes_the_files_it_lists(project: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    arguments = ["factories:with_args", "--policy", "block:Layer", "--world-size", "2"]
+    assert main(["dump", *arguments, "--out", "out/of/it"]) == 0
+    listed = [Path(line) for line in capsys.readouterr().out.splitlines()]
+    assert sorted(listed) == sorted(Path("out/of/it").iterdir())
+    schedule = Path("out/of/it/schedule.txt").read_text()
+    assert "all_gather" in schedule
+    assert "reduce_scatter" in schedule
+
+
+def test_the_program_can_be_run_as_a_module_and_piped(project: Path) -> None:
+    command = [
+        sys.executable,
+        "-m",
+        "graphshard",
+        "plan",
+        "factories:bare",
+        "--policy",
+        "block:Layer",
+    ]
+    root = Path(graphshard.__file__).parent.parent
+    result = subprocess.run(
+        [*command, "--world-size", "4"],
+        capture_output=True,
+        text=True,
+        env={"PYTHONPATH": str(root), "PATH": "", "COLUMNS": "40"},
+    )
+    assert result.returncode == 0, result.stderr
+    assert result.stdout == f"{library_plan(graphshard.BlockPolicy(['Layer']), world_size=4)}\n"
+
+
+REFUSED = [
+    (["factories", "--policy", "block:Layer"], 2, "pkg.module:function"),
+    (["factories:absent", "--policy", "block:Layer"], 2, "no function named 'absent'"),
+    (["factories:value", "--policy", "block:Layer"], 2, "no function named 'value'"),
+    (["absent:bare", "--policy", "block:Layer"], 2, "no module named 'absent'"),
+    (["factories:nothing", "--policy", "block:Layer"], 2, "it returned NoneType"),
+    (["factories:tensor_for_args", "--policy", "block:Layer"], 2, "it returned (Net, Tensor)"),
+    (["factories:bare", "--policy", "blocks"], 2, "a policy is written size:N"),
+    (["factories:bare", "--policy", "size:big"], 2, "size:N takes a whole number"),
+    (["factories:bare", "--policy", "size:1.5"], 2, "size:N takes a whole number"),
+    (["factories:bare", "--policy", "block:Lair"], 2, "Layer"),
+    (["factories:broken", "--policy", "block:Layer"], 1, "ZeroDivisionError: the factory's own"),
+    (["broken_module:f", "--policy", "block:Layer"], 1, "No module named 'missing_dependency'"),
+]
+
+
+@pytest.mark.parametrize(("arguments", "code", "message"), REFUSED)
+def test_what_cannot_be_done_is_said_in_one_paragraph(
+    arguments: list[str], code: int, message: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["plan", *arguments, "--world-size", "2"]) == code
+    captured = capsys.readouterr()
+    assert message in captured.err
+    assert "Traceback" not in captured.err
+    assert captured.out == ""
+    assert main(["plan", *arguments, "--world-size", "2", "--debug"]) == code
+    assert "Traceback" in capsys.readouterr().err
+
+
+def test_a_dump_needs_example_inputs(capsys: pytest.CaptureFixture[str]) -> None:
+    arguments = ["factories:bare", "--policy", "block:Layer", "--world-size", "2", "--out", "x"]
+    assert main(["dump", *arguments]) == 2
+    assert "a dump needs example inputs" in capsys.readouterr().err
+    assert not Path("x").exists()
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        [],
+        ["plan", "factories:bare", "--world-size", "2"],
+        ["plan", "factories:bare", "--policy", "block"],
+        ["plan", "factories:bare", "--policy", "block", "--world-size", "2", "--mesh", "2"],
+        ["plan", "factories:bare", "--policy", "block", "--mesh", "two"],
+        ["plan", "factories:bare", "--policy", "block", "--mesh", "2", "--memory-budget", "2Gib"],
+    ],
+)
+def test_wrong_usage_exits_with_2(arguments: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as exit_info:
+        main(arguments)
+    assert exit_info.value.code == 2
+    assert "usage: graphshard" in capsys.readouterr().err
+
+
+def test_errors_are_red_on_a_terminal(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Terminal(io.StringIO):
+        def isatty(self) -> bool:
+            return True
+
+    monkeypatch.setenv("TERM", "xterm-256color")
+    monkeypatch.setenv("RANK", "1")  # no bars among what is compared
+    monkeypatch.delenv("NO_COLOR", raising=False)
+    monkeypatch.setattr(sys, "stderr", terminal := Terminal())
+    assert main(["plan", "factories:bare", "--policy", "blocks", "--world-size", "2"]) == 2
+    assert terminal.getvalue().startswith("\x1b[31ma policy is written")
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [
+        ("1500000", 1_500_000),
+        ("2GiB", 2 * 1024**3),
+        ("1.5 GB", 1_500_000_000),
+        ("64KiB", 65536),
+        ("3B", 3),
+        ("1e6", 1_000_000),
+        ("2TiB", 2 * 1024**4),
+    ],
+)
+def test_parse_bytes(text: str, expected: int) -> None:
+    assert parse_bytes(text) == expected
+
+
+@pytest.mark.parametrize("text", ["", "GiB", "2Gib", "two", "inf", "2 PiB", "1e6x"])
+def test_parse_bytes_refuses(text: str) -> None:
+    with pytest.raises(ArgumentTypeError, match="is not a size"):
+        parse_bytes(text)
+
+
+def test_parse_mesh() -> None:
+    assert parse_mesh("8") == (8,)
+    assert parse_mesh("2x4") == (2, 4)
+
+
+def test_parse_policy() -> None:
+    assert parse_policy("block") == graphshard.BlockPolicy()
+    assert parse_policy("block: A, B") == graphshard.BlockPolicy(["A", "B"])
+    assert parse_policy("size:1e8") == graphshard.SizePolicy(min_num_params=100_000_000)
+    assert parse_policy("block:A", forward_prefetch=1).forward_prefetch == 1
+    with pytest.raises(PolicyError, match="size:N"):
+        parse_policy("size:inf")
