@@ -4,11 +4,24 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Protocol
 
+from graphshard.errors import GraphshardError, PassError
+from graphshard.passes.insert_free import InsertFree
+from graphshard.passes.prefetch import Prefetch
+from graphshard.passes.recompute import Recompute
+from graphshard.passes.reduce_grads import ReduceGrads
+from graphshard.passes.regather import Regather
+from graphshard.passes.sink_waits import SinkWaits
+from graphshard.passes.unshard import Unshard
 from graphshard.plan import ShardingPlan
+from graphshard.policy import Policy, Strategy
 from graphshard.program import Program
+from graphshard.runs import assign_units
+from graphshard.verify import verify
+from graphshard.verify_facts import Reference
 
 
 class Pass(Protocol):
@@ -34,3 +47,93 @@ class PassTiming:
 
 
 Watcher = Callable[[Pass, Program], None]
+"""Called after each pass with it and the program, which must not be edited."""
+
+
+class Stages(Protocol):
+    """Whoever shows how far the work is; see `graphshard.inspect.progress.Progress`."""
+
+    def stage(self, name: str, total: int | None = None) -> AbstractContextManager[None]:
+        """A stage of the work, of `total` steps where that is known."""
+        ...
+
+    def advance(self) -> None:
+        """One step of the innermost stage is done."""
+        ...
+
+
+def default_passes(policy: Policy) -> tuple[Pass, ...]:
+    """The passes that make a captured program a sharded one, in order."""
+    once = policy.strategy is not Strategy.FULL_SHARD
+    return (
+        Recompute(units=policy.recompute == "units"),
+        Unshard(once=once),
+        *(() if once else (Regather(reshard_root=policy.reshard_root),)),
+        ReduceGrads(),
+        Prefetch(backward=policy.backward_prefetch, forward=policy.forward_prefetch),
+        SinkWaits(),
+        InsertFree(),
+    )
+
+
+def run_passes(
+    program: Program,
+    plan: ShardingPlan,
+    passes: Sequence[Pass],
+    *,
+    watcher: Watcher | None = None,
+    progress: Stages | None = None,
+) -> list[PassTiming]:
+    """Give the nodes of a captured `program` their units, then apply `passes`, each verified.
+
+    Args:
+        program: edited in place.
+        plan: made for the same model.
+        passes: applied in this order.
+        watcher: called after each pass.
+        progress: told of each stage.
+
+    Returns:
+        Seconds per pass.
+
+    Raises:
+        PassError: a pass met what it cannot rewrite, or failed; names the pass.
+        VerifyError: the program broke a rule before the first pass or after one; names it.
+    """
+    timings: list[PassTiming] = []
+    done: set[str] = set()
+    assign_units(program, plan)
+    captured = reference = Reference.of(program)
+    with _stage(progress, "verify"):
+        verify(program, plan, after="capture", done=done)
+    with _stage(progress, "passes", len(passes)):
+        for step in passes:
+            start = time.perf_counter()
+            with _stage(progress, step.name):
+                _apply(step, program, plan)
+            applied = time.perf_counter()
+            done.add(step.name)
+            with _stage(progress, "verify"):
+                verify(program, plan, after=step.name, done=done, reference=reference)
+                reference = Reference.of(program, captured)
+            timings.append(PassTiming(step.name, applied - start, time.perf_counter() - applied))
+            if watcher is not None:
+                watcher(step, program)
+            if progress is not None:
+                progress.advance()
+    return timings
+
+
+def _apply(step: Pass, program: Program, plan: ShardingPlan) -> None:
+    try:
+        step.apply(program, plan)
+    except GraphshardError:
+        raise
+    except Exception as error:
+        raise PassError(f"pass {step.name} failed: {type(error).__name__}: {error}") from error
+
+
+def _stage(
+    progress: Stages | None, name: str, total: int | None = None
+) -> AbstractContextManager[None]:
+    return nullcontext() if progress is None else progress.stage(name, total)

@@ -74,7 +74,8 @@ def _issue_before_compute(sequence: Sequence[Run], gathers: dict[Run, fx.Node], 
             # Never while the unit's previous run still holds its parameters: that is twice the
             # memory, and hides nothing more.
             at = max(place - ahead, after_own.get(run.unit, 0))
-            sequence[min(at, place)].first.prepend(gathers[run])
+            if at < place:
+                sequence[at].first.prepend(gathers[run])
         after_own[run.unit] = place + 1
 
 

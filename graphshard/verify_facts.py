@@ -1,0 +1,159 @@
+"""What the rules of `verify` look at, gathered in one walk, and how a broken rule is told."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any, NoReturn
+
+import torch
+from torch import fx
+
+from graphshard import ops
+from graphshard.errors import VerifyError
+from graphshard.inspect.text import node_line
+from graphshard.plan import ShardingPlan
+from graphshard.program import ParamEntry, Program
+from graphshard.views import alias_inputs
+
+Signature = tuple[Any, ...]
+
+
+@dataclass(frozen=True)
+class Reference:
+    """A program as it was before a pass."""
+
+    graded: frozenset[str]  # parameters with a gradient, when captured
+    collectives: tuple[fx.Node, ...]
+    reads: Mapping[fx.Node, tuple[Signature, ...]]  # shape and dtype of each compute node's inputs
+    results: tuple[tuple[Signature, ...], ...]  # of outputs and mutations
+
+    @classmethod
+    def of(cls, program: Program, captured: Reference | None = None) -> Reference:
+        """`program` as it is now; `captured` is the reference taken before the first pass."""
+        results = program.results()
+        graded = frozenset(
+            param.fqn
+            for param, grad in zip(program.params, results.grads, strict=False)
+            if grad is not None
+        )
+        return cls(
+            graded=graded if captured is None else captured.graded,
+            collectives=tuple(node for node in program.nodes() if ops.is_collective(node)),
+            reads={node: reads_of(node) for node in program.nodes() if ops.is_compute(node)},
+            results=(signatures(results.outputs), signatures(results.mutations)),
+        )
+
+
+@dataclass
+class Facts:
+    """One program under verification."""
+
+    program: Program
+    plan: ShardingPlan
+    after: str
+    done: frozenset[str]
+    reference: Reference | None
+    nodes: list[fx.Node] = field(default_factory=list)
+    place: dict[fx.Node, int] = field(default_factory=dict)
+    collectives: list[fx.Node] = field(default_factory=list)
+    waits: dict[fx.Node, list[fx.Node]] = field(default_factory=dict)  # by collective
+    frees: dict[fx.Node, list[fx.Node]] = field(default_factory=dict)  # by wait
+    params: dict[str, ParamEntry] = field(default_factory=dict)
+
+    @classmethod
+    def of(
+        cls,
+        program: Program,
+        plan: ShardingPlan,
+        *,
+        after: str,
+        done: frozenset[str],
+        reference: Reference | None,
+    ) -> Facts:
+        """The facts of `program`."""
+        facts = cls(program, plan, after, done, reference)
+        facts.nodes = list(program.graph.nodes)
+        facts.place = {node: index for index, node in enumerate(facts.nodes)}
+        facts.params = {param.fqn: param for param in program.params}
+        for node in facts.nodes:
+            if node.op != "call_function":
+                continue
+            if node.target in ops.COLLECTIVES:
+                facts.collectives.append(node)
+                facts.waits.setdefault(node, [])
+            elif node.target is ops.wait:
+                facts.waits.setdefault(facts.operand(node), []).append(node)
+                facts.frees.setdefault(node, [])
+            elif node.target is ops.free:
+                facts.frees.setdefault(facts.operand(node), []).append(node)
+        return facts
+
+    def operand(self, node: fx.Node) -> fx.Node:
+        """The node a `wait` or `free` is about."""
+        source = node.args[0] if node.args else None
+        wanted = ops.COLLECTIVES if node.target is ops.wait else {ops.wait}
+        if not isinstance(source, fx.Node) or source.target not in wanted:
+            what = "a collective" if node.target is ops.wait else "a wait on an all_gather"
+            self.fail("operands", node, f"{ops.op_name(node)} must take {what}")
+        return source
+
+    def gathers(self) -> list[fx.Node]:
+        """Every all_gather, in order."""
+        return [node for node in self.collectives if node.target is ops.all_gather]
+
+    def aliases(self, wait: fx.Node) -> list[fx.Node]:
+        """Every node whose value shares storage with what `wait` returned."""
+        found = [user for user in wait.users if ops.is_unpack(user)]
+        seen = set(found)
+        for node in found:  # grows while it is walked
+            for user in node.users:
+                if user not in seen and node in alias_inputs(user):
+                    seen.add(user)
+                    found.append(user)
+        return found
+
+    def fail(self, rule: str, node: fx.Node | None, text: str) -> NoReturn:
+        """Raise for `node`, or for the program as a whole."""
+        lines = [f"after pass {self.after!r} the program breaks the rule {rule!r}: {text}"]
+        if node is not None:
+            unit = node.meta.get("unit", "?")
+            lines.append(
+                f"node %{node.name}, unit {unit!r}" if unit else f"node %{node.name}, root unit"
+            )
+            lines += self.around(node)
+        raise VerifyError("\n".join(lines))
+
+    def around(self, node: fx.Node) -> list[str]:
+        """The dump around `node`: two lines before and after it."""
+        at = self.place.get(node)
+        if at is None:
+            return []
+        shown = self.nodes[max(0, at - 2) : at + 3]
+        return [f"{'>' if n is node else ' '} {_cut(node_line(n))}" for n in shown]
+
+
+def reads_of(node: fx.Node) -> tuple[Signature, ...]:
+    """Shape and dtype of each input of `node`."""
+    return tuple(signature(value.meta.get("val")) for value in node.all_input_nodes)
+
+
+def signatures(values: list[Any]) -> tuple[Signature, ...]:
+    """Shape and dtype of each of a list of nodes (or of None)."""
+    return tuple(
+        signature(value.meta.get("val")) if isinstance(value, fx.Node) else (value is None,)
+        for value in values
+    )
+
+
+def signature(val: Any) -> Signature:
+    """Shape and dtype of a value, comparable without asking symbolic sizes anything."""
+    if isinstance(val, torch.Tensor):
+        return tuple(s if type(s) is int else str(s) for s in val.shape), val.dtype
+    if isinstance(val, (tuple, list)):
+        return tuple(map(signature, val))
+    return (type(val).__name__,)
+
+
+def _cut(line: str, width: int = 160) -> str:
+    return line if len(line) <= width else line[: width - 3] + "..."

@@ -1,0 +1,71 @@
+"""Rules on the memory of gathered parameters: freed once, unread afterwards, within the budget."""
+
+from __future__ import annotations
+
+from torch import fx
+
+from graphshard import ops
+from graphshard.inspect.text import unit_label
+from graphshard.liveness import gathered_bytes, live_unsharded
+from graphshard.verify_facts import Facts
+
+
+def check_frees(facts: Facts) -> None:
+    """What a gather returned is freed once; nothing else is freed."""
+    for wait, frees in facts.frees.items():
+        gather = ops.collective_of(wait)
+        if gather.target is not ops.all_gather:
+            for free in frees:
+                facts.fail("frees", free, f"it frees what a {ops.op_name(gather)} returned")
+            continue
+        if len(frees) > 1:
+            facts.fail("frees", frees[1], f"%{wait.name} is freed by %{frees[0].name} already")
+        if not frees and "insert_free" in facts.done:
+            facts.fail("frees", wait, f"what %{gather.name} gathered is never freed")
+
+
+def check_lifetimes(facts: Facts) -> None:
+    """No use of an unsharded value, views of it included, comes after its free."""
+    for wait, frees in facts.frees.items():
+        if not frees or ops.collective_of(wait).target is not ops.all_gather:
+            continue
+        freed = facts.place[frees[0]]
+        late: list[tuple[int, fx.Node, fx.Node]] = []
+        for value in facts.aliases(wait):
+            late += [
+                (facts.place[user], user, value)
+                for user in (value, *value.users)
+                if facts.place[user] > freed
+            ]
+        if late:
+            _, user, value = min(late, key=lambda item: item[0])
+            facts.fail(
+                "lifetimes",
+                user,
+                f"it reads %{value.name}, which shares the storage of %{wait.name}, after "
+                f"%{frees[0].name} freed it",
+            )
+
+
+def check_budget(facts: Facts) -> None:
+    """The bytes of gathered parameters alive at once never pass the policy's budget."""
+    budget = facts.plan.policy.memory_budget
+    if budget is None or "insert_free" not in facts.done:
+        return
+    alive: dict[fx.Node, int] = {}
+    for node, live in live_unsharded(facts.program):
+        if node.target is ops.all_gather:
+            alive[node] = gathered_bytes(node, facts.program.world_size)
+            if live > budget:
+                holders = ", ".join(
+                    f"{unit_label(gather.meta['unit'])} {size:,}" for gather, size in alive.items()
+                )
+                facts.fail(
+                    "budget",
+                    node,
+                    f"{live:,} bytes of unsharded parameters are alive here ({holders}), more "
+                    f"than memory_budget={budget:,}; make smaller units, prefetch less, or raise "
+                    "the budget",
+                )
+        elif node.target is ops.free:
+            alive.pop(ops.collective_of(node), None)

@@ -1,0 +1,193 @@
+"""Rules on shards and collectives: what is gathered, waited for and reduced, and in which order."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from itertools import pairwise
+from typing import Any
+
+from torch import fx
+
+from graphshard import ops
+from graphshard.plan import ParamLayout
+from graphshard.verify_facts import Facts, signature
+
+
+def check_shards(facts: Facts) -> None:
+    """Once unsharded, a sharded parameter enters as its shard and is read by gathers only."""
+    if "unshard" not in facts.done:
+        return
+    for param in facts.program.params:
+        layout = facts.plan.layouts[param.fqn]
+        expected = (layout.shard_shape, layout.dtype)
+        if signature(param.node.meta["val"]) != expected:
+            facts.fail(
+                "shards",
+                param.node,
+                f"parameter {param.fqn!r} enters as {signature(param.node.meta['val'])}; its "
+                f"layout says {expected}",
+            )
+        if not layout.sharded:
+            continue
+        for user in param.node.users:
+            if user.target is not ops.all_gather:
+                facts.fail(
+                    "shards",
+                    user,
+                    f"it reads the shard of {param.fqn!r} as if it were the parameter; read what "
+                    "a gather returns",
+                )
+
+
+def check_gathers(facts: Facts) -> None:
+    """A gather takes shards of its own unit, and gives their full parameters."""
+    for gather in facts.gathers():
+        operands, layouts = _operands(facts, gather)
+        for operand, layout in zip(operands, layouts, strict=True):
+            if operand is not facts.params[layout.fqn].node:
+                facts.fail("gathers", gather, f"%{operand.name} is not the shard of {layout.fqn!r}")
+            if not layout.sharded:
+                facts.fail("gathers", gather, f"{layout.fqn!r} is replicated; nothing to gather")
+        expected = [(layout.shape, layout.dtype) for layout in layouts]
+        for wait in facts.waits[gather]:
+            _check_values(facts, wait, expected)
+
+
+def check_waits(facts: Facts) -> None:
+    """Every collective is waited for once, in its own phase; its results are picked from that."""
+    for collective in facts.collectives:
+        waits = facts.waits[collective]
+        name = ops.op_name(collective)
+        if not waits:
+            facts.fail("waits", collective, f"this {name} is never waited for")
+        if len(waits) > 1:
+            facts.fail("waits", waits[1], f"%{collective.name} is waited for twice")
+        if waits[0].meta["phase"] != collective.meta["phase"]:
+            facts.fail(
+                "waits",
+                waits[0],
+                f"%{collective.name} is issued in {collective.meta['phase']} and waited for in "
+                f"{waits[0].meta['phase']}; what is under way cannot be kept over the border",
+            )
+        for user in collective.users:
+            if user.target is not ops.wait:
+                facts.fail("waits", user, f"it reads %{collective.name} without a wait")
+        for user in waits[0].users:
+            if user.target is not ops.free and not ops.is_unpack(user):
+                facts.fail("waits", user, f"it must pick one result out of %{waits[0].name}")
+
+
+def check_reduces(facts: Facts) -> None:
+    """Every trainable parameter's gradient is reduced exactly once, and returned so."""
+    if "reduce_grads" not in facts.done:
+        return
+    reduced_by: dict[str, fx.Node] = {}
+    for reduce in facts.collectives:
+        if reduce.target not in ops.REDUCES:
+            continue
+        operands, layouts = _operands(facts, reduce)
+        for operand, layout in zip(operands, layouts, strict=True):
+            if layout.fqn in reduced_by:
+                facts.fail(
+                    "reduces",
+                    reduce,
+                    f"the gradient of {layout.fqn!r} is reduced here and by "
+                    f"%{reduced_by[layout.fqn].name}",
+                )
+            reduced_by[layout.fqn] = reduce
+            if layout.sharded != (reduce.target is ops.reduce_scatter):
+                facts.fail("reduces", reduce, f"{layout.fqn!r} is {layout.placement}ed")
+            if signature(operand.meta["val"]) != (layout.shape, layout.dtype):
+                facts.fail(
+                    "reduces",
+                    reduce,
+                    f"%{operand.name} is {signature(operand.meta['val'])}, no gradient of "
+                    f"{layout.fqn!r} {(layout.shape, layout.dtype)}",
+                )
+        expected = [(layout.shard_shape, layout.dtype) for layout in layouts]
+        for wait in facts.waits[reduce]:
+            _check_values(facts, wait, expected)
+    _check_returned(facts, reduced_by)
+
+
+def _check_returned(facts: Facts, reduced_by: dict[str, fx.Node]) -> None:
+    grads = facts.program.results().grads
+    for param, grad in zip(facts.program.params, grads, strict=True):
+        if grad is None:
+            graded = facts.reference is not None and param.fqn in facts.reference.graded
+            if graded or param.fqn in reduced_by:
+                facts.fail(
+                    "reduces",
+                    reduced_by.get(param.fqn, param.node),
+                    f"the gradient of {param.fqn!r} is computed but not returned",
+                )
+            continue
+        if not param.requires_grad:
+            facts.fail("reduces", grad, f"{param.fqn!r} is frozen, but has a gradient")
+        reduce = reduced_by.get(param.fqn)
+        if reduce is None:
+            facts.fail("reduces", grad, f"the gradient of {param.fqn!r} is never reduced")
+        params: Sequence[str] = reduce.kwargs["params"]  # type: ignore[assignment]
+        if (
+            not ops.is_unpack(grad)
+            or ops.collective_of(grad) is not reduce
+            or params[grad.args[1]] != param.fqn
+        ):
+            facts.fail(
+                "reduces",
+                grad,
+                f"%{grad.name} is returned as the gradient of {param.fqn!r}, which "
+                f"%{reduce.name} reduces",
+            )
+
+
+def check_order(facts: Facts) -> None:
+    """Gathers stay in order among each other, and reduces among each other."""
+    if facts.reference is None:
+        return
+    for kind in (frozenset({ops.all_gather}), ops.REDUCES):
+        before = [node for node in facts.reference.collectives if node.target in kind]
+        kept = [node for node in before if node in facts.place]
+        for first, second in pairwise(kept):
+            if facts.place[first] > facts.place[second]:
+                facts.fail(
+                    "order",
+                    second,
+                    f"it was issued after %{first.name} before the pass and is issued ahead of "
+                    "it now; every rank must issue one sequence of collectives",
+                )
+
+
+def _operands(facts: Facts, collective: fx.Node) -> tuple[list[fx.Node], list[ParamLayout]]:
+    """The operands of a collective and the layouts of the parameters they belong to."""
+    operands: list[fx.Node] = collective.args[0]  # type: ignore[assignment]
+    unit, params = collective.kwargs.get("unit"), collective.kwargs.get("params")
+    if not isinstance(unit, str) or not isinstance(params, (tuple, list)):
+        facts.fail("operands", collective, "a collective must say its unit and its params")
+    if not operands or len(operands) != len(params):
+        facts.fail("operands", collective, f"{len(operands)} operands for {len(params)} parameters")
+    for name in params:
+        if not isinstance(name, str) or name not in facts.params:
+            facts.fail("operands", collective, f"the program has no parameter {name!r}")
+        if facts.plan.unit_of_param(name) != unit:
+            facts.fail("operands", collective, f"{name!r} is not a parameter of unit {unit!r}")
+    return operands, [facts.plan.layouts[name] for name in params]
+
+
+def _check_values(facts: Facts, wait: fx.Node, expected: list[tuple[Any, ...]]) -> None:
+    """What a wait returns, and what is picked from it, has the expected shapes and dtypes."""
+    found = [signature(val) for val in wait.meta["val"]]
+    if found != expected:
+        facts.fail("shapes", wait, f"it returns {found}; the layouts say {expected}")
+    for user in wait.users:
+        if not ops.is_unpack(user):
+            continue
+        index = user.args[1]
+        if not isinstance(index, int) or not 0 <= index < len(expected):
+            facts.fail("shapes", user, f"%{wait.name} has no result {index!r}")
+        if signature(user.meta["val"]) != expected[index]:
+            facts.fail(
+                "shapes",
+                user,
+                f"it is {signature(user.meta['val'])}; the layout says {expected[index]}",
+            )
