@@ -1,0 +1,82 @@
+"""Count every live byte of tensor storage, and the most that lived at once.
+
+A storage counts from the first operation that returns it (or `add`) until it dies, with the size it
+has at the time: `resize_` to zero and back is seen, views of a storage count once. What a kernel
+allocates and drops inside one operation is not seen.
+"""
+
+from __future__ import annotations
+
+import weakref
+from typing import Any, Self
+
+import torch
+from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensor
+from torch.distributed.tensor import DTensor
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+
+class LiveBytes(TorchDispatchMode):
+    """A context that counts; `current` and `peak` are bytes and stay readable after it.
+
+    Only storage on devices of type `device_type` counts. Only one context may be active at a time.
+    """
+
+    def __init__(self, device_type: str = "cpu") -> None:
+        super().__init__()
+        self.device_type = device_type
+        self.peak = 0
+        self._sizes: dict[int, int] = {}  # by address of the C++ storage
+        self._watches: dict[int, weakref.ref[torch.UntypedStorage]] = {}
+
+    @property
+    def current(self) -> int:
+        """Bytes alive now."""
+        return sum(self._sizes.values())
+
+    def add(self, tree: Any) -> None:
+        """Count the tensors of a pytree that lived before the context was entered."""
+        for leaf in tree_leaves(tree):
+            if isinstance(leaf, DTensor):
+                leaf = leaf.to_local()
+            if isinstance(leaf, Tensor) and not isinstance(leaf, FakeTensor):
+                self._count(leaf.untyped_storage())
+        self.peak = max(self.peak, self.current)
+
+    def _count(self, storage: torch.UntypedStorage) -> None:
+        if storage.device.type != self.device_type:
+            return
+        address = storage._cdata
+        if address not in self._watches:
+            self._watches[address] = weakref.ref(storage, lambda _: self._forget(address))
+        self._sizes[address] = storage.nbytes()
+
+    def _forget(self, address: int) -> None:
+        self._sizes.pop(address, None)
+        self._watches.pop(address, None)
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        if any(issubclass(t, DTensor) for t in types):
+            return NotImplemented  # its operations on local tensors come by next
+        result = func(*args, **(kwargs or {}))
+        self.add((args, kwargs, result))  # arguments too: the operation may have resized them
+        return result
+
+    def __enter__(self) -> Self:
+        self._resize = resize = torch.UntypedStorage.resize_
+
+        def counting_resize(storage: torch.UntypedStorage, size: int) -> None:
+            resize(storage, size)  # no operation: a dispatch mode alone would miss it
+            self._count(storage)
+            self.peak = max(self.peak, self.current)
+
+        torch.UntypedStorage.resize_ = counting_resize  # type: ignore[method-assign]
+        return super().__enter__()
+
+    def __exit__(self, *exception: object) -> None:
+        super().__exit__(*exception)
+        torch.UntypedStorage.resize_ = self._resize  # type: ignore[method-assign]
