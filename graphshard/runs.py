@@ -139,14 +139,18 @@ Served = tuple[Run, set[str], list[fx.Node]]
 
 
 def readers_by_unit(runs: Runs) -> dict[str, list[fx.Node]]:
-    """Every compute node that reads a full parameter or something derived from one, by unit."""
+    """Every compute node that reads a full parameter or something derived from one, by unit.
+
+    Outer units come first, so that of gathers issued at one place the outer unit's is the first.
+    """
     found: dict[str, dict[fx.Node, None]] = {}
     for value, source in runs.derived.items():
         for user in value.users:
             if user.op == "call_function" and user.meta["phase"] in (FORWARD, BACKWARD):
                 found.setdefault(source.unit, {})[user] = None
     place = runs.position
-    return {unit: sorted(nodes, key=place.__getitem__) for unit, nodes in found.items()}
+    outer_first = sorted(found, key=lambda unit: unit.count(".") + bool(unit))
+    return {unit: sorted(found[unit], key=place.__getitem__) for unit in outer_first}
 
 
 def params_read(

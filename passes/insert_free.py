@@ -82,15 +82,18 @@ def _last_uses(runs: Runs) -> dict[fx.Node, fx.Node]:
 
 
 def _end(run: Run, plan: ShardingPlan) -> fx.Node:
-    """The run's last compute node, or what is communicated for units inside it right after that."""
+    """The run's last compute node, or what ends the units inside it right after that."""
     node = run.last
-    while _communicates_inside(node.next, run.unit, plan):
+    while _ends_inside(node.next, run, plan):
         node = node.next
     return node
 
 
-def _communicates_inside(node: fx.Node, unit: str, plan: ShardingPlan) -> bool:
-    if node.op != "call_function" or ops.is_compute(node):
+def _ends_inside(node: fx.Node, run: Run, plan: ShardingPlan) -> bool:
+    """Whether `node` frees or reduces for a unit inside the run's."""
+    if node.op != "call_function" or ops.is_compute(node) or node.meta["phase"] != run.phase:
         return False
-    inner = node.meta["unit"]
-    return inner != unit and plan.is_nested(inner, unit)
+    if node.target is not ops.free and ops.collective_of(node).target is ops.all_gather:
+        return False
+    unit = node.meta["unit"]
+    return unit != run.unit and plan.is_nested(unit, run.unit)

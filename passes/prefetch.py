@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from itertools import pairwise
+from itertools import groupby, pairwise
 
 from torch import fx
 
@@ -19,7 +19,8 @@ from graphshard.runs import Run, find_runs, gathers_by_run
 class Prefetch:
     """Move gathers to where the policy wants them issued; their order among each other stays.
 
-    Runs are taken in the order of their first compute node, the root's among them.
+    Runs are taken in the order of their first compute node, the root's among them; runs that start
+    together count as one.
 
     Args:
         backward: "pre" issues a run's gather before the compute of the run before it; "post" after
@@ -65,18 +66,25 @@ class Prefetch:
 
 
 def _issue_before_compute(sequence: Sequence[Run], gathers: dict[Run, fx.Node], ahead: int) -> None:
-    """Issue each gather right before the first compute node of the run `ahead` places earlier."""
+    """Issue each gather right before the first compute node `ahead` steps earlier.
+
+    Runs that start at one node (a unit and one inside it) are one step: issuing the inner gather
+    where the outer run starts would hide nothing of it.
+    """
     if not ahead:
         return
-    after_own: dict[str, int] = {}  # by unit, the place after its last run so far
-    for place, run in enumerate(sequence):
-        if run in gathers:
+    after_own: dict[str, int] = {}  # by unit, the step after its last run so far
+    firsts: list[fx.Node] = []  # by step
+    for step, (_, group) in enumerate(groupby(sequence, key=lambda run: run.start)):
+        runs = list(group)
+        firsts.append(runs[0].first)
+        for run in runs:
             # Never while the unit's previous run still holds its parameters: that is twice the
             # memory, and hides nothing more.
-            at = max(place - ahead, after_own.get(run.unit, 0))
-            if at < place:
-                sequence[at].first.prepend(gathers[run])
-        after_own[run.unit] = place + 1
+            at = max(step - ahead, after_own.get(run.unit, 0))
+            if run in gathers and at < step:
+                firsts[at].prepend(gathers[run])
+            after_own[run.unit] = step + 1
 
 
 def _issue_after_compute(sequence: Sequence[Run], gathers: dict[Run, fx.Node]) -> None:
