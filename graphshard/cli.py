@@ -27,7 +27,7 @@ from graphshard.errors import GraphshardError, PlanError, PolicyError
 from graphshard.inspect.dump import dump_program
 from graphshard.inspect.progress import Progress
 from graphshard.plan import ShardingPlan
-from graphshard.policy import Policy, Strategy
+from graphshard.policy import BlockPolicy, Policy, SizePolicy, Strategy
 
 FACTORY_HELP = """\
 FACTORY is pkg.module:function, importable from the current directory. It is called without
@@ -133,11 +133,9 @@ def parse_policy(text: str, **fields: Any) -> Policy:
             least = float("nan")
         if not least.is_integer():
             raise PolicyError(f"size:N takes a whole number of parameters; got {argument!r}")
-        return graphshard.SizePolicy(min_num_params=int(least), **fields)
+        return SizePolicy(min_num_params=int(least), **fields)
     if kind == "block":
-        return graphshard.BlockPolicy(
-            [c.strip() for c in argument.split(",") if c.strip()], **fields
-        )
+        return BlockPolicy([c.strip() for c in argument.split(",") if c.strip()], **fields)
     raise PolicyError(f"a policy is written size:N, block or block:ClassA,ClassB; got {text!r}")
 
 
@@ -200,6 +198,8 @@ def _add_command(commands: Any, name: str, summary: str) -> argparse.ArgumentPar
     fields.add_argument("--backward-prefetch", choices=["pre", "post", "none"], default=unset)
     fields.add_argument("--forward-prefetch", type=int, metavar="N", default=unset)
     fields.add_argument("--reshard-root", action="store_true", default=unset)
+    fields.add_argument("--recompute", choices=["units"], default=unset)
+    fields.add_argument("--sync-module-states", action="store_true", default=unset)
     fields.add_argument(
         "--memory-budget",
         type=parse_bytes,
@@ -218,6 +218,8 @@ _POLICY_FIELDS = (
     "backward_prefetch",
     "forward_prefetch",
     "reshard_root",
+    "recompute",
+    "sync_module_states",
     "memory_budget",
 )
 

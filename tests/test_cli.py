@@ -125,6 +125,7 @@ def test_every_policy_field_reaches_the_plan(capsys: pytest.CaptureFixture[str])
     common = ["factories:bare", "--policy", "block:Layer", "--mesh", "4"]
     fields = ["--strategy", "SHARD_GRAD_OP", "--backward-prefetch", "none"]
     fields += ["--forward-prefetch", "2", "--reshard-root", "--memory-budget", "2GiB"]
+    fields += ["--recompute", "units", "--sync-module-states"]
     policy = plan_json(capsys, *common, *fields)["policy"]
     expected = graphshard.BlockPolicy(
         ["Layer"],
@@ -133,6 +134,8 @@ def test_every_policy_field_reaches_the_plan(capsys: pytest.CaptureFixture[str])
         forward_prefetch=2,
         reshard_root=True,
         memory_budget=2**31,
+        recompute="units",
+        sync_module_states=True,
     )
     assert policy == expected.to_dict()
     assert plan_json(capsys, *common)["policy"] == graphshard.BlockPolicy(["Layer"]).to_dict()

@@ -9,12 +9,12 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from torch import Tensor, fx
+from torch import fx
 
 from graphshard.errors import RuntimeStateError
 from graphshard.inspect.code import graph_source
 from graphshard.inspect.dot import dot_text, schedule_graph
-from graphshard.inspect.text import full_text, schedule_text
+from graphshard.inspect.text import full_text, schedule_text, value_text
 from graphshard.plan import ShardingPlan
 from graphshard.program import Program
 from graphshard.runtime.cut import cut
@@ -58,8 +58,8 @@ def dump_program(
     halves = cut(program)
     meaning = dict(_meanings(program, plan))
     files = {
-        "schedule.txt": _ended(schedule_text(program)),
-        "program.txt": _ended(full_text(program)),
+        "schedule.txt": schedule_text(program),
+        "program.txt": full_text(program),
         "forward.py": _source("forward", halves.forward, meaning, plan.world_size),
     }
     if halves.backward is not None:
@@ -130,16 +130,7 @@ def _meanings(program: Program, plan: ShardingPlan) -> Iterator[tuple[str, str]]
 
 
 def _type(value: object) -> str:
-    if isinstance(value, list | tuple):
-        return f"{len(value)} tensors"
-    if not isinstance(value, Tensor):
-        return type(value).__name__
-    dtype = str(value.dtype).removeprefix("torch.")
-    return f"{dtype}[{', '.join(map(str, value.shape))}]"
-
-
-def _ended(text: str) -> str:
-    return text.rstrip("\n") + "\n"
+    return f"{len(value)} tensors" if isinstance(value, list) else value_text(value)
 
 
 def _write(directory: Path, files: Mapping[str, str]) -> list[Path]:
