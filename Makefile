@@ -24,7 +24,7 @@ test-all: $(VENV)/.test ## run every test
 	$(PY) -m pytest $(PYTEST_ARGS)
 
 cover: $(VENV)/.test ## run every test and print line coverage
-	$(PY) -m pytest --cov --cov-report=term-missing:skip-covered $(PYTEST_ARGS)
+	$(PY) -m pytest --cov --cov-report=term-missing:skip-covered --cov-fail-under=90 $(PYTEST_ARGS)
 
 lint: $(VENV)/.dev ## check style and types
 	$(VENV)/bin/ruff check .
