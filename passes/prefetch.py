@@ -75,15 +75,18 @@ def _issue_before_compute(sequence: Sequence[Run], gathers: dict[Run, fx.Node], 
         return
     after_own: dict[str, int] = {}  # by unit, the step after its last run so far
     firsts: list[fx.Node] = []  # by step
+    latest = 0  # where the gather before was issued: none overtakes another
     for step, (_, group) in enumerate(groupby(sequence, key=lambda run: run.start)):
         runs = list(group)
         firsts.append(runs[0].first)
         for run in runs:
             # Never while the unit's previous run still holds its parameters: that is twice the
             # memory, and hides nothing more.
-            at = max(step - ahead, after_own.get(run.unit, 0))
-            if run in gathers and at < step:
-                firsts[at].prepend(gathers[run])
+            at = max(step - ahead, after_own.get(run.unit, 0), latest)
+            if run in gathers:
+                latest = at
+                if at < step:
+                    firsts[at].prepend(gathers[run])
             after_own[run.unit] = step + 1
 
 
