@@ -179,12 +179,12 @@ def rewire(
         if value in local:
             return local[value]
         source = derived[value]
-        if value is source.node:
+        if source.base is None:
             return values[source.param]
-        base = tensor_inputs(value)[0]
-        new_base = resolve(base, before)
+        base = resolve(source.base, before)
+        stale = tensor_inputs(value)[0]  # may stand on another gather by now
         with before.graph.inserting_before(before):
-            again = before.graph.node_copy(value, lambda n: new_base if n is base else n)
+            again = before.graph.node_copy(value, lambda n: base if n is stale else n)
         again.meta = {**value.meta, "phase": before.meta["phase"], "unit": unit}
         local[value] = again
         return again

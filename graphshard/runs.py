@@ -118,18 +118,27 @@ def unit_ancestry(unit: str, plan: ShardingPlan) -> tuple[str, ...]:
 
 def gathers_by_run(runs: Runs) -> dict[Run, fx.Node]:
     """The all_gather issued for each run, in the run's own phase."""
-    first_reader: dict[fx.Node, fx.Node] = {}
+    first_reader: dict[fx.Node, fx.Node | None] = {}
     for node, source in runs.derived.items():
-        if ops.is_unpack(source.node) and source.node is node:
-            gather = ops.collective_of(node)
-            for reader in node.users:
-                best = first_reader.get(gather)
-                if best is None or runs.position[reader] < runs.position[best]:
-                    first_reader[gather] = reader
+        if source.node is not node or not ops.is_unpack(node):
+            continue
+        gather = ops.collective_of(node)
+        first_reader.setdefault(gather, None)
+        for reader in node.users:
+            if reader.op != "call_function" or reader.meta["phase"] != gather.meta["phase"]:
+                continue
+            best = first_reader[gather]
+            if best is None or runs.position[reader] < runs.position[best]:
+                first_reader[gather] = reader
     found: dict[Run, fx.Node] = {}
     for gather, reader in first_reader.items():
-        run = runs.around(gather.kwargs["unit"], reader)  # type: ignore[arg-type]
-        if run is not None and run.phase == gather.meta["phase"]:
+        unit: str = gather.kwargs["unit"]  # type: ignore[assignment]
+        if reader is not None:
+            run = runs.around(unit, reader)
+        else:  # gathered in forward, read in backward only
+            later = runs.of(unit, gather.meta["phase"])
+            run = next((r for r in later if r.start > runs.position[gather]), None)
+        if run is not None:
             found[run] = gather
     return found
 

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import operator
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache
 from typing import Any
 
@@ -79,11 +79,12 @@ def _is_derivation(node: fx.Node) -> bool:
 
 @dataclass(frozen=True)
 class Source:
-    """Where an unsharded parameter value comes from: a placeholder, or a tensor out of a gather."""
+    """Where a parameter's value comes from."""
 
-    node: fx.Node
+    node: fx.Node  # a placeholder, or a tensor out of a gather
     param: str
     unit: str
+    base: fx.Node | None = None  # what a derived value was made from, None for `node` itself
 
 
 def gather_waits(program: Program) -> Iterator[fx.Node]:
@@ -121,7 +122,7 @@ def derived_values(program: Program, plan: ShardingPlan) -> dict[fx.Node, Source
                 param_fqn = gather.kwargs["params"][index]  # type: ignore[index]
                 found[node] = Source(node, param_fqn, gather.kwargs["unit"])  # type: ignore[arg-type]
         elif ops.is_compute(node) and _is_derivation(node):
-            source = found.get(tensor_inputs(node)[0])
-            if source is not None:
-                found[node] = source
+            base = tensor_inputs(node)[0]
+            if base in found:
+                found[node] = replace(found[base], base=base)
     return found

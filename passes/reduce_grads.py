@@ -31,6 +31,11 @@ class ReduceGrads:
             PassError: a gradient is reduced already.
         """
         results = program.results()
+        for param, grad in zip(program.params, results.grads, strict=True):
+            if _is_reduced(grad):
+                raise PassError(
+                    f"pass {self.name}: the gradient of {param.fqn!r} is reduced already; run it once"
+                )
         place_of = {
             name: index for index, param in enumerate(program.params) for name in param.names
         }
@@ -71,13 +76,17 @@ class ReduceGrads:
                     results.grads[place_of[name]] = node
         program.set_results(results)
         for param, grad in zip(program.params, results.grads, strict=True):
-            if grad is not None and (
-                not ops.is_unpack(grad) or ops.collective_of(grad).target not in ops.REDUCES
-            ):
+            if grad is not None and not _is_reduced(grad):
                 raise PassError(
                     f"pass {self.name}: the gradient of {param.fqn!r} is not reduced; the plan "
                     "has no unit that manages it"
                 )
+
+
+def _is_reduced(grad: fx.Node | None) -> bool:
+    return (
+        grad is not None and ops.is_unpack(grad) and ops.collective_of(grad).target in ops.REDUCES
+    )
 
 
 def _end(unit: str, grads: dict[str, fx.Node], runs: Runs) -> int:
