@@ -131,10 +131,10 @@ def gathers_by_run(runs: Runs) -> dict[Run, fx.Node]:
             if best is None or runs.position[reader] < runs.position[best]:
                 first_reader[gather] = reader
     found: dict[Run, fx.Node] = {}
-    for gather, reader in first_reader.items():
+    for gather, first in first_reader.items():
         unit: str = gather.kwargs["unit"]  # type: ignore[assignment]
-        if reader is not None:
-            run = runs.around(unit, reader)
+        if first is not None:
+            run = runs.around(unit, first)
         else:  # gathered in forward, read in backward only
             later = runs.of(unit, gather.meta["phase"])
             run = next((r for r in later if r.start > runs.position[gather]), None)

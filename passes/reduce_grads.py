@@ -8,10 +8,10 @@ from torch import fx
 
 from graphshard import ops
 from graphshard.errors import PassError
-from graphshard.plan import ShardingPlan, Unit
+from graphshard.plan import ShardingPlan
 from graphshard.program import BACKWARD, Program
 from graphshard.rewrite import insert_reduce
-from graphshard.runs import Runs, find_runs, unit_ancestry
+from graphshard.runs import find_runs, unit_ancestry
 
 
 @dataclass(frozen=True)
@@ -28,34 +28,18 @@ class ReduceGrads:
         """See `Pass.apply`.
 
         Raises:
-            PassError: a gradient is reduced already.
+            PassError: a gradient is reduced already, or belongs to no unit.
         """
         results = program.results()
+        place_of = {name: i for i, param in enumerate(program.params) for name in param.names}
         for param, grad in zip(program.params, results.grads, strict=True):
             if _is_reduced(grad):
                 raise PassError(
-                    f"pass {self.name}: the gradient of {param.fqn!r} is reduced already; run it once"
+                    f"pass {self.name}: the gradient of {param.fqn!r} is reduced already; run the "
+                    "pass once"
                 )
-        place_of = {
-            name: index for index, param in enumerate(program.params) for name in param.names
-        }
-        runs = find_runs(program, plan)
-        nodes = list(program.graph.nodes)
-        border = runs.position[program.first_backward()] - 1
-        sites: list[tuple[int, int, Unit, dict[str, fx.Node]]] = []
-        for unit in plan.units:
-            grads = {
-                name: results.grads[place_of[name]]
-                for name in unit.params
-                if name in place_of and results.grads[place_of[name]] is not None
-            }
-            if grads:
-                after = max(border, _end(unit.fqn, grads, runs))
-                sites.append((after, len(unit_ancestry(unit.fqn, plan)), unit, grads))
-        # Of units that end together the inner ones are reduced first.
-        sites.sort(key=lambda site: (site[0], -site[1]))
-        tails: dict[int, fx.Node] = {}
-        for after, _, unit, grads in sites:
+        tails: dict[fx.Node, fx.Node] = {}  # the last node inserted after each place
+        for after, unit, grads in _sites(program, plan, place_of):
             for target in (ops.reduce_scatter, ops.all_reduce):
                 operands = {
                     name: (grad, plan.layouts[name].shard_shape)
@@ -65,12 +49,7 @@ class ReduceGrads:
                 if not operands:
                     continue
                 reduced, tails[after] = insert_reduce(
-                    program,
-                    target,
-                    unit.fqn,
-                    operands,
-                    after=tails.get(after, nodes[after]),
-                    phase=BACKWARD,
+                    program, target, unit, operands, after=tails.get(after, after), phase=BACKWARD
                 )
                 for name, node in reduced.items():
                     results.grads[place_of[name]] = node
@@ -83,13 +62,31 @@ class ReduceGrads:
                 )
 
 
+def _sites(
+    program: Program, plan: ShardingPlan, place_of: dict[str, int]
+) -> list[tuple[fx.Node, str, dict[str, fx.Node]]]:
+    """By unit with gradients: the node to reduce after, the unit, the full gradients by parameter.
+
+    In the order to reduce in: of units that end together the inner ones come first.
+    """
+    grads_of_params = program.results().grads
+    runs = find_runs(program, plan)
+    nodes = list(program.graph.nodes)
+    border = runs.position[program.first_backward()] - 1
+    sites: list[tuple[int, int, str, dict[str, fx.Node]]] = []
+    for unit in plan.units:
+        known = [name for name in unit.params if name in place_of]
+        grads = {name: grads_of_params[place_of[name]] for name in known}
+        grads = {name: grad for name, grad in grads.items() if grad is not None}
+        if grads:
+            ends = [run.stop for run in runs.of(unit.fqn, BACKWARD)[-1:]]
+            last = max(border, *ends, *(runs.position[grad] for grad in grads.values()))
+            sites.append((last, -len(unit_ancestry(unit.fqn, plan)), unit.fqn, grads))
+    sites.sort(key=lambda site: site[:2])
+    return [(nodes[last], unit, grads) for last, _, unit, grads in sites]
+
+
 def _is_reduced(grad: fx.Node | None) -> bool:
     return (
         grad is not None and ops.is_unpack(grad) and ops.collective_of(grad).target in ops.REDUCES
     )
-
-
-def _end(unit: str, grads: dict[str, fx.Node], runs: Runs) -> int:
-    """Where the unit's backward is over and the last of its gradients is known."""
-    last_run = runs.of(unit, BACKWARD)[-1:]
-    return max([runs.position[grad] for grad in grads.values()] + [run.stop for run in last_run])

@@ -1,4 +1,4 @@
-"""Where passes rewrite: views and casts of parameters, parameters used or returned in odd places."""
+"""Where passes rewrite: views of parameters, parameters used or returned in odd places."""
 
 from __future__ import annotations
 
@@ -261,11 +261,11 @@ def test_reduces_in_flight(limit: int, waits_before_last_reduce: int) -> None:
 
 def test_passes_that_must_run_once_say_so() -> None:
     program, plan = toys.rewritten(toys.blocks)
-    with pytest.raises(PassError, match="unshard.*already"):
+    with pytest.raises(PassError, match=r"unshard.*already"):
         Unshard().apply(program, plan)
-    with pytest.raises(PassError, match="reduce_grads.*'embed.weight' is reduced already"):
+    with pytest.raises(PassError, match=r"reduce_grads.*'embed.weight' is reduced already"):
         ReduceGrads().apply(program, plan)
-    with pytest.raises(PassError, match="insert_free.*root_full.*already"):
+    with pytest.raises(PassError, match=r"insert_free.*root_full.*already"):
         InsertFree().apply(program, plan)
 
 
