@@ -18,13 +18,13 @@ import sys
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
-from math import comb
 from pathlib import Path
 from statistics import median
 
 import torch
 import torch.distributed as dist
 from live_bytes import LiveBytes
+from paired import median_interval
 from torch import Tensor, nn
 from torch.distributed.fsdp import fully_shard
 
@@ -134,20 +134,6 @@ def peak_bytes(who: Contestant, batch: tuple[Tensor, Tensor], device: torch.devi
     before = torch.cuda.memory_allocated()
     who.step(*batch)
     return known.current + torch.cuda.max_memory_allocated() - before
-
-
-def median_interval(values: list[float], confidence: float = 0.95) -> tuple[float, float]:
-    """Order statistics between which the median lies with at least `confidence`.
-
-    Each value is below the true median with probability 1/2, so the number below it is binomial
-    (the sign test). With fewer than six values the range itself covers less than 95 %.
-    """
-    ordered, n = sorted(values), len(values)
-    drop, tail = 0, 0.5**n
-    while 2 * (tail + comb(n, drop + 1) * 0.5**n) <= 1 - confidence:
-        drop += 1
-        tail += comb(n, drop) * 0.5**n
-    return ordered[drop], ordered[n - 1 - drop]
 
 
 def worst_rank(values: list[float], device: torch.device) -> list[float]:
