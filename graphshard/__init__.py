@@ -1,1 +1,47 @@
 """graphshard: a sharded-training compiler pass for PyTorch."""
+
+from graphshard.api import compile, plan  # noqa: A004  # as torch.compile
+from graphshard.errors import (
+    CaptureError,
+    CheckpointError,
+    CollectiveError,
+    FingerprintError,
+    GraphshardError,
+    PassError,
+    PlanError,
+    PolicyError,
+    RuntimeStateError,
+    UnsupportedTorchError,
+    VerifyError,
+)
+from graphshard.plan import ParamLayout, ShardingPlan, Unit
+from graphshard.policy import BlockPolicy, LambdaPolicy, Policy, SizePolicy, Strategy
+from graphshard.program import Event, Program
+from graphshard.runtime.module import ShardedModule
+
+__all__ = [
+    "BlockPolicy",
+    "CaptureError",
+    "CheckpointError",
+    "CollectiveError",
+    "Event",
+    "FingerprintError",
+    "GraphshardError",
+    "LambdaPolicy",
+    "ParamLayout",
+    "PassError",
+    "PlanError",
+    "Policy",
+    "PolicyError",
+    "Program",
+    "RuntimeStateError",
+    "ShardedModule",
+    "ShardingPlan",
+    "SizePolicy",
+    "Strategy",
+    "Unit",
+    "UnsupportedTorchError",
+    "VerifyError",
+    "compile",
+    "plan",
+]

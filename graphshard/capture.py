@@ -53,7 +53,11 @@ def signature_of(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, ..
     Raises:
         CaptureError: an argument cannot be taken apart.
     """
-    tensors, structure = take_apart((args, kwargs), name="")
+    return signature_of_parts(*take_apart((args, kwargs), name=""))
+
+
+def signature_of_parts(tensors: Sequence[Tensor], structure: Structure) -> tuple[Any, ...]:
+    """`signature_of` a call that `take_apart` has taken apart already."""
     return tuple(map(_tensor_key, tensors)), signature_of_structure(structure)
 
 
@@ -93,7 +97,7 @@ def capture(
             "captured on cpu for cuda: units, schedule and sizes hold, compute nodes may differ"
         )
     tensors, inputs = take_apart((args, kwargs), name="")
-    inputs = _readable_paths(inputs)
+    inputs = readable_paths(inputs)
     mode = constant_folding_fake_mode()
 
     def fake(tensor: Tensor) -> Tensor:
@@ -143,7 +147,7 @@ def _quiet() -> Iterator[None]:
         yield
 
 
-def _readable_paths(structure: Structure) -> Structure:
+def readable_paths(structure: Structure) -> Structure:
     """Rewrite "[0][1]['x']" (second positional) as "args[1]['x']", "[1]['x']" as "kwargs['x']"."""
     paths = tuple(
         path.replace("[0]", "args", 1)

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from datetime import timedelta
 from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from graphshard import torch_compat
@@ -54,6 +55,24 @@ class Group:
     def store(self) -> Any:
         """The Store the ranks share."""
         return torch_compat.group_store(self.process_group)
+
+    def from_first(self, tensor: Tensor | None, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
+        """The first rank's `tensor`, of this shape and dtype on every rank, on every rank."""
+        if self.rank == 0:
+            assert tensor is not None
+            sent = tensor.detach().to(self.device, dtype).contiguous()
+        else:
+            sent = torch.empty(tuple(shape), dtype=dtype, device=self.device)
+        if self.size > 1:
+            dist.broadcast(sent, group=self.process_group, group_src=0)
+        return sent
+
+    def everyones(self, value: Any) -> list[Any]:
+        """The `value` (anything that can be pickled) of every rank, in order."""
+        values: list[Any] = [value] * self.size
+        if self.size > 1:
+            dist.all_gather_object(values, value, group=self.process_group)
+        return values
 
 
 def find_group(mesh: DeviceMesh | None, device: torch.device | str | None) -> Group:

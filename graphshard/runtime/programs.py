@@ -1,0 +1,185 @@
+"""The programs of a module: one for each signature it was called with, captured when met."""
+
+from __future__ import annotations
+
+import logging
+import warnings
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from graphshard import torch_compat
+from graphshard.capture import capture, readable_paths, signature_of_parts
+from graphshard.pipeline import Pass, Stages, run_passes
+from graphshard.planner import with_capture_warnings
+from graphshard.runtime.blueprint import in_state
+from graphshard.runtime.shards import distinct
+from graphshard.runtime.skeleton import Modes, training_flags
+from graphshard.runtime.step import Bindings, Step
+from graphshard.structure import Structure, take_apart
+
+logger = logging.getLogger("graphshard")
+
+MANY = 8
+_OTHERS = "arguments that are no tensors"
+
+
+class Programs:
+    """Captures, rewrites and keeps a program for each signature.
+
+    Args:
+        blueprint: the model, whose forward is traced.
+        root: the sharded module, whose flags count.
+        modes: tells when a `training` flag below `root` may have changed.
+        bindings: what programs run on.
+        passes: applied to each captured program, in order.
+    """
+
+    def __init__(
+        self,
+        blueprint: nn.Module,
+        root: nn.Module,
+        modes: Modes,
+        bindings: Bindings,
+        passes: Sequence[Pass],
+    ) -> None:
+        self.blueprint = blueprint
+        self.root = root
+        self.modes = modes
+        self.bindings = bindings
+        self.passes = tuple(passes)
+        self.plan = bindings.plan
+        self.steps: dict[Any, Step] = {}
+        self._described: list[dict[str, str]] = []
+        self._training: tuple[int, tuple[bool, ...]] = (-1, ())
+        self._shards = distinct(bindings.shards)
+
+    def step_for(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Step, list[Tensor]]:
+        """The program for a call, captured if new, and the call's tensors.
+
+        Raises:
+            CaptureError: the call cannot be captured.
+            PassError, VerifyError: its program cannot be rewritten.
+        """
+        tensors, structure = take_apart((args, kwargs), name="")
+        device = self.bindings.group.device
+        if device.type != "cpu":  # as on cpu, an input that lies elsewhere would be an error
+            tensors = [t.to(device, non_blocking=True) for t in tensors]
+        key = self._key(tensors, structure)
+        step = self.steps.get(key)
+        if step is None:
+            args, kwargs = structure.build(tensors)
+            step = self._capture(key, args, kwargs)
+            self._say(tensors, structure, key)
+        return step, tensors
+
+    def capture_example(
+        self, args: tuple[Any, ...], kwargs: dict[str, Any], progress: Stages | None = None
+    ) -> Step:
+        """The program for calls like this one, whose tensors may be real, meta or fake."""
+        tensors, structure = take_apart((args, kwargs), name="")
+        tensors = [self._real(t) for t in tensors]
+        key = self._key(tensors, structure)
+        args, kwargs = structure.build(tensors)
+        step = self._capture(key, args, kwargs, progress)
+        self._say(tensors, structure, key)
+        return step
+
+    def _real(self, tensor: Tensor) -> Tensor:
+        device = self.bindings.group.device
+        if tensor.device.type != "meta" and not isinstance(tensor, torch_compat.fake_tensor()):
+            return tensor.to(device)
+        empty = torch.empty_strided(
+            tensor.shape, tensor.stride(), dtype=tensor.dtype, device=device
+        )
+        return empty.requires_grad_(tensor.requires_grad)
+
+    def _key(self, tensors: Sequence[Tensor], structure: Structure) -> tuple[Any, ...]:
+        if self._training[0] != self.modes.version:
+            self._training = (self.modes.version, training_flags(self.root))
+        device = self.bindings.group.device.type
+        autocast = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else None
+        return (
+            signature_of_parts(tensors, structure),
+            self._training[1],
+            torch.is_grad_enabled(),
+            autocast,
+            tuple([shard.param.requires_grad for shard in self._shards]),
+        )
+
+    def _capture(
+        self,
+        key: tuple[Any, ...],
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+        progress: Stages | None = None,
+    ) -> Step:
+        bindings = self.bindings
+        requires_grad = {name: s.param.requires_grad for name, s in bindings.shards.items()}
+        with in_state(self.blueprint, self._training[1], requires_grad):
+            captured = capture(
+                self.blueprint,
+                args,
+                kwargs,
+                device=bindings.group.device,
+                grad=torch.is_grad_enabled(),
+            )
+        if not self.steps:
+            plan = with_capture_warnings(bindings.plan, captured.program)
+            self.plan = replace(plan, program=captured.program)
+        run_passes(captured.program, bindings.plan, self.passes, progress=progress)
+        step = self.steps[key] = Step(captured, captured.program, bindings)
+        return step
+
+    # -- telling the user -----------------------------------------------------------------------
+
+    def _say(self, tensors: Sequence[Tensor], structure: Structure, key: tuple[Any, ...]) -> None:
+        """Say once what a further capture was for; warn when there is no end of them."""
+        described = _description(tensors, structure, key)
+        self._described.append(described)
+        if len(self._described) == 1:
+            return
+        last = self._described[-2]
+        changes = [
+            what if what == _OTHERS else f"{what}: {last.get(what)} -> {described.get(what)}"
+            for what in {**last, **described}
+            if last.get(what) != described.get(what)
+        ]
+        logger.warning(
+            "captured program %d, since the call differs from the last one captured: %s",
+            len(self._described),
+            "; ".join(changes),
+        )
+        if len(self._described) == MANY + 1:
+            values: dict[str, set[str]] = {}
+            for one in self._described:
+                for what, value in one.items():
+                    values.setdefault(what, set()).add(value)
+            varying = sorted(what for what, seen in values.items() if len(seen) > 1)
+            warnings.warn(
+                f"more than {MANY} programs were captured for one module, each taking time and "
+                f"memory; what keeps changing: {', '.join(varying)}; pad "
+                "inputs to few sizes, or pass numbers as tensors",
+                stacklevel=4,
+            )
+
+
+def _description(
+    tensors: Sequence[Tensor], structure: Structure, key: tuple[Any, ...]
+) -> dict[str, str]:
+    signature, training, grad, autocast, requires_grad = key
+    paths = readable_paths(structure).paths
+    described = {
+        path: f"{list(t.shape)} {str(t.dtype)[6:]}" + (" with grad" if t.requires_grad else "")
+        for path, t in zip(paths, tensors, strict=True)
+    }
+    modes = "train" if all(training) else "partly train" if any(training) else "eval"
+    described["mode"] = modes
+    described["gradients"] = "on" if grad else "off"
+    described["autocast"] = str(autocast)
+    described["trainable parameters"] = str(sum(requires_grad))
+    described[_OTHERS] = str(hash(signature[1]))
+    return described

@@ -1,0 +1,226 @@
+"""What each rank stores of the parameters.
+
+A sharded parameter is a `DTensor(Shard(0))`, laid out as FSDP2 lays it out, so that optimizers,
+gradient clipping and distributed checkpoints take it as it is. Rank r has rows
+[r * ceil(d0/W), (r+1) * ceil(d0/W)) of it, fewer or none at the end. Its local tensor is the prefix
+of a storage padded to ceil(d0/W) rows, and a gather sends that storage without a copy.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor, Placement, Replicate
+from torch.distributed.tensor import Shard as ShardDim
+
+from graphshard import torch_compat
+from graphshard.errors import PlanError, RuntimeStateError
+from graphshard.plan import ParamLayout
+from graphshard.runtime.group import Group
+
+Homes = list[tuple[dict[str, Any], str]]
+
+
+class Shard:
+    """One parameter as this rank stores it.
+
+    Args:
+        layout: how the parameter lies on the ranks.
+        group: those ranks.
+        model_param: the model's own parameter, of which the values are not read.
+
+    Raises:
+        PlanError: the parameter is not contiguous.
+    """
+
+    def __init__(self, layout: ParamLayout, group: Group, model_param: nn.Parameter) -> None:
+        if not model_param.is_contiguous():
+            raise PlanError(
+                f"parameter {layout.fqn!r} is not contiguous (strides {model_param.stride()}) and "
+                "cannot be split along dim 0 without a copy each step; make it contiguous first, "
+                "e.g. model.to(memory_format=torch.contiguous_format)"
+            )
+        self.layout = layout
+        self.group = group
+        self.homes: Homes = []  # the dicts that hold it, with its name there
+        self.ready = False
+        self.storage = self._new_storage()
+        self.local = self._owned(self.storage)
+        self.param = self._parameter(self.local)
+        self.param.requires_grad_(layout.requires_grad)
+        for name, value in vars(model_param).items():
+            setattr(self.param, name, value)
+        self.unwritten = self._versions()
+
+    @property
+    def rows(self) -> tuple[int, int]:
+        """The half-open range of dim 0 this rank owns."""
+        return self.layout.rows(self.group.rank)
+
+    def current(self) -> Tensor:
+        """The padded storage to gather from, after whatever the user did to the parameter.
+
+        Raises:
+            RuntimeStateError: it was replaced by something of another layout, dtype or device.
+        """
+        holder, name = self.homes[0]
+        param = holder[name]
+        if param is not self.param or self._local_of(param) is not self.local:
+            self._adopt(param)
+        return self.storage
+
+    def set_full(self, full: Tensor) -> None:
+        """Take this rank's part of `full`, the whole parameter on any device, in place."""
+        with torch.no_grad():
+            self.local.copy_(self.part_of(full))
+        self.ready = True
+
+    def part_of(self, full: Tensor) -> Tensor:
+        """This rank's rows of `full`, the whole parameter."""
+        if not self.layout.sharded:
+            return full
+        start, stop = self.rows
+        return full[start:stop]
+
+    def as_dtensor(self, local: Tensor) -> Tensor:
+        """`local`, of this rank's shape, in the parameter's layout."""
+        if self.group.mesh is None:
+            return local
+        return torch_compat.dtensor_like(self.param, local)
+
+    def accumulate(self, reduced: Tensor) -> None:
+        """Add a reduced gradient, padding included, to `.grad`, and run the parameter's hooks."""
+        grad = self._owned(reduced)
+        param = self.param
+        if param.grad is None:
+            param.grad = self.as_dtensor(grad)
+        elif self.group.mesh is None:
+            param.grad.add_(grad)
+        else:
+            torch_compat.local_tensor(param.grad).add_(grad)
+        for hook in torch_compat.post_accumulate_hooks(param):
+            hook(param)
+
+    def written(self) -> bool:
+        """Whether the parameter has values: set here, or written in place by whoever loads it."""
+        if not self.ready:
+            self.current()  # which finds out whether the parameter was replaced
+            self.ready |= self._versions() != self.unwritten
+        return self.ready
+
+    def _versions(self) -> tuple[int, int]:
+        return self.param._version, self.local._version
+
+    # -- layout -------------------------------------------------------------------------------
+
+    def _new_storage(self) -> Tensor:
+        shape, dtype, device = self.layout.shard_shape, self.layout.dtype, self.group.device
+        start, stop = self.rows if self.layout.sharded else (0, 0)
+        if self.layout.sharded and stop - start < self.layout.padded_rows:
+            return torch.zeros(shape, dtype=dtype, device=device)
+        return torch.empty(shape, dtype=dtype, device=device)
+
+    def _owned(self, padded: Tensor) -> Tensor:
+        if not self.layout.sharded:
+            return padded
+        start, stop = self.rows
+        return padded if stop - start == padded.shape[0] else padded[: stop - start]
+
+    def _parameter(self, local: Tensor) -> nn.Parameter:
+        if self.group.mesh is None:
+            return nn.Parameter(local, requires_grad=False)
+        placement: Placement = ShardDim(0) if self.layout.sharded else Replicate()
+        shape = torch.Size(self.layout.shape)
+        dtensor = DTensor.from_local(
+            local,
+            self.group.mesh,
+            (placement,),
+            run_check=False,
+            shape=shape,
+            stride=_strides(shape),
+        )
+        param = nn.Parameter(dtensor, requires_grad=False)  # holds a view of local
+        torch_compat.set_local_tensor(param, local)
+        return param
+
+    def _local_of(self, param: nn.Parameter) -> Tensor:
+        if self.group.mesh is not None:
+            return torch_compat.local_tensor(param)
+        # A plain parameter shares its storage with what was cut from it, unless it got another.
+        return self.local if param.data_ptr() == self.local.data_ptr() else param.detach()
+
+    def _adopt(self, param: nn.Parameter) -> None:
+        """Go on with a parameter or local tensor that the user put in place of ours."""
+        local = self._checked(param)
+        if local.is_contiguous() and local.shape == self.layout.shard_shape:
+            self.storage = local
+        else:
+            self.storage = self._new_storage()
+            with torch.no_grad():
+                self._owned(self.storage).copy_(local)
+            local = self._owned(self.storage)
+            if self.group.mesh is None:
+                param.data = local
+            else:
+                torch_compat.set_local_tensor(param, local)
+        self.local = local
+        self.param = param
+        self.ready = True
+        for holder, name in self.homes:
+            holder[name] = param
+
+    def _checked(self, param: nn.Parameter) -> Tensor:
+        kept = "keep its shape, dtype, device and placement, or compile the model again"
+        name = self.layout.fqn
+        if self.group.mesh is not None:
+            if not isinstance(param, DTensor):
+                raise RuntimeStateError(
+                    f"parameter {name!r} was replaced by a plain tensor; {kept}"
+                )
+            if param.placements != self.param.placements:  # type: ignore[attr-defined]
+                raise RuntimeStateError(
+                    f"parameter {name!r} is now placed {param.placements}; {kept}"
+                )
+        local = self._local_of(param).detach()
+        expected = (self.layout.shape, self.layout.dtype, self.group.device)
+        found = (tuple(param.shape), local.dtype, local.device)
+        if found != expected:
+            raise RuntimeStateError(
+                f"parameter {name!r} is now (shape, dtype, device) {found}, it was compiled as "
+                f"{expected}; {kept}"
+            )
+        return local
+
+
+def make_shards(
+    layouts: Mapping[str, ParamLayout], group: Group, model_params: Mapping[str, nn.Parameter]
+) -> dict[str, Shard]:
+    """One `Shard` per parameter, under each of its names.
+
+    Args:
+        layouts: by name, all names of a tied parameter leading to one layout.
+        group: the ranks.
+        model_params: the model's parameters, by every name.
+    """
+    by_fqn: dict[str, Shard] = {}
+    for layout in layouts.values():
+        if layout.fqn not in by_fqn:
+            by_fqn[layout.fqn] = Shard(layout, group, model_params[layout.fqn])
+    return {name: by_fqn[layout.fqn] for name, layout in layouts.items()}
+
+
+def distinct(shards: Mapping[str, Shard]) -> list[Shard]:
+    """Each of `shards` once, a tied parameter's too, in order."""
+    return list({id(shard): shard for shard in shards.values()}.values())
+
+
+def _strides(shape: torch.Size) -> tuple[int, ...]:
+    strides: list[int] = []
+    step = 1
+    for size in reversed(shape):
+        strides.append(step)
+        step *= max(size, 1)
+    return tuple(reversed(strides))

@@ -1,0 +1,85 @@
+"""The module tree that holds the shards: the model's structure and names, none of its code."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import torch
+from torch import Tensor, nn
+
+from graphshard import torch_compat
+from graphshard.runtime.shards import Shard
+
+
+class Modes:
+    """Counts changes of any `training` flag below a root, so that a step need not read them all."""
+
+    def __init__(self) -> None:
+        self.version = 0
+
+
+class SkeletonModule(nn.Module):
+    """Stands for a module of the model: its children, parameters, buffers and `training` flag."""
+
+    def __init__(self, original: nn.Module, modes: Modes) -> None:
+        self.__dict__["_graphshard_modes"] = modes
+        super().__init__()
+        self.__dict__["_graphshard_name"] = type(original).__name__
+        self.__dict__["_graphshard_repr"] = original.extra_repr()
+        self.training = original.training
+
+    @property
+    def training(self) -> bool:
+        """Whether this module is in training mode; programs are captured for each combination."""
+        return self.__dict__["_graphshard_training"]
+
+    @training.setter
+    def training(self, mode: bool) -> None:
+        self.__dict__["_graphshard_training"] = mode
+        self.__dict__["_graphshard_modes"].version += 1
+
+    def extra_repr(self) -> str:
+        """As the model's own module describes itself."""
+        return self.__dict__["_graphshard_repr"]
+
+    def _get_name(self) -> str:
+        return self.__dict__["_graphshard_name"]
+
+
+def build_skeleton(
+    root: SkeletonModule,
+    model: nn.Module,
+    shards: Mapping[str, Shard],
+    device: torch.device,
+    modes: Modes,
+) -> None:
+    """Give `root` the children, parameters and buffers of `model`, under the same names.
+
+    Shared modules, parameters and buffers stay shared. Parameters and buffers have no values yet.
+    """
+    modules: dict[nn.Module, SkeletonModule] = {model: root}
+    buffers: dict[Tensor, Tensor] = {}
+    for fqn, original in model.named_modules():
+        mine = modules[original]
+        for name, child in original._modules.items():
+            if child is not None and child not in modules:
+                modules[child] = SkeletonModule(child, modes)
+            # Not add_module: the root has attributes of its own, which a child's name may equal.
+            mine._modules[name] = None if child is None else modules[child]
+        for name, param in original._parameters.items():
+            if param is None:
+                mine._parameters[name] = None
+                continue
+            shard = shards[f"{fqn}.{name}" if fqn else name]
+            mine._parameters[name] = shard.param
+            shard.homes.append((mine._parameters, name))
+        for name, buffer in original._buffers.items():
+            if buffer is not None and buffer not in buffers:
+                buffers[buffer] = torch.empty_like(buffer, device=device)
+            mine._buffers[name] = None if buffer is None else buffers[buffer]
+        mine._non_persistent_buffers_set |= torch_compat.non_persistent_buffers(original)
+
+
+def training_flags(root: nn.Module) -> tuple[bool, ...]:
+    """`training` of every module below `root`, in order."""
+    return tuple(module.training for module in root.modules())

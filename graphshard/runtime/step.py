@@ -1,0 +1,297 @@
+"""One captured program on one rank: its forward, its backward, and what goes between them."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, fx
+
+from graphshard import torch_compat
+from graphshard.capture import Capture
+from graphshard.errors import RuntimeStateError
+from graphshard.plan import ShardingPlan
+from graphshard.program import Program
+from graphshard.runtime.checked import CheckedRun
+from graphshard.runtime.cut import cut, cut_backward
+from graphshard.runtime.fingerprint import Agreement, Fingerprint
+from graphshard.runtime.group import Group
+from graphshard.runtime.lower import lower
+from graphshard.runtime.shards import Shard
+from graphshard.verify import verify
+
+Runner = Callable[[list[Any]], Any]
+
+
+@dataclass
+class Bindings:
+    """What a step runs on: this rank's shards, by name, and the module's buffers, by name."""
+
+    plan: ShardingPlan
+    group: Group
+    shards: Mapping[str, Shard]
+    buffers: Mapping[str, tuple[dict[str, Any], str]]  # the dict that holds it, its name there
+    agreement: Agreement
+
+    def buffer(self, name: str) -> Tensor:
+        """The module's present buffer `name`."""
+        holder, leaf = self.buffers[name]
+        return holder[leaf]
+
+
+class Half:
+    """Half of a program, lowered: its code and the fingerprint of what it does between ranks."""
+
+    def __init__(self, graph: fx.Graph, bindings: Bindings) -> None:
+        self.module = lower(graph, bindings.plan, bindings.group)
+        self.fingerprint = Fingerprint.of(graph, bindings.plan)
+        check = bindings.group.check
+        self.run: Runner = CheckedRun(self.module) if check else self.module.forward
+
+
+class Step:
+    """A finished program, ready to run.
+
+    Args:
+        capture: the way in and out of it.
+        program: `capture.program` after all passes.
+        bindings: what it runs on.
+    """
+
+    def __init__(self, capture: Capture, program: Program, bindings: Bindings) -> None:
+        self.capture = capture
+        self.program = program
+        self.bindings = bindings
+        halves = cut(program)
+        self.crossings = halves.crossings
+        self.forward_half = Half(halves.forward, bindings)
+        self.fingerprint = self.forward_half.fingerprint
+        self._backward_halves: dict[tuple[int, ...], Half] = {}
+        if halves.backward is not None:
+            full = Half(halves.backward, bindings)
+            self._backward_halves[()] = full
+            self.fingerprint = self.fingerprint + full.fingerprint
+        self.shards = [bindings.shards[p.fqn] for p in program.params]
+        self.inputs_to_grad = [i for i, e in enumerate(program.inputs) if e.requires_grad]
+        self.differentiable = [i for i, e in enumerate(program.outputs) if e.tangent is not None]
+        self._tangent_strides = [
+            o.tangent.meta["val"].stride() for o in program.outputs if o.tangent is not None
+        ]
+        crossing = {c.name for c in self.crossings}
+        self._reread = [
+            shard
+            for shard, p in zip(self.shards, program.params, strict=True)
+            if p.node.name in crossing
+        ]
+        self._input_index = {entry.path: index for index, entry in enumerate(program.inputs)}
+        self._shared_outputs = _shared_outputs(program)
+        self._anchor = torch.empty(0, requires_grad=True)
+
+    def run(self, inputs: Sequence[Tensor], use: int) -> Any:
+        """The model's return value for a call; `use` numbers the calls, equally on every rank.
+
+        Args:
+            inputs: aligned with `program.inputs`; those on another device are copied over.
+            use: 1, 2, ... for the module's first, second, ... call.
+
+        Raises:
+            CollectiveError: the ranks disagree, or one of them failed.
+        """
+        call = _Call(self, inputs, use)
+        if not self.differentiable:
+            with torch.no_grad():
+                call.forward()
+            return self.capture.unflatten_outputs(call.outputs)
+        wanted = [call.inputs[i] for i in self.inputs_to_grad]
+        tracked = _StepFunction.apply(call, self._anchor, *wanted)
+        outputs, call.outputs = call.outputs, []
+        for index, tensor in zip(self.differentiable, tracked, strict=True):
+            outputs[index] = tensor
+        return self.capture.unflatten_outputs(outputs)
+
+    # -- forward ------------------------------------------------------------------------------
+
+    def forward_args(self, inputs: Sequence[Tensor]) -> list[Any]:
+        """Shards, buffers and `inputs`, as the forward half takes them."""
+        args: list[Any] = [shard.current() for shard in self.shards]
+        for entry in self.program.buffers:
+            args.append(entry.value if entry.constant else self.bindings.buffer(entry.fqn))
+        args.extend(inputs)
+        return args
+
+    def write_mutations(self, values: Sequence[Tensor], inputs: Sequence[Tensor]) -> None:
+        """Give buffers and inputs the values that forward computed for them."""
+        for entry, value in zip(self.program.mutations, values, strict=True):
+            if entry.kind == "buffer":
+                self.bindings.buffer(entry.name).copy_(value)
+            else:
+                inputs[self._input_index[entry.name]].copy_(value)
+
+    def shared_outputs(self, outputs: list[Any]) -> list[Any]:
+        """`outputs` in which autograd may mark every differentiable tensor as its own."""
+        for index in self._shared_outputs:
+            outputs[index] = outputs[index].detach()
+        return outputs
+
+    def versions(self) -> list[int]:
+        """Counts of in-place changes to the parameters whose shards backward reads again."""
+        return [shard.param._version for shard in self._reread]
+
+    def require_unchanged(self, versions: Sequence[int]) -> None:
+        """Check that the parameters are as they were in forward.
+
+        Raises:
+            RuntimeStateError: one was changed in place.
+        """
+        for shard, version in zip(self._reread, versions, strict=True):
+            if shard.param._version != version:
+                raise RuntimeStateError(
+                    f"parameter {shard.layout.fqn!r} was changed between a forward and its "
+                    "backward, which would compute a wrong gradient; run backward before the "
+                    "optimizer's step"
+                )
+
+    # -- backward -----------------------------------------------------------------------------
+
+    def backward_half(self, tangents: Sequence[Tensor | None]) -> Half:
+        """The backward for the outputs that got a gradient, derived when met and kept."""
+        missing = tuple(
+            index for index, t in zip(self.differentiable, tangents, strict=True) if t is None
+        )
+        half = self._backward_halves.get(missing)
+        if half is None:
+            from graphshard.passes.drop_unused_tangents import DropUnusedTangents
+
+            program = self.program.copy()
+            drop = DropUnusedTangents(frozenset(missing))
+            drop.apply(program, self.bindings.plan)
+            verify(program, self.bindings.plan, after=drop.name)
+            half = Half(cut_backward(program, self.crossings), self.bindings)
+            self._backward_halves[missing] = half
+        return half
+
+    def as_traced(self, tangents: Sequence[Tensor | None]) -> list[Tensor | None]:
+        """`tangents` with the strides the program was traced for."""
+        return [
+            t if t is None or t.stride() == stride else _with_stride(t, stride)
+            for t, stride in zip(tangents, self._tangent_strides, strict=True)
+        ]
+
+    def accumulate(self, grads: Sequence[Tensor | None]) -> None:
+        """Add reduced gradients to the parameters' `.grad` and run their hooks."""
+        with torch.no_grad():
+            for shard, grad in zip(self.shards, grads, strict=True):
+                if grad is not None:
+                    shard.accumulate(grad)
+
+    @property
+    def halves(self) -> tuple[Half, ...]:
+        """The forward half and every backward half lowered so far."""
+        return (self.forward_half, *self._backward_halves.values())
+
+
+class _Call:
+    """One call of a step, from forward to backward."""
+
+    def __init__(self, step: Step, inputs: Sequence[Tensor], use: int) -> None:
+        device = step.bindings.group.device
+        self.step = step
+        self.given = inputs
+        self.inputs = [t if t.device == device else t.to(device) for t in inputs]
+        self.use = use
+        self.outputs: list[Any] = []
+        self.others: list[Any] | None = None
+        self.versions: list[int] = []
+
+    def forward(self) -> list[Tensor]:
+        """Run forward; returns the tensors to save for backward."""
+        step = self.step
+        bindings = step.bindings
+        bindings.agreement.require(f"forward {self.use}", step.fingerprint)
+        args = step.forward_args(self.inputs)
+        with _no_autocast(bindings.group.device):
+            outputs, mutations, tensors, self.others = step.forward_half.run(args)
+        step.write_mutations(mutations, self.given)
+        self.outputs = outputs
+        self.versions = step.versions()
+        self.given = self.inputs = []
+        return tensors
+
+    def backward(self, saved: list[Any], tangents: Sequence[Tensor | None]) -> list[Tensor | None]:
+        """Run backward on the tensors saved; sets gradients, returns those of the inputs."""
+        step = self.step
+        if self.others is None:
+            raise RuntimeStateError(
+                "backward ran a second time through one forward of a sharded module, whose "
+                "gathered parameters are freed by then; call the module again before it"
+            )
+        step.require_unchanged(self.versions)
+        half = step.backward_half(tangents)
+        step.bindings.agreement.require(f"backward {self.use}", half.fingerprint)
+        saved += self.others
+        saved += step.as_traced(tangents)
+        self.others = None
+        with _no_autocast(step.bindings.group.device):
+            grads, input_grads = half.run(saved)
+        step.accumulate(grads)
+        return [input_grads[i] for i in step.inputs_to_grad]
+
+
+class _StepFunction(torch.autograd.Function):
+    """Stands in autograd's graph for a whole forward.
+
+    Its inputs are an anchor, so that outputs require grad whatever the inputs are, and the inputs
+    that need gradients. The parameters are not among them: their gradients are set on the shards.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, call: _Call, anchor: Tensor, *inputs: Tensor) -> Any:
+        step = call.step
+        ctx.set_materialize_grads(False)
+        tensors = call.forward()
+        ctx.call = call
+        ctx.save_for_backward(*tensors)
+        outputs = step.shared_outputs(call.outputs)
+        tracked = tuple(outputs[i] for i in step.differentiable)
+        for index in step.differentiable:
+            outputs[index] = None  # else the call would hold its own graph alive
+        return tracked
+
+    @staticmethod
+    def backward(ctx: Any, *tangents: Tensor | None) -> Any:
+        if torch.is_grad_enabled():
+            raise RuntimeStateError(
+                "a sharded module has no second derivatives: call backward (or autograd.grad) "
+                "without create_graph=True"
+            )
+        call: _Call = ctx.call
+        saved = list(ctx.saved_tensors) if call.others is not None else []
+        torch_compat.release_saved_tensors(ctx)
+        return None, None, *call.backward(saved, tangents)
+
+
+def _shared_outputs(program: Program) -> list[int]:
+    """Differentiable outputs that are ends of the program, or other outputs as well."""
+    seen: set[Any] = {p.node for p in program.params} | {b.node for b in program.buffers}
+    seen |= {i.node for i in program.inputs}
+    shared = []
+    for index, value in enumerate(program.results().outputs):
+        if value in seen and program.outputs[index].tangent is not None:
+            shared.append(index)
+        seen.add(value)
+    return shared
+
+
+def _with_stride(tensor: Tensor, stride: tuple[int, ...]) -> Tensor:
+    result = torch.empty_strided(tensor.shape, stride, dtype=tensor.dtype, device=tensor.device)
+    return result.copy_(tensor)
+
+
+def _no_autocast(device: torch.device) -> Any:
+    """The casts autocast made are in the program; it must not make them again."""
+    if torch.is_autocast_enabled(device.type):
+        return torch.autocast(device.type, enabled=False)
+    return contextlib.nullcontext()
