@@ -33,10 +33,10 @@ RULES: tuple[Callable[[Facts], None], ...] = (
     check_waits,
     check_reduces,
     check_order,
-    check_unchanged,
     check_frees,
     check_lifetimes,
     check_budget,
+    check_unchanged,
 )
 
 
