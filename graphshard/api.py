@@ -13,6 +13,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from graphshard.capture import capture
 from graphshard.errors import PolicyError
+from graphshard.inspect.progress import Progress
 from graphshard.pipeline import Pass, Stages, default_passes, run_passes
 from graphshard.plan import ShardingPlan
 from graphshard.planner import make_plan, with_capture_warnings
@@ -51,7 +52,7 @@ def compile(  # noqa: A001  # as torch.compile
         passes: applied after the default ones, in order.
         check: poison freed storage and check every value's shape and dtype. None: if the
             environment variable GRAPHSHARD_CHECK is 1.
-        progress: told of each stage.
+        progress: told of each stage. None: a bar on stderr, if that is a terminal.
 
     Raises:
         PolicyError: the policy, the mesh and the model do not fit; or `backend` is unknown.
@@ -62,8 +63,11 @@ def compile(  # noqa: A001  # as torch.compile
         raise PolicyError(f"backend must be one of {', '.join(BACKENDS)}; got {backend!r}")
     group = find_group(mesh, device)
     group.check = os.environ.get("GRAPHSHARD_CHECK") == "1" if check is None else check
-    plan = make_plan(model, policy, world_size=group.size)
-    sharded = ShardedModule(model, plan, group, (*default_passes(policy), *passes))
+    progress = progress or Progress()
+    with progress.stage("plan"):
+        plan = make_plan(model, policy, world_size=group.size)
+    with progress.stage("shard"):
+        sharded = ShardedModule(model, plan, group, (*default_passes(policy), *passes))
     if example_inputs is not None or example_kwargs is not None:
         sharded.capture(tuple(example_inputs or ()), dict(example_kwargs or {}), progress)
     return sharded
@@ -93,7 +97,7 @@ def plan(
         example_kwargs: keyword arguments of that call.
         device: where the program is to run.
         passes: applied after the default ones, in order.
-        progress: told of each stage.
+        progress: told of each stage. None: a bar on stderr, if that is a terminal.
 
     Raises:
         PolicyError, PlanError: the policy, the mesh and the model do not fit.
@@ -102,11 +106,14 @@ def plan(
     shape = None if mesh_shape is None else tuple(mesh_shape)
     if world_size is None:
         world_size = torch.Size(shape or (1,)).numel()
-    made = make_plan(model, policy, world_size=world_size, mesh_shape=shape)
+    progress = progress or Progress()
+    with progress.stage("plan"):
+        made = make_plan(model, policy, world_size=world_size, mesh_shape=shape)
     if example_inputs is None and example_kwargs is None:
         return made
     args, kwargs = tuple(example_inputs or ()), dict(example_kwargs or {})
-    program = capture(model, args, kwargs, device=device, grad=torch.is_grad_enabled()).program
+    with progress.stage("capture"):
+        program = capture(model, args, kwargs, device=device, grad=torch.is_grad_enabled()).program
     made = with_capture_warnings(made, program)
     run_passes(program, made, (*default_passes(policy), *passes), progress=progress)
     return replace(made, program=program)

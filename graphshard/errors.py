@@ -20,7 +20,7 @@ class PlanError(GraphshardError):
 
 
 class CaptureError(GraphshardError):
-    """The model cannot be captured as one graph. Names the user's source line where there is one."""
+    """The model cannot be captured as one graph. Names the user's source line if there is one."""
 
 
 class PassError(GraphshardError):
@@ -28,7 +28,7 @@ class PassError(GraphshardError):
 
 
 class VerifyError(GraphshardError):
-    """A program breaks a rule every program must keep. Names the pass, the rule, the node and the unit."""
+    """A program breaks a rule all programs must keep. Names the pass, the rule, node and unit."""
 
 
 class RuntimeStateError(GraphshardError):

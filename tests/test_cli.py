@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import importlib
 import io
 import json
+import os
 import re
 import subprocess
 import sys
@@ -94,10 +96,9 @@ def plan_json(capsys: pytest.CaptureFixture[str], *arguments: str) -> dict[str, 
 
 
 def library_plan(policy: graphshard.Policy, **keywords: object) -> graphshard.ShardingPlan:
-    import factories
-
+    sys.path.insert(0, os.getcwd())
     with torch.device("meta"):
-        model = factories.bare()
+        model = importlib.import_module("factories").bare()
     return graphshard.plan(model, policy, **keywords)
 
 

@@ -13,6 +13,7 @@ from torch import Tensor, nn
 
 from graphshard import torch_compat
 from graphshard.capture import capture, readable_paths, signature_of_parts
+from graphshard.inspect.progress import Progress
 from graphshard.pipeline import Pass, Stages, run_passes
 from graphshard.planner import with_capture_warnings
 from graphshard.runtime.blueprint import in_state
@@ -119,7 +120,9 @@ class Programs:
     ) -> Step:
         bindings = self.bindings
         requires_grad = {name: s.param.requires_grad for name, s in bindings.shards.items()}
-        with in_state(self.blueprint, self._training[1], requires_grad):
+        progress = progress or Progress()
+        state = in_state(self.blueprint, self._training[1], requires_grad)
+        with progress.stage("capture"), state:
             captured = capture(
                 self.blueprint,
                 args,
