@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from rich.console import Console
+from rich.console import Console, RenderableType
 from rich.text import Text
 from torch import nn
 
@@ -243,21 +243,20 @@ def _plan(options: argparse.Namespace, subject: Subject, progress: Progress) -> 
     )
 
 
-def run_plan(options: argparse.Namespace, progress: Progress) -> None:
-    """`graphshard plan`."""
+def run_plan(options: argparse.Namespace, progress: Progress) -> RenderableType:
+    """`graphshard plan`: the plan, as asked for."""
     with progress.stage("build the model"):
         subject = load_subject(options.factory)
     plan = _plan(options, subject, progress)
     if options.json:
-        print(json.dumps(plan.to_dict(), indent=2))
-    elif sys.stdout.isatty():
-        Console().print(plan.table(unfold=options.unfold))
-    else:
-        print(plan.text(unfold=options.unfold))
+        return json.dumps(plan.to_dict(), indent=2)
+    if sys.stdout.isatty():
+        return plan.table(unfold=options.unfold)
+    return plan.text(unfold=options.unfold)
 
 
-def run_dump(options: argparse.Namespace, progress: Progress) -> None:
-    """`graphshard dump`."""
+def run_dump(options: argparse.Namespace, progress: Progress) -> str:
+    """`graphshard dump`: the paths written, a line each."""
     with progress.stage("build the model"):
         subject = load_subject(options.factory)
     if subject.args is None:
@@ -268,9 +267,7 @@ def run_dump(options: argparse.Namespace, progress: Progress) -> None:
     plan = _plan(options, subject, progress)
     assert plan.program is not None  # there were example inputs
     with progress.stage("write the files"):
-        paths = dump_program(plan.program, plan, options.out)
-    for path in paths:
-        print(path)
+        return "\n".join(map(str, dump_program(plan.program, plan, options.out)))
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -279,7 +276,12 @@ def main(argv: Sequence[str] | None = None) -> int:
     progress = Progress()
     try:
         with progress.stage("total"):
-            options.run(options, progress)
+            result = options.run(options, progress)
+        if isinstance(result, str):
+            print(result)
+        else:
+            Console().print(result)
+        sys.stdout.flush()
     except GraphshardError as error:
         return _fail(str(error), 2, debug=options.debug)
     except ModelCodeError as error:

@@ -190,6 +190,14 @@ def test_the_program_can_be_run_as_a_module_and_piped(project: Path) -> None:
     assert result.stdout == f"{library_plan(graphshard.BlockPolicy(['Layer']), world_size=4)}\n"
 
 
+def test_a_reader_that_goes_away_is_no_error(monkeypatch: pytest.MonkeyPatch) -> None:
+    read_end, write_end = os.pipe()
+    os.close(read_end)
+    with os.fdopen(write_end, "w") as pipe:
+        monkeypatch.setattr(sys, "stdout", pipe)
+        assert main(["plan", "factories:bare", "--policy", "block:Layer", "--world-size", "2"]) == 0
+
+
 REFUSED = [
     (["factories", "--policy", "block:Layer"], 2, "pkg.module:function"),
     (["factories:absent", "--policy", "block:Layer"], 2, "no function named 'absent'"),

@@ -47,11 +47,16 @@ def test_nothing_is_drawn_where_stderr_is_no_terminal(capsys: pytest.CaptureFixt
     assert captured.out == captured.err == ""
 
 
-def test_bars_are_drawn_on_a_terminal(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_bars_are_drawn_on_a_terminal(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
     monkeypatch.setenv("TERM", "xterm-256color")
     monkeypatch.setattr(sys, "stderr", terminal := Terminal())
     progress = Progress()
     work(progress)
+    with progress.stage("prints"):
+        print("the result")  # must not end up on stderr with the bars
+    assert capsys.readouterr().out == "the result\n"
     assert "outer" in terminal.getvalue()
     assert "inner" in terminal.getvalue()
     assert "2/2" in terminal.getvalue()

@@ -77,6 +77,7 @@ class Progress:
                 TimeElapsedColumn(),
                 console=Console(stderr=True),
                 transient=True,  # nothing is left behind among the program's own output
+                redirect_stdout=False,  # which rich would send to stderr, too
             )
             self._bars.start()
         self._open.append(self._bars.add_task("  " * len(self._open) + name, total=total))
