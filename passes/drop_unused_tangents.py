@@ -1,0 +1,205 @@
+"""drop_unused_tangents: backward for outputs that got no gradient is not computed."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor, fx
+
+from graphshard import ops
+from graphshard.errors import PassError
+from graphshard.plan import ShardingPlan
+from graphshard.program import BACKWARD, Program
+from graphshard.rewrite import insert_node, keep_operands, prune_gather
+from graphshard.verify_facts import signature
+from graphshard.views import gather_waits
+
+aten = torch.ops.aten
+
+# Of these only the shape and dtype of the input matter, so they are not linear in it.
+_ONLY_SHAPE = frozenset(
+    {
+        aten.empty_like,
+        aten.full_like,
+        aten.new_empty,
+        aten.new_empty_strided,
+        aten.new_full,
+        aten.new_ones,
+        aten.new_zeros,
+        aten.ones_like,
+        aten.zeros_like,
+    }
+)
+
+
+@dataclass(frozen=True)
+class DropUnusedTangents:
+    """Specialise a finished program to outputs whose gradients are undefined.
+
+    Backward is linear in the tangents: a node all of whose tangent-dependent inputs are zero is
+    zero, and as under autograd its undefined gradients are not computed, added or reduced. Where
+    one meets a defined gradient in an op other than a sum, zeros are made for it. A parameter whose
+    gradient is zero gets None; a reduce or gather nobody needs any more is not issued. Forward
+    stays as it is, and so do the placeholders of the tangents, which nothing reads.
+
+    Args:
+        unused: indices into `program.outputs`.
+    """
+
+    unused: frozenset[int]
+    name: str = field(default="drop_unused_tangents", init=False)
+
+    def apply(self, program: Program, plan: ShardingPlan) -> None:
+        """See `Pass.apply`.
+
+        Raises:
+            PassError: an index names no output with a tangent, or backward still reads one.
+        """
+        tangents = {i: o.tangent for i, o in enumerate(program.outputs) if o.tangent is not None}
+        wrong = sorted(self.unused - tangents.keys())
+        if wrong:
+            raise PassError(
+                f"pass {self.name}: outputs {wrong} have no tangent; those that have one are "
+                f"{sorted(tangents)}"
+            )
+        dropped = [tangents[index] for index in sorted(self.unused)]
+        zeros = _Zeros(program, set(tangents.values()), set(dropped))
+        for node in list(program.nodes(BACKWARD)):
+            zeros.visit(node)
+        _drop_results(program, zeros.zero)
+        _erase_dead(program)
+        for wait in list(gather_waits(program)):
+            if wait.meta["phase"] == BACKWARD:
+                prune_gather(wait)
+        for tangent in dropped:
+            if tangent.users:
+                user = next(iter(tangent.users))
+                raise PassError(
+                    f"pass {self.name}: node {user.name} still reads {tangent.name}, the gradient "
+                    "of an output that gets none"
+                )
+
+
+class _Zeros:
+    """Which values are known to be zero, found by walking backward's nodes in order."""
+
+    def __init__(self, program: Program, tangents: set[fx.Node], dropped: set[fx.Node]) -> None:
+        self.program = program
+        self.dependent = tangents  # on any tangent
+        self.zero = dropped
+        self._made: dict[fx.Node, fx.Node] = {}
+
+    def visit(self, node: fx.Node) -> None:
+        if not ops.is_compute(node):
+            return
+        linear_in = [value for value in node.all_input_nodes if value in self.dependent]
+        zero = [value for value in linear_in if value in self.zero]
+        if linear_in and _holds_tensor(node.meta["val"]) and _packet(node) not in _ONLY_SHAPE:
+            self.dependent.add(node)
+            if len(zero) == len(linear_in) and not _has_effect(node.target):
+                self.zero.add(node)
+                return
+        if not zero:
+            return
+        summand = _other_summand(node, self.zero)
+        if summand is not None:
+            node.replace_all_uses_with(summand)
+            return
+        for value in zero:
+            node.replace_input_with(value, self._zeros(value, node))
+
+    def _zeros(self, value: fx.Node, before: fx.Node) -> fx.Node:
+        """Zeros with the shape, strides, dtype and device of `value`."""
+        if value not in self._made:
+            val: Tensor = value.meta["val"]
+            shape, strides = list(val.shape), list(val.stride())
+            elements = 1 + sum((n - 1) * s for n, s in zip(shape, strides, strict=True))
+            place = {"unit": before.meta["unit"], "phase": BACKWARD}
+            dense = val.is_contiguous()
+            options = {"dtype": val.dtype, "device": val.device}
+            with self.program.graph.inserting_before(before):
+                made = insert_node(
+                    self.program,
+                    aten.zeros.default,
+                    (shape if dense else [max(elements, 0)],),
+                    options,
+                    name="undefined_zeros",
+                    val=val if dense else val.new_zeros(max(elements, 0)),
+                    **place,
+                )
+                if not dense:
+                    made = insert_node(
+                        self.program,
+                        aten.as_strided.default,
+                        (made, shape, strides),
+                        {},
+                        name="undefined_zeros",
+                        val=val,
+                        **place,
+                    )
+            self._made[value] = made
+        return self._made[value]
+
+
+def _other_summand(node: fx.Node, zero: set[fx.Node]) -> fx.Node | None:
+    """What a sum of it and a zero is, where the sum has the same shape, strides and dtype."""
+    if node.target is not aten.add.Tensor or node.kwargs.get("alpha", 1) != 1:
+        return None
+    left, right = node.args[:2]
+    other = right if left in zero else left
+    if not isinstance(other, fx.Node):
+        return None
+    mine, val = node.meta["val"], other.meta["val"]
+    same = signature(val) == signature(mine) and val.stride() == mine.stride()
+    return other if same else None
+
+
+def _drop_results(program: Program, zero: set[fx.Node]) -> None:
+    """No gradient is reduced or returned that is known to be zero."""
+    results = program.results()
+    results.input_grads = [None if grad in zero else grad for grad in results.input_grads]
+    dropped: set[fx.Node] = set()
+    partly: list[tuple[fx.Node, list[int]]] = []
+    for reduce in [node for node in program.nodes(BACKWARD) if node.target in ops.REDUCES]:
+        operands: list[Any] = reduce.args[0]  # type: ignore[assignment]
+        keep = [index for index, grad in enumerate(operands) if grad not in zero]
+        if len(keep) < len(operands):
+            (wait,) = reduce.users
+            dropped |= {user for user in wait.users if user.args[1] not in keep}
+            partly.append((wait, keep))
+    results.grads = [None if grad in dropped else grad for grad in results.grads]
+    program.set_results(results)
+    for node in dropped:
+        program.graph.erase_node(node)
+    for wait, keep in partly:
+        if keep:
+            keep_operands(wait, keep)
+        else:
+            reduce = ops.collective_of(wait)
+            program.graph.erase_node(wait)
+            program.graph.erase_node(reduce)
+
+
+def _erase_dead(program: Program) -> None:
+    """Erase backward's compute that nobody reads; never what draws random numbers or mutates."""
+    for node in reversed(list(program.nodes(BACKWARD))):
+        if ops.is_compute(node) and not node.users and not _has_effect(node.target):
+            program.graph.erase_node(node)
+
+
+def _has_effect(target: Any) -> bool:
+    if not isinstance(target, torch._ops.OpOverload):
+        return False
+    return target._schema.is_mutable or torch.Tag.nondeterministic_seeded in target.tags
+
+
+def _packet(node: fx.Node) -> Any:
+    return getattr(node.target, "overloadpacket", None)
+
+
+def _holds_tensor(val: Any) -> bool:
+    if isinstance(val, (tuple, list)):
+        return any(map(_holds_tensor, val))
+    return isinstance(val, Tensor)
