@@ -26,6 +26,7 @@ from graphshard.runtime.reduce import (
     AllReduce,
     LocalReduce,
     ReduceScatterByExchange,
+    ReduceScatterByPairExchange,
     ReduceScatterByReduce,
 )
 
@@ -76,5 +77,7 @@ def _kind(node: fx.Node, group: Group) -> type[Collective]:
     if node.target is ops.all_gather:
         return LocalGather if group.size == 1 else AllGather
     if node.target is ops.reduce_scatter:
-        return ReduceScatterByExchange if group.backend == "gloo" else ReduceScatterByReduce
+        if group.backend != "gloo":
+            return ReduceScatterByReduce
+        return ReduceScatterByPairExchange if group.size == 2 else ReduceScatterByExchange
     return AllReduce

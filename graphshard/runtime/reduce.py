@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -30,37 +30,37 @@ class ReduceScatter(Collective):
     def __call__(self, tensors: Sequence[Tensor]) -> Pending:
         """Start one launch per dtype, reading large gradients where they lie."""
         grads = [_padded(g, shape) for g, shape in zip(tensors, self.padded, strict=True)]
-        pending = Pending(self, grads, [])
+        pending = Pending(self, [], [])
         for messages in self.launches:
-            inputs = [self._input(grads, message) for message in messages]
-            pending.works.extend(self.exchange(inputs, pending))
+            sent = [self._sent(grads, message) for message in messages]
+            pending.operands += sent
+            pending.works += self.exchange(sent, pending.buffers)
         return pending
 
-    def _input(self, grads: list[Tensor], message: Message) -> Tensor:
+    def _sent(self, grads: list[Tensor], message: Message) -> Tensor:
+        """The gradients of a message, one rank's parts after the other's, as one flat tensor."""
         if not message.packed:
-            return grads[message.indices[0]]
+            return grads[message.indices[0]].view(-1)
         size = self.group.size
         return torch.cat([grads[i].view(size, -1) for i in message.indices], dim=1).view(-1)
 
-    def exchange(self, inputs: list[Tensor], pending: Pending) -> Iterable[Any]:
-        """Start moving `inputs` (dim 0 a multiple of the group); add to `pending.buffers`."""
+    def exchange(self, sent: list[Tensor], buffers: list[Tensor]) -> list[Any]:
+        """Start moving `sent` and append what each is received in; returns the works."""
         raise NotImplementedError
 
-    def averaged(self, buffer: Tensor) -> Tensor:
-        """One rank's average out of a finished `buffer` of `exchange`."""
+    def average(self, sent: Tensor, received: Tensor) -> Tensor:
+        """This rank's part of the average, once `received` is there."""
         raise NotImplementedError
 
     def results(self, pending: Pending) -> list[Tensor]:
         """The averaged shards, padding included."""
         shards: list[Any] = [None] * len(self.operands)
-        buffers = iter(pending.buffers)
+        moved = iter(zip(pending.operands, pending.buffers, strict=True))
         for messages in self.launches:
             for message in messages:
-                flat = self.averaged(next(buffers)).view(-1)
+                flat = self.average(*next(moved))
                 for i, part in zip(message.indices, flat.split(message.numels), strict=True):
                     shards[i] = part.view(self.operands[i].layout.shard_shape)
-        pending.operands = []
-        pending.buffers = []
         return shards
 
 
@@ -73,17 +73,16 @@ class ReduceScatterByReduce(ReduceScatter):
         self.options.reduceOp = dist.ReduceOp.AVG
         self.options.asyncOp = True
 
-    def exchange(self, inputs: list[Tensor], pending: Pending) -> Iterable[Any]:
+    def exchange(self, sent: list[Tensor], buffers: list[Tensor]) -> list[Any]:
         """One coalesced launch."""
-        outputs = [i.new_empty(i.numel() // self.group.size) for i in inputs]
-        pending.buffers.extend(outputs)
-        pending.operands += inputs
+        outputs = [s.new_empty(s.numel() // self.group.size) for s in sent]
+        buffers += outputs
         launch = self.group.process_group.reduce_scatter_tensor_coalesced
-        yield self.start(launch, outputs, [i.view(-1) for i in inputs], self.options)
+        return [self.start(launch, outputs, sent, self.options)]
 
-    def averaged(self, buffer: Tensor) -> Tensor:
-        """The buffer itself."""
-        return buffer
+    def average(self, sent: Tensor, received: Tensor) -> Tensor:
+        """What was received."""
+        return received
 
 
 class ReduceScatterByExchange(ReduceScatter):
@@ -100,18 +99,44 @@ class ReduceScatterByExchange(ReduceScatter):
         self.options = torch_compat.collective_options("AllToAllOptions")
         self.options.asyncOp = True
 
-    def exchange(self, inputs: list[Tensor], pending: Pending) -> Iterable[Any]:
+    def exchange(self, sent: list[Tensor], buffers: list[Tensor]) -> list[Any]:
         """One all-to-all per message."""
-        pending.operands += inputs
+        buffers += [torch.empty_like(s) for s in sent]
         launch = self.group.process_group.alltoall_base
-        for sent in inputs:
-            received = torch.empty_like(sent)
-            pending.buffers.append(received)
-            yield self.start(launch, received, sent, [], [], self.options)
+        return [
+            self.start(launch, received, parts, [], [], self.options)
+            for parts, received in zip(sent, buffers[-len(sent) :], strict=True)
+        ]
 
-    def averaged(self, buffer: Tensor) -> Tensor:
+    def average(self, sent: Tensor, received: Tensor) -> Tensor:
         """The mean over the parts the ranks sent."""
-        return buffer.view(self.group.size, -1).mean(0)
+        return received.view(self.group.size, -1).mean(0)
+
+
+class ReduceScatterByPairExchange(ReduceScatterByExchange):
+    """The same on two ranks, where one's own part need not be copied: half the time and memory."""
+
+    def exchange(self, sent: list[Tensor], buffers: list[Tensor]) -> list[Any]:
+        """Send the other rank its parts only."""
+        launch = self.group.process_group.alltoall_base
+        works = []
+        for own_and_other in sent:
+            part = self._halves(own_and_other)[1]
+            counts = [0, 0]
+            counts[1 - self.group.rank] = part.numel()
+            received = torch.empty_like(part)
+            buffers.append(received)
+            works.append(self.start(launch, received, part, counts, counts, self.options))
+        return works
+
+    def average(self, sent: Tensor, received: Tensor) -> Tensor:
+        """The mean of the own part and the other's, in the other's storage."""
+        return received.add_(self._halves(sent)[0]).div_(2)
+
+    def _halves(self, sent: Tensor) -> tuple[Tensor, Tensor]:
+        """(own part, the other rank's part) of `sent`."""
+        first, second = sent.chunk(2)
+        return (first, second) if self.group.rank == 0 else (second, first)
 
 
 class AllReduce(Collective):

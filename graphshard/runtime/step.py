@@ -13,6 +13,7 @@ from torch import Tensor, fx
 from graphshard import torch_compat
 from graphshard.capture import Capture
 from graphshard.errors import RuntimeStateError
+from graphshard.passes.drop_unused_tangents import DropUnusedTangents
 from graphshard.plan import ShardingPlan
 from graphshard.program import Program
 from graphshard.runtime.checked import CheckedRun
@@ -163,8 +164,6 @@ class Step:
         )
         half = self._backward_halves.get(missing)
         if half is None:
-            from graphshard.passes.drop_unused_tangents import DropUnusedTangents
-
             program = self.program.copy()
             drop = DropUnusedTangents(frozenset(missing))
             drop.apply(program, self.bindings.plan)
