@@ -127,8 +127,10 @@ def run_passes(
 def _apply(step: Pass, program: Program, plan: ShardingPlan) -> None:
     try:
         step.apply(program, plan)
-    except GraphshardError:
-        raise
+    except GraphshardError as error:
+        if step.name in str(error):
+            raise
+        raise type(error)(f"pass {step.name}: {error}") from error
     except Exception as error:
         raise PassError(f"pass {step.name} failed: {type(error).__name__}: {error}") from error
 

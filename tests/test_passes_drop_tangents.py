@@ -19,7 +19,7 @@ from graphshard.passes.drop_unused_tangents import DropUnusedTangents
 from graphshard.pipeline import default_passes, run_passes
 from graphshard.planner import make_plan
 from graphshard.policy import BlockPolicy, Policy
-from graphshard.program import FORWARD, Program
+from graphshard.program import BACKWARD, FORWARD, Program
 from graphshard.verify import verify
 
 
@@ -106,9 +106,17 @@ def assert_as_if_zero(captured: Program, program: Program, plan: Any, unused: se
                 torch.testing.assert_close(found, wanted)
 
 
-@pytest.mark.parametrize("strategy", ["FULL_SHARD", "SHARD_GRAD_OP", "NO_SHARD"])
-def test_any_outputs_without_gradients(strategy: str) -> None:
-    policy = BlockPolicy({Block}, strategy=strategy)
+@pytest.mark.parametrize(
+    "policy",
+    [
+        BlockPolicy({Block}),
+        BlockPolicy({Block}, strategy="SHARD_GRAD_OP"),
+        BlockPolicy({Block}, strategy="NO_SHARD"),
+        BlockPolicy({nn.Embedding}, reshard_root=True),  # all blocks in one unit
+    ],
+    ids=["FULL_SHARD", "SHARD_GRAD_OP", "NO_SHARD", "one unit"],
+)
+def test_any_outputs_without_gradients(policy: Policy) -> None:
     captured, whole, plan = finished(policy)
     outputs = range(len(whole.outputs))
     for count in range(len(outputs) + 1):
@@ -140,6 +148,14 @@ def test_what_nobody_needs_is_not_communicated() -> None:
         "reduce_scatter first",
         "reduce_scatter ",
     ]
+
+
+def test_a_unit_communicates_only_the_parameters_still_needed() -> None:
+    _, program, plan = finished(BlockPolicy({nn.Embedding}, reshard_root=True))
+    DropUnusedTangents(frozenset({1, 2, 3, 4})).apply(program, plan)
+    for node in program.nodes(BACKWARD):
+        if ops.is_collective(node) and node.kwargs["unit"] == "":
+            assert {name.partition(".")[0] for name in node.kwargs["params"]} == {"first"}
 
 
 def test_no_gradient_at_all() -> None:

@@ -172,13 +172,16 @@ def test_returned_parameters_are_copies(policy: Policy) -> None:
 
 
 @pytest.mark.parametrize("policy", [Policy(), GRAD_OP], ids=["FULL_SHARD", "SHARD_GRAD_OP"])
-def test_a_parameter_only_backward_reads(policy: Policy) -> None:
+@pytest.mark.parametrize("also_used", [False, True])
+def test_a_parameter_only_backward_reads(policy: Policy, also_used: bool) -> None:
     """As a custom autograd function may save one."""
 
     def build() -> Program:
-        toy = Toy({"embed.weight": (VOCAB, WIDTH), "a.weight": (WIDTH, WIDTH)})
+        toy = Toy({"embed.weight": (VOCAB, WIDTH), "a.weight": (WIDTH, WIDTH), "a.gain": (WIDTH,)})
         toy.tangent(BATCH, WIDTH)
         x = toy.relu(toy.embedding("embed.weight"), "a")
+        if also_used:
+            x = toy.op(aten.mul.Tensor, x, toy.params["a.gain"], module="a")
 
         def backward(gy: fx.Node) -> fx.Node:
             toy.module = "a"
@@ -188,8 +191,13 @@ def test_a_parameter_only_backward_reads(policy: Policy) -> None:
         return toy.finish(x)
 
     program, _ = rewrite(build, policy)
-    phases = {n.meta["phase"] for n in program.nodes() if n.kwargs.get("params") == ("a.weight",)}
-    assert phases == ({BACKWARD} if policy != GRAD_OP else {FORWARD})
+    in_forward = ("a.weight",) if policy == GRAD_OP else ()
+    in_forward += ("a.gain",) if also_used else ()
+    assert gathered(program) == [
+        ("embed.weight",),
+        *([in_forward] if in_forward else []),
+        *([("a.weight",)] if policy != GRAD_OP else []),
+    ]
 
 
 def test_a_parameter_of_a_unit_that_never_runs_in_forward() -> None:

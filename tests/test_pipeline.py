@@ -10,7 +10,7 @@ import pytest
 import toy_programs as toys
 
 from graphshard import ops
-from graphshard.errors import PassError, VerifyError
+from graphshard.errors import PassError, PlanError, VerifyError
 from graphshard.pipeline import Pass, default_passes, run_passes
 from graphshard.plan import ShardingPlan
 from graphshard.policy import Policy
@@ -45,9 +45,10 @@ class DropFrees:
 @dataclass(frozen=True)
 class Fail:
     name: str = "fail"
+    error: Exception = ZeroDivisionError("by nothing")
 
     def apply(self, program: Program, plan: ShardingPlan) -> None:
-        raise ZeroDivisionError("by nothing")
+        raise self.error
 
 
 class Stages:
@@ -109,6 +110,8 @@ def test_a_failing_pass_is_named() -> None:
     program, plan = captured()
     with pytest.raises(PassError, match="pass fail failed: ZeroDivisionError: by nothing"):
         run_passes(program, plan, (Fail(),))
+    with pytest.raises(PlanError, match="pass fail: no such unit"):
+        run_passes(program, plan, (Fail(error=PlanError("no such unit")),))
 
 
 def test_a_pass_that_breaks_the_program_is_named() -> None:
