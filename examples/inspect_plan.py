@@ -17,15 +17,14 @@ from gpt import GPT, GPTConfig
 import graphshard
 from graphshard.cli import parse_policy
 from graphshard.inspect.dump import dump_program
+from graphshard.inspect.progress import Progress
 from graphshard.liveness import live_unsharded
 from graphshard.plan import ShardingPlan
 
 SEVEN_BILLION = GPTConfig(vocab=32_000, layers=32, heads=32, width=4096, tied=False)
 OTHERS = (
-    ("block:Block", {}),
     ("block:Block", {"strategy": "SHARD_GRAD_OP"}),
     ("block:Block", {"strategy": "NO_SHARD"}),
-    ("block:Block", {"forward_prefetch": 1}),
     ("block:Block", {"backward_prefetch": None}),
     ("block:Attention", {}),
     ("size:1e9", {}),
@@ -51,6 +50,7 @@ def main() -> None:
             parse_policy(policy, **fields),
             world_size=args.world_size,
             example_inputs=(tokens, tokens),
+            progress=Progress(),
         )
 
     plan = planned(args.policy)
@@ -60,7 +60,7 @@ def main() -> None:
         print(f"\nthe rewritten program is in {args.dump}")
 
     print("\nWhat other policies would change:\n")
-    print(f"{'':42}  units  all_gathers  sharded GiB per rank  peak unsharded GiB")
+    print(f"{'GiB of parameters on a rank':42}  units  all_gathers  between steps  at the peak")
     for policy, fields in ((args.policy, {}), *OTHERS):
         name = " ".join([policy, *(f"{key}={value}" for key, value in fields.items())])
         print(f"{name:42}  {summary(planned(policy, **fields))}")
@@ -68,9 +68,9 @@ def main() -> None:
 
 def summary(plan: ShardingPlan) -> str:
     gathers = sum(event.op == "all_gather" for event in plan.program.schedule())
-    sharded = sum(unit.sharded_bytes for unit in plan.units) / 2**30
-    peak = max(live for _, live in live_unsharded(plan.program)) / 2**30
-    return f"{len(plan.units):5}  {gathers:11}  {sharded:20.2f}  {peak:18.2f}"
+    rest = sum(unit.sharded_bytes for unit in plan.units)
+    peak = rest + max(live for _, live in live_unsharded(plan.program))
+    return f"{len(plan.units):5}  {gathers:11}  {rest / 2**30:13.2f}  {peak / 2**30:11.2f}"
 
 
 if __name__ == "__main__":

@@ -55,6 +55,9 @@ def parse_args() -> argparse.Namespace:
     return parser.parse_args()
 
 
+PEAK_STEPS = 5
+
+
 @dataclass
 class Contestant:
     """A sharded model with its optimizer."""
@@ -119,21 +122,26 @@ def seconds(work: Callable[[], Tensor], device: torch.device) -> tuple[float, Te
     return time.perf_counter() - begin, result
 
 
-def peak_bytes(who: Contestant, batch: tuple[Tensor, Tensor], device: torch.device) -> int:
-    """The most bytes alive at once in a step: parameters, optimizer state and all it makes."""
-    if device.type == "cpu":
-        with LiveBytes() as live:
-            live.add(who.state())
-            who.step(*batch)  # what is kept from step to step is known after this one
+def peak_bytes(who: Contestant, batch: tuple[Tensor, Tensor], device: torch.device) -> float:
+    """The most bytes alive at once in a step: parameters, optimizer state and all it makes.
+
+    The median over a few steps, since Gloo's threads drop their last tensors when they get to it.
+    """
+    peaks = []
+    live = LiveBytes(device.type)
+    live.add(who.state())
+    for _ in range(PEAK_STEPS + 1):
+        if device.type == "cpu":
             live.peak = live.current
+            with live:
+                who.step(*batch)
+            peaks.append(live.peak)
+        else:
+            torch.cuda.reset_peak_memory_stats()
+            before = torch.cuda.memory_allocated()
             who.step(*batch)
-        return live.peak
-    known = LiveBytes(device.type)
-    known.add(who.state())
-    torch.cuda.reset_peak_memory_stats()
-    before = torch.cuda.memory_allocated()
-    who.step(*batch)
-    return known.current + torch.cuda.max_memory_allocated() - before
+            peaks.append(live.current + torch.cuda.max_memory_allocated() - before)
+    return median(peaks[1:])  # what is kept from step to step is known after the first
 
 
 def worst_rank(values: list[float], device: torch.device) -> list[float]:
