@@ -120,3 +120,37 @@ def _leave_together(folder: Path, world_size: int) -> None:
         if all((folder / f"result_{rank}").exists() for rank in range(world_size)):
             return
         time.sleep(0.01)
+
+
+class Checks:
+    """Several checks in one set of processes, which cost seconds to start.
+
+    Each check is a function `check(rank)` that asserts. They run in order on all ranks; once one
+    fails on a rank that rank runs no more, and the later ones fail too.
+    """
+
+    def __init__(self, checks: list[Callable[[int], None]], world_size: int, **options: Any) -> None:
+        reports = run_ranks(_run_checks, world_size, checks, **options)
+        self._failures = {
+            check.__name__: [report.get(check.__name__, "not reached") for report in reports]
+            for check in checks
+        }
+
+    def require(self, check: Callable[[int], None]) -> None:
+        """Fail with the rank's traceback unless `check` passed on every rank."""
+        for rank, failure in enumerate(self._failures[check.__name__]):
+            if failure is not None:
+                raise RankError(f"{check.__name__} on rank {rank}: {failure}")
+
+
+def _run_checks(rank: int, checks: list[Callable[[int], None]]) -> dict[str, str | None]:
+    report: dict[str, str | None] = {}
+    for check in checks:
+        try:
+            check(rank)
+            dist.barrier()
+            report[check.__name__] = None
+        except Exception:
+            report[check.__name__] = traceback.format_exc()
+            break
+    return report

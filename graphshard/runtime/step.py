@@ -214,7 +214,7 @@ class _Call:
         with _no_autocast(bindings.group.device):
             outputs, mutations, tensors, self.others = step.forward_half.run(args)
         step.write_mutations(mutations, self.given)
-        self.outputs = outputs
+        self.outputs = list(outputs)
         self.versions = step.versions()
         self.given = self.inputs = []
         return tensors
