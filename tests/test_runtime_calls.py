@@ -1,0 +1,276 @@
+"""What calling a sharded module and running backward mean, on a single rank."""
+
+from __future__ import annotations
+
+import copy
+import gc
+import logging
+import pickle
+import weakref
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from runtime_models import Block, ManyOutputs, Normed, Odd, TiedGPT, features_of, tokens_of
+from torch import Tensor, nn
+
+import graphshard
+from graphshard.errors import PolicyError, RuntimeStateError
+
+LINEAR = graphshard.BlockPolicy({nn.Linear})
+BLOCK = graphshard.BlockPolicy({Block})
+
+
+def grads_of(model: nn.Module) -> dict[str, Tensor]:
+    return {n: p.grad.clone() for n, p in model.named_parameters() if p.grad is not None}
+
+
+def assert_same_grads(sharded: nn.Module, model: nn.Module) -> None:
+    mine, theirs = grads_of(sharded), grads_of(model)
+    assert mine.keys() == theirs.keys()
+    for name, grad in mine.items():
+        torch.testing.assert_close(grad, theirs[name], rtol=1e-6, atol=1e-7)
+
+
+@pytest.fixture
+def pair() -> tuple[graphshard.ShardedModule, nn.Module]:
+    """(sharded, the model itself)."""
+    torch.manual_seed(0)
+    model = ManyOutputs()
+    return graphshard.compile(model, LINEAR, check=True), model
+
+
+@pytest.mark.parametrize("used", ["loss", "pair0", "pair1", "all"])
+def test_gradients_come_from_the_outputs_that_are_used(
+    pair: tuple[graphshard.ShardedModule, nn.Module], used: str
+) -> None:
+    def objective(out: dict[str, Any]) -> Tensor:
+        parts = {
+            "loss": out["loss"],
+            "pair0": out["pair"][0].sum(),
+            "pair1": (out["pair"][1] * out["pair"][1].detach()).mean(),
+        }
+        return sum(parts.values()) if used == "all" else parts[used]
+
+    sharded, model = pair
+    for step in range(2):
+        (x,) = features_of(0, step, 6)
+        mine, theirs = sharded(x), model(x)
+        assert mine.keys() == theirs.keys()
+        assert isinstance(mine["pair"], tuple)
+        assert torch.equal(mine["best"], theirs["best"])
+        assert not mine["best"].requires_grad
+        objective(mine).backward()
+        objective(theirs).backward()
+        assert_same_grads(sharded, model)
+
+
+def test_unused_outputs_have_no_backward_of_their_own(
+    pair: tuple[graphshard.ShardedModule, nn.Module],
+) -> None:
+    sharded, _ = pair
+    sharded(*features_of(0, 0, 6))["loss"].backward()
+    backward = sharded.lowered[-1].code
+    assert "right_all_gather" not in backward
+    assert sharded.get_submodule("right").weight.grad is None
+
+
+def test_inputs_get_gradients(pair: tuple[graphshard.ShardedModule, nn.Module]) -> None:
+    sharded, model = pair
+    (mine,), (theirs,) = features_of(0, 0, 6), features_of(0, 0, 6)
+    mine = mine.requires_grad_() * 2.0
+    theirs = theirs.requires_grad_() * 2.0
+    mine.retain_grad()
+    theirs.retain_grad()
+    sharded(mine, scale=3.0)["loss"].backward()
+    model(theirs, scale=3.0)["loss"].backward()
+    torch.testing.assert_close(mine.grad, theirs.grad)
+    assert_same_grads(sharded, model)
+
+
+def test_gradients_that_are_not_contiguous(
+    pair: tuple[graphshard.ShardedModule, nn.Module],
+) -> None:
+    sharded, model = pair
+    (x,) = features_of(0, 0, 6)
+    for module in pair:
+        left, right = module(x)["pair"]
+        (left.sum() + (right.t() * torch.arange(6.0)).sum()).backward()
+    assert_same_grads(sharded, model)
+
+
+def test_forwards_before_their_backwards() -> None:
+    torch.manual_seed(0)
+    model = Normed()
+    sharded = graphshard.compile(model, LINEAR)
+    for module in (sharded, model):
+        first, second = (module(*features_of(0, step, 8)) for step in range(2))
+        second.backward()
+        first.backward()
+    assert_same_grads(sharded, model)
+    for (name, mine), (_, theirs) in zip(
+        sharded.named_buffers(), model.named_buffers(), strict=True
+    ):
+        assert torch.equal(mine, theirs), name
+
+
+def test_second_backward_is_refused() -> None:
+    sharded = graphshard.compile(TiedGPT(1), BLOCK)
+    loss = sharded(*tokens_of(0, 0))
+    loss.backward(retain_graph=True)
+    with pytest.raises(RuntimeStateError, match="second time"):
+        loss.backward()
+
+
+def test_second_derivatives_are_refused() -> None:
+    sharded = graphshard.compile(ManyOutputs(), LINEAR)
+    x = features_of(0, 0, 6)[0].requires_grad_()
+    loss = sharded(x)["loss"]
+    with pytest.raises(RuntimeStateError, match="second derivatives"):
+        torch.autograd.grad(loss, x, create_graph=True)
+
+
+def test_parameters_changed_before_backward_are_noticed() -> None:
+    sharded = graphshard.compile(TiedGPT(1), BLOCK)
+    loss = sharded(*tokens_of(0, 0))
+    with torch.no_grad():
+        sharded.get_parameter("blocks.0.up.weight").mul_(2.0)
+    with pytest.raises(RuntimeStateError, match="blocks.0.up.weight.*changed between"):
+        loss.backward()
+
+
+def test_a_forward_without_backward_keeps_nothing() -> None:
+    sharded = graphshard.compile(ManyOutputs(), LINEAR)
+    gc.disable()  # what it holds must go at once, not when a cycle is found
+    try:
+        out = sharded(*features_of(0, 0, 6))
+        call = weakref.ref(out["loss"].grad_fn.call)
+        assert call() is not None
+        del out
+        assert call() is None
+    finally:
+        gc.enable()
+
+
+def test_no_grad_runs_a_program_without_backward() -> None:
+    sharded = graphshard.compile(TiedGPT(1), BLOCK)
+    with torch.no_grad():
+        loss = sharded(*tokens_of(0, 0))
+    assert not loss.requires_grad
+    assert {event.phase for event in sharded.program.schedule()} == {"forward"}
+
+
+def test_frozen_models_need_no_backward() -> None:
+    model = Odd().requires_grad_(False)
+    loss = graphshard.compile(model, BLOCK)(*features_of(0, 0, 16))
+    assert not loss.requires_grad
+    assert torch.equal(loss.isfinite(), torch.tensor(True))
+
+
+def test_programs_are_kept_by_signature(caplog: pytest.LogCaptureFixture) -> None:
+    torch.manual_seed(0)
+    model = TiedGPT(1)
+    sharded = graphshard.compile(model, BLOCK, example_inputs=tokens_of(0, 0))
+    assert sharded.plan.program is sharded.program
+    sharded(*tokens_of(0, 0))
+    assert len(sharded.programs) == 1
+    with caplog.at_level(logging.WARNING, "graphshard"):
+        sharded.eval()
+        sharded(*tokens_of(0, 0))
+        sharded.train()
+        sharded(*tokens_of(0, 1))
+    assert len(sharded.programs) == 2
+    assert [r.getMessage() for r in caplog.records if r.name == "graphshard"] == [
+        "captured program 2, since the call differs from the last one captured: "
+        "mode: train -> eval"
+    ]
+    sharded.get_submodule("blocks.0.drop").eval()
+    sharded(*tokens_of(0, 0))
+    assert len(sharded.programs) == 3
+    assert model.training
+    assert model.blocks[0].drop.training
+
+
+def test_many_signatures_are_warned_of() -> None:
+    sharded = graphshard.compile(TiedGPT(1), BLOCK)
+    tokens = torch.zeros(1, 12, dtype=torch.int64)
+    with pytest.warns(UserWarning, match=r"what keeps changing: args\[0\], args\[1\]; pad"):
+        for length in range(1, 10):
+            sharded(tokens[:, :length], tokens[:, :length])
+
+
+def test_example_inputs_may_be_meta_tensors() -> None:
+    examples = tuple(t.to("meta") for t in tokens_of(0, 0))
+    sharded = graphshard.compile(TiedGPT(1), BLOCK, example_inputs=examples)
+    sharded(*tokens_of(0, 0)).backward()
+    assert len(sharded.programs) == 1
+
+
+def test_autocast_is_part_of_the_program() -> None:
+    torch.manual_seed(0)
+    model = ManyOutputs()
+    sharded = graphshard.compile(model, LINEAR)
+    (x,) = features_of(0, 0, 6)
+    for module in (sharded, model):
+        with torch.autocast("cpu", dtype=torch.bfloat16):
+            out = module(x)
+            assert out["pair"][0].dtype == torch.bfloat16
+            out["loss"].backward()
+    assert_same_grads(sharded, model)
+    assert sharded(x)["pair"][0].dtype == torch.float32
+
+
+def test_the_model_stays_as_it_was() -> None:
+    torch.manual_seed(0)
+    model = Normed()
+    before = {name: value.clone() for name, value in model.state_dict().items()}
+    sharded = graphshard.compile(model, LINEAR)
+    optim = torch.optim.SGD(sharded.parameters(), lr=1.0)
+    sharded(*features_of(0, 0, 8)).backward()
+    optim.step()
+    for name, value in model.state_dict().items():
+        assert torch.equal(value, before[name]), name
+
+
+def test_copies_and_pickles_are_refused() -> None:
+    sharded = graphshard.compile(TiedGPT(1), BLOCK)
+    with pytest.raises(RuntimeStateError, match="cannot be copied"):
+        copy.deepcopy(sharded)
+    with pytest.raises(RuntimeStateError, match="cannot be pickled"):
+        pickle.dumps(sharded)
+
+
+def test_names_and_repr_are_the_models() -> None:
+    model = TiedGPT(1)
+    sharded = graphshard.compile(model, BLOCK)
+    assert repr(sharded) == repr(model)
+    for method in ("named_parameters", "named_buffers", "named_modules"):
+        names = [name for name, _ in getattr(model, method)(remove_duplicate=False)]
+        assert [name for name, _ in getattr(sharded, method)(remove_duplicate=False)] == names
+    assert list(sharded.state_dict()) == list(model.state_dict())
+
+
+def test_dump_writes_every_program(tmp_path: Path) -> None:
+    sharded = graphshard.compile(TiedGPT(1), BLOCK)
+    with pytest.raises(RuntimeStateError, match="no program"):
+        sharded.dump(tmp_path)
+    with pytest.raises(RuntimeStateError, match="no program"):
+        _ = sharded.program
+    sharded(*tokens_of(0, 0))
+    assert {path.name for path in sharded.dump(tmp_path)} >= {"schedule.txt", "forward.py"}
+
+
+def test_generated_code_reads_as_what_it_does() -> None:
+    sharded = graphshard.compile(TiedGPT(1), BLOCK, example_inputs=tokens_of(0, 0))
+    forward, backward = (module.code for module in sharded.lowered)
+    assert "blocks_0_all_gather([p_blocks_0_norm_weight, " in forward
+    assert "root_all_gather([p_embed_weight" in forward
+    assert "graphshard_free(" in forward
+    assert "blocks_0_reduce_scatter([" in backward
+    assert "args.clear()" in backward
+
+
+def test_unknown_backends_are_refused() -> None:
+    with pytest.raises(PolicyError, match="backend must be one of eager; got 'inductor'"):
+        graphshard.compile(TiedGPT(1), BLOCK, backend="inductor")
