@@ -14,6 +14,8 @@ PYTEST_ARGS ?=
 help: ## list the targets
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## (.*)/make \1	\2/' | expand -t 18
 
+demo bench: export OMP_NUM_THREADS ?= 1
+
 demo: $(VENV)/.demo ## train a GPT on two ranks, showing its plan and its rewritten graph
 	$(PY) -m torch.distributed.run --standalone --nproc-per-node $(NPROC) examples/train_gpt.py $(ARGS)
 
