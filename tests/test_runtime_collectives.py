@@ -1,0 +1,201 @@
+"""The collectives, each on its own: every dtype, uneven rows, packed and not."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from unittest import mock
+
+import pytest
+import torch
+from ranks import Checks, run_ranks
+from torch import Tensor
+
+from graphshard.errors import CollectiveError
+from graphshard.plan import ParamLayout
+from graphshard.runtime import group as group_module
+from graphshard.runtime.collectives import Collective, Operand, wait
+from graphshard.runtime.gather import AllGather, Gathered, LocalGather, free
+from graphshard.runtime.group import Group, find_group
+from graphshard.runtime.reduce import (
+    AllReduce,
+    LocalReduce,
+    ReduceScatterByExchange,
+    ReduceScatterByPairExchange,
+    ReduceScatterByReduce,
+)
+
+SHAPES = ((8, 3), (5,), (1, 4), (7, 2, 2), (16, 1))
+
+
+def operands(world_size: int, dtype: torch.dtype) -> list[Operand]:
+    return [
+        Operand(ParamLayout(f"p{i}", (f"p{i}",), shape, dtype, True, "shard", world_size), dtype)
+        for i, shape in enumerate(SHAPES)
+    ]
+
+
+def full_values(seed: int, dtype: torch.dtype) -> list[Tensor]:
+    generator = torch.Generator().manual_seed(seed)
+    return [torch.randn(shape, generator=generator).to(dtype) for shape in SHAPES]
+
+
+def padded_part(full: Tensor, layout: ParamLayout, rank: int) -> Tensor:
+    start, stop = layout.rows(rank)
+    part = torch.zeros(layout.shard_shape, dtype=full.dtype)
+    part[: stop - start] = full[start:stop]
+    return part
+
+
+def gathers(rank: int) -> None:
+    group = find_group(None, None)
+    for dtype in (torch.float32, torch.bfloat16, torch.float64, torch.int64):
+        params = operands(group.size, dtype)
+        full = full_values(0, dtype)
+        parts = [padded_part(f, p.layout, rank) for f, p in zip(full, params, strict=True)]
+        for below in (0, 50, 1 << 20):
+            with mock.patch.dict(group_module._PACK_GATHER_BELOW, gloo=below):
+                gather = AllGather(group, "a.b", "forward", params)
+            gathered = wait(gather(parts))
+            for mine, expected in zip(gathered, full, strict=True):
+                assert torch.equal(mine, expected)
+            assert isinstance(gathered, Gathered)
+            view = gathered[3].transpose(0, 1)
+            free(gathered)
+            assert [t.untyped_storage().nbytes() for t in gathered] == [0] * len(SHAPES)
+            assert view.untyped_storage().nbytes() == 0
+
+
+def mixed_dtypes(rank: int) -> None:
+    group = find_group(None, None)
+    params = operands(group.size, torch.float32)
+    params[1] = replace(params[1], dtype=torch.bfloat16)
+    params[4] = replace(params[4], dtype=torch.bfloat16)
+    full = [f.to(p.dtype) for f, p in zip(full_values(0, torch.float32), params, strict=True)]
+    parts = [padded_part(f, p.layout, rank) for f, p in zip(full, params, strict=True)]
+    gather = AllGather(group, "", "forward", params)
+    assert len(gather.launches) == 2
+    for mine, expected in zip(wait(gather(parts)), full, strict=True):
+        assert mine.dtype == expected.dtype
+        assert torch.equal(mine, expected)
+
+
+def poisons(rank: int) -> None:
+    group = find_group(None, None)
+    group.check = True
+    params = operands(group.size, torch.float32)
+    parts = [padded_part(f, p.layout, rank) for f, p in zip(full_values(0, torch.float32), params)]
+    gathered = wait(AllGather(group, "", "forward", params)(parts))
+    view = gathered[0][2:]
+    free(gathered)
+    assert view.isnan().all()
+    whole = [Operand(replace(p.layout, dtype=torch.int64), torch.int64) for p in params]
+    gathered = wait(AllGather(group, "", "forward", whole)([p.long() for p in parts]))
+    free(gathered)
+    assert (gathered[1] == torch.iinfo(torch.int64).max).all()
+
+
+def reduces(rank: int) -> None:
+    group = find_group(None, None)
+    kinds: list[type[Collective]] = [ReduceScatterByReduce, ReduceScatterByExchange]
+    if group.size == 2:
+        kinds.append(ReduceScatterByPairExchange)
+    for dtype, tolerance in ((torch.float32, 1e-6), (torch.bfloat16, 2e-2), (torch.float64, 1e-12)):
+        params = operands(group.size, dtype)
+        each = [full_values(r, dtype) for r in range(group.size)]
+        results = []
+        for below in (0, 100, 1 << 20):
+            for kind in kinds:
+                with mock.patch.dict(group_module._PACK_REDUCE_BELOW, gloo=below):
+                    reduce = kind(group, "a", "backward", params)
+                # Gradients come transposed and expanded, too.
+                mine = [g.clone() for g in each[rank]]
+                mine[0] = mine[0].t().contiguous().t()
+                kept = [g.clone() for g in mine]
+                results.append(wait(reduce(mine)))
+                assert all(torch.equal(a, b) for a, b in zip(mine, kept, strict=True))
+        for index, param in enumerate(params):
+            mean = torch.stack([e[index].double() for e in each]).mean(0).to(dtype)
+            expected = padded_part(mean, param.layout, rank)
+            for result in results:
+                torch.testing.assert_close(
+                    result[index], expected, rtol=tolerance, atol=tolerance
+                )
+                if group.size == 2:
+                    assert torch.equal(result[index], results[0][index])
+
+
+def averages_replicas(rank: int) -> None:
+    group = find_group(None, None)
+    layout = ParamLayout("s", ("s",), (), torch.float32, True, "replicate", group.size)
+    wide = replace(layout, fqn="w", shape=(3, 2))
+    reduce = AllReduce(
+        group, "", "backward", [Operand(layout, torch.float32), Operand(wide, torch.float32)]
+    )
+    grads = [torch.tensor(float(rank)), torch.full((2, 3), float(rank)).t()]
+    scalar, matrix = wait(reduce(grads))
+    mean = (group.size - 1) / 2
+    assert scalar.shape == ()
+    assert scalar == mean
+    assert torch.equal(matrix, torch.full((3, 2), mean))
+    assert grads[0] == rank  # gradients may be shared: all_reduce must not write them
+
+
+ALONE = [gathers, mixed_dtypes, poisons, reduces, averages_replicas]
+
+
+@pytest.fixture(scope="module", params=[2, 3])
+def ranks(request: pytest.FixtureRequest) -> Checks:
+    return Checks(ALONE, request.param)
+
+
+@pytest.mark.parametrize("check", ALONE, ids=lambda check: check.__name__)
+def test_on_ranks(ranks: Checks, check: Callable[[int], None]) -> None:
+    ranks.require(check)
+
+
+def test_a_single_rank_gathers_without_copying() -> None:
+    group = find_group(None, "cpu")
+    params = operands(1, torch.float32)
+    full = full_values(0, torch.float32)
+    gathered = wait(LocalGather(group, "", "forward", params)(full))
+    assert [t.data_ptr() for t in gathered] == [t.data_ptr() for t in full]
+    free(gathered)
+    assert torch.equal(full[0], full_values(0, torch.float32)[0])
+
+
+def test_a_single_rank_in_checking_mode_poisons_a_copy() -> None:
+    group = Group(None, 0, 1, torch.device("cpu"), check=True)
+    full = full_values(0, torch.float32)
+    gathered = wait(LocalGather(group, "", "forward", operands(1, torch.float32))(full))
+    free(gathered)
+    assert gathered[0].isnan().all()
+    assert torch.equal(full[0], full_values(0, torch.float32)[0])
+
+
+def test_a_single_ranks_gradient_shares_nothing() -> None:
+    group = find_group(None, "cpu")
+    grad = torch.ones(3, 2).t()
+    (result,) = wait(LocalReduce("reduce_scatter", group, "", "backward")([grad]))
+    assert torch.equal(result, grad)
+    assert result.is_contiguous()
+    assert result.data_ptr() != grad.data_ptr()
+
+
+def failing_launch(rank: int) -> str:
+    group = find_group(None, None)
+    params = operands(group.size, torch.float32)
+    gather = AllGather(group, "blocks.1", "backward", params)
+    parts = [padded_part(f, p.layout, rank) for f, p in zip(full_values(0, torch.float32), params)]
+    gather.options = torch.distributed.distributed_c10d.AllgatherOptions()
+    parts[0] = parts[0].to(torch.float64)
+    try:
+        wait(gather(parts))
+    except CollectiveError as error:
+        return str(error)
+    return "no error"
+
+
+def test_errors_name_op_unit_and_phase() -> None:
+    for text in run_ranks(failing_launch, 2):
+        assert text.startswith("all_gather of unit blocks.1 in backward failed on rank ")
