@@ -124,6 +124,8 @@ def _member(model: nn.Module, name: str) -> Any:
 
 
 _TABLES = ("_parameters", "_buffers", "_modules")
+# nn.LSTM and its kind list their own weights anew in every forward.
+_NO_STATE = ("_flat_weights", "_flat_weight_refs")
 _MISSING = object()
 
 
@@ -140,7 +142,9 @@ def _own_state(model: nn.Module) -> Iterator[list[str]]:
     finally:
         for name, module, attributes, contents in before:
             for key, value in module.__dict__.items():
-                if key not in _TABLES and _differs(attributes.get(key, _MISSING), value):
+                if key not in _TABLES + _NO_STATE and _differs(
+                    attributes.get(key, _MISSING), value
+                ):
                     changes.append(f"{name}.{key}" if name else key)
             module.__dict__.clear()
             module.__dict__.update(attributes)

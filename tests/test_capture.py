@@ -260,6 +260,26 @@ def test_plain_tensors_the_model_closes_over_are_constants():
     assert [b.constant for b in program.buffers] == [True]
 
 
+@pytest.mark.parametrize(
+    "model",
+    [
+        nn.LSTM(4, 4, num_layers=2, dropout=0.2, batch_first=True),
+        nn.GRU(4, 4),
+        Net(lambda m, x: m.a(x, x, x)[0], a=nn.MultiheadAttention(4, 2, dropout=0.1)),
+        nn.TransformerEncoderLayer(4, 2, 8, batch_first=True),
+        torch.nn.utils.parametrizations.weight_norm(nn.Linear(4, 4)),
+        torch.nn.utils.parametrizations.spectral_norm(nn.Linear(4, 4)),
+        nn.InstanceNorm1d(3, affine=True, track_running_stats=True),
+        nn.ConvTranspose1d(3, 4, 3),
+    ],
+    ids=lambda model: type(model).__name__,
+)
+def test_modules_of_torch(model):
+    x = torch.randn(5, 3, 4, generator=torch.Generator().manual_seed(2))
+    captured = assert_same_as_eager(model, (x,))
+    assert not captured.program.notes
+
+
 class Scale(torch.autograd.Function):
     @staticmethod
     def forward(ctx, x, w):
