@@ -10,6 +10,7 @@ verified like the real thing.
 from __future__ import annotations
 
 import argparse
+from dataclasses import replace
 
 import torch
 from gpt import GPT, GPTConfig
@@ -37,11 +38,12 @@ def main() -> None:
     )
     parser.add_argument("--policy", default="block:Block", help="block:Class or size:N")
     parser.add_argument("--world-size", type=int, default=8)
+    parser.add_argument("--layers", type=int, default=SEVEN_BILLION.layers)
     parser.add_argument("--dump", metavar="DIR", help="write the rewritten program there")
     args = parser.parse_args()
 
     with torch.device("meta"):
-        model = GPT(SEVEN_BILLION)
+        model = GPT(replace(SEVEN_BILLION, layers=args.layers))
         tokens = torch.zeros(1, 2048, dtype=torch.int64)
 
     def planned(policy: str, **fields: object) -> ShardingPlan:
