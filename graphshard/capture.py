@@ -23,6 +23,7 @@ from graphshard.errors import CaptureError
 from graphshard.fake_mode import constant_folding_fake_mode
 from graphshard.joint import program_of_joint
 from graphshard.program import Program
+from graphshard.rnn import stacked_layer_dropout
 from graphshard.structure import Structure, signature_of_structure, take_apart
 from graphshard.tracing import TracedModel
 
@@ -134,6 +135,7 @@ def _trace(traced: TracedModel, model: nn.Module, fakes: list[Tensor], grad: boo
         stack.enter_context(torch_compat.preserve_node_meta()())
         stack.enter_context(named_nodes(model))
         stack.enter_context(tagged_checkpoint_regions())
+        stack.enter_context(stacked_layer_dropout())
         stack.enter_context(_quiet())
         return export(stack, traced, tuple(fakes)).graph_module
 

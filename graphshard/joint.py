@@ -6,7 +6,6 @@ import re
 from collections.abc import Sequence
 from typing import Any, cast
 
-import torch
 from torch import Tensor, fx
 
 from graphshard import torch_compat
@@ -23,6 +22,7 @@ from graphshard.program import (
     Program,
     Results,
 )
+from graphshard.rnn import keep_lstm_workspaces
 from graphshard.structure import Structure
 from graphshard.tracing import TracedModel
 
@@ -74,7 +74,7 @@ class _Builder:
         tangents = self._tangents()
         self._copy_nodes()
         results, mutations, outputs = self._results(tangents)
-        _keep_lstm_workspaces(self.graph)
+        keep_lstm_workspaces(self.graph)
         output = self.graph.output(results.as_args()[0])
         grad = any(entry.tangent is not None for entry in outputs)
         output.meta = {"phase": BACKWARD if grad else FORWARD, FQN: ""}
@@ -265,23 +265,6 @@ class _Builder:
             f"the forward changes input {self.inputs.paths[index]} in place while its gradient is "
             "wanted; clone it first"
         )
-
-
-def lstm_layer_with_workspace(*args: Any) -> tuple[Tensor, ...]:
-    """oneDNN's LSTM layer with the workspace its backward reads, which ATen only makes in grad mode.
-
-    Arguments and results are those of `aten.mkldnn_rnn_layer`.
-    """
-    with torch.enable_grad():
-        return tuple(torch.ops.aten.mkldnn_rnn_layer.default(*args))
-
-
-def _keep_lstm_workspaces(graph: fx.Graph) -> None:
-    backward = torch.ops.aten.mkldnn_rnn_layer_backward.default
-    if graph.find_nodes(op="call_function", target=backward):
-        forward = torch.ops.aten.mkldnn_rnn_layer.default
-        for node in graph.find_nodes(op="call_function", target=forward):
-            node.target = lstm_layer_with_workspace
 
 
 def _end_key(desc: Any, classes: Any) -> tuple[str, Any]:

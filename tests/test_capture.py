@@ -264,7 +264,8 @@ def test_plain_tensors_the_model_closes_over_are_constants():
     "model",
     [
         nn.LSTM(4, 4, num_layers=2, dropout=0.2, batch_first=True),
-        nn.GRU(4, 4),
+        nn.GRU(4, 4, num_layers=3, dropout=0.2, bidirectional=True),
+        nn.RNN(4, 4, num_layers=2, dropout=0.2),
         Net(lambda m, x: m.a(x, x, x)[0], a=nn.MultiheadAttention(4, 2, dropout=0.1)),
         nn.TransformerEncoderLayer(4, 2, 8, batch_first=True),
         torch.nn.utils.parametrizations.weight_norm(nn.Linear(4, 4)),
