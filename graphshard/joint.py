@@ -139,6 +139,7 @@ class _Builder:
                     f"the step holds a nested graph ({old.target}), which a program cannot; "
                     "replace torch.cond, flex_attention and the like by plain operators"
                 )
+            self._refuse_weights(value)
             if value.device.type == "meta":
                 raise CaptureError(
                     f"the model closes over a plain tensor of shape {tuple(value.shape)} on the "
@@ -150,6 +151,22 @@ class _Builder:
             self.new[old] = node
             entries.append(BufferEntry(name, (name,), node, constant=True, value=value))
         return tuple(entries)
+
+    def _refuse_weights(self, value: Tensor) -> None:
+        for owner in (*self.traced.param_owners, *self.traced.buffer_owners):
+            tensor = owner.tensor
+            if value is tensor or (
+                value.device.type != "meta"
+                and tensor.device == value.device
+                and tensor.numel() > 0
+                and tensor.untyped_storage().data_ptr() == value.untyped_storage().data_ptr()
+            ):
+                raise CaptureError(
+                    f"the forward reaches {owner.fqn!r} past the module that owns it (through a "
+                    "list, a closure or another object), where its shard cannot be put in its "
+                    "place; reach it through the module's attribute, or hold it in an "
+                    "nn.ParameterList"
+                )
 
     def _inputs(self) -> tuple[InputEntry, ...]:
         entries = []

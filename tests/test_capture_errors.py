@@ -122,6 +122,15 @@ def test_constant_on_meta():
     assert "meta" in message
 
 
+def test_parameter_reached_past_its_module():
+    model = Net(lambda m, x: m.fc(x) @ m.others[0].weight, fc=linear())
+    model.others = [model.fc]
+    capture(model, (X,))  # a module in a list is still the module
+    model.others = [model.fc.weight]
+    model._forward = lambda m, x: m.fc(x) @ m.others[0]
+    assert "reaches 'fc.weight' past the module" in refused(model, X)
+
+
 def test_gradient_lost_between_an_output_and_a_parameter():
     class Lost(nn.Module):
         def __init__(self):
