@@ -115,7 +115,7 @@ def _rank_main(
 
 def _leave_together(folder: Path, world_size: int) -> None:
     """Wait a little for the others: a rank that leaves early breaks their last collective."""
-    deadline = time.monotonic() + 10.0
+    deadline = time.monotonic() + 2.0
     while time.monotonic() < deadline:
         if all((folder / f"result_{rank}").exists() for rank in range(world_size)):
             return

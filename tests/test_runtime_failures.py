@@ -1,0 +1,212 @@
+"""What happens when ranks disagree, die or stay away: an error on every rank, never a hang."""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Callable
+
+import pytest
+import torch
+from ranks import Checks, RankError, run_ranks
+from runtime_models import Block, ManyOutputs, TiedGPT, features_of, tokens_of
+from torch import Tensor, nn
+
+import graphshard
+from graphshard.errors import CollectiveError, FingerprintError
+
+BLOCK = graphshard.BlockPolicy({Block})
+
+
+class Branching(nn.Module):
+    """Runs its second layer only if told to."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = nn.Linear(6, 6)
+        self.second = nn.Linear(6, 6)
+
+    def forward(self, x: Tensor, deep: bool) -> Tensor:
+        x = self.first(x)
+        return (self.second(x) if deep else x).pow(2).mean()
+
+
+def branching() -> graphshard.ShardedModule:
+    torch.manual_seed(0)
+    return graphshard.compile(Branching(), graphshard.BlockPolicy({nn.Linear}))
+
+
+def error_of(call: Callable[[], object], kind: type[Exception]) -> str:
+    """The message, after checking that it is the same on every rank."""
+    with pytest.raises(kind) as caught:
+        call()
+    messages: list[str | None] = [None] * torch.distributed.get_world_size()
+    torch.distributed.all_gather_object(messages, str(caught.value))
+    assert len(set(messages)) == 1, messages
+    return str(caught.value)
+
+
+def other_batch_sizes_run(rank: int) -> None:
+    sharded = graphshard.compile(TiedGPT(1), BLOCK)
+    tokens = torch.zeros(2 + rank, 5 + 2 * rank, dtype=torch.int64)
+    sharded(tokens, tokens).backward()
+    tokens = torch.zeros(3, 3 + rank, dtype=torch.int64)
+    sharded(tokens, tokens).backward()
+
+
+def other_models(rank: int) -> None:
+    sharded = graphshard.compile(TiedGPT(1 + rank), BLOCK)
+    message = error_of(lambda: sharded(*tokens_of(rank, 0)), FingerprintError)
+    assert "number 3" in message
+    assert "rank 0: backward all_gather of blocks.0 over 2 ranks: blocks.0." in message
+    assert "rank 1: forward all_gather of blocks.1 over 2 ranks: blocks.1." in message
+
+
+def other_policies(rank: int) -> None:
+    strategy = ("FULL_SHARD", "SHARD_GRAD_OP")[rank]
+    sharded = graphshard.compile(TiedGPT(1), graphshard.BlockPolicy({Block}, strategy=strategy))
+    assert "nothing more" not in error_of(lambda: sharded(*tokens_of(rank, 0)), FingerprintError)
+
+
+def a_branch_on_one_rank(rank: int) -> None:
+    x = features_of(rank, 0, 6)[0]
+    message = error_of(lambda: branching()(x, rank == 1), FingerprintError)
+    assert "rank 1: forward all_gather of second" in message
+
+
+def other_outputs_used(rank: int) -> None:
+    """Backward differs where ranks use different outputs."""
+    sharded = graphshard.compile(ManyOutputs(), graphshard.BlockPolicy({nn.Linear}))
+    out = sharded(*features_of(rank, 0, 6))
+    target = out["loss"] if rank == 0 else out["pair"][1].sum()
+    message = error_of(target.backward, FingerprintError)
+    assert "rank 0: backward all_gather of left" in message
+    assert "rank 1: backward all_gather of right" in message
+
+
+ON_TWO = [
+    other_batch_sizes_run,
+    other_models,
+    other_policies,
+    a_branch_on_one_rank,
+    other_outputs_used,
+]
+
+
+@pytest.fixture(scope="module")
+def on_two() -> Checks:
+    return Checks(ON_TWO, 2)
+
+
+@pytest.mark.parametrize("check", ON_TWO, ids=lambda check: check.__name__)
+def test_on_two_ranks(on_two: Checks, check: Callable[[int], None]) -> None:
+    on_two.require(check)
+
+
+def a_known_and_a_new_program(rank: int) -> str:
+    sharded = branching()
+    x = features_of(rank, 0, 6)[0]
+    sharded(x, False).backward()
+    begin = time.monotonic()
+    with pytest.raises(FingerprintError) as caught:
+        sharded(x, rank == 1)
+    assert time.monotonic() - begin < 20.0  # not the group's timeout of 60
+    return str(caught.value)
+
+
+def test_a_new_program_against_a_known_one() -> None:
+    """The rank with the known program waits in a gather already, which breaks the group."""
+    first, second = run_ranks(a_known_and_a_new_program, 2)
+    assert first == second
+    assert "rank 1: forward all_gather of second" in first
+
+
+def one_dies(rank: int, when: str) -> str:
+    sharded = graphshard.compile(TiedGPT(1), BLOCK)
+    if when == "in a known program":
+        sharded(*tokens_of(rank, 0)).backward()
+    if rank == 1:
+        os._exit(1)
+    begin = time.monotonic()
+    with pytest.raises(CollectiveError) as caught:
+        for step in range(3):
+            sharded(*tokens_of(rank, step)).backward()
+    assert time.monotonic() - begin < 12.0
+    return str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("when", "message"),
+    [
+        ("in a new program", r"ranks \[1\] did not get there within 5 s"),
+        ("in a known program", "all_gather of unit .* in forward failed on rank 0 of 2"),
+    ],
+)
+def test_a_dead_rank_is_an_error_on_the_others(when: str, message: str) -> None:
+    text, _ = run_ranks(one_dies, 2, when, group_timeout=5.0, dying=frozenset({1}))
+    with pytest.raises(AssertionError, match=message):
+        raise AssertionError(text)
+
+
+def one_calls_less(rank: int) -> str:
+    sharded = branching()
+    x = features_of(rank, 0, 6)[0]
+    sharded(x, True).backward()
+    if rank == 1:
+        time.sleep(5.0)
+        return ""
+    with pytest.raises(CollectiveError) as caught:
+        sharded(x, True).backward()
+    return str(caught.value)
+
+
+def test_a_rank_that_stays_away_is_an_error() -> None:
+    text, _ = run_ranks(one_calls_less, 2, group_timeout=3.0)
+    assert "did not get here within 3 s" in text
+
+
+# -- the harness itself ---------------------------------------------------------------------------
+
+
+def raises_on_one(rank: int) -> int:
+    if rank == 1:
+        raise ValueError("on purpose")
+    return rank
+
+
+def test_the_harness_shows_a_ranks_traceback() -> None:
+    with pytest.raises(RankError, match=r"rank 1 raised:(.|\n)*ValueError: on purpose"):
+        run_ranks(raises_on_one, 2)
+
+
+def exits(rank: int) -> None:
+    os._exit(3)
+
+
+def test_the_harness_notices_a_rank_without_result() -> None:
+    with pytest.raises(RankError, match="rank 0 ended with code 3 and no result"):
+        run_ranks(exits, 1)
+
+
+def sleeps(rank: int) -> None:
+    time.sleep(60)
+
+
+def test_the_harness_kills_what_hangs() -> None:
+    with pytest.raises(RankError, match="rank 0 was still running after 4 s"):
+        run_ranks(sleeps, 1, timeout=4.0)
+
+
+def first_check(rank: int) -> None:
+    assert rank == 0
+
+
+def second_check(rank: int) -> None:
+    pass
+
+
+def test_the_harness_reports_failed_checks() -> None:
+    checks = Checks([second_check, first_check], 2, group_timeout=5.0)
+    checks.require(second_check)
+    with pytest.raises(RankError, match="first_check on rank"):
+        checks.require(first_check)
