@@ -129,7 +129,9 @@ class Checks:
     fails on a rank that rank runs no more, and the later ones fail too.
     """
 
-    def __init__(self, checks: list[Callable[[int], None]], world_size: int, **options: Any) -> None:
+    def __init__(
+        self, checks: list[Callable[[int], None]], world_size: int, **options: Any
+    ) -> None:
         reports = run_ranks(_run_checks, world_size, checks, **options)
         self._failures = {
             check.__name__: [report.get(check.__name__, "not reached") for report in reports]

@@ -118,9 +118,7 @@ def reduces(rank: int) -> None:
             mean = torch.stack([e[index].double() for e in each]).mean(0).to(dtype)
             expected = padded_part(mean, param.layout, rank)
             for result in results:
-                torch.testing.assert_close(
-                    result[index], expected, rtol=tolerance, atol=tolerance
-                )
+                torch.testing.assert_close(result[index], expected, rtol=tolerance, atol=tolerance)
                 if group.size == 2:
                     assert torch.equal(result[index], results[0][index])
 

@@ -147,7 +147,9 @@ def initializes_alike(rank: int) -> None:
     with torch.device("meta"):
         model = Initialized()
     sharded = graphshard.compile(model, LINEAR)
-    with pytest.raises(RuntimeStateError, match=r"parameter 'gain' has no values yet.*init_weights"):
+    with pytest.raises(
+        RuntimeStateError, match=r"parameter 'gain' has no values yet.*init_weights"
+    ):
         sharded(*features_of(rank, 0, 8))
     params = dict(sharded.named_parameters())
     torch.manual_seed(rank)
