@@ -83,6 +83,7 @@ def project(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
     """A user's project as the current directory, with a module of factories in it."""
     (tmp_path / "factories.py").write_text(MODELS)
     (tmp_path / "broken_module.py").write_text("import missing_dependency\n")
+    (tmp_path / "unparsable.py").write_text("def f(:\n")
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(sys, "path", list(sys.path))
     yield tmp_path
@@ -210,6 +211,7 @@ REFUSED = [
     (["factories:bare", "--policy", "size:1.5"], 2, "size:N takes a whole number"),
     (["factories:bare", "--policy", "block:Lair"], 2, "Layer"),
     (["factories:broken", "--policy", "block:Layer"], 1, "ZeroDivisionError: the factory's own"),
+    (["unparsable:f", "--policy", "block:Layer"], 1, "SyntaxError"),
     (["broken_module:f", "--policy", "block:Layer"], 1, "No module named 'missing_dependency'"),
 ]
 
@@ -252,17 +254,40 @@ def test_wrong_usage_exits_with_2(arguments: list[str], capsys: pytest.CaptureFi
     assert "usage: graphshard" in capsys.readouterr().err
 
 
-def test_errors_are_red_on_a_terminal(monkeypatch: pytest.MonkeyPatch) -> None:
-    class Terminal(io.StringIO):
-        def isatty(self) -> bool:
-            return True
+class Terminal(io.StringIO):
+    def isatty(self) -> bool:
+        return True
 
+
+@pytest.fixture
+def terminal(monkeypatch: pytest.MonkeyPatch) -> Terminal:
     monkeypatch.setenv("TERM", "xterm-256color")
     monkeypatch.setenv("RANK", "1")  # no bars among what is compared
     monkeypatch.delenv("NO_COLOR", raising=False)
-    monkeypatch.setattr(sys, "stderr", terminal := Terminal())
+    return Terminal()
+
+
+def test_errors_are_red_on_a_terminal(terminal: Terminal, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys, "stderr", terminal)
     assert main(["plan", "factories:bare", "--policy", "blocks", "--world-size", "2"]) == 2
     assert terminal.getvalue().startswith("\x1b[31ma policy is written")
+
+
+def test_the_plan_is_coloured_on_a_terminal(
+    terminal: Terminal, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(sys, "stdout", terminal)
+    assert main(["plan", "factories:bare", "--policy", "block", "--world-size", "2"]) == 2
+    assert terminal.getvalue() == ""
+    assert main(["plan", "factories:bare", "--policy", "block:Layer", "--world-size", "2"]) == 0
+    assert "layers.0-3" in terminal.getvalue()
+    assert "\x1b[" in terminal.getvalue()
+
+
+def test_interrupting_is_quiet(capsys: pytest.CaptureFixture[str]) -> None:
+    arguments = ["factories:interrupted", "--policy", "block:Layer", "--world-size", "2"]
+    assert main(["plan", *arguments]) == 130
+    assert capsys.readouterr().err == ""
 
 
 @pytest.mark.parametrize(
