@@ -74,6 +74,10 @@ def broken():
     raise ZeroDivisionError("the factory's own fault")
 
 
+def interrupted():
+    raise KeyboardInterrupt
+
+
 value = 3
 """
 
