@@ -136,7 +136,7 @@ def test_parameters_changed_before_backward_are_noticed() -> None:
     loss = sharded(*tokens_of(0, 0))
     with torch.no_grad():
         sharded.get_parameter("blocks.0.up.weight").mul_(2.0)
-    with pytest.raises(RuntimeStateError, match="blocks.0.up.weight.*changed between"):
+    with pytest.raises(RuntimeStateError, match=r"'blocks.0.up.weight' was changed"):
         loss.backward()
 
 
@@ -194,9 +194,10 @@ def test_programs_are_kept_by_signature(caplog: pytest.LogCaptureFixture) -> Non
 def test_many_signatures_are_warned_of() -> None:
     sharded = graphshard.compile(TiedGPT(1), BLOCK)
     tokens = torch.zeros(1, 12, dtype=torch.int64)
+    for length in range(1, 9):
+        sharded(tokens[:, :length], tokens[:, :length])
     with pytest.warns(UserWarning, match=r"what keeps changing: args\[0\], args\[1\]; pad"):
-        for length in range(1, 10):
-            sharded(tokens[:, :length], tokens[:, :length])
+        sharded(tokens[:, :9], tokens[:, :9])
 
 
 def test_example_inputs_may_be_meta_tensors() -> None:

@@ -84,7 +84,8 @@ def poisons(rank: int) -> None:
     group = find_group(None, None)
     group.check = True
     params = operands(group.size, torch.float32)
-    parts = [padded_part(f, p.layout, rank) for f, p in zip(full_values(0, torch.float32), params)]
+    full = full_values(0, torch.float32)
+    parts = [padded_part(f, p.layout, rank) for f, p in zip(full, params, strict=True)]
     gathered = wait(AllGather(group, "", "forward", params)(parts))
     view = gathered[0][2:]
     free(gathered)
@@ -184,7 +185,8 @@ def failing_launch(rank: int) -> str:
     group = find_group(None, None)
     params = operands(group.size, torch.float32)
     gather = AllGather(group, "blocks.1", "backward", params)
-    parts = [padded_part(f, p.layout, rank) for f, p in zip(full_values(0, torch.float32), params)]
+    full = full_values(0, torch.float32)
+    parts = [padded_part(f, p.layout, rank) for f, p in zip(full, params, strict=True)]
     gather.options = torch.distributed.distributed_c10d.AllgatherOptions()
     parts[0] = parts[0].to(torch.float64)
     try:

@@ -129,8 +129,7 @@ def one_dies(rank: int, when: str) -> str:
         os._exit(1)
     begin = time.monotonic()
     with pytest.raises(CollectiveError) as caught:
-        for step in range(3):
-            sharded(*tokens_of(rank, step)).backward()
+        sharded(*tokens_of(rank, 0))
     assert time.monotonic() - begin < 12.0
     return str(caught.value)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable
 
 import pytest
@@ -50,12 +51,21 @@ def counted(sharded: nn.Module, x: Tensor) -> tuple[LiveBytes, int]:
     return live, live.current
 
 
+def settles(live: LiveBytes, expected: int) -> None:
+    """Gloo's threads let go of what they moved a moment after it has arrived."""
+    for _ in range(200):
+        if live.current == expected:
+            return
+        time.sleep(0.01)
+    assert live.current == expected
+
+
 def forward_holds_one_unit_at_a_time(rank: int) -> None:
     sharded, x = stack()
     live, base = counted(sharded, x)
     with live:
         loss = sharded(x)
-        assert live.current - base == 6 * ACTIVATION + 4
+        settles(live, base + 6 * ACTIVATION + 4)
     assert live.peak - base <= LAYER + 6 * ACTIVATION
     del loss
 
@@ -66,12 +76,12 @@ def a_gather_is_kept_until_its_backward_is_done(rank: int) -> None:
     with live:
         loss = sharded(x)
         # All but the first, which no backward reads since the input needs no gradient.
-        assert live.current - base == 5 * LAYER + 6 * ACTIVATION + 4
+        settles(live, base + 5 * LAYER + 6 * ACTIVATION + 4)
         del loss  # nobody ran backward
-        assert live.current == base
+        settles(live, base)
         loss = sharded(x)
         loss.backward()
-        assert live.current - base == 6 * LAYER // 2 + 4
+        settles(live, base + 6 * LAYER // 2 + 4)
         grads = [p.grad.to_local() for p in sharded.parameters()]
         assert sum(g.untyped_storage().nbytes() for g in grads) == 6 * LAYER // 2
 
@@ -84,12 +94,12 @@ def backward_releases_activations_as_it_goes(rank: int) -> None:
     live, base = counted(sharded, wide)
     with live:
         loss = sharded(wide)
-        assert live.current - base == 6 * 64 * ACTIVATION + 4
+        settles(live, base + 6 * 64 * ACTIVATION + 4)
         live.peak = 0
         loss.backward()
         # One gradient of that size comes for each activation that goes.
         assert live.peak - base <= (6 + 2) * 64 * ACTIVATION + 4 * LAYER
-        assert live.current - base == 6 * LAYER // 2 + 4
+        settles(live, base + 6 * LAYER // 2 + 4)
 
 
 ON_TWO = [

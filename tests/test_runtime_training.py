@@ -210,7 +210,7 @@ def on_four_ranks(rank: int) -> list[float]:
         torch.manual_seed(1000 * r)
         replica(*tokens_of(r, 0)).backward()
     errors = []
-    for name, param in replicas[0].named_parameters():
+    for name in dict(replicas[0].named_parameters()):
         mean = torch.stack([dict(r.named_parameters())[name].grad for r in replicas]).mean(0)
         errors.append(float((history[0][1][name] - mean).norm() / mean.norm()))
     return errors
