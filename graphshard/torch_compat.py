@@ -74,7 +74,7 @@ def preserve_node_meta() -> Any:
 
 
 def has_cuda_build() -> bool:
-    """Whether fake CUDA tensors can be used: without a device autograd on them aborts the process."""
+    """Whether fake CUDA tensors can be used; without a device autograd on them aborts."""
     return torch.cuda.is_available()
 
 
@@ -91,13 +91,23 @@ def group_store(group: Any) -> Any:
     return private("torch.distributed.distributed_c10d", "_world").pg_map[group][1]
 
 
+def group_backend(group: Any, device: torch.device) -> str:
+    """The backend `group` uses for tensors on `device`, in lower case, e.g. "gloo"."""
+    return str(_backend(group, device).name()).lower()
+
+
 def group_timeout(group: Any, device: torch.device) -> timedelta:
-    """After how long a collective of `group` on `device` fails."""
+    """After how long a collective of `group` on `device` fails; 30 minutes where it never does."""
+    options = getattr(_backend(group, device), "options", None)
+    return getattr(options, "_timeout", timedelta(minutes=30))
+
+
+def _backend(group: Any, device: torch.device) -> Any:
     try:
-        return group._get_backend(device).options._timeout
+        return group._get_backend(device)
     except AttributeError as error:
         raise UnsupportedTorchError(
-            f"torch {torch.__version__} does not tell a group's timeout; use {SUPPORTED}"
+            f"torch {torch.__version__} does not tell the backend of a group; use {SUPPORTED}"
         ) from error
 
 
