@@ -47,7 +47,9 @@ def compile(  # noqa: A001  # as torch.compile
             capture a program at once. None: programs are captured when a call needs one.
         example_kwargs: keyword arguments of that call.
         mesh: one-dimensional. None: the default process group, or a single rank if there is none.
-        device: where the model runs. None: the current CUDA device under NCCL, else the CPU.
+        device: where the model runs. None: on the mesh's kind of device; without a mesh on the
+            current CUDA device under NCCL, on the CPU under other backends, and on a single rank
+            without a process group where the model is (from meta: the CPU).
         backend: "eager" runs the program operator by operator.
         passes: applied after the default ones, in order.
         check: poison freed storage and check every value's shape and dtype. None: if the
@@ -61,7 +63,7 @@ def compile(  # noqa: A001  # as torch.compile
     """
     if backend not in BACKENDS:
         raise PolicyError(f"backend must be one of {', '.join(BACKENDS)}; got {backend!r}")
-    group = find_group(mesh, device)
+    group = find_group(mesh, device, alone=_device_of(model))
     group.check = os.environ.get("GRAPHSHARD_CHECK") == "1" if check is None else check
     progress = progress or Progress()
     with progress.stage("plan"):
@@ -117,3 +119,8 @@ def plan(
     made = with_capture_warnings(made, program)
     run_passes(program, made, (*default_passes(policy), *passes), progress=progress)
     return replace(made, program=program)
+
+
+def _device_of(model: nn.Module) -> torch.device:
+    devices = (p.device for p in model.parameters() if p.device.type != "meta")
+    return next(devices, torch.device("cpu"))

@@ -115,7 +115,8 @@ class Collective:
 
     def message(self, *indices: int) -> Message:
         """The operands `indices`, moved together."""
-        return Message(indices, tuple(prod(self.operands[i].layout.shard_shape) for i in indices))
+        numels = tuple(prod(self.operands[i].layout.shard_shape) for i in indices)
+        return Message(indices, numels, packed=len(indices) > 1)
 
     def messages(self, pack_below: int, size: Callable[[Operand], int]) -> list[list[Message]]:
         """Messages of each launch: one launch per dtype, in it one message per large operand and
@@ -149,8 +150,4 @@ class Message:
 
     indices: tuple[int, ...]
     numels: tuple[int, ...]
-
-    @property
-    def packed(self) -> bool:
-        """Whether it is copied together, rather than one tensor read where it lies."""
-        return len(self.indices) > 1
+    packed: bool  # copied together, rather than one tensor read where it lies

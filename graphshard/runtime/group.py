@@ -75,43 +75,54 @@ class Group:
         return values
 
 
-def find_group(mesh: DeviceMesh | None, device: torch.device | str | None) -> Group:
+def find_group(
+    mesh: DeviceMesh | None,
+    device: torch.device | str | None,
+    *,
+    alone: torch.device | str = "cpu",
+) -> Group:
     """The group of `mesh`; without one the default process group; without that a single rank.
+
+    Args:
+        mesh: one-dimensional, or None.
+        device: where to run; None leaves it to the mesh or the group.
+        alone: where a single rank without a group runs if `device` is None.
 
     Raises:
         PolicyError: the mesh has more than one dimension, or lies on another kind of device.
     """
     if mesh is None and not (dist.is_available() and dist.is_initialized()):
-        return Group(None, 0, 1, torch.device(device or "cpu"))
+        return Group(None, 0, 1, _indexed(alone if device is None else device))
     if mesh is None:
-        wanted = _usual_device(dist.group.WORLD) if device is None else torch.device(device)
+        by_nccl = torch.cuda.is_available() and "nccl" in dist.get_backend().lower()
+        wanted = torch.device(device or ("cuda" if by_nccl else "cpu"))
         mesh = init_device_mesh(wanted.type, (dist.get_world_size(),))
     if mesh.ndim != 1:
         raise PolicyError(
             f"parameters are sharded over a mesh of one dimension; got {mesh.ndim}; pass one "
             'dimension of it, such as mesh["shard"]'
         )
-    process_group = mesh.get_group(0)
-    where = _usual_device(process_group) if device is None else torch.device(device)
+    where = _indexed(mesh.device_type if device is None else device)
     if where.type != mesh.device_type:
         raise PolicyError(
             f"the mesh lies on {mesh.device_type}, the model is to run on {where.type}; "
             "make them agree"
         )
-    if where.type == "cuda" and where.index is None:
-        where = torch.device("cuda", torch.cuda.current_device())
+    process_group = mesh.get_group(0)
     return Group(
         process_group,
         rank=mesh.get_local_rank(0),
         size=mesh.size(0),
         device=where,
-        backend=dist.get_backend(process_group).lower().rpartition(":")[2],
+        backend=torch_compat.group_backend(process_group, where),
         timeout=torch_compat.group_timeout(process_group, where),
         mesh=mesh,
     )
 
 
-def _usual_device(process_group: Any) -> torch.device:
-    if torch.cuda.is_available() and "nccl" in dist.get_backend(process_group).lower():
+def _indexed(device: torch.device | str) -> torch.device:
+    """`device` with its number, as tensors on it say it."""
+    device = torch.device(device)
+    if device.type == "cuda" and device.index is None:
         return torch.device("cuda", torch.cuda.current_device())
-    return torch.device("cpu")
+    return device

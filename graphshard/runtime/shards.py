@@ -47,6 +47,9 @@ class Shard:
         self.group = group
         self.homes: Homes = []  # the dicts that hold it, with its name there
         self.ready = False
+        # The half-open range of dim 0 this rank owns, and whether that is all it stores.
+        self.rows = layout.rows(group.rank) if layout.sharded else (0, 0)
+        self.whole = not layout.sharded or self.rows[1] - self.rows[0] == layout.padded_rows
         self.storage = self._new_storage()
         self.local = self._owned(self.storage)
         self.param = self._parameter(self.local)
@@ -54,11 +57,6 @@ class Shard:
         for name, value in vars(model_param).items():
             setattr(self.param, name, value)
         self.unwritten = self._versions()
-
-    @property
-    def rows(self) -> tuple[int, int]:
-        """The half-open range of dim 0 this rank owns."""
-        return self.layout.rows(self.group.rank)
 
     def current(self) -> Tensor:
         """The padded storage to gather from, after whatever the user did to the parameter.
@@ -118,16 +116,11 @@ class Shard:
 
     def _new_storage(self) -> Tensor:
         shape, dtype, device = self.layout.shard_shape, self.layout.dtype, self.group.device
-        start, stop = self.rows if self.layout.sharded else (0, 0)
-        if self.layout.sharded and stop - start < self.layout.padded_rows:
-            return torch.zeros(shape, dtype=dtype, device=device)
-        return torch.empty(shape, dtype=dtype, device=device)
+        new = torch.empty if self.whole else torch.zeros
+        return new(shape, dtype=dtype, device=device)
 
     def _owned(self, padded: Tensor) -> Tensor:
-        if not self.layout.sharded:
-            return padded
-        start, stop = self.rows
-        return padded if stop - start == padded.shape[0] else padded[: stop - start]
+        return padded if self.whole else padded[: self.rows[1] - self.rows[0]]
 
     def _parameter(self, local: Tensor) -> nn.Parameter:
         if self.group.mesh is None:

@@ -1,0 +1,150 @@
+"""`compile` and `plan`: which ranks, which device, and what they refuse."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from ranks import run_ranks
+from runtime_models import Block, TiedGPT, tokens_of
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+
+import graphshard
+from graphshard.errors import PlanError, PolicyError, RuntimeStateError
+
+BLOCK = graphshard.BlockPolicy({Block})
+
+
+def meta_gpt() -> nn.Module:
+    with torch.device("meta"):
+        return TiedGPT(2)
+
+
+def test_a_plan_without_inputs_has_no_program() -> None:
+    plan = graphshard.plan(meta_gpt(), BLOCK, world_size=4)
+    assert [unit.fqn for unit in plan.units] == ["", "blocks.0", "blocks.1"]
+    assert plan.world_size == 4
+    assert plan.program is None
+
+
+def test_a_plan_with_inputs_has_the_rewritten_program() -> None:
+    examples = tuple(t.to("meta") for t in tokens_of(0, 0))
+    plan = graphshard.plan(meta_gpt(), BLOCK, mesh_shape=(4,), example_inputs=examples)
+    assert plan.world_size == 4
+    assert plan.program is not None
+    gathers = [e.unit for e in plan.program.schedule() if e.op == "all_gather"]
+    assert sorted(set(gathers)) == ["", "blocks.0", "blocks.1"]
+
+
+def test_a_plan_for_inference_has_no_backward() -> None:
+    names = dict(zip(("tokens", "targets"), tokens_of(0, 0), strict=True))
+    with torch.no_grad():
+        plan = graphshard.plan(meta_gpt(), BLOCK, example_kwargs=names)
+    assert plan.program is not None
+    assert {event.phase for event in plan.program.schedule()} == {"forward"}
+
+
+def test_a_plan_warns_of_what_the_program_shows() -> None:
+    class Half(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.used, self.unused = nn.Linear(2, 2), nn.Linear(2, 2)
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return self.used(x)
+
+    policy = graphshard.BlockPolicy({nn.Linear})
+    examples = (torch.ones(1, 2),)
+    plans = [
+        graphshard.plan(Half(), policy, example_inputs=examples),
+        graphshard.compile(Half(), policy, example_inputs=examples).plan,
+    ]
+    for plan in plans:
+        assert any("unused.weight" in warning for warning in plan.warnings)
+
+
+def test_impossible_plans_are_refused() -> None:
+    with pytest.raises(PlanError, match="world_size is 3"):
+        graphshard.plan(meta_gpt(), BLOCK, world_size=3, mesh_shape=(4,))
+
+
+def test_further_passes_run_last() -> None:
+    seen = []
+
+    class Look:
+        name = "look"
+
+        def apply(self, program: graphshard.Program, plan: graphshard.ShardingPlan) -> None:
+            seen.append([event.op for event in program.schedule()])
+
+    examples = tokens_of(0, 0)
+    graphshard.plan(meta_gpt(), BLOCK, example_inputs=examples, passes=(Look(),))
+    graphshard.compile(meta_gpt(), BLOCK, example_inputs=examples, passes=(Look(),))
+    assert seen[0] == seen[1]
+    assert "free" in seen[0]
+
+
+def submesh(rank: int) -> tuple[tuple[int, ...], bool, str]:
+    """Four ranks as two groups of two, each sharding its own model."""
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard"))
+    with pytest.raises(PolicyError, match="a mesh of one dimension; got 2"):
+        graphshard.compile(TiedGPT(1), BLOCK, mesh=mesh)
+    with pytest.raises(PolicyError, match="the mesh lies on cpu, the model is to run on cuda"):
+        graphshard.compile(TiedGPT(1), BLOCK, mesh=mesh["shard"], device="cuda:0")
+    torch.manual_seed(rank // 2)
+    sharded = graphshard.compile(TiedGPT(1), BLOCK, mesh=mesh["shard"])
+    loss = sharded(*tokens_of(rank, 0))
+    loss.backward()
+    grad = sharded.get_parameter("embed.weight").grad
+    pair = [torch.zeros(()) for _ in range(2)]
+    group = mesh["shard"].get_group()
+    total = grad.full_tensor().sum()
+    torch.distributed.all_gather(pair, total, group=group)
+    return tuple(grad.to_local().shape), torch.equal(*pair), str(sharded.plan.world_size)
+
+
+def test_a_dimension_of_a_larger_mesh() -> None:
+    results = run_ranks(submesh, 4)
+    assert [shape for shape, _, _ in results] == [(10, 16), (9, 16)] * 2
+    assert all(same for _, same, _ in results)
+    assert {size for _, _, size in results} == {"2"}
+
+
+def one_rank_group(rank: int) -> bool:
+    torch.manual_seed(0)
+    model = TiedGPT(1)
+    sharded = graphshard.compile(model, BLOCK)
+    torch.manual_seed(0)
+    loss = sharded(*tokens_of(0, 0))
+    loss.backward()
+    torch.manual_seed(0)
+    expected = model(*tokens_of(0, 0))
+    expected.backward()
+    assert torch.equal(loss, expected)
+    grad = sharded.get_parameter("embed.weight").grad
+    return bool((grad.full_tensor() - model.embed.weight.grad).abs().max() < 1e-6)
+
+
+def test_a_process_group_of_one() -> None:
+    assert run_ranks(one_rank_group, 1) == [True]
+
+
+def fake_ranks(rank: int) -> str:
+    """Torch's "fake" backend: one real rank of eight, to measure without the others."""
+    from torch.testing._internal.distributed.fake_pg import FakeStore
+
+    torch.distributed.destroy_process_group()
+    torch.distributed.init_process_group("fake", store=FakeStore(), rank=3, world_size=8)
+    sharded = graphshard.compile(TiedGPT(1), BLOCK)
+    sharded(*tokens_of(0, 0)).backward()
+    return str(tuple(sharded.get_parameter("embed.weight").grad.to_local().shape))
+
+
+def test_one_rank_of_a_fake_group() -> None:
+    assert run_ranks(fake_ranks, 1) == ["(3, 16)"]
+
+
+def test_running_needs_weights() -> None:
+    sharded = graphshard.compile(meta_gpt(), BLOCK, example_inputs=tokens_of(0, 0))
+    with pytest.raises(RuntimeStateError, match=r"parameter 'embed\.weight' has no values yet"):
+        sharded(*tokens_of(0, 0))
