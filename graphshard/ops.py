@@ -19,6 +19,7 @@ import operator
 from collections.abc import Sequence
 from typing import Any, NoReturn
 
+import torch
 from torch import Tensor, fx
 
 from graphshard.errors import GraphshardError
@@ -85,6 +86,23 @@ def is_unpack(node: fx.Node) -> bool:
         and isinstance(node.args[0], fx.Node)
         and node.args[0].target is wait
     )
+
+
+def is_random(node: fx.Node) -> bool:
+    """Whether `node` draws random numbers.
+
+    Attention operators are tagged as random whatever their arguments; without dropout they are not.
+    """
+    if torch.Tag.nondeterministic_seeded not in getattr(node.target, "tags", ()):
+        return False
+    schema = getattr(node.target, "_schema", None)
+    for position, argument in enumerate(schema.arguments if schema is not None else ()):
+        if argument.name == "dropout_p":
+            given = (
+                node.args[position] if position < len(node.args) else node.kwargs.get("dropout_p")
+            )
+            return bool(argument.default_value if given is None else given)
+    return True
 
 
 def is_compute(node: fx.Node) -> bool:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Hashable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from operator import getitem
 
 import torch
@@ -12,6 +12,7 @@ from torch import fx
 
 from graphshard.annotation import CALLS, REGION
 from graphshard.errors import PassError
+from graphshard.ops import is_random
 from graphshard.plan import ShardingPlan
 from graphshard.program import BACKWARD, FORWARD, Program
 
@@ -32,7 +33,7 @@ class Recompute:
     """
 
     units: bool = False
-    name: str = "recompute"
+    name: str = field(default="recompute", init=False)
 
     def apply(self, program: Program, plan: ShardingPlan) -> None:
         """Edit `program` in place, before parameters are unsharded.
@@ -103,12 +104,8 @@ def _keeps_its_draw(node: fx.Node) -> bool:
         return False
     if node.target is getitem:
         source = node.args[0]
-        return isinstance(source, fx.Node) and _random(source)
-    return _random(node)
-
-
-def _random(node: fx.Node) -> bool:
-    return torch.Tag.nondeterministic_seeded in getattr(node.target, "tags", ())
+        return isinstance(source, fx.Node) and is_random(source)
+    return is_random(node)
 
 
 def _dropped(node: fx.Node) -> fx.Node | None:

@@ -107,6 +107,17 @@ def test_nothing_happens_without_regions():
     assert [n.name for n in program.graph.nodes] == nodes
 
 
+def test_a_transformer_block_saves_its_input_alone():
+    model = nn.Sequential(*(nn.TransformerEncoderLayer(8, 2, 16, 0.0, "gelu") for _ in range(2)))
+    captured = capture(model, (torch.randn(5, 3, 8),))
+    plan = make_plan(model, BlockPolicy({nn.TransformerEncoderLayer}), world_size=2)
+    Recompute(units=True).apply(captured.program, plan)
+    (saved,) = crossing(captured.program)
+    assert saved.meta["fqn"].startswith("0")
+    again = [n for n in captured.program.nodes(BACKWARD) if "flash_attention" in n.name]
+    assert len(again) == 4  # both forwards once more, and both backwards
+
+
 def test_buffers_are_not_updated_twice():
     model = nn.Sequential(nn.Linear(8, 8), nn.Sequential(nn.Linear(8, 8), nn.BatchNorm1d(8)))
     captured = capture(model, (X,))
