@@ -182,7 +182,8 @@ def test_programs_are_kept_by_signature(caplog: pytest.LogCaptureFixture) -> Non
         sharded(*tokens_of(0, 1))
     assert len(sharded.programs) == 2
     assert [r.getMessage() for r in caplog.records if r.name == "graphshard"] == [
-        "captured program 2, since the call differs from the last one captured: mode: train -> eval"
+        "graphshard captured program 2, since the call differs from the last one: "
+        "mode: train -> eval"
     ]
     sharded.get_submodule("blocks.0.drop").eval()
     sharded(*tokens_of(0, 0))

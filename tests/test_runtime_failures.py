@@ -74,6 +74,12 @@ def a_branch_on_one_rank(rank: int) -> None:
     assert "rank 1: forward all_gather of second" in message
 
 
+def other_models_to_synchronise(rank: int) -> None:
+    policy = graphshard.BlockPolicy({Block}, sync_module_states=True)
+    message = error_of(lambda: graphshard.compile(TiedGPT(1 + rank), policy), FingerprintError)
+    assert "rank 1's model is not rank 0's: 'blocks.1.norm.weight'" in message
+
+
 def other_outputs_used(rank: int) -> None:
     """Backward differs where ranks use different outputs."""
     sharded = graphshard.compile(ManyOutputs(), graphshard.BlockPolicy({nn.Linear}))
@@ -89,6 +95,7 @@ ON_TWO = [
     other_models,
     other_policies,
     a_branch_on_one_rank,
+    other_models_to_synchronise,
     other_outputs_used,
 ]
 

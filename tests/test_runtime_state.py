@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 import copy
+import shutil
+import tempfile
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
 from ranks import Checks
 from runtime_models import Block, Normed, Odd, TiedGPT, features_of, tokens_of
 from torch import Tensor, nn
+from torch.distributed import checkpoint
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
 
@@ -170,6 +174,31 @@ def initializes_alike(rank: int) -> None:
     sharded(*features_of(rank, 0, 8)).backward()
 
 
+def travels_through_distributed_checkpoints(rank: int) -> None:
+    """Saved from shards, read into `fully_shard`'s and into a model from meta."""
+    paths: list[Any] = [tempfile.mkdtemp() if rank == 0 else None]
+    torch.distributed.broadcast_object_list(paths)
+    sharded = graphshard.compile(seeded(TiedGPT, 0), BLOCK)
+    theirs = seeded(TiedGPT, 1)
+    for block in theirs.blocks:
+        fully_shard(block)
+    fully_shard(theirs)
+    checkpoint.save({"model": sharded.state_dict()}, checkpoint_id=paths[0])
+    state = {"model": theirs.state_dict()}
+    checkpoint.load(state, checkpoint_id=paths[0])
+    theirs.load_state_dict(state["model"])
+    assert_same(full_state(theirs), full_state(sharded))
+    with torch.device("meta"):
+        empty = TiedGPT()
+    from_meta = graphshard.compile(empty, BLOCK)
+    checkpoint.load({"model": from_meta.state_dict()}, checkpoint_id=paths[0])  # in place
+    assert_same(full_state(from_meta), full_state(sharded))
+    from_meta(*tokens_of(rank, 0))
+    torch.distributed.barrier()
+    if rank == 0:
+        shutil.rmtree(paths[0])
+
+
 def notices_replaced_storage(rank: int) -> None:
     sharded = graphshard.compile(seeded(TiedGPT, 0), BLOCK)
     sharded.eval()
@@ -188,6 +217,7 @@ ON_TWO = [
     refuses_full_state_dicts_that_do_not_fit,
     takes_the_first_ranks_model,
     initializes_alike,
+    travels_through_distributed_checkpoints,
     notices_replaced_storage,
 ]
 

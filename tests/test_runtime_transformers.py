@@ -65,7 +65,9 @@ def test_from_meta(build: Callable[[], Any]) -> None:
         spread = torch.stack([mine.std(), theirs.std()]) if mine.numel() > 1 else torch.zeros(2)
         torch.testing.assert_close(spread[0], spread[1], rtol=0.2, atol=1e-3, msg=name)
     real.load_state_dict(sharded.state_dict())
-    for (name, mine), (_, theirs) in zip(sharded.named_buffers(), real.named_buffers(), strict=True):
+    for (name, mine), (_, theirs) in zip(
+        sharded.named_buffers(), real.named_buffers(), strict=True
+    ):
         assert torch.equal(mine, theirs), name  # rotary frequencies are in no state dict
     tokens = torch.randint(0, 99, (2, 9), generator=torch.Generator().manual_seed(0))
     losses = []

@@ -137,8 +137,9 @@ class Agreement:
                     work.wait(_SLICE)
                     break
                 except RuntimeError:
-                    if work.is_completed():  # a failure, not the end of a slice
-                        raise
+                    if work.is_completed():  # it failed, or arrived just now
+                        work.wait()
+                        break
                 if self.store.check([f"{key}/announced"]):
                     self._compare(key, fingerprint)
 

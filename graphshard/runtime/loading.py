@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from graphshard.errors import CheckpointError
+from graphshard.errors import CheckpointError, FingerprintError
 from graphshard.runtime.shards import Shard, distinct
 from graphshard.runtime.step import Bindings
 
@@ -102,6 +102,9 @@ def take_over(model: nn.Module, bindings: Bindings, *, from_first: bool) -> froz
         bindings: what to fill.
         from_first: every rank takes rank 0's values (the others may be on meta).
 
+    Raises:
+        FingerprintError: on every rank, if one's model is not like rank 0's.
+
     Returns:
         Every name of the parameters and buffers left without values.
     """
@@ -111,7 +114,10 @@ def take_over(model: nn.Module, bindings: Bindings, *, from_first: bool) -> froz
     tensors: dict[str, Tensor] = {**params, **buffers}
     real = {name for name, tensor in tensors.items() if tensor.device.type != "meta"}
     if from_first:
-        real = group.everyones(real)[0]
+        shapes = {name: (tuple(t.shape), str(t.dtype)) for name, t in tensors.items()}
+        given = group.everyones((real, shapes))
+        real = given[0][0]
+        _require_equal_shapes([theirs for _, theirs in given])
 
     def value(name: str) -> Tensor:
         tensor = tensors[name].detach()
@@ -125,3 +131,15 @@ def take_over(model: nn.Module, bindings: Bindings, *, from_first: bool) -> froz
             if name in real:
                 bindings.buffer(name).copy_(value(name))
     return frozenset(tensors) - real
+
+
+def _require_equal_shapes(by_rank: Sequence[Mapping[str, Any]]) -> None:
+    first = by_rank[0]
+    for rank, theirs in enumerate(by_rank):
+        for name in {**first, **theirs}:
+            if first.get(name) != theirs.get(name):
+                raise FingerprintError(
+                    f"rank {rank}'s model is not rank 0's: {name!r} is "
+                    f"{theirs.get(name, 'missing')} there and {first.get(name, 'missing')} on "
+                    "rank 0; build the same model on every rank"
+                )

@@ -152,7 +152,7 @@ class Programs:
             if last.get(what) != described.get(what)
         ]
         logger.warning(
-            "captured program %d, since the call differs from the last one captured: %s",
+            "graphshard captured program %d, since the call differs from the last one: %s",
             len(self._described),
             "; ".join(changes),
         )

@@ -56,7 +56,8 @@ class Shard:
         self.param.requires_grad_(layout.requires_grad)
         for name, value in vars(model_param).items():
             setattr(self.param, name, value)
-        self.unwritten = self._versions()
+        if model_param.device.type == "meta" and layout.dtype.is_floating_point:
+            self.local.fill_(float("nan"))  # see `written`
 
     def current(self) -> Tensor:
         """The padded storage to gather from, after whatever the user did to the parameter.
@@ -106,11 +107,9 @@ class Shard:
         """Whether the parameter has values: set here, or written in place by whoever loads it."""
         if not self.ready:
             self.current()  # which finds out whether the parameter was replaced
-            self.ready |= self._versions() != self.unwritten
+            # A checkpoint is read into detached tensors, which leaves no other trace than values.
+            self.ready |= not bool(self.local.isnan().all()) or self.local.numel() == 0
         return self.ready
-
-    def _versions(self) -> tuple[int, int]:
-        return self.param._version, self.local._version
 
     # -- layout -------------------------------------------------------------------------------
 
