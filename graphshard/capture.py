@@ -24,7 +24,7 @@ from graphshard.fake_mode import constant_folding_fake_mode
 from graphshard.joint import program_of_joint
 from graphshard.program import Program
 from graphshard.rnn import stacked_layer_dropout
-from graphshard.structure import Structure, signature_of_structure, take_apart
+from graphshard.structure import CALL, Structure, take_apart
 from graphshard.tracing import TracedModel
 
 
@@ -38,7 +38,7 @@ class Capture:
 
     def flatten_inputs(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Tensor]:
         """The tensors of a call, aligned with `program.inputs`."""
-        return take_apart((args, kwargs), name="")[0]
+        return take_apart((args, kwargs), name=CALL)[0]
 
     def unflatten_outputs(self, tensors: Sequence[Any]) -> Any:
         """The model's own return value around `tensors`, aligned with `program.outputs`."""
@@ -49,17 +49,17 @@ def signature_of(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, ..
     """What of a call's arguments a captured program depends on, hashable.
 
     Of tensors: shape, dtype, device type, requires_grad, and strides where not contiguous. Of
-    everything else: its value.
+    everything else: its value, or for functions, classes and modules their identity.
 
     Raises:
         CaptureError: an argument cannot be taken apart.
     """
-    return signature_of_parts(*take_apart((args, kwargs), name=""))
+    return signature_of_parts(*take_apart((args, kwargs), name=CALL))
 
 
 def signature_of_parts(tensors: Sequence[Tensor], structure: Structure) -> tuple[Any, ...]:
     """`signature_of` a call that `take_apart` has taken apart already."""
-    return tuple(map(_tensor_key, tensors)), signature_of_structure(structure)
+    return tuple(map(_tensor_key, tensors)), structure
 
 
 def _tensor_key(tensor: Tensor) -> tuple[Any, ...]:
@@ -97,8 +97,7 @@ def capture(
         notes.append(
             "captured on cpu for cuda: units, schedule and sizes hold, compute nodes may differ"
         )
-    tensors, inputs = take_apart((args, kwargs), name="")
-    inputs = readable_paths(inputs)
+    tensors, inputs = take_apart((args, kwargs), name=CALL)
     mode = constant_folding_fake_mode()
 
     def fake(tensor: Tensor) -> Tensor:
@@ -147,17 +146,6 @@ def _quiet() -> Iterator[None]:
             "ignore", category=UserWarning, module=r"torch\._(functorch|dynamo)"
         )
         yield
-
-
-def readable_paths(structure: Structure) -> Structure:
-    """Rewrite "[0][1]['x']" (second positional) as "args[1]['x']", "[1]['x']" as "kwargs['x']"."""
-    paths = tuple(
-        path.replace("[0]", "args", 1)
-        if path.startswith("[0]")
-        else path.replace("[1]", "kwargs", 1)
-        for path in structure.paths
-    )
-    return Structure(structure.spec, structure.leaves, paths)
 
 
 def _check_gradients(program: Program, traced: TracedModel) -> None:

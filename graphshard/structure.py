@@ -1,10 +1,10 @@
 """Taking the tensors out of nested values and putting them back.
 
 Containers that torch's pytree knows (tuples, lists, dicts, transformers' ModelOutput, ...) are
-flattened by it. Any other object that holds tensors (a transformers cache, a user's batch class) is
-pickled with numbered holes where its tensors are; unpickling it later with other tensors in the
-holes gives an equal object around them. Functions, classes and modules inside such an object are
-kept by reference.
+flattened by it. Any other object (a transformers cache, a user's batch class) is pickled with
+numbered holes where its tensors are; unpickling it later with other tensors in the holes gives an
+equal object around them. Functions, classes and modules inside such an object are kept by
+reference.
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ import pickle
 import types
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -39,6 +40,19 @@ class _Hole:
     index: int
 
 
+@dataclass(frozen=True, eq=False)
+class _Same:
+    """An object that counts by identity; holding it keeps its identity from being used again."""
+
+    value: Any
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, _Same) and self.value is other.value
+
+    def __hash__(self) -> int:
+        return id(self.value)
+
+
 @dataclass(frozen=True)
 class _Opaque:
     """An object pytree does not know, as bytes; `holes` are the numbers of its tensors."""
@@ -46,7 +60,7 @@ class _Opaque:
     type_name: str
     data: bytes
     holes: tuple[int, ...]
-    references: tuple[Any, ...]
+    references: tuple[_Same, ...]
 
 
 class _Pickler(pickle.Pickler):
@@ -73,21 +87,41 @@ class _Unpickler(pickle.Unpickler):
         return self._kinds[kind][index]
 
 
+CALL = ""
+"""The name of the value `(args, kwargs)`, whose paths read "args[0]" and "kwargs['x']"."""
+
+
 @dataclass(frozen=True)
 class Structure:
-    """A nested value without its tensors; `build` puts tensors in."""
+    """A nested value without its tensors; `build` puts tensors in. Hashable, equal by content.
 
+    Plain values count by value and type (True is not 1), other objects by what they hold, and
+    functions, classes and modules by identity.
+    """
+
+    name: str
     spec: pytree.TreeSpec
-    leaves: tuple[Any, ...]  # _Hole, _Opaque or a plain value
-    paths: tuple[str, ...]  # where each tensor was, e.g. "args[0]['ids']"
+    leaves: tuple[tuple[type, Any], ...]  # with the type: a _Hole, _Same, _Opaque or plain value
 
     def build(self, tensors: Sequence[Any]) -> Any:
         """The value with `tensors` (in the order of `paths`) in its holes."""
-        return pytree.tree_unflatten([_fill(leaf, tensors) for leaf in self.leaves], self.spec)
+        filled = [_fill(leaf, tensors) for _, leaf in self.leaves]
+        return pytree.tree_unflatten(filled, self.spec)
 
-    def same_as(self, other: Structure) -> bool:
-        """Whether both have the same containers, plain values and tensor positions."""
-        return self.spec == other.spec and _comparable(self) == _comparable(other)
+    @cached_property
+    def paths(self) -> tuple[str, ...]:
+        """Where each tensor is, e.g. "args[0]['ids']"."""
+        numbered = pytree.tree_unflatten(range(len(self.leaves)), self.spec)
+        found = []
+        for (key_path, _), (_, leaf) in zip(
+            pytree.tree_flatten_with_path(numbered)[0], self.leaves, strict=True
+        ):
+            path = _readable(self.name, key_path)
+            if isinstance(leaf, _Hole):
+                found.append(path)
+            elif isinstance(leaf, _Opaque):
+                found += [f"{path}<{leaf.type_name}>[{i}]" for i in range(len(leaf.holes))]
+        return tuple(found)
 
 
 def take_apart(value: Any, *, name: str) -> tuple[list[Tensor], Structure]:
@@ -95,82 +129,63 @@ def take_apart(value: Any, *, name: str) -> tuple[list[Tensor], Structure]:
 
     Args:
         value: any nest of containers, tensors and other objects.
-        name: what the value is called in paths and errors, e.g. "args".
+        name: what the value is called in paths and errors, e.g. "out"; `CALL` for a call's
+            `(args, kwargs)`.
 
     Raises:
         CaptureError: an object pytree does not know cannot be pickled either.
     """
-    keyed, spec = pytree.tree_flatten_with_path(value)
+    leaves, spec = pytree.tree_flatten(value)
     tensors: list[Tensor] = []
-    leaves: list[Any] = []
-    paths: list[str] = []
-    for key_path, leaf in keyed:
-        path = name + pytree.keystr(key_path)
+    kept: list[tuple[type, Any]] = []
+    for leaf in leaves:
         if isinstance(leaf, Tensor):
-            leaves.append(_Hole(len(tensors)))
+            kept.append((_Hole, _Hole(len(tensors))))
             tensors.append(leaf)
-            paths.append(path)
-        elif isinstance(leaf, (*_PLAIN, *_BY_REFERENCE)):
-            leaves.append(leaf)
+        elif isinstance(leaf, _PLAIN):
+            kept.append((type(leaf), leaf))
+        elif isinstance(leaf, _BY_REFERENCE):
+            kept.append((_Same, _Same(leaf)))
         else:
-            found, opaque = _freeze(leaf, path, start=len(tensors))
-            leaves.append(opaque if found else leaf)
+            found, opaque = _freeze(leaf, name, start=len(tensors))
+            kept.append((_Opaque, opaque))
             tensors.extend(found)
-            paths.extend(f"{path}<{opaque.type_name}>[{i}]" for i in range(len(found)))
-    return tensors, Structure(spec, tuple(leaves), tuple(paths))
+    return tensors, Structure(name, spec, tuple(kept))
 
 
-def _freeze(obj: Any, path: str, start: int) -> tuple[list[Tensor], _Opaque]:
+def _freeze(obj: Any, name: str, start: int) -> tuple[list[Tensor], _Opaque]:
     file = io.BytesIO()
     pickler = _Pickler(file)
     type_name = type(obj).__name__
     try:
         pickler.dump(obj)
     except Exception as error:
+        where = "an argument" if name == CALL else f"a part of {name}"
         raise CaptureError(
-            f"{path} is a {type_name}, which holds what cannot be taken apart ({error}); "
+            f"{where} is a {type_name}, which holds what cannot be taken apart ({error}); "
             "return or pass tensors in tuples, lists, dicts or dataclasses, or register the class "
             "with torch.utils._pytree.register_pytree_node"
         ) from error
     holes = tuple(range(start, start + len(pickler.tensors)))
-    opaque = _Opaque(type_name, file.getvalue(), holes, tuple(pickler.references))
-    return pickler.tensors, opaque
+    references = tuple(_Same(reference) for reference in pickler.references)
+    return pickler.tensors, _Opaque(type_name, file.getvalue(), holes, references)
 
 
 def _fill(leaf: Any, tensors: Sequence[Any]) -> Any:
     if isinstance(leaf, _Hole):
         return tensors[leaf.index]
+    if isinstance(leaf, _Same):
+        return leaf.value
     if isinstance(leaf, _Opaque):
         inside = [tensors[hole] for hole in leaf.holes]
-        return _Unpickler(leaf.data, inside, leaf.references).load()
+        return _Unpickler(leaf.data, inside, [same.value for same in leaf.references]).load()
     return leaf
 
 
-def _comparable(structure: Structure) -> tuple[Any, ...]:
-    return tuple(
-        (leaf.type_name, leaf.data, leaf.holes, tuple(map(id, leaf.references)))
-        if isinstance(leaf, _Opaque)
-        else leaf
-        for leaf in structure.leaves
-    )
-
-
-def signature_of_structure(structure: Structure) -> tuple[Any, ...]:
-    """What of `structure` a captured program depends on, hashable.
-
-    Plain values count by value and type (True is not 1), anything else by identity.
-    """
-    return structure.spec, tuple(_leaf_key(leaf) for leaf in structure.leaves)
-
-
-def _leaf_key(leaf: Any) -> Any:
-    if isinstance(leaf, _Hole):
-        return leaf
-    if isinstance(leaf, _Opaque):
-        return leaf.type_name, leaf.data, leaf.holes, tuple(map(id, leaf.references))
-    if isinstance(leaf, _PLAIN):
-        return type(leaf), leaf
-    return type(leaf), id(leaf)
+def _readable(name: str, key_path: tuple[Any, ...]) -> str:
+    if name != CALL:
+        return name + pytree.keystr(key_path)
+    return ("kwargs" if key_path[0].idx else "args") + pytree.keystr(key_path[1:])
 
 
 def _position(items: list[Any], obj: Any) -> int:

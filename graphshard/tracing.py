@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from graphshard.errors import CaptureError
-from graphshard.structure import Structure, take_apart
+from graphshard.structure import CALL, Structure, take_apart
 
 
 @dataclass(frozen=True)
@@ -99,8 +99,8 @@ class TracedModel(nn.Module):
                 buffer.copy_(current)
 
     def _refuse_changed_inputs(self, args: Any, kwargs: Any) -> None:
-        _, after = take_apart((args, kwargs), name="")
-        if not after.same_as(self._inputs):
+        _, after = take_apart((args, kwargs), name=CALL)
+        if after != self._inputs:
             raise CaptureError(
                 "the forward changed an argument object in place (added, removed or replaced what "
                 "it holds); return the new values instead, or pass an object it does not change"

@@ -208,6 +208,22 @@ def test_non_tensor_arguments_are_part_of_the_signature():
     assert signature_of((Batch(X, 1.0),), {}) != signature_of((Batch(X, 2.0),), {})
 
 
+def test_other_objects_count_by_what_they_hold():
+    box = Box(1.0)
+    before = signature_of((X, box), {})
+    assert signature_of((X, Box(1.0)), {}) == before
+    assert hash(signature_of((X, Box(1.0)), {})) == hash(before)
+    box.value = 2.0
+    assert signature_of((X, box), {}) != before
+    assert signature_of((slice(0, 3),), {}) == signature_of((slice(0, 3),), {})
+    assert signature_of((slice(0, 3),), {}) != signature_of((slice(0, 4),), {})
+
+
+def test_functions_count_by_identity_for_as_long_as_they_are_asked_about():
+    seen = {signature_of((lambda x, n=n: x * n,), {}) for n in range(20)}
+    assert len(seen) == 20
+
+
 def test_buffers_changed_in_place_or_assigned_are_mutations():
     def forward(m, x):
         m.count += 1

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from graphshard import torch_compat
-from graphshard.capture import capture, readable_paths, signature_of_parts
+from graphshard.capture import capture, signature_of_parts
 from graphshard.inspect.progress import Progress
 from graphshard.pipeline import Pass, Stages, run_passes
 from graphshard.planner import with_capture_warnings
@@ -20,7 +20,7 @@ from graphshard.runtime.blueprint import in_state
 from graphshard.runtime.shards import distinct
 from graphshard.runtime.skeleton import Modes, training_flags
 from graphshard.runtime.step import Bindings, Step
-from graphshard.structure import Structure, take_apart
+from graphshard.structure import CALL, Structure, take_apart
 
 logger = logging.getLogger("graphshard")
 
@@ -65,7 +65,7 @@ class Programs:
             CaptureError: the call cannot be captured.
             PassError, VerifyError: its program cannot be rewritten.
         """
-        tensors, structure = take_apart((args, kwargs), name="")
+        tensors, structure = take_apart((args, kwargs), name=CALL)
         device = self.bindings.group.device
         if device.type != "cpu":  # as on cpu, an input that lies elsewhere would be an error
             tensors = [t.to(device, non_blocking=True) for t in tensors]
@@ -81,7 +81,7 @@ class Programs:
         self, args: tuple[Any, ...], kwargs: dict[str, Any], progress: Stages | None = None
     ) -> Step:
         """The program for calls like this one, whose tensors may be real, meta or fake."""
-        tensors, structure = take_apart((args, kwargs), name="")
+        tensors, structure = take_apart((args, kwargs), name=CALL)
         tensors = [self._real(t) for t in tensors]
         key = self._key(tensors, structure)
         args, kwargs = structure.build(tensors)
@@ -174,7 +174,7 @@ def _description(
     tensors: Sequence[Tensor], structure: Structure, key: tuple[Any, ...]
 ) -> dict[str, str]:
     signature, training, grad, autocast, requires_grad = key
-    paths = readable_paths(structure).paths
+    paths = structure.paths
     described = {
         path: f"{list(t.shape)} {str(t.dtype)[6:]}" + (" with grad" if t.requires_grad else "")
         for path, t in zip(paths, tensors, strict=True)
