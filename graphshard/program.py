@@ -31,6 +31,9 @@ from graphshard import ops
 FORWARD = "forward"
 BACKWARD = "backward"
 
+COMPUTE = "compute"
+"""The `op` of an event that is the model's own work."""
+
 
 @dataclass(frozen=True)
 class Event:
@@ -74,7 +77,7 @@ class BufferEntry:
     names: tuple[str, ...]
     node: fx.Node
     constant: bool = False
-    value: torch.Tensor | None = None  # the tensor itself, for a constant
+    value: torch.Tensor | None = field(default=None, compare=False)  # itself, for a constant
 
 
 @dataclass(frozen=True)
@@ -164,18 +167,30 @@ class Program:
 
     # -- views --------------------------------------------------------------------------------
 
-    def schedule(self) -> list[Event]:
-        """The program as events: communication one by one, runs of one unit's compute as one."""
-        events: list[Event] = []
+    def timeline(self) -> Iterator[tuple[Event, list[fx.Node]]]:
+        """Every event with its nodes: communication one by one, runs of a unit's compute as one.
+
+        The nodes that pick results out of a `wait` belong to no event.
+        """
+        event: Event | None = None
+        nodes: list[fx.Node] = []
         for node in self.nodes():
             if ops.is_unpack(node):
                 continue
-            op = ops.op_name(node) or "compute"
-            event = Event(op, node.meta.get("unit", ""), node.meta["phase"])
-            if op == "compute" and events and events[-1] == event:
-                continue
-            events.append(event)
-        return events
+            found = Event(
+                ops.op_name(node) or COMPUTE, node.meta.get("unit", ""), node.meta["phase"]
+            )
+            if event is not None and (found != event or found.op != COMPUTE):
+                yield event, nodes
+                nodes = []
+            event = found
+            nodes.append(node)
+        if event is not None:
+            yield event, nodes
+
+    def schedule(self) -> list[Event]:
+        """The program's events, in order."""
+        return [event for event, _ in self.timeline()]
 
     def copy(self) -> Program:
         """An independent program: another graph, tables that point into it."""

@@ -6,17 +6,17 @@ import networkx as nx
 from torch import fx
 
 from graphshard import ops
-from graphshard.program import Event, Program
+from graphshard.program import COMPUTE, Program
 
 COMPUTE_STREAM = "compute"
 COMMUNICATION_STREAM = "communication"
 
-_SHAPES = {"compute": "box", "wait": "diamond", "free": "cds"}
+_SHAPES = {COMPUTE: "box", "wait": "diamond", "free": "cds"}
 _COLLECTIVE_SHAPE = "ellipse"
 
 
 def schedule_graph(program: Program) -> nx.DiGraph:
-    """The events of `program.schedule()` as the nodes 0, 1, 2, ... of a directed acyclic graph.
+    """The events of `program.timeline()` as the nodes 0, 1, 2, ... of a directed acyclic graph.
 
     Nodes have the attributes `op`, `unit`, `phase` (see `Event`) and `stream`: "communication" for
     what starts a collective, "compute" for all else. An edge means that its end cannot start before
@@ -24,38 +24,24 @@ def schedule_graph(program: Program) -> nx.DiGraph:
     `data` (one uses what the other made).
     """
     graph = nx.DiGraph()
-    event_of = _add_events(program, graph)
-    last: dict[str, int] = {}
-    for index, stream in graph.nodes(data="stream"):
+    event_of: dict[fx.Node, int] = {}
+    last: dict[str, int] = {}  # by stream
+    for index, (event, nodes) in enumerate(program.timeline()):
+        stream = COMMUNICATION_STREAM if ops.is_collective(nodes[0]) else COMPUTE_STREAM
+        graph.add_node(index, op=event.op, unit=event.unit, phase=event.phase, stream=stream)
         if stream in last:
             graph.add_edge(last[stream], index, order=True, data=False)
         last[stream] = index
+        event_of |= dict.fromkeys(nodes, index)
     for node, consumer in event_of.items():
         for source in node.all_input_nodes:
-            producer = event_of.get(source, consumer)
+            made = source.args[0] if ops.is_unpack(source) else source
+            producer = event_of.get(made, consumer)  # type: ignore[arg-type]
             if producer == consumer:
                 continue
             order = graph.has_edge(producer, consumer) and graph.edges[producer, consumer]["order"]
             graph.add_edge(producer, consumer, order=order, data=True)
     return graph
-
-
-def _add_events(program: Program, graph: nx.DiGraph) -> dict[fx.Node, int]:
-    """Add the events; say which one each node of the program belongs to."""
-    event_of: dict[fx.Node, int] = {}
-    previous: Event | None = None
-    for node in program.nodes():
-        if ops.is_unpack(node):
-            event_of[node] = event_of[node.all_input_nodes[0]]
-            continue
-        op = ops.op_name(node) or "compute"
-        event = Event(op, node.meta.get("unit", ""), node.meta["phase"])
-        if op != "compute" or event != previous:
-            stream = COMMUNICATION_STREAM if ops.is_collective(node) else COMPUTE_STREAM
-            graph.add_node(len(graph), op=op, unit=event.unit, phase=event.phase, stream=stream)
-            previous = event
-        event_of[node] = len(graph) - 1
-    return event_of
 
 
 def dot_text(graph: nx.DiGraph) -> str:

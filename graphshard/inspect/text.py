@@ -12,7 +12,7 @@ from torch import fx
 
 from graphshard import ops
 from graphshard.liveness import gathered_bytes, live_unsharded
-from graphshard.program import BACKWARD, FORWARD, Program
+from graphshard.program import BACKWARD, COMPUTE, FORWARD, Program
 
 _SHORT_DTYPES = {
     torch.float64: "f64",
@@ -37,33 +37,16 @@ def schedule_text(program: Program) -> str:
     """
     rows: list[tuple[str, str, str, str] | str] = []
     phase = ""
-    compute: list[Any] | None = None  # [unit, number of ops, live bytes]
-
-    def flush() -> None:
-        nonlocal compute
-        if compute is not None:
-            unit, count, live = compute
-            rows.append((f"{live:,}", "compute", unit_label(unit), _count(count, "op")))
-        compute = None
-
-    for node, live in live_unsharded(program):
-        if ops.is_unpack(node):
-            continue
-        if node.meta["phase"] != phase:
-            flush()
-            phase = node.meta["phase"]
+    live = dict(live_unsharded(program))
+    for event, nodes in program.timeline():
+        if event.phase != phase:
+            phase = event.phase
             rows.append(phase)
-        unit = node.meta.get("unit", "")
-        if ops.is_compute(node):
-            if compute is None or compute[0] != unit:
-                flush()
-                compute = [unit, 0, live]
-            compute[1] += 1
+        if event.op == COMPUTE:
+            detail = _count(len(nodes), "op")
         else:
-            flush()
-            detail = _communication(node, program.world_size)
-            rows.append((f"{live:,}", str(ops.op_name(node)), unit_label(unit), detail))
-    flush()
+            detail = _communication(nodes[0], program.world_size)
+        rows.append((f"{live[nodes[0]]:,}", event.op, unit_label(event.unit), detail))
     heading = ("live bytes", "event", "unit", "")
     return "\n".join([*_header(program), "", *_table(heading, rows)]) + "\n"
 
