@@ -5,11 +5,10 @@ from __future__ import annotations
 import os
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
-from torch.distributed.device_mesh import DeviceMesh
 
 from graphshard.capture import capture
 from graphshard.errors import PolicyError
@@ -20,6 +19,9 @@ from graphshard.planner import make_plan, with_capture_warnings
 from graphshard.policy import Policy
 from graphshard.runtime.group import find_group
 from graphshard.runtime.module import ShardedModule
+
+if TYPE_CHECKING:
+    from torch.distributed.device_mesh import DeviceMesh
 
 BACKENDS = ("eager",)
 
