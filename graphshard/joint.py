@@ -261,10 +261,21 @@ class _Builder:
         kind, index = _end_key(desc, self.desc)
         target = self.new[self.ends[kind, index]]
         if kind == "buffer":
+            self._refuse_shared_memory(index)
             return MutationEntry(kind, self.traced.buffer_owners[index].fqn, target)
         if kind == "param":
             self._refuse_differentiable_mutation(desc)
         return MutationEntry(kind, self.inputs.paths[index], target)
+
+    def _refuse_shared_memory(self, index: int) -> None:
+        owners = self.traced.buffer_owners
+        changed = owners[index]
+        for other in owners:
+            if other is not changed and _storage(other.tensor) == _storage(changed.tensor):
+                raise CaptureError(
+                    f"the forward changes buffer {changed.fqn!r}, which shares its memory with "
+                    f"buffer {other.fqn!r}; register one of them and compute the other in forward"
+                )
 
     def _refuse_differentiable_mutation(self, desc: Any) -> None:
         kind, index = _end_key(desc, self.desc)
@@ -300,6 +311,10 @@ def _end_key(desc: Any, classes: Any) -> tuple[str, Any]:
     ):
         return "mutation_tangent", desc.output.mutated_input
     raise CaptureError(f"the step has an input of a kind a program cannot hold ({desc.expr()})")
+
+
+def _storage(tensor: Tensor) -> int:
+    return tensor.untyped_storage()._cdata
 
 
 def _module(parameter_fqn: str) -> str:

@@ -138,6 +138,11 @@ def non_persistent_buffers(module: torch.nn.Module) -> frozenset[str]:
     return frozenset(module._non_persistent_buffers_set)
 
 
+def tensor_hooks(param: torch.Tensor) -> list[Any]:
+    """What `param.register_hook` was given, in order."""
+    return list((param._backward_hooks or {}).values())
+
+
 def post_accumulate_hooks(param: torch.Tensor) -> list[Any]:
     """What `param.register_post_accumulate_grad_hook` was given, in order."""
     return list((getattr(param, "_post_accumulate_grad_hooks", None) or {}).values())
@@ -165,3 +170,15 @@ def release_saved_tensors(ctx: Any) -> None:
 def fake_tensor() -> type:
     """The class `FakeTensor`."""
     return private("torch._subclasses.fake_tensor", "FakeTensor")
+
+
+def engine_accumulates(leaf_node: Any) -> bool:
+    """Whether the backward that is running will reach the AccumulateGrad node `leaf_node`.
+
+    False under `autograd.grad`, and under `backward(inputs=...)` that names other tensors.
+    """
+    reaches = private("torch._C", "_will_engine_execute_node")
+    try:
+        return bool(reaches(leaf_node))
+    except RuntimeError:  # what it raises for a leaf under autograd.grad
+        return False

@@ -8,23 +8,51 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 
 def blueprint_of(model: nn.Module) -> nn.Module:
-    """A copy of `model` with its parameters on meta; `model` itself if it cannot be copied.
+    """A copy of `model` with its parameters and buffers on meta.
 
-    What the forward does to Python attributes then happens to the copy.
+    What the forward does to Python attributes then happens to the copy. Attributes that cannot be
+    copied (locks, process groups, generators) are shared with the model.
     """
-    memo: dict[int, Any] = {}
+    twins = {id(tensor): twin for tensor, twin in _on_meta(model)}
+    try:
+        return copy.deepcopy(model, dict(twins))
+    except Exception:  # whatever the attributes of a module raise
+        return _copied_by_attribute(model, dict(twins))
+
+
+def _on_meta(model: nn.Module) -> Iterator[tuple[Tensor, Tensor]]:
     for param in model.parameters():
         twin = nn.Parameter(torch.empty_like(param, device="meta"), param.requires_grad)
         vars(twin).update(vars(param))
-        memo[id(param)] = twin
-    try:
-        return copy.deepcopy(model, memo)
-    except Exception:  # whatever a module's attributes raise: locks, process groups, generators
-        return model
+        yield param, twin
+    storages: dict[int, Tensor] = {}
+    for buffer in model.buffers():
+        # Buffers that share memory go on sharing it, for capture to see.
+        storage = buffer.untyped_storage()
+        length = max(storage.nbytes() // buffer.itemsize, 1)
+        whole = storages.setdefault(
+            storage._cdata, torch.empty(length, dtype=buffer.dtype, device="meta")
+        )
+        if whole.dtype == buffer.dtype:
+            yield buffer, whole.as_strided(buffer.shape, buffer.stride(), buffer.storage_offset())
+        else:
+            yield buffer, torch.empty_like(buffer, device="meta")
+
+
+def _copied_by_attribute(model: nn.Module, memo: dict[int, Any]) -> nn.Module:
+    twins = {module: module.__class__.__new__(module.__class__) for module in model.modules()}
+    memo.update((id(module), twin) for module, twin in twins.items())
+    for module, twin in twins.items():
+        for name, value in vars(module).items():
+            try:
+                vars(twin)[name] = copy.deepcopy(value, memo)
+            except Exception:  # shared, then
+                vars(twin)[name] = value
+    return twins[model]
 
 
 @contextlib.contextmanager

@@ -90,6 +90,8 @@ class Collective:
         """
         try:
             return launch(*args)
+        except torch.OutOfMemoryError:
+            raise
         except RuntimeError as error:
             raise self.failed(error) from error
 
@@ -105,6 +107,8 @@ class Collective:
                 first_wait(pending.works)
             for work in pending.works:
                 work.wait()
+        except torch.OutOfMemoryError:
+            raise
         except RuntimeError as error:
             raise self.failed(error) from error
         return self.results(pending)

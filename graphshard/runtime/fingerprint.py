@@ -95,7 +95,7 @@ class Agreement:
             FingerprintError: some rank issues others, on every rank alike.
             CollectiveError: a rank did not get here within the group's timeout.
         """
-        if self.store is None:
+        if self.store is None or not fingerprint.lines:
             return
         if fingerprint.digest not in self.agreed:
             self._compare(key, fingerprint)

@@ -66,7 +66,8 @@ class ShardedModule(SkeletonModule):
         if not state.ready:
             state.require_values(self)
         step, tensors = state.programs.step_for(args, kwargs)
-        state.uses += 1
+        if step.fingerprint.lines:  # a call without collectives concerns no other rank
+            state.uses += 1
         return step.run(tensors, state.uses)
 
     # -- looking --------------------------------------------------------------------------------

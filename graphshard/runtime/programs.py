@@ -84,10 +84,11 @@ class Programs:
         tensors, structure = take_apart((args, kwargs), name=CALL)
         tensors = [self._real(t) for t in tensors]
         key = self._key(tensors, structure)
-        args, kwargs = structure.build(tensors)
-        step = self._capture(key, args, kwargs, progress)
-        self._say(tensors, structure, key)
-        return step
+        if key not in self.steps:
+            args, kwargs = structure.build(tensors)
+            self._capture(key, args, kwargs, progress)
+            self._say(tensors, structure, key)
+        return self.steps[key]
 
     def _real(self, tensor: Tensor) -> Tensor:
         device = self.bindings.group.device
@@ -108,6 +109,7 @@ class Programs:
             self._training[1],
             torch.is_grad_enabled(),
             autocast,
+            _settings(),
             tuple([shard.param.requires_grad for shard in self._shards]),
         )
 
@@ -170,10 +172,23 @@ class Programs:
             )
 
 
+def _settings() -> tuple[Any, ...]:
+    """Global settings of torch that decide which operators a forward runs."""
+    cuda = torch.backends.cuda
+    return (
+        torch.get_default_dtype(),
+        torch.are_deterministic_algorithms_enabled(),
+        cuda.flash_sdp_enabled(),
+        cuda.mem_efficient_sdp_enabled(),
+        cuda.math_sdp_enabled(),
+        cuda.cudnn_sdp_enabled(),
+    )
+
+
 def _description(
     tensors: Sequence[Tensor], structure: Structure, key: tuple[Any, ...]
 ) -> dict[str, str]:
-    signature, training, grad, autocast, requires_grad = key
+    signature, training, grad, autocast, settings, requires_grad = key
     paths = structure.paths
     described = {
         path: f"{list(t.shape)} {str(t.dtype)[6:]}" + (" with grad" if t.requires_grad else "")
@@ -183,6 +198,7 @@ def _description(
     described["mode"] = modes
     described["gradients"] = "on" if grad else "off"
     described["autocast"] = str(autocast)
+    described["torch's settings"] = str(settings)
     described["trainable parameters"] = str(sum(requires_grad))
     described[_OTHERS] = str(hash(signature[1]))
     return described

@@ -91,9 +91,16 @@ class Shard:
         return torch_compat.dtensor_like(self.param, local)
 
     def accumulate(self, reduced: Tensor) -> None:
-        """Add a reduced gradient, padding included, to `.grad`, and run the parameter's hooks."""
+        """Add a reduced gradient, padding included, to `.grad`.
+
+        Runs the parameter's hooks as autograd would: those of `register_hook` before, those of
+        `register_post_accumulate_grad_hook` after.
+        """
         grad = self._owned(reduced)
         param = self.param
+        for tensor_hook in torch_compat.tensor_hooks(param):
+            changed = tensor_hook(self.as_dtensor(grad))
+            grad = grad if changed is None else self.local_of(changed)
         if param.grad is None:
             param.grad = self.as_dtensor(grad)
         elif self.group.mesh is None:
@@ -102,6 +109,10 @@ class Shard:
             torch_compat.local_tensor(param.grad).add_(grad)
         for hook in torch_compat.post_accumulate_hooks(param):
             hook(param)
+
+    def local_of(self, tensor: Tensor) -> Tensor:
+        """This rank's part of `tensor`, laid out as the parameter."""
+        return tensor if self.group.mesh is None else torch_compat.local_tensor(tensor)
 
     def written(self) -> bool:
         """Whether the parameter has values: set here, or written in place by whoever loads it."""

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from graphshard import torch_compat
+from graphshard.errors import RuntimeStateError
 from graphshard.runtime.shards import Shard
 
 
@@ -46,6 +48,63 @@ class SkeletonModule(nn.Module):
         return self.__dict__["_graphshard_name"]
 
 
+class PartModule(SkeletonModule):
+    """A module below the root: it holds values, and is never called by itself."""
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        """Refused.
+
+        Raises:
+            RuntimeStateError: always.
+        """
+        raise RuntimeStateError(
+            f"{self._get_name()} is a part of a sharded module and cannot be called by itself; "
+            "call the whole module, or compile this part of the model on its own"
+        )
+
+    def _refuse_hook(self, *args: Any, **kwargs: Any) -> Any:
+        raise RuntimeStateError(
+            f"{self._get_name()} is a part of a sharded module, whose parts are not called one by "
+            "one, so its hooks would never run; register hooks on the model before compiling it "
+            "(what they compute is captured), or on the whole sharded module"
+        )
+
+    register_forward_pre_hook = _refuse_hook
+    register_forward_hook = _refuse_hook
+    register_full_backward_pre_hook = _refuse_hook
+    register_full_backward_hook = _refuse_hook
+    register_backward_hook = _refuse_hook
+
+
+class PartContainer(PartModule):
+    """A list, sequence or dict of modules, which is looked into as the model's own is."""
+
+    def __len__(self) -> int:
+        return len(self._modules)
+
+    def __iter__(self) -> Iterator[Any]:
+        return iter(self._modules if issubclass(self._kind, nn.ModuleDict) else self._parts())
+
+    def __getitem__(self, key: int | slice | str) -> Any:
+        return self._modules[key] if isinstance(key, str) else self._parts()[key]
+
+    def _parts(self) -> list[Any]:
+        return list(self._modules.values())
+
+    @property
+    def _kind(self) -> type:
+        return self.__dict__["_graphshard_kind"]
+
+
+def _part_of(original: nn.Module, modes: Modes) -> PartModule:
+    containers = (nn.ModuleList, nn.ModuleDict, nn.Sequential)
+    if not isinstance(original, containers):
+        return PartModule(original, modes)
+    part = PartContainer(original, modes)
+    part.__dict__["_graphshard_kind"] = type(original)
+    return part
+
+
 def build_skeleton(
     root: SkeletonModule,
     model: nn.Module,
@@ -63,7 +122,7 @@ def build_skeleton(
         mine = modules[original]
         for name, child in original._modules.items():
             if child is not None and child not in modules:
-                modules[child] = SkeletonModule(child, modes)
+                modules[child] = _part_of(child, modes)
             # Not add_module: the root has attributes of its own, which a child's name may equal.
             mine._modules[name] = None if child is None else modules[child]
         for name, param in original._parameters.items():

@@ -88,19 +88,23 @@ class Step:
             if p.node.name in crossing
         ]
         self._input_index = {entry.path: index for index, entry in enumerate(program.inputs)}
+        self._changes_inputs = any(m.kind == "input" for m in program.mutations)
         self._shared_outputs = _shared_outputs(program)
-        self._anchor = torch.empty(0, requires_grad=True)
+        # On the device, so that autograd orders the gradients we set before what follows backward.
+        self._anchor = torch.empty(0, device=bindings.group.device, requires_grad=True)
 
     def run(self, inputs: Sequence[Tensor], use: int) -> Any:
         """The model's return value for a call; `use` numbers the calls, equally on every rank.
 
         Args:
-            inputs: aligned with `program.inputs`; those on another device are copied over.
+            inputs: aligned with `program.inputs`, on the device of the group.
             use: 1, 2, ... for the module's first, second, ... call.
 
         Raises:
             CollectiveError: the ranks disagree, or one of them failed.
         """
+        if self._changes_inputs:
+            _require_apart(inputs, self.program)
         call = _Call(self, inputs, use)
         if not self.differentiable:
             with torch.no_grad():
@@ -196,10 +200,8 @@ class _Call:
     """One call of a step, from forward to backward."""
 
     def __init__(self, step: Step, inputs: Sequence[Tensor], use: int) -> None:
-        device = step.bindings.group.device
         self.step = step
-        self.given = inputs
-        self.inputs = [t if t.device == device else t.to(device) for t in inputs]
+        self.inputs = list(inputs)
         self.use = use
         self.outputs: list[Any] = []
         self.others: list[Any] | None = None
@@ -213,14 +215,19 @@ class _Call:
         args = step.forward_args(self.inputs)
         with _no_autocast(bindings.group.device):
             outputs, mutations, tensors, self.others = step.forward_half.run(args)
-        step.write_mutations(mutations, self.given)
+        step.write_mutations(mutations, self.inputs)
         self.outputs = list(outputs)
         self.versions = step.versions()
-        self.given = self.inputs = []
+        self.inputs = []
         return tensors
 
-    def backward(self, saved: list[Any], tangents: Sequence[Tensor | None]) -> list[Tensor | None]:
-        """Run backward on the tensors saved; sets gradients, returns those of the inputs."""
+    def backward(
+        self, saved: list[Any], tangents: Sequence[Tensor | None], accumulates: bool
+    ) -> list[Tensor | None]:
+        """Run backward on the tensors saved; returns the gradients of the inputs.
+
+        `accumulates`: add those of the parameters to their `.grad`, too.
+        """
         step = self.step
         if self.others is None:
             raise RuntimeStateError(
@@ -235,7 +242,8 @@ class _Call:
         self.others = None
         with _no_autocast(step.bindings.group.device):
             grads, input_grads = half.run(saved)
-        step.accumulate(grads)
+        if accumulates:
+            step.accumulate(grads)
         return [input_grads[i] for i in step.inputs_to_grad]
 
 
@@ -269,7 +277,26 @@ class _StepFunction(torch.autograd.Function):
         call: _Call = ctx.call
         saved = list(ctx.saved_tensors) if call.others is not None else []
         torch_compat.release_saved_tensors(ctx)
-        return None, None, *call.backward(saved, tangents)
+        # The anchor stands for the parameters: autograd.grad asks for neither.
+        accumulates = torch_compat.engine_accumulates(ctx.next_functions[0][0])
+        return None, None, *call.backward(saved, tangents, accumulates)
+
+
+def _require_apart(inputs: Sequence[Tensor], program: Program) -> None:
+    """Check that no input shares memory with one that the forward changes in place.
+
+    Raises:
+        RuntimeStateError: one does; in eager, code would see the change through it.
+    """
+    changed = {m.name for m in program.mutations if m.kind == "input"}
+    seen: dict[int, str] = {}
+    for entry, tensor in zip(program.inputs, inputs, strict=True):
+        other = seen.setdefault(tensor.untyped_storage().data_ptr(), entry.path)
+        if other != entry.path and changed & {other, entry.path}:
+            raise RuntimeStateError(
+                f"inputs {other} and {entry.path} share memory, and the forward changes one of "
+                "them in place; pass a clone of one"
+            )
 
 
 def _shared_outputs(program: Program) -> list[int]:

@@ -1,0 +1,183 @@
+"""Where a sharded module could quietly differ from the model: partial backwards, hooks, aliases."""
+
+from __future__ import annotations
+
+import gc
+import threading
+import weakref
+
+import pytest
+import torch
+import torch.distributed as dist
+from ranks import run_ranks
+from torch import nn
+
+import graphshard
+from graphshard.errors import CaptureError, RuntimeStateError
+
+LINEAR = graphshard.BlockPolicy({nn.Linear})
+
+
+def model_and_input() -> tuple[nn.Module, torch.Tensor]:
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(4, 4), nn.Tanh(), nn.Linear(4, 2)), torch.randn(3, 4)
+
+
+def test_asking_for_input_gradients_leaves_parameters_alone():
+    model, x = model_and_input()
+    sharded = graphshard.compile(model, LINEAR)
+    x.requires_grad_()
+    (mine,) = torch.autograd.grad(sharded(x).sum(), x)
+    (theirs,) = torch.autograd.grad(model(x).sum(), x)
+    assert torch.equal(mine, theirs)
+    sharded(x).sum().backward(inputs=[x])
+    assert torch.equal(x.grad, theirs)
+    assert all(p.grad is None for p in sharded.parameters())
+    sharded(x).sum().backward()
+    assert all(p.grad is not None for p in sharded.parameters())
+
+
+def test_hooks_of_parameters_see_and_change_gradients():
+    model, x = model_and_input()
+    sharded = graphshard.compile(model, LINEAR)
+    order = []
+    for each in (model, sharded):
+        weight = each[0].weight if each is model else each.get_submodule("0").weight
+        weight.register_hook(lambda g: order.append("before") or g * 2)
+        weight.register_post_accumulate_grad_hook(lambda p: order.append("after"))
+        each(x).sum().backward()
+        assert order == ["before", "after"]
+        order.clear()
+    assert torch.equal(sharded.get_submodule("0").weight.grad, model[0].weight.grad)
+
+
+@pytest.mark.parametrize(
+    "register",
+    [
+        "register_forward_hook",
+        "register_forward_pre_hook",
+        "register_full_backward_hook",
+        "register_full_backward_pre_hook",
+    ],
+)
+def test_hooks_that_would_never_run_are_refused(register):
+    model, x = model_and_input()
+    sharded = graphshard.compile(model, LINEAR)
+    with pytest.raises(RuntimeStateError, match="Linear is a part of a sharded module"):
+        getattr(sharded.get_submodule("0"), register)(lambda *_: None)
+    seen = []
+    sharded.register_forward_hook(lambda *_: seen.append("whole"))
+    sharded(x)
+    assert seen == ["whole"]
+
+
+def test_a_part_cannot_be_called():
+    model, x = model_and_input()
+    with pytest.raises(RuntimeStateError, match="cannot be called by itself"):
+        graphshard.compile(model, LINEAR).get_submodule("0")(x)
+
+
+def test_lists_of_modules_are_looked_into_as_the_models_own():
+    model = nn.Sequential()
+    model.layers = nn.ModuleList([nn.Linear(2, 2), nn.Linear(2, 3)])
+    model.heads = nn.ModuleDict({"a": nn.Linear(3, 1)})
+    sharded = graphshard.compile(model, LINEAR)
+    assert len(sharded.layers) == 2
+    assert sharded.layers[-1].weight.shape == (3, 2)
+    assert [part.weight.shape[0] for part in sharded.layers] == [2, 3]
+    assert list(sharded.heads) == ["a"]
+    assert sharded.heads["a"] is sharded.get_submodule("heads.a")
+
+
+class Adds(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.fc = nn.Linear(2, 2)
+
+    def forward(self, a, b):
+        a.add_(1)
+        return self.fc(b)
+
+
+def test_an_input_changed_in_place_may_not_be_shared():
+    sharded = graphshard.compile(Adds(), LINEAR)
+    u, v = torch.zeros(1, 2), torch.zeros(1, 2)
+    sharded(u, v)
+    assert torch.equal(u, torch.ones(1, 2))
+    with pytest.raises(RuntimeStateError, match=r"args\[0\] and args\[1\] share memory"):
+        sharded(u, u)
+
+
+class Overlapping(nn.Module):
+    def __init__(self, change: bool) -> None:
+        super().__init__()
+        self.fc = nn.Linear(4, 4)
+        self.register_buffer("whole", torch.zeros(4))
+        self.register_buffer("part", self.whole[:2])
+        self.change = change
+
+    def forward(self, x):
+        if self.change:
+            self.whole.add_(1)
+        return self.fc(x) + self.part.sum()
+
+
+def test_a_buffer_that_is_changed_may_not_be_shared():
+    x = torch.zeros(1, 4)
+    still = Overlapping(change=False)
+    assert torch.equal(graphshard.compile(still, LINEAR)(x), still(x))
+    with pytest.raises(CaptureError, match="'whole', which shares its memory with buffer 'part'"):
+        graphshard.compile(Overlapping(change=True), LINEAR)(x)
+
+
+def test_what_cannot_be_copied_does_not_keep_the_weights():
+    model, x = model_and_input()
+    model[0].lock = threading.Lock()
+    expected = model(x).detach()
+    weight = weakref.ref(model[0].weight)
+    sharded = graphshard.compile(model, LINEAR)
+    del model
+    gc.collect()
+    assert weight() is None
+    assert torch.equal(sharded(x), expected)
+
+
+def test_another_attention_backend_is_another_program():
+    class Attends(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.fc = nn.Linear(4, 4)
+
+        def forward(self, x):
+            h = self.fc(x)
+            return nn.functional.scaled_dot_product_attention(h, h, h)
+
+    sharded = graphshard.compile(Attends(), LINEAR)
+    x = torch.randn(1, 1, 3, 4)
+    sharded(x)
+    with torch.nn.attention.sdpa_kernel(torch.nn.attention.SDPBackend.MATH):
+        sharded(x)
+    assert len(sharded.programs) == 2
+    kernels = [any("flash" in n.name for n in p.nodes()) for p in sharded.programs]
+    assert kernels == [True, False]
+
+
+def validate_on_the_first_rank(rank: int) -> list[float]:
+    torch.manual_seed(0)
+    policy = graphshard.BlockPolicy({nn.Linear}, strategy="NO_SHARD")
+    sharded = graphshard.compile(nn.Sequential(nn.Linear(4, 4)), policy)
+    losses = []
+    for _ in range(2):
+        loss = sharded(torch.full((2, 4), float(rank))).sum()
+        loss.backward()
+        if rank == 0:
+            with torch.no_grad():
+                sharded(torch.ones(2, 4))
+        losses.append(loss.item())
+    dist.barrier()
+    return losses
+
+
+def test_a_call_without_collectives_concerns_no_other_rank():
+    first, second = run_ranks(validate_on_the_first_rank, 2, timeout=60)
+    assert len(first) == len(second) == 2
