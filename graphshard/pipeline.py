@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Protocol
 
 from graphshard.errors import GraphshardError, PassError
@@ -22,10 +22,16 @@ from graphshard.program import Program
 from graphshard.runs import assign_units
 from graphshard.verify import verify
 from graphshard.verify_facts import Reference
+from graphshard.verify_values import Values
 
 
 class Pass(Protocol):
-    """A rewrite: a frozen dataclass with a `name`, its arguments as fields, and `apply`."""
+    """A rewrite: a frozen dataclass with a `name`, its arguments as fields, and `apply`.
+
+    A pass must not change what the step computes: every value it returns is compared with the
+    captured program's. One that changes it knowingly, say to round or to scale, has the attribute
+    `changes_values = True` (a `ClassVar[bool]`); what it leaves is what later passes must keep.
+    """
 
     @property
     def name(self) -> str:
@@ -101,20 +107,25 @@ def run_passes(
         VerifyError: the program broke a rule before the first pass or after one; names it.
     """
     timings: list[PassTiming] = []
-    done: set[str] = set()
+    done: set[type] = set()
     assign_units(program, plan)
-    captured = reference = Reference.of(program)
     with _stage(progress, "verify"):
         verify(program, plan, after="capture", done=done)
+        captured = reference = Reference.of(program)
     with _stage(progress, "passes", len(passes)):
         for step in passes:
             start = time.perf_counter()
             with _stage(progress, step.name):
                 _apply(step, program, plan)
             applied = time.perf_counter()
-            done.add(step.name)
+            done.add(type(step))
+            changes_values = getattr(step, "changes_values", False)
+            if changes_values:
+                reference = replace(reference, values=None)
             with _stage(progress, "verify"):
                 verify(program, plan, after=step.name, done=done, reference=reference)
+                if changes_values:
+                    captured = replace(captured, values=Values.of(program))
                 reference = Reference.of(program, captured)
             timings.append(PassTiming(step.name, applied - start, time.perf_counter() - applied))
             if watcher is not None:

@@ -1,17 +1,27 @@
 """What must hold of a program, checked before the first pass and after each.
 
-Reads only. Some rules hold from a certain pass on: `done` names the passes that have run. Each rule
-is one function over the facts of `verify_facts`, listed in `RULES`; the first one broken raises.
+Reads only. Some rules hold from a certain pass on: `done` holds the classes of those that ran. Each
+rule is one function over the facts of `verify_facts`, listed in `RULES`; the first one broken
+raises.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Collection
 
+from graphshard.passes.insert_free import InsertFree
+from graphshard.passes.reduce_grads import ReduceGrads
+from graphshard.passes.unshard import Unshard
 from graphshard.plan import ShardingPlan
 from graphshard.program import Program
 from graphshard.verify_facts import Facts, Reference
-from graphshard.verify_graph import check_layout, check_metadata, check_phases, check_unchanged
+from graphshard.verify_graph import (
+    check_layout,
+    check_metadata,
+    check_phases,
+    check_tables,
+    check_unchanged,
+)
 from graphshard.verify_memory import check_budget, check_frees, check_lifetimes
 from graphshard.verify_sharding import (
     check_gathers,
@@ -20,8 +30,9 @@ from graphshard.verify_sharding import (
     check_shards,
     check_waits,
 )
+from graphshard.verify_values import check_values
 
-FINISHED = frozenset({"unshard", "reduce_grads", "insert_free"})
+FINISHED: frozenset[type] = frozenset({Unshard, ReduceGrads, InsertFree})
 """The passes after which a program keeps every rule."""
 
 RULES: tuple[Callable[[Facts], None], ...] = (
@@ -36,7 +47,9 @@ RULES: tuple[Callable[[Facts], None], ...] = (
     check_frees,
     check_lifetimes,
     check_budget,
+    check_tables,
     check_unchanged,
+    check_values,
 )
 
 
@@ -45,7 +58,7 @@ def verify(
     plan: ShardingPlan,
     *,
     after: str,
-    done: Collection[str] = FINISHED,
+    done: Collection[type] = FINISHED,
     reference: Reference | None = None,
 ) -> None:
     """Check every rule a program must keep.
@@ -54,10 +67,11 @@ def verify(
         program: its nodes have units (see `graphshard.runs.assign_units`).
         plan: the plan it was rewritten by.
         after: the pass that ran last, to be named in an error.
-        done: names of the passes that ran; what only holds after "unshard", "reduce_grads" or
-            "insert_free" is checked if they are among them.
-        reference: the program before the pass, to compare with: the order of its collectives, the
-            shapes and dtypes its nodes read, and which parameters have gradients.
+        done: the classes of the passes that ran (a name could be anyone's); what only holds after
+            `Unshard`, `ReduceGrads` or `InsertFree` is checked if they are among them.
+        reference: the program before the pass, to compare with: its tables, the order of its
+            collectives, the shapes and dtypes its nodes read; and, as captured, which parameters
+            have gradients and which values the step returns.
 
     Raises:
         VerifyError: a rule is broken. Names the pass, the rule, the node and its unit, and shows

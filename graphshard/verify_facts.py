@@ -14,17 +14,21 @@ from graphshard.errors import VerifyError
 from graphshard.inspect.text import node_line
 from graphshard.plan import ShardingPlan
 from graphshard.program import ParamEntry, Program
+from graphshard.verify_values import Values
 from graphshard.views import alias_inputs
 
 Signature = tuple[Any, ...]
+CollectiveKey = tuple[str, str, str, tuple[str, ...]]
 
 
 @dataclass(frozen=True)
 class Reference:
-    """A program as it was before a pass."""
+    """A program as it was before a pass, and what of it must stay as it was when captured."""
 
     graded: frozenset[str]  # parameters with a gradient, when captured
-    collectives: tuple[fx.Node, ...]
+    values: Values | None  # when captured; None for a pass that is allowed to change them
+    tables: Mapping[str, tuple[Any, ...]]
+    collectives: tuple[tuple[CollectiveKey, str], ...]  # each with the name of its node, in order
     reads: Mapping[fx.Node, tuple[Signature, ...]]  # shape and dtype of each compute node's inputs
     results: tuple[tuple[Signature, ...], ...]  # of outputs and mutations
 
@@ -34,15 +38,32 @@ class Reference:
         results = program.results()
         graded = frozenset(
             param.fqn
-            for param, grad in zip(program.params, results.grads, strict=False)
+            for param, grad in zip(program.params, results.grads, strict=True)
             if grad is not None
         )
+        collectives = (node for node in program.nodes() if ops.is_collective(node))
         return cls(
             graded=graded if captured is None else captured.graded,
-            collectives=tuple(node for node in program.nodes() if ops.is_collective(node)),
+            values=Values.of(program) if captured is None else captured.values,
+            tables=tables_of(program),
+            collectives=tuple((collective_key(node), node.name) for node in collectives),
             reads={node: reads_of(node) for node in program.nodes() if ops.is_compute(node)},
             results=(signatures(results.outputs), signatures(results.mutations)),
         )
+
+
+def tables_of(program: Program) -> dict[str, tuple[Any, ...]]:
+    """The tables of what goes into and out of a program."""
+    return {
+        name: getattr(program, name)
+        for name in ("params", "buffers", "inputs", "outputs", "mutations")
+    }
+
+
+def collective_key(node: fx.Node) -> CollectiveKey:
+    """What ranks must agree on of a collective: its phase, operator, unit and parameters."""
+    kwargs: Mapping[str, Any] = node.kwargs
+    return node.meta["phase"], str(ops.op_name(node)), kwargs["unit"], tuple(kwargs["params"])
 
 
 @dataclass
@@ -52,7 +73,7 @@ class Facts:
     program: Program
     plan: ShardingPlan
     after: str
-    done: frozenset[str]
+    done: frozenset[type]
     reference: Reference | None
     nodes: list[fx.Node] = field(default_factory=list)
     place: dict[fx.Node, int] = field(default_factory=dict)
@@ -68,7 +89,7 @@ class Facts:
         plan: ShardingPlan,
         *,
         after: str,
-        done: frozenset[str],
+        done: frozenset[type],
         reference: Reference | None,
     ) -> Facts:
         """The facts of `program`."""

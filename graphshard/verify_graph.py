@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
-from itertools import chain
+from dataclasses import fields
+from itertools import chain, zip_longest
+from typing import Any
 
 from torch import fx
 
 from graphshard import ops
+from graphshard.inspect.text import argument_text
 from graphshard.program import BACKWARD, FORWARD
-from graphshard.verify_facts import Facts, reads_of, signatures
+from graphshard.verify_facts import Facts, reads_of, signatures, tables_of
 
 
 def check_layout(facts: Facts) -> None:
@@ -90,6 +93,21 @@ def check_phases(facts: Facts) -> None:
             facts.fail("phases", value, "it is in backward, but forward returns it")
 
 
+def check_tables(facts: Facts) -> None:
+    """The tables are as they were before the pass."""
+    if facts.reference is None:
+        return
+    for table, entries in tables_of(facts.program).items():
+        for index, (now, was) in enumerate(zip_longest(entries, facts.reference.tables[table])):
+            if now != was:
+                facts.fail(
+                    "unchanged",
+                    None,
+                    f"entry {index} of the program's {table} was {_entry_text(was)} before the "
+                    f"pass, and is {_entry_text(now)}",
+                )
+
+
 def check_unchanged(facts: Facts) -> None:
     """What a node reads has the shapes and dtypes it had before the pass; so have the results."""
     if facts.reference is None:
@@ -108,3 +126,10 @@ def check_unchanged(facts: Facts) -> None:
             if now != was:
                 node = value if isinstance(value, fx.Node) else facts.program.output_node
                 facts.fail("unchanged", node, f"the step returns {now}, and {was} before the pass")
+
+
+def _entry_text(entry: Any) -> str:
+    if entry is None:
+        return "not there"
+    parts = ((f.name, getattr(entry, f.name)) for f in fields(entry) if f.compare)
+    return f"({', '.join(f'{name}={argument_text(part)}' for name, part in parts)})"

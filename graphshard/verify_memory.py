@@ -7,6 +7,7 @@ from torch import fx
 from graphshard import ops
 from graphshard.inspect.text import unit_label
 from graphshard.liveness import gathered_bytes, live_unsharded
+from graphshard.passes.insert_free import InsertFree
 from graphshard.verify_facts import Facts
 
 
@@ -20,12 +21,15 @@ def check_frees(facts: Facts) -> None:
             continue
         if len(frees) > 1:
             facts.fail("frees", frees[1], f"%{wait.name} is freed by %{frees[0].name} already")
-        if not frees and "insert_free" in facts.done:
+        if not frees and InsertFree in facts.done:
             facts.fail("frees", wait, f"what %{gather.name} gathered is never freed")
 
 
 def check_lifetimes(facts: Facts) -> None:
-    """No use of an unsharded value, views of it included, comes after its free."""
+    """No use of an unsharded value, views of it included, comes after its free.
+
+    A collective uses its operands until its wait.
+    """
     for wait, frees in facts.frees.items():
         if not frees or ops.collective_of(wait).target is not ops.all_gather:
             continue
@@ -33,16 +37,18 @@ def check_lifetimes(facts: Facts) -> None:
         late: list[tuple[int, fx.Node, fx.Node]] = []
         for value in facts.aliases(wait):
             late += [
-                (facts.place[user], user, value)
+                (facts.place[last], last, value)
                 for user in (value, *value.users)
-                if facts.place[user] > freed
+                for last in (user, *facts.waits.get(user, ()))
+                if facts.place[last] > freed
             ]
         if late:
             _, user, value = min(late, key=lambda item: item[0])
+            reads = "ends what reads" if user.target is ops.wait else "reads"
             facts.fail(
                 "lifetimes",
                 user,
-                f"it reads %{value.name}, which shares the storage of %{wait.name}, after "
+                f"it {reads} %{value.name}, which shares the storage of %{wait.name}, after "
                 f"%{frees[0].name} freed it",
             )
 
@@ -50,7 +56,7 @@ def check_lifetimes(facts: Facts) -> None:
 def check_budget(facts: Facts) -> None:
     """The bytes of gathered parameters alive at once never pass the policy's budget."""
     budget = facts.plan.policy.memory_budget
-    if budget is None or "insert_free" not in facts.done:
+    if budget is None or InsertFree not in facts.done:
         return
     alive: dict[fx.Node, int] = {}
     for node, live in live_unsharded(facts.program):

@@ -2,20 +2,22 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Sequence
-from itertools import pairwise
 from typing import Any
 
 from torch import fx
 
 from graphshard import ops
+from graphshard.passes.reduce_grads import ReduceGrads
+from graphshard.passes.unshard import Unshard
 from graphshard.plan import ParamLayout
-from graphshard.verify_facts import Facts, signature
+from graphshard.verify_facts import Facts, collective_key, signature
 
 
 def check_shards(facts: Facts) -> None:
     """Once unsharded, a sharded parameter enters as its shard and is read by gathers only."""
-    if "unshard" not in facts.done:
+    if Unshard not in facts.done:
         return
     for param in facts.program.params:
         layout = facts.plan.layouts[param.fqn]
@@ -79,7 +81,7 @@ def check_waits(facts: Facts) -> None:
 
 def check_reduces(facts: Facts) -> None:
     """Every trainable parameter's gradient is reduced exactly once, and returned so."""
-    if "reduce_grads" not in facts.done:
+    if ReduceGrads not in facts.done:
         return
     reduced_by: dict[str, fx.Node] = {}
     for reduce in facts.collectives:
@@ -142,19 +144,31 @@ def _check_returned(facts: Facts, reduced_by: dict[str, fx.Node]) -> None:
 
 
 def check_order(facts: Facts) -> None:
-    """Gathers stay in order among each other, and reduces among each other."""
+    """All ranks run one program, so its order of collectives is total; passes keep most of it.
+
+    Gathers may move past reduces and compute, and reduces past gathers and compute. Within a phase,
+    gathers keep their order among each other, and so do reduces, however often a pass made their
+    nodes anew: those of one phase, operator, unit and parameters count as one and the same. A pass
+    may add and drop collectives; then those that occur as often as before keep their order.
+    """
     if facts.reference is None:
         return
     for kind in (frozenset({ops.all_gather}), ops.REDUCES):
-        before = [node for node in facts.reference.collectives if node.target in kind]
-        kept = [node for node in before if node in facts.place]
-        for first, second in pairwise(kept):
-            if facts.place[first] > facts.place[second]:
+        names = {op.__name__ for op in kind}
+        before = [item for item in facts.reference.collectives if item[0][1] in names]
+        after = [(collective_key(n), n) for n in facts.collectives if n.target in kind]
+        was = Counter(key for key, _ in before)
+        now = Counter(key for key, _ in after)
+        kept = {key for key in was if was[key] == now[key]}
+        expected = [item for item in before if item[0] in kept]
+        found = [item for item in after if item[0] in kept]
+        for (wanted, name), (key, node) in zip(expected, found, strict=True):
+            if key != wanted:
                 facts.fail(
                     "order",
-                    second,
-                    f"it was issued after %{first.name} before the pass and is issued ahead of "
-                    "it now; every rank must issue one sequence of collectives",
+                    node,
+                    f"it is issued where %{name} was before the pass; every rank must issue one "
+                    "sequence of collectives, so gathers keep their order, and reduces theirs",
                 )
 
 

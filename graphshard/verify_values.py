@@ -1,0 +1,237 @@
+"""Rule on meaning: a rewritten program computes what the captured one computes.
+
+Every value gets a number, equal for two values exactly when they are found to be the same: the same
+operator on the same arguments, down to the ends of the program. This is global value numbering
+(Alpern, Wegman and Zadeck, "Detecting Equality of Variables in Programs", 1988) by hash-consing, in
+one walk. What passes may do follows from a few equations:
+
+    a shard, and the full value that a gather of it returns    the parameter
+    clone(x)                                                   x
+    dropout(x, p) in training                                  x * mask * scale (see `Recompute`)
+    what a reduce returns                                      its operand, reduced
+
+So a view, a cast or a whole region that is computed again has the number of the original. What
+draws random numbers cannot be computed again, moved past another draw, or left out: the draws are
+those of the captured program, in its order.
+"""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from itertools import zip_longest
+from typing import TYPE_CHECKING, Any, NoReturn
+
+import torch
+from torch import fx
+
+from graphshard import ops
+from graphshard.program import Program
+
+if TYPE_CHECKING:
+    from graphshard.verify_facts import Facts
+
+_aten = torch.ops.aten
+_REDUCED = "reduced"
+
+Key = tuple[Any, ...]
+Number = Any  # an int for a node's value, a tuple for a constant
+
+
+@dataclass
+class Values:
+    """The number of every value of a program.
+
+    `keys` and `by_key` grow with each program numbered from the same capture, so that its numbers
+    can be compared with the captured ones.
+    """
+
+    keys: list[Key] = field(default_factory=list)
+    by_key: dict[Key, int] = field(default_factory=dict)
+    of_node: dict[fx.Node, int] = field(default_factory=dict)
+    name: dict[int, str] = field(default_factory=dict)  # of the first node of each number
+    draws: list[fx.Node] = field(default_factory=list)
+    ends: dict[str, list[Number]] = field(default_factory=dict)  # by list of the output node
+
+    @classmethod
+    def of(cls, program: Program, captured: Values | None = None) -> Values:
+        """Number the values of `program`, which keeps the rules on its graph and collectives."""
+        values = cls() if captured is None else cls(captured.keys, captured.by_key)
+        for entry in program.params:
+            values._enter(entry.node, ("param", entry.fqn))
+        for buffer in program.buffers:
+            values._enter(buffer.node, ("buffer", buffer.fqn))
+        for given in program.inputs:
+            values._enter(given.node, ("input", given.path))
+        for index, output in enumerate(program.outputs):
+            if output.tangent is not None:
+                values._enter(output.tangent, ("tangent", index))
+        for node in program.nodes():
+            if ops.op_name(node) is None:
+                values._visit(node)
+        for name, ends in vars(program.results()).items():
+            values.ends[name] = [values.number(end) for end in ends]
+        return values
+
+    def number(self, value: Any) -> Number:
+        """The number of an argument: a node's, or a constant with its type, as 1 is not 1.0."""
+        if isinstance(value, fx.Node):
+            return self.of_node[value]
+        if isinstance(value, (list, tuple)):
+            return tuple(map(self.number, value))
+        if isinstance(value, dict):
+            return tuple((self.number(key), self.number(value[key])) for key in sorted(value))
+        if isinstance(value, slice):
+            return tuple(map(self.number, (value.start, value.stop, value.step)))
+        if isinstance(value, (float, torch.SymInt, torch.SymFloat, torch.SymBool)):
+            return (type(value), repr(value))  # tells 0.0 from -0.0, and asks a symbol nothing
+        return (type(value), value)
+
+    def reduced(self, number: Number) -> Number | None:
+        """The number of what `number` is once reduced, if the program reduces it."""
+        return self.by_key.get((_REDUCED, number))
+
+    def _visit(self, node: fx.Node) -> None:
+        if ops.is_unpack(node):
+            collective = ops.collective_of(node)
+            operands: Sequence[fx.Node] = collective.args[0]  # type: ignore[assignment]
+            operand = self.of_node[operands[node.args[1]]]  # type: ignore[index]
+            if collective.target in ops.REDUCES:
+                self._enter(node, (_REDUCED, operand))
+            else:
+                self._set(node, operand)
+        elif node.target is _aten.clone.default and len(node.args) == 1 and not node.kwargs:
+            self._set(node, self.number(node.args[0]))
+        elif (dropout := _dropped(node)) is not None:
+            value, p, _ = dropout.args
+            scale = 0.0 if p == 1 else 1.0 / (1.0 - p)  # type: ignore[operator]
+            mask = self._intern((operator.getitem, (self.of_node[dropout], self.number(1)), ()))
+            args = (self.number(value), mask, self.number(scale))
+            self._enter(node, (_aten.native_dropout_backward.default, args, ()))
+        else:
+            key: Key = (node.target, self.number(node.args), self.number(node.kwargs))
+            if ops.is_random(node):
+                key = (*key, node)
+                self.draws.append(node)
+            self._enter(node, key)
+
+    def _enter(self, node: fx.Node, key: Key) -> None:
+        self._set(node, self._intern(key))
+
+    def _intern(self, key: Key) -> int:
+        number = self.by_key.setdefault(key, len(self.keys))
+        if number == len(self.keys):
+            self.keys.append(key)
+        return number
+
+    def _set(self, node: fx.Node, number: int) -> None:
+        self.of_node[node] = number
+        self.name.setdefault(number, node.name)
+
+    def text(self, number: Number) -> str:
+        """A value as an error shows it: "%name", "reduced %name", a constant, a list."""
+        if isinstance(number, int):
+            kind, *operands = self.keys[number]
+            if kind == _REDUCED:
+                return f"reduced {self.text(operands[0])}"
+            return f"%{self.name[number]}"
+        if len(number) == 2 and isinstance(number[0], type):
+            return str(number[1])
+        return f"[{', '.join(map(self.text, number))}]"
+
+
+def check_values(facts: Facts) -> None:
+    """The step returns the values it returned when captured; gradients may be reduced since."""
+    captured = None if facts.reference is None else facts.reference.values
+    if captured is None:
+        return
+    values = Values.of(facts.program, captured)
+    _check_draws(facts, captured, values)
+    program, results = facts.program, facts.program.results()
+    for kind, ends, names in (
+        ("output", results.outputs, [entry.path for entry in program.outputs]),
+        ("mutation", results.mutations, [entry.name for entry in program.mutations]),
+        ("grad", results.grads, [entry.fqn for entry in program.params]),
+        ("input_grad", results.input_grads, [entry.path for entry in program.inputs]),
+    ):
+        for name, end, now, was in zip(
+            names, ends, values.ends[f"{kind}s"], captured.ends[f"{kind}s"], strict=True
+        ):
+            if now != was and (kind != "grad" or now != values.reduced(was)):
+                _blame(facts, captured, values, f"{kind} {name!r}", end, (now, was))
+
+
+def _check_draws(facts: Facts, captured: Values, values: Values) -> None:
+    for now, was in zip_longest(values.draws, captured.draws):
+        if now is not was:
+            found = "nothing more" if now is None else f"%{now.name}"
+            wanted = "nothing more" if was is None else f"%{was.name}"
+            node = was if now is None and was in facts.place else now
+            facts.fail(
+                "same values",
+                node,
+                f"{found} draws random numbers where {wanted} did when captured; a pass may not "
+                "add, drop or reorder draws",
+            )
+
+
+def _blame(
+    facts: Facts, captured: Values, values: Values, what: str, end: Any, numbers: tuple[Any, Any]
+) -> NoReturn:
+    """Name the first node behind `end` that computes what the captured program does not."""
+    known = set(captured.of_node.values())
+    for node in _behind(end, facts):
+        if not ops.is_compute(node):
+            continue
+        number = values.of_node[node]
+        if number in known or values.name[number] != node.name:
+            continue
+        facts.fail(
+            "same values",
+            node,
+            f"{what} is not what was captured, as this node computes something new: "
+            f"{_difference(node, captured, values)}",
+        )
+    now, was = numbers
+    node = end if isinstance(end, fx.Node) else facts.program.output_node
+    facts.fail(
+        "same values",
+        node,
+        f"{what} is {values.text(now)}, and was {captured.text(was)} when captured",
+    )
+
+
+def _behind(end: Any, facts: Facts) -> list[fx.Node]:
+    """Every node that `end` is computed from, and itself, in order."""
+    found = {end} if isinstance(end, fx.Node) else set()
+    stack = list(found)
+    while stack:
+        for value in stack.pop().all_input_nodes:
+            if value not in found:
+                found.add(value)
+                stack.append(value)
+    return sorted(found, key=facts.place.__getitem__)
+
+
+def _difference(node: fx.Node, captured: Values, values: Values) -> str:
+    was = captured.of_node.get(node)
+    if was is None:
+        return "the captured program has no such node"
+    old, new = captured.keys[was], values.keys[values.of_node[node]]
+    if old[0] is not new[0]:
+        return "it is another operator"
+    for index, (before, now) in enumerate(zip_longest(old[1], new[1], fillvalue=())):
+        if before != now:
+            return f"its operand {index} is {values.text(now)}, and was {captured.text(before)}"
+    return "its keyword arguments differ"
+
+
+def _dropped(node: fx.Node) -> fx.Node | None:
+    """The dropout in training whose output (not its mask) `node` picks out, if it does."""
+    if node.target is not operator.getitem or node.args[1] != 0:
+        return None
+    source = node.args[0]
+    if isinstance(source, fx.Node) and source.target is _aten.native_dropout.default:
+        return source if len(source.args) == 3 and source.args[2] is True else None
+    return None
