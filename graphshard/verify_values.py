@@ -11,8 +11,8 @@ one walk. What passes may do follows from a few equations:
     what a reduce returns                                      its operand, reduced
 
 So a view, a cast or a whole region that is computed again has the number of the original. What
-draws random numbers cannot be computed again, moved past another draw, or left out: the draws are
-those of the captured program, in its order.
+draws random numbers or writes into its operands cannot be computed again, left out, or moved past
+another such: these are the captured program's, in its order.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ class Values:
     by_key: dict[Key, int] = field(default_factory=dict)
     of_node: dict[fx.Node, int] = field(default_factory=dict)
     name: dict[int, str] = field(default_factory=dict)  # of the first node of each number
-    draws: list[fx.Node] = field(default_factory=list)
+    effects: list[fx.Node] = field(default_factory=list)
     ends: dict[str, list[Number]] = field(default_factory=dict)  # by list of the output node
 
     @classmethod
@@ -111,9 +111,9 @@ class Values:
             self._enter(node, (_aten.native_dropout_backward.default, args, ()))
         else:
             key: Key = (node.target, self.number(node.args), self.number(node.kwargs))
-            if ops.is_random(node):
+            if ops.is_random(node) or _writes(node.target):
                 key = (*key, node)
-                self.draws.append(node)
+                self.effects.append(node)
             self._enter(node, key)
 
     def _enter(self, node: fx.Node, key: Key) -> None:
@@ -147,7 +147,7 @@ def check_values(facts: Facts) -> None:
     if captured is None:
         return
     values = Values.of(facts.program, captured)
-    _check_draws(facts, captured, values)
+    _check_effects(facts, captured, values)
     program, results = facts.program, facts.program.results()
     for kind, ends, names in (
         ("output", results.outputs, [entry.path for entry in program.outputs]),
@@ -162,17 +162,16 @@ def check_values(facts: Facts) -> None:
                 _blame(facts, captured, values, f"{kind} {name!r}", end, (now, was))
 
 
-def _check_draws(facts: Facts, captured: Values, values: Values) -> None:
-    for now, was in zip_longest(values.draws, captured.draws):
+def _check_effects(facts: Facts, captured: Values, values: Values) -> None:
+    for now, was in zip_longest(values.effects, captured.effects):
         if now is not was:
-            found = "nothing more" if now is None else f"%{now.name}"
-            wanted = "nothing more" if was is None else f"%{was.name}"
-            node = was if now is None and was in facts.place else now
+            found = "nothing" if now is None else f"%{now.name}"
+            wanted = "nothing" if was is None else f"%{was.name}"
             facts.fail(
                 "same values",
-                node,
-                f"{found} draws random numbers where {wanted} did when captured; a pass may not "
-                "add, drop or reorder draws",
+                now or facts.program.output_node,
+                f"{found} stands where {wanted} did when captured among what draws random numbers "
+                "or writes into its operands, which a pass may not add, drop or reorder",
             )
 
 
@@ -225,6 +224,11 @@ def _difference(node: fx.Node, captured: Values, values: Values) -> str:
         if before != now:
             return f"its operand {index} is {values.text(now)}, and was {captured.text(before)}"
     return "its keyword arguments differ"
+
+
+def _writes(target: Any) -> bool:
+    schema = getattr(target, "_schema", None)
+    return schema is not None and schema.is_mutable
 
 
 def _dropped(node: fx.Node) -> fx.Node | None:

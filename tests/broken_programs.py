@@ -273,6 +273,56 @@ def forgotten_tangent(program: Program) -> None:
     program.outputs = (dataclasses.replace(program.outputs[0], tangent=None),)
 
 
+def swapped_weights(program: Program) -> None:
+    """Two gathered parameters of one shape are read for each other."""
+    embed, head = named(program, "embed_weight_full"), named(program, "head_weight_full")
+    embed.args, head.args = head.args, embed.args
+
+
+def reversed_reduce(program: Program) -> None:
+    """The root's two gradients, of one shape, are reduced for each other's parameter."""
+    reduce = named(program, "root_reduce_scatter")
+    reduce.args = (reduce.args[0][::-1],)
+
+
+def gradient_reduced_twice(program: Program) -> None:
+    reduce = named(program, "root_reduce_scatter")
+    reduce.args = ([reduce.args[0][0]] * 2,)
+
+
+def bypassed_relu(program: Program) -> None:
+    relu = next(n for n in program.nodes() if n.target is aten.relu.default)
+    relu.replace_all_uses_with(relu.args[0])
+
+
+def another_constant(program: Program) -> None:
+    mask = next(n for n in program.nodes() if n.target is aten.threshold_backward.default)
+    mask.args = (*mask.args[:2], 0.0)
+
+
+def free_while_reduced(program: Program) -> None:
+    """A gathered parameter is freed between the issue and the wait of a reduce that reads it."""
+    reduce, free = named(program, "layers_1_reduce_scatter"), named(program, "layers_1_free_1")
+    free.prepend(reduce)
+    reduce.args = ([named(program, "layers_1_up_weight_full_1"), reduce.args[0][1]],)
+
+
+def reissued_gathers(program: Program) -> None:
+    """The gathers of two units in the other order, by new nodes."""
+    first, second = named(program, "layers_0_all_gather"), named(program, "layers_1_all_gather")
+    with program.graph.inserting_before(first):
+        news = [(old, program.graph.node_copy(old)) for old in (second, first)]
+    for old, new in news:
+        new.meta = dict(old.meta)
+        old.replace_all_uses_with(new)
+        program.graph.erase_node(old)
+
+
+def renamed_param(program: Program) -> None:
+    first, second, *rest = program.params
+    program.params = (first, dataclasses.replace(second, names=(*second.names, "tie")), *rest)
+
+
 def lost_result(program: Program) -> None:
     results = program.results()
     results.grads.pop()
@@ -322,5 +372,13 @@ BREAKS: dict[Callable[[Program], None], tuple[str, str]] = {
     swapped_tables: ("layout", "expect placeholder %layers_0_up_weight here"),
     forgotten_input: ("layout", "the tables expect placeholder %tangent_0 here"),
     forgotten_tangent: ("layout", "the tables name 9 placeholders, the graph has 10"),
+    swapped_weights: ("same values", "its operand 0 is %head_weight, and was %embed_weight"),
+    reversed_reduce: ("same values", "grad 'embed.weight' is reduced %t_default_"),
+    gradient_reduced_twice: ("same values", "grad 'head.weight' is reduced %"),
+    bypassed_relu: ("same values", "its operand 0 is %mm_default, and was %relu_default"),
+    another_constant: ("same values", "its operand 2 is 0.0, and was 0"),
+    free_while_reduced: ("lifetimes", "it ends what reads %layers_1_up_weight_full_1"),
+    reissued_gathers: ("order", "it is issued where %layers_0_all_gather was"),
+    renamed_param: ("unchanged", "entry 1 of the program's params was (fqn='layers.0.up.weight'"),
     lost_result: ("layout", "7 grads are returned, the table has 8"),
 }

@@ -1,0 +1,226 @@
+"""What a step returns is what was captured, whatever a pass of one's own does to the program."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+import broken_programs
+import pytest
+import torch
+import toy_programs as toys
+from torch import fx, nn
+
+import graphshard
+from graphshard.errors import VerifyError
+from graphshard.pipeline import Pass, default_passes, run_passes
+from graphshard.policy import Policy
+from graphshard.program import Program
+from graphshard.verify_values import Values
+
+aten = torch.ops.aten
+
+
+class Net(nn.Module):
+    """Two dropouts that could be drawn in either order, a mutated buffer, a returned parameter."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.left, self.right = nn.Linear(8, 8), nn.Linear(8, 8)
+        self.norm = nn.BatchNorm1d(8)
+
+    def forward(self, x: torch.Tensor) -> Any:
+        left = nn.functional.dropout(self.left(x), 0.25)
+        right = nn.functional.dropout(self.right(x), 0.25)
+        return self.norm(left), right, self.left.weight
+
+
+@dataclass(frozen=True)
+class Edit:
+    edit: Callable[[Program], None]
+    name: str = "edit"
+
+    def apply(self, program: Program, plan: graphshard.ShardingPlan) -> None:
+        self.edit(program)
+
+
+@dataclass(frozen=True)
+class ChangingEdit(Edit):
+    changes_values: ClassVar[bool] = True
+
+
+def planned(*passes: Pass, **policy: Any) -> Program:
+    x = torch.ones(4, 8, requires_grad=True)
+    plan = graphshard.plan(
+        Net(),
+        graphshard.BlockPolicy({nn.Linear}, **policy),
+        world_size=2,
+        example_inputs=(x,),
+        passes=passes,
+    )
+    assert plan.program is not None
+    return plan.program
+
+
+def dropouts(program: Program) -> list[fx.Node]:
+    return [n for n in program.nodes() if n.target is aten.native_dropout.default]
+
+
+def swap_draws(program: Program) -> None:
+    first, second = dropouts(program)
+    picked = list(first.users)
+    for node in (*picked[::-1], first):
+        second.append(node)
+
+
+def repeat_draw(program: Program) -> None:
+    first, second = dropouts(program)
+    with program.graph.inserting_before(second):
+        again = program.graph.node_copy(first)
+    again.meta = dict(first.meta)
+
+
+def drop_draw(program: Program) -> None:
+    first, second = dropouts(program)
+    for mine, other in zip(first.users, second.users, strict=True):
+        mine.replace_all_uses_with(other)
+    for node in (*first.users, first):
+        program.graph.erase_node(node)
+
+
+def other_probability(program: Program) -> None:
+    first, _ = dropouts(program)
+    first.args = (first.args[0], 0.5, True)
+
+
+def write_in_place(program: Program) -> None:
+    value = program.results().outputs[1]
+    with program.graph.inserting_after(value):
+        write = program.graph.call_function(aten.relu_.default, (value,))
+    write.meta = dict(value.meta)
+
+
+def swap_outputs(program: Program) -> None:
+    results = program.results()
+    results.outputs[:2] = results.outputs[1::-1]
+    program.set_results(results)
+
+
+def forget_input_grad(program: Program) -> None:
+    results = program.results()
+    results.input_grads[0] = None
+    program.set_results(results)
+
+
+def swap_mutations(program: Program) -> None:
+    results = program.results()
+    names = [entry.name for entry in program.mutations]
+    mean, var = names.index("norm.running_mean"), names.index("norm.running_var")
+    values = results.mutations
+    values[mean], values[var] = values[var], values[mean]
+    program.set_results(results)
+
+
+def double_output(program: Program) -> None:
+    results = program.results()
+    value = results.outputs[1]
+    with program.graph.inserting_after(value):
+        double = program.graph.call_function(aten.mul.Tensor, (value, 2))
+    double.meta = dict(value.meta)
+    results.outputs[1] = double
+    program.set_results(results)
+
+
+@pytest.mark.parametrize(
+    ("edit", "said"),
+    [
+        (swap_draws, "%native_dropout_1 stands where %native_dropout did"),
+        (repeat_draw, "stands where %native_dropout_1 did"),
+        (drop_draw, "%native_dropout_1 stands where %native_dropout did"),
+        (write_in_place, "%relu__default stands where nothing did"),
+        (other_probability, "its operand 1 is 0.5, and was 0.25"),
+        (swap_outputs, "output 'out[0]' is %"),
+        (forget_input_grad, "input_grad 'args[0]' is None, and was %"),
+        (swap_mutations, "mutation 'norm.running_mean' is %"),
+        (double_output, "the captured program has no such node"),
+    ],
+    ids=lambda part: getattr(part, "__name__", ""),
+)
+def test_a_pass_that_changes_what_is_computed(edit: Callable[[Program], None], said: str) -> None:
+    with pytest.raises(VerifyError) as raised:
+        planned(Edit(edit))
+    message = str(raised.value)
+    assert message.startswith("after pass 'edit' the program breaks the rule 'same values': ")
+    assert said in message
+    assert "unit" in message.splitlines()[1]
+
+
+@pytest.mark.parametrize(
+    "policy",
+    [
+        {},
+        {"recompute": "units"},
+        {"strategy": "SHARD_GRAD_OP"},
+        {"strategy": "NO_SHARD"},
+        {"backward_prefetch": "post", "forward_prefetch": 2, "reshard_root": True},
+    ],
+    ids=str,
+)
+def test_own_passes_change_nothing(policy: dict[str, Any]) -> None:
+    """Recomputed, re-derived, copied and reduced values are found equal to the captured ones."""
+    program = planned(**policy)
+    assert any(n.target is aten.clone.default for n in program.nodes()) != (
+        policy.get("strategy") == "NO_SHARD"
+    )
+
+
+def test_a_pass_may_say_that_it_changes_values() -> None:
+    program = planned(ChangingEdit(double_output), Edit(lambda program: None))
+    assert program.results().outputs[1].target is aten.mul.Tensor
+    with pytest.raises(VerifyError, match=r"'again' .*'same values'"):
+        planned(ChangingEdit(double_output), Edit(double_output, "again"))
+
+
+def test_a_dropped_mutation_is_an_error_of_its_own() -> None:
+    def forget(program: Program) -> None:
+        program.mutations = program.mutations[:-1]
+        results = program.results()
+        results.mutations.pop()
+        program.set_results(results)
+
+    with pytest.raises(VerifyError, match=r"rule 'unchanged': entry 2 .* mutations was \(kind="):
+        planned(Edit(forget))
+
+
+@pytest.mark.parametrize(
+    ("name", "rule", "break_it"),
+    [
+        ("unshard", "shards", broken_programs.shard_read_as_full),
+        ("reduce_grads", "reduces", broken_programs.dropped_gradient),
+        ("insert_free", "frees", broken_programs.missing_free),
+    ],
+)
+def test_a_name_turns_no_rule_on_or_off(
+    name: str, rule: str, break_it: Callable[[Program], None]
+) -> None:
+    def run(passes: Sequence[Pass]) -> None:
+        program = toys.blocks()
+        run_passes(program, toys.make_toy_plan(program, toys.UNITS[toys.blocks]), passes)
+
+    ours = default_passes(Policy())
+    run((Edit(lambda program: None, name), *ours))
+    for step in ours:
+        if step.name == name:
+            object.__setattr__(step, "name", "another")
+    with pytest.raises(VerifyError, match=f"rule '{rule}'"):
+        run((*ours, Edit(break_it)))
+
+
+def test_constants_are_told_apart_by_type_and_sign() -> None:
+    values = Values()
+    constants = [0, 0.0, -0.0, False, None, (), (0,), {"a": 0}, torch.float32, slice(0, 1)]
+    numbers = [values.number(constant) for constant in constants]
+    assert len(set(numbers)) == len(constants)
+    assert values.number([0]) == values.number((0,))
+    assert values.number(float("nan")) == values.number(float("nan"))
