@@ -13,7 +13,6 @@ def outcomes():
     return run_ranks(parity.compare, 4, tuple(CASES), {}, timeout=400)
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("name", CASES)
 def test_model_trains_as_in_one_process(outcomes, name):
     for of_rank in outcomes:
