@@ -95,7 +95,7 @@ class _Builder:
         self, key: tuple[str, Any], name: str, fqn: str, phase: str = FORWARD
     ) -> fx.Node:
         old = self.ends[key]
-        node = self.graph.placeholder(_identifier(name))
+        node = _placeholder_named(self.graph, name)
         node.meta = {"val": old.meta["val"], "phase": phase, FQN: fqn}
         self.new[old] = node
         return node
@@ -146,27 +146,27 @@ class _Builder:
                     "meta device, which has no values; register it as a buffer"
                 )
             name = f"constant_{len(entries)}"
-            node = self.graph.placeholder(name)
+            node = _placeholder_named(self.graph, name)
             node.meta = {"val": old.meta["val"], "phase": FORWARD, FQN: ""}
             self.new[old] = node
             entries.append(BufferEntry(name, (name,), node, constant=True, value=value))
         return tuple(entries)
 
     def _refuse_weights(self, value: Tensor) -> None:
-        for owner in (*self.traced.param_owners, *self.traced.buffer_owners):
-            tensor = owner.tensor
-            if value is tensor or (
-                value.device.type != "meta"
-                and tensor.device == value.device
-                and tensor.numel() > 0
-                and tensor.untyped_storage().data_ptr() == value.untyped_storage().data_ptr()
-            ):
-                raise CaptureError(
-                    f"the forward reaches {owner.fqn!r} past the module that owns it (through a "
-                    "list, a closure or another object), where its shard cannot be put in its "
-                    "place; reach it through the module's attribute, or hold it in an "
-                    "nn.ParameterList"
-                )
+        past = (
+            "past the module that owns it (through a closure, a list, a view kept as an attribute "
+            "or another object), where its shard cannot be put in its place; reach it through the "
+            "module's attribute, or hold it in an nn.ParameterList"
+        )
+        for name, tensor in self.traced.weights():
+            if value is tensor or _same_memory(value, tensor):
+                raise CaptureError(f"the forward reaches {name!r} {past}")
+        if value.requires_grad:
+            raise CaptureError(
+                f"the forward uses a tensor of shape {tuple(value.shape)} that requires gradients "
+                "but is neither a parameter nor an input, so it would never be trained; make it an "
+                f"nn.Parameter of a module, or detach it. If it is a parameter, it is reached {past}"
+            )
 
     def _inputs(self) -> tuple[InputEntry, ...]:
         entries = []
@@ -313,12 +313,26 @@ def _end_key(desc: Any, classes: Any) -> tuple[str, Any]:
     raise CaptureError(f"the step has an input of a kind a program cannot hold ({desc.expr()})")
 
 
+def _same_memory(a: Tensor, b: Tensor) -> bool:
+    if a.device != b.device or a.device.type == "meta" or not a.numel() or not b.numel():
+        return False
+    return a.untyped_storage().data_ptr() == b.untyped_storage().data_ptr()
+
+
 def _storage(tensor: Tensor) -> int:
     return tensor.untyped_storage()._cdata
 
 
 def _module(parameter_fqn: str) -> str:
     return parameter_fqn.rpartition(".")[0]
+
+
+def _placeholder_named(graph: fx.Graph, name: str) -> fx.Node:
+    node = graph.placeholder(_identifier(name))
+    # The generated code names its arguments by target, which fx does not make unique: "a.b" and
+    # "a_b" would share one.
+    node.target = node.name
+    return node
 
 
 def _identifier(text: str) -> str:

@@ -18,6 +18,10 @@ from torch import Tensor, nn
 from graphshard.errors import CaptureError
 from graphshard.structure import CALL, Structure, take_apart
 
+ORIGINALS = "_graphshard_originals"
+"""Attribute of a copied model: (name, weak reference) of the weights of the model it was made of,
+which code of the model may still reach."""
+
 
 @dataclass(frozen=True)
 class Owner:
@@ -66,6 +70,15 @@ class TracedModel(nn.Module):
         self.state_changes: tuple[str, ...] = ()
         self.reachable: frozenset[int] = frozenset()
         self._model = [model]  # in a list, so that it is no submodule of this one
+
+    def weights(self) -> Iterator[tuple[str, Tensor]]:
+        """The module's parameters and buffers, and those of the model it is a copy of."""
+        for owner in (*self.param_owners, *self.buffer_owners):
+            yield owner.fqn, owner.tensor
+        for name, reference in vars(self._model[0]).get(ORIGINALS, ()):
+            tensor = reference()
+            if tensor is not None:
+                yield name, tensor
 
     def forward(self, *tensors: Tensor) -> list[Tensor]:
         """The module's tensor outputs, each cut loose from what it aliases."""

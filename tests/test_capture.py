@@ -329,6 +329,20 @@ def test_copy_is_independent():
     assert [n.name for n in other.graph.nodes] == [n.name for n in program.graph.nodes]
 
 
+def test_names_that_make_one_identifier_stay_apart():
+    model = nn.Module()
+    model.a = nn.Linear(4, 4)
+    model.a_weight = nn.Parameter(torch.randn(4, 4))
+    model.forward = lambda x: model.a(x) @ model.a_weight
+    program = capture(model, (X,), {}).program
+    targets = [n.target for n in program.graph.nodes if n.op == "placeholder"]
+    assert len(set(targets)) == len(targets)
+    assert_same_as_eager(
+        Net(lambda m, x: m.a(x) @ m.a_weight, a=linear(), a_weight=nn.Parameter(torch.eye(4) * 2)),
+        (X,),
+    )
+
+
 def test_attention_stays_one_kernel():
     def forward(m, x):
         q = m.fc(x).view(1, 1, 6, 4)

@@ -10,6 +10,7 @@ from test_capture import Net, X, linear
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
+import graphshard
 from graphshard.capture import capture
 from graphshard.errors import CaptureError
 
@@ -129,6 +130,43 @@ def test_parameter_reached_past_its_module():
     model.others = [model.fc.weight]
     model._forward = lambda m, x: m.fc(x) @ m.others[0]
     assert "reaches 'fc.weight' past the module" in refused(model, X)
+
+
+class Closes(nn.Module):
+    """Reaches its weights through a closure that no copy of the module follows."""
+
+    def __init__(self, reach: str, trainable: bool = True):
+        super().__init__()
+        self.fc = linear()
+        self.fc.weight.requires_grad_(trainable)
+        self.register_buffer("scale", torch.ones(4))
+        self.view = self.fc.weight.T
+        self.plain = torch.ones(4, requires_grad=True)
+        self.fn = {
+            "weight": lambda: self.fc.weight,
+            "view": lambda: self.view,
+            "buffer": lambda: self.scale,
+            "plain": lambda: self.plain,
+        }[reach]
+
+    def forward(self, x):
+        return self.fc(x) * self.fn().sum()
+
+
+@pytest.mark.parametrize(
+    ("reach", "trainable", "said"),
+    [
+        ("weight", True, "'fc.weight' past the module"),
+        ("weight", False, "'fc.weight' past the module"),
+        ("view", True, "'fc.weight' past the module"),
+        ("buffer", True, "'scale' past the module"),
+        ("plain", True, "would never be trained"),
+    ],
+)
+def test_weights_reached_through_a_closure(reach, trainable, said):
+    policy = graphshard.BlockPolicy({nn.Linear})
+    with pytest.raises(CaptureError, match=said):
+        graphshard.compile(Closes(reach, trainable), policy, example_inputs=(X,))
 
 
 def test_gradient_lost_between_an_output_and_a_parameter():

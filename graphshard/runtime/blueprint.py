@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import weakref
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+
+from graphshard.tracing import ORIGINALS
 
 
 def blueprint_of(model: nn.Module) -> nn.Module:
@@ -19,9 +22,12 @@ def blueprint_of(model: nn.Module) -> nn.Module:
     """
     twins = {id(tensor): twin for tensor, twin in _on_meta(model)}
     try:
-        return copy.deepcopy(model, dict(twins))
+        blueprint = copy.deepcopy(model, dict(twins))
     except Exception:  # whatever the attributes of a module raise
-        return _copied_by_attribute(model, dict(twins))
+        blueprint = _copied_by_attribute(model, dict(twins))
+    named = (*model.named_parameters(), *model.named_buffers())
+    vars(blueprint)[ORIGINALS] = [(name, weakref.ref(tensor)) for name, tensor in named]
+    return blueprint
 
 
 def _on_meta(model: nn.Module) -> Iterator[tuple[Tensor, Tensor]]:
