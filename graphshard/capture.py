@@ -22,6 +22,7 @@ from graphshard.capture_errors import explained
 from graphshard.errors import CaptureError
 from graphshard.fake_mode import constant_folding_fake_mode
 from graphshard.joint import program_of_joint
+from graphshard.module_state import own_randomness
 from graphshard.program import Program
 from graphshard.rnn import stacked_layer_dropout
 from graphshard.structure import CALL, Structure, take_apart
@@ -108,11 +109,19 @@ def capture(
 
     fakes = [fake(t).requires_grad_(grad and t.requires_grad) for t in tensors]
     traced = TracedModel(model, fake, inputs, grad)
-    with explained(model):
+    with explained(model), own_randomness() as generators:
         joint = _trace(traced, model, fakes, grad)
     needs_grad = [t.requires_grad for t in fakes]
     program = program_of_joint(joint, traced, inputs, needs_grad, training=model.training)
     _check_gradients(program, traced)
+    if generators:
+        drawn = " and ".join(generators)
+        notes.append(f"random numbers drawn from {drawn} in forward are baked in")
+        warnings.warn(
+            f"the forward draws random numbers from {drawn}; a captured program keeps those it "
+            "saw. Draw them with torch, or pass them as arguments",
+            stacklevel=2,
+        )
     if traced.state_changes:
         changed = ", ".join(traced.state_changes[:5])
         notes.append(f"python state assigned in forward is baked in: {changed}")

@@ -165,7 +165,7 @@ class _Builder:
             raise CaptureError(
                 f"the forward uses a tensor of shape {tuple(value.shape)} that requires gradients "
                 "but is neither a parameter nor an input, so it would never be trained; make it an "
-                f"nn.Parameter of a module, or detach it. If it is a parameter, it is reached {past}"
+                f"nn.Parameter of a module, or detach it. If it is one, it is reached {past}"
             )
 
     def _inputs(self) -> tuple[InputEntry, ...]:

@@ -7,7 +7,6 @@ in eager's order); its forward puts them into the module, calls it, and takes th
 
 from __future__ import annotations
 
-import contextlib
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any
@@ -16,6 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from graphshard.errors import CaptureError
+from graphshard.module_state import own_state
 from graphshard.structure import CALL, Structure, take_apart
 
 ORIGINALS = "_graphshard_originals"
@@ -86,7 +86,7 @@ class TracedModel(nn.Module):
         args, kwargs = self._inputs.build(tensors)
         params = [getattr(self, f"p{i}") for i in range(len(self.param_owners))]
         buffers = [getattr(self, f"b{i}") for i in range(len(self.buffer_owners))]
-        with _own_state(model) as changes:
+        with own_state(model) as changes:
             _install(model, self.param_owners, params)
             _install(model, self.buffer_owners, buffers)
             output = model(*args, **kwargs)
@@ -134,44 +134,6 @@ def _install(model: nn.Module, found: list[Owner], values: list[Tensor]) -> None
 def _member(model: nn.Module, name: str) -> Any:
     module_fqn, _, attribute = name.rpartition(".")
     return getattr(model.get_submodule(module_fqn), attribute, None)
-
-
-_TABLES = ("_parameters", "_buffers", "_modules")
-# nn.LSTM and its kind list their own weights anew in every forward.
-_NO_STATE = ("_flat_weights", "_flat_weight_refs")
-_MISSING = object()
-
-
-@contextlib.contextmanager
-def _own_state(model: nn.Module) -> Iterator[list[str]]:
-    """Restore every module's attributes on leaving; the list then names those that were changed."""
-    before = [
-        (name, module, dict(module.__dict__), [dict(getattr(module, t)) for t in _TABLES])
-        for name, module in model.named_modules()
-    ]
-    changes: list[str] = []
-    try:
-        yield changes
-    finally:
-        for name, module, attributes, contents in before:
-            for key, value in module.__dict__.items():
-                if key not in _TABLES + _NO_STATE and _differs(
-                    attributes.get(key, _MISSING), value
-                ):
-                    changes.append(f"{name}.{key}" if name else key)
-            module.__dict__.clear()
-            module.__dict__.update(attributes)
-            for table, content in zip(_TABLES, contents, strict=True):
-                current = getattr(module, table)
-                current.clear()
-                current.update(content)
-
-
-def _differs(before: Any, after: Any) -> bool:
-    if before is after:
-        return False
-    plain = (int, float, str, bool, bytes, complex)
-    return not (isinstance(before, plain) and type(before) is type(after) and before == after)
 
 
 def _reachable(outputs: list[Tensor], params: list[Tensor]) -> frozenset[int]:

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import random
 from dataclasses import dataclass
 
+import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
@@ -260,6 +262,27 @@ def test_the_module_is_left_as_it_was():
     assert type(model.fc.weight) is nn.Parameter
     assert not model.fc._forward_hooks
     assert not model.fc._forward_pre_hooks
+
+
+def test_state_in_containers_and_random_numbers_are_said_to_be_baked_in():
+    def forward(m, x):
+        m.seen["calls"] += 1
+        m.log.append(x.shape)
+        return m.fc(x) * m.seen["calls"] * random.random() * float(np.random.rand())
+
+    model = Net(forward, fc=linear())
+    model.seen, model.log = {"calls": 0}, []
+    random.seed(0)
+    np.random.seed(0)
+    with pytest.warns(UserWarning, match="captured program keeps") as warned:
+        notes = capture(model, (X,)).program.notes
+    said = " ".join(str(w.message) for w in warned)
+    assert "assigns seen, log" in said
+    assert "random numbers from random and numpy.random" in said
+    assert len(notes) == 2
+    assert (model.seen, model.log) == ({"calls": 0}, [])
+    expected = random.Random(0).random(), np.random.RandomState(0).rand()
+    assert (random.random(), np.random.rand()) == expected
 
 
 def test_questions_about_constants_are_answered():
