@@ -58,6 +58,12 @@ def _reason(error: Exception) -> str:
         )
     if "fake" in first.lower() and ("register" in first.lower() or "kernel" in first.lower()):
         return f"an operator has no fake kernel ({first}); use torch.library.register_fake"
+    if "entirely functional graph" in first:
+        return (
+            "the forward changes in place a tensor that is neither an input nor a buffer (a plain "
+            "attribute or a closure's), so the change would be lost; register it with "
+            "register_buffer"
+        )
     return f"the model's forward raised {type(error).__name__} while being captured: {first}"
 
 

@@ -82,6 +82,12 @@ def test_buffer_given_a_value_with_a_gradient():
     assert "buffer 'mean'; detach" in message
 
 
+def test_plain_tensor_changed_in_place():
+    model = Net(lambda m, x: m.fc(x) + m.seen.add_(1), fc=linear())
+    model.seen = torch.zeros(4)
+    assert "neither an input nor a buffer" in refused(model, X)
+
+
 def test_buffer_assigned_another_shape():
     def forward(m, x):
         m.state = x
