@@ -13,7 +13,7 @@ from ranks import run_ranks
 from torch import nn
 
 import graphshard
-from graphshard.errors import CaptureError, RuntimeStateError
+from graphshard.errors import CaptureError, PlanError, RuntimeStateError
 
 LINEAR = graphshard.BlockPolicy({nn.Linear})
 
@@ -181,3 +181,27 @@ def validate_on_the_first_rank(rank: int) -> list[float]:
 def test_a_call_without_collectives_concerns_no_other_rank():
     first, second = run_ranks(validate_on_the_first_rank, 2, timeout=60)
     assert len(first) == len(second) == 2
+
+
+def test_hooks_put_on_parameters_before_are_carried_over():
+    model, x = model_and_input()
+    order = []
+    model[0].weight.register_hook(lambda g: order.append("before") or g * 2)
+    model[0].weight.register_post_accumulate_grad_hook(lambda p: order.append("after"))
+    model[2].weight.register_hook(lambda g: order.append("frozen"))
+    model[2].weight.requires_grad_(False)
+    sharded = graphshard.compile(model, LINEAR)
+    assert not sharded.get_submodule("2").weight.requires_grad
+    for each in (model, sharded):
+        each(x).sum().backward()
+        assert order == ["before", "after"]
+        order.clear()
+    assert torch.equal(sharded.get_submodule("0").weight.grad, model[0].weight.grad)
+
+
+@pytest.mark.parametrize("strategy", ["FULL_SHARD", "NO_SHARD"])
+def test_sparse_gradients_are_refused(strategy):
+    model = nn.Sequential(nn.Embedding(8, 4, sparse=True))
+    sharded = graphshard.compile(model, graphshard.SizePolicy(strategy=strategy))
+    with pytest.raises(PlanError, match=r"gradient of parameter '0\.weight' is sparse"):
+        sharded(torch.tensor([1, 2]))

@@ -13,9 +13,15 @@ from graphshard.errors import RuntimeStateError
 class CheckedRun(fx.Interpreter):
     """Runs a lowered graph and compares every tensor's shape and dtype with its node's `val`.
 
+    An error keeps its own text, to which fx would add the node and its stack.
+
     Raises (on a call):
         RuntimeStateError: a value is not what its node says.
     """
+
+    def __init__(self, module: fx.GraphModule) -> None:
+        super().__init__(module)
+        self.extra_traceback = False
 
     def __call__(self, args: list[Any]) -> Any:
         """As the graph's own code: takes the list of arguments and empties it."""

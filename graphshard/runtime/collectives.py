@@ -93,7 +93,12 @@ class Collective:
         except torch.OutOfMemoryError:
             raise
         except RuntimeError as error:
-            raise self.failed(error) from error
+            raise self.failed(
+                "could not be started",
+                "if this says nothing of this rank, look for the first error in the logs of all "
+                "ranks",
+                error,
+            ) from error
 
     def wait(self, pending: Pending) -> list[Tensor]:
         """Wait for what `__call__` launched and return the results in operand order.
@@ -102,15 +107,18 @@ class Collective:
             CollectiveError: another rank died, failed or timed out.
         """
         try:
-            first_wait, self.group.first_wait = self.group.first_wait, None
-            if first_wait is not None:
-                first_wait(pending.works)
             for work in pending.works:
                 work.wait()
         except torch.OutOfMemoryError:
             raise
         except RuntimeError as error:
-            raise self.failed(error) from error
+            raise self.failed(
+                "failed",
+                "another rank died, raised an error, or did not get here within "
+                f"{self.group.timeout.total_seconds():g} s; look for the first error in the logs "
+                "of all ranks",
+                error,
+            ) from error
         return self.results(pending)
 
     def results(self, pending: Pending) -> list[Tensor]:
@@ -137,14 +145,11 @@ class Collective:
             launches.append([*large, self.message(*small)] if small else large)
         return launches
 
-    def failed(self, error: Exception) -> CollectiveError:
+    def failed(self, how: str, advice: str, error: Exception) -> CollectiveError:
         """The error to raise when the collective failed with `error`."""
-        group = self.group
         return CollectiveError(
-            f"{self.op} of unit {self.unit or '(root)'} in {self.phase} failed on rank "
-            f"{group.rank} of {group.size}: another rank died, raised an error, or did not get "
-            f"here within {group.timeout.total_seconds():g} s; look for the first error in the "
-            f"logs of all ranks ({error})"
+            f"{self.op} of unit {self.unit or '(root)'} in {self.phase} {how} on rank "
+            f"{self.group.rank} of {self.group.size}: {advice} ({error})"
         )
 
 

@@ -1,14 +1,17 @@
 """Ranks agree on a program's sequence of collectives before they run it.
 
-Ranks that issue different collectives hang or mix up data, so at a program's first use each rank
-publishes what it is about to issue through the process group's Store (a collective would itself
-hang) and compares. The sequence depends on model, policy and mesh alone: ranks with other batch
-sizes agree.
+Ranks that issue different collectives hang, abort or mix up data. So before half a program starts
+its first collective, each rank says which sequence it is about to issue. The sequence depends on
+model, policy and mesh alone: ranks with other batch sizes agree.
 
-A rank may also be running a program that was agreed on before while another meets a new one at the
-same call. It notices while it waits for its first collective: wherever the host waits (Gloo), that
-wait is cut in slices, and between slices the Store is asked whether somebody announced a new
-program at this call.
+Where the host waits for collectives anyway (Gloo), this happens each time: all ranks exchange a
+ticket, the number of the module and a digest of the sequence, in one all_gather whose shape is the
+same whatever they run. If tickets differ, the sequences are published through the process group's
+Store and the first difference is told.
+
+Elsewhere (NCCL) the host must not wait, so ranks compare only at a sequence's first use, through
+the Store. Ranks that later diverge between sequences all of them know are not noticed there: they
+hang until the group's timeout, or mix up data if the shapes happen to be equal.
 """
 
 from __future__ import annotations
@@ -17,7 +20,6 @@ import hashlib
 import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from datetime import timedelta
 from functools import cached_property
 from typing import Any
 
@@ -29,7 +31,7 @@ from graphshard.errors import CollectiveError, FingerprintError
 from graphshard.plan import ShardingPlan
 from graphshard.runtime.group import Group
 
-_SLICE = timedelta(seconds=1)
+_TICKET_DIGITS = 15  # of a hexadecimal digest: 60 bits, which fit an int64
 _POLL_SECONDS = 0.02
 
 
@@ -77,45 +79,73 @@ class Agreement:
     def __init__(self, group: Group) -> None:
         self.group = group
         self.agreed: set[str] = set()
+        # Halves with collectives begun so far, forward or backward; equal on all ranks that agree.
+        self.turn = 0
+        self.module = 0
         self.store: Any = None
         # With the "fake" backend there are no other ranks.
         if group.size > 1 and group.backend != "fake":
             # The number of modules this rank has made on the group, which names this one.
-            number = group.store.add(f"graphshard/modules/{group.rank}", 1)
-            self.store = PrefixStore(f"graphshard/{number}", group.store)
+            self.module = group.store.add(f"graphshard/modules/{group.rank}", 1)
+            self.store = PrefixStore(f"graphshard/{self.module}", group.store)
 
-    def require(self, key: str, fingerprint: Fingerprint) -> None:
-        """Return once every rank is known to issue the same at the point `key` of the run.
+    def require(self, fingerprint: Fingerprint) -> None:
+        """Return once every rank is known to begin the same half of a program now.
 
         Args:
-            key: which use of the module this is, the same on every rank.
             fingerprint: of what this rank is about to run.
 
         Raises:
-            FingerprintError: some rank issues others, on every rank alike.
+            FingerprintError: some rank is about to run another, on every rank alike.
             CollectiveError: a rank did not get here within the group's timeout.
         """
         if self.store is None or not fingerprint.lines:
             return
-        if fingerprint.digest not in self.agreed:
-            self._compare(key, fingerprint)
+        if self.group.backend == "gloo":
+            settled = self._same_tickets(fingerprint)
+        else:
+            settled = fingerprint.digest in self.agreed
+        self.turn += 1
+        if not settled:
+            self._compare(fingerprint)
             self.agreed.add(fingerprint.digest)
-        elif self.group.backend == "gloo":
-            self.group.first_wait = lambda works: self._watchful_wait(works, key, fingerprint)
 
-    def _compare(self, key: str, fingerprint: Fingerprint) -> None:
-        size, rank = self.group.size, self.group.rank
-        self.store.set(f"{key}/{rank}/lines", "\n".join(fingerprint.lines))
-        self.store.set(f"{key}/{rank}/digest", fingerprint.digest)
-        self.store.set(f"{key}/announced", "1")
-        keys = [f"{key}/{other}/digest" for other in range(size)]
+    def _same_tickets(self, fingerprint: Fingerprint) -> bool:
+        """Whether every rank begins what this one does, by one collective all programs share."""
+        digest = int(fingerprint.digest[:_TICKET_DIGITS], 16)
+        try:
+            tickets = self.group.numbers([self.module, digest])
+        except RuntimeError as error:
+            group = self.group
+            first = fingerprint.lines[0].partition(":")[0]
+            raise CollectiveError(
+                f"rank {group.rank} of {group.size} is about to begin {first!r}, "
+                "but another rank died, raised an error, or did not get here within "
+                f"{group.timeout.total_seconds():g} s; every rank must call the module, and "
+                "backward, equally often; look for the first error in the logs of all ranks "
+                f"({error})"
+            ) from error
+        for other, (module, _) in enumerate(tickets):
+            if module != tickets[0][0]:
+                raise FingerprintError(
+                    "the ranks call different modules: of the modules compiled on these ranks, "
+                    f"rank 0 runs number {tickets[0][0]} and rank {other} number {module}; every "
+                    "rank must call the same modules, and backward through them, in the same order"
+                )
+        return all(ticket == tickets[0] for ticket in tickets)
+
+    def _compare(self, fingerprint: Fingerprint) -> None:
+        size, rank, turn = self.group.size, self.group.rank, self.turn
+        self.store.set(f"{turn}/{rank}/lines", "\n".join(fingerprint.lines))
+        self.store.set(f"{turn}/{rank}/digest", fingerprint.digest)
+        keys = [f"{turn}/{other}/digest" for other in range(size)]
         deadline = time.monotonic() + self.group.timeout.total_seconds()
         while not self.store.check(keys):
             if time.monotonic() > deadline:
                 missing = [r for r in range(size) if not self.store.check([keys[r]])]
                 raise CollectiveError(
-                    f"rank {rank} is about to run a new program (use {key} of this module), but "
-                    f"ranks {missing} did not get there within "
+                    f"rank {rank} is about to run a new program (forward or backward number "
+                    f"{turn} of this module), but ranks {missing} did not get there within "
                     f"{self.group.timeout.total_seconds():g} s; every rank must call the module "
                     "equally often, and none may have died"
                 )
@@ -123,25 +153,10 @@ class Agreement:
         digests = [self.store.get(k).decode() for k in keys]
         for other, digest in enumerate(digests):
             if digest != digests[0]:
-                texts = [self._lines_of(key, r) for r in (0, other)]
-                raise FingerprintError(_difference(other, *texts))
+                raise FingerprintError(_difference(other, self._lines_of(0), self._lines_of(other)))
 
-    def _lines_of(self, key: str, rank: int) -> list[str]:
-        return self.store.get(f"{key}/{rank}/lines").decode().split("\n")
-
-    def _watchful_wait(self, works: list[Any], key: str, fingerprint: Fingerprint) -> None:
-        """Wait for `works`, looking up from time to time whether a rank announced a new program."""
-        for work in works:
-            while True:
-                try:
-                    work.wait(_SLICE)
-                    break
-                except RuntimeError:
-                    if work.is_completed():  # it failed, or arrived just now
-                        work.wait()
-                        break
-                if self.store.check([f"{key}/announced"]):
-                    self._compare(key, fingerprint)
+    def _lines_of(self, rank: int) -> list[str]:
+        return self.store.get(f"{self.turn}/{rank}/lines").decode().split("\n")
 
 
 def _difference(other: int, mine: Sequence[str], theirs: Sequence[str]) -> str:
@@ -156,6 +171,6 @@ def _difference(other: int, mine: Sequence[str], theirs: Sequence[str]) -> str:
     return (
         f"the ranks would issue different collectives and hang; they differ first at number "
         f"{index + 1}:\n  rank 0: {first or end}\n  rank {other}: {second or end}\n"
-        "every rank must run the same model with the same policy and take the same branches "
-        "(only batch sizes and lengths may differ)"
+        "every rank must run the same model with the same policy, take the same branches and "
+        "run backward and no_grad alike (only batch sizes and lengths may differ)"
     )

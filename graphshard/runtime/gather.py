@@ -9,7 +9,7 @@ from torch import Tensor
 
 from graphshard import torch_compat
 from graphshard.runtime.collectives import Collective, Operand, Pending
-from graphshard.runtime.group import Group
+from graphshard.runtime.group import MOVABLE, Group, movable
 
 
 class Gathered(list[Tensor]):
@@ -38,7 +38,11 @@ class AllGather(Collective):
 
     def __init__(self, group: Group, unit: str, phase: str, operands: Sequence[Operand]) -> None:
         super().__init__(group, unit, phase, operands)
-        self.launches = self.messages(group.pack_gather_below, lambda o: o.shard_bytes)
+        # What travels as bytes travels alone.
+        self.launches = self.messages(
+            group.pack_gather_below,
+            lambda o: o.shard_bytes if o.dtype in MOVABLE else group.pack_gather_below,
+        )
         self.options = torch_compat.collective_options("AllgatherOptions")
         self.options.asyncOp = True
         self.shapes = [(o.layout.gathered_shape, o.dtype) for o in self.operands]
@@ -62,8 +66,8 @@ class AllGather(Collective):
                     inputs.append(parts)
                     outputs.append(whole)
                 else:
-                    inputs.append(tensors[message.indices[0]])
-                    outputs.append(buffers[message.indices[0]])
+                    inputs.append(movable(tensors[message.indices[0]]))
+                    outputs.append(movable(buffers[message.indices[0]]))
             launch = group.process_group.allgather_into_tensor_coalesced
             pending.works.append(self.start(launch, outputs, inputs, self.options))
         return pending

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Sequence
+from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any
 
@@ -23,12 +23,32 @@ _PACK_GATHER_BELOW = {"gloo": 0, "nccl": 64 * 1024}
 _PACK_REDUCE_BELOW = {"gloo": 1024 * 1024, "nccl": 64 * 1024}
 
 
+# What every backend can move and, where it is no integer, add up.
+MOVABLE = frozenset(
+    {
+        torch.float64,
+        torch.float32,
+        torch.float16,
+        torch.bfloat16,
+        torch.int64,
+        torch.int32,
+        torch.int8,
+        torch.uint8,
+        torch.bool,
+    }
+)
+
+
+def movable(tensor: Tensor) -> Tensor:
+    """Contiguous `tensor`, as bytes if no backend is sure to know its dtype."""
+    return tensor if tensor.dtype in MOVABLE else tensor.view(-1).view(torch.uint8)
+
+
 @dataclass
 class Group:
     """One dimension of ranks. `process_group` is None for a single rank without one.
 
     check: poison what is freed.
-    first_wait: called instead of `work.wait` for the next works waited for, then dropped.
     """
 
     process_group: Any
@@ -39,7 +59,6 @@ class Group:
     timeout: timedelta = timedelta(minutes=30)
     mesh: DeviceMesh | None = None
     check: bool = False
-    first_wait: Callable[[list[Any]], None] | None = field(default=None, repr=False)
 
     @property
     def pack_gather_below(self) -> int:
@@ -64,8 +83,19 @@ class Group:
         else:
             sent = torch.empty(tuple(shape), dtype=dtype, device=self.device)
         if self.size > 1:
-            dist.broadcast(sent, group=self.process_group, group_src=0)
+            dist.broadcast(movable(sent), group=self.process_group, group_src=0)
         return sent
+
+    def numbers(self, own: Sequence[int]) -> list[list[int]]:
+        """The numbers `own` (of 64 bits) of every rank, in order; each gives equally many.
+
+        Raises:
+            RuntimeError: a rank died, or did not get here within the timeout.
+        """
+        sent = torch.tensor(own, device=self.device)
+        received = sent.new_empty(self.size * len(own))
+        dist.all_gather_into_tensor(received, sent, group=self.process_group)
+        return received.view(self.size, -1).tolist()
 
     def everyones(self, value: Any) -> list[Any]:
         """The `value` (anything that can be pickled) of every rank, in order."""

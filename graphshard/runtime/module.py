@@ -66,9 +66,7 @@ class ShardedModule(SkeletonModule):
         if not state.ready:
             state.require_values(self)
         step, tensors = state.programs.step_for(args, kwargs)
-        if step.fingerprint.lines:  # a call without collectives concerns no other rank
-            state.uses += 1
-        return step.run(tensors, state.uses)
+        return step.run(tensors)
 
     # -- looking --------------------------------------------------------------------------------
 
@@ -189,7 +187,6 @@ class _State:
         self.programs = programs
         self.shards = distinct(bindings.shards)
         self.on_meta = on_meta
-        self.uses = 0
         self.ready = False
         # Whoever loads a buffer writes it in place or replaces it.
         self.empty_buffers = {

@@ -7,11 +7,38 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
+from torch import Tensor, fx
 
-from graphshard import torch_compat
+from graphshard import ops, torch_compat
+from graphshard.errors import PlanError
 from graphshard.runtime.collectives import Collective, Message, Operand, Pending
-from graphshard.runtime.group import Group
+from graphshard.runtime.group import MOVABLE, Group
+
+
+def require_reducible(graph: fx.Graph, group: Group) -> None:
+    """Check that every gradient `graph` reduces is of a kind the ranks can average.
+
+    Raises:
+        PlanError: one is sparse, or of a dtype the backend cannot add up; names its parameter.
+    """
+    for node in graph.nodes:
+        if not ops.is_collective(node) or node.target is ops.all_gather:
+            continue
+        names: Any = node.kwargs["params"]
+        operands: Any = node.args[0]
+        for name, operand in zip(names, operands, strict=True):
+            grad = operand.meta["val"]
+            if grad.layout != torch.strided:
+                raise PlanError(
+                    f"the gradient of parameter {name!r} is sparse, and only dense ones can be "
+                    "averaged over the ranks; make it dense, e.g. nn.Embedding(..., sparse=False)"
+                )
+            if group.size > 1 and grad.dtype not in MOVABLE:
+                raise PlanError(
+                    f"the gradient of parameter {name!r} is {str(grad.dtype)[6:]}, which the "
+                    f"backend {group.backend!r} cannot average; freeze the parameter, cast it, or "
+                    "(a complex one) train its torch.view_as_real"
+                )
 
 
 class ReduceScatter(Collective):

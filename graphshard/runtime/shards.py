@@ -53,6 +53,7 @@ class Shard:
         self.storage = self._new_storage()
         self.local = self._owned(self.storage)
         self.param = self._parameter(self.local)
+        self._take_hooks(model_param)
         self.param.requires_grad_(layout.requires_grad)
         for name, value in vars(model_param).items():
             setattr(self.param, name, value)
@@ -121,6 +122,16 @@ class Shard:
             # A checkpoint is read into detached tensors, which leaves no other trace than values.
             self.ready |= not bool(self.local.isnan().all()) or self.local.numel() == 0
         return self.ready
+
+    def _take_hooks(self, model_param: nn.Parameter) -> None:
+        before = torch_compat.tensor_hooks(model_param)
+        after = torch_compat.post_accumulate_hooks(model_param)
+        if before or after:
+            self.param.requires_grad_()  # else none may be registered, though frozen ones keep them
+        for hook in before:
+            self.param.register_hook(hook)
+        for hook in after:
+            self.param.register_post_accumulate_grad_hook(hook)
 
     # -- layout -------------------------------------------------------------------------------
 

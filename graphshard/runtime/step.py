@@ -21,6 +21,7 @@ from graphshard.runtime.cut import cut, cut_backward
 from graphshard.runtime.fingerprint import Agreement, Fingerprint
 from graphshard.runtime.group import Group
 from graphshard.runtime.lower import lower
+from graphshard.runtime.reduce import require_reducible
 from graphshard.runtime.shards import Shard
 from graphshard.verify import verify
 
@@ -47,6 +48,7 @@ class Half:
     """Half of a program, lowered: its code and the fingerprint of what it does between ranks."""
 
     def __init__(self, graph: fx.Graph, bindings: Bindings) -> None:
+        require_reducible(graph, bindings.group)
         self.module = lower(graph, bindings.plan, bindings.group)
         self.fingerprint = Fingerprint.of(graph, bindings.plan)
         check = bindings.group.check
@@ -93,19 +95,18 @@ class Step:
         # On the device, so that autograd orders the gradients we set before what follows backward.
         self._anchor = torch.empty(0, device=bindings.group.device, requires_grad=True)
 
-    def run(self, inputs: Sequence[Tensor], use: int) -> Any:
-        """The model's return value for a call; `use` numbers the calls, equally on every rank.
+    def run(self, inputs: Sequence[Tensor]) -> Any:
+        """The model's return value for a call.
 
         Args:
             inputs: aligned with `program.inputs`, on the device of the group.
-            use: 1, 2, ... for the module's first, second, ... call.
 
         Raises:
             CollectiveError: the ranks disagree, or one of them failed.
         """
         if self._changes_inputs:
             _require_apart(inputs, self.program)
-        call = _Call(self, inputs, use)
+        call = _Call(self, inputs)
         if not self.differentiable:
             with torch.no_grad():
                 call.forward()
@@ -199,10 +200,9 @@ class Step:
 class _Call:
     """One call of a step, from forward to backward."""
 
-    def __init__(self, step: Step, inputs: Sequence[Tensor], use: int) -> None:
+    def __init__(self, step: Step, inputs: Sequence[Tensor]) -> None:
         self.step = step
         self.inputs = list(inputs)
-        self.use = use
         self.outputs: list[Any] = []
         self.others: list[Any] | None = None
         self.versions: list[int] = []
@@ -211,7 +211,9 @@ class _Call:
         """Run forward; returns the tensors to save for backward."""
         step = self.step
         bindings = step.bindings
-        bindings.agreement.require(f"forward {self.use}", step.fingerprint)
+        if step.forward_half.fingerprint.lines:
+            # The backward to come is compared as well, since it shows what forward cannot.
+            bindings.agreement.require(step.fingerprint)
         args = step.forward_args(self.inputs)
         with _no_autocast(bindings.group.device):
             outputs, mutations, tensors, self.others = step.forward_half.run(args)
@@ -236,7 +238,7 @@ class _Call:
             )
         step.require_unchanged(self.versions)
         half = step.backward_half(tangents)
-        step.bindings.agreement.require(f"backward {self.use}", half.fingerprint)
+        step.bindings.agreement.require(half.fingerprint)
         saved += self.others
         saved += step.as_traced(tangents)
         self.others = None
