@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
+from dataclasses import replace
+from datetime import timedelta
 
 import pytest
 import torch
@@ -12,7 +14,9 @@ from test_runtime_failures import error_of
 from torch import Tensor, nn
 
 import graphshard
-from graphshard.errors import FingerprintError
+from graphshard.errors import CollectiveError, FingerprintError
+from graphshard.runtime.fingerprint import Agreement, Fingerprint
+from graphshard.runtime.group import find_group
 
 
 class Heads(nn.Module):
@@ -143,6 +147,22 @@ def a_replicated_forward_on_one_rank(rank: int) -> None:
     sharded(X, 0).sum().backward()
 
 
+def where_the_host_may_not_wait(rank: int) -> None:
+    """As with NCCL: compared through the Store at a sequence's first use, then never again."""
+    group = replace(find_group(None, None), backend="nccl", timeout=timedelta(seconds=2))
+    agreement = Agreement(group)
+    first, second = Fingerprint(("first",)), Fingerprint(("second",))
+    agreement.require(first)
+    agreement.require(second)
+    agreement.require((first, second)[rank])
+    message = error_of(lambda: agreement.require(Fingerprint((f"of {rank}",))), FingerprintError)
+    assert "rank 0: of 0" in message
+    assert "rank 1: of 1" in message
+    if rank == 0:
+        with pytest.raises(CollectiveError, match=r"number 5 .* ranks \[1\] did not get there"):
+            agreement.require(Fingerprint(("third",)))
+
+
 ON_TWO = [
     equal_shapes,
     different_shapes,
@@ -153,6 +173,7 @@ ON_TWO = [
     a_new_program_on_one_rank,
     modules_in_another_order,
     a_replicated_forward_on_one_rank,
+    where_the_host_may_not_wait,
 ]
 
 
