@@ -5,20 +5,22 @@ from __future__ import annotations
 import os
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeGuard
 
 import torch
 from torch import nn
 
 from graphshard.capture import capture
-from graphshard.errors import PolicyError
+from graphshard.errors import PlanError, PolicyError
 from graphshard.inspect.progress import Progress
+from graphshard.model_checks import require_module
 from graphshard.pipeline import Pass, Stages, default_passes, run_passes
 from graphshard.plan import ShardingPlan
 from graphshard.planner import make_plan, with_capture_warnings
 from graphshard.policy import Policy
 from graphshard.runtime.group import find_group
 from graphshard.runtime.module import ShardedModule
+from graphshard.runtime.skeleton import SkeletonModule
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
@@ -59,12 +61,19 @@ def compile(  # noqa: A001  # as torch.compile
         progress: told of each stage. None: a bar on stderr, if that is a terminal.
 
     Raises:
-        PolicyError: the policy, the mesh and the model do not fit; or `backend` is unknown.
-        PlanError: the model cannot be planned.
+        PolicyError: the policy, the mesh and the model do not fit; or `backend` is unknown, or
+            another argument is not of the kind above.
+        PlanError: the model cannot be planned, or this is called in inference mode.
         CaptureError, PassError, VerifyError: its program cannot be made, given example inputs.
     """
     if backend not in BACKENDS:
         raise PolicyError(f"backend must be one of {', '.join(BACKENDS)}; got {backend!r}")
+    if torch.is_inference_mode_enabled():
+        raise PlanError(
+            "shards are parameters to train, which cannot be made in torch.inference_mode(); call "
+            "graphshard.compile outside of it (to run without gradients, use torch.no_grad())"
+        )
+    _check_arguments(model, example_inputs, example_kwargs, passes)
     group = find_group(mesh, device, alone=_device_of(model))
     group.check = os.environ.get("GRAPHSHARD_CHECK") == "1" if check is None else check
     progress = progress or Progress()
@@ -104,9 +113,11 @@ def plan(
         progress: told of each stage. None: a bar on stderr, if that is a terminal.
 
     Raises:
-        PolicyError, PlanError: the policy, the mesh and the model do not fit.
+        PolicyError, PlanError: the policy, the mesh and the model do not fit, or another argument
+            is not of the kind above.
         CaptureError, PassError, VerifyError: the program cannot be made, given example inputs.
     """
+    _check_arguments(model, example_inputs, example_kwargs, passes)
     shape = None if mesh_shape is None else tuple(mesh_shape)
     if world_size is None:
         world_size = torch.Size(shape or (1,)).numel()
@@ -121,6 +132,57 @@ def plan(
     made = with_capture_warnings(made, program)
     run_passes(program, made, (*default_passes(policy), *passes), progress=progress)
     return replace(made, program=program)
+
+
+def _check_arguments(
+    model: nn.Module,
+    example_inputs: object,
+    example_kwargs: object,
+    passes: object,
+) -> None:
+    require_module(model)
+    for fqn, module in model.named_modules():
+        if isinstance(module, SkeletonModule):
+            raise PlanError(
+                f"a model is sharded once; {fqn or 'the model'} is sharded already; compile the "
+                "model it was made from"
+            )
+    if example_inputs is not None and not _is_sequence(example_inputs):
+        raise PolicyError(
+            "example_inputs must be a tuple of the call's positional arguments; got a "
+            f"{type(example_inputs).__name__}; pass (x,) for a single one, and named ones as "
+            "example_kwargs"
+        )
+    if example_kwargs is not None and not isinstance(example_kwargs, Mapping):
+        raise PolicyError(
+            "example_kwargs must be a dict from the names of the call's keyword arguments to their "
+            f'values; got a {type(example_kwargs).__name__}; pass {{"name": value}}'
+        )
+    _check_passes(passes)
+
+
+def _check_passes(passes: object) -> None:
+    if not _is_sequence(passes):
+        raise PolicyError(
+            f"passes must be a list or tuple of passes; got {passes!r}; pass [it] for a single one"
+        )
+    for step in passes:
+        if isinstance(step, type):
+            raise PolicyError(
+                f"passes must hold instances; got the class {step.__name__}; "
+                f"pass {step.__name__}() instead"
+            )
+        if not (
+            isinstance(getattr(step, "name", None), str) and callable(getattr(step, "apply", None))
+        ):
+            raise PolicyError(
+                "a pass has a name (a string) and a method apply(program, plan); "
+                f"{step!r} lacks one of them; define both"
+            )
+
+
+def _is_sequence(value: object) -> TypeGuard[Sequence[Any]]:
+    return isinstance(value, Sequence) and not isinstance(value, str)
 
 
 def _device_of(model: nn.Module) -> torch.device:

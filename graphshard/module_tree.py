@@ -88,7 +88,9 @@ class ModuleTree:
         holders: dict[int, list[str]] = {}
         for path, module in model.named_modules(remove_duplicate=False):
             holder = self._first_name[id(module)]
-            for name, param in module.named_parameters(recurse=False, remove_duplicate=False):
+            for name, param in nn.Module.named_parameters(
+                module, recurse=False, remove_duplicate=False
+            ):
                 key = id(param)
                 params.setdefault(key, param)
                 names.setdefault(key, []).append(f"{path}.{name}" if path else name)

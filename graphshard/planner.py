@@ -10,9 +10,9 @@ from dataclasses import replace
 from math import prod
 
 from torch import nn
-from torch.nn.parameter import is_lazy
 
-from graphshard.errors import PlanError
+from graphshard.errors import PlanError, PolicyError
+from graphshard.model_checks import check_model, require_module
 from graphshard.module_tree import ModuleTree, TreeParam
 from graphshard.plan import REPLICATED, SHARDED, ParamLayout, ShardingPlan, Unit
 from graphshard.plan_warnings import plan_warnings, with_capture_warnings
@@ -44,14 +44,15 @@ def make_plan(
         The plan, its `program` still None.
 
     Raises:
-        PlanError: `model` is no module, has parameters without a shape, or the world size or mesh
-            shape is impossible.
-        PolicyError: the policy asks for what the model does not have.
+        PlanError: `model` is none that can be sharded, or the world size or mesh shape is
+            impossible.
+        PolicyError: `policy` is no policy, or asks for what the model does not have.
     """
-    if not isinstance(model, nn.Module):
-        raise PlanError(f"the model must be an nn.Module; got {type(model).__name__}")
+    require_module(model)
+    _require_policy(policy)
     mesh_shape = _checked_mesh(world_size, mesh_shape)
     tree = ModuleTree(model)
+    check_model(tree)
     unit_fqns = ["", *policy.select(tree)]
     owner = _owners(tree, frozenset(unit_fqns))
     owned: dict[str, list[ParamLayout]] = {fqn: [] for fqn in unit_fqns}
@@ -63,6 +64,19 @@ def make_plan(
     )
     plan = ShardingPlan(units, policy, world_size, mesh_shape)
     return replace(plan, warnings=plan_warnings(plan))
+
+
+def _require_policy(policy: object) -> None:
+    if isinstance(policy, type) and issubclass(policy, Policy):
+        raise PolicyError(
+            f"the policy must be an instance of a Policy; got the class {policy.__name__}; "
+            f"call it: {policy.__name__}(...)"
+        )
+    if not isinstance(policy, Policy):
+        raise PolicyError(
+            f"the policy must be an instance of a Policy; got {policy!r}; use SizePolicy, "
+            "BlockPolicy, LambdaPolicy, or a class of your own derived from Policy"
+        )
 
 
 def _checked_mesh(world_size: int, mesh_shape: tuple[int, ...] | None) -> tuple[int, ...]:
@@ -94,11 +108,6 @@ def _owners(tree: ModuleTree, units: frozenset[str]) -> Mapping[str, str]:
 
 def _layout(entry: TreeParam, policy: Policy, world_size: int) -> ParamLayout:
     param = entry.param
-    if is_lazy(param):
-        raise PlanError(
-            f"parameter {entry.names[0]} has no shape yet (its module is lazy); "
-            "run the model once on a sample input before planning it"
-        )
     replicated = policy.strategy is Strategy.NO_SHARD or param.ndim == 0
     return ParamLayout(
         fqn=entry.names[0],

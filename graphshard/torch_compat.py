@@ -138,6 +138,11 @@ def non_persistent_buffers(module: torch.nn.Module) -> frozenset[str]:
     return frozenset(module._non_persistent_buffers_set)
 
 
+def has_state_dict_hooks(module: torch.nn.Module) -> bool:
+    """Whether `module` itself has hooks that run before or after its part of a state dict."""
+    return bool(module._state_dict_hooks or module._state_dict_pre_hooks)
+
+
 def tensor_hooks(param: torch.Tensor) -> list[Any]:
     """What `param.register_hook` was given, in order."""
     return list((param._backward_hooks or {}).values())

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import warnings
+
 import pytest
 import torch
 from ranks import run_ranks
 from runtime_models import Block, TiedGPT, tokens_of
 from torch import nn
+from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 from torch.distributed.device_mesh import init_device_mesh
 
 import graphshard
@@ -148,3 +151,132 @@ def test_running_needs_weights() -> None:
     sharded = graphshard.compile(meta_gpt(), BLOCK, example_inputs=tokens_of(0, 0))
     with pytest.raises(RuntimeStateError, match=r"parameter 'embed\.weight' has no values yet"):
         sharded(*tokens_of(0, 0))
+
+
+# -- what is refused, and how it is said -------------------------------------------------------
+
+LINEAR = graphshard.BlockPolicy({nn.Linear})
+
+
+class Named:
+    name = "named"
+
+    def apply(self, program: graphshard.Program, plan: graphshard.ShardingPlan) -> None:
+        pass
+
+
+class Applied:
+    apply = Named.apply
+
+
+@pytest.mark.parametrize("entry", [graphshard.compile, graphshard.plan])
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        ({"example_inputs": torch.ones(1, 2)}, r"example_inputs .* got a Tensor; pass \(x,\)"),
+        ({"example_inputs": {"x": 1}}, "got a dict.*example_kwargs"),
+        ({"example_kwargs": [("x", 1)]}, r"example_kwargs must be a dict .* got a list; pass \{"),
+        ({"passes": Named()}, r"passes must be a list .*Named object.*pass \[it\]"),
+        ({"passes": [Named]}, r"got the class Named; pass Named\(\) instead"),
+        ({"passes": [Named(), Applied()]}, "a pass has a name .*Applied object.* lacks one"),
+        ({"passes": ["named"]}, "a pass has a name .*'named' lacks one"),
+        ({"policy": graphshard.BlockPolicy}, r"got the class BlockPolicy; call it: BlockPolicy\("),
+        ({"policy": "block"}, "instance of a Policy; got 'block'; use SizePolicy"),
+    ],
+)
+def test_arguments_of_another_kind_are_refused(entry, arguments, said) -> None:
+    with pytest.raises(PolicyError, match=said):
+        entry(**{"model": nn.Linear(2, 2), "policy": LINEAR, **arguments})
+
+
+def scripted() -> nn.Module:
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", DeprecationWarning)
+        return torch.jit.script(nn.Linear(2, 2))
+
+
+@pytest.mark.parametrize("entry", [graphshard.compile, graphshard.plan])
+@pytest.mark.parametrize(
+    ("make", "said"),
+    [
+        (lambda: {}, r"must be an nn\.Module; got dict"),
+        (lambda: nn.Linear, "got the class Linear; make an instance"),
+        (lambda: graphshard.compile(nn.Linear(2, 2), LINEAR), "the model is sharded already"),
+        (
+            lambda: nn.Sequential(graphshard.compile(nn.Linear(2, 2), LINEAR)),
+            "; 0 is sharded already",
+        ),
+        (lambda: nn.Sequential(scripted()), r"0 \(RecursiveScriptModule\) is a torch\.jit"),
+        (lambda: nn.Sequential(nn.LazyLinear(2)), r"parameter 0\.weight has no shape yet"),
+        (lambda: nn.LazyBatchNorm1d(affine=False), "buffer running_mean has no shape yet"),
+    ],
+)
+def test_models_that_cannot_be_sharded_are_refused(entry, make, said) -> None:
+    for policy in (LINEAR, graphshard.SizePolicy(min_num_params=1)):
+        with pytest.raises(PlanError, match=said):
+            entry(make(), policy)
+
+
+def test_compile_in_inference_mode_is_refused() -> None:
+    with torch.inference_mode(), pytest.raises(PlanError, match=r"compile outside of it"):
+        graphshard.compile(nn.Linear(2, 2), LINEAR)
+
+
+class Renaming(nn.Linear):
+    def named_parameters(self, *args, **kwargs):
+        return ((f"my_{name}", p) for name, p in super().named_parameters(*args, **kwargs))
+
+
+class Hiding(nn.Linear):
+    def named_parameters(self, *args, **kwargs):
+        return (pair for pair in super().named_parameters(*args, **kwargs) if pair[0] != "bias")
+
+
+@pytest.mark.parametrize(
+    ("model", "said"),
+    [
+        (
+            checkpoint_wrapper(nn.Linear(2, 2)),
+            "the model .CheckpointWrapper. gives weight, bias where the tree has "
+            r"_checkpoint_wrapped_module\.weight.*recompute=\"units\"",
+        ),
+        (nn.Sequential(checkpoint_wrapper(nn.Linear(2, 2))), "of 0 .CheckpointWrapper. gives"),
+        (nn.Sequential(Renaming(2, 2)), "of 0 .Renaming. gives my_weight, my_bias where"),
+        (Hiding(2, 2), "the model .Hiding. gives nothing where the tree has bias"),
+    ],
+)
+def test_renamed_parameters_are_refused(model, said) -> None:
+    for entry in (graphshard.compile, graphshard.plan):
+        with pytest.raises(PlanError, match=said):
+            entry(model, LINEAR)
+
+
+def test_names_hidden_below_the_root_are_of_no_concern() -> None:
+    plan = graphshard.plan(nn.Sequential(Hiding(2, 2)), LINEAR)
+    assert list(plan.layouts) == ["0.weight", "0.bias"]
+
+
+class Extra(nn.Linear):
+    def get_extra_state(self):
+        return {"calls": 3}
+
+
+def with_hook(register: str) -> nn.Module:
+    model = nn.Sequential(nn.Linear(2, 2))
+    getattr(model[0], register)(lambda *args: None)
+    return model
+
+
+@pytest.mark.parametrize(
+    ("model", "said"),
+    [
+        (Extra(2, 2), r"extra state of the model \(Extra\)"),
+        (with_hook("register_state_dict_post_hook"), r"state-dict hooks of 0 \(Linear\)"),
+        (with_hook("register_state_dict_pre_hook"), r"state-dict hooks of 0 \(Linear\)"),
+    ],
+)
+def test_state_that_is_not_carried_is_warned_of(model, said) -> None:
+    for entry in (graphshard.compile, graphshard.plan):
+        with pytest.warns(UserWarning, match=said) as caught:
+            entry(model, LINEAR)
+        assert [warning.filename for warning in caught] == [__file__]
