@@ -20,3 +20,16 @@ def small() -> tuple[GPT, tuple[Tensor, Tensor]]:
 def large() -> GPT:
     """Eighty blocks, 8192 wide: 65 B parameters, on the meta device."""
     return GPT(GPTConfig(vocab=32_000, layers=80, heads=64, width=8192, tied=False))
+
+
+def large_step() -> tuple[GPT, tuple[Tensor, Tensor]]:
+    """`large` with example inputs of 4096 tokens."""
+    tokens = torch.zeros(1, 4096, dtype=torch.int64)
+    return large(), (tokens, tokens)
+
+
+def trillion_step() -> tuple[GPT, tuple[Tensor, Tensor]]:
+    """128 blocks, 25,600 wide: 1 T parameters, with example inputs of 2048 tokens."""
+    tokens = torch.zeros(1, 2048, dtype=torch.int64)
+    config = GPTConfig(vocab=50_000, layers=128, heads=160, width=25_600)
+    return GPT(config), (tokens, tokens)
