@@ -199,7 +199,7 @@ def scripted() -> nn.Module:
 @pytest.mark.parametrize(
     ("make", "said"),
     [
-        (lambda: {}, r"must be an nn\.Module; got dict"),
+        (dict, r"must be an nn\.Module; got dict"),
         (lambda: nn.Linear, "got the class Linear; make an instance"),
         (lambda: graphshard.compile(nn.Linear(2, 2), LINEAR), "the model is sharded already"),
         (
