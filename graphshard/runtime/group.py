@@ -94,7 +94,8 @@ class Group:
         """
         sent = torch.tensor(own, device=self.device)
         received = sent.new_empty(self.size * len(own))
-        dist.all_gather_into_tensor(received, sent, group=self.process_group)
+        # Not dist.all_gather_into_tensor: torch 2.13 renames it, and warns.
+        self.process_group.allgather_into_tensor_coalesced([received], [sent]).wait()
         return received.view(self.size, -1).tolist()
 
     def everyones(self, value: Any) -> list[Any]:

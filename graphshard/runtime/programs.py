@@ -153,7 +153,8 @@ class Programs:
             for what in {**last, **described}
             if last.get(what) != described.get(what)
         ]
-        logger.warning(
+        say = logger.warning if self.bindings.group.rank == 0 else logger.info
+        say(
             "graphshard captured program %d, since the call differs from the last one: %s",
             len(self._described),
             "; ".join(changes),
