@@ -14,10 +14,12 @@ from graphshard.errors import (
     UnsupportedTorchError,
     VerifyError,
 )
+from graphshard.mixed_precision import MixedPrecision
 from graphshard.plan import ParamLayout, ShardingPlan, Unit
 from graphshard.policy import BlockPolicy, LambdaPolicy, Policy, SizePolicy, Strategy
 from graphshard.program import Event, Program
 from graphshard.runtime.module import ShardedModule
+from graphshard.unit_options import UnitOptions
 
 __all__ = [
     "BlockPolicy",
@@ -28,6 +30,7 @@ __all__ = [
     "FingerprintError",
     "GraphshardError",
     "LambdaPolicy",
+    "MixedPrecision",
     "ParamLayout",
     "PassError",
     "PlanError",
@@ -40,6 +43,7 @@ __all__ = [
     "SizePolicy",
     "Strategy",
     "Unit",
+    "UnitOptions",
     "UnsupportedTorchError",
     "VerifyError",
     "compile",

@@ -17,7 +17,7 @@ from graphshard.passes.regather import Regather
 from graphshard.passes.sink_waits import SinkWaits
 from graphshard.passes.unshard import Unshard
 from graphshard.plan import ShardingPlan
-from graphshard.policy import Policy, Strategy
+from graphshard.policy_base import Policy
 from graphshard.program import Program
 from graphshard.runs import assign_units
 from graphshard.verify import verify
@@ -70,11 +70,10 @@ class Stages(Protocol):
 
 def default_passes(policy: Policy) -> tuple[Pass, ...]:
     """The passes that make a captured program a sharded one, in order."""
-    once = policy.strategy is not Strategy.FULL_SHARD
     return (
         Recompute(units=policy.recompute == "units"),
-        Unshard(once=once),
-        *(() if once else (Regather(reshard_root=policy.reshard_root),)),
+        Unshard(),
+        Regather(),
         ReduceGrads(),
         Prefetch(backward=policy.backward_prefetch, forward=policy.forward_prefetch),
         SinkWaits(),

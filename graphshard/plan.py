@@ -14,7 +14,8 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from graphshard.errors import PlanError
-from graphshard.policy import Policy
+from graphshard.policy_base import Policy
+from graphshard.unit_options import UnitOptions
 
 if TYPE_CHECKING:
     from rich.console import RenderableType
@@ -96,6 +97,7 @@ class Unit:
     fqn: str  # "" is the root
     module_class: str
     layouts: tuple[ParamLayout, ...]
+    options: UnitOptions = field(default_factory=UnitOptions)
 
     @cached_property
     def params(self) -> tuple[str, ...]:

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 
 from graphshard.inspect.units_text import human_bytes, some_of
 from graphshard.plan import ShardingPlan, Unit
-from graphshard.policy import Strategy
+from graphshard.strategy import Strategy
 
 if TYPE_CHECKING:
     from graphshard.program import Program

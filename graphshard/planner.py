@@ -16,7 +16,9 @@ from graphshard.model_checks import check_model, require_module
 from graphshard.module_tree import ModuleTree, TreeParam
 from graphshard.plan import REPLICATED, SHARDED, ParamLayout, ShardingPlan, Unit
 from graphshard.plan_warnings import plan_warnings, with_capture_warnings
-from graphshard.policy import Policy, Strategy
+from graphshard.policy_base import Policy
+from graphshard.strategy import Strategy
+from graphshard.unit_options import UnitOptions, options_of
 
 __all__ = ["make_plan", "with_capture_warnings"]
 
@@ -55,11 +57,14 @@ def make_plan(
     check_model(tree)
     unit_fqns = ["", *policy.select(tree)]
     owner = _owners(tree, frozenset(unit_fqns))
+    overrides = policy.overrides(tree)
+    options = {fqn: options_of(policy, fqn, overrides.get(fqn, {})) for fqn in unit_fqns}
     owned: dict[str, list[ParamLayout]] = {fqn: [] for fqn in unit_fqns}
     for entry in tree.params:
-        owned[owner[entry.home]].append(_layout(entry, policy, world_size))
+        unit = owner[entry.home]
+        owned[unit].append(_layout(entry, options[unit], world_size))
     units = tuple(
-        Unit(fqn, type(tree.modules[fqn]).__name__, tuple(layouts))
+        Unit(fqn, type(tree.modules[fqn]).__name__, tuple(layouts), options[fqn])
         for fqn, layouts in owned.items()
     )
     plan = ShardingPlan(units, policy, world_size, mesh_shape)
@@ -106,9 +111,9 @@ def _owners(tree: ModuleTree, units: frozenset[str]) -> Mapping[str, str]:
     return owner
 
 
-def _layout(entry: TreeParam, policy: Policy, world_size: int) -> ParamLayout:
+def _layout(entry: TreeParam, options: UnitOptions, world_size: int) -> ParamLayout:
     param = entry.param
-    replicated = policy.strategy is Strategy.NO_SHARD or param.ndim == 0
+    replicated = options.strategy is Strategy.NO_SHARD or param.ndim == 0
     return ParamLayout(
         fqn=entry.names[0],
         names=entry.names,

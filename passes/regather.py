@@ -17,13 +17,10 @@ class Regather:
     """Give each backward run of a unit its own gather, so that forward's can be freed.
 
     Views, casts and copies of a parameter made in forward are made again from the new gather.
-    Other values computed from parameters are saved like any activation.
-
-    Args:
-        reshard_root: regather the root unit too; else it stays unsharded from forward to backward.
+    Other values computed from parameters are saved like any activation. Units that the plan does
+    not reshard after forward stay as they are.
     """
 
-    reshard_root: bool = False
     name: str = field(default="regather", init=False)
 
     def apply(self, program: Program, plan: ShardingPlan) -> None:
@@ -35,7 +32,7 @@ class Regather:
         runs = find_runs(program, plan)
         entries = entries_by_name(program)
         for unit, readers in readers_by_unit(runs).items():
-            if not unit and not self.reshard_root:
+            if not plan.unit(unit).options.reshard:
                 continue
             for run, params, inside in runs_served(unit, BACKWARD, readers, runs):
                 values = insert_gather(
@@ -56,7 +53,7 @@ class Regather:
     def _check(self, program: Program, plan: ShardingPlan) -> None:
         runs = find_runs(program, plan)
         for value, source in runs.derived.items():
-            if source.node.meta["phase"] != FORWARD or (not source.unit and not self.reshard_root):
+            if source.node.meta["phase"] != FORWARD or not plan.unit(source.unit).options.reshard:
                 continue
             for user in value.users:
                 if user.op == "call_function" and user.meta["phase"] == BACKWARD:

@@ -37,13 +37,10 @@ class Unshard:
     """Replace each sharded parameter by its shard and a gather before each run that needs it.
 
     Uses in backward are pointed at the last forward gather: what is kept from forward to backward
-    is for `Regather` to decide.
-
-    Args:
-        once: gather in a unit's first forward run only, for the whole step (SHARD_GRAD_OP).
+    is for `Regather` to decide. A unit that the plan does not reshard after forward is gathered in
+    its first forward run only, for the whole step.
     """
 
-    once: bool = False
     name: str = field(default="unshard", init=False)
 
     def apply(self, program: Program, plan: ShardingPlan) -> None:
@@ -93,7 +90,7 @@ class _Unit:
         backward_params = params_read(backward, self.runs.derived, self.unit)
         if not served and backward_params:
             served = self._runs_without_uses(backward_params)
-        if self.owner.once and served:
+        if not self.plan.unit(self.unit).options.reshard and served:
             run, _, _ = served[0]
             everything = params_read(self.readers, self.runs.derived, self.unit)
             later = [node for node in self.readers if self.runs.position[node] >= run.start]

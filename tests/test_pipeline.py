@@ -70,14 +70,10 @@ class Stages:
 
 def test_default_passes_follow_the_policy() -> None:
     assert [p.name for p in default_passes(Policy())] == DEFAULT
-    kept = [name for name in DEFAULT if name != "regather"]
-    assert [p.name for p in default_passes(Policy(strategy="SHARD_GRAD_OP"))] == kept
-    assert [p.name for p in default_passes(Policy(strategy="NO_SHARD"))] == kept
     base = default_passes(Policy())
     for fields in (
         {"backward_prefetch": "post"},
         {"forward_prefetch": 2},
-        {"reshard_root": True},
         {"recompute": "units"},
     ):
         assert default_passes(Policy(**fields)) != base

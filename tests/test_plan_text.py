@@ -14,6 +14,7 @@ from torch import nn
 
 from graphshard.inspect.fold import Folded, fold
 from graphshard.inspect.units_text import human_bytes, human_count, some_of
+from graphshard.mixed_precision import MixedPrecision
 from graphshard.planner import make_plan
 from graphshard.policy import BlockPolicy, LambdaPolicy, SizePolicy
 
@@ -65,6 +66,10 @@ CHANGED = {
     "backward_prefetch": None,
     "forward_prefetch": 2,
     "reshard_root": True,
+    "reshard_after_forward": False,
+    "mixed_precision": MixedPrecision(param_dtype=torch.bfloat16),
+    "offload": "activations",
+    "ignored": r".*\.norm",
     "recompute": "units",
     "memory_budget": 10**9,
     "sync_module_states": True,

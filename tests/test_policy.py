@@ -15,6 +15,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from plan_models import Block, Example, Weight, llama, tree_of
 from torch import nn
+from torch.distributed.fsdp import ShardingStrategy
 from torch.distributed.fsdp.wrap import _recursive_wrap, size_based_auto_wrap_policy
 from transformers import BertConfig, BertModel, LlamaConfig, LlamaForCausalLM
 
@@ -312,7 +313,17 @@ def test_lambda_policy_wants_a_bool():
         (lambda: BlockPolicy({3}), "classes"),
         (lambda: BlockPolicy(3), "classes"),
         (lambda: LambdaPolicy("Block"), "fn"),
-        (lambda: SizePolicy(strategy="ZERO3"), "FULL_SHARD, SHARD_GRAD_OP, NO_SHARD"),
+        (lambda: SizePolicy(strategy="ZERO4"), "FULL_SHARD, SHARD_GRAD_OP, SHARD_OPTIMIZER"),
+        (lambda: SizePolicy(strategy=3), "one thing to Accelerate and another to DeepSpeed"),
+        (lambda: SizePolicy(reshard_after_forward="yes"), "reshard_after_forward"),
+        (lambda: SizePolicy(reshard_after_forward=0), "reshard_after_forward"),
+        (
+            lambda: SizePolicy(strategy="ZeRO-2", reshard_after_forward=True),
+            "leave one of them out",
+        ),
+        (lambda: SizePolicy(mixed_precision=torch.bfloat16), "graphshard.MixedPrecision"),
+        (lambda: SizePolicy(offload="optimizer"), "params, activations"),
+        (lambda: SizePolicy(ignored=[3]), "ignored"),
         (lambda: SizePolicy(backward_prefetch="before"), "backward_prefetch"),
         (lambda: SizePolicy(forward_prefetch=-1), "forward_prefetch"),
         (lambda: SizePolicy(forward_prefetch=True), "forward_prefetch"),
@@ -333,6 +344,9 @@ def test_policies_are_values():
     assert SizePolicy(1e8) == SizePolicy() == SizePolicy(100_000_000, strategy="FULL_SHARD")
     assert hash(BlockPolicy([Block])) == hash(BlockPolicy(Block))
     assert SizePolicy(strategy="NO_SHARD").strategy is Strategy.NO_SHARD
+    assert SizePolicy(strategy="ZeRO-3").strategy is Strategy.FULL_SHARD
+    assert SizePolicy(strategy=ShardingStrategy.HYBRID_SHARD).strategy is Strategy.HYBRID_SHARD
+    assert SizePolicy(offload="params") == SizePolicy(offload=["params"])
     with pytest.raises(dataclasses.FrozenInstanceError):
         SizePolicy().min_num_params = 3  # type: ignore[misc]
 

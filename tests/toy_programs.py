@@ -22,6 +22,7 @@ from graphshard.program import (
     Program,
     Results,
 )
+from graphshard.unit_options import options_of
 
 aten = torch.ops.aten
 WIDTH, VOCAB, BATCH = 6, 10, 4
@@ -279,7 +280,10 @@ def make_toy_plan(
                 world_size,
             )
         )
-    made = tuple(Unit(fqn, "Toy", tuple(layouts)) for fqn, layouts in owned.items())
+    made = tuple(
+        Unit(fqn, "Toy", tuple(layouts), options_of(policy, fqn, {}))
+        for fqn, layouts in owned.items()
+    )
     return ShardingPlan(made, policy, world_size, (world_size,))
 
 

@@ -13,10 +13,11 @@ from rich.text import Text
 from graphshard.inspect.fold import Folded, fold
 from graphshard.inspect.units_text import human_bytes, human_count, some_of
 from graphshard.plan import ParamLayout, ShardingPlan, Unit
-from graphshard.policy import Strategy
+from graphshard.strategy import Strategy
 
 COLUMNS = ("unit", "class", "units", "params", "numel", "sharded", "unsharded", "padding")
 _LEFT_ALIGNED = 2  # of the columns
+_ALWAYS_SHOWN = ("backward_prefetch", "forward_prefetch")  # of the options; others if chosen
 
 _LEGEND = """\
 sharded: bytes each rank stores; unsharded: bytes while gathered; padding: bytes over all ranks;
@@ -121,11 +122,15 @@ def _header(plan: ShardingPlan) -> Iterator[tuple[str, str]]:
         f"sharding plan of {plan.units[0].module_class}: {numel:,} parameters "
         f"({human_count(numel)}) in {units}",
     )
-    policy, shared = plan.policy, plan.policy.shared_options()
+    policy = plan.policy
+    shared = policy.shared_options()
+    shown = {name: shared[name] for name in _ALWAYS_SHOWN} | policy.chosen_options()
+    strategy = shared["strategy"]
+    shown.pop("strategy", None)
     yield "policy", f"{type(policy).__name__}{_options(policy.own_options())}"
     mesh = " x ".join(map(str, plan.mesh_shape))
-    yield "sharding", f"{shared.pop('strategy')}, world size {plan.world_size}, mesh {mesh}"
-    yield "schedule", ", ".join(f"{name}={value}" for name, value in shared.items())
+    yield "sharding", f"{strategy}, world size {plan.world_size}, mesh {mesh}"
+    yield "schedule", ", ".join(f"{name}={value}" for name, value in shown.items())
 
 
 def _options(options: dict[str, str]) -> str:

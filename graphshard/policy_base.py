@@ -1,0 +1,240 @@
+"""What every policy asks for: fields that check themselves."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterable, Mapping
+from dataclasses import dataclass, fields
+from enum import Enum
+from typing import Any
+
+from torch import Tensor, nn
+
+from graphshard.errors import PolicyError
+from graphshard.mixed_precision import MixedPrecision
+from graphshard.module_tree import ModuleTree
+from graphshard.strategy import Strategy
+
+OFFLOADS = ("params", "activations")
+
+
+@dataclass(frozen=True, kw_only=True, repr=False)
+class Policy:
+    """The fields all policies share.
+
+    A policy of your own derives from this and says in `select` which modules become units.
+
+    Args:
+        strategy: a `Strategy`, its name, or another system's name for it ("ZERO3", "DDP").
+        reshard_after_forward: what becomes of a unit's gathered parameters after its forward: True,
+            they are freed and gathered again for backward; False, they are kept; a number k of
+            ranks, each group of k ranks keeps them sharded among itself, so that backward's gather
+            stays inside the group. None: as the strategy says. The root's are kept unless
+            `reshard_root`.
+        backward_prefetch: where a unit's gather in backward is issued: "pre", before the compute of
+            the unit that runs before it; "post", after that compute and before its gradients are
+            reduced; None, only when the unit itself needs it.
+        forward_prefetch: how many units ahead of its use a gather is issued in forward.
+        reshard_root: free the root unit after forward and gather it again for backward.
+        recompute: "units" computes the forward of every unit but the root again in backward, so
+            that only its inputs are saved; None leaves that to the model. Regions under
+            `torch.utils.checkpoint` are recomputed either way.
+        mixed_precision: dtypes to compute, gather and reduce in. None: the parameters' own.
+        offload: "params" keeps shards, gradients and so the optimizer's work on the host,
+            "activations" what forward saves for backward; or a collection of both. None: nothing.
+        ignored: parameters and modules that are left alone (not sharded, not moved, gradients not
+            reduced): a collection of them, or a regular expression (or several) that must match a
+            parameter's or module's whole FQN.
+        memory_budget: the most bytes of unsharded parameters that may live at once on a rank;
+            a program that passes it is a `VerifyError`. None: no bound.
+        sync_module_states: take rank 0's parameters and buffers on every rank.
+
+    Raises:
+        PolicyError: a field has a value outside its range.
+    """
+
+    strategy: Strategy | str = Strategy.FULL_SHARD
+    reshard_after_forward: bool | int | None = None
+    backward_prefetch: str | None = "pre"
+    forward_prefetch: int = 0
+    reshard_root: bool = False
+    mixed_precision: MixedPrecision | None = None
+    offload: Collection[str] | str | None = None
+    recompute: str | None = None
+    ignored: Iterable[nn.Module | Tensor | str] | nn.Module | Tensor | str | None = None
+    memory_budget: int | None = None
+    sync_module_states: bool = False
+
+    def __post_init__(self) -> None:
+        try:
+            object.__setattr__(self, "strategy", Strategy(self.strategy))
+        except ValueError:
+            names = ", ".join(s.value for s in Strategy)
+            numbers = (
+                "; numbers mean one thing to Accelerate and another to DeepSpeed, so give the name"
+                if is_int(self.strategy)
+                else ""
+            )
+            raise PolicyError(
+                f"strategy must be one of {names}; got {self.strategy!r}{numbers}"
+            ) from None
+        self._check_reshard()
+        self._check_groups()
+        if self.backward_prefetch not in ("pre", "post", None):
+            raise PolicyError(
+                f'backward_prefetch must be "pre", "post" or None; got {self.backward_prefetch!r}'
+            )
+        if not is_int(self.forward_prefetch) or self.forward_prefetch < 0:
+            raise PolicyError(
+                f"forward_prefetch must be an int, 0 or more; got {self.forward_prefetch!r}"
+            )
+        if self.recompute not in ("units", None):
+            raise PolicyError(f'recompute must be "units" or None; got {self.recompute!r}')
+        if self.memory_budget is not None and (
+            not is_int(self.memory_budget) or self.memory_budget <= 0
+        ):
+            raise PolicyError(
+                f"memory_budget must be a positive int of bytes or None; got {self.memory_budget!r}"
+            )
+        for name in ("reshard_root", "sync_module_states"):
+            if not isinstance(getattr(self, name), bool):
+                raise PolicyError(f"{name} must be True or False; got {getattr(self, name)!r}")
+
+    def _check_reshard(self) -> None:
+        reshard, strategy = self.reshard_after_forward, Strategy(self.strategy)
+        if reshard is not None and not isinstance(reshard, int):
+            raise PolicyError(
+                "reshard_after_forward must be True, False, a number of ranks or None; "
+                f"got {reshard!r}"
+            )
+        if is_int(reshard) and reshard < 1:  # type: ignore[operator]
+            raise PolicyError(f"reshard_after_forward must be 1 rank or more; got {reshard!r}")
+        if reshard and not strategy.frees_after_forward:
+            raise PolicyError(
+                f"strategy {strategy.value} keeps parameters after forward, and "
+                f"reshard_after_forward={reshard!r} does not; leave one of them out"
+            )
+
+    def _check_groups(self) -> None:
+        if not isinstance(self.mixed_precision, MixedPrecision | None):
+            raise PolicyError(
+                "mixed_precision must be a graphshard.MixedPrecision or None; "
+                f"got {self.mixed_precision!r}"
+            )
+        offload = self.offload
+        if offload is not None:
+            wanted = (offload,) if isinstance(offload, str) else tuple(offload)
+            if not all(what in OFFLOADS for what in wanted):
+                raise PolicyError(
+                    f"offload must be one of {', '.join(OFFLOADS)}, or several of them; "
+                    f"got {offload!r}"
+                )
+            object.__setattr__(self, "offload", frozenset(wanted) or None)
+        ignored = self.ignored
+        if ignored is not None:
+            single = isinstance(ignored, str | nn.Module | Tensor)
+            entries: tuple[Any, ...] = (ignored,) if single else tuple(ignored)  # type: ignore
+            for entry in entries:
+                if not isinstance(entry, str | nn.Module | Tensor):
+                    raise PolicyError(
+                        "ignored must hold modules, parameters or regular expressions on their "
+                        f"FQNs; got {entry!r}"
+                    )
+            object.__setattr__(self, "ignored", entries or None)
+
+    def offloads(self, what: str) -> bool:
+        """Whether "params" or "activations" are kept on the host."""
+        return self.offload is not None and what in self.offload
+
+    def overrides(self, tree: ModuleTree) -> Mapping[str, Mapping[str, Any]]:
+        """Fields of the policy that are other for some units: by FQN, then by field.
+
+        `strategy`, `reshard_after_forward`, `mixed_precision` and `placement` may be.
+        """
+        return {}
+
+    def select(self, tree: ModuleTree) -> list[str]:
+        """FQNs of the modules that become units besides the root, which always is one.
+
+        Raises:
+            PolicyError: the policy asks for what the model does not have.
+        """
+        raise PolicyError(
+            f"{type(self).__name__} does not say which modules become units; use SizePolicy, "
+            "BlockPolicy or LambdaPolicy, or define select(self, tree) in a subclass"
+        )
+
+    def own_options(self) -> dict[str, str]:
+        """The fields that only this kind of policy has, as stable text."""
+        return {
+            f.name: text_of(getattr(self, f.name)) for f in fields(self) if f.name not in _SHARED
+        }
+
+    def shared_options(self) -> dict[str, str]:
+        """The fields every policy has, as stable text."""
+        return {name: text_of(getattr(self, name)) for name in _SHARED}
+
+    def chosen_options(self) -> dict[str, str]:
+        """The shared fields that are not as they are by default, as stable text."""
+        defaults = {f.name: f.default for f in fields(Policy)}
+        return {
+            name: text_of(v) for name in _SHARED if (v := getattr(self, name)) != defaults[name]
+        }
+
+    def to_dict(self) -> dict[str, Any]:
+        """The policy as plain data, ready for JSON: its kind, and every field."""
+        values = {f.name: plain_of(getattr(self, f.name)) for f in fields(self)}
+        return {"kind": type(self).__name__, **values}
+
+    def __repr__(self) -> str:
+        options = self.own_options() | self.shared_options()
+        return f"{type(self).__name__}({', '.join(f'{k}={v}' for k, v in options.items())})"
+
+
+_SHARED = tuple(f.name for f in fields(Policy))
+
+
+def is_int(value: object) -> bool:
+    """Whether `value` is an int and no bool."""
+    return isinstance(value, int) and not isinstance(value, bool)
+
+
+def as_set(name: str, value: Any) -> frozenset[Any]:
+    """`value`, given for the field `name`, as a set."""
+    try:
+        return frozenset(value)
+    except TypeError:
+        raise PolicyError(f"{name} must be a set of classes; got {value!r}") from None
+
+
+def text_of(value: Any) -> str:
+    """Text that is the same in every process: no addresses, no hash order."""
+    if isinstance(value, frozenset):
+        return "{" + ", ".join(sorted(map(text_of, value))) + "}"
+    if isinstance(value, Enum):
+        return str(value.value)
+    if is_int(value):
+        return f"{value:_}"
+    if isinstance(value, type):
+        return value.__name__
+    if isinstance(value, MixedPrecision):
+        return str(value)
+    if isinstance(value, tuple):
+        return "[" + ", ".join(map(text_of, value)) + "]"
+    if isinstance(value, Tensor):
+        return f"Tensor{list(value.shape)}"
+    if isinstance(value, nn.Module):
+        return type(value).__name__
+    if callable(value):
+        return str(getattr(value, "__qualname__", type(value).__name__))
+    return repr(value)
+
+
+def plain_of(value: Any) -> Any:
+    """`value` as plain data, ready for JSON."""
+    if isinstance(value, frozenset):
+        return sorted(c if isinstance(c, str) else text_of(c) for c in value)
+    if isinstance(value, tuple):
+        return [plain_of(entry) for entry in value]
+    if value is None or type(value) in (bool, int, str):
+        return value
+    return text_of(value)

@@ -1,0 +1,42 @@
+"""What a policy asks for one unit, and how that follows from the policy's own fields."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from graphshard.mixed_precision import MixedPrecision
+from graphshard.policy_base import Policy
+from graphshard.strategy import Strategy
+
+
+@dataclass(frozen=True)
+class UnitOptions:
+    """How one unit is treated.
+
+    reshard: what becomes of its gathered parameters after forward: True, they are freed and
+    gathered again; False, they are kept; a number of ranks, each group of so many keeps them
+    sharded among itself.
+    """
+
+    strategy: Strategy = Strategy.FULL_SHARD
+    reshard: bool | int = True
+    precision: MixedPrecision | None = None
+
+
+def options_of(policy: Policy, unit: str, overrides: Mapping[str, Any]) -> UnitOptions:
+    """The options of `unit` under `policy`, of which `overrides` replace some fields.
+
+    The root is kept unsharded between forward and backward unless `policy.reshard_root`, or an
+    override for it, says otherwise.
+    """
+    strategy = Strategy(overrides.get("strategy", policy.strategy))
+    reshard: bool | int | None = overrides.get("reshard_after_forward")
+    if reshard is None and not unit and not policy.reshard_root:
+        reshard = False
+    if reshard is None and "strategy" not in overrides:
+        reshard = policy.reshard_after_forward
+    if reshard is None:
+        reshard = strategy.frees_after_forward
+    return UnitOptions(strategy, reshard, overrides.get("mixed_precision", policy.mixed_precision))
