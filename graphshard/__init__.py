@@ -14,6 +14,8 @@ from graphshard.errors import (
     UnsupportedTorchError,
     VerifyError,
 )
+from graphshard.importers.accelerate import from_accelerate
+from graphshard.importers.deepspeed import from_deepspeed
 from graphshard.mixed_precision import MixedPrecision
 from graphshard.plan import ParamLayout, ShardingPlan, Unit
 from graphshard.policy import BlockPolicy, LambdaPolicy, Policy, SizePolicy, Strategy
@@ -47,5 +49,7 @@ __all__ = [
     "UnsupportedTorchError",
     "VerifyError",
     "compile",
+    "from_accelerate",
+    "from_deepspeed",
     "plan",
 ]

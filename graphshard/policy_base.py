@@ -47,6 +47,7 @@ class Policy:
         memory_budget: the most bytes of unsharded parameters that may live at once on a rank;
             a program that passes it is a `VerifyError`. None: no bound.
         sync_module_states: take rank 0's parameters and buffers on every rank.
+        notes: remarks the plan prints, such as settings of another system that do not apply.
 
     Raises:
         PolicyError: a field has a value outside its range.
@@ -63,6 +64,7 @@ class Policy:
     ignored: Iterable[nn.Module | Tensor | str] | nn.Module | Tensor | str | None = None
     memory_budget: int | None = None
     sync_module_states: bool = False
+    notes: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:
         try:
@@ -79,6 +81,7 @@ class Policy:
             ) from None
         self._check_reshard()
         self._check_groups()
+        self._check_notes()
         if self.backward_prefetch not in ("pre", "post", None):
             raise PolicyError(
                 f'backward_prefetch must be "pre", "post" or None; got {self.backward_prefetch!r}'
@@ -113,6 +116,12 @@ class Policy:
                 f"strategy {strategy.value} keeps parameters after forward, and "
                 f"reshard_after_forward={reshard!r} does not; leave one of them out"
             )
+
+    def _check_notes(self) -> None:
+        notes: Any = self.notes
+        if isinstance(notes, str) or not all(isinstance(note, str) for note in notes):
+            raise PolicyError(f"notes must be a tuple of strings; got {notes!r}")
+        object.__setattr__(self, "notes", tuple(notes))
 
     def _check_groups(self) -> None:
         if not isinstance(self.mixed_precision, MixedPrecision | None):
@@ -177,7 +186,9 @@ class Policy:
         """The shared fields that are not as they are by default, as stable text."""
         defaults = {f.name: f.default for f in fields(Policy)}
         return {
-            name: text_of(v) for name in _SHARED if (v := getattr(self, name)) != defaults[name]
+            name: text_of(v)
+            for name in _SHARED
+            if name != "notes" and (v := getattr(self, name)) != defaults[name]
         }
 
     def to_dict(self) -> dict[str, Any]:

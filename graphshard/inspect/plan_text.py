@@ -191,5 +191,7 @@ def _notes(plan: ShardingPlan) -> Iterator[tuple[str, str]]:
     replicated = [layout.fqn for _, layout in layouts if not layout.sharded]
     if replicated and plan.policy.strategy is not Strategy.NO_SHARD:
         yield "replicated", f"{some_of(replicated)} (no dimension to shard)"
+    for note in plan.policy.notes:
+        yield "note", note
     for warning in plan.warnings:
         yield "warning", warning

@@ -1,0 +1,1 @@
+"""Policies read from other systems' configuration files."""
