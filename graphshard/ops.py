@@ -11,6 +11,12 @@ Shapes, for a group of W ranks and a parameter of shape (d0, ...):
 
     shard   (ceil(d0 / W), ...)   one rank's padded part along dim 0
     full    (d0, ...)             the parameter itself, a prefix view of the gathered buffer
+
+Transfers stand around collectives and say in which dtype, and on which device, one tensor is: on
+the way in a parameter's shard, on the way out a gradient. They say their unit, and their parameter:
+
+    shard     placeholder -> to_device -> cast -> all_gather
+    gradient  full gradient -> cast -> reduce_scatter -> wait -> cast -> to_host -> returned
 """
 
 from __future__ import annotations
@@ -57,25 +63,56 @@ def free(gathered: list[Tensor]) -> None:
     _only_in_graphs("free")
 
 
+def cast(tensor: Tensor, *, dtype: torch.dtype, unit: str, param: str) -> Tensor:
+    """`tensor`, the shard or a gradient of `param`, in `dtype`."""
+    _only_in_graphs("cast")
+
+
+def to_device(tensor: Tensor, *, unit: str, param: str) -> Tensor:
+    """`tensor`, which lies on the host, on the device that computes."""
+    _only_in_graphs("to_device")
+
+
+def to_host(tensor: Tensor, *, unit: str, param: str) -> Tensor:
+    """`tensor`, which lies on the device that computes, on the host."""
+    _only_in_graphs("to_host")
+
+
 COLLECTIVES = frozenset({all_gather, reduce_scatter, all_reduce})
 REDUCES = frozenset({reduce_scatter, all_reduce})
-VOCABULARY = COLLECTIVES | {wait, free}
+TRANSFERS = frozenset({cast, to_device, to_host})
+VOCABULARY: frozenset[Any] = COLLECTIVES | TRANSFERS | {wait, free}
 
-# Without this, fx dead-code elimination drops nodes whose result nobody reads: every free.
-for _op in VOCABULARY:
+# Without this, fx dead-code elimination drops nodes whose result nobody reads: every free. A
+# transfer nobody reads may go.
+for _op in VOCABULARY - TRANSFERS:
     fx.node.has_side_effect(_op)
 
 
 def op_name(node: fx.Node) -> str | None:
     """The vocabulary name of `node` ("all_gather", "wait", ...), or None for any other node."""
     if node.op == "call_function" and node.target in VOCABULARY:
-        return node.target.__name__
+        return node.target.__name__  # type: ignore[union-attr]
     return None
 
 
 def is_collective(node: fx.Node) -> bool:
     """Whether `node` starts a collective."""
     return node.op == "call_function" and node.target in COLLECTIVES
+
+
+def is_transfer(node: fx.Node) -> bool:
+    """Whether `node` moves or casts one tensor on its way into or out of a collective."""
+    return node.op == "call_function" and node.target in TRANSFERS
+
+
+def origin(node: fx.Node) -> fx.Node:
+    """What `node` is before all transfers: `node` itself, if it is no transfer."""
+    while is_transfer(node):
+        source = node.args[0]
+        assert isinstance(source, fx.Node)
+        node = source
+    return node
 
 
 def is_unpack(node: fx.Node) -> bool:

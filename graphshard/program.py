@@ -40,7 +40,7 @@ class Event:
     """One line of a schedule.
 
     op is "compute" or a vocabulary name ("all_gather", "wait", "free", "reduce_scatter",
-    "all_reduce"); unit a unit's FQN; phase "forward" or "backward".
+    "all_reduce", "cast", "to_device", "to_host"); unit a unit's FQN; phase "forward" or "backward".
     """
 
     op: str
@@ -170,7 +170,8 @@ class Program:
     def timeline(self) -> Iterator[tuple[Event, list[fx.Node]]]:
         """Every event with its nodes: communication one by one, runs of a unit's compute as one.
 
-        The nodes that pick results out of a `wait` belong to no event.
+        So are runs of a unit's transfers of one kind. The nodes that pick results out of a `wait`
+        belong to no event.
         """
         event: Event | None = None
         nodes: list[fx.Node] = []
@@ -180,7 +181,8 @@ class Program:
             found = Event(
                 ops.op_name(node) or COMPUTE, node.meta.get("unit", ""), node.meta["phase"]
             )
-            if event is not None and (found != event or found.op != COMPUTE):
+            merges = found.op == COMPUTE or ops.is_transfer(node)
+            if event is not None and (found != event or not merges):
                 yield event, nodes
                 nodes = []
             event = found

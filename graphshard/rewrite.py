@@ -12,7 +12,7 @@ from torch import fx
 from graphshard import ops
 from graphshard.plan import ShardingPlan
 from graphshard.program import ParamEntry, Program
-from graphshard.views import Source, tensor_inputs, unpacks
+from graphshard.views import Source, tensor_inputs, transfers_into, unpacks
 
 
 def fake_like(like: Any, shape: Sequence[int], stride: Sequence[int] | None = None) -> torch.Tensor:
@@ -224,7 +224,9 @@ def prune_gather(wait: fx.Node) -> None:
         for user in list(wait.users):  # its free
             wait.graph.erase_node(user)
         wait.graph.erase_node(wait)
+        transfers = transfers_into(gather)
         gather.graph.erase_node(gather)
+        erase_dead(transfers)
         return
     keep = [node.args[1] for node in used]
     keep_operands(wait, keep)  # type: ignore[arg-type]
@@ -235,7 +237,9 @@ def keep_operands(wait: fx.Node, keep: Sequence[int]) -> None:
     collective = ops.collective_of(wait)
     operands: Sequence[Any] = collective.args[0]  # type: ignore[assignment]
     params: Sequence[str] = collective.kwargs["params"]  # type: ignore[assignment]
+    transfers = transfers_into(collective)
     collective.args = ([operands[i] for i in keep],)
+    erase_dead(transfers)
     collective.kwargs = {**collective.kwargs, "params": tuple(params[i] for i in keep)}
     wait.meta["val"] = [wait.meta["val"][i] for i in keep]
     place = {old: new for new, old in enumerate(keep)}

@@ -28,6 +28,7 @@ from graphshard.verify_sharding import (
     check_order,
     check_reduces,
     check_shards,
+    check_transfers,
     check_waits,
 )
 from graphshard.verify_values import check_values
@@ -39,6 +40,7 @@ RULES: tuple[Callable[[Facts], None], ...] = (
     check_layout,
     check_metadata,
     check_phases,
+    check_transfers,
     check_shards,
     check_gathers,
     check_waits,

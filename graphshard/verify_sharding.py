@@ -9,6 +9,7 @@ from typing import Any
 from torch import fx
 
 from graphshard import ops
+from graphshard.mixed_precision import MixedPrecision
 from graphshard.passes.reduce_grads import ReduceGrads
 from graphshard.passes.unshard import Unshard
 from graphshard.plan import ParamLayout
@@ -31,7 +32,7 @@ def check_shards(facts: Facts) -> None:
             )
         if not layout.sharded:
             continue
-        for user in param.node.users:
+        for user in _readers(param.node):
             if user.target is not ops.all_gather:
                 facts.fail(
                     "shards",
@@ -41,16 +42,50 @@ def check_shards(facts: Facts) -> None:
                 )
 
 
+def _readers(node: fx.Node) -> list[fx.Node]:
+    """Who reads `node`, or what it is after transfers."""
+    found = list(node.users)
+    for user in found:  # grows while it is walked
+        if ops.is_transfer(user):
+            found += user.users
+    return [user for user in found if not ops.is_transfer(user)]
+
+
+def check_transfers(facts: Facts) -> None:
+    """A transfer says its unit and a parameter of it; only a cast changes a dtype, to what it says.
+
+    What is no parameter's (an activation) says None.
+    """
+    for node in facts.nodes:
+        if not ops.is_transfer(node):
+            continue
+        unit, param, dtype = (node.kwargs.get(key) for key in ("unit", "param", "dtype"))
+        source = node.args[0] if len(node.args) == 1 else None
+        says = isinstance(unit, str) and "param" in node.kwargs
+        if not isinstance(source, fx.Node) or not says:
+            facts.fail("operands", node, "a transfer takes one tensor, and says unit and param")
+        if param is not None and (
+            param not in facts.params or facts.plan.unit_of_param(param) != unit  # type: ignore
+        ):
+            facts.fail("operands", node, f"{param!r} is not a parameter of unit {unit!r}")
+        shape, was = signature(source.meta["val"])
+        expected = (shape, dtype if node.target is ops.cast else was)
+        if signature(node.meta["val"]) != expected:
+            found = signature(node.meta["val"])
+            facts.fail("shapes", node, f"it is {found}, and must be {expected}")
+
+
 def check_gathers(facts: Facts) -> None:
-    """A gather takes shards of its own unit, and gives their full parameters."""
+    """A gather takes shards of its own unit, and gives their full parameters, in their dtypes."""
     for gather in facts.gathers():
         operands, layouts = _operands(facts, gather)
         for operand, layout in zip(operands, layouts, strict=True):
-            if operand is not facts.params[layout.fqn].node:
+            if ops.origin(operand) is not facts.params[layout.fqn].node:
                 facts.fail("gathers", gather, f"%{operand.name} is not the shard of {layout.fqn!r}")
             if not layout.sharded:
                 facts.fail("gathers", gather, f"{layout.fqn!r} is replicated; nothing to gather")
-        expected = [(layout.shape, layout.dtype) for layout in layouts]
+        dtypes = [operand.meta["val"].dtype for operand in operands]
+        expected = [(one.shape, dtype) for one, dtype in zip(layouts, dtypes, strict=True)]
         for wait in facts.waits[gather]:
             _check_values(facts, wait, expected)
 
@@ -99,14 +134,18 @@ def check_reduces(facts: Facts) -> None:
             reduced_by[layout.fqn] = reduce
             if layout.sharded != (reduce.target is ops.reduce_scatter):
                 facts.fail("reduces", reduce, f"{layout.fqn!r} is {layout.placement}ed")
-            if signature(operand.meta["val"]) != (layout.shape, layout.dtype):
+            found = signature(operand.meta["val"])
+            # In another dtype if a cast says so, or the unit computes in another.
+            told = ops.is_transfer(operand) or _precision(facts, layout) is not None
+            if found[0] != layout.shape or (found[1] != layout.dtype and not told):
                 facts.fail(
                     "reduces",
                     reduce,
-                    f"%{operand.name} is {signature(operand.meta['val'])}, no gradient of "
+                    f"%{operand.name} is {found}, no gradient of "
                     f"{layout.fqn!r} {(layout.shape, layout.dtype)}",
                 )
-        expected = [(layout.shard_shape, layout.dtype) for layout in layouts]
+        dtypes = [operand.meta["val"].dtype for operand in operands]
+        expected = [(one.shard_shape, dtype) for one, dtype in zip(layouts, dtypes, strict=True)]
         for wait in facts.waits[reduce]:
             _check_values(facts, wait, expected)
     _check_returned(facts, reduced_by)
@@ -130,10 +169,11 @@ def _check_returned(facts: Facts, reduced_by: dict[str, fx.Node]) -> None:
         if reduce is None:
             facts.fail("reduces", grad, f"the gradient of {param.fqn!r} is never reduced")
         params: Sequence[str] = reduce.kwargs["params"]  # type: ignore[assignment]
+        picked = ops.origin(grad)
         if (
-            not ops.is_unpack(grad)
-            or ops.collective_of(grad) is not reduce
-            or params[grad.args[1]] != param.fqn
+            not ops.is_unpack(picked)
+            or ops.collective_of(picked) is not reduce
+            or params[picked.args[1]] != param.fqn  # type: ignore[index]
         ):
             facts.fail(
                 "reduces",
@@ -141,6 +181,21 @@ def _check_returned(facts: Facts, reduced_by: dict[str, fx.Node]) -> None:
                 f"%{grad.name} is returned as the gradient of {param.fqn!r}, which "
                 f"%{reduce.name} reduces",
             )
+        layout = facts.plan.layouts[param.fqn]
+        precision = _precision(facts, layout)
+        if grad.meta["val"].dtype != layout.dtype and not (
+            precision is not None and precision.keep_low_precision_grads
+        ):
+            facts.fail(
+                "reduces",
+                grad,
+                f"the gradient of {param.fqn!r} is returned in {grad.meta['val'].dtype}, and must "
+                f"be in {layout.dtype}; cast what was reduced",
+            )
+
+
+def _precision(facts: Facts, layout: ParamLayout) -> MixedPrecision | None:
+    return facts.plan.unit(facts.plan.unit_of_param(layout.fqn)).options.precision
 
 
 def check_order(facts: Facts) -> None:

@@ -6,7 +6,8 @@ operator on the same arguments, down to the ends of the program. This is global 
 one walk. What passes may do follows from a few equations:
 
     a shard, and the full value that a gather of it returns    the parameter
-    clone(x)                                                   x
+    clone(x), x on another device                              x
+    a cast of x, by whichever operator                         cast(x, dtype); x, if that is its own
     dropout(x, p) in training                                  x * mask * scale (see `Recompute`)
     what a reduce returns                                      its operand, reduced
 
@@ -28,6 +29,7 @@ from torch import fx
 
 from graphshard import ops
 from graphshard.program import Program
+from graphshard.views import cast_dtype
 
 if TYPE_CHECKING:
     from graphshard.verify_facts import Facts
@@ -68,7 +70,7 @@ class Values:
             if output.tangent is not None:
                 values._enter(output.tangent, ("tangent", index))
         for node in program.nodes():
-            if ops.op_name(node) is None:
+            if ops.op_name(node) is None or ops.is_transfer(node):
                 values._visit(node)
         for name, ends in vars(program.results()).items():
             values.ends[name] = [values.number(end) for end in ends]
@@ -101,6 +103,14 @@ class Values:
                 self._enter(node, (_REDUCED, operand))
             else:
                 self._set(node, operand)
+        elif node.target in (ops.to_device, ops.to_host):
+            self._set(node, self.number(node.args[0]))
+        elif (dtype := cast_dtype(node)) is not None:
+            source: fx.Node = node.args[0]  # type: ignore[assignment]
+            if source.meta["val"].dtype == dtype:
+                self._set(node, self.number(source))
+            else:
+                self._enter(node, (ops.cast, (self.number(source), self.number(dtype)), ()))
         elif node.target is _aten.clone.default and len(node.args) == 1 and not node.kwargs:
             self._set(node, self.number(node.args[0]))
         elif (dropout := _dropped(node)) is not None:

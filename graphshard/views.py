@@ -69,6 +69,45 @@ def alias_inputs(node: fx.Node) -> list[fx.Node]:
     return [first] if isinstance(first, fx.Node) else []
 
 
+def cast_dtype(node: fx.Node) -> torch.dtype | None:
+    """The dtype `node` casts its first argument to, if that is all it does."""
+    if node.op != "call_function" or not node.args:
+        return None
+    kwargs = dict(node.kwargs)
+    dtype = kwargs.pop("dtype", None)
+    if node.target is ops.cast:
+        return dtype  # type: ignore[return-value]
+    if node.target is torch.ops.prims.convert_element_type.default:
+        return node.args[1]  # type: ignore[return-value]
+    source = node.args[0]
+    if node.target is not aten._to_copy.default or not isinstance(source, fx.Node):
+        return None
+    val = source.meta["val"]  # autograd's casts say what stays as well
+    same = {"device": (None, val.device), "layout": (None, val.layout), "pin_memory": (None, False)}
+    stays = all(name in same and value in same[name] for name, value in kwargs.items())
+    return dtype if stays else None  # type: ignore[return-value]
+
+
+def transfers_into(collective: fx.Node) -> list[fx.Node]:
+    """The transfers between where the operands of `collective` come from and it, in graph order."""
+    stack: list[fx.Node] = list(collective.args[0])  # type: ignore[arg-type]
+    found: set[fx.Node] = set()
+    while stack:
+        node = stack.pop()
+        if ops.is_transfer(node) and node not in found:
+            found.add(node)
+            stack += node.all_input_nodes
+    return sorted(found)
+
+
+def transfers_after(node: fx.Node) -> list[fx.Node]:
+    """The transfers that take `node` further, and those that take them further."""
+    found = [user for user in node.users if ops.is_transfer(user)]
+    for each in found:  # grows while it is walked
+        found += [user for user in each.users if ops.is_transfer(user)]
+    return found
+
+
 def _is_derivation(node: fx.Node) -> bool:
     if len(tensor_inputs(node)) != 1:
         return False
@@ -110,7 +149,7 @@ def derived_values(program: Program, plan: ShardingPlan) -> dict[fx.Node, Source
     found: dict[fx.Node, Source] = {}
     for param in program.params:
         if plan.layouts[param.fqn].sharded and not any(
-            ops.is_collective(user) for user in param.node.users
+            ops.is_collective(user) or ops.is_transfer(user) for user in param.node.users
         ):
             found[param.node] = Source(param.node, param.fqn, plan.unit_of_param(param.fqn))
     for node in program.nodes():

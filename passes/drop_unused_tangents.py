@@ -14,7 +14,7 @@ from graphshard.plan import ShardingPlan
 from graphshard.program import BACKWARD, Program
 from graphshard.rewrite import insert_node, keep_operands, prune_gather
 from graphshard.verify_facts import signature
-from graphshard.views import gather_waits
+from graphshard.views import gather_waits, transfers_after
 
 aten = torch.ops.aten
 
@@ -92,7 +92,7 @@ class _Zeros:
         self._made: dict[fx.Node, fx.Node] = {}
 
     def visit(self, node: fx.Node) -> None:
-        if not ops.is_compute(node):
+        if not ops.is_compute(node) and not ops.is_transfer(node):
             return
         linear_in = [value for value in node.all_input_nodes if value in self.dependent]
         zero = [value for value in linear_in if value in self.zero]
@@ -169,9 +169,11 @@ def _drop_results(program: Program, zero: set[fx.Node]) -> None:
             (wait,) = reduce.users
             dropped |= {user for user in wait.users if user.args[1] not in keep}
             partly.append((wait, keep))
+    for node in list(dropped):
+        dropped.update(transfers_after(node))
     results.grads = [None if grad in dropped else grad for grad in results.grads]
     program.set_results(results)
-    for node in dropped:
+    for node in sorted(dropped, reverse=True):
         program.graph.erase_node(node)
     for wait, keep in partly:
         if keep:
@@ -180,12 +182,14 @@ def _drop_results(program: Program, zero: set[fx.Node]) -> None:
             reduce = ops.collective_of(wait)
             program.graph.erase_node(wait)
             program.graph.erase_node(reduce)
+            # The transfers of its operands are zero, and erased with the rest nobody reads.
 
 
 def _erase_dead(program: Program) -> None:
     """Erase backward's compute that nobody reads; never what draws random numbers or mutates."""
     for node in reversed(list(program.nodes(BACKWARD))):
-        if ops.is_compute(node) and not node.users and not _has_effect(node.target):
+        kind = ops.is_compute(node) or ops.is_transfer(node)
+        if kind and not node.users and not _has_effect(node.target):
             program.graph.erase_node(node)
 
 

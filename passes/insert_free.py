@@ -93,7 +93,10 @@ def _ends_inside(node: fx.Node, run: Run, plan: ShardingPlan) -> bool:
     """Whether `node` frees or reduces for a unit inside the run's."""
     if node.op != "call_function" or ops.is_compute(node) or node.meta["phase"] != run.phase:
         return False
-    if node.target is not ops.free and ops.collective_of(node).target is ops.all_gather:
+    if ops.is_transfer(node):
+        if ops.origin(node).op == "placeholder":  # of a shard, to be gathered
+            return False
+    elif node.target is not ops.free and ops.collective_of(node).target is ops.all_gather:
         return False
     unit = node.meta["unit"]
     return unit != run.unit and plan.is_nested(unit, run.unit)

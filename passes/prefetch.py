@@ -13,6 +13,7 @@ from graphshard.errors import PassError
 from graphshard.plan import ShardingPlan
 from graphshard.program import BACKWARD, FORWARD, Program
 from graphshard.runs import Run, find_runs, gathers_by_run
+from graphshard.views import transfers_into
 
 
 @dataclass(frozen=True)
@@ -86,7 +87,8 @@ def _issue_before_compute(sequence: Sequence[Run], gathers: dict[Run, fx.Node], 
             if run in gathers:
                 latest = at
                 if at < step:
-                    firsts[at].prepend(gathers[run])
+                    for node in _issued(gathers[run]):
+                        firsts[at].prepend(node)
             after_own[run.unit] = step + 1
 
 
@@ -94,4 +96,12 @@ def _issue_after_compute(sequence: Sequence[Run], gathers: dict[Run, fx.Node]) -
     """Issue each gather right after the compute of the run before it, if that is over by then."""
     for before, run in pairwise(sequence):
         if run in gathers and before.stop < run.start and before.unit != run.unit:
-            before.last.append(gathers[run])
+            last = before.last
+            for node in _issued(gathers[run]):
+                last.append(node)
+                last = node
+
+
+def _issued(gather: fx.Node) -> list[fx.Node]:
+    """What is issued with `gather`: the transfers of its shards, then it."""
+    return [*transfers_into(gather), gather]

@@ -87,6 +87,7 @@ def _sites(
 
 
 def _is_reduced(grad: fx.Node | None) -> bool:
-    return (
-        grad is not None and ops.is_unpack(grad) and ops.collective_of(grad).target in ops.REDUCES
-    )
+    if grad is None:
+        return False
+    grad = ops.origin(grad)
+    return ops.is_unpack(grad) and ops.collective_of(grad).target in ops.REDUCES

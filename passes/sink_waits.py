@@ -10,7 +10,7 @@ from graphshard import ops
 from graphshard.errors import PassError
 from graphshard.plan import ShardingPlan
 from graphshard.program import Program
-from graphshard.views import unpacks
+from graphshard.views import transfers_after, unpacks
 
 
 @dataclass(frozen=True)
@@ -70,5 +70,7 @@ def _sink_gather(wait: fx.Node, place: dict[fx.Node, int]) -> None:
 
 
 def _move(wait: fx.Node, before: fx.Node) -> None:
-    for node in (wait, *unpacks(wait)):
+    picked = unpacks(wait)
+    further = sorted(transfer for one in picked for transfer in transfers_after(one))
+    for node in (wait, *picked, *further):
         before.prepend(node)

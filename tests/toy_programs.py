@@ -313,9 +313,12 @@ class OneRank(fx.Interpreter):
 
     def call_function(self, target: Any, args: Any, kwargs: Any) -> Any:
         if target is ops.all_gather:
+            full = []
             for given, name in zip(args[0], kwargs["params"], strict=True):
-                assert torch.equal(given, shard(self.full[name], self.plan, name, self.rank))
-            return [self.full[name].clone() for name in kwargs["params"]]
+                own = shard(self.full[name], self.plan, name, self.rank)
+                assert torch.equal(given, own.to(given.dtype))
+                full.append(self.full[name].to(given.dtype, copy=True))
+            return full
         if target is ops.reduce_scatter:
             pairs = zip(args[0], kwargs["params"], strict=True)
             return [shard(grad, self.plan, name, self.rank) for grad, name in pairs]
@@ -323,6 +326,8 @@ class OneRank(fx.Interpreter):
             return list(args[0])
         if target is ops.wait:
             return args[0]
+        if target in ops.TRANSFERS:
+            return args[0].to(kwargs.get("dtype"))
         if target is ops.free:
             for value in args[0]:
                 value.fill_(float("nan"))

@@ -10,8 +10,16 @@ from graphshard.program import COMPUTE, Program
 
 COMPUTE_STREAM = "compute"
 COMMUNICATION_STREAM = "communication"
+COPY_STREAM = "copy"
 
-_SHAPES = {COMPUTE: "box", "wait": "diamond", "free": "cds"}
+_SHAPES = {
+    COMPUTE: "box",
+    "wait": "diamond",
+    "free": "cds",
+    "cast": "parallelogram",
+    "to_device": "parallelogram",
+    "to_host": "parallelogram",
+}
 _COLLECTIVE_SHAPE = "ellipse"
 
 
@@ -19,15 +27,15 @@ def schedule_graph(program: Program) -> nx.DiGraph:
     """The events of `program.timeline()` as the nodes 0, 1, 2, ... of a directed acyclic graph.
 
     Nodes have the attributes `op`, `unit`, `phase` (see `Event`) and `stream`: "communication" for
-    what starts a collective, "compute" for all else. An edge means that its end cannot start before
-    its beginning; it has the attributes `order` (the two follow each other on one stream) and
-    `data` (one uses what the other made).
+    what starts a collective, "copy" for what moves between host and device, "compute" for all else.
+    An edge means that its end cannot start before its beginning; it has the attributes `order` (the
+    two follow each other on one stream) and `data` (one uses what the other made).
     """
     graph = nx.DiGraph()
     event_of: dict[fx.Node, int] = {}
     last: dict[str, int] = {}  # by stream
     for index, (event, nodes) in enumerate(program.timeline()):
-        stream = COMMUNICATION_STREAM if ops.is_collective(nodes[0]) else COMPUTE_STREAM
+        stream = _stream(nodes[0])
         graph.add_node(index, op=event.op, unit=event.unit, phase=event.phase, stream=stream)
         if stream in last:
             graph.add_edge(last[stream], index, order=True, data=False)
@@ -42,6 +50,12 @@ def schedule_graph(program: Program) -> nx.DiGraph:
             order = graph.has_edge(producer, consumer) and graph.edges[producer, consumer]["order"]
             graph.add_edge(producer, consumer, order=order, data=True)
     return graph
+
+
+def _stream(node: fx.Node) -> str:
+    if ops.is_collective(node):
+        return COMMUNICATION_STREAM
+    return COPY_STREAM if node.target in (ops.to_device, ops.to_host) else COMPUTE_STREAM
 
 
 def dot_text(graph: nx.DiGraph) -> str:

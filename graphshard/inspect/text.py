@@ -45,7 +45,7 @@ def schedule_text(program: Program) -> str:
         if event.op == COMPUTE:
             detail = _count(len(nodes), "op")
         else:
-            detail = _communication(nodes[0], program.world_size)
+            detail = _communication(nodes, program.world_size)
         rows.append((f"{live[nodes[0]]:,}", event.op, unit_label(event.unit), detail))
     heading = ("live bytes", "event", "unit", "")
     return "\n".join([*_header(program), "", *_table(heading, rows)]) + "\n"
@@ -147,7 +147,11 @@ def _header(program: Program) -> list[str]:
     ]
 
 
-def _communication(node: fx.Node, world_size: int) -> str:
+def _communication(nodes: list[fx.Node], world_size: int) -> str:
+    node = nodes[0]
+    if ops.is_transfer(node):
+        values = _values(nodes)
+        return _amount(sum(value.nbytes for value in values), values)
     collective = ops.collective_of(node)
     operands: list[fx.Node] = collective.args[0]  # type: ignore[assignment]
     if node.target is ops.wait:
@@ -161,9 +165,13 @@ def _communication(node: fx.Node, world_size: int) -> str:
     else:
         values = _values(operands)
         size = sum(value.numel() * value.dtype.itemsize for value in values)
+    return _amount(size, values)
+
+
+def _amount(size: int, values: list[torch.Tensor]) -> str:
     shapes = Counter(map(value_text, values))
     each = ", ".join(text if n == 1 else f"{n} x {text}" for text, n in shapes.items())
-    return f"{size:,} bytes, {_count(len(operands), 'param')}: {each}"
+    return f"{size:,} bytes, {_count(len(values), 'param')}: {each}"
 
 
 def _values(nodes: Iterable[fx.Node]) -> list[torch.Tensor]:

@@ -29,6 +29,7 @@ from graphshard.runtime.reduce import (
     ReduceScatterByPairExchange,
     ReduceScatterByReduce,
 )
+from graphshard.runtime.transfers import bind_transfer
 
 
 class BoxedCodeGen(CodeGen):
@@ -52,6 +53,8 @@ def lower(graph: fx.Graph, plan: ShardingPlan, group: Group) -> fx.GraphModule:
         if ops.is_collective(node):
             copied.target = _bound(node, plan, group)
             copied.kwargs = {}
+        elif ops.is_transfer(node):
+            bind_transfer(copied, group)
         elif node.target is ops.wait:
             copied.target = wait
         elif node.target is ops.free:
