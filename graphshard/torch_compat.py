@@ -187,3 +187,16 @@ def engine_accumulates(leaf_node: Any) -> bool:
         return bool(reaches(leaf_node))
     except RuntimeError:  # what it raises for a leaf under autograd.grad
         return False
+
+
+# -- many tensors at once -------------------------------------------------------------------------
+
+
+def foreach_norm(tensors: list[torch.Tensor], p: float, dtype: torch.dtype) -> list[torch.Tensor]:
+    """The p-norm of each of `tensors`, of one device and dtype, taken in `dtype`."""
+    return list(private("torch", "_foreach_norm")(tensors, p, dtype=dtype))
+
+
+def foreach_multiply(tensors: list[torch.Tensor], factor: torch.Tensor) -> None:
+    """Multiply each of `tensors`, of one device and dtype, by `factor` in place."""
+    private("torch", "_foreach_mul_")(tensors, factor.to(tensors[0].dtype))

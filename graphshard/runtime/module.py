@@ -20,11 +20,13 @@ from graphshard.runtime.loading import as_sharded, load_full, take_over
 from graphshard.runtime.meta_init import initialize
 from graphshard.runtime.programs import Programs
 from graphshard.runtime.shards import distinct, make_shards
-from graphshard.runtime.skeleton import Modes, SkeletonModule, build_skeleton
+from graphshard.runtime.skeleton import Modes, build_skeleton
 from graphshard.runtime.step import Bindings
+from graphshard.runtime.training_methods import TrainingMethods
+from graphshard.runtime.unshard import Unsharded
 
 
-class ShardedModule(SkeletonModule):
+class ShardedModule(TrainingMethods):
     """A model whose parameters lie in shards on the ranks of a group.
 
     Parameters, buffers and submodules have the model's own names; a parameter is a DTensor (a plain
@@ -64,6 +66,7 @@ class ShardedModule(SkeletonModule):
         """
         state = self._graphshard
         if not state.ready:
+            self._refuse_unsharded()
             state.require_values(self)
         step, tensors = state.programs.step_for(args, kwargs)
         return step.run(tensors)
@@ -186,6 +189,7 @@ class _State:
         self.bindings = bindings
         self.programs = programs
         self.shards = distinct(bindings.shards)
+        self.unsharded = Unsharded(self.shards)
         self.on_meta = on_meta
         self.ready = False
         # Whoever loads a buffer writes it in place or replaces it.

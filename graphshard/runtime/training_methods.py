@@ -1,0 +1,134 @@
+"""The methods of a sharded module that a training loop calls between steps."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any
+
+from torch import Tensor, nn
+
+from graphshard.errors import RuntimeStateError
+from graphshard.runtime.clip import clip_grad_norm
+from graphshard.runtime.param_groups import Rule, parameter_groups
+from graphshard.runtime.skeleton import SkeletonModule
+
+
+class TrainingMethods(SkeletonModule):
+    """Clipping, parameter groups and full parameters; thin, over the modules that do the work."""
+
+    _graphshard: Any
+
+    def clip_grad_norm_(
+        self,
+        max_norm: float,
+        norm_type: float = 2.0,
+        error_if_nonfinite: bool = False,
+        foreach: bool | None = None,
+    ) -> Tensor:
+        """Scale all gradients so that their joint norm, over all ranks, is at most `max_norm`.
+
+        As `torch.nn.utils.clip_grad_norm_` on one process that holds every gradient whole, for any
+        p and for inf. Every rank must call it; it costs one all_reduce of a number (one per set of
+        mesh dimensions, where parameters differ in that). Gradients of ignored parameters count by
+        their mean over the ranks.
+
+        Returns:
+            The norm before clipping: a plain tensor without dimensions, the same on all ranks.
+
+        Raises:
+            PolicyError: `norm_type` is not above 0.
+            RuntimeStateError: the norm is not finite, if `error_if_nonfinite`.
+        """
+        state = self._graphshard
+        shards = [shard for shard in state.shards if shard.param.requires_grad]
+        return clip_grad_norm(
+            [shard.param for shard in shards],
+            [],
+            max_norm,
+            norm_type,
+            error_if_nonfinite=error_if_nonfinite,
+            foreach=foreach,
+            groups=(),
+            device=state.bindings.group.device,
+        )
+
+    def parameter_groups(self, rule: Rule | None = None) -> list[dict[str, Any]]:
+        """The trainable parameters in groups that any torch optimizer can take.
+
+        Parameters of one group have the same options and are of one kind (DTensors of one mesh, or
+        plain tensors), since foreach and fused optimizers fail where kinds mix.
+
+        Args:
+            rule: `rule(name, parameter)` gives the options of a parameter as a dict, or None; or
+                pairs of a regular expression, searched for in names, and options, of which the
+                first that matches counts: `[(r"bias|norm", {"weight_decay": 0.0})]`.
+
+        Returns:
+            Dicts with "params", "names" (aligned with it) and the options.
+
+        Raises:
+            PolicyError: the rule gives no options, or an expression matches nothing.
+        """
+        return parameter_groups(self.named_parameters(), rule)
+
+    @contextmanager
+    def unsharded(
+        self,
+        modules: str | Iterable[str] | None = None,
+        *,
+        writeback: bool = True,
+        with_grads: bool = False,
+        rank0_only: bool = False,
+    ) -> Iterator[Mapping[str, nn.Parameter]]:
+        """Full parameters inside the context, as FSDP1's `summon_full_params`.
+
+        Inside, this module's parameters are plain `nn.Parameter`s of the full shape, the same
+        objects every time, yielded by name; `full_parameters()` gives them outside. On leaving,
+        each rank keeps its part of what they hold then. Every rank must enter. Costs the bytes of
+        the full parameters (twice that with gradients) on every rank meanwhile, and one all_gather
+        for each of them. The module cannot be called inside.
+
+        Args:
+            modules: FQNs of the modules (units or others) whose parameters are wanted. None: all.
+            writeback: keep what was changed, gradients too if `with_grads`.
+            with_grads: each parameter has its full gradient as `.grad`.
+            rank0_only: only rank 0 gets them; the others keep shards. Needs `writeback=False`.
+
+        Raises:
+            PolicyError: no module has such a name, or `rank0_only` with `writeback`.
+            RuntimeStateError: a parameter has no values yet, or is unsharded already.
+        """
+        state = self._graphshard
+        shards = state.unsharded.chosen(modules)
+        state.require_values(self)
+        state.ready = False
+        try:
+            yield from state.unsharded.context(
+                shards, writeback=writeback, with_grads=with_grads, rank0_only=rank0_only
+            )
+        finally:
+            state.ready = not state.unsharded.open
+
+    def full_parameters(self) -> dict[str, nn.Parameter]:
+        """The parameters that `unsharded()` fills, by name, for an optimizer to hold.
+
+        Outside of that context they have the full shape and no storage. An optimizer made of them
+        keeps its state over steps, full size on every rank:
+
+            optim = torch.optim.Adafactor(sharded.full_parameters().values())
+            ...
+            with sharded.unsharded(with_grads=True):
+                optim.step()
+            sharded.zero_grad()
+        """
+        state = self._graphshard
+        return {s.layout.fqn: state.unsharded.twin(s) for s in state.unsharded.shards}
+
+    def _refuse_unsharded(self) -> None:
+        if self._graphshard.unsharded.open:
+            name = min(self._graphshard.unsharded.open)
+            raise RuntimeStateError(
+                f"parameter {name!r} is unsharded, so the module has no shards to run on; leave "
+                "the unsharded() context before calling it"
+            )

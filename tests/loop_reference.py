@@ -1,0 +1,70 @@
+"""One process that does what all ranks do: the reference for training loops."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+
+
+class OneProcess:
+    """A replica for each rank, which run that rank's batches and share the averaged gradient.
+
+    `optim` makes an optimizer of a replica's parameters.
+    """
+
+    def __init__(self, model: nn.Module, world_size: int, optim: Callable[..., Any] | None = None):
+        self.replicas = [copy.deepcopy(model) for _ in range(world_size)]
+        self.optims = [optim(replica) for replica in self.replicas] if optim else []
+
+    @property
+    def model(self) -> nn.Module:
+        return self.replicas[0]
+
+    def backward(self, batches: Callable[[int], Iterable[tuple[Any, ...]]]) -> None:
+        """Each rank's micro-batches, gradients summed on the rank, then averaged."""
+        for rank, replica in enumerate(self.replicas):
+            for batch in batches(rank):
+                torch.manual_seed(rank)
+                replica(*batch).backward()
+        for params in zip(*(replica.parameters() for replica in self.replicas), strict=True):
+            grads = [p.grad for p in params if p.grad is not None]
+            if grads:
+                mean = sum(grads[1:], grads[0]) / len(params)
+                for p in params:
+                    p.grad = mean.clone()
+
+    def step(self) -> None:
+        for optim in self.optims:
+            optim.step()
+            optim.zero_grad()
+
+
+def full(tensor: Tensor) -> Tensor:
+    tensor = tensor.detach()
+    return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
+
+
+def same_params(ours: nn.Module, reference: nn.Module, *, exact: bool = True) -> None:
+    theirs = dict(reference.named_parameters(remove_duplicate=False))
+    for name, param in ours.named_parameters(remove_duplicate=False):
+        same(full(param), theirs[name].detach(), name, exact=exact)
+
+
+def same_grads(ours: nn.Module, reference: nn.Module, *, exact: bool = True) -> None:
+    theirs = dict(reference.named_parameters(remove_duplicate=False))
+    for name, param in ours.named_parameters(remove_duplicate=False):
+        assert (param.grad is None) == (theirs[name].grad is None), name
+        if param.grad is not None:
+            same(full(param.grad), theirs[name].grad, name, exact=exact)
+
+
+def same(ours: Tensor, theirs: Tensor, name: str, *, exact: bool) -> None:
+    if exact:
+        assert torch.equal(ours, theirs), f"{name}: {(ours - theirs).abs().max()}"
+    else:
+        torch.testing.assert_close(ours, theirs, rtol=1e-5, atol=1e-7, msg=lambda m: f"{name}: {m}")
