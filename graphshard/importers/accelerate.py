@@ -279,10 +279,10 @@ def _note_top(top: Settings, strategy: Strategy) -> None:
         launcher += [key for key, size in sizes.items() if size is not None]
     for key, value in top.rest():
         if value in ({}, [], "", False, "no"):
-            continue
-        if key in ("deepspeed_config", "megatron_lm_config", "fp8_config"):
+            launcher.append(key)
+        elif key in ("deepspeed_config", "megatron_lm_config", "fp8_config"):
             raise top.contradiction(f"{key} is given although distributed_type is FSDP")
-        if _TOP[key] == _LAUNCH:
+        elif _TOP[key] == _LAUNCH:
             launcher.append(key)
         else:
             top.note(key, value, _TOP[key])

@@ -1,0 +1,213 @@
+"""PyTorch Lightning drives sharded modules: the same numbers, checkpoints, errors."""
+
+from __future__ import annotations
+
+import copy
+import os
+import tempfile
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+from ranks import Checks
+from runtime_models import Block
+from torch import nn
+from torch.nn import functional as F
+from torch.utils.data import DataLoader, TensorDataset
+
+import graphshard
+from graphshard.errors import PlanError, PolicyError
+
+pl = pytest.importorskip("lightning.pytorch")
+
+from lightning.fabric.plugins.environments import TorchElasticEnvironment  # noqa: E402
+
+from graphshard.lightning import GraphShardStrategy  # noqa: E402
+
+POLICY = graphshard.BlockPolicy({Block})
+
+
+class Stack(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.Sequential(Block(dropout=0.0), Block(dropout=0.0))
+        self.head = nn.Linear(16, 3)
+
+    def forward(self, x):
+        return self.head(self.blocks(x))
+
+
+class Classifier(pl.LightningModule):
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(3)
+        self.model = Stack()
+        self.losses: list[float] = []
+        self.seen: list[float] = []
+
+    def training_step(self, batch, index):
+        x, y = batch
+        loss = F.cross_entropy(self.model(x), y)
+        self.log("loss", loss, sync_dist=True)
+        self.losses.append(loss.item())
+        return loss
+
+    def validation_step(self, batch, index):
+        x, y = batch
+        self.seen.append(F.cross_entropy(self.model(x), y).item())
+
+    def configure_optimizers(self):
+        return torch.optim.AdamW(self.parameters(), lr=1e-2)
+
+
+def data(rank: int, size: int) -> DataLoader:
+    torch.manual_seed(7)
+    x, y = torch.randn(24, 16), torch.randint(3, (24,))
+    return DataLoader(TensorDataset(x[rank::size], y[rank::size]), batch_size=4)
+
+
+def trainer(folder: str, **options) -> pl.Trainer:
+    os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT="0")
+    options = {"max_epochs": 1, "strategy": GraphShardStrategy(POLICY)} | options
+    return pl.Trainer(
+        accelerator="cpu",
+        devices=dist.get_world_size(),
+        plugins=[TorchElasticEnvironment()],
+        default_root_dir=folder,
+        logger=False,
+        enable_checkpointing=False,
+        enable_progress_bar=False,
+        enable_model_summary=False,
+        use_distributed_sampler=False,
+        **options,
+    )
+
+
+def shared_folder() -> str:
+    where = [tempfile.mkdtemp() if dist.get_rank() == 0 else None]
+    dist.broadcast_object_list(where)
+    return where[0]
+
+
+def by_hand(rank: int, size: int, epochs: int, clip: float | None = None, every: int = 1):
+    """The same training without Lightning: gradients averaged over the ranks by all_reduce."""
+    module = Classifier()
+    model, optimizer = module.model, torch.optim.AdamW(module.parameters(), lr=1e-2)
+    losses = []
+    for _ in range(epochs):
+        for step, (x, y) in enumerate(data(rank, size)):
+            loss = F.cross_entropy(model(x), y)
+            losses.append(loss.item())
+            (loss / every).backward()
+            if (step + 1) % every:
+                continue
+            for param in model.parameters():
+                dist.all_reduce(param.grad)
+                param.grad /= size
+            if clip is not None:
+                nn.utils.clip_grad_norm_(model.parameters(), clip)
+            optimizer.step()
+            optimizer.zero_grad()
+    return losses, model
+
+
+def trains_as_by_hand(rank: int) -> None:
+    size = dist.get_world_size()
+    module = Classifier()
+    trainer(shared_folder()).fit(module, data(rank, size), data(rank, size))
+    losses, reference = by_hand(rank, size, 1)
+    assert isinstance(module.model, graphshard.ShardedModule)
+    assert module.losses == losses
+    for name, param in module.model.named_parameters():
+        assert torch.equal(param.full_tensor(), reference.get_parameter(name)), name
+    assert module.seen
+
+
+def accumulates_and_clips(rank: int) -> None:
+    size = dist.get_world_size()
+    module = Classifier()
+    options = {"accumulate_grad_batches": 3, "gradient_clip_val": 0.5}
+    trainer(shared_folder(), **options).fit(module, data(rank, size))
+    _, reference = by_hand(rank, size, 1, clip=0.5, every=3)
+    for name, param in module.model.named_parameters():
+        torch.testing.assert_close(
+            param.full_tensor(), reference.get_parameter(name), rtol=1e-5, atol=1e-6
+        )
+
+
+def trains_in_low_precision(rank: int) -> None:
+    size = dist.get_world_size()
+    module = Classifier()
+    trainer(shared_folder(), precision="bf16-mixed").fit(module, data(rank, size))
+    torch.testing.assert_close(module.losses, by_hand(rank, size, 1)[0], rtol=0.02, atol=0.02)
+    assert any("bfloat16" in str(p.meta["val"]) for p in module.model.program.nodes())
+
+
+def resumes_from_a_file(rank: int) -> None:
+    resumes(rank, sharded=False)
+
+
+def resumes_from_a_folder(rank: int) -> None:
+    resumes(rank, sharded=True)
+
+
+def resumes(rank: int, sharded: bool) -> None:
+    size, folder = dist.get_world_size(), shared_folder()
+    strategy = GraphShardStrategy(POLICY, sharded_checkpoint=sharded)
+    first = trainer(folder, strategy=strategy)
+    first.fit(Classifier(), data(rank, size))
+    path = Path(folder) / "one.ckpt"
+    first.save_checkpoint(path)
+    assert path.is_dir() == sharded
+    module = Classifier()
+    nn.init.zeros_(module.model.head.weight)  # the checkpoint has to make up for it
+    again = trainer(folder, max_epochs=2, strategy=GraphShardStrategy(POLICY))
+    again.fit(module, data(rank, size), ckpt_path=str(path))
+    losses, reference = by_hand(rank, size, 2)
+    assert module.losses == losses[len(losses) // 2 :]
+    for name, param in module.model.named_parameters():
+        assert torch.equal(param.full_tensor(), reference.get_parameter(name)), name
+    if not sharded and rank == 0:
+        plain = torch.load(path, weights_only=True)["state_dict"]
+        copy.deepcopy(Classifier()).load_state_dict(plain)
+
+
+def refuses_what_it_cannot_shard(rank: int) -> None:
+    size = dist.get_world_size()
+    bare = Classifier()
+    bare.extra = nn.Parameter(torch.ones(2))
+    with pytest.raises(PlanError, match="'extra' is in none of the sharded modules"):
+        trainer(shared_folder()).fit(bare, data(rank, size))
+    listed = Classifier()
+    listed.model = nn.ModuleList([Stack()])
+    with pytest.raises(PlanError, match="model is a ModuleList, which never runs itself"):
+        trainer(shared_folder()).fit(listed, data(rank, size))
+    named = GraphShardStrategy(POLICY, modules=["modell"])
+    with pytest.raises(PolicyError, match="names 'modell'"):
+        trainer(shared_folder(), strategy=named).fit(Classifier(), data(rank, size))
+
+
+CHECKS = [
+    trains_as_by_hand,
+    accumulates_and_clips,
+    trains_in_low_precision,
+    resumes_from_a_file,
+    resumes_from_a_folder,
+    refuses_what_it_cannot_shard,
+]
+
+
+@pytest.fixture(scope="module")
+def two_ranks() -> Checks:
+    return Checks(CHECKS, 2)
+
+
+@pytest.mark.parametrize("check", CHECKS, ids=lambda check: check.__name__)
+def test_on_two_ranks(two_ranks, check):
+    two_ranks.require(check)
+
+
+def test_a_policy_is_needed():
+    with pytest.raises(PolicyError, match="GraphShardStrategy takes a policy"):
+        GraphShardStrategy("ddp")
