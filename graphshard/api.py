@@ -16,8 +16,8 @@ from graphshard.inspect.progress import Progress
 from graphshard.model_checks import require_module
 from graphshard.pipeline import Pass, Stages, default_passes, run_passes
 from graphshard.plan import ShardingPlan
-from graphshard.planner import make_plan, with_capture_warnings
-from graphshard.policy import Policy
+from graphshard.planner import make_plan, require_policy, with_capture_warnings
+from graphshard.policy import Policy, Strategy
 from graphshard.runtime.group import find_group
 from graphshard.runtime.module import ShardedModule
 from graphshard.runtime.skeleton import SkeletonModule
@@ -50,7 +50,10 @@ def compile(  # noqa: A001  # as torch.compile
         example_inputs: positional arguments of a call, real, meta or fake tensors among them, to
             capture a program at once. None: programs are captured when a call needs one.
         example_kwargs: keyword arguments of that call.
-        mesh: one-dimensional. None: the default process group, or a single rank if there is none.
+        mesh: of one dimension, or for the HYBRID strategies of two: parameters are replicated over
+            the first and sharded over the last. None: the default process group (for a HYBRID
+            strategy the ranks of a node, as LOCAL_WORLD_SIZE or the number of CUDA devices says,
+            share the shards), or a single rank if there is none.
         device: where the model runs. None: on the mesh's kind of device; without a mesh on the
             current CUDA device under NCCL, on the CPU under other backends, and on a single rank
             without a process group where the model is (from meta: the CPU).
@@ -74,11 +77,13 @@ def compile(  # noqa: A001  # as torch.compile
             "graphshard.compile outside of it (to run without gradients, use torch.no_grad())"
         )
     _check_arguments(model, example_inputs, example_kwargs, passes)
-    group = find_group(mesh, device, alone=_device_of(model))
+    require_policy(policy)
+    hybrid = Strategy(policy.strategy).hybrid
+    group = find_group(mesh, device, alone=_device_of(model), hybrid=hybrid)
     group.check = os.environ.get("GRAPHSHARD_CHECK") == "1" if check is None else check
     progress = progress or Progress()
     with progress.stage("plan"):
-        plan = make_plan(model, policy, world_size=group.size)
+        plan = make_plan(model, policy, world_size=group.size, mesh_shape=group.mesh_shape)
     with progress.stage("shard"):
         sharded = ShardedModule(model, plan, group, (*default_passes(policy), *passes))
     if example_inputs is not None or example_kwargs is not None:
@@ -104,7 +109,8 @@ def plan(
         model: on meta or with real weights; stays as it is.
         policy: which parameters are gathered together, and when.
         world_size: number of ranks. None: that of `mesh_shape`, or 1.
-        mesh_shape: their arrangement. None: `(world_size,)`.
+        mesh_shape: their arrangement, `(ranks,)` or, for the HYBRID strategies, `(replicas, ranks
+            to shard over)`. None: `(world_size,)`.
         example_inputs: as for `compile`; with them the step is captured, rewritten and verified,
             and `plan.program` is the rewritten program, else it is None.
         example_kwargs: keyword arguments of that call.

@@ -11,11 +11,11 @@ from graphshard import ops
 from graphshard.program import Program
 
 
-def gathered_bytes(gather: fx.Node, world_size: int) -> int:
+def gathered_bytes(gather: fx.Node, program: Program) -> int:
     """Bytes of the buffers an all_gather fills, padding included."""
     shards: list[fx.Node] = gather.args[0]  # type: ignore[assignment]
     return sum(
-        prod(shard.meta["val"].shape) * shard.meta["val"].dtype.itemsize * world_size
+        prod(shard.meta["val"].shape) * shard.meta["val"].dtype.itemsize * program.shard_size
         for shard in shards
     )
 
@@ -28,7 +28,7 @@ def live_unsharded(program: Program) -> Iterator[tuple[fx.Node, int]]:
     live = 0
     for node in program.nodes():
         if node.target is ops.all_gather:
-            live += gathered_bytes(node, program.world_size)
+            live += gathered_bytes(node, program)
         elif node.target is ops.free:
-            live -= gathered_bytes(ops.collective_of(node), program.world_size)
+            live -= gathered_bytes(ops.collective_of(node), program)
         yield node, live

@@ -2,10 +2,14 @@
 
 In a program these functions are only the `target` of `call_function` nodes; the runtime replaces
 each by the bound operation of its unit when it lowers the program, so calling one directly is an
-error. Every collective node carries two keyword arguments:
+error. Every collective node carries keyword arguments:
 
     unit    the FQN of the unit it serves ("" is the root)
     params  the FQNs of the parameters its operands belong to, in operand order
+    group   the ranks it joins; left out on a mesh of one dimension, where they are all of them:
+            "shard"      (also if left out) those along the last dimension of the mesh
+            "replicate"  those along the first, which hold equal shards
+            "all"        the whole mesh
 
 Shapes, for a group of W ranks and a parameter of shape (d0, ...):
 
@@ -30,6 +34,9 @@ from torch import Tensor, fx
 
 from graphshard.errors import GraphshardError
 
+SHARD, REPLICATE, ALL = "shard", "replicate", "all"
+"""The groups a collective may name."""
+
 
 def _only_in_graphs(name: str) -> NoReturn:
     raise GraphshardError(
@@ -38,18 +45,26 @@ def _only_in_graphs(name: str) -> NoReturn:
     )
 
 
-def all_gather(shards: Sequence[Tensor], *, unit: str, params: tuple[str, ...]) -> Any:
+def all_gather(
+    shards: Sequence[Tensor], *, unit: str, params: tuple[str, ...], group: str = SHARD
+) -> Any:
     """Start gathering `shards` (each `(ceil(d0/W), ...)`) over the group; gives a pending value."""
     _only_in_graphs("all_gather")
 
 
-def reduce_scatter(grads: Sequence[Tensor], *, unit: str, params: tuple[str, ...]) -> Any:
+def reduce_scatter(
+    grads: Sequence[Tensor], *, unit: str, params: tuple[str, ...], group: str = SHARD
+) -> Any:
     """Start averaging full gradients `(d0, ...)` over the group, each rank keeping its shard."""
     _only_in_graphs("reduce_scatter")
 
 
-def all_reduce(grads: Sequence[Tensor], *, unit: str, params: tuple[str, ...]) -> Any:
-    """Start averaging the gradients of replicated parameters over the group."""
+def all_reduce(
+    grads: Sequence[Tensor], *, unit: str, params: tuple[str, ...], group: str = SHARD
+) -> Any:
+    """Start averaging over the group what each of its ranks has in equal shape: the gradients of
+    replicated parameters, or reduced shards over the "replicate" group.
+    """
     _only_in_graphs("all_reduce")
 
 
@@ -113,6 +128,11 @@ def origin(node: fx.Node) -> fx.Node:
         assert isinstance(source, fx.Node)
         node = source
     return node
+
+
+def group_of(node: fx.Node) -> str:
+    """The group whose ranks the collective `node` joins."""
+    return str(node.kwargs.get("group", SHARD))
 
 
 def is_unpack(node: fx.Node) -> bool:

@@ -13,6 +13,7 @@ from graphshard.passes.insert_free import InsertFree
 from graphshard.passes.prefetch import Prefetch
 from graphshard.passes.recompute import Recompute
 from graphshard.passes.reduce_grads import ReduceGrads
+from graphshard.passes.reduce_replicas import ReduceReplicas
 from graphshard.passes.regather import Regather
 from graphshard.passes.sink_waits import SinkWaits
 from graphshard.passes.unshard import Unshard
@@ -75,6 +76,7 @@ def default_passes(policy: Policy) -> tuple[Pass, ...]:
         Unshard(),
         Regather(),
         ReduceGrads(),
+        ReduceReplicas(),
         Prefetch(backward=policy.backward_prefetch, forward=policy.forward_prefetch),
         SinkWaits(),
         InsertFree(),

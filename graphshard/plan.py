@@ -28,7 +28,7 @@ REPLICATED = "replicate"
 
 @dataclass(frozen=True)
 class ParamLayout:
-    """How one parameter lies on `world_size` ranks.
+    """How one parameter lies on `world_size` ranks: those it is sharded over.
 
     placement is "shard" (split along dim 0 in chunks of ceil(d0 / W), the last ones shorter or
     empty, each stored padded to that size) or "replicate" (a full copy per rank).
@@ -127,7 +127,10 @@ class Unit:
 
 @dataclass
 class ShardingPlan:
-    """What was decided: units in module order (the root, "", first), for one policy and mesh."""
+    """What was decided: units in module order (the root, "", first), for one policy and mesh.
+
+    `world_size` counts all ranks; a mesh is `(ranks,)` or `(replicas, ranks to shard over)`.
+    """
 
     units: tuple[Unit, ...]
     policy: Policy
@@ -135,6 +138,16 @@ class ShardingPlan:
     mesh_shape: tuple[int, ...]
     warnings: tuple[str, ...] = ()
     program: Program | None = field(default=None, repr=False)
+
+    @property
+    def shard_size(self) -> int:
+        """Ranks that a sharded parameter is split over."""
+        return self.mesh_shape[-1]
+
+    @property
+    def replicas(self) -> int:
+        """Groups of `shard_size` ranks; each holds every shard."""
+        return self.world_size // self.shard_size
 
     @cached_property
     def layouts(self) -> Mapping[str, ParamLayout]:

@@ -100,7 +100,7 @@ def _large_units(plan: ShardingPlan) -> Iterator[str]:
 
 
 def _kept_between_phases(plan: ShardingPlan) -> bool:
-    return plan.policy.strategy is Strategy.FULL_SHARD and not plan.policy.reshard_root
+    return Strategy(plan.policy.strategy).frees_after_forward and not plan.policy.reshard_root
 
 
 def _empty_units(plan: ShardingPlan) -> Iterator[str]:
@@ -119,7 +119,7 @@ def _padding(plan: ShardingPlan) -> Iterator[str]:
             yield (
                 f"unit {unit.fqn or '(root)'} gathers {human_bytes(unit.padding_bytes)} of padding "
                 f"in {human_bytes(unit.unsharded_bytes)}, most of it because {worst.fqn} has only "
-                f"{worst.shape[0]} rows for {plan.world_size} ranks; use fewer ranks or put a "
+                f"{worst.shape[0]} rows for {plan.shard_size} ranks; use fewer ranks or put a "
                 "larger dimension first"
             )
 

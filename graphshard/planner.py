@@ -7,11 +7,11 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import replace
-from math import prod
 
 from torch import nn
 
-from graphshard.errors import PlanError, PolicyError
+from graphshard.errors import PolicyError
+from graphshard.mesh_shape import checked_mesh, fitted
 from graphshard.model_checks import check_model, require_module
 from graphshard.module_tree import ModuleTree, TreeParam
 from graphshard.plan import REPLICATED, SHARDED, ParamLayout, ShardingPlan, Unit
@@ -20,7 +20,7 @@ from graphshard.policy_base import Policy
 from graphshard.strategy import Strategy
 from graphshard.unit_options import UnitOptions, options_of
 
-__all__ = ["make_plan", "with_capture_warnings"]
+__all__ = ["make_plan", "require_policy", "with_capture_warnings"]
 
 
 def make_plan(
@@ -30,7 +30,7 @@ def make_plan(
     world_size: int,
     mesh_shape: tuple[int, ...] | None = None,
 ) -> ShardingPlan:
-    """Decide the units of `model` and how each parameter lies on `world_size` ranks.
+    """Decide the units of `model` and how each parameter lies on the ranks.
 
     A unit owns the parameters of its module, less those of units below it. A parameter tied over
     several units belongs to the lowest unit above all its users. Under NO_SHARD every parameter is
@@ -39,8 +39,9 @@ def make_plan(
     Args:
         model: on any device, meta included.
         policy: says which modules are units.
-        world_size: number of ranks.
-        mesh_shape: its factorisation; None means `(world_size,)`.
+        world_size: number of all ranks.
+        mesh_shape: `(world_size,)`, which None means, or `(replicas, ranks to shard over)`, which
+            the HYBRID strategies need: equal shards are kept by the ranks of one column.
 
     Returns:
         The plan, its `program` still None.
@@ -48,21 +49,24 @@ def make_plan(
     Raises:
         PlanError: `model` is none that can be sharded, or the world size or mesh shape is
             impossible.
-        PolicyError: `policy` is no policy, or asks for what the model does not have.
+        PolicyError: `policy` is no policy, or asks for what the model or the mesh does not have.
     """
     require_module(model)
-    _require_policy(policy)
-    mesh_shape = _checked_mesh(world_size, mesh_shape)
+    require_policy(policy)
+    mesh_shape = checked_mesh(world_size, mesh_shape, policy)
     tree = ModuleTree(model)
     check_model(tree)
     unit_fqns = ["", *policy.select(tree)]
     owner = _owners(tree, frozenset(unit_fqns))
     overrides = policy.overrides(tree)
-    options = {fqn: options_of(policy, fqn, overrides.get(fqn, {})) for fqn in unit_fqns}
+    options = {
+        fqn: fitted(options_of(policy, fqn, overrides.get(fqn, {})), fqn, mesh_shape)
+        for fqn in unit_fqns
+    }
     owned: dict[str, list[ParamLayout]] = {fqn: [] for fqn in unit_fqns}
     for entry in tree.params:
         unit = owner[entry.home]
-        owned[unit].append(_layout(entry, options[unit], world_size))
+        owned[unit].append(_layout(entry, options[unit], mesh_shape[-1]))
     units = tuple(
         Unit(fqn, type(tree.modules[fqn]).__name__, tuple(layouts), options[fqn])
         for fqn, layouts in owned.items()
@@ -71,7 +75,12 @@ def make_plan(
     return replace(plan, warnings=plan_warnings(plan))
 
 
-def _require_policy(policy: object) -> None:
+def require_policy(policy: object) -> None:
+    """Check that `policy` is one.
+
+    Raises:
+        PolicyError: it is not, or is a class of policies.
+    """
     if isinstance(policy, type) and issubclass(policy, Policy):
         raise PolicyError(
             f"the policy must be an instance of a Policy; got the class {policy.__name__}; "
@@ -84,25 +93,6 @@ def _require_policy(policy: object) -> None:
         )
 
 
-def _checked_mesh(world_size: int, mesh_shape: tuple[int, ...] | None) -> tuple[int, ...]:
-    if type(world_size) is not int or world_size < 1:
-        raise PlanError(
-            f"world_size must be a whole number of ranks, 1 or more; got {world_size!r}"
-        )
-    shape = (world_size,) if mesh_shape is None else tuple(mesh_shape)
-    if prod(shape) != world_size:
-        raise PlanError(
-            f"a mesh of shape {shape} has {prod(shape)} ranks, but world_size is {world_size}; "
-            "make them agree"
-        )
-    if len(shape) != 1:
-        raise PlanError(
-            f"parameters are sharded over a mesh of one dimension; got shape {shape}; "
-            f"pass ({world_size},) or leave it out"
-        )
-    return shape
-
-
 def _owners(tree: ModuleTree, units: frozenset[str]) -> Mapping[str, str]:
     """The unit around each module: itself, or the one its parent belongs to."""
     owner: dict[str, str] = {}
@@ -111,7 +101,7 @@ def _owners(tree: ModuleTree, units: frozenset[str]) -> Mapping[str, str]:
     return owner
 
 
-def _layout(entry: TreeParam, options: UnitOptions, world_size: int) -> ParamLayout:
+def _layout(entry: TreeParam, options: UnitOptions, shard_size: int) -> ParamLayout:
     param = entry.param
     replicated = options.strategy is Strategy.NO_SHARD or param.ndim == 0
     return ParamLayout(
@@ -121,5 +111,5 @@ def _layout(entry: TreeParam, options: UnitOptions, world_size: int) -> ParamLay
         dtype=param.dtype,
         requires_grad=param.requires_grad,
         placement=REPLICATED if replicated else SHARDED,
-        world_size=world_size,
+        world_size=shard_size,
     )

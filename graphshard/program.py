@@ -21,6 +21,7 @@ from __future__ import annotations
 import copy
 from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
+from math import prod
 from typing import Any, cast
 
 import torch
@@ -66,7 +67,7 @@ class ParamEntry:
     @property
     def numel(self) -> int:
         """Number of elements of the full parameter."""
-        return _product(self.shape)
+        return prod(self.shape)
 
 
 @dataclass(frozen=True)
@@ -133,8 +134,18 @@ class Program:
     training: bool
     grad: bool  # False: a forward-only program
     capture_device: str = "cpu"
-    world_size: int = 1
+    mesh_shape: tuple[int, ...] = (1,)  # (ranks,) or (replicas, ranks to shard over)
     notes: tuple[str, ...] = field(default=())  # what a reader of the dump must know
+
+    @property
+    def world_size(self) -> int:
+        """All ranks."""
+        return prod(self.mesh_shape)
+
+    @property
+    def shard_size(self) -> int:
+        """Ranks that a sharded parameter is split over."""
+        return self.mesh_shape[-1]
 
     # -- ends ---------------------------------------------------------------------------------
 
@@ -221,10 +232,3 @@ class Program:
         from graphshard.inspect.text import schedule_text
 
         return schedule_text(self)
-
-
-def _product(shape: tuple[int, ...]) -> int:
-    result = 1
-    for size in shape:
-        result *= size
-    return result

@@ -111,19 +111,21 @@ def insert_reduce(
     *,
     after: fx.Node,
     phase: str,
+    group: str | None = None,
 ) -> tuple[dict[str, fx.Node], fx.Node]:
     """One reduce of `grads` (the full gradient and the reduced shape, by parameter) after `after`.
 
     Returns the reduced gradient by parameter, and the last node inserted.
     """
     label = unit or "root"
+    named = {} if group is None else {"group": group}
     reduced = [fake_like(grad.meta["val"], shape) for grad, shape in grads.values()]
     with program.graph.inserting_after(after):
         reduce = insert_node(
             program,
             target,
             ([grad for grad, _ in grads.values()],),
-            {"unit": unit, "params": tuple(grads)},
+            {"unit": unit, "params": tuple(grads), **named},
             name=f"{label}_{target.__name__}",
             unit=unit,
             phase=phase,

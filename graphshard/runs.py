@@ -56,7 +56,7 @@ class Runs:
 def assign_units(program: Program, plan: ShardingPlan) -> None:
     """Write meta["unit"], the innermost unit around meta["fqn"], on every node but the output."""
     unit_of: dict[str, str] = {}
-    program.world_size = plan.world_size
+    program.mesh_shape = plan.mesh_shape
     for node in program.graph.nodes:
         if node.op == "output":
             continue

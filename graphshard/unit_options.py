@@ -24,6 +24,11 @@ class UnitOptions:
     reshard: bool | int = True
     precision: MixedPrecision | None = None
 
+    @property
+    def reshard_ranks(self) -> int | None:
+        """Size of the groups that keep its parameters sharded after forward, if such groups do."""
+        return None if isinstance(self.reshard, bool) else self.reshard
+
 
 def options_of(policy: Policy, unit: str, overrides: Mapping[str, Any]) -> UnitOptions:
     """The options of `unit` under `policy`, of which `overrides` replace some fields.

@@ -11,6 +11,7 @@ from collections.abc import Callable, Collection
 
 from graphshard.passes.insert_free import InsertFree
 from graphshard.passes.reduce_grads import ReduceGrads
+from graphshard.passes.reduce_replicas import ReduceReplicas
 from graphshard.passes.unshard import Unshard
 from graphshard.plan import ShardingPlan
 from graphshard.program import Program
@@ -23,6 +24,7 @@ from graphshard.verify_graph import (
     check_unchanged,
 )
 from graphshard.verify_memory import check_budget, check_frees, check_lifetimes
+from graphshard.verify_replicas import check_groups
 from graphshard.verify_sharding import (
     check_gathers,
     check_order,
@@ -33,7 +35,7 @@ from graphshard.verify_sharding import (
 )
 from graphshard.verify_values import check_values
 
-FINISHED: frozenset[type] = frozenset({Unshard, ReduceGrads, InsertFree})
+FINISHED: frozenset[type] = frozenset({Unshard, ReduceGrads, ReduceReplicas, InsertFree})
 """The passes after which a program keeps every rule."""
 
 RULES: tuple[Callable[[Facts], None], ...] = (
@@ -41,6 +43,7 @@ RULES: tuple[Callable[[Facts], None], ...] = (
     check_metadata,
     check_phases,
     check_transfers,
+    check_groups,
     check_shards,
     check_gathers,
     check_waits,
@@ -70,7 +73,8 @@ def verify(
         plan: the plan it was rewritten by.
         after: the pass that ran last, to be named in an error.
         done: the classes of the passes that ran (a name could be anyone's); what only holds after
-            `Unshard`, `ReduceGrads` or `InsertFree` is checked if they are among them.
+            `Unshard`, `ReduceGrads`, `ReduceReplicas` or `InsertFree` is checked if they are among
+            them.
         reference: the program before the pass, to compare with: its tables, the order of its
             collectives, the shapes and dtypes its nodes read; and, as captured, which parameters
             have gradients and which values the step returns.

@@ -18,7 +18,7 @@ from graphshard.verify_values import Values
 from graphshard.views import alias_inputs
 
 Signature = tuple[Any, ...]
-CollectiveKey = tuple[str, str, str, tuple[str, ...]]
+CollectiveKey = tuple[str, str, str, tuple[str, ...], str]
 
 
 @dataclass(frozen=True)
@@ -61,9 +61,11 @@ def tables_of(program: Program) -> dict[str, tuple[Any, ...]]:
 
 
 def collective_key(node: fx.Node) -> CollectiveKey:
-    """What ranks must agree on of a collective: its phase, operator, unit and parameters."""
+    """What ranks must agree on of a collective: phase, operator, unit, parameters and group."""
     kwargs: Mapping[str, Any] = node.kwargs
-    return node.meta["phase"], str(ops.op_name(node)), kwargs["unit"], tuple(kwargs["params"])
+    params = tuple(kwargs["params"])
+    phase, op = node.meta["phase"], str(ops.op_name(node))
+    return phase, op, kwargs["unit"], params, ops.group_of(node)
 
 
 @dataclass

@@ -61,7 +61,7 @@ def check_budget(facts: Facts) -> None:
     alive: dict[fx.Node, int] = {}
     for node, live in live_unsharded(facts.program):
         if node.target is ops.all_gather:
-            alive[node] = gathered_bytes(node, facts.program.world_size)
+            alive[node] = gathered_bytes(node, facts.program)
             if live > budget:
                 holders = ", ".join(
                     f"{unit_label(gather.meta['unit'])} {size:,}" for gather, size in alive.items()

@@ -13,7 +13,8 @@ from graphshard.mixed_precision import MixedPrecision
 from graphshard.passes.reduce_grads import ReduceGrads
 from graphshard.passes.unshard import Unshard
 from graphshard.plan import ParamLayout
-from graphshard.verify_facts import Facts, collective_key, signature
+from graphshard.verify_facts import CollectiveKey, Facts, collective_key, signature
+from graphshard.verify_replicas import averaged_by
 
 
 def check_shards(facts: Facts) -> None:
@@ -120,7 +121,7 @@ def check_reduces(facts: Facts) -> None:
         return
     reduced_by: dict[str, fx.Node] = {}
     for reduce in facts.collectives:
-        if reduce.target not in ops.REDUCES:
+        if reduce.target not in ops.REDUCES or ops.group_of(reduce) == ops.REPLICATE:
             continue
         operands, layouts = _operands(facts, reduce)
         for operand, layout in zip(operands, layouts, strict=True):
@@ -148,7 +149,7 @@ def check_reduces(facts: Facts) -> None:
         expected = [(one.shard_shape, dtype) for one, dtype in zip(layouts, dtypes, strict=True)]
         for wait in facts.waits[reduce]:
             _check_values(facts, wait, expected)
-    _check_returned(facts, reduced_by)
+    _check_returned(facts, reduced_by | averaged_by(facts, reduced_by))
 
 
 def _check_returned(facts: Facts, reduced_by: dict[str, fx.Node]) -> None:
@@ -202,16 +203,17 @@ def check_order(facts: Facts) -> None:
     """All ranks run one program, so its order of collectives is total; passes keep most of it.
 
     Gathers may move past reduces and compute, and reduces past gathers and compute. Within a phase,
-    gathers keep their order among each other, and so do reduces, however often a pass made their
-    nodes anew: those of one phase, operator, unit and parameters count as one and the same. A pass
-    may add and drop collectives; then those that occur as often as before keep their order.
+    gathers keep their order among each other, and so do reduces, and averages over the replicas,
+    however often a pass made their nodes anew: those of one phase, operator, unit, parameters and
+    group count as one and the same. A pass may add and drop collectives; then those that occur as
+    often as before keep their order.
     """
     if facts.reference is None:
         return
-    for kind in (frozenset({ops.all_gather}), ops.REDUCES):
-        names = {op.__name__ for op in kind}
-        before = [item for item in facts.reference.collectives if item[0][1] in names]
-        after = [(collective_key(n), n) for n in facts.collectives if n.target in kind]
+    now_issued = [(collective_key(node), node) for node in facts.collectives]
+    for kind in ("gather", "reduce", "average"):
+        before = [item for item in facts.reference.collectives if _kind(item[0]) == kind]
+        after = [item for item in now_issued if _kind(item[0]) == kind]
         was = Counter(key for key, _ in before)
         now = Counter(key for key, _ in after)
         kept = {key for key in was if was[key] == now[key]}
@@ -225,6 +227,13 @@ def check_order(facts: Facts) -> None:
                     f"it is issued where %{name} was before the pass; every rank must issue one "
                     "sequence of collectives, so gathers keep their order, and reduces theirs",
                 )
+
+
+def _kind(key: CollectiveKey) -> str:
+    _, op, _, _, group = key
+    if op == ops.all_gather.__name__:
+        return "gather"
+    return "average" if group == ops.REPLICATE else "reduce"
 
 
 def _operands(facts: Facts, collective: fx.Node) -> tuple[list[fx.Node], list[ParamLayout]]:

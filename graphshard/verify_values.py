@@ -9,7 +9,7 @@ one walk. What passes may do follows from a few equations:
     clone(x), x on another device                              x
     a cast of x, by whichever operator                         cast(x, dtype); x, if that is its own
     dropout(x, p) in training                                  x * mask * scale (see `Recompute`)
-    what a reduce returns                                      its operand, reduced
+    what a reduce returns                                      its operand, reduced (once more)
 
 So a view, a cast or a whole region that is computed again has the number of the original. What
 draws random numbers or writes into its operands cannot be computed again, left out, or moved past
@@ -90,9 +90,12 @@ class Values:
             return (type(value), repr(value))  # tells 0.0 from -0.0, and asks a symbol nothing
         return (type(value), value)
 
-    def reduced(self, number: Number) -> Number | None:
-        """The number of what `number` is once reduced, if the program reduces it."""
-        return self.by_key.get((_REDUCED, number))
+    def reductions(self, number: Number) -> list[Number]:
+        """The numbers of what `number` is once reduced, and reduced again: as far as it is."""
+        found = []
+        while (number := self.by_key.get((_REDUCED, number))) is not None:
+            found.append(number)
+        return found
 
     def _visit(self, node: fx.Node) -> None:
         if ops.is_unpack(node):
@@ -168,7 +171,7 @@ def check_values(facts: Facts) -> None:
         for name, end, now, was in zip(
             names, ends, values.ends[f"{kind}s"], captured.ends[f"{kind}s"], strict=True
         ):
-            if now != was and (kind != "grad" or now != values.reduced(was)):
+            if now != was and (kind != "grad" or now not in values.reductions(was)):
                 _blame(facts, captured, values, f"{kind} {name!r}", end, (now, was))
 
 

@@ -164,18 +164,19 @@ def _drop_results(program: Program, zero: set[fx.Node]) -> None:
     partly: list[tuple[fx.Node, list[int]]] = []
     for reduce in [node for node in program.nodes(BACKWARD) if node.target in ops.REDUCES]:
         operands: list[Any] = reduce.args[0]  # type: ignore[assignment]
-        keep = [index for index, grad in enumerate(operands) if grad not in zero]
+        keep = [i for i, grad in enumerate(operands) if grad not in zero and grad not in dropped]
         if len(keep) < len(operands):
             (wait,) = reduce.users
-            dropped |= {user for user in wait.users if user.args[1] not in keep}
+            for user in [user for user in wait.users if user.args[1] not in keep]:
+                dropped.update((user, *transfers_after(user)))
             partly.append((wait, keep))
-    for node in list(dropped):
-        dropped.update(transfers_after(node))
     results.grads = [None if grad in dropped else grad for grad in results.grads]
     program.set_results(results)
-    for node in sorted(dropped, reverse=True):
-        program.graph.erase_node(node)
-    for wait, keep in partly:
+    for wait, keep in reversed(partly):  # what reads a reduced shard goes before it
+        gone = [user for user in wait.users if user in dropped]
+        gone += [transfer for node in gone for transfer in transfers_after(node)]
+        for node in sorted(gone, reverse=True):
+            program.graph.erase_node(node)
         if keep:
             keep_operands(wait, keep)
         else:

@@ -16,7 +16,7 @@ from graphshard.runs import find_runs, unit_ancestry
 
 @dataclass(frozen=True)
 class ReduceGrads:
-    """One reduce_scatter per unit (one all_reduce for its replicated parameters).
+    """One reduce_scatter per unit (one all_reduce over all ranks for its replicated parameters).
 
     It stands where the unit's last backward run ends and all its gradients are known. A parameter
     used in several runs has its gradients summed first, so it is reduced once.
@@ -48,8 +48,15 @@ class ReduceGrads:
                 }
                 if not operands:
                     continue
+                over_all = target is ops.all_reduce and plan.replicas > 1
                 reduced, tails[after] = insert_reduce(
-                    program, target, unit, operands, after=tails.get(after, after), phase=BACKWARD
+                    program,
+                    target,
+                    unit,
+                    operands,
+                    after=tails.get(after, after),
+                    phase=BACKWARD,
+                    group=ops.ALL if over_all else None,
                 )
                 for name, node in reduced.items():
                     results.grads[place_of[name]] = node

@@ -19,7 +19,8 @@ class SinkWaits:
 
     A reduce_scatter still under way holds its unit's full gradients. Its wait stands before the
     reduce_scatter that would put more than the allowed number under way; all others, and those of
-    all_reduces, whose results are full gradients anyway, stand at the end of backward.
+    all_reduces, whose results are kept anyway, stand at the end of backward. An all_reduce of what
+    a wait returns is launched right behind it.
 
     Args:
         max_reduces_in_flight: how many units' full gradients may wait to be reduced; 1 or more.
@@ -49,6 +50,8 @@ class SinkWaits:
                 reductions.append(wait)
                 if target is ops.reduce_scatter:
                     scatters.append(wait)
+        # What is not under way yet is launched before anything is waited for at the end.
+        reductions.sort(key=lambda w: ops.group_of(ops.collective_of(w)) == ops.REPLICATE)
         limit = self.max_reduces_in_flight
         before: dict[fx.Node, fx.Node] = {
             wait: ops.collective_of(later)
@@ -71,6 +74,7 @@ def _sink_gather(wait: fx.Node, place: dict[fx.Node, int]) -> None:
 
 def _move(wait: fx.Node, before: fx.Node) -> None:
     picked = unpacks(wait)
-    further = sorted(transfer for one in picked for transfer in transfers_after(one))
-    for node in (wait, *picked, *further):
+    further = {transfer for one in picked for transfer in transfers_after(one)}
+    further |= {n for one in (*picked, *further) for n in one.users if ops.is_collective(n)}
+    for node in (wait, *picked, *sorted(further)):
         before.prepend(node)

@@ -14,6 +14,7 @@ import torch
 import torch.distributed as dist
 from models import CASES, Case, loss_of
 from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
 
@@ -85,18 +86,21 @@ def by_ranks(model: nn.Module, case: Case, world_size: int, rank: int) -> Traini
     return result
 
 
-def by_fully_shard(case: Case, world_size: int, rank: int) -> Training:
+def by_fully_shard(case: Case, world_size: int, rank: int, **options: Any) -> Training:
+    """`options` are those of `fully_shard`; the root only takes its mesh."""
     model = case.model()
     for module in model.modules():
         if type(module).__name__ in case.blocks:
-            fully_shard(module)
-    fully_shard(model)
+            fully_shard(module, **options)
+    fully_shard(model, mesh=options.get("mesh"))
     return by_ranks(model, case, world_size, rank)
 
 
-def by_graphshard(case: Case, world_size: int, rank: int, **fields: Any) -> Training:
+def by_graphshard(
+    case: Case, world_size: int, rank: int, mesh: DeviceMesh | None = None, **fields: Any
+) -> Training:
     policy = graphshard.BlockPolicy(case.blocks, **fields)
-    model = graphshard.compile(case.model(), policy, example_kwargs=case.inputs(0))
+    model = graphshard.compile(case.model(), policy, example_kwargs=case.inputs(0), mesh=mesh)
     return by_ranks(model, case, world_size, rank)
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from math import prod
 from typing import Any
 
 import torch
@@ -10,6 +11,7 @@ from torch import Tensor, fx
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from graphshard import ops
+from graphshard.mesh_shape import fitted
 from graphshard.pipeline import default_passes, run_passes
 from graphshard.plan import REPLICATED, SHARDED, ParamLayout, ShardingPlan, Unit
 from graphshard.policy import Policy, Strategy
@@ -259,10 +261,15 @@ UNITS: dict[Callable[..., Program], tuple[str, ...]] = {
 
 
 def make_toy_plan(
-    program: Program, units: Sequence[str], policy: Policy | None = None, world_size: int = 4
+    program: Program,
+    units: Sequence[str],
+    policy: Policy | None = None,
+    world_size: int = 4,
+    mesh: tuple[int, ...] | None = None,
 ) -> ShardingPlan:
-    """A plan with these units for a program built here."""
+    """A plan with these units for a program built here, on `mesh` or one of `world_size` ranks."""
     policy = policy or Policy()
+    mesh = mesh or (world_size,)
     owned: dict[str, list[ParamLayout]] = {unit: [] for unit in units}
     for param in program.params:
         owner = param.fqn
@@ -277,26 +284,27 @@ def make_toy_plan(
                 param.dtype,
                 param.requires_grad,
                 SHARDED if sharded else REPLICATED,
-                world_size,
+                mesh[-1],
             )
         )
     made = tuple(
-        Unit(fqn, "Toy", tuple(layouts), options_of(policy, fqn, {}))
+        Unit(fqn, "Toy", tuple(layouts), fitted(options_of(policy, fqn, {}), fqn, mesh))
         for fqn, layouts in owned.items()
     )
-    return ShardingPlan(made, policy, world_size, (world_size,))
+    return ShardingPlan(made, policy, prod(mesh), mesh)
 
 
 def rewritten(
     build: Callable[..., Program],
     policy: Policy | None = None,
     world_size: int = 4,
+    mesh: tuple[int, ...] | None = None,
     **options: Any,
 ) -> tuple[Program, ShardingPlan]:
     """A toy program after all the passes of `policy`."""
     policy = policy or Policy()
     program = build(**options)
-    plan = make_toy_plan(program, UNITS[build], policy, world_size)
+    plan = make_toy_plan(program, UNITS[build], policy, world_size, mesh)
     run_passes(program, plan, default_passes(policy))
     return program, plan
 
@@ -363,7 +371,7 @@ def assert_same_values(captured: Program, program: Program, plan: ShardingPlan) 
     ]
     alone = fx.Interpreter(fx.GraphModule(torch.nn.Module(), captured.graph))
     expected = alone.run(*full.values(), *rest)
-    for rank in range(plan.world_size):
+    for rank in range(plan.shard_size):
         shards = [shard(value, plan, name, rank) for name, value in full.items()]
         actual = OneRank(program, plan, full, rank).run(*shards, *rest)
         for wanted, found in zip(expected[0], actual[0], strict=True):

@@ -11,7 +11,7 @@ from rich.table import Table
 from rich.text import Text
 
 from graphshard.inspect.fold import Folded, fold
-from graphshard.inspect.units_text import human_bytes, human_count, some_of
+from graphshard.inspect.units_text import human_bytes, human_count, mesh_text, some_of
 from graphshard.plan import ParamLayout, ShardingPlan, Unit
 from graphshard.strategy import Strategy
 
@@ -85,6 +85,8 @@ def plan_dict(plan: ShardingPlan, units: bool = True) -> dict[str, Any]:
         "policy": plan.policy.to_dict(),
         "world_size": plan.world_size,
         "mesh_shape": list(plan.mesh_shape),
+        "shard_size": plan.shard_size,
+        "replicas": plan.replicas,
         "total": {"units": len(plan.units), **_sum(plan)._asdict()},
         "warnings": list(plan.warnings),
     }
@@ -128,7 +130,7 @@ def _header(plan: ShardingPlan) -> Iterator[tuple[str, str]]:
     strategy = shared["strategy"]
     shown.pop("strategy", None)
     yield "policy", f"{type(policy).__name__}{_options(policy.own_options())}"
-    mesh = " x ".join(map(str, plan.mesh_shape))
+    mesh = mesh_text(plan.mesh_shape)
     yield "sharding", f"{strategy}, world size {plan.world_size}, mesh {mesh}"
     yield "schedule", ", ".join(f"{name}={value}" for name, value in shown.items())
 

@@ -11,6 +11,7 @@ import torch
 from torch import fx
 
 from graphshard import ops
+from graphshard.inspect.units_text import mesh_text
 from graphshard.liveness import gathered_bytes, live_unsharded
 from graphshard.program import BACKWARD, COMPUTE, FORWARD, Program
 
@@ -42,10 +43,8 @@ def schedule_text(program: Program) -> str:
         if event.phase != phase:
             phase = event.phase
             rows.append(phase)
-        if event.op == COMPUTE:
-            detail = _count(len(nodes), "op")
-        else:
-            detail = _communication(nodes, program.world_size)
+        compute = event.op == COMPUTE
+        detail = _count(len(nodes), "op") if compute else _communication(nodes, program)
         rows.append((f"{live[nodes[0]]:,}", event.op, unit_label(event.unit), detail))
     heading = ("live bytes", "event", "unit", "")
     return "\n".join([*_header(program), "", *_table(heading, rows)]) + "\n"
@@ -137,6 +136,8 @@ def _header(program: Program) -> list[str]:
     numel = sum(param.numel for param in program.params)
     frozen = sum(not param.requires_grad for param in program.params)
     ranks = _count(program.world_size, "rank")
+    if len(program.mesh_shape) > 1:
+        ranks += f" as {mesh_text(program.mesh_shape)}"
     computes = ", ".join(f"{counts[p]:,} {p}" for p in (FORWARD, BACKWARD) if counts[p])
     return [
         f"program: {kind}, {mode} mode, {ranks}, captured on {program.capture_device}",
@@ -147,7 +148,7 @@ def _header(program: Program) -> list[str]:
     ]
 
 
-def _communication(nodes: list[fx.Node], world_size: int) -> str:
+def _communication(nodes: list[fx.Node], program: Program) -> str:
     node = nodes[0]
     if ops.is_transfer(node):
         values = _values(nodes)
@@ -157,21 +158,22 @@ def _communication(nodes: list[fx.Node], world_size: int) -> str:
     if node.target is ops.wait:
         return f"for {ops.op_name(collective)}"
     if node.target is ops.free:
-        return f"{gathered_bytes(collective, world_size):,} bytes"
+        return f"{gathered_bytes(collective, program):,} bytes"
     if node.target is ops.all_gather:
-        size = gathered_bytes(collective, world_size)
+        size = gathered_bytes(collective, program)
         wait = next((user for user in node.users if user.target is ops.wait), None)
         values = _values(operands) if wait is None else wait.meta["val"]
     else:
         values = _values(operands)
         size = sum(value.numel() * value.dtype.itemsize for value in values)
-    return _amount(size, values)
+    over = f" over {collective.kwargs['group']}" if "group" in collective.kwargs else ""
+    return _amount(size, values, over)
 
 
-def _amount(size: int, values: list[torch.Tensor]) -> str:
+def _amount(size: int, values: list[torch.Tensor], over: str = "") -> str:
     shapes = Counter(map(value_text, values))
     each = ", ".join(text if n == 1 else f"{n} x {text}" for text, n in shapes.items())
-    return f"{size:,} bytes, {_count(len(values), 'param')}: {each}"
+    return f"{size:,} bytes{over}, {_count(len(values), 'param')}: {each}"
 
 
 def _values(nodes: Iterable[fx.Node]) -> list[torch.Tensor]:

@@ -33,3 +33,9 @@ def some_of(names: Sequence[str], joint: str = ", ", shown: int = 4) -> str:
     """The first `shown` of `names` and how many more there are: "a, b and 3 more"."""
     more = len(names) - shown
     return joint.join(names[:shown]) + (f" and {more} more" if more > 0 else "")
+
+
+def mesh_text(shape: Sequence[int]) -> str:
+    """A mesh of ranks: "8", "2 x 8 (replicate x shard)"."""
+    sizes = " x ".join(map(str, shape))
+    return f"{sizes} (replicate x shard)" if len(shape) == 2 else sizes

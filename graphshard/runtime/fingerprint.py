@@ -66,7 +66,14 @@ def _collective_lines(graph: fx.Graph, plan: ShardingPlan) -> Iterator[str]:
             )
             unit = node.kwargs["unit"] or "(root)"
             name = ops.op_name(node)
-            yield f"{node.meta['phase']} {name} of {unit} over {plan.world_size} ranks: {moved}"
+            over = _over(ops.group_of(node), plan)
+            yield f"{node.meta['phase']} {name} of {unit} over {over}: {moved}"
+
+
+def _over(group: str, plan: ShardingPlan) -> str:
+    sizes = {ops.SHARD: plan.shard_size, ops.REPLICATE: plan.replicas, ops.ALL: plan.world_size}
+    named = f" along {group!r} of {plan.mesh_shape}" if len(plan.mesh_shape) > 1 else ""
+    return f"{sizes[group]} ranks{named}"
 
 
 class Agreement:

@@ -1,9 +1,10 @@
-"""The ranks a module is sharded over, as the runtime needs them."""
+"""The ranks a module runs on, and the smaller groups among them, as the runtime needs them."""
 
 from __future__ import annotations
 
+import os
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from datetime import timedelta
 from typing import Any
 
@@ -12,7 +13,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
-from graphshard import torch_compat
+from graphshard import ops, torch_compat
 from graphshard.errors import PolicyError
 
 # A reduce packs what is smaller than this many bytes into one message, and so does a gather. Gloo
@@ -46,8 +47,11 @@ def movable(tensor: Tensor) -> Tensor:
 
 @dataclass
 class Group:
-    """One dimension of ranks. `process_group` is None for a single rank without one.
+    """Ranks that communicate. `process_group` is None for a single rank without one.
 
+    The group of all ranks also knows those of each dimension of its mesh.
+
+    mesh_shape: `(ranks,)`, or `(replicas, ranks to shard over)`.
     check: poison what is freed.
     """
 
@@ -59,6 +63,21 @@ class Group:
     timeout: timedelta = timedelta(minutes=30)
     mesh: DeviceMesh | None = None
     check: bool = False
+    mesh_shape: tuple[int, ...] = (1,)
+    parts: dict[str, Group] = field(default_factory=dict, repr=False)
+
+    def named(self, name: str) -> Group:
+        """The group of this rank that a collective's `group` names; see `graphshard.ops`."""
+        part = self.parts.get(name)
+        if part is None:
+            return self
+        part.check = self.check
+        return part
+
+    @property
+    def shard(self) -> Group:
+        """The ranks that this rank's parameters are sharded over."""
+        return self.named(ops.SHARD)
 
     @property
     def pack_gather_below(self) -> int:
@@ -111,27 +130,36 @@ def find_group(
     device: torch.device | str | None,
     *,
     alone: torch.device | str = "cpu",
+    hybrid: bool = False,
 ) -> Group:
     """The group of `mesh`; without one the default process group; without that a single rank.
 
     Args:
-        mesh: one-dimensional, or None.
+        mesh: of one dimension, or of two: the first replicates, the last shards. Or None.
         device: where to run; None leaves it to the mesh or the group.
         alone: where a single rank without a group runs if `device` is None.
+        hybrid: without a mesh, make one of two dimensions: ranks of one node share the shards.
 
     Raises:
-        PolicyError: the mesh has more than one dimension, or lies on another kind of device.
+        PolicyError: the mesh has more dimensions, or lies on another kind of device; or the ranks
+            of a node are asked for and not known.
     """
     if mesh is None and not (dist.is_available() and dist.is_initialized()):
-        return Group(None, 0, 1, _indexed(alone if device is None else device))
+        where = _indexed(alone if device is None else device)
+        return Group(None, 0, 1, where, mesh_shape=(1, 1) if hybrid else (1,))
     if mesh is None:
         by_nccl = torch.cuda.is_available() and "nccl" in dist.get_backend().lower()
         wanted = torch.device(device or ("cuda" if by_nccl else "cpu"))
-        mesh = init_device_mesh(wanted.type, (dist.get_world_size(),))
-    if mesh.ndim != 1:
+        if hybrid:
+            sizes, names = _by_node(wanted), ("replicate", "shard")
+            mesh = init_device_mesh(wanted.type, sizes, mesh_dim_names=names)
+        else:
+            mesh = init_device_mesh(wanted.type, (dist.get_world_size(),))
+    if mesh.ndim > 2:
         raise PolicyError(
-            f"parameters are sharded over a mesh of one dimension; got {mesh.ndim}; pass one "
-            'dimension of it, such as mesh["shard"]'
+            "parameters are sharded over the last dimension of a mesh and replicated over the "
+            f"first; got one of {mesh.ndim} dimensions; pass one or two of them, such as "
+            'mesh["replicate", "shard"]'
         )
     where = _indexed(mesh.device_type if device is None else device)
     if where.type != mesh.device_type:
@@ -139,15 +167,67 @@ def find_group(
             f"the mesh lies on {mesh.device_type}, the model is to run on {where.type}; "
             "make them agree"
         )
-    process_group = mesh.get_group(0)
+    whole = replace(
+        _group_of(mesh.get_group(0) if mesh.ndim == 1 else _flat(mesh), where),
+        mesh=mesh,
+        mesh_shape=tuple(mesh.shape),
+    )
+    if mesh.ndim == 2:
+        whole.parts[ops.REPLICATE] = _group_of(mesh.get_group(0), where)
+        whole.parts[ops.SHARD] = _group_of(mesh.get_group(1), where)
+    return whole
+
+
+def _group_of(process_group: Any, device: torch.device) -> Group:
     return Group(
         process_group,
-        rank=mesh.get_local_rank(0),
-        size=mesh.size(0),
-        device=where,
-        backend=torch_compat.group_backend(process_group, where),
-        timeout=torch_compat.group_timeout(process_group, where),
-        mesh=mesh,
+        rank=dist.get_rank(process_group),
+        size=dist.get_world_size(process_group),
+        device=device,
+        backend=torch_compat.group_backend(process_group, device),
+        timeout=torch_compat.group_timeout(process_group, device),
+    )
+
+
+def _by_node(device: torch.device) -> tuple[int, int]:
+    """(nodes, ranks per node), as torch's FSDP1 takes them where it is given no groups.
+
+    Raises:
+        PolicyError: the ranks of a node are not known, or differ.
+    """
+    given = os.environ.get("LOCAL_WORLD_SIZE", "")
+    ranks = int(given) if given.isdecimal() else 0
+    if not ranks and device.type == "cuda":
+        ranks = torch.cuda.device_count()
+    world_size = dist.get_world_size()
+    if not ranks or world_size % ranks:
+        known = f"each node has {ranks} of the {world_size}" if ranks else "no one says how many"
+        raise PolicyError(
+            "a HYBRID strategy without a mesh shards over the ranks of a node and replicates over "
+            f"the nodes, and {known}; start ranks with torchrun, which sets LOCAL_WORLD_SIZE, or "
+            "pass mesh=init_device_mesh(device, (replicas, ranks to shard over))"
+        )
+    return world_size // ranks, ranks
+
+
+def _flat(mesh: DeviceMesh) -> Any:
+    """The process group of all ranks of `mesh`."""
+    ranks = mesh.mesh.flatten().tolist()
+    if len(ranks) == dist.get_world_size():
+        return dist.group.WORLD
+    return subgroup(ranks, mesh.get_group(mesh.ndim - 1))
+
+
+def subgroup(ranks: Sequence[int], like: Any) -> Any:
+    """A new process group of `ranks` (global ones, this rank among them), set up as `like`.
+
+    Every one of them makes it, at the same point; no other rank takes part.
+    """
+    return dist.new_group(
+        ranks=list(ranks),
+        backend=dist.get_backend_config(like),
+        use_local_synchronization=True,
+        group_desc="graphshard",
     )
 
 

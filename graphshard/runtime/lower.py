@@ -71,6 +71,7 @@ def _bound(node: fx.Node, plan: ShardingPlan, group: Group) -> Collective:
         Operand(plan.layouts[name], value.dtype) for name, value in zip(params, values, strict=True)
     ]
     phase = node.meta["phase"]
+    group = group.named(ops.group_of(node))
     if group.size == 1 and node.target is not ops.all_gather:
         return LocalReduce(node.target.__name__, group, unit, phase)  # type: ignore[union-attr]
     return _kind(node, group)(group, unit, phase, operands)

@@ -167,7 +167,7 @@ class ReduceScatterByPairExchange(ReduceScatterByExchange):
 
 
 class AllReduce(Collective):
-    """Averages the gradients of replicated parameters, one launch per dtype."""
+    """Averages gradients of replicated parameters, or reduced shards; one launch per dtype."""
 
     op = "all_reduce"
 
@@ -193,7 +193,7 @@ class AllReduce(Collective):
         grads: list[Any] = [None] * len(self.operands)
         for (message,), flat in zip(self.launches, pending.buffers, strict=True):
             for i, part in zip(message.indices, flat.split(message.numels), strict=True):
-                grads[i] = part.view(self.operands[i].layout.shape)
+                grads[i] = part.view(self.operands[i].layout.shard_shape)
         return grads
 
 

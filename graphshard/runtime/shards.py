@@ -1,7 +1,8 @@
 """What each rank stores of the parameters.
 
-A sharded parameter is a `DTensor(Shard(0))`, laid out as FSDP2 lays it out, so that optimizers,
-gradient clipping and distributed checkpoints take it as it is. Rank r has rows
+A sharded parameter is a `DTensor(Shard(0))`, and on a mesh of two dimensions a
+`DTensor(Replicate(), Shard(0))`, laid out as FSDP2 lays it out, so that optimizers, gradient
+clipping and distributed checkpoints take it as it is. Rank r has rows
 [r * ceil(d0/W), (r+1) * ceil(d0/W)) of it, fewer or none at the end. Its local tensor is the prefix
 of a storage padded to ceil(d0/W) rows, and a gather sends that storage without a copy.
 """
@@ -29,7 +30,7 @@ class Shard:
 
     Args:
         layout: how the parameter lies on the ranks.
-        group: those ranks.
+        group: all ranks; a parameter is sharded over `group.shard`.
         model_param: the model's own parameter, of which the values are not read.
 
     Raises:
@@ -48,7 +49,7 @@ class Shard:
         self.homes: Homes = []  # the dicts that hold it, with its name there
         self.ready = False
         # The half-open range of dim 0 this rank owns, and whether that is all it stores.
-        self.rows = layout.rows(group.rank) if layout.sharded else (0, 0)
+        self.rows = layout.rows(group.shard.rank) if layout.sharded else (0, 0)
         self.whole = not layout.sharded or self.rows[1] - self.rows[0] == layout.padded_rows
         self.storage = self._new_storage()
         self.local = self._owned(self.storage)
@@ -147,11 +148,12 @@ class Shard:
         if self.group.mesh is None:
             return nn.Parameter(local, requires_grad=False)
         placement: Placement = ShardDim(0) if self.layout.sharded else Replicate()
+        placements = (*[Replicate()] * (self.group.mesh.ndim - 1), placement)
         shape = torch.Size(self.layout.shape)
         dtensor = DTensor.from_local(
             local,
             self.group.mesh,
-            (placement,),
+            placements,
             run_check=False,
             shape=shape,
             stride=_strides(shape),
@@ -216,7 +218,7 @@ def make_shards(
 
     Args:
         layouts: by name, all names of a tied parameter leading to one layout.
-        group: the ranks.
+        group: all ranks.
         model_params: the model's parameters, by every name.
     """
     by_fqn: dict[str, Shard] = {}

@@ -1,0 +1,82 @@
+"""Rules on a mesh of two dimensions: which ranks a collective joins, and the averages of shards."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from torch import fx
+
+from graphshard import ops
+from graphshard.passes.reduce_replicas import ReduceReplicas
+from graphshard.verify_facts import Facts, signature
+
+
+def check_groups(facts: Facts) -> None:
+    """A collective joins ranks of a group that the mesh has and that its kind is meant for."""
+    for node in facts.collectives:
+        allowed = {ops.SHARD}
+        if node.target is ops.all_reduce and facts.plan.replicas > 1:
+            allowed = {ops.REPLICATE, ops.ALL}
+        group = ops.group_of(node)
+        if group not in allowed:
+            facts.fail(
+                "groups",
+                node,
+                f"this {ops.op_name(node)} joins the ranks {group!r} of a mesh of shape "
+                f"{facts.plan.mesh_shape}; it may join {' or '.join(map(repr, sorted(allowed)))}",
+            )
+
+
+def averaged_by(facts: Facts, reduced_by: Mapping[str, fx.Node]) -> dict[str, fx.Node]:
+    """By parameter, the all_reduce that averages its reduced shards over the replicas.
+
+    Each takes what `reduced_by` names for the parameter returned. Once `ReduceReplicas` ran, every
+    reduced shard has one.
+    """
+    found: dict[str, fx.Node] = {}
+    for node in facts.collectives:
+        if ops.group_of(node) != ops.REPLICATE:
+            continue
+        params: tuple[str, ...] = node.kwargs["params"]  # type: ignore[assignment]
+        operands: list[fx.Node] = node.args[0]  # type: ignore[assignment]
+        for name, operand in zip(params, operands, strict=True):
+            if name in found:
+                facts.fail(
+                    "replicas", node, f"{name!r} is averaged here and by %{found[name].name}"
+                )
+            if not _is_reduced_shard(operand, name, reduced_by.get(name)):
+                facts.fail("replicas", node, f"%{operand.name} is no reduced shard of {name!r}")
+            found[name] = node
+        _check_returned(facts, node, params)
+    if facts.plan.replicas > 1 and ReduceReplicas in facts.done:
+        _check_all_averaged(facts, reduced_by, found)
+    return found
+
+
+def _is_reduced_shard(operand: fx.Node, name: str, reduce: fx.Node | None) -> bool:
+    if reduce is None or not ops.is_unpack(operand) or ops.collective_of(operand) is not reduce:
+        return False
+    params: tuple[str, ...] = reduce.kwargs["params"]  # type: ignore[assignment]
+    return params[operand.args[1]] == name  # type: ignore[index]
+
+
+def _check_returned(facts: Facts, node: fx.Node, params: tuple[str, ...]) -> None:
+    layouts = [facts.plan.layouts[name] for name in params]
+    expected = [(layout.shard_shape, layout.dtype) for layout in layouts]
+    for wait in facts.waits[node]:
+        returned = [signature(val) for val in wait.meta["val"]]
+        if returned != expected:
+            facts.fail("shapes", wait, f"it returns {returned}; the layouts say {expected}")
+
+
+def _check_all_averaged(
+    facts: Facts, reduced_by: Mapping[str, fx.Node], found: Mapping[str, fx.Node]
+) -> None:
+    for name, reduce in reduced_by.items():
+        if name not in found and reduce.target is ops.reduce_scatter:
+            facts.fail(
+                "replicas",
+                reduce,
+                f"the gradient of {name!r} is averaged over {facts.plan.shard_size} of "
+                f"{facts.plan.world_size} ranks only",
+            )
