@@ -21,6 +21,7 @@ DEFAULT = [
     "unshard",
     "regather",
     "reduce_grads",
+    "reduce_replicas",
     "prefetch",
     "sink_waits",
     "insert_free",
