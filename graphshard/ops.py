@@ -16,11 +16,13 @@ Shapes, for a group of W ranks and a parameter of shape (d0, ...):
     shard   (ceil(d0 / W), ...)   one rank's padded part along dim 0
     full    (d0, ...)             the parameter itself, a prefix view of the gathered buffer
 
-Transfers stand around collectives and say in which dtype, and on which device, one tensor is: on
-the way in a parameter's shard, on the way out a gradient. They say their unit, and their parameter:
+Transfers say in which dtype, and on which device, one tensor is: a parameter's shard on its way
+into a collective, a gradient on its way out of one, an activation between forward and backward.
+They say their unit, and their parameter (None for an activation):
 
-    shard     placeholder -> to_device -> cast -> all_gather
-    gradient  full gradient -> cast -> reduce_scatter -> wait -> cast -> to_host -> returned
+    shard       placeholder -> to_device -> arrive -> cast -> all_gather
+    gradient    full gradient -> cast -> reduce_scatter -> wait -> cast -> to_host -> arrive
+    activation  computed -> to_host -> arrive -> kept for backward -> to_device -> arrive -> used
 """
 
 from __future__ import annotations
@@ -78,24 +80,33 @@ def free(gathered: list[Tensor]) -> None:
     _only_in_graphs("free")
 
 
-def cast(tensor: Tensor, *, dtype: torch.dtype, unit: str, param: str) -> Tensor:
+def cast(tensor: Tensor, *, dtype: torch.dtype, unit: str, param: str | None) -> Tensor:
     """`tensor`, the shard or a gradient of `param`, in `dtype`."""
     _only_in_graphs("cast")
 
 
-def to_device(tensor: Tensor, *, unit: str, param: str) -> Tensor:
-    """`tensor`, which lies on the host, on the device that computes."""
+def to_device(tensor: Tensor, *, unit: str, param: str | None) -> Any:
+    """Start copying `tensor`, which lies on the host, to the device that computes."""
     _only_in_graphs("to_device")
 
 
-def to_host(tensor: Tensor, *, unit: str, param: str) -> Tensor:
-    """`tensor`, which lies on the device that computes, on the host."""
+def to_host(tensor: Tensor, *, unit: str, param: str | None) -> Any:
+    """Start copying `tensor`, which lies on the device that computes, to the host."""
     _only_in_graphs("to_host")
+
+
+def arrive(copy: Any, *, unit: str, param: str | None) -> Tensor:
+    """What `to_device` or `to_host` copied, for whatever runs from here on.
+
+    From here on, too, the memory that was copied may be given to someone else.
+    """
+    _only_in_graphs("arrive")
 
 
 COLLECTIVES = frozenset({all_gather, reduce_scatter, all_reduce})
 REDUCES = frozenset({reduce_scatter, all_reduce})
-TRANSFERS = frozenset({cast, to_device, to_host})
+COPIES = frozenset({to_device, to_host})
+TRANSFERS = COPIES | {cast, arrive}
 VOCABULARY: frozenset[Any] = COLLECTIVES | TRANSFERS | {wait, free}
 
 # Without this, fx dead-code elimination drops nodes whose result nobody reads: every free. A

@@ -8,9 +8,11 @@ from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
 from typing import Protocol
 
-from graphshard.errors import GraphshardError, PassError
+from graphshard.errors import GraphshardError, PassError, PolicyError
 from graphshard.passes.insert_free import InsertFree
+from graphshard.passes.offload_activations import OffloadActivations
 from graphshard.passes.prefetch import Prefetch
+from graphshard.passes.prefetch_copies import PrefetchCopies
 from graphshard.passes.recompute import Recompute
 from graphshard.passes.reduce_grads import ReduceGrads
 from graphshard.passes.reduce_replicas import ReduceReplicas
@@ -70,14 +72,24 @@ class Stages(Protocol):
 
 
 def default_passes(policy: Policy) -> tuple[Pass, ...]:
-    """The passes that make a captured program a sharded one, in order."""
+    """The passes that make a captured program a sharded one, in order.
+
+    Raises:
+        PolicyError: the policy asks for what no pass does.
+    """
+    if policy.offloads("params"):
+        raise PolicyError(
+            'offload="params" is not there yet; use offload="activations", or leave it out'
+        )
     return (
         Recompute(units=policy.recompute == "units"),
         Unshard(),
         Regather(),
         ReduceGrads(),
         ReduceReplicas(),
+        *((OffloadActivations(),) if policy.offloads("activations") else ()),
         Prefetch(backward=policy.backward_prefetch, forward=policy.forward_prefetch),
+        *((PrefetchCopies(backward=policy.backward_prefetch),) if policy.offload else ()),
         SinkWaits(),
         InsertFree(),
     )

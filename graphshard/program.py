@@ -41,7 +41,8 @@ class Event:
     """One line of a schedule.
 
     op is "compute" or a vocabulary name ("all_gather", "wait", "free", "reduce_scatter",
-    "all_reduce", "cast", "to_device", "to_host"); unit a unit's FQN; phase "forward" or "backward".
+    "all_reduce", "cast", "to_device", "to_host", "arrive"); unit a unit's FQN; phase "forward" or
+    "backward".
     """
 
     op: str

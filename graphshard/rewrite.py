@@ -48,6 +48,37 @@ def insert_node(
     return node
 
 
+def insert_copy(
+    program: Program,
+    target: Any,
+    source: fx.Node,
+    *,
+    name: str,
+    phase: str,
+    param: str | None = None,
+) -> fx.Node:
+    """A `to_host`, `to_device` or `arrive` of `source`, at the graph's insertion point.
+
+    Args:
+        program: what is rewritten.
+        target: the vocabulary function.
+        source: what is copied, or the copy to arrive.
+        name: of the node; see `insert_node`.
+        phase: of the node.
+        param: the parameter whose shard or gradient it is; None for an activation.
+    """
+    val = source.meta["val"]
+    if target is not ops.arrive:
+        device = "cpu" if target is ops.to_host else program.capture_device
+        with val.fake_mode:
+            val = torch.empty_strided(val.shape, val.stride(), dtype=val.dtype, device=device)
+    unit = source.meta["unit"]
+    kwargs = {"unit": unit, "param": param}
+    return insert_node(
+        program, target, (source,), kwargs, name=name, unit=unit, phase=phase, val=val
+    )
+
+
 def insert_gather(
     program: Program,
     plan: ShardingPlan,

@@ -44,6 +44,10 @@ class Runs:
         """The runs of `unit` in `phase`, in order."""
         return self.by_unit.get((unit, phase), ())
 
+    def steps(self, phase: str) -> list[fx.Node]:
+        """The first node of each step of `phase`: where a unit's run starts, a step does."""
+        return list(dict.fromkeys(run.first for run in self.in_order if run.phase == phase))
+
     def around(self, unit: str, node: fx.Node) -> Run | None:
         """The run of `unit` that spans `node`, if any."""
         place = self.position[node]

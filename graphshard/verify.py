@@ -15,6 +15,7 @@ from graphshard.passes.reduce_replicas import ReduceReplicas
 from graphshard.passes.unshard import Unshard
 from graphshard.plan import ShardingPlan
 from graphshard.program import Program
+from graphshard.verify_copies import check_copies
 from graphshard.verify_facts import Facts, Reference
 from graphshard.verify_graph import (
     check_layout,
@@ -44,6 +45,7 @@ RULES: tuple[Callable[[Facts], None], ...] = (
     check_phases,
     check_transfers,
     check_groups,
+    check_copies,
     check_shards,
     check_gathers,
     check_waits,

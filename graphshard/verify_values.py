@@ -106,7 +106,7 @@ class Values:
                 self._enter(node, (_REDUCED, operand))
             else:
                 self._set(node, operand)
-        elif node.target in (ops.to_device, ops.to_host):
+        elif node.target in (*ops.COPIES, ops.arrive):
             self._set(node, self.number(node.args[0]))
         elif (dtype := cast_dtype(node)) is not None:
             source: fx.Node = node.args[0]  # type: ignore[assignment]

@@ -35,11 +35,15 @@ class FromHost:
         results = program.results()
         for node in list(program.nodes()):
             if node.target is ops.all_gather:
-                node.args = (_moved(program, node, node.args[0], node, (ops.to_device, ops.cast)),)
+                node.args = (
+                    _moved(
+                        program, node, node.args[0], node, (ops.to_device, ops.arrive, ops.cast)
+                    ),
+                )
             elif node.target is ops.wait and ops.collective_of(node).target in ops.REDUCES:
                 picked = unpacks(node)
                 after = picked[-1].next
-                moved = _moved(program, node, picked, after, (ops.to_host,))
+                moved = _moved(program, node, picked, after, (ops.to_host, ops.arrive))
                 new = dict(zip(picked, moved, strict=True))
                 results.grads = [new.get(grad, grad) for grad in results.grads]
         program.set_results(results)
@@ -102,8 +106,9 @@ def test_transfers_of_a_unit_are_one_event() -> None:
     _, program, _ = moved(blocks)
     schedule = program.schedule()
     at = schedule.index(Event("all_gather", "layers.1", "forward"))
-    assert schedule[at - 2 : at] == [
+    assert schedule[at - 3 : at] == [
         Event("to_device", "layers.1", "forward"),
+        Event("arrive", "layers.1", "forward"),
         Event("cast", "layers.1", "forward"),
     ]
     assert [event.op for event in schedule].count("to_host") == 4

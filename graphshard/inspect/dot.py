@@ -19,6 +19,7 @@ _SHAPES = {
     "cast": "parallelogram",
     "to_device": "parallelogram",
     "to_host": "parallelogram",
+    "arrive": "diamond",
 }
 _COLLECTIVE_SHAPE = "ellipse"
 
@@ -55,7 +56,7 @@ def schedule_graph(program: Program) -> nx.DiGraph:
 def _stream(node: fx.Node) -> str:
     if ops.is_collective(node):
         return COMMUNICATION_STREAM
-    return COPY_STREAM if node.target in (ops.to_device, ops.to_host) else COMPUTE_STREAM
+    return COPY_STREAM if node.target in ops.COPIES else COMPUTE_STREAM
 
 
 def dot_text(graph: nx.DiGraph) -> str:

@@ -152,7 +152,10 @@ def _communication(nodes: list[fx.Node], program: Program) -> str:
     node = nodes[0]
     if ops.is_transfer(node):
         values = _values(nodes)
-        return _amount(sum(value.nbytes for value in values), values)
+        noun = "param" if node.kwargs["param"] is not None else "tensor"
+        if node.target is ops.arrive:
+            return f"of {ops.op_name(node.args[0])}, {_count(len(nodes), noun)}"  # type: ignore
+        return _amount(sum(value.nbytes for value in values), values, noun)
     collective = ops.collective_of(node)
     operands: list[fx.Node] = collective.args[0]  # type: ignore[assignment]
     if node.target is ops.wait:
@@ -167,13 +170,13 @@ def _communication(nodes: list[fx.Node], program: Program) -> str:
         values = _values(operands)
         size = sum(value.numel() * value.dtype.itemsize for value in values)
     over = f" over {collective.kwargs['group']}" if "group" in collective.kwargs else ""
-    return _amount(size, values, over)
+    return _amount(size, values, over=over)
 
 
-def _amount(size: int, values: list[torch.Tensor], over: str = "") -> str:
+def _amount(size: int, values: list[torch.Tensor], noun: str = "param", over: str = "") -> str:
     shapes = Counter(map(value_text, values))
     each = ", ".join(text if n == 1 else f"{n} x {text}" for text, n in shapes.items())
-    return f"{size:,} bytes{over}, {_count(len(values), 'param')}: {each}"
+    return f"{size:,} bytes{over}, {_count(len(values), noun)}: {each}"
 
 
 def _values(nodes: Iterable[fx.Node]) -> list[torch.Tensor]:

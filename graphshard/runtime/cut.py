@@ -124,8 +124,8 @@ def _forward(program: Program, crossings: Sequence[Crossing]) -> fx.Graph:
     return graph
 
 
-def _crossings(program: Program) -> Iterator[Crossing]:
-    """What backward uses of forward, in the order forward computes it."""
+def crossing_nodes(program: Program) -> list[fx.Node]:
+    """What backward uses of forward, in the order of the graph."""
     used: set[fx.Node] = set()
     for node in (*program.nodes(BACKWARD), program.output_node):
         if node.op == "output":
@@ -138,12 +138,16 @@ def _crossings(program: Program) -> Iterator[Crossing]:
         for source in sources:
             if _runs_in_forward(source):
                 used.add(_kept_as(source))
+    return [node for node in program.graph.nodes if node in used]
+
+
+def _crossings(program: Program) -> Iterator[Crossing]:
+    """What backward uses of forward, in the order forward computes it."""
     kept_whole = {entry.node for entry in program.params}
     kept_whole |= {entry.node for entry in program.buffers if entry.constant}
-    for node in program.graph.nodes:
-        if node in used:
-            is_tensor = isinstance(node.meta.get("val"), Tensor) and node not in kept_whole
-            yield Crossing(node.name, is_tensor)
+    for node in crossing_nodes(program):
+        is_tensor = isinstance(node.meta.get("val"), Tensor) and node not in kept_whole
+        yield Crossing(node.name, is_tensor)
 
 
 def _kept_as(node: fx.Node) -> fx.Node:

@@ -7,6 +7,7 @@ from torch import Tensor, fx
 
 from graphshard import ops
 from graphshard.runtime.group import Group
+from graphshard.runtime.host_copies import arrive, to_device, to_host
 
 
 def cast(tensor: Tensor, *, dtype: torch.dtype) -> Tensor:
@@ -14,17 +15,7 @@ def cast(tensor: Tensor, *, dtype: torch.dtype) -> Tensor:
     return tensor.to(dtype)
 
 
-def to_device(tensor: Tensor, *, device: torch.device) -> Tensor:
-    """`tensor` on `device`; itself, if it lies there."""
-    return tensor.to(device, non_blocking=True)
-
-
-def to_host(tensor: Tensor) -> Tensor:
-    """`tensor` in the host's memory; itself, if it lies there."""
-    return tensor.to("cpu")
-
-
-for _transfer in (cast, to_device, to_host):
+for _transfer in (cast, to_device, to_host, arrive):
     _transfer.__module__ = "graphshard"  # fx prints a call by it: graphshard_cast(...)
 
 
@@ -34,5 +25,7 @@ def bind_transfer(node: fx.Node, group: Group) -> None:
         node.target, node.kwargs = cast, {"dtype": node.kwargs["dtype"]}
     elif node.target is ops.to_host:
         node.target, node.kwargs = to_host, {}
+    elif node.target is ops.arrive:
+        node.target, node.kwargs = arrive, {}
     else:
         node.target, node.kwargs = to_device, {"device": group.device}

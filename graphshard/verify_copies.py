@@ -1,0 +1,86 @@
+"""Rules on copies between device and host: each arrives once, is read where it lies, and frees."""
+
+from __future__ import annotations
+
+from torch import fx
+
+from graphshard import ops
+from graphshard.storages import aliases_of, storage_root
+from graphshard.verify_facts import Facts
+
+
+def check_copies(facts: Facts) -> None:
+    """A copy arrives once, in its phase; compute reads nothing that lies on the host.
+
+    A saved activation is copied to the host once and brought back once, and nothing reads it on the
+    device after its copy has arrived, when its memory is given back.
+    """
+    copied: dict[fx.Node, fx.Node] = {}  # by what is copied, the copy
+    for node in facts.nodes:
+        if node.target is ops.arrive:
+            if _source(node).target not in ops.COPIES:
+                facts.fail("copies", node, f"%{_source(node).name} is no copy that could arrive")
+            continue
+        if node.target not in ops.COPIES:
+            continue
+        arrival = _arrival(facts, node)
+        if node.target is ops.to_host:
+            _check_on_host(facts, arrival)
+        if node.kwargs["param"] is not None:
+            continue
+        first = copied.setdefault(_source(node), node)
+        if first is not node:
+            facts.fail("copies", node, f"%{first.name} copies %{_source(node).name} already")
+        if node.target is ops.to_host:
+            _check_given_back(facts, node, arrival, copied)
+        elif not _on_host(_source(node)):
+            facts.fail("copies", node, f"%{_source(node).name} does not lie on the host")
+
+
+def _arrival(facts: Facts, copy: fx.Node) -> fx.Node:
+    """The `arrive` of a copy."""
+    for user in copy.users:
+        if user.target is not ops.arrive:
+            facts.fail("copies", user, f"it reads %{copy.name}, which has not arrived")
+    arrivals = list(copy.users)
+    if len(arrivals) != 1:
+        facts.fail("copies", copy, f"it must arrive once, and does {len(arrivals)} times")
+    if arrivals[0].meta["phase"] != copy.meta["phase"]:
+        facts.fail("copies", arrivals[0], "a copy must arrive in the phase it is issued in")
+    return arrivals[0]
+
+
+def _check_on_host(facts: Facts, value: fx.Node) -> None:
+    for user in value.users:
+        if user.op != "output" and user.target is not ops.to_device:
+            facts.fail("copies", user, f"it reads %{value.name}, which lies on the host")
+
+
+def _check_given_back(
+    facts: Facts, copy: fx.Node, arrival: fx.Node, copied: dict[fx.Node, fx.Node]
+) -> None:
+    root = storage_root(_source(copy))
+    if root in copied and root is not _source(copy):
+        facts.fail(
+            "copies", copy, f"%{copied[root].name} copies the storage of its operand already"
+        )
+    given_back = facts.place[arrival]
+    for value in aliases_of(root):
+        for user in (value, *value.users):
+            if user.op == "call_function" and facts.place[user] > given_back:
+                facts.fail(
+                    "copies",
+                    user,
+                    f"it reads %{value.name} on the device after %{arrival.name}; read what is "
+                    "copied back, or copy later",
+                )
+
+
+def _on_host(value: fx.Node) -> bool:
+    return value.target is ops.arrive and _source(value).target is ops.to_host
+
+
+def _source(node: fx.Node) -> fx.Node:
+    source = node.args[0]
+    assert isinstance(source, fx.Node)  # see `check_transfers`
+    return source

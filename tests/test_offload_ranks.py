@@ -1,0 +1,141 @@
+"""Offload on ranks: bit-equal training, and what lies on the device meanwhile."""
+
+from __future__ import annotations
+
+import time
+import weakref
+from collections.abc import Callable
+from typing import Any
+
+import offload_runs as runs
+import pytest
+import torch
+import torch.distributed as dist
+from ranks import Checks
+from torch import Tensor, nn
+
+import graphshard
+from examples.benchmarks.live_bytes import LiveBytes
+from graphshard.runtime import host_copies
+
+WIDTH, BATCH, LAYERS = 64, 128, 8
+LAYER, ACTIVATION = WIDTH * WIDTH * 4, BATCH * WIDTH * 4
+
+
+class DeviceBytes(LiveBytes):
+    """Counts what would be on the device: all but what copies to the host have made."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.host: dict[int, weakref.ref[torch.UntypedStorage]] = {}
+        self.sent = 0
+        self._making = False
+
+    def _count(self, storage: torch.UntypedStorage) -> None:
+        if not self._making and storage._cdata not in self.host:
+            super()._count(storage)
+
+    def __enter__(self) -> DeviceBytes:
+        self._new_host = host_copies.new_host
+        host_copies.new_host = self._marked
+        return super().__enter__()
+
+    def __exit__(self, *exception: object) -> None:
+        super().__exit__(*exception)
+        host_copies.new_host = self._new_host
+
+    def _marked(self, like: Tensor) -> Tensor:
+        self._making = True
+        made = self._new_host(like)
+        self._making = False
+        self.sent += made.nbytes
+        storage = made.untyped_storage()
+        address = storage._cdata
+        self.host[address] = weakref.ref(storage, lambda _: self.host.pop(address, None))
+        return made
+
+
+class Stack(nn.Module):
+    """Layers as large as each other: bytes can be counted on fingers."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList([nn.Linear(WIDTH, WIDTH, bias=False) for _ in range(LAYERS)])
+
+    def forward(self, x: Tensor) -> Tensor:
+        for layer in self.layers:
+            x = torch.tanh(layer(x))
+        return x.sum()
+
+
+def settles(live: LiveBytes, expected: int) -> None:
+    """Gloo's threads let go of what they moved a moment after it has arrived."""
+    for _ in range(200):
+        if live.current == expected:
+            return
+        time.sleep(0.01)
+    assert live.current == expected
+
+
+def activations_are_not_on_the_device(rank: int) -> None:
+    peaks = {}
+    for offload in (None, "activations"):
+        torch.manual_seed(0)
+        policy = graphshard.BlockPolicy({nn.Linear}, offload=offload)
+        sharded = graphshard.compile(Stack(), policy)
+        x = torch.randn(BATCH, WIDTH)
+        sharded(x).backward()  # captures, agrees and allocates what stays
+        sharded.zero_grad()
+        live = DeviceBytes()
+        live.add([*sharded.parameters(), x])
+        base = live.current
+        with live:
+            loss = sharded(x)
+            settles(live, base + 4 + (0 if offload else LAYERS * ACTIVATION))
+            forward, live.peak = live.peak - base, live.current
+            loss.backward()
+            settles(live, base + 4 + LAYERS * LAYER // 2)
+        peaks[offload] = (forward, live.peak - base)
+        assert live.sent == (LAYERS * ACTIVATION if offload else 0)
+    # In forward: a layer's input, product and output, and a copy that has not arrived yet.
+    assert peaks["activations"][0] <= 4 * ACTIVATION + LAYER + 4
+    assert peaks[None][0] >= LAYERS * ACTIVATION
+    # In backward: this step's, the next one's, and a gradient or two.
+    assert peaks["activations"][1] <= 5 * ACTIVATION + (LAYERS // 2 + 3) * LAYER
+    assert peaks[None][1] >= LAYERS * ACTIVATION
+
+
+ACTIVATIONS_WITH: tuple[dict[str, Any], ...] = (
+    {},
+    {"backward_prefetch": "post", "forward_prefetch": 1, "reshard_root": True},
+    {"strategy": "SHARD_GRAD_OP", "recompute": "units"},
+)
+
+
+def activations(rank: int) -> None:
+    variants = ACTIVATIONS_WITH if dist.get_world_size() == 2 else ACTIVATIONS_WITH[:1]
+    runs.trains_the_same(rank, variants, "activations")
+
+
+ON_TWO = [activations_are_not_on_the_device, activations]
+ON_FOUR = [activations]
+
+
+@pytest.fixture(scope="module")
+def on_two() -> Checks:
+    return Checks(ON_TWO, 2, timeout=240)
+
+
+@pytest.fixture(scope="module")
+def on_four() -> Checks:
+    return Checks(ON_FOUR, 4, timeout=240)
+
+
+@pytest.mark.parametrize("check", ON_TWO, ids=lambda check: check.__name__)
+def test_on_two_ranks(on_two: Checks, check: Callable[[int], None]) -> None:
+    on_two.require(check)
+
+
+@pytest.mark.parametrize("check", ON_FOUR, ids=lambda check: check.__name__)
+def test_on_four_ranks(on_four: Checks, check: Callable[[int], None]) -> None:
+    on_four.require(check)
