@@ -17,6 +17,7 @@ from graphshard.errors import (
 from graphshard.importers.accelerate import from_accelerate
 from graphshard.importers.deepspeed import from_deepspeed
 from graphshard.mixed_precision import MixedPrecision
+from graphshard.module_policy import ModulePolicy
 from graphshard.plan import ParamLayout, ShardingPlan, Unit
 from graphshard.policy import BlockPolicy, LambdaPolicy, Policy, SizePolicy, Strategy
 from graphshard.program import Event, Program
@@ -33,6 +34,7 @@ __all__ = [
     "GraphshardError",
     "LambdaPolicy",
     "MixedPrecision",
+    "ModulePolicy",
     "ParamLayout",
     "PassError",
     "PlanError",

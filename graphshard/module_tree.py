@@ -7,7 +7,7 @@ For a model that shares nothing this is the module hierarchy itself.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from functools import reduce
 
@@ -99,6 +99,20 @@ class ModuleTree:
             TreeParam(tuple(names[key]), param, self._above_all(holders[key]))
             for key, param in params.items()
         )
+
+    def units_around(self, units: Iterable[str]) -> Mapping[str, str]:
+        """The innermost of `units` and the root around each module, itself perhaps, by FQN."""
+        chosen = {"", *units}
+        around: dict[str, str] = {}
+        for fqn in self.modules:  # a parent comes before its children
+            around[fqn] = fqn if fqn in chosen else around[self.parent[fqn]]
+        return around
+
+    def is_below(self, inner: str, outer: str) -> bool:
+        """Whether the module `inner` is `outer` or lies below it."""
+        while self._depth[inner] > self._depth[outer]:
+            inner = self.parent[inner]
+        return inner == outer
 
     def numel_below(self) -> dict[str, int]:
         """Elements of the parameters at home in each module or below it, each counted once."""

@@ -10,11 +10,16 @@ error. Every collective node carries keyword arguments:
             "shard"      (also if left out) those along the last dimension of the mesh
             "replicate"  those along the first, which hold equal shards
             "all"        the whole mesh
+    dims    the dim each parameter is split along, in operand order; left out if all are dim 0
 
 Shapes, for a group of W ranks and a parameter of shape (d0, ...):
 
     shard   (ceil(d0 / W), ...)   one rank's padded part along dim 0
     full    (d0, ...)             the parameter itself, a prefix view of the gathered buffer
+
+Along another dim k the shard is (d0, ..., dk / W, ...); W divides dk. A gather's `wait` copies the
+full value out of the buffer, which goes away right then; a reduce sends a copy of the gradient in
+the order of the ranks.
 
 Transfers say in which dtype, and on which device, one tensor is: a parameter's shard on its way
 into a collective, a gradient on its way out of one, an activation between forward and backward.

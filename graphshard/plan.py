@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from graphshard.errors import PlanError
+from graphshard.placement import MAX_PADDING, MIN_BYTES, REPLICATED, SHARDED
 from graphshard.policy_base import Policy
 from graphshard.unit_options import UnitOptions
 
@@ -22,16 +23,16 @@ if TYPE_CHECKING:
 
     from graphshard.program import Program
 
-SHARDED = "shard"
-REPLICATED = "replicate"
+__all__ = ["REPLICATED", "SHARDED", "ParamLayout", "ShardingPlan", "Unit"]
 
 
 @dataclass(frozen=True)
 class ParamLayout:
     """How one parameter lies on `world_size` ranks: those it is sharded over.
 
-    placement is "shard" (split along dim 0 in chunks of ceil(d0 / W), the last ones shorter or
-    empty, each stored padded to that size) or "replicate" (a full copy per rank).
+    placement is "shard" (split along `dim`) or "replicate" (a full copy per rank). Along dim 0 the
+    chunks have ceil(d0 / W) rows, the last ones fewer or none, each stored padded to that size;
+    any other dim is a multiple of W.
     """
 
     fqn: str
@@ -41,6 +42,7 @@ class ParamLayout:
     requires_grad: bool
     placement: str
     world_size: int
+    dim: int = 0
 
     @property
     def numel(self) -> int:
@@ -54,25 +56,41 @@ class ParamLayout:
 
     @property
     def padded_rows(self) -> int:
-        """Rows of dim 0 each rank stores, ceil(d0 / W); the gathered buffer has W times as many."""
-        return -(-self.shape[0] // self.world_size)
+        """Size along `dim` of what each rank stores, ceil(d / W)."""
+        return -(-self.shape[self.dim] // self.world_size)
 
     @property
     def shard_shape(self) -> tuple[int, ...]:
         """Shape a rank stores, padding included; the same on every rank."""
-        return (self.padded_rows, *self.shape[1:]) if self.sharded else self.shape
+        if not self.sharded:
+            return self.shape
+        return (*self.shape[: self.dim], self.padded_rows, *self.shape[self.dim + 1 :])
 
     @property
     def gathered_shape(self) -> tuple[int, ...]:
-        """Shape of the buffer a gather fills; the parameter is its prefix along dim 0."""
+        """Shape of the buffer a gather fills, one rank's part after the other's along dim 0.
+
+        Split along dim 0 the parameter is its prefix; along another dim it is a copy, in the right
+        order, of this buffer.
+        """
         if not self.sharded:
             return self.shape
-        return (self.padded_rows * self.world_size, *self.shape[1:])
+        rows, *rest = self.shard_shape
+        return (rows * self.world_size, *rest)
+
+    @property
+    def padded_too_much(self) -> bool:
+        """Whether it is padded by more than is accepted without saying so (see `placement`)."""
+        return (
+            self.sharded
+            and self.numel * self.dtype.itemsize >= MIN_BYTES
+            and self.padding_bytes > MAX_PADDING * self.numel * self.dtype.itemsize
+        )
 
     def rows(self, rank: int) -> tuple[int, int]:
-        """The half-open range of dim 0 that `rank` owns; may be empty."""
-        start = min(rank * self.padded_rows, self.shape[0])
-        return start, min(start + self.padded_rows, self.shape[0])
+        """The half-open range of `dim` that `rank` owns; may be empty."""
+        start = min(rank * self.padded_rows, self.shape[self.dim])
+        return start, min(start + self.padded_rows, self.shape[self.dim])
 
     @property
     def shard_bytes(self) -> int:

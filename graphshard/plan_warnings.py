@@ -78,12 +78,12 @@ def _large_units(plan: ShardingPlan) -> Iterator[str]:
     The root is compared, but does not count for the median: it takes what is left over.
     """
     sizes = [unit.numel for unit in plan.units if unit.fqn and unit.numel]
-    if not sizes or plan.policy.strategy is Strategy.NO_SHARD:
+    if not sizes:
         return
     median = median_high(sizes)
     bound = LARGE_UNIT_FACTOR * median
     for unit in plan.units:
-        if unit.numel <= bound:
+        if unit.numel <= bound or unit.options.strategy is Strategy.NO_SHARD:
             continue
         largest = max(unit.layouts, key=lambda layout: layout.numel)
         said = (
@@ -100,7 +100,8 @@ def _large_units(plan: ShardingPlan) -> Iterator[str]:
 
 
 def _kept_between_phases(plan: ShardingPlan) -> bool:
-    return Strategy(plan.policy.strategy).frees_after_forward and not plan.policy.reshard_root
+    root = plan.units[0].options
+    return root.strategy.frees_after_forward and not root.reshard
 
 
 def _empty_units(plan: ShardingPlan) -> Iterator[str]:

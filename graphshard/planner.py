@@ -14,7 +14,8 @@ from graphshard.errors import PolicyError
 from graphshard.mesh_shape import checked_mesh, fitted
 from graphshard.model_checks import check_model, require_module
 from graphshard.module_tree import ModuleTree, TreeParam
-from graphshard.plan import REPLICATED, SHARDED, ParamLayout, ShardingPlan, Unit
+from graphshard.placement import REPLICATED, SHARDED, Wish, as_wishes, split_dim
+from graphshard.plan import ParamLayout, ShardingPlan, Unit
 from graphshard.plan_warnings import plan_warnings, with_capture_warnings
 from graphshard.policy_base import Policy
 from graphshard.strategy import Strategy
@@ -34,7 +35,8 @@ def make_plan(
 
     A unit owns the parameters of its module, less those of units below it. A parameter tied over
     several units belongs to the lowest unit above all its users. Under NO_SHARD every parameter is
-    replicated, else only those without dimensions are.
+    replicated; else `graphshard.placement.split_dim` says along which dim each is split, unless the
+    policy does.
 
     Args:
         model: on any device, meta included.
@@ -57,16 +59,25 @@ def make_plan(
     tree = ModuleTree(model)
     check_model(tree)
     unit_fqns = ["", *policy.select(tree)]
-    owner = _owners(tree, frozenset(unit_fqns))
+    around = tree.units_around(unit_fqns)
     overrides = policy.overrides(tree)
     options = {
         fqn: fitted(options_of(policy, fqn, overrides.get(fqn, {})), fqn, mesh_shape)
         for fqn in unit_fqns
     }
-    owned: dict[str, list[ParamLayout]] = {fqn: [] for fqn in unit_fqns}
+    entries: dict[str, list[TreeParam]] = {fqn: [] for fqn in unit_fqns}
     for entry in tree.params:
-        unit = owner[entry.home]
-        owned[unit].append(_layout(entry, options[unit], mesh_shape[-1]))
+        entries[around[entry.home]].append(entry)
+    owned: dict[str, list[ParamLayout]] = {}
+    granted: dict[str, bool] = {}  # by wish that may be unfulfilled, whether some parameter does
+    for fqn in unit_fqns:
+        names = [entry.names[0] for entry in entries[fqn]]
+        wishes = as_wishes(overrides.get(fqn, {}).get("placement"), names, fqn)
+        owned[fqn] = [
+            _layout(entry, options[fqn], mesh_shape[-1], wishes.get(entry.names[0]), granted)
+            for entry in entries[fqn]
+        ]
+    _require_granted(granted, mesh_shape[-1])
     units = tuple(
         Unit(fqn, type(tree.modules[fqn]).__name__, tuple(layouts), options[fqn])
         for fqn, layouts in owned.items()
@@ -93,23 +104,61 @@ def require_policy(policy: object) -> None:
         )
 
 
-def _owners(tree: ModuleTree, units: frozenset[str]) -> Mapping[str, str]:
-    """The unit around each module: itself, or the one its parent belongs to."""
-    owner: dict[str, str] = {}
-    for fqn in tree.modules:  # a parent comes before its children
-        owner[fqn] = fqn if fqn in units else owner[tree.parent[fqn]]
-    return owner
-
-
-def _layout(entry: TreeParam, options: UnitOptions, shard_size: int) -> ParamLayout:
-    param = entry.param
-    replicated = options.strategy is Strategy.NO_SHARD or param.ndim == 0
+def _layout(
+    entry: TreeParam,
+    options: UnitOptions,
+    ranks: int,
+    wish: Wish | None,
+    granted: dict[str, bool],
+) -> ParamLayout:
+    shape, dtype = tuple(entry.param.shape), entry.param.dtype
+    dim = _dim(entry, options, ranks, wish, granted)
     return ParamLayout(
         fqn=entry.names[0],
         names=entry.names,
-        shape=tuple(param.shape),
-        dtype=param.dtype,
-        requires_grad=param.requires_grad,
-        placement=REPLICATED if replicated else SHARDED,
-        world_size=shard_size,
+        shape=shape,
+        dtype=dtype,
+        requires_grad=entry.param.requires_grad,
+        placement=REPLICATED if dim is None else SHARDED,
+        world_size=ranks,
+        dim=dim or 0,
     )
+
+
+def _dim(
+    entry: TreeParam,
+    options: UnitOptions,
+    ranks: int,
+    wish: Wish | None,
+    granted: dict[str, bool],
+) -> int | None:
+    """The dim to split a parameter along, or None to replicate it."""
+    name, shape = entry.names[0], tuple(entry.param.shape)
+    if wish is not None:
+        if options.strategy is Strategy.NO_SHARD and wish.where != REPLICATED:
+            raise PolicyError(
+                f"{wish.by}: parameter {name!r} is to be split along dim {wish.where}, but its "
+                "unit's strategy NO_SHARD splits nothing; leave one of them out"
+            )
+        fits = wish.fits(shape, ranks)
+        if wish.strict and not fits:
+            raise PolicyError(
+                f"{wish.by}: parameter {name!r} of shape {list(shape)} cannot be split along dim "
+                f"{wish.where} over {ranks} ranks, which must divide it; choose another dim, or "
+                f'"{REPLICATED}"'
+            )
+        granted[wish.by] = granted.get(wish.by, False) or fits
+        if fits:
+            return wish.where if isinstance(wish.where, int) else None
+    if options.strategy is Strategy.NO_SHARD:
+        return None
+    return split_dim(shape, entry.param.dtype.itemsize, ranks)
+
+
+def _require_granted(granted: Mapping[str, bool], ranks: int) -> None:
+    for by, some in granted.items():
+        if not some:
+            raise PolicyError(
+                f"{by}: none of the parameters it is for can be split along that dim over {ranks} "
+                "ranks, which must divide it; choose another dim, or leave it out"
+            )

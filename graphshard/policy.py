@@ -122,7 +122,7 @@ class BlockPolicy(Policy):
                 f"no module of the model is of class {', '.join(sorted(map(text_of, missing)))}; "
                 f"name one of the classes it has: {', '.join(has)}"
             )
-        _refuse_containers(self, tree, chosen)
+        refuse_containers(type(self).__name__, tree, chosen)
         return chosen
 
 
@@ -158,7 +158,7 @@ class LambdaPolicy(Policy):
                 )
             if answer:
                 chosen.append(fqn)
-        _refuse_containers(self, tree, chosen)
+        refuse_containers(type(self).__name__, tree, chosen)
         return chosen
 
 
@@ -173,7 +173,12 @@ def _no_split_modules(tree: ModuleTree) -> frozenset[str]:
     return names
 
 
-def _refuse_containers(policy: Policy, tree: ModuleTree, chosen: Iterable[str]) -> None:
+def refuse_containers(who: str, tree: ModuleTree, chosen: Iterable[str]) -> None:
+    """Refuse units of modules that never run.
+
+    Raises:
+        PolicyError: one of `chosen` is a list or dict of modules without a forward; names `who`.
+    """
     for fqn in chosen:
         module = tree.modules[fqn]
         if (
@@ -181,6 +186,6 @@ def _refuse_containers(policy: Policy, tree: ModuleTree, chosen: Iterable[str]) 
             and type(module).forward is nn.Module.forward
         ):
             raise PolicyError(
-                f"{type(policy).__name__} makes a unit of {fqn}, a {type(module).__name__}, but a "
+                f"{who} makes a unit of {fqn}, a {type(module).__name__}, but a "
                 "container without a forward never runs; choose the modules in it instead"
             )

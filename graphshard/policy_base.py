@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass, fields
 from enum import Enum
 from typing import Any
@@ -157,7 +157,9 @@ class Policy:
     def overrides(self, tree: ModuleTree) -> Mapping[str, Mapping[str, Any]]:
         """Fields of the policy that are other for some units: by FQN, then by field.
 
-        `strategy`, `reshard_after_forward`, `mixed_precision` and `placement` may be.
+        `strategy`, `reshard_after_forward` and `mixed_precision` may be, and `placement`: a dim or
+        "replicate" for all parameters of the unit that can be placed so, or a mapping from their
+        FQNs to a `graphshard.placement.Wish`.
         """
         return {}
 
@@ -198,7 +200,15 @@ class Policy:
 
     def __repr__(self) -> str:
         options = self.own_options() | self.shared_options()
-        return f"{type(self).__name__}({', '.join(f'{k}={v}' for k, v in options.items())})"
+        return f"{type(self).__name__}({_pairs(options)})"
+
+
+def _entries(value: Mapping[Any, Any]) -> str:
+    return ", ".join(f"{text_of(k)}: {text_of(v)}" for k, v in value.items())
+
+
+def _pairs(options: Mapping[str, str]) -> str:
+    return ", ".join(f"{name}={value}" for name, value in options.items())
 
 
 _SHARED = tuple(f.name for f in fields(Policy))
@@ -219,25 +229,27 @@ def as_set(name: str, value: Any) -> frozenset[Any]:
 
 def text_of(value: Any) -> str:
     """Text that is the same in every process: no addresses, no hash order."""
-    if isinstance(value, frozenset):
-        return "{" + ", ".join(sorted(map(text_of, value))) + "}"
-    if isinstance(value, Enum):
-        return str(value.value)
+    for kinds, text in _TEXTS:
+        if isinstance(value, kinds):
+            return text(value)
     if is_int(value):
         return f"{value:_}"
-    if isinstance(value, type):
-        return value.__name__
-    if isinstance(value, MixedPrecision):
-        return str(value)
-    if isinstance(value, tuple):
-        return "[" + ", ".join(map(text_of, value)) + "]"
-    if isinstance(value, Tensor):
-        return f"Tensor{list(value.shape)}"
-    if isinstance(value, nn.Module):
-        return type(value).__name__
     if callable(value):
         return str(getattr(value, "__qualname__", type(value).__name__))
     return repr(value)
+
+
+_TEXTS: tuple[tuple[Any, Callable[[Any], str]], ...] = (
+    (frozenset, lambda value: "{" + ", ".join(sorted(map(text_of, value))) + "}"),
+    (Mapping, lambda value: f"{{{_entries(value)}}}"),
+    (tuple, lambda value: "[" + ", ".join(map(text_of, value)) + "]"),
+    (Policy, lambda value: f"{type(value).__name__}({_pairs(value.own_options())})"),
+    (MixedPrecision, str),
+    (Enum, lambda value: str(value.value)),
+    (type, lambda value: value.__name__),
+    (Tensor, lambda value: f"Tensor{list(value.shape)}"),
+    (nn.Module, lambda value: type(value).__name__),
+)
 
 
 def plain_of(value: Any) -> Any:
@@ -246,6 +258,11 @@ def plain_of(value: Any) -> Any:
         return sorted(c if isinstance(c, str) else text_of(c) for c in value)
     if isinstance(value, tuple):
         return [plain_of(entry) for entry in value]
+    if isinstance(value, Mapping):
+        return {k if isinstance(k, str) else text_of(k): plain_of(v) for k, v in value.items()}
+    if isinstance(value, Policy):
+        own = {f.name: plain_of(getattr(value, f.name)) for f in fields(value)}
+        return {"kind": type(value).__name__, **{k: v for k, v in own.items() if k not in _SHARED}}
     if value is None or type(value) in (bool, int, str):
         return value
     return text_of(value)

@@ -103,7 +103,7 @@ def insert_gather(
             program,
             ops.all_gather,
             (shards,),
-            {"unit": unit, "params": names},
+            {"unit": unit, "params": names, **_dims(plan, names)},
             name=f"{label}_all_gather",
             unit=unit,
             phase=phase,
@@ -134,8 +134,15 @@ def insert_gather(
         }
 
 
+def _dims(plan: ShardingPlan, names: Sequence[str]) -> dict[str, Any]:
+    """The keyword argument `dims` of a collective of `names`, if one is not split along dim 0."""
+    dims = tuple(plan.layouts[name].dim for name in names)
+    return {"dims": dims} if any(dims) else {}
+
+
 def insert_reduce(
     program: Program,
+    plan: ShardingPlan,
     target: Any,
     unit: str,
     grads: Mapping[str, tuple[fx.Node, tuple[int, ...]]],
@@ -156,7 +163,7 @@ def insert_reduce(
             program,
             target,
             ([grad for grad, _ in grads.values()],),
-            {"unit": unit, "params": tuple(grads), **named},
+            {"unit": unit, "params": tuple(grads), **named, **_dims(plan, tuple(grads))},
             name=f"{label}_{target.__name__}",
             unit=unit,
             phase=phase,
@@ -273,7 +280,11 @@ def keep_operands(wait: fx.Node, keep: Sequence[int]) -> None:
     transfers = transfers_into(collective)
     collective.args = ([operands[i] for i in keep],)
     erase_dead(transfers)
-    collective.kwargs = {**collective.kwargs, "params": tuple(params[i] for i in keep)}
+    kwargs = {**collective.kwargs, "params": tuple(params[i] for i in keep)}
+    dims: Sequence[int] = kwargs.pop("dims", ())  # type: ignore[assignment]
+    if any(dims[i] for i in keep if dims):
+        kwargs["dims"] = tuple(dims[i] for i in keep)
+    collective.kwargs = kwargs
     wait.meta["val"] = [wait.meta["val"][i] for i in keep]
     place = {old: new for new, old in enumerate(keep)}
     for node in unpacks(wait):

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from graphshard.mixed_precision import MixedPrecision
-from graphshard.policy_base import Policy
+from graphshard.policy_base import Policy, text_of
 from graphshard.strategy import Strategy
 
 
@@ -28,6 +28,14 @@ class UnitOptions:
     def reshard_ranks(self) -> int | None:
         """Size of the groups that keep its parameters sharded after forward, if such groups do."""
         return None if isinstance(self.reshard, bool) else self.reshard
+
+    def difference(self, other: UnitOptions) -> str:
+        """The options that are other than those of `other`, as stable text; "" if none is."""
+        return ", ".join(
+            f"{name}={text_of(value)}"
+            for name, value in vars(self).items()
+            if value != getattr(other, name)
+        )
 
 
 def options_of(policy: Policy, unit: str, overrides: Mapping[str, Any]) -> UnitOptions:

@@ -60,8 +60,9 @@ def check_budget(facts: Facts) -> None:
         return
     alive: dict[fx.Node, int] = {}
     for node, live in live_unsharded(facts.program):
-        if node.target is ops.all_gather:
-            alive[node] = gathered_bytes(node, facts.program)
+        if node.target in (ops.all_gather, ops.wait):
+            if node.target is ops.all_gather:
+                alive[node] = gathered_bytes(node, facts.program)
             if live > budget:
                 holders = ", ".join(
                     f"{unit_label(gather.meta['unit'])} {size:,}" for gather, size in alive.items()

@@ -249,7 +249,11 @@ def _operands(facts: Facts, collective: fx.Node) -> tuple[list[fx.Node], list[Pa
             facts.fail("operands", collective, f"the program has no parameter {name!r}")
         if facts.plan.unit_of_param(name) != unit:
             facts.fail("operands", collective, f"{name!r} is not a parameter of unit {unit!r}")
-    return operands, [facts.plan.layouts[name] for name in params]
+    layouts = [facts.plan.layouts[name] for name in params]
+    dims = tuple(layout.dim for layout in layouts)
+    if tuple(collective.kwargs.get("dims", (0,) * len(dims))) != dims:  # type: ignore[arg-type]
+        facts.fail("operands", collective, f"the layouts say dims={dims}")
+    return operands, layouts
 
 
 def _check_values(facts: Facts, wait: fx.Node, expected: list[tuple[Any, ...]]) -> None:

@@ -51,6 +51,7 @@ class ReduceGrads:
                 over_all = target is ops.all_reduce and plan.replicas > 1
                 reduced, tails[after] = insert_reduce(
                     program,
+                    plan,
                     target,
                     unit,
                     operands,

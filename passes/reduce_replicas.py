@@ -55,6 +55,7 @@ class ReduceReplicas:
             }
             averages, _ = insert_reduce(
                 program,
+                plan,
                 ops.all_reduce,
                 unit,
                 operands,

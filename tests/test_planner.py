@@ -267,10 +267,11 @@ def test_units_without_parameters_are_reported_but_not_the_root():
 
 def test_padding_that_multiplies_a_gather_is_reported():
     experts = nn.Module()
-    experts.stacked = nn.Parameter(torch.empty(8, 256, 256, device="meta"))
-    (warning,) = plan_of(tree_of(experts=experts), "experts", world_size=64).warnings
-    assert "unit experts gathers 14.00 MiB of padding in 16.00 MiB" in warning
-    assert "experts.stacked has only 8 rows for 64 ranks" in warning
+    experts.stacked = nn.Parameter(torch.empty(65, 255, 129, device="meta"))
+    plan = plan_of(tree_of(experts=experts), "experts", world_size=64)
+    assert "unit experts gathers 7.91 MiB of padding in 16.06 MiB" in plan.warnings[0]
+    assert "experts.stacked has only 65 rows for 64 ranks" in plan.warnings[0]
+    assert "padded: experts.stacked [65, 255, 129]: no dimension divides" in str(plan)
     assert plan_of(tree_of(experts=experts), "experts", world_size=8).warnings == ()
 
 

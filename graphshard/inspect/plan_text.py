@@ -10,12 +10,17 @@ from rich.console import Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
+from graphshard.errors import GraphshardError
 from graphshard.inspect.fold import Folded, fold
 from graphshard.inspect.units_text import human_bytes, human_count, mesh_text, some_of
+from graphshard.mesh_shape import fitted
 from graphshard.plan import ParamLayout, ShardingPlan, Unit
+from graphshard.policy_base import plain_of
 from graphshard.strategy import Strategy
+from graphshard.unit_options import UnitOptions, options_of
 
 COLUMNS = ("unit", "class", "units", "params", "numel", "sharded", "unsharded", "padding")
+OWN = "own options"  # a further column, where units have options other than the policy's
 _LEFT_ALIGNED = 2  # of the columns
 _ALWAYS_SHOWN = ("backward_prefetch", "forward_prefetch")  # of the options; others if chosen
 
@@ -33,6 +38,7 @@ class _Facts(NamedTuple):
     sharded: int
     unsharded: int
     padding: int
+    own: str = ""  # the options that are not the policy's
 
 
 def plan_text(plan: ShardingPlan, *, unfold: bool = False) -> str:
@@ -40,8 +46,9 @@ def plan_text(plan: ShardingPlan, *, unfold: bool = False) -> str:
 
     Equal layers share one line (`layers.0-79.mlp`); `unfold` gives every unit a line of its own.
     """
-    rows = [COLUMNS, *(_cells(line) for line in _lines(plan, unfold)), _total(plan)]
-    widths = [max(len(row[column]) for row in rows) for column in range(len(COLUMNS))]
+    columns = _columns(plan)
+    rows = [columns, *(_cells(line) for line in _lines(plan, unfold)), _total(plan)]
+    widths = [max(len(row[column]) for row in rows) for column in range(len(columns))]
     body = [_aligned(row, widths) for row in rows]
     rule = "-" * len(body[0])
     table = [body[0].rstrip(), rule, *(row.rstrip() for row in body[1:-1]), rule, body[-1].rstrip()]
@@ -57,17 +64,18 @@ def plan_table(plan: ShardingPlan, *, unfold: bool = False) -> RenderableType:
         for name, value in _header(plan)
     )
     table = Table(box=box.SIMPLE, padding=0, show_edge=False, show_footer=True)
-    for position, (name, total) in enumerate(zip(COLUMNS, _total(plan), strict=True)):
+    columns = _columns(plan)
+    for position, (name, total) in enumerate(zip(columns, _total(plan), strict=False)):
         table.add_column(
             name,
             footer=total,
-            justify="left" if position < _LEFT_ALIGNED else "right",
+            justify="left" if _is_words(position) else "right",
             style="cyan" if position == 0 else None,
-            no_wrap=position >= _LEFT_ALIGNED,
+            no_wrap=not _is_words(position),
             overflow="fold",
         )
     for line in _lines(plan, unfold):
-        table.add_row(*(Text(cell) for cell in _cells(line)))
+        table.add_row(*(Text(cell) for cell in _cells(line)[: len(columns)]))
     notes = [
         Text.assemble((f"{name}: ", "bold yellow" if name == "warning" else "dim"), value)
         for name, value in _notes(plan)
@@ -90,18 +98,18 @@ def plan_dict(plan: ShardingPlan, units: bool = True) -> dict[str, Any]:
         "total": {"units": len(plan.units), **_sum(plan)._asdict()},
         "warnings": list(plan.warnings),
     }
-    del data["total"]["module_class"]
+    del data["total"]["module_class"], data["total"]["own"]
     if units:
-        data["units"] = [_unit_dict(unit) for unit in plan.units]
+        data["units"] = [_unit_dict(unit, plan) for unit in plan.units]
     return data
 
 
-def _unit_dict(unit: Unit) -> dict[str, Any]:
-    return {
-        "fqn": unit.fqn,
-        **_facts(unit)._asdict(),
-        "params": [_layout_dict(layout) for layout in unit.layouts],
-    }
+def _unit_dict(unit: Unit, plan: ShardingPlan) -> dict[str, Any]:
+    data = {"fqn": unit.fqn, **_facts(unit, plan)._asdict()}
+    del data["own"]
+    options = {name: plain_of(value) for name, value in vars(unit.options).items()}
+    params = [_layout_dict(layout) for layout in unit.layouts]
+    return {**data, "options": options, "params": params}
 
 
 def _layout_dict(layout: ParamLayout) -> dict[str, Any]:
@@ -112,6 +120,7 @@ def _layout_dict(layout: ParamLayout) -> dict[str, Any]:
         "dtype": str(layout.dtype).removeprefix("torch."),
         "requires_grad": layout.requires_grad,
         "placement": layout.placement,
+        "dim": layout.dim if layout.sharded else None,
         "shard_shape": list(layout.shard_shape),
     }
 
@@ -140,11 +149,20 @@ def _options(options: dict[str, str]) -> str:
 
 
 def _lines(plan: ShardingPlan, unfold: bool) -> list[Folded[_Facts]]:
-    rows = [(unit.fqn, _facts(unit)) for unit in plan.units]
+    rows = [(unit.fqn, _facts(unit, plan)) for unit in plan.units]
     return [Folded(*row, 1) for row in rows] if unfold else fold(rows)
 
 
-def _facts(unit: Unit) -> _Facts:
+def _columns(plan: ShardingPlan) -> tuple[str, ...]:
+    some = any(_facts(unit, plan).own for unit in plan.units)
+    return (*COLUMNS, OWN) if some else COLUMNS
+
+
+def _is_words(column: int) -> bool:
+    return column < _LEFT_ALIGNED or column >= len(COLUMNS)
+
+
+def _facts(unit: Unit, plan: ShardingPlan) -> _Facts:
     return _Facts(
         unit.module_class,
         len(unit.params),
@@ -152,12 +170,23 @@ def _facts(unit: Unit) -> _Facts:
         unit.sharded_bytes,
         unit.unsharded_bytes,
         unit.padding_bytes,
+        unit.options.difference(_usual(unit, plan)),
     )
 
 
+def _usual(unit: Unit, plan: ShardingPlan) -> UnitOptions:
+    """The options of `unit` if nothing were other for it than the policy's own fields say."""
+    options = options_of(plan.policy, unit.fqn, {})
+    try:
+        return fitted(options, unit.fqn, plan.mesh_shape)
+    except GraphshardError:  # every unit has another strategy than the policy, which fits no mesh
+        return options
+
+
 def _sum(plan: ShardingPlan) -> _Facts:
-    columns = zip(*(_facts(unit)[1:] for unit in plan.units), strict=True)
-    return _Facts("", *(sum(column) for column in columns))
+    columns = zip(*(_facts(unit, plan)[1:-1] for unit in plan.units), strict=True)
+    params, numel, sharded, unsharded, padding = (sum(column) for column in columns)
+    return _Facts("", params, numel, sharded, unsharded, padding)
 
 
 def _cells(line: Folded[_Facts]) -> tuple[str, ...]:
@@ -171,6 +200,7 @@ def _cells(line: Folded[_Facts]) -> tuple[str, ...]:
         human_bytes(facts.sharded),
         human_bytes(facts.unsharded),
         human_bytes(facts.padding),
+        facts.own,
     )
 
 
@@ -180,8 +210,8 @@ def _total(plan: ShardingPlan) -> tuple[str, ...]:
 
 def _aligned(row: tuple[str, ...], widths: list[int]) -> str:
     return "  ".join(
-        cell.ljust(width) if column < _LEFT_ALIGNED else cell.rjust(width)
-        for column, (cell, width) in enumerate(zip(row, widths, strict=True))
+        cell.ljust(width) if _is_words(column) else cell.rjust(width)
+        for column, (cell, width) in enumerate(zip(row, widths, strict=False))
     )
 
 
@@ -190,10 +220,34 @@ def _notes(plan: ShardingPlan) -> Iterator[tuple[str, str]]:
     for unit, layout in layouts:
         if len(layout.names) > 1:
             yield "tied", f"{some_of(layout.names, ' = ')}, stored once in {unit.fqn or '(root)'}"
-    replicated = [layout.fqn for _, layout in layouts if not layout.sharded]
-    if replicated and plan.policy.strategy is not Strategy.NO_SHARD:
-        yield "replicated", f"{some_of(replicated)} (no dimension to shard)"
+    yield from _placements(plan)
     for note in plan.policy.notes:
         yield "note", note
     for warning in plan.warnings:
         yield "warning", warning
+
+
+def _placements(plan: ShardingPlan) -> Iterator[tuple[str, str]]:
+    """What is not simply split along dim 0, and why not."""
+    named: dict[str, list[str]] = {}
+    for unit in plan.units:
+        for layout in unit.layouts:
+            named.setdefault(_placement(unit, layout), []).append(
+                f"{layout.fqn} {list(layout.shape)}" if layout.shape else layout.fqn
+            )
+    for kind, said in (
+        ("replicated", " (no dimension to shard)"),
+        ("copied", ": every rank keeps them whole"),
+        *((kind, "") for kind in sorted(named) if kind.startswith("dim ")),
+        ("padded", ": no dimension divides, and copies on every rank would cost more"),
+    ):
+        if kind in named:
+            yield kind.replace("copied", "replicated"), f"{some_of(named[kind])}{said}"
+
+
+def _placement(unit: Unit, layout: ParamLayout) -> str:
+    if layout.sharded:
+        return f"dim {layout.dim}" if layout.dim else "padded" if layout.padded_too_much else ""
+    if unit.options.strategy is Strategy.NO_SHARD:
+        return ""
+    return "copied" if layout.shape else "replicated"

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import operator
 from collections import Counter
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
+from itertools import zip_longest
 from typing import Any
 
 import torch
@@ -170,11 +171,21 @@ def _communication(nodes: list[fx.Node], program: Program) -> str:
         values = _values(operands)
         size = sum(value.numel() * value.dtype.itemsize for value in values)
     over = f" over {collective.kwargs['group']}" if "group" in collective.kwargs else ""
-    return _amount(size, values, over=over)
+    dims: Sequence[int] = collective.kwargs.get("dims", ())  # type: ignore[assignment]
+    return _amount(size, values, over=over, dims=dims)
 
 
-def _amount(size: int, values: list[torch.Tensor], noun: str = "param", over: str = "") -> str:
-    shapes = Counter(map(value_text, values))
+def _amount(
+    size: int,
+    values: list[torch.Tensor],
+    noun: str = "param",
+    over: str = "",
+    dims: Sequence[int] = (),
+) -> str:
+    shapes = Counter(
+        value_text(value) + (f" by dim {dim}" if dim else "")
+        for value, dim in zip_longest(values, dims, fillvalue=0)
+    )
     each = ", ".join(text if n == 1 else f"{n} x {text}" for text, n in shapes.items())
     return f"{size:,} bytes{over}, {_count(len(values), noun)}: {each}"
 

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 
 import torch
 from torch import Tensor
 
 from graphshard import torch_compat
+from graphshard.plan import ParamLayout
 from graphshard.runtime.collectives import Collective, Operand, Pending
 from graphshard.runtime.group import MOVABLE, Group, movable
 
@@ -32,7 +33,11 @@ free.__module__ = "graphshard"
 
 
 class AllGather(Collective):
-    """Gathers shards `(ceil(d0/W), ...)` into full parameters `(d0, ...)`."""
+    """Gathers shards `(ceil(d0/W), ...)` into full parameters `(d0, ...)`.
+
+    A parameter split along another dim is copied out of its buffer at the wait, since
+    the ranks' parts of it do not lie one after the other.
+    """
 
     op = "all_gather"
 
@@ -46,8 +51,7 @@ class AllGather(Collective):
         self.options = torch_compat.collective_options("AllgatherOptions")
         self.options.asyncOp = True
         self.shapes = [(o.layout.gathered_shape, o.dtype) for o in self.operands]
-        self.rows = [o.layout.shape[0] for o in self.operands]
-        self.uneven = any(o.layout.gathered_shape != o.layout.shape for o in self.operands)
+        self.finish = [_finish(o.layout) for o in self.operands]
 
     def __call__(self, tensors: Sequence[Tensor]) -> Pending:
         """Allocate the full buffers and start one coalesced gather per dtype."""
@@ -73,7 +77,7 @@ class AllGather(Collective):
         return pending
 
     def results(self, pending: Pending) -> list[Tensor]:
-        """The full parameters: prefix views of their buffers where dim 0 was padded."""
+        """The full parameters: their buffers, prefix views of those where dim 0 was padded."""
         buffers = pending.buffers
         packed = iter(pending.packed)
         for messages in self.launches:
@@ -86,8 +90,9 @@ class AllGather(Collective):
                         dim=1,
                         out=[buffers[i].view(self.group.size, -1) for i in message.indices],
                     )
-        if self.uneven:
-            buffers = [b.narrow(0, 0, rows) for b, rows in zip(buffers, self.rows, strict=True)]
+        for index, finish in enumerate(self.finish):
+            if finish is not None:
+                buffers[index] = finish(buffers[index])
         return Gathered(buffers, self)
 
     def free(self, gathered: Gathered) -> None:
@@ -103,6 +108,24 @@ class AllGather(Collective):
                 tensor.untyped_storage().resize_(0)
 
 
+def _finish(layout: ParamLayout) -> Callable[[Tensor], Tensor] | None:
+    """What makes the parameter of its gathered buffer; None if it is that."""
+    dim, shape = layout.dim, layout.shape
+    if dim:
+
+        def in_order(buffer: Tensor) -> Tensor:
+            full = buffer.unflatten(0, (layout.world_size, -1)).movedim(0, dim).reshape(shape)
+            # Whatever still refers to the buffer (a work that is not collected yet) lets go of it.
+            if full.untyped_storage().data_ptr() != buffer.untyped_storage().data_ptr():
+                buffer.untyped_storage().resize_(0)
+            return full
+
+        return in_order
+    if layout.gathered_shape != shape:
+        return lambda buffer: buffer.narrow(0, 0, shape[0])
+    return None
+
+
 class LocalGather(AllGather):
     """On a single rank the shard is the parameter: nothing moves, nothing may be freed."""
 
@@ -111,6 +134,10 @@ class LocalGather(AllGather):
         return Pending(
             self, [], [t.clone() for t in tensors] if self.group.check else list(tensors)
         )
+
+    def results(self, pending: Pending) -> list[Tensor]:
+        """The full parameters."""
+        return Gathered(pending.buffers, self)
 
     def free(self, gathered: Gathered) -> None:
         """Poison copies; the parameter's own storage stays."""

@@ -11,6 +11,7 @@ from torch import Tensor, fx
 
 from graphshard import ops, torch_compat
 from graphshard.errors import PlanError
+from graphshard.plan import ParamLayout
 from graphshard.runtime.collectives import Collective, Message, Operand, Pending
 from graphshard.runtime.group import MOVABLE, Group
 
@@ -49,14 +50,10 @@ class ReduceScatter(Collective):
     def __init__(self, group: Group, unit: str, phase: str, operands: Sequence[Operand]) -> None:
         super().__init__(group, unit, phase, operands)
         self.launches = self.messages(group.pack_reduce_below, lambda o: o.shard_bytes * group.size)
-        self.padded = [
-            o.layout.gathered_shape if o.layout.gathered_shape != o.layout.shape else None
-            for o in self.operands
-        ]
 
     def __call__(self, tensors: Sequence[Tensor]) -> Pending:
         """Start one launch per dtype, reading large gradients where they lie."""
-        grads = [_padded(g, shape) for g, shape in zip(tensors, self.padded, strict=True)]
+        grads = [_by_rank(g, o.layout) for g, o in zip(tensors, self.operands, strict=True)]
         pending = Pending(self, [], [])
         for messages in self.launches:
             sent = [self._sent(grads, message) for message in messages]
@@ -213,9 +210,17 @@ class LocalReduce(Collective):
         return pending.buffers
 
 
-def _padded(grad: Tensor, shape: tuple[int, ...] | None) -> Tensor:
-    if shape is None:
+def _by_rank(grad: Tensor, layout: ParamLayout) -> Tensor:
+    """A full gradient with one rank's part after the other's, in as many elements as are gathered.
+
+    Itself where it lies so already.
+    """
+    if layout.dim:
+        return (
+            grad.unflatten(layout.dim, (layout.world_size, -1)).movedim(layout.dim, 0).contiguous()
+        )
+    if layout.gathered_shape == layout.shape:
         return grad.contiguous()
-    padded = grad.new_zeros(shape)
+    padded = grad.new_zeros(layout.gathered_shape)
     padded[: grad.shape[0]] = grad
     return padded

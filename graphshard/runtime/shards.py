@@ -1,10 +1,11 @@
 """What each rank stores of the parameters.
 
-A sharded parameter is a `DTensor(Shard(0))`, and on a mesh of two dimensions a
-`DTensor(Replicate(), Shard(0))`, laid out as FSDP2 lays it out, so that optimizers, gradient
-clipping and distributed checkpoints take it as it is. Rank r has rows
+A sharded parameter is a `DTensor(Shard(dim))`, and on a mesh of two dimensions a
+`DTensor(Replicate(), Shard(dim))`, laid out as FSDP2 lays it out, so that optimizers, gradient
+clipping and distributed checkpoints take it as it is. Along dim 0 rank r has rows
 [r * ceil(d0/W), (r+1) * ceil(d0/W)) of it, fewer or none at the end. Its local tensor is the prefix
-of a storage padded to ceil(d0/W) rows, and a gather sends that storage without a copy.
+of a storage padded to ceil(d0/W) rows, and a gather sends that storage without a copy. Along
+another dim, which W divides, it is a contiguous tensor of its own shape.
 """
 
 from __future__ import annotations
@@ -48,7 +49,7 @@ class Shard:
         self.group = group
         self.homes: Homes = []  # the dicts that hold it, with its name there
         self.ready = False
-        # The half-open range of dim 0 this rank owns, and whether that is all it stores.
+        # The half-open range of the dim this rank owns, and whether that is all it stores.
         self.rows = layout.rows(group.shard.rank) if layout.sharded else (0, 0)
         self.whole = not layout.sharded or self.rows[1] - self.rows[0] == layout.padded_rows
         self.storage = self._new_storage()
@@ -80,11 +81,11 @@ class Shard:
         self.ready = True
 
     def part_of(self, full: Tensor) -> Tensor:
-        """This rank's rows of `full`, the whole parameter."""
+        """This rank's part of `full`, the whole parameter, as a view."""
         if not self.layout.sharded:
             return full
         start, stop = self.rows
-        return full[start:stop]
+        return full.narrow(self.layout.dim, start, stop - start)
 
     def as_dtensor(self, local: Tensor) -> Tensor:
         """`local`, of this rank's shape, in the parameter's layout."""
@@ -147,7 +148,7 @@ class Shard:
     def _parameter(self, local: Tensor) -> nn.Parameter:
         if self.group.mesh is None:
             return nn.Parameter(local, requires_grad=False)
-        placement: Placement = ShardDim(0) if self.layout.sharded else Replicate()
+        placement: Placement = ShardDim(self.layout.dim) if self.layout.sharded else Replicate()
         placements = (*[Replicate()] * (self.group.mesh.ndim - 1), placement)
         shape = torch.Size(self.layout.shape)
         dtensor = DTensor.from_local(
