@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from typing import Any
+from unittest import mock
 
 import torch
 import torch.distributed as dist
@@ -14,6 +15,7 @@ from torch.distributed.tensor import DTensor, Shard
 from torch.nn import functional as F
 
 import graphshard
+from graphshard.runtime import group as group_module
 
 History = list[tuple[Tensor, dict[str, Tensor]]]
 
@@ -175,6 +177,17 @@ def the_last_dim_and_copies_train_alike(rank: int) -> None:
     assert_same(trained(sharded, rank), trained_alone(rank), exact=exact())
 
 
+def packing_changes_nothing(rank: int) -> None:
+    modules = {Experts: {"placement": {"w": 2, "gate.weight": 1}}}
+    expected = trained(compiled(modules, rank), rank, steps=1)
+    for gather, reduce in ((1 << 20, 0), (0, 1 << 10)):
+        with (
+            mock.patch.dict(group_module._PACK_GATHER_BELOW, gloo=gather),
+            mock.patch.dict(group_module._PACK_REDUCE_BELOW, gloo=reduce),
+        ):
+            assert_same(trained(compiled(modules, rank), rank, steps=1), expected, exact=True)
+
+
 def padding_is_avoided_by_itself(rank: int) -> None:
     sharded = compiled({}, rank)
     by_itself = 0 if dist.get_world_size() == 2 else 1
@@ -212,6 +225,7 @@ def units_of_their_own_kind_train_alike(rank: int) -> None:
 LAYOUT = [
     experts_are_split_along_another_dim,
     the_last_dim_and_copies_train_alike,
+    packing_changes_nothing,
     padding_is_avoided_by_itself,
     state_of_other_dims_goes_out_and_in,
     units_of_their_own_kind_train_alike,

@@ -9,13 +9,21 @@ import pytest
 import torch
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
+from layout_ranks import Experts, MoE
 from plan_models import tree_of
 from torch import nn
 
+import graphshard
+from graphshard import ops
+from graphshard.errors import VerifyError
+from graphshard.inspect.text import full_text
+from graphshard.liveness import live_unsharded
 from graphshard.placement import COPIES, MIN_BYTES, split_dim
 from graphshard.plan import ParamLayout
 from graphshard.planner import make_plan
 from graphshard.policy import BlockPolicy
+from graphshard.runtime.fingerprint import Fingerprint
+from graphshard.verify import verify
 
 SHAPES = st.lists(st.one_of(st.integers(1, 9), st.integers(1, 3000)), min_size=1, max_size=4)
 
@@ -84,3 +92,51 @@ def test_small_parameters_stay_as_fsdp2_has_them():
     plan = make_plan(moe(2, 64, 64), BlockPolicy("Module"), world_size=4)
     assert plan.layouts["experts.w"].dim == 0
     assert plan.layouts["experts.w"].shard_shape == (1, 64, 64)
+
+
+# -- programs ----------------------------------------------------------------------------------
+
+
+def planned(world_size, **fields):
+    with torch.device("meta"):
+        made, inputs = MoE(), (torch.zeros(6, dtype=torch.int64),) * 2
+    policy = BlockPolicy({Experts}, **fields)
+    return graphshard.plan(made, policy, world_size=world_size, example_inputs=inputs)
+
+
+def test_the_program_says_the_dims_and_counts_the_copy():
+    program = planned(4).program
+    gather = next(n for n in program.nodes() if n.kwargs.get("unit") == "blocks.0")
+    assert gather.kwargs["params"] == ("blocks.0.w", "blocks.0.gate.weight", "blocks.0.gate.bias")
+    assert gather.kwargs["dims"] == (1, 0, 0)
+    assert "f32[2, 128, 128] by dim 1" in str(program)
+    assert "dims=(1, 0, 0)" in full_text(program)
+    live = dict(live_unsharded(program))
+    wait = next(user for user in gather.users)
+    w = 2 * 128 * 128 * 4
+    assert live[wait] == live[wait.prev] + w
+    assert live[wait.next] == live[wait.prev]
+
+
+def test_the_copy_counts_against_the_budget():
+    program = planned(4).program
+    most = max(live for _, live in live_unsharded(program))
+    held = max(live for node, live in live_unsharded(program) if node.target is ops.all_gather)
+    assert held < most
+    planned(4, memory_budget=most)
+    with pytest.raises(VerifyError, match="budget"):
+        planned(4, memory_budget=most - 1)
+
+
+def test_ranks_compare_the_dims():
+    program, by_dim_1 = planned(4).program, planned(4)
+    lines = Fingerprint.of(program.graph, by_dim_1).lines
+    assert any("blocks.0.w [2, 128, 128] float32 by dim 1" in line for line in lines)
+
+
+def test_verify_wants_the_dims_the_layouts_have():
+    plan = planned(4)
+    gather = next(n for n in plan.program.nodes() if n.kwargs.get("unit") == "blocks.0")
+    gather.kwargs = {name: value for name, value in gather.kwargs.items() if name != "dims"}
+    with pytest.raises(VerifyError, match=r"layouts say dims=\(1, 0, 0\)"):
+        verify(plan.program, plan, after="test")

@@ -35,8 +35,8 @@ free.__module__ = "graphshard"
 class AllGather(Collective):
     """Gathers shards `(ceil(d0/W), ...)` into full parameters `(d0, ...)`.
 
-    A parameter split along another dim is copied out of its buffer at the wait, since
-    the ranks' parts of it do not lie one after the other.
+    A parameter split along another dim is copied out of its buffer at the wait, since the ranks'
+    parts of it do not lie one after the other.
     """
 
     op = "all_gather"
