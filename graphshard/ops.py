@@ -108,11 +108,25 @@ def arrive(copy: Any, *, unit: str, param: str | None) -> Tensor:
     _only_in_graphs("arrive")
 
 
+def keep(grad: Tensor, *, unit: str, param: str, of: str) -> Tensor:
+    """Add `grad` to what this rank keeps of `param`'s gradient; gives all of it.
+
+    `of` says what is kept: "gradient", whole and not reduced, or "shard", averaged in this rank's
+    group but not over the replicas.
+    """
+    _only_in_graphs("keep")
+
+
+def add_kept(grad: Tensor, *, unit: str, param: str, of: str) -> Tensor:
+    """`grad` plus what this rank kept of `param`'s gradient (see `keep`), which is taken away."""
+    _only_in_graphs("add_kept")
+
+
 COLLECTIVES = frozenset({all_gather, reduce_scatter, all_reduce})
 REDUCES = frozenset({reduce_scatter, all_reduce})
 COPIES = frozenset({to_device, to_host})
-TRANSFERS = COPIES | {cast, arrive}
-VOCABULARY: frozenset[Any] = COLLECTIVES | TRANSFERS | {wait, free}
+TRANSFERS = COPIES | {cast, arrive, add_kept}
+VOCABULARY: frozenset[Any] = COLLECTIVES | TRANSFERS | {wait, free, keep}
 
 # Without this, fx dead-code elimination drops nodes whose result nobody reads: every free. A
 # transfer nobody reads may go.
@@ -133,7 +147,7 @@ def is_collective(node: fx.Node) -> bool:
 
 
 def is_transfer(node: fx.Node) -> bool:
-    """Whether `node` moves or casts one tensor on its way into or out of a collective."""
+    """Whether `node` moves, casts or adds to one tensor on its way into or out of a collective."""
     return node.op == "call_function" and node.target in TRANSFERS
 
 

@@ -9,6 +9,7 @@ from dataclasses import dataclass, replace
 from typing import Protocol
 
 from graphshard.errors import GraphshardError, PassError, PolicyError
+from graphshard.passes.accumulate import Accumulate
 from graphshard.passes.insert_free import InsertFree
 from graphshard.passes.offload_activations import OffloadActivations
 from graphshard.passes.prefetch import Prefetch
@@ -19,6 +20,7 @@ from graphshard.passes.reduce_replicas import ReduceReplicas
 from graphshard.passes.regather import Regather
 from graphshard.passes.sink_waits import SinkWaits
 from graphshard.passes.unshard import Unshard
+from graphshard.passes.zeros_for_kept import ZerosForKept
 from graphshard.plan import ShardingPlan
 from graphshard.policy_base import Policy
 from graphshard.program import Program
@@ -85,9 +87,11 @@ def default_passes(policy: Policy) -> tuple[Pass, ...]:
         Recompute(units=policy.recompute == "units"),
         Unshard(),
         Regather(),
+        ZerosForKept(),
         ReduceGrads(),
         ReduceReplicas(),
         *((OffloadActivations(),) if policy.offloads("activations") else ()),
+        Accumulate(),
         Prefetch(backward=policy.backward_prefetch, forward=policy.forward_prefetch),
         *((PrefetchCopies(backward=policy.backward_prefetch),) if policy.offload else ()),
         SinkWaits(),

@@ -41,8 +41,8 @@ class Event:
     """One line of a schedule.
 
     op is "compute" or a vocabulary name ("all_gather", "wait", "free", "reduce_scatter",
-    "all_reduce", "cast", "to_device", "to_host", "arrive"); unit a unit's FQN; phase "forward" or
-    "backward".
+    "all_reduce", "cast", "to_device", "to_host", "arrive", "keep", "add_kept"); unit a unit's FQN;
+    phase "forward" or "backward".
     """
 
     op: str
@@ -193,7 +193,7 @@ class Program:
             found = Event(
                 ops.op_name(node) or COMPUTE, node.meta.get("unit", ""), node.meta["phase"]
             )
-            merges = found.op == COMPUTE or ops.is_transfer(node)
+            merges = found.op == COMPUTE or ops.is_transfer(node) or node.target is ops.keep
             if event is not None and (found != event or not merges):
                 yield event, nodes
                 nodes = []

@@ -24,6 +24,7 @@ from graphshard.verify_graph import (
     check_tables,
     check_unchanged,
 )
+from graphshard.verify_kept import check_kept
 from graphshard.verify_memory import check_budget, check_frees, check_lifetimes
 from graphshard.verify_replicas import check_groups
 from graphshard.verify_sharding import (
@@ -48,6 +49,7 @@ RULES: tuple[Callable[[Facts], None], ...] = (
     check_copies,
     check_shards,
     check_gathers,
+    check_kept,
     check_waits,
     check_reduces,
     check_order,

@@ -154,7 +154,10 @@ def check_reduces(facts: Facts) -> None:
 
 def _check_returned(facts: Facts, reduced_by: dict[str, fx.Node]) -> None:
     grads = facts.program.results().grads
+    kept = {str(n.kwargs["param"]) for n in facts.nodes if n.target is ops.keep}
     for param, grad in zip(facts.program.params, grads, strict=True):
+        if grad is None and param.fqn in kept:
+            continue
         if grad is None:
             graded = facts.reference is not None and param.fqn in facts.reference.graded
             if graded or param.fqn in reduced_by:

@@ -10,6 +10,8 @@ one walk. What passes may do follows from a few equations:
     a cast of x, by whichever operator                         cast(x, dtype); x, if that is its own
     dropout(x, p) in training                                  x * mask * scale (see `Recompute`)
     what a reduce returns                                      its operand, reduced (once more)
+    a gradient to which a kept one is added (see `Accumulate`) that gradient; 0, if there was none
+    what is kept                                               the operand of the reduce left out
 
 So a view, a cast or a whole region that is computed again has the number of the original. What
 draws random numbers or writes into its operands cannot be computed again, left out, or moved past
@@ -28,6 +30,7 @@ import torch
 from torch import fx
 
 from graphshard import ops
+from graphshard.passes.accumulate import Accumulate
 from graphshard.program import Program
 from graphshard.views import cast_dtype
 
@@ -36,6 +39,7 @@ if TYPE_CHECKING:
 
 _aten = torch.ops.aten
 _REDUCED = "reduced"
+_WITH_KEPT = "with kept"
 
 Key = tuple[Any, ...]
 Number = Any  # an int for a node's value, a tuple for a constant
@@ -54,6 +58,7 @@ class Values:
     of_node: dict[fx.Node, int] = field(default_factory=dict)
     name: dict[int, str] = field(default_factory=dict)  # of the first node of each number
     effects: list[fx.Node] = field(default_factory=list)
+    kept: dict[str, int] = field(default_factory=dict)  # by parameter
     ends: dict[str, list[Number]] = field(default_factory=dict)  # by list of the output node
 
     @classmethod
@@ -72,6 +77,8 @@ class Values:
         for node in program.nodes():
             if ops.op_name(node) is None or ops.is_transfer(node):
                 values._visit(node)
+            elif node.target is ops.keep:
+                values.kept[str(node.kwargs["param"])] = values.of_node[node.args[0]]  # type: ignore
         for name, ends in vars(program.results()).items():
             values.ends[name] = [values.number(end) for end in ends]
         return values
@@ -97,6 +104,47 @@ class Values:
             found.append(number)
         return found
 
+    def explains(self, param: str, now: Number, was: Number, settled: bool) -> bool:
+        """Whether the gradient `was` may have become `now`: reduced, kept, or with a kept one.
+
+        `settled`: zeros were only made to add a kept gradient to.
+        """
+        if param in self.kept:
+            return self.kept[param] == self._before_reduce(was)
+        plain = self._without_kept(now)
+        if plain == was or plain in self.reductions(was):
+            return True
+        made = was == self.number(None) and self._is_zeros(self._before_reduce(plain))
+        return made and (plain != now or not settled)
+
+    def _before_reduce(self, number: Number) -> Number:
+        """The operand of the first reduce behind a gradient; it, if nothing is reduced."""
+        found, current = number, number
+        while isinstance(current, int) and self.keys[current][0] in (_REDUCED, ops.cast):
+            kind, inner = self.keys[current][:2]
+            current = inner[0] if kind is ops.cast else inner
+            if kind == _REDUCED:
+                found = current
+        return found
+
+    def _without_kept(self, number: Number) -> Number:
+        if not isinstance(number, int):
+            return number
+        key = self.keys[number]
+        if key[0] == _WITH_KEPT:
+            return self._without_kept(key[1])
+        if key[0] == _REDUCED:
+            return self._intern((_REDUCED, self._without_kept(key[1])))
+        if key[0] is ops.cast:
+            source, dtype = key[1]
+            return self._intern((ops.cast, (self._without_kept(source), dtype), ()))
+        return number
+
+    def _is_zeros(self, number: Number) -> bool:
+        while isinstance(number, int) and self.keys[number][0] is ops.cast:
+            number = self.keys[number][1][0]
+        return isinstance(number, int) and self.keys[number][0] is _aten.zeros.default
+
     def _visit(self, node: fx.Node) -> None:
         if ops.is_unpack(node):
             collective = ops.collective_of(node)
@@ -106,6 +154,8 @@ class Values:
                 self._enter(node, (_REDUCED, operand))
             else:
                 self._set(node, operand)
+        elif node.target is ops.add_kept:
+            self._enter(node, (_WITH_KEPT, self.number(node.args[0])))
         elif node.target in (*ops.COPIES, ops.arrive):
             self._set(node, self.number(node.args[0]))
         elif (dtype := cast_dtype(node)) is not None:
@@ -148,6 +198,8 @@ class Values:
             kind, *operands = self.keys[number]
             if kind == _REDUCED:
                 return f"reduced {self.text(operands[0])}"
+            if kind == _WITH_KEPT:
+                return f"{self.text(operands[0])} with what was kept"
             return f"%{self.name[number]}"
         if len(number) == 2 and isinstance(number[0], type):
             return str(number[1])
@@ -162,6 +214,7 @@ def check_values(facts: Facts) -> None:
     values = Values.of(facts.program, captured)
     _check_effects(facts, captured, values)
     program, results = facts.program, facts.program.results()
+    settled = Accumulate in facts.done
     for kind, ends, names in (
         ("output", results.outputs, [entry.path for entry in program.outputs]),
         ("mutation", results.mutations, [entry.name for entry in program.mutations]),
@@ -171,7 +224,7 @@ def check_values(facts: Facts) -> None:
         for name, end, now, was in zip(
             names, ends, values.ends[f"{kind}s"], captured.ends[f"{kind}s"], strict=True
         ):
-            if now != was and (kind != "grad" or now not in values.reductions(was)):
+            if now != was and (kind != "grad" or not values.explains(name, now, was, settled)):
                 _blame(facts, captured, values, f"{kind} {name!r}", end, (now, was))
 
 

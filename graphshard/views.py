@@ -101,10 +101,14 @@ def transfers_into(collective: fx.Node) -> list[fx.Node]:
 
 
 def transfers_after(node: fx.Node) -> list[fx.Node]:
-    """The transfers that take `node` further, and those that take them further."""
-    found = [user for user in node.users if ops.is_transfer(user)]
+    """The transfers that take `node` further, those that take them further, and what keeps them."""
+
+    def followed(user: fx.Node) -> bool:
+        return ops.is_transfer(user) or user.target is ops.keep
+
+    found = list(filter(followed, node.users))
     for each in found:  # grows while it is walked
-        found += [user for user in each.users if ops.is_transfer(user)]
+        found += filter(followed, each.users)
     return found
 
 

@@ -94,6 +94,11 @@ class _Zeros:
     def visit(self, node: fx.Node) -> None:
         if not ops.is_compute(node) and not ops.is_transfer(node):
             return
+        if node.target is ops.add_kept:  # what was kept is not zero
+            for value in node.all_input_nodes:
+                if value in self.zero:
+                    node.replace_input_with(value, self._zeros(value, node))
+            return
         linear_in = [value for value in node.all_input_nodes if value in self.dependent]
         zero = [value for value in linear_in if value in self.zero]
         if linear_in and _holds_tensor(node.meta["val"]) and _packet(node) not in _ONLY_SHAPE:
@@ -170,6 +175,9 @@ def _drop_results(program: Program, zero: set[fx.Node]) -> None:
             for user in [user for user in wait.users if user.args[1] not in keep]:
                 dropped.update((user, *transfers_after(user)))
             partly.append((wait, keep))
+    for node in list(program.nodes(BACKWARD)):
+        if node.target is ops.keep and node.args[0] in zero:
+            program.graph.erase_node(node)
     results.grads = [None if grad in dropped else grad for grad in results.grads]
     program.set_results(results)
     for wait, keep in reversed(partly):  # what reads a reduced shard goes before it

@@ -96,7 +96,9 @@ def _ends_inside(node: fx.Node, run: Run, plan: ShardingPlan) -> bool:
     if ops.is_transfer(node):
         if ops.origin(node).op == "placeholder":  # of a shard, to be gathered
             return False
-    elif node.target is not ops.free and ops.collective_of(node).target is ops.all_gather:
+    elif (
+        node.target not in (ops.free, ops.keep) and ops.collective_of(node).target is ops.all_gather
+    ):
         return False
     unit = node.meta["unit"]
     return unit != run.unit and plan.is_nested(unit, run.unit)

@@ -20,6 +20,8 @@ _SHAPES = {
     "to_device": "parallelogram",
     "to_host": "parallelogram",
     "arrive": "diamond",
+    "keep": "cylinder",
+    "add_kept": "cylinder",
 }
 _COLLECTIVE_SHAPE = "ellipse"
 

@@ -151,7 +151,7 @@ def _header(program: Program) -> list[str]:
 
 def _communication(nodes: list[fx.Node], program: Program) -> str:
     node = nodes[0]
-    if ops.is_transfer(node):
+    if ops.is_transfer(node) or node.target is ops.keep:
         values = _values(nodes)
         noun = "param" if node.kwargs["param"] is not None else "tensor"
         if node.target is ops.arrive:

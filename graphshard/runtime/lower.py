@@ -22,6 +22,7 @@ from graphshard.plan import ShardingPlan
 from graphshard.runtime.collectives import Collective, Operand, wait
 from graphshard.runtime.gather import AllGather, LocalGather, free
 from graphshard.runtime.group import Group
+from graphshard.runtime.kept import Kept
 from graphshard.runtime.reduce import (
     AllReduce,
     LocalReduce,
@@ -44,8 +45,8 @@ class BoxedCodeGen(CodeGen):
         return "\n".join([*lines, "    args.clear()"])
 
 
-def lower(graph: fx.Graph, plan: ShardingPlan, group: Group) -> fx.GraphModule:
-    """`graph`, half of a program, bound to `group`: call `.forward(list_of_arguments)`."""
+def lower(graph: fx.Graph, plan: ShardingPlan, group: Group, kept: Kept) -> fx.GraphModule:
+    """`graph`, half of a program, bound to `group` and `kept`: call `.forward(all_arguments)`."""
     lowered = fx.Graph()
     new: dict[fx.Node, fx.Node] = {}
     for node in graph.nodes:
@@ -53,6 +54,8 @@ def lower(graph: fx.Graph, plan: ShardingPlan, group: Group) -> fx.GraphModule:
         if ops.is_collective(node):
             copied.target = _bound(node, plan, group)
             copied.kwargs = {}
+        elif node.target in (ops.keep, ops.add_kept):
+            kept.bind(copied)
         elif ops.is_transfer(node):
             bind_transfer(copied, group)
         elif node.target is ops.wait:

@@ -17,6 +17,7 @@ from graphshard.inspect.progress import Progress
 from graphshard.pipeline import Pass, Stages, run_passes
 from graphshard.planner import with_capture_warnings
 from graphshard.runtime.blueprint import in_state
+from graphshard.runtime.kept import REDUCED, Mode, passes_for
 from graphshard.runtime.shards import distinct
 from graphshard.runtime.skeleton import Modes, training_flags
 from graphshard.runtime.step import Bindings, Step
@@ -111,6 +112,7 @@ class Programs:
             autocast,
             _settings(),
             tuple([shard.param.requires_grad for shard in self._shards]),
+            self.bindings.kept.mode() if torch.is_grad_enabled() else REDUCED,
         )
 
     def _capture(
@@ -135,7 +137,10 @@ class Programs:
         if not self.steps:
             plan = with_capture_warnings(bindings.plan, captured.program)
             self.plan = replace(plan, program=captured.program)
-        run_passes(captured.program, bindings.plan, self.passes, progress=progress)
+        mode: Mode = key[-1]
+        run_passes(
+            captured.program, bindings.plan, passes_for(self.passes, mode), progress=progress
+        )
         step = self.steps[key] = Step(captured, captured.program, bindings)
         return step
 
@@ -189,7 +194,7 @@ def _settings() -> tuple[Any, ...]:
 def _description(
     tensors: Sequence[Tensor], structure: Structure, key: tuple[Any, ...]
 ) -> dict[str, str]:
-    signature, training, grad, autocast, settings, requires_grad = key
+    signature, training, grad, autocast, settings, requires_grad, (keeps, *taken) = key
     paths = structure.paths
     described = {
         path: f"{list(t.shape)} {str(t.dtype)[6:]}" + (" with grad" if t.requires_grad else "")
@@ -200,6 +205,9 @@ def _description(
     described["gradients"] = "on" if grad else "off"
     described["autocast"] = str(autocast)
     described["torch's settings"] = str(settings)
+    described["gradients of parameters"] = (
+        f"kept as {keeps}s" if keeps else "reduced with kept ones" if any(taken) else "reduced"
+    )
     described["trainable parameters"] = str(sum(requires_grad))
     described[_OTHERS] = str(hash(signature[1]))
     return described

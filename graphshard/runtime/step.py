@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 import contextlib
+import weakref
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 from torch import Tensor, fx
 
-from graphshard import torch_compat
+from graphshard import ops, torch_compat
 from graphshard.capture import Capture
 from graphshard.errors import RuntimeStateError
 from graphshard.passes.drop_unused_tangents import DropUnusedTangents
@@ -20,6 +21,7 @@ from graphshard.runtime.checked import CheckedRun
 from graphshard.runtime.cut import cut, cut_backward
 from graphshard.runtime.fingerprint import Agreement, Fingerprint
 from graphshard.runtime.group import Group
+from graphshard.runtime.kept import Kept
 from graphshard.runtime.lower import lower
 from graphshard.runtime.reduce import require_reducible
 from graphshard.runtime.shards import Shard
@@ -30,13 +32,16 @@ Runner = Callable[[list[Any]], Any]
 
 @dataclass
 class Bindings:
-    """What a step runs on: this rank's shards, by name, and the module's buffers, by name."""
+    """What a step runs on: this rank's shards, by name, the module's buffers, by name, and the
+    gradients it keeps.
+    """
 
     plan: ShardingPlan
     group: Group
     shards: Mapping[str, Shard]
     buffers: Mapping[str, tuple[dict[str, Any], str]]  # the dict that holds it, its name there
     agreement: Agreement
+    kept: Kept = field(default_factory=Kept)
 
     def buffer(self, name: str) -> Tensor:
         """The module's present buffer `name`."""
@@ -49,7 +54,7 @@ class Half:
 
     def __init__(self, graph: fx.Graph, bindings: Bindings) -> None:
         require_reducible(graph, bindings.group)
-        self.module = lower(graph, bindings.plan, bindings.group)
+        self.module = lower(graph, bindings.plan, bindings.group, bindings.kept)
         self.fingerprint = Fingerprint.of(graph, bindings.plan)
         check = bindings.group.check
         self.run: Runner = CheckedRun(self.module) if check else self.module.forward
@@ -90,6 +95,11 @@ class Step:
             if p.node.name in crossing
         ]
         self._input_index = {entry.path: index for index, entry in enumerate(program.inputs)}
+        self.keeps = frozenset(
+            (str(node.kwargs["of"]), str(node.kwargs["param"]))
+            for node in program.nodes()
+            if node.target is ops.keep
+        )
         self._changes_inputs = any(m.kind == "input" for m in program.mutations)
         self._shared_outputs = _shared_outputs(program)
         # On the device, so that autograd orders the gradients we set before what follows backward.
@@ -206,6 +216,11 @@ class _Call:
         self.outputs: list[Any] = []
         self.others: list[Any] | None = None
         self.versions: list[int] = []
+        self.keeps = step.keeps
+        kept = step.bindings.kept
+        self._before = [weakref.ref(call) for call in kept.to_come()]  # which are to keep first
+        if self.keeps:
+            kept.expect(self)
 
     def forward(self) -> list[Tensor]:
         """Run forward; returns the tensors to save for backward."""
@@ -237,13 +252,18 @@ class _Call:
                 "gathered parameters are freed by then; call the module again before it"
             )
         step.require_unchanged(self.versions)
+        kept = step.bindings.kept
+        if not self.keeps:
+            kept.require_arrived(self._before)
         half = step.backward_half(tangents)
         step.bindings.agreement.require(half.fingerprint)
         saved += self.others
         saved += step.as_traced(tangents)
         self.others = None
-        with _no_autocast(step.bindings.group.device):
+        accumulating = contextlib.nullcontext() if accumulates else kept.paused()
+        with _no_autocast(step.bindings.group.device), accumulating:
             grads, input_grads = half.run(saved)
+        kept.arrived(self)
         if accumulates:
             step.accumulate(grads)
         return [input_grads[i] for i in step.inputs_to_grad]

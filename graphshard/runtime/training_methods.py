@@ -9,6 +9,7 @@ from typing import Any
 from torch import Tensor, nn
 
 from graphshard.errors import RuntimeStateError
+from graphshard.passes.accumulate import GRADIENT, SHARD
 from graphshard.runtime.clip import clip_grad_norm
 from graphshard.runtime.param_groups import Rule, parameter_groups
 from graphshard.runtime.skeleton import SkeletonModule
@@ -38,9 +39,17 @@ class TrainingMethods(SkeletonModule):
 
         Raises:
             PolicyError: `norm_type` is not above 0.
-            RuntimeStateError: the norm is not finite, if `error_if_nonfinite`.
+            RuntimeStateError: the norm is not finite, if `error_if_nonfinite`; or gradients are
+                kept by `no_sync()`.
         """
         state = self._graphshard
+        if state.bindings.kept.tensors:
+            _, name = min(state.bindings.kept.tensors)
+            raise RuntimeStateError(
+                f"the gradient of {name!r} is kept by no_sync() and not reduced yet, so the norm "
+                "would miss it; clip after a backward outside of no_sync(), or call zero_grad() on "
+                "the module to drop what was kept"
+            )
         shards = [shard for shard in state.shards if shard.param.requires_grad]
         return clip_grad_norm(
             [shard.param for shard in shards],
@@ -52,6 +61,35 @@ class TrainingMethods(SkeletonModule):
             groups=(),
             device=state.bindings.group.device,
         )
+
+    @contextmanager
+    def no_sync(self, *, all_reduce_only: bool = False) -> Iterator[None]:
+        """Calls inside keep their gradients on this rank, for the next call outside to reduce.
+
+        What counts is where the forward is called; its backward may run anywhere. The backward of
+        the first call outside adds what was kept to its own gradients and reduces the sum, so
+        `.grad` has the whole step's then, and nothing of what is kept before. Without this each
+        backward reduces into the shard: more communication, less memory. `plan` says the bytes of
+        both; kept gradients are whole, in the dtype they are reduced in. Each kind of call is a
+        program of its own. `sharded.zero_grad()` drops what was kept; an optimizer's own
+        `zero_grad()` knows nothing of it.
+
+        Args:
+            all_reduce_only: reduce inside the rank's shard group all the same, and keep shards:
+                only the all_reduce over the replicas of a HYBRID strategy is put off.
+
+        Raises:
+            PassError: from a call inside, with `all_reduce_only` where there are no replicas.
+            RuntimeStateError: from a backward outside, if one of a call before it inside has not
+                run, whose gradient would miss the reduce.
+        """
+        with self._graphshard.bindings.kept.no_sync(SHARD if all_reduce_only else GRADIENT):
+            yield
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """As `nn.Module.zero_grad`; drops gradients kept by `no_sync()`, too."""
+        super().zero_grad(set_to_none)
+        self._graphshard.bindings.kept.drop()
 
     def parameter_groups(self, rule: Rule | None = None) -> list[dict[str, Any]]:
         """The trainable parameters in groups that any torch optimizer can take.

@@ -1,0 +1,66 @@
+"""zeros_for_kept: a parameter this program gives no gradient gets zeros, to add a kept one to."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+import torch
+from torch import fx
+
+from graphshard.errors import PassError
+from graphshard.plan import ShardingPlan
+from graphshard.program import BACKWARD, ParamEntry, Program
+from graphshard.rewrite import fake_like, insert_node
+
+_zeros = torch.ops.aten.zeros.default
+
+
+@dataclass(frozen=True)
+class ZerosForKept:
+    """Give those of `params` without a gradient one of zeros, before gradients are reduced.
+
+    So a gradient that an earlier micro-batch kept is reduced by this program, although its own
+    micro-batch does not use the parameter. The zeros stand where the parameter's unit ends.
+
+    Args:
+        params: FQNs of the parameters with a kept gradient.
+    """
+
+    params: frozenset[str] = frozenset()
+    name: str = field(default="zeros_for_kept", init=False)
+
+    def apply(self, program: Program, plan: ShardingPlan) -> None:
+        """See `Pass.apply`.
+
+        Raises:
+            PassError: the program has no such parameter, or no backward.
+        """
+        unknown = self.params - {param.fqn for param in program.params}
+        if unknown or (self.params and not program.grad):
+            raise PassError(
+                f"pass {self.name}: the program has no parameter {min(unknown, default='')!r}, or "
+                "no backward"
+            )
+        results = program.results()
+        last: dict[str, fx.Node] = {node.meta["unit"]: node for node in program.nodes(BACKWARD)}
+        end = program.output_node.prev
+        for index, param in enumerate(program.params):
+            if param.fqn in self.params and results.grads[index] is None:
+                unit = plan.unit_of_param(param.fqn)
+                results.grads[index] = _insert(program, param, unit, last.get(unit, end))
+        program.set_results(results)
+
+
+def _insert(program: Program, param: ParamEntry, unit: str, after: fx.Node) -> fx.Node:
+    val = fake_like(param.node.meta["val"], param.shape)
+    with program.graph.inserting_after(after):
+        return insert_node(
+            program,
+            _zeros,
+            (list(param.shape),),
+            {"dtype": val.dtype, "device": val.device},
+            name=f"{param.fqn}_zeros",
+            unit=unit,
+            phase=BACKWARD,
+            val=val,
+        )

@@ -1,0 +1,298 @@
+"""Gradient accumulation: kept unsharded, or reduced with each micro-batch."""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from loop_reference import OneProcess, full, same_grads, same_params
+from ranks import Checks
+from runtime_models import Block, Odd, TiedGPT, features_of, tokens_of
+from torch import Tensor, nn
+from torch.distributed.fsdp import fully_shard
+
+import graphshard
+from graphshard.errors import RuntimeStateError
+
+MICRO = 3
+
+
+def gpt(layers: int = 2) -> nn.Module:
+    torch.manual_seed(0)
+    return TiedGPT(layers)
+
+
+def compiled(model: nn.Module, **fields: Any) -> graphshard.ShardedModule:
+    return graphshard.compile(model, graphshard.BlockPolicy({Block}, **fields))
+
+
+def exact() -> bool:
+    return dist.get_world_size() == 2
+
+
+def backward(model: nn.Module, rank: int, *batch: Any) -> None:
+    torch.manual_seed(rank)
+    model(*batch).backward()
+
+
+def ops_of(program: graphshard.Program) -> set[str]:
+    return {event.op for event in program.schedule() if event.phase == "backward"}
+
+
+def micro_batches(rank: int, step: int) -> list[tuple[Tensor, ...]]:
+    return [tokens_of(rank, MICRO * step + micro) for micro in range(MICRO)]
+
+
+def kept_is_one_process_s(rank: int) -> None:
+    """Three steps of three micro-batches, the last of which reduces."""
+    for strategy in ("FULL_SHARD", "SHARD_GRAD_OP", "NO_SHARD"):
+        model = gpt()
+        sharded = compiled(model, strategy=strategy)
+        optim = torch.optim.AdamW(sharded.parameters(), lr=1e-2)
+        reference = OneProcess(
+            model, dist.get_world_size(), lambda m: torch.optim.AdamW(m.parameters(), lr=1e-2)
+        )
+        for step in range(2):
+            batches = micro_batches(rank, step)
+            with sharded.no_sync():
+                for batch in batches[:-1]:
+                    backward(sharded, rank, *batch)
+                    assert all(p.grad is None for p in sharded.parameters())
+            backward(sharded, rank, *batches[-1])
+            reference.backward(lambda r, step=step: micro_batches(r, step))
+            same_grads(sharded, reference.model, exact=exact())
+            optim.step()
+            sharded.zero_grad()
+            reference.step()
+        same_params(sharded, reference.model, exact=exact())
+        keep, add = sharded.programs
+        reduce = "all_reduce" if strategy == "NO_SHARD" else "reduce_scatter"
+        assert ops_of(keep) & {"keep", "add_kept", reduce} == {"keep"}
+        assert ops_of(add) & {"keep", "add_kept", reduce} == {"add_kept", reduce}
+
+
+def kept_is_fully_shard_s(rank: int) -> None:
+    model = gpt()
+    reference = copy.deepcopy(model)
+    for block in reference.blocks:
+        fully_shard(block)
+    fully_shard(reference)
+    sharded = compiled(model)
+    batches = micro_batches(rank, 0)
+    reference.set_requires_gradient_sync(False)
+    with sharded.no_sync():
+        for batch in batches[:-1]:
+            backward(sharded, rank, *batch)
+            backward(reference, rank, *batch)
+    reference.set_requires_gradient_sync(True)
+    backward(sharded, rank, *batches[-1])
+    backward(reference, rank, *batches[-1])
+    for (name, ours), theirs in zip(
+        sharded.named_parameters(), reference.parameters(), strict=True
+    ):
+        assert torch.equal(full(ours.grad), full(theirs.grad)), name
+
+
+def reduced_each_time(rank: int) -> None:
+    """The default adds reduced shards; mixing both ways adds up all the same."""
+    model = gpt(1)
+    reference = OneProcess(model, dist.get_world_size())
+    reference.backward(lambda r: micro_batches(r, 0))
+    first, second, third = micro_batches(rank, 0)
+    sharded = compiled(model)
+    for batch in (first, second, third):
+        backward(sharded, rank, *batch)
+    same_grads(sharded, reference.model, exact=False)
+    assert len(sharded.programs) == 1
+    sharded.zero_grad()
+    backward(sharded, rank, *first)
+    with sharded.no_sync():
+        backward(sharded, rank, *second)
+    backward(sharded, rank, *third)
+    same_grads(sharded, reference.model, exact=False)
+
+
+class Heads(nn.Module):
+    """Uses one head or the other."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.trunk = Block(dropout=0.0)
+        self.left = nn.Linear(16, 5)
+        self.right = nn.Linear(16, 5)
+
+    def forward(self, x: Tensor, left: bool) -> Tensor:
+        return (self.left if left else self.right)(self.trunk(x)).pow(2).mean()
+
+
+def other_parameters(rank: int) -> None:
+    """What an earlier micro-batch kept is reduced although the last does not use it."""
+    for strategy in ("FULL_SHARD", "NO_SHARD"):
+        torch.manual_seed(0)
+        model = Heads()
+        sharded = graphshard.compile(
+            model, graphshard.BlockPolicy({Block, "Linear"}, strategy=strategy), check=True
+        )
+        reference = OneProcess(model, dist.get_world_size())
+        reference.backward(lambda r: [(*features_of(r, s, 16), s == 0) for s in range(2)])
+        with sharded.no_sync():
+            backward(sharded, rank, *features_of(rank, 0, 16), True)
+        backward(sharded, rank, *features_of(rank, 1, 16), False)
+        same_grads(sharded, reference.model, exact=exact())
+        backward(sharded, rank, *features_of(rank, 1, 16), False)  # nothing is kept any more
+        assert "add_kept" not in ops_of(sharded.program)
+        assert not sharded._graphshard.bindings.kept.tensors
+
+
+def odd_parameters(rank: int) -> None:
+    """Frozen, unused, replicated and single-row parameters."""
+    torch.manual_seed(0)
+    model = Odd()
+    sharded = graphshard.compile(model, graphshard.BlockPolicy({Block}), check=True)
+    reference = OneProcess(model, dist.get_world_size())
+    reference.backward(lambda r: [features_of(r, s, 16) for s in range(2)])
+    with sharded.no_sync():
+        backward(sharded, rank, *features_of(rank, 0, 16))
+    backward(sharded, rank, *features_of(rank, 1, 16))
+    same_grads(sharded, reference.model, exact=exact())
+
+
+def eval_between(rank: int) -> None:
+    """Evaluation inside and between is of the one forward-only program."""
+    model = gpt(1)
+    sharded = compiled(model)
+    reference = OneProcess(model, dist.get_world_size())
+    reference.backward(lambda r: micro_batches(r, 0)[:2])
+    first, second, third = micro_batches(rank, 0)
+
+    def evaluate() -> None:
+        with torch.no_grad():
+            sharded.eval()(*third)
+        sharded.train()
+
+    with sharded.no_sync():
+        backward(sharded, rank, *first)
+        evaluate()
+    evaluate()
+    backward(sharded, rank, *second)
+    evaluate()
+    same_grads(sharded, reference.model, exact=exact())
+    assert len(sharded.programs) == 3
+
+
+def forwards_before_backwards(rank: int) -> None:
+    model = gpt(1)
+    sharded = compiled(model)
+    reference = OneProcess(model, dist.get_world_size())
+    reference.backward(lambda r: micro_batches(r, 0))
+    batches = micro_batches(rank, 0)
+
+    def loss(batch: tuple[Tensor, ...]) -> Tensor:
+        torch.manual_seed(rank)
+        return sharded(*batch)
+
+    with sharded.no_sync():
+        losses = [loss(batch) for batch in batches[:2]]
+        for each in losses:
+            each.backward()
+    last = loss(batches[2])
+    last.backward()
+    same_grads(sharded, reference.model, exact=exact())
+    sharded.zero_grad()
+
+    with sharded.no_sync():
+        late = loss(batches[0])
+    now = loss(batches[1])
+    with pytest.raises(RuntimeStateError, match="would miss the reduce"):
+        now.backward()
+    now = loss(batches[1])
+    late.backward()  # in this order it counts
+    now.backward()
+    now = loss(batches[2])
+    now.backward()
+    same_grads(sharded, reference.model, exact=False)
+    sharded.zero_grad()
+
+    with sharded.no_sync():
+        dropped = loss(batches[0])
+    del dropped
+    for batch in batches:
+        loss(batch).backward()
+    same_grads(sharded, reference.model, exact=False)
+
+
+def dropped_and_refused(rank: int) -> None:
+    sharded = compiled(gpt(1))
+    with sharded.no_sync():
+        backward(sharded, rank, *tokens_of(rank, 0))
+    with pytest.raises(RuntimeStateError, match=r"is kept by no_sync\(\) and not reduced yet"):
+        sharded.clip_grad_norm_(1.0)
+    sharded.zero_grad()
+    backward(sharded, rank, *tokens_of(rank, 1))
+    (_, program) = sharded.programs
+    assert "add_kept" not in ops_of(program)
+    fresh = compiled(gpt(1))
+    backward(fresh, rank, *tokens_of(rank, 1))
+    for ours, theirs in zip(sharded.parameters(), fresh.parameters(), strict=True):
+        assert torch.equal(full(ours.grad), full(theirs.grad))
+
+
+def only_inputs(rank: int) -> None:
+    """`autograd.grad` of an input keeps nothing and takes nothing."""
+    torch.manual_seed(0)
+    sharded = compiled(Odd())
+    (x,) = features_of(rank, 0, 16)
+    with sharded.no_sync():
+        torch.autograd.grad(sharded(x.requires_grad_()), x)
+        assert not sharded._graphshard.bindings.kept.tensors
+        sharded(x).backward()
+    kept = len(sharded._graphshard.bindings.kept.tensors)
+    torch.autograd.grad(sharded(x), x)
+    assert len(sharded._graphshard.bindings.kept.tensors) == kept > 0
+
+
+def ranks_must_agree(rank: int) -> None:
+    sharded = compiled(gpt(1))
+    syncing = sharded.no_sync() if rank == 0 else contextlib.nullcontext()
+    with syncing, pytest.raises(graphshard.FingerprintError, match="different collectives"):
+        sharded(*tokens_of(rank, 0))
+
+
+ON_TWO = [
+    kept_is_one_process_s,
+    kept_is_fully_shard_s,
+    reduced_each_time,
+    other_parameters,
+    odd_parameters,
+    eval_between,
+    forwards_before_backwards,
+    dropped_and_refused,
+    only_inputs,
+    ranks_must_agree,
+]
+ON_FOUR = [kept_is_one_process_s, other_parameters, odd_parameters]
+
+
+@pytest.fixture(scope="module")
+def on_two() -> Checks:
+    return Checks(ON_TWO, 2)
+
+
+@pytest.fixture(scope="module")
+def on_four() -> Checks:
+    return Checks(ON_FOUR, 4)
+
+
+@pytest.mark.parametrize("check", ON_TWO, ids=lambda check: check.__name__)
+def test_on_two_ranks(on_two: Checks, check: Callable[[int], None]) -> None:
+    on_two.require(check)
+
+
+@pytest.mark.parametrize("check", ON_FOUR, ids=lambda check: check.__name__)
+def test_on_four_ranks(on_four: Checks, check: Callable[[int], None]) -> None:
+    on_four.require(check)
