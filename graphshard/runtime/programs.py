@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from graphshard import torch_compat
-from graphshard.capture import capture, signature_of_parts
+from graphshard.capture import Capture, capture, signature_of_parts
 from graphshard.inspect.progress import Progress
 from graphshard.pipeline import Pass, Stages, run_passes
 from graphshard.planner import with_capture_warnings
@@ -55,6 +55,7 @@ class Programs:
         self.passes = tuple(passes)
         self.plan = bindings.plan
         self.steps: dict[Any, Step] = {}
+        self._captures: dict[Any, Capture] = {}
         self._described: list[dict[str, str]] = []
         self._training: tuple[int, tuple[bool, ...]] = (-1, ())
         self._shards = distinct(bindings.shards)
@@ -123,26 +124,43 @@ class Programs:
         progress: Stages | None = None,
     ) -> Step:
         bindings = self.bindings
-        requires_grad = {name: s.param.requires_grad for name, s in bindings.shards.items()}
+        mode: Mode = key[-1]
         progress = progress or Progress()
+        captured = self._traced(key[:-1], args, kwargs, progress)
+        if not self.steps:
+            plan = with_capture_warnings(bindings.plan, captured.program)
+            self.plan = replace(plan, program=captured.program)
+        run_passes(
+            captured.program, bindings.plan, passes_for(self.passes, mode), progress=progress
+        )
+        step = self.steps[key] = Step(captured, captured.program, bindings)
+        return step
+
+    def _traced(
+        self,
+        key: tuple[Any, ...],
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+        progress: Stages,
+    ) -> Capture:
+        """The program as captured, which calls that only keep gradients or not have in common."""
+        if key not in self._captures:
+            self._captures[key] = self._trace(args, kwargs, progress)
+        captured = self._captures[key]
+        return replace(captured, program=captured.program.copy())
+
+    def _trace(self, args: tuple[Any, ...], kwargs: dict[str, Any], progress: Stages) -> Capture:
+        bindings = self.bindings
+        requires_grad = {name: s.param.requires_grad for name, s in bindings.shards.items()}
         state = in_state(self.blueprint, self._training[1], requires_grad)
         with progress.stage("capture"), state:
-            captured = capture(
+            return capture(
                 self.blueprint,
                 args,
                 kwargs,
                 device=bindings.group.device,
                 grad=torch.is_grad_enabled(),
             )
-        if not self.steps:
-            plan = with_capture_warnings(bindings.plan, captured.program)
-            self.plan = replace(plan, program=captured.program)
-        mode: Mode = key[-1]
-        run_passes(
-            captured.program, bindings.plan, passes_for(self.passes, mode), progress=progress
-        )
-        step = self.steps[key] = Step(captured, captured.program, bindings)
-        return step
 
     # -- telling the user -----------------------------------------------------------------------
 
