@@ -9,7 +9,10 @@ from graphshard.verify_facts import Facts, signature
 
 
 def check_kept(facts: Facts) -> None:
-    """What is kept is a parameter's gradient as its reduce would take it, and all are or none."""
+    """What is kept is a parameter's gradient as its reduce would take it, and all are or none.
+
+    Where shards are kept, the gradients of replicated parameters are reduced all the same.
+    """
     kept: dict[str, fx.Node] = {}
     for node in facts.nodes:
         if node.target not in (ops.keep, ops.add_kept):
@@ -27,7 +30,9 @@ def check_kept(facts: Facts) -> None:
                 facts.fail("kept", node, f"%{kept[str(param)].name} keeps {param!r} already")
             kept[str(param)] = node
     for entry, grad in zip(facts.program.params, facts.program.results().grads, strict=True):
-        if kept and grad is not None:
+        sharded = facts.plan.layouts[entry.fqn].sharded
+        whole = any(node.kwargs["of"] == "gradient" for node in kept.values())
+        if kept and grad is not None and (whole or sharded):
             facts.fail(
                 "kept",
                 grad,

@@ -31,7 +31,7 @@ def averaged_by(facts: Facts, reduced_by: Mapping[str, fx.Node]) -> dict[str, fx
     """By parameter, the all_reduce that averages its reduced shards over the replicas.
 
     Each takes what `reduced_by` names for the parameter returned. Once `ReduceReplicas` ran, every
-    reduced shard has one.
+    reduced shard has one, or is kept for a later one.
     """
     found: dict[str, fx.Node] = {}
     for node in facts.collectives:
@@ -54,6 +54,7 @@ def averaged_by(facts: Facts, reduced_by: Mapping[str, fx.Node]) -> dict[str, fx
 
 
 def _is_reduced_shard(operand: fx.Node, name: str, reduce: fx.Node | None) -> bool:
+    operand = ops.origin(operand)
     if reduce is None or not ops.is_unpack(operand) or ops.collective_of(operand) is not reduce:
         return False
     params: tuple[str, ...] = reduce.kwargs["params"]  # type: ignore[assignment]
@@ -72,8 +73,9 @@ def _check_returned(facts: Facts, node: fx.Node, params: tuple[str, ...]) -> Non
 def _check_all_averaged(
     facts: Facts, reduced_by: Mapping[str, fx.Node], found: Mapping[str, fx.Node]
 ) -> None:
+    kept = {str(node.kwargs["param"]) for node in facts.nodes if node.target is ops.keep}
     for name, reduce in reduced_by.items():
-        if name not in found and reduce.target is ops.reduce_scatter:
+        if name not in found and name not in kept and reduce.target is ops.reduce_scatter:
             facts.fail(
                 "replicas",
                 reduce,

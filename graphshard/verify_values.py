@@ -58,7 +58,7 @@ class Values:
     of_node: dict[fx.Node, int] = field(default_factory=dict)
     name: dict[int, str] = field(default_factory=dict)  # of the first node of each number
     effects: list[fx.Node] = field(default_factory=list)
-    kept: dict[str, int] = field(default_factory=dict)  # by parameter
+    kept: dict[str, tuple[str, int]] = field(default_factory=dict)  # by parameter: what of it
     ends: dict[str, list[Number]] = field(default_factory=dict)  # by list of the output node
 
     @classmethod
@@ -78,7 +78,8 @@ class Values:
             if ops.op_name(node) is None or ops.is_transfer(node):
                 values._visit(node)
             elif node.target is ops.keep:
-                values.kept[str(node.kwargs["param"])] = values.of_node[node.args[0]]  # type: ignore
+                number = values.of_node[node.args[0]]  # type: ignore[index]
+                values.kept[str(node.kwargs["param"])] = (str(node.kwargs["of"]), number)
         for name, ends in vars(program.results()).items():
             values.ends[name] = [values.number(end) for end in ends]
         return values
@@ -110,7 +111,10 @@ class Values:
         `settled`: zeros were only made to add a kept gradient to.
         """
         if param in self.kept:
-            return self.kept[param] == self._before_reduce(was)
+            of, kept = self.kept[param]
+            operand = self._before_reduce(was)
+            reduced = self.by_key.get((_REDUCED, operand))
+            return self._without_kept(kept) == (operand if of == "gradient" else reduced)
         plain = self._without_kept(now)
         if plain == was or plain in self.reductions(was):
             return True

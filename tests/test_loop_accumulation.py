@@ -14,10 +14,11 @@ from loop_reference import OneProcess, full, same_grads, same_params
 from ranks import Checks
 from runtime_models import Block, Odd, TiedGPT, features_of, tokens_of
 from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 
 import graphshard
-from graphshard.errors import RuntimeStateError
+from graphshard.errors import PassError, RuntimeStateError
 
 MICRO = 3
 
@@ -116,6 +117,70 @@ def reduced_each_time(rank: int) -> None:
         backward(sharded, rank, *second)
     backward(sharded, rank, *third)
     same_grads(sharded, reference.model, exact=False)
+
+
+def only_all_reduce_put_off(rank: int) -> None:
+    """Four ranks as 2 x 2: as `fully_shard` without all-reduce, and as one process."""
+    model = gpt(1)
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard"))
+    theirs = copy.deepcopy(model)
+    for block in theirs.blocks:
+        fully_shard(block, mesh=mesh)
+    fully_shard(theirs, mesh=mesh)
+    reference = OneProcess(model, 4)
+    reference.backward(lambda r: micro_batches(r, 0))
+    sharded = graphshard.compile(
+        model, graphshard.BlockPolicy({Block}, strategy="HYBRID_SHARD"), mesh=mesh
+    )
+    batches = micro_batches(rank, 0)
+    theirs.set_requires_all_reduce(False)
+    with sharded.no_sync(all_reduce_only=True):
+        for batch in batches[:-1]:
+            backward(sharded, rank, *batch)
+            backward(theirs, rank, *batch)
+    theirs.set_requires_all_reduce(True)
+    backward(sharded, rank, *batches[-1])
+    backward(theirs, rank, *batches[-1])
+    same_grads(sharded, reference.model, exact=False)
+    for ours, other in zip(sharded.parameters(), theirs.parameters(), strict=True):
+        torch.testing.assert_close(full(ours.grad), full(other.grad), rtol=1e-5, atol=1e-8)
+    keep, add = sharded.programs
+    assert ops_of(keep) & {"keep", "add_kept", "reduce_scatter", "all_reduce"} == {
+        "keep",
+        "reduce_scatter",
+    }
+    assert ops_of(add) >= {"add_kept", "reduce_scatter", "all_reduce"}
+    assert "bytes of shards of gradients" in str(keep)
+    sharded.zero_grad()
+    first, second, third = batches
+    with sharded.no_sync():  # first whole gradients, then shards
+        backward(sharded, rank, *first)
+    with sharded.no_sync(all_reduce_only=True):
+        backward(sharded, rank, *second)
+    backward(sharded, rank, *third)
+    same_grads(sharded, reference.model, exact=False)
+
+
+def odd_parameters_on_replicas(rank: int) -> None:
+    """Replicated parameters are reduced each time, whatever is put off."""
+    torch.manual_seed(0)
+    model = Odd()
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard"))
+    sharded = graphshard.compile(
+        model, graphshard.BlockPolicy({Block}, strategy="HYBRID_SHARD_ZERO2"), mesh=mesh
+    )
+    reference = OneProcess(model, 4)
+    reference.backward(lambda r: [features_of(r, s, 16) for s in range(2)])
+    with sharded.no_sync(all_reduce_only=True):
+        backward(sharded, rank, *features_of(rank, 0, 16))
+    backward(sharded, rank, *features_of(rank, 1, 16))
+    same_grads(sharded, reference.model, exact=False)
+    norm = sharded.clip_grad_norm_(1e6)
+    theirs = torch.nn.utils.clip_grad_norm_(reference.model.parameters(), 1e6)
+    torch.testing.assert_close(norm, theirs, rtol=1e-6, atol=0)
+    flat = compiled(Odd())
+    with flat.no_sync(all_reduce_only=True), pytest.raises(PassError, match="over replicas"):
+        flat(*features_of(rank, 0, 16))
 
 
 class Heads(nn.Module):
@@ -276,7 +341,12 @@ ON_TWO = [
     only_inputs,
     ranks_must_agree,
 ]
-ON_FOUR = [kept_is_one_process_s, odd_parameters]
+ON_FOUR = [
+    kept_is_one_process_s,
+    odd_parameters,
+    only_all_reduce_put_off,
+    odd_parameters_on_replicas,
+]
 
 
 @pytest.fixture(scope="module")

@@ -1,0 +1,152 @@
+"""accumulate and zeros_for_kept, on hand-built programs."""
+
+from __future__ import annotations
+
+import pytest
+import toy_programs as toys
+from torch import fx
+
+from graphshard import ops
+from graphshard.errors import PassError, VerifyError
+from graphshard.passes.accumulate import Accumulate
+from graphshard.passes.zeros_for_kept import ZerosForKept
+from graphshard.pipeline import default_passes, run_passes
+from graphshard.plan import ShardingPlan
+from graphshard.policy import Policy
+from graphshard.program import Program
+from graphshard.runtime.kept import passes_for
+from graphshard.verify import verify
+from graphshard.verify_facts import Reference
+
+
+def rewritten(
+    build=toys.blocks,
+    keep: str | None = None,
+    add: tuple[str, ...] = (),
+    **fields: object,
+) -> tuple[Program, ShardingPlan]:
+    policy = Policy(**fields)
+    program = build()
+    plan = toys.make_toy_plan(program, toys.UNITS[build], policy)
+    run_passes(program, plan, passes_for(default_passes(policy), (keep, add, ())))
+    return program, plan
+
+
+def backward_ops(program: Program) -> list[tuple[str, str]]:
+    return [
+        (event.op, event.unit)
+        for event in program.schedule()
+        if event.phase == "backward" and event.op in ("keep", "add_kept", "reduce_scatter")
+    ]
+
+
+def every_name(program: Program) -> tuple[str, ...]:
+    return tuple(param.fqn for param in program.params if param.requires_grad)
+
+
+def test_what_is_kept_is_not_reduced() -> None:
+    program, _ = rewritten(keep="gradient")
+    units = ["layers.2", "layers.1", "layers.0", ""]
+    assert backward_ops(program) == [("keep", unit) for unit in units]
+    assert all(grad is None for grad in program.results().grads)
+    numel = sum(param.numel for param in program.params)
+    (note,) = program.notes
+    assert note == f"keeps {4 * numel:,} bytes of unsharded gradients on each rank (no_sync)"
+    assert "keep  " in str(program)
+
+
+def test_what_was_kept_goes_into_the_reduce() -> None:
+    names = every_name(toys.blocks())
+    program, plan = rewritten(add=names)
+    units = ["layers.2", "layers.1", "layers.0", ""]
+    assert backward_ops(program) == [
+        (op, unit) for unit in units for op in ("add_kept", "reduce_scatter")
+    ]
+    verify(program, plan, after="the test")
+
+
+def test_replicated_and_unused_parameters() -> None:
+    program, _ = rewritten(toys.odd_params, keep="gradient")
+    kept = {n.kwargs["param"] for n in program.nodes() if n.target is ops.keep}
+    assert {"a.gain", "gain", "embed.weight"} <= kept
+    assert "a.unused" not in kept
+    program, _ = rewritten(toys.odd_params, add=("a.unused", "gain"))
+    added = {n.kwargs["param"] for n in program.nodes() if n.target is ops.add_kept}
+    assert added == {"a.unused", "gain"}
+    graded = {p.fqn for p, g in zip(program.params, program.results().grads, strict=True) if g}
+    assert "a.unused" in graded
+
+
+def test_a_kept_gradient_without_a_reduce_is_an_error() -> None:
+    program = toys.odd_params()
+    plan = toys.make_toy_plan(program, toys.UNITS[toys.odd_params])
+    with pytest.raises(PassError, match=r"kept gradient of 'a.unused' goes into no reduce"):
+        run_passes(program, plan, [*default_passes(plan.policy)[:-4], Accumulate(add=BOTH)])
+    program = toys.blocks()
+    plan = toys.make_toy_plan(program, toys.UNITS[toys.blocks])
+    with pytest.raises(PassError, match="over replicas"):
+        run_passes(program, plan, passes_for(default_passes(plan.policy), ("shard", (), ())))
+    with pytest.raises(PassError, match="no parameter 'nobody'"):
+        ZerosForKept(frozenset({"nobody"})).apply(program, plan)
+
+
+BOTH = frozenset({"a.unused", "gain"})
+
+
+def broken(program: Program, plan: ShardingPlan, reference: Reference | None = None) -> str:
+    with pytest.raises(VerifyError) as raised:
+        verify(program, plan, after="the test", reference=reference)
+    return str(raised.value)
+
+
+def keeps(program: Program) -> list[fx.Node]:
+    return [node for node in program.nodes() if node.target is ops.keep]
+
+
+def test_verify_sees_what_is_kept_wrongly() -> None:
+    program, plan = rewritten(keep="gradient")
+    first, second = keeps(program)[:2]
+    second.kwargs = {**second.kwargs, "param": first.kwargs["param"]}
+    assert "keeps" in broken(program, plan) or "its operand is no" in broken(program, plan)
+
+    program, plan = rewritten(keep="gradient")
+    node = keeps(program)[0]
+    results = program.results()
+    results.grads[0] = node.args[0]
+    program.set_results(results)
+    assert "is returned, but those of others are kept" in broken(program, plan)
+
+    program, plan = rewritten(keep="gradient")
+    node = keeps(program)[0]
+    node.kwargs = {**node.kwargs, "unit": "layers.0"}
+    assert "must say its parameter" in broken(program, plan)
+
+
+def test_verify_sees_a_gradient_that_is_neither_kept_nor_returned() -> None:
+    captured = toys.blocks()
+    plan = toys.make_toy_plan(captured, toys.UNITS[toys.blocks])
+    passes = passes_for(default_passes(plan.policy), ("gradient", (), ()))
+
+    class Forgets:
+        name = "forgets"
+
+        def apply(self, program: Program, plan: ShardingPlan) -> None:
+            program.graph.erase_node(keeps(program)[0])
+
+    with pytest.raises(VerifyError, match="computed but not returned"):
+        run_passes(captured, plan, [*passes, Forgets()])
+
+    class Scales:
+        name = "scales"
+
+        def apply(self, program: Program, plan: ShardingPlan) -> None:
+            node = keeps(program)[0]
+            (grad,) = node.args
+            with program.graph.inserting_before(node):
+                twice = program.graph.call_function(toys.aten.mul.Tensor, (grad, 2))
+            twice.meta = {**grad.meta}
+            node.args = (twice,)
+
+    captured = toys.blocks()
+    with pytest.raises(VerifyError, match="same values"):
+        run_passes(captured, plan, [*passes, Scales()])
