@@ -84,6 +84,8 @@ def compile(  # noqa: A001  # as torch.compile
     progress = progress or Progress()
     with progress.stage("plan"):
         plan = make_plan(model, policy, world_size=group.size, mesh_shape=group.mesh_shape)
+    for ranks in sorted({unit.options.reshard_ranks or 0 for unit in plan.units} - {0}):
+        group.within(ranks)
     with progress.stage("shard"):
         sharded = ShardedModule(model, plan, group, (*default_passes(policy), *passes))
     if example_inputs is not None or example_kwargs is not None:

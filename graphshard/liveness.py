@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from math import prod
 
 from torch import fx
@@ -13,11 +13,9 @@ from graphshard.program import Program
 
 def gathered_bytes(gather: fx.Node, program: Program) -> int:
     """Bytes of the buffers an all_gather fills, padding included."""
-    shards: list[fx.Node] = gather.args[0]  # type: ignore[assignment]
-    return sum(
-        prod(shard.meta["val"].shape) * shard.meta["val"].dtype.itemsize * program.shard_size
-        for shard in shards
-    )
+    parts: list[fx.Node] = gather.args[0]  # type: ignore[assignment]
+    ranks: int = gather.kwargs.get("ranks", program.shard_size)  # type: ignore[assignment]
+    return ranks * sum(map(_bytes, parts))
 
 
 def copied_bytes(gather: fx.Node, program: Program) -> int:
@@ -27,14 +25,11 @@ def copied_bytes(gather: fx.Node, program: Program) -> int:
     """
     shards: list[fx.Node] = gather.args[0]  # type: ignore[assignment]
     dims: tuple[int, ...] = gather.kwargs.get("dims", ())  # type: ignore[assignment]
-    if program.shard_size == 1:
+    ranks: int = gather.kwargs.get("ranks", program.shard_size)  # type: ignore[assignment]
+    if ranks == 1:
         return 0
     return max(
-        (
-            prod(shard.meta["val"].shape) * shard.meta["val"].dtype.itemsize * program.shard_size
-            for shard, dim in zip(shards, dims, strict=False)
-            if dim
-        ),
+        (_bytes(shard) * ranks for shard, dim in zip(shards, dims, strict=False) if dim),
         default=0,
     )
 
@@ -42,16 +37,46 @@ def copied_bytes(gather: fx.Node, program: Program) -> int:
 def live_unsharded(program: Program) -> Iterator[tuple[fx.Node, int]]:
     """Every node with the bytes of gathered parameters alive once it is issued.
 
-    Buffers live from their all_gather to their free, whatever reads them. At its wait a gather
+    Buffers live from their all_gather to their free, whatever reads them; the parts that a
+    `reshard` keeps of them live to the end of the last gather that reads them. At its wait a gather
     holds, for a moment, one value more (see `copied_bytes`).
     """
+    for node, live, _ in holders_of(program):
+        yield node, live
+
+
+def holders_of(program: Program) -> Iterator[tuple[fx.Node, int, Mapping[fx.Node, int]]]:
+    """As `live_unsharded`, with the bytes that each all_gather and `reshard` holds at the node.
+
+    The mapping is one and the same, and changes with the next node.
+    """
     live = 0
+    held: dict[fx.Node, int] = {}
+    over: dict[fx.Node, list[fx.Node]] = {}  # by wait, the parts nobody needs after it
+    for part in program.nodes():
+        if part.target is ops.reshard and part.users:
+            last = max(part.users)
+            for wait in last.users:
+                over.setdefault(wait, []).append(part)
     for node in program.nodes():
+        gone: list[fx.Node] = []
         if node.target is ops.all_gather:
-            live += gathered_bytes(node, program)
+            held[node] = gathered_bytes(node, program)
+            live += held[node]
+        elif node.target is ops.reshard:
+            held[node] = _bytes(node)
+            live += held[node]
         elif node.target is ops.free:
-            live -= gathered_bytes(ops.collective_of(node), program)
+            gone = [ops.collective_of(node)]
         copied = 0
         if node.target is ops.wait and ops.collective_of(node).target is ops.all_gather:
             copied = copied_bytes(ops.collective_of(node), program)
-        yield node, live + copied
+            gone = over.get(node, [])
+        for one in gone:
+            live -= held.pop(one, 0)
+        yield node, live + copied, held
+
+
+def _bytes(node: fx.Node) -> int:
+    val = node.meta["val"]
+    return prod(val.shape) * val.dtype.itemsize

@@ -10,6 +10,8 @@ error. Every collective node carries keyword arguments:
             "shard"      (also if left out) those along the last dimension of the mesh
             "replicate"  those along the first, which hold equal shards
             "all"        the whole mesh
+            "reshard"    `ranks` neighbours among those of "shard" (an all_gather only)
+    ranks   the number of them, with "reshard"
     dims    the dim each parameter is split along, in operand order; left out if all are dim 0
 
 Shapes, for a group of W ranks and a parameter of shape (d0, ...):
@@ -41,7 +43,7 @@ from torch import Tensor, fx
 
 from graphshard.errors import GraphshardError
 
-SHARD, REPLICATE, ALL = "shard", "replicate", "all"
+SHARD, REPLICATE, ALL, RESHARD = "shard", "replicate", "all", "reshard"
 """The groups a collective may name."""
 
 
@@ -53,7 +55,12 @@ def _only_in_graphs(name: str) -> NoReturn:
 
 
 def all_gather(
-    shards: Sequence[Tensor], *, unit: str, params: tuple[str, ...], group: str = SHARD
+    shards: Sequence[Tensor],
+    *,
+    unit: str,
+    params: tuple[str, ...],
+    group: str = SHARD,
+    ranks: int | None = None,
 ) -> Any:
     """Start gathering `shards` (each `(ceil(d0/W), ...)`) over the group; gives a pending value."""
     _only_in_graphs("all_gather")
@@ -83,6 +90,11 @@ def wait(pending: Any) -> list[Tensor]:
 def free(gathered: list[Tensor]) -> None:
     """Give back the storage of what a gather's `wait` returned, whatever still refers to it."""
     _only_in_graphs("free")
+
+
+def reshard(full: Tensor, *, ranks: int, unit: str, param: str) -> Tensor:
+    """A copy of this rank's part `(ceil(d0/ranks), ...)` of the gathered `param`, to be kept."""
+    _only_in_graphs("reshard")
 
 
 def cast(tensor: Tensor, *, dtype: torch.dtype, unit: str, param: str | None) -> Tensor:
@@ -126,7 +138,7 @@ COLLECTIVES = frozenset({all_gather, reduce_scatter, all_reduce})
 REDUCES = frozenset({reduce_scatter, all_reduce})
 COPIES = frozenset({to_device, to_host})
 TRANSFERS = COPIES | {cast, arrive, add_kept}
-VOCABULARY: frozenset[Any] = COLLECTIVES | TRANSFERS | {wait, free, keep}
+VOCABULARY: frozenset[Any] = COLLECTIVES | TRANSFERS | {wait, free, keep, reshard}
 
 # Without this, fx dead-code elimination drops nodes whose result nobody reads: every free. A
 # transfer nobody reads may go.

@@ -12,6 +12,7 @@ from graphshard.errors import GraphshardError, PassError, PolicyError
 from graphshard.passes.accumulate import Accumulate
 from graphshard.passes.insert_free import InsertFree
 from graphshard.passes.offload_activations import OffloadActivations
+from graphshard.passes.partial_reshard import PartialReshard
 from graphshard.passes.prefetch import Prefetch
 from graphshard.passes.prefetch_copies import PrefetchCopies
 from graphshard.passes.recompute import Recompute
@@ -86,6 +87,7 @@ def default_passes(policy: Policy) -> tuple[Pass, ...]:
     return (
         Recompute(units=policy.recompute == "units"),
         Unshard(),
+        PartialReshard(),
         Regather(),
         ZerosForKept(),
         ReduceGrads(),

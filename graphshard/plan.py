@@ -6,7 +6,7 @@ Pure: nothing here touches a process group, a device or parameter memory.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from math import prod
 from typing import TYPE_CHECKING, Any
@@ -86,6 +86,10 @@ class ParamLayout:
             and self.numel * self.dtype.itemsize >= MIN_BYTES
             and self.padding_bytes > MAX_PADDING * self.numel * self.dtype.itemsize
         )
+
+    def over(self, ranks: int) -> ParamLayout:
+        """The same parameter, split over so many ranks."""
+        return replace(self, world_size=ranks)
 
     def rows(self, rank: int) -> tuple[int, int]:
         """The half-open range of `dim` that `rank` owns; may be empty."""

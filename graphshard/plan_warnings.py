@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from statistics import median_high
 from typing import TYPE_CHECKING
@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 from graphshard.inspect.units_text import human_bytes, some_of
 from graphshard.plan import ShardingPlan, Unit
 from graphshard.strategy import Strategy
+from graphshard.unit_options import UnitOptions
 
 if TYPE_CHECKING:
     from graphshard.program import Program
@@ -31,6 +32,16 @@ def plan_warnings(plan: ShardingPlan) -> tuple[str, ...]:
         *_empty_units(plan),
         *_padding(plan),
     )
+
+
+def reshard_warnings(asked: Mapping[str, UnitOptions]) -> Iterator[str]:
+    """Units that are to be resharded to groups of one rank, by what was asked for each."""
+    alone = [unit or "(root)" for unit, options in asked.items() if options.reshard_ranks == 1]
+    if alone:
+        yield (
+            f"{_names('unit', alone)} kept unsharded between forward and backward, as a group of "
+            "one rank keeps whole parameters; say reshard_after_forward=False"
+        )
 
 
 def with_capture_warnings(plan: ShardingPlan, program: Program) -> ShardingPlan:

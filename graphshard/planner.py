@@ -16,7 +16,7 @@ from graphshard.model_checks import check_model, require_module
 from graphshard.module_tree import ModuleTree, TreeParam
 from graphshard.placement import REPLICATED, SHARDED, Wish, as_wishes, split_dim
 from graphshard.plan import ParamLayout, ShardingPlan, Unit
-from graphshard.plan_warnings import plan_warnings, with_capture_warnings
+from graphshard.plan_warnings import plan_warnings, reshard_warnings, with_capture_warnings
 from graphshard.policy_base import Policy
 from graphshard.strategy import Strategy
 from graphshard.unit_options import UnitOptions, options_of
@@ -61,10 +61,8 @@ def make_plan(
     unit_fqns = ["", *policy.select(tree)]
     around = tree.units_around(unit_fqns)
     overrides = policy.overrides(tree)
-    options = {
-        fqn: fitted(options_of(policy, fqn, overrides.get(fqn, {})), fqn, mesh_shape)
-        for fqn in unit_fqns
-    }
+    asked = {fqn: options_of(policy, fqn, overrides.get(fqn, {})) for fqn in unit_fqns}
+    options = {fqn: fitted(wish, fqn, mesh_shape) for fqn, wish in asked.items()}
     entries: dict[str, list[TreeParam]] = {fqn: [] for fqn in unit_fqns}
     for entry in tree.params:
         entries[around[entry.home]].append(entry)
@@ -83,7 +81,7 @@ def make_plan(
         for fqn, layouts in owned.items()
     )
     plan = ShardingPlan(units, policy, world_size, mesh_shape)
-    return replace(plan, warnings=plan_warnings(plan))
+    return replace(plan, warnings=(*plan_warnings(plan), *reshard_warnings(asked)))
 
 
 def require_policy(policy: object) -> None:

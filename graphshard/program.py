@@ -182,8 +182,8 @@ class Program:
     def timeline(self) -> Iterator[tuple[Event, list[fx.Node]]]:
         """Every event with its nodes: communication one by one, runs of a unit's compute as one.
 
-        So are runs of a unit's transfers of one kind. The nodes that pick results out of a `wait`
-        belong to no event.
+        So are runs of a unit's transfers of one kind, and of reshards. The nodes that pick results
+        out of a `wait` belong to no event.
         """
         event: Event | None = None
         nodes: list[fx.Node] = []
@@ -193,7 +193,8 @@ class Program:
             found = Event(
                 ops.op_name(node) or COMPUTE, node.meta.get("unit", ""), node.meta["phase"]
             )
-            merges = found.op == COMPUTE or ops.is_transfer(node) or node.target is ops.keep
+            merges = found.op == COMPUTE or ops.is_transfer(node)
+            merges = merges or node.target in (ops.keep, ops.reshard)
             if event is not None and (found != event or not merges):
                 yield event, nodes
                 nodes = []

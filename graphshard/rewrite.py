@@ -88,11 +88,17 @@ def insert_gather(
     entries: Mapping[str, ParamEntry],
     before: fx.Node,
     phase: str,
+    parts: Mapping[str, fx.Node] | None = None,
 ) -> dict[str, fx.Node]:
-    """One all_gather, its wait and its tensors before `before`: the full value by parameter."""
+    """One all_gather, its wait and its tensors before `before`: the full value by parameter.
+
+    With `parts`, what `reshard` kept of each parameter is gathered in its group.
+    """
     wanted = set(params)
     names = tuple(name for name in plan.unit(unit).params if name in wanted)
-    shards = [entries[name].node for name in names]
+    shards = [(entries[name].node if parts is None else parts[name]) for name in names]
+    ranks = plan.unit(unit).options.reshard_ranks
+    where = {} if parts is None else {"group": ops.RESHARD, "ranks": ranks}
     fulls = [
         fake_like(shard.meta["val"], entries[name].shape, entries[name].stride)
         for name, shard in zip(names, shards, strict=True)
@@ -103,7 +109,7 @@ def insert_gather(
             program,
             ops.all_gather,
             (shards,),
-            {"unit": unit, "params": names, **_dims(plan, names)},
+            {"unit": unit, "params": names, **where, **_dims(plan, names)},
             name=f"{label}_all_gather",
             unit=unit,
             phase=phase,

@@ -120,6 +120,31 @@ def unit_ancestry(unit: str, plan: ShardingPlan) -> tuple[str, ...]:
     return tuple(reversed(chain))
 
 
+def end_of(run: Run, plan: ShardingPlan) -> fx.Node:
+    """The run's last compute node, or what ends it and the units inside it right after that."""
+    node = run.last
+    while _ends(node.next, run, plan):
+        node = node.next
+    return node
+
+
+def _ends(node: fx.Node, run: Run, plan: ShardingPlan) -> bool:
+    """Whether `node` frees, reduces or keeps for a unit inside the run's, or keeps for its own."""
+    if node.op != "call_function" or ops.is_compute(node) or node.meta["phase"] != run.phase:
+        return False
+    unit = node.meta["unit"]
+    if node.target is ops.reshard:
+        return plan.is_nested(unit, run.unit)
+    if ops.is_transfer(node):
+        if ops.origin(node).op == "placeholder":  # of a shard, to be gathered
+            return False
+    elif (
+        node.target not in (ops.free, ops.keep) and ops.collective_of(node).target is ops.all_gather
+    ):
+        return False
+    return unit != run.unit and plan.is_nested(unit, run.unit)
+
+
 def gathers_by_run(runs: Runs) -> dict[Run, fx.Node]:
     """The all_gather issued for each run, in the run's own phase."""
     first_reader: dict[fx.Node, fx.Node | None] = {}
@@ -129,7 +154,7 @@ def gathers_by_run(runs: Runs) -> dict[Run, fx.Node]:
         gather = ops.collective_of(node)
         first_reader.setdefault(gather, None)
         for reader in node.users:
-            if reader.op != "call_function" or reader.meta["phase"] != gather.meta["phase"]:
+            if not ops.is_compute(reader) or reader.meta["phase"] != gather.meta["phase"]:
                 continue
             best = first_reader[gather]
             if best is None or runs.position[reader] < runs.position[best]:

@@ -30,8 +30,8 @@ class Saved:
 def saved_storages(program: Program, plan: ShardingPlan) -> list[Saved]:
     """What forward computes on the device and backward reads, by storage.
 
-    Not parameters, shards and what is gathered from them or derived of that, not buffers and inputs
-    (which live anyway), no numbers, and nothing that lies on the host.
+    Not parameters, shards and what is gathered from them, kept or derived of that, not buffers and
+    inputs (which live anyway), no numbers, and nothing that lies on the host.
     """
     parameters = derived_values(program, plan)
     found: dict[fx.Node, list[fx.Node]] = {}
@@ -40,6 +40,8 @@ def saved_storages(program: Program, plan: ShardingPlan) -> list[Saved]:
             continue
         root = storage_root(node)
         if root.op == "placeholder" or ops.is_unpack(root) or ops.is_transfer(root):
+            continue
+        if root.target is ops.reshard:
             continue
         if node.meta["val"].device.type != torch.device(program.capture_device).type:
             continue

@@ -27,6 +27,7 @@ from graphshard.verify_graph import (
 from graphshard.verify_kept import check_kept
 from graphshard.verify_memory import check_budget, check_frees, check_lifetimes
 from graphshard.verify_replicas import check_groups
+from graphshard.verify_reshard import check_reshards
 from graphshard.verify_sharding import (
     check_gathers,
     check_order,
@@ -50,6 +51,7 @@ RULES: tuple[Callable[[Facts], None], ...] = (
     check_shards,
     check_gathers,
     check_kept,
+    check_reshards,
     check_waits,
     check_reduces,
     check_order,

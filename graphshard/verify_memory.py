@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from collections import Counter
+
 from torch import fx
 
 from graphshard import ops
 from graphshard.inspect.text import unit_label
-from graphshard.liveness import gathered_bytes, live_unsharded
+from graphshard.liveness import holders_of
 from graphshard.passes.insert_free import InsertFree
 from graphshard.verify_facts import Facts
 
@@ -58,21 +60,16 @@ def check_budget(facts: Facts) -> None:
     budget = facts.plan.policy.memory_budget
     if budget is None or InsertFree not in facts.done:
         return
-    alive: dict[fx.Node, int] = {}
-    for node, live in live_unsharded(facts.program):
-        if node.target in (ops.all_gather, ops.wait):
-            if node.target is ops.all_gather:
-                alive[node] = gathered_bytes(node, facts.program)
-            if live > budget:
-                holders = ", ".join(
-                    f"{unit_label(gather.meta['unit'])} {size:,}" for gather, size in alive.items()
-                )
-                facts.fail(
-                    "budget",
-                    node,
-                    f"{live:,} bytes of unsharded parameters are alive here ({holders}), more "
-                    f"than memory_budget={budget:,}; make smaller units, prefetch less, or raise "
-                    "the budget",
-                )
-        elif node.target is ops.free:
-            alive.pop(ops.collective_of(node), None)
+    for node, live, holders in holders_of(facts.program):
+        if live > budget:
+            sizes: Counter[str] = Counter()
+            for holder, size in holders.items():
+                part = " (parts)" if holder.target is ops.reshard else ""
+                sizes[f"{unit_label(holder.meta['unit'])}{part}"] += size
+            told = ", ".join(f"{name} {size:,}" for name, size in sizes.items())
+            facts.fail(
+                "budget",
+                node,
+                f"{live:,} bytes of unsharded parameters are alive here ({told}), more than "
+                f"memory_budget={budget:,}; make smaller units, prefetch less, or raise the budget",
+            )

@@ -17,6 +17,8 @@ def check_groups(facts: Facts) -> None:
         allowed = {ops.SHARD}
         if node.target is ops.all_reduce and facts.plan.replicas > 1:
             allowed = {ops.REPLICATE, ops.ALL}
+        if node.target is ops.all_gather:
+            allowed |= {ops.RESHARD}
         group = ops.group_of(node)
         if group not in allowed:
             facts.fail(

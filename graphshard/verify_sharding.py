@@ -77,11 +77,14 @@ def check_transfers(facts: Facts) -> None:
 
 
 def check_gathers(facts: Facts) -> None:
-    """A gather takes shards of its own unit, and gives their full parameters, in their dtypes."""
+    """A gather takes shards of its own unit, and gives their full parameters, in their dtypes.
+
+    One within a smaller group takes what `reshard` kept for that group.
+    """
     for gather in facts.gathers():
         operands, layouts = _operands(facts, gather)
         for operand, layout in zip(operands, layouts, strict=True):
-            if ops.origin(operand) is not facts.params[layout.fqn].node:
+            if not _is_part(facts, ops.origin(operand), gather, layout.fqn):
                 facts.fail("gathers", gather, f"%{operand.name} is not the shard of {layout.fqn!r}")
             if not layout.sharded:
                 facts.fail("gathers", gather, f"{layout.fqn!r} is replicated; nothing to gather")
@@ -89,6 +92,15 @@ def check_gathers(facts: Facts) -> None:
         expected = [(one.shape, dtype) for one, dtype in zip(layouts, dtypes, strict=True)]
         for wait in facts.waits[gather]:
             _check_values(facts, wait, expected)
+
+
+def _is_part(facts: Facts, node: fx.Node, gather: fx.Node, name: str) -> bool:
+    """Whether `node` is what the ranks of `gather` have of the parameter `name`."""
+    if ops.group_of(gather) != ops.RESHARD:
+        return node is facts.params[name].node
+    ranks = gather.kwargs.get("ranks")
+    found = (node.kwargs.get("param"), node.kwargs.get("ranks"))
+    return node.target is ops.reshard and found == (name, ranks)
 
 
 def check_waits(facts: Facts) -> None:

@@ -5,7 +5,7 @@ operator on the same arguments, down to the ends of the program. This is global 
 (Alpern, Wegman and Zadeck, "Detecting Equality of Variables in Programs", 1988) by hash-consing, in
 one walk. What passes may do follows from a few equations:
 
-    a shard, and the full value that a gather of it returns    the parameter
+    a shard or kept part, and what a gather of it returns      the parameter
     clone(x), x on another device                              x
     a cast of x, by whichever operator                         cast(x, dtype); x, if that is its own
     dropout(x, p) in training                                  x * mask * scale (see `Recompute`)
@@ -75,7 +75,7 @@ class Values:
             if output.tangent is not None:
                 values._enter(output.tangent, ("tangent", index))
         for node in program.nodes():
-            if ops.op_name(node) is None or ops.is_transfer(node):
+            if ops.op_name(node) is None or ops.is_transfer(node) or node.target is ops.reshard:
                 values._visit(node)
             elif node.target is ops.keep:
                 number = values.of_node[node.args[0]]  # type: ignore[index]
@@ -160,7 +160,7 @@ class Values:
                 self._set(node, operand)
         elif node.target is ops.add_kept:
             self._enter(node, (_WITH_KEPT, self.number(node.args[0])))
-        elif node.target in (*ops.COPIES, ops.arrive):
+        elif node.target in (*ops.COPIES, ops.arrive, ops.reshard):
             self._set(node, self.number(node.args[0]))
         elif (dtype := cast_dtype(node)) is not None:
             source: fx.Node = node.args[0]  # type: ignore[assignment]

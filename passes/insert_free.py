@@ -11,8 +11,8 @@ from graphshard.errors import PassError
 from graphshard.plan import ShardingPlan
 from graphshard.program import Program
 from graphshard.rewrite import insert_node
-from graphshard.runs import Run, Runs, find_runs, unit_ancestry
-from graphshard.views import gather_waits
+from graphshard.runs import Run, Runs, end_of, find_runs, gathers_by_run, unit_ancestry
+from graphshard.views import gather_waits, unpacks
 
 
 @dataclass(frozen=True)
@@ -35,13 +35,14 @@ class InsertFree:
         """
         runs = find_runs(program, plan)
         last_use = _last_uses(runs)
+        kept = _only_kept(runs)
         sites: list[tuple[int, int, Run, fx.Node]] = []
         for wait in gather_waits(program):
             unit = wait.meta["unit"]
             if any(user.target is ops.free for user in wait.users):
                 raise PassError(f"pass {self.name}: {wait.name} of unit {unit!r} is freed already")
             use = last_use.get(wait)
-            run = None if use is None else runs.around(unit, use)
+            run = kept.get(wait) if use is None else runs.around(unit, use)
             if run is None:
                 where = "never used" if use is None else f"used by {use.name}"
                 raise PassError(
@@ -51,7 +52,10 @@ class InsertFree:
             sites.append((run.stop, -len(unit_ancestry(unit, plan)), run, wait))
         sites.sort(key=lambda site: site[:2])
         for _, _, run, wait in sites:
-            with program.graph.inserting_after(_end(run, plan)):
+            parts = [
+                user for node in unpacks(wait) for user in node.users if user.target is ops.reshard
+            ]
+            with program.graph.inserting_after(max([end_of(run, plan), *parts])):
                 insert_node(
                     program,
                     ops.free,
@@ -73,7 +77,7 @@ def _last_uses(runs: Runs) -> dict[fx.Node, fx.Node]:
         wait = source.node.args[0]
         assert isinstance(wait, fx.Node)
         for user in value.users:
-            if user.op != "call_function":
+            if user.op != "call_function" or user.target is ops.reshard:
                 continue
             best = found.get(wait)
             if best is None or runs.position[user] > runs.position[best]:
@@ -81,24 +85,11 @@ def _last_uses(runs: Runs) -> dict[fx.Node, fx.Node]:
     return found
 
 
-def _end(run: Run, plan: ShardingPlan) -> fx.Node:
-    """The run's last compute node, or what ends the units inside it right after that."""
-    node = run.last
-    while _ends_inside(node.next, run, plan):
-        node = node.next
-    return node
-
-
-def _ends_inside(node: fx.Node, run: Run, plan: ShardingPlan) -> bool:
-    """Whether `node` frees or reduces for a unit inside the run's."""
-    if node.op != "call_function" or ops.is_compute(node) or node.meta["phase"] != run.phase:
-        return False
-    if ops.is_transfer(node):
-        if ops.origin(node).op == "placeholder":  # of a shard, to be gathered
-            return False
-    elif (
-        node.target not in (ops.free, ops.keep) and ops.collective_of(node).target is ops.all_gather
-    ):
-        return False
-    unit = node.meta["unit"]
-    return unit != run.unit and plan.is_nested(unit, run.unit)
+def _only_kept(runs: Runs) -> dict[fx.Node, Run]:
+    """By wait of which parts are kept for backward, the run it was gathered for."""
+    return {
+        wait: run
+        for run, gather in gathers_by_run(runs).items()
+        for wait in gather.users
+        if any(user.target is ops.reshard for node in unpacks(wait) for user in node.users)
+    }

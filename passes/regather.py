@@ -18,7 +18,7 @@ class Regather:
 
     Views, casts and copies of a parameter made in forward are made again from the new gather.
     Other values computed from parameters are saved like any activation. Units that the plan does
-    not reshard after forward stay as they are.
+    not reshard after forward, or that `PartialReshard` did, stay as they are.
     """
 
     name: str = field(default="regather", init=False)
@@ -32,7 +32,7 @@ class Regather:
         runs = find_runs(program, plan)
         entries = entries_by_name(program)
         for unit, readers in readers_by_unit(runs).items():
-            if not plan.unit(unit).options.reshard:
+            if plan.unit(unit).options.reshard is not True:
                 continue
             for run, params, inside in runs_served(unit, BACKWARD, readers, runs):
                 values = insert_gather(

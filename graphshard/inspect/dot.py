@@ -22,6 +22,7 @@ _SHAPES = {
     "arrive": "diamond",
     "keep": "cylinder",
     "add_kept": "cylinder",
+    "reshard": "parallelogram",
 }
 _COLLECTIVE_SHAPE = "ellipse"
 
@@ -30,7 +31,8 @@ def schedule_graph(program: Program) -> nx.DiGraph:
     """The events of `program.timeline()` as the nodes 0, 1, 2, ... of a directed acyclic graph.
 
     Nodes have the attributes `op`, `unit`, `phase` (see `Event`) and `stream`: "communication" for
-    what starts a collective, "copy" for what moves between host and device, "compute" for all else.
+    what starts a collective (with the name of its group unless that is the shards', as each has a
+    communicator of its own), "copy" for what moves between host and device, "compute" for all else.
     An edge means that its end cannot start before its beginning; it has the attributes `order` (the
     two follow each other on one stream) and `data` (one uses what the other made).
     """
@@ -57,7 +59,8 @@ def schedule_graph(program: Program) -> nx.DiGraph:
 
 def _stream(node: fx.Node) -> str:
     if ops.is_collective(node):
-        return COMMUNICATION_STREAM
+        group = ops.group_of(node)
+        return COMMUNICATION_STREAM if group == ops.SHARD else f"{COMMUNICATION_STREAM} {group}"
     return COPY_STREAM if node.target in ops.COPIES else COMPUTE_STREAM
 
 

@@ -223,6 +223,7 @@ def _notes(plan: ShardingPlan) -> Iterator[tuple[str, str]]:
     yield from _placements(plan)
     for note in plan.policy.notes:
         yield "note", note
+    yield from _resharded(plan)
     for warning in plan.warnings:
         yield "warning", warning
 
@@ -251,3 +252,23 @@ def _placement(unit: Unit, layout: ParamLayout) -> str:
     if unit.options.strategy is Strategy.NO_SHARD:
         return ""
     return "copied" if layout.shape else "replicated"
+
+
+def _resharded(plan: ShardingPlan) -> Iterator[tuple[str, str]]:
+    """By size of the groups that keep parameters sharded after forward, the units they keep."""
+    ranks_of = {unit.fqn: unit.options.reshard_ranks for unit in plan.units}
+    for ranks in sorted({ranks for ranks in ranks_of.values() if ranks}):
+        units = [unit for unit in plan.units if ranks_of[unit.fqn] == ranks]
+        kept = sum(
+            layout.over(ranks).shard_bytes
+            for unit in units
+            for layout in unit.layouts
+            if layout.sharded
+        )
+        lines = fold([(fqn, other == ranks) for fqn, other in ranks_of.items()])
+        names = [line.name or "(root)" for line in lines if line.facts]
+        yield (
+            "resharded",
+            f"{some_of(names)} to groups of {ranks} ranks, each rank keeping up to "
+            f"{human_bytes(kept)} between forward and backward",
+        )

@@ -46,7 +46,7 @@ def schedule_text(program: Program) -> str:
             rows.append(phase)
         compute = event.op == COMPUTE
         detail = _count(len(nodes), "op") if compute else _communication(nodes, program)
-        rows.append((f"{live[nodes[0]]:,}", event.op, unit_label(event.unit), detail))
+        rows.append((f"{live[nodes[-1]]:,}", event.op, unit_label(event.unit), detail))
     heading = ("live bytes", "event", "unit", "")
     return "\n".join([*_header(program), "", *_table(heading, rows)]) + "\n"
 
@@ -151,12 +151,13 @@ def _header(program: Program) -> list[str]:
 
 def _communication(nodes: list[fx.Node], program: Program) -> str:
     node = nodes[0]
-    if ops.is_transfer(node) or node.target is ops.keep:
+    if ops.is_transfer(node) or node.target in (ops.keep, ops.reshard):
         values = _values(nodes)
         noun = "param" if node.kwargs["param"] is not None else "tensor"
         if node.target is ops.arrive:
             return f"of {ops.op_name(node.args[0])}, {_count(len(nodes), noun)}"  # type: ignore
-        return _amount(sum(value.nbytes for value in values), values, noun)
+        over = f" for groups of {node.kwargs['ranks']}" if node.target is ops.reshard else ""
+        return _amount(sum(value.nbytes for value in values), values, noun, over)
     collective = ops.collective_of(node)
     operands: list[fx.Node] = collective.args[0]  # type: ignore[assignment]
     if node.target is ops.wait:
@@ -171,6 +172,8 @@ def _communication(nodes: list[fx.Node], program: Program) -> str:
         values = _values(operands)
         size = sum(value.numel() * value.dtype.itemsize for value in values)
     over = f" over {collective.kwargs['group']}" if "group" in collective.kwargs else ""
+    if "ranks" in collective.kwargs:
+        over = f" over groups of {collective.kwargs['ranks']}"
     dims: Sequence[int] = collective.kwargs.get("dims", ())  # type: ignore[assignment]
     return _amount(size, values, over=over, dims=dims)
 

@@ -26,7 +26,7 @@ class Crossing:
     """A forward value that backward uses.
 
     tensor: an activation, input or buffer, which autograd keeps and checks; otherwise a shard, a
-    gathered parameter or a plain number, which the runtime keeps as it is.
+    gathered parameter or a part of one, or a plain number, which the runtime keeps as it is.
     """
 
     name: str
@@ -145,6 +145,7 @@ def _crossings(program: Program) -> Iterator[Crossing]:
     """What backward uses of forward, in the order forward computes it."""
     kept_whole = {entry.node for entry in program.params}
     kept_whole |= {entry.node for entry in program.buffers if entry.constant}
+    kept_whole |= {node for node in program.nodes() if node.target is ops.reshard}
     for node in crossing_nodes(program):
         is_tensor = isinstance(node.meta.get("val"), Tensor) and node not in kept_whole
         yield Crossing(node.name, is_tensor)

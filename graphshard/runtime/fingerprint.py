@@ -67,11 +67,14 @@ def _collective_lines(graph: fx.Graph, plan: ShardingPlan) -> Iterator[str]:
             )
             unit = node.kwargs["unit"] or "(root)"
             name = ops.op_name(node)
-            over = _over(ops.group_of(node), plan)
+            over = _over(node, plan)
             yield f"{node.meta['phase']} {name} of {unit} over {over}: {moved}"
 
 
-def _over(group: str, plan: ShardingPlan) -> str:
+def _over(collective: fx.Node, plan: ShardingPlan) -> str:
+    group = ops.group_of(collective)
+    if group == ops.RESHARD:
+        return f"groups of {collective.kwargs['ranks']} ranks"
     sizes = {ops.SHARD: plan.shard_size, ops.REPLICATE: plan.replicas, ops.ALL: plan.world_size}
     named = f" along {group!r} of {plan.mesh_shape}" if len(plan.mesh_shape) > 1 else ""
     return f"{sizes[group]} ranks{named}"

@@ -74,6 +74,20 @@ class Group:
         part.check = self.check
         return part
 
+    def within(self, ranks: int) -> Group:
+        """The `ranks` neighbours of this rank, itself among them, in the group it shards over.
+
+        Ranks must ask for it at the same point the first time.
+        """
+        name = f"{ops.RESHARD} {ranks}"
+        if name not in self.parts:
+            process_group = self.shard.process_group
+            members = dist.get_process_group_ranks(process_group)
+            start = self.shard.rank // ranks * ranks
+            made = subgroup(members[start : start + ranks], process_group)
+            self.parts[name] = _group_of(made, self.device)
+        return self.named(name)
+
     @property
     def shard(self) -> Group:
         """The ranks that this rank's parameters are sharded over."""

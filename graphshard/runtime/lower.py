@@ -30,6 +30,7 @@ from graphshard.runtime.reduce import (
     ReduceScatterByPairExchange,
     ReduceScatterByReduce,
 )
+from graphshard.runtime.reshard import Reshard
 from graphshard.runtime.transfers import bind_transfer
 
 
@@ -58,6 +59,10 @@ def lower(graph: fx.Graph, plan: ShardingPlan, group: Group, kept: Kept) -> fx.G
             kept.bind(copied)
         elif ops.is_transfer(node):
             bind_transfer(copied, group)
+        elif node.target is ops.reshard:
+            ranks: Any = node.kwargs["ranks"]
+            layout = plan.layouts[str(node.kwargs["param"])].over(ranks)
+            copied.target, copied.kwargs = Reshard(layout, group.within(ranks)), {}
         elif node.target is ops.wait:
             copied.target = wait
         elif node.target is ops.free:
@@ -70,11 +75,15 @@ def _bound(node: fx.Node, plan: ShardingPlan, group: Group) -> Collective:
     values = [operand.meta["val"] for operand in node.args[0]]  # type: ignore[union-attr]
     params: Any = node.kwargs["params"]
     unit: Any = node.kwargs["unit"]
-    operands = [
-        Operand(plan.layouts[name], value.dtype) for name, value in zip(params, values, strict=True)
-    ]
+    layouts = [plan.layouts[name] for name in params]
+    if ops.group_of(node) == ops.RESHARD:
+        ranks: Any = node.kwargs["ranks"]
+        layouts = [layout.over(ranks) for layout in layouts]
+        group = group.within(ranks)
+    else:
+        group = group.named(ops.group_of(node))
+    operands = [Operand(layout, value.dtype) for layout, value in zip(layouts, values, strict=True)]
     phase = node.meta["phase"]
-    group = group.named(ops.group_of(node))
     if group.size == 1 and node.target is not ops.all_gather:
         return LocalReduce(node.target.__name__, group, unit, phase)  # type: ignore[union-attr]
     return _kind(node, group)(group, unit, phase, operands)
