@@ -19,13 +19,25 @@ POLICIES = {
     "reshard_root": Policy(reshard_root=True),
     "grad_op": Policy(strategy="SHARD_GRAD_OP", forward_prefetch=1),
     "no_shard": Policy(strategy="NO_SHARD"),
+    "hybrid": Policy(strategy="HYBRID_SHARD"),
+    "hybrid_zero2": Policy(strategy="HYBRID_SHARD_ZERO2", reshard_root=True),
+    "parts": Policy(reshard_after_forward=2),
+    "parts_post": Policy(reshard_after_forward=2, reshard_root=True, backward_prefetch="post"),
+    "hybrid_parts": Policy(strategy="HYBRID_SHARD", reshard_after_forward=3, forward_prefetch=2),
+}
+MESHES = {
+    "hybrid": (2, 3),
+    "hybrid_zero2": (3, 2),
+    "parts": (4,),
+    "parts_post": (6,),
+    "hybrid_parts": (2, 6),
 }
 
 
 @pytest.mark.parametrize("policy", POLICIES)
 @pytest.mark.parametrize("build", toys.UNITS, ids=lambda build: build.__name__)
 def test_same_values_on_every_rank(build: Callable[[], Program], policy: str) -> None:
-    program, plan = toys.rewritten(build, POLICIES[policy], world_size=3)
+    program, plan = toys.rewritten(build, POLICIES[policy], mesh=MESHES.get(policy, (3,)))
     toys.assert_same_values(build(), program, plan)
 
 
@@ -44,7 +56,7 @@ def test_world_size_changes_only_shards() -> None:
 MODULES = ("root", "a", "a.x", "a.y", "b", "b.x", "c")
 
 
-@settings(max_examples=50, deadline=None)
+@settings(max_examples=80, deadline=None)
 @given(
     used=st.lists(st.sampled_from(MODULES), min_size=1, max_size=8),
     units=st.sets(st.sampled_from(MODULES[1:])),
@@ -67,6 +79,7 @@ def test_any_sequence_of_uses_and_any_units(
         return toy.finish(x, grad=grad)
 
     program = build()
-    plan = toys.make_toy_plan(program, ("", *sorted(units)), POLICIES[policy], world_size=2)
+    mesh = MESHES.get(policy, (2,))
+    plan = toys.make_toy_plan(program, ("", *sorted(units)), POLICIES[policy], mesh=mesh)
     toys.run_passes(program, plan, toys.default_passes(plan.policy))
     toys.assert_same_values(build(), program, plan)

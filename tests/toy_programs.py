@@ -323,13 +323,15 @@ class OneRank(fx.Interpreter):
         if target is ops.all_gather:
             full = []
             for given, name in zip(args[0], kwargs["params"], strict=True):
-                own = shard(self.full[name], self.plan, name, self.rank)
+                own = self.part(self.full[name], name, kwargs.get("ranks"))
                 assert torch.equal(given, own.to(given.dtype))
                 full.append(self.full[name].to(given.dtype, copy=True))
             return full
         if target is ops.reduce_scatter:
             pairs = zip(args[0], kwargs["params"], strict=True)
-            return [shard(grad, self.plan, name, self.rank) for grad, name in pairs]
+            return [self.part(grad, name) for grad, name in pairs]
+        if target is ops.reshard:
+            return self.part(args[0], kwargs["param"], kwargs["ranks"])
         if target is ops.all_reduce:
             return list(args[0])
         if target is ops.wait:
@@ -342,10 +344,21 @@ class OneRank(fx.Interpreter):
             return None
         return super().call_function(target, args, kwargs)
 
+    def part(self, full: Tensor, name: str, ranks: int | None = None) -> Tensor:
+        """What this rank holds of a parameter, or its share as one of a group of `ranks`."""
+        layout = self.plan.layouts[name]
+        if ranks is None:
+            return part_of(full, layout, self.rank)
+        return part_of(full, layout.over(ranks), self.rank % ranks)
+
 
 def shard(full: Tensor, plan: ShardingPlan, name: str, rank: int) -> Tensor:
     """What `rank` holds of a parameter or its gradient, zeros where it is padding."""
-    layout = plan.layouts[name]
+    return part_of(full, plan.layouts[name], rank)
+
+
+def part_of(full: Tensor, layout: ParamLayout, rank: int) -> Tensor:
+    """What `rank` holds by `layout`, zeros where it is padding."""
     if not layout.sharded:
         return full.clone()
     start, stop = layout.rows(rank)
