@@ -19,6 +19,7 @@ from graphshard.program import Program
 DEFAULT = [
     "recompute",
     "unshard",
+    "partial_reshard",
     "regather",
     "zeros_for_kept",
     "reduce_grads",
