@@ -80,7 +80,7 @@ def test_no_shard_fits_any_mesh() -> None:
 def test_groups_for_partial_reshard() -> None:
     plan = planned((8,), reshard_after_forward=2)
     assert [unit.options.reshard for unit in plan.units] == [False, 2, 2]
-    assert [unit["reshard"] for unit in plan.to_dict()["units"]] == [False, 2, 2]
+    assert [unit["options"]["reshard"] for unit in plan.to_dict()["units"]] == [False, 2, 2]
     kept = sum(layout.over(2).shard_bytes for u in plan.units[1:] for layout in u.layouts)
     assert kept == 4 * 14_448 // 2  # of 14,448 elements
     assert (
@@ -142,13 +142,10 @@ def test_more_reduces_in_flight_keep_averages_behind_their_waits() -> None:
     plan = toys.make_toy_plan(program, toys.UNITS[toys.blocks], Policy(**HYBRID), mesh=(2, 2))
     passes = (Unshard(), Regather(), ReduceGrads(), ReduceReplicas(), SinkWaits(2), InsertFree())
     run_passes(program, plan, passes)
-    assert (
-        events(program, waits=True)
-        .split(" | ")[1]
-        .endswith(
-            "B0 FREE:0 WAIT:2 AR:2 RS:0 WAIT:1 AR:1 FREE:root RS:root WAIT:0 AR:0 WAIT:root AR:root "
-            "WAIT:2 WAIT:1 WAIT:0 WAIT:root"
-        )
+    backward = events(program, waits=True).split(" | ")[1]
+    assert backward.endswith(
+        "B0 FREE:0 WAIT:2 AR:2 RS:0 WAIT:1 AR:1 FREE:root RS:root WAIT:0 AR:0 WAIT:root AR:root "
+        "WAIT:2 WAIT:1 WAIT:0 WAIT:root"
     )
 
 

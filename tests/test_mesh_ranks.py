@@ -14,9 +14,9 @@ import parity
 import pytest
 import torch
 import torch.distributed as dist
-from models import CASES
+from models import CASES, Case
 from parity import LR, STEPS, Training, by_fully_shard, by_graphshard, difference
-from ranks import Checks
+from ranks import Checks, run_ranks
 from runtime_models import Odd, TiedGPT, tokens_of
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
@@ -34,25 +34,30 @@ def mesh_of(*shape: int, names: tuple[str, ...] | None = ("replicate", "shard"))
 
 
 @cache
-def by_one_process() -> Training:
-    return parity.by_one_process(GPT, dist.get_world_size(), dist.get_rank())
+def by_one_process(case: Case = GPT) -> Training:
+    return parity.by_one_process(case, dist.get_world_size(), dist.get_rank())
 
 
 def like_fully_shard(
-    mesh: DeviceMesh | None, options: dict[str, Any], *, exact: bool = True, **fields: Any
+    mesh: DeviceMesh | None,
+    options: dict[str, Any],
+    *,
+    exact: bool = True,
+    case: Case = GPT,
+    **fields: Any,
 ) -> parity.Difference:
     """Train as `fully_shard` does with `options`, and as one process does; the difference to that.
 
     Bit for bit as `fully_shard` where no average is over more than two ranks.
     """
     world_size, rank = dist.get_world_size(), dist.get_rank()
-    ours = by_graphshard(GPT, world_size, rank, mesh=mesh, **fields)
-    theirs = by_fully_shard(GPT, world_size, rank, mesh=mesh, **options)
+    ours = by_graphshard(case, world_size, rank, mesh=mesh, **fields)
+    theirs = by_fully_shard(case, world_size, rank, mesh=mesh, **options)
     same = near(ours, theirs)
     if exact:
         assert same.exact, same
         assert same.params == same.buffers == 0, same
-    return near(ours, by_one_process())
+    return near(ours, by_one_process(case))
 
 
 def near(ours: Training, expected: Training) -> parity.Difference:
@@ -94,12 +99,6 @@ def replicated(rank: int) -> None:
 
 def parts_of_two(rank: int) -> None:
     like_fully_shard(None, {"reshard_after_forward": 2}, reshard_after_forward=2, exact=False)
-
-
-def parts_of_two_in_a_hybrid(rank: int) -> None:
-    """On one replica of four ranks; k of all ranks is plain True, so two by two has no other."""
-    fields = {"strategy": "HYBRID_SHARD", "reshard_after_forward": 2}
-    like_fully_shard(mesh_of(1, 4), {"reshard_after_forward": 2}, exact=False, **fields)
 
 
 def odd_parameters(rank: int) -> None:
@@ -269,7 +268,6 @@ ON_FOUR = [
     hybrid_zero2,
     replicated,
     parts_of_two,
-    parts_of_two_in_a_hybrid,
     odd_parameters,
     parameters_as_fully_shard_has_them,
     values_reach_every_replica,
@@ -316,6 +314,22 @@ def on_two() -> Checks:
 @pytest.mark.parametrize("check", ON_TWO, ids=lambda check: check.__name__)
 def test_on_two_ranks(on_two: Checks, check: Callable[[int], None]) -> None:
     on_two.require(check)
+
+
+def every_model(rank: int, name: str) -> None:
+    case = CASES[name]
+    hybrid = {"strategy": "HYBRID_SHARD"}
+    like_fully_shard(mesh_of(2, 2), {"reshard_after_forward": True}, case=case, **hybrid)
+    parts = {"reshard_after_forward": 2}
+    like_fully_shard(None, parts, case=case, exact=False, **parts)
+    # On one replica of four ranks; in two by two, groups of two are all that shard.
+    like_fully_shard(mesh_of(1, 4), parts, case=case, exact=False, **hybrid, **parts)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", CASES)
+def test_every_model_on_four_ranks(name: str) -> None:
+    run_ranks(every_model, 4, name, timeout=600)
 
 
 def test_a_single_rank_without_a_group() -> None:

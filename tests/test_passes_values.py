@@ -56,7 +56,7 @@ def test_world_size_changes_only_shards() -> None:
 MODULES = ("root", "a", "a.x", "a.y", "b", "b.x", "c")
 
 
-@settings(max_examples=80, deadline=None)
+@settings(max_examples=60, deadline=None)
 @given(
     used=st.lists(st.sampled_from(MODULES), min_size=1, max_size=8),
     units=st.sets(st.sampled_from(MODULES[1:])),
