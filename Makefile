@@ -9,7 +9,7 @@ NPROC ?= 2
 PYTEST_ARGS ?=
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test cover lint format bench clean
+.PHONY: help demo test test-all cover lint format bench clean
 
 help: ## list the targets
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## (.*)/make \1	\2/' | expand -t 18
@@ -19,7 +19,10 @@ demo bench: export OMP_NUM_THREADS ?= 1
 demo: $(VENV)/.demo ## train a GPT on two ranks, showing its plan and its rewritten graph
 	$(PY) -m torch.distributed.run --standalone --nproc-per-node $(NPROC) examples/train_gpt.py $(ARGS)
 
-test: $(VENV)/.test ## run the tests
+test: $(VENV)/.test ## run the tests but for the widest matrix
+	$(PY) -m pytest -m "not slow" $(PYTEST_ARGS)
+
+test-all: $(VENV)/.test ## run every test
 	$(PY) -m pytest $(PYTEST_ARGS)
 
 cover: $(VENV)/.test ## run every test and print line coverage
