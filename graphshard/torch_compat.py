@@ -200,3 +200,10 @@ def foreach_norm(tensors: list[torch.Tensor], p: float, dtype: torch.dtype) -> l
 def foreach_multiply(tensors: list[torch.Tensor], factor: torch.Tensor) -> None:
     """Multiply each of `tensors`, of one device and dtype, by `factor` in place."""
     private("torch", "_foreach_mul_")(tensors, factor.to(tensors[0].dtype))
+
+
+def owned_region(dtensor: Any) -> tuple[slice, ...]:
+    """Which part of the whole this rank stores of `dtensor`: a slice per dim, empty ones too."""
+    compute = private("torch.distributed.tensor._utils", "compute_local_shape_and_global_offset")
+    sizes, offsets = compute(dtensor.shape, dtensor.device_mesh, dtensor.placements)
+    return tuple(slice(o, o + s) for s, o in zip(sizes, offsets, strict=True))

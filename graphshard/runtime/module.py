@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +17,6 @@ from graphshard.program import Program
 from graphshard.runtime.blueprint import blueprint_of
 from graphshard.runtime.fingerprint import Agreement
 from graphshard.runtime.group import Group
-from graphshard.runtime.loading import as_sharded, load_full, take_over
 from graphshard.runtime.meta_init import initialize
 from graphshard.runtime.programs import Programs
 from graphshard.runtime.shards import distinct, make_shards
@@ -24,9 +24,11 @@ from graphshard.runtime.skeleton import Modes, build_skeleton
 from graphshard.runtime.step import Bindings
 from graphshard.runtime.training_methods import TrainingMethods
 from graphshard.runtime.unshard import Unsharded
+from graphshard.state.load import take_over
+from graphshard.state.methods import StateMethods
 
 
-class ShardedModule(TrainingMethods):
+class ShardedModule(StateMethods, TrainingMethods):
     """A model whose parameters lie in shards on the ranks of a group.
 
     Parameters, buffers and submodules have the model's own names; a parameter is a DTensor (a plain
@@ -50,7 +52,7 @@ class ShardedModule(TrainingMethods):
         shards = make_shards(plan.layouts, group, named)
         build_skeleton(self, model, shards, group.device, modes)
         bindings = Bindings(plan, group, shards, _buffer_homes(self), Agreement(group))
-        on_meta = take_over(model, bindings, from_first=plan.policy.sync_module_states)
+        on_meta = take_over(self, model, bindings, from_first=plan.policy.sync_module_states)
         programs = Programs(blueprint_of(model), self, modes, bindings, passes)
         self._graphshard = _State(bindings, programs, on_meta)
 
@@ -120,50 +122,6 @@ class ShardedModule(TrainingMethods):
         state = self._graphshard
         return state.programs.capture_example(args, kwargs, progress).program
 
-    # -- values ---------------------------------------------------------------------------------
-
-    def init_weights(self, seed: int = 0) -> None:
-        """Give a model that was on meta its initial values, unit by unit.
-
-        Every module's own `reset_parameters` runs (for transformers models, `_init_weights`) in
-        module order after `torch.manual_seed(seed)`, on full-size tensors of one unit at a time, of
-        which each rank keeps its shard; ranks need not communicate. The random state of the caller
-        is as before when it returns.
-
-        Raises:
-            RuntimeStateError: a module has parameters or buffers and no way to initialise them.
-        """
-        state = self._graphshard
-        if not state.on_meta:
-            raise RuntimeStateError(
-                "init_weights is for models built on the meta device; this one came with weights"
-            )
-        initialize(state.programs.blueprint, state.bindings, state.on_meta, seed)
-
-    def load_full_state_dict(self, state_dict: Mapping[str, Any] | None) -> None:
-        """Take values from a plain state dict of the whole model.
-
-        Args:
-            state_dict: full tensors on any device, under the model's names, on every rank; or on
-                rank 0 only, with None or {} on the others, to which it is sent tensor by tensor.
-
-        Raises:
-            CheckpointError: a name or a shape does not fit; nothing was changed.
-        """
-        state = self._graphshard
-        load_full(self, state.bindings, state_dict or {})
-
-    def load_state_dict(
-        self, state_dict: Mapping[str, Any], strict: bool = True, assign: bool = False
-    ) -> Any:
-        """As `nn.Module.load_state_dict`; values may be DTensors or full tensors."""
-        state = self._graphshard
-        own = as_sharded(state_dict, state.bindings.shards)
-        result = super().load_state_dict(own, strict=strict, assign=assign)
-        for shard in state.shards:
-            shard.current()
-        return result
-
     def __deepcopy__(self, memo: dict[int, Any]) -> ShardedModule:
         raise RuntimeStateError(
             "a sharded module cannot be copied; compile a copy of the model and load this one's "
@@ -199,6 +157,18 @@ class _State:
             if name in bindings.buffers
         }
 
+    def fill_buffers(self) -> None:
+        """Compute the buffers that a checkpoint left without values, as `init_weights` would."""
+        empty = frozenset(name for name in self.empty_buffers if self._is_empty(name))
+        if empty:
+            # One that nothing computes is named when the module is called.
+            with contextlib.suppress(RuntimeStateError):
+                initialize(self.programs.blueprint, self.bindings, empty, seed=0)
+
+    def _is_empty(self, name: str) -> bool:
+        buffer, version = self.empty_buffers[name]
+        return self.bindings.buffer(name) is buffer and buffer._version == version
+
     def require_values(self, module: nn.Module) -> None:
         """Check that every parameter and buffer got a value since the model left the meta device.
 
@@ -212,8 +182,8 @@ class _State:
                     "meta device; call init_weights(), load_full_state_dict(...), or load a "
                     "checkpoint first"
                 )
-        for name, (empty, version) in self.empty_buffers.items():
-            if self.bindings.buffer(name) is empty and empty._version == version:
+        for name in self.empty_buffers:
+            if self._is_empty(name):
                 raise RuntimeStateError(
                     f"buffer {name!r} has no values yet, since the model was on the meta device; "
                     "call init_weights() first (before loading, if it is in no checkpoint)"

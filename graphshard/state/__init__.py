@@ -1,0 +1,1 @@
+"""Values in and out of a sharded module: state dicts, optimizer state, files."""

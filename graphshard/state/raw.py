@@ -1,0 +1,203 @@
+"""The safetensors file format, read and written piece by piece.
+
+A file is 8 bytes (length of the header, little endian), a JSON header that gives each tensor's
+dtype, shape and byte range, and the tensors' bytes, row by row. So any part of a tensor can be read
+by its offset, and a file can be written tensor by tensor once all shapes are known; nothing here
+ever holds more than one piece. Source: https://github.com/huggingface/safetensors#format.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import itertools
+import json
+import os
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from math import prod
+from pathlib import Path
+from typing import IO, Any
+
+import torch
+from torch import Tensor
+
+from graphshard.errors import CheckpointError
+
+Region = tuple[slice, ...]
+
+_DTYPES = {
+    "BOOL": torch.bool,
+    "U8": torch.uint8,
+    "I8": torch.int8,
+    "U16": torch.uint16,
+    "I16": torch.int16,
+    "U32": torch.uint32,
+    "I32": torch.int32,
+    "U64": torch.uint64,
+    "I64": torch.int64,
+    "F8_E4M3": torch.float8_e4m3fn,
+    "F8_E5M2": torch.float8_e5m2,
+    "F16": torch.float16,
+    "BF16": torch.bfloat16,
+    "F32": torch.float32,
+    "F64": torch.float64,
+    "C64": torch.complex64,
+}
+_CODES = {dtype: code for code, dtype in _DTYPES.items()}
+_LENGTH_BYTES = 8
+
+
+@dataclass(frozen=True)
+class Entry:
+    """A tensor in a file; `start` is where its bytes begin, counted from the file's."""
+
+    file: Path
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+    start: int
+
+    @property
+    def bytes(self) -> int:
+        """Bytes it takes."""
+        return prod(self.shape) * self.dtype.itemsize
+
+    def read(self, region: Region) -> Tensor:
+        """The part of it that `region` cuts out (a slice per dim), on the CPU.
+
+        Only that part is read, in as few runs of bytes as its dims allow.
+
+        Raises:
+            CheckpointError: the file ends before the part does.
+        """
+        sizes = [part.stop - part.start for part in region]
+        result = torch.empty(sizes, dtype=self.dtype)
+        if result.numel() == 0:
+            return result
+        target = memory_of(result)
+        done = 0
+        with self.file.open("rb") as file:
+            for first, count in _runs(self.shape, region):
+                file.seek(self.start + first * self.dtype.itemsize)
+                stop = done + count * self.dtype.itemsize
+                if file.readinto(target[done:stop]) != stop - done:
+                    raise CheckpointError(f"{self.file} ends before its header says; copy it again")
+                done = stop
+        return result
+
+
+def _runs(shape: Sequence[int], region: Region) -> Iterator[tuple[int, int]]:
+    """The runs of elements (first, count) that lie together in the file."""
+    last = max(
+        (d for d, size in enumerate(shape) if (region[d].start, region[d].stop) != (0, size)),
+        default=0,
+    )
+    strides = [prod(shape[d + 1 :]) for d in range(len(shape))]
+    if not shape:
+        yield 0, 1
+        return
+    count = (region[last].stop - region[last].start) * strides[last]
+    for outer in itertools.product(*(range(r.start, r.stop) for r in region[:last])):
+        first = sum(i * s for i, s in zip(outer, strides, strict=False))
+        yield first + region[last].start * strides[last], count
+
+
+def memory_of(tensor: Tensor) -> memoryview:
+    """The bytes of a contiguous CPU tensor, which is not copied."""
+    array = (ctypes.c_char * (tensor.numel() * tensor.itemsize)).from_address(tensor.data_ptr())
+    return memoryview(array).cast("B")
+
+
+def read_header(file: Path) -> dict[str, Entry]:
+    """The tensors in `file`, by name.
+
+    Raises:
+        CheckpointError: it is no safetensors file, is shorter than its header says, or holds a
+            dtype torch has not.
+    """
+    try:
+        size = file.stat().st_size
+        with file.open("rb") as stream:
+            length = int.from_bytes(stream.read(_LENGTH_BYTES), "little")
+            if length > size - _LENGTH_BYTES:
+                raise CheckpointError(
+                    f"{file} is no complete safetensors file: its header is said to take {length} "
+                    f"bytes and the file has {size}; copy it again"
+                )
+            header = json.loads(stream.read(length))
+    except (OSError, ValueError) as error:
+        raise CheckpointError(f"{file} cannot be read as a safetensors file: {error}") from error
+    try:
+        header.pop("__metadata__", None)
+        return {
+            name: _entry(file, name, info, _LENGTH_BYTES + length, size)
+            for name, info in header.items()
+        }
+    except (AttributeError, KeyError, TypeError, ValueError) as error:
+        raise CheckpointError(
+            f"{file} cannot be read as a safetensors file: its header is malformed "
+            f"({type(error).__name__}: {error})"
+        ) from error
+
+
+def _entry(file: Path, name: str, info: Mapping[str, Any], base: int, size: int) -> Entry:
+    if info["dtype"] not in _DTYPES:
+        raise CheckpointError(f"{name!r} in {file} has dtype {info['dtype']}, unknown to torch")
+    start, stop = info["data_offsets"]
+    entry = Entry(file, tuple(info["shape"]), _DTYPES[info["dtype"]], base + start)
+    if entry.bytes != stop - start:
+        raise CheckpointError(
+            f"{name!r} in {file} is said to be {info['dtype']} {list(entry.shape)} in "
+            f"{stop - start} bytes, which do not agree; the file is damaged"
+        )
+    if base + stop > size:
+        raise CheckpointError(
+            f"{file} is cut off: {name!r} ends at byte {base + stop} and the file at {size}; copy "
+            "it again"
+        )
+    return entry
+
+
+class Writer:
+    """Writes a file tensor by tensor, in the order its header gives.
+
+    The file has another name until it is complete, so none is ever left half written.
+
+    Args:
+        file: what to write.
+        tensors: shape and dtype of each, by name, in order.
+
+    Raises:
+        CheckpointError: the format has no such dtype.
+    """
+
+    def __init__(
+        self, file: Path, tensors: Mapping[str, tuple[Sequence[int], torch.dtype]]
+    ) -> None:
+        header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
+        end = 0
+        for name, (shape, dtype) in tensors.items():
+            if dtype not in _CODES:
+                raise CheckpointError(f"{name!r} is {dtype}, which safetensors files cannot hold")
+            start, end = end, end + prod(shape) * dtype.itemsize
+            code = _CODES[dtype]
+            header[name] = {"dtype": code, "shape": list(shape), "data_offsets": [start, end]}
+        text = json.dumps(header, separators=(",", ":")).encode()
+        text += b" " * (-len(text) % 8)
+        self.file = file
+        self._part = file.with_name(f"{file.name}.part")
+        self._stream: IO[bytes] = self._part.open("wb")
+        self._stream.write(len(text).to_bytes(_LENGTH_BYTES, "little") + text)
+
+    def write(self, tensor: Tensor) -> None:
+        """The next tensor, or the next rows of it, in its dtype."""
+        self._stream.write(memory_of(tensor.detach().cpu().contiguous()))
+
+    def close(self) -> None:
+        """Give the file its name."""
+        self._stream.close()
+        os.replace(self._part, self.file)
+
+    def abandon(self) -> None:
+        """Remove what was written."""
+        self._stream.close()
+        self._part.unlink(missing_ok=True)

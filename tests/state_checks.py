@@ -1,0 +1,64 @@
+"""What several tests of state compare and set up."""
+
+from __future__ import annotations
+
+import tempfile
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+
+import graphshard
+from graphshard.errors import CheckpointError
+
+
+def full(tensor: Tensor) -> Tensor:
+    return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
+
+
+def full_state(module: nn.Module) -> dict[str, Tensor]:
+    return {name: full(value.detach()).clone() for name, value in module.state_dict().items()}
+
+
+def assert_same(first: dict[str, Any], second: dict[str, Any]) -> None:
+    assert sorted(first) == sorted(second)
+    for name, value in first.items():
+        assert torch.equal(value, second[name]), name
+
+
+def seeded(kind: Callable[[], nn.Module], seed: int = 0) -> nn.Module:
+    torch.manual_seed(seed)
+    return kind()
+
+
+def on_meta(kind: Callable[[], nn.Module]) -> nn.Module:
+    with torch.device("meta"):
+        return kind()
+
+
+def shared_folder() -> Path:
+    """A new directory, the same on all ranks."""
+    paths: list[Any] = [tempfile.mkdtemp() if dist.get_rank() == 0 else None]
+    dist.broadcast_object_list(paths)
+    return Path(paths[0])
+
+
+def refuses(
+    sharded: graphshard.ShardedModule, call: Callable[[], Any], message: str, *more: Callable
+) -> None:
+    """`call` raises on every rank, with `message`, and changes nothing that `more` returns."""
+    before = [full_state(sharded), *(read() for read in more)]
+    with pytest.raises(CheckpointError, match=message) as caught:
+        call()
+    after = [full_state(sharded), *(read() for read in more)]
+    for old, new in zip(before, after, strict=True):
+        assert_same(old, new)
+    if dist.is_initialized():
+        said: list[Any] = [None] * dist.get_world_size()
+        dist.all_gather_object(said, str(caught.value))
+        assert said == [said[0]] * len(said)
