@@ -52,10 +52,14 @@ def refuses(
     sharded: graphshard.ShardedModule, call: Callable[[], Any], message: str, *more: Callable
 ) -> None:
     """`call` raises on every rank, with `message`, and changes nothing that `more` returns."""
-    before = [full_state(sharded), *(read() for read in more)]
+
+    def own() -> dict[str, Tensor]:
+        return {name: value.clone() for name, value in sharded.local_state_dict().items()}
+
+    before = [own(), *(read() for read in more)]
     with pytest.raises(CheckpointError, match=message) as caught:
         call()
-    after = [full_state(sharded), *(read() for read in more)]
+    after = [own(), *(read() for read in more)]
     for old, new in zip(before, after, strict=True):
         assert_same(old, new)
     if dist.is_initialized():

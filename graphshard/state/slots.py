@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from graphshard import torch_compat
-from graphshard.errors import CheckpointError
+from graphshard.errors import CheckpointError, RuntimeStateError
 from graphshard.runtime.group import MOVABLE, Group
 from graphshard.runtime.shards import Shard, distinct
 from graphshard.runtime.step import Bindings
@@ -81,8 +81,13 @@ def slots_of(module: nn.Module, bindings: Bindings) -> list[Slot]:
     """Every parameter and buffer of `module` once, in its order.
 
     Raises:
-        RuntimeStateError: a parameter was replaced by one of another layout.
+        RuntimeStateError: a parameter was replaced by one of another layout, or is unsharded.
     """
+    state = vars(module).get("_graphshard")
+    if state is not None and state.unsharded.open:
+        raise RuntimeStateError(
+            "the module has no shards to read or write inside of unsharded(); leave it first"
+        )
     for shard in distinct(bindings.shards):
         shard.current()  # adopts a parameter that the user put in place of ours
     persistent = set(module.state_dict(keep_vars=True))
