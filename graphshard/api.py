@@ -11,6 +11,7 @@ import torch
 from torch import nn
 
 from graphshard.capture import capture
+from graphshard.dynamic import Dynamic
 from graphshard.errors import PlanError, PolicyError
 from graphshard.inspect.progress import Progress
 from graphshard.model_checks import require_module
@@ -37,6 +38,7 @@ def compile(  # noqa: A001  # as torch.compile
     mesh: DeviceMesh | None = None,
     device: torch.device | str | None = None,
     backend: str = "eager",
+    dynamic: Mapping[str, Mapping[int, str]] | None = None,
     passes: Sequence[Pass] = (),
     check: bool | None = None,
     progress: Stages | None = None,
@@ -58,6 +60,10 @@ def compile(  # noqa: A001  # as torch.compile
             current CUDA device under NCCL, on the CPU under other backends, and on a single rank
             without a process group where the model is (from meta: the CPU).
         backend: "eager" runs the program operator by operator.
+        dynamic: dimensions whose size may differ from call to call, by argument of the forward (or
+            path of a tensor in a nested one), with a name: {"input_ids": {0: "batch", 1: "seq"}}.
+            One program serves all sizes of at least 2 it is right for; dimensions of one name have
+            one size in a call. None: each shape has a program of its own.
         passes: applied after the default ones, in order.
         check: poison freed storage and check every value's shape and dtype. None: if the
             environment variable GRAPHSHARD_CHECK is 1.
@@ -67,7 +73,8 @@ def compile(  # noqa: A001  # as torch.compile
         PolicyError: the policy, the mesh and the model do not fit; or `backend` is unknown, or
             another argument is not of the kind above.
         PlanError: the model cannot be planned, or this is called in inference mode.
-        CaptureError, PassError, VerifyError: its program cannot be made, given example inputs.
+        CaptureError, PassError, VerifyError: its program cannot be made, given example inputs; a
+            model that fixes a size asked to be dynamic is such a case.
     """
     if backend not in BACKENDS:
         raise PolicyError(f"backend must be one of {', '.join(BACKENDS)}; got {backend!r}")
@@ -78,6 +85,7 @@ def compile(  # noqa: A001  # as torch.compile
         )
     _check_arguments(model, example_inputs, example_kwargs, passes)
     require_policy(policy)
+    sizes = Dynamic.of(model, dynamic)
     hybrid = Strategy(policy.strategy).hybrid
     group = find_group(mesh, device, alone=_device_of(model), hybrid=hybrid)
     group.check = os.environ.get("GRAPHSHARD_CHECK") == "1" if check is None else check
@@ -87,7 +95,7 @@ def compile(  # noqa: A001  # as torch.compile
     for ranks in sorted({unit.options.reshard_ranks or 0 for unit in plan.units} - {0}):
         group.within(ranks)
     with progress.stage("shard"):
-        sharded = ShardedModule(model, plan, group, (*default_passes(policy), *passes))
+        sharded = ShardedModule(model, plan, group, (*default_passes(policy), *passes), sizes)
     if example_inputs is not None or example_kwargs is not None:
         sharded.capture(tuple(example_inputs or ()), dict(example_kwargs or {}), progress)
     return sharded
@@ -102,6 +110,7 @@ def plan(
     example_inputs: Sequence[Any] | None = None,
     example_kwargs: Mapping[str, Any] | None = None,
     device: torch.device | str = "cpu",
+    dynamic: Mapping[str, Mapping[int, str]] | None = None,
     passes: Sequence[Pass] = (),
     progress: Stages | None = None,
 ) -> ShardingPlan:
@@ -117,6 +126,7 @@ def plan(
             and `plan.program` is the rewritten program, else it is None.
         example_kwargs: keyword arguments of that call.
         device: where the program is to run.
+        dynamic: as for `compile`.
         passes: applied after the default ones, in order.
         progress: told of each stage. None: a bar on stderr, if that is a terminal.
 
@@ -126,6 +136,7 @@ def plan(
         CaptureError, PassError, VerifyError: the program cannot be made, given example inputs.
     """
     _check_arguments(model, example_inputs, example_kwargs, passes)
+    sizes = Dynamic.of(model, dynamic)
     shape = None if mesh_shape is None else tuple(mesh_shape)
     if world_size is None:
         world_size = torch.Size(shape or (1,)).numel()
@@ -135,8 +146,13 @@ def plan(
     if example_inputs is None and example_kwargs is None:
         return made
     args, kwargs = tuple(example_inputs or ()), dict(example_kwargs or {})
+    names = None
+    if sizes is not None:
+        args, kwargs, names = sizes.of_example(args, kwargs)
     with progress.stage("capture"):
-        program = capture(model, args, kwargs, device=device, grad=torch.is_grad_enabled()).program
+        program = capture(
+            model, args, kwargs, device=device, grad=torch.is_grad_enabled(), names=names
+        ).program
     made = with_capture_warnings(made, program)
     run_passes(program, made, (*default_passes(policy), *passes), progress=progress)
     return replace(made, program=program)

@@ -19,14 +19,18 @@ from torch import Tensor, nn
 from graphshard import torch_compat
 from graphshard.annotation import named_nodes, tagged_checkpoint_regions
 from graphshard.capture_errors import explained
+from graphshard.dynamic import Names, strides_of, symbolic_shapes
 from graphshard.errors import CaptureError
 from graphshard.fake_mode import constant_folding_fake_mode
 from graphshard.joint import program_of_joint
 from graphshard.module_state import own_randomness
 from graphshard.program import Program
 from graphshard.rnn import stacked_layer_dropout
+from graphshard.sizes import Sizes
 from graphshard.structure import CALL, Structure, take_apart
 from graphshard.tracing import TracedModel
+
+_NO_NAMES: Names = {}
 
 
 @dataclass(frozen=True)
@@ -58,14 +62,25 @@ def signature_of(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, ..
     return signature_of_parts(*take_apart((args, kwargs), name=CALL))
 
 
-def signature_of_parts(tensors: Sequence[Tensor], structure: Structure) -> tuple[Any, ...]:
-    """`signature_of` a call that `take_apart` has taken apart already."""
-    return tuple(map(_tensor_key, tensors)), structure
+def signature_of_parts(
+    tensors: Sequence[Tensor], structure: Structure, names: Sequence[Names] | None = None
+) -> tuple[Any, ...]:
+    """`signature_of` a call that `take_apart` has taken apart already.
+
+    Of dimensions in `names` the name counts in place of the size.
+    """
+    if names is None:
+        return tuple(map(_tensor_key, tensors)), structure
+    return tuple(map(_tensor_key, tensors, names)), structure
 
 
-def _tensor_key(tensor: Tensor) -> tuple[Any, ...]:
+def _tensor_key(tensor: Tensor, names: Names = _NO_NAMES) -> tuple[Any, ...]:
+    rest = tensor.dtype, tensor.device.type, tensor.requires_grad
+    if names:
+        shape = tuple([names.get(dim, size) for dim, size in enumerate(tensor.shape)])
+        return (shape, *rest, strides_of(tensor))
     strides = None if tensor.is_contiguous() else tensor.stride()
-    return tuple(tensor.shape), tensor.dtype, tensor.device.type, tensor.requires_grad, strides
+    return (tuple(tensor.shape), *rest, strides)
 
 
 def capture(
@@ -75,6 +90,7 @@ def capture(
     *,
     device: str | torch.device = "cpu",
     grad: bool = True,
+    names: Sequence[Names] | None = None,
 ) -> Capture:
     """Trace one step of `model` into a `Program`.
 
@@ -85,9 +101,12 @@ def capture(
         device: where the program will run. A CUDA program captured without CUDA is traced for the
             CPU, and `program.notes` says so.
         grad: forward and backward (of what requires gradients), or a forward-only program.
+        names: for each tensor of the call (in the order of `take_apart`) its dynamic dimensions,
+            of sizes of at least 2; see `graphshard.dynamic`.
 
     Raises:
         CaptureError: the step cannot be one graph; names the user's source line and what to do.
+            `FixedSizeError` if the model fixes a dynamic dimension.
     """
     kwargs = kwargs or {}
     wanted = torch.device(device)
@@ -99,21 +118,32 @@ def capture(
             "captured on cpu for cuda: units, schedule and sizes hold, compute nodes may differ"
         )
     tensors, inputs = take_apart((args, kwargs), name=CALL)
-    mode = constant_folding_fake_mode()
+    sizes = Sizes() if names is not None and any(names) else None
+    mode = constant_folding_fake_mode(sizes)
 
-    def fake(tensor: Tensor) -> Tensor:
+    def fake(tensor: Tensor, shape: Any = None, stride: Any = None) -> Tensor:
+        shape, stride = shape or tensor.shape, stride or tensor.stride()
         with mode:
-            return torch.empty_strided(
-                tensor.shape, tensor.stride(), dtype=tensor.dtype, device=traced_on
-            )
+            return torch.empty_strided(shape, stride, dtype=tensor.dtype, device=traced_on)
 
-    fakes = [fake(t).requires_grad_(grad and t.requires_grad) for t in tensors]
+    if sizes is None or names is None:
+        fakes = list(map(fake, tensors))
+    else:
+        shapes = symbolic_shapes(tensors, names, inputs.paths, sizes)
+        fakes = [fake(tensor, *shape) for tensor, shape in zip(tensors, shapes, strict=True)]
+    fakes = [
+        f.requires_grad_(grad and t.requires_grad) for f, t in zip(fakes, tensors, strict=True)
+    ]
     traced = TracedModel(model, fake, inputs, grad)
     with explained(model), own_randomness() as generators:
         joint = _trace(traced, model, fakes, grad)
     needs_grad = [t.requires_grad for t in fakes]
-    program = program_of_joint(joint, traced, inputs, needs_grad, training=model.training)
+    program = program_of_joint(
+        joint, traced, inputs, needs_grad, training=model.training, sizes=sizes
+    )
     _check_gradients(program, traced)
+    if sizes is not None:
+        sizes.settle(inputs.paths)
     if generators:
         drawn = " and ".join(generators)
         notes.append(f"random numbers drawn from {drawn} in forward are baked in")

@@ -6,7 +6,7 @@ import contextlib
 import linecache
 import os
 import traceback
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from types import TracebackType
 
 import torch
@@ -73,8 +73,13 @@ def _op(error: Exception) -> str:
 
 def user_line(trace: TracebackType | None) -> str | None:
     """`file:line in function: source` of the innermost frame outside torch and graphshard."""
+    return user_line_of(traceback.extract_tb(trace))
+
+
+def user_line_of(stack: Iterable[traceback.FrameSummary]) -> str | None:
+    """As `user_line`, of a stack: the innermost frame last."""
     found = None
-    for frame in traceback.extract_tb(trace):
+    for frame in stack:
         inside_library = frame.filename.startswith(_LIBRARIES[:2]) or frame.filename.startswith("<")
         if not inside_library and frame.filename != contextlib.__file__:
             found = frame

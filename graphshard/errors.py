@@ -23,6 +23,17 @@ class CaptureError(GraphshardError):
     """The model cannot be captured as one graph. Names the user's source line if there is one."""
 
 
+class FixedSizeError(CaptureError):
+    """The model fixes a size that was asked to be dynamic. `size` is the name it was given."""
+
+    def __init__(self, message: str, size: str) -> None:
+        super().__init__(message)
+        self.size = size
+
+    def __reduce__(self) -> tuple[type, tuple[str, str]]:
+        return type(self), (str(self), self.size)
+
+
 class PassError(GraphshardError):
     """A pass met a program it cannot rewrite. Names the pass and the node."""
 

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -12,6 +13,7 @@ from torch.utils._pytree import tree_leaves, tree_map
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from graphshard import torch_compat
+from graphshard.sizes import SYMBOLIC, Answer, Sizes, hint
 
 # Constants larger than this are not evaluated during capture: such code depends on real data.
 _MAX_CONSTANT_NUMEL = 1 << 24
@@ -30,7 +32,7 @@ class _Recipes:
         if func._schema.is_mutable:
             self._forget_written(func, args)
             return
-        if not isinstance(result, Tensor) or result.numel() > _MAX_CONSTANT_NUMEL:
+        if not isinstance(result, Tensor) or hint(result.numel()) > _MAX_CONSTANT_NUMEL:
             return
         # An empty tensor has no values yet; every fake weight and input starts as one.
         if torch.Tag.nondeterministic_seeded in func.tags or "empty" in func._schema.name:
@@ -44,31 +46,73 @@ class _Recipes:
             if argument.alias_info is not None and argument.alias_info.is_write and value in self:
                 del self._made_by[value]
 
-    def evaluate(self, tensor: Tensor) -> Tensor:
-        """The value of `tensor`; KeyError if something it depends on was overwritten."""
+    def recipe(self, tensor: Tensor) -> _Recipe:
+        """How to make `tensor`; KeyError if something it depends on was overwritten."""
         func, args, kwargs = self._made_by[tensor]
 
-        def real(value: Any) -> Any:
-            return self.evaluate(value) if isinstance(value, Tensor) else value
+        def inner(value: Any) -> Any:
+            return self.recipe(value) if isinstance(value, Tensor) else value
 
-        args, kwargs = tree_map(real, (args, kwargs))
-        result: Tensor = func(*args, **kwargs)
+        return _Recipe(func, *tree_map(inner, (args, kwargs)))
+
+
+@dataclass(frozen=True)
+class _Recipe:
+    """An operator and its arguments, recipes among them; it outlives the fake tensors."""
+
+    func: Any
+    args: Any
+    kwargs: Any
+
+    def evaluate(self, number: Callable[[Any], Any]) -> Tensor:
+        """The value; `number` tells what a symbolic size is.
+
+        Raises:
+            KeyError: the value is too large to be made.
+        """
+
+        def real(value: Any) -> Any:
+            if isinstance(value, _Recipe):
+                return value.evaluate(number)
+            return number(value) if isinstance(value, SYMBOLIC) else value
+
+        args, kwargs = tree_map(real, (self.args, self.kwargs))
+        result: Tensor = self.func(*args, **kwargs)
+        if result.numel() > _MAX_CONSTANT_NUMEL:
+            raise KeyError
         return result
 
+    def item(self, number: Callable[[Any], Any]) -> Any:
+        """The value of a single element, as a Python number."""
+        with torch.no_grad(), torch._C._DisableTorchDispatch():
+            return self.evaluate(number).item()
 
-def constant_folding_fake_mode() -> Any:
+    def is_symbolic(self) -> bool:
+        """Whether a symbolic size is among what the value depends on."""
+        return any(
+            leaf.is_symbolic() if isinstance(leaf, _Recipe) else isinstance(leaf, SYMBOLIC)
+            for leaf in tree_leaves((self.args, self.kwargs))
+        )
+
+
+def constant_folding_fake_mode(sizes: Sizes | None = None) -> Any:
     """A FakeTensorMode that answers `.item()` on values computed from constants alone.
 
     Model code asks questions such as `(position_ids[:, 0] == 0).all()` whose operands are made by
     arange or ones: eager takes one branch, always the same. Fake tensors have no values, so the
-    mode remembers how each such tensor was made and computes it for real when asked.
+    mode remembers how each such tensor was made and computes it for real when asked. If symbolic
+    sizes are among the constants, it answers for the example's and notes the question in `sizes`.
+
+    Args:
+        sizes: those of the capture; None if all are numbers.
     """
     base = torch_compat.fake_tensor_mode()
     ask = torch.ops.aten._local_scalar_dense.default
 
     class ConstantFoldingFakeMode(base):  # type: ignore[misc,valid-type]
         def __init__(self) -> None:
-            super().__init__(allow_non_fake_inputs=True)
+            environment = None if sizes is None else sizes.environment
+            super().__init__(allow_non_fake_inputs=True, shape_env=environment)
             self._recipes = _Recipes()
 
         def dispatch(
@@ -76,10 +120,16 @@ def constant_folding_fake_mode() -> Any:
         ) -> Any:
             kwargs = kwargs or {}
             if func is ask and args[0] in self._recipes:
-                with contextlib.suppress(KeyError), torch._C._DisableTorchDispatch():
-                    return self._recipes.evaluate(args[0]).item()
+                with contextlib.suppress(KeyError):
+                    return self._answer(self._recipes.recipe(args[0]))
             result = super().dispatch(func, types, args, kwargs)
             self._recipes.remember(func, args, kwargs, result)
             return result
+
+        def _answer(self, recipe: _Recipe) -> Any:
+            value = recipe.item(hint)
+            if sizes is not None and recipe.is_symbolic():
+                sizes.answers.append(Answer(recipe.item, value))
+            return value
 
     return ConstantFoldingFakeMode()

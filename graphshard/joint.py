@@ -23,6 +23,8 @@ from graphshard.program import (
     Results,
 )
 from graphshard.rnn import keep_lstm_workspaces
+from graphshard.size_nodes import SizeNodes
+from graphshard.sizes import Sizes
 from graphshard.structure import Structure
 from graphshard.tracing import TracedModel
 
@@ -36,14 +38,17 @@ def program_of_joint(
     input_needs_grad: Sequence[bool],
     *,
     training: bool,
+    sizes: Sizes | None = None,
 ) -> Program:
     """Rebuild the joint graph under readable names, in table order, and read off its tables.
+
+    With symbolic `sizes`, each size is computed by one node, in forward where it can be.
 
     Raises:
         CaptureError: the graph holds what a program cannot: a nested graph, a parameter the
             forward changes, a constant on the meta device.
     """
-    return _Builder(joint, traced, inputs, input_needs_grad).build(training)
+    return _Builder(joint, traced, inputs, input_needs_grad, sizes).build(training)
 
 
 class _Builder:
@@ -53,8 +58,10 @@ class _Builder:
         traced: TracedModel,
         inputs: Structure,
         input_needs_grad: Sequence[bool],
+        sizes: Sizes | None,
     ) -> None:
         self.input_needs_grad = input_needs_grad
+        self.sizes = sizes
         self.joint = joint
         self.traced = traced
         self.inputs = inputs
@@ -72,7 +79,10 @@ class _Builder:
         buffers = self._buffers() + self._constants()
         inputs = self._inputs()
         tangents = self._tangents()
-        self._copy_nodes()
+        if self.sizes is None:
+            self._copy_nodes()
+        else:
+            self._copy_nodes(SizeNodes(self.graph, self.sizes, [entry.node for entry in inputs]))
         results, mutations, outputs = self._results(tangents)
         keep_lstm_workspaces(self.graph)
         output = self.graph.output(results.as_args()[0])
@@ -87,6 +97,7 @@ class _Builder:
             mutations=mutations,
             training=training,
             grad=grad,
+            sizes=self.sizes,
         )
 
     # -- placeholders -----------------------------------------------------------------------
@@ -187,37 +198,42 @@ class _Builder:
 
     # -- nodes ------------------------------------------------------------------------------
 
-    def _copy_nodes(self) -> None:
+    def _copy_nodes(self, size_nodes: SizeNodes | None = None) -> None:
         fqn = ""
         for old in self.joint.graph.nodes:
-            if old.op == "call_function":
-                if getattr(old.target, "_schema", None) is not None and (
-                    old.target._schema.name == _IDENTITY
-                ):
-                    self.new[old] = self.new[old.args[0]]
-                    continue
-                custom = old.meta.get("custom") or {}
-                # Nodes that accumulate gradients carry no name; they belong to what ran before.
-                fqn = custom.get(FQN, fqn)
-                backward = old.meta.get("partitioner_tag") == "is_backward"
-                node = self.graph.create_node(
-                    "call_function",
-                    old.target,
-                    fx.map_arg(old.args, self.new.__getitem__),
-                    fx.map_arg(old.kwargs, self.new.__getitem__),
-                    name=old.name,
-                )
-                node.meta = {
-                    "val": old.meta.get("val"),
-                    "phase": BACKWARD if backward else FORWARD,
-                    FQN: fqn,
-                }
-                for key in (CALLS, REGION):
-                    if key in custom:
-                        node.meta[key] = custom[key]
-                if old.meta.get("stack_trace"):
-                    node.meta["stack_trace"] = old.meta["stack_trace"]
-                self.new[old] = node
+            if old.op != "call_function":
+                continue
+            schema = getattr(old.target, "_schema", None)
+            if schema is not None and schema.name == _IDENTITY:
+                self.new[old] = self.new[old.args[0]]
+                continue
+            # Nodes that accumulate gradients carry no name; they belong to what ran before.
+            fqn = (old.meta.get("custom") or {}).get(FQN, fqn)
+            if size_nodes is None:
+                self.new[old] = self._copied(old, fqn)
+                continue
+            size = size_nodes.before(old, self.new, fqn, _phase(old))
+            self.new[old] = self._copied(old, fqn) if size is None else size
+            size_nodes.after(self.new[old])
+        if size_nodes is not None:
+            size_nodes.finish()
+
+    def _copied(self, old: fx.Node, fqn: str) -> fx.Node:
+        node = self.graph.create_node(
+            "call_function",
+            old.target,
+            fx.map_arg(old.args, self.new.__getitem__),
+            fx.map_arg(old.kwargs, self.new.__getitem__),
+            name=old.name,
+        )
+        node.meta = {"val": old.meta.get("val"), "phase": _phase(old), FQN: fqn}
+        custom = old.meta.get("custom") or {}
+        for key in (CALLS, REGION):
+            if key in custom:
+                node.meta[key] = custom[key]
+        if old.meta.get("stack_trace"):
+            node.meta["stack_trace"] = old.meta["stack_trace"]
+        return node
 
     # -- results ----------------------------------------------------------------------------
 
@@ -293,6 +309,10 @@ class _Builder:
             f"the forward changes input {self.inputs.paths[index]} in place while its gradient is "
             "wanted; clone it first"
         )
+
+
+def _phase(node: fx.Node) -> str:
+    return BACKWARD if node.meta.get("partitioner_tag") == "is_backward" else FORWARD
 
 
 def _end_key(desc: Any, classes: Any) -> tuple[str, Any]:

@@ -157,6 +157,8 @@ def run_passes(
 def _apply(step: Pass, program: Program, plan: ShardingPlan) -> None:
     try:
         step.apply(program, plan)
+        if program.sizes is not None:
+            program.sizes.require_settled(step.name)
     except GraphshardError as error:
         if step.name in str(error):
             raise

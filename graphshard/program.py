@@ -28,6 +28,7 @@ import torch
 from torch import fx
 
 from graphshard import ops
+from graphshard.sizes import Sizes
 
 FORWARD = "forward"
 BACKWARD = "backward"
@@ -137,6 +138,7 @@ class Program:
     capture_device: str = "cpu"
     mesh_shape: tuple[int, ...] = (1,)  # (ranks,) or (replicas, ranks to shard over)
     notes: tuple[str, ...] = field(default=())  # what a reader of the dump must know
+    sizes: Sizes | None = None  # the symbolic ones; None if every size is a number
 
     @property
     def world_size(self) -> int:

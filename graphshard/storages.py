@@ -12,6 +12,7 @@ from graphshard import ops
 from graphshard.plan import ShardingPlan
 from graphshard.program import Program
 from graphshard.runtime.cut import crossing_nodes
+from graphshard.sizes import is_contiguous
 from graphshard.views import alias_inputs, derived_values
 
 
@@ -91,7 +92,7 @@ def is_dense(value: fx.Node) -> bool:
     expected: object = 1
     pairs = [(stride, size) for stride, size in zip(val.stride(), val.shape, strict=True)]
     if any(type(number) is not int for pair in pairs for number in pair):
-        return val.is_contiguous()
+        return is_contiguous(val)
     for stride, size in sorted(pair for pair in pairs if pair[1] != 1):
         if stride != expected:
             return False

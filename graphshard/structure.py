@@ -1,4 +1,4 @@
-"""Taking the tensors out of nested values and putting them back.
+"""Taking the tensors (and symbolic sizes) out of nested values and putting them back.
 
 Containers that torch's pytree knows (tuples, lists, dicts, transformers' ModelOutput, ...) are
 flattened by it. Any other object (a transformers cache, a user's batch class) is pickled with
@@ -27,6 +27,7 @@ _PLAIN = (
     type(None), bool, int, float, complex, str, bytes, torch.dtype, torch.device, torch.layout,
     torch.memory_format, torch.Size,
 )  # fmt: skip
+_TAKEN_OUT = (Tensor, torch.SymInt, torch.SymFloat, torch.SymBool)
 _BY_REFERENCE = (
     type, types.FunctionType, types.BuiltinFunctionType, types.MethodType, types.ModuleType,
     nn.Module, torch.Generator,
@@ -70,7 +71,7 @@ class _Pickler(pickle.Pickler):
         self.references: list[Any] = []
 
     def persistent_id(self, obj: Any) -> tuple[str, int] | None:
-        if isinstance(obj, Tensor):
+        if isinstance(obj, _TAKEN_OUT):
             return "tensor", _position(self.tensors, obj)
         if isinstance(obj, _BY_REFERENCE):
             return "reference", _position(self.references, obj)
@@ -127,6 +128,8 @@ class Structure:
 def take_apart(value: Any, *, name: str) -> tuple[list[Tensor], Structure]:
     """Flatten `value` into its tensors and the structure around them.
 
+    In what a model with symbolic sizes returns, sizes count as tensors.
+
     Args:
         value: any nest of containers, tensors and other objects.
         name: what the value is called in paths and errors, e.g. "out"; `CALL` for a call's
@@ -136,10 +139,10 @@ def take_apart(value: Any, *, name: str) -> tuple[list[Tensor], Structure]:
         CaptureError: an object pytree does not know cannot be pickled either.
     """
     leaves, spec = pytree.tree_flatten(value)
-    tensors: list[Tensor] = []
+    tensors: list[Any] = []
     kept: list[tuple[type, Any]] = []
     for leaf in leaves:
-        if isinstance(leaf, Tensor):
+        if isinstance(leaf, _TAKEN_OUT):
             kept.append((_Hole, _Hole(len(tensors))))
             tensors.append(leaf)
         elif isinstance(leaf, _PLAIN):

@@ -78,6 +78,60 @@ def has_cuda_build() -> bool:
     return torch.cuda.is_available()
 
 
+# -- symbolic sizes -------------------------------------------------------------------------------
+
+_SHAPES = "torch.fx.experimental.symbolic_shapes"
+
+
+def shape_environment(guards: list[Any], names: dict[Any, Any]) -> Any:
+    """A ShapeEnv, which appends to `guards` whatever code that looks at a symbolic size decides.
+
+    `names` is what `size_names` gives for sizes made in it.
+    """
+    environment = private(_SHAPES, "ShapeEnv")(duck_shape=False)
+    environment.graphshard_names = names
+    if not isinstance(getattr(environment, "guards", None), list):
+        raise UnsupportedTorchError(
+            f"torch {torch.__version__} does not list the guards of symbolic sizes; use {SUPPORTED}"
+        )
+    environment.guards = guards
+    return environment
+
+
+def new_size(environment: Any, name: str, hint: int) -> torch.SymInt:
+    """A symbol for a size of at least 2, which is `hint` in the example."""
+    source = private("torch._dynamo.source", "ConstantSource")(name)
+    dynamic = private(_SHAPES, "DimDynamic").DYNAMIC
+    symbol = environment.create_symbol(hint, source, dynamic_dim=dynamic)
+    size: torch.SymInt = environment.create_symintnode(symbol, hint=hint, source=source)
+    return size
+
+
+def size_expression(size: Any) -> Any:
+    """The sympy expression of a symbolic size, after what is known by now."""
+    return size.node.expr
+
+
+def size_names(size: Any) -> dict[Any, Any]:
+    """From the symbols of a symbolic size to those the user knows."""
+    return getattr(size.node.shape_env, "graphshard_names", {})
+
+
+def size_hint(size: Any) -> int:
+    """The value of a size in the example; asking leaves no guard."""
+    return size if isinstance(size, int) else int(size.node.hint)
+
+
+def python_of_sizes(expression: Any) -> str:
+    """A sympy expression of sizes as Python, over the names of `size_functions` and its symbols."""
+    return str(private("torch.utils._sympy.printers", "PythonPrinter")().doprint(expression))
+
+
+def size_functions() -> dict[str, Any]:
+    """What names in `python_of_sizes` stand for."""
+    return dict(private(_SHAPES, "SYMPY_INTERP"))
+
+
 # -- process groups -------------------------------------------------------------------------------
 
 

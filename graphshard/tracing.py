@@ -95,7 +95,7 @@ class TracedModel(nn.Module):
         self._refuse_changed_inputs(args, kwargs)
         found, self.result = take_apart(output, name="out")
         self.reachable = _reachable(found, params)
-        return [torch.ops.graphshard.output(t) for t in found]
+        return list(map(_cut_loose, found))
 
     def _write_back_buffers(self, model: nn.Module, buffers: list[Tensor]) -> None:
         # `self.running = new` replaces the buffer object; the new value must outlive the step.
@@ -120,6 +120,11 @@ class TracedModel(nn.Module):
             )
 
 
+def _cut_loose(value: Any) -> Any:
+    # A size of the model's dynamic inputs may be among what it returns.
+    return torch.ops.graphshard.output(value) if isinstance(value, Tensor) else value
+
+
 def _install(model: nn.Module, found: list[Owner], values: list[Tensor]) -> None:
     for owner, value in zip(found, values, strict=True):
         for name in owner.names:
@@ -136,9 +141,10 @@ def _member(model: nn.Module, name: str) -> Any:
     return getattr(model.get_submodule(module_fqn), attribute, None)
 
 
-def _reachable(outputs: list[Tensor], params: list[Tensor]) -> frozenset[int]:
+def _reachable(results: list[Any], params: list[Tensor]) -> frozenset[int]:
     """Numbers of the parameters that autograd's own (not a user's Function) nodes lead back to."""
     index = {id(param): i for i, param in enumerate(params)}
+    outputs = [t for t in results if isinstance(t, Tensor)]
     found = {index[id(t)] for t in outputs if id(t) in index and t.requires_grad}
     stack = [t.grad_fn for t in outputs if t.grad_fn is not None]
     seen = set(stack)

@@ -32,6 +32,7 @@ from torch import fx
 from graphshard import ops
 from graphshard.passes.accumulate import Accumulate
 from graphshard.program import Program
+from graphshard.sizes import SYMBOLIC
 from graphshard.views import cast_dtype
 
 if TYPE_CHECKING:
@@ -94,7 +95,7 @@ class Values:
             return tuple((self.number(key), self.number(value[key])) for key in sorted(value))
         if isinstance(value, slice):
             return tuple(map(self.number, (value.start, value.stop, value.step)))
-        if isinstance(value, (float, torch.SymInt, torch.SymFloat, torch.SymBool)):
+        if isinstance(value, (float, *SYMBOLIC)):
             return (type(value), repr(value))  # tells 0.0 from -0.0, and asks a symbol nothing
         return (type(value), value)
 

@@ -21,6 +21,7 @@ from torch import fx
 from graphshard import ops
 from graphshard.plan import ShardingPlan
 from graphshard.program import Program
+from graphshard.sizes import SYMBOLIC
 
 aten = torch.ops.aten
 
@@ -50,7 +51,7 @@ def tensor_inputs(node: fx.Node) -> list[fx.Node]:
     return [a for a in node.all_input_nodes if not isinstance(a.meta.get("val"), _NUMBERS)]
 
 
-_NUMBERS = (int, float, bool, torch.SymInt, torch.SymFloat, torch.SymBool)
+_NUMBERS = (int, float, bool, *SYMBOLIC)
 
 
 def alias_inputs(node: fx.Node) -> list[fx.Node]:

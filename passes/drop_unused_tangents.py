@@ -13,6 +13,8 @@ from graphshard.errors import PassError
 from graphshard.plan import ShardingPlan
 from graphshard.program import BACKWARD, Program
 from graphshard.rewrite import insert_node, keep_operands, prune_gather
+from graphshard.size_nodes import as_arguments
+from graphshard.sizes import is_contiguous, same_sizes
 from graphshard.verify_facts import signature
 from graphshard.views import gather_waits, transfers_after
 
@@ -119,19 +121,20 @@ class _Zeros:
         """Zeros with the shape, strides, dtype and device of `value`."""
         if value not in self._made:
             val: Tensor = value.meta["val"]
-            shape, strides = list(val.shape), list(val.stride())
-            elements = 1 + sum((n - 1) * s for n, s in zip(shape, strides, strict=True))
             place = {"unit": before.meta["unit"], "phase": BACKWARD}
-            dense = val.is_contiguous()
+            dense = is_contiguous(val)
             options = {"dtype": val.dtype, "device": val.device}
             with self.program.graph.inserting_before(before):
+                shape = as_arguments(self.program, val.shape, **place)
+                strides = as_arguments(self.program, val.stride(), **place)
+                size = val.shape if dense else [_elements(val)]
                 made = insert_node(
                     self.program,
                     aten.zeros.default,
-                    (shape if dense else [max(elements, 0)],),
+                    (as_arguments(self.program, size, **place),),
                     options,
                     name="undefined_zeros",
-                    val=val if dense else val.new_zeros(max(elements, 0)),
+                    val=val if dense else val.new_zeros(size),
                     **place,
                 )
                 if not dense:
@@ -148,6 +151,13 @@ class _Zeros:
         return self._made[value]
 
 
+def _elements(val: Tensor) -> Any:
+    """How many elements from the first to the last of `val` in memory."""
+    if any(type(size) is int and size == 0 for size in val.shape):
+        return 0
+    return 1 + sum((n - 1) * s for n, s in zip(val.shape, val.stride(), strict=True))
+
+
 def _other_summand(node: fx.Node, zero: set[fx.Node]) -> fx.Node | None:
     """What a sum of it and a zero is, where the sum has the same shape, strides and dtype."""
     if node.target is not aten.add.Tensor or node.kwargs.get("alpha", 1) != 1:
@@ -157,7 +167,7 @@ def _other_summand(node: fx.Node, zero: set[fx.Node]) -> fx.Node | None:
     if not isinstance(other, fx.Node):
         return None
     mine, val = node.meta["val"], other.meta["val"]
-    same = signature(val) == signature(mine) and val.stride() == mine.stride()
+    same = signature(val) == signature(mine) and same_sizes(val.stride(), mine.stride())
     return other if same else None
 
 

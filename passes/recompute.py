@@ -15,6 +15,7 @@ from graphshard.errors import PassError
 from graphshard.ops import is_random
 from graphshard.plan import ShardingPlan
 from graphshard.program import BACKWARD, FORWARD, Program
+from graphshard.sizes import is_size
 
 _aten = torch.ops.aten
 
@@ -95,7 +96,10 @@ def _recompute(
 
 def _recomputable(node: fx.Node) -> bool:
     return (
-        node.op == "call_function" and node.meta["phase"] == FORWARD and not _keeps_its_draw(node)
+        node.op == "call_function"
+        and node.meta["phase"] == FORWARD
+        and not _keeps_its_draw(node)
+        and not is_size(node)  # a number: computing it again could only keep a tensor for it
     )
 
 

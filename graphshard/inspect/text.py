@@ -15,6 +15,7 @@ from graphshard import ops
 from graphshard.inspect.units_text import mesh_text
 from graphshard.liveness import gathered_bytes, live_unsharded
 from graphshard.program import BACKWARD, COMPUTE, FORWARD, Program
+from graphshard.sizes import SYMBOLIC, size_text
 
 _SHORT_DTYPES = {
     torch.float64: "f64",
@@ -80,9 +81,11 @@ def node_line(node: fx.Node) -> str:
 def value_text(val: Any) -> str:
     """The dtype and shape of a node's value: "f32[2, 3]", "(f32[2], None)", "None"."""
     if isinstance(val, torch.Tensor):
-        return f"{dtype_text(val.dtype)}[{', '.join(map(str, val.shape))}]"
+        return f"{dtype_text(val.dtype)}[{', '.join(map(size_text, val.shape))}]"
     if isinstance(val, (tuple, list)):
         return f"({', '.join(map(value_text, val))})"
+    if isinstance(val, SYMBOLIC):
+        return size_text(val)
     return "None" if val is None else type(val).__name__
 
 
@@ -145,6 +148,7 @@ def _header(program: Program) -> list[str]:
         f"parameters: {len(program.params):,}, {_count(numel, 'element')}"
         + (f", {frozen:,} frozen" if frozen else ""),
         f"compute ops: {computes or 'none'}",
+        *(program.sizes.header([i.path for i in program.inputs]) if program.sizes else ()),
         *(f"note: {note}" for note in program.notes),
     ]
 

@@ -18,6 +18,7 @@ from torch import Tensor, fx
 from graphshard import ops
 from graphshard.errors import GraphshardError
 from graphshard.program import BACKWARD, FORWARD, Program
+from graphshard.size_nodes import symbol_nodes
 from graphshard.views import alias_inputs
 
 
@@ -138,6 +139,8 @@ def crossing_nodes(program: Program) -> list[fx.Node]:
         for source in sources:
             if _runs_in_forward(source):
                 used.add(_kept_as(source))
+    # A backward derived later, for outputs without a gradient, may need any size.
+    used |= {node for node in symbol_nodes(program).values() if _runs_in_forward(node)}
     return [node for node in program.graph.nodes if node in used]
 
 

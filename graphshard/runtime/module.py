@@ -10,6 +10,7 @@ from typing import Any
 
 from torch import fx, nn
 
+from graphshard.dynamic import Dynamic
 from graphshard.errors import RuntimeStateError
 from graphshard.pipeline import Pass, Stages
 from graphshard.plan import ShardingPlan
@@ -41,10 +42,16 @@ class ShardedModule(StateMethods, TrainingMethods):
         plan: made for `model` and the size of `group`.
         group: the ranks.
         passes: applied to each captured program.
+        dynamic: the sizes that are symbols in a captured program.
     """
 
     def __init__(
-        self, model: nn.Module, plan: ShardingPlan, group: Group, passes: Sequence[Pass]
+        self,
+        model: nn.Module,
+        plan: ShardingPlan,
+        group: Group,
+        passes: Sequence[Pass],
+        dynamic: Dynamic | None = None,
     ) -> None:
         modes = Modes()
         super().__init__(model, modes)
@@ -53,7 +60,7 @@ class ShardedModule(StateMethods, TrainingMethods):
         build_skeleton(self, model, shards, group.device, modes)
         bindings = Bindings(plan, group, shards, _buffer_homes(self), Agreement(group))
         on_meta = take_over(self, model, bindings, from_first=plan.policy.sync_module_states)
-        programs = Programs(blueprint_of(model), self, modes, bindings, passes)
+        programs = Programs(blueprint_of(model), self, modes, bindings, passes, dynamic)
         self._graphshard = _State(bindings, programs, on_meta)
 
     # -- running --------------------------------------------------------------------------------

@@ -13,6 +13,8 @@ from torch import Tensor, nn
 
 from graphshard import torch_compat
 from graphshard.capture import Capture, capture, signature_of_parts
+from graphshard.dynamic import Dynamic, Names, growing, grown, without
+from graphshard.errors import FixedSizeError
 from graphshard.inspect.progress import Progress
 from graphshard.pipeline import Pass, Stages, run_passes
 from graphshard.planner import with_capture_warnings
@@ -27,6 +29,7 @@ logger = logging.getLogger("graphshard")
 
 MANY = 8
 _OTHERS = "arguments that are no tensors"
+_SIZES = "sizes"
 
 
 class Programs:
@@ -38,6 +41,8 @@ class Programs:
         modes: tells when a `training` flag below `root` may have changed.
         bindings: what programs run on.
         passes: applied to each captured program, in order.
+        dynamic: the sizes that are symbols. One signature then has a further program for calls
+            whose sizes the first ones were not right for.
     """
 
     def __init__(
@@ -47,15 +52,18 @@ class Programs:
         modes: Modes,
         bindings: Bindings,
         passes: Sequence[Pass],
+        dynamic: Dynamic | None = None,
     ) -> None:
         self.blueprint = blueprint
         self.root = root
         self.modes = modes
         self.bindings = bindings
         self.passes = tuple(passes)
+        self.dynamic = dynamic
         self.plan = bindings.plan
         self.steps: dict[Any, Step] = {}
-        self._captures: dict[Any, Capture] = {}
+        self._captures: dict[Any, list[Capture]] = {}  # several for symbolic sizes that differ
+        self._fixed: dict[Any, set[str]] = {}  # names of sizes that were fixed for some calls
         self._described: list[dict[str, str]] = []
         self._training: tuple[int, tuple[bool, ...]] = (-1, ())
         self._shards = distinct(bindings.shards)
@@ -65,19 +73,17 @@ class Programs:
 
         Raises:
             CaptureError: the call cannot be captured.
+            PolicyError: the call's tensors are not what `dynamic` says.
             PassError, VerifyError: its program cannot be rewritten.
         """
         tensors, structure = take_apart((args, kwargs), name=CALL)
         device = self.bindings.group.device
         if device.type != "cpu":  # as on cpu, an input that lies elsewhere would be an error
             tensors = [t.to(device, non_blocking=True) for t in tensors]
-        key = self._key(tensors, structure)
-        step = self.steps.get(key)
-        if step is None:
-            args, kwargs = structure.build(tensors)
-            step = self._capture(key, args, kwargs)
-            self._say(tensors, structure, key)
-        return step, tensors
+        names = None
+        if self.dynamic is not None:
+            names = growing(tensors, self.dynamic.names(tensors, structure))
+        return self._step(tensors, structure, names), tensors
 
     def capture_example(
         self, args: tuple[Any, ...], kwargs: dict[str, Any], progress: Stages | None = None
@@ -85,12 +91,43 @@ class Programs:
         """The program for calls like this one, whose tensors may be real, meta or fake."""
         tensors, structure = take_apart((args, kwargs), name=CALL)
         tensors = [self._real(t) for t in tensors]
-        key = self._key(tensors, structure)
-        if key not in self.steps:
-            args, kwargs = structure.build(tensors)
-            self._capture(key, args, kwargs, progress)
-            self._say(tensors, structure, key)
-        return self.steps[key]
+        names = None
+        if self.dynamic is not None:
+            names = self.dynamic.names(tensors, structure)
+            tensors = grown(tensors, names)
+        return self._step(tensors, structure, names, progress)
+
+    def _step(
+        self,
+        tensors: Sequence[Tensor],
+        structure: Structure,
+        names: Sequence[Names] | None,
+        progress: Stages | None = None,
+    ) -> Step:
+        key, index = self._find(tensors, structure, names)
+        step = self.steps.get((key, index))
+        if step is None:
+            described = _description(tensors, structure, key)
+            if index is None:
+                key, index = self._trace(tensors, structure, names, described, progress)
+            step = self._rewrite(key, index, progress)
+            self._say(described)
+        return step
+
+    def _find(
+        self, tensors: Sequence[Tensor], structure: Structure, names: Sequence[Names] | None
+    ) -> tuple[tuple[Any, ...], int | None]:
+        """The signature of a call, and the number of the capture that is right for its sizes."""
+        key = self._key(tensors, structure, names)
+        for index, captured in enumerate(self._captures.get(key[:-1], ())):
+            sizes = captured.program.sizes
+            if sizes is None or sizes.admits(sizes.values(tensors)):
+                return key, index
+        if names is not None and key[:-1] in self._fixed:
+            other, found = self._find(tensors, structure, without(names, self._fixed[key[:-1]]))
+            if found is not None:
+                return other, found
+        return key, None
 
     def _real(self, tensor: Tensor) -> Tensor:
         device = self.bindings.group.device
@@ -101,13 +138,15 @@ class Programs:
         )
         return empty.requires_grad_(tensor.requires_grad)
 
-    def _key(self, tensors: Sequence[Tensor], structure: Structure) -> tuple[Any, ...]:
+    def _key(
+        self, tensors: Sequence[Tensor], structure: Structure, names: Sequence[Names] | None
+    ) -> tuple[Any, ...]:
         if self._training[0] != self.modes.version:
             self._training = (self.modes.version, training_flags(self.root))
         device = self.bindings.group.device.type
         autocast = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else None
         return (
-            signature_of_parts(tensors, structure),
+            signature_of_parts(tensors, structure, names),
             self._training[1],
             torch.is_grad_enabled(),
             autocast,
@@ -116,40 +155,41 @@ class Programs:
             self.bindings.kept.mode() if torch.is_grad_enabled() else REDUCED,
         )
 
+    def _trace(
+        self,
+        tensors: Sequence[Tensor],
+        structure: Structure,
+        names: Sequence[Names] | None,
+        described: dict[str, str],
+        progress: Stages | None,
+    ) -> tuple[tuple[Any, ...], int]:
+        """Capture a call; the result as `_find` would give it."""
+        key = self._key(tensors, structure, names)
+        captures = self._captures.get(key[:-1], [])
+        for captured in captures[-1:]:
+            sizes = captured.program.sizes
+            if sizes is not None:
+                described[_SIZES] = sizes.broken(sizes.values(tensors))
+        args, kwargs = structure.build(tensors)
+        try:
+            captured = self._capture(args, kwargs, names, progress or Progress())
+        except FixedSizeError as error:
+            if names is None or not captures:
+                raise
+            # It takes any size in general, but for this one it has a way of its own.
+            self._fixed.setdefault(key[:-1], set()).add(error.size)
+            fewer = without(names, {error.size})
+            return self._trace(tensors, structure, fewer, described, progress)
+        self._captures[key[:-1]] = [*captures, captured]
+        return key, len(captures)
+
     def _capture(
         self,
-        key: tuple[Any, ...],
         args: tuple[Any, ...],
         kwargs: dict[str, Any],
-        progress: Stages | None = None,
-    ) -> Step:
-        bindings = self.bindings
-        mode: Mode = key[-1]
-        progress = progress or Progress()
-        captured = self._traced(key[:-1], args, kwargs, progress)
-        if not self.steps:
-            plan = with_capture_warnings(bindings.plan, captured.program)
-            self.plan = replace(plan, program=captured.program)
-        run_passes(
-            captured.program, bindings.plan, passes_for(self.passes, mode), progress=progress
-        )
-        step = self.steps[key] = Step(captured, captured.program, bindings)
-        return step
-
-    def _traced(
-        self,
-        key: tuple[Any, ...],
-        args: tuple[Any, ...],
-        kwargs: dict[str, Any],
+        names: Sequence[Names] | None,
         progress: Stages,
     ) -> Capture:
-        """The program as captured, which calls that only keep gradients or not have in common."""
-        if key not in self._captures:
-            self._captures[key] = self._trace(args, kwargs, progress)
-        captured = self._captures[key]
-        return replace(captured, program=captured.program.copy())
-
-    def _trace(self, args: tuple[Any, ...], kwargs: dict[str, Any], progress: Stages) -> Capture:
         bindings = self.bindings
         requires_grad = {name: s.param.requires_grad for name, s in bindings.shards.items()}
         state = in_state(self.blueprint, self._training[1], requires_grad)
@@ -160,21 +200,39 @@ class Programs:
                 kwargs,
                 device=bindings.group.device,
                 grad=torch.is_grad_enabled(),
+                names=names,
             )
+
+    def _rewrite(self, key: tuple[Any, ...], index: int, progress: Stages | None) -> Step:
+        """A program of what was captured, which calls that keep gradients or not share."""
+        bindings = self.bindings
+        mode: Mode = key[-1]
+        captured = self._captures[key[:-1]][index]
+        captured = replace(captured, program=captured.program.copy())
+        if not self.steps:
+            plan = with_capture_warnings(bindings.plan, captured.program)
+            self.plan = replace(plan, program=captured.program)
+        passes = passes_for(self.passes, mode)
+        run_passes(captured.program, bindings.plan, passes, progress=progress or Progress())
+        step = self.steps[key, index] = Step(captured, captured.program, bindings)
+        return step
 
     # -- telling the user -----------------------------------------------------------------------
 
-    def _say(self, tensors: Sequence[Tensor], structure: Structure, key: tuple[Any, ...]) -> None:
+    def _say(self, described: dict[str, str]) -> None:
         """Say once what a further capture was for; warn when there is no end of them."""
-        described = _description(tensors, structure, key)
         self._described.append(described)
         if len(self._described) == 1:
             return
         last = self._described[-2]
         changes = [
-            what if what == _OTHERS else f"{what}: {last.get(what)} -> {described.get(what)}"
+            what
+            if what == _OTHERS
+            else f"{what}: {described.get(what)}"
+            if what == _SIZES
+            else f"{what}: {last.get(what)} -> {described.get(what)}"
             for what in {**last, **described}
-            if last.get(what) != described.get(what)
+            if last.get(what) != described.get(what) and described.get(what, what != _SIZES)
         ]
         say = logger.warning if self.bindings.group.rank == 0 else logger.info
         say(
@@ -190,9 +248,9 @@ class Programs:
             varying = sorted(what for what, seen in values.items() if len(seen) > 1)
             warnings.warn(
                 f"more than {MANY} programs were captured for one module, each taking time and "
-                f"memory; what keeps changing: {', '.join(varying)}; pad "
-                "inputs to few sizes, or pass numbers as tensors",
-                stacklevel=4,
+                f"memory; what keeps changing: {', '.join(varying)}; name "
+                "sizes that vary in dynamic=, pad inputs to few sizes, or pass numbers as tensors",
+                stacklevel=5,
             )
 
 
@@ -215,8 +273,9 @@ def _description(
     signature, training, grad, autocast, settings, requires_grad, (keeps, *taken) = key
     paths = structure.paths
     described = {
-        path: f"{list(t.shape)} {str(t.dtype)[6:]}" + (" with grad" if t.requires_grad else "")
-        for path, t in zip(paths, tensors, strict=True)
+        path: f"[{', '.join(map(str, shape))}] {str(t.dtype)[6:]}"
+        + (" with grad" if t.requires_grad else "")
+        for path, t, (shape, *_) in zip(paths, tensors, signature[0], strict=True)
     }
     modes = "train" if all(training) else "partly train" if any(training) else "eval"
     described["mode"] = modes

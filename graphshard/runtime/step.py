@@ -6,6 +6,7 @@ import contextlib
 import weakref
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import islice
 from typing import Any
 
 import torch
@@ -85,9 +86,7 @@ class Step:
         self.shards = [bindings.shards[p.fqn] for p in program.params]
         self.inputs_to_grad = [i for i, e in enumerate(program.inputs) if e.requires_grad]
         self.differentiable = [i for i, e in enumerate(program.outputs) if e.tangent is not None]
-        self._tangent_strides = [
-            o.tangent.meta["val"].stride() for o in program.outputs if o.tangent is not None
-        ]
+        self._tangent_strides = tangent_strides(program)
         crossing = {c.name for c in self.crossings}
         self._reread = [
             shard
@@ -182,16 +181,24 @@ class Step:
             program = self.program.copy()
             drop = DropUnusedTangents(frozenset(missing))
             drop.apply(program, self.bindings.plan)
+            if program.sizes is not None:
+                program.sizes.require_settled(drop.name)
             verify(program, self.bindings.plan, after=drop.name)
             half = Half(cut_backward(program, self.crossings), self.bindings)
             self._backward_halves[missing] = half
         return half
 
-    def as_traced(self, tangents: Sequence[Tensor | None]) -> list[Tensor | None]:
-        """`tangents` with the strides the program was traced for."""
+    def sizes_of(self, inputs: Sequence[Tensor]) -> tuple[int, ...]:
+        """What the program's symbolic sizes are in a call; () if it has none."""
+        return () if self.program.sizes is None else self.program.sizes.values(inputs)
+
+    def as_traced(
+        self, tangents: Sequence[Tensor | None], sizes: tuple[int, ...]
+    ) -> list[Tensor | None]:
+        """`tangents` with the strides the program was traced for, at these `sizes`."""
         return [
             t if t is None or t.stride() == stride else _with_stride(t, stride)
-            for t, stride in zip(tangents, self._tangent_strides, strict=True)
+            for t, stride in zip(tangents, self._tangent_strides(sizes), strict=True)
         ]
 
     def accumulate(self, grads: Sequence[Tensor | None]) -> None:
@@ -213,6 +220,7 @@ class _Call:
     def __init__(self, step: Step, inputs: Sequence[Tensor]) -> None:
         self.step = step
         self.inputs = list(inputs)
+        self.sizes = step.sizes_of(inputs)
         self.outputs: list[Any] = []
         self.others: list[Any] | None = None
         self.versions: list[int] = []
@@ -258,7 +266,7 @@ class _Call:
         half = step.backward_half(tangents)
         step.bindings.agreement.require(half.fingerprint)
         saved += self.others
-        saved += step.as_traced(tangents)
+        saved += step.as_traced(tangents, self.sizes)
         self.others = None
         accumulating = contextlib.nullcontext() if accumulates else kept.paused()
         with _no_autocast(step.bindings.group.device), accumulating:
@@ -331,6 +339,20 @@ def _shared_outputs(program: Program) -> list[int]:
             shared.append(index)
         seen.add(value)
     return shared
+
+
+def tangent_strides(program: Program) -> Callable[[tuple[int, ...]], list[tuple[int, ...]]]:
+    """From a call's symbolic sizes to the strides of the tangents, as traced."""
+    strides = [o.tangent.meta["val"].stride() for o in program.outputs if o.tangent is not None]
+    if program.sizes is None:
+        return lambda sizes: strides
+    flat = program.sizes.evaluator([size for stride in strides for size in stride])
+
+    def at(sizes: tuple[int, ...]) -> list[tuple[int, ...]]:
+        numbers = iter(flat(*sizes))
+        return [tuple(islice(numbers, len(stride))) for stride in strides]
+
+    return at
 
 
 def _with_stride(tensor: Tensor, stride: tuple[int, ...]) -> Tensor:

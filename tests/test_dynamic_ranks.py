@@ -1,0 +1,133 @@
+"""Ranks whose batches differ in size and length train with one program each, as `fully_shard`."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import parity
+import pytest
+import torch
+import torch.distributed as dist
+from models import CASES, VOCAB
+from ranks import Checks
+from torch import nn
+
+import graphshard
+
+IDS = {0: "batch", 1: "seq"}
+
+
+def ragged(name):
+    """The case with batches whose sizes the seed draws: other ones on each rank and step."""
+    names = tuple(CASES[name].batch())
+
+    def batch():
+        shape = (int(torch.randint(2, 6, ())), int(torch.randint(2, 31, ())))
+        ids = torch.randint(VOCAB, shape)
+        return dict(zip(names, (ids, ids.clone()), strict=True))
+
+    return replace(CASES[name], batch=batch), dict.fromkeys(names, IDS)
+
+
+def train(rank, name, **fields):
+    world_size = dist.get_world_size()
+    case, dynamic = ragged(name)
+    shapes = {
+        tuple(next(iter(case.inputs(100 + index).values())).shape)
+        for index in range(parity.STEPS * world_size)
+    }
+    assert len(shapes) >= 4, shapes
+    model = graphshard.compile(
+        case.model(),
+        graphshard.BlockPolicy(case.blocks, **fields),
+        example_kwargs=case.inputs(rank),
+        dynamic=dynamic,
+    )
+    ours = parity.by_ranks(model, case, world_size, rank)
+    assert len(model.programs) == 1
+    expected = parity.by_one_process(case, world_size, rank)
+    theirs = parity.by_fully_shard(case, world_size, rank)
+    outcome = parity.Outcome(parity.difference(ours, expected), parity.difference(theirs, expected))
+    parity.check(outcome)
+    if world_size == 2:
+        assert outcome.graphshard.exact
+        assert outcome.fully_shard.exact
+
+
+def gpt_with_dropout(rank):
+    train(rank, "gpt")
+
+
+def gpt_recomputed(rank):
+    train(rank, "gpt", recompute="units")
+
+
+def gpt2_of_transformers(rank):
+    train(rank, "gpt2")
+
+
+def llama_of_transformers(rank):
+    train(rank, "llama")
+
+
+class Parity(nn.Module):
+    """Takes another branch for odd lengths; the collectives are the same."""
+
+    def __init__(self):
+        super().__init__()
+        self.a, self.b = nn.Linear(4, 4), nn.Linear(4, 4)
+
+    def forward(self, x):
+        y = self.b(self.a(x))
+        return (y * 2).sum() if x.shape[1] % 2 else y.sum()
+
+
+def one_rank_captures_anew(rank):
+    torch.manual_seed(0)
+    model = Parity()
+    sharded = graphshard.compile(model, graphshard.SizePolicy(20), dynamic={"x": IDS})
+    programs = []
+    for step in range(4):
+        torch.manual_seed(step)
+        xs = [torch.randn(2 + r, 4 + step * r, 4) for r in range(dist.get_world_size())]
+        model.zero_grad()
+        sharded.zero_grad()
+        for x in xs:
+            (model(x) / len(xs)).backward()
+        loss = sharded(xs[rank])
+        assert torch.equal(loss, model(xs[rank]))
+        loss.backward()
+        for p, q in zip(model.parameters(), sharded.parameters(), strict=True):
+            torch.testing.assert_close(q.grad.full_tensor(), p.grad)
+        programs.append(len(sharded.programs))
+    assert programs == ([1, 2, 2, 2] if rank % 2 else [1, 1, 1, 1])
+
+
+ON_TWO = [gpt_with_dropout, gpt_recomputed, gpt2_of_transformers, one_rank_captures_anew]
+ON_FOUR = [gpt_with_dropout, one_rank_captures_anew]
+
+
+@pytest.fixture(scope="module")
+def two_ranks():
+    return Checks(ON_TWO, 2, timeout=400)
+
+
+@pytest.fixture(scope="module")
+def four_ranks():
+    return Checks(ON_FOUR, 4, timeout=400)
+
+
+@pytest.mark.parametrize("check", ON_TWO, ids=lambda check: check.__name__)
+def test_on_two_ranks(two_ranks, check):
+    two_ranks.require(check)
+
+
+@pytest.mark.parametrize("check", ON_FOUR, ids=lambda check: check.__name__)
+def test_on_four_ranks(four_ranks, check):
+    four_ranks.require(check)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("world_size", [2, 4])
+def test_llama_on_ranks(world_size):
+    Checks([llama_of_transformers], world_size, timeout=400).require(llama_of_transformers)
