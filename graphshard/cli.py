@@ -23,6 +23,7 @@ from rich.text import Text
 from torch import nn
 
 import graphshard
+from graphshard.consolidate_command import add_consolidate
 from graphshard.errors import GraphshardError, PlanError, PolicyError
 from graphshard.inspect.dump import dump_program
 from graphshard.inspect.progress import Progress
@@ -174,6 +175,8 @@ def build_parser() -> argparse.ArgumentParser:
     dump = _add_command(commands, "dump", "write the plan and the rewritten program to files")
     dump.add_argument("--out", required=True, type=Path, metavar="DIR", help="where to write them")
     dump.set_defaults(run=run_dump)
+
+    add_consolidate(commands, parse_bytes)
     return parser
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Mapping
+from concurrent.futures import Future
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -13,6 +14,7 @@ from torch import Tensor, nn
 from graphshard.errors import RuntimeStateError
 from graphshard.runtime.meta_init import initialize
 from graphshard.state import load, save
+from graphshard.state.checkpoints import background_group, load_checkpoint, save_checkpoint
 from graphshard.state.matching import KeyRules
 from graphshard.state.optim import optimizer_state_dict
 from graphshard.state.optim_load import prepare
@@ -169,6 +171,75 @@ class StateMethods(nn.Module):
                 kind of dtype than its parameter; nothing was changed.
         """
         prepare(self, self._graphshard.bindings, optim, state_dict, form=kind)()
+
+    # -- checkpoints ----------------------------------------------------------------------------
+
+    def save_checkpoint(
+        self,
+        path: str | os.PathLike[str],
+        optim: torch.optim.Optimizer | None = None,
+        *,
+        background: bool = False,
+    ) -> Future[Any] | None:
+        """Write model, optimizer and random state with torch.distributed.checkpoint.
+
+        Every rank writes its shards into directory `path`, which any number of ranks, and
+        `fully_shard`, can read: {"model": state dict, "optim": state by names, "rng": {rank: ...}}.
+
+        Args:
+            path: a directory all ranks share.
+            optim: made from `parameters()` of this module; or None.
+            background: write from copies on the CPU while training goes on. Wait for the result
+                before the next save, and at the end.
+
+        Returns:
+            In the background, what to wait for.
+
+        Raises:
+            CheckpointError: a rank cannot write.
+        """
+        bindings = self._graphshard.bindings
+        group = None
+        if background:
+            # One of its own: two threads may not share a group.
+            kept = vars(self)
+            if "_graphshard_background" not in kept:
+                kept["_graphshard_background"] = background_group(bindings.group)
+            group = kept["_graphshard_background"]
+        return save_checkpoint(self, bindings, path, optim, background=group)
+
+    def load_checkpoint(
+        self,
+        path: str | os.PathLike[str],
+        optim: torch.optim.Optimizer | None = None,
+        *,
+        strict: bool = True,
+    ) -> tuple[list[str], list[str]]:
+        """Take model, optimizer and random state from a checkpoint of torch.distributed.
+
+        Written by `save_checkpoint`, or by any program that saved a model's state dict (by itself
+        or under a key) and optimizer state by names, on any number of ranks. Each rank reads its
+        part into memory of its own first (of the size of its shards, on the CPU), and takes it
+        over once all ranks have read all. Random states are restored on as many ranks as wrote
+        them, and otherwise left, with a warning. Metadata and what is no tensor are pickles: load
+        only checkpoints you trust.
+
+        Args:
+            path: the directory.
+            optim: to be given its state, too; it need not have stepped yet.
+            strict: refuse missing and unexpected keys of the model.
+
+        Returns:
+            Names the checkpoint lacks, and keys the model lacks; both empty if `strict`.
+
+        Raises:
+            CheckpointError: a file is missing, cut off or damaged, or a key, shape or kind of dtype
+                does not fit; nothing was changed.
+        """
+        state = self._graphshard
+        found = load_checkpoint(self, state.bindings, path, optim, strict=strict)
+        state.fill_buffers()
+        return found.missing, found.unexpected
 
     # -- safetensors ----------------------------------------------------------------------------
 

@@ -1,0 +1,181 @@
+"""What lies in a directory of torch.distributed.checkpoint (DCP): read from its metadata alone.
+
+Such a directory holds `.metadata`, a pickle that says which tensors there are and in which bytes of
+which file each chunk of them lies, and a `.distcp` file per rank that wrote it.
+"""
+
+from __future__ import annotations
+
+import os
+import warnings
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.distributed.checkpoint.api import CheckpointException
+from torch.distributed.checkpoint.filesystem import FileSystemReader
+from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
+from torch.distributed.checkpoint.state_dict_loader import load
+
+from graphshard.errors import CheckpointError
+
+METADATA = ".metadata"
+
+
+@dataclass(frozen=True)
+class Stored:
+    """A checkpoint whose files were found to be all there.
+
+    paths: where each entry lay in the nested dict that was saved, by its key.
+    """
+
+    folder: Path
+    metadata: Metadata
+    paths: Mapping[str, tuple[str, ...]]
+
+    def tensor(self, key: str) -> TensorStorageMetadata | None:
+        """Shape and dtype of an entry; None if it is no tensor."""
+        entry = self.metadata.state_dict_metadata[key]
+        return entry if isinstance(entry, TensorStorageMetadata) else None
+
+    def below(self, prefix: tuple[str, ...]) -> dict[str, str]:
+        """Keys of the tensors in the dict at `prefix`, by their names there, dots between."""
+        return {
+            ".".join(path[len(prefix) :]): key
+            for key, path in self.paths.items()
+            if path[: len(prefix)] == prefix and self.tensor(key) is not None
+        }
+
+    def prefixes(self) -> list[tuple[str, ...]]:
+        """Where a model may lie: at the top, or under one of the top's own keys."""
+        return [(), *dict.fromkeys(path[:1] for path in self.paths.values() if len(path) > 1)]
+
+    def prefix_of(self, names: Collection[str]) -> tuple[str, ...]:
+        """The prefix below which most of `names` are."""
+        wanted = set(names)
+        # The top only if nothing else has more: with prefixes it has the names, but under them.
+        ways = sorted(self.prefixes(), key=lambda prefix: prefix != ("model",))
+        return max(ways, key=lambda prefix: len(wanted & set(self.below(prefix))))
+
+
+def open_checkpoint(path: str | os.PathLike[str]) -> Stored:
+    """The checkpoint in directory `path`; reads its metadata and the sizes of its files.
+
+    Unpickles the metadata, as torch does: open only checkpoints you trust.
+
+    Raises:
+        CheckpointError: there is none, or a file is damaged, missing or cut off; names it.
+    """
+    folder = Path(path)
+    file = folder / METADATA
+    if not file.is_file():
+        hint = "it does not exist"
+        if folder.is_dir():
+            safe = any(folder.glob("*.safetensors"))
+            hint = "it holds safetensors: use load_safetensors" if safe else f"no {file}"
+        raise CheckpointError(f"{folder} is no checkpoint of torch.distributed ({hint})")
+    try:
+        metadata = FileSystemReader(folder).read_metadata()
+        if not isinstance(metadata, Metadata):
+            raise TypeError(f"it holds a {type(metadata).__name__}")
+        paths = _paths(metadata)
+        storage = list(metadata.storage_data.items())
+    except Exception as error:  # whatever unpickling damaged bytes raises
+        raise CheckpointError(f"{file} is damaged ({type(error).__name__}: {error})") from error
+    sizes: dict[str, int] = {}
+    for index, info in storage:
+        if info.relative_path not in sizes:
+            part = folder / info.relative_path
+            if not part.is_file():
+                raise CheckpointError(f"{part} is missing; {index.fqn!r} lies in it")
+            sizes[info.relative_path] = part.stat().st_size
+        if info.offset + info.length > sizes[info.relative_path]:
+            raise CheckpointError(
+                f"{folder / info.relative_path} is cut off: {index.fqn!r} ends at byte "
+                f"{info.offset + info.length} and the file at {sizes[info.relative_path]}"
+            )
+    return Stored(folder, metadata, paths)
+
+
+def _paths(metadata: Metadata) -> dict[str, tuple[str, ...]]:
+    nested = metadata.planner_data if isinstance(metadata.planner_data, Mapping) else {}
+    keys = metadata.state_dict_metadata
+    return {key: tuple(map(str, nested.get(key, (key,)))) for key in keys}
+
+
+def read_entries(stored: Stored, into: dict[str, Any], group: Any = None) -> None:
+    """Read entries into the tensors of `into`, by key; what is no tensor is put there.
+
+    Args:
+        stored: the checkpoint.
+        into: the same keys on every rank.
+        group: the process group of the ranks that call this; None: this process alone.
+
+    Raises:
+        CheckpointError: something cannot be read.
+    """
+    try:
+        with _quiet():
+            reader = _Reader(stored)
+            alone = group is None
+            group = None if alone or group.size() == dist.get_world_size() else group
+            load(into, storage_reader=reader, process_group=group, no_dist=alone)
+    except (Exception, CheckpointException) as error:  # torch wraps what went wrong on each rank
+        raise CheckpointError(f"{stored.folder} cannot be read: {cause_of(error)}") from error
+
+
+class _Reader(FileSystemReader):
+    """Reads with metadata that was read before."""
+
+    def __init__(self, stored: Stored) -> None:
+        super().__init__(stored.folder)
+        self._stored = stored
+
+    def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
+        """As it is known."""
+        metadata = self._stored.metadata
+        if metadata.storage_meta is not None:
+            metadata.storage_meta.load_id = self.load_id
+        return metadata
+
+
+def cause_of(error: BaseException) -> str:
+    """What went wrong on the first rank that failed."""
+    failures = getattr(error, "failures", None)
+    if failures:
+        rank, (cause, _) = sorted(failures.items())[0]
+        return f"{_first_line(cause)} (on rank {rank})"
+    return _first_line(error)
+
+
+def _first_line(error: BaseException) -> str:
+    return f"{type(error).__name__}: {error}".partition("\n")[0]
+
+
+@contextmanager
+def _quiet() -> Iterator[None]:
+    with warnings.catch_warnings():
+        # That a single process loads is meant.
+        warnings.filterwarnings("ignore", message="torch.distributed is disabled")
+        yield
+
+
+def nested(entries: Mapping[str, Any], paths: Mapping[str, Sequence[str]]) -> dict[str, Any]:
+    """`entries` as the nested dict at `paths`."""
+    root: dict[str, Any] = {}
+    for key, value in entries.items():
+        *above, last = paths[key]
+        place = root
+        for name in above:
+            place = place.setdefault(name, {})
+        place[last] = value
+    return root
+
+
+def empty_like(entry: TensorStorageMetadata) -> torch.Tensor:
+    """A tensor for an entry, on the CPU."""
+    return torch.empty(entry.size, dtype=entry.properties.dtype)
