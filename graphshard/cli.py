@@ -160,6 +160,18 @@ def parse_mesh(text: str) -> tuple[int, ...]:
         raise argparse.ArgumentTypeError(f"{text!r} is not a mesh: sizes as in 8 or 2x4") from None
 
 
+def parse_reshard(text: str) -> bool | int:
+    """What becomes of a unit after forward, in "true", "false" or a number of ranks."""
+    if text in ("true", "false"):
+        return text == "true"
+    try:
+        return int(text)
+    except ValueError:
+        raise argparse.ArgumentTypeError(
+            f"{text!r} is not true, false or a number of ranks"
+        ) from None
+
+
 def build_parser() -> argparse.ArgumentParser:
     """The parser of all commands."""
     parser = argparse.ArgumentParser(
@@ -200,6 +212,13 @@ def _add_command(commands: Any, name: str, summary: str) -> argparse.ArgumentPar
     fields.add_argument("--strategy", choices=[s.value for s in Strategy], default=unset)
     fields.add_argument("--backward-prefetch", choices=["pre", "post", "none"], default=unset)
     fields.add_argument("--forward-prefetch", type=int, metavar="N", default=unset)
+    fields.add_argument(
+        "--reshard-after-forward",
+        type=parse_reshard,
+        metavar="true|false|K",
+        default=unset,
+        help="free units after forward, keep them, or keep them in parts in groups of K ranks",
+    )
     fields.add_argument("--reshard-root", action="store_true", default=unset)
     fields.add_argument("--recompute", choices=["units"], default=unset)
     fields.add_argument("--sync-module-states", action="store_true", default=unset)
@@ -220,6 +239,7 @@ _POLICY_FIELDS = (
     "strategy",
     "backward_prefetch",
     "forward_prefetch",
+    "reshard_after_forward",
     "reshard_root",
     "recompute",
     "sync_module_states",

@@ -64,8 +64,10 @@ def _is_reduced_shard(operand: fx.Node, name: str, reduce: fx.Node | None) -> bo
 
 
 def _check_returned(facts: Facts, node: fx.Node, params: tuple[str, ...]) -> None:
-    layouts = [facts.plan.layouts[name] for name in params]
-    expected = [(layout.shard_shape, layout.dtype) for layout in layouts]
+    operands: list[fx.Node] = node.args[0]  # type: ignore[assignment]
+    shapes = [facts.plan.layouts[name].shard_shape for name in params]
+    dtypes = [operand.meta["val"].dtype for operand in operands]
+    expected = list(zip(shapes, dtypes, strict=True))
     for wait in facts.waits[node]:
         returned = [signature(val) for val in wait.meta["val"]]
         if returned != expected:

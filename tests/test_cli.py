@@ -145,6 +145,22 @@ def test_every_policy_field_reaches_the_plan(capsys: pytest.CaptureFixture[str])
     )
     assert policy == expected.to_dict()
     assert plan_json(capsys, *common)["policy"] == graphshard.BlockPolicy(["Layer"]).to_dict()
+    for text, value in (("true", True), ("false", False), ("2", 2)):
+        policy = plan_json(capsys, *common, "--reshard-after-forward", text)["policy"]
+        assert policy["reshard_after_forward"] is value or policy["reshard_after_forward"] == 2
+
+
+def test_a_plan_on_a_mesh_of_two_dimensions(capsys: pytest.CaptureFixture[str]) -> None:
+    arguments = ["plan", "factories:bare", "--policy", "block:Layer", "--mesh", "2x8"]
+    assert main([*arguments, "--strategy", "HYBRID_SHARD", "--reshard-after-forward", "2"]) == 0
+    printed = capsys.readouterr().out
+    assert "HYBRID_SHARD, world size 16, mesh 2 x 8 (replicate x shard)" in printed
+    assert "to groups of 2 ranks" in printed
+    assert main(arguments) == 2
+    assert "use HYBRID_SHARD to shard over its last dimension" in capsys.readouterr().err
+    with pytest.raises(SystemExit):
+        main([*arguments, "--reshard-after-forward", "some"])
+    assert "'some' is not true, false or a number of ranks" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("factory", ["with_args", "with_kwargs"])

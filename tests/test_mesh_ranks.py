@@ -4,6 +4,7 @@ mesh (bit for bit) and against one process on all batches.
 
 from __future__ import annotations
 
+import copy
 import os
 from collections.abc import Callable
 from functools import cache
@@ -18,6 +19,7 @@ from models import CASES, Case
 from parity import LR, STEPS, Training, by_fully_shard, by_graphshard, difference
 from ranks import Checks, run_ranks
 from runtime_models import Odd, TiedGPT, tokens_of
+from test_runtime_memory import ACTIVATION, LAYER, counted, settles, stack
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate, Shard
@@ -30,6 +32,7 @@ BLOCK = graphshard.BlockPolicy({"Block"}, strategy="HYBRID_SHARD")
 
 
 def mesh_of(*shape: int, names: tuple[str, ...] | None = ("replicate", "shard")) -> DeviceMesh:
+    """Of two dimensions, or with `names=None` of any."""
     return init_device_mesh("cpu", shape, mesh_dim_names=names)
 
 
@@ -124,6 +127,21 @@ def odd_parameters(rank: int) -> None:
             assert grad.placements == sharded.get_parameter(name).placements
 
 
+def parts_take_their_share(rank: int) -> None:
+    """Between forward and backward half of each layer stays; after backward nothing does."""
+    sharded, x = stack(reshard_after_forward=2)
+    live, base = counted(sharded, x)
+    with live:
+        loss = sharded(x)
+        # All but the first, which no backward reads since the input needs no gradient.
+        settles(live, base + 5 * LAYER // 2 + 6 * ACTIVATION + 4)
+        del loss  # nobody ran backward
+        settles(live, base)
+        loss = sharded(x)
+        loss.backward()
+        settles(live, base + 6 * LAYER // 4 + 4)
+
+
 # -- state --------------------------------------------------------------------------------------
 
 
@@ -159,7 +177,7 @@ def values_reach_every_replica(rank: int) -> None:
     with torch.device("meta"):
         empty = TiedGPT(1)
     loaded = graphshard.compile(empty, BLOCK, mesh=mesh)
-    with pytest.raises(CheckpointError, match=r"on rank 0"):
+    with pytest.raises(CheckpointError, match=r"no 'embed\.weight'"):
         loaded.load_full_state_dict({"wrong": torch.ones(1)} if rank == 0 else None)
     loaded.load_full_state_dict(first.state_dict() if rank == 0 else None)
     again = graphshard.compile(empty, BLOCK, mesh=mesh)
@@ -174,6 +192,41 @@ def values_reach_every_replica(rank: int) -> None:
     assert torch.equal(locals_[0], locals_[2])
     assert torch.equal(locals_[1], locals_[3])
     assert not torch.equal(locals_[0][:16], locals_[1][:16])
+
+
+def training_goes_on_from_its_state(rank: int) -> None:
+    """Parameters and optimizer state, full and sharded, saved on one mesh and loaded on another."""
+
+    def new(shape: tuple[int, ...], **fields: Any) -> tuple[Any, torch.optim.Optimizer]:
+        torch.manual_seed(5)
+        policy = graphshard.BlockPolicy({"Block"}, **fields)
+        mesh = mesh_of(*shape, names=None)
+        sharded = graphshard.compile(TiedGPT(1), policy, mesh=mesh)
+        return sharded, torch.optim.AdamW(sharded.parameters(), lr=0.1)
+
+    def step(sharded: Any, optim: torch.optim.Optimizer, number: int) -> torch.Tensor:
+        torch.manual_seed(10 * number + rank)
+        loss = sharded(*tokens_of(rank, number))
+        loss.backward()
+        optim.step()
+        optim.zero_grad()
+        return loss.detach()
+
+    first = new((2, 2), strategy="HYBRID_SHARD")
+    step(*first, 0)
+    full = first[0].full_state_dict(rank0_only=False)
+    moments = first[0].optimizer_state_dict(first[1], kind="full", rank0_only=False)
+    sharded = {name: value.clone() for name, value in first[0].state_dict().items()}
+    parts = copy.deepcopy(first[0].optimizer_state_dict(first[1]))
+    again = new((2, 2), strategy="HYBRID_SHARD")
+    again[0].load_state_dict(sharded)
+    again[0].load_optimizer_state_dict(again[1], parts)
+    other = new((4,), strategy="FULL_SHARD", reshard_after_forward=2)
+    other[0].load_full_state_dict(full)
+    other[0].load_optimizer_state_dict(other[1], moments)
+    expected = [step(*first, number) for number in (1, 2)]
+    assert torch.equal(torch.stack(expected), torch.stack([step(*again, n) for n in (1, 2)]))
+    torch.testing.assert_close(expected, [step(*other, n) for n in (1, 2)], rtol=1e-5, atol=1e-6)
 
 
 def clipping(rank: int) -> None:
@@ -268,9 +321,11 @@ ON_FOUR = [
     hybrid_zero2,
     replicated,
     parts_of_two,
+    parts_take_their_share,
     odd_parameters,
     parameters_as_fully_shard_has_them,
     values_reach_every_replica,
+    training_goes_on_from_its_state,
     clipping,
     two_outputs_one_gradient,
     nodes_without_a_mesh,
