@@ -147,6 +147,7 @@ def write_files(
             for name in names:
                 for piece in value(name):
                     writer.write(piece)
+                    del piece  # not to be held while the next is made
         except BaseException:
             writer.abandon()
             raise
