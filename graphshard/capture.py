@@ -28,7 +28,7 @@ from graphshard.program import Program
 from graphshard.rnn import stacked_layer_dropout
 from graphshard.sizes import Sizes
 from graphshard.structure import CALL, Structure, take_apart
-from graphshard.tracing import TracedModel
+from graphshard.tracing import MAIN, Entry, TracedModel
 
 _NO_NAMES: Names = {}
 
@@ -91,6 +91,7 @@ def capture(
     device: str | torch.device = "cpu",
     grad: bool = True,
     names: Sequence[Names] | None = None,
+    entry: Entry = MAIN,
 ) -> Capture:
     """Trace one step of `model` into a `Program`.
 
@@ -103,6 +104,7 @@ def capture(
         grad: forward and backward (of what requires gradients), or a forward-only program.
         names: for each tensor of the call (in the order of `take_apart`) its dynamic dimensions,
             of sizes of at least 2; see `graphshard.dynamic`.
+        entry: what of the model is called.
 
     Raises:
         CaptureError: the step cannot be one graph; names the user's source line and what to do.
@@ -134,7 +136,7 @@ def capture(
     fakes = [
         f.requires_grad_(grad and t.requires_grad) for f, t in zip(fakes, tensors, strict=True)
     ]
-    traced = TracedModel(model, fake, inputs, grad)
+    traced = TracedModel(model, fake, inputs, grad, entry)
     with explained(model), own_randomness() as generators:
         joint = _trace(traced, model, fakes, grad)
     needs_grad = [t.requires_grad for t in fakes]

@@ -48,6 +48,7 @@ def check_model(tree: ModuleTree) -> None:
         _refuse_lazy(fqn, module)
         _refuse_other_names(fqn, module)
     _warn_of_lost_state(tree)
+    _warn_of_hooks(tree)
 
 
 def _refuse_lazy(fqn: str, module: nn.Module) -> None:
@@ -95,6 +96,21 @@ def _warn_of_lost_state(tree: ModuleTree) -> None:
                 f"nothing of the {what} of {some_of(where)}; save and load what they add yourself",
                 stacklevel=5,  # the caller of compile or plan
             )
+
+
+def _warn_of_hooks(tree: ModuleTree) -> None:
+    hooks = [
+        f"{_described(fqn, module)}: {getattr(hook, '__qualname__', type(hook).__name__)}"
+        for fqn, module in tree.modules.items()
+        for hook in torch_compat.module_hooks(module)
+    ]
+    if hooks:
+        warnings.warn(
+            "hooks on modules are captured with the forward and the backward: what they compute "
+            "is in the program, but what else they do in Python (collect, print, count) happens "
+            f"only while capturing; {some_of(hooks)}",
+            stacklevel=5,  # the caller of compile or plan
+        )
 
 
 def _described(fqn: str, module: nn.Module) -> str:

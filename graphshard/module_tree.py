@@ -7,7 +7,7 @@ For a model that shares nothing this is the module hierarchy itself.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass
 from functools import reduce
 
@@ -29,19 +29,26 @@ class TreeParam:
 class ModuleTree:
     """The modules of `model` under their first names, and its parameters, each object once.
 
+    Args:
+        model: any model.
+        ignored: parameters that do not count, by identity.
+
     Attributes:
         modules: every module by its first FQN, in module order; "" is `model` itself.
         parent: FQN of the lowest module above all uses of a module; the root has none.
-        params: every parameter, in module order of its first name.
+        params: every parameter that counts, in module order of its first name.
+        ignored: those that do not.
     """
 
-    def __init__(self, model: nn.Module) -> None:
+    def __init__(self, model: nn.Module, ignored: Collection[int] = ()) -> None:
         self.modules: dict[str, nn.Module] = dict(model.named_modules())
         self._first_name = {id(module): fqn for fqn, module in self.modules.items()}
         self.parent: dict[str, str] = {}
         self._depth = {"": 0}
         self._link(model)
-        self.params = self._collect(model)
+        found = self._collect(model)
+        self.params = tuple(entry for entry in found if id(entry.param) not in ignored)
+        self.ignored = tuple(entry for entry in found if id(entry.param) in ignored)
 
     def _link(self, model: nn.Module) -> None:
         holders: dict[str, list[str]] = {}

@@ -11,6 +11,7 @@ from graphshard.errors import PolicyError
 
 SHARDED = "shard"
 REPLICATED = "replicate"
+IGNORED = "ignore"
 
 # Padding of dim 0 is accepted up to this share of the parameter ...
 MAX_PADDING = 0.1

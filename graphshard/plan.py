@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from graphshard.errors import PlanError
-from graphshard.placement import MAX_PADDING, MIN_BYTES, REPLICATED, SHARDED
+from graphshard.placement import IGNORED, MAX_PADDING, MIN_BYTES, REPLICATED, SHARDED
 from graphshard.policy_base import Policy
 from graphshard.unit_options import UnitOptions
 
@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
     from graphshard.program import Program
 
-__all__ = ["REPLICATED", "SHARDED", "ParamLayout", "ShardingPlan", "Unit"]
+__all__ = ["IGNORED", "REPLICATED", "SHARDED", "ParamLayout", "ShardingPlan", "Unit"]
 
 
 @dataclass(frozen=True)
@@ -32,7 +32,7 @@ class ParamLayout:
 
     placement is "shard" (split along `dim`) or "replicate" (a full copy per rank). Along dim 0 the
     chunks have ceil(d0 / W) rows, the last ones fewer or none, each stored padded to that size;
-    any other dim is a multiple of W.
+    any other dim is a multiple of W. An ignored parameter has the placement "ignore".
     """
 
     fqn: str
@@ -48,6 +48,11 @@ class ParamLayout:
     def numel(self) -> int:
         """Elements of the full parameter."""
         return prod(self.shape)
+
+    @property
+    def ignored(self) -> bool:
+        """Whether it is in no unit: each rank's own, its gradients not reduced."""
+        return self.placement == IGNORED
 
     @property
     def sharded(self) -> bool:
@@ -160,6 +165,7 @@ class ShardingPlan:
     mesh_shape: tuple[int, ...]
     warnings: tuple[str, ...] = ()
     program: Program | None = field(default=None, repr=False)
+    ignored: tuple[ParamLayout, ...] = ()  # of parameters in no unit, left as they are
 
     @property
     def shard_size(self) -> int:
@@ -174,9 +180,8 @@ class ShardingPlan:
     @cached_property
     def layouts(self) -> Mapping[str, ParamLayout]:
         """Layout of every parameter by FQN; all names of a tied one lead to its one layout."""
-        return {
-            name: layout for unit in self.units for layout in unit.layouts for name in layout.names
-        }
+        of_units = (layout for unit in self.units for layout in unit.layouts)
+        return {name: layout for layout in (*of_units, *self.ignored) for name in layout.names}
 
     @cached_property
     def _unit_by_fqn(self) -> dict[str, Unit]:

@@ -11,11 +11,12 @@ from dataclasses import replace
 from torch import nn
 
 from graphshard.errors import PolicyError
+from graphshard.ignored import ignored_by
 from graphshard.mesh_shape import checked_mesh, fitted
 from graphshard.model_checks import check_model, require_module
 from graphshard.module_tree import ModuleTree, TreeParam
 from graphshard.placement import REPLICATED, SHARDED, Wish, as_wishes, split_dim
-from graphshard.plan import ParamLayout, ShardingPlan, Unit
+from graphshard.plan import IGNORED, ParamLayout, ShardingPlan, Unit
 from graphshard.plan_warnings import plan_warnings, reshard_warnings, with_capture_warnings
 from graphshard.policy_base import Policy
 from graphshard.strategy import Strategy
@@ -56,9 +57,10 @@ def make_plan(
     require_module(model)
     require_policy(policy)
     mesh_shape = checked_mesh(world_size, mesh_shape, policy)
-    tree = ModuleTree(model)
+    ignored = ignored_by(policy, model)
+    tree = ModuleTree(model, ignored.params)
     check_model(tree)
-    unit_fqns = ["", *policy.select(tree)]
+    unit_fqns = ["", *(fqn for fqn in policy.select(tree) if not ignored.covers(fqn))]
     around = tree.units_around(unit_fqns)
     overrides = policy.overrides(tree)
     asked = {fqn: options_of(policy, fqn, overrides.get(fqn, {})) for fqn in unit_fqns}
@@ -80,7 +82,8 @@ def make_plan(
         Unit(fqn, type(tree.modules[fqn]).__name__, tuple(layouts), options[fqn])
         for fqn, layouts in owned.items()
     )
-    plan = ShardingPlan(units, policy, world_size, mesh_shape)
+    left_alone = tuple(_ignored_layout(entry) for entry in tree.ignored)
+    plan = ShardingPlan(units, policy, world_size, mesh_shape, ignored=left_alone)
     return replace(plan, warnings=(*plan_warnings(plan), *reshard_warnings(asked)))
 
 
@@ -100,6 +103,19 @@ def require_policy(policy: object) -> None:
             f"the policy must be an instance of a Policy; got {policy!r}; use SizePolicy, "
             "BlockPolicy, LambdaPolicy, or a class of your own derived from Policy"
         )
+
+
+def _ignored_layout(entry: TreeParam) -> ParamLayout:
+    param = entry.param
+    return ParamLayout(
+        fqn=entry.names[0],
+        names=entry.names,
+        shape=tuple(param.shape),
+        dtype=param.dtype,
+        requires_grad=param.requires_grad,
+        placement=IGNORED,
+        world_size=1,
+    )
 
 
 def _layout(

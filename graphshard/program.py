@@ -65,6 +65,7 @@ class ParamEntry:
     dtype: torch.dtype
     requires_grad: bool
     node: fx.Node
+    ignored: bool = False  # in no unit: whole on every rank, its gradient that rank's own
 
     @property
     def numel(self) -> int:

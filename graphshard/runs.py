@@ -9,7 +9,7 @@ block does not end the block's run, a sibling block does, and the root has one r
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from torch import fx
 
@@ -58,7 +58,14 @@ class Runs:
 
 
 def assign_units(program: Program, plan: ShardingPlan) -> None:
-    """Write meta["unit"], the innermost unit around meta["fqn"], on every node but the output."""
+    """Tell `program` what the plan knows of its nodes and parameters.
+
+    Writes meta["unit"], the innermost unit around meta["fqn"], on every node but the output.
+    """
+    program.params = tuple(
+        replace(param, ignored=True) if plan.layouts[param.fqn].ignored else param
+        for param in program.params
+    )
     unit_of: dict[str, str] = {}
     program.mesh_shape = plan.mesh_shape
     for node in program.graph.nodes:

@@ -197,6 +197,17 @@ def has_state_dict_hooks(module: torch.nn.Module) -> bool:
     return bool(module._state_dict_hooks or module._state_dict_pre_hooks)
 
 
+def module_hooks(module: torch.nn.Module) -> list[Any]:
+    """The forward and backward hooks of `module`, those that run before it included."""
+    tables = (
+        module._forward_pre_hooks,
+        module._forward_hooks,
+        module._backward_pre_hooks,
+        module._backward_hooks,
+    )
+    return [hook for table in tables for hook in table.values()]
+
+
 def tensor_hooks(param: torch.Tensor) -> list[Any]:
     """What `param.register_hook` was given, in order."""
     return list((param._backward_hooks or {}).values())

@@ -14,6 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from graphshard import torch_compat
 from graphshard.errors import CaptureError
 from graphshard.module_state import own_state
 from graphshard.structure import CALL, Structure, take_apart
@@ -46,6 +47,36 @@ def owners(named: Iterable[tuple[str, Tensor]]) -> list[Owner]:
     return [Owner(tuple(names[key]), tensors[key]) for key in names]
 
 
+@dataclass(frozen=True)
+class Entry:
+    """What of a model is called: the module of this FQN, or a method of it other than forward."""
+
+    module: str = ""
+    method: str = "forward"
+
+    @staticmethod
+    def of_method(path: str) -> Entry:
+        """The method at `path`, e.g. "encode" or "encoder.encode"."""
+        module, _, method = path.rpartition(".")
+        return Entry(module, method)
+
+    def call(self, model: nn.Module, args: Any, kwargs: Any) -> Any:
+        """What `model` returns when called here."""
+        module = model.get_submodule(self.module)
+        if self.method == "forward":
+            return module(*args, **kwargs)
+        with torch_compat.annotate()({"fqn": self.module, "calls": ((self.module, 0),)}):
+            return getattr(module, self.method)(*args, **kwargs)
+
+    def __str__(self) -> str:
+        path = f"{self.module}.{self.method}" if self.module else self.method
+        return path.removesuffix(".forward")
+
+
+MAIN = Entry()
+"""The model's own forward."""
+
+
 class TracedModel(nn.Module):
     """The module AOT traces: flat tensors in, flat tensors out.
 
@@ -54,7 +85,12 @@ class TracedModel(nn.Module):
     """
 
     def __init__(
-        self, model: nn.Module, make_fake: Callable[[Tensor], Tensor], inputs: Structure, grad: bool
+        self,
+        model: nn.Module,
+        make_fake: Callable[[Tensor], Tensor],
+        inputs: Structure,
+        grad: bool,
+        entry: Entry = MAIN,
     ) -> None:
         super().__init__()
         self.param_owners = owners(model.named_parameters(remove_duplicate=False))
@@ -66,6 +102,7 @@ class TracedModel(nn.Module):
         for index, owner in enumerate(self.buffer_owners):
             self.register_buffer(f"b{index}", make_fake(owner.tensor))
         self._inputs = inputs
+        self._entry = entry
         self.result: Structure | None = None
         self.state_changes: tuple[str, ...] = ()
         self.reachable: frozenset[int] = frozenset()
@@ -89,7 +126,7 @@ class TracedModel(nn.Module):
         with own_state(model) as changes:
             _install(model, self.param_owners, params)
             _install(model, self.buffer_owners, buffers)
-            output = model(*args, **kwargs)
+            output = self._entry.call(model, args, kwargs)
             self._write_back_buffers(model, buffers)
         self.state_changes = tuple(changes)
         self._refuse_changed_inputs(args, kwargs)

@@ -32,7 +32,7 @@ def check_kept(facts: Facts) -> None:
     for entry, grad in zip(facts.program.params, facts.program.results().grads, strict=True):
         sharded = facts.plan.layouts[entry.fqn].sharded
         whole = any(node.kwargs["of"] == "gradient" for node in kept.values())
-        if kept and grad is not None and (whole or sharded):
+        if kept and grad is not None and not entry.ignored and (whole or sharded):
             facts.fail(
                 "kept",
                 grad,

@@ -181,6 +181,8 @@ def _check_returned(facts: Facts, reduced_by: dict[str, fx.Node]) -> None:
             continue
         if not param.requires_grad:
             facts.fail("reduces", grad, f"{param.fqn!r} is frozen, but has a gradient")
+        if param.ignored:
+            continue
         reduce = reduced_by.get(param.fqn)
         if reduce is None:
             facts.fail("reduces", grad, f"the gradient of {param.fqn!r} is never reduced")
@@ -262,6 +264,8 @@ def _operands(facts: Facts, collective: fx.Node) -> tuple[list[fx.Node], list[Pa
     for name in params:
         if not isinstance(name, str) or name not in facts.params:
             facts.fail("operands", collective, f"the program has no parameter {name!r}")
+        if facts.params[name].ignored:
+            facts.fail("operands", collective, f"{name!r} is ignored: it is each rank's own")
         if facts.plan.unit_of_param(name) != unit:
             facts.fail("operands", collective, f"{name!r} is not a parameter of unit {unit!r}")
     layouts = [facts.plan.layouts[name] for name in params]

@@ -19,7 +19,8 @@ class ReduceGrads:
     """One reduce_scatter per unit (one all_reduce over all ranks for its replicated parameters).
 
     It stands where the unit's last backward run ends and all its gradients are known. A parameter
-    used in several runs has its gradients summed first, so it is reduced once.
+    used in several runs has its gradients summed first, so it is reduced once. Gradients of
+    ignored parameters stay as they are.
     """
 
     name: str = field(default="reduce_grads", init=False)
@@ -63,7 +64,7 @@ class ReduceGrads:
                     results.grads[place_of[name]] = node
         program.set_results(results)
         for param, grad in zip(program.params, results.grads, strict=True):
-            if grad is not None and not _is_reduced(grad):
+            if grad is not None and not param.ignored and not _is_reduced(grad):
                 raise PassError(
                     f"pass {self.name}: the gradient of {param.fqn!r} is not reduced; the plan "
                     "has no unit that manages it"

@@ -45,7 +45,7 @@ class ZerosForKept:
         last: dict[str, fx.Node] = {node.meta["unit"]: node for node in program.nodes(BACKWARD)}
         end = program.output_node.prev
         for index, param in enumerate(program.params):
-            if param.fqn in self.params and results.grads[index] is None:
+            if param.fqn in self.params and not param.ignored and results.grads[index] is None:
                 unit = plan.unit_of_param(param.fqn)
                 results.grads[index] = _insert(program, param, unit, last.get(unit, end))
         program.set_results(results)

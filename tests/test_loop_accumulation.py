@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 from loop_reference import OneProcess, full, same_grads, same_params
 from ranks import Checks
-from runtime_models import Block, Odd, TiedGPT, features_of, tokens_of
+from runtime_models import Block, ManyOutputs, Odd, TiedGPT, features_of, tokens_of
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
@@ -228,6 +228,34 @@ def odd_parameters(rank: int) -> None:
     same_grads(sharded, reference.model, exact=exact())
 
 
+def partial_backwards(rank: int) -> None:
+    """Outputs that get no gradient: nothing is kept for them, what was kept is reduced."""
+    torch.manual_seed(0)
+    model = ManyOutputs()
+    world = dist.get_world_size()
+    for strategy in ("FULL_SHARD", "NO_SHARD"):
+        sharded = graphshard.compile(
+            model, graphshard.BlockPolicy({nn.Linear}, strategy=strategy), check=True
+        )
+        replicas = [copy.deepcopy(model) for _ in range(world)]
+        for r, replica in enumerate(replicas):
+            replica(*features_of(r, 0, 6))["loss"].backward()
+            replica(*features_of(r, 1, 6))["pair"][1].sum().backward()
+        with sharded.no_sync():
+            sharded(*features_of(rank, 0, 6))["loss"].backward()
+        assert {name for _, name in sharded._graphshard.bindings.kept.tensors} == {
+            "trunk.weight",
+            "trunk.bias",
+            "left.weight",
+            "left.bias",
+        }
+        sharded(*features_of(rank, 1, 6))["pair"][1].sum().backward()
+        for name, param in sharded.named_parameters():
+            each = [dict(r.named_parameters())[name].grad for r in replicas]
+            expected = sum(each[1:], each[0]) / world
+            torch.testing.assert_close(full(param.grad), expected, rtol=1e-5, atol=1e-7)
+
+
 def eval_between(rank: int) -> None:
     """Evaluation inside and between is of the one forward-only program."""
     model = gpt(1)
@@ -335,6 +363,7 @@ ON_TWO = [
     reduced_each_time,
     other_parameters,
     odd_parameters,
+    partial_backwards,
     eval_between,
     forwards_before_backwards,
     dropped_and_refused,

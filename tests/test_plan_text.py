@@ -48,7 +48,7 @@ def test_plan_of_an_odd_model(golden):
 def test_unfolding_gives_every_unit_a_line():
     plan = make_plan(llama(**LLAMA_7B), SizePolicy(), world_size=8)
     lines = plan.text(unfold=True).splitlines()
-    shown = [line.split()[0] for line in lines[7 : 7 + len(plan.units)]]
+    shown = [line.split()[0] for line in lines[8 : 8 + len(plan.units)]]
     assert shown == ["(root)", *(unit.fqn for unit in plan.units[1:])]
     assert str(plan) == plan.text() == plan.text(unfold=False)
 
@@ -177,7 +177,7 @@ def test_layers_that_differ_in_class_or_bytes_do_not_fold():
 
     layers = [Weight(8), Weight(8), Special(8), Weight(8), Weight(8).half(), Weight(9)]
     plan = make_plan(nn.Sequential(*layers), BlockPolicy(Weight), world_size=2)
-    shown = [line.split()[0] for line in str(plan).splitlines()[8:13]]
+    shown = [line.split()[0] for line in str(plan).splitlines()[9:14]]
     assert shown == ["0-1", "2", "3", "4", "5"]
 
 

@@ -11,6 +11,7 @@ from rich.table import Table
 from rich.text import Text
 
 from graphshard.errors import GraphshardError
+from graphshard.gradient_bytes import gradient_bytes
 from graphshard.inspect.fold import Folded, fold
 from graphshard.inspect.units_text import human_bytes, human_count, mesh_text, some_of
 from graphshard.mesh_shape import fitted
@@ -96,6 +97,8 @@ def plan_dict(plan: ShardingPlan, units: bool = True) -> dict[str, Any]:
         "shard_size": plan.shard_size,
         "replicas": plan.replicas,
         "total": {"units": len(plan.units), **_sum(plan)._asdict()},
+        "gradient_bytes": vars(gradient_bytes(plan)),
+        "ignored": [_layout_dict(layout) for layout in plan.ignored],
         "warnings": list(plan.warnings),
     }
     del data["total"]["module_class"], data["total"]["own"]
@@ -142,6 +145,13 @@ def _header(plan: ShardingPlan) -> Iterator[tuple[str, str]]:
     mesh = mesh_text(plan.mesh_shape)
     yield "sharding", f"{strategy}, world size {plan.world_size}, mesh {mesh}"
     yield "schedule", ", ".join(f"{name}={value}" for name, value in shown.items())
+    size = gradient_bytes(plan)
+    if size.kept:
+        yield (
+            "gradients",
+            f"{human_bytes(size.reduced)} on each rank; {human_bytes(size.kept)} if kept whole by "
+            "no_sync()",
+        )
 
 
 def _options(options: dict[str, str]) -> str:
@@ -221,6 +231,13 @@ def _notes(plan: ShardingPlan) -> Iterator[tuple[str, str]]:
         if len(layout.names) > 1:
             yield "tied", f"{some_of(layout.names, ' = ')}, stored once in {unit.fqn or '(root)'}"
     yield from _placements(plan)
+    if plan.ignored:
+        numel = sum(layout.numel for layout in plan.ignored)
+        yield (
+            "ignored",
+            f"{some_of([layout.fqn for layout in plan.ignored])}, {numel:,} elements, whole on "
+            "every rank, gradients not reduced",
+        )
     for note in plan.policy.notes:
         yield "note", note
     yield from _resharded(plan)

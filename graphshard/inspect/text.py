@@ -221,6 +221,7 @@ def _roles(program: Program) -> Iterator[tuple[fx.Node, str]]:
     for param in program.params:
         ties = f", also {', '.join(param.names[1:])}" if len(param.names) > 1 else ""
         frozen = "" if param.requires_grad else ", frozen"
+        frozen += ", ignored" if param.ignored else ""
         shape = ", ".join(map(str, param.shape))
         yield param.node, f"parameter {param.fqn} [{shape}]{frozen}{ties}"
     for buffer in program.buffers:

@@ -46,7 +46,8 @@ def initialize(model: nn.Module, bindings: Bindings, on_meta: Collection[str], s
     with torch.random.fork_rng([device] if device.type == "cuda" else []), torch.no_grad():
         torch.manual_seed(seed)
         for unit in bindings.plan.units:
-            names = [n for layout in unit.layouts for n in layout.names if n in on_meta]
+            layouts = unit.layouts if unit.fqn else (*unit.layouts, *bindings.plan.ignored)
+            names = [n for layout in layouts for n in layout.names if n in on_meta]
             names += [
                 name
                 for name in bindings.buffers

@@ -19,14 +19,16 @@ from graphshard.runtime.blueprint import blueprint_of
 from graphshard.runtime.fingerprint import Agreement
 from graphshard.runtime.group import Group
 from graphshard.runtime.meta_init import initialize
+from graphshard.runtime.own_parameter import make_shards
 from graphshard.runtime.programs import Programs
-from graphshard.runtime.shards import distinct, make_shards
+from graphshard.runtime.shards import distinct
 from graphshard.runtime.skeleton import Modes, build_skeleton
 from graphshard.runtime.step import Bindings
 from graphshard.runtime.training_methods import TrainingMethods
 from graphshard.runtime.unshard import Unsharded
 from graphshard.state.load import take_over
 from graphshard.state.methods import StateMethods
+from graphshard.tracing import MAIN
 
 
 class ShardedModule(StateMethods, TrainingMethods):
@@ -73,12 +75,7 @@ class ShardedModule(StateMethods, TrainingMethods):
             RuntimeStateError: parameters have no values yet.
             CollectiveError: another rank failed, or the ranks disagree.
         """
-        state = self._graphshard
-        if not state.ready:
-            self._refuse_unsharded()
-            state.require_values(self)
-        step, tensors = state.programs.step_for(args, kwargs)
-        return step.run(tensors)
+        return self._run(MAIN, args, kwargs)
 
     # -- looking --------------------------------------------------------------------------------
 

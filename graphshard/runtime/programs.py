@@ -16,6 +16,7 @@ from graphshard.capture import Capture, capture, signature_of_parts
 from graphshard.dynamic import Dynamic, Names, growing, grown, without
 from graphshard.errors import FixedSizeError
 from graphshard.inspect.progress import Progress
+from graphshard.inspect.units_text import some_of
 from graphshard.pipeline import Pass, Stages, run_passes
 from graphshard.planner import with_capture_warnings
 from graphshard.runtime.blueprint import in_state
@@ -24,12 +25,14 @@ from graphshard.runtime.shards import distinct
 from graphshard.runtime.skeleton import Modes, training_flags
 from graphshard.runtime.step import Bindings, Step
 from graphshard.structure import CALL, Structure, take_apart
+from graphshard.tracing import MAIN, Entry
 
 logger = logging.getLogger("graphshard")
 
 MANY = 8
 _OTHERS = "arguments that are no tensors"
 _SIZES = "sizes"
+_TRAINED = "trainable parameters"
 
 
 class Programs:
@@ -64,12 +67,15 @@ class Programs:
         self.steps: dict[Any, Step] = {}
         self._captures: dict[Any, list[Capture]] = {}  # several for symbolic sizes that differ
         self._fixed: dict[Any, set[str]] = {}  # names of sizes that were fixed for some calls
+        self._entry = MAIN  # what the call at hand calls
         self._described: list[dict[str, str]] = []
         self._training: tuple[int, tuple[bool, ...]] = (-1, ())
         self._shards = distinct(bindings.shards)
 
-    def step_for(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Step, list[Tensor]]:
-        """The program for a call, captured if new, and the call's tensors.
+    def step_for(
+        self, args: tuple[Any, ...], kwargs: dict[str, Any], entry: Entry = MAIN
+    ) -> tuple[Step, list[Tensor]]:
+        """The program for a call of `entry`, captured if new, and the call's tensors.
 
         Raises:
             CaptureError: the call cannot be captured.
@@ -81,9 +87,13 @@ class Programs:
         if device.type != "cpu":  # as on cpu, an input that lies elsewhere would be an error
             tensors = [t.to(device, non_blocking=True) for t in tensors]
         names = None
-        if self.dynamic is not None:
+        if self.dynamic is not None and entry == MAIN:
             names = growing(tensors, self.dynamic.names(tensors, structure))
-        return self._step(tensors, structure, names), tensors
+        self._entry = entry
+        try:
+            return self._step(tensors, structure, names), tensors
+        finally:
+            self._entry = MAIN
 
     def capture_example(
         self, args: tuple[Any, ...], kwargs: dict[str, Any], progress: Stages | None = None
@@ -108,6 +118,8 @@ class Programs:
         step = self.steps.get((key, index))
         if step is None:
             described = _description(tensors, structure, key)
+            trained = (s.layout.fqn for s in self._shards if s.param.requires_grad)
+            described[_TRAINED] = "\n".join(trained)
             if index is None:
                 key, index = self._trace(tensors, structure, names, described, progress)
             step = self._rewrite(key, index, progress)
@@ -152,6 +164,7 @@ class Programs:
             autocast,
             _settings(),
             tuple([shard.param.requires_grad for shard in self._shards]),
+            self._entry,
             self.bindings.kept.mode() if torch.is_grad_enabled() else REDUCED,
         )
 
@@ -201,6 +214,7 @@ class Programs:
                 device=bindings.group.device,
                 grad=torch.is_grad_enabled(),
                 names=names,
+                entry=self._entry,
             )
 
     def _rewrite(self, key: tuple[Any, ...], index: int, progress: Stages | None) -> Step:
@@ -209,7 +223,7 @@ class Programs:
         mode: Mode = key[-1]
         captured = self._captures[key[:-1]][index]
         captured = replace(captured, program=captured.program.copy())
-        if not self.steps:
+        if self.plan.program is None and self._entry == MAIN:
             plan = with_capture_warnings(bindings.plan, captured.program)
             self.plan = replace(plan, program=captured.program)
         passes = passes_for(self.passes, mode)
@@ -226,11 +240,7 @@ class Programs:
             return
         last = self._described[-2]
         changes = [
-            what
-            if what == _OTHERS
-            else f"{what}: {described.get(what)}"
-            if what == _SIZES
-            else f"{what}: {last.get(what)} -> {described.get(what)}"
+            _change(what, last.get(what), described.get(what))
             for what in {**last, **described}
             if last.get(what) != described.get(what) and described.get(what, what != _SIZES)
         ]
@@ -254,6 +264,22 @@ class Programs:
             )
 
 
+def _change(what: str, was: str | None, now: str | None) -> str:
+    """In which way a call differs from the last one."""
+    if what == _OTHERS:
+        return what
+    if what == _SIZES:
+        return f"{what}: {now}"
+    if what != _TRAINED:
+        return f"{what}: {was} -> {now}"
+    before, after = (dict.fromkeys((each or "").splitlines()) for each in (was, now))
+    said = {
+        "now trained": [name for name in after if name not in before],
+        "now frozen": [name for name in before if name not in after],
+    }
+    return "; ".join(f"{how}: {some_of(names)}" for how, names in said.items() if names)
+
+
 def _settings() -> tuple[Any, ...]:
     """Global settings of torch that decide which operators a forward runs."""
     cuda = torch.backends.cuda
@@ -270,7 +296,7 @@ def _settings() -> tuple[Any, ...]:
 def _description(
     tensors: Sequence[Tensor], structure: Structure, key: tuple[Any, ...]
 ) -> dict[str, str]:
-    signature, training, grad, autocast, settings, requires_grad, (keeps, *taken) = key
+    signature, training, grad, autocast, settings, _, entry, (keeps, *taken) = key
     paths = structure.paths
     described = {
         path: f"[{', '.join(map(str, shape))}] {str(t.dtype)[6:]}"
@@ -278,6 +304,7 @@ def _description(
         for path, t, (shape, *_) in zip(paths, tensors, signature[0], strict=True)
     }
     modes = "train" if all(training) else "partly train" if any(training) else "eval"
+    described["called"] = str(entry)
     described["mode"] = modes
     described["gradients"] = "on" if grad else "off"
     described["autocast"] = str(autocast)
@@ -285,6 +312,5 @@ def _description(
     described["gradients of parameters"] = (
         f"kept as {keeps}s" if keeps else "reduced with kept ones" if any(taken) else "reduced"
     )
-    described["trainable parameters"] = str(sum(requires_grad))
     described[_OTHERS] = str(hash(signature[1]))
     return described

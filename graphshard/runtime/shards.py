@@ -212,23 +212,6 @@ class Shard:
         return local
 
 
-def make_shards(
-    layouts: Mapping[str, ParamLayout], group: Group, model_params: Mapping[str, nn.Parameter]
-) -> dict[str, Shard]:
-    """One `Shard` per parameter, under each of its names.
-
-    Args:
-        layouts: by name, all names of a tied parameter leading to one layout.
-        group: all ranks.
-        model_params: the model's parameters, by every name.
-    """
-    by_fqn: dict[str, Shard] = {}
-    for layout in layouts.values():
-        if layout.fqn not in by_fqn:
-            by_fqn[layout.fqn] = Shard(layout, group, model_params[layout.fqn])
-    return {name: by_fqn[layout.fqn] for name, layout in layouts.items()}
-
-
 def distinct(shards: Mapping[str, Shard]) -> list[Shard]:
     """Each of `shards` once, a tied parameter's too, in order."""
     return list({id(shard): shard for shard in shards.values()}.values())

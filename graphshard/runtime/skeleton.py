@@ -59,14 +59,19 @@ class PartModule(SkeletonModule):
         """
         raise RuntimeStateError(
             f"{self._get_name()} is a part of a sharded module and cannot be called by itself; "
-            "call the whole module, or compile this part of the model on its own"
+            f"call the whole module, or sharded.submodule_forward({self._fqn!r}, ...), which "
+            "captures a program for it"
         )
+
+    @property
+    def _fqn(self) -> str:
+        return self.__dict__["_graphshard_fqn"]
 
     def _refuse_hook(self, *args: Any, **kwargs: Any) -> Any:
         raise RuntimeStateError(
-            f"{self._get_name()} is a part of a sharded module, whose parts are not called one by "
-            "one, so its hooks would never run; register hooks on the model before compiling it "
-            "(what they compute is captured), or on the whole sharded module"
+            f"{self._fqn} ({self._get_name()}) is a part of a sharded module, whose parts are not "
+            "called one by one, so its hooks would never run; register hooks on the model "
+            "before compiling it (what they compute is captured), or on the whole sharded module"
         )
 
     register_forward_pre_hook = _refuse_hook
@@ -120,6 +125,7 @@ def build_skeleton(
     buffers: dict[Tensor, Tensor] = {}
     for fqn, original in model.named_modules():
         mine = modules[original]
+        mine.__dict__["_graphshard_fqn"] = fqn
         for name, child in original._modules.items():
             if child is not None and child not in modules:
                 modules[child] = _part_of(child, modes)

@@ -8,17 +8,75 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from graphshard.errors import RuntimeStateError
+from graphshard.errors import PolicyError, RuntimeStateError
 from graphshard.passes.accumulate import GRADIENT, SHARD
 from graphshard.runtime.clip import clip_grad_norm
 from graphshard.runtime.param_groups import Rule, parameter_groups
 from graphshard.runtime.skeleton import SkeletonModule
+from graphshard.tracing import Entry
 
 
 class TrainingMethods(SkeletonModule):
     """Clipping, parameter groups and full parameters; thin, over the modules that do the work."""
 
     _graphshard: Any
+
+    def submodule_forward(self, fqn: str, *args: Any, **kwargs: Any) -> Any:
+        """Call the module `fqn` of the model by itself, as a program of its own.
+
+        Only the parameters it reads are gathered, and its backward reduces their gradients.
+
+        Raises:
+            PolicyError: the model has no such module.
+            CaptureError, RuntimeStateError, CollectiveError: as when calling the whole module.
+        """
+        blueprint = self._graphshard.programs.blueprint
+        if fqn not in dict(blueprint.named_modules(remove_duplicate=False)):
+            raise PolicyError(f"submodule_forward: the model has no module {fqn!r}")
+        return self._run(Entry(fqn), args, kwargs)
+
+    def call_method(self, name: str, *args: Any, **kwargs: Any) -> Any:
+        """Call a method of the model other than forward, as a program of its own.
+
+        Args:
+            name: the method, with the FQN of its module before it if that is not the model itself:
+                "encode", "encoder.embed".
+            args: of the call.
+            kwargs: of the call.
+
+        Raises:
+            PolicyError: the model has no such method.
+            CaptureError: it cannot be one graph, as `generate` of a language model cannot: such a
+                loop must call the sharded module itself.
+            RuntimeStateError, CollectiveError: as when calling the whole module.
+        """
+        entry = Entry.of_method(name)
+        modules = dict(self._graphshard.programs.blueprint.named_modules(remove_duplicate=False))
+        if not callable(getattr(modules.get(entry.module), entry.method, None)):
+            raise PolicyError(f"call_method: the model has no method {name!r}")
+        return self._run(entry, args, kwargs)
+
+    def _run(self, entry: Entry, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        state = self._graphshard
+        if not state.ready:
+            self._refuse_unsharded()
+            state.require_values(self)
+        step, tensors = state.programs.step_for(args, kwargs, entry)
+        return step.run(tensors)
+
+    def __getattr__(self, name: str) -> Any:
+        try:
+            return super().__getattr__(name)
+        except AttributeError:
+            state = self.__dict__.get("_graphshard")
+            model = None if state is None else state.programs.blueprint
+            if name.startswith("_") or not callable(getattr(type(model), name, None)):
+                raise
+            raise AttributeError(
+                f"{type(model).__name__}.{name} is a method of the model, and a sharded module "
+                f"runs captured programs only; sharded.call_method({name!r}, ...) captures it, if "
+                "it is one graph"
+            ) from None
 
     def clip_grad_norm_(
         self,
@@ -50,16 +108,17 @@ class TrainingMethods(SkeletonModule):
                 "would miss it; clip after a backward outside of no_sync(), or call zero_grad() on "
                 "the module to drop what was kept"
             )
-        shards = [shard for shard in state.shards if shard.param.requires_grad]
+        group = state.bindings.group
+        own = [shard.param for shard in state.shards if shard.layout.ignored]
         return clip_grad_norm(
-            [shard.param for shard in shards],
-            [],
+            [shard.param for shard in state.shards if not shard.layout.ignored],
+            own,
             max_norm,
             norm_type,
             error_if_nonfinite=error_if_nonfinite,
             foreach=foreach,
-            groups=(),
-            device=state.bindings.group.device,
+            groups=(group.process_group,) if own and group.size > 1 else (),
+            device=group.device,
         )
 
     @contextmanager

@@ -256,7 +256,8 @@ def take_over(
         real = given[0][0]
         _require_equal_shapes([theirs for _, theirs in given])
     slots = slots_of(module, bindings)
-    keys = {slot.name: slot.name for slot in slots if slot.name in real}
+    own = {layout.fqn for layout in bindings.plan.ignored}
+    keys = {slot.name: slot.name for slot in slots if slot.name in real - own}
     source = Source(described, lambda key, region: tensors[key].detach()[region])
     if from_first:
         fill(slots, keys, source, group, from_first=group.size > 1)
