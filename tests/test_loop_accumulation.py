@@ -380,12 +380,12 @@ ON_FOUR = [
 
 @pytest.fixture(scope="module")
 def on_two() -> Checks:
-    return Checks(ON_TWO, 2)
+    return Checks(ON_TWO, 2, timeout=400)
 
 
 @pytest.fixture(scope="module")
 def on_four() -> Checks:
-    return Checks(ON_FOUR, 4)
+    return Checks(ON_FOUR, 4, timeout=400)
 
 
 @pytest.mark.parametrize("check", ON_TWO, ids=lambda check: check.__name__)

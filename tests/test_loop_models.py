@@ -434,12 +434,12 @@ ON_FOUR = [adapters, ignored_parameters, two_models, parts_are_called]
 
 @pytest.fixture(scope="module")
 def on_two() -> Checks:
-    return Checks(ON_RANKS, 2)
+    return Checks(ON_RANKS, 2, timeout=400)
 
 
 @pytest.fixture(scope="module")
 def on_four() -> Checks:
-    return Checks(ON_FOUR, 4)
+    return Checks(ON_FOUR, 4, timeout=400)
 
 
 @pytest.mark.parametrize("check", ON_RANKS, ids=lambda check: check.__name__)
