@@ -37,7 +37,7 @@ def compiled(model: nn.Module, **fields: Any) -> graphshard.ShardedModule:
 
 
 def norms_are_one_process_s(rank: int) -> None:
-    for strategy in ("FULL_SHARD", "SHARD_GRAD_OP", "NO_SHARD"):
+    for strategy in ("FULL_SHARD", "SHARD_OPTIMIZER", "NO_SHARD"):
         for model, batch in ((gpt(), tokens_of), (Odd(), lambda r, s: features_of(r, s, 16))):
             sharded = compiled(model, strategy=strategy)
             reference = OneProcess(model, dist.get_world_size())
