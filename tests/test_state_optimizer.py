@@ -118,7 +118,7 @@ def training_goes_on_bit_equal(rank: int) -> None:
         step(sharded, optim, 2)
         expected = full_state(sharded)
         again = graphshard.compile(on_meta(kind), BLOCK)
-        for form in ("sharded", "local", "full", "everywhere"):
+        for form in ("sharded", "local", "full", "full", "everywhere"):
             again.load_full_state_dict(values)
             other = make(again)
             given = everywhere if form == "everywhere" else state[form]

@@ -269,7 +269,7 @@ class _Taker:
 
     def _same(self, value: Tensor | None, what: _Tensor) -> Tensor:
         if self.from_first:
-            return self.group.from_first(value, what.shape, what.dtype).cpu()
+            return self.group.from_first(value, what.shape, what.dtype).cpu().clone()
         assert value is not None
         return value.detach().clone()
 
