@@ -1,0 +1,95 @@
+"""State under each strategy, and of ignored parameters: out, into a model from meta, and on."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from ranks import Checks
+from runtime_models import Block, TiedGPT, tokens_of
+from state_checks import assert_same, full_state, on_meta, seeded, shared_folder
+from torch import Tensor, nn
+
+import graphshard
+
+
+def gpt() -> nn.Module:
+    return TiedGPT(1)
+
+
+def adamw(module: nn.Module) -> torch.optim.Optimizer:
+    # One by one: ignored parameters are plain tensors, the others are not.
+    return torch.optim.AdamW(module.parameters(), lr=1e-2, foreach=False)
+
+
+def moments(module: graphshard.ShardedModule, optim: torch.optim.Optimizer) -> dict[str, Tensor]:
+    state = module.optimizer_state_dict(optim, kind="full", rank0_only=False)["state"]
+    return {f"{name}/{key}": value for name, e in state.items() for key, value in e.items()}
+
+
+def step(module: nn.Module, optim: torch.optim.Optimizer) -> None:
+    # One batch for all ranks, since nobody reduces the gradients of ignored parameters.
+    module(*tokens_of(0, 0)).backward()
+    optim.step()
+    optim.zero_grad()
+
+
+def goes_on(**fields: Any) -> None:
+    policy = graphshard.BlockPolicy({Block}, **fields)
+    sharded = graphshard.compile(seeded(gpt), policy)
+    optim = adamw(sharded)
+    step(sharded, optim)
+    folder = shared_folder()
+    sharded.save_checkpoint(folder / "c", optim)
+    sharded.save_safetensors(folder / "x.safetensors")
+    whole = sharded.full_state_dict()
+    state = sharded.optimizer_state_dict(optim, kind="full")
+    expected, wanted = full_state(sharded), moments(sharded, optim)
+    dist.barrier()
+    random = torch.get_rng_state()
+    step(sharded, optim)
+    after = full_state(sharded)
+    again = graphshard.compile(on_meta(gpt), policy)
+    other = adamw(again)
+    for way in ("checkpoint", "each", "first", "full"):
+        if way == "checkpoint":
+            again.load_checkpoint(folder / "c", other)
+        else:
+            if way == "full":
+                again.load_full_state_dict(whole)
+            else:
+                again.load_safetensors(folder / "x.safetensors", read=way)
+            again.load_optimizer_state_dict(other, state)
+        assert_same(full_state(again), expected)
+        assert_same(moments(again, other), wanted)
+        torch.set_rng_state(random)
+        step(again, other)
+        assert_same(full_state(again), after)
+
+
+def ignored_parameters(rank: int) -> None:
+    goes_on(ignored=[r"blocks\.0\.norm\..*"])
+
+
+def no_shard(rank: int) -> None:
+    goes_on(strategy="NO_SHARD")
+
+
+def shard_optimizer(rank: int) -> None:
+    goes_on(strategy="SHARD_OPTIMIZER")
+
+
+ON_TWO = [ignored_parameters, no_shard, shard_optimizer]
+
+
+@pytest.fixture(scope="module")
+def on_two() -> Checks:
+    return Checks(ON_TWO, 2)
+
+
+@pytest.mark.parametrize("check", ON_TWO, ids=lambda check: check.__name__)
+def test_on_two_ranks(on_two: Checks, check: Callable[[int], None]) -> None:
+    on_two.require(check)
