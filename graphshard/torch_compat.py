@@ -117,9 +117,9 @@ def size_names(size: Any) -> dict[Any, Any]:
     return getattr(size.node.shape_env, "graphshard_names", {})
 
 
-def size_hint(size: Any) -> int:
-    """The value of a size in the example; asking leaves no guard."""
-    return size if isinstance(size, int) else int(size.node.hint)
+def size_hint(size: Any) -> Any:
+    """The value of a symbolic number in the example; asking leaves no guard."""
+    return size.node.hint
 
 
 def python_of_sizes(expression: Any) -> str:
