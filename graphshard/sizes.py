@@ -221,7 +221,7 @@ def size_text(size: Any) -> str:
 
 def hint(size: Any) -> Any:
     """The value of a size in the example call, asked for without deciding anything by it."""
-    return torch_compat.size_hint(size) if isinstance(size, SYMBOLIC) else size
+    return torch_compat.size_hint(size)
 
 
 def nbytes_hint(value: Tensor) -> int:

@@ -118,8 +118,8 @@ def size_names(size: Any) -> dict[Any, Any]:
 
 
 def size_hint(size: Any) -> Any:
-    """The value of a symbolic number in the example; asking leaves no guard."""
-    return size.node.hint
+    """A number, or of a symbolic one its value in the example; asking leaves no guard."""
+    return size.node.hint if hasattr(size, "node") else size
 
 
 def python_of_sizes(expression: Any) -> str:

@@ -57,6 +57,66 @@ def test_one_capture_serves_every_shape(name):
     assert len(sharded.programs) == 1
 
 
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {"offload": "activations"},
+        {"strategy": "SHARD_GRAD_OP"},
+        {"backward_prefetch": "post", "forward_prefetch": 2},
+    ],
+    ids=str,
+)
+def test_policies_hold_for_symbolic_sizes(fields):
+    case = CASES["gpt"]
+    model = case.model()
+    policy = graphshard.BlockPolicy(case.blocks, **fields)
+    dynamic = dict.fromkeys(case.batch(), IDS)
+    sharded = graphshard.compile(model, policy, dynamic=dynamic, check=True)
+    for shape in SHAPES[:2]:
+        both(model, sharded, call(case, shape))
+    assert len(sharded.programs) == 1
+
+
+def test_gradients_kept_by_no_sync_share_the_trace():
+    model, sharded = asks()
+    with sharded.no_sync():
+        for shape in [(2, 3), (4, 5)]:
+            x = torch.randn(*shape, 4)
+            (sharded(x).sum() + 0).backward()
+            model(x).sum().backward()
+    x = torch.randn(3, 7, 4)
+    sharded(x).sum().backward()
+    model(x).sum().backward()
+    for p, q in zip(model.parameters(), sharded.parameters(), strict=True):
+        torch.testing.assert_close(q.grad, p.grad)
+    assert len(sharded._graphshard.programs._captures) == 1
+
+
+def test_images_of_every_size_and_gradients_of_inputs():
+    torch.manual_seed(0)
+    model = nn.Sequential(
+        nn.Conv2d(3, 4, 3, padding=1), nn.BatchNorm2d(4), nn.ReLU(), nn.Dropout(0.1),
+        nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(4, 5),
+    )  # fmt: skip
+    sharded = graphshard.compile(
+        model,
+        graphshard.SizePolicy(20),
+        dynamic={"input": {0: "batch", 2: "height", 3: "width"}},
+        check=True,
+    )
+    for shape in [(4, 3, 8, 8), (3, 3, 9, 7), (5, 3, 4, 8)]:
+        given = torch.randn(shape)
+        grads = []
+        for one in (model, sharded):
+            one.zero_grad()
+            x = given.clone().requires_grad_()
+            torch.manual_seed(2)
+            one(x).square().sum().backward()
+            grads.append([x.grad, *(p.grad for p in one.parameters()), *one.buffers()])
+        assert all(map(torch.equal, *grads))
+    assert len(sharded.programs) == 1
+
+
 @pytest.mark.parametrize("name", ["gpt", "llama"])
 def test_evaluation_has_one_program_for_every_shape(name):
     case = CASES[name]
