@@ -43,7 +43,11 @@ def _again(sharded, kwargs):
     return loss_of(sharded(**kwargs))
 
 
-@pytest.mark.parametrize("name", ["gpt", "llama", "gpt2", "bert"])
+def slow(value):
+    return pytest.param(value, marks=pytest.mark.slow)
+
+
+@pytest.mark.parametrize("name", ["gpt", "bert", slow("llama"), slow("gpt2")])
 def test_one_capture_serves_every_shape(name):
     case = CASES[name]
     model = case.model()
@@ -61,8 +65,8 @@ def test_one_capture_serves_every_shape(name):
     "fields",
     [
         {"offload": "activations"},
-        {"strategy": "SHARD_GRAD_OP"},
-        {"backward_prefetch": "post", "forward_prefetch": 2},
+        slow({"strategy": "SHARD_GRAD_OP"}),
+        slow({"backward_prefetch": "post", "forward_prefetch": 2}),
     ],
     ids=str,
 )
