@@ -86,20 +86,19 @@ class Dynamic:
         found = self._found.get(structure)
         if found is None:
             found = self._found[structure] = self._resolve(tensors, structure)
-        sizes: dict[str, tuple[int, str]] = {}
+        first: dict[str, tuple[int, int, int]] = {}  # size, tensor, dimension by name
         for index, dims in enumerate(found):
+            shape = tensors[index].shape
             for dim, name in dims.items():
-                if dim >= tensors[index].ndim:
+                if dim >= len(shape):
                     self._refuse_dim(self.labels(structure)[index], dim, tensors[index])
-                size = tensors[index].shape[dim]
-                known, where = sizes.setdefault(name, (size, ""))
-                if not where:
-                    sizes[name] = (size, f"dim {dim} of {self.labels(structure)[index]}")
-                elif known != size:
+                size, other, place = first.setdefault(name, (shape[dim], index, dim))
+                if size != shape[dim]:
+                    labels = self.labels(structure)
                     raise PolicyError(
-                        f"dynamic calls both {where} and dim {dim} of "
-                        f"{self.labels(structure)[index]} {name!r}, but in this call their sizes "
-                        f"are {known} and {size}; give sizes that may differ different names"
+                        f"dynamic calls both dim {place} of {labels[other]} and dim {dim} of "
+                        f"{labels[index]} {name!r}, but in this call their sizes are {size} and "
+                        f"{shape[dim]}; give sizes that may differ different names"
                     )
         return found
 
