@@ -6,17 +6,17 @@ import contextlib
 import itertools
 from collections.abc import Callable, Iterator
 from typing import Any
-from unittest import mock
 
-import torch
 from torch import nn
 
 from graphshard import torch_compat
-from graphshard.errors import CaptureError
 
 FQN = "fqn"
 CALLS = "calls"
 REGION = "recompute_region"
+"""The checkpointed calls around a node, the outermost first, as a tuple of numbers."""
+KEEP = "recompute_keep"
+"""Whether the model's own selective checkpoint wants a node's result saved."""
 
 
 @contextlib.contextmanager
@@ -62,36 +62,3 @@ def named_nodes(model: nn.Module) -> Iterator[None]:
             hook.remove()
         while open_contexts:
             open_contexts.pop()[1].__exit__(None, None, None)
-
-
-@contextlib.contextmanager
-def tagged_checkpoint_regions() -> Iterator[None]:
-    """Tag what runs under `torch.utils.checkpoint`; AOT would silently drop the checkpointing."""
-    annotate = torch_compat.annotate()
-    numbers = itertools.count()
-
-    def without_reentrant(function: Any, *args: Any, **kwargs: Any) -> Iterator[None]:
-        with annotate({REGION: next(numbers)}):
-            yield
-
-    class Reentrant:
-        @staticmethod
-        def apply(function: Any, preserve_rng_state: bool, *args: Any) -> Any:
-            with annotate({REGION: next(numbers)}):
-                return function(*args)
-
-    def refuse(hooks: Any) -> None:
-        raise CaptureError(
-            "saved_tensors_hooks (save_on_cpu among them) cannot be carried into the captured "
-            "graph; remove the context and let the policy decide what is kept for backward"
-        )
-
-    generator = "_checkpoint_without_reentrant_generator"
-    checkpointing = "torch.utils.checkpoint"
-    torch_compat.private(checkpointing, generator)
-    with (
-        mock.patch(f"{checkpointing}.{generator}", without_reentrant),
-        mock.patch(f"{checkpointing}.CheckpointFunction", Reentrant),
-        mock.patch.object(torch.autograd.graph.saved_tensors_hooks, "__enter__", refuse),
-    ):
-        yield

@@ -17,8 +17,9 @@ import torch
 from torch import Tensor, nn
 
 from graphshard import torch_compat
-from graphshard.annotation import named_nodes, tagged_checkpoint_regions
+from graphshard.annotation import named_nodes
 from graphshard.capture_errors import explained
+from graphshard.checkpoint_regions import tagged_checkpoint_regions
 from graphshard.dynamic import Names, strides_of, symbolic_shapes
 from graphshard.errors import CaptureError
 from graphshard.fake_mode import constant_folding_fake_mode

@@ -220,14 +220,19 @@ def _add_command(commands: Any, name: str, summary: str) -> argparse.ArgumentPar
         help="free units after forward, keep them, or keep them in parts in groups of K ranks",
     )
     fields.add_argument("--reshard-root", action="store_true", default=unset)
-    fields.add_argument("--recompute", choices=["units"], default=unset)
+    fields.add_argument(
+        "--recompute",
+        metavar="WHAT",
+        default=unset,
+        help="units, selective, budget, or module classes: A,B or selective,A,B",
+    )
     fields.add_argument("--sync-module-states", action="store_true", default=unset)
     fields.add_argument(
         "--memory-budget",
         type=parse_bytes,
         metavar="BYTES",
         default=unset,
-        help="unsharded parameters alive at once on a rank at most, e.g. 2GiB",
+        help="what a step may hold at once on a rank besides its shards, e.g. 20GiB",
     )
 
     command.add_argument("--times", action="store_true", help="say how long each stage took")
@@ -251,6 +256,8 @@ def _policy(options: argparse.Namespace) -> Policy:
     fields = {name: value for name, value in vars(options).items() if name in _POLICY_FIELDS}
     if fields.get("backward_prefetch") == "none":
         fields["backward_prefetch"] = None
+    if "recompute" in fields:
+        fields["recompute"] = fields["recompute"].split(",")
     return parse_policy(options.policy, **fields)
 
 

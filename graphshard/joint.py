@@ -9,7 +9,7 @@ from typing import Any, cast
 from torch import Tensor, fx
 
 from graphshard import torch_compat
-from graphshard.annotation import CALLS, FQN, REGION
+from graphshard.annotation import CALLS, FQN, KEEP, REGION
 from graphshard.errors import CaptureError
 from graphshard.program import (
     BACKWARD,
@@ -228,7 +228,7 @@ class _Builder:
         )
         node.meta = {"val": old.meta.get("val"), "phase": _phase(old), FQN: fqn}
         custom = old.meta.get("custom") or {}
-        for key in (CALLS, REGION):
+        for key in (CALLS, REGION, KEEP):
             if key in custom:
                 node.meta[key] = custom[key]
         if old.meta.get("stack_trace"):

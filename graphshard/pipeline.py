@@ -16,6 +16,7 @@ from graphshard.passes.partial_reshard import PartialReshard
 from graphshard.passes.prefetch import Prefetch
 from graphshard.passes.prefetch_copies import PrefetchCopies
 from graphshard.passes.recompute import Recompute
+from graphshard.passes.recompute_budget import RecomputeToBudget
 from graphshard.passes.reduce_grads import ReduceGrads
 from graphshard.passes.reduce_replicas import ReduceReplicas
 from graphshard.passes.regather import Regather
@@ -25,6 +26,7 @@ from graphshard.passes.zeros_for_kept import ZerosForKept
 from graphshard.plan import ShardingPlan
 from graphshard.policy_base import Policy
 from graphshard.program import Program
+from graphshard.recompute_choice import RecomputeChoice
 from graphshard.runs import assign_units
 from graphshard.verify import verify
 from graphshard.verify_facts import Reference
@@ -84,8 +86,8 @@ def default_passes(policy: Policy) -> tuple[Pass, ...]:
         raise PolicyError(
             'offload="params" is not there yet; use offload="activations", or leave it out'
         )
-    return (
-        Recompute(units=policy.recompute == "units"),
+    choice = RecomputeChoice.of(policy.recompute)
+    then = (
         Unshard(),
         PartialReshard(),
         Regather(),
@@ -99,6 +101,11 @@ def default_passes(policy: Policy) -> tuple[Pass, ...]:
         SinkWaits(),
         InsertFree(),
     )
+    first: Pass = Recompute(choice.units, bool(choice.classes), choice.selective)
+    if choice.budget:
+        assert policy.memory_budget is not None
+        first = RecomputeToBudget(policy.memory_budget, then, bool(choice.classes))
+    return (first, *then)
 
 
 def run_passes(

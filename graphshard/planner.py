@@ -19,6 +19,7 @@ from graphshard.placement import REPLICATED, SHARDED, Wish, as_wishes, split_dim
 from graphshard.plan import IGNORED, ParamLayout, ShardingPlan, Unit
 from graphshard.plan_warnings import plan_warnings, reshard_warnings, with_capture_warnings
 from graphshard.policy_base import Policy
+from graphshard.recompute_choice import RecomputeChoice
 from graphshard.strategy import Strategy
 from graphshard.unit_options import UnitOptions, options_of
 
@@ -65,8 +66,6 @@ def make_plan(
     overrides = policy.overrides(tree)
     asked = {fqn: options_of(policy, fqn, overrides.get(fqn, {})) for fqn in unit_fqns}
     options = {fqn: fitted(wish, fqn, mesh_shape) for fqn, wish in asked.items()}
-    for fqn in unit_fqns:
-        _check_standing(fqn, options[fqn], policy)
     entries: dict[str, list[TreeParam]] = {fqn: [] for fqn in unit_fqns}
     for entry in tree.params:
         entries[around[entry.home]].append(entry)
@@ -85,7 +84,10 @@ def make_plan(
         for fqn, layouts in owned.items()
     )
     left_alone = tuple(_ignored_layout(entry) for entry in tree.ignored)
-    plan = ShardingPlan(units, policy, world_size, mesh_shape, ignored=left_alone)
+    recomputed = RecomputeChoice.of(policy.recompute).modules(tree)
+    plan = ShardingPlan(
+        units, policy, world_size, mesh_shape, recomputed=recomputed, ignored=left_alone
+    )
     return replace(plan, warnings=(*plan_warnings(plan), *reshard_warnings(asked)))
 
 
@@ -120,20 +122,6 @@ def _ignored_layout(entry: TreeParam) -> ParamLayout:
     )
 
 
-def _check_standing(unit: str, options: UnitOptions, policy: Policy) -> None:
-    """Refuse what does not go with copies of parameters that ranks keep and compute with."""
-    if options.strategy is not Strategy.SHARD_OPTIMIZER:
-        return
-    precision, offloads = options.precision, policy.offloads("params")
-    if offloads or (precision is not None and precision.param_dtype is not None):
-        what = "offload of params" if offloads else "a param_dtype of mixed_precision"
-        raise PolicyError(
-            f"strategy SHARD_OPTIMIZER of unit {unit or '(root)'} computes with the parameters "
-            f"that each rank keeps on its device, so {what} has no place in it; use SHARD_GRAD_OP, "
-            "which gathers them from shards that may lie elsewhere or be cast first"
-        )
-
-
 def _layout(
     entry: TreeParam,
     options: UnitOptions,
@@ -142,7 +130,6 @@ def _layout(
     granted: dict[str, bool],
 ) -> ParamLayout:
     shape, dtype = tuple(entry.param.shape), entry.param.dtype
-    standing = options.strategy is Strategy.SHARD_OPTIMIZER
     dim = _dim(entry, options, ranks, wish, granted)
     return ParamLayout(
         fqn=entry.names[0],
@@ -153,7 +140,6 @@ def _layout(
         placement=REPLICATED if dim is None else SHARDED,
         world_size=ranks,
         dim=dim or 0,
-        standing=standing and dim is not None,
     )
 
 
@@ -172,12 +158,6 @@ def _dim(
                 f"{wish.by}: parameter {name!r} is to be split along dim {wish.where}, but its "
                 "unit's strategy NO_SHARD splits nothing; leave one of them out"
             )
-        if options.strategy is Strategy.SHARD_OPTIMIZER and wish.where not in (0, REPLICATED):
-            raise PolicyError(
-                f"{wish.by}: parameter {name!r} is to be split along dim {wish.where}, but its "
-                "unit's strategy SHARD_OPTIMIZER updates rows of it, which are along dim 0; leave "
-                "one of them out"
-            )
         fits = wish.fits(shape, ranks)
         if wish.strict and not fits:
             raise PolicyError(
@@ -190,8 +170,7 @@ def _dim(
             return wish.where if isinstance(wish.where, int) else None
     if options.strategy is Strategy.NO_SHARD:
         return None
-    rows_only = options.strategy is Strategy.SHARD_OPTIMIZER
-    return split_dim(shape, entry.param.dtype.itemsize, ranks, rows_only=rows_only)
+    return split_dim(shape, entry.param.dtype.itemsize, ranks)
 
 
 def _require_granted(granted: Mapping[str, bool], ranks: int) -> None:

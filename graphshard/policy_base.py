@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from graphshard.errors import PolicyError
 from graphshard.mixed_precision import MixedPrecision
 from graphshard.module_tree import ModuleTree
+from graphshard.recompute_choice import RecomputeChoice, as_field
 from graphshard.strategy import Strategy
 
 OFFLOADS = ("params", "activations")
@@ -35,17 +36,23 @@ class Policy:
             reduced; None, only when the unit itself needs it.
         forward_prefetch: how many units ahead of its use a gather is issued in forward.
         reshard_root: free the root unit after forward and gather it again for backward.
-        recompute: "units" computes the forward of every unit but the root again in backward, so
-            that only its inputs are saved; None leaves that to the model. Regions under
-            `torch.utils.checkpoint` are recomputed either way.
+        recompute: what of forward is computed again in backward instead of saved. "units": every
+            unit but the root, so that only its inputs are saved; a class, a class name or several:
+            every call of a module of them; "selective": all of the units but matrix products,
+            convolutions and attention, or of given classes, as in ("selective", Block);
+            "budget": the cheapest part by which the step fits in `memory_budget`. None leaves it to
+            the model. Regions under `torch.utils.checkpoint` are recomputed either way.
         mixed_precision: dtypes to compute, gather and reduce in. None: the parameters' own.
         offload: "params" keeps shards, gradients and so the optimizer's work on the host,
             "activations" what forward saves for backward; or a collection of both. None: nothing.
         ignored: parameters and modules that are left alone (not sharded, not moved, gradients not
             reduced): a collection of them, or a regular expression (or several) that must match a
             parameter's or module's whole FQN.
-        memory_budget: the most bytes of unsharded parameters that may live at once on a rank;
-            a program that passes it is a `VerifyError`. None: no bound.
+        memory_budget: the most bytes a step may need at once on a rank, besides what the rank holds
+            between steps (shards, their gradients, optimizer state, buffers) and its inputs:
+            unsharded parameters, activations (saved for backward, recomputed, or at work),
+            gradients not reduced yet, and outputs. A program that passes it is a `VerifyError`.
+            None: no bound.
         sync_module_states: take rank 0's parameters and buffers on every rank.
         notes: remarks the plan prints, such as settings of another system that do not apply.
 
@@ -60,7 +67,7 @@ class Policy:
     reshard_root: bool = False
     mixed_precision: MixedPrecision | None = None
     offload: Collection[str] | str | None = None
-    recompute: str | None = None
+    recompute: Collection[type | str] | type | str | None = None
     ignored: Iterable[nn.Module | Tensor | str] | nn.Module | Tensor | str | None = None
     memory_budget: int | None = None
     sync_module_states: bool = False
@@ -90,13 +97,20 @@ class Policy:
             raise PolicyError(
                 f"forward_prefetch must be an int, 0 or more; got {self.forward_prefetch!r}"
             )
-        if self.recompute not in ("units", None):
-            raise PolicyError(f'recompute must be "units" or None; got {self.recompute!r}')
+        choice = RecomputeChoice.of(self.recompute)
+        object.__setattr__(self, "recompute", as_field(self.recompute))
         if self.memory_budget is not None and (
             not is_int(self.memory_budget) or self.memory_budget <= 0
         ):
             raise PolicyError(
                 f"memory_budget must be a positive int of bytes or None; got {self.memory_budget!r}"
+            )
+        if choice.budget and self.memory_budget is None:
+            raise PolicyError('recompute="budget" needs memory_budget, the bytes to fit in')
+        if choice.budget and self.offloads("activations"):
+            raise PolicyError(
+                'recompute="budget" weighs what is saved on the device, where '
+                'offload="activations" leaves little; give one, or recompute="selective" with it'
             )
         for name in ("reshard_root", "sync_module_states"):
             if not isinstance(getattr(self, name), bool):

@@ -9,6 +9,7 @@ from __future__ import annotations
 import importlib
 from datetime import timedelta
 from functools import cache
+from inspect import signature
 from operator import attrgetter
 from typing import Any
 
@@ -272,3 +273,28 @@ def owned_region(dtensor: Any) -> tuple[slice, ...]:
     compute = private("torch.distributed.tensor._utils", "compute_local_shape_and_global_offset")
     sizes, offsets = compute(dtensor.shape, dtensor.device_mesh, dtensor.placements)
     return tuple(slice(o, o + s) for s, o in zip(sizes, offsets, strict=True))
+
+
+# -- selective checkpoints ------------------------------------------------------------------------
+
+
+def selective_checkpoint_mode() -> Any:
+    """The forward context that `create_selective_checkpoint_contexts` makes; has `policy_fn`."""
+    return private("torch.utils.checkpoint", "_CachingTorchDispatchMode")
+
+
+def selective_checkpoint_ignores() -> Any:
+    """Operators a selective checkpoint is never asked about."""
+    return private("torch.utils.checkpoint", "SAC_IGNORED_OPS")
+
+
+def selective_checkpoint_output(out: Any) -> dict[str, Any]:
+    """The argument by which a policy is told an operator's result, where this torch tells it."""
+    context = private("torch.utils.checkpoint", "SelectiveCheckpointContext")
+    return {"op_output": out} if "op_output" in signature(context.__init__).parameters else {}
+
+
+def traced_graph() -> Any:
+    """The fx graph being traced at the moment, or None."""
+    mode = private("torch.fx.experimental.proxy_tensor", "get_proxy_mode")()
+    return None if mode is None else mode.tracer.graph

@@ -1,15 +1,12 @@
-"""Rules on the memory of gathered parameters: freed once, unread afterwards, within the budget."""
+"""Rules on memory: what is gathered is freed once and not read afterwards; all fits the budget."""
 
 from __future__ import annotations
-
-from collections import Counter
 
 from torch import fx
 
 from graphshard import ops
-from graphshard.inspect.text import unit_label
-from graphshard.liveness import holders_of
 from graphshard.passes.insert_free import InsertFree
+from graphshard.step_memory import held_text, storages_of
 from graphshard.verify_facts import Facts
 
 
@@ -20,10 +17,6 @@ def check_frees(facts: Facts) -> None:
         if gather.target is not ops.all_gather:
             for free in frees:
                 facts.fail("frees", free, f"it frees what a {ops.op_name(gather)} returned")
-            continue
-        if gather.kwargs.get("in_place"):
-            for free in frees:
-                facts.fail("frees", free, f"%{wait.name} stands in the copies that ranks keep")
             continue
         if len(frees) > 1:
             facts.fail("frees", frees[1], f"%{wait.name} is freed by %{frees[0].name} already")
@@ -60,20 +53,23 @@ def check_lifetimes(facts: Facts) -> None:
 
 
 def check_budget(facts: Facts) -> None:
-    """The bytes of gathered parameters alive at once never pass the policy's budget."""
+    """What a step holds at once never passes the policy's budget; see `graphshard.step_memory`."""
     budget = facts.plan.policy.memory_budget
     if budget is None or InsertFree not in facts.done:
         return
-    for node, live, holders in holders_of(facts.program):
-        if live > budget:
-            sizes: Counter[str] = Counter()
-            for holder, size in holders.items():
-                part = " (parts)" if holder.target is ops.reshard else ""
-                sizes[f"{unit_label(holder.meta['unit'])}{part}"] += size
-            told = ", ".join(f"{name} {size:,}" for name, size in sizes.items())
-            facts.fail(
-                "budget",
-                node,
-                f"{live:,} bytes of unsharded parameters are alive here ({told}), more than "
-                f"memory_budget={budget:,}; make smaller units, prefetch less, or raise the budget",
-            )
+    storages = storages_of(facts.program)
+    live = storages.live()
+    peak = max(live, default=0)
+    if peak > budget:
+        place = live.index(peak)
+        held: dict[tuple[str, str], int] = {}
+        for storage in storages.held_at(place):
+            key = storage.kind, storage.unit
+            held[key] = held.get(key, 0) + storage.size
+        facts.fail(
+            "budget",
+            facts.nodes[place],
+            f"the step holds {peak:,} bytes here, more than memory_budget={budget:,} "
+            f"({held_text(held)}); recompute more, make smaller units, prefetch less, or raise "
+            "the budget",
+        )

@@ -29,7 +29,7 @@ aten = torch.ops.aten
 _UNDECLARED_VIEWS = frozenset({aten._unsafe_view.default})
 
 # Not views, but no more than the parameter's own elements in another dtype or order.
-_COPIES = frozenset(
+COPIES = frozenset(
     {
         aten._to_copy.default,
         aten.clone.default,
@@ -116,7 +116,7 @@ def transfers_after(node: fx.Node) -> list[fx.Node]:
 def _is_derivation(node: fx.Node) -> bool:
     if len(tensor_inputs(node)) != 1:
         return False
-    if node.target in _COPIES:
+    if node.target in COPIES:
         return all(user.op != "output" for user in node.users)
     return node.target is operator.getitem or _is_view_op(node.target)
 
@@ -153,7 +153,7 @@ def derived_values(program: Program, plan: ShardingPlan) -> dict[fx.Node, Source
     """
     found: dict[fx.Node, Source] = {}
     for param in program.params:
-        if plan.layouts[param.fqn].enters_as_shard(program.stale) and not any(
+        if plan.layouts[param.fqn].sharded and not any(
             ops.is_collective(user) or ops.is_transfer(user) for user in param.node.users
         ):
             found[param.node] = Source(param.node, param.fqn, plan.unit_of_param(param.fqn))

@@ -2,160 +2,141 @@
 
 from __future__ import annotations
 
-from collections import defaultdict
-from collections.abc import Hashable
+from collections.abc import Collection, Iterable
 from dataclasses import dataclass, field
-from operator import getitem
 
-import torch
 from torch import fx
 
-from graphshard.annotation import CALLS, REGION
 from graphshard.errors import PassError
-from graphshard.ops import is_random
+from graphshard.heavy_ops import is_heavy
 from graphshard.plan import ShardingPlan
-from graphshard.program import BACKWARD, FORWARD, Program
-from graphshard.sizes import is_size
-
-_aten = torch.ops.aten
+from graphshard.program import FORWARD, Program
+from graphshard.remat import (
+    Keeps,
+    Reads,
+    call_of,
+    checkpoints,
+    deepest,
+    issue_again,
+    kept_by_model,
+    placed,
+    reads_of_calls,
+    reads_of_checkpoints,
+    recomputable,
+)
 
 
 @dataclass(frozen=True)
 class Recompute:
-    """Recompute the regions the model checkpoints and, with `units`, every unit but the root.
+    """Recompute the regions the model checkpoints, and those the policy names.
 
-    A region is one call of its module. Before the first backward node of a region that reads one of
-    its values, the forward nodes that value comes from are issued again, from the region's inputs,
-    which stay saved. Random operators are not issued again: what they drew is saved (of a dropout
-    only the mask), so backward sees the same random numbers, and the random stream is eager's.
+    A region is one call of its module. Before a backward node of a region that reads its values,
+    the forward nodes they come from are issued again, as far as they were not yet, from the
+    region's inputs, which stay saved. So a region that backward enters at several places is
+    recomputed part by part, each when it is needed. Random operators are not issued again: what
+    they drew is saved (of a dropout only the mask), so backward sees the same random numbers, and
+    the random stream is eager's.
 
     The idea is that of "Training Deep Nets with Sublinear Memory Cost" (arXiv:1604.06174) and of
-    torch.utils.checkpoint.
+    torch.utils.checkpoint; what `selective` keeps, see `graphshard.heavy_ops`.
+
+    Args:
+        units: every call of every unit but the root is a region.
+        classes: so is every call of the modules in `plan.recomputed`.
+        selective: keep the results of matrix products, convolutions and attention.
     """
 
     units: bool = False
+    classes: bool = False
+    selective: bool = False
     name: str = field(default="recompute", init=False)
 
     def apply(self, program: Program, plan: ShardingPlan) -> None:
         """Edit `program` in place, before parameters are unsharded.
 
         Raises:
-            PassError: a backward node still reads what its region should have recomputed.
+            PassError: a backward node still reads what its region should have recomputed, or no
+                module that the policy wants recomputed is called.
         """
+        recompute_checkpoints(program, self.name)
         targets = {unit.fqn for unit in plan.units if unit.fqn} if self.units else set()
-        reads: dict[Hashable, list[tuple[fx.Node, fx.Node]]] = defaultdict(list)
-        for user in program.nodes(BACKWARD):
-            region = _region(user, targets)
-            if region is None:
-                continue
-            for value in user.all_input_nodes:
-                if _recomputable(value) and _region(value, targets) == region:
-                    reads[region].append((user, value))
-        order = {node: index for index, node in enumerate(program.graph.nodes)}
-        for region, pairs in reads.items():
-            _recompute(program.graph, region, pairs, targets, order)
-            _check(pairs, self.name)
+        if self.classes:
+            require_calls(program, plan)
+            targets |= set(plan.recomputed)
+        if not targets:
+            return
+
+        def again(node: fx.Node) -> bool:
+            return recomputable(node) and not (self.selective and is_heavy(node))
+
+        order = {node: place for place, node in enumerate(program.graph.nodes)}
+        regions = list(reads_of_calls(program, targets))
+        for reads in regions:
+            inside = _Inside(reads, targets, again)
+            rewrite(program, reads, inside, order, self.name)
 
 
-def _region(node: fx.Node, targets: set[str]) -> Hashable:
-    """The recomputed region `node` belongs to: a checkpointed call, or the innermost target's."""
-    if REGION in node.meta:
-        return "checkpoint", node.meta[REGION]
-    for call in reversed(node.meta.get(CALLS, ())):
-        if call[0] in targets:
-            return call
-    return None
+def recompute_checkpoints(program: Program, name: str) -> None:
+    """Recompute the calls of `torch.utils.checkpoint`, the innermost first.
+
+    Raises:
+        PassError: a backward node still reads what its region should have recomputed.
+    """
+    order = {node: place for place, node in enumerate(program.graph.nodes)}
+    for depth in reversed(range(deepest(program))):
+        for reads in list(reads_of_checkpoints(program, depth)):
+
+            def again(node: fx.Node, reads: Reads = reads, depth: int = depth) -> bool:
+                chain = checkpoints(node)
+                inside = len(chain) > depth and chain[depth] == reads.region
+                return inside and recomputable(node) and not kept_by_model(node)
+
+            rewrite(program, reads, again, order, name)
 
 
-def _recompute(
-    graph: fx.Graph,
-    region: Hashable,
-    pairs: list[tuple[fx.Node, fx.Node]],
-    targets: set[str],
-    order: dict[fx.Node, int],
+def rewrite(
+    program: Program, reads: Reads, again: Keeps, order: dict[fx.Node, int], name: str
 ) -> None:
-    needed: set[fx.Node] = set()
-    stack = [value for _, value in pairs]
-    while stack:
-        node = stack.pop()
-        if node in needed:
-            continue
-        needed.add(node)
-        stack.extend(
-            source
-            for source in _sources(node)
-            if _recomputable(source) and _region(source, targets) == region
+    """Issue again what `again` says of one region, and check that every reader was rewritten.
+
+    Raises:
+        PassError: one was not.
+    """
+    issue_again(program.graph, reads, placed(reads, again, order))
+    for user, values in reads.by_user.items():
+        for value in values:
+            if again(value) and value in user.all_input_nodes:
+                raise PassError(f"pass {name}: {user.name} still reads {value.name} from forward")
+
+
+def require_calls(program: Program, plan: ShardingPlan) -> None:
+    """Raise unless some module of the classes the policy recomputes is called.
+
+    Raises:
+        PassError: none is.
+    """
+    if program.grad and not _any_call(program.nodes(FORWARD), plan.recomputed):
+        raise PassError(
+            f"the policy recomputes {', '.join(plan.recomputed[:4])}, but the step computes "
+            "nothing in a call of them; name the classes whose forward runs"
         )
-    again: dict[fx.Node, fx.Node] = {}
-    with graph.inserting_before(pairs[0][0]):
-        for node in sorted(needed, key=order.__getitem__):
-            again[node] = _issue_again(graph, node, again)
-    for user, value in pairs:
-        user.replace_input_with(value, again[value])
 
 
-def _recomputable(node: fx.Node) -> bool:
-    return (
-        node.op == "call_function"
-        and node.meta["phase"] == FORWARD
-        and not _keeps_its_draw(node)
-        and not is_size(node)  # a number: computing it again could only keep a tensor for it
-    )
+def _any_call(nodes: Iterable[fx.Node], targets: Collection[str]) -> bool:
+    return any(call_of(node, targets) is not None for node in nodes)
 
 
-def _keeps_its_draw(node: fx.Node) -> bool:
-    if _dropped(node) is not None:
-        return False
-    if node.target is getitem:
-        source = node.args[0]
-        return isinstance(source, fx.Node) and is_random(source)
-    return is_random(node)
+@dataclass(frozen=True)
+class _Inside:
+    """Whether a node of one call is to be issued again."""
 
+    reads: Reads
+    targets: Collection[str]
+    wanted: Keeps
 
-def _dropped(node: fx.Node) -> fx.Node | None:
-    """The dropout whose output (not its mask) `node` picks out, if it does."""
-    if node.target is getitem and node.args[1] == 0:
-        source = node.args[0]
-        if isinstance(source, fx.Node) and source.target is _aten.native_dropout.default:
-            return source if source.args[2] is True else None
-    return None
-
-
-def _sources(node: fx.Node) -> list[fx.Node]:
-    dropout = _dropped(node)
-    return node.all_input_nodes if dropout is None else dropout.all_input_nodes
-
-
-def _issue_again(graph: fx.Graph, node: fx.Node, again: dict[fx.Node, fx.Node]) -> fx.Node:
-    dropout = _dropped(node)
-    if dropout is None:
-        copy = graph.node_copy(node, lambda source: again.get(source, source))
-    else:
-        value, p, _ = dropout.args
-        assert isinstance(value, fx.Node)
-        assert isinstance(p, float | int)
-        # A dropout's output is its input times mask times scale, which is what its backward
-        # computes of a gradient; so the mask alone, one byte an element, is kept.
-        mask = _mask(graph, dropout)
-        scale = 0.0 if p == 1 else 1.0 / (1.0 - p)
-        copy = graph.call_function(
-            _aten.native_dropout_backward.default, (again.get(value, value), mask, scale)
+    def __call__(self, node: fx.Node) -> bool:
+        return (
+            not checkpoints(node)
+            and call_of(node, self.targets) == self.reads.region
+            and self.wanted(node)
         )
-    copy.meta = {**node.meta, "phase": BACKWARD}
-    return copy
-
-
-def _mask(graph: fx.Graph, dropout: fx.Node) -> fx.Node:
-    for user in dropout.users:
-        if user.target is getitem and user.args[1] == 1:
-            return user
-    with graph.inserting_after(dropout):
-        mask = graph.call_function(getitem, (dropout, 1))
-    mask.meta = {**dropout.meta, "val": dropout.meta["val"][1]}
-    return mask
-
-
-def _check(pairs: list[tuple[fx.Node, fx.Node]], name: str) -> None:
-    for user, value in pairs:
-        if value in user.all_input_nodes:
-            raise PassError(f"pass {name}: {user.name} still reads {value.name} from forward")

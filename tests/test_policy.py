@@ -330,7 +330,14 @@ def test_lambda_policy_wants_a_bool():
         (lambda: SizePolicy(memory_budget=0), "memory_budget"),
         (lambda: SizePolicy(memory_budget="1 GiB"), "memory_budget"),
         (lambda: SizePolicy(reshard_root="no"), "reshard_root"),
-        (lambda: SizePolicy(recompute="layers"), "recompute"),
+        (
+            lambda: SizePolicy(recompute=3),
+            "recompute must be one of 'units', 'selective', 'budget'",
+        ),
+        (lambda: SizePolicy(recompute=[None]), "recompute"),
+        (lambda: SizePolicy(recompute=["units", Block]), 'leave out "units"'),
+        (lambda: SizePolicy(recompute=["selective", "budget"]), "give one"),
+        (lambda: SizePolicy(recompute="budget"), "needs memory_budget"),
         (lambda: SizePolicy(sync_module_states=1), "sync_module_states"),
     ],
 )

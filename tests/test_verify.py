@@ -11,11 +11,12 @@ import toy_programs as toys
 from broken_programs import BREAKS, missing_free, named
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx.experimental.symbolic_shapes import ShapeEnv
-from toy_programs import BATCH, WIDTH
+from toy_programs import BATCH, VOCAB, WIDTH
 
 from graphshard.errors import VerifyError
 from graphshard.policy import Policy
 from graphshard.program import FORWARD, Program
+from graphshard.step_memory import storages_of
 from graphshard.verify import verify
 from graphshard.verify_facts import Reference, signature
 
@@ -68,7 +69,7 @@ def test_a_replicated_parameter_is_not_gathered() -> None:
     gain = next(p for p in program.params if p.fqn == "a.gain")
     gather.args = ([*gather.args[0], gain.node],)
     gather.kwargs = {**gather.kwargs, "params": (*gather.kwargs["params"], "a.gain")}
-    with pytest.raises(VerifyError, match=r"'gathers'.*'a.gain' is whole on each rank"):
+    with pytest.raises(VerifyError, match=r"'gathers'.*'a.gain' is replicated"):
         verify(program, plan, after="x")
 
 
@@ -84,18 +85,24 @@ def test_a_frozen_parameter_has_no_gradient() -> None:
 def test_budget() -> None:
     # 4 ranks: 12 of the root's two times 10 rows after padding, 8 of each of a block's.
     root, block = 4 * (2 * 12 * WIDTH), 4 * (8 * WIDTH + 8 * 8)
-    most = root + 2 * block  # in backward, the block at work and the next
+    program, _ = toys.rewritten(toys.blocks)
+    most = max(storages_of(program).live())
     toys.rewritten(toys.blocks, Policy(memory_budget=most))
     with pytest.raises(VerifyError) as raised:
         toys.rewritten(toys.blocks, Policy(memory_budget=most - 1))
     said, where, *_ = str(raised.value).splitlines()
+    x, h, wide = 4 * BATCH * WIDTH, 4 * BATCH * 8, 4 * BATCH * VOCAB
+    grad = 4 * 8 * WIDTH
     assert said == (
-        f"after pass 'insert_free' the program breaks the rule 'budget': {most:,} bytes of "
-        f"unsharded parameters are alive here ((root) {root:,}, layers.2 {block:,}, layers.1 "
-        f"{block:,}), more than memory_budget={most - 1:,}; make smaller units, prefetch less, or "
-        "raise the budget"
+        f"after pass 'insert_free' the program breaks the rule 'budget': the step holds {most:,} "
+        f"bytes here, more than memory_budget={most - 1:,} (unsharded parameters "
+        f"{root + 2 * block:,}: (root) {root:,}, layers.0 {block:,}, layers.1 {block:,}; saved for "
+        f"backward {2 * x + h:,}: layers.0 {x + h:,}, (root) {x:,}; gradients to reduce "
+        f"{4 * grad + 240:,}: layers.1 {2 * grad:,}, layers.2 {2 * grad:,}, (root) 240; returned "
+        f"{wide:,}: (root) {wide:,}; at work 224: layers.1 224); recompute more, make smaller "
+        "units, prefetch less, or raise the budget"
     )
-    assert where == "node %layers_1_all_gather_1, unit 'layers.1'"
+    assert where == "node %mm_default_16, unit 'layers.1'"
 
 
 def test_a_captured_program_needs_no_pass_to_be_valid() -> None:

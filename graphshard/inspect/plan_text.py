@@ -13,6 +13,7 @@ from rich.text import Text
 from graphshard.errors import GraphshardError
 from graphshard.gradient_bytes import gradient_bytes
 from graphshard.inspect.fold import Folded, fold
+from graphshard.inspect.memory_text import memory_dict, memory_notes
 from graphshard.inspect.units_text import human_bytes, human_count, mesh_text, some_of
 from graphshard.mesh_shape import fitted
 from graphshard.plan import ParamLayout, ShardingPlan, Unit
@@ -102,6 +103,8 @@ def plan_dict(plan: ShardingPlan, units: bool = True) -> dict[str, Any]:
         "warnings": list(plan.warnings),
     }
     del data["total"]["module_class"], data["total"]["own"]
+    if plan.program is not None:
+        data["memory"] = memory_dict(plan.program)
     if units:
         data["units"] = [_unit_dict(unit, plan) for unit in plan.units]
     return data
@@ -238,6 +241,8 @@ def _notes(plan: ShardingPlan) -> Iterator[tuple[str, str]]:
             f"{some_of([layout.fqn for layout in plan.ignored])}, {numel:,} elements, whole on "
             "every rank, gradients not reduced",
         )
+    if plan.program is not None and plan.program.grad:
+        yield from memory_notes(plan.program)
     for note in plan.policy.notes:
         yield "note", note
     yield from _resharded(plan)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import operator
 from collections import Counter
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from itertools import zip_longest
 from typing import Any
 
@@ -15,7 +15,9 @@ from graphshard import ops
 from graphshard.inspect.units_text import mesh_text
 from graphshard.liveness import gathered_bytes, live_unsharded
 from graphshard.program import BACKWARD, COMPUTE, FORWARD, Program
+from graphshard.remat import RECOMPUTED
 from graphshard.sizes import SYMBOLIC, size_text
+from graphshard.step_memory import SAVED, storages_of
 
 _SHORT_DTYPES = {
     torch.float64: "f64",
@@ -36,17 +38,20 @@ _SHORT_DTYPES = {
 def schedule_text(program: Program) -> str:
     """The program's events: communication one by one, compute collapsed per unit.
 
-    The first column is the bytes of unsharded parameters alive after the event.
+    The first column is the bytes of unsharded parameters alive after the event. Compute in forward
+    says how many bytes of what it computes are saved for backward, compute in backward how many of
+    its operators were computed in forward already.
     """
     rows: list[tuple[str, str, str, str] | str] = []
     phase = ""
     live = dict(live_unsharded(program))
+    saved = _saved_by_node(program)
     for event, nodes in program.timeline():
         if event.phase != phase:
             phase = event.phase
             rows.append(phase)
         compute = event.op == COMPUTE
-        detail = _count(len(nodes), "op") if compute else _communication(nodes, program)
+        detail = _compute(nodes, saved) if compute else _communication(nodes, program)
         rows.append((f"{live[nodes[-1]]:,}", event.op, unit_label(event.unit), detail))
     heading = ("live bytes", "event", "unit", "")
     return "\n".join([*_header(program), "", *_table(heading, rows)]) + "\n"
@@ -178,7 +183,6 @@ def _communication(nodes: list[fx.Node], program: Program) -> str:
     over = f" over {collective.kwargs['group']}" if "group" in collective.kwargs else ""
     if "ranks" in collective.kwargs:
         over = f" over groups of {collective.kwargs['ranks']}"
-    over += " in place" if collective.kwargs.get("in_place") else ""
     dims: Sequence[int] = collective.kwargs.get("dims", ())  # type: ignore[assignment]
     return _amount(size, values, over=over, dims=dims)
 
@@ -196,6 +200,22 @@ def _amount(
     )
     each = ", ".join(text if n == 1 else f"{n} x {text}" for text, n in shapes.items())
     return f"{size:,} bytes{over}, {_count(len(values), noun)}: {each}"
+
+
+def _compute(nodes: list[fx.Node], saved: Mapping[fx.Node, int]) -> str:
+    detail = _count(len(nodes), "op")
+    again = sum(RECOMPUTED in node.meta for node in nodes)
+    kept = sum(saved.get(node, 0) for node in nodes)
+    detail += f", {again:,} recomputed" if again else ""
+    return detail + (f", saves {kept:,} bytes" if kept else "")
+
+
+def _saved_by_node(program: Program) -> dict[fx.Node, int]:
+    found: dict[fx.Node, int] = {}
+    for storage in storages_of(program).all:
+        if storage.kind == SAVED:
+            found[storage.node] = found.get(storage.node, 0) + storage.size
+    return found
 
 
 def _values(nodes: Iterable[fx.Node]) -> list[torch.Tensor]:

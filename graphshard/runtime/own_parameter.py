@@ -11,7 +11,6 @@ from graphshard.errors import PlanError
 from graphshard.plan import ParamLayout
 from graphshard.runtime.group import Group
 from graphshard.runtime.shards import Shard
-from graphshard.runtime.standing import StandingShard
 
 
 class OwnParameter(Shard):
@@ -61,7 +60,6 @@ def make_shards(
     by_fqn: dict[str, Shard] = {}
     for layout in layouts.values():
         if layout.fqn not in by_fqn:
-            standing = StandingShard if layout.standing else Shard
-            kind = OwnParameter if layout.ignored else standing
+            kind = OwnParameter if layout.ignored else Shard
             by_fqn[layout.fqn] = kind(layout, group, model_params[layout.fqn])
     return {name: by_fqn[layout.fqn] for name, layout in layouts.items()}

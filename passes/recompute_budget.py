@@ -1,0 +1,191 @@
+"""recompute to a budget: as little is computed again as makes the step fit."""
+
+from __future__ import annotations
+
+from bisect import bisect_left
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from fractions import Fraction
+from functools import cached_property
+from itertools import pairwise
+from typing import Protocol
+
+from torch import fx
+
+from graphshard.errors import PolicyError
+from graphshard.min_cut import Choice
+from graphshard.passes.recompute import recompute_checkpoints, require_calls, rewrite
+from graphshard.plan import ShardingPlan
+from graphshard.program import Program
+from graphshard.remat import RECOMPUTED, Reads, reads_of_calls
+from graphshard.remat_peak import Held, Moves, PeakModel
+from graphshard.remat_problem import Frontiers, RegionProblem, forward_cost, region_problems
+from graphshard.step_memory import storages_of
+
+
+class _Step(Protocol):
+    def apply(self, program: Program, plan: ShardingPlan) -> None: ...
+
+
+@dataclass(frozen=True)
+class RecomputeToBudget:
+    """Recompute what costs least, so that the step never holds more than `budget` bytes.
+
+    For each region (a call of a unit or of a class named, or the root's own code) minimum cuts give
+    the choices between saving everything and saving the fewest bytes. From the state that saves
+    everything, regions take their next choice in the order of cost per byte saved, of equal ones
+    the first in forward, whose activations wait longest, until the budget holds. (The greedy on
+    convex hulls, which is the linear relaxation of the multiple-choice knapsack: Sinha and
+    Zoltners, "The Multiple-Choice Knapsack Problem", 1979.) Cost is in FLOPs, see
+    `graphshard.heavy_ops.cost_of`; bytes are those of `graphshard.step_memory`.
+
+    Args:
+        budget: bytes.
+        then: the passes that follow, which decide what parameters and gradients hold.
+        classes: the calls of the modules in `plan.recomputed` are the regions.
+    """
+
+    budget: int
+    then: Sequence[_Step] = ()
+    classes: bool = False
+    name: str = field(default="recompute", init=False)
+
+    def apply(self, program: Program, plan: ShardingPlan) -> None:
+        """See `Pass.apply`.
+
+        Raises:
+            PolicyError: the step holds more than the budget even if all that may is recomputed;
+                says the least budget found that would do.
+            PassError: see `Recompute`.
+        """
+        recompute_checkpoints(program, self.name)
+        if not program.grad:
+            return
+        if self.classes:
+            require_calls(program, plan)
+        targets = set(plan.recomputed) if self.classes else {unit.fqn for unit in plan.units}
+        peak = max(storages_of(self._rehearsed(program, plan, targets, set())).live(), default=0)
+        if peak <= self.budget:
+            program.notes = (*program.notes, self._note(peak, "nothing is recomputed for it"))
+            return
+        storages = storages_of(program)
+        problems = region_problems(program, plan, targets, storages)
+        frontiers = Frontiers()
+        choices = [frontiers.of(problem.problem) for problem in problems]
+        most = {
+            node.name
+            for problem, ladder in zip(problems, choices, strict=True)
+            for node in problem.recomputed(ladder[-1])
+        }
+        rehearsed = self._rehearsed(program, plan, targets, most)
+        held = Held.of(program, rehearsed, RECOMPUTED)
+        model = PeakModel(program, storages, [problem.reads for problem in problems], held)
+        search = _Search(model, problems, choices)
+        found = search.least_that_fits(self.budget)
+        if found is None:
+            raise PolicyError(
+                f"the step cannot do with memory_budget={self.budget:,} bytes, whatever is "
+                f"recomputed; {search.least:,} would do. Raise the budget, make "
+                "smaller units, prefetch less, or use a smaller batch"
+            )
+        self._rewrite(program, problems, search.levels(found), choices)
+        cost = search.cost(found) / max(forward_cost(program), 1)
+        share = f"{cost:.1%} of forward's work is done once more"
+        program.notes = (*program.notes, self._note(search.peak(found), share))
+
+    def _note(self, peak: int, done: str) -> str:
+        return f"memory_budget={self.budget:,}: the step holds {peak:,} bytes at most; {done}"
+
+    def _rehearsed(
+        self, program: Program, plan: ShardingPlan, targets: set[str], again: set[str]
+    ) -> Program:
+        """A copy in which the nodes of the names `again` are recomputed, after all passes."""
+        copy = program.copy()
+        order = {node: place for place, node in enumerate(copy.graph.nodes)}
+        for reads in list(reads_of_calls(copy, targets)):
+            rewrite(copy, reads, lambda node: node.name in again, order, self.name)
+        for step in self.then:
+            step.apply(copy, plan)
+        return copy
+
+    def _rewrite(
+        self,
+        program: Program,
+        problems: Sequence[RegionProblem],
+        levels: Sequence[int],
+        choices: Sequence[Sequence[Choice]],
+    ) -> None:
+        order = {node: place for place, node in enumerate(program.graph.nodes)}
+        for problem, level, ladder in zip(problems, levels, choices, strict=True):
+            again: frozenset[fx.Node] = problem.recomputed(ladder[level])
+            rewrite(program, problem.reads, again.__contains__, order, self.name)
+
+
+class _Search:
+    """States of all regions, from saving everything, each one step of one region further."""
+
+    def __init__(
+        self,
+        model: PeakModel,
+        problems: Sequence[RegionProblem],
+        choices: Sequence[Sequence[Choice]],
+    ) -> None:
+        self.model = model
+        self.problems = problems
+        self.choices = choices
+        steps = [
+            (Fraction(after.cost - before.cost, before.size - after.size), region)
+            for region, ladder in enumerate(choices)
+            for before, after in pairwise(ladder)
+        ]
+        self.steps = [region for _, region in sorted(steps)]
+        self._moves: dict[tuple[int, int], Moves] = {}
+        self._peaks: dict[int, int] = {}
+
+    def levels(self, steps: int) -> list[int]:
+        """The choice of each region after the first `steps` steps."""
+        levels = [0] * len(self.problems)
+        for region in self.steps[:steps]:
+            levels[region] += 1
+        return levels
+
+    def cost(self, steps: int) -> int:
+        """What is recomputed after so many steps, in FLOPs."""
+        pairs = zip(self.choices, self.levels(steps), strict=True)
+        return sum(ladder[level].cost for ladder, level in pairs)
+
+    def peak(self, steps: int) -> int:
+        """The most bytes held after so many steps."""
+        if steps not in self._peaks:
+            levels = enumerate(self.levels(steps))
+            self._peaks[steps] = self.model.peak([self._moved(*level) for level in levels])
+        return self._peaks[steps]
+
+    def _moved(self, region: int, level: int) -> Moves:
+        if (region, level) not in self._moves:
+            problem: RegionProblem = self.problems[region]
+            reads: Reads = problem.reads
+            again = problem.recomputed(self.choices[region][level])
+            self._moves[region, level] = self.model.moves(reads, again)
+        return self._moves[region, level]
+
+    @cached_property
+    def _samples(self) -> list[int]:
+        """States tried when the last one, which saves the fewest bytes, does not hold the least.
+
+        It need not, since what is recomputed is held too: of a large region all at once.
+        """
+        count = len(self.steps)
+        return sorted({*range(0, count, max(1, count // 48)), count})
+
+    @property
+    def least(self) -> int:
+        """The fewest bytes any of the states tried holds."""
+        return min(map(self.peak, self._samples))
+
+    def least_that_fits(self, budget: int) -> int | None:
+        """The number of steps after which the step fits in `budget`, None if it never does."""
+        last = len(self.steps)
+        if self.peak(last) > budget:
+            return next((n for n in self._samples if self.peak(n) <= budget), None)
+        return bisect_left(range(last), True, key=lambda n: self.peak(n) <= budget)

@@ -1,0 +1,186 @@
+"""Recompute to a budget: it holds, by as little as will do, and an impossible one is told."""
+
+from __future__ import annotations
+
+import re
+
+import pytest
+import torch
+import toy_programs as toys
+from models import CASES
+from torch import nn
+
+import graphshard
+from graphshard.errors import PolicyError, VerifyError
+from graphshard.heavy_ops import cost_of
+from graphshard.pipeline import default_passes, run_passes
+from graphshard.policy import Policy
+from graphshard.program import BACKWARD, Program
+from graphshard.remat import RECOMPUTED
+from graphshard.step_memory import PARAMETERS, storages_of
+from graphshard.step_memory import RECOMPUTED as AGAIN
+
+
+def peak(program: Program) -> int:
+    return max(storages_of(program).live())
+
+
+def work(program: Program) -> int:
+    """What computing again costs, in FLOPs."""
+    return sum(cost_of(node) for node in program.nodes(BACKWARD) if RECOMPUTED in node.meta)
+
+
+class Wide(nn.Module):
+    """Much between its products that is cheap to have again."""
+
+    def __init__(self, p: float) -> None:
+        super().__init__()
+        self.norm = nn.LayerNorm(16)
+        self.up, self.down = nn.Linear(16, 64), nn.Linear(64, 16)
+        self.drop = nn.Dropout(p)
+
+    def forward(self, x):
+        return x + self.drop(self.down(nn.functional.gelu(self.up(self.norm(x)).sin())))
+
+
+class Deep(nn.Module):
+    def __init__(self, p: float = 0.1) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.inp = nn.Linear(16, 16)
+        self.blocks = nn.ModuleList([Wide(p) for _ in range(4)])
+        self.head = nn.Linear(16, 8)
+
+    def forward(self, x):
+        x = self.inp(x)
+        for block in self.blocks:
+            x = block(x)
+        return self.head(x).square().sum()
+
+
+X = torch.randn(96, 16, generator=torch.Generator().manual_seed(1))
+
+
+def program_of(**fields) -> Program:
+    policy = graphshard.BlockPolicy({Wide}, **fields)
+    made = graphshard.plan(Deep(), policy, world_size=2, example_inputs=(X,)).program
+    assert made is not None
+    return made
+
+
+def least_budget() -> int:
+    with pytest.raises(PolicyError, match=r"cannot do with memory_budget=1 bytes") as raised:
+        program_of(recompute="budget", memory_budget=1)
+    found = re.search(r"([\d,]+) would do", str(raised.value))
+    assert found
+    return int(found[1].replace(",", ""))
+
+
+def test_the_budget_holds_by_as_little_work_as_will_do():
+    plain, whole = program_of(), program_of(recompute="units")
+    least = least_budget()
+    assert least <= peak(whole) < peak(plain)
+    budgets = [peak(plain), *(least + (peak(plain) - least) * part // 4 for part in (3, 2, 1, 0))]
+    works = []
+    for budget in budgets:
+        program = program_of(recompute="budget", memory_budget=budget)
+        assert peak(program) <= budget
+        (note,) = [note for note in program.notes if "memory_budget" in note]
+        holds = int(re.search(r"holds ([\d,]+)", note)[1].replace(",", ""))
+        assert peak(program) <= holds <= budget
+        assert holds <= 1.02 * peak(program)
+        works.append(work(program))
+    assert works[0] == 0
+    assert works == sorted(works)
+    assert len(set(works)) == len(works)
+    # Half way the products are still saved: less work than recomputing units whole.
+    assert 0 < works[2] < work(whole) / 2
+
+
+def test_a_budget_alone_is_only_checked():
+    with pytest.raises(VerifyError, match="rule 'budget': the step holds"):
+        program_of(memory_budget=peak(program_of()) - 1)
+    assert work(program_of(memory_budget=peak(program_of()))) == 0
+
+
+def test_a_budget_and_classes():
+    program = program_of(recompute=("budget", nn.LayerNorm), memory_budget=peak(program_of()) - 1)
+    again = [node for node in program.nodes(BACKWARD) if RECOMPUTED in node.meta]
+    assert again
+    assert all(node.meta["fqn"].endswith("norm") for node in again)
+
+
+def test_a_budget_does_not_go_with_activations_on_the_host():
+    with pytest.raises(PolicyError, match="give one"):
+        Policy(recompute="budget", memory_budget=10, offload="activations")
+
+
+@pytest.mark.parametrize("strategy", ["SHARD_GRAD_OP", "NO_SHARD", "HYBRID_SHARD"])
+def test_a_budget_holds_under_other_strategies(strategy):
+    policy = {"strategy": strategy}
+    mesh = (2, 2) if strategy == "HYBRID_SHARD" else None
+
+    def program(**fields) -> Program:
+        made = graphshard.plan(
+            Deep(),
+            graphshard.BlockPolicy({Wide}, **policy, **fields),
+            world_size=4,
+            mesh_shape=mesh,
+            example_inputs=(X,),
+        )
+        return made.program
+
+    plain = peak(program())
+    fits = program(recompute="budget", memory_budget=int(plain * 0.8))
+    assert peak(fits) <= plain * 0.8
+    assert work(fits)
+
+
+@pytest.mark.parametrize("name", [pytest.param(n, marks=pytest.mark.slow) for n in CASES])
+def test_a_budget_holds_for_real_models(name):
+    case = CASES[name]
+
+    def program(**fields) -> Program:
+        policy = graphshard.BlockPolicy(case.blocks, **fields)
+        inputs = case.inputs(0)
+        return graphshard.plan(case.model(), policy, world_size=2, example_kwargs=inputs).program
+
+    plain = peak(program())
+    for part in (0.95, 0.85):
+        fits = program(recompute="budget", memory_budget=int(plain * part))
+        assert peak(fits) <= plain * part
+        assert work(fits)
+
+
+# -- what a step holds ----------------------------------------------------------------------------
+
+
+def test_the_bytes_of_a_small_step_by_hand():
+    program, _ = toys.rewritten(toys.blocks, world_size=2)
+    storages = storages_of(program)
+    x, h = 4 * toys.BATCH * toys.WIDTH, 4 * toys.BATCH * 8
+    # Of each block its input and its relu's result; the last block's output is the head's input.
+    assert storages.saved_by_unit() == {
+        "": x,
+        "layers.0": x + h,
+        "layers.1": x + h,
+        "layers.2": x + h,
+    }
+    gathered = [s.size for s in storages.all if s.kind == PARAMETERS]
+    block, root = 4 * 2 * 8 * toys.WIDTH, 4 * 2 * toys.VOCAB * toys.WIDTH
+    assert sorted(gathered) == sorted([root] + [block] * 6)
+    assert not [s for s in storages.all if s.kind == AGAIN]
+
+
+def test_recomputed_values_are_counted_while_they_live():
+    program = toys.blocks()
+    plan = toys.make_toy_plan(program, toys.UNITS[toys.blocks], Policy(recompute="units"), 2)
+    run_passes(program, plan, default_passes(plan.policy))
+    storages = storages_of(program)
+    x, h = 4 * toys.BATCH * toys.WIDTH, 4 * toys.BATCH * 8
+    assert storages.saved_by_unit() == {"": x, "layers.0": x, "layers.1": x, "layers.2": x}
+    again = [s for s in storages.all if s.kind == AGAIN]
+    assert {s.size for s in again} == {h}
+    border = storages.place[program.first_backward()]
+    assert all(s.born >= border for s in again)
+    assert len({s.born for s in again}) == 6  # each block's product and relu, in its own backward

@@ -1,0 +1,410 @@
+"""Every way to ask for recompute: what is saved and computed again, and that the numbers stay."""
+
+from __future__ import annotations
+
+import copy
+from collections import Counter
+from functools import partial
+
+import pytest
+import torch
+from models import CASES, loss_of
+from torch import fx, nn
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils.checkpoint import (
+    CheckpointPolicy,
+    checkpoint,
+    create_selective_checkpoint_contexts,
+)
+
+import graphshard
+from graphshard.capture import capture
+from graphshard.errors import CaptureError, PassError, PolicyError
+from graphshard.heavy_ops import heavy_packets, is_heavy
+from graphshard.ops import is_compute
+from graphshard.passes.recompute import Recompute
+from graphshard.planner import make_plan
+from graphshard.program import BACKWARD, FORWARD, Program
+from graphshard.remat import RECOMPUTED, recomputable
+from graphshard.step_memory import SAVED, storages_of
+
+aten = torch.ops.aten
+X = torch.randn(5, 8, generator=torch.Generator().manual_seed(1))
+
+
+class Mix(nn.Module):
+    def __init__(self, p: float = 0.0) -> None:
+        super().__init__()
+        self.a, self.b = nn.Linear(8, 8), nn.Linear(8, 8)
+        self.drop = nn.Dropout(p)
+
+    def forward(self, x):
+        return x + self.drop(torch.tanh(self.b(torch.relu(self.a(x)))))
+
+
+class Mixes(nn.Module):
+    """Two `Mix`, each called through `around(block, x)` where that is given."""
+
+    def __init__(self, around=None, p: float = 0.0) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.inp = nn.Linear(8, 8)
+        self.blocks = nn.ModuleList([Mix(p), Mix(p)])
+        self.around = around or (lambda block, x: block(x))
+
+    def forward(self, x):
+        x = self.inp(x)
+        for block in self.blocks:
+            x = self.around(block, x)
+        return x.square().sum()
+
+
+def program_of(model: nn.Module, **fields) -> Program:
+    policy = graphshard.BlockPolicy({Mix}, **fields)
+    made = graphshard.plan(model, policy, world_size=2, example_inputs=(X,))
+    assert made.program is not None
+    return made.program
+
+
+def again(program: Program) -> Counter[str]:
+    """Names of the operators computed again, views left out."""
+    return Counter(
+        str(node.target).split(".")[1]
+        for node in program.nodes(BACKWARD)
+        if RECOMPUTED in node.meta and node.target not in (aten.t.default, aten.detach.default)
+    )
+
+
+def saved(program: Program) -> list[fx.Node]:
+    return [storage.node for storage in storages_of(program).all if storage.kind == SAVED]
+
+
+# -- what is asked for ----------------------------------------------------------------------------
+
+
+def test_each_word_and_class_recomputes_its_part():
+    assert not again(program_of(Mixes()))
+    # The block's last product and sum feed nothing in its backward.
+    assert again(program_of(Mixes(), recompute="units")) == {"addmm": 4, "relu": 2, "tanh": 2}
+    by_class = program_of(Mixes(), recompute=Mix)
+    assert again(by_class) == again(program_of(Mixes(), recompute="Mix"))
+    assert again(by_class) == again(program_of(Mixes(), recompute="units"))
+    assert again(program_of(Mixes(), recompute="selective")) == {"relu": 2, "tanh": 2}
+    both = program_of(Mixes(), recompute=("selective", Mix))
+    assert again(both) == {"relu": 2, "tanh": 2}
+    assert [n.target for n in saved(both)].count(aten.addmm.default) == 5  # one is the input's
+    assert again(program_of(Mixes(), recompute={nn.Linear})) == {}  # saves its input and output
+
+
+def test_a_class_that_matches_nothing_is_named():
+    with pytest.raises(PolicyError, match="recompute names Conv2d, Nix, of which the model has no"):
+        make_plan(
+            Mixes(), graphshard.BlockPolicy({Mix}, recompute={nn.Conv2d, "Nix"}), world_size=2
+        )
+    with pytest.raises(PassError, match=r"recomputes blocks, but the step computes nothing"):
+        program_of(Mixes(), recompute=nn.ModuleList)
+
+
+def test_one_value_has_one_form():
+    forms = ["units", ["units"], {"units"}, ("units",)]
+    assert len({graphshard.BlockPolicy({Mix}, recompute=form) for form in forms}) == 1
+    assert graphshard.BlockPolicy({Mix}, recompute=[]).recompute is None
+    text = repr(graphshard.BlockPolicy({Mix}, recompute={"selective", Mix, "Alpha"}))
+    assert "recompute={'Alpha', 'selective', Mix}" in text
+
+
+def test_the_plan_and_the_schedule_say_it():
+    policy = graphshard.BlockPolicy({Mix}, recompute="units")
+    plan = graphshard.plan(Mixes(), policy, world_size=2, example_inputs=(X,))
+    text = str(plan.program)
+    assert text.count(" recomputed") == 2
+    assert text.count(", saves 160 bytes") == 3
+    memory = plan.to_dict()["memory"]
+    assert memory["saved_bytes"] == {"": 160, "blocks.0": 160, "blocks.1": 160}
+    assert memory["recomputed_ops"] == sum(
+        RECOMPUTED in node.meta for node in plan.program.nodes(BACKWARD)
+    )
+    assert "saved: 480 B of activations from forward to backward: (root) 160 B, blocks.0-1" in str(
+        plan
+    )
+    assert "recomputed: " in str(plan)
+
+
+# -- the same numbers -----------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("name", "modes"),
+    [
+        ("gpt", ("units", "kept", "selective", "budget")),
+        ("llama", ("units",)),
+        ("t5", ("selective",)),
+        pytest.param("llama", ("kept", "selective", "budget"), marks=pytest.mark.slow),
+        pytest.param("t5", ("units", "kept", "budget"), marks=pytest.mark.slow),
+    ],
+)
+def test_losses_and_gradients_are_bit_equal_in_every_mode(name, modes):
+    case = CASES[name]
+    model, inputs = case.model(), case.inputs(0)
+    for module in model.modules():
+        if isinstance(module, nn.Dropout):
+            module.p = 0.1
+    eager = copy.deepcopy(model)
+    torch.manual_seed(5)
+    loss = loss_of(eager(**inputs))
+    loss.backward()
+    expected = {n: p.grad for n, p in eager.named_parameters()}
+    for mode in modes:
+        fields = {
+            "units": {"recompute": "units"},
+            "kept": {"recompute": "units", "strategy": "SHARD_GRAD_OP"},
+            "selective": {"recompute": ("selective", *case.blocks)},
+            "budget": {"recompute": "budget"},
+        }[mode]
+        if mode == "budget":
+            plain = compiled(model, case, inputs, {})
+            fields["memory_budget"] = int(max(storages_of(plain.program).live()) * 0.85)
+        sharded = compiled(model, case, inputs, fields)
+        torch.manual_seed(5)
+        again = loss_of(sharded(**inputs))
+        again.backward()
+        assert torch.equal(loss, again), fields
+        for fqn, param in sharded.named_parameters():
+            assert torch.equal(param.grad, expected[fqn]), (fields, fqn)
+        assert any(RECOMPUTED in n.meta for n in sharded.program.nodes(BACKWARD)), fields
+
+
+def compiled(model, case, inputs, fields):
+    policy = graphshard.BlockPolicy(case.blocks, **fields)
+    return graphshard.compile(model, policy, example_kwargs=inputs)
+
+
+# -- gathers and places ---------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("strategy", ["FULL_SHARD", "SHARD_GRAD_OP", "NO_SHARD"])
+@pytest.mark.parametrize("reshard_root", [False, True])
+def test_a_recomputed_unit_is_gathered_as_often_as_before(strategy, reshard_root):
+    fields = {"strategy": strategy, "reshard_root": reshard_root}
+    schedules = [
+        Counter(
+            (event.op, event.unit, event.phase)
+            for event in program_of(Mixes(p=0.1), recompute=what, **fields).schedule()
+            if event.op in ("all_gather", "free", "reduce_scatter", "all_reduce")
+        )
+        for what in (None, "units", "selective")
+    ]
+    assert schedules[0] == schedules[1] == schedules[2]
+
+
+def test_each_region_is_recomputed_right_before_its_own_backward():
+    program = program_of(Mixes(), recompute="units")
+    order = [
+        (node.meta["unit"], RECOMPUTED in node.meta)
+        for node in program.nodes(BACKWARD)
+        if node.meta["unit"] and is_compute(node)
+    ]
+    first_again = {unit: order.index((unit, True)) for unit in ("blocks.0", "blocks.1")}
+    last = max(place for place, (unit, _) in enumerate(order) if unit == "blocks.1")
+    assert first_again["blocks.1"] < last < first_again["blocks.0"]
+
+
+class Forked(nn.Module):
+    """Two results; the backward of the second comes after the backward of what follows it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.a, self.b = nn.Linear(8, 8), nn.Linear(8, 8)
+
+    def forward(self, x):
+        return torch.tanh(self.a(x)).sin(), torch.tanh(self.b(x)).sin()
+
+
+class Entered(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.fork, self.last = Forked(), nn.Linear(8, 8)
+
+    def forward(self, x):
+        first, second = self.fork(x)
+        return (torch.relu(self.last(second)).cos() * first).sum()
+
+
+def test_a_region_that_backward_enters_twice_is_recomputed_part_by_part():
+    model = Entered()
+    policy = graphshard.BlockPolicy({Forked}, recompute="units")
+    program = graphshard.plan(model, policy, world_size=2, example_inputs=(X,)).program
+    nodes = [n for n in program.nodes(BACKWARD) if n.meta["fqn"].startswith(("fork", "last"))]
+    tanhs = [
+        i for i, n in enumerate(nodes) if RECOMPUTED in n.meta and n.target is aten.tanh.default
+    ]
+    others = [i for i, n in enumerate(nodes) if n.meta["fqn"] == "last"]
+    assert len(tanhs) == 2
+    assert tanhs[0] < others[0] or tanhs[1] > others[0]
+    eager = copy.deepcopy(model)
+    eager(X).backward()
+    sharded = graphshard.compile(model, policy, example_inputs=(X,))
+    sharded(X).backward()
+    for fqn, param in sharded.named_parameters():
+        assert torch.equal(param.grad, eager.get_parameter(fqn).grad), fqn
+
+
+# -- checkpoints of the model ---------------------------------------------------------------------
+
+
+class Executed(TorchDispatchMode):
+    """Counts the operators that run."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.ops: Counter[str] = Counter()
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        self.ops[func.name().removeprefix("aten::")] += 1
+        return func(*args, **(kwargs or {}))
+
+
+def selective(block, x):
+    context = partial(create_selective_checkpoint_contexts, [aten.addmm.default])
+    return checkpoint(block, x, use_reentrant=False, context_fn=context)
+
+
+def by_policy(block, x):
+    def keep(ctx, op, *args, **kwargs):
+        wanted = op is aten.addmm.default
+        return CheckpointPolicy.PREFER_SAVE if wanted else CheckpointPolicy.MUST_RECOMPUTE
+
+    context = partial(create_selective_checkpoint_contexts, keep)
+    return checkpoint(block, x, use_reentrant=False, context_fn=context)
+
+
+@pytest.mark.parametrize("around", [selective, by_policy])
+def test_selective_checkpoints_of_the_model_are_honoured(around):
+    model = Mixes(around)
+    eager = copy.deepcopy(model)
+    loss = eager(X)
+    with Executed() as executed:
+        loss.backward()
+    program = program_of(model)
+    assert again(program) == {"relu": 2, "tanh": 2}
+    for name in ("relu", "tanh", "addmm"):
+        in_backward = [n for n in program.nodes(BACKWARD) if f"aten.{name}." in str(n.target)]
+        assert len(in_backward) == executed.ops[name], name
+    # As the policy's own mode asks for it, the same.
+    assert again(program_of(Mixes(), recompute="selective")) == again(program)
+
+
+def test_what_a_checkpoint_cannot_carry_is_refused():
+    def offload(block, x):
+        context = partial(
+            create_selective_checkpoint_contexts,
+            lambda ctx, op, *args, **kwargs: CheckpointPolicy.MUST_CPU_OFFLOAD,
+        )
+        return checkpoint(block, x, use_reentrant=False, context_fn=context)
+
+    def own(block, x):
+        contexts = lambda: (torch.no_grad(), torch.no_grad())  # noqa: E731
+        return checkpoint(block, x, use_reentrant=False, context_fn=contexts)
+
+    if hasattr(CheckpointPolicy, "MUST_CPU_OFFLOAD"):
+        with pytest.raises(CaptureError, match=r'MUST_CPU_OFFLOAD of .*offload="activations"'):
+            program_of(Mixes(offload))
+    with pytest.raises(CaptureError, match="context_fn whose contexts cannot be carried"):
+        program_of(Mixes(own))
+
+
+def test_a_reentrant_checkpoint_is_a_region_unless_it_would_lose_gradients():
+    around = partial(checkpoint, use_reentrant=True)
+    assert again(program_of(Mixes(around))) == again(program_of(Mixes(), recompute="units"))
+    model = nn.Sequential(Mix())
+    model.forward = lambda x: checkpoint(model[0], x, use_reentrant=True).sum()
+    with pytest.raises(CaptureError, match="use_reentrant=False"):
+        capture(model, (X,))
+
+
+def nested(block, x):
+    def outer(x):
+        return checkpoint(block, torch.sin(x), use_reentrant=False).cos()
+
+    return checkpoint(outer, x, use_reentrant=False)
+
+
+def test_nested_checkpoints_save_the_outer_inputs_alone():
+    model = Mixes(nested, p=0.2)
+    program = program_of(model)
+    kept = storages_of(program).saved_by_unit()
+    assert kept["blocks.0"] == 40  # the mask
+    assert kept["blocks.1"] in (40, 40 + 160)  # and what the model computes of it
+    assert again(program)["sin"] == 2
+    eager = copy.deepcopy(model)
+    torch.manual_seed(7)
+    loss = eager(X)
+    loss.backward()
+    sharded = graphshard.compile(model, graphshard.BlockPolicy({Mix}), example_inputs=(X,))
+    torch.manual_seed(7)
+    found = sharded(X)
+    found.backward()
+    assert torch.equal(loss, found)
+    for fqn, param in sharded.named_parameters():
+        assert torch.equal(param.grad, eager.get_parameter(fqn).grad), fqn
+
+
+def test_nothing_is_recomputed_twice_where_policy_and_model_agree():
+    around = partial(checkpoint, use_reentrant=False)
+    alone = again(program_of(Mixes(around)))
+    for what in ("units", "selective", Mix):
+        assert again(program_of(Mixes(around), recompute=what)) == alone
+
+
+def test_random_states_need_not_be_preserved():
+    around = partial(checkpoint, use_reentrant=False, preserve_rng_state=False)
+    model = Mixes(around, p=0.3)
+    plain = Mixes(p=0.3)
+    torch.manual_seed(3)
+    loss = plain(X)
+    loss.backward()
+    sharded = graphshard.compile(model, graphshard.BlockPolicy({Mix}), example_inputs=(X,))
+    torch.manual_seed(3)
+    found = sharded(X)
+    found.backward()
+    assert torch.equal(loss, found)  # and the same mask in backward
+    for fqn, param in sharded.named_parameters():
+        assert torch.equal(param.grad, plain.get_parameter(fqn).grad), fqn
+
+
+# -- operators ------------------------------------------------------------------------------------
+
+
+def node_of(target, *args, **kwargs) -> fx.Node:
+    node = fx.Graph().call_function(target, args, kwargs)
+    node.meta.update(phase=FORWARD, val=(torch.empty(2), torch.empty(2)))
+    return node
+
+
+def test_attention_with_dropout_is_saved_with_its_seeds():
+    attention = aten._scaled_dot_product_flash_attention.default
+    q = torch.empty(1)
+    assert recomputable(node_of(attention, q, q, q, 0.0))
+    assert not recomputable(node_of(attention, q, q, q, 0.1))
+    assert is_heavy(node_of(attention, q, q, q))
+    assert not recomputable(node_of(aten.bernoulli.p, q, 0.5))
+    assert not recomputable(node_of(aten.add_.Tensor, q, q))
+
+
+def test_the_list_of_what_selective_keeps():
+    for name in ("mm", "addmm", "bmm", "baddbmm", "convolution", "_scaled_mm"):
+        assert getattr(aten, name) in heavy_packets()
+    assert aten.add not in heavy_packets()
+
+
+def test_without_gradients_nothing_happens():
+    with torch.no_grad():
+        for fields in ({"recompute": "units"}, {"recompute": "budget", "memory_budget": 10**9}):
+            assert not again(program_of(Mixes(), **fields))
+
+
+def test_the_pass_alone_leaves_a_program_without_regions_alone():
+    program = capture(Mixes(), (X,)).program
+    names = [n.name for n in program.graph.nodes]
+    Recompute().apply(program, make_plan(Mixes(), graphshard.BlockPolicy({Mix}), world_size=2))
+    assert [n.name for n in program.graph.nodes] == names
