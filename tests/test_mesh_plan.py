@@ -91,6 +91,22 @@ def test_groups_for_partial_reshard() -> None:
     assert [unit.options.reshard for unit in root.units] == [4, 4, 4]
 
 
+def test_groups_by_unit() -> None:
+    policy = graphshard.ModulePolicy(
+        {"blocks.0": {"reshard_after_forward": 2}, "blocks.1": {"reshard_after_forward": 4}}
+    )
+    plan = graphshard.plan(GPT.model(), policy, world_size=8, example_kwargs=GPT.inputs(0))
+    assert plan.program is not None
+    ranks = {
+        (node.kwargs["unit"], node.kwargs["ranks"])
+        for node in plan.program.nodes()
+        if "ranks" in node.kwargs
+    }
+    assert ranks == {("blocks.0", 2), ("blocks.1", 4)}
+    assert "resharded: blocks.0 to groups of 2 ranks" in str(plan)
+    assert "resharded: blocks.1 to groups of 4 ranks" in str(plan)
+
+
 def test_groups_of_all_ranks_and_of_one() -> None:
     assert [u.options.reshard for u in planned((4,), reshard_after_forward=4).units] == [
         False,

@@ -127,6 +127,30 @@ def odd_parameters(rank: int) -> None:
             assert grad.placements == sharded.get_parameter(name).placements
 
 
+def parts_with_other_options(rank: int) -> None:
+    """By unit, with recomputation, with gradients kept over a batch: nothing but bytes differ."""
+
+    def gradients(policy: graphshard.Policy) -> list[torch.Tensor]:
+        torch.manual_seed(2)
+        sharded = graphshard.compile(TiedGPT(3), policy)
+        with sharded.no_sync():
+            torch.manual_seed(rank)
+            sharded(*tokens_of(rank, 0)).backward()
+        sharded(*tokens_of(rank, 1)).backward()
+        return [p.grad.full_tensor() for p in sharded.parameters()]
+
+    blocks = graphshard.BlockPolicy({"Block"})
+    expected = gradients(blocks)
+    ours = graphshard.ModulePolicy(
+        {"blocks.0": {"reshard_after_forward": 2}, "blocks.2": {"reshard_after_forward": False}},
+        base=blocks,
+        reshard_root=True,
+    )
+    recomputed = graphshard.BlockPolicy({"Block"}, reshard_after_forward=2, recompute="units")
+    for policy in (ours, recomputed):
+        assert all(map(torch.equal, gradients(policy), expected)), policy
+
+
 def parts_take_their_share(rank: int) -> None:
     """Between forward and backward half of each layer stays; after backward nothing does."""
     sharded, x = stack(reshard_after_forward=2)
@@ -294,6 +318,9 @@ def nodes_without_a_mesh(rank: int) -> None:
         pytest.raises(PolicyError, match="each node has 3 of the 4"),
     ):
         graphshard.compile(TiedGPT(1), BLOCK)
+    three = init_device_mesh("cpu", (1, 2, 2))
+    with pytest.raises(PolicyError, match="got one of 3 dimensions; pass one or two of them"):
+        graphshard.compile(TiedGPT(1), BLOCK, mesh=three)
     with mock.patch.dict(os.environ, LOCAL_WORLD_SIZE="2"):
         sharded = graphshard.compile(TiedGPT(1), BLOCK)
     assert sharded.plan.mesh_shape == (2, 2)
@@ -321,6 +348,7 @@ ON_FOUR = [
     hybrid_zero2,
     replicated,
     parts_of_two,
+    parts_with_other_options,
     parts_take_their_share,
     odd_parameters,
     parameters_as_fully_shard_has_them,

@@ -282,7 +282,7 @@ def _resharded(plan: ShardingPlan) -> Iterator[tuple[str, str]]:
     for ranks in sorted({ranks for ranks in ranks_of.values() if ranks}):
         units = [unit for unit in plan.units if ranks_of[unit.fqn] == ranks]
         kept = sum(
-            layout.over(ranks).shard_bytes
+            layout.over(ranks).full_bytes // ranks
             for unit in units
             for layout in unit.layouts
             if layout.sharded
