@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from math import prod
 
 from torch import fx
@@ -41,15 +41,6 @@ def live_unsharded(program: Program) -> Iterator[tuple[fx.Node, int]]:
     `reshard` keeps of them live to the end of the last gather that reads them. At its wait a gather
     holds, for a moment, one value more (see `copied_bytes`).
     """
-    for node, live, _ in holders_of(program):
-        yield node, live
-
-
-def holders_of(program: Program) -> Iterator[tuple[fx.Node, int, Mapping[fx.Node, int]]]:
-    """As `live_unsharded`, with the bytes that each all_gather and `reshard` holds at the node.
-
-    The mapping is one and the same, and changes with the next node.
-    """
     live = 0
     held: dict[fx.Node, int] = {}
     over: dict[fx.Node, list[fx.Node]] = {}  # by wait, the parts nobody needs after it
@@ -74,7 +65,7 @@ def holders_of(program: Program) -> Iterator[tuple[fx.Node, int, Mapping[fx.Node
             gone = over.get(node, [])
         for one in gone:
             live -= held.pop(one, 0)
-        yield node, live + copied, held
+        yield node, live + copied
 
 
 def _bytes(node: fx.Node) -> int:
