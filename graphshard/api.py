@@ -154,6 +154,7 @@ def plan(
             model, args, kwargs, device=device, grad=torch.is_grad_enabled(), names=names
         ).program
     made = with_capture_warnings(made, program)
+    program.stale = made.stale_after_step
     run_passes(program, made, (*default_passes(policy), *passes), progress=progress)
     return replace(made, program=program)
 

@@ -18,6 +18,11 @@ def gathered_bytes(gather: fx.Node, program: Program) -> int:
     return ranks * sum(map(_bytes, parts))
 
 
+def new_bytes(gather: fx.Node, program: Program) -> int:
+    """Bytes that an all_gather allocates: none if it fills what ranks keep anyway."""
+    return 0 if gather.kwargs.get("in_place") else gathered_bytes(gather, program)
+
+
 def copied_bytes(gather: fx.Node, program: Program) -> int:
     """Bytes of the largest value that the wait of an all_gather copies out of its buffer.
 
@@ -38,8 +43,9 @@ def live_unsharded(program: Program) -> Iterator[tuple[fx.Node, int]]:
     """Every node with the bytes of gathered parameters alive once it is issued.
 
     Buffers live from their all_gather to their free, whatever reads them; the parts that a
-    `reshard` keeps of them live to the end of the last gather that reads them. At its wait a gather
-    holds, for a moment, one value more (see `copied_bytes`).
+    `reshard` keeps of them live to the end of the last gather that reads them. What ranks store
+    whole anyway does not count. At its wait a gather holds, for a moment, one value more (see
+    `copied_bytes`).
     """
     live = 0
     held: dict[fx.Node, int] = {}
@@ -52,7 +58,7 @@ def live_unsharded(program: Program) -> Iterator[tuple[fx.Node, int]]:
     for node in program.nodes():
         gone: list[fx.Node] = []
         if node.target is ops.all_gather:
-            held[node] = gathered_bytes(node, program)
+            held[node] = new_bytes(node, program)
             live += held[node]
         elif node.target is ops.reshard:
             held[node] = _bytes(node)

@@ -13,6 +13,8 @@ error. Every collective node carries keyword arguments:
             "reshard"    `ranks` neighbours among those of "shard" (an all_gather only)
     ranks   the number of them, with "reshard"
     dims    the dim each parameter is split along, in operand order; left out if all are dim 0
+    in_place  (a gather's) True: its results are the whole copies that ranks keep (SHARD_OPTIMIZER),
+            of which the shards are parts, and are never freed; left out where buffers are new
 
 Shapes, for a group of W ranks and a parameter of shape (d0, ...):
 

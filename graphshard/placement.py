@@ -43,7 +43,9 @@ class Wish:
         return dim < len(shape) and (dim == 0 or (shape[dim] > 0 and shape[dim] % ranks == 0))
 
 
-def split_dim(shape: Sequence[int], itemsize: int, ranks: int) -> int | None:
+def split_dim(
+    shape: Sequence[int], itemsize: int, ranks: int, *, rows_only: bool = False
+) -> int | None:
     """The dim to split a parameter of `shape` along over `ranks`; None: each holds all of it.
 
     Dim 0, unless padding it to a multiple of `ranks` would add more than 10 % to a parameter of
@@ -51,12 +53,13 @@ def split_dim(shape: Sequence[int], itemsize: int, ranks: int) -> int | None:
     is replicated where that costs a rank no more memory: where four whole copies (the parameter,
     its gradient and two optimizer states) take no more bytes than four padded shards and the padded
     buffer they are gathered into. Else dim 0 is padded all the same, and the plan says so.
+    `rows_only` leaves other dims out, as SHARD_OPTIMIZER must.
     """
     if not shape:
         return None
     if prod(shape) * itemsize < MIN_BYTES or padding_share(shape, ranks) <= MAX_PADDING:
         return 0
-    for dim in range(1, len(shape)):
+    for dim in range(1, 1 if rows_only else len(shape)):
         if shape[dim] % ranks == 0:
             return dim
     rows = -(-shape[0] // ranks)

@@ -5,7 +5,7 @@ Pure: nothing here touches a process group, a device or parameter memory.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from math import prod
@@ -32,7 +32,8 @@ class ParamLayout:
 
     placement is "shard" (split along `dim`) or "replicate" (a full copy per rank). Along dim 0 the
     chunks have ceil(d0 / W) rows, the last ones fewer or none, each stored padded to that size;
-    any other dim is a multiple of W. An ignored parameter has the placement "ignore".
+    any other dim is a multiple of W. `standing`: besides, each rank keeps the whole of it, of
+    which its chunk is a part. An ignored parameter has the placement "ignore".
     """
 
     fqn: str
@@ -43,6 +44,7 @@ class ParamLayout:
     placement: str
     world_size: int
     dim: int = 0
+    standing: bool = False
 
     @property
     def numel(self) -> int:
@@ -58,6 +60,13 @@ class ParamLayout:
     def sharded(self) -> bool:
         """Whether ranks hold parts of it."""
         return self.placement == SHARDED
+
+    def enters_as_shard(self, stale: Collection[str]) -> bool:
+        """Whether a program gets this rank's part of it, to be gathered, rather than all of it.
+
+        A standing one only if it is among those that are `stale` (see `Program.stale`).
+        """
+        return self.sharded and (not self.standing or self.fqn in stale)
 
     @property
     def padded_rows(self) -> int:
@@ -104,7 +113,8 @@ class ParamLayout:
     @property
     def shard_bytes(self) -> int:
         """Bytes a rank stores, padding included."""
-        return prod(self.shard_shape) * self.dtype.itemsize
+        stored = self.gathered_shape if self.standing else self.shard_shape
+        return prod(stored) * self.dtype.itemsize
 
     @property
     def full_bytes(self) -> int:
@@ -196,6 +206,16 @@ class ShardingPlan:
             for layout in unit.layouts
             for name in layout.names
         }
+
+    @cached_property
+    def stale_after_step(self) -> frozenset[str]:
+        """Parameters that ranks keep whole and gather again after each step of an optimizer."""
+        return frozenset(
+            layout.fqn
+            for unit in self.units
+            for layout in unit.layouts
+            if layout.standing and layout.requires_grad and layout.world_size > 1
+        )
 
     def unit(self, fqn: str) -> Unit:
         """The unit named `fqn`.

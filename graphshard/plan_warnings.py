@@ -24,6 +24,9 @@ PADDING_SHARE = 0.1
 PADDING_BYTES = 2**20
 
 
+_WHOLE = (Strategy.NO_SHARD, Strategy.SHARD_OPTIMIZER)  # which gather into no new memory
+
+
 def plan_warnings(plan: ShardingPlan) -> tuple[str, ...]:
     """Warnings a plan gives by itself, before anything is captured."""
     return (
@@ -94,7 +97,7 @@ def _large_units(plan: ShardingPlan) -> Iterator[str]:
     median = median_high(sizes)
     bound = LARGE_UNIT_FACTOR * median
     for unit in plan.units:
-        if unit.numel <= bound or unit.options.strategy is Strategy.NO_SHARD:
+        if unit.numel <= bound or unit.options.strategy in _WHOLE:
             continue
         largest = max(unit.layouts, key=lambda layout: layout.numel)
         said = (

@@ -66,6 +66,8 @@ def make_plan(
     overrides = policy.overrides(tree)
     asked = {fqn: options_of(policy, fqn, overrides.get(fqn, {})) for fqn in unit_fqns}
     options = {fqn: fitted(wish, fqn, mesh_shape) for fqn, wish in asked.items()}
+    for fqn in unit_fqns:
+        _check_standing(fqn, options[fqn], policy)
     entries: dict[str, list[TreeParam]] = {fqn: [] for fqn in unit_fqns}
     for entry in tree.params:
         entries[around[entry.home]].append(entry)
@@ -122,6 +124,20 @@ def _ignored_layout(entry: TreeParam) -> ParamLayout:
     )
 
 
+def _check_standing(unit: str, options: UnitOptions, policy: Policy) -> None:
+    """Refuse what does not go with copies of parameters that ranks keep and compute with."""
+    if options.strategy is not Strategy.SHARD_OPTIMIZER:
+        return
+    precision, offloads = options.precision, policy.offloads("params")
+    if offloads or (precision is not None and precision.param_dtype is not None):
+        what = "offload of params" if offloads else "a param_dtype of mixed_precision"
+        raise PolicyError(
+            f"strategy SHARD_OPTIMIZER of unit {unit or '(root)'} computes with the parameters "
+            f"that each rank keeps on its device, so {what} has no place in it; use SHARD_GRAD_OP, "
+            "which gathers them from shards that may lie elsewhere or be cast first"
+        )
+
+
 def _layout(
     entry: TreeParam,
     options: UnitOptions,
@@ -130,6 +146,7 @@ def _layout(
     granted: dict[str, bool],
 ) -> ParamLayout:
     shape, dtype = tuple(entry.param.shape), entry.param.dtype
+    standing = options.strategy is Strategy.SHARD_OPTIMIZER
     dim = _dim(entry, options, ranks, wish, granted)
     return ParamLayout(
         fqn=entry.names[0],
@@ -140,6 +157,7 @@ def _layout(
         placement=REPLICATED if dim is None else SHARDED,
         world_size=ranks,
         dim=dim or 0,
+        standing=standing and dim is not None,
     )
 
 
@@ -158,6 +176,12 @@ def _dim(
                 f"{wish.by}: parameter {name!r} is to be split along dim {wish.where}, but its "
                 "unit's strategy NO_SHARD splits nothing; leave one of them out"
             )
+        if options.strategy is Strategy.SHARD_OPTIMIZER and wish.where not in (0, REPLICATED):
+            raise PolicyError(
+                f"{wish.by}: parameter {name!r} is to be split along dim {wish.where}, but its "
+                "unit's strategy SHARD_OPTIMIZER updates rows of it, which are along dim 0; leave "
+                "one of them out"
+            )
         fits = wish.fits(shape, ranks)
         if wish.strict and not fits:
             raise PolicyError(
@@ -170,7 +194,8 @@ def _dim(
             return wish.where if isinstance(wish.where, int) else None
     if options.strategy is Strategy.NO_SHARD:
         return None
-    return split_dim(shape, entry.param.dtype.itemsize, ranks)
+    rows_only = options.strategy is Strategy.SHARD_OPTIMIZER
+    return split_dim(shape, entry.param.dtype.itemsize, ranks, rows_only=rows_only)
 
 
 def _require_granted(granted: Mapping[str, bool], ranks: int) -> None:

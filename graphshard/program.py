@@ -138,6 +138,9 @@ class Program:
     grad: bool  # False: a forward-only program
     capture_device: str = "cpu"
     mesh_shape: tuple[int, ...] = (1,)  # (ranks,) or (replicas, ranks to shard over)
+    # Parameters of which ranks keep all (SHARD_OPTIMIZER) and other ranks have changed their parts:
+    # they enter as shards and are gathered. The others of that kind enter whole.
+    stale: frozenset[str] = frozenset()
     notes: tuple[str, ...] = field(default=())  # what a reader of the dump must know
     sizes: Sizes | None = None  # the symbolic ones; None if every size is a number
 

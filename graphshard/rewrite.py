@@ -109,7 +109,13 @@ def insert_gather(
             program,
             ops.all_gather,
             (shards,),
-            {"unit": unit, "params": names, **where, **_dims(plan, names)},
+            {
+                "unit": unit,
+                "params": names,
+                **where,
+                **_dims(plan, names),
+                **_in_place(plan, names),
+            },
             name=f"{label}_all_gather",
             unit=unit,
             phase=phase,
@@ -144,6 +150,11 @@ def _dims(plan: ShardingPlan, names: Sequence[str]) -> dict[str, Any]:
     """The keyword argument `dims` of a collective of `names`, if one is not split along dim 0."""
     dims = tuple(plan.layouts[name].dim for name in names)
     return {"dims": dims} if any(dims) else {}
+
+
+def _in_place(plan: ShardingPlan, names: Sequence[str]) -> dict[str, Any]:
+    """The keyword argument `in_place` of a gather of `names`, parameters of one unit."""
+    return {"in_place": True} if any(plan.layouts[name].standing for name in names) else {}
 
 
 def insert_reduce(

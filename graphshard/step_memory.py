@@ -17,7 +17,7 @@ from operator import getitem
 from torch import Tensor, fx
 
 from graphshard import ops
-from graphshard.liveness import copied_bytes, gathered_bytes
+from graphshard.liveness import copied_bytes, new_bytes
 from graphshard.program import FORWARD, Program
 from graphshard.torch_compat import size_hint
 from graphshard.views import COPIES, alias_inputs, tensor_inputs
@@ -148,7 +148,7 @@ class _Walk:
 
     def _makes(self, node: fx.Node) -> None:
         if node.target is ops.all_gather:
-            size = gathered_bytes(node, self.program)
+            size = new_bytes(node, self.program)
             self.of_node[node] = (self._new(node, size, PARAMETERS),)
             self.of_params.add(node)
         elif node.target is ops.reshard:

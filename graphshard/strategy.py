@@ -9,6 +9,11 @@ from enum import StrEnum
 class Strategy(StrEnum):
     """Which state is sharded, in torch's names; SHARD_OPTIMIZER is in none of torch's FSDPs.
 
+    SHARD_OPTIMIZER and SHARD_GRAD_OP hold gradients and optimizer states in shards alike, and peak
+    alike. Between steps a rank keeps P bytes of parameters under the one and P/W under the other.
+    For that, SHARD_OPTIMIZER gathers only after parameters have changed: into the copies it keeps,
+    so with no new memory, and not again for further forwards (micro-batches, an eval loop).
+
     The HYBRID ones shard over the last dimension of a two-dimensional mesh (replicate, shard) and
     keep equal shards along the first.
     """

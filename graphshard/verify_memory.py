@@ -18,6 +18,10 @@ def check_frees(facts: Facts) -> None:
             for free in frees:
                 facts.fail("frees", free, f"it frees what a {ops.op_name(gather)} returned")
             continue
+        if gather.kwargs.get("in_place"):
+            for free in frees:
+                facts.fail("frees", free, f"%{wait.name} stands in the copies that ranks keep")
+            continue
         if len(frees) > 1:
             facts.fail("frees", frees[1], f"%{wait.name} is freed by %{frees[0].name} already")
         if not frees and InsertFree in facts.done:

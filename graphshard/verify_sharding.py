@@ -23,7 +23,8 @@ def check_shards(facts: Facts) -> None:
         return
     for param in facts.program.params:
         layout = facts.plan.layouts[param.fqn]
-        expected = (layout.shard_shape, layout.dtype)
+        as_shard = layout.enters_as_shard(facts.program.stale)
+        expected = (layout.shard_shape if as_shard else layout.shape, layout.dtype)
         if signature(param.node.meta["val"]) != expected:
             facts.fail(
                 "shards",
@@ -31,7 +32,7 @@ def check_shards(facts: Facts) -> None:
                 f"parameter {param.fqn!r} enters as {signature(param.node.meta['val'])}; its "
                 f"layout says {expected}",
             )
-        if not layout.sharded:
+        if not as_shard:
             continue
         for user in _readers(param.node):
             if user.target is not ops.all_gather:
@@ -86,8 +87,10 @@ def check_gathers(facts: Facts) -> None:
         for operand, layout in zip(operands, layouts, strict=True):
             if not _is_part(facts, ops.origin(operand), gather, layout.fqn):
                 facts.fail("gathers", gather, f"%{operand.name} is not the shard of {layout.fqn!r}")
-            if not layout.sharded:
-                facts.fail("gathers", gather, f"{layout.fqn!r} is replicated; nothing to gather")
+            if not layout.enters_as_shard(facts.program.stale):
+                facts.fail("gathers", gather, f"{layout.fqn!r} is whole on each rank already")
+            if layout.standing != gather.kwargs.get("in_place", False):
+                facts.fail("gathers", gather, f"{layout.fqn!r} has standing={layout.standing}")
         dtypes = [operand.meta["val"].dtype for operand in operands]
         expected = [(one.shape, dtype) for one, dtype in zip(layouts, dtypes, strict=True)]
         for wait in facts.waits[gather]:

@@ -153,7 +153,7 @@ def derived_values(program: Program, plan: ShardingPlan) -> dict[fx.Node, Source
     """
     found: dict[fx.Node, Source] = {}
     for param in program.params:
-        if plan.layouts[param.fqn].sharded and not any(
+        if plan.layouts[param.fqn].enters_as_shard(program.stale) and not any(
             ops.is_collective(user) or ops.is_transfer(user) for user in param.node.users
         ):
             found[param.node] = Source(param.node, param.fqn, plan.unit_of_param(param.fqn))

@@ -38,6 +38,8 @@ class InsertFree:
         kept = _only_kept(runs)
         sites: list[tuple[int, int, Run, fx.Node]] = []
         for wait in gather_waits(program):
+            if ops.collective_of(wait).kwargs.get("in_place"):
+                continue
             unit = wait.meta["unit"]
             if any(user.target is ops.free for user in wait.users):
                 raise PassError(f"pass {self.name}: {wait.name} of unit {unit!r} is freed already")

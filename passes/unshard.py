@@ -68,7 +68,7 @@ class Unshard:
                 )
         for param in program.params:
             layout = plan.layouts[param.fqn]
-            if layout.sharded:
+            if layout.enters_as_shard(program.stale):
                 param.node.meta["val"] = fake_like(param.node.meta["val"], layout.shard_shape)
 
 

@@ -1,10 +1,10 @@
-"""Other dims, copies and options per unit, on two ranks and on four."""
+"""Other dims, copies, options per unit and ZeRO-1, on two ranks and on four."""
 
 from __future__ import annotations
 
 import layout_ranks
 import pytest
-from layout_ranks import LAYOUT
+from layout_ranks import LAYOUT, ZERO1
 
 
 @pytest.fixture(scope="module", params=[2, 4], ids=["2_ranks", "4_ranks"])
@@ -12,6 +12,6 @@ def checks(request):
     return layout_ranks.run(request.param)
 
 
-@pytest.mark.parametrize("check", LAYOUT, ids=lambda check: check.__name__)
+@pytest.mark.parametrize("check", [*LAYOUT, *ZERO1], ids=lambda check: check.__name__)
 def test_on_ranks(checks, check):
     checks.require(check)

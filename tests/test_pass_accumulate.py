@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 import toy_programs as toys
 from torch import fx
@@ -150,3 +152,27 @@ def test_verify_sees_a_gradient_that_is_neither_kept_nor_returned() -> None:
     captured = toys.blocks()
     with pytest.raises(VerifyError, match="same values"):
         run_passes(captured, plan, [*passes, Scales()])
+
+
+def test_verify_refuses_collectives_of_ignored_parameters() -> None:
+    program, plan = rewritten()
+    program.params = (replace(program.params[0], ignored=True), *program.params[1:])
+    assert "'embed.weight' is ignored: it is each rank's own" in broken(program, plan)
+
+
+def test_gradients_of_ignored_parameters_stay_as_they_are() -> None:
+    captured = toys.blocks()
+    made = toys.make_toy_plan(captured, toys.UNITS[toys.blocks])
+    (root, *blocks) = made.units
+    embed, *rest = root.layouts
+    assert embed.fqn == "embed.weight"
+    plan = replace(
+        made,
+        units=(replace(root, layouts=tuple(rest)), *blocks),
+        ignored=(replace(embed, placement="ignore", world_size=1),),
+    )
+    before = captured.results().grads[0]
+    run_passes(captured, plan, passes_for(default_passes(plan.policy), ("gradient", (), ())))
+    assert captured.params[0].ignored
+    assert captured.results().grads[0] is before
+    assert captured.results().grads[1] is None

@@ -69,7 +69,7 @@ def test_a_replicated_parameter_is_not_gathered() -> None:
     gain = next(p for p in program.params if p.fqn == "a.gain")
     gather.args = ([*gather.args[0], gain.node],)
     gather.kwargs = {**gather.kwargs, "params": (*gather.kwargs["params"], "a.gain")}
-    with pytest.raises(VerifyError, match=r"'gathers'.*'a.gain' is replicated"):
+    with pytest.raises(VerifyError, match=r"'gathers'.*'a.gain' is whole on each rank"):
         verify(program, plan, after="x")
 
 

@@ -16,7 +16,7 @@ from graphshard.inspect.code import graph_source
 from graphshard.inspect.dot import dot_text, schedule_graph
 from graphshard.inspect.text import full_text, schedule_text, value_text
 from graphshard.plan import ShardingPlan
-from graphshard.program import Program
+from graphshard.program import ParamEntry, Program
 from graphshard.runtime.cut import cut
 
 if TYPE_CHECKING:
@@ -118,7 +118,7 @@ def _source(phase: str, graph: fx.Graph, meaning: Mapping[str, str], world_size:
 def _meanings(program: Program, plan: ShardingPlan) -> Iterator[tuple[str, str]]:
     """What each placeholder of the program stands for, by its name."""
     for param in program.params:
-        part = ", this rank's shard" if plan.layouts[param.fqn].sharded else ""
+        part = ", this rank's shard" if _is_shard(param, program, plan) else ""
         yield param.node.name, f"parameter {' = '.join(param.names)}{part}"
     for buffer in program.buffers:
         yield buffer.node.name, f"{'constant' if buffer.constant else 'buffer'} {buffer.fqn}"
@@ -127,6 +127,10 @@ def _meanings(program: Program, plan: ShardingPlan) -> Iterator[tuple[str, str]]
     for output in program.outputs:
         if output.tangent is not None:
             yield output.tangent.name, f"gradient of output {output.path}"
+
+
+def _is_shard(param: ParamEntry, program: Program, plan: ShardingPlan) -> bool:
+    return plan.layouts[param.fqn].enters_as_shard(program.stale)
 
 
 def _type(value: object) -> str:

@@ -183,6 +183,7 @@ def _communication(nodes: list[fx.Node], program: Program) -> str:
     over = f" over {collective.kwargs['group']}" if "group" in collective.kwargs else ""
     if "ranks" in collective.kwargs:
         over = f" over groups of {collective.kwargs['ranks']}"
+    over += " in place" if collective.kwargs.get("in_place") else ""
     dims: Sequence[int] = collective.kwargs.get("dims", ())  # type: ignore[assignment]
     return _amount(size, values, over=over, dims=dims)
 

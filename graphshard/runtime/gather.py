@@ -56,8 +56,7 @@ class AllGather(Collective):
     def __call__(self, tensors: Sequence[Tensor]) -> Pending:
         """Allocate the full buffers and start one coalesced gather per dtype."""
         group = self.group
-        device = group.device
-        buffers = [torch.empty(shape, dtype=dtype, device=device) for shape, dtype in self.shapes]
+        buffers = self.buffers(tensors)
         pending = Pending(self, list(tensors), buffers)
         for messages in self.launches:
             inputs, outputs = [], []
@@ -75,6 +74,11 @@ class AllGather(Collective):
             launch = group.process_group.allgather_into_tensor_coalesced
             pending.works.append(self.start(launch, outputs, inputs, self.options))
         return pending
+
+    def buffers(self, tensors: Sequence[Tensor]) -> list[Tensor]:
+        """What the shards `tensors` are gathered into, in operand order."""
+        device = self.group.device
+        return [torch.empty(shape, dtype=dtype, device=device) for shape, dtype in self.shapes]
 
     def results(self, pending: Pending) -> list[Tensor]:
         """The full parameters: their buffers, prefix views of those where dim 0 was padded."""
@@ -106,6 +110,25 @@ class AllGather(Collective):
                 tensor.fill_(_poison(tensor.dtype))
             else:
                 tensor.untyped_storage().resize_(0)
+
+
+class AllGatherInPlace(AllGather):
+    """Gathers rows into the buffer they are a part of, which each rank keeps.
+
+    In checking mode the other ranks' rows are poisoned first, so that one not gathered shows.
+    """
+
+    def buffers(self, tensors: Sequence[Tensor]) -> list[Tensor]:
+        """The padded buffers, which begin where the storage of the shards does."""
+        found = []
+        for tensor, (shape, _) in zip(tensors, self.shapes, strict=True):
+            buffer = tensor.as_strided(shape, torch.empty(shape, device="meta").stride(), 0)
+            if self.group.check:
+                own = tensor.clone()
+                buffer.fill_(_poison(buffer.dtype))
+                tensor.copy_(own)
+            found.append(buffer)
+        return found
 
 
 def _finish(layout: ParamLayout) -> Callable[[Tensor], Tensor] | None:

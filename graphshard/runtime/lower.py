@@ -20,7 +20,7 @@ from torch.fx.graph import CodeGen
 from graphshard import ops
 from graphshard.plan import ShardingPlan
 from graphshard.runtime.collectives import Collective, Operand, wait
-from graphshard.runtime.gather import AllGather, LocalGather, free
+from graphshard.runtime.gather import AllGather, AllGatherInPlace, LocalGather, free
 from graphshard.runtime.group import Group
 from graphshard.runtime.kept import Kept
 from graphshard.runtime.reduce import (
@@ -91,7 +91,9 @@ def _bound(node: fx.Node, plan: ShardingPlan, group: Group) -> Collective:
 
 def _kind(node: fx.Node, group: Group) -> type[Collective]:
     if node.target is ops.all_gather:
-        return LocalGather if group.size == 1 else AllGather
+        if group.size == 1:
+            return LocalGather
+        return AllGatherInPlace if node.kwargs.get("in_place") else AllGather
     if node.target is ops.reduce_scatter:
         if group.backend != "gloo":
             return ReduceScatterByReduce

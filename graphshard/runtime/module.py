@@ -23,6 +23,7 @@ from graphshard.runtime.own_parameter import make_shards
 from graphshard.runtime.programs import Programs
 from graphshard.runtime.shards import distinct
 from graphshard.runtime.skeleton import Modes, build_skeleton
+from graphshard.runtime.standing import watch_state_dicts
 from graphshard.runtime.step import Bindings
 from graphshard.runtime.training_methods import TrainingMethods
 from graphshard.runtime.unshard import Unsharded
@@ -62,6 +63,7 @@ class ShardedModule(StateMethods, TrainingMethods):
         build_skeleton(self, model, shards, group.device, modes)
         bindings = Bindings(plan, group, shards, _buffer_homes(self), Agreement(group))
         on_meta = take_over(self, model, bindings, from_first=plan.policy.sync_module_states)
+        watch_state_dicts(self, shards)
         programs = Programs(blueprint_of(model), self, modes, bindings, passes, dynamic)
         self._graphshard = _State(bindings, programs, on_meta)
 

@@ -11,6 +11,7 @@ from graphshard.errors import PlanError
 from graphshard.plan import ParamLayout
 from graphshard.runtime.group import Group
 from graphshard.runtime.shards import Shard
+from graphshard.runtime.standing import StandingShard
 
 
 class OwnParameter(Shard):
@@ -60,6 +61,7 @@ def make_shards(
     by_fqn: dict[str, Shard] = {}
     for layout in layouts.values():
         if layout.fqn not in by_fqn:
-            kind = OwnParameter if layout.ignored else Shard
+            standing = StandingShard if layout.standing else Shard
+            kind = OwnParameter if layout.ignored else standing
             by_fqn[layout.fqn] = kind(layout, group, model_params[layout.fqn])
     return {name: by_fqn[layout.fqn] for name, layout in layouts.items()}

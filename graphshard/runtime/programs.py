@@ -23,6 +23,7 @@ from graphshard.runtime.blueprint import in_state
 from graphshard.runtime.kept import REDUCED, Mode, passes_for
 from graphshard.runtime.shards import distinct
 from graphshard.runtime.skeleton import Modes, training_flags
+from graphshard.runtime.standing import StandingShard
 from graphshard.runtime.step import Bindings, Step
 from graphshard.structure import CALL, Structure, take_apart
 from graphshard.tracing import MAIN, Entry
@@ -32,6 +33,7 @@ logger = logging.getLogger("graphshard")
 MANY = 8
 _OTHERS = "arguments that are no tensors"
 _SIZES = "sizes"
+_STALE = "parameters changed since they were gathered"
 _TRAINED = "trainable parameters"
 
 
@@ -71,6 +73,7 @@ class Programs:
         self._described: list[dict[str, str]] = []
         self._training: tuple[int, tuple[bool, ...]] = (-1, ())
         self._shards = distinct(bindings.shards)
+        self._standing = [s for s in self._shards if isinstance(s, StandingShard)]
 
     def step_for(
         self, args: tuple[Any, ...], kwargs: dict[str, Any], entry: Entry = MAIN
@@ -165,7 +168,11 @@ class Programs:
             _settings(),
             tuple([shard.param.requires_grad for shard in self._shards]),
             self._entry,
-            self.bindings.kept.mode() if torch.is_grad_enabled() else REDUCED,
+            # What programs of one capture differ in comes last.
+            (
+                tuple([shard.stale for shard in self._standing]),
+                self.bindings.kept.mode() if torch.is_grad_enabled() else REDUCED,
+            ),
         )
 
     def _trace(
@@ -218,11 +225,17 @@ class Programs:
             )
 
     def _rewrite(self, key: tuple[Any, ...], index: int, progress: Stages | None) -> Step:
-        """A program of what was captured, which calls that keep gradients or not share."""
+        """A program of what was captured, for what is to be gathered and reduced now."""
         bindings = self.bindings
-        mode: Mode = key[-1]
+        are_stale: tuple[bool, ...]
+        mode: Mode
+        are_stale, mode = key[-1]
         captured = self._captures[key[:-1]][index]
         captured = replace(captured, program=captured.program.copy())
+        stale = [
+            shard for shard, is_stale in zip(self._standing, are_stale, strict=True) if is_stale
+        ]
+        captured.program.stale = frozenset(shard.layout.fqn for shard in stale)
         if self.plan.program is None and self._entry == MAIN:
             plan = with_capture_warnings(bindings.plan, captured.program)
             self.plan = replace(plan, program=captured.program)
@@ -235,6 +248,11 @@ class Programs:
 
     def _say(self, described: dict[str, str]) -> None:
         """Say once what a further capture was for; warn when there is no end of them."""
+        stale = described.pop(_STALE, None)
+        if self._described and described == self._described[-1]:
+            # The same call, before or after the parameters changed: nothing to do about it.
+            logger.info("graphshard made a program that gathers %s changed parameters", stale)
+            return
         self._described.append(described)
         if len(self._described) == 1:
             return
@@ -296,7 +314,8 @@ def _settings() -> tuple[Any, ...]:
 def _description(
     tensors: Sequence[Tensor], structure: Structure, key: tuple[Any, ...]
 ) -> dict[str, str]:
-    signature, training, grad, autocast, settings, _, entry, (keeps, *taken) = key
+    signature, training, grad, autocast, settings, _, entry, (stale, mode) = key
+    keeps, *taken = mode
     paths = structure.paths
     described = {
         path: f"[{', '.join(map(str, shape))}] {str(t.dtype)[6:]}"
@@ -312,5 +331,7 @@ def _description(
     described["gradients of parameters"] = (
         f"kept as {keeps}s" if keeps else "reduced with kept ones" if any(taken) else "reduced"
     )
+    if stale:
+        described[_STALE] = str(sum(stale))
     described[_OTHERS] = str(hash(signature[1]))
     return described

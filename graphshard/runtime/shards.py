@@ -10,7 +10,7 @@ another dim, which W divides, it is a contiguous tensor of its own shape.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from typing import Any
 
 import torch
@@ -22,6 +22,7 @@ from graphshard import torch_compat
 from graphshard.errors import PlanError, RuntimeStateError
 from graphshard.plan import ParamLayout
 from graphshard.runtime.group import Group
+from graphshard.runtime.steps import count_steps, steps_of
 
 Homes = list[tuple[dict[str, Any], str]]
 
@@ -57,6 +58,7 @@ class Shard:
         self.param = self._parameter(self.local)
         self._take_hooks(model_param)
         self.param.requires_grad_(layout.requires_grad)
+        count_steps(self.param)
         for name, value in vars(model_param).items():
             setattr(self.param, name, value)
         if model_param.device.type == "meta" and layout.dtype.is_floating_point:
@@ -74,10 +76,23 @@ class Shard:
             self._adopt(param)
         return self.storage
 
+    def entering(self, stale: Collection[str]) -> Tensor:
+        """What a program takes that is to gather the parameters `stale`."""
+        return self.current()
+
+    @property
+    def changes(self) -> tuple[int, int]:
+        """Counts of what changes the parameter in place: its version, and optimizers' steps."""
+        return self.param._version, steps_of(self.param)
+
     def set_full(self, full: Tensor) -> None:
         """Take this rank's part of `full`, the whole parameter on any device, in place."""
         with torch.no_grad():
             self.local.copy_(self.part_of(full))
+        self.filled()
+
+    def filled(self) -> None:
+        """Note that it has been given values, on every rank alike."""
         self.ready = True
 
     def part_of(self, full: Tensor) -> Tensor:
@@ -172,7 +187,7 @@ class Shard:
     def _adopt(self, param: nn.Parameter) -> None:
         """Go on with a parameter or local tensor that the user put in place of ours."""
         local = self._checked(param)
-        if local.is_contiguous() and local.shape == self.layout.shard_shape:
+        if self._serves(local):
             self.storage = local
         else:
             self.storage = self._new_storage()
@@ -185,9 +200,14 @@ class Shard:
                 torch_compat.set_local_tensor(param, local)
         self.local = local
         self.param = param
+        count_steps(param)
         self.ready = True
         for holder, name in self.homes:
             holder[name] = param
+
+    def _serves(self, local: Tensor) -> bool:
+        """Whether a gather can send `local` as it is."""
+        return local.is_contiguous() and local.shape == self.layout.shard_shape
 
     def _checked(self, param: nn.Parameter) -> Tensor:
         kept = "keep its shape, dtype, device and placement, or compile the model again"

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import weakref
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import islice
 from typing import Any
@@ -26,7 +26,9 @@ from graphshard.runtime.kept import Kept
 from graphshard.runtime.lower import lower
 from graphshard.runtime.reduce import require_reducible
 from graphshard.runtime.shards import Shard
+from graphshard.runtime.standing import StandingShard
 from graphshard.verify import verify
+from graphshard.views import gather_waits
 
 Runner = Callable[[list[Any]], Any]
 
@@ -87,12 +89,9 @@ class Step:
         self.inputs_to_grad = [i for i, e in enumerate(program.inputs) if e.requires_grad]
         self.differentiable = [i for i, e in enumerate(program.outputs) if e.tangent is not None]
         self._tangent_strides = tangent_strides(program)
-        crossing = {c.name for c in self.crossings}
-        self._reread = [
-            shard
-            for shard, p in zip(self.shards, program.params, strict=True)
-            if p.node.name in crossing
-        ]
+        self._reread = _reread(self.shards, program, {c.name for c in self.crossings})
+        standing = [shard for shard in self.shards if isinstance(shard, StandingShard)]
+        self._gathered = [shard for shard in standing if shard.layout.fqn in program.stale]
         self._input_index = {entry.path: index for index, entry in enumerate(program.inputs)}
         self.keeps = frozenset(
             (str(node.kwargs["of"]), str(node.kwargs["param"]))
@@ -131,7 +130,8 @@ class Step:
 
     def forward_args(self, inputs: Sequence[Tensor]) -> list[Any]:
         """Shards, buffers and `inputs`, as the forward half takes them."""
-        args: list[Any] = [shard.current() for shard in self.shards]
+        stale = self.program.stale
+        args: list[Any] = [shard.entering(stale) for shard in self.shards]
         for entry in self.program.buffers:
             args.append(entry.value if entry.constant else self.bindings.buffer(entry.fqn))
         args.extend(inputs)
@@ -151,18 +151,23 @@ class Step:
             outputs[index] = outputs[index].detach()
         return outputs
 
-    def versions(self) -> list[int]:
-        """Counts of in-place changes to the parameters whose shards backward reads again."""
-        return [shard.param._version for shard in self._reread]
+    def note_gathered(self) -> None:
+        """Tell the standing parameters that forward gathered that they are current."""
+        for shard in self._gathered:
+            shard.gathered()
 
-    def require_unchanged(self, versions: Sequence[int]) -> None:
+    def versions(self) -> list[tuple[int, int]]:
+        """Counts of changes to the parameters that backward reads again."""
+        return [shard.changes for shard in self._reread]
+
+    def require_unchanged(self, versions: Sequence[tuple[int, int]]) -> None:
         """Check that the parameters are as they were in forward.
 
         Raises:
             RuntimeStateError: one was changed in place.
         """
         for shard, version in zip(self._reread, versions, strict=True):
-            if shard.param._version != version:
+            if shard.changes != version:
                 raise RuntimeStateError(
                     f"parameter {shard.layout.fqn!r} was changed between a forward and its "
                     "backward, which would compute a wrong gradient; run backward before the "
@@ -223,7 +228,7 @@ class _Call:
         self.sizes = step.sizes_of(inputs)
         self.outputs: list[Any] = []
         self.others: list[Any] | None = None
-        self.versions: list[int] = []
+        self.versions: list[tuple[int, int]] = []
         self.keeps = step.keeps
         kept = step.bindings.kept
         self._before = [weakref.ref(call) for call in kept.to_come()]  # which are to keep first
@@ -240,6 +245,7 @@ class _Call:
         args = step.forward_args(self.inputs)
         with _no_autocast(bindings.group.device):
             outputs, mutations, tensors, self.others = step.forward_half.run(args)
+        step.note_gathered()
         step.write_mutations(mutations, self.inputs)
         self.outputs = list(outputs)
         self.versions = step.versions()
@@ -310,6 +316,18 @@ class _StepFunction(torch.autograd.Function):
         # The anchor stands for the parameters: autograd.grad asks for neither.
         accumulates = torch_compat.engine_accumulates(ctx.next_functions[0][0])
         return None, None, *call.backward(saved, tangents, accumulates)
+
+
+def _reread(shards: Sequence[Shard], program: Program, crossing: Collection[str]) -> list[Shard]:
+    """The parameters that backward reads as they are then: those it gets as they entered (shards
+    to gather again, copies that all ranks keep), and those gathered into such copies.
+    """
+    names = {p.fqn for p in program.params if p.node.name in crossing}
+    for wait in gather_waits(program):
+        gather = ops.collective_of(wait)
+        if wait.name in crossing and gather.kwargs.get("in_place"):
+            names.update(gather.kwargs["params"])  # type: ignore[arg-type]
+    return [shard for shard in shards if shard.layout.fqn in names]
 
 
 def _require_apart(inputs: Sequence[Tensor], program: Program) -> None:

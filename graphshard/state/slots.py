@@ -74,7 +74,7 @@ class Slot:
     def filled(self) -> None:
         """Note that it has values now."""
         if self.shard is not None:
-            self.shard.ready = True
+            self.shard.filled()
 
 
 def slots_of(module: nn.Module, bindings: Bindings) -> list[Slot]:
