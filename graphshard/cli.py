@@ -27,6 +27,7 @@ from graphshard.consolidate_command import add_consolidate
 from graphshard.errors import GraphshardError, PlanError, PolicyError
 from graphshard.inspect.dump import dump_program
 from graphshard.inspect.progress import Progress
+from graphshard.module_policy import ModulePolicy
 from graphshard.plan import ShardingPlan
 from graphshard.policy import BlockPolicy, Policy, SizePolicy, Strategy
 
@@ -140,6 +141,21 @@ def parse_policy(text: str, **fields: Any) -> Policy:
     raise PolicyError(f"a policy is written size:N, block or block:ClassA,ClassB; got {text!r}")
 
 
+def parse_unit(text: str) -> tuple[str, dict[str, Any]]:
+    """The entry of a `ModulePolicy` that "PATTERN" or "PATTERN:KEY=VALUE,..." describes."""
+    pattern, _, rest = text.partition(":")
+    wanted: dict[str, Any] = {}
+    for part in filter(None, rest.split(",")):
+        key, equals, value = part.partition("=")
+        if not equals:
+            raise argparse.ArgumentTypeError(
+                f"{part!r} in {text!r} is no override: write KEY=VALUE, as in strategy=NO_SHARD"
+            )
+        plain = {"true": True, "false": False}.get(value.lower(), value)
+        wanted[key.strip().replace("-", "_")] = int(value) if value.isdecimal() else plain
+    return pattern, wanted
+
+
 def parse_bytes(text: str) -> int:
     """Bytes in "1500000", "2GiB", "1.5 GB" and the like."""
     number = text.rstrip("BiKMGT ")
@@ -210,6 +226,15 @@ def _add_command(commands: Any, name: str, summary: str) -> argparse.ArgumentPar
     fields = command.add_argument_group("policy fields")
     unset: Any = argparse.SUPPRESS
     fields.add_argument("--strategy", choices=[s.value for s in Strategy], default=unset)
+    fields.add_argument(
+        "--unit",
+        action="append",
+        type=parse_unit,
+        metavar="PATTERN[:KEY=VALUE,...]",
+        default=unset,
+        help="make units of the modules whose whole name matches the shell pattern, with a "
+        "strategy, reshard_after_forward or placement of their own; may be repeated",
+    )
     fields.add_argument("--backward-prefetch", choices=["pre", "post", "none"], default=unset)
     fields.add_argument("--forward-prefetch", type=int, metavar="N", default=unset)
     fields.add_argument(
@@ -258,7 +283,10 @@ def _policy(options: argparse.Namespace) -> Policy:
         fields["backward_prefetch"] = None
     if "recompute" in fields:
         fields["recompute"] = fields["recompute"].split(",")
-    return parse_policy(options.policy, **fields)
+    entries = getattr(options, "unit", None)
+    if not entries:
+        return parse_policy(options.policy, **fields)
+    return ModulePolicy(dict(entries), base=parse_policy(options.policy), **fields)
 
 
 def _plan(options: argparse.Namespace, subject: Subject, progress: Progress) -> ShardingPlan:

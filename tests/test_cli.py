@@ -17,7 +17,7 @@ import pytest
 import torch
 
 import graphshard
-from graphshard.cli import main, parse_bytes, parse_mesh, parse_policy
+from graphshard.cli import main, parse_bytes, parse_mesh, parse_policy, parse_unit
 from graphshard.errors import PolicyError
 
 MODELS = """
@@ -344,3 +344,32 @@ def test_parse_policy() -> None:
     assert parse_policy("block:A", forward_prefetch=1).forward_prefetch == 1
     with pytest.raises(PolicyError, match="size:N"):
         parse_policy("size:inf")
+
+
+def test_units_of_their_own_from_the_command_line(capsys: pytest.CaptureFixture[str]) -> None:
+    arguments = ["plan", "factories:bare", "--policy", "block:Layer", "--world-size", "2"]
+    units = ["--unit", "layers.3:reshard-after-forward=false", "--unit", "head:strategy=NO_SHARD"]
+    assert main([*arguments, "--unit", "layers.0:placement=1", *units]) == 0
+    shown = capsys.readouterr().out
+    assert re.search(r"layers.3 .* reshard=False", shown)
+    assert re.search(r"head .* strategy=NO_SHARD, reshard=False", shown)
+    assert "dim 1: layers.0.linear.weight [16, 16]" in shown
+    assert main([*arguments, "--unit", "nothing"]) == 2
+    assert "no module of the model matches" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [
+        ("head", ("head", {})),
+        (":reshard_after_forward=2", ("", {"reshard_after_forward": 2})),
+        ("a.*:strategy=DDP,unit=True", ("a.*", {"strategy": "DDP", "unit": True})),
+    ],
+)
+def test_parse_unit(text: str, expected: object) -> None:
+    assert parse_unit(text) == expected
+
+
+def test_parse_unit_refuses() -> None:
+    with pytest.raises(ArgumentTypeError, match="is no override: write KEY=VALUE"):
+        parse_unit("head:NO_SHARD")

@@ -2,16 +2,40 @@
 
 from __future__ import annotations
 
-import layout_ranks
 import pytest
-from layout_ranks import LAYOUT, ZERO1
+from layout_ranks import LAYOUT, ON_FOUR_RANKS, ZERO1
+from ranks import Checks
+
+ALL = [*LAYOUT, *ZERO1]
+REST = [check for check in ALL if check not in ON_FOUR_RANKS]
 
 
-@pytest.fixture(scope="module", params=[2, 4], ids=["2_ranks", "4_ranks"])
-def checks(request):
-    return layout_ranks.run(request.param)
+@pytest.fixture(scope="module")
+def two_ranks():
+    return Checks(ALL, 2, timeout=500)
 
 
-@pytest.mark.parametrize("check", [*LAYOUT, *ZERO1], ids=lambda check: check.__name__)
-def test_on_ranks(checks, check):
-    checks.require(check)
+@pytest.fixture(scope="module")
+def four_ranks():
+    return Checks(ON_FOUR_RANKS, 4, timeout=500)
+
+
+@pytest.fixture(scope="module")
+def four_ranks_rest():
+    return Checks(REST, 4, timeout=580)
+
+
+@pytest.mark.parametrize("check", ALL, ids=lambda check: check.__name__)
+def test_on_two_ranks(two_ranks, check):
+    two_ranks.require(check)
+
+
+@pytest.mark.parametrize("check", ON_FOUR_RANKS, ids=lambda check: check.__name__)
+def test_on_four_ranks(four_ranks, check):
+    four_ranks.require(check)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("check", REST, ids=lambda check: check.__name__)
+def test_the_rest_on_four_ranks(four_ranks_rest, check):
+    four_ranks_rest.require(check)
