@@ -151,7 +151,13 @@ def plan(
         args, kwargs, names = sizes.of_example(args, kwargs)
     with progress.stage("capture"):
         program = capture(
-            model, args, kwargs, device=device, grad=torch.is_grad_enabled(), names=names
+            model,
+            args,
+            kwargs,
+            device=device,
+            grad=torch.is_grad_enabled(),
+            precisions=made.precisions,
+            names=names,
         ).program
     made = with_capture_warnings(made, program)
     program.stale = made.stale_after_step

@@ -19,11 +19,13 @@ from torch import Tensor, nn
 from graphshard import torch_compat
 from graphshard.annotation import named_nodes
 from graphshard.capture_errors import explained
+from graphshard.casting import cast_at_units, settle_casts
 from graphshard.checkpoint_regions import tagged_checkpoint_regions
 from graphshard.dynamic import Names, strides_of, symbolic_shapes
 from graphshard.errors import CaptureError
 from graphshard.fake_mode import constant_folding_fake_mode
 from graphshard.joint import program_of_joint
+from graphshard.mixed_precision import Precisions
 from graphshard.module_state import own_randomness
 from graphshard.program import Program
 from graphshard.rnn import stacked_layer_dropout
@@ -93,6 +95,7 @@ def capture(
     grad: bool = True,
     names: Sequence[Names] | None = None,
     entry: Entry = MAIN,
+    precisions: Precisions | None = None,
 ) -> Capture:
     """Trace one step of `model` into a `Program`.
 
@@ -106,6 +109,7 @@ def capture(
         names: for each tensor of the call (in the order of `take_apart`) its dynamic dimensions,
             of sizes of at least 2; see `graphshard.dynamic`.
         entry: what of the model is called.
+        precisions: what is computed in another dtype than its own. None: nothing is.
 
     Raises:
         CaptureError: the step cannot be one graph; names the user's source line and what to do.
@@ -137,13 +141,14 @@ def capture(
     fakes = [
         f.requires_grad_(grad and t.requires_grad) for f, t in zip(fakes, tensors, strict=True)
     ]
-    traced = TracedModel(model, fake, inputs, grad, entry)
-    with explained(model), own_randomness() as generators:
+    traced = TracedModel(model, fake, inputs, grad, entry, precisions)
+    with explained(model), own_randomness() as generators, cast_at_units(model, precisions):
         joint = _trace(traced, model, fakes, grad)
     needs_grad = [t.requires_grad for t in fakes]
     program = program_of_joint(
         joint, traced, inputs, needs_grad, training=model.training, sizes=sizes
     )
+    settle_casts(program, precisions)
     _check_gradients(program, traced)
     if sizes is not None:
         sizes.settle(inputs.paths)

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, fields
 
 import torch
+from torch import nn
 
+from graphshard import torch_compat
 from graphshard.errors import PolicyError
 
 
@@ -14,13 +17,19 @@ class MixedPrecision:
     """Dtypes other than the parameters' own.
 
     Parameters keep their dtype on the shards (the master weights), which the optimizer updates.
-    Modules of BatchNorm classes compute in float32 whatever is said here.
+    Only floating-point tensors are cast. A module of a BatchNorm class keeps the dtype of its own
+    parameters and buffers, float32, whatever is said here: its input is cast to that, its output
+    back to the dtype of the input.
+
+    The semantics are those of FSDP2's MixedPrecisionPolicy; `buffer_dtype`,
+    `keep_low_precision_grads` and what is said of BatchNorm those of FSDP1's MixedPrecision.
 
     Args:
         param_dtype: of gathered parameters and of compute; a shard is cast before its gather. None:
             the parameter's own.
-        reduce_dtype: gradients are reduced in it. None: `param_dtype`.
-        buffer_dtype: floating-point buffers are seen by the forward in it. None: their own.
+        reduce_dtype: gradients are reduced in it. None: the dtype they were computed in.
+        buffer_dtype: floating-point buffers are seen by the forward in it; they keep their own
+            dtype, in which new values are written back. None: their own.
         output_dtype: floating-point outputs of every unit are cast to it. None: left alone.
         keep_low_precision_grads: leave reduced gradients in `reduce_dtype` rather than cast them to
             the dtype of the shard.
@@ -61,3 +70,26 @@ class MixedPrecision:
             if value != field.default:
                 said.append(f"{field.name}={str(value).removeprefix('torch.')}")
         return f"({', '.join(said)})"
+
+
+@dataclass(frozen=True)
+class Precisions:
+    """Which precision applies where in a model: what capture needs to know of a plan.
+
+    units: of every unit by FQN, None where nothing is cast.
+    params: the dtype each parameter is computed in, by any of its names.
+    """
+
+    units: Mapping[str, MixedPrecision | None]
+    params: Mapping[str, torch.dtype]
+
+    def around(self, fqn: str) -> MixedPrecision | None:
+        """That of the innermost unit around the module `fqn`."""
+        while fqn and fqn not in self.units:
+            fqn = fqn.rpartition(".")[0]
+        return self.units.get(fqn)
+
+
+def keeps_its_dtype(module: nn.Module) -> bool:
+    """Whether `module` computes in its own dtype under every precision: a BatchNorm."""
+    return isinstance(module, torch_compat.batch_norm())

@@ -18,12 +18,13 @@ from torch import nn
 class TreeParam:
     """A parameter with every name it goes by (first in module order first).
 
-    `home` is the FQN of the lowest module above all modules that hold it.
+    `holders` are the modules that hold it, `home` is the FQN of the lowest module above them all.
     """
 
     names: tuple[str, ...]
     param: nn.Parameter
     home: str
+    holders: tuple[nn.Module, ...]
 
 
 class ModuleTree:
@@ -103,7 +104,12 @@ class ModuleTree:
                 names.setdefault(key, []).append(f"{path}.{name}" if path else name)
                 holders.setdefault(key, []).append(holder)
         return tuple(
-            TreeParam(tuple(names[key]), param, self._above_all(holders[key]))
+            TreeParam(
+                tuple(names[key]),
+                param,
+                self._above_all(holders[key]),
+                tuple(self.modules[holder] for holder in holders[key]),
+            )
             for key, param in params.items()
         )
 

@@ -13,6 +13,7 @@ from graphshard.passes.accumulate import Accumulate
 from graphshard.passes.insert_free import InsertFree
 from graphshard.passes.offload_activations import OffloadActivations
 from graphshard.passes.partial_reshard import PartialReshard
+from graphshard.passes.precision import Precision
 from graphshard.passes.prefetch import Prefetch
 from graphshard.passes.prefetch_copies import PrefetchCopies
 from graphshard.passes.recompute import Recompute
@@ -94,6 +95,7 @@ def default_passes(policy: Policy) -> tuple[Pass, ...]:
         ZerosForKept(),
         ReduceGrads(),
         ReduceReplicas(),
+        Precision(),
         *((OffloadActivations(),) if policy.offloads("activations") else ()),
         Accumulate(),
         Prefetch(backward=policy.backward_prefetch, forward=policy.forward_prefetch),

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from graphshard.errors import PlanError
+from graphshard.mixed_precision import MixedPrecision, Precisions
 from graphshard.placement import IGNORED, MAX_PADDING, MIN_BYTES, REPLICATED, SHARDED
 from graphshard.policy_base import Policy
 from graphshard.unit_options import UnitOptions
@@ -45,6 +46,23 @@ class ParamLayout:
     world_size: int
     dim: int = 0
     standing: bool = False
+    precision: MixedPrecision | None = None  # of what is cast; None for what never is
+
+    @property
+    def compute_dtype(self) -> torch.dtype:
+        """What it is gathered and computed with in."""
+        return (self.precision and self.precision.param_dtype) or self.dtype
+
+    @property
+    def reduce_dtype(self) -> torch.dtype:
+        """What its gradient is reduced in."""
+        return (self.precision and self.precision.reduce_dtype) or self.compute_dtype
+
+    @property
+    def grad_dtype(self) -> torch.dtype:
+        """What the optimizer finds its gradient in."""
+        kept = self.precision is not None and self.precision.keep_low_precision_grads
+        return self.reduce_dtype if kept else self.dtype
 
     @property
     def numel(self) -> int:
@@ -119,7 +137,7 @@ class ParamLayout:
     @property
     def full_bytes(self) -> int:
         """Bytes of the gathered buffer, padding included."""
-        return prod(self.gathered_shape) * self.dtype.itemsize
+        return prod(self.gathered_shape) * self.compute_dtype.itemsize
 
     @property
     def padding_bytes(self) -> int:
@@ -216,6 +234,14 @@ class ShardingPlan:
             for layout in unit.layouts
             if layout.standing and layout.requires_grad and layout.world_size > 1
         )
+
+    @cached_property
+    def precisions(self) -> Precisions | None:
+        """What is computed in another dtype than its own; None if nothing is."""
+        units = {unit.fqn: unit.options.precision for unit in self.units}
+        if not any(units.values()):
+            return None
+        return Precisions(units, {name: lay.compute_dtype for name, lay in self.layouts.items()})
 
     def unit(self, fqn: str) -> Unit:
         """The unit named `fqn`.

@@ -13,6 +13,7 @@ from torch import nn
 from graphshard.errors import PolicyError
 from graphshard.ignored import ignored_by
 from graphshard.mesh_shape import checked_mesh, fitted
+from graphshard.mixed_precision import keeps_its_dtype
 from graphshard.model_checks import check_model, require_module
 from graphshard.module_tree import ModuleTree, TreeParam
 from graphshard.placement import REPLICATED, SHARDED, Wish, as_wishes, split_dim
@@ -158,7 +159,13 @@ def _layout(
         world_size=ranks,
         dim=dim or 0,
         standing=standing and dim is not None,
+        precision=options.precision if _is_cast(entry) else None,
     )
+
+
+def _is_cast(entry: TreeParam) -> bool:
+    """Whether mixed precision casts a parameter: floating-point ones, but for BatchNorm's."""
+    return entry.param.is_floating_point() and not any(map(keeps_its_dtype, entry.holders))
 
 
 def _dim(

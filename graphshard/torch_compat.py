@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import importlib
 from datetime import timedelta
-from functools import cache
+from functools import cache, partial
 from inspect import signature
 from operator import attrgetter
 from typing import Any
@@ -77,6 +77,11 @@ def preserve_node_meta() -> Any:
 def has_cuda_build() -> bool:
     """Whether fake CUDA tensors can be used; without a device autograd on them aborts."""
     return torch.cuda.is_available()
+
+
+def batch_norm() -> type:
+    """The class of all BatchNorm modules."""
+    return private("torch.nn.modules.batchnorm", "_BatchNorm")
 
 
 # -- symbolic sizes -------------------------------------------------------------------------------
@@ -180,12 +185,50 @@ def set_local_tensor(dtensor: Any, local: torch.Tensor) -> None:
 
 def dtensor_like(dtensor: Any, local: torch.Tensor) -> Any:
     """A DTensor laid out as `dtensor` is, around `local`; a tenth of the cost of `from_local`."""
-    return _dtensor_class()(local, dtensor._spec, requires_grad=False)
+    spec = dtensor._spec
+    if spec.tensor_meta.dtype != local.dtype:
+        meta = spec.tensor_meta._replace(dtype=local.dtype)
+        spec = type(spec)(spec.mesh, spec.placements, tensor_meta=meta)
+    return _dtensor_class()(local, spec, requires_grad=False)
 
 
 @cache
 def _dtensor_class() -> Any:
     return private("torch.distributed.tensor._api", "DTensor")
+
+
+def replace_dtensor_handler(op: Any, handler: Any) -> None:
+    """Let `handler(torch's own handler, op, args, kwargs)` do what `op` does on DTensors.
+
+    Raises:
+        UnsupportedTorchError: this torch has no handler of its own for `op`.
+    """
+    dispatcher = getattr(_dtensor_class(), "_op_dispatcher", None)
+    handlers = getattr(dispatcher, "_custom_op_handlers", {})
+    if op not in handlers:
+        raise UnsupportedTorchError(
+            f"torch {torch.__version__} has no handler of DTensors for {op}; use {SUPPORTED}"
+        )
+    handlers[op] = partial(handler, handlers[op])
+
+
+def find_infinities() -> Any:
+    """The operator by which a GradScaler unscales gradients and looks for infinities in them."""
+    return torch.ops.aten._amp_foreach_non_finite_check_and_unscale_.default
+
+
+def set_grad_dtype(param: torch.Tensor, dtype: torch.dtype) -> None:
+    """Let `param.grad` be of `dtype`, other than the parameter's.
+
+    Raises:
+        UnsupportedTorchError: this torch cannot.
+    """
+    if not hasattr(torch.Tensor, "grad_dtype"):
+        raise UnsupportedTorchError(
+            f"torch {torch.__version__} has no gradients of another dtype than the parameter's, "
+            f"which keep_low_precision_grads needs; use {SUPPORTED}"
+        )
+    param.grad_dtype = dtype
 
 
 def non_persistent_buffers(module: torch.nn.Module) -> frozenset[str]:

@@ -15,7 +15,9 @@ import torch
 from torch import Tensor, nn
 
 from graphshard import torch_compat
+from graphshard.casting import cast_all
 from graphshard.errors import CaptureError
+from graphshard.mixed_precision import Precisions, keeps_its_dtype
 from graphshard.module_state import own_state
 from graphshard.structure import CALL, Structure, take_apart
 
@@ -91,6 +93,7 @@ class TracedModel(nn.Module):
         inputs: Structure,
         grad: bool,
         entry: Entry = MAIN,
+        precisions: Precisions | None = None,
     ) -> None:
         super().__init__()
         self.param_owners = owners(model.named_parameters(remove_duplicate=False))
@@ -103,6 +106,7 @@ class TracedModel(nn.Module):
             self.register_buffer(f"b{index}", make_fake(owner.tensor))
         self._inputs = inputs
         self._entry = entry
+        self._precisions = precisions
         self.result: Structure | None = None
         self.state_changes: tuple[str, ...] = ()
         self.reachable: frozenset[int] = frozenset()
@@ -124,21 +128,60 @@ class TracedModel(nn.Module):
         params = [getattr(self, f"p{i}") for i in range(len(self.param_owners))]
         buffers = [getattr(self, f"b{i}") for i in range(len(self.buffer_owners))]
         with own_state(model) as changes:
-            _install(model, self.param_owners, params)
-            _install(model, self.buffer_owners, buffers)
+            lent = self._cast_params(params)
+            shown = self._cast_buffers(model, buffers)
+            _install(model, self.param_owners, lent)
+            _install(model, self.buffer_owners, shown)
             output = self._entry.call(model, args, kwargs)
-            self._write_back_buffers(model, buffers)
+            self._refuse_changed_params(params, lent)
+            self._write_back_buffers(model, buffers, shown)
         self.state_changes = tuple(changes)
         self._refuse_changed_inputs(args, kwargs)
         found, self.result = take_apart(output, name="out")
         self.reachable = _reachable(found, params)
         return list(map(_cut_loose, found))
 
-    def _write_back_buffers(self, model: nn.Module, buffers: list[Tensor]) -> None:
-        # `self.running = new` replaces the buffer object; the new value must outlive the step.
+    def _cast_params(self, params: list[Tensor]) -> list[Tensor]:
+        """Each parameter in the dtype it is computed in.
+
+        Cast once, so that autograd sums the gradients of all its uses before it casts the sum.
+        """
+        if self._precisions is None:
+            return params
+        dtypes = [self._precisions.params.get(owner.fqn) for owner in self.param_owners]
+        return [p if d is None else p.to(d) for p, d in zip(params, dtypes, strict=True)]
+
+    def _cast_buffers(self, model: nn.Module, buffers: list[Tensor]) -> list[Tensor]:
+        if self._precisions is None:
+            return buffers
+        shown = []
         for owner, buffer in zip(self.buffer_owners, buffers, strict=True):
+            home = owner.fqn.rpartition(".")[0]
+            precision = self._precisions.around(home)
+            dtype = None if precision is None else precision.buffer_dtype
+            if dtype is None or keeps_its_dtype(model.get_submodule(home)):
+                shown.append(buffer)
+            else:
+                shown.append(cast_all(buffer, dtype))
+        return shown
+
+    def _refuse_changed_params(self, params: list[Tensor], lent: list[Tensor]) -> None:
+        for owner, param, cast in zip(self.param_owners, params, lent, strict=True):
+            if cast is not param and cast._version:
+                raise CaptureError(
+                    f"the forward changes parameter {owner.fqn!r} in place; a parameter in mixed "
+                    "precision is only lent to the forward as a copy, so keep such state in a "
+                    "buffer"
+                )
+
+    def _write_back_buffers(
+        self, model: nn.Module, buffers: list[Tensor], shown: list[Tensor]
+    ) -> None:
+        # `self.running = new` replaces the buffer object; the new value must outlive the step. So
+        # must one written in place into what was shown in another dtype.
+        for owner, buffer, lent in zip(self.buffer_owners, buffers, shown, strict=True):
             current = _member(model, owner.fqn)
-            if current is buffer:
+            if current is lent and (lent is buffer or not lent._version):
                 continue
             if not isinstance(current, Tensor) or current.shape != buffer.shape:
                 raise CaptureError(

@@ -13,6 +13,9 @@ one walk. What passes may do follows from a few equations:
     a gradient to which a kept one is added (see `Accumulate`) that gradient; 0, if there was none
     what is kept                                               the operand of the reduce left out
 
+One difference is let through, and only where the plan asks for it: casts around the reduce of a
+gradient, which is then rounded elsewhere (see `graphshard.passes.precision`).
+
 So a view, a cast or a whole region that is computed again has the number of the original. What
 draws random numbers or writes into its operands cannot be computed again, left out, or moved past
 another such: these are the captured program's, in its order.
@@ -31,6 +34,7 @@ from torch import fx
 
 from graphshard import ops
 from graphshard.passes.accumulate import Accumulate
+from graphshard.passes.precision import Precision
 from graphshard.program import Program
 from graphshard.sizes import SYMBOLIC
 from graphshard.views import cast_dtype
@@ -106,21 +110,39 @@ class Values:
             found.append(number)
         return found
 
-    def explains(self, param: str, now: Number, was: Number, settled: bool) -> bool:
+    def explains(
+        self, param: str, now: Number, was: Number, *, settled: bool, recast: bool
+    ) -> bool:
         """Whether the gradient `was` may have become `now`: reduced, kept, or with a kept one.
 
-        `settled`: zeros were only made to add a kept gradient to.
+        `settled`: zeros were only made to add a kept gradient to. `recast`: it may be cast to be
+        reduced otherwise than it was cast when captured.
         """
         if param in self.kept:
             of, kept = self.kept[param]
             operand = self._before_reduce(was)
             reduced = self.by_key.get((_REDUCED, operand))
+            if recast:
+                return self._is_recast(self._without_kept(kept), was)
             return self._without_kept(kept) == (operand if of == "gradient" else reduced)
         plain = self._without_kept(now)
         if plain == was or plain in self.reductions(was):
             return True
+        if recast and self._is_recast(plain, was):
+            return True
         made = was == self.number(None) and self._is_zeros(self._before_reduce(plain))
         return made and (plain != now or not settled)
+
+    def _is_recast(self, now: Number, was: Number) -> bool:
+        """Whether `now` is `was`, reduced or not, but for one cast before and one after that."""
+        before = self._before_reduce(now)
+        return bool({before, self._uncast(before)} & {was, self._uncast(was)})
+
+    def _uncast(self, number: Number) -> Number:
+        """What `number` was cast from, or itself."""
+        if isinstance(number, int) and self.keys[number][0] is ops.cast:
+            return self.keys[number][1][0]
+        return number
 
     def _before_reduce(self, number: Number) -> Number:
         """The operand of the first reduce behind a gradient; it, if nothing is reduced."""
@@ -229,8 +251,17 @@ def check_values(facts: Facts) -> None:
         for name, end, now, was in zip(
             names, ends, values.ends[f"{kind}s"], captured.ends[f"{kind}s"], strict=True
         ):
-            if now != was and (kind != "grad" or not values.explains(name, now, was, settled)):
+            recast = kind == "grad" and _may_be_recast(facts, name)
+            if now != was and (
+                kind != "grad"
+                or not values.explains(name, now, was, settled=settled, recast=recast)
+            ):
                 _blame(facts, captured, values, f"{kind} {name!r}", end, (now, was))
+
+
+def _may_be_recast(facts: Facts, param: str) -> bool:
+    """Whether the plan lets a gradient differ by the rounding of another dtype to reduce it in."""
+    return Precision in facts.done and facts.plan.layouts[param].precision is not None
 
 
 def _check_effects(facts: Facts, captured: Values, values: Values) -> None:

@@ -10,7 +10,7 @@ from graphshard import ops
 from graphshard.errors import PassError
 from graphshard.plan import ShardingPlan
 from graphshard.program import Program
-from graphshard.views import transfers_after, unpacks
+from graphshard.views import transfers_after, transfers_into, unpacks
 
 
 @dataclass(frozen=True)
@@ -54,11 +54,16 @@ class SinkWaits:
         reductions.sort(key=lambda w: ops.group_of(ops.collective_of(w)) == ops.REPLICATE)
         limit = self.max_reduces_in_flight
         before: dict[fx.Node, fx.Node] = {
-            wait: ops.collective_of(later)
-            for wait, later in zip(scatters, scatters[limit:], strict=False)
+            wait: _issue_of(later) for wait, later in zip(scatters, scatters[limit:], strict=False)
         }
         for wait in reductions:
             _move(wait, before.get(wait, program.output_node))
+
+
+def _issue_of(wait: fx.Node) -> fx.Node:
+    """The first node of what `wait` waits for: the transfers of its operands, or it."""
+    collective = ops.collective_of(wait)
+    return next(iter(transfers_into(collective)), collective)
 
 
 def _sink_gather(wait: fx.Node, place: dict[fx.Node, int]) -> None:

@@ -24,6 +24,7 @@ DEFAULT = [
     "zeros_for_kept",
     "reduce_grads",
     "reduce_replicas",
+    "precision",
     "accumulate",
     "prefetch",
     "sink_waits",

@@ -36,41 +36,43 @@ class FromHost:
         for node in list(program.nodes()):
             if node.target is ops.all_gather:
                 node.args = (
-                    _moved(
+                    through(
                         program, node, node.args[0], node, (ops.to_device, ops.arrive, ops.cast)
                     ),
                 )
             elif node.target is ops.wait and ops.collective_of(node).target in ops.REDUCES:
                 picked = unpacks(node)
                 after = picked[-1].next
-                moved = _moved(program, node, picked, after, (ops.to_host, ops.arrive))
+                moved = through(program, node, picked, after, (ops.to_host, ops.arrive))
                 new = dict(zip(picked, moved, strict=True))
                 results.grads = [new.get(grad, grad) for grad in results.grads]
         program.set_results(results)
 
 
-def _moved(
+def through(
     program: Program,
     node: fx.Node,
     tensors: Iterable[fx.Node],
     before: fx.Node,
     targets: Iterable[Any],
+    dtype: torch.dtype = torch.float32,
 ) -> list[fx.Node]:
+    """`tensors`, operands or results of the collective of `node`, through transfers."""
     unit, params = (ops.collective_of(node).kwargs[key] for key in ("unit", "params"))
     tensors = list(tensors)
     for target in targets:
-        dtype = {"dtype": torch.float32} if target is ops.cast else {}
+        to = {"dtype": dtype} if target is ops.cast else {}
         with program.graph.inserting_before(before):
             tensors = [
                 insert_node(
                     program,
                     target,
                     (tensor,),
-                    dtype | {"unit": unit, "param": param},
+                    to | {"unit": unit, "param": param},
                     name=f"{param}_moved",
                     unit=unit,
                     phase=node.meta["phase"],
-                    val=tensor.meta["val"],
+                    val=tensor.meta["val"].to(to.get("dtype")),
                 )
                 for tensor, param in zip(tensors, params, strict=True)
             ]

@@ -285,6 +285,7 @@ def make_toy_plan(
                 param.requires_grad,
                 SHARDED if sharded else REPLICATED,
                 mesh[-1],
+                precision=policy.mixed_precision,
             )
         )
     made = tuple(

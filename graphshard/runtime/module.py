@@ -21,6 +21,7 @@ from graphshard.runtime.group import Group
 from graphshard.runtime.meta_init import initialize
 from graphshard.runtime.own_parameter import make_shards
 from graphshard.runtime.programs import Programs
+from graphshard.runtime.scaler import let_scalers_agree
 from graphshard.runtime.shards import distinct
 from graphshard.runtime.skeleton import Modes, build_skeleton
 from graphshard.runtime.standing import watch_state_dicts
@@ -59,6 +60,8 @@ class ShardedModule(StateMethods, TrainingMethods):
         modes = Modes()
         super().__init__(model, modes)
         named = dict(model.named_parameters(remove_duplicate=False))
+        if group.mesh is not None:
+            let_scalers_agree()
         shards = make_shards(plan.layouts, group, named)
         build_skeleton(self, model, shards, group.device, modes)
         bindings = Bindings(plan, group, shards, _buffer_homes(self), Agreement(group))

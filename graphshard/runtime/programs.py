@@ -222,6 +222,7 @@ class Programs:
                 grad=torch.is_grad_enabled(),
                 names=names,
                 entry=self._entry,
+                precisions=bindings.plan.precisions,
             )
 
     def _rewrite(self, key: tuple[Any, ...], index: int, progress: Stages | None) -> Step:

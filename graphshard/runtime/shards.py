@@ -120,6 +120,8 @@ class Shard:
             changed = tensor_hook(self.as_dtensor(grad))
             grad = grad if changed is None else self.local_of(changed)
         if param.grad is None:
+            if grad.dtype != param.dtype:
+                torch_compat.set_grad_dtype(param, grad.dtype)
             param.grad = self.as_dtensor(grad)
         elif self.group.mesh is None:
             param.grad.add_(grad)

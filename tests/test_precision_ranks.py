@@ -1,0 +1,364 @@
+"""Mixed precision on ranks, against FSDP2, FSDP1 and torch's own GradScaler and autocast."""
+
+from __future__ import annotations
+
+import copy
+import warnings
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+from models import CASES, Case, loss_of
+from ranks import Checks
+from runtime_models import Block, Normed, Odd, TiedGPT, features_of, tokens_of
+from torch import Tensor, nn
+from torch.distributed.fsdp import FullyShardedDataParallel, MixedPrecisionPolicy, fully_shard
+from torch.distributed.fsdp import MixedPrecision as MixedPrecision1
+from torch.distributed.fsdp.wrap import ModuleWrapPolicy
+from torch.distributed.tensor import DTensor
+
+import graphshard
+from graphshard import MixedPrecision
+
+BF16, F16, F32 = torch.bfloat16, torch.float16, torch.float32
+Run = list[tuple[Tensor, dict[str, Tensor]]]
+
+
+def full(tensor: Tensor) -> Tensor:
+    return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
+
+
+def grads_of(model: nn.Module) -> dict[str, Tensor]:
+    return {n: full(p.grad).clone() for n, p in model.named_parameters() if p.grad is not None}
+
+
+def train(
+    model: nn.Module,
+    case: Case,
+    rank: int,
+    scale: float = 1.0,
+    amp: Any = None,
+    number: int = 2,
+) -> Run:
+    """(loss, full gradients) of AdamW steps on this rank's batches."""
+    optim = torch.optim.AdamW(model.parameters(), lr=1e-3)
+    history = []
+    for step in range(number):
+        inputs = case.inputs(100 + 10 * step + rank)
+        with torch.autocast("cpu", amp, enabled=amp is not None):
+            loss = loss_of(model(**inputs))
+        (loss * scale).backward()
+        history.append((loss.detach(), grads_of(model)))
+        optim.step()
+        optim.zero_grad()
+    return history
+
+
+def without_dropout(case: Case) -> nn.Module:
+    """On the CPU eager's dropout rounds its scale to 16 bits and the fused one does not."""
+    model = case.model()
+    for module in model.modules():
+        if isinstance(module, nn.Dropout):
+            module.p = 0.0
+    return model
+
+
+def by_fsdp2(model: nn.Module, units: tuple[str, ...], **fields: Any) -> nn.Module:
+    policy = MixedPrecisionPolicy(**fields)
+    for module in model.modules():
+        if type(module).__name__ in units:
+            fully_shard(module, mp_policy=policy)
+    fully_shard(model, mp_policy=policy)
+    return model
+
+
+def compiled(model: nn.Module, units: Any, policy: Any = None, **fields: Any) -> Any:
+    mixed = MixedPrecision(**fields) if fields else None
+    return graphshard.compile(
+        model, graphshard.BlockPolicy(units, mixed_precision=mixed, **(policy or {}))
+    )
+
+
+def assert_equal(mine: Run, theirs: Run) -> None:
+    for (loss, grads), (their_loss, their_grads) in zip(mine, theirs, strict=True):
+        assert loss.dtype == their_loss.dtype
+        assert torch.equal(loss, their_loss)
+        assert grads.keys() == their_grads.keys()
+        for name, grad in grads.items():
+            assert grad.dtype == their_grads[name].dtype
+            assert torch.equal(grad, their_grads[name]), name
+
+
+def same_as_fsdp2(rank: int, name: str, scale: float = 1.0, amp: Any = None, **fields: Any) -> None:
+    case = CASES[name]
+    theirs = by_fsdp2(without_dropout(case), case.blocks, **fields)
+    expected = train(theirs, case, rank, scale, amp)
+    sharded = compiled(without_dropout(case), case.blocks, **fields)
+    assert_equal(train(sharded, case, rank, scale, amp), expected)
+
+
+def gpt_bf16(rank: int) -> None:
+    same_as_fsdp2(rank, "gpt", param_dtype=BF16, reduce_dtype=F32)
+
+
+def llama_bf16(rank: int) -> None:
+    same_as_fsdp2(rank, "llama", param_dtype=BF16, reduce_dtype=F32)
+    same_as_fsdp2(rank, "llama", param_dtype=BF16)
+
+
+def fp16(rank: int) -> None:
+    """A reduce in float16 is bit-equal where FSDP2's halves do not underflow: with a loss scale."""
+    same_as_fsdp2(rank, "llama", param_dtype=F16, reduce_dtype=F32)
+    same_as_fsdp2(rank, "gpt", scale=1024.0, param_dtype=F16)
+
+
+def reduced_low_computed_high(rank: int) -> None:
+    same_as_fsdp2(rank, "gpt", reduce_dtype=BF16)
+
+
+def autocast(rank: int) -> None:
+    same_as_fsdp2(rank, "llama", amp=BF16)
+    same_as_fsdp2(rank, "gpt", amp=BF16, param_dtype=BF16, reduce_dtype=F32)
+
+
+class BlockWithBuffers(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(8, 8)
+        self.norm = nn.BatchNorm1d(8)
+        self.register_buffer("shift", torch.linspace(0, 1.003, 8))
+        self.register_buffer("seen", torch.zeros(8))
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = self.linear(x)
+        self.seen.add_(y.detach().mean(0))
+        return torch.relu(self.norm(y)) + self.shift.to(y.dtype)
+
+
+class WithBuffers(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = nn.Linear(8, 8)
+        self.blocks = nn.ModuleList([BlockWithBuffers(), BlockWithBuffers()])
+        self.head = nn.Linear(8, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.first(x)
+        for block in self.blocks:
+            x = block(x)
+        return self.head(x).float().pow(2).mean()
+
+
+def steps(model: nn.Module, rank: int) -> Iterator[tuple[Tensor, set[torch.dtype]]]:
+    """Loss, and dtypes of gradients, of three steps of SGD."""
+    optim = torch.optim.SGD(model.parameters(), lr=0.05)
+    for step in range(3):
+        loss = model(*features_of(rank, step, 8))
+        loss.backward()
+        yield loss.detach(), {p.grad.dtype for p in model.parameters() if p.grad is not None}
+        optim.step()
+        optim.zero_grad()
+
+
+def same_as_fsdp1(rank: int, **fields: Any) -> None:
+    torch.manual_seed(0)
+    model = WithBuffers()
+    theirs = FullyShardedDataParallel(
+        copy.deepcopy(model),
+        auto_wrap_policy=ModuleWrapPolicy({BlockWithBuffers}),
+        mixed_precision=MixedPrecision1(cast_forward_inputs=True, **fields),
+        device_id=torch.device("cpu"),
+        use_orig_params=True,
+    )
+    sharded = compiled(model, {BlockWithBuffers}, **fields)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # that FSDP1 is deprecated
+        expected = list(steps(theirs, rank))
+        for (loss, kinds), (their_loss, their_kinds) in zip(
+            steps(sharded, rank), expected, strict=True
+        ):
+            assert torch.equal(loss, their_loss)
+            assert kinds == their_kinds
+        mine = {n: full(t.detach()) for n, t in sharded.state_dict().items()}
+        with FullyShardedDataParallel.summon_full_params(theirs):
+            for name, value in (*theirs.named_parameters(), *theirs.named_buffers()):
+                found = mine[name.replace("_fsdp_wrapped_module.", "")]
+                # FSDP1 rounds buffers for good, ours only where forward sees them.
+                assert torch.equal(found.to(value.dtype), value.detach()), name
+
+
+def as_fsdp1(rank: int) -> None:
+    same_as_fsdp1(rank, param_dtype=BF16)
+    same_as_fsdp1(rank, param_dtype=BF16, reduce_dtype=F32, buffer_dtype=BF16)
+    same_as_fsdp1(rank, param_dtype=BF16, keep_low_precision_grads=True)
+
+
+def other_ways_to_run_agree(rank: int) -> None:
+    """The dtypes are the same whatever is gathered when, so the numbers are."""
+    case = CASES["gpt"]
+    fields = {"param_dtype": BF16, "reduce_dtype": F32}
+    expected = train(compiled(without_dropout(case), case.blocks, **fields), case, rank)
+    for policy in (
+        {"strategy": "NO_SHARD"},
+        {"recompute": "units", "backward_prefetch": "post"},
+    ):
+        sharded = compiled(without_dropout(case), case.blocks, policy, **fields)
+        assert_equal(train(sharded, case, rank), expected)
+
+
+def evaluated(rank: int) -> None:
+    model = TiedGPT(1).eval()
+    theirs = by_fsdp2(copy.deepcopy(model), ("Block",), param_dtype=BF16)
+    sharded = compiled(model, {Block}, param_dtype=BF16)
+    with torch.no_grad():
+        loss = sharded(*tokens_of(rank, 0))
+        assert loss.dtype == BF16
+        assert torch.equal(loss, theirs(*tokens_of(rank, 0)))
+    assert next(sharded.parameters()).dtype == F32
+
+
+def frozen_unused_and_without_dimensions(rank: int) -> None:
+    torch.manual_seed(0)
+    sharded = compiled(Odd(), {Block}, param_dtype=BF16)
+    loss = sharded(*features_of(rank, 0, 16))
+    loss.backward()
+    assert loss.dtype == BF16
+    grads = grads_of(sharded)
+    assert {g.dtype for g in grads.values()} == {F32}
+    assert not any(name.startswith(("frozen", "unused")) for name in grads)
+
+
+class Scaled(nn.Module):
+    """Rows that leave ranks empty, and a parameter without dimensions, replicated and first."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.scale = nn.Parameter(torch.tensor(1.0))
+        self.body = nn.Sequential(nn.Linear(8, 8), nn.ReLU(), nn.Linear(8, 3), nn.Linear(3, 1))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return (self.body(x) * self.scale).float().pow(2).mean()
+
+
+def scaled(rank: int) -> None:
+    """An infinity in one rank's shard makes all of them skip that step, and halve the scale."""
+    ranks = torch.distributed.get_world_size()
+    for bad, options in ((0, {"foreach": True}), (ranks - 1, {"fused": True})):
+        torch.manual_seed(0)
+        sharded = compiled(Scaled(), {nn.Linear}, param_dtype=F16)
+        optim = torch.optim.AdamW(sharded.parameters(), lr=0.05, **options)
+        scaler = torch.amp.GradScaler("cpu", init_scale=2.0**10, growth_interval=2)
+        seen, before = [], None
+        for step in range(4):
+            scaler.scale(sharded(*features_of(rank, step, 8))).backward()
+            if step == 1:
+                before = full(sharded.body[0].weight.detach()).clone()
+                if rank == bad:
+                    sharded.body[0].weight.grad.to_local()[0] = float("inf")
+            scaler.unscale_(optim)
+            norm = torch.nn.utils.clip_grad_norm_(sharded.parameters(), 1.0)
+            scaler.step(optim)
+            scaler.update()
+            optim.zero_grad()
+            seen.append(scaler.get_scale())
+            if step == 1:
+                assert torch.equal(full(sharded.body[0].weight.detach()), before)
+                assert not full(norm).isfinite()
+        assert seen == [1024.0, 512.0, 512.0, 1024.0]
+        assert not torch.equal(full(sharded.body[0].weight.detach()), before)
+
+
+def scaled_as_fsdp2(rank: int) -> None:
+    """Losses, scales and so the steps taken are FSDP2's, overflows among them."""
+
+    def run(model: nn.Module) -> list[tuple[float, float]]:
+        optim = torch.optim.SGD(model.parameters(), lr=0.1)
+        scaler = torch.amp.GradScaler("cpu", init_scale=2.0**19, growth_interval=3)
+        seen = []
+        for step in range(6):
+            loss = model(*features_of(rank, step, 8))
+            scaler.scale(loss).backward()
+            scaler.step(optim)
+            scaler.update()
+            optim.zero_grad()
+            seen.append((loss.item(), scaler.get_scale()))
+        return seen
+
+    torch.manual_seed(0)
+    model = Normed()
+    model.body[1] = nn.LayerNorm(12)
+    units = ("Linear", "LayerNorm")
+    theirs = by_fsdp2(copy.deepcopy(model), units, param_dtype=F16, output_dtype=F32)
+    expected = run(theirs)
+    assert min(scale for _, scale in expected) < 2.0**19  # some step overflowed
+    assert run(compiled(model, units, param_dtype=F16, output_dtype=F32)) == expected
+
+
+def averages_do_not_overflow(rank: int) -> None:
+    for strategy in ("FULL_SHARD", "NO_SHARD"):
+        model = nn.Linear(5, 3, bias=False)
+        policy = graphshard.LambdaPolicy(
+            lambda module: False, strategy=strategy, mixed_precision=MixedPrecision(F16)
+        )
+        sharded = graphshard.compile(model, policy)
+        large = 80000.0 / torch.distributed.get_world_size()  # the sum is past the largest float16
+        sharded(torch.full((1, 5), large)).sum().backward()
+        assert torch.equal(full(sharded.weight.grad), torch.full((3, 5), large))
+
+
+ON_TWO = [
+    gpt_bf16,
+    llama_bf16,
+    fp16,
+    reduced_low_computed_high,
+    autocast,
+    as_fsdp1,
+    other_ways_to_run_agree,
+    evaluated,
+    frozen_unused_and_without_dimensions,
+    scaled,
+    scaled_as_fsdp2,
+    averages_do_not_overflow,
+]
+
+
+@pytest.fixture(scope="module")
+def on_two() -> Checks:
+    return Checks(ON_TWO, 2, timeout=400)
+
+
+@pytest.mark.parametrize("check", ON_TWO, ids=lambda check: check.__name__)
+def test_on_two_ranks(on_two: Checks, check: Callable[[int], None]) -> None:
+    on_two.require(check)
+
+
+# -- four ranks -----------------------------------------------------------------------------------
+
+
+def near_fsdp2(rank: int) -> None:
+    """Gloo adds up FSDP2's gradients in their own dtype, ring by ring; here the mean is float32."""
+    case = CASES["gpt"]
+    for reduce_dtype, bound in ((F32, 1e-6), (BF16, 0.01)):
+        fields = {"param_dtype": BF16, "reduce_dtype": reduce_dtype}
+        expected = train(
+            by_fsdp2(without_dropout(case), case.blocks, **fields), case, rank, number=1
+        )
+        mine = train(compiled(without_dropout(case), case.blocks, **fields), case, rank, number=1)
+        assert torch.equal(mine[0][0], expected[0][0])
+        for name, theirs in expected[0][1].items():
+            error = (mine[0][1][name] - theirs).norm() / theirs.norm()
+            assert error <= bound, f"{name}: {error:.1e}"
+
+
+ON_FOUR = [near_fsdp2, scaled, averages_do_not_overflow, frozen_unused_and_without_dimensions]
+
+
+@pytest.fixture(scope="module")
+def on_four() -> Checks:
+    return Checks(ON_FOUR, 4, timeout=400)
+
+
+@pytest.mark.parametrize("check", ON_FOUR, ids=lambda check: check.__name__)
+def test_on_four_ranks(on_four: Checks, check: Callable[[int], None]) -> None:
+    on_four.require(check)
