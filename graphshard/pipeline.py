@@ -8,10 +8,11 @@ from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
 from typing import Protocol
 
-from graphshard.errors import GraphshardError, PassError, PolicyError
+from graphshard.errors import GraphshardError, PassError
 from graphshard.passes.accumulate import Accumulate
 from graphshard.passes.insert_free import InsertFree
 from graphshard.passes.offload_activations import OffloadActivations
+from graphshard.passes.offload_params import OffloadParams
 from graphshard.passes.partial_reshard import PartialReshard
 from graphshard.passes.precision import Precision
 from graphshard.passes.prefetch import Prefetch
@@ -78,15 +79,7 @@ class Stages(Protocol):
 
 
 def default_passes(policy: Policy) -> tuple[Pass, ...]:
-    """The passes that make a captured program a sharded one, in order.
-
-    Raises:
-        PolicyError: the policy asks for what no pass does.
-    """
-    if policy.offloads("params"):
-        raise PolicyError(
-            'offload="params" is not there yet; use offload="activations", or leave it out'
-        )
+    """The passes that make a captured program a sharded one, in order."""
     choice = RecomputeChoice.of(policy.recompute)
     then = (
         Unshard(),
@@ -96,11 +89,12 @@ def default_passes(policy: Policy) -> tuple[Pass, ...]:
         ReduceGrads(),
         ReduceReplicas(),
         Precision(),
+        *((OffloadParams(),) if policy.offloads("params") else ()),
         *((OffloadActivations(),) if policy.offloads("activations") else ()),
         Accumulate(),
         Prefetch(backward=policy.backward_prefetch, forward=policy.forward_prefetch),
-        *((PrefetchCopies(backward=policy.backward_prefetch),) if policy.offload else ()),
         SinkWaits(),
+        *((PrefetchCopies(backward=policy.backward_prefetch),) if policy.offload else ()),
         InsertFree(),
     )
     first: Pass = Recompute(choice.units, bool(choice.classes), choice.selective)

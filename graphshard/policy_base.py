@@ -43,8 +43,15 @@ class Policy:
             "budget": the cheapest part by which the step fits in `memory_budget`. None leaves it to
             the model. Regions under `torch.utils.checkpoint` are recomputed either way.
         mixed_precision: dtypes to compute, gather and reduce in. None: the parameters' own.
-        offload: "params" keeps shards, gradients and so the optimizer's work on the host,
-            "activations" what forward saves for backward; or a collection of both. None: nothing.
+        offload: "params" keeps shards and reduced gradients in the host's memory, so the optimizer
+            works there, on CPU tensors; what is gathered still is on the device, so the largest
+            unit's peak stays. Collectives on these tensors by others than the sharded module (as
+            torch.nn.utils.clip_grad_norm_ or full_tensor() issue them) need a process group with a
+            backend for CPU tensors ("cpu:gloo,cuda:nccl"); `sharded.clip_grad_norm_` does not.
+            "activations" keeps there what forward saves for backward, each tensor from the end of
+            the step of forward that last uses it to the step of backward before its first use; a
+            step is from one unit's start to the next one's, so a model in one unit saves nothing.
+            A collection of both is both. None: nothing.
         ignored: parameters and modules that are left alone (not sharded, not moved, gradients not
             reduced): a collection of them, or a regular expression (or several) that must match a
             parameter's or module's whole FQN.

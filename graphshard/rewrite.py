@@ -12,7 +12,7 @@ from torch import fx
 from graphshard import ops
 from graphshard.plan import ShardingPlan
 from graphshard.program import ParamEntry, Program
-from graphshard.views import Source, tensor_inputs, transfers_into, unpacks
+from graphshard.views import Source, bytes_text, tensor_inputs, transfers_into, unpacks
 
 
 def fake_like(like: Any, shape: Sequence[int], stride: Sequence[int] | None = None) -> torch.Tensor:
@@ -21,6 +21,12 @@ def fake_like(like: Any, shape: Sequence[int], stride: Sequence[int] | None = No
         if stride is None:
             return torch.empty(tuple(shape), dtype=like.dtype, device=like.device)
         return torch.empty_strided(tuple(shape), stride, dtype=like.dtype, device=like.device)
+
+
+def fake_on(like: Any, device: str | torch.device) -> torch.Tensor:
+    """A FakeTensor as `like`, on another device."""
+    with like.fake_mode:
+        return torch.empty_strided(like.shape, like.stride(), dtype=like.dtype, device=device)
 
 
 def entries_by_name(program: Program) -> dict[str, ParamEntry]:
@@ -56,6 +62,7 @@ def insert_copy(
     name: str,
     phase: str,
     param: str | None = None,
+    unit: str | None = None,
 ) -> fx.Node:
     """A `to_host`, `to_device` or `arrive` of `source`, at the graph's insertion point.
 
@@ -66,17 +73,29 @@ def insert_copy(
         name: of the node; see `insert_node`.
         phase: of the node.
         param: the parameter whose shard or gradient it is; None for an activation.
+        unit: whose it is; None for the unit of `source`.
     """
     val = source.meta["val"]
     if target is not ops.arrive:
-        device = "cpu" if target is ops.to_host else program.capture_device
-        with val.fake_mode:
-            val = torch.empty_strided(val.shape, val.stride(), dtype=val.dtype, device=device)
-    unit = source.meta["unit"]
+        val = fake_on(val, "cpu" if target is ops.to_host else program.capture_device)
+    unit = source.meta["unit"] if unit is None else unit
     kwargs = {"unit": unit, "param": param}
     return insert_node(
         program, target, (source,), kwargs, name=name, unit=unit, phase=phase, val=val
     )
+
+
+def note_copies(program: Program, what: str, *, params: bool) -> None:
+    """Note on the program how much one step copies between host and device, of `params` or not."""
+    said = []
+    for target, where in ((ops.to_device, "to the device"), (ops.to_host, "to the host")):
+        copies = [
+            node
+            for node in program.nodes()
+            if node.target is target and (node.kwargs["param"] is not None) == params
+        ]
+        said.append(f"{bytes_text(copies)} bytes in {len(copies):,} copies {where}")
+    program.notes = (*program.notes, f"{what}: {', '.join(said)}, each step")
 
 
 def insert_gather(

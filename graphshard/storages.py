@@ -75,17 +75,6 @@ def aliases_of(root: fx.Node) -> list[fx.Node]:
     return sorted(found)
 
 
-def nbytes(value: fx.Node) -> int | None:
-    """Bytes of a value's own elements; None if a size is symbolic."""
-    val: Tensor = value.meta["val"]
-    count = 1
-    for size in val.shape:
-        if type(size) is not int:
-            return None
-        count *= size
-    return count * val.dtype.itemsize
-
-
 def is_dense(value: fx.Node) -> bool:
     """Whether a value has no gaps and no overlaps, in whatever order its elements lie."""
     val: Tensor = value.meta["val"]

@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from graphshard.errors import PolicyError
 from graphshard.mixed_precision import MixedPrecision
 from graphshard.policy_base import Policy, text_of
 from graphshard.strategy import Strategy
@@ -43,8 +44,17 @@ def options_of(policy: Policy, unit: str, overrides: Mapping[str, Any]) -> UnitO
 
     The root is kept unsharded between forward and backward unless `policy.reshard_root`, or an
     override for it, says otherwise.
+
+    Raises:
+        PolicyError: parameters are to be offloaded, and kept whole on the device.
     """
     strategy = Strategy(overrides.get("strategy", policy.strategy))
+    if strategy is Strategy.SHARD_OPTIMIZER and policy.offloads("params"):
+        raise PolicyError(
+            f"unit {unit or '(root)'}: strategy SHARD_OPTIMIZER keeps whole parameters on the "
+            'device, and offload="params" keeps them on the host; leave one of them out (with '
+            "SHARD_GRAD_OP gradients and optimizer states are sharded as well)"
+        )
     reshard: bool | int | None = overrides.get("reshard_after_forward")
     if reshard is None and not unit and not policy.reshard_root:
         reshard = False

@@ -5,6 +5,7 @@ from __future__ import annotations
 from torch import fx
 
 from graphshard import ops
+from graphshard.passes.offload_params import OffloadParams
 from graphshard.storages import aliases_of, storage_root
 from graphshard.verify_facts import Facts
 
@@ -13,28 +14,54 @@ def check_copies(facts: Facts) -> None:
     """A copy arrives once, in its phase; compute reads nothing that lies on the host.
 
     A saved activation is copied to the host once and brought back once, and nothing reads it on the
-    device after its copy has arrived, when its memory is given back.
+    device after its copy has arrived, when its memory is given back. Once parameters are offloaded
+    they are read by copies alone, and every gradient is returned on the host.
     """
     copied: dict[fx.Node, fx.Node] = {}  # by what is copied, the copy
     for node in facts.nodes:
-        if node.target is ops.arrive:
-            if _source(node).target not in ops.COPIES:
-                facts.fail("copies", node, f"%{_source(node).name} is no copy that could arrive")
+        if node.target is ops.arrive and _source(node).target not in ops.COPIES:
+            facts.fail("copies", node, f"%{_source(node).name} is no copy that could arrive")
+        if node.target in ops.COPIES:
+            _check_copy(facts, node, copied)
+    if OffloadParams in facts.done:
+        _check_offloaded(facts)
+
+
+def _check_copy(facts: Facts, copy: fx.Node, copied: dict[fx.Node, fx.Node]) -> None:
+    arrival, source = _arrival(facts, copy), _source(copy)
+    if copy.target is ops.to_host:
+        _check_on_host(facts, arrival)
+    if copy.kwargs["param"] is not None:
+        _check_param(facts, copy)
+        return
+    first = copied.setdefault(source, copy)
+    if first is not copy:
+        facts.fail("copies", copy, f"%{first.name} copies %{source.name} already")
+    if copy.target is ops.to_host:
+        _check_given_back(facts, copy, arrival, copied)
+    elif not _on_host(source):
+        facts.fail("copies", copy, f"%{source.name} does not lie on the host")
+
+
+def _check_param(facts: Facts, copy: fx.Node) -> None:
+    """To the device goes a parameter, to the host its gradient."""
+    name: str = copy.kwargs["param"]  # type: ignore[assignment]
+    param = facts.params[name].node
+    if (copy.target is ops.to_device) != (_source(copy) is param):
+        what = "the parameter" if copy.target is ops.to_device else "a gradient"
+        facts.fail("copies", copy, f"%{_source(copy).name} is not {what} {name!r}")
+
+
+def _check_offloaded(facts: Facts) -> None:
+    grads = facts.program.results().grads
+    for param, grad in zip(facts.program.params, grads, strict=True):
+        if param.ignored:
             continue
-        if node.target not in ops.COPIES:
-            continue
-        arrival = _arrival(facts, node)
-        if node.target is ops.to_host:
-            _check_on_host(facts, arrival)
-        if node.kwargs["param"] is not None:
-            continue
-        first = copied.setdefault(_source(node), node)
-        if first is not node:
-            facts.fail("copies", node, f"%{first.name} copies %{_source(node).name} already")
-        if node.target is ops.to_host:
-            _check_given_back(facts, node, arrival, copied)
-        elif not _on_host(_source(node)):
-            facts.fail("copies", node, f"%{_source(node).name} does not lie on the host")
+        for user in param.node.users:
+            if user.target is not ops.to_device:
+                facts.fail("copies", user, f"it reads %{param.node.name}, which lies on the host")
+        if grad is not None and not _on_host(grad):
+            facts.fail("copies", grad, f"the gradient of {param.fqn!r} is left on the device")
 
 
 def _arrival(facts: Facts, copy: fx.Node) -> fx.Node:

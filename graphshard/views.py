@@ -10,7 +10,7 @@ Two relations, both read off a graph in one walk:
 from __future__ import annotations
 
 import operator
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
 from functools import cache
 from typing import Any
@@ -21,7 +21,7 @@ from torch import fx
 from graphshard import ops
 from graphshard.plan import ShardingPlan
 from graphshard.program import Program
-from graphshard.sizes import SYMBOLIC
+from graphshard.sizes import SYMBOLIC, size_text
 
 aten = torch.ops.aten
 
@@ -52,6 +52,28 @@ def tensor_inputs(node: fx.Node) -> list[fx.Node]:
 
 
 _NUMBERS = (int, float, bool, *SYMBOLIC)
+
+
+def nbytes(value: fx.Node) -> int | None:
+    """Bytes of a value's own elements; None if a size is symbolic."""
+    val: torch.Tensor = value.meta["val"]
+    count = 1
+    for size in val.shape:
+        if type(size) is not int:
+            return None
+        count *= size
+    return count * val.dtype.itemsize
+
+
+def bytes_text(values: Iterable[fx.Node]) -> str:
+    """Bytes of the elements of `values` together, e.g. "1,024"; "96*batch" if symbolic."""
+    total: Any = 0
+    for value in values:
+        size: Any = value.meta["val"].dtype.itemsize
+        for length in value.meta["val"].shape:
+            size = size * length
+        total = total + size
+    return f"{total:,}" if isinstance(total, int) else size_text(total)
 
 
 def alias_inputs(node: fx.Node) -> list[fx.Node]:

@@ -11,18 +11,17 @@ from graphshard import ops
 from graphshard.errors import PassError
 from graphshard.plan import ShardingPlan
 from graphshard.program import BACKWARD, FORWARD, Program
-from graphshard.rewrite import erase_dead, insert_copy
+from graphshard.rewrite import erase_dead, insert_copy, note_copies
 from graphshard.runs import Runs, find_runs
 from graphshard.storages import (
     Saved,
     aliases_of,
     is_dense,
-    nbytes,
     saved_storages,
     storage_root,
     writes,
 )
-from graphshard.views import alias_inputs
+from graphshard.views import alias_inputs, nbytes
 
 
 @dataclass(frozen=True)
@@ -62,8 +61,10 @@ class OffloadActivations:
         runs = find_runs(program, plan)
         forward, backward = runs.steps(FORWARD), runs.steps(BACKWARD)
         hosts = _copy_out(program, runs, forward, copies)
-        for copied in copies:
-            _bring_back(program, runs, backward, copied, hosts[copied.value])
+        back = {c: _bring_back(program, runs, backward, c, hosts[c.value]) for c in copies}
+        for copied in copies:  # now that all of a step's copies arrive before its first node
+            _use(program, copied, back[copied])
+        note_copies(program, "activations", params=False)
         left = to_copy(program, plan, self.min_bytes)
         if left:
             raise PassError(
@@ -161,24 +162,33 @@ def _copy_out(
 
 def _bring_back(
     program: Program, runs: Runs, steps: Sequence[fx.Node], copied: Copied, host: fx.Node
-) -> None:
-    """Copy to the device before the step of backward that first uses it, and use it there."""
-    results = program.results()
-    ends = [end for end in (*results.grads, *results.input_grads) if end in copied.saved]
-    uses = [
+) -> fx.Node:
+    """Copy to the device before the step of backward that first uses it; what arrived there."""
+    uses = _uses(copied)
+    place = runs.position[uses[0][0] if uses else program.output_node]
+    with program.graph.inserting_before(steps[_step_of(runs, steps, place)]):
+        name = copied.value.name
+        copy = insert_copy(program, ops.to_device, host, name=f"{name}_to_device", phase=BACKWARD)
+        return insert_copy(program, ops.arrive, copy, name=f"{name}_back", phase=BACKWARD)
+
+
+def _uses(copied: Copied) -> list[tuple[fx.Node, fx.Node]]:
+    """(node of backward, what it reads of the copied value), in order."""
+    found = [
         (user, value)
         for value in copied.saved
         for user in value.users
         if user.op == "call_function" and user.meta["phase"] == BACKWARD
     ]
-    uses.sort(key=lambda use: use[0])
-    place = runs.position[uses[0][0]] if uses else runs.position[program.output_node]
-    with program.graph.inserting_before(steps[_step_of(runs, steps, place)]):
-        name = copied.value.name
-        copy = insert_copy(program, ops.to_device, host, name=f"{name}_to_device", phase=BACKWARD)
-        back = insert_copy(program, ops.arrive, copy, name=f"{name}_back", phase=BACKWARD)
+    return sorted(found, key=lambda use: use[0])
+
+
+def _use(program: Program, copied: Copied, back: fx.Node) -> None:
+    """Let backward read what came back; drop the views in forward that only backward read."""
+    results = program.results()
+    ends = [end for end in (*results.grads, *results.input_grads) if end in copied.saved]
     again = {copied.value: back}
-    for user, value in uses:
+    for user, value in _uses(copied):
         user.replace_input_with(value, _made_again(program, value, again, before=user))
     for end in ends:
         _made_again(program, end, again, before=program.output_node)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from itertools import groupby
 
 from torch import fx
 
@@ -15,16 +16,19 @@ from graphshard.runs import Runs, find_runs
 
 @dataclass(frozen=True)
 class PrefetchCopies:
-    """Issue each copy to the device a step before it must have arrived.
+    """Issue each copy to the device a step before it must have arrived; let gradients arrive late.
 
     A step reaches from where one unit's run starts to where the next one's does. Where a step
     starts gathers are issued first, then copies for later, and what the step needs arrives last.
     A shard arrives where its gather is issued.
 
+    A gradient that goes to the host arrives, and its memory on the device is given back, where the
+    next unit's gradients are sent; the last unit's at the end.
+
     Args:
         backward: "pre" issues what a step of backward needs before the compute of the step before
-            it; "post" after that compute; None where it is needed. In forward it is always "pre":
-            shards are small.
+            it; "post" activations after that compute (shards, which are small, before it); None
+            where it is needed. In forward it is always "pre".
     """
 
     backward: str | None = "pre"
@@ -37,13 +41,30 @@ class PrefetchCopies:
             firsts = runs.steps(phase)
             by_step = _copies_by_step(program, runs, firsts, phase)
             for step, copies in by_step.items():
+                shards = [c for c in copies if c.kwargs["param"] is not None]
+                activations = [c for c in copies if c.kwargs["param"] is None]
+                if shards:
+                    arrives = min(next(iter(copy.users)) for copy in shards)
+                    ahead = how is not None and step > 0
+                    _put_before(firsts[step - 1] if ahead else arrives, shards)
                 if how == "pre":
-                    _put_before(firsts[max(step - 1, 0)], copies)
+                    _put_before(firsts[max(step - 1, 0)], activations)
                 elif how == "post" and step:
-                    _put_before(_last_compute_before(firsts[step]).next, copies)
+                    _put_before(_last_compute_before(firsts[step]).next, activations)
             for step, copies in by_step.items():
-                activations = [copy for copy in copies if ops.origin(copy).op != "placeholder"]
+                activations = [c for c in copies if c.kwargs["param"] is None]
                 _put_before(firsts[step], [next(iter(copy.users)) for copy in activations])
+        _let_gradients_arrive(program)
+
+
+def _let_gradients_arrive(program: Program) -> None:
+    sent = [n for n in program.nodes(BACKWARD) if n.target is ops.to_host]
+    groups = [list(group) for _, group in groupby(sent, key=lambda node: node.meta["unit"])]
+    later = [*(group[0] for group in groups[1:]), program.output_node]
+    for group, before in zip(groups, later, strict=False):
+        arrivals = [next(iter(copy.users)) for copy in group]
+        if all(user.op == "output" for arrival in arrivals for user in arrival.users):
+            _put_before(before, arrivals)
 
 
 def _copies_by_step(

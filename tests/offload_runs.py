@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
+from contextlib import nullcontext
 from typing import Any
 
 import torch
 from models import VOCAB
 from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor
 
 import graphshard
@@ -26,11 +28,17 @@ def gpt() -> nn.Module:
 
 
 def sharded(**fields: Any) -> graphshard.ShardedModule:
-    return graphshard.compile(gpt(), graphshard.BlockPolicy({Block}, **fields))
+    """The GPT, sharded over a mesh of 2 x 2 if the strategy needs one of two dimensions."""
+    hybrid = str(fields.get("strategy", "")).startswith("HYBRID")
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "fsdp")) if hybrid else None
+    return graphshard.compile(gpt(), graphshard.BlockPolicy({Block}, **fields), mesh=mesh)
 
 
-def train(model: nn.Module, rank: int) -> list[Step]:
-    """Loss and this rank's gradients of each AdamW step, of two micro-batches; then the weights."""
+def train(model: nn.Module, rank: int, *, sync: bool = True) -> list[Step]:
+    """Loss and this rank's gradients of each AdamW step, of two micro-batches; then the weights.
+
+    sync: reduce each micro-batch's gradients, not their sum.
+    """
     optim = torch.optim.AdamW(model.parameters(), lr=1e-2)
     history = []
     for step in range(STEPS):
@@ -38,8 +46,10 @@ def train(model: nn.Module, rank: int) -> list[Step]:
         for micro in range(MICRO_BATCHES):
             torch.manual_seed(100 * step + 10 * micro + rank)
             ids = torch.randint(VOCAB, (2, 18))
-            loss = model(ids[:, :-1], ids[:, 1:])
-            loss.backward()
+            last = micro == MICRO_BATCHES - 1
+            with nullcontext() if sync or last else model.no_sync():  # type: ignore[operator]
+                loss = model(ids[:, :-1], ids[:, 1:])
+                loss.backward()
             total += loss.item()
         grads = ((name, param.grad) for name, param in model.named_parameters())
         history.append((total, own_parts(grads)))
@@ -57,18 +67,19 @@ def _own(tensor: Tensor) -> Tensor:
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 
-def require_equal(history: list[Step], expected: list[Step], fields: Mapping[str, Any]) -> None:
+def require_equal(history: list[Step], expected: list[Step], what: Any) -> None:
     for index, ((loss, tensors), (wanted, theirs)) in enumerate(
         zip(history, expected, strict=True)
     ):
-        assert loss == wanted, (fields, index)
+        assert loss == wanted, (what, index)
         assert tensors.keys() == theirs.keys()
         for name, tensor in tensors.items():
-            assert torch.equal(tensor, theirs[name]), (fields, index, name)
+            assert torch.equal(tensor, theirs[name]), (what, index, name)
 
 
-def trains_the_same(rank: int, variants: Iterable[Mapping[str, Any]], offload: Any) -> None:
-    """For each variant of the policy's fields, with `offload` and without."""
-    for fields in variants:
-        expected = train(sharded(**fields), rank)
-        require_equal(train(sharded(**fields, offload=offload), rank), expected, fields)
+def trains_the_same(rank: int, *offloads: Any, sync: bool = True, **fields: Any) -> None:
+    """With each of `offloads` and without, under a policy with these fields."""
+    expected = train(sharded(**fields), rank, sync=sync)
+    for offload in offloads:
+        history = train(sharded(**fields, offload=offload), rank, sync=sync)
+        require_equal(history, expected, offload)

@@ -4,21 +4,23 @@ from __future__ import annotations
 
 import time
 import weakref
-from collections.abc import Callable
-from typing import Any
+from collections.abc import Callable, Iterable
 
 import offload_runs as runs
 import pytest
 import torch
-import torch.distributed as dist
 from ranks import Checks
 from torch import Tensor, nn
+from torch.distributed.fsdp import CPUOffloadPolicy, fully_shard
+from torch.distributed.tensor import DTensor
 
 import graphshard
 from examples.benchmarks.live_bytes import LiveBytes
+from examples.gpt import Block
 from graphshard.runtime import host_copies
 
 WIDTH, BATCH, LAYERS = 64, 128, 8
+BOTH = ("params", "activations")
 LAYER, ACTIVATION = WIDTH * WIDTH * 4, BATCH * WIDTH * 4
 
 
@@ -44,14 +46,22 @@ class DeviceBytes(LiveBytes):
         super().__exit__(*exception)
         host_copies.new_host = self._new_host
 
+    def lies_on_host(self, tensors: Iterable[Tensor]) -> None:
+        """Do not count these tensors, which lie on the host."""
+        for tensor in tensors:
+            local = tensor.to_local() if isinstance(tensor, DTensor) else tensor
+            self._not_counted(local.untyped_storage())
+
+    def _not_counted(self, storage: torch.UntypedStorage) -> None:
+        address = storage._cdata
+        self.host[address] = weakref.ref(storage, lambda _: self.host.pop(address, None))
+
     def _marked(self, like: Tensor) -> Tensor:
         self._making = True
         made = self._new_host(like)
         self._making = False
         self.sent += made.nbytes
-        storage = made.untyped_storage()
-        address = storage._cdata
-        self.host[address] = weakref.ref(storage, lambda _: self.host.pop(address, None))
+        self._not_counted(made.untyped_storage())
         return made
 
 
@@ -105,20 +115,86 @@ def activations_are_not_on_the_device(rank: int) -> None:
     assert peaks[None][1] >= LAYERS * ACTIVATION
 
 
-ACTIVATIONS_WITH: tuple[dict[str, Any], ...] = (
-    {},
-    {"backward_prefetch": "post", "forward_prefetch": 1, "reshard_root": True},
-    {"strategy": "SHARD_GRAD_OP", "recompute": "units"},
-)
+def parameters_and_gradients_are_not_on_the_device(rank: int) -> None:
+    torch.manual_seed(0)
+    policy = graphshard.BlockPolicy({nn.Linear}, offload=BOTH)
+    sharded = graphshard.compile(Stack(), policy)
+    x = torch.randn(BATCH, WIDTH)
+    sharded(x).backward()
+    sharded.zero_grad()
+    live = DeviceBytes()
+    live.lies_on_host(sharded.parameters())
+    live.add([x])
+    base = live.current
+    with live:
+        loss = sharded(x)
+        settles(live, base + 4)
+        live.peak = live.current
+        loss.backward()
+        settles(live, base + 4)
+    # A layer and the next one, their full gradients, and shards on their way.
+    assert live.peak - base <= 5 * ACTIVATION + 6 * LAYER
+    for param in sharded.parameters():
+        assert isinstance(param.grad, DTensor)
+        assert param.grad.to_local().shape == param.to_local().shape
 
 
-def activations(rank: int) -> None:
-    variants = ACTIVATIONS_WITH if dist.get_world_size() == 2 else ACTIVATIONS_WITH[:1]
-    runs.trains_the_same(rank, variants, "activations")
+def full_shard(rank: int) -> None:
+    runs.trains_the_same(rank, "activations", "params", BOTH)
 
 
-ON_TWO = [activations_are_not_on_the_device, activations]
-ON_FOUR = [activations]
+def other_schedules(rank: int) -> None:
+    fields = {"backward_prefetch": "post", "forward_prefetch": 1, "reshard_root": True}
+    runs.trains_the_same(rank, BOTH, sync=False, **fields)
+
+
+def kept_and_recomputed(rank: int) -> None:
+    runs.trains_the_same(rank, BOTH, strategy="SHARD_GRAD_OP", recompute="units")
+
+
+def replicated(rank: int) -> None:
+    runs.trains_the_same(rank, BOTH, sync=False, strategy="NO_SHARD", backward_prefetch=None)
+
+
+def hybrid(rank: int) -> None:
+    runs.trains_the_same(rank, BOTH, strategy="HYBRID_SHARD")
+
+
+def as_fully_shard_offloads(rank: int) -> None:
+    theirs = runs.gpt()
+    policy = CPUOffloadPolicy(pin_memory=False)
+    for module in theirs.modules():
+        if isinstance(module, Block):
+            fully_shard(module, offload_policy=policy)
+    fully_shard(theirs, offload_policy=policy)
+    expected = runs.train(theirs, rank)
+    runs.require_equal(runs.train(runs.sharded(offload="params"), rank), expected, "fully_shard")
+
+
+def parameters_are_loaded_and_read_where_they_lie(rank: int) -> None:
+    sharded = runs.sharded(offload="params")
+    before = {name: tensor.full_tensor() for name, tensor in sharded.state_dict().items()}
+    doubled = {name: 2 * tensor for name, tensor in before.items()}
+    sharded.load_full_state_dict(doubled)
+    sharded.load_state_dict({name: 2 * t for name, t in sharded.state_dict().items()})
+    for name, tensor in sharded.state_dict().items():
+        assert torch.equal(tensor.full_tensor(), 4 * before[name])
+    ids = torch.zeros(2, 18, dtype=torch.int64)
+    with torch.no_grad():
+        assert sharded(ids[:, :-1], ids[:, 1:]).isfinite()
+
+
+ON_TWO = [
+    activations_are_not_on_the_device,
+    parameters_and_gradients_are_not_on_the_device,
+    full_shard,
+    other_schedules,
+    kept_and_recomputed,
+    replicated,
+    as_fully_shard_offloads,
+    parameters_are_loaded_and_read_where_they_lie,
+]
+ON_FOUR = [full_shard, hybrid]
 
 
 @pytest.fixture(scope="module")

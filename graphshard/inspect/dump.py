@@ -119,7 +119,8 @@ def _meanings(program: Program, plan: ShardingPlan) -> Iterator[tuple[str, str]]
     """What each placeholder of the program stands for, by its name."""
     for param in program.params:
         part = ", this rank's shard" if _is_shard(param, program, plan) else ""
-        yield param.node.name, f"parameter {' = '.join(param.names)}{part}"
+        where = ", on the host" if plan.policy.offloads("params") and not param.ignored else ""
+        yield param.node.name, f"parameter {' = '.join(param.names)}{part}{where}"
     for buffer in program.buffers:
         yield buffer.node.name, f"{'constant' if buffer.constant else 'buffer'} {buffer.fqn}"
     for entry in program.inputs:

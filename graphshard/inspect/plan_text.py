@@ -241,6 +241,14 @@ def _notes(plan: ShardingPlan) -> Iterator[tuple[str, str]]:
             f"{some_of([layout.fqn for layout in plan.ignored])}, {numel:,} elements, whole on "
             "every rank, gradients not reduced",
         )
+    if plan.policy.offloads("params"):
+        stored = human_bytes(_sum(plan).sharded)
+        largest = human_bytes(max(unit.unsharded_bytes for unit in plan.units))
+        yield (
+            "host",
+            f"{stored} of parameters per rank lie there, with their gradients and optimizer state; "
+            f"while gathered the largest unit takes {largest} of the device as before",
+        )
     if plan.program is not None and plan.program.grad:
         yield from memory_notes(plan.program)
     for note in plan.policy.notes:

@@ -18,6 +18,7 @@ from graphshard.program import BACKWARD, COMPUTE, FORWARD, Program
 from graphshard.remat import RECOMPUTED
 from graphshard.sizes import SYMBOLIC, size_text
 from graphshard.step_memory import SAVED, storages_of
+from graphshard.views import bytes_text
 
 _SHORT_DTYPES = {
     torch.float64: "f64",
@@ -166,7 +167,7 @@ def _communication(nodes: list[fx.Node], program: Program) -> str:
         if node.target is ops.arrive:
             return f"of {ops.op_name(node.args[0])}, {_count(len(nodes), noun)}"  # type: ignore
         over = f" for groups of {node.kwargs['ranks']}" if node.target is ops.reshard else ""
-        return _amount(sum(value.nbytes for value in values), values, noun, over)
+        return _amount(bytes_text(nodes), values, noun, over)
     collective = ops.collective_of(node)
     operands: list[fx.Node] = collective.args[0]  # type: ignore[assignment]
     if node.target is ops.wait:
@@ -174,12 +175,12 @@ def _communication(nodes: list[fx.Node], program: Program) -> str:
     if node.target is ops.free:
         return f"{gathered_bytes(collective, program):,} bytes"
     if node.target is ops.all_gather:
-        size = gathered_bytes(collective, program)
+        size = f"{gathered_bytes(collective, program):,}"
         wait = next((user for user in node.users if user.target is ops.wait), None)
         values = _values(operands) if wait is None else wait.meta["val"]
     else:
         values = _values(operands)
-        size = sum(value.numel() * value.dtype.itemsize for value in values)
+        size = bytes_text(operands)
     over = f" over {collective.kwargs['group']}" if "group" in collective.kwargs else ""
     if "ranks" in collective.kwargs:
         over = f" over groups of {collective.kwargs['ranks']}"
@@ -189,7 +190,7 @@ def _communication(nodes: list[fx.Node], program: Program) -> str:
 
 
 def _amount(
-    size: int,
+    size: str,
     values: list[torch.Tensor],
     noun: str = "param",
     over: str = "",
@@ -200,7 +201,7 @@ def _amount(
         for value, dim in zip_longest(values, dims, fillvalue=0)
     )
     each = ", ".join(text if n == 1 else f"{n} x {text}" for text, n in shapes.items())
-    return f"{size:,} bytes{over}, {_count(len(values), noun)}: {each}"
+    return f"{size} bytes{over}, {_count(len(values), noun)}: {each}"
 
 
 def _compute(nodes: list[fx.Node], saved: Mapping[fx.Node, int]) -> str:

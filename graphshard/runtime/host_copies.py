@@ -17,7 +17,10 @@ one within a step: its memory is pinned, so a copy is only queued. Who may use w
                someone else once the copies queued when it was released are done (`copy_` tells it
                of them). What comes back was sent out before an earlier `arrive`, which the copy
                stream waits for with the compute stream, so a host tensor is whole when a stream
-               reads it. Nothing reads it on the CPU.
+               reads it. With parameters offloaded the CPU reads gradients and overwrites
+               parameters, so at the end of backward, and of a forward without one, the host waits
+               for the copies, once (`settle`). Whoever overwrites parameters between a forward and
+               its backward must synchronise the device first (its backward is an error anyway).
 
 On ranks that compute on the CPU the host's memory and the device's are the same kind; each copy is
 made all the same, at once, so that what runs is what the program says.
@@ -77,6 +80,17 @@ def new_host(like: Tensor) -> Tensor:
 def arrive(copy: Copy) -> Tensor:
     """What was copied, for whatever is queued from here on."""
     return copy.arrive()
+
+
+def settle(device: torch.device) -> None:
+    """Return once every copy between `device` and the host that `arrive`d is made.
+
+    The host waits: from here on the CPU may read what went to the host, and overwrite what came
+    from there.
+    """
+    if device.type == "cuda":
+        for direction in ("in", "out"):
+            _stream(device, direction).synchronize()
 
 
 def _copy(new: Tensor, source: Tensor, device: torch.device, direction: str) -> Any:

@@ -62,7 +62,7 @@ class ShardedModule(StateMethods, TrainingMethods):
         named = dict(model.named_parameters(remove_duplicate=False))
         if group.mesh is not None:
             let_scalers_agree()
-        shards = make_shards(plan.layouts, group, named)
+        shards = make_shards(plan.layouts, group, named, on_host=plan.policy.offloads("params"))
         build_skeleton(self, model, shards, group.device, modes)
         bindings = Bindings(plan, group, shards, _buffer_homes(self), Agreement(group))
         on_meta = take_over(self, model, bindings, from_first=plan.policy.sync_module_states)

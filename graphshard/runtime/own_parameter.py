@@ -36,6 +36,7 @@ class OwnParameter(Shard):
             )
         self.layout = layout
         self.group = alone
+        self.device = group.device
         self.homes = []
         self.ready = True
         self.rows = (0, 0)
@@ -49,7 +50,11 @@ class OwnParameter(Shard):
 
 
 def make_shards(
-    layouts: Mapping[str, ParamLayout], group: Group, model_params: Mapping[str, nn.Parameter]
+    layouts: Mapping[str, ParamLayout],
+    group: Group,
+    model_params: Mapping[str, nn.Parameter],
+    *,
+    on_host: bool = False,
 ) -> dict[str, Shard]:
     """One `Shard` per parameter, under each of its names.
 
@@ -57,11 +62,16 @@ def make_shards(
         layouts: by name, all names of a tied parameter leading to one layout.
         group: all ranks.
         model_params: the model's parameters, by every name.
+        on_host: see `Shard`; ignored parameters stay where they are.
     """
     by_fqn: dict[str, Shard] = {}
     for layout in layouts.values():
         if layout.fqn not in by_fqn:
-            standing = StandingShard if layout.standing else Shard
-            kind = OwnParameter if layout.ignored else standing
-            by_fqn[layout.fqn] = kind(layout, group, model_params[layout.fqn])
+            param = model_params[layout.fqn]
+            if layout.ignored:
+                by_fqn[layout.fqn] = OwnParameter(layout, group, param)
+            elif layout.standing:
+                by_fqn[layout.fqn] = StandingShard(layout, group, param)
+            else:
+                by_fqn[layout.fqn] = Shard(layout, group, param, on_host=on_host)
     return {name: by_fqn[layout.fqn] for name, layout in layouts.items()}

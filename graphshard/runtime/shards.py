@@ -34,12 +34,21 @@ class Shard:
         layout: how the parameter lies on the ranks.
         group: all ranks; a parameter is sharded over `group.shard`.
         model_param: the model's own parameter, of which the values are not read.
+        on_host: store it in the host's memory (pinned if the ranks compute on CUDA devices), so
+            that its gradient and the optimizer's work are there too.
 
     Raises:
         PlanError: the parameter is not contiguous.
     """
 
-    def __init__(self, layout: ParamLayout, group: Group, model_param: nn.Parameter) -> None:
+    def __init__(
+        self,
+        layout: ParamLayout,
+        group: Group,
+        model_param: nn.Parameter,
+        *,
+        on_host: bool = False,
+    ) -> None:
         if not model_param.is_contiguous():
             raise PlanError(
                 f"parameter {layout.fqn!r} is not contiguous (strides {model_param.stride()}) and "
@@ -48,6 +57,7 @@ class Shard:
             )
         self.layout = layout
         self.group = group
+        self.device = torch.device("cpu") if on_host else group.device
         self.homes: Homes = []  # the dicts that hold it, with its name there
         self.ready = False
         # The half-open range of the dim this rank owns, and whether that is all it stores.
@@ -155,9 +165,10 @@ class Shard:
     # -- layout -------------------------------------------------------------------------------
 
     def _new_storage(self) -> Tensor:
-        shape, dtype, device = self.layout.shard_shape, self.layout.dtype, self.group.device
+        shape, dtype = self.layout.shard_shape, self.layout.dtype
         new = torch.empty if self.whole else torch.zeros
-        return new(shape, dtype=dtype, device=device)
+        pinned = self.device.type == "cpu" and self.group.device.type == "cuda"
+        return new(shape, dtype=dtype, device=self.device, pin_memory=pinned)
 
     def _owned(self, padded: Tensor) -> Tensor:
         return padded if self.whole else padded[: self.rows[1] - self.rows[0]]
@@ -168,14 +179,18 @@ class Shard:
         placement: Placement = ShardDim(self.layout.dim) if self.layout.sharded else Replicate()
         placements = (*[Replicate()] * (self.group.mesh.ndim - 1), placement)
         shape = torch.Size(self.layout.shape)
+        # Made from a tensor elsewhere than its mesh, a DTensor would be moved there.
+        away = local.device.type != self.group.mesh.device_type
         dtensor = DTensor.from_local(
-            local,
+            local.to("meta") if away else local,
             self.group.mesh,
             placements,
             run_check=False,
             shape=shape,
             stride=_strides(shape),
         )
+        if away:
+            dtensor = torch_compat.dtensor_like(dtensor, local)
         param = nn.Parameter(dtensor, requires_grad=False)  # holds a view of local
         torch_compat.set_local_tensor(param, local)
         return param
@@ -224,7 +239,7 @@ class Shard:
                     f"parameter {name!r} is now placed {param.placements}; {kept}"
                 )
         local = self._local_of(param).detach()
-        expected = (self.layout.shape, self.layout.dtype, self.group.device)
+        expected = (self.layout.shape, self.layout.dtype, self.device)
         found = (tuple(param.shape), local.dtype, local.device)
         if found != expected:
             raise RuntimeStateError(

@@ -22,6 +22,7 @@ from graphshard.runtime.checked import CheckedRun
 from graphshard.runtime.cut import cut, cut_backward
 from graphshard.runtime.fingerprint import Agreement, Fingerprint
 from graphshard.runtime.group import Group
+from graphshard.runtime.host_copies import settle
 from graphshard.runtime.kept import Kept
 from graphshard.runtime.lower import lower
 from graphshard.runtime.reduce import require_reducible
@@ -118,6 +119,7 @@ class Step:
         if not self.differentiable:
             with torch.no_grad():
                 call.forward()
+            self.settle()
             return self.capture.unflatten_outputs(call.outputs)
         wanted = [call.inputs[i] for i in self.inputs_to_grad]
         tracked = _StepFunction.apply(call, self._anchor, *wanted)
@@ -208,10 +210,16 @@ class Step:
 
     def accumulate(self, grads: Sequence[Tensor | None]) -> None:
         """Add reduced gradients to the parameters' `.grad` and run their hooks."""
+        self.settle()
         with torch.no_grad():
             for shard, grad in zip(self.shards, grads, strict=True):
                 if grad is not None:
                     shard.accumulate(grad)
+
+    def settle(self) -> None:
+        """With parameters offloaded, return once the CPU may touch them and their gradients."""
+        if self.bindings.plan.policy.offloads("params"):
+            settle(self.bindings.group.device)
 
     @property
     def halves(self) -> tuple[Half, ...]:

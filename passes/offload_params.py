@@ -1,0 +1,111 @@
+"""offload_params: parameters and gradients lie on the host, and so does the optimizer's work."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from torch import fx
+
+from graphshard import ops
+from graphshard.errors import PassError
+from graphshard.plan import ShardingPlan
+from graphshard.program import BACKWARD, FORWARD, ParamEntry, Program
+from graphshard.rewrite import fake_on, insert_copy, note_copies
+from graphshard.runs import find_runs
+
+
+@dataclass(frozen=True)
+class OffloadParams:
+    """Copy each shard to the device before it is gathered, and each reduced gradient to the host.
+
+    A parameter that every rank holds whole is copied where forward first runs code that needs it,
+    and is on the device until its last use. What is gathered is on the device as without offload,
+    so the largest unit's peak stays; shards, gradients and the optimizer's state leave. A gradient
+    is on its way to the host until the next unit's is sent (see `PrefetchCopies`).
+
+    As fully_shard's CPUOffloadPolicy and "ZeRO-Offload" (arXiv:2101.06840) have it.
+    """
+
+    name: str = field(default="offload_params", init=False)
+
+    def apply(self, program: Program, plan: ShardingPlan) -> None:
+        """See `Pass.apply`.
+
+        Raises:
+            PassError: a parameter is still read where it lies, or offloaded already.
+        """
+        for param in _moved(program):
+            if any(user.target is ops.to_device for user in param.node.users):
+                raise PassError(
+                    f"pass {self.name}: parameter {param.fqn!r} is on the host already; run the "
+                    "pass once"
+                )
+            unit = plan.unit_of_param(param.fqn)
+            if plan.layouts[param.fqn].sharded:
+                _bring_shards(program, param, unit)
+            elif param.node.users:
+                _bring_whole(program, plan, param, unit)
+            param.node.meta["val"] = fake_on(param.node.meta["val"], "cpu")
+        _send_gradients(program, plan)
+        note_copies(program, "parameters and gradients", params=True)
+        for param in _moved(program):
+            for user in param.node.users:
+                if user.target is not ops.to_device:
+                    raise PassError(
+                        f"pass {self.name}: node {user.name} reads parameter {param.fqn!r}, which "
+                        "lies on the host"
+                    )
+
+
+def _moved(program: Program) -> list[ParamEntry]:
+    """The parameters that lie on the host: all but ignored ones, which nothing moves."""
+    return [param for param in program.params if not param.ignored]
+
+
+def _bring_shards(program: Program, param: ParamEntry, unit: str) -> None:
+    """Copy the shard before each gather, and before the cast that the gather reads, if any."""
+    for user in list(param.node.users):
+        with program.graph.inserting_before(user):
+            here = _bring(program, param, unit, user.meta["phase"])
+        user.replace_input_with(param.node, here)
+
+
+def _bring_whole(program: Program, plan: ShardingPlan, param: ParamEntry, unit: str) -> None:
+    """Copy the parameter before the step that first uses it."""
+    users = sorted(param.node.users)
+    before, phase = users[0], FORWARD
+    if before.op == "output":
+        before = program.first_backward()
+    else:
+        phase = before.meta["phase"]
+        runs = find_runs(program, plan)
+        steps = [n for n in runs.steps(phase) if runs.position[n] <= runs.position[before]]
+        before = steps[-1] if steps else before
+    with program.graph.inserting_before(before):
+        here = _bring(program, param, unit, phase)
+    for user in users:
+        user.replace_input_with(param.node, here)
+
+
+def _bring(program: Program, param: ParamEntry, unit: str, phase: str) -> fx.Node:
+    name = param.fqn
+    place = {"phase": phase, "param": name, "unit": unit}
+    copy = insert_copy(program, ops.to_device, param.node, name=f"{name}_to_device", **place)
+    return insert_copy(program, ops.arrive, copy, name=f"{name}_on_device", **place)
+
+
+def _send_gradients(program: Program, plan: ShardingPlan) -> None:
+    """Copy each gradient to the host after whatever reduced and cast it."""
+    results = program.results()
+    for index, (param, grad) in enumerate(zip(program.params, results.grads, strict=True)):
+        if grad is None or param.ignored:
+            continue
+        name = param.fqn
+        place = {"phase": BACKWARD, "param": name, "unit": plan.unit_of_param(name)}
+        with program.graph.inserting_after(grad):
+            copy = insert_copy(program, ops.to_host, grad, name=f"{name}_grad_to_host", **place)
+        with program.graph.inserting_after(copy):
+            results.grads[index] = insert_copy(
+                program, ops.arrive, copy, name=f"{name}_grad_on_host", **place
+            )
+    program.set_results(results)
