@@ -48,7 +48,7 @@ def parse_args() -> argparse.Namespace:
     parser.add_argument("--batch-size", type=int, default=8, help="sequences per rank and forward")
     parser.add_argument("--seq-length", type=int, default=128)
     parser.add_argument("--lr", type=float, default=1e-3)
-    parser.add_argument("--numel-to-wrap", type=float, default=1e5, help="least elements of a unit")
+    parser.add_argument("--numel-to-wrap", type=float, default=5e4, help="least elements of a unit")
     parser.add_argument("--no-reshard-after-forward", action="store_true", help="as ZeRO stage 2")
     parser.add_argument("--cpu-offload", choices=["on", "off"], default="off")
     parser.add_argument("--precision", choices=["fp32", "fp16", "bf16"], default="fp32")

@@ -9,6 +9,8 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 ROOT = Path(__file__).parent.parent
 TORCHRUN = "-m torch.distributed.run --standalone --nproc-per-node 2"
 TINY = "--layers 2 --width 32 --batch 2 --context 16 --dropout 0.1"
@@ -95,3 +97,56 @@ def test_comparison_with_fully_shard_reports_both():
         assert re.search(rf"^{name} +[\d.]+ ms +[\d,]+$", output, re.MULTILINE)
     assert re.search(r"^ratio +[\d.]+ +[\d.]+$", output, re.MULTILINE)
     assert "losses: bit-equal on every step" in output
+
+
+TINY_GPT2 = "--layers 2 --width 32 --batch-size 2 --seq-length 16 --numel-to-wrap 5e3"
+FINE_TUNE = f"{TORCHRUN} examples/finetune_causal_lm.py {TINY_GPT2} --log-freq 2"
+LINE = r"step +(\d+)  loss ([\d.]+)  [\d,]+ tokens/s  valley [\d,]+ MiB  peak [\d,]+ MiB"
+
+
+def test_fine_tuning_with_every_option_goes_on_from_its_checkpoint(tmp_path):
+    options = (
+        "--cpu-offload on --offload-activations --checkpoint-activations --precision bf16 "
+        f"--update-freq 2 --steps 2 --experiment {tmp_path / 'run'}"
+    )
+    first = run(f"{FINE_TUNE} {options}")
+    assert "offload=" in first
+    assert "recompute='units'" in first
+    assert [int(step) for step, _ in re.findall(LINE, first)] == [2]
+    second = run(f"{FINE_TUNE} {options} --export {tmp_path / 'out'}")
+    assert "going on from step 2" in second
+    assert [int(step) for step, _ in re.findall(LINE, second)] == [4]
+    assert (tmp_path / "out" / "model.safetensors").exists()
+
+
+@pytest.mark.slow
+def test_fine_tuning_from_an_exported_model_in_half_precision(tmp_path):
+    run(f"{FINE_TUNE} --steps 8 --export {tmp_path / 'out'}")
+    output = run(
+        f"{FINE_TUNE} --steps 2 --model {tmp_path / 'out'} --precision fp16 "
+        "--no-reshard-after-forward"
+    )
+    assert "SHARD_GRAD_OP" in output
+    assert float(re.findall(LINE, output)[0][1]) < 5.5, "it starts from what was learnt"
+
+
+@pytest.mark.parametrize("precision", ["fp32", pytest.param("bf16", marks=pytest.mark.slow)])
+def test_a_network_with_batch_norm_learns_digits(precision):
+    output = run(f"{TORCHRUN} examples/train_digits.py --epochs 4 --precision {precision}")
+    found = re.findall(r"held-out accuracy ([\d.]+)", output)
+    assert len(found) == 4
+    assert float(found[-1]) > 0.8
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("options", ["", "--strategy SHARD_GRAD_OP --precision bf16"])
+def test_t5_learns(options):
+    output = run(f"{TORCHRUN} examples/train_t5.py {options}")
+    losses = [float(loss) for loss in re.findall(r"loss ([\d.]+)", output)]
+    assert losses[-1] < losses[0]
+
+
+@pytest.mark.slow
+def test_lightning_trains_on_two_devices():
+    output = run("examples/lightning_gpt.py --devices 2 --windows 64")
+    assert float(re.findall(r"^loss ([\d.]+)$", output, re.MULTILINE)[0]) < 5.6
