@@ -402,7 +402,9 @@ def test_on_two_ranks(on_two: Checks, check: Callable[[int], None]) -> None:
 def every_model(rank: int, name: str) -> None:
     case = CASES[name]
     hybrid = {"strategy": "HYBRID_SHARD"}
-    like_fully_shard(mesh_of(2, 2), {"reshard_after_forward": True}, case=case, **hybrid)
+    # On T5 `fully_shard` is not bit-equal to one process either; see test_parity_two_ranks.
+    options = {"reshard_after_forward": True}
+    like_fully_shard(mesh_of(2, 2), options, case=case, exact=name != "t5", **hybrid)
     parts = {"reshard_after_forward": 2}
     like_fully_shard(None, parts, case=case, exact=False, **parts)
     # On one replica of four ranks; in two by two, groups of two are all that shard.
