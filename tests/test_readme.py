@@ -75,3 +75,17 @@ def test_the_table_names_every_option() -> None:
     for policy in (SizePolicy, BlockPolicy, LambdaPolicy):
         for field in fields(policy):
             assert re.search(rf"`[^`\n]*\b{field.name}\b[^`\n]*`", README), field.name
+
+
+def test_the_tests_named_in_the_table_exist() -> None:
+    named = re.findall(r"`(\w+\.py)(?:::(\w+))?`", README[README.index("## Capabilities") :])
+    assert len(named) > 30
+    for file, function in named:
+        source = (ROOT / "tests" / file).read_text()
+        assert not function or f"def {function}(" in source, f"{file}::{function}"
+
+
+def test_every_row_of_the_capability_table_has_a_test() -> None:
+    table = README[README.index("| capability |") :].split("\n\n")[0].splitlines()[2:]
+    assert len(table) > 30
+    assert all(re.search(r"`\w+\.py", row) for row in table)
