@@ -9,7 +9,7 @@ NPROC ?= 2
 PYTEST_ARGS ?=
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test test-all cover lint format bench clean
+.PHONY: help demo test test-slow cover lint format bench clean
 
 help: ## list the targets
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## (.*)/make \1	\2/' | expand -t 18
@@ -22,8 +22,8 @@ demo: $(VENV)/.demo ## train a GPT on two ranks, showing its plan and its rewrit
 test: $(VENV)/.test ## run the tests but for the widest matrix
 	$(PY) -m pytest -m "not slow" $(PYTEST_ARGS)
 
-test-all: $(VENV)/.test ## run every test
-	$(PY) -m pytest $(PYTEST_ARGS)
+test-slow: $(VENV)/.test ## run the widest matrix, which `make test` leaves out
+	$(PY) -m pytest -m slow $(PYTEST_ARGS)
 
 cover: $(VENV)/.test ## run every test and print line coverage
 	$(PY) -m pytest --cov --cov-report=term-missing:skip-covered --cov-fail-under=90 $(PYTEST_ARGS)
