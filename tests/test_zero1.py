@@ -82,7 +82,7 @@ def test_a_unit_may_be_of_that_kind_beside_others():
 @pytest.mark.parametrize(
     ("fields", "modules", "said"),
     [
-        ({"offload": "params"}, {}, "SHARD_OPTIMIZER of unit .root. .* offload of params"),
+        ({"offload": "params"}, {}, "unit .root.: strategy SHARD_OPTIMIZER keeps whole"),
         ({"mixed_precision": MixedPrecision(torch.bfloat16)}, {}, "a param_dtype of mixed"),
         ({"reshard_after_forward": True}, {}, "SHARD_OPTIMIZER keeps parameters"),
         ({}, {"blocks.0": {"placement": {"w": 1}}}, "'blocks.0.w' .* which are along dim 0"),
