@@ -198,7 +198,7 @@ def reads(rank: int, folder: Path) -> None:
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     path = tmp_path_factory.mktemp("checkpoints")
-    run_ranks(everything_on_two, 2, path)
+    run_ranks(everything_on_two, 2, path, timeout=300)
     return path
 
 
@@ -214,7 +214,7 @@ def test_written_resumed_and_refused_on_two_ranks(folder: Path) -> None:
 
 @pytest.mark.parametrize("world_size", [3, 4])
 def test_read_on_other_numbers_of_ranks(folder: Path, world_size: int) -> None:
-    run_ranks(reads, world_size, folder)
+    run_ranks(reads, world_size, folder, timeout=300)
 
 
 def test_read_on_one_rank_without_a_group(folder: Path) -> None:

@@ -124,7 +124,7 @@ ON_FOUR = [other_dims, two_mesh_dimensions, from_two_dimensions_to_one]
 
 @pytest.fixture(scope="module")
 def on_four() -> Checks:
-    return Checks(ON_FOUR, 4)
+    return Checks(ON_FOUR, 4, timeout=300)
 
 
 @pytest.mark.parametrize("check", ON_FOUR, ids=lambda check: check.__name__)

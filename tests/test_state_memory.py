@@ -94,7 +94,7 @@ def measure(rank: int) -> dict[str, float]:
 def peaks() -> list[dict[str, float]]:
     if not Path("/proc/self/clear_refs").exists():
         pytest.skip("needs Linux's /proc")
-    found = run_ranks(measure, 2)
+    found = run_ranks(measure, 2, timeout=300)
     for rank, mine in enumerate(found):
         for name, value in mine.items():
             print(f"rank {rank}: {value:6.1f} MB  {name}")

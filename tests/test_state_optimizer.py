@@ -217,7 +217,7 @@ ON_RANKS = [
 
 @pytest.fixture(scope="module", params=[2, 4], ids=["2 ranks", "4 ranks"])
 def on_ranks(request: pytest.FixtureRequest) -> Checks:
-    return Checks(ON_RANKS, request.param)
+    return Checks(ON_RANKS, request.param, timeout=300)
 
 
 @pytest.mark.parametrize("check", ON_RANKS, ids=lambda check: check.__name__)
