@@ -16,7 +16,7 @@ import torch
 from gpt import GPT, GPTConfig
 
 import graphshard
-from graphshard.cli import parse_policy
+from graphshard.cli_policy import parse_policy
 from graphshard.inspect.dump import dump_program
 from graphshard.inspect.progress import Progress
 from graphshard.liveness import live_unsharded

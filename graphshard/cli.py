@@ -23,13 +23,18 @@ from rich.text import Text
 from torch import nn
 
 import graphshard
+from graphshard.cli_policy import (
+    POLICY_HELP,
+    add_policy_fields,
+    parse_bytes,
+    parse_mesh,
+    policy_of,
+)
 from graphshard.consolidate_command import add_consolidate
-from graphshard.errors import GraphshardError, PlanError, PolicyError
+from graphshard.errors import GraphshardError, PlanError
 from graphshard.inspect.dump import dump_program
 from graphshard.inspect.progress import Progress
-from graphshard.module_policy import ModulePolicy
 from graphshard.plan import ShardingPlan
-from graphshard.policy import BlockPolicy, Policy, SizePolicy, Strategy
 
 FACTORY_HELP = """\
 FACTORY is pkg.module:function, importable from the current directory. It is called without
@@ -41,17 +46,7 @@ arguments and on the meta device, so a model of any size costs no memory, and re
 
 Example inputs need shapes and dtypes only. With them the step is also captured, rewritten and
 verified.
-
-POLICY is one of
-
-    size:N            units of at least N parameters, e.g. size:1e8
-    block             one unit per block class the model names (_no_split_modules)
-    block:A,B         one unit per module of class A or B
 """
-
-_BYTES = {"": 1, "B": 1}
-_BYTES |= {f"{p}B": 1000 ** (i + 1) for i, p in enumerate("KMGT")}
-_BYTES |= {f"{p}iB": 1024 ** (i + 1) for i, p in enumerate("KMGT")}
 
 
 class ModelCodeError(Exception):
@@ -121,73 +116,6 @@ def _describe(result: object) -> str:
     return type(result).__name__
 
 
-def parse_policy(text: str, **fields: Any) -> Policy:
-    """The policy that `text` (see `FACTORY_HELP`) and the fields of `Policy` describe.
-
-    Raises:
-        PolicyError: `text` is none of the forms, or a field has a value outside its range.
-    """
-    kind, colon, argument = text.partition(":")
-    if kind == "size" and colon:
-        try:
-            least = float(argument)
-        except ValueError:
-            least = float("nan")
-        if not least.is_integer():
-            raise PolicyError(f"size:N takes a whole number of parameters; got {argument!r}")
-        return SizePolicy(min_num_params=int(least), **fields)
-    if kind == "block":
-        return BlockPolicy([c.strip() for c in argument.split(",") if c.strip()], **fields)
-    raise PolicyError(f"a policy is written size:N, block or block:ClassA,ClassB; got {text!r}")
-
-
-def parse_unit(text: str) -> tuple[str, dict[str, Any]]:
-    """The entry of a `ModulePolicy` that "PATTERN" or "PATTERN:KEY=VALUE,..." describes."""
-    pattern, _, rest = text.partition(":")
-    wanted: dict[str, Any] = {}
-    for part in filter(None, rest.split(",")):
-        key, equals, value = part.partition("=")
-        if not equals:
-            raise argparse.ArgumentTypeError(
-                f"{part!r} in {text!r} is no override: write KEY=VALUE, as in strategy=NO_SHARD"
-            )
-        plain = {"true": True, "false": False}.get(value.lower(), value)
-        wanted[key.strip().replace("-", "_")] = int(value) if value.isdecimal() else plain
-    return pattern, wanted
-
-
-def parse_bytes(text: str) -> int:
-    """Bytes in "1500000", "2GiB", "1.5 GB" and the like."""
-    number = text.rstrip("BiKMGT ")
-    try:
-        return int(float(number) * _BYTES[text[len(number) :].strip()])
-    except (ValueError, OverflowError, KeyError):
-        units = ", ".join(unit for unit in _BYTES if unit)
-        raise argparse.ArgumentTypeError(
-            f"{text!r} is not a size: a number and one of {units}"
-        ) from None
-
-
-def parse_mesh(text: str) -> tuple[int, ...]:
-    """The mesh shape in "8" or "2x4"."""
-    try:
-        return tuple(int(size) for size in text.split("x"))
-    except ValueError:
-        raise argparse.ArgumentTypeError(f"{text!r} is not a mesh: sizes as in 8 or 2x4") from None
-
-
-def parse_reshard(text: str) -> bool | int:
-    """What becomes of a unit after forward, in "true", "false" or a number of ranks."""
-    if text in ("true", "false"):
-        return text == "true"
-    try:
-        return int(text)
-    except ValueError:
-        raise argparse.ArgumentTypeError(
-            f"{text!r} is not true, false or a number of ranks"
-        ) from None
-
-
 def build_parser() -> argparse.ArgumentParser:
     """The parser of all commands."""
     parser = argparse.ArgumentParser(
@@ -213,7 +141,7 @@ def _add_command(commands: Any, name: str, summary: str) -> argparse.ArgumentPar
         name,
         help=summary,
         description=summary,
-        epilog=FACTORY_HELP,
+        epilog=f"{FACTORY_HELP}\n{POLICY_HELP}",
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     command.add_argument("factory", metavar="FACTORY", help="pkg.module:function (see below)")
@@ -222,77 +150,16 @@ def _add_command(commands: Any, name: str, summary: str) -> argparse.ArgumentPar
     ranks.add_argument("--world-size", type=int, metavar="W", help="number of ranks")
     ranks.add_argument("--mesh", type=parse_mesh, metavar="AxB", help="shape of the mesh of ranks")
 
-    # Left out of the namespace unless given, so that the defaults are the policy's own.
-    fields = command.add_argument_group("policy fields")
-    unset: Any = argparse.SUPPRESS
-    fields.add_argument("--strategy", choices=[s.value for s in Strategy], default=unset)
-    fields.add_argument(
-        "--unit",
-        action="append",
-        type=parse_unit,
-        metavar="PATTERN[:KEY=VALUE,...]",
-        default=unset,
-        help="make units of the modules whose whole name matches the shell pattern, with a "
-        "strategy, reshard_after_forward or placement of their own; may be repeated",
-    )
-    fields.add_argument("--backward-prefetch", choices=["pre", "post", "none"], default=unset)
-    fields.add_argument("--forward-prefetch", type=int, metavar="N", default=unset)
-    fields.add_argument(
-        "--reshard-after-forward",
-        type=parse_reshard,
-        metavar="true|false|K",
-        default=unset,
-        help="free units after forward, keep them, or keep them in parts in groups of K ranks",
-    )
-    fields.add_argument("--reshard-root", action="store_true", default=unset)
-    fields.add_argument(
-        "--recompute",
-        metavar="WHAT",
-        default=unset,
-        help="units, selective, budget, or module classes: A,B or selective,A,B",
-    )
-    fields.add_argument("--sync-module-states", action="store_true", default=unset)
-    fields.add_argument(
-        "--memory-budget",
-        type=parse_bytes,
-        metavar="BYTES",
-        default=unset,
-        help="what a step may hold at once on a rank besides its shards, e.g. 20GiB",
-    )
-
+    add_policy_fields(command)
     command.add_argument("--times", action="store_true", help="say how long each stage took")
     command.add_argument("--debug", action="store_true", help="show the traceback of an error")
     return command
 
 
-_POLICY_FIELDS = (
-    "strategy",
-    "backward_prefetch",
-    "forward_prefetch",
-    "reshard_after_forward",
-    "reshard_root",
-    "recompute",
-    "sync_module_states",
-    "memory_budget",
-)
-
-
-def _policy(options: argparse.Namespace) -> Policy:
-    fields = {name: value for name, value in vars(options).items() if name in _POLICY_FIELDS}
-    if fields.get("backward_prefetch") == "none":
-        fields["backward_prefetch"] = None
-    if "recompute" in fields:
-        fields["recompute"] = fields["recompute"].split(",")
-    entries = getattr(options, "unit", None)
-    if not entries:
-        return parse_policy(options.policy, **fields)
-    return ModulePolicy(dict(entries), base=parse_policy(options.policy), **fields)
-
-
 def _plan(options: argparse.Namespace, subject: Subject, progress: Progress) -> ShardingPlan:
     return graphshard.plan(
         subject.model,
-        _policy(options),
+        policy_of(options),
         world_size=options.world_size,
         mesh_shape=options.mesh,
         example_inputs=subject.args,

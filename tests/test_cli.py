@@ -17,7 +17,8 @@ import pytest
 import torch
 
 import graphshard
-from graphshard.cli import main, parse_bytes, parse_mesh, parse_policy, parse_unit
+from graphshard.cli import main
+from graphshard.cli_policy import parse_bytes, parse_mesh, parse_policy, parse_unit
 from graphshard.errors import PolicyError
 
 MODELS = """
@@ -132,6 +133,8 @@ def test_every_policy_field_reaches_the_plan(capsys: pytest.CaptureFixture[str])
     fields = ["--strategy", "SHARD_GRAD_OP", "--backward-prefetch", "none"]
     fields += ["--forward-prefetch", "2", "--reshard-root", "--memory-budget", "2GiB"]
     fields += ["--recompute", "units", "--sync-module-states"]
+    fields += ["--param-dtype", "bf16", "--reduce-dtype", "fp32", "--ignored", r".*\.bias"]
+    fields += ["--offload", "params", "--offload", "activations"]
     policy = plan_json(capsys, *common, *fields)["policy"]
     expected = graphshard.BlockPolicy(
         ["Layer"],
@@ -142,12 +145,31 @@ def test_every_policy_field_reaches_the_plan(capsys: pytest.CaptureFixture[str])
         memory_budget=2**31,
         recompute="units",
         sync_module_states=True,
+        mixed_precision=graphshard.MixedPrecision(torch.bfloat16, reduce_dtype=torch.float32),
+        ignored=r".*\.bias",
+        offload=("params", "activations"),
     )
     assert policy == expected.to_dict()
     assert plan_json(capsys, *common)["policy"] == graphshard.BlockPolicy(["Layer"]).to_dict()
     for text, value in (("true", True), ("false", False), ("2", 2)):
         policy = plan_json(capsys, *common, "--reshard-after-forward", text)["policy"]
         assert policy["reshard_after_forward"] is value or policy["reshard_after_forward"] == 2
+
+
+def test_policies_of_other_systems_files(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    (tmp_path / "fsdp.yaml").write_text(
+        "fsdp_config: {fsdp_sharding_strategy: 2, fsdp_auto_wrap_policy: 1, "
+        "fsdp_transformer_layer_cls_to_wrap: Layer}"
+    )
+    (tmp_path / "zero.json").write_text('{"zero_optimization": {"stage": 1}}')
+    for text, strategy in (("accelerate:fsdp.yaml", 2), ("deepspeed:zero.json", 1)):
+        kind, _, name = text.partition(":")
+        policy = f"{kind}:{tmp_path / name}"
+        shown = plan_json(capsys, "factories:bare", "--policy", policy, "--world-size", "2")
+        wanted = {1: "SHARD_OPTIMIZER", 2: "SHARD_GRAD_OP"}[strategy]
+        assert shown["policy"]["strategy"] == wanted
 
 
 def test_a_plan_on_a_mesh_of_two_dimensions(capsys: pytest.CaptureFixture[str]) -> None:

@@ -1,0 +1,200 @@
+"""Policies as the command line writes them."""
+
+from __future__ import annotations
+
+import argparse
+from dataclasses import replace
+from typing import Any
+
+import torch
+
+from graphshard.errors import PolicyError
+from graphshard.importers.accelerate import from_accelerate
+from graphshard.importers.deepspeed import from_deepspeed
+from graphshard.mixed_precision import MixedPrecision
+from graphshard.module_policy import ModulePolicy
+from graphshard.policy import BlockPolicy, Policy, SizePolicy, Strategy
+from graphshard.policy_base import OFFLOADS
+
+POLICY_HELP = """\
+POLICY is one of
+
+    size:N            units of at least N parameters, e.g. size:1e8
+    block             one unit per block class the model names (_no_split_modules)
+    block:A,B         one unit per module of class A or B
+    accelerate:FILE   what an Accelerate configuration asks for
+    deepspeed:FILE    what a DeepSpeed configuration asks for
+"""
+
+_DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
+_BYTES = {"": 1, "B": 1}
+_BYTES |= {f"{p}B": 1000 ** (i + 1) for i, p in enumerate("KMGT")}
+_BYTES |= {f"{p}iB": 1024 ** (i + 1) for i, p in enumerate("KMGT")}
+
+
+def parse_policy(text: str, **fields: Any) -> Policy:
+    """The policy that `text` (see `POLICY_HELP`) and the fields of `Policy` describe.
+
+    Raises:
+        PolicyError: `text` is none of the forms, or a field has a value outside its range.
+    """
+    kind, colon, argument = text.partition(":")
+    if kind in ("accelerate", "deepspeed") and argument:
+        read = from_accelerate if kind == "accelerate" else from_deepspeed
+        return replace(read(argument), **fields)
+    if kind == "size" and colon:
+        try:
+            least = float(argument)
+        except ValueError:
+            least = float("nan")
+        if not least.is_integer():
+            raise PolicyError(f"size:N takes a whole number of parameters; got {argument!r}")
+        return SizePolicy(min_num_params=int(least), **fields)
+    if kind == "block":
+        return BlockPolicy([c.strip() for c in argument.split(",") if c.strip()], **fields)
+    raise PolicyError(
+        "a policy is written size:N, block, block:ClassA,ClassB, accelerate:FILE or "
+        f"deepspeed:FILE; got {text!r}"
+    )
+
+
+def parse_unit(text: str) -> tuple[str, dict[str, Any]]:
+    """The entry of a `ModulePolicy` that "PATTERN" or "PATTERN:KEY=VALUE,..." describes."""
+    pattern, _, rest = text.partition(":")
+    wanted: dict[str, Any] = {}
+    for part in filter(None, rest.split(",")):
+        key, equals, value = part.partition("=")
+        if not equals:
+            raise argparse.ArgumentTypeError(
+                f"{part!r} in {text!r} is no override: write KEY=VALUE, as in strategy=NO_SHARD"
+            )
+        plain = {"true": True, "false": False}.get(value.lower(), value)
+        wanted[key.strip().replace("-", "_")] = int(value) if value.isdecimal() else plain
+    return pattern, wanted
+
+
+def parse_bytes(text: str) -> int:
+    """Bytes in "1500000", "2GiB", "1.5 GB" and the like."""
+    number = text.rstrip("BiKMGT ")
+    try:
+        return int(float(number) * _BYTES[text[len(number) :].strip()])
+    except (ValueError, OverflowError, KeyError):
+        units = ", ".join(unit for unit in _BYTES if unit)
+        raise argparse.ArgumentTypeError(
+            f"{text!r} is not a size: a number and one of {units}"
+        ) from None
+
+
+def parse_mesh(text: str) -> tuple[int, ...]:
+    """The mesh shape in "8" or "2x4"."""
+    try:
+        return tuple(int(size) for size in text.split("x"))
+    except ValueError:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a mesh: sizes as in 8 or 2x4") from None
+
+
+def parse_reshard(text: str) -> bool | int:
+    """What becomes of a unit after forward, in "true", "false" or a number of ranks."""
+    if text in ("true", "false"):
+        return text == "true"
+    try:
+        return int(text)
+    except ValueError:
+        raise argparse.ArgumentTypeError(
+            f"{text!r} is not true, false or a number of ranks"
+        ) from None
+
+
+def add_policy_fields(command: argparse.ArgumentParser) -> None:
+    """Add the arguments for the fields of a policy to `command`."""
+    # Left out of the namespace unless given, so that the defaults are the policy's own.
+    fields = command.add_argument_group("policy fields")
+    unset: Any = argparse.SUPPRESS
+    fields.add_argument("--strategy", choices=[s.value for s in Strategy], default=unset)
+    fields.add_argument(
+        "--unit",
+        action="append",
+        type=parse_unit,
+        metavar="PATTERN[:KEY=VALUE,...]",
+        default=unset,
+        help="make units of the modules whose whole name matches the shell pattern, with a "
+        "strategy, reshard_after_forward or placement of their own; may be repeated",
+    )
+    fields.add_argument("--backward-prefetch", choices=["pre", "post", "none"], default=unset)
+    fields.add_argument("--forward-prefetch", type=int, metavar="N", default=unset)
+    fields.add_argument(
+        "--reshard-after-forward",
+        type=parse_reshard,
+        metavar="true|false|K",
+        default=unset,
+        help="free units after forward, keep them, or keep them in parts in groups of K ranks",
+    )
+    fields.add_argument("--reshard-root", action="store_true", default=unset)
+    fields.add_argument(
+        "--recompute",
+        metavar="WHAT",
+        default=unset,
+        help="units, selective, budget, or module classes: A,B or selective,A,B",
+    )
+    fields.add_argument("--sync-module-states", action="store_true", default=unset)
+    fields.add_argument(
+        "--memory-budget",
+        type=parse_bytes,
+        metavar="BYTES",
+        default=unset,
+        help="what a step may hold at once on a rank besides its shards, e.g. 20GiB",
+    )
+    fields.add_argument(
+        "--param-dtype",
+        choices=list(_DTYPES),
+        default=unset,
+        help="gather and compute in it (mixed precision)",
+    )
+    fields.add_argument(
+        "--reduce-dtype", choices=list(_DTYPES), default=unset, help="reduce gradients in it"
+    )
+    fields.add_argument(
+        "--offload",
+        action="append",
+        choices=OFFLOADS,
+        default=unset,
+        help="keep it on the host; may be repeated",
+    )
+    fields.add_argument(
+        "--ignored",
+        action="append",
+        metavar="REGEX",
+        default=unset,
+        help="leave alone what matches the whole name; may be repeated",
+    )
+
+
+_POLICY_FIELDS = (
+    "strategy",
+    "backward_prefetch",
+    "forward_prefetch",
+    "reshard_after_forward",
+    "reshard_root",
+    "recompute",
+    "sync_module_states",
+    "memory_budget",
+    "offload",
+    "ignored",
+)
+
+
+def policy_of(options: argparse.Namespace) -> Policy:
+    """The policy that the arguments `add_policy_fields` added ask for."""
+    given = vars(options)
+    fields: dict[str, Any] = {name: given[name] for name in _POLICY_FIELDS if name in given}
+    if fields.get("backward_prefetch") == "none":
+        fields["backward_prefetch"] = None
+    if "recompute" in fields:
+        fields["recompute"] = fields["recompute"].split(",")
+    param, reduced = (_DTYPES.get(given.get(f"{kind}_dtype", "")) for kind in ("param", "reduce"))
+    if param or reduced:
+        fields["mixed_precision"] = MixedPrecision(param_dtype=param, reduce_dtype=reduced)
+    entries = getattr(options, "unit", None)
+    if not entries:
+        return parse_policy(options.policy, **fields)
+    return ModulePolicy(dict(entries), base=parse_policy(options.policy), **fields)
