@@ -1,10 +1,13 @@
 """graphshard: a sharded-training compiler pass for PyTorch."""
 
 from graphshard.api import compile, plan  # noqa: A004  # as torch.compile
+from graphshard.cost.estimate import Estimate, simulate
+from graphshard.cost.hardware import Hardware
 from graphshard.errors import (
     CaptureError,
     CheckpointError,
     CollectiveError,
+    CostError,
     FingerprintError,
     GraphshardError,
     PassError,
@@ -29,9 +32,12 @@ __all__ = [
     "CaptureError",
     "CheckpointError",
     "CollectiveError",
+    "CostError",
+    "Estimate",
     "Event",
     "FingerprintError",
     "GraphshardError",
+    "Hardware",
     "LambdaPolicy",
     "MixedPrecision",
     "ModulePolicy",
@@ -54,4 +60,5 @@ __all__ = [
     "from_accelerate",
     "from_deepspeed",
     "plan",
+    "simulate",
 ]

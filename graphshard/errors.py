@@ -60,3 +60,7 @@ class CheckpointError(GraphshardError):
 
 class UnsupportedTorchError(GraphshardError):
     """The installed torch lacks a private API graphshard needs. Names the versions that have it."""
+
+
+class CostError(GraphshardError):
+    """A cost cannot be told: the hardware is not described, or the question makes no sense."""

@@ -39,7 +39,8 @@ COPIES = frozenset(
 
 
 @cache
-def _is_view_op(target: Any) -> bool:
+def is_view_op(target: Any) -> bool:
+    """Whether calling `target` gives a view of its first argument."""
     if target in _UNDECLARED_VIEWS:
         return True
     schema = getattr(target, "_schema", None)
@@ -85,7 +86,7 @@ def alias_inputs(node: fx.Node) -> list[fx.Node]:
         # Picking from a multi-output op yields that op's own tensor; it is an alias exactly when
         # the op's result is, which the walk over aliases already knows.
         return [source] if isinstance(source, fx.Node) else []
-    if not _is_view_op(node.target):
+    if not is_view_op(node.target):
         return []
     # Every aten view op views its first argument.
     first = node.args[0] if node.args else next(iter(node.kwargs.values()), None)
@@ -140,7 +141,7 @@ def _is_derivation(node: fx.Node) -> bool:
         return False
     if node.target in COPIES:
         return all(user.op != "output" for user in node.users)
-    return node.target is operator.getitem or _is_view_op(node.target)
+    return node.target is operator.getitem or is_view_op(node.target)
 
 
 @dataclass(frozen=True)

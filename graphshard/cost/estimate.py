@@ -1,0 +1,288 @@
+"""What a step will cost: `simulate` and the `Estimate` it returns."""
+
+from __future__ import annotations
+
+import os
+from collections import defaultdict
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import nn
+
+from graphshard.cost.hardware import Hardware
+from graphshard.cost.memory import OPTIMIZERS, MemoryCurve, memory_of
+from graphshard.cost.simulate import COMPUTE, Timeline, Transfer, timeline_of
+from graphshard.errors import CostError
+from graphshard.plan import ShardingPlan
+from graphshard.program import Program
+
+if TYPE_CHECKING:
+    from rich.console import RenderableType
+
+
+@dataclass(frozen=True)
+class UnitEstimate:
+    """What one unit costs.
+
+    seconds of its compute and of its collectives, those that compute had to wait for (`exposed`),
+    and the bytes it holds at the step's peak, by category.
+    """
+
+    fqn: str
+    compute: float
+    communication: float
+    exposed: float
+    at_peak: Mapping[str, int]
+
+
+@dataclass(frozen=True)
+class Estimate:
+    """Time and memory of one training step on one rank, as predicted.
+
+    All times are seconds, all sizes bytes.
+    """
+
+    plan: ShardingPlan
+    program: Program
+    hardware: Hardware
+    optimizer: str
+    timeline: Timeline
+    memory: MemoryCurve
+    optimizer_seconds: float
+    tokens: int | None = None
+
+    # -- time -------------------------------------------------------------------------------------
+
+    @property
+    def step_seconds(self) -> float:
+        """Forward, backward and the optimizer's step."""
+        return self.timeline.seconds + self.optimizer_seconds
+
+    @property
+    def compute_seconds(self) -> float:
+        """Compute alone, the optimizer's step included."""
+        spans = self.timeline.spans
+        own = sum(span.seconds for span in spans if span.stream == COMPUTE)
+        return own + self.optimizer_seconds
+
+    @property
+    def communication_seconds(self) -> float:
+        """All collectives and host copies, hidden or not."""
+        return sum(transfer.span.seconds for transfer in self.timeline.transfers)
+
+    @property
+    def exposed_seconds(self) -> float:
+        """Communication that compute waits for."""
+        return self.timeline.seconds + self.optimizer_seconds - self.compute_seconds
+
+    @property
+    def flops(self) -> int:
+        """Of one rank's step, as the program computes it (recomputation included)."""
+        return self.timeline.flops
+
+    @property
+    def tflops_per_gpu(self) -> float:
+        """FLOPs a second on one device, in units of 1e12."""
+        return self.flops / self.step_seconds / 1e12 if self.step_seconds else 0.0
+
+    @property
+    def mfu(self) -> float:
+        """`tflops_per_gpu` as a part of the hardware's peak in the dtype most FLOPs are in."""
+        return self.tflops_per_gpu * 1e12 / self.hardware.matmul_flops(self._main_dtype)
+
+    @cached_property
+    def _main_dtype(self) -> torch.dtype:
+        from graphshard.cost.op_cost import op_cost
+
+        flops: dict[torch.dtype, int] = defaultdict(int)
+        for node in self.program.nodes():
+            cost = op_cost(node)
+            flops[cost.dtype] += cost.flops
+        return max(flops, key=flops.__getitem__) if flops else torch.float32
+
+    # -- memory -----------------------------------------------------------------------------------
+
+    @property
+    def peak_bytes(self) -> int:
+        """The most that is alive at once."""
+        return self.memory.peak.bytes
+
+    @property
+    def valley_bytes(self) -> int:
+        """What stays alive between steps, after gradients are set to None."""
+        return self.memory.valley
+
+    @property
+    def fits(self) -> bool:
+        """Whether the peak is within the device's memory."""
+        return self.peak_bytes <= self.hardware.memory_bytes
+
+    # -- by unit ----------------------------------------------------------------------------------
+
+    @cached_property
+    def units(self) -> tuple[UnitEstimate, ...]:
+        """The units in the plan's order."""
+        compute: dict[str, float] = defaultdict(float)
+        moved: dict[str, float] = defaultdict(float)
+        exposed: dict[str, float] = defaultdict(float)
+        for span in self.timeline.spans:
+            if span.stream == COMPUTE:
+                compute[span.unit] += span.seconds
+        for transfer in self.timeline.transfers:
+            moved[transfer.span.unit] += transfer.span.seconds
+            exposed[transfer.span.unit] += transfer.exposed
+        return tuple(
+            UnitEstimate(
+                unit.fqn,
+                compute[unit.fqn],
+                moved[unit.fqn],
+                exposed[unit.fqn],
+                self.memory.by_unit.get(unit.fqn, {}),
+            )
+            for unit in self.plan.units
+        )
+
+    @property
+    def transfers(self) -> Sequence[Transfer]:
+        """Every collective and host copy, in the order compute waits for them."""
+        return self.timeline.transfers
+
+    # -- shown ------------------------------------------------------------------------------------
+
+    def to_dict(self) -> dict[str, Any]:
+        """The estimate as plain data, ready for JSON."""
+        from graphshard.inspect.estimate_text import estimate_dict
+
+        return estimate_dict(self)
+
+    def save_trace(self, path: str | os.PathLike[str]) -> None:
+        """Write a trace that Perfetto and chrome://tracing open: streams and a memory counter."""
+        from graphshard.inspect.trace import write_trace
+
+        write_trace(self, path)
+
+    def plot(self, path: str | os.PathLike[str]) -> None:
+        """Draw streams and live memory over the step; needs the extra `plot` (matplotlib).
+
+        Raises:
+            CostError: matplotlib is missing.
+        """
+        from graphshard.inspect.plot import draw
+
+        draw(self, path)
+
+    def __str__(self) -> str:
+        from graphshard.inspect.estimate_text import estimate_text
+
+        return estimate_text(self)
+
+    def __rich__(self) -> RenderableType:
+        from rich.text import Text
+
+        return Text(str(self))
+
+
+def simulate(
+    what: nn.Module | ShardingPlan | Any,
+    *,
+    policy: Any = None,
+    hardware: Hardware | str | os.PathLike[str],
+    world_size: int | None = None,
+    mesh_shape: Sequence[int] | None = None,
+    gpus_per_node: int | None = None,
+    example_inputs: Sequence[Any] | None = None,
+    example_kwargs: Mapping[str, Any] | None = None,
+    optimizer: str = "adamw",
+    backend: str | None = None,
+    tf32: bool = False,
+) -> Estimate:
+    """Predict time and memory of a training step, with no process group and no cluster.
+
+    Args:
+        what: a model (on meta or not) with example inputs and a policy; a plan that has a program;
+            or a sharded module that has captured one.
+        policy: for a model.
+        hardware: a preset's name, a file of `graphshard calibrate`, or a `Hardware`.
+        world_size: number of ranks, for a model.
+        mesh_shape: their arrangement, for a model.
+        gpus_per_node: ranks on a node. None: as `hardware` says.
+        example_inputs: positional arguments of a call, for a model.
+        example_kwargs: keyword arguments of that call.
+        optimizer: "adamw" (foreach), "adamw-fused", "sgd", "sgd-momentum" or "none".
+        backend: "nccl" or "gloo", which need different buffers. None: by the hardware's kind.
+        tf32: float32 matrix products run as TF32.
+
+    Raises:
+        CostError: there is no program to simulate, or an argument is unknown.
+        PlanError, PolicyError, CaptureError: the model cannot be planned or captured.
+    """
+    described = Hardware.load(hardware)
+    if gpus_per_node is not None:
+        described = described.with_(gpus_per_node=gpus_per_node)
+    plan = _planned(what, policy, world_size, mesh_shape, example_inputs, example_kwargs)
+    program = plan.program
+    assert program is not None
+    backend = backend or ("gloo" if "gloo" in described.name else "nccl")
+    if backend not in ("nccl", "gloo"):
+        raise CostError(f'backend must be "nccl" or "gloo"; got {backend!r}')
+    memory = memory_of(program, plan, optimizer=optimizer, backend=backend)
+    return Estimate(
+        plan,
+        program,
+        described,
+        optimizer,
+        timeline_of(program, plan, described, tf32=tf32),
+        memory,
+        _optimizer_seconds(plan, described, optimizer) if program.grad else 0.0,
+    )
+
+
+def _planned(
+    what: Any,
+    policy: Any,
+    world_size: int | None,
+    mesh_shape: Sequence[int] | None,
+    example_inputs: Sequence[Any] | None,
+    example_kwargs: Mapping[str, Any] | None,
+) -> ShardingPlan:
+    from graphshard.api import plan as make
+
+    given = getattr(what, "plan", what)
+    if isinstance(given, ShardingPlan):
+        if given.program is None:
+            raise CostError(
+                "there is no program to simulate yet; give example inputs to graphshard.plan or "
+                "graphshard.compile"
+            )
+        return given
+    if not isinstance(what, nn.Module):
+        raise CostError(
+            f"simulate takes a model, a plan or a sharded module; got a {type(what).__name__}"
+        )
+    if policy is None or (example_inputs is None and example_kwargs is None):
+        raise CostError("a model is simulated under a policy, on example inputs; give both")
+    return make(
+        what,
+        policy,
+        world_size=world_size,
+        mesh_shape=mesh_shape,
+        example_inputs=example_inputs,
+        example_kwargs=example_kwargs,
+    )
+
+
+def _optimizer_seconds(plan: ShardingPlan, hardware: Hardware, optimizer: str) -> float:
+    """The update streams parameters, gradients and states once, and writes them again."""
+    layouts = {id(layout): layout for layout in plan.layouts.values()}.values()
+    trained = sum(layout.shard_bytes for layout in layouts if layout.requires_grad)
+    cost = OPTIMIZERS[optimizer]
+    if optimizer == "none":
+        return 0.0
+    moved = trained * (3 + 2 * cost.states + 3 * cost.temporary)
+    bandwidth = hardware.memory_bandwidth * hardware.efficiency["bandwidth"]
+    if plan.policy.offloads("params"):
+        bandwidth = min(bandwidth, hardware.host_bandwidth)
+    return moved / bandwidth + hardware.launch_floor

@@ -1,0 +1,183 @@
+"""How long one compute node takes: a roofline of its FLOPs and its bytes, above a launch floor.
+
+FLOPs come from torch's own registry (`torch.utils.flop_counter`), bytes from the shapes of what a
+node reads and writes. An op that only makes a view, or picks out a result, costs nothing. Attention
+is charged as the fused kernel that runs on an accelerator, also where it was traced as the CPU's.
+"""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Iterator
+from dataclasses import dataclass
+from math import prod
+from typing import Any
+
+import torch
+from torch import fx
+from torch.utils.flop_counter import flop_registry, sdpa_backward_flop_count, sdpa_flop_count
+
+from graphshard import ops
+from graphshard.cost.hardware import Hardware
+from graphshard.views import is_view_op
+
+_aten = torch.ops.aten
+
+_ATTENTION_FORWARD = {
+    _aten._scaled_dot_product_flash_attention_for_cpu,
+    _aten._scaled_dot_product_flash_attention,
+    _aten._scaled_dot_product_efficient_attention,
+    _aten._scaled_dot_product_cudnn_attention,
+}
+_ATTENTION_BACKWARD = {
+    _aten._scaled_dot_product_flash_attention_for_cpu_backward,
+    _aten._scaled_dot_product_flash_attention_backward,
+    _aten._scaled_dot_product_efficient_attention_backward,
+    _aten._scaled_dot_product_cudnn_attention_backward,
+}
+_CONVOLUTIONS = {_aten.convolution, _aten.convolution_backward, _aten._convolution}
+
+# Reads of its first operand only what its result has.
+_PICKS = {_aten.embedding, _aten.index, _aten.gather, _aten.index_select}
+
+
+@dataclass(frozen=True)
+class OpCost:
+    """What one node costs.
+
+    kind: "matmul", "attention", "convolution", "bandwidth", or "free" (a view). `flops` are those
+    of the algorithm that runs, `moved` bytes read and written, `dtype` what is computed in.
+    """
+
+    kind: str
+    flops: int
+    moved: int
+    dtype: torch.dtype
+
+    def seconds(self, hardware: Hardware, *, tf32: bool = False) -> float:
+        """The time on one device of `hardware`."""
+        if self.kind == "free":
+            return 0.0
+        streamed = self.moved / (hardware.memory_bandwidth * hardware.efficiency["bandwidth"])
+        computed = 0.0
+        if self.flops:
+            kind = self.kind if self.kind != "bandwidth" else "matmul"
+            peak = hardware.matmul_flops(self.dtype, tf32=tf32)
+            computed = self.flops / (peak * hardware.efficiency[kind])
+        return max(streamed, computed, hardware.launch_floor)
+
+
+FREE = OpCost("free", 0, 0, torch.float32)
+
+
+def op_cost(node: fx.Node) -> OpCost:
+    """The cost of a compute node of a program; of any other, and of views, nothing."""
+    if not ops.is_compute(node) or node.target is operator.getitem or is_view_op(node.target):
+        return FREE
+    packet = getattr(node.target, "overloadpacket", None)
+    if packet is None:
+        return FREE  # arithmetic on sizes
+    results = list(_tensors(node.meta.get("val")))
+    if not results:
+        return FREE
+    key = (packet, _shape_key(node))
+    try:
+        return _cached(key, node)
+    except TypeError:  # a symbolic size cannot be a key
+        return _computed(packet, node)
+
+
+_MEMORY: dict[Any, OpCost] = {}
+
+
+def _cached(key: Any, node: fx.Node) -> OpCost:
+    found = _MEMORY.get(key)
+    if found is None:
+        if len(_MEMORY) > 100_000:
+            _MEMORY.clear()
+        found = _MEMORY[key] = _computed(key[0], node)
+    return found
+
+
+def _shape_key(node: fx.Node) -> Any:
+    def key(value: Any) -> Any:
+        if isinstance(value, fx.Node):
+            value = value.meta.get("val")
+        if isinstance(value, torch.Tensor):
+            return tuple(value.shape), value.dtype, tuple(value.stride())
+        if isinstance(value, (list, tuple)):
+            return tuple(map(key, value))
+        return value
+
+    return key(node.args), tuple((name, key(v)) for name, v in node.kwargs.items())
+
+
+def _computed(packet: Any, node: fx.Node) -> OpCost:
+    results = list(_tensors(node.meta.get("val")))
+    operands = [
+        tensor for value in node.all_input_nodes for tensor in _tensors(value.meta.get("val"))
+    ]
+    moved = sum(map(_bytes, results))
+    if packet in _PICKS:
+        moved *= 2
+        operands = operands[1:]
+    moved += sum(map(_bytes, operands))
+    floats = [t.dtype for t in (*operands, *results) if t.dtype.is_floating_point]
+    dtype = floats[0] if floats else torch.float32
+    flops = _flops(packet, node)
+    return OpCost(_kind(packet, flops), flops, moved, dtype)
+
+
+def _kind(packet: Any, flops: int) -> str:
+    if packet in _ATTENTION_FORWARD or packet in _ATTENTION_BACKWARD:
+        return "attention"
+    if packet in _CONVOLUTIONS:
+        return "convolution"
+    return "matmul" if flops else "bandwidth"
+
+
+def _flops(packet: Any, node: fx.Node) -> int:
+    args: Any = fx.map_arg(node.args, lambda n: n.meta.get("val"))
+    kwargs: Any = fx.map_arg(node.kwargs, lambda n: n.meta.get("val"))
+    if packet in _ATTENTION_FORWARD:
+        query, key, value = (t.shape for t in args[:3])
+        return _causal(node, sdpa_flop_count(query, key, value))
+    if packet in _ATTENTION_BACKWARD:
+        # FlashAttention computes the scores again: five products to the forward's two.
+        grad, query, key, value = (t.shape for t in args[:4])
+        return _causal(node, sdpa_backward_flop_count(grad, query, key, value))
+    count = flop_registry.get(packet)
+    return 0 if count is None else int(count(*args, **kwargs, out_val=node.meta["val"]))
+
+
+def _causal(node: fx.Node, flops: int) -> int:
+    """Half of `flops` under a causal mask, whose blocks above the diagonal are skipped."""
+    for argument, value in _arguments(node):
+        if argument == "is_causal":
+            return flops // 2 if value else flops
+    return flops
+
+
+def _arguments(node: fx.Node) -> Iterator[tuple[str, Any]]:
+    schema: Any = node.target._schema  # type: ignore[union-attr]
+    for position, argument in enumerate(schema.arguments):
+        if position < len(node.args):
+            yield argument.name, node.args[position]
+        else:
+            yield argument.name, node.kwargs.get(argument.name, argument.default_value)
+
+
+def _bytes(tensor: torch.Tensor) -> int:
+    """Bytes behind `tensor`: of an expanded one those that are there."""
+    numel = prod(
+        size for size, stride in zip(tensor.shape, tensor.stride(), strict=True) if stride != 0
+    )
+    return int(numel) * tensor.dtype.itemsize
+
+
+def _tensors(value: Any) -> Iterator[torch.Tensor]:
+    if isinstance(value, torch.Tensor):
+        yield value
+    elif isinstance(value, (list, tuple)):
+        for entry in value:
+            yield from _tensors(entry)

@@ -1,0 +1,262 @@
+"""One walk over a finished program: when everything happens, and what is alive meanwhile.
+
+Each stream has a clock. Compute nodes run one after the other. A collective starts once its
+communicator is free and compute has reached the place where it is issued; its `wait` holds compute
+until it is done, and what it holds is exposed communication. This is how the runtime issues them:
+communication streams wait for compute where a collective is launched, and nothing else.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from math import prod
+from typing import Any
+
+from torch import fx
+
+from graphshard import ops
+from graphshard.cost.collective_cost import collective_seconds
+from graphshard.cost.groups import ranks_of, shape_of
+from graphshard.cost.hardware import Hardware
+from graphshard.cost.op_cost import op_cost
+from graphshard.plan import ShardingPlan
+from graphshard.program import Program
+
+COMPUTE, HOST = "compute", "host copies"
+
+
+@dataclass(frozen=True)
+class Span:
+    """Something that occupies a stream, from `start` to `end` seconds after the step began.
+
+    issued: when compute reached the place that issues it. `name` is an op or a run of compute.
+    """
+
+    stream: str
+    name: str
+    unit: str
+    phase: str
+    issued: float
+    start: float
+    end: float
+    place: int  # of the node in the program
+
+    @property
+    def seconds(self) -> float:
+        """How long it takes."""
+        return self.end - self.start
+
+
+@dataclass(frozen=True)
+class Transfer:
+    """A collective or a host copy, and what of it compute had to wait for.
+
+    bytes are those of the full tensors; `exposed` seconds of compute standing still at its wait.
+    """
+
+    span: Span
+    op: str
+    group: str
+    ranks: int
+    bytes: int
+    waited_at: float
+    exposed: float
+    reason: str  # why it is exposed, "" if it is not
+
+
+@dataclass(frozen=True)
+class Timeline:
+    """A program's step in time; `at` says when compute passes each place of the graph."""
+
+    spans: tuple[Span, ...]
+    transfers: tuple[Transfer, ...]
+    at: tuple[float, ...]
+    seconds: float
+    flops: int
+
+
+class _Clocks(dict[str, float]):
+    def __missing__(self, stream: str) -> float:
+        return 0.0
+
+
+def timeline_of(
+    program: Program, plan: ShardingPlan, hardware: Hardware, *, tf32: bool = False
+) -> Timeline:
+    """The timeline of one step, without the optimizer's."""
+    walk = _Walk(program, plan, hardware, tf32)
+    for place, node in enumerate(program.graph.nodes):
+        walk.visit(place, node)
+    walk.close()
+    return Timeline(
+        tuple(walk.spans),
+        tuple(walk.transfers),
+        tuple(walk.at),
+        max(walk.clock.values(), default=0.0),
+        walk.flops,
+    )
+
+
+class _Walk:
+    def __init__(
+        self, program: Program, plan: ShardingPlan, hardware: Hardware, tf32: bool
+    ) -> None:
+        self.program, self.plan, self.hardware, self.tf32 = program, plan, hardware, tf32
+        self.clock = _Clocks()
+        self.spans: list[Span] = []
+        self.transfers: list[Transfer] = []
+        self.at: list[float] = []
+        self.flops = 0
+        self._under_way: dict[fx.Node, tuple[Span, int, str | None]] = {}
+        self._run: tuple[str, str, float, int] | None = None  # unit, phase, start, place
+        self._last_on: dict[str, Span] = {}
+
+    def visit(self, place: int, node: fx.Node) -> None:
+        if node.op == "call_function":
+            if ops.is_collective(node):
+                self._launch(place, node)
+            elif node.target is ops.wait:
+                self._wait(place, node)
+            elif node.target in (ops.to_device, ops.to_host):
+                self._copy(place, node)
+            elif ops.op_name(node) is None or node.target is ops.cast:
+                self._compute(place, node)
+        self.at.append(self.clock[COMPUTE])
+
+    def close(self) -> None:
+        self._end_run()
+
+    # -- compute ----------------------------------------------------------------------------------
+
+    def _compute(self, place: int, node: fx.Node) -> None:
+        for value in node.all_input_nodes:
+            self._arrive(place, value)
+        if node.target is ops.cast:
+            moved = 2 * _bytes(node.meta["val"])
+            seconds = self._streamed(moved)
+        else:
+            cost = op_cost(node)
+            self.flops += cost.flops
+            seconds = cost.seconds(self.hardware, tf32=self.tf32)
+        if not seconds:
+            return
+        unit, phase = node.meta.get("unit", ""), node.meta["phase"]
+        now = self.clock[COMPUTE]
+        if self._run is None or self._run[:2] != (unit, phase):
+            self._end_run()
+            self._run = (unit, phase, now, place)
+        self.clock[COMPUTE] = now + seconds
+
+    def _streamed(self, moved: int) -> float:
+        bandwidth = self.hardware.memory_bandwidth * self.hardware.efficiency["bandwidth"]
+        return max(moved / bandwidth, self.hardware.launch_floor)
+
+    def _end_run(self) -> None:
+        if self._run is None:
+            return
+        unit, phase, start, place = self._run
+        end = self.clock[COMPUTE]
+        self.spans.append(Span(COMPUTE, COMPUTE, unit, phase, start, start, end, place))
+        self._run = None
+
+    # -- communication ----------------------------------------------------------------------------
+
+    def _launch(self, place: int, node: fx.Node) -> None:
+        for value in node.all_input_nodes:
+            self._arrive(place, value)
+        op = str(ops.op_name(node))
+        shape = shape_of(node, self.program, self.plan, self.hardware.gpus_per_node)
+        moved = moved_bytes(node, self.program, self.plan)
+        seconds = collective_seconds(op, moved, shape, self.hardware)
+        group = ops.group_of(node)
+        self._start(place, node, f"network ({group})", op, seconds, moved)
+
+    def _copy(self, place: int, node: fx.Node) -> None:
+        for value in node.all_input_nodes:
+            self._arrive(place, value)
+        moved = _bytes(node.meta["val"])
+        bandwidth = self.hardware.host_bandwidth * self.hardware.efficiency["host"]
+        seconds = self.hardware.launch_floor + moved / bandwidth
+        self._start(place, node, HOST, str(ops.op_name(node)), seconds, moved)
+
+    def _start(
+        self, place: int, node: fx.Node, stream: str, op: str, seconds: float, moved: int
+    ) -> None:
+        issued = self.clock[COMPUTE]
+        free_at = self.clock[stream]
+        start = max(issued, free_at)
+        unit, phase = str(node.meta.get("unit", "")), node.meta["phase"]
+        span = Span(stream, op, unit, phase, issued, start, start + seconds, place)
+        self.clock[stream] = span.end
+        self.spans.append(span)
+        behind = self._last_on.get(stream) if start > issued else None
+        self._last_on[stream] = span
+        blocker = None if behind is None else f"{behind.name} of {behind.unit or '(root)'}"
+        self._under_way[node] = (span, moved, blocker)
+
+    def _wait(self, place: int, node: fx.Node) -> None:
+        self._finish(place, ops.collective_of(node))
+
+    def _arrive(self, place: int, value: fx.Node) -> None:
+        """A host copy is waited for by the first node that reads it; on the host, by nobody."""
+        if value in self._under_way and value.target is ops.to_device:
+            self._finish(place, value)
+
+    def _finish(self, place: int, node: fx.Node) -> None:
+        found = self._under_way.pop(node, None)
+        if found is None:
+            return
+        span, moved, blocker = found
+        now = self.clock[COMPUTE]
+        exposed = max(0.0, span.end - now)
+        if exposed:
+            self._end_run()
+            self.clock[COMPUTE] = span.end
+        is_copy = ops.is_transfer(node)
+        self.transfers.append(
+            Transfer(
+                span,
+                span.name,
+                "" if is_copy else ops.group_of(node),
+                1 if is_copy else ranks_of(node, self.program, self.plan),
+                moved,
+                now,
+                exposed,
+                _reason(span, now, blocker) if exposed else "",
+            )
+        )
+
+
+def _reason(span: Span, waited_at: float, blocker: str | None) -> str:
+    """Why compute had to wait for `span`, in a sentence."""
+    took = f"{span.seconds * 1e3:.3g} ms"
+    hidden = waited_at - span.issued
+    if blocker is not None and span.start >= waited_at:
+        return f"its stream was busy with {blocker} when it was needed"
+    if blocker is not None:
+        return f"it started late, behind {blocker} on its stream, and takes {took}"
+    if hidden <= 0:
+        return f"it is issued where its result is needed, so nothing hides its {took}"
+    return (
+        f"it takes {took} and was issued only {hidden * 1e3:.3g} ms of compute before its result "
+        "is needed"
+    )
+
+
+def moved_bytes(collective: fx.Node, program: Program, plan: ShardingPlan) -> int:
+    """Bytes of the full tensors that `collective` gathers, scatters or reduces."""
+    operands: Any = collective.args[0]
+    if collective.target is ops.all_gather:
+        ranks = ranks_of(collective, program, plan)
+        return ranks * sum(_bytes(operand.meta["val"]) for operand in operands)
+    return sum(_bytes(operand.meta["val"]) for operand in operands)
+
+
+def collectives(program: Program) -> Iterator[fx.Node]:
+    """Every collective of `program`, in order."""
+    return (node for node in program.nodes() if ops.is_collective(node))
+
+
+def _bytes(tensor: Any) -> int:
+    return int(prod(tensor.shape)) * tensor.dtype.itemsize
