@@ -14,7 +14,7 @@ from torch import nn
 
 from graphshard.cost.hardware import Hardware
 from graphshard.cost.memory import OPTIMIZERS, MemoryCurve, memory_of
-from graphshard.cost.simulate import COMPUTE, Timeline, Transfer, timeline_of
+from graphshard.cost.timeline import COMPUTE, Timeline, Transfer, timeline_of
 from graphshard.errors import CostError
 from graphshard.plan import ShardingPlan
 from graphshard.program import Program
