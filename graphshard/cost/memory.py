@@ -8,21 +8,24 @@ gradients, then what the optimizer's update needs.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from math import prod
 
 import torch
+from torch import fx
 
-from graphshard.cost.storages import END, GRADIENTS, Storage, Storages
+from graphshard.cost.buffers import BUFFERS, END, GRADIENTS, buffers_of
 from graphshard.errors import CostError
 from graphshard.plan import ParamLayout, ShardingPlan
 from graphshard.program import Program
+from graphshard.step_memory import KINDS, Storage, bytes_of, storages_of
 
 SHARDS = "shards"
 OPTIMIZER = "optimizer"
 STEP = "optimizer's step"
 INPUTS = "inputs and buffers"
+CATEGORIES = (SHARDS, *KINDS, BUFFERS, GRADIENTS, OPTIMIZER, STEP, INPUTS)
 
 
 @dataclass(frozen=True)
@@ -85,45 +88,41 @@ def memory_of(
     """
     if optimizer not in OPTIMIZERS:
         raise CostError(f"optimizer must be one of {', '.join(OPTIMIZERS)}; got {optimizer!r}")
-    storages = Storages(program, plan, backend)
+    storages = [*storages_of(program).all, *buffers_of(program, plan, backend)]
     resident, host = _resident(program, plan, OPTIMIZERS[optimizer] if program.grad else None)
-    points = list(_walk(storages, resident))
-    end = len(program.graph.nodes)
+    at_rest = Point(0, sum(resident.values()), resident)
+    points = [at_rest, *_walk(storages, resident)]
     after = Counter(resident)
-    for storage in storages.all:
-        if storage.last >= END and not storage.host:
-            after[storage.category] += storage.bytes
-    step = OPTIMIZERS[optimizer].temporary * after[GRADIENTS]
-    if program.grad and step and not plan.policy.offloads("params"):
-        after[STEP] += int(step)
-        points.append(Point(end, sum(after.values()), dict(after)))
-    peak = max(
-        points, key=lambda point: point.bytes, default=Point(0, sum(resident.values()), resident)
-    )
-    alive = [s for s in storages.all if s.first <= peak.place <= s.last and not s.host]
-    alive.sort(key=lambda storage: -storage.bytes)
+    for storage in storages:
+        if storage.dies >= END:
+            after[storage.kind] += storage.size
+    step = int(OPTIMIZERS[optimizer].temporary * after[GRADIENTS])
+    if program.grad and step:
+        after[STEP] += step
+        points.append(Point(len(program.graph.nodes), sum(after.values()), dict(after)))
+    peak = max(points, key=lambda point: point.bytes)
+    alive = [s for s in storages if s.size and s.born <= peak.place <= s.dies]
+    alive.sort(key=lambda storage: -storage.size)
     by_unit: dict[str, Counter[str]] = {}
     for storage in alive:
-        by_unit.setdefault(storage.unit, Counter())[storage.category] += storage.bytes
-    return MemoryCurve(
-        sum(resident.values()), resident, peak, tuple(alive), tuple(points), host, by_unit
-    )
+        by_unit.setdefault(storage.unit, Counter())[storage.kind] += storage.size
+    return MemoryCurve(at_rest.bytes, resident, peak, tuple(alive), tuple(points), host, by_unit)
 
 
-def _walk(storages: Storages, resident: Mapping[str, int]) -> Iterator[Point]:
+def _walk(storages: Iterable[Storage], resident: Mapping[str, int]) -> Iterator[Point]:
     events: list[tuple[int, int, Storage]] = []
-    for storage in storages.all:
-        if storage.bytes and not storage.host:
-            events.append((storage.first, 1, storage))
-            if storage.last < END:
-                events.append((storage.last + 1, -1, storage))
-    # What a node's operands hold is given back after it has run, so after its results are there.
-    events.sort(key=lambda event: (event[0], event[1]))
+    for storage in storages:
+        if storage.size:
+            # What a node's operands hold is given back once it has run, with its results there.
+            events.append((storage.born, 1, storage))
+            if storage.dies < END:
+                events.append((storage.dies + 1, -1, storage))
+    events.sort(key=lambda event: event[:2])
     live = Counter(resident)
     total = sum(live.values())
     for index, (place, sign, storage) in enumerate(events):
-        live[storage.category] += sign * storage.bytes
-        total += sign * storage.bytes
+        live[storage.kind] += sign * storage.size
+        total += sign * storage.size
         if index + 1 == len(events) or events[index + 1][0] != place:
             yield Point(place, total, dict(live))
 
@@ -136,7 +135,7 @@ def _resident(
     trained = sum(_own_bytes(layout) for layout in layouts if layout.requires_grad)
     states = 0 if optimizer is None else int(optimizer.states * trained)
     ends = [entry.node for entry in program.buffers] + [entry.node for entry in program.inputs]
-    held = sum(_bytes(node.meta["val"]) for node in ends)
+    held = sum(_bytes(node) for node in ends)
     if plan.policy.offloads("params"):
         return {INPUTS: held}, shards + states
     return {SHARDS: shards, OPTIMIZER: states, INPUTS: held}, 0
@@ -151,7 +150,6 @@ def _own_bytes(layout: ParamLayout) -> int:
     return (stop - start) * rest * layout.dtype.itemsize
 
 
-def _bytes(value: object) -> int:
-    if not isinstance(value, torch.Tensor):
-        return 0
-    return int(prod(value.shape)) * value.dtype.itemsize
+def _bytes(node: fx.Node) -> int:
+    val = node.meta.get("val")
+    return bytes_of(val) if isinstance(val, torch.Tensor) else 0

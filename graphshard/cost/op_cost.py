@@ -19,6 +19,7 @@ from torch.utils.flop_counter import flop_registry, sdpa_backward_flop_count, sd
 
 from graphshard import ops
 from graphshard.cost.hardware import Hardware
+from graphshard.torch_compat import size_hint
 from graphshard.views import is_view_op
 
 _aten = torch.ops.aten
@@ -80,40 +81,6 @@ def op_cost(node: fx.Node) -> OpCost:
     results = list(_tensors(node.meta.get("val")))
     if not results:
         return FREE
-    key = (packet, _shape_key(node))
-    try:
-        return _cached(key, node)
-    except TypeError:  # a symbolic size cannot be a key
-        return _computed(packet, node)
-
-
-_MEMORY: dict[Any, OpCost] = {}
-
-
-def _cached(key: Any, node: fx.Node) -> OpCost:
-    found = _MEMORY.get(key)
-    if found is None:
-        if len(_MEMORY) > 100_000:
-            _MEMORY.clear()
-        found = _MEMORY[key] = _computed(key[0], node)
-    return found
-
-
-def _shape_key(node: fx.Node) -> Any:
-    def key(value: Any) -> Any:
-        if isinstance(value, fx.Node):
-            value = value.meta.get("val")
-        if isinstance(value, torch.Tensor):
-            return tuple(value.shape), value.dtype, tuple(value.stride())
-        if isinstance(value, (list, tuple)):
-            return tuple(map(key, value))
-        return value
-
-    return key(node.args), tuple((name, key(v)) for name, v in node.kwargs.items())
-
-
-def _computed(packet: Any, node: fx.Node) -> OpCost:
-    results = list(_tensors(node.meta.get("val")))
     operands = [
         tensor for value in node.all_input_nodes for tensor in _tensors(value.meta.get("val"))
     ]
@@ -137,17 +104,28 @@ def _kind(packet: Any, flops: int) -> str:
 
 
 def _flops(packet: Any, node: fx.Node) -> int:
-    args: Any = fx.map_arg(node.args, lambda n: n.meta.get("val"))
-    kwargs: Any = fx.map_arg(node.kwargs, lambda n: n.meta.get("val"))
+    count = flop_registry.get(packet)
+    attention = packet in _ATTENTION_FORWARD or packet in _ATTENTION_BACKWARD
+    if count is None and not attention:
+        return 0
+    args: Any = fx.map_arg(node.args, lambda n: _shapes(n.meta.get("val")))
     if packet in _ATTENTION_FORWARD:
-        query, key, value = (t.shape for t in args[:3])
-        return _causal(node, sdpa_flop_count(query, key, value))
+        return _causal(node, sdpa_flop_count(*args[:3]))
     if packet in _ATTENTION_BACKWARD:
         # FlashAttention computes the scores again: five products to the forward's two.
-        grad, query, key, value = (t.shape for t in args[:4])
-        return _causal(node, sdpa_backward_flop_count(grad, query, key, value))
-    count = flop_registry.get(packet)
-    return 0 if count is None else int(count(*args, **kwargs, out_val=node.meta["val"]))
+        return _causal(node, sdpa_backward_flop_count(*args[:4]))
+    kwargs: Any = fx.map_arg(node.kwargs, lambda n: _shapes(n.meta.get("val")))
+    assert count is not None
+    return int(count(*args, **kwargs, out_val=_shapes(node.meta["val"])))
+
+
+def _shapes(value: Any) -> Any:
+    """`value` with the sizes of tensors in their place; symbolic ones as in the call captured."""
+    if isinstance(value, torch.Tensor):
+        return torch.Size([size_hint(size) for size in value.shape])
+    if isinstance(value, (list, tuple)):
+        return type(value)(map(_shapes, value))
+    return value
 
 
 def _causal(node: fx.Node, flops: int) -> int:
@@ -169,10 +147,11 @@ def _arguments(node: fx.Node) -> Iterator[tuple[str, Any]]:
 
 def _bytes(tensor: torch.Tensor) -> int:
     """Bytes behind `tensor`: of an expanded one those that are there."""
+    sizes = zip(tensor.shape, tensor.stride(), strict=True)
     numel = prod(
-        size for size, stride in zip(tensor.shape, tensor.stride(), strict=True) if stride != 0
+        size_hint(size) for size, stride in sizes if not (type(stride) is int and stride == 0)
     )
-    return int(numel) * tensor.dtype.itemsize
+    return numel * tensor.dtype.itemsize
 
 
 def _tensors(value: Any) -> Iterator[torch.Tensor]:

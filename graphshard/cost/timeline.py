@@ -10,7 +10,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
-from math import prod
 from typing import Any
 
 from torch import fx
@@ -22,6 +21,7 @@ from graphshard.cost.hardware import Hardware
 from graphshard.cost.op_cost import op_cost
 from graphshard.plan import ShardingPlan
 from graphshard.program import Program
+from graphshard.step_memory import bytes_of
 
 COMPUTE, HOST = "compute", "host copies"
 
@@ -259,4 +259,4 @@ def collectives(program: Program) -> Iterator[fx.Node]:
 
 
 def _bytes(tensor: Any) -> int:
-    return int(prod(tensor.shape)) * tensor.dtype.itemsize
+    return bytes_of(tensor)

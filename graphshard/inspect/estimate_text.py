@@ -109,10 +109,10 @@ def _memory(estimate: Estimate) -> Iterator[str]:
         for name in shown
     ]
     yield from _table(("held", "at the peak", "between steps"), rows)
-    largest = [s for s in estimate.memory.holders[:3] if s.bytes]
+    largest = [s for s in estimate.memory.holders[:3] if s.size]
     if largest:
         named = ", ".join(
-            f"{human_bytes(s.bytes)} by {s.node.name} of {s.unit or '(root)'}" for s in largest
+            f"{human_bytes(s.size)} by {s.node.name} of {s.unit or '(root)'}" for s in largest
         )
         yield f"largest at the peak: {named}"
 
