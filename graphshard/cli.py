@@ -31,6 +31,7 @@ from graphshard.cli_policy import (
     policy_of,
 )
 from graphshard.consolidate_command import add_consolidate
+from graphshard.cost.command import add_simulate, shown_estimate
 from graphshard.errors import GraphshardError, PlanError
 from graphshard.inspect.dump import dump_program
 from graphshard.inspect.progress import Progress
@@ -132,6 +133,10 @@ def build_parser() -> argparse.ArgumentParser:
     dump.add_argument("--out", required=True, type=Path, metavar="DIR", help="where to write them")
     dump.set_defaults(run=run_dump)
 
+    simulate = _add_command(commands, "simulate", "predict time and memory of a training step")
+    add_simulate(simulate)
+    simulate.set_defaults(run=run_simulate)
+
     add_consolidate(commands, parse_bytes)
     return parser
 
@@ -178,6 +183,20 @@ def run_plan(options: argparse.Namespace, progress: Progress) -> RenderableType:
     if sys.stdout.isatty():
         return plan.table(unfold=options.unfold)
     return plan.text(unfold=options.unfold)
+
+
+def run_simulate(options: argparse.Namespace, progress: Progress) -> str:
+    """`graphshard simulate`: the estimate, and the files asked for."""
+    with progress.stage("build the model"):
+        subject = load_subject(options.factory)
+    if subject.args is None:
+        raise PlanError(
+            f"a simulation needs example inputs: let {options.factory} return (model, args) or "
+            "(model, args, kwargs)"
+        )
+    plan = _plan(options, subject, progress)
+    with progress.stage("simulate"):
+        return shown_estimate(plan, options)
 
 
 def run_dump(options: argparse.Namespace, progress: Progress) -> str:

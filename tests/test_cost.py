@@ -3,17 +3,21 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from itertools import pairwise
+from pathlib import Path
 
 import pytest
 import torch
 import toy_programs as toys
 from hypothesis import given
 from hypothesis import strategies as st
+from ranks import run_ranks
 from torch import fx
 
 import graphshard
 from graphshard import ops
+from graphshard.cli import main
 from graphshard.cost.collective_cost import (
     GroupShape,
     collective_seconds,
@@ -259,3 +263,119 @@ def test_simulate_needs_a_program():
         graphshard.simulate("model", hardware="h200")
     with pytest.raises(CostError, match="under a policy, on example inputs"):
         graphshard.simulate(torch.nn.Linear(2, 2), hardware="h200")
+
+
+# -- memory and the whole estimate -----------------------------------------------------------------
+
+
+def measured_and_predicted(rank, policies):
+    """Peak and valley bytes of a step as counted and as predicted, by policy."""
+    from examples.benchmarks.live_bytes import LiveBytes
+    from examples.gpt import GPT, GPTConfig
+
+    found = {}
+    for name, options in policies.items():
+        torch.manual_seed(0)
+        model = GPT(GPTConfig(vocab=64, layers=3, heads=2, width=64, dropout=0.1))
+        idx, targets = torch.randint(64, (2, 4, 32))
+        policy = graphshard.BlockPolicy(["Block"], **options)
+        sharded = graphshard.compile(model, policy, example_inputs=(idx, targets))
+        optimizer = torch.optim.AdamW(sharded.parameters(), foreach=False)
+
+        def step(sharded=sharded, optimizer=optimizer, batch=(idx, targets)):
+            sharded(*batch).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+
+        step()
+        with LiveBytes() as live:
+            live.add([(p, list(optimizer.state[p].values())) for p in sharded.parameters()])
+            live.add([idx, targets])
+            valley = live.current
+            step()
+        estimate = graphshard.simulate(sharded, hardware="cpu-gloo", optimizer="adamw-fused")
+        found[name] = (live.peak, estimate.peak_bytes), (valley, estimate.valley_bytes)
+    return found
+
+
+SEVERAL = {
+    "full_shard": {},
+    "grad_op": {"strategy": "SHARD_GRAD_OP"},
+    "zero1": {"strategy": "SHARD_OPTIMIZER"},
+    "no_shard": {"strategy": "NO_SHARD"},
+    "recompute": {"recompute": "units", "reshard_root": True},
+    "selective": {"recompute": "selective"},
+    "bf16": {"mixed_precision": graphshard.MixedPrecision(torch.bfloat16)},
+}
+
+
+@pytest.mark.parametrize("world_size", [2, pytest.param(4, marks=pytest.mark.slow)])
+def test_predicted_memory_is_what_lives(world_size):
+    policies = SEVERAL | ({"parts": {"reshard_after_forward": 2}} if world_size == 4 else {})
+    for found in run_ranks(measured_and_predicted, world_size, policies, timeout=300):
+        for name, ((peak, predicted), (valley, at_rest)) in found.items():
+            assert predicted == pytest.approx(peak, rel=0.01), name
+            assert at_rest == pytest.approx(valley, rel=0.01), name
+
+
+def estimate_of(**options):
+    program, plan = toys.rewritten(toys.blocks, Policy(**options))
+    slow = UNIT.with_(intra_latency=100.0)
+    return graphshard.simulate(replace(plan, program=program), hardware=slow)
+
+
+def test_an_estimate_adds_up():
+    estimate = estimate_of()
+    parts = estimate.compute_seconds + estimate.exposed_seconds
+    assert estimate.step_seconds == pytest.approx(parts)
+    assert estimate.peak_bytes == sum(estimate.memory.peak.by_category.values())
+    assert estimate.valley_bytes <= estimate.peak_bytes
+    assert sum(unit.exposed for unit in estimate.units) == pytest.approx(
+        sum(transfer.exposed for transfer in estimate.transfers)
+    )
+    assert not estimate.fits
+    assert estimate.with_hardware("h200").fits
+
+
+def test_an_estimate_is_told():
+    estimate = estimate_of(backward_prefetch=None)
+    text = str(estimate)
+    for said in ("DOES NOT FIT in 1000 B", "why ", "issued where its result is needed", "(root)"):
+        assert said in text
+    data = json.loads(json.dumps(estimate.to_dict()))
+    assert data["peak_bytes"] == estimate.peak_bytes
+    assert len(data["transfers"]) == len(estimate.transfers)
+
+
+def test_a_trace_has_a_row_per_stream_and_a_counter(tmp_path):
+    estimate = estimate_of()
+    estimate.save_trace(tmp_path / "trace.json")
+    events = json.loads((tmp_path / "trace.json").read_text())["traceEvents"]
+    rows = {e["args"]["name"] for e in events if e["name"] == "thread_name"}
+    assert rows == {span.stream for span in estimate.timeline.spans}
+    drawn = [e for e in events if e["ph"] == "X"]
+    assert len(drawn) == len(estimate.timeline.spans)
+    counts = [sum(e["args"].values()) for e in events if e["ph"] == "C"]
+    assert max(counts) == estimate.peak_bytes
+
+
+def test_an_unknown_optimizer_or_backend_is_refused():
+    program, plan = toys.rewritten(toys.blocks, Policy())
+    plan = replace(plan, program=program)
+    with pytest.raises(CostError, match="optimizer must be one of none, sgd"):
+        graphshard.simulate(plan, hardware=UNIT, optimizer="lion")
+    with pytest.raises(CostError, match='backend must be "nccl" or "gloo"'):
+        graphshard.simulate(plan, hardware=UNIT, backend="mpi")
+
+
+def test_the_command_prints_and_writes(capsys, tmp_path, monkeypatch):
+    monkeypatch.syspath_prepend(str(Path(__file__).parent.parent / "examples"))
+    arguments = ["simulate", "factories:small", "--policy", "block:Block", "--world-size", "8"]
+    trace = str(tmp_path / "t.json")
+    assert main([*arguments, "--hardware", "h100-sxm", "--trace", trace]) == 0
+    assert "estimate of GPT: one training step on 8 ranks" in capsys.readouterr().out
+    assert (tmp_path / "t.json").exists()
+    assert main([*arguments, "--hardware", "h100-sxm", "--json"]) == 0
+    assert json.loads(capsys.readouterr().out)["fits"] is True
+    assert main([*arguments, "--hardware", "abacus"]) == 2
+    assert "there is no hardware preset or file" in capsys.readouterr().err

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
@@ -90,8 +90,12 @@ class Estimate:
 
     @property
     def mfu(self) -> float:
-        """`tflops_per_gpu` as a part of the hardware's peak in the dtype most FLOPs are in."""
-        return self.tflops_per_gpu * 1e12 / self.hardware.matmul_flops(self._main_dtype)
+        """Model FLOPs utilisation: FLOPs a second, those of recomputation not counted, as a part of
+        the hardware's peak in the dtype most FLOPs are in ("PaLM", arXiv:2204.02311, appendix B).
+        """
+        useful = self.flops - self.timeline.recomputed_flops
+        peak = self.hardware.matmul_flops(self._main_dtype)
+        return useful / self.step_seconds / peak if self.step_seconds else 0.0
 
     @cached_property
     def _main_dtype(self) -> torch.dtype:
@@ -149,6 +153,17 @@ class Estimate:
     def transfers(self) -> Sequence[Transfer]:
         """Every collective and host copy, in the order compute waits for them."""
         return self.timeline.transfers
+
+    def with_hardware(
+        self, hardware: Hardware | str | os.PathLike[str], *, backend: str | None = None
+    ) -> Estimate:
+        """The same step on other hardware."""
+        return simulate(
+            replace(self.plan, program=self.program),
+            hardware=hardware,
+            optimizer=self.optimizer,
+            backend=backend,
+        )
 
     # -- shown ------------------------------------------------------------------------------------
 

@@ -74,6 +74,7 @@ class Timeline:
     at: tuple[float, ...]
     seconds: float
     flops: int
+    recomputed_flops: int  # those of them that forward did before
 
 
 class _Clocks(dict[str, float]):
@@ -95,6 +96,7 @@ def timeline_of(
         tuple(walk.at),
         max(walk.clock.values(), default=0.0),
         walk.flops,
+        walk.recomputed_flops,
     )
 
 
@@ -107,7 +109,7 @@ class _Walk:
         self.spans: list[Span] = []
         self.transfers: list[Transfer] = []
         self.at: list[float] = []
-        self.flops = 0
+        self.flops = self.recomputed_flops = 0
         self._under_way: dict[fx.Node, tuple[Span, int, str | None]] = {}
         self._run: tuple[str, str, float, int] | None = None  # unit, phase, start, place
         self._last_on: dict[str, Span] = {}
@@ -138,6 +140,7 @@ class _Walk:
         else:
             cost = op_cost(node)
             self.flops += cost.flops
+            self.recomputed_flops += cost.flops if node.meta.get("recomputed") else 0
             seconds = cost.seconds(self.hardware, tf32=self.tf32)
         if not seconds:
             return

@@ -89,7 +89,7 @@ def _head(estimate: Estimate) -> Iterator[str]:
     )
     yield (
         f"speed      {estimate.tflops_per_gpu:,.1f} TFLOP/s per device, "
-        f"{estimate.mfu:.1%} of its peak"
+        f"{estimate.mfu:.1%} of its peak (MFU)"
     )
     verdict = "fits in" if estimate.fits else "DOES NOT FIT in"
     host = f", {human_bytes(estimate.memory.host)} on the host" if estimate.memory.host else ""
