@@ -30,6 +30,7 @@ def test_on_two_ranks(two_ranks, check):
     two_ranks.require(check)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("check", ON_FOUR_RANKS, ids=lambda check: check.__name__)
 def test_on_four_ranks(four_ranks, check):
     four_ranks.require(check)

@@ -359,6 +359,7 @@ def on_four() -> Checks:
     return Checks(ON_FOUR, 4, timeout=400)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("check", ON_FOUR, ids=lambda check: check.__name__)
 def test_on_four_ranks(on_four: Checks, check: Callable[[int], None]) -> None:
     on_four.require(check)

@@ -179,6 +179,7 @@ def test_on_two_ranks(on_two: Checks, check: Callable[[int], None]) -> None:
     on_two.require(check)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("check", CHECKS[:3], ids=lambda check: check.__name__)
 def test_on_four_ranks(on_four: Checks, check: Callable[[int], None]) -> None:
     on_four.require(check)

@@ -212,7 +212,7 @@ def test_written_resumed_and_refused_on_two_ranks(folder: Path) -> None:
     assert (folder / "ours" / ".metadata").is_file()
 
 
-@pytest.mark.parametrize("world_size", [3, 4])
+@pytest.mark.parametrize("world_size", [4, pytest.param(3, marks=pytest.mark.slow)])
 def test_read_on_other_numbers_of_ranks(folder: Path, world_size: int) -> None:
     run_ranks(reads, world_size, folder, timeout=300)
 

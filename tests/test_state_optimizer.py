@@ -215,7 +215,11 @@ ON_RANKS = [
 ]
 
 
-@pytest.fixture(scope="module", params=[2, 4], ids=["2 ranks", "4 ranks"])
+@pytest.fixture(
+    scope="module",
+    params=[2, pytest.param(4, marks=pytest.mark.slow)],
+    ids=["2 ranks", "4 ranks"],
+)
 def on_ranks(request: pytest.FixtureRequest) -> Checks:
     return Checks(ON_RANKS, request.param, timeout=300)
 
