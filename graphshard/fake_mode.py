@@ -84,7 +84,7 @@ class _Recipe:
 
     def item(self, number: Callable[[Any], Any]) -> Any:
         """The value of a single element, as a Python number."""
-        with torch.no_grad(), torch._C._DisableTorchDispatch():
+        with torch.no_grad(), torch_compat.without_dispatch_modes():
             return self.evaluate(number).item()
 
     def is_symbolic(self) -> bool:

@@ -206,6 +206,17 @@ def is_random(node: fx.Node) -> bool:
     return True
 
 
+def writes(node: fx.Node) -> bool:
+    """Whether `node` writes into one of its operands."""
+    schema = getattr(node.target, "_schema", None)
+    return schema is not None and bool(schema.is_mutable)
+
+
+def has_effect(node: fx.Node) -> bool:
+    """Whether `node` does more than give its value: draws random numbers, or writes."""
+    return is_random(node) or writes(node)
+
+
 def is_compute(node: fx.Node) -> bool:
     """Whether `node` is the model's own work: no placeholder, no output, no communication."""
     return node.op == "call_function" and node.target not in VOCABULARY and not is_unpack(node)

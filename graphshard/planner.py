@@ -66,6 +66,12 @@ def make_plan(
     around = tree.units_around(unit_fqns)
     overrides = policy.overrides(tree)
     asked = {fqn: options_of(policy, fqn, overrides.get(fqn, {})) for fqn in unit_fqns}
+    if policy.reshard_root and asked[""].reshard is False:
+        raise PolicyError(
+            f"reshard_root=True frees the root after forward, and strategy "
+            f"{asked[''].strategy.value} with reshard_after_forward="
+            f"{policy.reshard_after_forward} keeps it; leave one of them out"
+        )
     options = {fqn: fitted(wish, fqn, mesh_shape) for fqn, wish in asked.items()}
     for fqn in unit_fqns:
         _check_standing(fqn, options[fqn], policy)

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor, fx
 
 from graphshard.annotation import CALLS, KEEP, REGION
-from graphshard.ops import is_random
+from graphshard.ops import is_random, writes
 from graphshard.program import BACKWARD, FORWARD, Program
 
 aten = torch.ops.aten
@@ -150,7 +150,7 @@ def recomputable(node: fx.Node) -> bool:
 
     Of a dropout the output can be had again from its mask, which stays saved.
     """
-    if node.op != "call_function" or node.meta["phase"] != FORWARD or _writes(node):
+    if node.op != "call_function" or node.meta["phase"] != FORWARD or writes(node):
         return False
     val = node.meta.get("val")
     if not isinstance(val, (Tensor, tuple, list)):
@@ -168,7 +168,7 @@ def dropped(node: fx.Node) -> fx.Node | None:
     if node.target is getitem and node.args[1] == 0:
         source = node.args[0]
         if isinstance(source, fx.Node) and source.target is aten.native_dropout.default:
-            return source if source.args[2] is True else None
+            return source if len(source.args) == 3 and source.args[2] is True else None
     return None
 
 
@@ -190,11 +190,6 @@ def _keeps_its_draw(node: fx.Node) -> bool:
         source = node.args[0]
         return isinstance(source, fx.Node) and is_random(source)
     return is_random(node)
-
-
-def _writes(node: fx.Node) -> bool:
-    schema = getattr(node.target, "_schema", None)
-    return schema is not None and bool(schema.is_mutable)
 
 
 def _copy(graph: fx.Graph, node: fx.Node, copies: Mapping[fx.Node, fx.Node]) -> fx.Node:

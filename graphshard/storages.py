@@ -87,9 +87,3 @@ def is_dense(value: fx.Node) -> bool:
             return False
         expected = stride * size
     return True
-
-
-def writes(node: fx.Node) -> bool:
-    """Whether `node` writes into one of its operands."""
-    schema = getattr(node.target, "_schema", None)
-    return schema is not None and bool(schema.is_mutable)

@@ -74,6 +74,11 @@ def preserve_node_meta() -> Any:
     return private("torch.fx.traceback", "preserve_node_meta")
 
 
+def without_dispatch_modes() -> Any:
+    """The context in which no dispatch mode sees what tensors do."""
+    return torch._C._DisableTorchDispatch()
+
+
 def has_cuda_build() -> bool:
     """Whether fake CUDA tensors can be used; without a device autograd on them aborts."""
     return torch.cuda.is_available()

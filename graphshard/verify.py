@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable, Collection
 
 from graphshard.passes.insert_free import InsertFree
+from graphshard.passes.precision import Precision
 from graphshard.passes.reduce_grads import ReduceGrads
 from graphshard.passes.reduce_replicas import ReduceReplicas
 from graphshard.passes.unshard import Unshard
@@ -26,6 +27,7 @@ from graphshard.verify_graph import (
 )
 from graphshard.verify_kept import check_kept
 from graphshard.verify_memory import check_budget, check_frees, check_lifetimes
+from graphshard.verify_precision import check_precision
 from graphshard.verify_replicas import check_groups
 from graphshard.verify_reshard import check_reshards
 from graphshard.verify_sharding import (
@@ -38,7 +40,7 @@ from graphshard.verify_sharding import (
 )
 from graphshard.verify_values import check_values
 
-FINISHED: frozenset[type] = frozenset({Unshard, ReduceGrads, ReduceReplicas, InsertFree})
+FINISHED: frozenset[type] = frozenset({Unshard, ReduceGrads, ReduceReplicas, Precision, InsertFree})
 """The passes after which a program keeps every rule."""
 
 RULES: tuple[Callable[[Facts], None], ...] = (
@@ -54,6 +56,7 @@ RULES: tuple[Callable[[Facts], None], ...] = (
     check_reshards,
     check_waits,
     check_reduces,
+    check_precision,
     check_order,
     check_frees,
     check_lifetimes,
@@ -79,8 +82,8 @@ def verify(
         plan: the plan it was rewritten by.
         after: the pass that ran last, to be named in an error.
         done: the classes of the passes that ran (a name could be anyone's); what only holds after
-            `Unshard`, `ReduceGrads`, `ReduceReplicas` or `InsertFree` is checked if they are among
-            them.
+            `Unshard`, `ReduceGrads`, `ReduceReplicas`, `Precision` or `InsertFree` is checked if
+            they are among them.
         reference: the program before the pass, to compare with: its tables, the order of its
             collectives, the shapes and dtypes its nodes read; and, as captured, which parameters
             have gradients and which values the step returns.

@@ -9,7 +9,6 @@ from typing import Any
 from torch import fx
 
 from graphshard import ops
-from graphshard.mixed_precision import MixedPrecision
 from graphshard.passes.reduce_grads import ReduceGrads
 from graphshard.passes.unshard import Unshard
 from graphshard.plan import ParamLayout
@@ -151,8 +150,8 @@ def check_reduces(facts: Facts) -> None:
             if layout.sharded != (reduce.target is ops.reduce_scatter):
                 facts.fail("reduces", reduce, f"{layout.fqn!r} is {layout.placement}ed")
             found = signature(operand.meta["val"])
-            # In another dtype if a cast says so, or the unit computes in another.
-            told = ops.is_transfer(operand) or _precision(facts, layout) is not None
+            # In another dtype if a cast says so, or it is computed in another.
+            told = ops.is_transfer(operand) or layout.precision is not None
             if found[0] != layout.shape or (found[1] != layout.dtype and not told):
                 facts.fail(
                     "reduces",
@@ -203,20 +202,14 @@ def _check_returned(facts: Facts, reduced_by: dict[str, fx.Node]) -> None:
                 f"%{reduce.name} reduces",
             )
         layout = facts.plan.layouts[param.fqn]
-        precision = _precision(facts, layout)
-        if grad.meta["val"].dtype != layout.dtype and not (
-            precision is not None and precision.keep_low_precision_grads
-        ):
+        stays = layout.precision is not None and layout.precision.keep_low_precision_grads
+        if grad.meta["val"].dtype != layout.dtype and not stays:
             facts.fail(
                 "reduces",
                 grad,
                 f"the gradient of {param.fqn!r} is returned in {grad.meta['val'].dtype}, and must "
                 f"be in {layout.dtype}; cast what was reduced",
             )
-
-
-def _precision(facts: Facts, layout: ParamLayout) -> MixedPrecision | None:
-    return facts.plan.unit(facts.plan.unit_of_param(layout.fqn)).options.precision
 
 
 def check_order(facts: Facts) -> None:

@@ -36,6 +36,7 @@ from graphshard import ops
 from graphshard.passes.accumulate import Accumulate
 from graphshard.passes.precision import Precision
 from graphshard.program import Program
+from graphshard.remat import dropped
 from graphshard.sizes import SYMBOLIC
 from graphshard.views import cast_dtype
 
@@ -120,23 +121,36 @@ class Values:
         """
         if param in self.kept:
             of, kept = self.kept[param]
-            operand = self._before_reduce(was)
-            reduced = self.by_key.get((_REDUCED, operand))
+            plain = self._without_kept(kept)
             if recast:
-                return self._is_recast(self._without_kept(kept), was)
-            return self._without_kept(kept) == (operand if of == "gradient" else reduced)
+                operand, reduces = self._behind_reduces(plain)
+                return reduces == (of == "shard") and self._is_recast(operand, was)
+            operand = self._before_reduce(was)
+            return plain == (operand if of == "gradient" else self.by_key.get((_REDUCED, operand)))
         plain = self._without_kept(now)
         if plain == was or plain in self.reductions(was):
             return True
-        if recast and self._is_recast(plain, was):
-            return True
+        if recast:
+            operand, reduces = self._behind_reduces(self._uncast(plain))
+            if reduces and self._is_recast(operand, was):
+                return True
         made = was == self.number(None) and self._is_zeros(self._before_reduce(plain))
         return made and (plain != now or not settled)
 
-    def _is_recast(self, now: Number, was: Number) -> bool:
-        """Whether `now` is `was`, reduced or not, but for one cast before and one after that."""
-        before = self._before_reduce(now)
-        return bool({before, self._uncast(before)} & {was, self._uncast(was)})
+    def _behind_reduces(self, number: Number) -> tuple[Number, int]:
+        """What was reduced to `number`, with nothing in between, and how often."""
+        reduces = 0
+        while isinstance(number, int) and self.keys[number][0] == _REDUCED:
+            number = self.keys[number][1]
+            reduces += 1
+        return number, reduces
+
+    def _is_recast(self, operand: Number, was: Number) -> bool:
+        """Whether what is reduced is `was`, or what that was cast from, or one cast of either.
+
+        In which dtypes, `check_precision` says.
+        """
+        return bool({operand, self._uncast(operand)} & {was, self._uncast(was)})
 
     def _uncast(self, number: Number) -> Number:
         """What `number` was cast from, or itself."""
@@ -193,7 +207,7 @@ class Values:
                 self._enter(node, (ops.cast, (self.number(source), self.number(dtype)), ()))
         elif node.target is _aten.clone.default and len(node.args) == 1 and not node.kwargs:
             self._set(node, self.number(node.args[0]))
-        elif (dropout := _dropped(node)) is not None:
+        elif (dropout := dropped(node)) is not None:
             value, p, _ = dropout.args
             scale = 0.0 if p == 1 else 1.0 / (1.0 - p)  # type: ignore[operator]
             mask = self._intern((operator.getitem, (self.of_node[dropout], self.number(1)), ()))
@@ -201,7 +215,7 @@ class Values:
             self._enter(node, (_aten.native_dropout_backward.default, args, ()))
         else:
             key: Key = (node.target, self.number(node.args), self.number(node.kwargs))
-            if ops.is_random(node) or _writes(node.target):
+            if ops.has_effect(node):
                 key = (*key, node)
                 self.effects.append(node)
             self._enter(node, key)
@@ -326,18 +340,3 @@ def _difference(node: fx.Node, captured: Values, values: Values) -> str:
         if before != now:
             return f"its operand {index} is {values.text(now)}, and was {captured.text(before)}"
     return "its keyword arguments differ"
-
-
-def _writes(target: Any) -> bool:
-    schema = getattr(target, "_schema", None)
-    return schema is not None and schema.is_mutable
-
-
-def _dropped(node: fx.Node) -> fx.Node | None:
-    """The dropout in training whose output (not its mask) `node` picks out, if it does."""
-    if node.target is not operator.getitem or node.args[1] != 0:
-        return None
-    source = node.args[0]
-    if isinstance(source, fx.Node) and source.target is _aten.native_dropout.default:
-        return source if len(source.args) == 3 and source.args[2] is True else None
-    return None

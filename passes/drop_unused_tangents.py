@@ -105,7 +105,7 @@ class _Zeros:
         zero = [value for value in linear_in if value in self.zero]
         if linear_in and _holds_tensor(node.meta["val"]) and _packet(node) not in _ONLY_SHAPE:
             self.dependent.add(node)
-            if len(zero) == len(linear_in) and not _has_effect(node.target):
+            if len(zero) == len(linear_in) and not ops.has_effect(node):
                 self.zero.add(node)
                 return
         if not zero:
@@ -208,14 +208,8 @@ def _erase_dead(program: Program) -> None:
     """Erase backward's compute that nobody reads; never what draws random numbers or mutates."""
     for node in reversed(list(program.nodes(BACKWARD))):
         kind = ops.is_compute(node) or ops.is_transfer(node)
-        if kind and not node.users and not _has_effect(node.target):
+        if kind and not node.users and not ops.has_effect(node):
             program.graph.erase_node(node)
-
-
-def _has_effect(target: Any) -> bool:
-    if not isinstance(target, torch._ops.OpOverload):
-        return False
-    return target._schema.is_mutable or torch.Tag.nondeterministic_seeded in target.tags
 
 
 def _packet(node: fx.Node) -> Any:

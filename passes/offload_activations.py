@@ -19,7 +19,6 @@ from graphshard.storages import (
     is_dense,
     saved_storages,
     storage_root,
-    writes,
 )
 from graphshard.views import alias_inputs, nbytes
 
@@ -196,7 +195,7 @@ def _use(program: Program, copied: Copied, back: fx.Node) -> None:
     results.input_grads = [again.get(e, e) if e in ends else e for e in results.input_grads]
     program.set_results(results)
     views = aliases_of(storage_root(copied.value))
-    erase_dead(view for view in views if view is not copied.value and not writes(view))
+    erase_dead(view for view in views if view is not copied.value and not ops.writes(view))
 
 
 def _made_again(
@@ -204,7 +203,7 @@ def _made_again(
 ) -> fx.Node:
     """`value`, a view of what came back, made again before a node unless it was already."""
     if value not in again:
-        if writes(value):
+        if ops.writes(value):
             raise PassError(
                 f"{value.name} writes into a value that backward reads, which cannot be done again "
                 "there; save a copy of it instead"

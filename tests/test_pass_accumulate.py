@@ -57,6 +57,18 @@ def test_what_is_kept_is_not_reduced() -> None:
     assert "keep  " in str(program)
 
 
+def test_what_is_kept_is_not_noted_as_copied_to_the_host() -> None:
+    program, _ = rewritten(keep="gradient", offload="params")
+    (note,) = [note for note in program.notes if "to the host" in note]
+    assert "0 bytes in 0 copies to the host" in note
+
+
+def test_the_budget_is_rehearsed_with_what_is_kept() -> None:
+    policy = Policy(recompute="budget", memory_budget=1 << 20)
+    first, *then = passes_for(default_passes(policy), ("gradient", (), ()))
+    assert first.then == tuple(then)
+
+
 def test_what_was_kept_goes_into_the_reduce() -> None:
     names = every_name(toys.blocks())
     program, plan = rewritten(add=names)

@@ -10,7 +10,7 @@ from plan_models import LLAMA_7B, Block, Example, Weight, llama, tree_of
 from torch import fx, nn
 from transformers import GPT2Config, GPT2LMHeadModel
 
-from graphshard.errors import PlanError
+from graphshard.errors import PlanError, PolicyError
 from graphshard.module_tree import ModuleTree
 from graphshard.planner import make_plan, with_capture_warnings
 from graphshard.policy import BlockPolicy, LambdaPolicy, SizePolicy
@@ -239,6 +239,15 @@ def test_root_that_holds_one_embedding_can_only_be_freed_between_the_phases():
     assert "nearly all of it emb.weight; set reshard_root=True" in warning
     for fields in ({"reshard_root": True}, {"strategy": "SHARD_GRAD_OP"}):
         assert make_plan(model, BlockPolicy(Block, **fields), world_size=2).warnings == ()
+
+
+@pytest.mark.parametrize(
+    "fields", [{"strategy": "SHARD_GRAD_OP"}, {"reshard_after_forward": False}], ids=str
+)
+def test_reshard_root_is_refused_where_the_root_is_kept(fields):
+    policy = BlockPolicy(Block, reshard_root=True, **fields)
+    with pytest.raises(PolicyError, match="reshard_root=True frees the root"):
+        make_plan(big_embedding(head=False), policy, world_size=2)
 
 
 def test_root_that_holds_embedding_and_head_should_be_split():

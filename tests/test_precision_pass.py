@@ -184,11 +184,57 @@ class RoundedReduce:
         program.set_results(results)
 
 
+@dataclass(frozen=True)
+class RoundTrip:
+    """Casts what is reduced, or has been, to float16 and, if `back`, to what it was."""
+
+    results: bool
+    back: bool = True
+    name: str = "round_trip"
+
+    def apply(self, program: Program, plan: ShardingPlan) -> None:
+        for reduce in [n for n in program.nodes() if n.target is ops.reduce_scatter]:
+            (wait,) = reduce.users
+            values = list(wait.users) if self.results else list(reduce.args[0])
+            before = values[-1].next if self.results else reduce
+            readers = {v: list(v.users) if self.results else [reduce] for v in values}
+            new = through(program, reduce, values, before, (ops.cast,), dtype=F16)
+            if self.back:
+                dtype = values[0].meta["val"].dtype
+                new = through(program, reduce, new, before, (ops.cast,), dtype=dtype)
+            else:
+                wait.meta["val"] = [val.to(F16) for val in wait.meta["val"]]
+                for picked, val in zip(wait.users, wait.meta["val"], strict=True):
+                    picked.meta["val"] = val
+            for value, rounded in zip(values, new, strict=True):
+                for reader in readers[value]:
+                    reader.replace_input_with(value, rounded)
+
+
+@pytest.mark.parametrize("reduce_dtype", [BF16, F32])
+@pytest.mark.parametrize(
+    ("broken", "rule"),
+    [
+        (RoundTrip(results=False), "same values"),
+        (RoundTrip(results=True), "same values"),
+        (RoundTrip(results=False, back=False), "'precision'|in torch.float16, and must"),
+    ],
+)
+def test_mixed_precision_lets_no_other_rounding_pass(
+    broken: RoundTrip, rule: str, reduce_dtype: torch.dtype
+) -> None:
+    policy = Policy(mixed_precision=MixedPrecision(BF16, reduce_dtype))
+    program = mixed_blocks()
+    plan = make_toy_plan(program, UNITS[blocks], policy)
+    with pytest.raises(VerifyError, match=rule):
+        run_passes(program, plan, [*default_passes(policy), broken])
+
+
 def test_rounding_that_the_plan_does_not_ask_for_is_refused() -> None:
     program = blocks()
     plan = make_toy_plan(program, UNITS[blocks])
     passes = list(default_passes(Policy()))
-    with pytest.raises(VerifyError, match="same values"):
+    with pytest.raises(VerifyError, match=r"'precision': it moves .* in torch\.bfloat16"):
         run_passes(program, plan, [*passes, RoundedReduce()])
 
 

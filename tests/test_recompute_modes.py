@@ -182,8 +182,10 @@ def compiled(model, case, inputs, fields):
 # -- gathers and places ---------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("strategy", ["FULL_SHARD", "SHARD_GRAD_OP", "NO_SHARD"])
-@pytest.mark.parametrize("reshard_root", [False, True])
+@pytest.mark.parametrize(
+    ("strategy", "reshard_root"),
+    [("FULL_SHARD", False), ("FULL_SHARD", True), ("SHARD_GRAD_OP", False), ("NO_SHARD", False)],
+)
 def test_a_recomputed_unit_is_gathered_as_often_as_before(strategy, reshard_root):
     fields = {"strategy": strategy, "reshard_root": reshard_root}
     schedules = [

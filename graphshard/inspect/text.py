@@ -134,7 +134,7 @@ def target_text(target: Any) -> str:
     """What a node calls: "aten.mm", "all_gather"."""
     if target in ops.VOCABULARY:
         return str(target.__name__)
-    if isinstance(target, torch._ops.OpOverload):
+    if hasattr(target, "overloadpacket"):
         return str(target).removesuffix(".default")
     return str(getattr(target, "__name__", type(target).__name__))
 

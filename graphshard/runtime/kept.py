@@ -9,6 +9,7 @@ from __future__ import annotations
 import weakref
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from typing import Any, Protocol
 
 from torch import Tensor, fx
@@ -16,6 +17,7 @@ from torch import Tensor, fx
 from graphshard import ops
 from graphshard.errors import RuntimeStateError
 from graphshard.passes.accumulate import GRADIENT, SHARD, Accumulate
+from graphshard.passes.recompute_budget import RecomputeToBudget
 from graphshard.passes.zeros_for_kept import ZerosForKept
 from graphshard.pipeline import Pass
 
@@ -133,7 +135,7 @@ class Kept:
         return add_kept
 
 
-def passes_for(passes: Iterable[Pass], mode: Mode) -> tuple[Pass, ...]:
+def passes_for(passes: Iterable[Any], mode: Mode) -> tuple[Pass, ...]:
     """`passes` for a program that keeps and takes what `mode` says."""
     keep, add, add_shards = mode
     both = frozenset(add) | frozenset(add_shards)
@@ -143,6 +145,8 @@ def passes_for(passes: Iterable[Pass], mode: Mode) -> tuple[Pass, ...]:
             made.append(Accumulate(keep, frozenset(add), frozenset(add_shards)))
         elif isinstance(step, ZerosForKept):
             made.append(ZerosForKept(frozenset() if keep == GRADIENT else both))
+        elif isinstance(step, RecomputeToBudget):  # which rehearses the others
+            made.append(replace(step, then=passes_for(step.then, mode)))
         else:
             made.append(step)
     return tuple(made)

@@ -97,10 +97,17 @@ class TrainingMethods(SkeletonModule):
 
         Raises:
             PolicyError: `norm_type` is not above 0.
-            RuntimeStateError: the norm is not finite, if `error_if_nonfinite`; or gradients are
-                kept by `no_sync()`.
+            RuntimeStateError: the norm is not finite, if `error_if_nonfinite`; gradients are kept
+                by `no_sync()`; or are full, inside of `unsharded(with_grads=True)`.
         """
         state = self._graphshard
+        if state.unsharded.with_grads:
+            raise RuntimeStateError(
+                f"the gradient of {min(state.unsharded.with_grads)!r} is full inside of "
+                "unsharded(with_grads=True), and leaving the context puts it in place of what "
+                "would be clipped; clip before it, or call torch.nn.utils.clip_grad_norm_ on the "
+                "parameters inside"
+            )
         if state.bindings.kept.tensors:
             _, name = min(state.bindings.kept.tensors)
             raise RuntimeStateError(

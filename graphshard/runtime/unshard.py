@@ -28,6 +28,7 @@ class Unsharded:
     def __init__(self, shards: Iterable[Shard]) -> None:
         self.shards = list(shards)
         self.open: frozenset[str] = frozenset()  # FQNs of the parameters that are full now
+        self.with_grads: frozenset[str] = frozenset()  # those of them whose gradients are, too
         self._twins: dict[str, nn.Parameter] = {}
 
     def twin(self, shard: Shard) -> nn.Parameter:
@@ -84,6 +85,8 @@ class Unsharded:
         sharded = [shard for shard in shards if isinstance(shard.param, DTensor)]
         taken: list[tuple[Shard, nn.Parameter, Any]] = []
         self.open |= names
+        if with_grads:
+            self.with_grads |= {shard.layout.fqn for shard in sharded}
         try:
             for shard in sharded:
                 shard.current()  # takes over what the user did to the parameter
@@ -96,7 +99,7 @@ class Unsharded:
                 with torch.no_grad():
                     twin.untyped_storage().resize_(full.untyped_storage().nbytes())
                     twin.copy_(full)
-                twin.grad = full_grad
+                _set_grad(twin, full_grad)
                 taken.append((shard, twin, shard.param))
                 for holder, name in shard.homes:
                     holder[name] = twin
@@ -109,6 +112,7 @@ class Unsharded:
             for shard, twin, param in taken:
                 self._split(shard, twin, param, writeback=writeback, with_grads=with_grads)
             self.open -= names
+            self.with_grads -= names
 
     def _split(
         self, shard: Shard, twin: nn.Parameter, param: Any, *, writeback: bool, with_grads: bool
@@ -124,11 +128,19 @@ class Unsharded:
                 param.grad = None
             elif param.grad is None:
                 part = shard.part_of(twin.grad).to(shard.local.device)
-                param.grad = shard.as_dtensor(part.clone(memory_format=torch.contiguous_format))
+                part = part.clone(memory_format=torch.contiguous_format)
+                _set_grad(param, shard.as_dtensor(part))
             else:
                 torch_compat.local_tensor(param.grad).copy_(shard.part_of(twin.grad))
         twin.grad = None
         twin.untyped_storage().resize_(0)
+
+
+def _set_grad(param: nn.Parameter, grad: Tensor | None) -> None:
+    """Make `grad` the gradient of `param`, in whatever dtype mixed precision leaves it."""
+    if grad is not None and grad.dtype != param.dtype:
+        torch_compat.set_grad_dtype(param, grad.dtype)
+    param.grad = grad
 
 
 def _full(shard: Shard, tensor: Any) -> Tensor:
