@@ -7,8 +7,12 @@ from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
+import torch.distributed as dist
+from runtime_models import Block, TiedGPT
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
+
+import graphshard
 
 
 class OneProcess:
@@ -68,3 +72,21 @@ def same(ours: Tensor, theirs: Tensor, name: str, *, exact: bool) -> None:
         assert torch.equal(ours, theirs), f"{name}: {(ours - theirs).abs().max()}"
     else:
         torch.testing.assert_close(ours, theirs, rtol=1e-5, atol=1e-7, msg=lambda m: f"{name}: {m}")
+
+
+def gpt(layers: int = 1) -> nn.Module:
+    torch.manual_seed(0)
+    return TiedGPT(layers)
+
+
+def compiled(model: nn.Module, **fields: Any) -> graphshard.ShardedModule:
+    return graphshard.compile(model, graphshard.BlockPolicy({Block}, **fields))
+
+
+def exact() -> bool:
+    return dist.get_world_size() == 2
+
+
+def backward(model: nn.Module, rank: int, *batch: Any) -> None:
+    torch.manual_seed(rank)
+    model(*batch).backward()

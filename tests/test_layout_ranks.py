@@ -3,10 +3,30 @@
 from __future__ import annotations
 
 import pytest
-from layout_ranks import LAYOUT, ON_FOUR_RANKS, ZERO1
+from layout_ranks import (
+    LAYOUT,
+    experts_are_split_along_another_dim,
+    padding_is_avoided_by_itself,
+    units_of_their_own_kind_train_alike,
+)
 from ranks import Checks
+from zero1_ranks import (
+    ZERO1,
+    zero1_accumulates_without_gathering_again,
+    zero1_gathers_only_what_has_changed,
+    zero1_trains_as_one_process_and_fully_shard_do,
+)
 
 ALL = [*LAYOUT, *ZERO1]
+# What differs in kind on four ranks: ranks without rows, copies, sums in more than one order.
+ON_FOUR_RANKS = [
+    experts_are_split_along_another_dim,
+    padding_is_avoided_by_itself,
+    units_of_their_own_kind_train_alike,
+    zero1_trains_as_one_process_and_fully_shard_do,
+    zero1_gathers_only_what_has_changed,
+    zero1_accumulates_without_gathering_again,
+]
 REST = [check for check in ALL if check not in ON_FOUR_RANKS]
 
 

@@ -6,39 +6,19 @@ import copy
 import logging
 import warnings
 from collections.abc import Callable
-from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
-from loop_reference import OneProcess, full, same_grads, same_params
+from loop_calls import hooks_on_parts, hooks_on_the_model, methods_are_called, unused_in_one_call
+from loop_reference import OneProcess, backward, compiled, exact, full, gpt, same_grads, same_params
 from ranks import Checks
-from runtime_models import Block, Odd, TiedGPT, features_of, tokens_of
+from runtime_models import Odd, TiedGPT, features_of, tokens_of
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 import graphshard
 from graphshard.errors import PolicyError, RuntimeStateError
-from graphshard.liveness import live_unsharded
-
-
-def gpt(layers: int = 1) -> nn.Module:
-    torch.manual_seed(0)
-    return TiedGPT(layers)
-
-
-def compiled(model: nn.Module, **fields: Any) -> graphshard.ShardedModule:
-    return graphshard.compile(model, graphshard.BlockPolicy({Block}, **fields))
-
-
-def exact() -> bool:
-    return dist.get_world_size() == 2
-
-
-def backward(model: nn.Module, rank: int, *batch: Any) -> None:
-    torch.manual_seed(rank)
-    model(*batch).backward()
-
 
 # -- frozen parameters ------------------------------------------------------------------------
 
@@ -339,84 +319,6 @@ def parts_are_called(rank: int) -> None:
         sharded.blocks[0](x)
 
 
-class Encoder(nn.Module):
-    """Has a method besides forward, which uses a block of it."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.block = Block(dropout=0.0)
-        self.head = nn.Linear(16, 3)
-
-    def encode(self, x: Tensor, scale: float = 1.0) -> Tensor:
-        return self.block(x * scale)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.head(self.encode(x)).pow(2).mean()
-
-
-def methods_are_called(rank: int) -> None:
-    torch.manual_seed(0)
-    model = Encoder()
-    sharded = compiled(model)
-    (x,) = features_of(rank, 0, 16)
-    assert torch.equal(sharded.call_method("encode", x, scale=2.0), model.encode(x, scale=2.0))
-    assert torch.equal(sharded.call_method("block.up.forward", x), model.block.up(x))
-    with pytest.raises(AttributeError, match=r"sharded.call_method\('encode', ...\)"):
-        sharded.encode(x)
-    with pytest.raises(AttributeError, match="no attribute 'decode'"):
-        sharded.decode(x)
-    with pytest.raises(PolicyError, match="no method 'decode'"):
-        sharded.call_method("decode", x)
-    sharded.call_method("encode", x).sum().backward()
-    model.encode(x).sum().backward()
-    assert sharded.head.weight.grad is None
-    assert sharded.block.up.weight.grad is not None
-
-
-def unused_in_one_call(rank: int) -> None:
-    """A parameter used in one program and not in the next: no gradient there, no hang."""
-    torch.manual_seed(0)
-    sharded = compiled(Odd())
-    (x,) = features_of(rank, 0, 16)
-    backward(sharded, rank, x)
-    assert sharded.unused.up.weight.grad is None
-    sharded.zero_grad()
-    sharded.submodule_forward("unused", x).sum().backward()
-    assert sharded.unused.up.weight.grad is not None
-    assert sharded.first.up.weight.grad is None
-
-
-# -- hooks ------------------------------------------------------------------------------------
-
-
-def hooks_on_the_model(rank: int) -> None:
-    """What hooks compute is captured, backward hooks too; that they are there is said."""
-    torch.manual_seed(0)
-    model = Encoder()
-    model.block.up.register_forward_pre_hook(lambda module, args: (args[0] + 1.0,))
-    model.block.register_forward_hook(lambda module, args, out: out * 2.0)
-    model.block.norm.register_full_backward_hook(lambda module, grads, outs: (grads[0] * 3.0,))
-    model.head.register_full_backward_pre_hook(lambda module, outs: (outs[0] * 0.5,))
-    reference = OneProcess(model, dist.get_world_size())
-    with pytest.warns(UserWarning, match=r"hooks on modules .* block \(Block\): .*lambda"):
-        sharded = compiled(model)
-    (x,) = features_of(rank, 0, 16)
-    sharded(x.requires_grad_()).backward()
-    reference.backward(lambda r: [(features_of(r, 0, 16)[0].requires_grad_(),)])
-    same_grads(sharded, reference.model, exact=exact())
-
-
-def hooks_on_parts(rank: int) -> None:
-    sharded = compiled(gpt(1))
-    for register in ("register_forward_hook", "register_full_backward_hook"):
-        with pytest.raises(RuntimeStateError, match=r"blocks.0.up \(Linear\) is a part"):
-            getattr(sharded.blocks[0].up, register)(lambda *args: None)
-    seen: list[str] = []
-    sharded.register_forward_hook(lambda module, args, out: seen.append("whole"))
-    sharded(*tokens_of(rank, 0))
-    assert seen == ["whole"]
-
-
 ON_RANKS = [
     adapters,
     frozen_between_steps,
@@ -451,39 +353,3 @@ def test_on_two_ranks(on_two: Checks, check: Callable[[int], None]) -> None:
 @pytest.mark.parametrize("check", ON_FOUR, ids=lambda check: check.__name__)
 def test_on_four_ranks(on_four: Checks, check: Callable[[int], None]) -> None:
     on_four.require(check)
-
-
-def test_ignored_parameters_change_sizes_and_units() -> None:
-    model = gpt(2)
-    everything = graphshard.plan(model, graphshard.SizePolicy(min_num_params=1000), world_size=2)
-    ignored = graphshard.plan(
-        model, graphshard.SizePolicy(min_num_params=1000, ignored=r"blocks\.0\.up"), world_size=2
-    )
-    assert [unit.fqn for unit in everything.units] == ["", "blocks.0", "blocks.1"]
-    assert [unit.fqn for unit in ignored.units] == ["", "blocks.1"]
-    assert sum(unit.numel for unit in ignored.units) == sum(
-        unit.numel for unit in everything.units
-    ) - sum(p.numel() for p in model.blocks[0].up.parameters())
-    assert [layout["fqn"] for layout in ignored.to_dict()["ignored"]] == [
-        "blocks.0.up.weight",
-        "blocks.0.up.bias",
-    ]
-
-
-def test_the_program_shows_ignored_parameters_without_collectives() -> None:
-    from graphshard.inspect.text import full_text
-
-    plan = graphshard.plan(
-        gpt(1),
-        graphshard.BlockPolicy({Block}, ignored="blocks.0.up.weight"),
-        world_size=2,
-        example_inputs=tokens_of(0, 0),
-    )
-    assert plan.program is not None
-    assert "parameter blocks.0.up.weight [33, 16], ignored" in full_text(plan.program)
-    named = {n for node in plan.program.nodes() for n in node.kwargs.get("params", ())}
-    assert "blocks.0.up.weight" not in named
-    assert "blocks.0.up.bias" in named
-    assert max(live for _, live in live_unsharded(plan.program)) < sum(
-        p.numel() * 4 for p in gpt(1).parameters()
-    )

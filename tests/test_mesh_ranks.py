@@ -17,7 +17,7 @@ import torch
 import torch.distributed as dist
 from models import CASES, Case
 from parity import LR, STEPS, Training, by_fully_shard, by_graphshard, difference
-from ranks import Checks, run_ranks
+from ranks import Checks
 from runtime_models import Odd, TiedGPT, tokens_of
 from test_runtime_memory import ACTIVATION, LAYER, counted, settles, stack
 from torch import nn
@@ -397,32 +397,3 @@ def on_two() -> Checks:
 @pytest.mark.parametrize("check", ON_TWO, ids=lambda check: check.__name__)
 def test_on_two_ranks(on_two: Checks, check: Callable[[int], None]) -> None:
     on_two.require(check)
-
-
-def every_model(rank: int, name: str) -> None:
-    case = CASES[name]
-    hybrid = {"strategy": "HYBRID_SHARD"}
-    # On T5 `fully_shard` is not bit-equal to one process either; see test_parity_two_ranks.
-    options = {"reshard_after_forward": True}
-    like_fully_shard(mesh_of(2, 2), options, case=case, exact=name != "t5", **hybrid)
-    parts = {"reshard_after_forward": 2}
-    like_fully_shard(None, parts, case=case, exact=False, **parts)
-    # On one replica of four ranks; in two by two, groups of two are all that shard.
-    like_fully_shard(mesh_of(1, 4), parts, case=case, exact=False, **hybrid, **parts)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("name", CASES)
-def test_every_model_on_four_ranks(name: str) -> None:
-    run_ranks(every_model, 4, name, timeout=600)
-
-
-def test_a_single_rank_without_a_group() -> None:
-    torch.manual_seed(0)
-    model = TiedGPT(1)
-    sharded = graphshard.compile(model, BLOCK)
-    assert sharded.plan.mesh_shape == (1, 1)
-    for each in (model, sharded):
-        torch.manual_seed(0)
-        each(*tokens_of(0, 0)).backward()
-    assert torch.equal(sharded.embed.weight.grad, model.embed.weight.grad)

@@ -20,12 +20,11 @@ from torch.utils.checkpoint import (
 import graphshard
 from graphshard.capture import capture
 from graphshard.errors import CaptureError, PassError, PolicyError
-from graphshard.heavy_ops import heavy_packets, is_heavy
 from graphshard.ops import is_compute
 from graphshard.passes.recompute import Recompute
 from graphshard.planner import make_plan
-from graphshard.program import BACKWARD, FORWARD, Program
-from graphshard.remat import RECOMPUTED, recomputable
+from graphshard.program import BACKWARD, Program
+from graphshard.remat import RECOMPUTED
 from graphshard.step_memory import SAVED, storages_of
 
 aten = torch.ops.aten
@@ -372,31 +371,6 @@ def test_random_states_need_not_be_preserved():
     assert torch.equal(loss, found)  # and the same mask in backward
     for fqn, param in sharded.named_parameters():
         assert torch.equal(param.grad, plain.get_parameter(fqn).grad), fqn
-
-
-# -- operators ------------------------------------------------------------------------------------
-
-
-def node_of(target, *args, **kwargs) -> fx.Node:
-    node = fx.Graph().call_function(target, args, kwargs)
-    node.meta.update(phase=FORWARD, val=(torch.empty(2), torch.empty(2)))
-    return node
-
-
-def test_attention_with_dropout_is_saved_with_its_seeds():
-    attention = aten._scaled_dot_product_flash_attention.default
-    q = torch.empty(1)
-    assert recomputable(node_of(attention, q, q, q, 0.0))
-    assert not recomputable(node_of(attention, q, q, q, 0.1))
-    assert is_heavy(node_of(attention, q, q, q))
-    assert not recomputable(node_of(aten.bernoulli.p, q, 0.5))
-    assert not recomputable(node_of(aten.add_.Tensor, q, q))
-
-
-def test_the_list_of_what_selective_keeps():
-    for name in ("mm", "addmm", "bmm", "baddbmm", "convolution", "_scaled_mm"):
-        assert getattr(aten, name) in heavy_packets()
-    assert aten.add not in heavy_packets()
 
 
 def test_without_gradients_nothing_happens():
