@@ -5,9 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from math import prod
 
-import torch
-
-from graphshard.plan import ParamLayout, ShardingPlan, Unit
+from graphshard.plan import ShardingPlan
 
 
 @dataclass(frozen=True)
@@ -24,24 +22,9 @@ class GradientBytes:
 
 def gradient_bytes(plan: ShardingPlan) -> GradientBytes:
     """The bytes of `plan`; gradients of ignored parameters are held whole either way."""
-    trained = [(u, layout) for u in plan.units for layout in u.layouts if layout.requires_grad]
+    trained = [each for unit in plan.units for each in unit.layouts if each.requires_grad]
     own = sum(layout.full_bytes for layout in plan.ignored if layout.requires_grad)
     return GradientBytes(
-        reduced=own
-        + sum(prod(layout.shard_shape) * _stored(u, layout).itemsize for u, layout in trained),
-        kept=own + sum(layout.numel * _reduced(u, layout).itemsize for u, layout in trained),
+        reduced=own + sum(prod(each.shard_shape) * each.grad_dtype.itemsize for each in trained),
+        kept=own + sum(each.numel * each.reduce_dtype.itemsize for each in trained),
     )
-
-
-def _reduced(unit: Unit, layout: ParamLayout) -> torch.dtype:
-    """The dtype a gradient is reduced, and so kept, in."""
-    precision = unit.options.precision
-    if precision is None or not layout.dtype.is_floating_point:
-        return layout.dtype
-    return precision.reduce_dtype or precision.param_dtype or layout.dtype
-
-
-def _stored(unit: Unit, layout: ParamLayout) -> torch.dtype:
-    precision = unit.options.precision
-    keeps = precision is not None and precision.keep_low_precision_grads
-    return _reduced(unit, layout) if keeps else layout.dtype

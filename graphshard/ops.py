@@ -189,6 +189,12 @@ def is_unpack(node: fx.Node) -> bool:
     )
 
 
+def is_reduced(node: fx.Node) -> bool:
+    """Whether `node` is what a reduce returned, through whatever transfers."""
+    node = origin(node)
+    return is_unpack(node) and collective_of(node).target in REDUCES
+
+
 def is_random(node: fx.Node) -> bool:
     """Whether `node` draws random numbers.
 

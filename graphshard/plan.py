@@ -116,7 +116,7 @@ class ParamLayout:
         return (
             self.sharded
             and self.numel * self.dtype.itemsize >= MIN_BYTES
-            and self.padding_bytes > MAX_PADDING * self.numel * self.dtype.itemsize
+            and self.padding_bytes > MAX_PADDING * self.numel * self.compute_dtype.itemsize
         )
 
     def over(self, ranks: int) -> ParamLayout:
@@ -141,8 +141,8 @@ class ParamLayout:
 
     @property
     def padding_bytes(self) -> int:
-        """Bytes of padding over all ranks."""
-        return (prod(self.gathered_shape) - self.numel) * self.dtype.itemsize
+        """Bytes of padding in the gathered buffer."""
+        return (prod(self.gathered_shape) - self.numel) * self.compute_dtype.itemsize
 
 
 @dataclass(frozen=True)

@@ -224,14 +224,6 @@ def hint(size: Any) -> Any:
     return torch_compat.size_hint(size)
 
 
-def nbytes_hint(value: Tensor) -> int:
-    """Bytes of a tensor in the example call."""
-    count = value.dtype.itemsize
-    for size in value.shape:
-        count *= hint(size)
-    return count
-
-
 def _expression(size: Any) -> Any:
     return torch_compat.size_expression(size) if isinstance(size, SYMBOLIC) else sympy.sympify(size)
 

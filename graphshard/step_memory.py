@@ -181,14 +181,10 @@ class _Walk:
         elif node.target is ops.to_device:
             size = bytes_of(source.meta["val"])
             self.of_node[node] = (self._new(node, size, FETCHED),)
-        elif node.target is not ops.to_host and not self._reduced(source):
+        elif node.target is not ops.to_host and not ops.is_reduced(source):
             param = ops.origin(node) in self.of_params
             kind = PARAMETERS if param else AT_WORK
             self.of_node[node] = (self._new(node, bytes_of(node.meta["val"]), kind),)
-
-    def _reduced(self, node: fx.Node) -> bool:
-        origin = ops.origin(node)
-        return ops.is_unpack(origin) and ops.collective_of(origin).target in ops.REDUCES
 
     def _passes_on(self, node: fx.Node) -> None:
         """A wait, an unpacking, a free: the storages of a gather, none of a reduce.

@@ -100,14 +100,9 @@ def _reduces(program: Program) -> tuple[list[fx.Node], list[fx.Node]]:
     second: list[fx.Node] = []
     for node in program.nodes(BACKWARD):
         if node.target in ops.REDUCES:
-            again = all(_is_reduced(operand) for operand in node.args[0])  # type: ignore[union-attr]
+            again = all(map(ops.is_reduced, node.args[0]))  # type: ignore[arg-type]
             (second if again else first).append(node)
     return first, second
-
-
-def _is_reduced(operand: Any) -> bool:
-    node = ops.origin(operand)
-    return ops.is_unpack(node) and ops.collective_of(node).target in ops.REDUCES
 
 
 def _operands(reduce: fx.Node) -> tuple[list[fx.Node], tuple[str, ...]]:

@@ -34,7 +34,7 @@ class ReduceGrads:
         results = program.results()
         place_of = {name: i for i, param in enumerate(program.params) for name in param.names}
         for param, grad in zip(program.params, results.grads, strict=True):
-            if _is_reduced(grad):
+            if grad is not None and ops.is_reduced(grad):
                 raise PassError(
                     f"pass {self.name}: the gradient of {param.fqn!r} is reduced already; run the "
                     "pass once"
@@ -64,7 +64,7 @@ class ReduceGrads:
                     results.grads[place_of[name]] = node
         program.set_results(results)
         for param, grad in zip(program.params, results.grads, strict=True):
-            if grad is not None and not param.ignored and not _is_reduced(grad):
+            if grad is not None and not param.ignored and not ops.is_reduced(grad):
                 raise PassError(
                     f"pass {self.name}: the gradient of {param.fqn!r} is not reduced; the plan "
                     "has no unit that manages it"
@@ -93,10 +93,3 @@ def _sites(
             sites.append((last, -len(unit_ancestry(unit.fqn, plan)), unit.fqn, grads))
     sites.sort(key=lambda site: site[:2])
     return [(nodes[last], unit, grads) for last, _, unit, grads in sites]
-
-
-def _is_reduced(grad: fx.Node | None) -> bool:
-    if grad is None:
-        return False
-    grad = ops.origin(grad)
-    return ops.is_unpack(grad) and ops.collective_of(grad).target in ops.REDUCES

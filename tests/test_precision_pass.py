@@ -28,6 +28,7 @@ from graphshard import BlockPolicy, MixedPrecision, ops
 from graphshard.capture import capture
 from graphshard.casting import settle_casts
 from graphshard.errors import CaptureError, PassError, VerifyError
+from graphshard.gradient_bytes import gradient_bytes
 from graphshard.liveness import live_unsharded
 from graphshard.mixed_precision import Precisions
 from graphshard.pipeline import default_passes, run_passes
@@ -303,6 +304,8 @@ def test_the_plan_counts_bytes_as_they_are_gathered() -> None:
     norm = 2 * 6 * 4  # weight and bias of BatchNorm, in float32 as before
     for a, b in zip(own.units[1:], mixed.units[1:], strict=True):
         assert b.unsharded_bytes - norm == (a.unsharded_bytes - norm) / 2
+    whole, kept = gradient_bytes(own).kept, gradient_bytes(mixed).kept
+    assert kept - 2 * norm == (whole - 2 * norm) / 2  # of two blocks
 
 
 def test_inputs_and_outputs_of_units() -> None:
