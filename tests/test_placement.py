@@ -23,6 +23,7 @@ from graphshard.plan import ParamLayout
 from graphshard.planner import make_plan
 from graphshard.policy import BlockPolicy
 from graphshard.runtime.fingerprint import Fingerprint
+from graphshard.step_memory import storages_of
 from graphshard.verify import verify
 
 SHAPES = st.lists(st.one_of(st.integers(1, 9), st.integers(1, 3000)), min_size=1, max_size=4)
@@ -123,9 +124,13 @@ def test_the_copy_counts_against_the_budget():
     most = max(live for _, live in live_unsharded(program))
     held = max(live for node, live in live_unsharded(program) if node.target is ops.all_gather)
     assert held < most
-    planned(4, memory_budget=most)
+    storages = storages_of(program)
+    (copied,) = {s.size for s in storages.all if s.node.target is ops.wait}
+    assert copied == most - held
+    peak = max(storages.live())
+    planned(4, memory_budget=peak)
     with pytest.raises(VerifyError, match="budget"):
-        planned(4, memory_budget=most - 1)
+        planned(4, memory_budget=peak - 1)
 
 
 def test_ranks_compare_the_dims():
