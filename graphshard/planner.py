@@ -74,7 +74,7 @@ def make_plan(
         )
     options = {fqn: fitted(wish, fqn, mesh_shape) for fqn, wish in asked.items()}
     for fqn in unit_fqns:
-        _check_standing(fqn, options[fqn], policy)
+        _check_standing(fqn, options[fqn])
     entries: dict[str, list[TreeParam]] = {fqn: [] for fqn in unit_fqns}
     for entry in tree.params:
         entries[around[entry.home]].append(entry)
@@ -131,17 +131,15 @@ def _ignored_layout(entry: TreeParam) -> ParamLayout:
     )
 
 
-def _check_standing(unit: str, options: UnitOptions, policy: Policy) -> None:
+def _check_standing(unit: str, options: UnitOptions) -> None:
     """Refuse what does not go with copies of parameters that ranks keep and compute with."""
     if options.strategy is not Strategy.SHARD_OPTIMIZER:
         return
-    precision, offloads = options.precision, policy.offloads("params")
-    if offloads or (precision is not None and precision.param_dtype is not None):
-        what = "offload of params" if offloads else "a param_dtype of mixed_precision"
+    if options.precision is not None and options.precision.param_dtype is not None:
         raise PolicyError(
             f"strategy SHARD_OPTIMIZER of unit {unit or '(root)'} computes with the parameters "
-            f"that each rank keeps on its device, so {what} has no place in it; use SHARD_GRAD_OP, "
-            "which gathers them from shards that may lie elsewhere or be cast first"
+            "that each rank keeps, so a param_dtype of mixed_precision has no place in it; use "
+            "SHARD_GRAD_OP, which casts shards before it gathers them"
         )
 
 

@@ -46,7 +46,8 @@ def options_of(policy: Policy, unit: str, overrides: Mapping[str, Any]) -> UnitO
     override for it, says otherwise.
 
     Raises:
-        PolicyError: parameters are to be offloaded, and kept whole on the device.
+        PolicyError: parameters are to be offloaded, and kept whole on the device; or are to be
+            freed under a strategy that keeps them.
     """
     strategy = Strategy(overrides.get("strategy", policy.strategy))
     if strategy is Strategy.SHARD_OPTIMIZER and policy.offloads("params"):
@@ -60,6 +61,11 @@ def options_of(policy: Policy, unit: str, overrides: Mapping[str, Any]) -> UnitO
         reshard = False
     if reshard is None and "strategy" not in overrides:
         reshard = policy.reshard_after_forward
+    if reshard and not strategy.frees_after_forward:
+        raise PolicyError(
+            f"unit {unit or '(root)'}: strategy {strategy.value} keeps parameters after forward, "
+            f"and reshard_after_forward={reshard!r} does not; leave one of them out"
+        )
     if reshard is None:
         reshard = strategy.frees_after_forward
     return UnitOptions(strategy, reshard, overrides.get("mixed_precision", policy.mixed_precision))

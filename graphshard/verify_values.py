@@ -13,8 +13,9 @@ one walk. What passes may do follows from a few equations:
     a gradient to which a kept one is added (see `Accumulate`) that gradient; 0, if there was none
     what is kept                                               the operand of the reduce left out
 
-One difference is let through, and only where the plan asks for it: casts around the reduce of a
-gradient, which is then rounded elsewhere (see `graphshard.passes.precision`).
+One difference is let through, and only where the plan asks for it: one cast before the reduce of a
+gradient and one after, as it is rounded elsewhere then (see `graphshard.passes.precision`); to
+which dtypes, `graphshard.verify_precision` checks.
 
 So a view, a cast or a whole region that is computed again has the number of the original. What
 draws random numbers or writes into its operands cannot be computed again, left out, or moved past

@@ -288,6 +288,14 @@ def ignored_on_replicas(rank: int) -> None:
         sharded(batch(4, rank)).backward()
         sharded.clip_grad_norm_(0.1)
         optim.step()
+        optim.zero_grad()
+        scaler = torch.amp.GradScaler("cpu", init_scale=4.0)
+        scaler.scale(sharded(batch(5, rank))).backward()
+        if rank == 0:  # of its own, so the other learns of it from the scaler alone
+            sharded.blocks[0].norm.weight.grad.fill_(float("inf"))
+        scaler.step(optim)
+        scaler.update()
+        assert scaler.get_scale() == 2.0
 
 
 OTHERS = [

@@ -4,7 +4,8 @@ The scaler looks for infinities in all gradients of an optimizer in one call. Fo
 then takes the maximum of what the ranks found, but over the dimensions in which the first gradient
 of the list is sharded: with a replicated one first (a parameter without dimensions) the ranks would
 disagree, step apart, and never come together again. And it refuses lists in which plain tensors
-(ignored parameters) stand beside DTensors.
+(ignored parameters) stand beside DTensors; theirs are each rank's own, so what is found in them has
+to reach every rank of the mesh, over dimensions too in which nothing is sharded.
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ from collections.abc import Mapping, Sequence
 from functools import cache
 from typing import Any
 
+import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.tensor import DTensor, Replicate
 
@@ -41,3 +43,9 @@ def _find_infinities(
         # Those sharded over the most dimensions first, since only the first one counts.
         dtensors.sort(key=lambda grad: sum(isinstance(p, Replicate) for p in grad.placements))
         torchs_own(op, (dtensors, *args[1:]), kwargs)
+        first = dtensors[0]
+        for dim, placement in enumerate(first.placements):
+            # Of replicated gradients alike on all ranks; whether plain ones are among those of
+            # another rank this one cannot know.
+            if placement.is_replicate() and first.device_mesh.size(dim) > 1:
+                dist.all_reduce(args[1], dist.ReduceOp.MAX, first.device_mesh.get_group(dim))
