@@ -32,7 +32,8 @@ class MixedPrecision:
             dtype, in which new values are written back. None: their own.
         output_dtype: floating-point outputs of every unit are cast to it. None: left alone.
         keep_low_precision_grads: leave reduced gradients in `reduce_dtype` rather than cast them to
-            the dtype of the shard.
+            the dtype of the shard. The optimizer must take such gradients: torch's SGD does, its
+            AdamW raises.
         cast_forward_inputs: cast floating-point inputs of every unit to `param_dtype`.
 
     Raises:
