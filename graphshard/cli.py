@@ -236,6 +236,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         return 130
     except BrokenPipeError:  # the reader went away, as `head` does: not an error of ours
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+    except OSError as error:
+        return _fail(f"a file cannot be read or written: {error}", 1, debug=options.debug)
     if options.times:
         print(progress.report(), file=sys.stderr)
     return 0

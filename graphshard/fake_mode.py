@@ -108,6 +108,7 @@ def constant_folding_fake_mode(sizes: Sizes | None = None) -> Any:
     """
     base = torch_compat.fake_tensor_mode()
     ask = torch.ops.aten._local_scalar_dense.default
+    grouped = torch_compat.grouped_mm()
 
     class ConstantFoldingFakeMode(base):  # type: ignore[misc,valid-type]
         def __init__(self) -> None:
@@ -122,6 +123,9 @@ def constant_folding_fake_mode(sizes: Sizes | None = None) -> Any:
             if func is ask and args[0] in self._recipes:
                 with contextlib.suppress(KeyError):
                     return self._answer(self._recipes.recipe(args[0]))
+            if func is grouped and args[0].dtype != torch.bfloat16:
+                with self:
+                    return torch_compat.grouped_mm_output(*args, **kwargs)
             result = super().dispatch(func, types, args, kwargs)
             self._recipes.remember(func, args, kwargs, result)
             return result

@@ -9,6 +9,7 @@ import contextlib
 import copy
 import random
 import sys
+from collections import OrderedDict
 from collections.abc import Iterator
 from typing import Any
 
@@ -17,7 +18,7 @@ from torch import nn
 _TABLES = ("_parameters", "_buffers", "_modules")
 # nn.LSTM and its kind list their own weights anew in every forward.
 _NO_STATE = frozenset({*_TABLES, "_flat_weights", "_flat_weight_refs"})
-_CONTAINERS = (dict, list, set)
+_CONTAINERS = (dict, list, set, OrderedDict)  # the last holds hooks
 _PLAIN = (int, float, str, bool, bytes, complex)
 _MISSING = object()
 

@@ -54,6 +54,28 @@ def fake_tensor_mode() -> type:
     return private("torch._subclasses.fake_tensor", "FakeTensorMode")
 
 
+def grouped_mm() -> Any:
+    """The operator that multiplies each expert's rows with its matrix."""
+    return torch.ops.aten._grouped_mm.default
+
+
+def grouped_mm_output(
+    mat_a: torch.Tensor,
+    mat_b: torch.Tensor,
+    offs: torch.Tensor | None = None,
+    bias: torch.Tensor | None = None,
+    out_dtype: torch.dtype | None = None,
+) -> torch.Tensor:
+    """An empty tensor like the result of `grouped_mm()` with these arguments.
+
+    torch's own meta kernel takes bfloat16 alone; the kernels it stands for take float32 and float16
+    too.
+    """
+    output = private("torch._meta_registrations", "_create_grouped_mm_output_tensor")
+    result: torch.Tensor = output(mat_a, mat_b, offs, out_dtype)
+    return result
+
+
 def untraceable_errors() -> tuple[type[Exception], ...]:
     """(value depends on data, shape depends on data, operator without a fake kernel)."""
     module = "torch._subclasses.fake_tensor"

@@ -377,3 +377,21 @@ def test_attention_stays_one_kernel():
 
 def _entry(program, fqn):
     return next(p for p in program.params if p.fqn == fqn)
+
+
+def test_hooks_that_a_forward_installs_are_installed_once_in_each_trace():
+    """As models of transformers do when outputs of their layers are asked for."""
+
+    def forward(m, x):
+        if not getattr(m, "hooked", False):
+            m.fc.register_forward_hook(lambda fc, args, out: m.seen[-1].append(out))
+            m.hooked = True
+        m.seen.append([])
+        return [m.fc(x), *m.seen.pop()]
+
+    model = Net(forward, fc=linear())
+    model.seen = []
+    with pytest.warns(UserWarning, match=r"assigns hooked, fc\._forward_hooks"):
+        captured = capture(model, (X,))
+    assert len(captured.program.outputs) == 2
+    assert not model.fc._forward_hooks

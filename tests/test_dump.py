@@ -20,6 +20,7 @@ import torch
 from torch import fx, nn
 
 import graphshard
+from graphshard.cli import main
 from graphshard.inspect.code import graph_source
 from graphshard.inspect.dot import dot_text, schedule_graph
 from graphshard.inspect.dump import dump_program
@@ -252,3 +253,15 @@ def test_dot_quotes_names() -> None:
     graph = nx.DiGraph()
     graph.add_node(0, op="free", unit='a"b\\c', phase="forward", stream="compute")
     assert r'label="free\na\"b\\c"' in dot_text(graph)
+
+
+def test_a_folder_that_cannot_be_made_is_named(tmp_path, monkeypatch, capsys):
+    factory = "from torch import nn, ones\ndef net(): return nn.Linear(2, 2), (ones(2, 2),)\n"
+    (tmp_path / "net_in_a_file.py").write_text(factory)
+    monkeypatch.chdir(tmp_path)
+    file = tmp_path / "net_in_a_file.py"
+    asked = ["net_in_a_file:net", "--policy", "size:1", "--world-size", "2"]
+    assert main(["dump", *asked, "--out", str(file)]) == 1
+    said = capsys.readouterr().err
+    assert "a file cannot be read or written" in said
+    assert str(file) in said.replace("\n", "")

@@ -270,6 +270,9 @@ def test_a_whole_file(tmp_path):
         "communication_data_type": "fp32",
         "gradient_clipping": 1.0,
         "train_batch_size": "auto",
+        "hybrid_engine": {"enabled": False},  # as in every file of DeepSpeed-Chat
+        "elasticity": {"enabled": False},
+        "autotuning": {"enabled": False},
     }
     path.write_text(json.dumps(config))
     policy = deepspeed(path)
@@ -287,6 +290,9 @@ def test_a_whole_file(tmp_path):
         "zero_optimization.reduce_bucket_size=auto",
         "gradient_clipping=1.0: call sharded.clip_grad_norm_",
         "train_batch_size",
+        "hybrid_engine",
+        "elasticity",
+        "autotuning",
         "fp16.enabled=auto",
     ):
         assert key in said

@@ -114,6 +114,7 @@ _TOP = {
     **dict.fromkeys(
         (
             "aio",
+            "autotuning",
             "checkpoint",
             "comms_logger",
             "csv_monitor",
@@ -121,8 +122,10 @@ _TOP = {
             "data_efficiency",
             "dataloader_drop_last",
             "dump_state",
+            "elasticity",
             "flops_profiler",
             "gradient_accumulation_steps",
+            "hybrid_engine",
             "memory_breakdown",
             "optimizer",
             "prescale_gradients",
