@@ -202,7 +202,20 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return path
 
 
+def what_differs_between_ranks_is_rank_zero_s(rank: int, folder: Path) -> None:
+    """Not some buffers of one rank and some of another."""
+    sharded = graphshard.compile(nn.BatchNorm1d(3), graphshard.SizePolicy(), check=True)
+    sharded(torch.full((4, 3), rank + 1.0) * torch.arange(4.0)[:, None])
+    sharded.save_checkpoint(folder / "differs")
+    expected = [None, None]
+    dist.all_gather_object(expected, {k: v.clone() for k, v in sharded.named_buffers()})
+    sharded.load_checkpoint(folder / "differs")
+    for name, buffer in sharded.named_buffers():
+        assert torch.equal(buffer, expected[0][name]), name
+
+
 def everything_on_two(rank: int, folder: Path) -> None:
+    what_differs_between_ranks_is_rank_zero_s(rank, folder)
     for check in (writes, options_of_torch, refuses_bad_ones):
         check(rank, folder)
         dist.barrier()

@@ -23,7 +23,15 @@ from graphshard import torch_compat
 from graphshard.errors import CheckpointError
 from graphshard.runtime.group import Group
 from graphshard.runtime.step import Bindings
-from graphshard.state.dcp import Stored, cause_of, empty_like, nested, open_checkpoint, read_entries
+from graphshard.state.dcp import (
+    RankZeroFirst,
+    Stored,
+    cause_of,
+    empty_like,
+    nested,
+    open_checkpoint,
+    read_entries,
+)
 from graphshard.state.matching import Match, match
 from graphshard.state.optim import optimizer_state_dict
 from graphshard.state.optim_load import STEP, prepare
@@ -54,10 +62,13 @@ def save_checkpoint(
     state[RNG] = {str(group.rank): _random_state(group)}
     try:
         if background is not None:
-            saved: Any = async_save(state, checkpoint_id=path, process_group=background)
+            saved: Any = async_save(
+                state, checkpoint_id=path, process_group=background, planner=RankZeroFirst()
+            )
             return saved
         alone = group.process_group is None
-        save(state, checkpoint_id=path, process_group=_world(group), no_dist=alone)
+        world = _world(group)
+        save(state, checkpoint_id=path, process_group=world, no_dist=alone, planner=RankZeroFirst())
     except (Exception, CheckpointException) as error:  # a BaseException, that
         raise CheckpointError(f"writing {path} failed: {cause_of(error)}") from error
     return None

@@ -10,20 +10,39 @@ import os
 import warnings
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch.distributed.checkpoint.api import CheckpointException
+from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
 from torch.distributed.checkpoint.filesystem import FileSystemReader
 from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
+from torch.distributed.checkpoint.planner import SavePlan, WriteItemType
 from torch.distributed.checkpoint.state_dict_loader import load
 
 from graphshard.errors import CheckpointError
 
 METADATA = ".metadata"
+
+
+class RankZeroFirst(DefaultSavePlanner):
+    """Writes the plain tensors every rank has as they are on rank 0.
+
+    Buffers and ignored parameters may differ between ranks; torch takes each from the rank with the
+    least to write, so that a checkpoint would mix the statistics of several.
+    """
+
+    def create_global_plan(self, all_plans: list[SavePlan]) -> tuple[list[SavePlan], Metadata]:
+        """Which rank writes what; called on the coordinator with every rank's items."""
+        first = {item.index for item in all_plans[0].items if item.type is WriteItemType.TENSOR}
+        rest = [
+            replace(plan, items=[item for item in plan.items if item.index not in first])
+            for plan in all_plans[1:]
+        ]
+        return super().create_global_plan([all_plans[0], *rest])
 
 
 @dataclass(frozen=True)
