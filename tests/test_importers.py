@@ -142,6 +142,7 @@ def test_the_other_keys():
             activation_checkpointing=True,
             ignored_modules=r".*\.norm",
             use_orig_params=False,
+            limit_all_gathers=True,
             min_num_params=5,
         )
     )
@@ -149,6 +150,7 @@ def test_the_other_keys():
     assert policy.recompute == "units"
     assert policy.ignored == (r".*\.norm",)
     assert "fsdp_use_orig_params=False" in "\n".join(policy.notes)
+    assert any(note.startswith("fsdp_limit_all_gathers=True") for note in policy.notes)
     assert "fsdp_min_num_params=5: not used with NO_WRAP" in policy.notes
 
 
@@ -189,6 +191,7 @@ def test_the_plan_prints_what_did_not_apply():
     ("config", "said"),
     [
         (section(sharding_stratgy=1), "'fsdp_sharding_stratgy'; did you mean 'fsdp_sharding_st"),
+        ({"sharding_strategy": 1}, "write fsdp_ before each"),
         (section(sharding_strategy=6), "FULL_SHARD or 1, .* HYBRID_SHARD_ZERO2 or 5; got 6"),
         (section(sharding_strategy=True), "fsdp_sharding_strategy must be one of"),
         (
@@ -333,6 +336,7 @@ def test_units_without_classes_follow_the_prefetch_bucket():
         ({"bf16": True}, "bf16 must be a section"),
         ({"communication_data_type": "int8"}, "communication_data_type"),
         ({"sparse_gradients": True}, "sparse_gradients"),
+        ({"sparse_attention": {"mode": "fixed"}}, "sparse_attention is not supported"),
     ],
 )
 def test_deepspeed_errors_name_the_key(config, said):

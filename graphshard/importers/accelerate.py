@@ -39,6 +39,7 @@ _FSDP_KEYS = frozenset(
         "cpu_ram_efficient_loading",
         "forward_prefetch",
         "ignored_modules",
+        "limit_all_gathers",
         "min_num_params",
         "offload_params",
         "reshard_after_forward",
@@ -109,6 +110,11 @@ def from_accelerate(source: Source) -> Policy:
     config = read(source, "Accelerate")
     if any(str(key).startswith("fsdp_") and key != "fsdp_config" for key in config):
         config = {"fsdp_config": config}
+    elif "fsdp_config" not in config and any(f"fsdp_{key}" in _FSDP_KEYS for key in config):
+        raise PolicyError(
+            f"an fsdp_config has keys that start with fsdp_; got {sorted(map(str, config))}; write "
+            "fsdp_ before each"
+        )
     top = Settings(config, "the Accelerate configuration", _TOP)
     kind = top.take("distributed_type", "FSDP")
     if str(kind).upper() != "FSDP":
@@ -203,6 +209,9 @@ def _loading(fsdp: Settings, version: int) -> dict[str, Any]:
             True,
             "build the model on meta on every rank but the first, or load_safetensors(...) on all",
         )
+    limit = fsdp.flag("fsdp_limit_all_gathers")
+    if limit is not None:
+        fsdp.note("fsdp_limit_all_gathers", limit, "the program says how many are under way")
     original = fsdp.flag("fsdp_use_orig_params")
     if original is False:
         fsdp.note("fsdp_use_orig_params", original, "parameters always keep names and shapes")

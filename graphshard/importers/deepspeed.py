@@ -154,6 +154,8 @@ _TOP = {
     "fp16": "",
     "amp": "use torch.autocast and torch.amp.GradScaler",
     "sparse_gradients": "",
+    "sparse_attention": "",
+    "compression_training": "",
     "fp32_allreduce": "",
 }
 _BF16 = ("enabled", "immediate_grad_update", "check_grad_overflow", "check_overflow")
@@ -227,6 +229,9 @@ def from_deepspeed(
     zero.note_rest(_ZERO)
     if top.take("sparse_gradients") not in (None, False):
         raise top.contradiction("sparse_gradients: only dense gradients are averaged")
+    for key in ("sparse_attention", "compression_training"):
+        if top.take(key):
+            raise top.contradiction(f"{key} is not supported; leave it out")
     top.note_rest(_TOP)
     notes = (*zero.notes, *top.notes)
     if classes is not None:

@@ -22,6 +22,7 @@ from torch.distributed.checkpoint.state_dict_saver import save
 from torch.optim import Optimizer
 
 from graphshard.errors import CheckpointError
+from graphshard.state.dcp import RankZeroFirst
 
 _FULL = StateDictOptions(full_state_dict=True, cpu_offload=True)
 
@@ -67,7 +68,7 @@ def load_full_optimizer_state(
 
 def save_sharded(path: Path, module: nn.Module, optimizers: Sequence[Optimizer]) -> None:
     """Write every rank's part of the module and the optimizers into the folder `path`."""
-    save(_sharded(module, optimizers), checkpoint_id=path)
+    save(_sharded(module, optimizers), checkpoint_id=path, planner=RankZeroFirst())
 
 
 def load_sharded(path: Path, module: nn.Module, optimizers: Sequence[Optimizer]) -> None:
