@@ -131,7 +131,7 @@ def test_plan_is_the_librarys_plan(
 def test_every_policy_field_reaches_the_plan(capsys: pytest.CaptureFixture[str]) -> None:
     common = ["factories:bare", "--policy", "block:Layer", "--mesh", "4"]
     fields = ["--strategy", "SHARD_GRAD_OP", "--backward-prefetch", "none"]
-    fields += ["--forward-prefetch", "2", "--reshard-root", "--memory-budget", "2GiB"]
+    fields += ["--forward-prefetch", "2", "--memory-budget", "2GiB"]
     fields += ["--recompute", "units", "--sync-module-states"]
     fields += ["--param-dtype", "bf16", "--reduce-dtype", "fp32", "--ignored", r".*\.bias"]
     fields += ["--offload", "params", "--offload", "activations"]
@@ -141,7 +141,6 @@ def test_every_policy_field_reaches_the_plan(capsys: pytest.CaptureFixture[str])
         strategy="SHARD_GRAD_OP",
         backward_prefetch=None,
         forward_prefetch=2,
-        reshard_root=True,
         memory_budget=2**31,
         recompute="units",
         sync_module_states=True,
@@ -151,6 +150,7 @@ def test_every_policy_field_reaches_the_plan(capsys: pytest.CaptureFixture[str])
     )
     assert policy == expected.to_dict()
     assert plan_json(capsys, *common)["policy"] == graphshard.BlockPolicy(["Layer"]).to_dict()
+    assert plan_json(capsys, *common, "--reshard-root")["policy"]["reshard_root"] is True
     for text, value in (("true", True), ("false", False), ("2", 2)):
         policy = plan_json(capsys, *common, "--reshard-after-forward", text)["policy"]
         assert policy["reshard_after_forward"] is value or policy["reshard_after_forward"] == 2

@@ -105,8 +105,8 @@ def peaks() -> list[dict[str, float]]:
 SHARD = MODEL / 2
 # Room for a piece as it is read, one as it is sent, and what the allocator keeps of them; a gather
 # has a tensor several times over (DTensor's and Gloo's copies).
-ROOM = 4 * TENSOR
-GATHERED = 9 * TENSOR
+ROOM = 6 * TENSOR
+GATHERED = 12 * TENSOR
 
 BOUNDS: dict[str, Callable[[int], float]] = {
     "shards from rank 0's model, the other's on meta": lambda rank: SHARD + ROOM,
