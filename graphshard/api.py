@@ -145,6 +145,37 @@ def plan(
         made = make_plan(model, policy, world_size=world_size, mesh_shape=shape)
     if example_inputs is None and example_kwargs is None:
         return made
+    return with_program(
+        made,
+        model,
+        example_inputs,
+        example_kwargs,
+        device=device,
+        sizes=sizes,
+        passes=passes,
+        progress=progress,
+    )
+
+
+def with_program(
+    made: ShardingPlan,
+    model: nn.Module,
+    example_inputs: Sequence[Any] | None,
+    example_kwargs: Mapping[str, Any] | None,
+    *,
+    device: torch.device | str = "cpu",
+    sizes: Dynamic | None = None,
+    passes: Sequence[Pass] = (),
+    progress: Stages | None = None,
+) -> ShardingPlan:
+    """The plan `made` for `model` with the program of a call, captured, rewritten and verified.
+
+    The arguments are those of `plan`; `sizes` are those that are symbols.
+
+    Raises:
+        CaptureError, PassError, VerifyError: the program cannot be made.
+    """
+    progress = progress or Progress()
     args, kwargs = tuple(example_inputs or ()), dict(example_kwargs or {})
     names = None
     if sizes is not None:
@@ -161,7 +192,7 @@ def plan(
         ).program
     made = with_capture_warnings(made, program)
     program.stale = made.stale_after_step
-    run_passes(program, made, (*default_passes(policy), *passes), progress=progress)
+    run_passes(program, made, (*default_passes(made.policy), *passes), progress=progress)
     return replace(made, program=program)
 
 

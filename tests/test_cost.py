@@ -255,16 +255,6 @@ def test_a_stream_does_one_thing_at_a_time_and_time_adds_up():
         assert list(timeline.at) == sorted(timeline.at)
 
 
-def test_simulate_needs_a_program():
-    plan = graphshard.plan(torch.nn.Linear(2, 2), graphshard.SizePolicy(1), world_size=2)
-    with pytest.raises(CostError, match="give example inputs"):
-        graphshard.simulate(plan, hardware="h200")
-    with pytest.raises(CostError, match="takes a model, a plan or a sharded module"):
-        graphshard.simulate("model", hardware="h200")
-    with pytest.raises(CostError, match="under a policy, on example inputs"):
-        graphshard.simulate(torch.nn.Linear(2, 2), hardware="h200")
-
-
 # -- memory and the whole estimate -----------------------------------------------------------------
 
 

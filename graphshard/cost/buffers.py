@@ -12,7 +12,6 @@ from torch import fx
 
 from graphshard import ops
 from graphshard.cost.groups import ranks_of
-from graphshard.plan import ShardingPlan
 from graphshard.program import Program
 from graphshard.step_memory import Storage, bytes_of
 
@@ -23,13 +22,13 @@ END = 1 << 60
 """Where a storage dies that outlives the step."""
 
 
-def buffers_of(program: Program, plan: ShardingPlan, backend: str) -> Iterator[Storage]:
+def buffers_of(program: Program, backend: str) -> Iterator[Storage]:
     """Storages of reduces and of reduced gradients, in the order they are made."""
     place = {node: index for index, node in enumerate(program.graph.nodes)}
     returned = {grad for grad in program.results().grads if grad is not None}
     for node in program.nodes():
         if node.target in ops.REDUCES:
-            yield from _of_reduce(node, program, plan, backend, place, returned)
+            yield from _of_reduce(node, program, backend, place, returned)
         elif ops.is_transfer(node) and ops.origin(node) is not node and _is_reduced(node):
             if node.target is ops.arrive or _on_host(node):
                 continue
@@ -41,7 +40,6 @@ def buffers_of(program: Program, plan: ShardingPlan, backend: str) -> Iterator[S
 def _of_reduce(
     node: fx.Node,
     program: Program,
-    plan: ShardingPlan,
     backend: str,
     place: dict[fx.Node, int],
     returned: set[fx.Node],
@@ -50,7 +48,7 @@ def _of_reduce(
     launched, done = place[node], place[wait]
     operands: Any = node.args[0]
     results = wait.meta["val"]
-    ranks = ranks_of(node, program, plan)
+    ranks = ranks_of(node, program)
     scattered = node.target is ops.reduce_scatter and ranks > 1
     exchanged = scattered and backend == "gloo" and ranks > 2
     if scattered:

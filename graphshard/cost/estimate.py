@@ -14,9 +14,11 @@ from torch import nn
 
 from graphshard.cost.hardware import Hardware
 from graphshard.cost.memory import OPTIMIZERS, MemoryCurve, memory_of
+from graphshard.cost.subject import Request, planned
 from graphshard.cost.timeline import COMPUTE, Timeline, Transfer, timeline_of
 from graphshard.errors import CostError
 from graphshard.plan import ShardingPlan
+from graphshard.policy_base import Policy, is_int
 from graphshard.program import Program
 
 if TYPE_CHECKING:
@@ -52,7 +54,6 @@ class Estimate:
     timeline: Timeline
     memory: MemoryCurve
     optimizer_seconds: float
-    tokens: int | None = None
 
     # -- time -------------------------------------------------------------------------------------
 
@@ -201,15 +202,17 @@ class Estimate:
 
 
 def simulate(
-    what: nn.Module | ShardingPlan | Any,
+    what: nn.Module | Program | ShardingPlan,
     *,
-    policy: Any = None,
+    policy: Policy | None = None,
     hardware: Hardware | str | os.PathLike[str],
     world_size: int | None = None,
     mesh_shape: Sequence[int] | None = None,
     gpus_per_node: int | None = None,
     example_inputs: Sequence[Any] | None = None,
     example_kwargs: Mapping[str, Any] | None = None,
+    model: nn.Module | None = None,
+    plan: ShardingPlan | None = None,
     optimizer: str = "adamw",
     backend: str | None = None,
     tf32: bool = False,
@@ -217,27 +220,39 @@ def simulate(
     """Predict time and memory of a training step, with no process group and no cluster.
 
     Args:
-        what: a model (on meta or not) with example inputs and a policy; a plan that has a program;
-            or a sharded module that has captured one.
+        what: one of
+
+            a model (on meta or not), with a policy or plan, a number of ranks and example inputs;
+            a plan that has a program, or one that has none, with its `model` and example inputs;
+            a sharded module: of its programs the one captured last that trains and reduces its
+            gradients, or the one for the example inputs, captured if need be;
+            a rewritten program, such as one of `ShardedModule.programs`: its own mesh, its shards
+            as its placeholders show them. Parameters that no collective serves count as the
+            root's; with its `plan` they count where they belong.
         policy: for a model.
         hardware: a preset's name, a file of `graphshard calibrate`, or a `Hardware`.
         world_size: number of ranks, for a model.
         mesh_shape: their arrangement, for a model.
-        gpus_per_node: ranks on a node. None: as `hardware` says.
-        example_inputs: positional arguments of a call, for a model.
+        gpus_per_node: ranks on a node. None: as `hardware` says; 8 in the presets of GPUs.
+        example_inputs: positional arguments of a call.
         example_kwargs: keyword arguments of that call.
+        model: of a plan that has no program.
+        plan: of a program, or for a model.
         optimizer: "adamw" (foreach), "adamw-fused", "sgd", "sgd-momentum" or "none".
         backend: "nccl" or "gloo", which need different buffers. None: by the hardware's kind.
         tf32: float32 matrix products run as TF32.
 
     Raises:
-        CostError: there is no program to simulate, or an argument is unknown.
+        CostError: there is no program to simulate, or an argument is unknown or has no effect.
         PlanError, PolicyError, CaptureError: the model cannot be planned or captured.
     """
     described = Hardware.load(hardware)
     if gpus_per_node is not None:
+        if not is_int(gpus_per_node) or gpus_per_node < 1:
+            raise CostError(f"gpus_per_node must be 1 rank or more; got {gpus_per_node!r}")
         described = described.with_(gpus_per_node=gpus_per_node)
-    plan = _planned(what, policy, world_size, mesh_shape, example_inputs, example_kwargs)
+    request = Request(model, plan, policy, world_size, mesh_shape, example_inputs, example_kwargs)
+    plan = planned(what, request)
     program = plan.program
     assert program is not None
     backend = backend or ("gloo" if "gloo" in described.name else "nccl")
@@ -252,40 +267,6 @@ def simulate(
         timeline_of(program, plan, described, tf32=tf32),
         memory,
         _optimizer_seconds(plan, described, optimizer) if program.grad else 0.0,
-    )
-
-
-def _planned(
-    what: Any,
-    policy: Any,
-    world_size: int | None,
-    mesh_shape: Sequence[int] | None,
-    example_inputs: Sequence[Any] | None,
-    example_kwargs: Mapping[str, Any] | None,
-) -> ShardingPlan:
-    from graphshard.api import plan as make
-
-    given = getattr(what, "plan", what)
-    if isinstance(given, ShardingPlan):
-        if given.program is None:
-            raise CostError(
-                "there is no program to simulate yet; give example inputs to graphshard.plan or "
-                "graphshard.compile"
-            )
-        return given
-    if not isinstance(what, nn.Module):
-        raise CostError(
-            f"simulate takes a model, a plan or a sharded module; got a {type(what).__name__}"
-        )
-    if policy is None or (example_inputs is None and example_kwargs is None):
-        raise CostError("a model is simulated under a policy, on example inputs; give both")
-    return make(
-        what,
-        policy,
-        world_size=world_size,
-        mesh_shape=mesh_shape,
-        example_inputs=example_inputs,
-        example_kwargs=example_kwargs,
     )
 
 

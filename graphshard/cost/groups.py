@@ -6,21 +6,17 @@ from torch import fx
 
 from graphshard import ops
 from graphshard.cost.collective_cost import GroupShape, group_shape
-from graphshard.plan import ShardingPlan
 from graphshard.program import Program
 
 
-def ranks_of(collective: fx.Node, program: Program, plan: ShardingPlan) -> int:
+def ranks_of(collective: fx.Node, program: Program) -> int:
     """The number of ranks that join `collective`."""
-    return shape_of(collective, program, plan, gpus_per_node=1 << 30).size
+    return shape_of(collective, program, gpus_per_node=1 << 30).size
 
 
-def shape_of(
-    collective: fx.Node, program: Program, plan: ShardingPlan, gpus_per_node: int
-) -> GroupShape:
+def shape_of(collective: fx.Node, program: Program, gpus_per_node: int) -> GroupShape:
     """The ranks of `collective` and the nodes they lie on."""
-    unit = str(collective.kwargs.get("unit", ""))
-    reshard = plan.unit(unit).options.reshard_ranks or 0
+    reshard: int = collective.kwargs.get("ranks") or 0  # type: ignore[assignment]
     group = ops.group_of(collective)
     if collective.target is ops.all_reduce and "group" not in collective.kwargs:
         group = ops.ALL

@@ -88,7 +88,7 @@ def memory_of(
     """
     if optimizer not in OPTIMIZERS:
         raise CostError(f"optimizer must be one of {', '.join(OPTIMIZERS)}; got {optimizer!r}")
-    storages = [*storages_of(program).all, *buffers_of(program, plan, backend)]
+    storages = [*storages_of(program).all, *buffers_of(program, backend)]
     resident, host = _resident(program, plan, OPTIMIZERS[optimizer] if program.grad else None)
     at_rest = Point(0, sum(resident.values()), resident)
     points = [at_rest, *_walk(storages, resident)]

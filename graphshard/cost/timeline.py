@@ -169,8 +169,8 @@ class _Walk:
         for value in node.all_input_nodes:
             self._arrive(place, value)
         op = str(ops.op_name(node))
-        shape = shape_of(node, self.program, self.plan, self.hardware.gpus_per_node)
-        moved = moved_bytes(node, self.program, self.plan)
+        shape = shape_of(node, self.program, self.hardware.gpus_per_node)
+        moved = moved_bytes(node, self.program)
         seconds = collective_seconds(op, moved, shape, self.hardware)
         group = ops.group_of(node)
         self._start(place, node, f"network ({group})", op, seconds, moved)
@@ -222,7 +222,7 @@ class _Walk:
                 span,
                 span.name,
                 "" if is_copy else ops.group_of(node),
-                1 if is_copy else ranks_of(node, self.program, self.plan),
+                1 if is_copy else ranks_of(node, self.program),
                 moved,
                 now,
                 exposed,
@@ -247,11 +247,11 @@ def _reason(span: Span, waited_at: float, blocker: str | None) -> str:
     )
 
 
-def moved_bytes(collective: fx.Node, program: Program, plan: ShardingPlan) -> int:
+def moved_bytes(collective: fx.Node, program: Program) -> int:
     """Bytes of the full tensors that `collective` gathers, scatters or reduces."""
     operands: Any = collective.args[0]
     if collective.target is ops.all_gather:
-        ranks = ranks_of(collective, program, plan)
+        ranks = ranks_of(collective, program)
         return ranks * sum(_bytes(operand.meta["val"]) for operand in operands)
     return sum(_bytes(operand.meta["val"]) for operand in operands)
 

@@ -1,0 +1,124 @@
+"""The plan that a rewritten program shows: which parameters are sharded, over what, in which units.
+
+For a program that stands alone. Its placeholders say what a rank stores, its collectives which
+parameters go together, and its table of parameters what their full shapes are.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch import fx
+
+from graphshard import ops
+from graphshard.mixed_precision import MixedPrecision
+from graphshard.placement import IGNORED, REPLICATED, SHARDED
+from graphshard.plan import ParamLayout, ShardingPlan, Unit
+from graphshard.policy_base import Policy
+from graphshard.program import ParamEntry, Program
+from graphshard.unit_options import UnitOptions
+
+
+def plan_of(program: Program) -> ShardingPlan:
+    """The sharding plan of `program`, rewritten or just captured (then nothing is sharded).
+
+    Its policy says only whether parameters and activations lie on the host: which other options led
+    to the program cannot be read off it.
+    """
+    served = {name: use for use in map(_Use, _collectives(program)) for name in use.params}
+    gathered = {
+        name: use
+        for use in map(_Use, _collectives(program))
+        if use.node.target is ops.all_gather
+        for name in use.params
+    }
+    owned: dict[str, list[ParamLayout]] = {"": []}
+    ignored: list[ParamLayout] = []
+    for param in program.params:
+        layout = _layout(param, program, served.get(param.fqn), gathered.get(param.fqn))
+        if layout.ignored:
+            ignored.append(layout)
+        else:
+            use = served.get(param.fqn)
+            owned.setdefault(use.unit if use else "", []).append(layout)
+    options = _options(program)
+    units = tuple(
+        Unit(fqn, "", tuple(layouts), options.get(fqn, UnitOptions()))
+        for fqn, layouts in owned.items()
+    )
+    copied = [node for node in program.nodes() if node.target in ops.COPIES]
+    offload = {"activations" if n.kwargs["param"] is None else "params" for n in copied}
+    return ShardingPlan(
+        units,
+        Policy(offload=frozenset(offload) or None),
+        program.world_size,
+        program.mesh_shape,
+        program=program,
+        ignored=tuple(ignored),
+    )
+
+
+class _Use:
+    """A collective, and the parameters it serves."""
+
+    def __init__(self, node: fx.Node) -> None:
+        kwargs: dict[str, Any] = dict(node.kwargs)
+        self.node = node
+        self.unit: str = kwargs["unit"]
+        self.params: tuple[str, ...] = kwargs["params"]
+        dims = kwargs.get("dims") or (0,) * len(self.params)
+        self.dim = dict(zip(self.params, dims, strict=True))
+        operands: Any = node.args[0]
+        self.dtype = {
+            name: operand.meta["val"].dtype
+            for name, operand in zip(self.params, operands, strict=True)
+        }
+
+
+def _collectives(program: Program) -> Iterator[fx.Node]:
+    return (node for node in program.nodes() if ops.is_collective(node))
+
+
+def _layout(
+    param: ParamEntry, program: Program, served: _Use | None, gathered: _Use | None
+) -> ParamLayout:
+    stored: torch.Tensor = param.node.meta["val"]
+    scattered = served is not None and served.node.target is ops.reduce_scatter
+    sharded = gathered is not None or scattered
+    whole = tuple(stored.shape) == param.shape
+    standing = sharded and (
+        bool(gathered.node.kwargs.get("in_place"))
+        if gathered is not None
+        else whole and program.shard_size > 1
+    )
+    computed = None if gathered is None else gathered.dtype[param.fqn]
+    reduced = None if served is None else served.dtype[param.fqn]
+    precision = MixedPrecision(
+        param_dtype=computed if computed != param.dtype else None,
+        reduce_dtype=reduced if param.requires_grad else None,
+    )
+    use = gathered or served
+    placement = IGNORED if param.ignored else SHARDED if sharded else REPLICATED
+    return ParamLayout(
+        fqn=param.fqn,
+        names=param.names,
+        shape=param.shape,
+        dtype=param.dtype,
+        requires_grad=param.requires_grad,
+        placement=placement,
+        world_size=program.shard_size,
+        dim=use.dim[param.fqn] if use is not None and sharded else 0,
+        standing=standing,
+        precision=precision if param.dtype.is_floating_point else None,
+    )
+
+
+def _options(program: Program) -> dict[str, UnitOptions]:
+    """By unit, the groups of ranks that keep it in parts after forward."""
+    return {
+        str(node.kwargs["unit"]): UnitOptions(reshard=int(ranks))  # type: ignore[call-overload]
+        for node in _collectives(program)
+        if (ranks := node.kwargs.get("ranks")) is not None
+    }
