@@ -134,5 +134,5 @@ def test_what_cannot_be_simulated_is_named(what, given, said):
 
 def test_a_plan_of_another_model_is_refused():
     plan = graphshard.plan(gpt(), BLOCKS, world_size=4)
-    with pytest.raises(CostError, match="the plan knows no parameter 'embed.weight'"):
+    with pytest.raises(CostError, match="the plan knows no parameter"):
         graphshard.simulate(PROGRAM, plan=plan, **COMMON)

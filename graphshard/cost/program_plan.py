@@ -117,8 +117,9 @@ def _layout(
 
 def _options(program: Program) -> dict[str, UnitOptions]:
     """By unit, the groups of ranks that keep it in parts after forward."""
-    return {
-        str(node.kwargs["unit"]): UnitOptions(reshard=int(ranks))  # type: ignore[call-overload]
-        for node in _collectives(program)
-        if (ranks := node.kwargs.get("ranks")) is not None
-    }
+    found: dict[str, UnitOptions] = {}
+    for node in _collectives(program):
+        ranks: Any = node.kwargs.get("ranks")
+        if ranks is not None:
+            found[str(node.kwargs["unit"])] = UnitOptions(reshard=ranks)
+    return found
