@@ -25,6 +25,7 @@ from torch import nn
 import graphshard
 from graphshard.cli_policy import (
     POLICY_HELP,
+    add_hardware,
     add_policy_fields,
     parse_bytes,
     parse_mesh,
@@ -126,11 +127,13 @@ def build_parser() -> argparse.ArgumentParser:
 
     plan = _add_command(commands, "plan", "print the sharding plan of a model")
     plan.add_argument("--unfold", action="store_true", help="one line per unit, alike or not")
+    add_hardware(plan)
     plan.add_argument("--json", action="store_true", help="print the plan as JSON")
     plan.set_defaults(run=run_plan)
 
     dump = _add_command(commands, "dump", "write the plan and the rewritten program to files")
     dump.add_argument("--out", required=True, type=Path, metavar="DIR", help="where to write them")
+    add_hardware(dump)
     dump.set_defaults(run=run_dump)
 
     simulate = _add_command(commands, "simulate", "predict time and memory of a training step")

@@ -8,13 +8,14 @@ from typing import Any
 
 import torch
 
+from graphshard.cost.hardware import preset_names
 from graphshard.errors import PolicyError
 from graphshard.importers.accelerate import from_accelerate
 from graphshard.importers.deepspeed import from_deepspeed
 from graphshard.mixed_precision import MixedPrecision
 from graphshard.module_policy import ModulePolicy
 from graphshard.policy import BlockPolicy, Policy, SizePolicy, Strategy
-from graphshard.policy_base import OFFLOADS
+from graphshard.policy_base import OFFLOADS, SCHEDULES
 
 POLICY_HELP = """\
 POLICY is one of
@@ -129,6 +130,7 @@ def add_policy_fields(command: argparse.ArgumentParser) -> None:
         default=unset,
         help="free units after forward, keep them, or keep them in parts in groups of K ranks",
     )
+    fields.add_argument("--schedule", choices=list(SCHEDULES), default=unset)
     fields.add_argument("--reshard-root", action="store_true", default=unset)
     fields.add_argument(
         "--recompute",
@@ -169,6 +171,16 @@ def add_policy_fields(command: argparse.ArgumentParser) -> None:
     )
 
 
+def add_hardware(command: argparse.ArgumentParser) -> None:
+    """Add the argument for what a schedule is timed on, where nothing else asks for hardware."""
+    command.add_argument(
+        "--hardware",
+        metavar="NAME|FILE",
+        default=argparse.SUPPRESS,
+        help=f"what --schedule overlap is timed on: {', '.join(preset_names())}, or a file",
+    )
+
+
 _POLICY_FIELDS = (
     "strategy",
     "backward_prefetch",
@@ -178,6 +190,7 @@ _POLICY_FIELDS = (
     "recompute",
     "sync_module_states",
     "memory_budget",
+    "schedule",
     "offload",
     "ignored",
 )
@@ -189,6 +202,10 @@ def policy_of(options: argparse.Namespace) -> Policy:
     fields: dict[str, Any] = {name: given[name] for name in _POLICY_FIELDS if name in given}
     if fields.get("backward_prefetch") == "none":
         fields["backward_prefetch"] = None
+    # `graphshard simulate` takes it in any case: what it predicts for.
+    for_policy = given.get("command") != "simulate" or fields.get("schedule") == "overlap"
+    if "hardware" in given and for_policy:
+        fields["hardware"] = given["hardware"]
     if "recompute" in fields:
         fields["recompute"] = fields["recompute"].split(",")
     param, reduced = (_DTYPES.get(given.get(f"{kind}_dtype", "")) for kind in ("param", "reduce"))

@@ -8,11 +8,14 @@ from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
 from typing import Protocol
 
+from graphshard.cost.hardware import Hardware
 from graphshard.errors import GraphshardError, PassError
 from graphshard.passes.accumulate import Accumulate
 from graphshard.passes.insert_free import InsertFree
+from graphshard.passes.keep_if_better import KeepIfBetter
 from graphshard.passes.offload_activations import OffloadActivations
 from graphshard.passes.offload_params import OffloadParams
+from graphshard.passes.overlap import Overlap
 from graphshard.passes.partial_reshard import PartialReshard
 from graphshard.passes.precision import Precision
 from graphshard.passes.prefetch import Prefetch
@@ -22,6 +25,7 @@ from graphshard.passes.recompute_budget import RecomputeToBudget
 from graphshard.passes.reduce_grads import ReduceGrads
 from graphshard.passes.reduce_replicas import ReduceReplicas
 from graphshard.passes.regather import Regather
+from graphshard.passes.set_budget import SetBudget
 from graphshard.passes.sink_waits import SinkWaits
 from graphshard.passes.unshard import Unshard
 from graphshard.passes.zeros_for_kept import ZerosForKept
@@ -101,7 +105,17 @@ def default_passes(policy: Policy) -> tuple[Pass, ...]:
     if choice.budget:
         assert policy.memory_budget is not None
         first = RecomputeToBudget(policy.memory_budget, then, bool(choice.classes))
-    return (first, *then)
+    return (first, *then, *_by_cost(policy))
+
+
+def _by_cost(policy: Policy) -> tuple[Pass, ...]:
+    """The passes that improve a finished program by simulation, if the policy wants that."""
+    if policy.schedule != "overlap":
+        return ()
+    hardware = None if policy.hardware is None else Hardware.load(policy.hardware)
+    last = (Overlap(),)
+    finer: tuple[Pass, ...] = ()  # each is kept only where the step gains by it
+    return (SetBudget(hardware), *(KeepIfBetter(step, last) for step in finer), *last)
 
 
 def run_passes(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass, fields
 from enum import Enum
@@ -9,13 +10,15 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from graphshard.errors import PolicyError
+from graphshard.cost.hardware import Hardware
+from graphshard.errors import CostError, PolicyError
 from graphshard.mixed_precision import MixedPrecision
 from graphshard.module_tree import ModuleTree
 from graphshard.recompute_choice import RecomputeChoice, as_field
 from graphshard.strategy import Strategy
 
 OFFLOADS = ("params", "activations")
+SCHEDULES = ("fsdp", "overlap")
 
 
 @dataclass(frozen=True, kw_only=True, repr=False)
@@ -60,6 +63,13 @@ class Policy:
             unsharded parameters, activations (saved for backward, recomputed, or at work),
             gradients not reduced yet, and outputs. A program that passes it is a `VerifyError`.
             None: no bound.
+        schedule: "fsdp", where the fields above say gathers are issued and units end; or "overlap":
+            by estimated times, gathers, waits, frees and reduces stand where the step is shortest,
+            within `memory_budget`, or without one within what "fsdp" with the default prefetch
+            needs. A program that simulation does not find better so stays as "fsdp" makes it.
+        hardware: what "overlap" is timed on: a preset's name, a hardware file, or a
+            `graphshard.Hardware`; the same on every rank. None: "h100-sxm" for a program that runs
+            on CUDA, "cpu-gloo" for one on the CPU.
         sync_module_states: take rank 0's parameters and buffers on every rank.
         notes: remarks the plan prints, such as settings of another system that do not apply.
 
@@ -77,6 +87,8 @@ class Policy:
     recompute: Collection[type | str] | type | str | None = None
     ignored: Iterable[nn.Module | Tensor | str] | nn.Module | Tensor | str | None = None
     memory_budget: int | None = None
+    schedule: str = "fsdp"
+    hardware: Hardware | str | os.PathLike[str] | None = None
     sync_module_states: bool = False
     notes: tuple[str, ...] = ()
 
@@ -119,6 +131,7 @@ class Policy:
                 'recompute="budget" weighs what is saved on the device, where '
                 'offload="activations" leaves little; give one, or recompute="selective" with it'
             )
+        self._check_schedule()
         for name in ("reshard_root", "sync_module_states"):
             if not isinstance(getattr(self, name), bool):
                 raise PolicyError(f"{name} must be True or False; got {getattr(self, name)!r}")
@@ -137,6 +150,34 @@ class Policy:
                 f"strategy {strategy.value} keeps parameters after forward, and "
                 f"reshard_after_forward={reshard!r} does not; leave one of them out"
             )
+
+    def _check_schedule(self) -> None:
+        if self.schedule not in SCHEDULES:
+            raise PolicyError(
+                f"schedule must be one of {', '.join(SCHEDULES)}; got {self.schedule!r}"
+            )
+        if self.schedule == "overlap":
+            given = [
+                f"{name}={getattr(self, name)!r}"
+                for name, default in (("backward_prefetch", "pre"), ("forward_prefetch", 0))
+                if getattr(self, name) != default
+            ]
+            if given:
+                raise PolicyError(
+                    f'schedule="overlap" places gathers by their cost, so {" and ".join(given)} '
+                    "would have no effect; leave that out (memory_budget= bounds what is gathered "
+                    'ahead), or schedule="fsdp"'
+                )
+        elif self.hardware is not None:
+            raise PolicyError(
+                f'hardware={text_of(self.hardware)} is what schedule="overlap" is timed on; with '
+                f"schedule={self.schedule!r} it has no effect, so leave it out"
+            )
+        if self.hardware is not None:
+            try:
+                Hardware.load(self.hardware)
+            except (CostError, TypeError) as error:
+                raise PolicyError(f"hardware: {error}") from error
 
     def _check_notes(self) -> None:
         notes: Any = self.notes
@@ -266,6 +307,8 @@ _TEXTS: tuple[tuple[Any, Callable[[Any], str]], ...] = (
     (tuple, lambda value: "[" + ", ".join(map(text_of, value)) + "]"),
     (Policy, lambda value: f"{type(value).__name__}({_pairs(value.own_options())})"),
     (MixedPrecision, str),
+    (Hardware, lambda value: value.name),
+    (os.PathLike, lambda value: repr(str(value))),
     (Enum, lambda value: str(value.value)),
     (type, lambda value: value.__name__),
     (Tensor, lambda value: f"Tensor{list(value.shape)}"),

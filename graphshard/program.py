@@ -22,13 +22,16 @@ import copy
 from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
 from math import prod
-from typing import Any, cast
+from typing import TYPE_CHECKING, Any, cast
 
 import torch
 from torch import fx
 
 from graphshard import ops
 from graphshard.sizes import Sizes
+
+if TYPE_CHECKING:
+    from graphshard.schedule.budget import Budget
 
 FORWARD = "forward"
 BACKWARD = "backward"
@@ -143,6 +146,7 @@ class Program:
     stale: frozenset[str] = frozenset()
     notes: tuple[str, ...] = field(default=())  # what a reader of the dump must know
     sizes: Sizes | None = None  # the symbolic ones; None if every size is a number
+    budget: Budget | None = None  # what it is scheduled in, if by cost
 
     @property
     def world_size(self) -> int:

@@ -339,6 +339,14 @@ def test_lambda_policy_wants_a_bool():
         (lambda: SizePolicy(recompute=["selective", "budget"]), "give one"),
         (lambda: SizePolicy(recompute="budget"), "needs memory_budget"),
         (lambda: SizePolicy(sync_module_states=1), "sync_module_states"),
+        (lambda: SizePolicy(schedule="early"), "schedule must be one of fsdp, overlap"),
+        (lambda: SizePolicy(hardware="h100-sxm"), "with schedule='fsdp' it has no effect"),
+        (lambda: SizePolicy(schedule="overlap", hardware="h900"), "presets: a100-40gb"),
+        (lambda: SizePolicy(schedule="overlap", hardware=8), "hardware"),
+        (
+            lambda: SizePolicy(schedule="overlap", backward_prefetch=None, forward_prefetch=2),
+            "backward_prefetch=None and forward_prefetch=2 would have no effect",
+        ),
     ],
 )
 def test_wrong_values_are_refused_by_name(make, said):

@@ -229,7 +229,7 @@ def simulate(
             a rewritten program, such as one of `ShardedModule.programs`: its own mesh, its shards
             as its placeholders show them. Parameters that no collective serves count as the
             root's; with its `plan` they count where they belong.
-        policy: for a model.
+        policy: for a model. One with schedule="overlap" and no hardware is timed on `hardware`.
         hardware: a preset's name, a file of `graphshard calibrate`, or a `Hardware`.
         world_size: number of ranks, for a model.
         mesh_shape: their arrangement, for a model.
@@ -251,6 +251,8 @@ def simulate(
         if not is_int(gpus_per_node) or gpus_per_node < 1:
             raise CostError(f"gpus_per_node must be 1 rank or more; got {gpus_per_node!r}")
         described = described.with_(gpus_per_node=gpus_per_node)
+    if getattr(policy, "schedule", "") == "overlap" and policy.hardware is None:
+        policy = replace(policy, hardware=described)
     request = Request(model, plan, policy, world_size, mesh_shape, example_inputs, example_kwargs)
     plan = planned(what, request)
     program = plan.program

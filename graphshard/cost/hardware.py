@@ -129,6 +129,9 @@ class Hardware:
             raise CostError(f"{path} is no hardware file: {error}") from error
         return _from_table(path.stem, data)
 
+    def __hash__(self) -> int:
+        return hash(self.name)
+
     def __str__(self) -> str:
         return f"{self.name}: {self.about}" if self.about else self.name
 

@@ -141,7 +141,9 @@ def _header(plan: ShardingPlan) -> Iterator[tuple[str, str]]:
     )
     policy = plan.policy
     shared = policy.shared_options()
-    shown = {name: shared[name] for name in _ALWAYS_SHOWN} | policy.chosen_options()
+    by_cost = policy.schedule == "overlap"  # prefetch then says nothing
+    shown = {name: shared[name] for name in _ALWAYS_SHOWN if not by_cost}
+    shown |= policy.chosen_options()
     strategy = shared["strategy"]
     shown.pop("strategy", None)
     yield "policy", f"{type(policy).__name__}{_options(policy.own_options())}"
@@ -249,6 +251,8 @@ def _notes(plan: ShardingPlan) -> Iterator[tuple[str, str]]:
             f"{stored} of parameters per rank lie there, with their gradients and optimizer state; "
             f"while gathered the largest unit takes {largest} of the device as before",
         )
+    if plan.program is not None and plan.program.budget is not None:
+        yield "schedule", str(plan.program.budget)
     if plan.program is not None and plan.program.grad:
         yield from memory_notes(plan.program)
     for note in plan.policy.notes:

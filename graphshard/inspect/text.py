@@ -155,6 +155,7 @@ def _header(program: Program) -> list[str]:
         + (f", {frozen:,} frozen" if frozen else ""),
         f"compute ops: {computes or 'none'}",
         *(program.sizes.header([i.path for i in program.inputs]) if program.sizes else ()),
+        *((f"schedule: {program.budget}",) if program.budget else ()),
         *(f"note: {note}" for note in program.notes),
     ]
 

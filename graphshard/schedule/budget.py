@@ -1,0 +1,64 @@
+"""What a program scheduled by cost is bound by: bytes, and the hardware it is timed on."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from graphshard.cost.hardware import Hardware
+
+DEFAULT_HARDWARE = {"cuda": "h100-sxm", "cpu": "cpu-gloo"}
+"""What a step is timed on if the policy does not say, by the kind of device it was captured for."""
+
+
+@dataclass(frozen=True)
+class Score:
+    """How good a program is: seconds of forward and backward, and the most bytes held at once."""
+
+    seconds: float
+    bytes: int
+
+    def beats(self, other: Score) -> bool:
+        """Whether this is faster than `other`, or as fast and smaller.
+
+        Times that differ by a billionth are equal: they are sums in another order.
+        """
+        slack = 1e-9 * max(self.seconds, other.seconds)
+        if abs(self.seconds - other.seconds) > slack:
+            return self.seconds < other.seconds
+        return self.bytes < other.bytes
+
+
+@dataclass(frozen=True)
+class Budget:
+    """The most bytes a step may hold at once while it is scheduled, and what it is timed on.
+
+    bytes: with `of_policy`, the policy's memory_budget, which counts what that field says.
+        Otherwise what the same program needs in FSDP's order, counted as in
+        `graphshard.cost.memory` without what stays between steps: communication buffers and reduced
+        gradients too.
+    kept: why the program stands in FSDP's order all the same, None if it does not.
+    best: the score that `Overlap` would reach with the program as it is, None if not known.
+    """
+
+    bytes: int
+    hardware: Hardware
+    of_policy: bool
+    kept: str | None = None
+    best: Score | None = None
+
+    @property
+    def backend(self) -> str:
+        """The backend whose buffers count."""
+        return "gloo" if "gloo" in self.hardware.name else "nccl"
+
+    def allows(self, score: Score) -> bool:
+        """Whether a program of this score keeps the budget."""
+        return score.bytes <= self.bytes
+
+    def __str__(self) -> str:
+        why = "memory_budget" if self.of_policy else "as FSDP's order needs"
+        kept = f"; {self.kept}" if self.kept else ""
+        return (
+            f"overlap, timed on {self.hardware.name}, holds at most {self.bytes:,} bytes at once "
+            f"({why}){kept}"
+        )

@@ -1,0 +1,35 @@
+"""set_budget: what the passes that follow may hold at once, and what they are timed on."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from graphshard.cost.hardware import Hardware
+from graphshard.plan import ShardingPlan
+from graphshard.program import Program
+from graphshard.schedule.budget import DEFAULT_HARDWARE, Budget
+from graphshard.schedule.score import bytes_held
+
+
+@dataclass(frozen=True)
+class SetBudget:
+    """Take the policy's memory_budget, or what the program holds as it is: in FSDP's order.
+
+    Args:
+        hardware: what to time on. None: "h100-sxm" for a program captured for CUDA, "cpu-gloo" for
+            one captured for the CPU.
+    """
+
+    hardware: Hardware | None = None
+    name: str = field(default="set_budget", init=False)
+
+    def apply(self, program: Program, plan: ShardingPlan) -> None:
+        """See `Pass.apply`."""
+        default = DEFAULT_HARDWARE.get(program.capture_device, DEFAULT_HARDWARE["cuda"])
+        hardware = self.hardware or Hardware.load(default)
+        most = plan.policy.memory_budget
+        budget = Budget(most or 0, hardware, of_policy=most is not None)
+        if most is None:
+            held = bytes_held(program, plan, budget.of_policy, budget.backend)
+            budget = Budget(held, hardware, of_policy=False)
+        program.budget = budget
