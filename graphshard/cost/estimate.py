@@ -251,7 +251,7 @@ def simulate(
         if not is_int(gpus_per_node) or gpus_per_node < 1:
             raise CostError(f"gpus_per_node must be 1 rank or more; got {gpus_per_node!r}")
         described = described.with_(gpus_per_node=gpus_per_node)
-    if getattr(policy, "schedule", "") == "overlap" and policy.hardware is None:
+    if policy is not None and policy.schedule == "overlap" and policy.hardware is None:
         policy = replace(policy, hardware=described)
     request = Request(model, plan, policy, world_size, mesh_shape, example_inputs, example_kwargs)
     plan = planned(what, request)
