@@ -261,8 +261,10 @@ class Policy:
         return {"kind": type(self).__name__, **values}
 
     def __repr__(self) -> str:
-        options = self.own_options() | self.shared_options()
-        return f"{type(self).__name__}({_pairs(options)})"
+        """The policy as code (see `graphshard.policy_code`)."""
+        from graphshard.policy_code import policy_code
+
+        return policy_code(self)
 
 
 def _entries(value: Mapping[Any, Any]) -> str:

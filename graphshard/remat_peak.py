@@ -16,7 +16,7 @@ from torch import Tensor, fx
 from graphshard.ops import is_compute
 from graphshard.program import Program
 from graphshard.remat import Reads, dropped, mask_of, placed, sources
-from graphshard.step_memory import GRADIENTS, PARAMETERS, Storages, storages_of
+from graphshard.step_memory import GRADIENTS, PARAMETERS, Storage, Storages, storages_of
 from graphshard.views import alias_inputs
 
 _AFTER = 1e-7
@@ -29,12 +29,14 @@ class Held:
     """Bytes of unsharded parameters and full gradients, as a step function of places.
 
     `apart` names the storages (node and part) that are counted here and not by the places of the
-    captured program.
+    captured program, and `gone` the nodes of it that the passes took away, such as the casts of
+    full parameters and gradients, which are made of shards instead.
     """
 
     starts: Tensor  # float64, ascending
     sizes: Tensor  # int64
     apart: frozenset[tuple[str, int]]
+    gone: frozenset[str] = frozenset()
 
     @classmethod
     def of(cls, program: Program, rewritten: Program, issued: str) -> Held:
@@ -76,11 +78,18 @@ class Held:
             else:
                 between.append(size)
         pass_gap()
+        left = {node.name for node in rewritten.graph.nodes if is_compute(node)}
         return cls(
             torch.tensor(starts, dtype=torch.float64),
             torch.tensor(sizes, dtype=torch.int64),
             frozenset((storage.node.name, storage.part) for storage in counted),
+            frozenset(node.name for node in program.nodes() if node.name not in left),
         )
+
+    def counts(self, storage: Storage) -> bool:
+        """Whether `storage`, of the captured program, is counted here or not at all."""
+        name = storage.node.name
+        return (name, storage.part) in self.apart or name in self.gone
 
     def at(self, places: Tensor) -> Tensor:
         """Bytes held at each of `places`."""
@@ -136,7 +145,7 @@ class PeakModel:
         self.storages = storages
         self.order = storages.place
         self.held = held
-        counted = [s for s in storages.all if (s.node.name, s.part) not in held.apart]
+        counted = [s for s in storages.all if not held.counts(s)]
         self.number = {id(storage): index for index, storage in enumerate(counted)}
         self.born = torch.tensor([float(s.born) for s in counted], dtype=torch.float64)
         self.size = torch.tensor([s.size for s in counted], dtype=torch.int64)

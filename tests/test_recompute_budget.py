@@ -136,6 +136,23 @@ def test_a_budget_holds_under_other_strategies(strategy):
     assert work(fits)
 
 
+def test_a_budget_holds_in_mixed_precision():
+    def program(**fields) -> Program:
+        policy = graphshard.BlockPolicy(
+            {Wide}, mixed_precision=graphshard.MixedPrecision(torch.bfloat16), **fields
+        )
+        return graphshard.plan(Deep(), policy, world_size=2, example_inputs=(X,)).program
+
+    plain, least = peak(program()), peak(program(recompute="units"))
+    fits = program(recompute="budget", memory_budget=(plain + least) // 2)
+    assert peak(fits) <= (plain + least) // 2
+    assert 0 < work(fits) < work(program(recompute="units"))
+    # What full parameters and gradients are cast from is gone, and counts for nothing.
+    (note,) = [note for note in fits.notes if "memory_budget" in note]
+    holds = int(re.search(r"holds ([\d,]+)", note)[1].replace(",", ""))
+    assert peak(fits) <= holds <= 1.02 * peak(fits)
+
+
 @pytest.mark.parametrize("name", [pytest.param(n, marks=pytest.mark.slow) for n in CASES])
 def test_a_budget_holds_for_real_models(name):
     case = CASES[name]
