@@ -12,8 +12,10 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 
+from graphshard.cost.by_unit import UnitEstimate, units_of
 from graphshard.cost.hardware import Hardware
 from graphshard.cost.memory import OPTIMIZERS, MemoryCurve, memory_of
+from graphshard.cost.reasons import Reason, Reasons, told
 from graphshard.cost.subject import Request, planned
 from graphshard.cost.timeline import COMPUTE, Timeline, Transfer, timeline_of
 from graphshard.errors import CostError
@@ -23,21 +25,6 @@ from graphshard.program import Program
 
 if TYPE_CHECKING:
     from rich.console import RenderableType
-
-
-@dataclass(frozen=True)
-class UnitEstimate:
-    """What one unit costs.
-
-    seconds of its compute and of its collectives, those that compute had to wait for (`exposed`),
-    and the bytes it holds at the step's peak, by category.
-    """
-
-    fqn: str
-    compute: float
-    communication: float
-    exposed: float
-    at_peak: Mapping[str, int]
 
 
 @dataclass(frozen=True)
@@ -130,30 +117,24 @@ class Estimate:
     @cached_property
     def units(self) -> tuple[UnitEstimate, ...]:
         """The units in the plan's order."""
-        compute: dict[str, float] = defaultdict(float)
-        moved: dict[str, float] = defaultdict(float)
-        exposed: dict[str, float] = defaultdict(float)
-        for span in self.timeline.spans:
-            if span.stream == COMPUTE:
-                compute[span.unit] += span.seconds
-        for transfer in self.timeline.transfers:
-            moved[transfer.span.unit] += transfer.span.seconds
-            exposed[transfer.span.unit] += transfer.exposed
-        return tuple(
-            UnitEstimate(
-                unit.fqn,
-                compute[unit.fqn],
-                moved[unit.fqn],
-                exposed[unit.fqn],
-                self.memory.by_unit.get(unit.fqn, {}),
-            )
-            for unit in self.plan.units
-        )
+        return units_of(self.plan, self.timeline, self.memory, self.step_seconds)
 
     @property
     def transfers(self) -> Sequence[Transfer]:
         """Every collective and host copy, in the order compute waits for them."""
         return self.timeline.transfers
+
+    def reasons(self, transfer: Transfer) -> tuple[Reason, ...]:
+        """Why compute waits for `transfer`, with the seconds each cause is to blame for."""
+        return self._reasons.of(transfer)
+
+    def why(self, transfer: Transfer) -> str:
+        """The reasons as text, "" if compute does not wait for `transfer`."""
+        return told(self.reasons(transfer))
+
+    @cached_property
+    def _reasons(self) -> Reasons:
+        return Reasons(self.program, self.plan, self.timeline)
 
     def with_hardware(
         self, hardware: Hardware | str | os.PathLike[str], *, backend: str | None = None

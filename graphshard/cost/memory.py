@@ -61,6 +61,7 @@ class MemoryCurve:
 
     peak: the point with the most. valley: bytes alive between steps. holders: the storages alive at
     the peak, largest first. points: one for every place where something is allocated or freed.
+    storages: all that the step allocates.
     """
 
     valley: int
@@ -70,6 +71,7 @@ class MemoryCurve:
     points: tuple[Point, ...]
     host: int = 0  # bytes kept on the host between steps
     by_unit: Mapping[str, Mapping[str, int]] = field(default_factory=dict)  # at the peak
+    storages: tuple[Storage, ...] = ()
 
 
 def memory_of(
@@ -106,7 +108,16 @@ def memory_of(
     by_unit: dict[str, Counter[str]] = {}
     for storage in alive:
         by_unit.setdefault(storage.unit, Counter())[storage.kind] += storage.size
-    return MemoryCurve(at_rest.bytes, resident, peak, tuple(alive), tuple(points), host, by_unit)
+    return MemoryCurve(
+        at_rest.bytes,
+        resident,
+        peak,
+        tuple(alive),
+        tuple(points),
+        host,
+        by_unit,
+        tuple(storages),
+    )
 
 
 def _walk(storages: Iterable[Storage], resident: Mapping[str, int]) -> Iterator[Point]:

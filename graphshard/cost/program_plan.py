@@ -21,11 +21,14 @@ from graphshard.program import ParamEntry, Program
 from graphshard.unit_options import UnitOptions
 
 
+class PolicyOfProgram(Policy):
+    """What of a policy a program shows: what lies on the host. Its other fields mean nothing."""
+
+
 def plan_of(program: Program) -> ShardingPlan:
     """The sharding plan of `program`, rewritten or just captured (then nothing is sharded).
 
-    Its policy says only whether parameters and activations lie on the host: which other options led
-    to the program cannot be read off it.
+    Its policy is a `PolicyOfProgram`: which options led to the program cannot be read off it.
     """
     served = {name: use for use in map(_Use, _collectives(program)) for name in use.params}
     gathered = {
@@ -52,7 +55,7 @@ def plan_of(program: Program) -> ShardingPlan:
     offload = {"activations" if n.kwargs["param"] is None else "params" for n in copied}
     return ShardingPlan(
         units,
-        Policy(offload=frozenset(offload) or None),
+        PolicyOfProgram(offload=frozenset(offload) or None),
         program.world_size,
         program.mesh_shape,
         program=program,

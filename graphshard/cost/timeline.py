@@ -2,8 +2,9 @@
 
 Each stream has a clock. Compute nodes run one after the other. A collective starts once its
 communicator is free and compute has reached the place where it is issued; its `wait` holds compute
-until it is done, and what it holds is exposed communication. This is how the runtime issues them:
-communication streams wait for compute where a collective is launched, and nothing else.
+until it is done, and what it holds is exposed communication. So it is with copies between device
+and host, one stream for each direction, and `arrive`. This is how the runtime issues them: the
+other streams wait for compute where something is launched, and nothing else.
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ from graphshard.plan import ShardingPlan
 from graphshard.program import Program
 from graphshard.step_memory import bytes_of
 
-COMPUTE, HOST = "compute", "host copies"
+COMPUTE, FROM_HOST, TO_HOST = "compute", "copies from host", "copies to host"
 
 
 @dataclass(frozen=True)
@@ -53,6 +54,7 @@ class Transfer:
     """A collective or a host copy, and what of it compute had to wait for.
 
     bytes are those of the full tensors; `exposed` seconds of compute standing still at its wait.
+    behind: what the stream was busy with when it was issued, None if it started at once.
     """
 
     span: Span
@@ -61,8 +63,9 @@ class Transfer:
     ranks: int
     bytes: int
     waited_at: float
+    waited_place: int  # of the node that waits, in the program
     exposed: float
-    reason: str  # why it is exposed, "" if it is not
+    behind: Span | None
 
 
 @dataclass(frozen=True)
@@ -75,6 +78,10 @@ class Timeline:
     seconds: float
     flops: int
     recomputed_flops: int  # those of them that forward did before
+
+
+_STREAMED = frozenset({ops.cast, ops.reshard, ops.keep, ops.add_kept})
+"""What the program does to one tensor on the compute stream, at the speed of memory."""
 
 
 class _Clocks(dict[str, float]):
@@ -110,7 +117,7 @@ class _Walk:
         self.transfers: list[Transfer] = []
         self.at: list[float] = []
         self.flops = self.recomputed_flops = 0
-        self._under_way: dict[fx.Node, tuple[Span, int, str | None]] = {}
+        self._under_way: dict[fx.Node, tuple[Span, int, Span | None]] = {}
         self._run: tuple[str, str, float, int] | None = None  # unit, phase, start, place
         self._last_on: dict[str, Span] = {}
 
@@ -119,10 +126,12 @@ class _Walk:
             if ops.is_collective(node):
                 self._launch(place, node)
             elif node.target is ops.wait:
-                self._wait(place, node)
+                self._finish(place, ops.collective_of(node))
+            elif node.target is ops.arrive:
+                self._finish(place, node.args[0])
             elif node.target in (ops.to_device, ops.to_host):
                 self._copy(place, node)
-            elif ops.op_name(node) is None or node.target is ops.cast:
+            elif ops.op_name(node) is None or node.target in _STREAMED:
                 self._compute(place, node)
         self.at.append(self.clock[COMPUTE])
 
@@ -132,10 +141,8 @@ class _Walk:
     # -- compute ----------------------------------------------------------------------------------
 
     def _compute(self, place: int, node: fx.Node) -> None:
-        for value in node.all_input_nodes:
-            self._arrive(place, value)
-        if node.target is ops.cast:
-            moved = 2 * _bytes(node.meta["val"])
+        if node.target in _STREAMED:
+            moved = _bytes(node.meta["val"]) + sum(_bytes(n.meta["val"]) for n in _read(node))
             seconds = self._streamed(moved)
         else:
             cost = op_cost(node)
@@ -166,8 +173,6 @@ class _Walk:
     # -- communication ----------------------------------------------------------------------------
 
     def _launch(self, place: int, node: fx.Node) -> None:
-        for value in node.all_input_nodes:
-            self._arrive(place, value)
         op = str(ops.op_name(node))
         shape = shape_of(node, self.program, self.hardware.gpus_per_node)
         moved = moved_bytes(node, self.program)
@@ -176,12 +181,11 @@ class _Walk:
         self._start(place, node, f"network ({group})", op, seconds, moved)
 
     def _copy(self, place: int, node: fx.Node) -> None:
-        for value in node.all_input_nodes:
-            self._arrive(place, value)
         moved = _bytes(node.meta["val"])
         bandwidth = self.hardware.host_bandwidth * self.hardware.efficiency["host"]
         seconds = self.hardware.launch_floor + moved / bandwidth
-        self._start(place, node, HOST, str(ops.op_name(node)), seconds, moved)
+        stream = FROM_HOST if node.target is ops.to_device else TO_HOST
+        self._start(place, node, stream, str(ops.op_name(node)), seconds, moved)
 
     def _start(
         self, place: int, node: fx.Node, stream: str, op: str, seconds: float, moved: int
@@ -195,22 +199,14 @@ class _Walk:
         self.spans.append(span)
         behind = self._last_on.get(stream) if start > issued else None
         self._last_on[stream] = span
-        blocker = None if behind is None else f"{behind.name} of {behind.unit or '(root)'}"
-        self._under_way[node] = (span, moved, blocker)
+        self._under_way[node] = (span, moved, behind)
 
-    def _wait(self, place: int, node: fx.Node) -> None:
-        self._finish(place, ops.collective_of(node))
-
-    def _arrive(self, place: int, value: fx.Node) -> None:
-        """A host copy is waited for by the first node that reads it; on the host, by nobody."""
-        if value in self._under_way and value.target is ops.to_device:
-            self._finish(place, value)
-
-    def _finish(self, place: int, node: fx.Node) -> None:
+    def _finish(self, place: int, node: Any) -> None:
+        """Compute waits for the collective or copy `node`."""
         found = self._under_way.pop(node, None)
         if found is None:
             return
-        span, moved, blocker = found
+        span, moved, behind = found
         now = self.clock[COMPUTE]
         exposed = max(0.0, span.end - now)
         if exposed:
@@ -225,26 +221,11 @@ class _Walk:
                 1 if is_copy else ranks_of(node, self.program),
                 moved,
                 now,
+                place,
                 exposed,
-                _reason(span, now, blocker) if exposed else "",
+                behind,
             )
         )
-
-
-def _reason(span: Span, waited_at: float, blocker: str | None) -> str:
-    """Why compute had to wait for `span`, in a sentence."""
-    took = f"{span.seconds * 1e3:.3g} ms"
-    hidden = waited_at - span.issued
-    if blocker is not None and span.start >= waited_at:
-        return f"its stream was busy with {blocker} when it was needed"
-    if blocker is not None:
-        return f"it started late, behind {blocker} on its stream, and takes {took}"
-    if hidden <= 0:
-        return f"it is issued where its result is needed, so nothing hides its {took}"
-    return (
-        f"it takes {took} and was issued only {hidden * 1e3:.3g} ms of compute before its result "
-        "is needed"
-    )
 
 
 def moved_bytes(collective: fx.Node, program: Program) -> int:
@@ -259,6 +240,11 @@ def moved_bytes(collective: fx.Node, program: Program) -> int:
 def collectives(program: Program) -> Iterator[fx.Node]:
     """Every collective of `program`, in order."""
     return (node for node in program.nodes() if ops.is_collective(node))
+
+
+def _read(node: fx.Node) -> list[fx.Node]:
+    """What a node of `_STREAMED` reads; of what it takes a part, nothing but that part."""
+    return [node] if node.target is ops.reshard else list(node.all_input_nodes)
 
 
 def _bytes(tensor: Any) -> int:

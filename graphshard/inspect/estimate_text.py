@@ -6,12 +6,16 @@ from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from graphshard.inspect.fold import fold
-from graphshard.inspect.units_text import human_bytes
+from graphshard.inspect.units_text import human_bytes, human_seconds
 
 if TYPE_CHECKING:
-    from graphshard.cost.estimate import Estimate, UnitEstimate
+    from graphshard.cost.by_unit import UnitEstimate
+    from graphshard.cost.estimate import Estimate
+    from graphshard.cost.reasons import Reason
+    from graphshard.cost.timeline import Transfer
 
 _SENTENCES = 6
+_LEAST = 0.002  # of the step, for a cause to be told
 
 
 def estimate_text(estimate: Estimate) -> str:
@@ -54,6 +58,7 @@ def estimate_dict(estimate: Estimate) -> dict[str, Any]:
                 "communication_seconds": unit.communication,
                 "exposed_seconds": unit.exposed,
                 "at_peak": dict(unit.at_peak),
+                "held": [vars(held) for held in unit.held],
             }
             for unit in estimate.units
         ],
@@ -67,7 +72,7 @@ def estimate_dict(estimate: Estimate) -> dict[str, Any]:
                 "bytes": transfer.bytes,
                 "seconds": transfer.span.seconds,
                 "exposed_seconds": transfer.exposed,
-                "reason": transfer.reason,
+                "reason": estimate.why(transfer),
             }
             for transfer in estimate.transfers
         ],
@@ -82,10 +87,11 @@ def _head(estimate: Estimate) -> Iterator[str]:
     yield f"hardware   {estimate.hardware}"
     hidden = estimate.communication_seconds - estimate.exposed_seconds
     yield (
-        f"step       {seconds(estimate.step_seconds)}: compute "
-        f"{seconds(estimate.compute_seconds)} (optimizer {seconds(estimate.optimizer_seconds)}), "
-        f"exposed communication {seconds(estimate.exposed_seconds)}, "
-        f"hidden {seconds(max(0.0, hidden))}"
+        f"step       {human_seconds(estimate.step_seconds)}: compute "
+        f"{human_seconds(estimate.compute_seconds)} "
+        f"(optimizer {human_seconds(estimate.optimizer_seconds)}), "
+        f"exposed communication {human_seconds(estimate.exposed_seconds)}, "
+        f"hidden {human_seconds(max(0.0, hidden))}"
     )
     yield (
         f"speed      {estimate.tflops_per_gpu:,.1f} TFLOP/s per device, "
@@ -133,31 +139,39 @@ def _units(estimate: Estimate) -> Iterator[str]:
 
 def _facts(unit: UnitEstimate) -> _UnitFacts:
     return _UnitFacts(
-        seconds(unit.compute),
-        seconds(unit.communication),
-        seconds(unit.exposed),
+        human_seconds(unit.compute),
+        human_seconds(unit.communication),
+        human_seconds(unit.exposed),
         human_bytes(sum(unit.at_peak.values())),
     )
 
 
 def _exposed(estimate: Estimate) -> Iterator[str]:
-    """The worst collectives, alike ones once, and why each is exposed."""
-    total = estimate.exposed_seconds
-    groups: dict[tuple[str, str, str], list[Any]] = {}
+    """What is to blame for exposed communication, causes of one kind together, the worst first."""
+    groups: dict[tuple[str, str, str], list[tuple[Reason, Transfer]]] = {}
     for transfer in estimate.transfers:
-        if transfer.exposed > 0.002 * estimate.step_seconds:
-            key = (transfer.op, transfer.span.phase, transfer.reason)
-            groups.setdefault(key, []).append(transfer)
-    worst = sorted(groups.items(), key=lambda item: -sum(t.exposed for t in item[1]))
+        for reason in estimate.reasons(transfer):
+            key = (transfer.op, transfer.span.phase, reason.kind)
+            groups.setdefault(key, []).append((reason, transfer))
+    total = {key: sum(reason.seconds for reason, _ in alike) for key, alike in groups.items()}
+    worst = [
+        key
+        for key in sorted(total, key=lambda key: -total[key])
+        if total[key] > _LEAST * estimate.step_seconds
+    ]
     if worst:
         yield ""
-        yield f"why {seconds(total)} of communication are exposed:"
-    for (op, phase, reason), alike in worst[:_SENTENCES]:
-        units = alike[0].span.unit or "(root)"
-        if len(alike) > 1:
-            units += f" and {len(alike) - 1} more"
-        lost = seconds(sum(transfer.exposed for transfer in alike))
-        yield f"  {lost} in {phase}: {op} of {units}: {reason}"
+        yield f"why {human_seconds(estimate.exposed_seconds)} of communication are exposed:"
+    for key in worst[:_SENTENCES]:
+        op, phase, _ = key
+        reason, transfer = max(groups[key], key=lambda pair: pair[0].seconds)
+        more = len({id(other) for _, other in groups[key]}) - 1
+        units = transfer.span.unit or "(root)"
+        share = ""
+        if more:
+            units += f" and {more} more"
+            share = f"; {human_seconds(reason.seconds)} of it in {transfer.span.unit or '(root)'}"
+        yield f"  {human_seconds(total[key])}: {op} of {units} in {phase}: {reason.text}{share}"
 
 
 def _table(heading: tuple[str, ...], rows: Sequence[tuple[str, ...]]) -> Iterator[str]:
@@ -171,12 +185,3 @@ def _table(heading: tuple[str, ...], rows: Sequence[tuple[str, ...]]) -> Iterato
     yield line(heading)
     yield "-" * len(line(heading))
     yield from map(line, rows)
-
-
-def seconds(value: float) -> str:
-    """A duration with three digits: "1.23 s", "45.6 ms", "789 us"."""
-    if value >= 1:
-        return f"{value:.3g} s" if value < 1000 else f"{value:,.0f} s"
-    if value >= 1e-3:
-        return f"{value * 1e3:.3g} ms"
-    return f"{value * 1e6:.3g} us"

@@ -40,7 +40,7 @@ def _events(estimate: Estimate) -> Iterator[dict[str, Any]]:
                 "bytes": transfer.bytes,
                 "ranks": transfer.ranks,
                 "exposed_us": transfer.exposed * _MICRO,
-                "reason": transfer.reason,
+                "reason": estimate.why(transfer),
             }
         yield {
             "name": f"{span.name} {span.unit or '(root)'}",

@@ -17,6 +17,15 @@ def human_bytes(number: float) -> str:
     return f"{value / 1024:.2f} PiB"
 
 
+def human_seconds(value: float) -> str:
+    """A duration with three digits: "1.23 s", "45.6 ms", "789 us"."""
+    if value >= 1:
+        return f"{value:.3g} s" if value < 1000 else f"{value:,.0f} s"
+    if value >= 1e-3:
+        return f"{value * 1e3:.3g} ms"
+    return f"{value * 1e6:.3g} us"
+
+
 def human_count(number: float) -> str:
     """`number` things in powers of a thousand, two decimals from K on: "999", "6.74B"."""
     if abs(number) < 1000:

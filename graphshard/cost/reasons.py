@@ -1,0 +1,303 @@
+"""Why compute waits for a collective: what kept it from starting earlier, or its wait from being
+later.
+
+An exposed collective ends after compute needs it. Part of that may be that its communicator was
+busy when it was issued; without that part, the place where it is issued is to blame, and what holds
+it there is found by looking at the nodes between it and the compute before it. Each reason names
+its obstacle: with that out of the way, compute passes the wait earlier.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property
+
+from torch import fx
+
+from graphshard import ops
+from graphshard.cost.program_plan import PolicyOfProgram
+from graphshard.cost.timeline import Span, Timeline, Transfer
+from graphshard.inspect.units_text import human_seconds
+from graphshard.plan import ShardingPlan
+from graphshard.program import FORWARD, Program
+from graphshard.views import transfers_into
+
+BEHIND = "behind"  # another collective on the same communicator
+START = "start"  # nothing runs before it
+LOSS = "loss"  # backward has not begun
+HELD = "held"  # the unit's previous gather is not freed yet
+ORDER = "order"  # a gather that stands before it is held
+POLICY = "policy"  # the prefetch asked for
+ARRIVES = "arrives"  # its shards come from the host
+GRADIENTS = "gradients"  # computed right before it
+PLACED = "placed"  # compute stands between its operands and it, for no reason known
+IN_FLIGHT = "in flight"  # it is waited for before another reduce
+RESULT = "result"  # of the collective it works on
+END = "end"  # nothing runs after it
+
+
+@dataclass(frozen=True)
+class Reason:
+    """One cause of a collective being exposed.
+
+    kind: one of this module's names. seconds: how much of the exposure it explains. obstacle: the
+    name of the node in the way, "" if no single one is. text: the cause, to stand after "since".
+    """
+
+    kind: str
+    seconds: float
+    obstacle: str
+    text: str
+
+
+class Reasons:
+    """The reasons for every transfer of a timeline.
+
+    Args:
+        program: what was timed.
+        plan: the plan it was rewritten by.
+        timeline: of `program`.
+    """
+
+    def __init__(self, program: Program, plan: ShardingPlan, timeline: Timeline) -> None:
+        self.program, self.plan, self.timeline = program, plan, timeline
+        self.nodes = list(program.graph.nodes)
+
+    def of(self, transfer: Transfer) -> tuple[Reason, ...]:
+        """Why compute waits for `transfer`; nothing if it does not.
+
+        A second reason is what would be in the way next, were the first out of it.
+        """
+        if not transfer.exposed:
+            return ()
+        found = []
+        span, stalls = transfer.span, self._stalls(transfer)
+        # When it would be issued did compute not stand still right before that.
+        issued = span.issued - sum(stall.exposed for stall in stalls)
+        alone = max(0.0, issued + span.seconds - transfer.waited_at)
+        queued = transfer.exposed - alone
+        if queued > 0:
+            found.append(self._behind(transfer, stalls, queued))
+        if alone > 0:
+            late = self._late(transfer, issued, alone)
+            if queued > 0:  # the one in the way when that is out of it
+                late = replace(late, text=f"were that not so: {late.text}")
+            found.append(late)
+        return tuple(found)
+
+    def _stalls(self, transfer: Transfer) -> list[Transfer]:
+        """What compute waits for between the last compute before `transfer` and its issue."""
+        _, gap = self._gap(self.nodes[transfer.span.place])
+        places = {self.place[node] for node in gap}
+        return [stall for place in places for stall in self._stalls_at.get(place, ())]
+
+    @cached_property
+    def _stalls_at(self) -> Mapping[int, list[Transfer]]:
+        found: dict[int, list[Transfer]] = {}
+        for transfer in self.timeline.transfers:
+            if transfer.exposed:
+                found.setdefault(transfer.waited_place, []).append(transfer)
+        return found
+
+    def _behind(self, transfer: Transfer, stalls: list[Transfer], seconds: float) -> Reason:
+        ends = [stall.span for stall in stalls]
+        span = transfer.behind or max(ends, key=lambda span: span.end)
+        node = self.nodes[span.place]
+        what = _named(span.name, span.unit)
+        if node in _moved_with(self.nodes[transfer.span.place]):
+            return Reason(ARRIVES, seconds, node.name, "its shards must arrive from the host first")
+        if span.stream != transfer.span.stream:
+            text = f"compute waits for the {what} before it issues it"
+            return Reason(BEHIND, seconds, node.name, text)
+        text = f"its stream is busy with the {what}"
+        queue = self._queue(span)
+        if len(queue) > 1:
+            first = queue[0]
+            took = human_seconds(span.end - first.start)
+            text += (
+                f", the last of {len(queue)} in a row since the {_named(first.name, first.unit)}, "
+                f"which take {took} together"
+            )
+        return Reason(BEHIND, seconds, node.name, text)
+
+    def _queue(self, last: Span) -> list[Span]:
+        """What ran on the stream of `last` without a pause up to it."""
+        queue = [last]
+        spans = self._by_stream[last.stream]
+        place = spans.index(last)
+        while place and spans[place - 1].end >= queue[0].start:
+            place -= 1
+            queue.insert(0, spans[place])
+        return queue
+
+    @cached_property
+    def _by_stream(self) -> Mapping[str, list[Span]]:
+        found: dict[str, list[Span]] = {}
+        for span in self.timeline.spans:
+            found.setdefault(span.stream, []).append(span)
+        return found
+
+    # -- what holds a collective where it stands --------------------------------------------------
+
+    def _late(self, transfer: Transfer, issued: float, seconds: float) -> Reason:
+        node = self.nodes[transfer.span.place]
+        if node.target in ops.REDUCES:
+            return self._late_reduce(node, transfer, issued, seconds)
+        kind, obstacle, text = self._holds_back(node)
+        ahead = transfer.waited_at - issued
+        took = human_seconds(transfer.span.seconds)
+        if ahead > 0:
+            text += f", {human_seconds(ahead)} before its use, and it takes {took}"
+        return Reason(kind, seconds, obstacle, text)
+
+    def _holds_back(self, node: fx.Node) -> tuple[str, str, str]:
+        """What keeps a gather, or a copy to the device, from standing before the last compute."""
+        before, gap = self._gap(node)
+        gathers = node.target is ops.all_gather
+        if before is None:
+            return START, "", "the step begins with it, and nothing runs before that could hide it"
+        params = set(_params(node)) if gathers else set()
+        for free in gap:
+            if free.target is ops.free and params & set(_params(ops.collective_of(free))):
+                held = ops.collective_of(free)
+                return (
+                    HELD,
+                    free.name,
+                    "before that the unit's previous gather is still held, and it would be in "
+                    f"memory twice (until {held.name} is freed)",
+                )
+        if before.meta["phase"] == FORWARD != node.meta["phase"]:
+            return (
+                LOSS,
+                self.program.first_backward().name,
+                "backward begins with it, and is not begun before forward is over",
+            )
+        for other in gap if gathers else ():
+            if other.target is ops.all_gather and self._holds_back(other)[0] in (HELD, ORDER):
+                return (
+                    ORDER,
+                    other.name,
+                    f"gathers keep their order, and the {_of(other)} before it is held back",
+                )
+        if not gathers:
+            return POLICY, "", "copies are issued one step ahead"
+        return POLICY, "", self._by_policy(node)
+
+    def _by_policy(self, node: fx.Node) -> str:
+        policy = self.plan.policy
+        if isinstance(policy, PolicyOfProgram):
+            return "it is issued where the program has it"
+        if node.meta["phase"] == FORWARD:
+            ahead = policy.forward_prefetch
+            if not ahead:
+                return "it is issued where its result is needed (forward_prefetch=0)"
+            return f"forward_prefetch={ahead} issues it so many units ahead"
+        if policy.backward_prefetch is None:
+            return "it is issued where its result is needed (backward_prefetch=None)"
+        where = "before" if policy.backward_prefetch == "pre" else "after"
+        return (
+            f"backward_prefetch={policy.backward_prefetch!r} issues it {where} the compute of the "
+            "unit that runs before"
+        )
+
+    def _gap(self, node: fx.Node) -> tuple[fx.Node | None, list[fx.Node]]:
+        """The last node before `node` that takes compute's time, and those between, in order.
+
+        Casts of what `node` moves are issued with it.
+        """
+        with_it = _moved_with(node)
+        gap: list[fx.Node] = []
+        for other in self.nodes[self.place[node] - 1 :: -1]:
+            if self._takes_time(other) and other not in with_it:
+                return other, gap[::-1]
+            gap.append(other)
+        return None, gap[::-1]
+
+    def _takes_time(self, node: fx.Node) -> bool:
+        """Whether compute is at work on `node` for more than no time."""
+        if not ops.is_compute(node) and node.target is not ops.cast:
+            return False
+        at, place = self.timeline.at, self.place[node]
+        return at[place] > (at[place - 1] if place else 0.0)
+
+    @cached_property
+    def place(self) -> Mapping[fx.Node, int]:
+        """Of every node, its index in the graph."""
+        return {node: index for index, node in enumerate(self.nodes)}
+
+    # -- reduces ----------------------------------------------------------------------------------
+
+    def _late_reduce(
+        self, node: fx.Node, transfer: Transfer, issued: float, seconds: float
+    ) -> Reason:
+        took = human_seconds(transfer.span.seconds)
+        last = max(node.all_input_nodes, key=self.place.__getitem__)
+        source = ops.origin(last)
+        kind, obstacle, since = (
+            GRADIENTS,
+            source.name,
+            f"its gradients are complete only with {source.name}",
+        )
+        if ops.is_unpack(source):
+            source = ops.collective_of(source)
+            kind, obstacle, since = RESULT, source.name, f"it needs the result of the {_of(source)}"
+        late = issued - self.timeline.at[self.place[last]]
+        if late > 0:
+            before, _ = self._gap(node)
+            assert before is not None
+            kind, obstacle = PLACED, before.name
+            since = (
+                f"it is issued {human_seconds(late)} of compute after its gradients are complete"
+            )
+        following = self._after_wait(transfer.waited_place)
+        if following is None:
+            ahead = human_seconds(transfer.waited_at - issued)
+            text = (
+                f"the step ends {ahead} of compute after it is issued, and it takes {took}: {since}"
+            )
+            return Reason(kind if kind == PLACED else END, seconds, obstacle, text)
+        if following.target in ops.REDUCES:
+            text = (
+                f"it takes {took} and is waited for before the {_of(following)} is issued, so that "
+                "one unit's full gradients are under way at a time"
+            )
+            return Reason(IN_FLIGHT, seconds, following.name, text)
+        text = f"it takes {took}, {following.name} needs it, and {since}"
+        return Reason(kind, seconds, obstacle, text)
+
+    def _after_wait(self, place: int) -> fx.Node | None:
+        """What the wait at `place` stands in front of: a reduce or compute; None at the end."""
+        for node in self.nodes[place + 1 :]:
+            if node.target in ops.REDUCES or self._takes_time(node):
+                return node
+        return None
+
+
+def _moved_with(node: fx.Node) -> set[fx.Node]:
+    """The casts and copies that bring the operands of a collective to it."""
+    return set(transfers_into(node)) if ops.is_collective(node) else set()
+
+
+def told(reasons: Sequence[Reason]) -> str:
+    """The reasons as a sentence's end, with their shares if there are several."""
+    if not reasons:
+        return ""
+    if len(reasons) == 1:
+        return reasons[0].text
+    return "; ".join(f"{human_seconds(reason.seconds)}: {reason.text}" for reason in reasons)
+
+
+def _params(node: fx.Node) -> tuple[str, ...]:
+    if node.target in ops.COPIES:
+        param = node.kwargs["param"]
+        return () if param is None else (str(param),)
+    return node.kwargs["params"]  # type: ignore[return-value]
+
+
+def _of(node: fx.Node) -> str:
+    return _named(str(ops.op_name(node)), str(node.kwargs.get("unit", "")))
+
+
+def _named(op: str, unit: str) -> str:
+    return f"{op} of {unit or '(root)'}"
