@@ -202,7 +202,7 @@ def test_reduces_are_waited_for_before_the_next_one():
 
 
 def test_the_step_ends_with_the_last_reduce():
-    estimate = simulate(slow=0.2)
+    estimate = simulate(slow=1e-9)
     for transfer, reason in found(estimate, kinds.END):
         assert "the step ends" in reason.text
         assert "its gradients are complete only with" in reason.text
