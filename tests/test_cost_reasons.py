@@ -34,10 +34,10 @@ def again(plan, slow=5.0):
 
 def found(estimate, kind, op=None, phase=None, reasons=1):
     """Transfers with a reason of `kind`, and that reason."""
-    pairs = [
+    pairs = [  # a second reason says what would be next
         (transfer, reason)
         for transfer in estimate.transfers
-        for reason in estimate.reasons(transfer)[:reasons]  # a second one says what would be next
+        for reason in estimate.reasons(transfer)[:reasons]
         if reason.kind == kind
         and (op is None or transfer.op == op)
         and (phase is None or transfer.span.phase == phase)
@@ -202,8 +202,8 @@ def test_reduces_are_waited_for_before_the_next_one():
 
 
 def test_the_step_ends_with_the_last_reduce():
-    estimate = simulate(slow=1e-9)
-    for transfer, reason in found(estimate, kinds.END):
+    estimate = simulate(slow=0.2)
+    for transfer, reason in found(estimate, kinds.END, reasons=2):
         assert "the step ends" in reason.text
         assert "its gradients are complete only with" in reason.text
         after = list(estimate.program.graph.nodes)[transfer.waited_place :]

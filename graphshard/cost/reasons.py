@@ -18,9 +18,11 @@ from torch import fx
 from graphshard import ops
 from graphshard.cost.program_plan import PolicyOfProgram
 from graphshard.cost.timeline import Span, Timeline, Transfer
-from graphshard.inspect.units_text import human_seconds
+from graphshard.inspect.units_text import human_bytes, human_seconds
+from graphshard.liveness import new_bytes
 from graphshard.plan import ShardingPlan
 from graphshard.program import FORWARD, Program
+from graphshard.schedule.score import held_by_place
 from graphshard.views import transfers_into
 
 BEHIND = "behind"  # another collective on the same communicator
@@ -28,6 +30,7 @@ START = "start"  # nothing runs before it
 LOSS = "loss"  # backward has not begun
 HELD = "held"  # the unit's previous gather is not freed yet
 ORDER = "order"  # a gather that stands before it is held
+BUDGET = "budget"  # of bytes, of a program scheduled by cost
 POLICY = "policy"  # the prefetch asked for
 ARRIVES = "arrives"  # its shards come from the host
 GRADIENTS = "gradients"  # computed right before it
@@ -35,6 +38,8 @@ PLACED = "placed"  # compute stands between its operands and it, for no reason k
 IN_FLIGHT = "in flight"  # it is waited for before another reduce
 RESULT = "result"  # of the collective it works on
 END = "end"  # nothing runs after it
+
+_NOTHING = 1e-6  # of an exposure: sums in another order
 
 
 @dataclass(frozen=True)
@@ -77,11 +82,11 @@ class Reasons:
         issued = span.issued - sum(stall.exposed for stall in stalls)
         alone = max(0.0, issued + span.seconds - transfer.waited_at)
         queued = transfer.exposed - alone
-        if queued > 0:
+        if queued > _NOTHING * transfer.exposed:
             found.append(self._behind(transfer, stalls, queued))
-        if alone > 0:
-            late = self._late(transfer, issued, alone)
-            if queued > 0:  # the one in the way when that is out of it
+        if alone > _NOTHING * transfer.exposed:
+            late = self._late(transfer, alone)
+            if found:  # the one in the way when that is out of it
                 late = replace(late, text=f"were that not so: {late.text}")
             found.append(late)
         return tuple(found)
@@ -140,12 +145,12 @@ class Reasons:
 
     # -- what holds a collective where it stands --------------------------------------------------
 
-    def _late(self, transfer: Transfer, issued: float, seconds: float) -> Reason:
+    def _late(self, transfer: Transfer, seconds: float) -> Reason:
         node = self.nodes[transfer.span.place]
         if node.target in ops.REDUCES:
-            return self._late_reduce(node, transfer, issued, seconds)
+            return self._late_reduce(node, transfer, seconds)
         kind, obstacle, text = self._holds_back(node)
-        ahead = transfer.waited_at - issued
+        ahead = transfer.waited_at - transfer.span.issued
         took = human_seconds(transfer.span.seconds)
         if ahead > 0:
             text += f", {human_seconds(ahead)} before its use, and it takes {took}"
@@ -182,7 +187,25 @@ class Reasons:
                 )
         if not gathers:
             return POLICY, "", "copies are issued one step ahead"
+        budget = self.program.budget
+        if budget is not None and budget.kept is None:
+            above = self._held[self.place[before]] + new_bytes(node, self.program) - budget.bytes
+            if above > 0:
+                return (
+                    BUDGET,
+                    before.name,
+                    f"issued before {before.name} it would put {human_bytes(above)} above the "
+                    f"budget of {human_bytes(budget.bytes)}",
+                )
+            return POLICY, "", f"overlap issues it there, by times for {budget.hardware.name}"
         return POLICY, "", self._by_policy(node)
+
+    @cached_property
+    def _held(self) -> Sequence[int]:
+        """By place, what counts in the budget."""
+        budget = self.program.budget
+        assert budget is not None
+        return held_by_place(self.program, self.plan, budget)
 
     def _by_policy(self, node: fx.Node) -> str:
         policy = self.plan.policy
@@ -216,10 +239,13 @@ class Reasons:
 
     def _takes_time(self, node: fx.Node) -> bool:
         """Whether compute is at work on `node` for more than no time."""
+        return self._seconds_of(node) > 0
+
+    def _seconds_of(self, node: fx.Node) -> float:
         if not ops.is_compute(node) and node.target is not ops.cast:
-            return False
+            return 0.0
         at, place = self.timeline.at, self.place[node]
-        return at[place] > (at[place - 1] if place else 0.0)
+        return at[place] - (at[place - 1] if place else 0.0)
 
     @cached_property
     def place(self) -> Mapping[fx.Node, int]:
@@ -228,9 +254,7 @@ class Reasons:
 
     # -- reduces ----------------------------------------------------------------------------------
 
-    def _late_reduce(
-        self, node: fx.Node, transfer: Transfer, issued: float, seconds: float
-    ) -> Reason:
+    def _late_reduce(self, node: fx.Node, transfer: Transfer, seconds: float) -> Reason:
         took = human_seconds(transfer.span.seconds)
         last = max(node.all_input_nodes, key=self.place.__getitem__)
         source = ops.origin(last)
@@ -242,7 +266,8 @@ class Reasons:
         if ops.is_unpack(source):
             source = ops.collective_of(source)
             kind, obstacle, since = RESULT, source.name, f"it needs the result of the {_of(source)}"
-        late = issued - self.timeline.at[self.place[last]]
+        between = self.nodes[self.place[last] + 1 : transfer.span.place]
+        late = sum(map(self._seconds_of, between))
         if late > 0:
             before, _ = self._gap(node)
             assert before is not None
@@ -252,7 +277,7 @@ class Reasons:
             )
         following = self._after_wait(transfer.waited_place)
         if following is None:
-            ahead = human_seconds(transfer.waited_at - issued)
+            ahead = human_seconds(transfer.waited_at - transfer.span.issued)
             text = (
                 f"the step ends {ahead} of compute after it is issued, and it takes {took}: {since}"
             )

@@ -41,3 +41,17 @@ def bytes_held(program: Program, plan: ShardingPlan, of_policy: bool, backend: s
         return max(storages_of(program).live(), default=0)
     memory = memory_of(program, plan, optimizer="none", backend=backend)
     return memory.peak.bytes - memory.valley
+
+
+def held_by_place(program: Program, plan: ShardingPlan, budget: Budget) -> list[int]:
+    """By place of a node, the bytes a finished program holds there that count in `budget`."""
+    if budget.of_policy:
+        return storages_of(program).live()
+    memory = memory_of(program, plan, optimizer="none", backend=budget.backend)
+    points = iter([*memory.points[1:], None])
+    held, point, here = [], next(points), memory.valley
+    for place in range(len(program.graph.nodes)):
+        while point is not None and point.place <= place:
+            here, point = point.bytes, next(points)
+        held.append(here - memory.valley)
+    return held
