@@ -9,6 +9,10 @@ At its launch NCCL's own stream waits for the compute stream, so whatever used t
 done; `wait` makes the compute stream wait for NCCL's, so whatever uses it afterwards comes later,
 and a freed block is handed out again in compute-stream order. Operands stay referenced from launch
 to wait. On CUDA the host never waits.
+
+Gloo's works run on threads, which refer to what they moved until some time after `wait` returned: a
+moment, or as long as the thread is not scheduled. So Gloo is given aliases, and once a work is done
+these are pointed at nothing: memory goes back where the program says, not when a thread gets to it.
 """
 
 from __future__ import annotations
@@ -41,9 +45,12 @@ class Operand:
 
 
 class Pending:
-    """A launched collective: the works to wait for and what they read and write."""
+    """A launched collective: the works to wait for and what they read and write.
 
-    __slots__ = ("buffers", "collective", "operands", "packed", "works")
+    lent: the aliases of those tensors that the backend's threads refer to.
+    """
+
+    __slots__ = ("buffers", "collective", "lent", "operands", "packed", "works")
 
     def __init__(
         self, collective: Collective, operands: list[Tensor], buffers: list[Tensor]
@@ -53,6 +60,7 @@ class Pending:
         self.buffers = buffers
         self.packed: list[Tensor] = []
         self.works: list[Any] = []
+        self.lent: list[Tensor] = []
 
 
 def wait(pending: Pending) -> list[Tensor]:
@@ -82,14 +90,16 @@ class Collective:
         """Start the collective on `tensors`, in operand order."""
         raise NotImplementedError
 
-    def start(self, launch: Callable[..., Any], *args: Any) -> Any:
-        """The work of `launch(*args)`, a call of the process group.
+    def start(self, pending: Pending, launch: Callable[..., Any], *args: Any) -> None:
+        """Add the work of `launch(*args)`, a call of the process group, to `pending`.
 
         Raises:
             CollectiveError: it failed.
         """
+        if self.group.backend == "gloo":
+            args = tuple(_lent(value, pending.lent) for value in args)
         try:
-            return launch(*args)
+            pending.works.append(launch(*args))
         except torch.OutOfMemoryError:
             raise
         except RuntimeError as error:
@@ -119,6 +129,8 @@ class Collective:
                 "of all ranks",
                 error,
             ) from error
+        for alias in pending.lent:
+            alias.set_()  # type: ignore[call-overload]
         return self.results(pending)
 
     def results(self, pending: Pending) -> list[Tensor]:
@@ -151,6 +163,14 @@ class Collective:
             f"{self.op} of unit {self.unit or '(root)'} in {self.phase} {how} on rank "
             f"{self.group.rank} of {self.group.size}: {advice} ({error})"
         )
+
+
+def _lent(value: Any, lent: list[Tensor]) -> Any:
+    """An alias of the tensor `value`, of each in a list of them, added to `lent`; else `value`."""
+    if isinstance(value, Tensor):
+        lent.append(value.detach())
+        return lent[-1]
+    return [_lent(item, lent) for item in value] if isinstance(value, list) else value
 
 
 @dataclass(frozen=True)

@@ -72,7 +72,7 @@ class AllGather(Collective):
                     inputs.append(movable(tensors[message.indices[0]]))
                     outputs.append(movable(buffers[message.indices[0]]))
             launch = group.process_group.allgather_into_tensor_coalesced
-            pending.works.append(self.start(launch, outputs, inputs, self.options))
+            self.start(pending, launch, outputs, inputs, self.options)
         return pending
 
     def buffers(self, tensors: Sequence[Tensor]) -> list[Tensor]:
@@ -138,7 +138,7 @@ def _finish(layout: ParamLayout) -> Callable[[Tensor], Tensor] | None:
 
         def in_order(buffer: Tensor) -> Tensor:
             full = buffer.unflatten(0, (layout.world_size, -1)).movedim(0, dim).reshape(shape)
-            # Whatever still refers to the buffer (a work that is not collected yet) lets go of it.
+            # Whatever still refers to the buffer (Gloo's views of its parts) lets go of it.
             if full.untyped_storage().data_ptr() != buffer.untyped_storage().data_ptr():
                 buffer.untyped_storage().resize_(0)
             return full

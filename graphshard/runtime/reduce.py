@@ -73,7 +73,7 @@ class ReduceScatter(Collective):
         for messages in self.launches:
             sent = [self.divided(self._sent(grads, message)) for message in messages]
             pending.operands += sent
-            pending.works += self.exchange(sent, pending.buffers)
+            self.exchange(sent, pending)
         return pending
 
     def _sent(self, grads: list[Tensor], message: Message) -> Tensor:
@@ -87,8 +87,8 @@ class ReduceScatter(Collective):
         """`sent` as it is moved."""
         return sent
 
-    def exchange(self, sent: list[Tensor], buffers: list[Tensor]) -> list[Any]:
-        """Start moving `sent` and append what each is received in; returns the works."""
+    def exchange(self, sent: list[Tensor], pending: Pending) -> None:
+        """Start moving `sent` and append to `pending.buffers` what each is received in."""
         raise NotImplementedError
 
     def average(self, sent: Tensor, received: Tensor) -> Tensor:
@@ -115,15 +115,15 @@ class ReduceScatterByReduce(ReduceScatter):
         before = averaging(sent.dtype, self.group.size)[0]
         return sent if before == 1 else sent / before
 
-    def exchange(self, sent: list[Tensor], buffers: list[Tensor]) -> list[Any]:
+    def exchange(self, sent: list[Tensor], pending: Pending) -> None:
         """One coalesced launch."""
         outputs = [s.new_empty(s.numel() // self.group.size) for s in sent]
-        buffers += outputs
+        pending.buffers += outputs
         launch = self.group.process_group.reduce_scatter_tensor_coalesced
         options = torch_compat.collective_options("ReduceScatterOptions")
         options.asyncOp = True
         options.reduceOp = averaging(sent[0].dtype, self.group.size)[1]
-        return [self.start(launch, outputs, sent, options)]
+        self.start(pending, launch, outputs, sent, options)
 
     def average(self, sent: Tensor, received: Tensor) -> Tensor:
         """What was received, or the rest of the division."""
@@ -145,14 +145,13 @@ class ReduceScatterByExchange(ReduceScatter):
         self.options = torch_compat.collective_options("AllToAllOptions")
         self.options.asyncOp = True
 
-    def exchange(self, sent: list[Tensor], buffers: list[Tensor]) -> list[Any]:
+    def exchange(self, sent: list[Tensor], pending: Pending) -> None:
         """One all-to-all per message."""
-        buffers += [torch.empty_like(s) for s in sent]
         launch = self.group.process_group.alltoall_base
-        return [
-            self.start(launch, received, parts, [], [], self.options)
-            for parts, received in zip(sent, buffers[-len(sent) :], strict=True)
-        ]
+        for parts in sent:
+            received = torch.empty_like(parts)
+            pending.buffers.append(received)
+            self.start(pending, launch, received, parts, [], [], self.options)
 
     def average(self, sent: Tensor, received: Tensor) -> Tensor:
         """The mean over the parts the ranks sent."""
@@ -162,18 +161,16 @@ class ReduceScatterByExchange(ReduceScatter):
 class ReduceScatterByPairExchange(ReduceScatterByExchange):
     """The same on two ranks, where one's own part need not be copied: half the time and memory."""
 
-    def exchange(self, sent: list[Tensor], buffers: list[Tensor]) -> list[Any]:
+    def exchange(self, sent: list[Tensor], pending: Pending) -> None:
         """Send the other rank its parts only."""
         launch = self.group.process_group.alltoall_base
-        works = []
         for own_and_other in sent:
             part = self._halves(own_and_other)[1]
             counts = [0, 0]
             counts[1 - self.group.rank] = part.numel()
             received = torch.empty_like(part)
-            buffers.append(received)
-            works.append(self.start(launch, received, part, counts, counts, self.options))
-        return works
+            pending.buffers.append(received)
+            self.start(pending, launch, received, part, counts, counts, self.options)
 
     def average(self, sent: Tensor, received: Tensor) -> Tensor:
         """The mean of the own part and the other's, in the other's storage."""
@@ -209,7 +206,7 @@ class AllReduce(Collective):
             before, options.reduceOp, _ = averaging(flat.dtype, self.group.size)
             if before != 1:
                 flat.div_(before)
-            pending.works.append(self.start(launch, [flat], options))
+            self.start(pending, launch, [flat], options)
         return pending
 
     def results(self, pending: Pending) -> list[Tensor]:
