@@ -1,6 +1,7 @@
 """graphshard: a sharded-training compiler pass for PyTorch."""
 
 from graphshard.api import compile, plan  # noqa: A004  # as torch.compile
+from graphshard.cost.compare import Comparison, compare
 from graphshard.cost.estimate import Estimate, simulate
 from graphshard.cost.hardware import Hardware
 from graphshard.errors import (
@@ -32,6 +33,7 @@ __all__ = [
     "CaptureError",
     "CheckpointError",
     "CollectiveError",
+    "Comparison",
     "CostError",
     "Estimate",
     "Event",
@@ -56,6 +58,7 @@ __all__ = [
     "UnitOptions",
     "UnsupportedTorchError",
     "VerifyError",
+    "compare",
     "compile",
     "from_accelerate",
     "from_deepspeed",

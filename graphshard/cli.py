@@ -29,14 +29,21 @@ from graphshard.cli_policy import (
     add_policy_fields,
     parse_bytes,
     parse_mesh,
+    policies_of,
     policy_of,
 )
 from graphshard.consolidate_command import add_consolidate
-from graphshard.cost.command import add_simulate, shown_estimate
-from graphshard.errors import GraphshardError, PlanError
+from graphshard.cost.command import (
+    add_compare,
+    add_simulate,
+    shown_comparison,
+    shown_estimate,
+)
+from graphshard.errors import GraphshardError, PlanError, PolicyError
 from graphshard.inspect.dump import dump_program
 from graphshard.inspect.progress import Progress
 from graphshard.plan import ShardingPlan
+from graphshard.policy_base import Policy
 
 FACTORY_HELP = """\
 FACTORY is pkg.module:function, importable from the current directory. It is called without
@@ -140,11 +147,19 @@ def build_parser() -> argparse.ArgumentParser:
     add_simulate(simulate)
     simulate.set_defaults(run=run_simulate)
 
+    compare = _add_command(
+        commands, "compare", "predict a training step under two policies", several=True
+    )
+    add_compare(compare)
+    compare.set_defaults(run=run_compare)
+
     add_consolidate(commands, parse_bytes)
     return parser
 
 
-def _add_command(commands: Any, name: str, summary: str) -> argparse.ArgumentParser:
+def _add_command(
+    commands: Any, name: str, summary: str, *, several: bool = False
+) -> argparse.ArgumentParser:
     command: argparse.ArgumentParser = commands.add_parser(
         name,
         help=summary,
@@ -153,7 +168,18 @@ def _add_command(commands: Any, name: str, summary: str) -> argparse.ArgumentPar
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     command.add_argument("factory", metavar="FACTORY", help="pkg.module:function (see below)")
-    command.add_argument("--policy", required=True, help="size:N, block or block:A,B (see below)")
+    forms = "size:N, block or block:A,B (see below)"
+    if several:
+        command.add_argument(
+            "--policy",
+            required=True,
+            action="append",
+            metavar="'POLICY [FIELDS]'",
+            help=f"given twice: {forms}, and in the same quotes what is only its own, as in "
+            "'block --recompute units'",
+        )
+    else:
+        command.add_argument("--policy", required=True, help=forms)
     ranks = command.add_mutually_exclusive_group(required=True)
     ranks.add_argument("--world-size", type=int, metavar="W", help="number of ranks")
     ranks.add_argument("--mesh", type=parse_mesh, metavar="AxB", help="shape of the mesh of ranks")
@@ -164,10 +190,12 @@ def _add_command(commands: Any, name: str, summary: str) -> argparse.ArgumentPar
     return command
 
 
-def _plan(options: argparse.Namespace, subject: Subject, progress: Progress) -> ShardingPlan:
+def _plan(
+    options: argparse.Namespace, subject: Subject, progress: Progress, policy: Policy | None = None
+) -> ShardingPlan:
     return graphshard.plan(
         subject.model,
-        policy_of(options),
+        policy or policy_of(options),
         world_size=options.world_size,
         mesh_shape=options.mesh,
         example_inputs=subject.args,
@@ -188,30 +216,38 @@ def run_plan(options: argparse.Namespace, progress: Progress) -> RenderableType:
     return plan.text(unfold=options.unfold)
 
 
-def run_simulate(options: argparse.Namespace, progress: Progress) -> str:
-    """`graphshard simulate`: the estimate, and the files asked for."""
+def _subject_to_capture(options: argparse.Namespace, progress: Progress, purpose: str) -> Subject:
     with progress.stage("build the model"):
         subject = load_subject(options.factory)
     if subject.args is None:
         raise PlanError(
-            f"a simulation needs example inputs: let {options.factory} return (model, args) or "
+            f"a {purpose} needs example inputs: let {options.factory} return (model, args) or "
             "(model, args, kwargs)"
         )
-    plan = _plan(options, subject, progress)
+    return subject
+
+
+def run_simulate(options: argparse.Namespace, progress: Progress) -> str:
+    """`graphshard simulate`: the estimate, and the files asked for."""
+    plan = _plan(options, _subject_to_capture(options, progress, "simulation"), progress)
     with progress.stage("simulate"):
         return shown_estimate(plan, options)
 
 
+def run_compare(options: argparse.Namespace, progress: Progress) -> str:
+    """`graphshard compare`: the estimates of two policies side by side."""
+    if len(options.policy) != 2:
+        raise PolicyError(f"two policies are compared; --policy was given {len(options.policy)}x")
+    policies = policies_of(options)
+    subject = _subject_to_capture(options, progress, "comparison")
+    plans = [_plan(options, subject, progress, policy) for policy in policies]
+    with progress.stage("simulate"):
+        return shown_comparison(plans, options.policy, options)
+
+
 def run_dump(options: argparse.Namespace, progress: Progress) -> str:
     """`graphshard dump`: the paths written, a line each."""
-    with progress.stage("build the model"):
-        subject = load_subject(options.factory)
-    if subject.args is None:
-        raise PlanError(
-            f"a dump needs example inputs: let {options.factory} return (model, args) or "
-            "(model, args, kwargs)"
-        )
-    plan = _plan(options, subject, progress)
+    plan = _plan(options, _subject_to_capture(options, progress, "dump"), progress)
     assert plan.program is not None  # there were example inputs
     with progress.stage("write the files"):
         return "\n".join(map(str, dump_program(plan.program, plan, options.out)))

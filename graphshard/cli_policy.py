@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import shlex
 from dataclasses import replace
 from typing import Any
 
@@ -202,8 +203,9 @@ def policy_of(options: argparse.Namespace) -> Policy:
     fields: dict[str, Any] = {name: given[name] for name in _POLICY_FIELDS if name in given}
     if fields.get("backward_prefetch") == "none":
         fields["backward_prefetch"] = None
-    # `graphshard simulate` takes it in any case: what it predicts for.
-    for_policy = given.get("command") != "simulate" or fields.get("schedule") == "overlap"
+    # `graphshard simulate` and `compare` take it in any case: what they predict for.
+    predicts = given.get("command") in ("simulate", "compare")
+    for_policy = not predicts or fields.get("schedule") == "overlap"
     if "hardware" in given and for_policy:
         fields["hardware"] = given["hardware"]
     if "recompute" in fields:
@@ -215,3 +217,19 @@ def policy_of(options: argparse.Namespace) -> Policy:
     if not entries:
         return parse_policy(options.policy, **fields)
     return ModulePolicy(dict(entries), base=parse_policy(options.policy), **fields)
+
+
+def policies_of(options: argparse.Namespace) -> list[Policy]:
+    """The policies in the texts of `options.policy`, each with fields of its own behind it.
+
+    "block:Block --recompute units" is the policy block:Block, computed again in backward; fields
+    that `options` has besides are those of every policy that does not give them.
+    """
+    found = []
+    for text in options.policy:
+        parser = argparse.ArgumentParser(prog=f'--policy "{text}"', add_help=False)
+        parser.add_argument("policy")
+        add_policy_fields(parser)
+        own = argparse.Namespace(**{k: v for k, v in vars(options).items() if k != "policy"})
+        found.append(policy_of(parser.parse_args(shlex.split(text), own)))
+    return found

@@ -185,8 +185,8 @@ def test_nothing_runs_before_the_step_and_backward_waits_for_the_loss():
 
 
 def test_reduces_are_waited_for_before_the_next_one():
-    slow = 1.0
-    estimate = simulate(slow=slow)
+    slow = 2.0
+    estimate = simulate(slow=slow, strategy="SHARD_GRAD_OP")
     for transfer, reason in found(estimate, kinds.IN_FLIGHT, "reduce_scatter"):
         assert "one unit's full gradients are under way at a time" in reason.text
         assert node_of(estimate.plan, reason.obstacle).target in ops.REDUCES

@@ -40,6 +40,7 @@ RESULT = "result"  # of the collective it works on
 END = "end"  # nothing runs after it
 
 _NOTHING = 1e-6  # of an exposure: sums in another order
+_LITTLE = 0.02  # of a collective's time: not worth telling
 
 
 @dataclass(frozen=True)
@@ -152,7 +153,7 @@ class Reasons:
         kind, obstacle, text = self._holds_back(node)
         ahead = transfer.waited_at - transfer.span.issued
         took = human_seconds(transfer.span.seconds)
-        if ahead > 0:
+        if ahead > _LITTLE * transfer.span.seconds:
             text += f", {human_seconds(ahead)} before its use, and it takes {took}"
         return Reason(kind, seconds, obstacle, text)
 
@@ -256,8 +257,8 @@ class Reasons:
 
     def _late_reduce(self, node: fx.Node, transfer: Transfer, seconds: float) -> Reason:
         took = human_seconds(transfer.span.seconds)
-        last = max(node.all_input_nodes, key=self.place.__getitem__)
-        source = ops.origin(last)
+        source = max(map(ops.origin, node.all_input_nodes), key=self.place.__getitem__)
+        ready = self.place[source]
         kind, obstacle, since = (
             GRADIENTS,
             source.name,
@@ -266,9 +267,10 @@ class Reasons:
         if ops.is_unpack(source):
             source = ops.collective_of(source)
             kind, obstacle, since = RESULT, source.name, f"it needs the result of the {_of(source)}"
-        between = self.nodes[self.place[last] + 1 : transfer.span.place]
+        with_it = _moved_with(node)
+        between = [n for n in self.nodes[ready + 1 : transfer.span.place] if n not in with_it]
         late = sum(map(self._seconds_of, between))
-        if late > 0:
+        if late > _LITTLE * transfer.span.seconds:
             before, _ = self._gap(node)
             assert before is not None
             kind, obstacle = PLACED, before.name
@@ -278,9 +280,7 @@ class Reasons:
         following = self._after_wait(transfer.waited_place)
         if following is None:
             ahead = human_seconds(transfer.waited_at - transfer.span.issued)
-            text = (
-                f"the step ends {ahead} of compute after it is issued, and it takes {took}: {since}"
-            )
+            text = f"the step ends {ahead} after it is issued, and it takes {took}: {since}"
             return Reason(kind if kind == PLACED else END, seconds, obstacle, text)
         if following.target in ops.REDUCES:
             text = (
@@ -292,11 +292,22 @@ class Reasons:
         return Reason(kind, seconds, obstacle, text)
 
     def _after_wait(self, place: int) -> fx.Node | None:
-        """What the wait at `place` stands in front of: a reduce or compute; None at the end."""
+        """What the wait at `place` stands in front of: a reduce or compute; None at the end.
+
+        Casts of what it returns are no such thing, nor are those of what is sent next.
+        """
+        if place > self._last_compute:
+            return None
         for node in self.nodes[place + 1 :]:
-            if node.target in ops.REDUCES or self._takes_time(node):
+            if node.target in ops.REDUCES or (ops.is_compute(node) and self._takes_time(node)):
                 return node
         return None
+
+    @cached_property
+    def _last_compute(self) -> int:
+        """The place of the last node that computes for more than no time."""
+        places = (self.place[n] for n in self.nodes if ops.is_compute(n) and self._takes_time(n))
+        return max(places, default=0)
 
 
 def _moved_with(node: fx.Node) -> set[fx.Node]:

@@ -2,17 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any, NamedTuple
 
+from graphshard.cost.compare import causes_of
 from graphshard.inspect.fold import fold
+from graphshard.inspect.tables import table
 from graphshard.inspect.units_text import human_bytes, human_seconds
 
 if TYPE_CHECKING:
     from graphshard.cost.by_unit import UnitEstimate
     from graphshard.cost.estimate import Estimate
-    from graphshard.cost.reasons import Reason
-    from graphshard.cost.timeline import Transfer
 
 _SENTENCES = 6
 _LEAST = 0.002  # of the step, for a cause to be told
@@ -114,7 +114,7 @@ def _memory(estimate: Estimate) -> Iterator[str]:
         (name, human_bytes(peak.by_category[name]), human_bytes(valley.get(name, 0)))
         for name in shown
     ]
-    yield from _table(("held", "at the peak", "between steps"), rows)
+    yield from table(("held", "at the peak", "between steps"), rows)
     largest = [s for s in estimate.memory.holders[:3] if s.size]
     if largest:
         named = ", ".join(
@@ -134,7 +134,7 @@ def _units(estimate: Estimate) -> Iterator[str]:
     lines = fold([(unit.fqn, _facts(unit)) for unit in estimate.units])
     rows = [(line.name or "(root)", f"{line.count:,}", *line.facts) for line in lines]
     heading = ("unit", "units", "compute", "communication", "exposed", "held at the peak")
-    yield from _table(heading, rows)
+    yield from table(heading, rows)
 
 
 def _facts(unit: UnitEstimate) -> _UnitFacts:
@@ -148,40 +148,18 @@ def _facts(unit: UnitEstimate) -> _UnitFacts:
 
 def _exposed(estimate: Estimate) -> Iterator[str]:
     """What is to blame for exposed communication, causes of one kind together, the worst first."""
-    groups: dict[tuple[str, str, str], list[tuple[Reason, Transfer]]] = {}
-    for transfer in estimate.transfers:
-        for reason in estimate.reasons(transfer):
-            key = (transfer.op, transfer.span.phase, reason.kind)
-            groups.setdefault(key, []).append((reason, transfer))
-    total = {key: sum(reason.seconds for reason, _ in alike) for key, alike in groups.items()}
-    worst = [
-        key
-        for key in sorted(total, key=lambda key: -total[key])
-        if total[key] > _LEAST * estimate.step_seconds
-    ]
+    causes = causes_of(estimate).values()
+    worst = [cause for cause in causes if cause.seconds > _LEAST * estimate.step_seconds]
     if worst:
         yield ""
         yield f"why {human_seconds(estimate.exposed_seconds)} of communication are exposed:"
-    for key in worst[:_SENTENCES]:
-        op, phase, _ = key
-        reason, transfer = max(groups[key], key=lambda pair: pair[0].seconds)
-        more = len({id(other) for _, other in groups[key]}) - 1
-        units = transfer.span.unit or "(root)"
-        share = ""
-        if more:
-            units += f" and {more} more"
-            share = f"; {human_seconds(reason.seconds)} of it in {transfer.span.unit or '(root)'}"
-        yield f"  {human_seconds(total[key])}: {op} of {units} in {phase}: {reason.text}{share}"
-
-
-def _table(heading: tuple[str, ...], rows: Sequence[tuple[str, ...]]) -> Iterator[str]:
-    widths = [max(len(row[i]) for row in (heading, *rows)) for i in range(len(heading))]
-
-    def line(row: tuple[str, ...]) -> str:
-        cells = [row[0].ljust(widths[0])]
-        cells += [cell.rjust(width) for cell, width in zip(row[1:], widths[1:], strict=True)]
-        return "  ".join(cells).rstrip()
-
-    yield line(heading)
-    yield "-" * len(line(heading))
-    yield from map(line, rows)
+    for cause in worst[:_SENTENCES]:
+        unit = cause.worst.span.unit or "(root)"
+        many, share = unit, ""
+        if cause.count > 1:
+            many += f" and {cause.count - 1} more"
+            share = f"; {human_seconds(cause.reason.seconds)} of it in {unit}"
+        yield (
+            f"  {human_seconds(cause.seconds)}: {cause.op} of {many} in {cause.phase}: "
+            f"{cause.reason.text}{share}"
+        )
