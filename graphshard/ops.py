@@ -13,6 +13,10 @@ error. Every collective node carries keyword arguments:
             "reshard"    `ranks` neighbours among those of "shard" (an all_gather only)
     ranks   the number of them, with "reshard"
     dims    the dim each parameter is split along, in operand order; left out if all are dim 0
+    units   the FQN of the unit of each operand, if they are of several, `unit` being the first's
+    columns  (a reduce_scatter's of one operand) where it starts and ends along the last dim: the
+            operand and the result are these columns of the gradient and of its shard, of which
+            all are there, from one reduce or another; left out for a whole gradient
     in_place  (a gather's) True: its results are the whole copies that ranks keep (SHARD_OPTIMIZER),
             of which the shards are parts, and are never freed; left out where buffers are new
 
@@ -192,7 +196,17 @@ def is_unpack(node: fx.Node) -> bool:
 def is_reduced(node: fx.Node) -> bool:
     """Whether `node` is what a reduce returned, through whatever transfers."""
     node = origin(node)
+    node = next(iter(joined(node)), node)
     return is_unpack(node) and collective_of(node).target in REDUCES
+
+
+def joined(node: fx.Node) -> list[fx.Node]:
+    """The reduced pieces, column by column, that `node` puts side by side; none if it does not."""
+    if node.target is not torch.ops.aten.cat.default:
+        return []
+    pieces = node.all_input_nodes
+    parts = (is_unpack(piece) and "columns" in collective_of(piece).kwargs for piece in pieces)
+    return pieces if all(parts) else []
 
 
 def is_random(node: fx.Node) -> bool:

@@ -123,6 +123,10 @@ class ParamLayout:
         """The same parameter, split over so many ranks."""
         return replace(self, world_size=ranks)
 
+    def columns(self, start: int, stop: int) -> ParamLayout:
+        """These columns of it, which lie as it does: as a parameter of its own."""
+        return replace(self, shape=(*self.shape[:-1], stop - start))
+
     def rows(self, rank: int) -> tuple[int, int]:
         """The half-open range of `dim` that `rank` owns; may be empty."""
         start = min(rank * self.padded_rows, self.shape[self.dim])

@@ -86,7 +86,10 @@ def insert_copy(
 
 
 def note_copies(program: Program, what: str, *, params: bool) -> None:
-    """Note on the program how much one step copies between host and device, of `params` or not."""
+    """Note on the program how much one step copies between host and device, of `params` or not.
+
+    A note on the same from before is replaced.
+    """
     said = []
     for target, where in ((ops.to_device, "to the device"), (ops.to_host, "to the host")):
         copies = [
@@ -95,7 +98,8 @@ def note_copies(program: Program, what: str, *, params: bool) -> None:
             if node.target is target and (node.kwargs["param"] is not None) == params
         ]
         said.append(f"{bytes_text(copies)} bytes in {len(copies):,} copies {where}")
-    program.notes = (*program.notes, f"{what}: {', '.join(said)}, each step")
+    others = tuple(note for note in program.notes if not note.startswith(f"{what}: "))
+    program.notes = (*others, f"{what}: {', '.join(said)}, each step")
 
 
 def insert_gather(
@@ -308,19 +312,28 @@ def prune_gather(wait: fx.Node) -> None:
     keep_operands(wait, keep)  # type: ignore[arg-type]
 
 
+def kwargs_for(collective: fx.Node, keep: Sequence[int]) -> dict[str, Any]:
+    """The keyword arguments of `collective` for its operands at `keep` alone."""
+    kwargs: dict[str, Any] = dict(collective.kwargs)
+    kwargs["params"] = tuple(kwargs["params"][index] for index in keep)
+    dims = kwargs.pop("dims", ())
+    if any(dims[index] for index in keep if dims):
+        kwargs["dims"] = tuple(dims[index] for index in keep)
+    if "units" in kwargs:
+        every = kwargs.pop("units")
+        units = tuple(every[index] for index in keep)
+        kwargs |= {"unit": units[0]} | ({"units": units} if len(set(units)) > 1 else {})
+    return kwargs
+
+
 def keep_operands(wait: fx.Node, keep: Sequence[int]) -> None:
     """Leave a collective with the operands at `keep` only, and renumber what unpacks it."""
     collective = ops.collective_of(wait)
     operands: Sequence[Any] = collective.args[0]  # type: ignore[assignment]
-    params: Sequence[str] = collective.kwargs["params"]  # type: ignore[assignment]
     transfers = transfers_into(collective)
     collective.args = ([operands[i] for i in keep],)
     erase_dead(transfers)
-    kwargs = {**collective.kwargs, "params": tuple(params[i] for i in keep)}
-    dims: Sequence[int] = kwargs.pop("dims", ())  # type: ignore[assignment]
-    if any(dims[i] for i in keep if dims):
-        kwargs["dims"] = tuple(dims[i] for i in keep)
-    collective.kwargs = kwargs
+    collective.kwargs = kwargs_for(collective, keep)
     wait.meta["val"] = [wait.meta["val"][i] for i in keep]
     place = {old: new for new, old in enumerate(keep)}
     for node in unpacks(wait):

@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable, Collection
 
 from graphshard.passes.insert_free import InsertFree
+from graphshard.passes.overlap import Overlap
 from graphshard.passes.precision import Precision
 from graphshard.passes.reduce_grads import ReduceGrads
 from graphshard.passes.reduce_replicas import ReduceReplicas
@@ -40,7 +41,9 @@ from graphshard.verify_sharding import (
 )
 from graphshard.verify_values import check_values
 
-FINISHED: frozenset[type] = frozenset({Unshard, ReduceGrads, ReduceReplicas, Precision, InsertFree})
+FINISHED: frozenset[type] = frozenset(
+    {Unshard, ReduceGrads, ReduceReplicas, Precision, InsertFree, Overlap}
+)
 """The passes after which a program keeps every rule."""
 
 RULES: tuple[Callable[[Facts], None], ...] = (

@@ -6,6 +6,7 @@ from torch import fx
 
 from graphshard import ops
 from graphshard.passes.insert_free import InsertFree
+from graphshard.passes.overlap import Overlap
 from graphshard.step_memory import held_text, storages_of
 from graphshard.verify_facts import Facts
 
@@ -57,9 +58,14 @@ def check_lifetimes(facts: Facts) -> None:
 
 
 def check_budget(facts: Facts) -> None:
-    """What a step holds at once never passes the policy's budget; see `graphshard.step_memory`."""
+    """What a step holds at once never passes the policy's budget; see `graphshard.step_memory`.
+
+    A program that is being scheduled by cost has to keep it once `Overlap` ran.
+    """
     budget = facts.plan.policy.memory_budget
     if budget is None or InsertFree not in facts.done:
+        return
+    if facts.program.budget is not None and Overlap not in facts.done:
         return
     storages = storages_of(facts.program)
     live = storages.live()

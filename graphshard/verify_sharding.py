@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 from torch import fx
@@ -12,6 +12,7 @@ from graphshard import ops
 from graphshard.passes.reduce_grads import ReduceGrads
 from graphshard.passes.unshard import Unshard
 from graphshard.plan import ParamLayout
+from graphshard.verify_columns import Pieces
 from graphshard.verify_facts import CollectiveKey, Facts, collective_key, signature
 from graphshard.verify_replicas import averaged_by
 
@@ -134,39 +135,47 @@ def check_reduces(facts: Facts) -> None:
     if ReduceGrads not in facts.done:
         return
     reduced_by: dict[str, fx.Node] = {}
+    pieces = Pieces(facts)
     for reduce in facts.collectives:
         if reduce.target not in ops.REDUCES or ops.group_of(reduce) == ops.REPLICATE:
             continue
         operands, layouts = _operands(facts, reduce)
+        layouts = pieces.layouts(reduce, layouts)
         for operand, layout in zip(operands, layouts, strict=True):
-            if layout.fqn in reduced_by:
+            before = reduced_by.get(layout.fqn)
+            if before is not None and not pieces.are_of(reduce, layout.fqn):
                 facts.fail(
                     "reduces",
                     reduce,
-                    f"the gradient of {layout.fqn!r} is reduced here and by "
-                    f"%{reduced_by[layout.fqn].name}",
+                    f"the gradient of {layout.fqn!r} is reduced here and by %{before.name}",
                 )
             reduced_by[layout.fqn] = reduce
-            if layout.sharded != (reduce.target is ops.reduce_scatter):
-                facts.fail("reduces", reduce, f"{layout.fqn!r} is {layout.placement}ed")
-            found = signature(operand.meta["val"])
-            # In another dtype if a cast says so, or it is computed in another.
-            told = ops.is_transfer(operand) or layout.precision is not None
-            if found[0] != layout.shape or (found[1] != layout.dtype and not told):
-                facts.fail(
-                    "reduces",
-                    reduce,
-                    f"%{operand.name} is {found}, no gradient of "
-                    f"{layout.fqn!r} {(layout.shape, layout.dtype)}",
-                )
+            _check_operand(facts, reduce, operand, layout)
         dtypes = [operand.meta["val"].dtype for operand in operands]
         expected = [(one.shard_shape, dtype) for one, dtype in zip(layouts, dtypes, strict=True)]
         for wait in facts.waits[reduce]:
             _check_values(facts, wait, expected)
-    _check_returned(facts, reduced_by | averaged_by(facts, reduced_by))
+    pieces.check_complete()
+    _check_returned(facts, reduced_by | averaged_by(facts, reduced_by), pieces)
 
 
-def _check_returned(facts: Facts, reduced_by: dict[str, fx.Node]) -> None:
+def _check_operand(facts: Facts, reduce: fx.Node, operand: fx.Node, layout: ParamLayout) -> None:
+    """What is reduced is a gradient of the parameter, and in the way that its layout asks for."""
+    if layout.sharded != (reduce.target is ops.reduce_scatter):
+        facts.fail("reduces", reduce, f"{layout.fqn!r} is {layout.placement}ed")
+    found = signature(operand.meta["val"])
+    # In another dtype if a cast says so, or it is computed in another.
+    told = ops.is_transfer(operand) or layout.precision is not None
+    if found[0] != layout.shape or (found[1] != layout.dtype and not told):
+        facts.fail(
+            "reduces",
+            reduce,
+            f"%{operand.name} is {found}, no gradient of "
+            f"{layout.fqn!r} {(layout.shape, layout.dtype)}",
+        )
+
+
+def _check_returned(facts: Facts, reduced_by: dict[str, fx.Node], pieces: Pieces) -> None:
     grads = facts.program.results().grads
     kept = {str(n.kwargs["param"]) for n in facts.nodes if n.target is ops.keep}
     for param, grad in zip(facts.program.params, grads, strict=True):
@@ -189,7 +198,7 @@ def _check_returned(facts: Facts, reduced_by: dict[str, fx.Node]) -> None:
         if reduce is None:
             facts.fail("reduces", grad, f"the gradient of {param.fqn!r} is never reduced")
         params: Sequence[str] = reduce.kwargs["params"]  # type: ignore[assignment]
-        picked = ops.origin(grad)
+        picked = pieces.picked(grad, param.fqn)
         if (
             not ops.is_unpack(picked)
             or ops.collective_of(picked) is not reduce
@@ -218,8 +227,9 @@ def check_order(facts: Facts) -> None:
     Gathers may move past reduces and compute, and reduces past gathers and compute. Within a phase,
     gathers keep their order among each other, and so do reduces, and averages over the replicas,
     however often a pass made their nodes anew: those of one phase, operator, unit, parameters and
-    group count as one and the same. A pass may add and drop collectives; then those that occur as
-    often as before keep their order.
+    group count as one and the same. A pass may add, drop, part and merge collectives; then those
+    that occur as often as before, and so do all that move any of their parameters, keep their
+    order.
     """
     if facts.reference is None:
         return
@@ -227,9 +237,12 @@ def check_order(facts: Facts) -> None:
     for kind in ("gather", "reduce", "average"):
         before = [item for item in facts.reference.collectives if _kind(item[0]) == kind]
         after = [item for item in now_issued if _kind(item[0]) == kind]
-        was = Counter(key for key, _ in before)
-        now = Counter(key for key, _ in after)
-        kept = {key for key in was if was[key] == now[key]}
+        was, now = _occurrences(before), _occurrences(after)
+        kept = {
+            item[0]
+            for item in before
+            if all(was[part] == now[part] for part in _with_parts(item[0]))
+        }
         expected = [item for item in before if item[0] in kept]
         found = [item for item in after if item[0] in kept]
         for (wanted, name), (key, node) in zip(expected, found, strict=True):
@@ -240,6 +253,17 @@ def check_order(facts: Facts) -> None:
                     f"it is issued where %{name} was before the pass; every rank must issue one "
                     "sequence of collectives, so gathers keep their order, and reduces theirs",
                 )
+
+
+def _occurrences(collectives: Iterable[tuple[CollectiveKey, Any]]) -> Counter[CollectiveKey]:
+    """How often each collective occurs, and each parameter is moved by one of its kind."""
+    return Counter(part for key, _ in collectives for part in _with_parts(key))
+
+
+def _with_parts(key: CollectiveKey) -> list[CollectiveKey]:
+    """A collective, and the like for each of its parameters."""
+    phase, op, _, params, group = key
+    return [key, *((phase, op, "of one", (param,), group) for param in params)]
 
 
 def _kind(key: CollectiveKey) -> str:
@@ -257,13 +281,16 @@ def _operands(facts: Facts, collective: fx.Node) -> tuple[list[fx.Node], list[Pa
         facts.fail("operands", collective, "a collective must say its unit and its params")
     if not operands or len(operands) != len(params):
         facts.fail("operands", collective, f"{len(operands)} operands for {len(params)} parameters")
-    for name in params:
+    units = collective.kwargs.get("units", (unit,) * len(params))
+    if not isinstance(units, (tuple, list)) or len(units) != len(params) or unit != units[0]:
+        facts.fail("operands", collective, "a collective of several units names one per parameter")
+    for name, owner in zip(params, units, strict=True):
         if not isinstance(name, str) or name not in facts.params:
             facts.fail("operands", collective, f"the program has no parameter {name!r}")
         if facts.params[name].ignored:
             facts.fail("operands", collective, f"{name!r} is ignored: it is each rank's own")
-        if facts.plan.unit_of_param(name) != unit:
-            facts.fail("operands", collective, f"{name!r} is not a parameter of unit {unit!r}")
+        if facts.plan.unit_of_param(name) != owner:
+            facts.fail("operands", collective, f"{name!r} is not a parameter of unit {owner!r}")
     layouts = [facts.plan.layouts[name] for name in params]
     dims = tuple(layout.dim for layout in layouts)
     if tuple(collective.kwargs.get("dims", (0,) * len(dims))) != dims:  # type: ignore[arg-type]

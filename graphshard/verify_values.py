@@ -12,6 +12,8 @@ one walk. What passes may do follows from a few equations:
     what a reduce returns                                      its operand, reduced (once more)
     a gradient to which a kept one is added (see `Accumulate`) that gradient; 0, if there was none
     what is kept                                               the operand of the reduce left out
+    the embedding's gradient of columns of a gradient          these columns of that of the whole
+    columns of x cast; reduced columns of x side by side       columns of x cast; x, reduced
 
 One difference is let through, and only where the plan asks for it: one cast before the reduce of a
 gradient and one after, as it is rounded elsewhere then (see `graphshard.passes.precision`); to
@@ -47,6 +49,7 @@ if TYPE_CHECKING:
 _aten = torch.ops.aten
 _REDUCED = "reduced"
 _WITH_KEPT = "with kept"
+_COLUMNS = "columns"
 
 Key = tuple[Any, ...]
 Number = Any  # an int for a node's value, a tuple for a constant
@@ -188,14 +191,10 @@ class Values:
         return isinstance(number, int) and self.keys[number][0] is _aten.zeros.default
 
     def _visit(self, node: fx.Node) -> None:
-        if ops.is_unpack(node):
-            collective = ops.collective_of(node)
-            operands: Sequence[fx.Node] = collective.args[0]  # type: ignore[assignment]
-            operand = self.of_node[operands[node.args[1]]]  # type: ignore[index]
-            if collective.target in ops.REDUCES:
-                self._enter(node, (_REDUCED, operand))
-            else:
-                self._set(node, operand)
+        if (number := self._of_columns(node)) is not None:
+            self._set(node, number)
+        elif ops.is_unpack(node):
+            self._unpack(node)
         elif node.target is ops.add_kept:
             self._enter(node, (_WITH_KEPT, self.number(node.args[0])))
         elif node.target in (*ops.COPIES, ops.arrive, ops.reshard):
@@ -220,6 +219,55 @@ class Values:
                 key = (*key, node)
                 self.effects.append(node)
             self._enter(node, key)
+
+    def _unpack(self, node: fx.Node) -> None:
+        collective = ops.collective_of(node)
+        operands: Sequence[fx.Node] = collective.args[0]  # type: ignore[assignment]
+        operand = self.of_node[operands[node.args[1]]]  # type: ignore[index]
+        if collective.target in ops.REDUCES:
+            self._enter(node, (_REDUCED, operand))
+        else:
+            self._set(node, operand)
+
+    def _of_columns(self, node: fx.Node) -> Number | None:
+        """The number of some columns of a gradient, or of a whole one made of columns."""
+        if node.target is _aten.embedding_dense_backward.default:
+            return self._embedding_columns(node)
+        if node.target is ops.cast and (part := self._columns(self.number(node.args[0]))):
+            dtype = self.number(node.kwargs["dtype"])
+            return self._intern(
+                (_COLUMNS, self._intern((ops.cast, (part[0], dtype), ())), *part[1:])
+            )
+        pieces = ops.joined(node)
+        if not pieces or node.args[1] != node.meta["val"].dim() - 1:
+            return None
+        wholes: set[Number] = set()
+        end = 0
+        for piece in pieces:
+            part = self._columns(self.keys[self.of_node[piece]][1])
+            if part is None or part[1] != end:
+                return None
+            wholes.add(part[0])
+            end = part[2]
+        return self._intern((_REDUCED, wholes.pop())) if len(wholes) == 1 else None
+
+    def _embedding_columns(self, node: fx.Node) -> Number | None:
+        """The number of an embedding's gradient, if the gradient it is given is some columns."""
+        part: Any = node.args[0]
+        if part.target is not _aten.slice.Tensor or len(part.args) != 4:
+            return None
+        source, dim, start, stop = part.args
+        if dim != part.meta["val"].dim() - 1:
+            return None
+        args = (self.number(source), *map(self.number, node.args[1:]))
+        whole = self._intern((node.target, args, self.number(node.kwargs)))
+        self.name.setdefault(whole, node.name)
+        return self._intern((_COLUMNS, whole, start, stop))
+
+    def _columns(self, number: Number) -> tuple[Number, int, int] | None:
+        """Of what `number` is some columns, and of which, if it is."""
+        key = self.keys[number] if isinstance(number, int) else ()
+        return (key[1], key[2], key[3]) if key[:1] == (_COLUMNS,) else None
 
     def _enter(self, node: fx.Node, key: Key) -> None:
         self._set(node, self._intern(key))

@@ -186,8 +186,8 @@ def derived_values(program: Program, plan: ShardingPlan) -> dict[fx.Node, Source
             if gather.target is ops.all_gather:
                 index = node.args[1]
                 assert isinstance(index, int)
-                param_fqn = gather.kwargs["params"][index]  # type: ignore[index]
-                found[node] = Source(node, param_fqn, gather.kwargs["unit"])  # type: ignore[arg-type]
+                param_fqn: str = gather.kwargs["params"][index]  # type: ignore[index,assignment]
+                found[node] = Source(node, param_fqn, plan.unit_of_param(param_fqn))
         elif ops.is_compute(node) and _is_derivation(node):
             base = tensor_inputs(node)[0]
             if base in found:

@@ -185,11 +185,15 @@ def _drop_results(program: Program, zero: set[fx.Node]) -> None:
             for user in [user for user in wait.users if user.args[1] not in keep]:
                 dropped.update((user, *transfers_after(user)))
             partly.append((wait, keep))
+    joined = _joined(program, dropped)
+    dropped |= joined
     for node in list(program.nodes(BACKWARD)):
         if node.target is ops.keep and node.args[0] in zero:
             program.graph.erase_node(node)
     results.grads = [None if grad in dropped else grad for grad in results.grads]
     program.set_results(results)
+    for node in sorted(joined, reverse=True):
+        program.graph.erase_node(node)
     for wait, keep in reversed(partly):  # what reads a reduced shard goes before it
         gone = [user for user in wait.users if user in dropped]
         gone += [transfer for node in gone for transfer in transfers_after(node)]
@@ -202,6 +206,12 @@ def _drop_results(program: Program, zero: set[fx.Node]) -> None:
             program.graph.erase_node(wait)
             program.graph.erase_node(reduce)
             # The transfers of its operands are zero, and erased with the rest nobody reads.
+
+
+def _joined(program: Program, dropped: set[fx.Node]) -> set[fx.Node]:
+    """What pieces among `dropped` were put side by side to, and what takes that further."""
+    joined = [n for n in program.nodes(BACKWARD) if not dropped.isdisjoint(ops.joined(n))]
+    return {one for node in joined for one in (node, *transfers_after(node))}
 
 
 def _erase_dead(program: Program) -> None:

@@ -13,6 +13,9 @@ from graphshard.program import BACKWARD, FORWARD, ParamEntry, Program
 from graphshard.rewrite import fake_on, insert_copy, note_copies
 from graphshard.runs import find_runs
 
+COPIED = "parameters and gradients"
+"""What the note on the program says is copied."""
+
 
 @dataclass(frozen=True)
 class OffloadParams:
@@ -47,7 +50,7 @@ class OffloadParams:
                 _bring_whole(program, plan, param, unit)
             param.node.meta["val"] = fake_on(param.node.meta["val"], "cpu")
         _send_gradients(program, plan)
-        note_copies(program, "parameters and gradients", params=True)
+        note_copies(program, COPIED, params=True)
         for param in _moved(program):
             for user in param.node.users:
                 if user.target is not ops.to_device:

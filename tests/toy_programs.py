@@ -329,8 +329,7 @@ class OneRank(fx.Interpreter):
                 full.append(self.full[name].to(given.dtype, copy=True))
             return full
         if target is ops.reduce_scatter:
-            pairs = zip(args[0], kwargs["params"], strict=True)
-            return [self.part(grad, name) for grad, name in pairs]
+            return self.reduced(args[0], **kwargs)
         if target is ops.reshard:
             return self.part(args[0], kwargs["param"], kwargs["ranks"])
         if target is ops.all_reduce:
@@ -344,6 +343,15 @@ class OneRank(fx.Interpreter):
                 value.fill_(float("nan"))
             return None
         return super().call_function(target, args, kwargs)
+
+    def reduced(
+        self, grads: Sequence[Tensor], *, params: Sequence[str], columns: Any = None, **_: Any
+    ) -> list[Tensor]:
+        """This rank's parts of gradients, or of some columns of one."""
+        if columns is not None:
+            layout = self.plan.layouts[params[0]].columns(*columns)
+            return [part_of(grads[0], layout, self.rank)]
+        return [self.part(grad, name) for grad, name in zip(grads, params, strict=True)]
 
     def part(self, full: Tensor, name: str, ranks: int | None = None) -> Tensor:
         """What this rank holds of a parameter, or its share as one of a group of `ranks`."""

@@ -186,6 +186,11 @@ def _communication(nodes: list[fx.Node], program: Program) -> str:
     if "ranks" in collective.kwargs:
         over = f" over groups of {collective.kwargs['ranks']}"
     over += " in place" if collective.kwargs.get("in_place") else ""
+    columns: Sequence[int] = collective.kwargs.get("columns", ())  # type: ignore[assignment]
+    over += f" of columns {columns[0]}:{columns[1]}" if columns else ""
+    units: Sequence[str] = collective.kwargs.get("units", ())  # type: ignore[assignment]
+    others = [unit_label(unit) for unit in dict.fromkeys(units[1:]) if unit != units[0]]
+    over += f" with {', '.join(others)}" if others else ""
     dims: Sequence[int] = collective.kwargs.get("dims", ())  # type: ignore[assignment]
     return _amount(size, values, over=over, dims=dims)
 

@@ -63,6 +63,7 @@ def _collective_lines(graph: fx.Graph, plan: ShardingPlan) -> Iterator[str]:
             moved = ", ".join(
                 f"{name} {list(plan.layouts[name].shape)} {str(o.meta['val'].dtype)[6:]}"
                 + (f" by dim {dim}" if (dim := plan.layouts[name].dim) else "")
+                + (f" columns {node.kwargs['columns']}" if "columns" in node.kwargs else "")
                 for name, o in zip(params, operands, strict=True)
             )
             unit = node.kwargs["unit"] or "(root)"

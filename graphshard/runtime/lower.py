@@ -76,6 +76,9 @@ def _bound(node: fx.Node, plan: ShardingPlan, group: Group) -> Collective:
     params: Any = node.kwargs["params"]
     unit: Any = node.kwargs["unit"]
     layouts = [plan.layouts[name] for name in params]
+    if "columns" in node.kwargs:
+        columns: Any = node.kwargs["columns"]
+        layouts = [layout.columns(*columns) for layout in layouts]
     if ops.group_of(node) == ops.RESHARD:
         ranks: Any = node.kwargs["ranks"]
         layouts = [layout.over(ranks) for layout in layouts]

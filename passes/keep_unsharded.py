@@ -1,0 +1,177 @@
+"""keep_unsharded: chosen units stay whole from forward to backward, their re-gather is dropped."""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
+
+from torch import fx
+
+from graphshard import ops
+from graphshard.cost.timeline import timeline_of
+from graphshard.errors import PassError
+from graphshard.liveness import new_bytes
+from graphshard.plan import ShardingPlan
+from graphshard.program import BACKWARD, FORWARD, Program
+from graphshard.rewrite import erase_dead, insert_node
+from graphshard.schedule.score import budget_of
+from graphshard.schedule.trial import Step, scheduled
+from graphshard.views import gather_waits, transfers_into, unpacks
+
+MAX_TRIALS = 8
+"""How many programs are scheduled and simulated at most to find out how many units to keep."""
+
+
+@dataclass(frozen=True)
+class Pair:
+    """The last gather of some parameters in forward and the first in backward, by their waits."""
+
+    unit: str
+    forward: fx.Node
+    backward: fx.Node
+
+
+@dataclass(frozen=True)
+class KeepUnsharded:
+    """Drop the first backward gather of chosen units: forward's is freed after backward's last use.
+
+    Selective unshard: what `reshard_after_forward=False` does to a unit, for those where it pays.
+    Units whose gather in backward is exposed are taken in the order of seconds exposed per byte
+    kept, the later first among equals, as long as the scheduled step gets faster by it and holds no
+    more than its budget. As a rule these are the last blocks, which backward begins with.
+
+    Args:
+        units: FQNs of the units to keep. None: chosen as above.
+        then: the passes that schedule the program, to find out what it gains.
+    """
+
+    units: tuple[str, ...] | None = None
+    then: Sequence[Step] = ()
+    name: str = field(default="keep_unsharded", init=False)
+
+    def apply(self, program: Program, plan: ShardingPlan) -> None:
+        """See `Pass.apply`.
+
+        Raises:
+            PassError: a unit to be kept is not gathered again in backward; or the choice is left to
+                this pass, and the program has no budget.
+        """
+        pairs = pairs_of(program)
+        if self.units is None:
+            kept = self._chosen(program, plan, list(pairs.values()))
+        else:
+            missing = [unit for unit in self.units if unit not in pairs]
+            if missing:
+                raise PassError(
+                    f"pass {self.name}: unit {missing[0]!r} is not gathered in forward and again "
+                    f"in backward; those that are: {sorted(pairs)}"
+                )
+            kept = [pairs[unit] for unit in self.units]
+        for pair in kept:
+            _keep(program, pair)
+
+    def _chosen(self, program: Program, plan: ShardingPlan, pairs: list[Pair]) -> list[Pair]:
+        budget = budget_of(program)
+        trial = program.copy()
+        best = scheduled(trial, plan, self.then)
+        ranked = self._ranked(trial, plan, {pair.unit for pair in pairs})
+        kept: list[str] = []
+        step, trials = 1, 0
+        while ranked and step and trials < MAX_TRIALS:
+            more = ranked[:step]
+            trial = program.copy()
+            replace(self, units=(*kept, *more)).apply(trial, plan)
+            score = scheduled(trial, plan, self.then)
+            trials += 1
+            if budget.allows(score) and score.seconds < best.seconds and score.beats(best):
+                kept += more
+                ranked = ranked[step:]
+                best, step = score, step * 2
+            else:
+                step = min(step, len(ranked)) // 2
+        if kept:
+            names = ", ".join(kept)
+            program.notes = (*program.notes, f"{names} stay unsharded from forward to backward")
+        program.budget = replace(budget, best=best)
+        return [pair for pair in pairs if pair.unit in kept]
+
+    @staticmethod
+    def _ranked(program: Program, plan: ShardingPlan, units: set[str]) -> list[str]:
+        """Those of `units` whose gather in backward is exposed, the best to keep first."""
+        hardware = budget_of(program).hardware
+        value: dict[str, tuple[float, int]] = {}
+        nodes = list(program.graph.nodes)
+        for transfer in timeline_of(program, plan, hardware).transfers:
+            span = transfer.span
+            gathers = transfer.op == ops.all_gather.__name__ and span.phase == BACKWARD
+            if gathers and span.unit in units and transfer.exposed and span.unit not in value:
+                size = max(1, new_bytes(nodes[span.place], program))
+                value[span.unit] = (-transfer.exposed / size, span.place)
+        return sorted(value, key=value.__getitem__)
+
+
+def pairs_of(program: Program) -> dict[str, Pair]:
+    """By unit, its last gather in forward and its first in backward, if that has no parameter more.
+
+    Gathers into copies that ranks keep anyway are left out.
+    """
+    forward: dict[str, fx.Node] = {}
+    found: dict[str, Pair] = {}
+    for wait in gather_waits(program):
+        gather = ops.collective_of(wait)
+        unit = str(gather.kwargs["unit"])
+        if gather.kwargs.get("in_place"):
+            continue
+        if wait.meta["phase"] == FORWARD:
+            forward[unit] = wait
+        elif unit in forward and unit not in found:
+            before = forward[unit]
+            if _freed_in_forward(before) and _params(wait) <= _params(before):
+                found[unit] = Pair(unit, before, wait)
+    return found
+
+
+def _params(wait: fx.Node) -> set[str]:
+    return set(ops.collective_of(wait).kwargs["params"])  # type: ignore[arg-type]
+
+
+def _freed_in_forward(wait: fx.Node) -> bool:
+    return any(user.target is ops.free and user.meta["phase"] == FORWARD for user in wait.users)
+
+
+def _keep(program: Program, pair: Pair) -> None:
+    """Let what read the backward gather of `pair` read the forward one."""
+    graph = program.graph
+    names: Sequence[str] = ops.collective_of(pair.forward).kwargs["params"]  # type: ignore[assignment]
+    gather = ops.collective_of(pair.backward)
+    again: Sequence[str] = gather.kwargs["params"]  # type: ignore[assignment]
+    known = {names[node.args[1]]: node for node in unpacks(pair.forward)}  # type: ignore[index]
+    for node in unpacks(pair.backward):
+        name = again[node.args[1]]  # type: ignore[index]
+        if name not in known:
+            with graph.inserting_after(pair.forward):
+                known[name] = insert_node(
+                    program,
+                    operator.getitem,
+                    (pair.forward, names.index(name)),
+                    {},
+                    name=f"{name}_full",
+                    unit=pair.unit,
+                    phase=FORWARD,
+                    val=node.meta["val"],
+                )
+        node.replace_all_uses_with(known[name])
+        graph.erase_node(node)
+    for node in [user for user in pair.forward.users if user.target is ops.free]:
+        graph.erase_node(node)
+    for node in [user for user in pair.backward.users if user.target is ops.free]:
+        node.args = (pair.forward,)
+    graph.erase_node(pair.backward)
+    shards = list(gather.all_input_nodes)
+    transfers = transfers_into(gather)
+    graph.erase_node(gather)
+    erase_dead(transfers)
+    for part in shards:
+        if part.target is ops.reshard and not part.users:
+            graph.erase_node(part)

@@ -1,0 +1,220 @@
+"""split_gathers: parameters of a unit that are used far apart are gathered and freed apart."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+
+from torch import fx
+
+from graphshard import ops
+from graphshard.errors import PassError
+from graphshard.passes.offload_params import COPIED
+from graphshard.plan import ShardingPlan
+from graphshard.program import BACKWARD, FORWARD, Program
+from graphshard.regroup import gather_again, insert_free
+from graphshard.rewrite import erase_dead, note_copies, rewire
+from graphshard.runs import Runs, find_runs
+from graphshard.schedule.score import budget_of
+from graphshard.schedule.uses import Work, bytes_moved, clusters, last_use, readers_of
+from graphshard.views import Source, gather_waits, transfers_into
+
+Use = tuple[int, fx.Node]
+"""A parameter, by its index in its gather, and a node that reads it."""
+
+
+@dataclass
+class Piece:
+    """Parameters gathered together, and the nodes that are to read them from that gather."""
+
+    first: int  # the group of uses they are gathered for
+    last: int  # the one after which they are freed
+    params: list[int]
+    readers: list[fx.Node]
+
+
+@dataclass(frozen=True)
+class SplitGathers:
+    """Give each group of uses of a unit's parameters a gather, a wait and a free of its own.
+
+    Two uses are far apart if the compute of other units between them takes as long as the gather of
+    what the later one needs, so that it can hide there. So the root's embedding is freed after its
+    lookup, and the head is gathered while the last block runs, instead of both staying from the
+    first operator to the last. The same holds for any unit with others inside it.
+
+    A parameter used in several groups stays from the first to the last, or is gathered `again` for
+    each where that adds no collective, or is worth one. It is not gathered again in backward if its
+    unit's strategy keeps it from forward.
+
+    Args:
+        again: whether parameters used in several groups are gathered for each.
+        apart: seconds of other units' compute that make two uses far apart. None: see above.
+        alone: bytes from which on parameters are worth a gather of their own. None: where half of
+            its time is latency.
+    """
+
+    again: bool = False
+    apart: float | None = None
+    alone: int | None = None
+    name: str = field(default="split_gathers", init=False)
+
+    def apply(self, program: Program, plan: ShardingPlan) -> None:
+        """See `Pass.apply`.
+
+        Raises:
+            PassError: the program has no budget, which says what it is timed on; or a use was left
+                behind.
+        """
+        work = Work(program, budget_of(program).hardware)
+        runs = find_runs(program, plan)
+        for wait in list(gather_waits(program)):
+            pieces = self._pieces(wait, plan, work, runs)
+            if len(pieces) > 1:
+                _Split(self, program, plan, runs, wait).into(pieces)
+        if plan.policy.offloads("params"):
+            note_copies(program, COPIED, params=True)
+
+    def _pieces(self, wait: fx.Node, plan: ShardingPlan, work: Work, runs: Runs) -> list[Piece]:
+        gather = ops.collective_of(wait)
+        unit = str(gather.kwargs["unit"])
+        uses: list[tuple[int, Use]] = []
+        for value, readers in readers_of(wait, runs.derived).items():
+            if not readers:
+                return []
+            index: int = value.args[1]  # type: ignore[assignment]
+            uses += ((work.place[reader], (index, reader)) for reader in readers)
+        uses.sort(key=lambda use: (-use[0], use[1][0]))
+
+        def enough(group: Sequence[Use]) -> float:
+            if self.apart is not None:
+                return self.apart
+            return work.moved(gather, bytes_moved(wait, (index for index, _ in group)))
+
+        def gap(start: int, stop: int) -> float:
+            return work.of_others(unit, start, stop)
+
+        groups = clusters(uses, gap, enough)[::-1]
+        if len(groups) == 1:
+            return []
+        pieces = self._served(groups, wait, plan, work)
+        return self._small_ones_joined(pieces, wait, work)
+
+    def _alone(self, wait: fx.Node, params: Iterable[int], work: Work) -> bool:
+        """Whether these parameters are worth a gather of their own."""
+        size = bytes_moved(wait, params)
+        if self.alone is None:
+            return not work.too_small(ops.collective_of(wait), size)
+        return size >= self.alone
+
+    def _served(
+        self, groups: list[list[Use]], wait: fx.Node, plan: ShardingPlan, work: Work
+    ) -> list[Piece]:
+        """One piece for each parameter and group of uses it is gathered for."""
+        gather = ops.collective_of(wait)
+        home: dict[int, Piece] = {}
+        pieces: list[Piece] = []
+        for place, group in enumerate(groups):
+            phase = min(reader for _, reader in group).meta["phase"]
+            used = sorted({index for index, _ in group})
+            old = [index for index in used if index in home]
+            again = self.again and _may_go(gather, phase, plan)
+            worth = len(old) < len(used) or self._alone(wait, old, work)
+            fresh = old if again and worth else []
+            for index in used:
+                if index not in home or index in fresh:
+                    home[index] = Piece(place, place, [index], [])
+                    pieces.append(home[index])
+                home[index].last = place
+                home[index].readers += [reader for one, reader in group if one == index]
+        return pieces
+
+    def _small_ones_joined(self, pieces: list[Piece], wait: fx.Node, work: Work) -> list[Piece]:
+        """Pieces of one life together, those not worth a gather with one that lives longer."""
+        by_life: dict[tuple[int, int], Piece] = {}
+        for piece in sorted(pieces, key=lambda piece: (piece.first, -piece.last)):
+            life = piece.first, piece.last
+            longer = [known for known in by_life if known[0] == piece.first]
+            alike = [i for p in pieces if (p.first, p.last) == life for i in p.params]
+            if life not in by_life and longer and not self._alone(wait, alike, work):
+                life = longer[-1]
+            if life in by_life:
+                by_life[life].params += piece.params
+                by_life[life].readers += piece.readers
+            else:
+                by_life[life] = piece
+        return list(by_life.values())
+
+
+def _may_go(gather: fx.Node, phase: str, plan: ShardingPlan) -> bool:
+    """Whether what `gather` gathered may be freed before it is used in `phase`."""
+    options = plan.unit(str(gather.kwargs["unit"])).options
+    if gather.meta["phase"] == phase or options.reshard is not False:
+        return True
+    # The root stays only because backward, as a rule, begins with it.
+    asked = plan.policy.reshard_after_forward is False
+    return not gather.kwargs["unit"] and options.strategy.frees_after_forward and not asked
+
+
+@dataclass
+class _Split:
+    """The rewrite of one gather, which `wait` ends."""
+
+    owner: SplitGathers
+    program: Program
+    plan: ShardingPlan
+    runs: Runs
+    wait: fx.Node
+
+    def into(self, pieces: list[Piece]) -> None:
+        gather = ops.collective_of(self.wait)
+        for piece in sorted(pieces, key=lambda piece: min(piece.readers)):
+            self._gathered(piece, gather)
+        left = {self.wait, *self.wait.users}
+        own = [value for value, source in self.runs.derived.items() if source.node in left]
+        erase_dead(own)
+        remaining = [user for user in self.wait.users if user.target is not ops.free]
+        if remaining:
+            raise PassError(
+                f"pass {self.owner.name}: {remaining[0].name} of unit "
+                f"{gather.kwargs['unit']!r} is still read, by {next(iter(remaining[0].users)).name}"
+            )
+        transfers = transfers_into(gather)
+        for node in (*self.wait.users, self.wait, gather):
+            self.program.graph.erase_node(node)
+        erase_dead(transfers)
+
+    def _gathered(self, piece: Piece, gather: fx.Node) -> None:
+        readers = sorted(set(piece.readers))
+        phase = readers[0].meta["phase"]
+        wait, values = gather_again(
+            self.program,
+            self.wait,
+            sorted(piece.params),
+            issued=gather if not piece.first else self._step_before(readers[0]),
+            waited=readers[0],
+            phase=phase,
+        )
+        names: Sequence[str] = gather.kwargs["params"]  # type: ignore[assignment]
+        by_name = {names[index]: value for index, value in values.items()}
+        derived = self._of_this(names[index] for index in values)
+        for one in (FORWARD, BACKWARD):
+            now = [reader for reader in readers if reader.meta["phase"] == one]
+            rewire(now, derived, by_name, unit=str(gather.kwargs["unit"]))
+        if not gather.kwargs.get("in_place"):
+            insert_free(self.program, wait, after=last_use(wait))
+
+    def _of_this(self, params: Iterable[str]) -> Mapping[fx.Node, Source]:
+        """The values that stand on this gather's results for `params`."""
+        names = set(params)
+        return {
+            value: source
+            for value, source in self.runs.derived.items()
+            if source.param in names and source.node.args and source.node.args[0] is self.wait
+        }
+
+    def _step_before(self, reader: fx.Node) -> fx.Node:
+        """Where the last other unit's run before `reader` starts, for compute to hide a gather."""
+        place = self.runs.position
+        steps = self.runs.steps(reader.meta["phase"])
+        earlier = [step for step in steps if place[step] < place[reader]]
+        return earlier[-1] if earlier else reader
