@@ -145,6 +145,7 @@ REDUCES = frozenset({reduce_scatter, all_reduce})
 COPIES = frozenset({to_device, to_host})
 TRANSFERS = COPIES | {cast, arrive, add_kept}
 VOCABULARY: frozenset[Any] = COLLECTIVES | TRANSFERS | {wait, free, keep, reshard}
+_Function = type(wait)
 
 # Without this, fx dead-code elimination drops nodes whose result nobody reads: every free. A
 # transfer nobody reads may go.
@@ -154,19 +155,20 @@ for _op in VOCABULARY - TRANSFERS:
 
 def op_name(node: fx.Node) -> str | None:
     """The vocabulary name of `node` ("all_gather", "wait", ...), or None for any other node."""
-    if node.op == "call_function" and node.target in VOCABULARY:
-        return node.target.__name__  # type: ignore[union-attr]
+    # Of an operator of torch even the hash takes a call in Python: its type tells sooner.
+    if type(node.target) is _Function and node.target in VOCABULARY:
+        return node.target.__name__
     return None
 
 
 def is_collective(node: fx.Node) -> bool:
     """Whether `node` starts a collective."""
-    return node.op == "call_function" and node.target in COLLECTIVES
+    return type(node.target) is _Function and node.target in COLLECTIVES
 
 
 def is_transfer(node: fx.Node) -> bool:
     """Whether `node` moves, casts or adds to one tensor on its way into or out of a collective."""
-    return node.op == "call_function" and node.target in TRANSFERS
+    return type(node.target) is _Function and node.target in TRANSFERS
 
 
 def origin(node: fx.Node) -> fx.Node:
@@ -239,7 +241,7 @@ def has_effect(node: fx.Node) -> bool:
 
 def is_compute(node: fx.Node) -> bool:
     """Whether `node` is the model's own work: no placeholder, no output, no communication."""
-    return node.op == "call_function" and node.target not in VOCABULARY and not is_unpack(node)
+    return node.op == "call_function" and op_name(node) is None and not is_unpack(node)
 
 
 def collective_of(node: fx.Node) -> fx.Node:

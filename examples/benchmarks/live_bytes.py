@@ -17,6 +17,8 @@ from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
+from graphshard import torch_compat
+
 
 class LiveBytes(TorchDispatchMode):
     """A context that counts; `current` and `peak` are bytes and stay readable after it.
@@ -30,11 +32,29 @@ class LiveBytes(TorchDispatchMode):
         self.peak = 0
         self._sizes: dict[int, int] = {}  # by address of the C++ storage
         self._watches: dict[int, weakref.ref[torch.UntypedStorage]] = {}
+        self._apart: set[int] = set()
 
     @property
     def current(self) -> int:
         """Bytes alive now."""
-        return sum(self._sizes.values())
+        return sum(size for at, size in self._sizes.items() if at not in self._apart)
+
+    @property
+    def apart(self) -> int:
+        """Bytes alive now of what `set_apart` was given."""
+        return sum(size for at, size in self._sizes.items() if at in self._apart)
+
+    def set_apart(self, tree: Any) -> None:
+        """Do not count the tensors of a pytree in `current` and `peak`: they stand for the host's.
+
+        For ranks that compute on the CPU and keep in memory of the same kind what they offload.
+        """
+        for leaf in tree_leaves(tree):
+            if isinstance(leaf, DTensor):
+                leaf = torch_compat.local_tensor(leaf)
+            if isinstance(leaf, Tensor):
+                self._apart.add(leaf.untyped_storage()._cdata)
+                self._count(leaf.untyped_storage())
 
     def add(self, tree: Any) -> None:
         """Count the tensors of a pytree that lived before the context was entered."""
@@ -55,6 +75,7 @@ class LiveBytes(TorchDispatchMode):
 
     def _forget(self, address: int) -> None:
         self._sizes.pop(address, None)
+        self._apart.discard(address)
         self._watches.pop(address, None)
 
     def __torch_dispatch__(

@@ -8,33 +8,58 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Any
 
+import torch
 from torch import fx
 
 from graphshard import ops
 from graphshard.cost.groups import ranks_of
 from graphshard.program import Program
+from graphshard.runtime.group import PACK_GATHER_BELOW, PACK_REDUCE_BELOW
+from graphshard.sizes import is_contiguous
 from graphshard.step_memory import Storage, bytes_of
 
 BUFFERS = "communication buffers"
 GRADIENTS = "gradients"
+KEPT = "gradients kept by no_sync"
 
 END = 1 << 60
 """Where a storage dies that outlives the step."""
 
 
 def buffers_of(program: Program, backend: str) -> Iterator[Storage]:
-    """Storages of reduces and of reduced gradients, in the order they are made."""
+    """Storages of collectives and of gradients reduced or kept, in the order they are made."""
     place = {node: index for index, node in enumerate(program.graph.nodes)}
     returned = {grad for grad in program.results().grads if grad is not None}
     for node in program.nodes():
         if node.target in ops.REDUCES:
             yield from _of_reduce(node, program, backend, place, returned)
-        elif ops.is_transfer(node) and ops.origin(node) is not node and _is_reduced(node):
+        elif node.target is ops.all_gather:
+            yield from _of_gather(node, program, backend, place)
+        elif node.target is ops.keep:
+            yield Storage(node, bytes_of(node.meta["val"]), place[node], END, KEPT)
+        elif ops.is_transfer(node):
+            if node.target is ops.add_kept:
+                # Added in place to what an earlier backward kept, which counts on as the sum.
+                yield Storage(node, bytes_of(node.meta["val"]), 0, place[node] - 1, KEPT)
+            if ops.origin(node) is node or not _is_reduced(node):
+                continue
             if node.target is ops.arrive or _on_host(node):
                 continue
             last = END if node in returned else _last_use(node, place)
             kind = GRADIENTS if node in returned else BUFFERS
             yield Storage(node, bytes_of(node.meta["val"]), place[node], last, kind)
+
+
+def _of_gather(
+    node: fx.Node, program: Program, backend: str, place: dict[fx.Node, int]
+) -> Iterator[Storage]:
+    """Small shards travel in one message: a copy of them, and what it is received in."""
+    ranks = ranks_of(node, program)
+    shards = [operand.meta["val"] for operand in node.args[0]]  # type: ignore[union-attr]
+    moved = sum(_packed(shards, [bytes_of(s) for s in shards], PACK_GATHER_BELOW[backend]))
+    if moved and ranks > 1:
+        wait = next(user for user in node.users if user.target is ops.wait)
+        yield Storage(node, moved * (1 + ranks), place[node], place[wait], BUFFERS)
 
 
 def _of_reduce(
@@ -46,27 +71,65 @@ def _of_reduce(
 ) -> Iterator[Storage]:
     wait = next(user for user in node.users if user.target is ops.wait)
     launched, done = place[node], place[wait]
-    operands: Any = node.args[0]
     results = wait.meta["val"]
     ranks = ranks_of(node, program)
     scattered = node.target is ops.reduce_scatter and ranks > 1
     exchanged = scattered and backend == "gloo" and ranks > 2
-    if scattered:
-        padded = sum(
-            bytes_of(result) * ranks
-            for operand, result in zip(operands, results, strict=True)
-            if bytes_of(result) * ranks != bytes_of(operand.meta["val"])
-        )
-        if padded:
-            yield Storage(node, padded, launched, done, BUFFERS)
     given = sum(map(bytes_of, results))
-    if exchanged:
-        yield Storage(node, given * ranks, launched, done, BUFFERS)
+    born = launched
+    if scattered:
+        copied, longer = _sent(node, [bytes_of(r) * ranks for r in results], backend)
+        if copied:  # what it was copied from is gone once the reduce is launched
+            yield Storage(node, copied, launched, launched, BUFFERS)
+        if longer:
+            yield Storage(node, longer, launched + 1, done, BUFFERS)
+        if exchanged:
+            yield Storage(node, given * ranks, launched, done, BUFFERS)
+            born = done
+        elif backend == "gloo":
+            halves = [bytes_of(r) for r in results if r.dtype is torch.float16]
+            if halves:  # added up in float32
+                yield Storage(wait, 2 * max(halves), done, done, BUFFERS)
+    else:
+        # The copy that is reduced in place, and handed out, outlives what it was copied from.
+        yield Storage(node, given, launched, launched, BUFFERS)
+        born = done + 1
     unpacked = [user for user in wait.users if ops.is_unpack(user)]
     kept = [user for user in unpacked if user in returned]
     last = END if kept else max((_last_use(user, place) for user in unpacked), default=done)
-    born = done if exchanged else launched
     yield Storage(node, given, born, last, GRADIENTS if kept else BUFFERS)
+
+
+def _sent(node: fx.Node, whole: list[int], backend: str) -> tuple[int, int]:
+    """Bytes of the copies that are made of the operands of a reduce_scatter, and of how much more
+    is sent than they hold; `whole` is what is sent of each.
+
+    Gradients are padded, put into the order of the ranks, and packed into one message if small.
+    """
+    operands = [operand.meta["val"] for operand in node.args[0]]  # type: ignore[union-attr]
+    dims: Any = node.kwargs.get("dims") or (0,) * len(operands)
+    copied = longer = 0
+    for operand, dim, size in zip(operands, dims, whole, strict=True):
+        if dim or size != bytes_of(operand) or not is_contiguous(operand):
+            copied += size
+            longer += size - bytes_of(operand)
+    packed = _packed(operands, whole, PACK_REDUCE_BELOW[backend])
+    divided = [
+        size
+        for operand, size in zip(operands, whole, strict=True)
+        if operand.dtype is torch.float16 and backend != "gloo"
+    ]
+    return copied + sum(packed) + sum(divided), longer
+
+
+def _packed(tensors: list[torch.Tensor], sizes: list[int], below: int) -> list[int]:
+    """Of the bytes `sizes` of some tensors, those that travel in a message with others."""
+    found = []
+    for dtype in dict.fromkeys(tensor.dtype for tensor in tensors):
+        of_dtype = [s for t, s in zip(tensors, sizes, strict=True) if t.dtype is dtype]
+        small = [size for size in of_dtype if size < below]
+        found += small if len(small) > 1 else []
+    return found
 
 
 def _is_reduced(node: fx.Node) -> bool:

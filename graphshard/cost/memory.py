@@ -15,7 +15,7 @@ from math import prod
 import torch
 from torch import fx
 
-from graphshard.cost.buffers import BUFFERS, END, GRADIENTS, buffers_of
+from graphshard.cost.buffers import BUFFERS, END, GRADIENTS, KEPT, buffers_of
 from graphshard.errors import CostError
 from graphshard.plan import ParamLayout, ShardingPlan
 from graphshard.program import Program
@@ -25,7 +25,7 @@ SHARDS = "shards"
 OPTIMIZER = "optimizer"
 STEP = "optimizer's step"
 INPUTS = "inputs and buffers"
-CATEGORIES = (SHARDS, *KINDS, BUFFERS, GRADIENTS, OPTIMIZER, STEP, INPUTS)
+CATEGORIES = (SHARDS, *KINDS, BUFFERS, GRADIENTS, KEPT, OPTIMIZER, STEP, INPUTS)
 
 
 @dataclass(frozen=True)

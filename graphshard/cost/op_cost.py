@@ -19,6 +19,7 @@ from torch.utils.flop_counter import flop_registry, sdpa_backward_flop_count, sd
 
 from graphshard import ops
 from graphshard.cost.hardware import Hardware
+from graphshard.cost.per_node import once_per_operation
 from graphshard.torch_compat import size_hint
 from graphshard.views import is_view_op
 
@@ -72,7 +73,14 @@ FREE = OpCost("free", 0, 0, torch.float32)
 
 
 def op_cost(node: fx.Node) -> OpCost:
-    """The cost of a compute node of a program; of any other, and of views, nothing."""
+    """The cost of a compute node of a program; of any other, and of views, nothing.
+
+    Kept with the node and for nodes equal to it (see `graphshard.cost.per_node`).
+    """
+    return _op_cost(node)
+
+
+def _computed(node: fx.Node) -> OpCost:
     if not ops.is_compute(node) or node.target is operator.getitem or is_view_op(node.target):
         return FREE
     packet = getattr(node.target, "overloadpacket", None)
@@ -93,6 +101,9 @@ def op_cost(node: fx.Node) -> OpCost:
     dtype = floats[0] if floats else torch.float32
     flops = _flops(packet, node)
     return OpCost(_kind(packet, flops), flops, moved, dtype)
+
+
+_op_cost = once_per_operation("cost", _computed)
 
 
 def _kind(packet: Any, flops: int) -> str:

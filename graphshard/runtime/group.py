@@ -20,8 +20,8 @@ from graphshard.errors import PolicyError
 # packs a coalesced gather by itself, and pays per tensor of a reduce: on 2 ranks 8 tensors of 2 KiB
 # took 1.7 ms one by one and 0.3 ms packed, while above 1 MiB packing only adds its copies. NCCL
 # launches a coalesced call as one kernel, in which a tiny tensor still costs a ring.
-_PACK_GATHER_BELOW = {"gloo": 0, "nccl": 64 * 1024}
-_PACK_REDUCE_BELOW = {"gloo": 1024 * 1024, "nccl": 64 * 1024}
+PACK_GATHER_BELOW = {"gloo": 0, "nccl": 64 * 1024}
+PACK_REDUCE_BELOW = {"gloo": 1024 * 1024, "nccl": 64 * 1024}
 
 
 # What every backend can move and, where it is no integer, add up.
@@ -96,12 +96,12 @@ class Group:
     @property
     def pack_gather_below(self) -> int:
         """Bytes of a shard below which a gather packs it."""
-        return _PACK_GATHER_BELOW.get(self.backend, 0)
+        return PACK_GATHER_BELOW.get(self.backend, 0)
 
     @property
     def pack_reduce_below(self) -> int:
         """Bytes of a full gradient below which a reduce packs it."""
-        return _PACK_REDUCE_BELOW.get(self.backend, 0)
+        return PACK_REDUCE_BELOW.get(self.backend, 0)
 
     @property
     def store(self) -> Any:
