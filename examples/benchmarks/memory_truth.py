@@ -39,7 +39,7 @@ import graphshard
 from examples.benchmarks.live_bytes import LiveBytes
 from examples.benchmarks.truth_cases import Case, every, sample
 from examples.benchmarks.truth_models import BATCH, SUBJECTS
-from graphshard.errors import PolicyError
+from graphshard.errors import PolicyError, VerifyError
 from graphshard.runtime import host_copies
 from graphshard.step_memory import storages_of
 
@@ -258,7 +258,7 @@ def _rank(rank: int, ranks: int, folder: str, cases: list[Case], device: str) ->
     for case in cases:
         try:
             own = truth_of(case, torch.device(device))
-        except PolicyError as error:  # on every rank
+        except (PolicyError, VerifyError) as error:  # on every rank: no such policy, no such budget
             if not rank:
                 print(f"{case.model:8} {case.name:34} refused: {str(error)[:90]}", flush=True)
             continue

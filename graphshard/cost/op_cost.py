@@ -7,7 +7,6 @@ is charged as the fused kernel that runs on an accelerator, also where it was tr
 
 from __future__ import annotations
 
-import operator
 from collections.abc import Iterator
 from dataclasses import dataclass
 from math import prod
@@ -17,7 +16,6 @@ import torch
 from torch import fx
 from torch.utils.flop_counter import flop_registry, sdpa_backward_flop_count, sdpa_flop_count
 
-from graphshard import ops
 from graphshard.cost.hardware import Hardware
 from graphshard.cost.per_node import once_per_operation
 from graphshard.torch_compat import size_hint
@@ -77,15 +75,15 @@ def op_cost(node: fx.Node) -> OpCost:
 
     Kept with the node and for nodes equal to it (see `graphshard.cost.per_node`).
     """
+    if getattr(node.target, "overloadpacket", None) is None:
+        return FREE  # communication, picking out a result, arithmetic on sizes
     return _op_cost(node)
 
 
 def _computed(node: fx.Node) -> OpCost:
-    if not ops.is_compute(node) or node.target is operator.getitem or is_view_op(node.target):
+    if is_view_op(node.target):
         return FREE
-    packet = getattr(node.target, "overloadpacket", None)
-    if packet is None:
-        return FREE  # arithmetic on sizes
+    packet = node.target.overloadpacket  # type: ignore[union-attr]
     results = list(_tensors(node.meta.get("val")))
     if not results:
         return FREE

@@ -61,9 +61,15 @@ def _is(one: Any, other: Any) -> bool:
 
 
 def _constants(node: fx.Node) -> tuple[Any, ...]:
-    """The arguments of `node` that are no values."""
-    found: list[Any] = [arg for arg in node.args if not isinstance(arg, fx.Node)]
-    return (*found, *node.kwargs.items()) if node.kwargs else tuple(found)
+    """The arguments of `node`, with None for each value among them."""
+    found = tuple(map(_constant, node.args))
+    return (*found, *((name, _constant(arg)) for name, arg in node.kwargs.items()))
+
+
+def _constant(arg: Any) -> Any:
+    if isinstance(arg, fx.Node):
+        return None
+    return tuple(map(_constant, arg)) if isinstance(arg, (list, tuple)) else arg
 
 
 def _form_of(node: fx.Node) -> Any:

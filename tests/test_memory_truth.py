@@ -1,0 +1,55 @@
+"""Predicted memory against every live byte counted on real ranks: peak, valley, and on the host."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from ranks import run_ranks
+
+from examples.benchmarks.memory_truth import TOLERANCE, row, truth_of, worst
+from examples.benchmarks.truth_cases import Case, every, sample
+
+
+def _truths(rank: int, cases: list[Case]) -> list[Any]:
+    return [truth_of(case, torch.device("cpu")) for case in cases]
+
+
+def check(ranks: int, cases: list[Case]) -> None:
+    by_rank = run_ranks(_truths, ranks, cases, timeout=60 + 60 * len(cases))
+    wrong = [row(truth, TOLERANCE["cpu"]) for truth in map(worst, zip(*by_rank, strict=True))]
+    wrong = [line for line in wrong if line.endswith("WRONG")]
+    assert not wrong, "\n".join(wrong)
+
+
+def test_predicted_bytes_are_those_that_live():
+    check(2, sample(2))
+
+
+@pytest.mark.slow
+def test_predicted_bytes_are_those_that_live_on_four_ranks():
+    check(4, sample(4))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("model", ["gpt", "llama", "bert", "t5", "regnet", "mixtral", "lora"])
+def test_a_cross_section_of_every_option(model):
+    cases = [case for case in every(2) if case.model == model and allowed(case)]
+    check(2, cases[::9])
+
+
+def allowed(case: Case) -> bool:
+    """Whether policies allow it: a rank that keeps whole parameters computes with those."""
+    zero1 = case.options.get("strategy") == "SHARD_OPTIMIZER"
+    return not (zero1 and ("mixed_precision" in case.options or "params" in str(case.options)))
+
+
+def test_cases_cover_every_option():
+    cases = [*every(2), *every(4)]
+    seen = {(key, str(value)) for case in cases for key, value in case.options.items()}
+    for option in ("strategy", "recompute", "offload", "mixed_precision", "reshard_after_forward"):
+        assert any(key == option for key, _ in seen)
+    assert {case.mode for case in cases} == {"step", "accumulate", "eval", "dynamic"}
+    assert {case.model for case in sample(2)} == {case.model for case in cases}
+    assert len({(case.model, case.name) for case in cases}) == len(cases)
