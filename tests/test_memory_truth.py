@@ -24,7 +24,8 @@ def check(ranks: int, cases: list[Case]) -> None:
 
 
 def test_predicted_bytes_are_those_that_live():
-    check(2, sample(2))
+    # test_cost.py has the plain strategies of the GPT.
+    check(2, [case for case in sample(2) if case.name not in ("full", "zero1")])
 
 
 @pytest.mark.slow

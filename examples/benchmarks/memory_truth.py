@@ -93,10 +93,9 @@ def truth_of(case: Case, device: torch.device) -> Truth:
     )
     del model
     run = _Run(sharded, case, batch)
+    run.step()
     if case.mode == "dynamic":
-        run.step(_on(subject.batch(BATCH // 2), device))
-    else:
-        run.step()
+        run.step(_on(subject.batch(BATCH // 2), device))  # by the same program
     counted = _counted(run, device)
     backend = "nccl" if device.type == "cuda" else "gloo"
     curves = [

@@ -46,7 +46,7 @@ class Case:
     """One kind of step.
 
     mode: "step"; "accumulate" (two micro-batches, one of them inside no_sync()); "eval" (forward
-    alone, without gradients); "dynamic" (captured on half the batch, any size).
+    alone, without gradients); "dynamic" (of any batch size; predicted for the one captured).
     """
 
     model: str
