@@ -214,6 +214,40 @@ def test_small_gathers_are_inefficient():
     assert 2**24 < enough < 2**31
 
 
+def test_the_knee_is_where_it_was_measured():
+    """The FSDP paper (arXiv:2304.11277, section 3.2) gathers 2**30 elements in pieces of equal
+    size on A100s: below 33 M elements a piece the whole takes markedly longer."""
+    hardware = Hardware.load("a100-80gb")
+    shape = group_shape(ops.SHARD, (16,), 8)  # two nodes, the least that uses the network
+    assert 33e6 / 2 < saturating_bytes(shape, hardware) / 4 < 33e6 * 2
+
+    def whole(elements):
+        pieces = 2**30 / elements
+        return pieces * collective_seconds("all_gather", 4 * elements, shape, hardware)
+
+    assert whole(33_000_000) < 1.2 * whole(2**30)
+    assert whole(2**21) > 2 * whole(33_000_000)
+
+
+def test_hybrid_gathers_within_nodes_and_reduces_between_them():
+    hardware = Hardware.load("a100-40gb")
+    full, hybrid = (
+        graphshard.simulate(replace(plan, program=program), hardware=hardware)
+        for program, plan in (
+            toys.rewritten(toys.blocks, Policy(strategy=strategy), mesh=mesh)
+            for strategy, mesh in (("FULL_SHARD", (32,)), ("HYBRID_SHARD", (4, 8)))
+        )
+    )
+
+    def seconds(estimate, op, group):
+        return sum(t.span.seconds for t in estimate.transfers if (t.op, t.group) == (op, group))
+
+    assert seconds(hybrid, "all_gather", "shard") < seconds(full, "all_gather", "shard") / 2
+    assert seconds(hybrid, "all_reduce", "replicate") > 0
+    streams = {span.stream for span in hybrid.timeline.spans}
+    assert {"network (shard)", "network (replicate)"} <= streams, "each has a communicator"
+
+
 # -- the walk --------------------------------------------------------------------------------------
 
 
