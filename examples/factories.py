@@ -17,6 +17,15 @@ def small() -> tuple[GPT, tuple[Tensor, Tensor]]:
     return GPT(GPTConfig(layers=2)), (tokens, tokens)
 
 
+def wide_step() -> tuple[GPT, tuple[Tensor, Tensor]]:
+    """Eight blocks, 4096 wide: 1.9 B parameters, with example inputs of 4096 tokens."""
+    tokens = torch.zeros(1, 4096, dtype=torch.int64)
+    return GPT(GPTConfig(vocab=32_000, layers=8, heads=32, width=4096, tied=False)), (
+        tokens,
+        tokens,
+    )
+
+
 def large() -> GPT:
     """Eighty blocks, 8192 wide: 65 B parameters, on the meta device."""
     return GPT(GPTConfig(vocab=32_000, layers=80, heads=64, width=8192, tied=False))

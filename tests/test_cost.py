@@ -215,7 +215,7 @@ def test_small_gathers_are_inefficient():
 
 
 def test_the_knee_is_where_it_was_measured():
-    """The FSDP paper (arXiv:2304.11277, section 3.2) gathers 2**30 elements in pieces of equal
+    """The FSDP paper (arXiv:2304.11277) gathers 2**30 elements in pieces of equal
     size on A100s: below 33 M elements a piece the whole takes markedly longer."""
     hardware = Hardware.load("a100-80gb")
     shape = group_shape(ops.SHARD, (16,), 8)  # two nodes, the least that uses the network

@@ -279,8 +279,10 @@ class Reasons:
             )
         following = self._after_wait(transfer.waited_place)
         if following is None:
-            ahead = human_seconds(transfer.waited_at - transfer.span.issued)
-            text = f"the step ends {ahead} after it is issued, and it takes {took}: {since}"
+            ahead = transfer.waited_at - transfer.span.issued
+            little = ahead <= _LITTLE * transfer.span.seconds
+            where = "with it" if little else f"{human_seconds(ahead)} after it is issued"
+            text = f"the step ends {where}, and it takes {took}: {since}"
             return Reason(kind if kind == PLACED else END, seconds, obstacle, text)
         if following.target in ops.REDUCES:
             text = (

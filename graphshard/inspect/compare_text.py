@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING
 
 from graphshard.cost.compare import Cause, sent
-from graphshard.inspect.tables import table
+from graphshard.inspect.tables import sentence, table
 from graphshard.inspect.units_text import human_bytes, human_seconds
 
 if TYPE_CHECKING:
@@ -15,6 +15,7 @@ if TYPE_CHECKING:
 
 _LEAST = 0.002  # of the step, for a difference to be told
 _CAUSES = 5
+_SAME = 0.0005  # of a number, for a difference that would round to nothing
 
 
 def compare_text(both: Comparison) -> str:
@@ -72,7 +73,7 @@ def _row(name: str, one: float, other: float, shown: Callable[[float], str]) -> 
 
 
 def _change(one: float, other: float) -> str:
-    if one == other:
+    if abs(one - other) < _SAME * one or one == other:
         return "same"
     if not one:
         return "new"
@@ -105,11 +106,12 @@ def _why(both: Comparison) -> Iterator[str]:
     for change, one, other in changes[:_CAUSES]:
         if abs(change) > least:
             told = _told(both, one, other)
-            yield f"  {human_seconds(abs(change))} {_more(change)} waiting: {told}"
+            yield sentence(f"{human_seconds(abs(change))} {_more(change)} waiting: {told}", "  ")
     saved = both.smaller_by
     if abs(saved) > _LEAST * a.peak_bytes:
         than = "below" if saved > 0 else "above"
-        yield f"{second}'s peak is {human_bytes(abs(saved))} {than} {first}'s: {_categories(both)}"
+        parts = _categories(both)
+        yield sentence(f"{second}'s peak is {human_bytes(abs(saved))} {than} {first}'s: {parts}")
     for name, estimate in zip(both.names, (a, b), strict=True):
         if not estimate.fits:
             yield (

@@ -7,8 +7,9 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from graphshard.cost.compare import causes_of
 from graphshard.inspect.fold import fold
-from graphshard.inspect.tables import table
+from graphshard.inspect.tables import sentence, table
 from graphshard.inspect.units_text import human_bytes, human_seconds
+from graphshard.step_memory import PARAMETERS
 
 if TYPE_CHECKING:
     from graphshard.cost.by_unit import UnitEstimate
@@ -120,20 +121,29 @@ def _memory(estimate: Estimate) -> Iterator[str]:
         named = ", ".join(
             f"{human_bytes(s.size)} by {s.node.name} of {s.unit or '(root)'}" for s in largest
         )
-        yield f"largest at the peak: {named}"
+        yield sentence(f"largest at the peak: {named}")
 
 
 class _UnitFacts(NamedTuple):
     compute: str
     communication: str
     exposed: str
+    unsharded: str
     held: str
 
 
 def _units(estimate: Estimate) -> Iterator[str]:
     lines = fold([(unit.fqn, _facts(unit)) for unit in estimate.units])
     rows = [(line.name or "(root)", f"{line.count:,}", *line.facts) for line in lines]
-    heading = ("unit", "units", "compute", "communication", "exposed", "held at the peak")
+    heading = (
+        "unit",
+        "units",
+        "compute",
+        "communication",
+        "exposed",
+        "unsharded for",
+        "held at the peak",
+    )
     yield from table(heading, rows)
 
 
@@ -142,6 +152,7 @@ def _facts(unit: UnitEstimate) -> _UnitFacts:
         human_seconds(unit.compute),
         human_seconds(unit.communication),
         human_seconds(unit.exposed),
+        human_seconds(unit.seconds_held(PARAMETERS)),
         human_bytes(sum(unit.at_peak.values())),
     )
 
@@ -159,7 +170,8 @@ def _exposed(estimate: Estimate) -> Iterator[str]:
         if cause.count > 1:
             many += f" and {cause.count - 1} more"
             share = f"; {human_seconds(cause.reason.seconds)} of it in {unit}"
-        yield (
-            f"  {human_seconds(cause.seconds)}: {cause.op} of {many} in {cause.phase}: "
-            f"{cause.reason.text}{share}"
+        yield sentence(
+            f"{human_seconds(cause.seconds)}: {cause.op} of {many} in {cause.phase}: "
+            f"{cause.reason.text}{share}",
+            "  ",
         )
