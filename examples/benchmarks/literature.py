@@ -9,8 +9,9 @@ issues a gather in forward while the unit before computes, at most two ahead: `f
 
 How speed was counted. The GPT figures count recomputation as work: at 159 TFLOP/s counted so, 300 G
 tokens take 128 GPUs 240 days, which is what their authors say; and 186 TFLOP/s without it would be
-80 % of an A100's peak with it. torchtitan's are tokens a second, which need no convention. The column
-"unhidden" is the speed were all communication waited for, by the same estimate.
+80 % of an A100's peak with it. torchtitan's are tokens a second, which need no convention.
+
+The column "unhidden" is the speed were all communication waited for, by the same estimate.
 """
 
 from __future__ import annotations
