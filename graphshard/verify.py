@@ -85,8 +85,8 @@ def verify(
         plan: the plan it was rewritten by.
         after: the pass that ran last, to be named in an error.
         done: the classes of the passes that ran (a name could be anyone's); what only holds after
-            `Unshard`, `ReduceGrads`, `ReduceReplicas`, `Precision` or `InsertFree` is checked if
-            they are among them.
+            `Unshard`, `ReduceGrads`, `ReduceReplicas`, `Precision`, `InsertFree` or `Overlap` is
+            checked if they are among them.
         reference: the program before the pass, to compare with: its tables, the order of its
             collectives, the shapes and dtypes its nodes read; and, as captured, which parameters
             have gradients and which values the step returns.

@@ -63,7 +63,8 @@ def check_budget(facts: Facts) -> None:
     A program that is being scheduled by cost has to keep it once `Overlap` ran.
     """
     budget = facts.plan.policy.memory_budget
-    if budget is None or InsertFree not in facts.done:
+    last = Overlap if facts.plan.policy.schedule == "overlap" else InsertFree
+    if budget is None or last not in facts.done:
         return
     if facts.program.budget is not None and Overlap not in facts.done:
         return

@@ -53,7 +53,7 @@ class KeepIfBetter:
         changed = program.copy()
         self.step.apply(changed, plan)
         score = self._scheduled(changed, plan)
-        if budget.allows(score) and score.beats(budget.best):
+        if budget.prefers(score, budget.best):
             self.step.apply(program, plan)
             program.budget = replace(budget, best=score)
 

@@ -3,18 +3,29 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from operator import getitem
 from typing import Any
 
+import hypothesis.strategies as st
 import pytest
 import torch
 import toy_programs as toys
+from hypothesis import given, settings
+from test_cost import UNIT
 
-from graphshard import Policy
-from graphshard.errors import PassError
+from graphshard import Hardware, Policy
+from graphshard.cost.duration import COMPUTE
+from graphshard.cost.timeline import timeline_of
+from graphshard.errors import PassError, VerifyError
 from graphshard.passes.keep_if_better import KeepIfBetter
 from graphshard.passes.overlap import Overlap
 from graphshard.pipeline import default_passes, run_passes
+from graphshard.program import Program
+from graphshard.schedule.budget import Budget
+from graphshard.schedule.held import least_held
+from graphshard.schedule.lists import MINIMAL, Rule, place
 from graphshard.schedule.score import score_of
+from graphshard.schedule.tasks import Tasks
 
 
 def scheduled(build: Any, **fields: Any) -> Any:
@@ -65,12 +76,180 @@ class Spare:
 
 
 def test_a_pass_by_which_the_step_gains_is_kept_and_no_other() -> None:
-    policy = Policy(schedule="overlap")
+    policy = Policy(schedule="overlap", hardware=UNIT)
     *passes, last = default_passes(policy)
-    expected, plan = scheduled(toys.blocks)
+    expected, plan = scheduled(toys.blocks, hardware=UNIT)
     for tried, before in ((Waste(), ()), (Spare(), (Waste(),))):
         program = toys.blocks()
         run_passes(program, plan, (*passes, *before, KeepIfBetter(tried, (last,)), last))
         assert str(program) == str(expected)
         assert program.budget is not None
         assert program.budget.best == score_of(program, plan)
+
+
+# -- what is found ---------------------------------------------------------------------------------
+
+
+def test_the_schedule(golden: Any) -> None:
+    golden("schedule_overlap.txt", str(scheduled(toys.blocks, hardware=UNIT)[0]))
+
+
+def times(program: Program, plan: Any, hardware: Hardware) -> tuple[float, float]:
+    """Seconds of the step, and of its compute alone."""
+    timeline = timeline_of(program, plan, hardware)
+    return timeline.seconds, sum(s.seconds for s in timeline.spans if s.stream == COMPUTE)
+
+
+def test_nothing_is_exposed_that_need_not_be() -> None:
+    # A collective of four ranks takes 1 + 3 seconds, whatever it moves. The root is gathered before
+    # anything can be computed, and the first block behind it, for which the embedding is computed
+    # in one second. At the end the root is reduced, behind the last block, of which one second hides
+    # behind compute.
+    program, plan = scheduled(toys.blocks, hardware=UNIT)
+    step, compute = times(program, plan, UNIT)
+    assert step == compute + 4 + 3 + 3 + 4
+    policy = Policy(schedule="overlap", hardware=UNIT)
+    forward, plan = toys.rewritten(toys.blocks, policy, grad=False)
+    step, compute = times(forward, plan, UNIT)
+    assert step == compute + 4 + 3
+
+
+def test_a_budget_is_kept_at_the_price_of_time() -> None:
+    with pytest.raises(VerifyError, match=r"after pass 'overlap'.*memory_budget=1,000"):
+        scheduled(toys.blocks, hardware=UNIT, memory_budget=1000)
+    plain, plan = toys.rewritten(toys.blocks, Policy(backward_prefetch=None))
+    plain.budget = Budget(0, UNIT, of_policy=True)
+    least = 1968  # what FSDP's order cannot do with
+    assert score_of(plain, plan).bytes > least
+    found = []
+    for more in (0, 100, 300, 1000):
+        program, plan = scheduled(toys.blocks, hardware=UNIT, memory_budget=least + more)
+        score = score_of(program, plan)
+        assert score.bytes <= least + more
+        found.append(score.seconds)
+    assert found == sorted(found, reverse=True)
+    assert found[0] > found[-1]
+
+
+def test_where_everything_takes_long_communication_never_stands_still() -> None:
+    # Compute is hundreds of times faster than any gather: the step is what the network takes.
+    slow = UNIT.with_(name="slow", flops={"float32": 1e9}, intra_latency=1000.0)
+    program, plan = scheduled(toys.blocks, hardware=slow, memory_budget=10**6)
+    step, compute = times(program, plan, slow)
+    network = sum(t.span.seconds for t in timeline_of(program, plan, slow).transfers)
+    assert network < step < network + compute
+
+
+@pytest.mark.parametrize("build", [toys.blocks, toys.nested, toys.shared_block, toys.odd_params])
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {"reshard_root": True},
+        {"strategy": "SHARD_GRAD_OP"},
+        {"strategy": "SHARD_OPTIMIZER"},
+        {"strategy": "NO_SHARD"},
+        {"strategy": "HYBRID_SHARD", "offload": "params"},
+        {"reshard_after_forward": 2, "offload": "activations"},
+        {"recompute": "units"},
+    ],
+    ids=str,
+)
+def test_every_option_is_scheduled_and_keeps_its_values(build: Any, fields: dict[str, Any]) -> None:
+    mesh = (2, 2) if fields.get("strategy") == "HYBRID_SHARD" else None
+    plain, _ = toys.rewritten(build, Policy(**fields), mesh=mesh)
+    policy = Policy(schedule="overlap", hardware=UNIT, **fields)
+    program, plan = toys.rewritten(build, policy, mesh=mesh)
+    require_no_worse(plain, program, plan)
+
+
+def require_no_worse(plain: Program, program: Program, plan: Any) -> None:
+    plain.budget = program.budget
+    before, now = score_of(plain, plan), score_of(program, plan)
+    assert now.seconds <= before.seconds * (1 + 1e-9)
+    assert now.bytes <= before.bytes
+    assert [n.name for n in program.nodes() if n.target not in MOVED] == [
+        n.name for n in plain.nodes() if n.target not in MOVED
+    ], "compute keeps its order"
+
+
+MOVED = toys.ops.VOCABULARY | {getitem}
+
+
+# -- by chance -------------------------------------------------------------------------------------
+
+
+@st.composite
+def chains(draw: Any) -> Any:
+    """A chain of blocks of random sizes, some used again; its units, a machine and a budget."""
+    sizes = draw(st.lists(st.integers(1, 24), min_size=1, max_size=5))
+    walked = draw(st.lists(st.integers(0, len(sizes) - 1), min_size=1, max_size=6))
+    tail = draw(st.booleans())
+
+    def build() -> Program:
+        params = {"embed.weight": (toys.VOCAB, toys.WIDTH)}
+        for i in sorted(set(walked)):
+            params |= toys.block_params(f"layers.{i}", sizes[i])
+        if tail:
+            params["head.weight"] = (toys.VOCAB, toys.WIDTH)
+        toy = toys.Toy(params)
+        toy.tangent(toys.BATCH, toys.VOCAB if tail else toys.WIDTH)
+        x = toy.embedding("embed.weight")
+        for i in walked:
+            x = toy.block(x, f"layers.{i}")
+        return toy.finish(toy.linear(x, "head.weight") if tail else x)
+
+    units = ["", *(f"layers.{i}" for i in sorted(set(walked)) if draw(st.integers(0, 4)))]
+    speed = st.sampled_from([1.0, 10.0, 1000.0])
+    machine = UNIT.with_(
+        flops={"float32": draw(speed)},
+        intra_bandwidth=draw(speed),
+        intra_latency=draw(speed),
+        memory_bandwidth=draw(speed),
+    )
+    return build, units, machine, draw(st.sampled_from([None, 0.0, 0.5, 1.5]))
+
+
+@settings(max_examples=25, deadline=None, derandomize=True)
+@given(chains(), st.sampled_from([{}, {"reshard_root": True}, {"strategy": "SHARD_GRAD_OP"}]))
+def test_chains_are_never_slower_never_larger_and_one_sequence(
+    chain: Any, fields: dict[str, Any]
+) -> None:
+    build, units, machine, part = chain
+
+    def made(**more: Any) -> tuple[Program, Any]:
+        program = build()
+        plan = toys.make_toy_plan(program, units, Policy(**fields, **more))
+        run_passes(program, plan, default_passes(plan.policy))
+        return program, plan
+
+    plain, plan = made()
+    if part is not None:
+        plain.budget = Budget(0, machine, of_policy=True)
+        fields = fields | {"memory_budget": int(score_of(plain, plan).bytes * (1 + part))}
+    program, plan = made(schedule="overlap", hardware=machine)
+    if part is None:
+        require_no_worse(plain, program, plan)
+    else:
+        assert score_of(program, plan).bytes <= fields["memory_budget"]
+        plain.budget = program.budget
+        assert score_of(program, plan).seconds <= score_of(plain, plan).seconds * (1 + 1e-9)
+    again, _ = made(schedule="overlap", hardware=machine)
+    assert str(again) == str(program), "every rank finds the same order"
+
+
+@pytest.mark.parametrize("build", [toys.blocks, toys.nested, toys.back_and_forth])
+@pytest.mark.parametrize("fields", [{}, {"offload": "params"}, {"strategy": "HYBRID_SHARD"}])
+def test_the_walk_and_the_simulation_agree(build: Any, fields: dict[str, Any]) -> None:
+    mesh = (2, 2) if "strategy" in fields else None
+    program, plan = toys.rewritten(build, Policy(**fields), mesh=mesh)
+    program.budget = Budget(10**9, UNIT, of_policy=False)
+    tasks = Tasks.of(program, plan, program.budget)
+    for rule, bytes_known in ((Rule(MINIMAL), False), (Rule(), True)):
+        held = least_held(program, plan, tasks, program.budget) if bytes_known else None
+        placed = place(tasks, rule, held)
+        assert sorted(placed.order) == list(program.graph.nodes), "none is lost, none twice"
+        for node in placed.order[:-1]:
+            program.output_node.prepend(node)
+        timeline = timeline_of(program, plan, UNIT)
+        assert placed.seconds == pytest.approx(timeline.seconds)
+    assert placed.bytes >= score_of(program, plan).bytes * 0.8

@@ -7,8 +7,9 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 from graphshard.cost.buffers import END
+from graphshard.cost.duration import COMPUTE
 from graphshard.cost.memory import MemoryCurve
-from graphshard.cost.timeline import COMPUTE, Timeline, Transfer
+from graphshard.cost.timeline import Timeline, Transfer
 from graphshard.plan import ShardingPlan
 from graphshard.step_memory import Storage
 

@@ -13,11 +13,12 @@ import torch
 from torch import nn
 
 from graphshard.cost.by_unit import UnitEstimate, units_of
+from graphshard.cost.duration import COMPUTE
 from graphshard.cost.hardware import Hardware
 from graphshard.cost.memory import OPTIMIZERS, MemoryCurve, memory_of
 from graphshard.cost.reasons import Reason, Reasons, told
 from graphshard.cost.subject import Request, planned
-from graphshard.cost.timeline import COMPUTE, Timeline, Transfer, timeline_of
+from graphshard.cost.timeline import Timeline, Transfer, timeline_of
 from graphshard.errors import CostError
 from graphshard.plan import ShardingPlan
 from graphshard.policy_base import Policy, is_int

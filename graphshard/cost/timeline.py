@@ -16,15 +16,13 @@ from typing import Any
 from torch import fx
 
 from graphshard import ops
-from graphshard.cost.collective_cost import collective_seconds
-from graphshard.cost.groups import ranks_of, shape_of
+from graphshard.cost.duration import COMPUTE, STREAMED, moved_bytes, node_seconds, stream_of
+from graphshard.cost.groups import ranks_of
 from graphshard.cost.hardware import Hardware
 from graphshard.cost.op_cost import op_cost
 from graphshard.plan import ShardingPlan
 from graphshard.program import Program
 from graphshard.step_memory import bytes_of
-
-COMPUTE, FROM_HOST, TO_HOST = "compute", "copies from host", "copies to host"
 
 
 @dataclass(frozen=True)
@@ -80,10 +78,6 @@ class Timeline:
     recomputed_flops: int  # those of them that forward did before
 
 
-_STREAMED = frozenset({ops.cast, ops.reshard, ops.keep, ops.add_kept})
-"""What the program does to one tensor on the compute stream, at the speed of memory."""
-
-
 class _Clocks(dict[str, float]):
     def __missing__(self, stream: str) -> float:
         return 0.0
@@ -124,14 +118,14 @@ class _Walk:
     def visit(self, place: int, node: fx.Node) -> None:
         if node.op == "call_function":
             if ops.is_collective(node):
-                self._launch(place, node)
+                self._start(place, node, moved_bytes(node, self.program))
             elif node.target is ops.wait:
                 self._finish(place, ops.collective_of(node))
             elif node.target is ops.arrive:
                 self._finish(place, node.args[0])
-            elif node.target in (ops.to_device, ops.to_host):
-                self._copy(place, node)
-            elif ops.op_name(node) is None or node.target in _STREAMED:
+            elif node.target in ops.COPIES:
+                self._start(place, node, bytes_of(node.meta["val"]))
+            elif ops.op_name(node) is None or node.target in STREAMED:
                 self._compute(place, node)
         self.at.append(self.clock[COMPUTE])
 
@@ -141,9 +135,8 @@ class _Walk:
     # -- compute ----------------------------------------------------------------------------------
 
     def _compute(self, place: int, node: fx.Node) -> None:
-        if node.target in _STREAMED:
-            moved = _bytes(node.meta["val"]) + sum(_bytes(n.meta["val"]) for n in _read(node))
-            seconds = self._streamed(moved)
+        if node.target in STREAMED:
+            seconds = node_seconds(node, self.program, self.hardware)
         else:
             cost = op_cost(node)
             self.flops += cost.flops
@@ -158,10 +151,6 @@ class _Walk:
             self._run = (unit, phase, now, place)
         self.clock[COMPUTE] = now + seconds
 
-    def _streamed(self, moved: int) -> float:
-        bandwidth = self.hardware.memory_bandwidth * self.hardware.efficiency["bandwidth"]
-        return max(moved / bandwidth, self.hardware.launch_floor)
-
     def _end_run(self) -> None:
         if self._run is None:
             return
@@ -172,24 +161,9 @@ class _Walk:
 
     # -- communication ----------------------------------------------------------------------------
 
-    def _launch(self, place: int, node: fx.Node) -> None:
-        op = str(ops.op_name(node))
-        shape = shape_of(node, self.program, self.hardware.gpus_per_node)
-        moved = moved_bytes(node, self.program)
-        seconds = collective_seconds(op, moved, shape, self.hardware)
-        group = ops.group_of(node)
-        self._start(place, node, f"network ({group})", op, seconds, moved)
-
-    def _copy(self, place: int, node: fx.Node) -> None:
-        moved = _bytes(node.meta["val"])
-        bandwidth = self.hardware.host_bandwidth * self.hardware.efficiency["host"]
-        seconds = self.hardware.launch_floor + moved / bandwidth
-        stream = FROM_HOST if node.target is ops.to_device else TO_HOST
-        self._start(place, node, stream, str(ops.op_name(node)), seconds, moved)
-
-    def _start(
-        self, place: int, node: fx.Node, stream: str, op: str, seconds: float, moved: int
-    ) -> None:
+    def _start(self, place: int, node: fx.Node, moved: int) -> None:
+        stream, op = stream_of(node), str(ops.op_name(node))
+        seconds = node_seconds(node, self.program, self.hardware)
         issued = self.clock[COMPUTE]
         free_at = self.clock[stream]
         start = max(issued, free_at)
@@ -228,24 +202,6 @@ class _Walk:
         )
 
 
-def moved_bytes(collective: fx.Node, program: Program) -> int:
-    """Bytes of the full tensors that `collective` gathers, scatters or reduces."""
-    operands: Any = collective.args[0]
-    if collective.target is ops.all_gather:
-        ranks = ranks_of(collective, program)
-        return ranks * sum(_bytes(operand.meta["val"]) for operand in operands)
-    return sum(_bytes(operand.meta["val"]) for operand in operands)
-
-
 def collectives(program: Program) -> Iterator[fx.Node]:
     """Every collective of `program`, in order."""
     return (node for node in program.nodes() if ops.is_collective(node))
-
-
-def _read(node: fx.Node) -> list[fx.Node]:
-    """What a node of `_STREAMED` reads; of what it takes a part, nothing but that part."""
-    return [node] if node.target is ops.reshard else list(node.all_input_nodes)
-
-
-def _bytes(tensor: Any) -> int:
-    return bytes_of(tensor)

@@ -55,6 +55,15 @@ class Budget:
         """Whether a program of this score keeps the budget."""
         return score.bytes <= self.bytes
 
+    def prefers(self, score: Score, other: Score) -> bool:
+        """Whether a program of `score` is to be taken instead of one of `other`.
+
+        Keeping the budget comes first, then time, then bytes; where both break it, bytes alone.
+        """
+        if self.allows(score) and self.allows(other):
+            return score.beats(other)
+        return self.allows(score) or (not self.allows(other) and score.bytes < other.bytes)
+
     def __str__(self) -> str:
         why = "memory_budget" if self.of_policy else "as FSDP's order needs"
         kept = f"; {self.kept}" if self.kept else ""

@@ -1,0 +1,65 @@
+"""How long each node of a program takes, and on which stream.
+
+One clock per stream, as the runtime has them: compute; one per communicator, which the gathers and
+reduces of one group of ranks share; and one for copies in each direction between device and host.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torch import fx
+
+from graphshard import ops
+from graphshard.cost.collective_cost import collective_seconds
+from graphshard.cost.groups import ranks_of, shape_of
+from graphshard.cost.hardware import Hardware
+from graphshard.cost.op_cost import op_cost
+from graphshard.program import Program
+from graphshard.step_memory import bytes_of
+
+COMPUTE, FROM_HOST, TO_HOST = "compute", "copies from host", "copies to host"
+
+STREAMED = frozenset({ops.cast, ops.reshard, ops.keep, ops.add_kept})
+"""What the program does to one tensor on the compute stream, at the speed of memory."""
+
+
+def stream_of(node: fx.Node) -> str:
+    """The stream that `node` of a program occupies."""
+    if ops.is_collective(node):
+        return f"network ({ops.group_of(node)})"
+    if node.target is ops.to_device:
+        return FROM_HOST
+    return TO_HOST if node.target is ops.to_host else COMPUTE
+
+
+def node_seconds(
+    node: fx.Node, program: Program, hardware: Hardware, *, tf32: bool = False
+) -> float:
+    """The seconds `node` occupies its stream, with nothing else on it; 0.0 for what takes none."""
+    if ops.is_collective(node):
+        shape = shape_of(node, program, hardware.gpus_per_node)
+        op, moved = str(ops.op_name(node)), moved_bytes(node, program)
+        return collective_seconds(op, moved, shape, hardware)
+    if node.target in ops.COPIES:
+        bandwidth = hardware.host_bandwidth * hardware.efficiency["host"]
+        return hardware.launch_floor + bytes_of(node.meta["val"]) / bandwidth
+    if node.target in STREAMED:
+        moved = sum(bytes_of(n.meta["val"]) for n in (node, *_read(node)))
+        bandwidth = hardware.memory_bandwidth * hardware.efficiency["bandwidth"]
+        return max(moved / bandwidth, hardware.launch_floor)
+    if ops.op_name(node) is not None:
+        return 0.0
+    return op_cost(node).seconds(hardware, tf32=tf32)
+
+
+def moved_bytes(collective: fx.Node, program: Program) -> int:
+    """Bytes of the full tensors that `collective` gathers, scatters or reduces."""
+    operands: Any = collective.args[0]
+    total = sum(bytes_of(operand.meta["val"]) for operand in operands)
+    return total * ranks_of(collective, program) if collective.target is ops.all_gather else total
+
+
+def _read(node: fx.Node) -> list[fx.Node]:
+    """What a node of `STREAMED` reads; of what it takes a part, nothing but that part."""
+    return [node] if node.target is ops.reshard else list(node.all_input_nodes)
