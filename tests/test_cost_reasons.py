@@ -17,7 +17,10 @@ from graphshard.cost import reasons as kinds
 from graphshard.cost import timeline
 from graphshard.cost.collective_cost import GroupShape
 from graphshard.cost.groups import shape_of
+from graphshard.inspect.units_text import human_bytes
 from graphshard.policy import Policy
+from graphshard.schedule.budget import Budget
+from graphshard.schedule.score import held_by_place
 
 COUNTS = UNIT.with_(flops={"float32": 1e30}, gpus_per_node=1024, host_bandwidth=1e30)
 
@@ -233,3 +236,24 @@ def test_shards_that_come_from_the_host():
         assert "arrive from the host first" in reason.text
     assert faster.step_seconds < estimate.step_seconds
     assert {"to_device", "to_host"} <= {transfer.op for transfer in estimate.transfers}
+
+
+def test_the_byte_budget():
+    estimate = simulate(slow=0.5)
+    program, plan = estimate.program, estimate.plan
+    gathers = [t for t in estimate.transfers if t.op == "all_gather"]
+    transfer = next(t for t in gathers if t.span.unit == "layers.2")
+    place, name = transfer.span.place, name_of(estimate, transfer)
+    budget = Budget(1, estimate.hardware, of_policy=False)
+    program.budget = replace(budget, bytes=max(held_by_place(program, plan, budget)[:place]))
+    (reason,) = replace(estimate).reasons(transfer)
+    assert reason.kind == kinds.BUDGET
+    assert f"above the budget of {human_bytes(program.budget.bytes)}" in reason.text
+    earlier = replace(plan, program=program.copy())
+    node_of(earlier, reason.obstacle).prepend(node_of(earlier, name))
+    assert max(held_by_place(earlier.program, plan, budget)[:place]) > program.budget.bytes
+    assert passed(again(earlier, 0.5), name) < transfer.span.end, "it would have helped"
+    program.budget = replace(budget, bytes=10**9)
+    (reason,) = replace(estimate).reasons(transfer)
+    assert reason.kind == kinds.POLICY
+    assert reason.text.startswith("overlap issues it there, by times for unit")
