@@ -290,6 +290,12 @@ class Reasons:
                 "one unit's full gradients are under way at a time"
             )
             return Reason(IN_FLIGHT, seconds, following.name, text)
+        if not any(_comes_from(value, node) for value in following.all_input_nodes):
+            text = (
+                f"it takes {took} and is waited for before {following.name}, to give back the "
+                "memory of its gradients"
+            )
+            return Reason(IN_FLIGHT, seconds, following.name, text)
         text = f"it takes {took}, {following.name} needs it, and {since}"
         return Reason(kind, seconds, obstacle, text)
 
@@ -310,6 +316,12 @@ class Reasons:
         """The place of the last node that computes for more than no time."""
         places = (self.place[n] for n in self.nodes if ops.is_compute(n) and self._takes_time(n))
         return max(places, default=0)
+
+
+def _comes_from(value: fx.Node, collective: fx.Node) -> bool:
+    """Whether `value` is what `collective` returned, or a cast or copy of it."""
+    source = ops.origin(value)
+    return ops.is_unpack(source) and ops.collective_of(source) is collective
 
 
 def _moved_with(node: fx.Node) -> set[fx.Node]:
