@@ -9,8 +9,9 @@ from torch import fx
 
 from graphshard import ops
 from graphshard.cost.collective_cost import saturating_bytes
+from graphshard.cost.duration import moved_bytes
 from graphshard.cost.groups import shape_of
-from graphshard.cost.timeline import moved_bytes, timeline_of
+from graphshard.cost.timeline import timeline_of
 from graphshard.plan import ShardingPlan
 from graphshard.program import BACKWARD, FORWARD, Program
 from graphshard.regroup import join_gathers, join_reduces

@@ -13,8 +13,8 @@ from test_cost import UNIT
 
 import graphshard
 from graphshard import ops
+from graphshard.cost import duration
 from graphshard.cost import reasons as kinds
-from graphshard.cost import timeline
 from graphshard.cost.collective_cost import GroupShape
 from graphshard.cost.groups import shape_of
 from graphshard.inspect.units_text import human_bytes
@@ -111,7 +111,7 @@ def test_behind_another_collective_of_the_stream(monkeypatch):
         with monkeypatch.context() as patch:
             # The obstacle takes no time: a group of one.
             patch.setattr(
-                timeline,
+                duration,
                 "shape_of",
                 lambda node, *rest, gone=reason.obstacle: (
                     GroupShape(1, 1) if node.name == gone else shape_of(node, *rest)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 from typing import TYPE_CHECKING, Any
 
-from graphshard.cost.timeline import COMPUTE
+from graphshard.cost.duration import COMPUTE
 from graphshard.errors import CostError
 from graphshard.inspect.trace import memory_steps
 from graphshard.inspect.units_text import human_bytes, human_seconds
