@@ -1,6 +1,10 @@
-"""`python -m graphshard`."""
+"""`python -m graphshard`: the command line."""
+
+from __future__ import annotations
+
+import sys
 
 from graphshard.cli import main
 
 if __name__ == "__main__":
-    raise SystemExit(main())
+    sys.exit(main())

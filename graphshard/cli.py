@@ -23,6 +23,7 @@ from rich.text import Text
 from torch import nn
 
 import graphshard
+from graphshard.calibrate.command import add_calibrate
 from graphshard.cli_policy import (
     POLICY_HELP,
     add_hardware,
@@ -153,6 +154,7 @@ def build_parser() -> argparse.ArgumentParser:
     add_compare(compare)
     compare.set_defaults(run=run_compare)
 
+    add_calibrate(commands)
     add_consolidate(commands, parse_bytes)
     return parser
 
@@ -261,7 +263,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         with progress.stage("total"):
             result = options.run(options, progress)
         if isinstance(result, str):
-            print(result)
+            if result:  # a rank that only takes part has nothing to say
+                print(result)
         else:
             Console().print(result)
         sys.stdout.flush()

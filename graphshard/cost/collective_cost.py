@@ -8,7 +8,9 @@ all_reduce takes the faster of a ring and a double binary tree. After Thakur, Ra
 and tree steps.
 
 Small messages lose to latency: a ring of n ranks needs n-1 hops whatever it moves, which is the
-knee that makes gathers of small units inefficient.
+knee that makes gathers of small units inefficient. Calibrated hardware has lines of its own for
+each collective, as the runtime issues it: seconds per hop, per tensor, and per byte that passes a
+rank.
 """
 
 from __future__ import annotations
@@ -19,6 +21,9 @@ from math import ceil, log2
 from graphshard import ops
 from graphshard.cost.hardware import Hardware
 from graphshard.errors import CostError
+
+BETWEEN_NODES = ".inter"
+"""Ends the name of a line that was measured between nodes."""
 
 
 @dataclass(frozen=True)
@@ -57,7 +62,9 @@ def group_shape(
     return GroupShape(size, max(1, ceil(size / gpus_per_node)))
 
 
-def collective_seconds(op: str, moved: int, shape: GroupShape, hardware: Hardware) -> float:
+def collective_seconds(
+    op: str, moved: int, shape: GroupShape, hardware: Hardware, *, tensors: int = 1
+) -> float:
     """The time from launch to finish of one collective with nothing else on its links.
 
     Args:
@@ -65,10 +72,15 @@ def collective_seconds(op: str, moved: int, shape: GroupShape, hardware: Hardwar
         moved: bytes of the full (gathered, or not yet scattered) tensors.
         shape: its ranks.
         hardware: the machines.
+        tensors: how many it moves; counts where that was measured.
     """
     n = shape.size
     if n <= 1:
         return 0.0
+    line = _line(op, shape, hardware)
+    if line is not None:
+        fixed, tensor, byte = line
+        return fixed + tensors * tensor + moved * byte
     ring = _hops(shape, hardware) + (n - 1) / n * moved / _bandwidth(shape, hardware)
     if op != "all_reduce":
         return hardware.launch_floor + ring
@@ -81,8 +93,31 @@ def saturating_bytes(shape: GroupShape, hardware: Hardware, share: float = 0.9) 
     n = shape.size
     if n <= 1:
         return 0
+    line = _line("all_gather", shape, hardware)
+    if line is not None:
+        return int((line[0] + line[1]) * share / (1 - share) / line[2]) if line[2] else 0
     fixed = hardware.launch_floor + _hops(shape, hardware)
     return int(fixed * share / (1 - share) * _bandwidth(shape, hardware) * n / (n - 1))
+
+
+def _line(op: str, shape: GroupShape, hardware: Hardware) -> tuple[float, float, float] | None:
+    """Seconds for a call, each tensor and each byte moved, as measured; None if it was not."""
+    within = hardware.lines.get(op)
+    if within is None:
+        return None
+    hop, tensor, byte = within
+    hops, passing = shape.size - 1, (shape.size - 1) / shape.size
+    if shape.nodes == 1:
+        return hops * hop, tensor, passing * byte
+    between = hardware.lines.get(f"{op}{BETWEEN_NODES}")
+    if between is None:
+        return None
+    across = shape.nodes - 1
+    slowest = between[2] / shape.per_node
+    if shape.per_node > 1:
+        slowest = max(slowest, byte)
+    fixed = (hops - across) * hop + across * between[0]
+    return fixed, max(tensor, between[1]), passing * slowest
 
 
 def _bandwidth(shape: GroupShape, hardware: Hardware) -> float:

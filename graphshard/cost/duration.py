@@ -8,13 +8,14 @@ from __future__ import annotations
 
 from typing import Any
 
+import torch
 from torch import fx
 
 from graphshard import ops
 from graphshard.cost.collective_cost import collective_seconds
 from graphshard.cost.groups import ranks_of, shape_of
 from graphshard.cost.hardware import Hardware
-from graphshard.cost.op_cost import op_cost
+from graphshard.cost.op_cost import OpCost, op_cost
 from graphshard.program import Program
 from graphshard.step_memory import bytes_of
 
@@ -40,17 +41,32 @@ def node_seconds(
     if ops.is_collective(node):
         shape = shape_of(node, program, hardware.gpus_per_node)
         op, moved = str(ops.op_name(node)), moved_bytes(node, program)
-        return collective_seconds(op, moved, shape, hardware)
+        operands: Any = node.args[0]
+        return collective_seconds(op, moved, shape, hardware, tensors=len(operands))
     if node.target in ops.COPIES:
         bandwidth = hardware.host_bandwidth * hardware.efficiency["host"]
         return hardware.launch_floor + bytes_of(node.meta["val"]) / bandwidth
     if node.target in STREAMED:
         moved = sum(bytes_of(n.meta["val"]) for n in (node, *_read(node)))
-        bandwidth = hardware.memory_bandwidth * hardware.efficiency["bandwidth"]
-        return max(moved / bandwidth, hardware.launch_floor)
+        return _copy_seconds(moved, hardware)
     if ops.op_name(node) is not None:
         return 0.0
     return op_cost(node).seconds(hardware, tf32=tf32)
+
+
+def local_seconds(collective: fx.Node, program: Program, hardware: Hardware) -> float:
+    """The seconds of compute that launching `collective` takes.
+
+    A single rank's gradients are copied, since `.grad` shares its storage with nothing.
+    """
+    if collective.target not in ops.REDUCES or ranks_of(collective, program) > 1:
+        return 0.0
+    return _copy_seconds(2 * moved_bytes(collective, program), hardware)
+
+
+def _copy_seconds(moved: int, hardware: Hardware) -> float:
+    """The seconds to copy on the device, `moved` bytes read and written."""
+    return OpCost("bandwidth", 0, moved, torch.float32, ("clone", "add")).seconds(hardware)
 
 
 def moved_bytes(collective: fx.Node, program: Program) -> int:

@@ -48,14 +48,14 @@ class Estimate:
     @property
     def step_seconds(self) -> float:
         """Forward, backward and the optimizer's step."""
-        return self.timeline.seconds + self.optimizer_seconds
+        return self.timeline.seconds + self.optimizer_seconds + self.hardware.step_overhead
 
     @property
     def compute_seconds(self) -> float:
-        """Compute alone, the optimizer's step included."""
+        """Compute alone, the optimizer's step and the step's overhead included."""
         spans = self.timeline.spans
         own = sum(span.seconds for span in spans if span.stream == COMPUTE)
-        return own + self.optimizer_seconds
+        return own + self.optimizer_seconds + self.hardware.step_overhead
 
     @property
     def communication_seconds(self) -> float:
@@ -65,7 +65,7 @@ class Estimate:
     @property
     def exposed_seconds(self) -> float:
         """Communication that compute waits for."""
-        return self.timeline.seconds + self.optimizer_seconds - self.compute_seconds
+        return self.step_seconds - self.compute_seconds
 
     @property
     def flops(self) -> int:
@@ -257,10 +257,14 @@ def simulate(
 def _optimizer_seconds(plan: ShardingPlan, hardware: Hardware, optimizer: str) -> float:
     """The update streams parameters, gradients and states once, and writes them again."""
     layouts = {id(layout): layout for layout in plan.layouts.values()}.values()
-    trained = sum(layout.shard_bytes for layout in layouts if layout.requires_grad)
+    sizes = [layout.shard_bytes for layout in layouts if layout.requires_grad]
+    trained = sum(sizes)
     cost = OPTIMIZERS[optimizer]
     if optimizer == "none":
         return 0.0
+    line = hardware.lines.get(optimizer)
+    if line is not None and not plan.policy.offloads("params"):
+        return line[0] + line[1] * len(sizes) + line[2] * trained
     moved = trained * (3 + 2 * cost.states + 3 * cost.temporary)
     bandwidth = hardware.memory_bandwidth * hardware.efficiency["bandwidth"]
     if plan.policy.offloads("params"):

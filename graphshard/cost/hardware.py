@@ -9,13 +9,21 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, fields, replace
 from functools import cache
 from importlib import resources
+from itertools import pairwise
+from math import isfinite
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
 import torch
 
+from graphshard.cost.curves import Points
 from graphshard.errors import CostError
+
+_NOT_POSITIVE = frozenset(
+    {"name", "flops", "efficiency", "about", "source", "contention", "step_overhead"}
+    | {"curves", "lines"}
+)
 
 KINDS = ("matmul", "attention", "convolution", "bandwidth", "network", "host")
 
@@ -44,6 +52,14 @@ class Hardware:
             the fraction of the peak that large operations reach.
         about: what it is.
         source: where the figures come from.
+        contention: the part of compute's speed that a collective or host copy under way takes.
+        step_overhead: seconds of a step besides its nodes and its optimizer.
+        curves: by operator ("matmul", "gelu_backward", "view", ...; "matmul.bfloat16" in another
+            dtype than float32): (FLOPs, or bytes read and written; seconds), ascending. An operator
+            with a curve takes what the curve says.
+        lines: by collective ("all_gather", "reduce_scatter", "all_reduce"; "all_gather.inter"
+            between nodes): seconds per hop of a ring, per tensor, and per byte that passes a rank;
+            by optimizer ("adamw", ...): seconds per step, per tensor, and per byte of its shards.
 
     Raises:
         CostError: a figure is missing, or not a positive number.
@@ -63,6 +79,10 @@ class Hardware:
     efficiency: Mapping[str, float] = field(default_factory=lambda: dict.fromkeys(KINDS, 1.0))
     about: str = ""
     source: str = ""
+    contention: float = 0.0
+    step_overhead: float = 0.0
+    curves: Mapping[str, Points] = field(default_factory=dict)
+    lines: Mapping[str, tuple[float, ...]] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         for name in ("flops", "efficiency"):
@@ -72,10 +92,9 @@ class Hardware:
                 raise CostError(f"hardware {self.name!r}: efficiency has no {kind!r}")
         if "float32" not in self.flops:
             raise CostError(f"hardware {self.name!r}: flops has no 'float32'")
+        self._check_measured()
         numbers = {
-            f.name: getattr(self, f.name)
-            for f in fields(self)
-            if f.name not in ("name", "flops", "efficiency", "about", "source")
+            f.name: getattr(self, f.name) for f in fields(self) if f.name not in _NOT_POSITIVE
         }
         numbers |= {f"flops.{k}": v for k, v in self.flops.items()}
         numbers |= {f"efficiency.{k}": v for k, v in self.efficiency.items()}
@@ -85,12 +104,39 @@ class Hardware:
                     f"hardware {self.name!r}: {name} must be a positive number; got {value!r}"
                 )
 
+    def _check_measured(self) -> None:
+        try:
+            curves = {name: tuple(map(tuple, points)) for name, points in self.curves.items()}
+            lines = {name: tuple(line) for name, line in self.lines.items()}
+        except TypeError as error:
+            raise CostError(
+                f"hardware {self.name!r}: a curve is a list of pairs, a line one of three times: "
+                f"{error}"
+            ) from error
+        object.__setattr__(self, "curves", MappingProxyType(curves))
+        object.__setattr__(self, "lines", MappingProxyType(lines))
+        for name in ("contention", "step_overhead"):
+            value = getattr(self, name)
+            if not _is_number(value) or value < 0 or (name == "contention" and value > 1):
+                least = "a part between 0 and 1" if name == "contention" else "0 seconds or more"
+                raise CostError(f"hardware {self.name!r}: {name} must be {least}; got {value!r}")
+        for name, points in curves.items():
+            pairs = points and all(len(p) == 2 and all(map(_is_number, p)) for p in points)
+            if not pairs or min(map(min, points)) <= 0 or not _ascends(points):
+                raise CostError(
+                    f"hardware {self.name!r}: the curve {name!r} must be pairs of an amount and "
+                    "seconds, both positive, amounts ascending, seconds never descending"
+                )
+        for name, line in lines.items():
+            if len(line) != 3 or not all(_is_number(part) and part >= 0 for part in line):
+                raise CostError(
+                    f"hardware {self.name!r}: the line {name!r} must be three times of 0 seconds "
+                    f"or more: per call, per tensor and per byte; got {line!r}"
+                )
+
     def matmul_flops(self, dtype: torch.dtype, *, tf32: bool = False) -> float:
         """Peak FLOP/s of matrix products in `dtype`; that of float32 for a dtype not listed."""
-        name = "tfloat32" if tf32 and dtype is torch.float32 else str(dtype).removeprefix("torch.")
-        if name.startswith("float8"):
-            name = "float8"
-        return self.flops.get(name, self.flops["float32"])
+        return self.flops.get(dtype_name(dtype, tf32=tf32), self.flops["float32"])
 
     def with_(self, **changes: Any) -> Hardware:
         """A copy with some figures changed, such as `gpus_per_node=4`."""
@@ -98,12 +144,19 @@ class Hardware:
 
     def save(self, path: str | os.PathLike[str]) -> None:
         """Write it as JSON, to be read by `load`."""
-        Path(path).write_text(json.dumps(self.to_dict(), indent=2) + "\n", encoding="utf-8")
+        data = self.to_dict()
+        long = {name: data.pop(name) for name in ("curves", "lines")}
+        lines = [f'  "{name}": {json.dumps(value)}' for name, value in data.items()]
+        for name, table in long.items():  # a line for each, which people can read and compare
+            rows = ",\n".join(f'    "{key}": {json.dumps(row)}' for key, row in table.items())
+            lines.append(f'  "{name}": {{\n{rows}\n  }}' if rows else f'  "{name}": {{}}')
+        Path(path).write_text("{\n" + ",\n".join(lines) + "\n}\n", encoding="utf-8")
 
     def to_dict(self) -> dict[str, Any]:
         """Plain data, ready for JSON."""
         data = {f.name: getattr(self, f.name) for f in fields(self)}
-        return data | {"flops": dict(self.flops), "efficiency": dict(self.efficiency)}
+        plain = ("flops", "efficiency", "curves", "lines")
+        return data | {name: dict(getattr(self, name)) for name in plain}
 
     @classmethod
     def load(cls, what: str | os.PathLike[str] | Hardware) -> Hardware:
@@ -136,6 +189,20 @@ class Hardware:
         return f"{self.name}: {self.about}" if self.about else self.name
 
 
+def dtype_name(dtype: torch.dtype, *, tf32: bool = False) -> str:
+    """What `Hardware` calls `dtype`: "tfloat32" for float32 products under TF32, one "float8"."""
+    name = "tfloat32" if tf32 and dtype is torch.float32 else str(dtype).removeprefix("torch.")
+    return "float8" if name.startswith("float8") else name
+
+
+def _is_number(value: Any) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool) and isfinite(value)
+
+
+def _ascends(points: tuple[tuple[float, ...], ...]) -> bool:
+    return all(a[0] < b[0] and a[1] <= b[1] for a, b in pairwise(points))
+
+
 def preset_names() -> tuple[str, ...]:
     """The names `Hardware.load` knows."""
     return tuple(_presets())
@@ -143,10 +210,15 @@ def preset_names() -> tuple[str, ...]:
 
 @cache
 def _presets() -> dict[str, Hardware]:
-    text = resources.files("graphshard.cost").joinpath("presets.toml").read_text(encoding="utf-8")
-    tables = tomllib.loads(text)
+    folder = resources.files("graphshard.cost")
+    tables = tomllib.loads(folder.joinpath("presets.toml").read_text(encoding="utf-8"))
     common = tables.pop("efficiency")
-    return {name: _from_table(name, {"efficiency": common} | t) for name, t in tables.items()}
+    found = {name: _from_table(name, {"efficiency": common} | t) for name, t in tables.items()}
+    for entry in sorted(folder.iterdir(), key=lambda entry: entry.name):
+        name, dot, ending = entry.name.rpartition(".")
+        if dot and ending == "json":  # as `graphshard calibrate --out` wrote it
+            found[name] = _from_table(name, json.loads(entry.read_text(encoding="utf-8")))
+    return found
 
 
 def _from_table(name: str, table: Any) -> Hardware:
@@ -156,7 +228,7 @@ def _from_table(name: str, table: Any) -> Hardware:
     for key in table:
         if key not in known:
             raise CostError(f"hardware {name!r} has an unknown figure {key!r}")
-    for key in ("flops", "efficiency"):
+    for key in ("flops", "efficiency", "curves", "lines"):
         if key in table and not isinstance(table[key], dict):
             raise CostError(f"hardware {name!r}: {key} must be a table; got {table[key]!r}")
     figures: dict[str, Any] = {"name": name, **table}

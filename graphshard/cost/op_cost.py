@@ -1,8 +1,10 @@
-"""How long one compute node takes: a roofline of its FLOPs and its bytes, above a launch floor.
+"""How long one compute node takes: a roofline of its FLOPs and its bytes, above a launch floor, or
+what was measured of its like.
 
 FLOPs come from torch's own registry (`torch.utils.flop_counter`), bytes from the shapes of what a
 node reads and writes. An op that only makes a view, or picks out a result, costs nothing. Attention
 is charged as the fused kernel that runs on an accelerator, also where it was traced as the CPU's.
+Calibrated hardware has curves of seconds by operator, which hold all of it: floor, cache and peak.
 """
 
 from __future__ import annotations
@@ -14,9 +16,16 @@ from typing import Any
 
 import torch
 from torch import fx
-from torch.utils.flop_counter import flop_registry, sdpa_backward_flop_count, sdpa_flop_count
+from torch.utils.flop_counter import (
+    conv_flop_count,
+    flop_registry,
+    sdpa_backward_flop_count,
+    sdpa_flop_count,
+)
 
-from graphshard.cost.hardware import Hardware
+from graphshard.cost.curves import seconds_at
+from graphshard.cost.hardware import Hardware, dtype_name
+from graphshard.cost.op_curves import curves_of
 from graphshard.cost.per_node import once_per_operation
 from graphshard.torch_compat import size_hint
 from graphshard.views import is_view_op
@@ -40,22 +49,31 @@ _CONVOLUTIONS = {_aten.convolution, _aten.convolution_backward, _aten._convoluti
 # Reads of its first operand only what its result has.
 _PICKS = {_aten.embedding, _aten.index, _aten.gather, _aten.index_select}
 
+VIEW = "view"
+"""The curve of an operator that makes a view: a call without work."""
+
 
 @dataclass(frozen=True)
 class OpCost:
     """What one node costs.
 
     kind: "matmul", "attention", "convolution", "bandwidth", or "free" (a view). `flops` are those
-    of the algorithm that runs, `moved` bytes read and written, `dtype` what is computed in.
+    of the algorithm that runs, `moved` bytes read and written, `dtype` what is computed in,
+    `curves` the names of measured curves that hold for it, the best first.
     """
 
     kind: str
     flops: int
     moved: int
     dtype: torch.dtype
+    curves: tuple[str, ...] = ()
 
     def seconds(self, hardware: Hardware, *, tf32: bool = False) -> float:
-        """The time on one device of `hardware`."""
+        """The time on one device of `hardware`: as measured, or else the roofline."""
+        if hardware.curves:
+            measured = self._measured(hardware, tf32)
+            if measured is not None:
+                return measured
         if self.kind == "free":
             return 0.0
         streamed = self.moved / (hardware.memory_bandwidth * hardware.efficiency["bandwidth"])
@@ -66,8 +84,31 @@ class OpCost:
             computed = self.flops / (peak * hardware.efficiency[kind])
         return max(streamed, computed, hardware.launch_floor)
 
+    def _measured(self, hardware: Hardware, tf32: bool) -> float | None:
+        """By the best curve there is; None without one.
+
+        Products in another dtype than float32 have curves of their own or none. What streams bytes
+        follows float32's, if its dtype was not measured.
+        """
+        if self.kind == "free":
+            points = hardware.curves.get(VIEW) if self.curves else None
+            return points[0][1] if points else None
+        dtype = dtype_name(self.dtype, tf32=tf32 and self.flops > 0)
+        amount = self.flops or self.moved
+        for name in self.curves:
+            points = hardware.curves.get(name if dtype == "float32" else f"{name}.{dtype}")
+            if points is None and not self.flops:
+                points = hardware.curves.get(name)
+            if points is not None:
+                seconds = seconds_at(points, amount)
+                stream = hardware.curves.get("add")
+                # A product may be so thin that its operands take longer to read than to multiply.
+                return max(seconds, seconds_at(stream, self.moved)) if stream else seconds
+        return None
+
 
 FREE = OpCost("free", 0, 0, torch.float32)
+_VIEW = OpCost("free", 0, 0, torch.float32, (VIEW,))
 
 
 def op_cost(node: fx.Node) -> OpCost:
@@ -82,7 +123,7 @@ def op_cost(node: fx.Node) -> OpCost:
 
 def _computed(node: fx.Node) -> OpCost:
     if is_view_op(node.target):
-        return FREE
+        return _VIEW
     packet = node.target.overloadpacket  # type: ignore[union-attr]
     results = list(_tensors(node.meta.get("val")))
     if not results:
@@ -98,7 +139,8 @@ def _computed(node: fx.Node) -> OpCost:
     floats = [t.dtype for t in (*operands, *results) if t.dtype.is_floating_point]
     dtype = floats[0] if floats else torch.float32
     flops = _flops(packet, node)
-    return OpCost(_kind(packet, flops), flops, moved, dtype)
+    kind = _kind(packet, flops)
+    return OpCost(kind, flops, moved, dtype, curves_of(packet, kind, node))
 
 
 _op_cost = once_per_operation("cost", _computed)
@@ -113,6 +155,8 @@ def _kind(packet: Any, flops: int) -> str:
 
 
 def _flops(packet: Any, node: fx.Node) -> int:
+    if packet is _aten._grouped_mm:
+        return _grouped_flops(*(_shapes(n.meta["val"]) for n in (*node.args[:2], node)))  # type: ignore[union-attr]
     count = flop_registry.get(packet)
     attention = packet in _ATTENTION_FORWARD or packet in _ATTENTION_BACKWARD
     if count is None and not attention:
@@ -123,9 +167,22 @@ def _flops(packet: Any, node: fx.Node) -> int:
     if packet in _ATTENTION_BACKWARD:
         # FlashAttention computes the scores again: five products to the forward's two.
         return _causal(node, sdpa_backward_flop_count(*args[:4]))
+    if packet is _aten.convolution_backward:
+        # Torch counts a grouped weight's gradient once per group. Each gradient costs one forward.
+        grad, operand, weight = args[:3]
+        transposed, mask = args[7], args[10]
+        forward = conv_flop_count(operand, weight, grad, transposed=transposed)
+        return int((bool(mask[0]) + bool(mask[1])) * forward)
     kwargs: Any = fx.map_arg(node.kwargs, lambda n: _shapes(n.meta.get("val")))
     assert count is not None
     return int(count(*args, **kwargs, out_val=_shapes(node.meta["val"])))
+
+
+def _grouped_flops(left: torch.Size, right: torch.Size, result: torch.Size) -> int:
+    """Of products over groups of rows, which torch does not count: each row is in one group."""
+    if len(left) == len(right) == 2:  # a weight's gradient, stacked by group
+        return int(2 * prod(left) * right[-1])
+    return int(2 * prod(result) * left[-1])
 
 
 def _shapes(value: Any) -> Any:

@@ -4,7 +4,9 @@ Each stream has a clock. Compute nodes run one after the other. A collective sta
 communicator is free and compute has reached the place where it is issued; its `wait` holds compute
 until it is done, and what it holds is exposed communication. So it is with copies between device
 and host, one stream for each direction, and `arrive`. This is how the runtime issues them: the
-other streams wait for compute where something is launched, and nothing else.
+other streams wait for compute where something is launched, and nothing else. Where communication
+needs what compute runs on (the cores of a CPU, an accelerator's multiprocessors and memory),
+compute goes slower while it is under way, by the hardware's `contention`.
 """
 
 from __future__ import annotations
@@ -16,7 +18,14 @@ from typing import Any
 from torch import fx
 
 from graphshard import ops
-from graphshard.cost.duration import COMPUTE, STREAMED, moved_bytes, node_seconds, stream_of
+from graphshard.cost.duration import (
+    COMPUTE,
+    STREAMED,
+    local_seconds,
+    moved_bytes,
+    node_seconds,
+    stream_of,
+)
 from graphshard.cost.groups import ranks_of
 from graphshard.cost.hardware import Hardware
 from graphshard.cost.op_cost import op_cost
@@ -111,6 +120,7 @@ class _Walk:
         self.transfers: list[Transfer] = []
         self.at: list[float] = []
         self.flops = self.recomputed_flops = 0
+        self._busy_until = 0.0  # when the last collective or copy launched so far will be done
         self._under_way: dict[fx.Node, tuple[Span, int, Span | None]] = {}
         self._run: tuple[str, str, float, int] | None = None  # unit, phase, start, place
         self._last_on: dict[str, Span] = {}
@@ -118,6 +128,7 @@ class _Walk:
     def visit(self, place: int, node: fx.Node) -> None:
         if node.op == "call_function":
             if ops.is_collective(node):
+                self._work(place, node, local_seconds(node, self.program, self.hardware))
                 self._start(place, node, moved_bytes(node, self.program))
             elif node.target is ops.wait:
                 self._finish(place, ops.collective_of(node))
@@ -142,6 +153,10 @@ class _Walk:
             self.flops += cost.flops
             self.recomputed_flops += cost.flops if node.meta.get("recomputed") else 0
             seconds = cost.seconds(self.hardware, tf32=self.tf32)
+        self._work(place, node, seconds)
+
+    def _work(self, place: int, node: fx.Node, seconds: float) -> None:
+        """Compute is at `node` for `seconds`, or longer where communication slows it."""
         if not seconds:
             return
         unit, phase = node.meta.get("unit", ""), node.meta["phase"]
@@ -149,6 +164,10 @@ class _Walk:
         if self._run is None or self._run[:2] != (unit, phase):
             self._end_run()
             self._run = (unit, phase, now, place)
+        taken, contended = self.hardware.contention, self._busy_until - now
+        if taken and contended > 0:
+            done = contended * (1 - taken)  # seconds of work that get done meanwhile
+            seconds = seconds / (1 - taken) if done >= seconds else contended + seconds - done
         self.clock[COMPUTE] = now + seconds
 
     def _end_run(self) -> None:
@@ -170,6 +189,7 @@ class _Walk:
         unit, phase = str(node.meta.get("unit", "")), node.meta["phase"]
         span = Span(stream, op, unit, phase, issued, start, start + seconds, place)
         self.clock[stream] = span.end
+        self._busy_until = max(self._busy_until, span.end)
         self.spans.append(span)
         behind = self._last_on.get(stream) if start > issued else None
         self._last_on[stream] = span

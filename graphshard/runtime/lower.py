@@ -89,15 +89,23 @@ def _bound(node: fx.Node, plan: ShardingPlan, group: Group) -> Collective:
     phase = node.meta["phase"]
     if group.size == 1 and node.target is not ops.all_gather:
         return LocalReduce(node.target.__name__, group, unit, phase)  # type: ignore[union-attr]
-    return _kind(node, group)(group, unit, phase, operands)
+    kind = kind_of(node.target, group, in_place=bool(node.kwargs.get("in_place")))
+    return kind(group, unit, phase, operands)
 
 
-def _kind(node: fx.Node, group: Group) -> type[Collective]:
-    if node.target is ops.all_gather:
+def kind_of(target: Any, group: Group, *, in_place: bool = False) -> type[Collective]:
+    """What runs for a collective of the vocabulary over `group`, of more than one rank to reduce.
+
+    Args:
+        target: `ops.all_gather`, `ops.reduce_scatter` or `ops.all_reduce`.
+        group: the ranks.
+        in_place: of a gather: its results are copies that ranks keep.
+    """
+    if target is ops.all_gather:
         if group.size == 1:
             return LocalGather
-        return AllGatherInPlace if node.kwargs.get("in_place") else AllGather
-    if node.target is ops.reduce_scatter:
+        return AllGatherInPlace if in_place else AllGather
+    if target is ops.reduce_scatter:
         if group.backend != "gloo":
             return ReduceScatterByReduce
         return ReduceScatterByPairExchange if group.size == 2 else ReduceScatterByExchange
