@@ -44,7 +44,7 @@ def parse_args() -> argparse.Namespace:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--hardware", type=Path, metavar="FILE", help="instead of calibrating")
+    parser.add_argument("--hardware", metavar="FILE", help="or preset, instead of calibrating")
     parser.add_argument("--save", type=Path, metavar="FILE", help="keep the last calibration here")
     parser.add_argument("--ranks", type=int, nargs="+", metavar="N", help="default: 1 and 2")
     parser.add_argument("--steps", type=int, default=15, help="timed ones, at least")

@@ -31,7 +31,7 @@ and the collectives between them, as steps issue them: over NCCL on CUDA devices
 The file is read by every --hardware option and by Hardware.load.
 """
 
-_QUICK_SHARE = 0.4
+_QUICK_SHARE = 0.7
 
 
 def add_calibrate(commands: Any) -> None:
