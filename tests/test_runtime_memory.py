@@ -123,7 +123,34 @@ def backward_releases_activations_as_it_goes(rank: int) -> None:
         assert live.current == base + 6 * LAYER // 2 + 4
 
 
+def kept_parts_go_with_the_gather_that_reads_them(rank: int) -> None:
+    class Named(Stack):  # fx writes names of nodes in lower case
+        def __init__(self) -> None:
+            super().__init__()
+            self.FirstLayers = self.layers
+            del self.layers
+
+        def forward(self, x: Tensor) -> Tensor:
+            for layer in self.FirstLayers:
+                x = torch.tanh(layer(x))
+            return x.sum()
+
+    torch.manual_seed(0)
+    # Groups of one rank keep whole parameters: their own copies.
+    policy = graphshard.BlockPolicy({nn.Linear}, reshard_after_forward=1)
+    sharded = graphshard.compile(Named(), policy)
+    x = torch.randn(BATCH, WIDTH)
+    sharded(x).backward()
+    for half in sharded.lowered:
+        for node in half.graph.nodes:
+            if node.op == "placeholder":
+                assert node.target == node.name
+                assert f"{node.name} = {node.name}" not in half.code
+    assert "firstlayers" in sharded.lowered[-1].code.replace("_", "")
+
+
 ON_TWO = [
+    kept_parts_go_with_the_gather_that_reads_them,
     hoard,
     forward_holds_one_unit_at_a_time,
     a_gather_is_kept_until_its_backward_is_done,

@@ -52,7 +52,11 @@ def lower(graph: fx.Graph, plan: ShardingPlan, group: Group, kept: Kept) -> fx.G
     new: dict[fx.Node, fx.Node] = {}
     for node in graph.nodes:
         copied = new[node] = lowered.node_copy(node, new.__getitem__)
-        if ops.is_collective(node):
+        if node.op == "placeholder":
+            # fx writes names in lower case and arguments as they are given: `b = B` would leave B
+            # referring to what the code drops as b.
+            copied.target = copied.name
+        elif ops.is_collective(node):
             copied.target = _bound(node, plan, group)
             copied.kwargs = {}
         elif node.target in (ops.keep, ops.add_kept):
