@@ -14,7 +14,7 @@ from torch.distributed.tensor import DTensor, Shard
 from torch.nn import functional as F
 
 import graphshard
-from graphshard.runtime import group as group_module
+from graphshard import packing
 
 History = list[tuple[Tensor, dict[str, Tensor]]]
 
@@ -184,8 +184,8 @@ def packing_changes_nothing(rank: int) -> None:
     expected = trained(compiled(modules, rank), rank, steps=1)
     for gather, reduce in ((1 << 20, 0), (0, 1 << 10)):
         with (
-            mock.patch.dict(group_module._PACK_GATHER_BELOW, gloo=gather),
-            mock.patch.dict(group_module._PACK_REDUCE_BELOW, gloo=reduce),
+            mock.patch.dict(packing.GATHER_BELOW, gloo=gather),
+            mock.patch.dict(packing.REDUCE_BELOW, gloo=reduce),
         ):
             assert_same(trained(compiled(modules, rank), rank, steps=1), expected, exact=True)
 

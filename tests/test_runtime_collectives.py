@@ -2,20 +2,23 @@
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable
 from dataclasses import replace
 from unittest import mock
 
 import pytest
 import torch
+import torch.distributed as dist
 from ranks import Checks, run_ranks
 from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh
 
+from graphshard import packing
 from graphshard.errors import CollectiveError
 from graphshard.plan import ParamLayout
-from graphshard.runtime import group as group_module
 from graphshard.runtime.collectives import Collective, Operand, wait
-from graphshard.runtime.gather import AllGather, Gathered, LocalGather, free
+from graphshard.runtime.gather import AllGather, AllGatherInPlace, Gathered, LocalGather, free
 from graphshard.runtime.group import Group, find_group
 from graphshard.runtime.reduce import (
     AllReduce,
@@ -47,14 +50,14 @@ def padded_part(full: Tensor, layout: ParamLayout, rank: int) -> Tensor:
     return part
 
 
-def gathers(rank: int) -> None:
-    group = find_group(None, None)
+def gathers(rank: int, group: Group | None = None) -> None:
+    group = group or find_group(None, None)
     for dtype in (torch.float32, torch.bfloat16, torch.float64, torch.int64):
         params = operands(group.size, dtype)
         full = full_values(0, dtype)
         parts = [padded_part(f, p.layout, rank) for f, p in zip(full, params, strict=True)]
         for below in (0, 50, 1 << 20):
-            with mock.patch.dict(group_module._PACK_GATHER_BELOW, gloo=below):
+            with mock.patch.dict(packing.GATHER_BELOW, gloo=below):
                 gather = AllGather(group, "a.b", "forward", params)
             gathered = wait(gather(parts))
             for mine, expected in zip(gathered, full, strict=True):
@@ -64,6 +67,83 @@ def gathers(rank: int) -> None:
             free(gathered)
             assert [t.untyped_storage().nbytes() for t in gathered] == [0] * len(SHAPES)
             assert view.untyped_storage().nbytes() == 0
+
+
+def by_the_backends_own(rank: int) -> None:
+    """As in groups too large for every rank to send to every other."""
+    with mock.patch("graphshard.runtime.group.UP_TO", 1):
+        assert find_group(None, None).peers is None
+        gathers(rank)
+        mixed_dtypes(rank)
+        reduces(rank)
+
+
+def many_at_once_and_in_any_order(rank: int) -> None:
+    """Gathers, reduces and the user's own sends, waited for in another order than they began."""
+    group = find_group(None, None)
+    params = operands(group.size, torch.float32)
+    each = [full_values(r, torch.float32) for r in range(group.size)]
+    reduce = ReduceScatterByExchange(group, "a", "backward", params)
+    expected = wait(reduce(each[rank]))
+    begun = []
+    for seed in range(3):
+        full = full_values(seed, torch.float32)
+        parts = [padded_part(f, p.layout, rank) for f, p in zip(full, params, strict=True)]
+        begun.append((AllGather(group, "a", "forward", params)(parts), full))
+        begun.append((reduce(each[rank]), expected))
+        token = torch.zeros(2, dtype=torch.int64)
+        users = dist.isend(torch.tensor([rank, seed]), (rank + 1) % group.size)
+        dist.recv(token, (rank - 1) % group.size)
+        assert token.tolist() == [(rank - 1) % group.size, seed]
+        users.wait()
+    for pending, values in begun[::-1]:
+        assert all(torch.equal(a, b) for a, b in zip(wait(pending), values, strict=True))
+
+
+def nobody_waits_for(rank: int) -> None:
+    """What is begun and dropped holds nobody up, and lives no longer than to the next one."""
+    group = find_group(None, None)
+    params = operands(group.size, torch.float32)
+    full = full_values(0, torch.float32)
+    parts = [padded_part(f, p.layout, rank) for f, p in zip(full, params, strict=True)]
+    gather = AllGather(group, "a", "forward", params)
+    for _ in range(3):
+        pending = gather(parts)
+        kept = weakref.ref(pending.buffers[0])
+        del pending
+        gathered = wait(gather(parts))
+        assert all(torch.equal(a, b) for a, b in zip(gathered, full, strict=True))
+        assert kept() is None
+
+
+def gathers_into_place(rank: int) -> None:
+    group = find_group(None, None)
+    for check in (False, True):
+        group.check = check
+        params = operands(group.size, torch.float32)
+        full = full_values(0, torch.float32)
+        buffers = [torch.zeros(p.layout.gathered_shape) for p in params]
+        parts = []
+        for buffer, value, param in zip(buffers, full, params, strict=True):
+            rows = param.layout.padded_rows
+            parts.append(buffer.narrow(0, rank * rows, rows))
+            parts[-1].copy_(padded_part(value, param.layout, rank))
+        for below in (0, 50):
+            with mock.patch.dict(packing.GATHER_BELOW, gloo=below):
+                gathered = wait(AllGatherInPlace(group, "", "forward", params)(parts))
+            for mine, buffer, value in zip(gathered, buffers, full, strict=True):
+                assert mine.data_ptr() == buffer.data_ptr()
+                assert torch.equal(mine, value)
+
+
+def within_smaller_groups(rank: int) -> None:
+    """Ranks 0 and 1 gather, and then 1 and 2, by their ranks in the group."""
+    for members in ((0, 1), (1, 2)):
+        made = dist.new_group(members)
+        if rank in members:
+            group = find_group(DeviceMesh.from_group(made, "cpu"), None)
+            assert group.size == 2
+            gathers(group.rank, group)
 
 
 def mixed_dtypes(rank: int) -> None:
@@ -107,7 +187,7 @@ def reduces(rank: int) -> None:
         results = []
         for below in (0, 100, 1 << 20):
             for kind in kinds:
-                with mock.patch.dict(group_module._PACK_REDUCE_BELOW, gloo=below):
+                with mock.patch.dict(packing.REDUCE_BELOW, gloo=below):
                     reduce = kind(group, "a", "backward", params)
                 # Gradients come transposed and expanded, too.
                 mine = [g.clone() for g in each[rank]]
@@ -140,7 +220,17 @@ def averages_replicas(rank: int) -> None:
     assert grads[0] == rank  # gradients may be shared: all_reduce must not write them
 
 
-ALONE = [gathers, mixed_dtypes, poisons, reduces, averages_replicas]
+ALONE = [
+    gathers,
+    mixed_dtypes,
+    poisons,
+    reduces,
+    averages_replicas,
+    by_the_backends_own,
+    many_at_once_and_in_any_order,
+    nobody_waits_for,
+    gathers_into_place,
+]
 
 
 @pytest.fixture(scope="module", params=[2, 3])
@@ -151,6 +241,10 @@ def ranks(request: pytest.FixtureRequest) -> Checks:
 @pytest.mark.parametrize("check", ALONE, ids=lambda check: check.__name__)
 def test_on_ranks(ranks: Checks, check: Callable[[int], None]) -> None:
     ranks.require(check)
+
+
+def test_groups_within_groups() -> None:
+    Checks([within_smaller_groups], 3).require(within_smaller_groups)
 
 
 def test_a_single_rank_gathers_without_copying() -> None:
@@ -183,8 +277,10 @@ def test_a_single_ranks_gradient_shares_nothing() -> None:
 
 def failing_launch(rank: int) -> str:
     group = find_group(None, None)
+    group.peers = None
     params = operands(group.size, torch.float32)
-    gather = AllGather(group, "blocks.1", "backward", params)
+    with mock.patch.dict(packing.GATHER_BELOW, gloo=0):
+        gather = AllGather(group, "blocks.1", "backward", params)
     full = full_values(0, torch.float32)
     parts = [padded_part(f, p.layout, rank) for f, p in zip(full, params, strict=True)]
     gather.options = torch.distributed.distributed_c10d.AllgatherOptions()

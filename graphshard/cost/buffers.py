@@ -14,7 +14,7 @@ from torch import fx
 from graphshard import ops
 from graphshard.cost.groups import ranks_of
 from graphshard.program import Program
-from graphshard.runtime.group import PACK_GATHER_BELOW, PACK_REDUCE_BELOW
+from graphshard.packing import GATHER_BELOW, REDUCE_BELOW
 from graphshard.sizes import is_contiguous
 from graphshard.step_memory import Storage, bytes_of
 
@@ -56,7 +56,7 @@ def _of_gather(
     """Small shards travel in one message: a copy of them, and what it is received in."""
     ranks = ranks_of(node, program)
     shards = [operand.meta["val"] for operand in node.args[0]]  # type: ignore[union-attr]
-    moved = sum(_packed(shards, [bytes_of(s) for s in shards], PACK_GATHER_BELOW[backend]))
+    moved = sum(_packed(shards, [bytes_of(s) for s in shards], GATHER_BELOW[backend]))
     if moved and ranks > 1:
         wait = next(user for user in node.users if user.target is ops.wait)
         yield Storage(node, moved * (1 + ranks), place[node], place[wait], BUFFERS)
@@ -113,7 +113,7 @@ def _sent(node: fx.Node, whole: list[int], backend: str) -> tuple[int, int]:
         if dim or size != bytes_of(operand) or not is_contiguous(operand):
             copied += size
             longer += size - bytes_of(operand)
-    packed = _packed(operands, whole, PACK_REDUCE_BELOW[backend])
+    packed = _packed(operands, whole, REDUCE_BELOW[backend])
     divided = [
         size
         for operand, size in zip(operands, whole, strict=True)

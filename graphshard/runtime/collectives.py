@@ -19,7 +19,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from itertools import groupby
 from math import prod
 from typing import Any
 
@@ -27,6 +26,7 @@ import torch
 from torch import Tensor
 
 from graphshard.errors import CollectiveError
+from graphshard.packing import packed
 from graphshard.plan import ParamLayout
 from graphshard.runtime.group import Group
 
@@ -47,10 +47,11 @@ class Operand:
 class Pending:
     """A launched collective: the works to wait for and what they read and write.
 
+    own: copies for this rank to make between its own tensors, as (to, from).
     lent: the aliases of those tensors that the backend's threads refer to.
     """
 
-    __slots__ = ("buffers", "collective", "lent", "operands", "packed", "works")
+    __slots__ = ("buffers", "collective", "lent", "operands", "own", "packed", "works")
 
     def __init__(
         self, collective: Collective, operands: list[Tensor], buffers: list[Tensor]
@@ -59,8 +60,14 @@ class Pending:
         self.operands = operands
         self.buffers = buffers
         self.packed: list[Tensor] = []
+        self.own: list[tuple[Tensor, Tensor]] = []
         self.works: list[Any] = []
         self.lent: list[Tensor] = []
+
+    def __del__(self) -> None:
+        peers = self.collective.group.peers
+        if self.works and peers is not None:  # of a forward, say, whose backward never came
+            peers.drop(self.works)
 
 
 def wait(pending: Pending) -> list[Tensor]:
@@ -110,28 +117,52 @@ class Collective:
                 error,
             ) from error
 
+    def exchange(
+        self,
+        pending: Pending,
+        sent: Sequence[Sequence[Tensor]],
+        received: Sequence[Sequence[Tensor]],
+    ) -> None:
+        """Add the works of an exchange with the peers to `pending`; see `Peers.exchange`.
+
+        Raises:
+            CollectiveError: another rank died, failed or timed out.
+        """
+        assert self.group.peers is not None
+        try:
+            pending.works += self.group.peers.exchange(sent, received)
+        except RuntimeError as error:
+            raise self.left_alone(error) from error
+
     def wait(self, pending: Pending) -> list[Tensor]:
         """Wait for what `__call__` launched and return the results in operand order.
 
         Raises:
             CollectiveError: another rank died, failed or timed out.
         """
+        for to, own in pending.own:
+            to.copy_(own)
+        works, pending.works = pending.works, []
         try:
-            for work in pending.works:
+            for work in works:
                 work.wait()
         except torch.OutOfMemoryError:
             raise
         except RuntimeError as error:
-            raise self.failed(
-                "failed",
-                "another rank died, raised an error, or did not get here within "
-                f"{self.group.timeout.total_seconds():g} s; look for the first error in the logs "
-                "of all ranks",
-                error,
-            ) from error
+            raise self.left_alone(error) from error
         for alias in pending.lent:
             alias.set_()  # type: ignore[call-overload]
         return self.results(pending)
+
+    def left_alone(self, error: Exception) -> CollectiveError:
+        """The error to raise when another rank did not do its part."""
+        return self.failed(
+            "failed",
+            "another rank died, raised an error, or did not get here within "
+            f"{self.group.timeout.total_seconds():g} s; look for the first error in the logs "
+            "of all ranks",
+            error,
+        )
 
     def results(self, pending: Pending) -> list[Tensor]:
         """What a finished collective yields."""
@@ -146,15 +177,14 @@ class Collective:
         """Messages of each launch: one launch per dtype, in it one message per large operand and
         one for all below `pack_below` bytes.
         """
+        dtypes = [operand.dtype for operand in self.operands]
+        small = packed([size(operand) for operand in self.operands], dtypes, pack_below)
+        together = {i for indices in small for i in indices}
         launches = []
-        order = sorted(range(len(self.operands)), key=lambda i: str(self.operands[i].dtype))
-        for _, same_dtype in groupby(order, key=lambda i: self.operands[i].dtype):
-            indices = list(same_dtype)
-            small = [i for i in indices if size(self.operands[i]) < pack_below]
-            if len(small) < 2:
-                small = []
-            large = [self.message(i) for i in indices if i not in small]
-            launches.append([*large, self.message(*small)] if small else large)
+        for dtype in sorted(set(dtypes), key=str):
+            alone = [i for i, d in enumerate(dtypes) if d is dtype and i not in together]
+            large = [self.message(i) for i in alone]
+            launches.append(large + [self.message(*i) for i in small if dtypes[i[0]] is dtype])
         return launches
 
     def failed(self, how: str, advice: str, error: Exception) -> CollectiveError:

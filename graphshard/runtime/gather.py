@@ -10,7 +10,7 @@ from torch import Tensor
 from graphshard import torch_compat
 from graphshard.plan import ParamLayout
 from graphshard.runtime.collectives import Collective, Operand, Pending
-from graphshard.runtime.group import MOVABLE, Group, movable
+from graphshard.runtime.group import Group, movable
 
 
 class Gathered(list[Tensor]):
@@ -43,19 +43,14 @@ class AllGather(Collective):
 
     def __init__(self, group: Group, unit: str, phase: str, operands: Sequence[Operand]) -> None:
         super().__init__(group, unit, phase, operands)
-        # What travels as bytes travels alone.
-        self.launches = self.messages(
-            group.pack_gather_below,
-            lambda o: o.shard_bytes if o.dtype in MOVABLE else group.pack_gather_below,
-        )
+        self.launches = self.messages(group.pack_gather_below, lambda o: o.shard_bytes)
         self.options = torch_compat.collective_options("AllgatherOptions")
         self.options.asyncOp = True
         self.shapes = [(o.layout.gathered_shape, o.dtype) for o in self.operands]
         self.finish = [_finish(o.layout) for o in self.operands]
 
     def __call__(self, tensors: Sequence[Tensor]) -> Pending:
-        """Allocate the full buffers and start one coalesced gather per dtype."""
-        group = self.group
+        """Allocate the full buffers and start to fill them."""
         buffers = self.buffers(tensors)
         pending = Pending(self, list(tensors), buffers)
         for messages in self.launches:
@@ -63,17 +58,34 @@ class AllGather(Collective):
             for message in messages:
                 if message.packed:
                     parts = torch.cat([tensors[i].view(-1) for i in message.indices])
-                    whole = parts.new_empty(group.size * parts.numel())
+                    whole = parts.new_empty(self.group.size * parts.numel())
                     pending.operands.append(parts)
                     pending.packed.append(whole)
                     inputs.append(parts)
                     outputs.append(whole)
                 else:
-                    inputs.append(movable(tensors[message.indices[0]]))
-                    outputs.append(movable(buffers[message.indices[0]]))
-            launch = group.process_group.allgather_into_tensor_coalesced
-            self.start(pending, launch, outputs, inputs, self.options)
+                    inputs.append(tensors[message.indices[0]])
+                    outputs.append(buffers[message.indices[0]])
+            if self.group.peers is None:
+                self.launch(pending, inputs, outputs)
+            else:
+                self.send(pending, inputs, outputs)
         return pending
+
+    def launch(self, pending: Pending, inputs: list[Tensor], outputs: list[Tensor]) -> None:
+        """Start one coalesced gather of `inputs`, of one dtype."""
+        launch = self.group.process_group.allgather_into_tensor_coalesced
+        moved = [movable(t) for t in outputs], [movable(t) for t in inputs]
+        self.start(pending, launch, *moved, self.options)
+
+    def send(self, pending: Pending, inputs: list[Tensor], outputs: list[Tensor]) -> None:
+        """Start to send every rank `inputs`, and to receive its own where they go in `outputs`."""
+        size, rank = self.group.size, self.group.rank
+        received = [o.view(size, i.numel()).unbind() for i, o in zip(inputs, outputs, strict=True)]
+        self.exchange(pending, [(own,) * size for own in inputs], received)
+        for own, parts in zip(inputs, received, strict=True):
+            if parts[rank].data_ptr() != own.data_ptr():  # in place it is there already
+                pending.own.append((parts[rank], own.view(-1)))
 
     def buffers(self, tensors: Sequence[Tensor]) -> list[Tensor]:
         """What the shards `tensors` are gathered into, in operand order."""

@@ -15,29 +15,8 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from graphshard import ops, torch_compat
 from graphshard.errors import PolicyError
-
-# A reduce packs what is smaller than this many bytes into one message, and so does a gather. Gloo
-# packs a coalesced gather by itself, and pays per tensor of a reduce: on 2 ranks 8 tensors of 2 KiB
-# took 1.7 ms one by one and 0.3 ms packed, while above 1 MiB packing only adds its copies. NCCL
-# launches a coalesced call as one kernel, in which a tiny tensor still costs a ring.
-PACK_GATHER_BELOW = {"gloo": 0, "nccl": 64 * 1024}
-PACK_REDUCE_BELOW = {"gloo": 1024 * 1024, "nccl": 64 * 1024}
-
-
-# What every backend can move and, where it is no integer, add up.
-MOVABLE = frozenset(
-    {
-        torch.float64,
-        torch.float32,
-        torch.float16,
-        torch.bfloat16,
-        torch.int64,
-        torch.int32,
-        torch.int8,
-        torch.uint8,
-        torch.bool,
-    }
-)
+from graphshard.packing import GATHER_BELOW, MOVABLE, REDUCE_BELOW
+from graphshard.runtime.peers import UP_TO, Peers
 
 
 def movable(tensor: Tensor) -> Tensor:
@@ -53,6 +32,7 @@ class Group:
 
     mesh_shape: `(ranks,)`, or `(replicas, ranks to shard over)`.
     check: poison what is freed.
+    peers: what gathers and reduces go through instead of the backend's collectives, if anything.
     """
 
     process_group: Any
@@ -65,6 +45,7 @@ class Group:
     check: bool = False
     mesh_shape: tuple[int, ...] = (1,)
     parts: dict[str, Group] = field(default_factory=dict, repr=False)
+    peers: Peers | None = field(default=None, repr=False)
 
     def named(self, name: str) -> Group:
         """The group of this rank that a collective's `group` names; see `graphshard.ops`."""
@@ -96,12 +77,12 @@ class Group:
     @property
     def pack_gather_below(self) -> int:
         """Bytes of a shard below which a gather packs it."""
-        return PACK_GATHER_BELOW.get(self.backend, 0)
+        return GATHER_BELOW.get(self.backend, 0)
 
     @property
     def pack_reduce_below(self) -> int:
         """Bytes of a full gradient below which a reduce packs it."""
-        return PACK_REDUCE_BELOW.get(self.backend, 0)
+        return REDUCE_BELOW.get(self.backend, 0)
 
     @property
     def store(self) -> Any:
@@ -127,6 +108,12 @@ class Group:
         """
         sent = torch.tensor(own, device=self.device)
         received = sent.new_empty(self.size * len(own))
+        if self.peers is not None:
+            parts = received.view(self.size, -1).unbind()
+            parts[self.rank].copy_(sent)
+            for work in self.peers.exchange([[sent] * self.size], [parts]):
+                work.wait()
+            return received.view(self.size, -1).tolist()
         # Not dist.all_gather_into_tensor: torch 2.13 renames it, and warns.
         self.process_group.allgather_into_tensor_coalesced([received], [sent]).wait()
         return received.view(self.size, -1).tolist()
@@ -193,13 +180,17 @@ def find_group(
 
 
 def _group_of(process_group: Any, device: torch.device) -> Group:
+    rank, size = dist.get_rank(process_group), dist.get_world_size(process_group)
+    backend = torch_compat.group_backend(process_group, device)
+    sends = backend == "gloo" and device.type == "cpu" and 1 < size <= UP_TO
     return Group(
         process_group,
-        rank=dist.get_rank(process_group),
-        size=dist.get_world_size(process_group),
+        rank=rank,
+        size=size,
         device=device,
-        backend=torch_compat.group_backend(process_group, device),
+        backend=backend,
         timeout=torch_compat.group_timeout(process_group, device),
+        peers=Peers(process_group, rank, size) if sends else None,
     )
 
 

@@ -17,7 +17,8 @@ from torch.distributed.tensor import DTensor
 
 from graphshard import torch_compat
 from graphshard.errors import CheckpointError, RuntimeStateError
-from graphshard.runtime.group import MOVABLE, Group
+from graphshard.packing import MOVABLE
+from graphshard.runtime.group import Group
 from graphshard.runtime.shards import Shard, distinct
 from graphshard.runtime.step import Bindings
 from graphshard.state.raw import Region
