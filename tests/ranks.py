@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import faulthandler
 import os
 import pickle
 import tempfile
@@ -33,23 +34,24 @@ def run_ranks(
 
     A rank that wrote its result and then aborted while exiting (Gloo does at times, groups
     destroyed or not) has succeeded. One that raised fails the test with its traceback; one that is
-    still running after `timeout` seconds is killed and fails it too. Ranks in `dying` may end
-    without a result (None then).
+    still running after `timeout` seconds is killed and fails it too, with the Python stacks it had
+    then. Ranks in `dying` may end without a result (None then).
     """
     context = get_context("spawn")
     with tempfile.TemporaryDirectory() as directory:
         folder = Path(directory)
+        dumps_at = time.time() + timeout
         ranks = [
             context.Process(
                 target=_rank_main,
-                args=(function, rank, world_size, folder, group_timeout, args),
+                args=(function, rank, world_size, folder, group_timeout, dumps_at, args),
                 daemon=True,
             )
             for rank in range(world_size)
         ]
         for process in ranks:
             process.start()
-        deadline = time.monotonic() + timeout
+        deadline = time.monotonic() + timeout + 2.0  # in which stacks are written
         try:
             for process in ranks:
                 process.join(max(0.0, deadline - time.monotonic()))
@@ -76,7 +78,9 @@ def _results(
         elif rank in dying:
             results.append(None)
         elif rank in hung:
-            errors.append(f"rank {rank} was still running after {timeout:g} s")
+            stacks = folder / f"stacks_{rank}"
+            shown = stacks.read_text() if stacks.exists() else ""
+            errors.append(f"rank {rank} was still running after {timeout:g} s\n{shown}")
         else:
             errors.append(f"rank {rank} ended with code {process.exitcode} and no result")
     if errors:
@@ -90,8 +94,11 @@ def _rank_main(
     world_size: int,
     folder: Path,
     group_timeout: float,
+    deadline: float,
     args: tuple[Any, ...],
 ) -> None:
+    stacks = (folder / f"stacks_{rank}").open("w")
+    faulthandler.dump_traceback_later(max(0.1, deadline - time.time()), file=stacks)
     os.environ.update(RANK=str(rank), WORLD_SIZE=str(world_size), LOCAL_RANK=str(rank))
     torch.set_num_threads(1)
     try:

@@ -13,21 +13,32 @@ import pytest
 
 ROOT = Path(__file__).parent.parent
 TORCHRUN = "-m torch.distributed.run --standalone --nproc-per-node 2"
+TIMEOUT = 180.0
 TINY = "--layers 2 --width 32 --batch 2 --context 16 --dropout 0.1"
 
 
 def run(command: str, code: int = 0) -> str:
     """What `python <command>` prints; it must end with exit code `code`."""
-    process = subprocess.run(
+    process = subprocess.Popen(
         [sys.executable, *shlex.split(command)],
         cwd=ROOT,
         env={**os.environ, "PYTHONPATH": str(ROOT)},
-        capture_output=True,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
         text=True,
-        timeout=180,
     )
-    assert process.returncode == code, process.stdout + process.stderr
-    return process.stdout
+    try:
+        output, errors = process.communicate(timeout=TIMEOUT)
+    except subprocess.TimeoutExpired:
+        process.terminate()  # torchrun then ends its ranks, which would outlive a kill
+        try:
+            output, errors = process.communicate(timeout=40)
+        except subprocess.TimeoutExpired:
+            process.kill()
+            output, errors = "", ""
+        pytest.fail(f"{command} was still running after {TIMEOUT} s\n{output}{errors}")
+    assert process.returncode == code, output + errors
+    return output
 
 
 def test_demo_shows_its_plan_and_the_losses_of_one_process(tmp_path):

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -66,10 +66,12 @@ class ReduceScatter(Collective):
     def __init__(self, group: Group, unit: str, phase: str, operands: Sequence[Operand]) -> None:
         super().__init__(group, unit, phase, operands)
         self.launches = self.messages(group.pack_reduce_below, lambda o: o.shard_bytes * group.size)
+        self.by_rank = [_by_rank(o.layout) for o in self.operands]
+        self.shapes = [o.layout.shard_shape for o in self.operands]
 
     def __call__(self, tensors: Sequence[Tensor]) -> Pending:
         """Start one launch per dtype, reading large gradients where they lie."""
-        grads = [_by_rank(g, o.layout) for g, o in zip(tensors, self.operands, strict=True)]
+        grads = [by_rank(grad) for by_rank, grad in zip(self.by_rank, tensors, strict=True)]
         pending = Pending(self, [], [])
         for messages in self.launches:
             sent = [self.divided(self._sent(grads, message)) for message in messages]
@@ -103,8 +105,8 @@ class ReduceScatter(Collective):
         for messages in self.launches:
             for message in messages:
                 flat = self.average(*next(moved))
-                for i, part in zip(message.indices, flat.split(message.numels), strict=True):
-                    shards[i] = part.view(self.operands[i].layout.shard_shape)
+                for i, part in zip(message.indices, parts_of(flat, message), strict=True):
+                    shards[i] = part.view(self.shapes[i])
         return shards
 
 
@@ -204,6 +206,7 @@ class AllReduce(Collective):
     def __init__(self, group: Group, unit: str, phase: str, operands: Sequence[Operand]) -> None:
         super().__init__(group, unit, phase, operands)
         self.launches = self.messages(1 << 62, lambda o: o.shard_bytes)
+        self.shapes = [o.layout.shard_shape for o in self.operands]
 
     def __call__(self, tensors: Sequence[Tensor]) -> Pending:
         """Copy the gradients together (all_reduce works in place, they may be shared) and start."""
@@ -227,8 +230,8 @@ class AllReduce(Collective):
             after = averaging(flat.dtype, self.group.size)[2]
             if after != 1:
                 flat.div_(after)
-            for i, part in zip(message.indices, flat.split(message.numels), strict=True):
-                grads[i] = part.view(self.operands[i].layout.shard_shape)
+            for i, part in zip(message.indices, parts_of(flat, message), strict=True):
+                grads[i] = part.view(self.shapes[i])
         return grads
 
 
@@ -248,17 +251,31 @@ class LocalReduce(Collective):
         return pending.buffers
 
 
-def _by_rank(grad: Tensor, layout: ParamLayout) -> Tensor:
-    """A full gradient with one rank's part after the other's, in as many elements as are gathered.
+def parts_of(flat: Tensor, message: Message) -> Sequence[Tensor]:
+    """What a message holds of each operand, as views."""
+    return torch.split_with_sizes(flat, message.numels) if message.packed else (flat,)
 
-    Itself where it lies so already.
+
+def _by_rank(layout: ParamLayout) -> Callable[[Tensor], Tensor]:
+    """What puts a full gradient in order: one rank's part after the other's, in as many elements
+    as are gathered.
+
+    It gives the gradient itself where it lies so already.
     """
     if layout.dim:
-        return (
-            grad.unflatten(layout.dim, (layout.world_size, -1)).movedim(layout.dim, 0).contiguous()
-        )
-    if layout.gathered_shape == layout.shape:
-        return grad.contiguous()
-    padded = grad.new_zeros(layout.gathered_shape)
-    padded[: grad.shape[0]] = grad
+
+        def in_order(grad: Tensor) -> Tensor:
+            parts = grad.unflatten(layout.dim, (layout.world_size, -1))
+            return parts.movedim(layout.dim, 0).contiguous()
+
+        return in_order
+    shape = layout.gathered_shape
+    if shape == layout.shape:
+        return Tensor.contiguous
+
+    def padded(grad: Tensor) -> Tensor:
+        full = grad.new_zeros(shape)
+        full[: grad.shape[0]] = grad
+        return full
+
     return padded
