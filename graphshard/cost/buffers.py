@@ -11,10 +11,9 @@ from typing import Any
 import torch
 from torch import fx
 
-from graphshard import ops
+from graphshard import ops, packing
 from graphshard.cost.groups import ranks_of
 from graphshard.program import Program
-from graphshard.packing import GATHER_BELOW, REDUCE_BELOW
 from graphshard.sizes import is_contiguous
 from graphshard.step_memory import Storage, bytes_of
 
@@ -56,7 +55,7 @@ def _of_gather(
     """Small shards travel in one message: a copy of them, and what it is received in."""
     ranks = ranks_of(node, program)
     shards = [operand.meta["val"] for operand in node.args[0]]  # type: ignore[union-attr]
-    moved = sum(_packed(shards, [bytes_of(s) for s in shards], GATHER_BELOW[backend]))
+    moved = sum(_packed(shards, [bytes_of(s) for s in shards], packing.GATHER_BELOW[backend]))
     if moved and ranks > 1:
         wait = next(user for user in node.users if user.target is ops.wait)
         yield Storage(node, moved * (1 + ranks), place[node], place[wait], BUFFERS)
@@ -113,7 +112,7 @@ def _sent(node: fx.Node, whole: list[int], backend: str) -> tuple[int, int]:
         if dim or size != bytes_of(operand) or not is_contiguous(operand):
             copied += size
             longer += size - bytes_of(operand)
-    packed = _packed(operands, whole, REDUCE_BELOW[backend])
+    packed = _packed(operands, whole, packing.REDUCE_BELOW[backend])
     divided = [
         size
         for operand, size in zip(operands, whole, strict=True)
@@ -124,12 +123,8 @@ def _sent(node: fx.Node, whole: list[int], backend: str) -> tuple[int, int]:
 
 def _packed(tensors: list[torch.Tensor], sizes: list[int], below: int) -> list[int]:
     """Of the bytes `sizes` of some tensors, those that travel in a message with others."""
-    found = []
-    for dtype in dict.fromkeys(tensor.dtype for tensor in tensors):
-        of_dtype = [s for t, s in zip(tensors, sizes, strict=True) if t.dtype is dtype]
-        small = [size for size in of_dtype if size < below]
-        found += small if len(small) > 1 else []
-    return found
+    messages = packing.packed(sizes, [tensor.dtype for tensor in tensors], below)
+    return [sizes[i] for indices in messages for i in indices]
 
 
 def _is_reduced(node: fx.Node) -> bool:
