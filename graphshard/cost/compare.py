@@ -32,6 +32,11 @@ class Cause:
     worst: Transfer
     reason: Reason
 
+    @property
+    def text(self) -> str:
+        """The reason of the worst, by itself."""
+        return f"besides, {self.reason.text}" if self.reason.next else self.reason.text
+
 
 @dataclass(frozen=True)
 class Comparison:

@@ -39,8 +39,7 @@ IN_FLIGHT = "in flight"  # it is waited for before another reduce
 RESULT = "result"  # of the collective it works on
 END = "end"  # nothing runs after it
 
-_NOTHING = 1e-6  # of an exposure: sums in another order
-_LITTLE = 0.02  # of a collective's time: not worth telling
+_LITTLE = 0.02  # of a collective's time or exposure: not worth telling
 
 
 @dataclass(frozen=True)
@@ -49,12 +48,14 @@ class Reason:
 
     kind: one of this module's names. seconds: how much of the exposure it explains. obstacle: the
     name of the node in the way, "" if no single one is. text: the cause, to stand after "since".
+    next: it would be in the way once the reason before it is not.
     """
 
     kind: str
     seconds: float
     obstacle: str
     text: str
+    next: bool = False
 
 
 class Reasons:
@@ -82,14 +83,15 @@ class Reasons:
         # When it would be issued did compute not stand still right before that.
         issued = span.issued - sum(stall.exposed for stall in stalls)
         alone = max(0.0, issued + span.seconds - transfer.waited_at)
+        if alone < _LITTLE * transfer.exposed:
+            alone = 0.0
+        elif alone > (1 - _LITTLE) * transfer.exposed:
+            alone = transfer.exposed
         queued = transfer.exposed - alone
-        if queued > _NOTHING * transfer.exposed:
+        if queued:
             found.append(self._behind(transfer, stalls, queued))
-        if alone > _NOTHING * transfer.exposed:
-            late = self._late(transfer, alone)
-            if found:  # the one in the way when that is out of it
-                late = replace(late, text=f"were that not so: {late.text}")
-            found.append(late)
+        if alone:
+            found.append(replace(self._late(transfer, alone), next=bool(found)))
         return tuple(found)
 
     def _stalls(self, transfer: Transfer) -> list[Transfer]:
@@ -335,7 +337,10 @@ def told(reasons: Sequence[Reason]) -> str:
         return ""
     if len(reasons) == 1:
         return reasons[0].text
-    return "; ".join(f"{human_seconds(reason.seconds)}: {reason.text}" for reason in reasons)
+    return "; ".join(
+        f"{human_seconds(reason.seconds)}: {'were that not so: ' * reason.next}{reason.text}"
+        for reason in reasons
+    )
 
 
 def _params(node: fx.Node) -> tuple[str, ...]:

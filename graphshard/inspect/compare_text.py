@@ -141,7 +141,7 @@ def _told(both: Comparison, one: Cause | None, other: Cause | None) -> str:
     return (
         f"{worse.op}s in {worse.phase}, {times[0]} ({counts[0]} of them) against {times[1]} "
         f"({counts[1]}); {name} for that of {worse.worst.span.unit or '(root)'}, since "
-        f"{worse.reason.text}"
+        f"{worse.text}"
     )
 
 

@@ -172,6 +172,6 @@ def _exposed(estimate: Estimate) -> Iterator[str]:
             share = f"; {human_seconds(cause.reason.seconds)} of it in {unit}"
         yield sentence(
             f"{human_seconds(cause.seconds)}: {cause.op} of {many} in {cause.phase}: "
-            f"{cause.reason.text}{share}",
+            f"{cause.text}{share}",
             "  ",
         )
