@@ -11,8 +11,10 @@ from typing import Protocol
 from graphshard.cost.hardware import Hardware
 from graphshard.errors import GraphshardError, PassError
 from graphshard.passes.accumulate import Accumulate
+from graphshard.passes.gather_together import GatherTogether
 from graphshard.passes.insert_free import InsertFree
 from graphshard.passes.keep_if_better import KeepIfBetter
+from graphshard.passes.keep_unsharded import KeepUnsharded
 from graphshard.passes.offload_activations import OffloadActivations
 from graphshard.passes.offload_params import OffloadParams
 from graphshard.passes.overlap import Overlap
@@ -23,10 +25,13 @@ from graphshard.passes.prefetch_copies import PrefetchCopies
 from graphshard.passes.recompute import Recompute
 from graphshard.passes.recompute_budget import RecomputeToBudget
 from graphshard.passes.reduce_grads import ReduceGrads
+from graphshard.passes.reduce_in_pieces import ReduceInPieces
 from graphshard.passes.reduce_replicas import ReduceReplicas
 from graphshard.passes.regather import Regather
 from graphshard.passes.set_budget import SetBudget
 from graphshard.passes.sink_waits import SinkWaits
+from graphshard.passes.split_gathers import SplitGathers
+from graphshard.passes.split_reduces import SplitReduces
 from graphshard.passes.unshard import Unshard
 from graphshard.passes.zeros_for_kept import ZerosForKept
 from graphshard.plan import ShardingPlan
@@ -114,8 +119,15 @@ def _by_cost(policy: Policy) -> tuple[Pass, ...]:
         return ()
     hardware = None if policy.hardware is None else Hardware.load(policy.hardware)
     last = (Overlap(),)
-    finer: tuple[Pass, ...] = ()  # each is kept only where the step gains by it
-    return (SetBudget(hardware), *(KeepIfBetter(step, last) for step in finer), *last)
+    # Each is kept only where the step gains by it.
+    finer = (SplitGathers(), SplitGathers(again=True), SplitReduces(), ReduceInPieces())
+    return (
+        SetBudget(hardware),
+        *(KeepIfBetter(step, last) for step in finer),
+        KeepUnsharded(then=last),
+        GatherTogether(then=last),
+        *last,
+    )
 
 
 def run_passes(

@@ -63,10 +63,8 @@ def check_budget(facts: Facts) -> None:
     A program that is being scheduled by cost has to keep it once `Overlap` ran.
     """
     budget = facts.plan.policy.memory_budget
-    last = Overlap if facts.plan.policy.schedule == "overlap" else InsertFree
-    if budget is None or last not in facts.done:
-        return
-    if facts.program.budget is not None and Overlap not in facts.done:
+    by_cost = facts.plan.policy.schedule == "overlap" or facts.program.budget is not None
+    if budget is None or (Overlap if by_cost else InsertFree) not in facts.done:
         return
     storages = storages_of(facts.program)
     live = storages.live()

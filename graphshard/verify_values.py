@@ -12,8 +12,7 @@ one walk. What passes may do follows from a few equations:
     what a reduce returns                                      its operand, reduced (once more)
     a gradient to which a kept one is added (see `Accumulate`) that gradient; 0, if there was none
     what is kept                                               the operand of the reduce left out
-    the embedding's gradient of columns of a gradient          these columns of that of the whole
-    columns of x cast; reduced columns of x side by side       columns of x cast; x, reduced
+    columns of an embedding's gradient                         see `graphshard.column_values`
 
 One difference is let through, and only where the plan asks for it: one cast before the reduce of a
 gradient and one after, as it is rounded elsewhere then (see `graphshard.passes.precision`); to
@@ -36,6 +35,8 @@ import torch
 from torch import fx
 
 from graphshard import ops
+from graphshard.column_values import REDUCED as _REDUCED
+from graphshard.column_values import of_columns
 from graphshard.passes.accumulate import Accumulate
 from graphshard.passes.precision import Precision
 from graphshard.program import Program
@@ -47,9 +48,7 @@ if TYPE_CHECKING:
     from graphshard.verify_facts import Facts
 
 _aten = torch.ops.aten
-_REDUCED = "reduced"
 _WITH_KEPT = "with kept"
-_COLUMNS = "columns"
 
 Key = tuple[Any, ...]
 Number = Any  # an int for a node's value, a tuple for a constant
@@ -179,10 +178,10 @@ class Values:
         if key[0] == _WITH_KEPT:
             return self._without_kept(key[1])
         if key[0] == _REDUCED:
-            return self._intern((_REDUCED, self._without_kept(key[1])))
+            return self.intern((_REDUCED, self._without_kept(key[1])))
         if key[0] is ops.cast:
             source, dtype = key[1]
-            return self._intern((ops.cast, (self._without_kept(source), dtype), ()))
+            return self.intern((ops.cast, (self._without_kept(source), dtype), ()))
         return number
 
     def _is_zeros(self, number: Number) -> bool:
@@ -191,7 +190,7 @@ class Values:
         return isinstance(number, int) and self.keys[number][0] is _aten.zeros.default
 
     def _visit(self, node: fx.Node) -> None:
-        if (number := self._of_columns(node)) is not None:
+        if (number := of_columns(self, node)) is not None:
             self._set(node, number)
         elif ops.is_unpack(node):
             self._unpack(node)
@@ -210,7 +209,7 @@ class Values:
         elif (dropout := dropped(node)) is not None:
             value, p, _ = dropout.args
             scale = 0.0 if p == 1 else 1.0 / (1.0 - p)  # type: ignore[operator]
-            mask = self._intern((operator.getitem, (self.of_node[dropout], self.number(1)), ()))
+            mask = self.intern((operator.getitem, (self.of_node[dropout], self.number(1)), ()))
             args = (self.number(value), mask, self.number(scale))
             self._enter(node, (_aten.native_dropout_backward.default, args, ()))
         else:
@@ -229,50 +228,11 @@ class Values:
         else:
             self._set(node, operand)
 
-    def _of_columns(self, node: fx.Node) -> Number | None:
-        """The number of some columns of a gradient, or of a whole one made of columns."""
-        if node.target is _aten.embedding_dense_backward.default:
-            return self._embedding_columns(node)
-        if node.target is ops.cast and (part := self._columns(self.number(node.args[0]))):
-            dtype = self.number(node.kwargs["dtype"])
-            return self._intern(
-                (_COLUMNS, self._intern((ops.cast, (part[0], dtype), ())), *part[1:])
-            )
-        pieces = ops.joined(node)
-        if not pieces or node.args[1] != node.meta["val"].dim() - 1:
-            return None
-        wholes: set[Number] = set()
-        end = 0
-        for piece in pieces:
-            part = self._columns(self.keys[self.of_node[piece]][1])
-            if part is None or part[1] != end:
-                return None
-            wholes.add(part[0])
-            end = part[2]
-        return self._intern((_REDUCED, wholes.pop())) if len(wholes) == 1 else None
-
-    def _embedding_columns(self, node: fx.Node) -> Number | None:
-        """The number of an embedding's gradient, if the gradient it is given is some columns."""
-        part: Any = node.args[0]
-        if part.target is not _aten.slice.Tensor or len(part.args) != 4:
-            return None
-        source, dim, start, stop = part.args
-        if dim != part.meta["val"].dim() - 1:
-            return None
-        args = (self.number(source), *map(self.number, node.args[1:]))
-        whole = self._intern((node.target, args, self.number(node.kwargs)))
-        self.name.setdefault(whole, node.name)
-        return self._intern((_COLUMNS, whole, start, stop))
-
-    def _columns(self, number: Number) -> tuple[Number, int, int] | None:
-        """Of what `number` is some columns, and of which, if it is."""
-        key = self.keys[number] if isinstance(number, int) else ()
-        return (key[1], key[2], key[3]) if key[:1] == (_COLUMNS,) else None
-
     def _enter(self, node: fx.Node, key: Key) -> None:
-        self._set(node, self._intern(key))
+        self._set(node, self.intern(key))
 
-    def _intern(self, key: Key) -> int:
+    def intern(self, key: Key) -> int:
+        """The number of the value that `key` stands for."""
         number = self.by_key.setdefault(key, len(self.keys))
         if number == len(self.keys):
             self.keys.append(key)

@@ -60,19 +60,23 @@ class GatherTogether:
         budget = budget_of(program)
         trial = program.copy()
         best = scheduled(trial, plan, self.then)
-        chosen, seen = 0, str(None)
+        chosen, seen = 0, _issued(program)
         for limit in _limits(trial, plan):
             trial = program.copy()
             replace(self, limit=limit).apply(trial, plan)
-            found = " ".join(node.name for node in trial.nodes() if ops.is_collective(node))
-            if found == seen:
+            if _issued(trial) == seen:
                 continue
-            seen = found
+            seen = _issued(trial)
             score = scheduled(trial, plan, self.then)
             if budget.allows(score) and score.seconds < best.seconds and score.beats(best):
                 best, chosen = score, limit
         program.budget = replace(budget, best=best)
         return chosen
+
+
+def _issued(program: Program) -> list[str]:
+    """The names of the collectives, by which programs merged differently can be told apart."""
+    return [node.name for node in program.nodes() if ops.is_collective(node)]
 
 
 def _limits(program: Program, plan: ShardingPlan) -> list[int]:

@@ -36,8 +36,9 @@ class ReduceInPieces:
     not, so a rank's shard is the pieces it gets side by side. Sums are over the same numbers in the
     same order.
 
-    Gradients that more than an embedding adds to (tied ones), to which a kept one is added, or
-    which are averaged over replicas as well, stay whole.
+    Of a tied parameter the sum of what its other uses give, which is there whole, and what the
+    embedding gives is made and reduced so, instead of three whole gradients. Those to which a kept
+    one is added, or which are averaged over replicas as well, stay whole.
 
     Args:
         pieces: how many to make; 2 or more. None: as many as are large enough to use the network
@@ -62,7 +63,12 @@ class ReduceInPieces:
             operands: Sequence[fx.Node] = reduce.args[0]  # type: ignore[assignment]
             for name, grad in list(zip(params, operands, strict=True)):
                 made = ops.origin(grad)
-                if not _is_lookup(made, grad) or plan.layouts[name].dim or _is_part(reduce):
+                if (
+                    not _is_made_for(made, grad)
+                    or _lookup(made) is None
+                    or plan.layouts[name].dim
+                    or _is_part(reduce)
+                ):
                     continue
                 size = made.meta["val"].numel() * grad.meta["val"].dtype.itemsize
                 pieces = self.pieces or self._number(program, reduce, size)
@@ -81,14 +87,29 @@ def _is_part(reduce: fx.Node) -> bool:
     return "columns" in reduce.kwargs
 
 
-def _is_lookup(made: fx.Node, grad: fx.Node) -> bool:
-    """Whether the gradient `grad` is an embedding's, cast at most, which nobody else reads."""
+def _lookup(made: fx.Node) -> fx.Node | None:
+    """The embedding's gradient that `made` is, or ends a sum with; None if there is none."""
+    if made.target is aten.embedding_dense_backward.default:
+        return made
+    if made.target is not aten.add.Tensor or made.kwargs or len(made.args) != 2:
+        return None
+    found = None
+    for value in made.args:
+        if not isinstance(value, fx.Node) or value.meta["val"].shape != made.meta["val"].shape:
+            return None
+        if value.target is aten.embedding_dense_backward.default and len(value.users) == 1:
+            found = value
+    return found
+
+
+def _is_made_for(made: fx.Node, grad: fx.Node) -> bool:
+    """Whether the gradient `grad` is `made`, cast at most, which nobody else reads."""
     node = grad
     while node is not made:
         if node.target is not ops.cast or len(node.users) > 1:
             return False
         node = node.all_input_nodes[0]
-    return made.target is aten.embedding_dense_backward.default and len(made.users) == 1
+    return len(made.users) == 1
 
 
 @dataclass
@@ -113,7 +134,7 @@ class _Pieces:
         before: fx.Node | None = None  # the wait of the piece before
         for index, columns in enumerate(pairwise(bounds)):
             # The first is made where the whole was, behind what is under way there.
-            grad = self._made(columns, self.made if not index else reduce)
+            grad = self._made(self.made, columns, self.made if not index else reduce)
             if before is not None:
                 for node in (before, *unpacks(before)):
                     reduce.prepend(node)
@@ -123,15 +144,26 @@ class _Pieces:
         transfers = transfers_into(reduce)
         for node in (whole, wait, reduce):
             self.program.graph.erase_node(node)
-        erase_dead([self.made, *transfers])
+        erase_dead([*self.made.all_input_nodes, self.made, *transfers])
 
-    def _made(self, columns: tuple[int, int], before: fx.Node) -> fx.Node:
-        grad, *rest = self.made.args
-        assert isinstance(grad, fx.Node)
-        last = grad.meta["val"].dim() - 1
+    def _made(self, made: fx.Node, columns: tuple[int, int], before: fx.Node) -> fx.Node:
+        """These columns of `made`, the embedding's gradient or a sum with it."""
         with self.program.graph.inserting_before(before):
-            part = self._op(aten.slice.Tensor, (grad, last, *columns), "columns")
-            return self._op(self.made.target, (part, *rest), "columns_grad")
+            if made.target is not aten.embedding_dense_backward.default:
+                parts = tuple(
+                    self._made(value, columns, before)
+                    if value is _lookup(made)
+                    else self._columns(value, columns)
+                    for value in made.all_input_nodes
+                )
+                return self._op(made.target, parts, "columns")
+            grad, *rest = made.args
+            part = self._columns(grad, columns)
+            return self._op(made.target, (part, *rest), "columns_grad")
+
+    def _columns(self, value: Any, columns: tuple[int, int]) -> fx.Node:
+        last = value.meta["val"].dim() - 1
+        return self._op(aten.slice.Tensor, (value, last, *columns), "columns")
 
     def _op(self, target: Any, args: tuple[Any, ...], name: str) -> fx.Node:
         vals: Any = fx.map_arg(args, lambda node: node.meta["val"])

@@ -20,6 +20,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from toy_programs import BATCH, VOCAB, WIDTH, Toy
 
+from graphshard.cost.hardware import Hardware
 from graphshard.errors import VerifyError
 from graphshard.passes.drop_unused_tangents import DropUnusedTangents
 from graphshard.passes.gather_together import GatherTogether
@@ -28,9 +29,10 @@ from graphshard.passes.overlap import Overlap
 from graphshard.passes.reduce_in_pieces import ReduceInPieces
 from graphshard.passes.split_gathers import SplitGathers
 from graphshard.passes.split_reduces import SplitReduces
-from graphshard.pipeline import Pass
+from graphshard.pipeline import Pass, default_passes, run_passes
 from graphshard.policy import Policy
 from graphshard.program import BACKWARD, Program
+from graphshard.schedule.score import score_of
 from graphshard.step_memory import GRADIENTS, storages_of
 from graphshard.verify import verify
 
@@ -115,9 +117,21 @@ def test_the_embedding_s_gradient_is_made_and_reduced_in_pieces() -> None:
     assert pieces[0].dies < pieces[2].born
 
 
-def test_gradients_of_several_uses_and_over_replicas_stay_whole() -> None:
+def test_a_tied_gradient_is_added_up_in_pieces() -> None:
+    program, _ = finer(toys.odd_params, REDUCES, ReduceInPieces(2))
+    reduces = [node for node in program.nodes() if "columns" in node.kwargs]
+    assert [node.kwargs["columns"] for node in reduces] == [(0, 3), (3, 6)]
+    whole, _ = finer(toys.odd_params, REDUCES)
+    sizes = [
+        sum(storage.size == VOCAB * WIDTH * 4 for storage in storages_of(one).all)
+        for one in (whole, program)
+    ]
+    # The lookup's gradient and the sum are made in pieces, the head's is whole.
+    assert sizes[0] - sizes[1] == 2
+
+
+def test_gradients_over_replicas_stay_whole() -> None:
     for build, policy, mesh in (
-        (toys.odd_params, Policy(), (4,)),
         (toys.blocks, Policy(strategy="HYBRID_SHARD"), (2, 2)),
         (toys.blocks, Policy(strategy="NO_SHARD"), (4,)),
     ):
@@ -246,3 +260,20 @@ def test_any_row_of_these_passes_keeps_every_rule(
         units=units,
         hardware=SLOW_HOPS,
     )
+
+
+@given(programs(), st.sampled_from([SLOW_HOPS, SLOW_NETWORK]), st.booleans())
+@settings(max_examples=6, deadline=None, derandomize=True)
+def test_a_schedule_by_cost_is_never_slower_nor_larger(
+    program: tuple[Callable[[], Program], tuple[str, ...]], hardware: Hardware, zero2: bool
+) -> None:
+    build, units = program
+    fields: dict[str, Any] = {"strategy": "SHARD_GRAD_OP"} if zero2 else {}
+    plain, plan = finer(build, policy=Policy(**fields), units=units, hardware=hardware)
+    policy = Policy(schedule="overlap", hardware=hardware, **fields)
+    by_cost = build()
+    run_passes(by_cost, plan, default_passes(policy))
+    toys.assert_same_values(build(), by_cost, plan)
+    before, now = score_of(plain, plan), score_of(by_cost, plan)
+    assert now.seconds <= before.seconds * (1 + 1e-9)
+    assert now.bytes <= before.bytes

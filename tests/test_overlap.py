@@ -17,9 +17,11 @@ from graphshard import Hardware, Policy
 from graphshard.cost.duration import COMPUTE
 from graphshard.cost.timeline import timeline_of
 from graphshard.errors import PassError, VerifyError
+from graphshard.passes.gather_together import GatherTogether
 from graphshard.passes.keep_if_better import KeepIfBetter
+from graphshard.passes.keep_unsharded import KeepUnsharded
 from graphshard.passes.overlap import Overlap
-from graphshard.pipeline import default_passes, run_passes
+from graphshard.pipeline import Pass, default_passes, run_passes
 from graphshard.program import Program
 from graphshard.schedule.budget import Budget
 from graphshard.schedule.held import least_held
@@ -29,8 +31,15 @@ from graphshard.schedule.tasks import Tasks
 
 
 def scheduled(build: Any, **fields: Any) -> Any:
-    """The program of a toy by the policy's schedule, and its plan."""
-    return toys.rewritten(build, Policy(schedule="overlap", **fields))
+    """The program of a toy in the order that `Overlap` finds, and its plan."""
+    policy = Policy(schedule="overlap", **fields)
+    return toys.rewritten(build, policy, passes=alone(policy))
+
+
+def alone(policy: Policy) -> list[Pass]:
+    """The passes of `policy` without those that change what is gathered and reduced together."""
+    others = (KeepIfBetter, KeepUnsharded, GatherTogether)
+    return [step for step in default_passes(policy) if not isinstance(step, others)]
 
 
 def test_the_budget_is_what_fsdp_s_order_needs_and_is_shown() -> None:
@@ -77,7 +86,7 @@ class Spare:
 
 def test_a_pass_by_which_the_step_gains_is_kept_and_no_other() -> None:
     policy = Policy(schedule="overlap", hardware=UNIT)
-    *passes, last = default_passes(policy)
+    *passes, last = alone(policy)
     expected, plan = scheduled(toys.blocks, hardware=UNIT)
     for tried, before in ((Waste(), ()), (Spare(), (Waste(),))):
         program = toys.blocks()
@@ -110,7 +119,7 @@ def test_nothing_is_exposed_that_need_not_be() -> None:
     # Without backward FSDP's order holds a block at a time; more must be allowed.
     for budget, exposed in ((None, 4 + 3 + 4 + 4), (10**6, 4 + 3)):
         policy = Policy(schedule="overlap", hardware=UNIT, memory_budget=budget)
-        forward, plan = toys.rewritten(toys.blocks, policy, grad=False)
+        forward, plan = toys.rewritten(toys.blocks, policy, passes=alone(policy), grad=False)
         step, compute = times(forward, plan, UNIT)
         assert step == compute + exposed
 
@@ -159,7 +168,7 @@ def test_every_option_is_scheduled_and_keeps_its_values(build: Any, fields: dict
     mesh = (2, 2) if fields.get("strategy") == "HYBRID_SHARD" else None
     plain, _ = toys.rewritten(build, Policy(**fields), mesh=mesh)
     policy = Policy(schedule="overlap", hardware=UNIT, **fields)
-    program, plan = toys.rewritten(build, policy, mesh=mesh)
+    program, plan = toys.rewritten(build, policy, mesh=mesh, passes=alone(policy))
     require_no_worse(plain, program, plan)
 
 
@@ -220,7 +229,7 @@ def test_chains_are_never_slower_never_larger_and_one_sequence(
     def made(**more: Any) -> tuple[Program, Any]:
         program = build()
         plan = toys.make_toy_plan(program, units, Policy(**fields, **more))
-        run_passes(program, plan, default_passes(plan.policy))
+        run_passes(program, plan, alone(plan.policy))
         return program, plan
 
     plain, plan = made()

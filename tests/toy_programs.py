@@ -12,7 +12,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 from graphshard import ops
 from graphshard.mesh_shape import fitted
-from graphshard.pipeline import default_passes, run_passes
+from graphshard.pipeline import Pass, default_passes, run_passes
 from graphshard.plan import REPLICATED, SHARDED, ParamLayout, ShardingPlan, Unit
 from graphshard.policy import Policy, Strategy
 from graphshard.program import (
@@ -300,13 +300,14 @@ def rewritten(
     policy: Policy | None = None,
     world_size: int = 4,
     mesh: tuple[int, ...] | None = None,
+    passes: Sequence[Pass] | None = None,
     **options: Any,
 ) -> tuple[Program, ShardingPlan]:
-    """A toy program after all the passes of `policy`."""
+    """A toy program after `passes`; None: all those of `policy`."""
     policy = policy or Policy()
     program = build(**options)
     plan = make_toy_plan(program, UNITS[build], policy, world_size, mesh)
-    run_passes(program, plan, default_passes(policy))
+    run_passes(program, plan, default_passes(policy) if passes is None else passes)
     return program, plan
 
 

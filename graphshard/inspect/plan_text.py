@@ -14,6 +14,7 @@ from graphshard.errors import GraphshardError
 from graphshard.gradient_bytes import gradient_bytes
 from graphshard.inspect.fold import Folded, fold
 from graphshard.inspect.memory_text import memory_dict, memory_notes
+from graphshard.inspect.moved_text import moved_notes
 from graphshard.inspect.units_text import human_bytes, human_count, mesh_text, some_of
 from graphshard.mesh_shape import fitted
 from graphshard.plan import ParamLayout, ShardingPlan, Unit
@@ -253,6 +254,7 @@ def _notes(plan: ShardingPlan) -> Iterator[tuple[str, str]]:
         )
     if plan.program is not None and plan.program.budget is not None:
         yield "schedule", str(plan.program.budget)
+        yield from moved_notes(plan)
     if plan.program is not None and plan.program.grad:
         yield from memory_notes(plan.program)
     for note in plan.policy.notes:
