@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from operator import getitem
 from typing import Any
 
@@ -49,6 +49,9 @@ def test_the_budget_is_what_fsdp_s_order_needs_and_is_shown() -> None:
     assert program.budget.bytes == score_of(plain, plan).bytes
     assert f"holds at most {program.budget.bytes:,} bytes at once" in str(program)
     assert "timed on cpu-gloo" in str(program)
+    data = replace(plan, program=program).to_dict()["schedule"]
+    assert data["budget_bytes"] == program.budget.bytes
+    assert (data["hardware"], data["of_policy"], data["kept"]) == ("cpu-gloo", False, None)
     given, _ = scheduled(toys.blocks, memory_budget=10**6, hardware="h200")
     assert "timed on h200, holds at most 1,000,000 bytes at once (memory_budget)" in str(given)
 

@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 from models import CASES
 from ranks import Checks, run_ranks
-from runtime_models import Block, TiedGPT, tokens_of
+from runtime_models import Block, ManyOutputs, TiedGPT, features_of, tokens_of
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.nn import functional as F
@@ -164,6 +164,32 @@ def test_two_ranks_train_as_fully_shard_does() -> None:
     for of_rank in run_ranks(parity.compare, 2, tuple(CASES), fields, timeout=300):
         for outcome in of_rank.values():
             parity.check(outcome)
+
+
+def by_other_strategies(rank: int) -> None:
+    for strategy in ("SHARD_GRAD_OP", "SHARD_OPTIMIZER", "NO_SHARD"):
+        alike(rank, strategy=strategy)
+    alike(rank, offload="params", mixed_precision=BF16)
+
+
+def where_outputs_go_unused(rank: int) -> None:
+    found = []
+    for chosen in ({}, {"schedule": "overlap", "hardware": "h100-sxm"}):
+        torch.manual_seed(0)
+        policy = graphshard.BlockPolicy(nn.Linear, **chosen)
+        model = graphshard.compile(ManyOutputs(), policy, check=True)
+        model(*features_of(rank, 0, 6))["pair"][1].sum().backward()
+        found.append(
+            [None if p.grad is None else p.grad.to_local().clone() for p in model.parameters()]
+        )
+    for expected, grad in zip(*found, strict=True):
+        assert grad is expected or torch.equal(grad, expected)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("check", [by_other_strategies, where_outputs_go_unused])
+def test_two_ranks_agree_by_other_strategies(check: Callable[[int], None]) -> None:
+    Checks([check], 2, timeout=300).require(check)
 
 
 def on_a_mesh(rank: int) -> None:

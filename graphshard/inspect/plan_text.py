@@ -106,6 +106,8 @@ def plan_dict(plan: ShardingPlan, units: bool = True) -> dict[str, Any]:
     del data["total"]["module_class"], data["total"]["own"]
     if plan.program is not None:
         data["memory"] = memory_dict(plan.program)
+        if plan.program.budget is not None:
+            data["schedule"] = plan.program.budget.to_dict()
     if units:
         data["units"] = [_unit_dict(unit, plan) for unit in plan.units]
     return data

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 from graphshard.cost.hardware import Hardware
 
@@ -63,6 +64,15 @@ class Budget:
         if self.allows(score) and self.allows(other):
             return score.beats(other)
         return self.allows(score) or (not self.allows(other) and score.bytes < other.bytes)
+
+    def to_dict(self) -> dict[str, Any]:
+        """The budget as plain data, ready for JSON."""
+        return {
+            "hardware": self.hardware.name,
+            "budget_bytes": self.bytes,
+            "of_policy": self.of_policy,
+            "kept": self.kept,
+        }
 
     def __str__(self) -> str:
         why = "memory_budget" if self.of_policy else "as FSDP's order needs"

@@ -93,6 +93,10 @@ class _Walk:
             queue: deque(job for job in tasks.jobs if job.queue == queue)
             for queue in ("reduce", "average")
         }
+        self.due: dict[Job, int] = {}  # by gather, where it or one behind it is needed first
+        first = len(tasks.frame)
+        for job in reversed(self.gathers):
+            first = self.due[job] = min(first, job.need)
         self.latest = self._latest_starts()
         self.fetches = deque(job for job in self.gathers if job.fetch)
         self.copied: dict[fx.Node, float] = {}  # when copies between device and host are there
@@ -139,8 +143,9 @@ class _Walk:
                 self._cross()
             self._settle(index)
             self._issue(index)
-            for job in [job for job in self.gathered if job.need == index]:
-                self._end_gather(job)
+            if self.gathered:
+                for job in [job for job in self.gathered if job.need == index]:
+                    self._end_gather(job)
             self._emit(node)
         end = len(tasks.frame)
         if end == tasks.border:
@@ -213,7 +218,7 @@ class _Walk:
         job = self.gathers[0]
         if not (job.ready <= index and self._follows(job, index)):
             return None
-        if index >= min(other.need for other in self.gathers):
+        if index >= self.due[job]:
             return job
         if self.minimal or not self._fits(job, index):
             return None
