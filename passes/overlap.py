@@ -32,7 +32,8 @@ class Overlap:
 
     A few rules of the list scheduler (see `graphshard.schedule.lists`) are tried, the best order by
     simulation is taken that keeps the budget. If that is not faster than what was there (or as fast
-    and smaller), the program stays as it is and says so.
+    and smaller), only frees are moved; if nothing is gained by that either, the program stays as it
+    is and says so.
     """
 
     name: str = field(default="overlap", init=False)
@@ -46,19 +47,22 @@ class Overlap:
         budget = budget_of(program)
         as_it_is = list(program.graph.nodes)
         before = score_of(program, plan)
-        for placed in _orders(program, plan, budget):
+        tasks = Tasks.of(program, plan, budget)
+        for placed in _orders(program, plan, tasks, budget):
             _stand(program, placed.order)
             score = score_of(program, plan)
             if budget.allows(score):
                 break
         if not budget.prefers(score, before):
+            _stand(program, tasks.with_early_frees(as_it_is))
+            score = score_of(program, plan)
+        if not budget.prefers(score, before):
             _stand(program, as_it_is)
             program.budget = replace(budget, kept=_KEPT)
 
 
-def _orders(program: Program, plan: ShardingPlan, budget: Budget) -> list[Placed]:
+def _orders(program: Program, plan: ShardingPlan, tasks: Tasks, budget: Budget) -> list[Placed]:
     """The orders that look best, the best first; last the one that holds the least."""
-    tasks = Tasks.of(program, plan, budget)
     least = place(tasks, Rule(MINIMAL))
     _stand(program, least.order)
     held = least_held(program, plan, tasks, budget)

@@ -49,9 +49,10 @@ def test_the_budget_is_what_fsdp_s_order_needs_and_is_shown() -> None:
     assert program.budget.bytes == score_of(plain, plan).bytes
     assert f"holds at most {program.budget.bytes:,} bytes at once" in str(program)
     assert "timed on cpu-gloo" in str(program)
+    program, plan = scheduled(toys.blocks, hardware=UNIT)
     data = replace(plan, program=program).to_dict()["schedule"]
     assert data["budget_bytes"] == program.budget.bytes
-    assert (data["hardware"], data["of_policy"], data["kept"]) == ("cpu-gloo", False, None)
+    assert (data["hardware"], data["of_policy"], data["kept"]) == ("unit", False, None)
     given, _ = scheduled(toys.blocks, memory_budget=10**6, hardware="h200")
     assert "timed on h200, holds at most 1,000,000 bytes at once (memory_budget)" in str(given)
 
@@ -120,11 +121,21 @@ def test_nothing_is_exposed_that_need_not_be() -> None:
     step, compute = times(program, plan, UNIT)
     assert step == compute + 4 + 3 + 3 + 4
     # Without backward FSDP's order holds a block at a time; more must be allowed.
-    for budget, exposed in ((None, 4 + 3 + 4 + 4), (10**6, 4 + 3)):
-        policy = Policy(schedule="overlap", hardware=UNIT, memory_budget=budget)
-        forward, plan = toys.rewritten(toys.blocks, policy, passes=alone(policy), grad=False)
-        step, compute = times(forward, plan, UNIT)
-        assert step == compute + exposed
+    policy = Policy(schedule="overlap", hardware=UNIT, memory_budget=10**6)
+    forward, plan = toys.rewritten(toys.blocks, policy, passes=alone(policy), grad=False)
+    step, compute = times(forward, plan, UNIT)
+    assert step == compute + 4 + 3
+
+
+def test_where_nothing_can_be_hidden_frees_alone_move() -> None:
+    # Compute stands still while anything is communicated.
+    machine = UNIT.with_(contention=1.0)
+    plain, _ = toys.rewritten(toys.blocks, Policy(backward_prefetch=None))
+    program, plan = toys.rewritten(toys.blocks, Policy(schedule="overlap", hardware=machine))
+    step, _ = times(program, plan, machine)
+    assert step == times(plain, plan, machine)[0]
+    plain.budget = program.budget
+    assert score_of(program, plan).bytes < score_of(plain, plan).bytes
 
 
 def test_a_budget_is_kept_at_the_price_of_time() -> None:
@@ -255,7 +266,8 @@ def test_chains_are_never_slower_never_larger_and_one_sequence(
 def test_the_walk_and_the_simulation_agree(build: Any, fields: dict[str, Any]) -> None:
     mesh = (2, 2) if "strategy" in fields else None
     program, plan = toys.rewritten(build, Policy(**fields), mesh=mesh)
-    program.budget = Budget(10**9, UNIT, of_policy=False)
+    machine = UNIT.with_(contention=0.25)
+    program.budget = Budget(10**9, machine, of_policy=False)
     tasks = Tasks.of(program, plan, program.budget)
     for rule, bytes_known in ((Rule(MINIMAL), False), (Rule(), True)):
         held = least_held(program, plan, tasks, program.budget) if bytes_known else None
@@ -263,6 +275,6 @@ def test_the_walk_and_the_simulation_agree(build: Any, fields: dict[str, Any]) -
         assert sorted(placed.order) == list(program.graph.nodes), "none is lost, none twice"
         for node in placed.order[:-1]:
             program.output_node.prepend(node)
-        timeline = timeline_of(program, plan, UNIT)
+        timeline = timeline_of(program, plan, machine)
         assert placed.seconds == pytest.approx(timeline.seconds)
     assert placed.bytes >= score_of(program, plan).bytes * 0.8

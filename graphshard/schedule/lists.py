@@ -79,6 +79,7 @@ class _Walk:
     held: Bytes | None
     order: list[fx.Node] = field(default_factory=list)
     now: float = 0.0
+    busy_until: float = 0.0  # when all that is launched will be done
 
     def __post_init__(self) -> None:
         tasks = self.tasks
@@ -170,16 +171,30 @@ class _Walk:
         self.order.append(node)
         if node.target in ops.COPIES:
             stream = stream_of(node)
-            done = max(self.now, self.clock.get(stream, 0.0)) + self.tasks.cost[node]
-            self.clock[stream] = self.copied[node] = done
+            self.copied[node] = self._occupy(stream, self.tasks.cost[node])
         elif node.target is ops.arrive:
             self.now = max(self.now, self.copied[node.all_input_nodes[0]])
         else:
-            self.now += self.tasks.cost[node]
+            self._work(self.tasks.cost[node])
         for free in self.tasks.frees.get(node, ()):
             self.reads[free] -= 1
             if not self.reads[free]:
                 self._emit(free)
+
+    def _work(self, seconds: float) -> None:
+        """Compute goes on for `seconds`, or longer where communication slows it."""
+        taken, contended = self.tasks.contention, self.busy_until - self.now
+        if seconds and taken and contended > 0:
+            done = contended * (1 - taken)
+            seconds = seconds / (1 - taken) if done >= seconds else contended + seconds - done
+        self.now += seconds
+
+    def _occupy(self, stream: str, seconds: float) -> float:
+        """Launch something on `stream`; when it will be done."""
+        done = max(self.now, self.clock.get(stream, 0.0)) + seconds
+        self.clock[stream] = done
+        self.busy_until = max(self.busy_until, done)
+        return done
 
     def _settle(self, index: int) -> None:
         """End the reduces that are done, or may be held no longer."""
@@ -255,12 +270,7 @@ class _Walk:
         for node in job.issue[:-1]:
             self._emit(node)
         self.order.append(job.collective)
-        self.gathered[job] = self._occupy(job)
-
-    def _occupy(self, job: Job) -> float:
-        done = max(self.now, self.clock.get(job.stream, 0.0)) + job.seconds
-        self.clock[job.stream] = done
-        return done
+        self.gathered[job] = self._occupy(job.stream, job.seconds)
 
     def _end_gather(self, job: Job) -> None:
         self.now = max(self.now, self.gathered.pop(job))
@@ -282,8 +292,9 @@ class _Walk:
         self.reduces[job.queue].popleft()
         for node in job.issue[:-1]:
             self._emit(node)
+        self._work(job.local)
         self.order.append(job.collective)
-        done = self._occupy(job)
+        done = self._occupy(job.stream, job.seconds)
         flight = _Flight(job, done, job.need)
         self.flights.append(flight)
         if self.minimal:

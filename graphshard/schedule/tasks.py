@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 from torch import fx
 
 from graphshard import ops
-from graphshard.cost.duration import node_seconds, stream_of
+from graphshard.cost.duration import local_seconds, node_seconds, stream_of
 from graphshard.plan import ShardingPlan
 from graphshard.program import BACKWARD, Program
 from graphshard.schedule.budget import Budget
@@ -44,6 +44,7 @@ class Job:
     after: set[Job] = field(default_factory=set)  # whose results it reads
     followers: list[Job] = field(default_factory=list)  # that read its results
     held: int = 0
+    local: float = 0.0  # seconds of compute that launching it takes
 
     @property
     def is_gather(self) -> bool:
@@ -77,6 +78,7 @@ class Tasks:
     head: list[fx.Node]
     tail: fx.Node
     cost: dict[fx.Node, float]  # seconds of every node on its stream
+    contention: float  # the part of compute's speed that communication under way takes
 
     @classmethod
     def of(cls, program: Program, plan: ShardingPlan, budget: Budget) -> Tasks:
@@ -84,10 +86,23 @@ class Tasks:
         made = _Maker(program, plan, budget)
         return made.tasks()
 
+    def with_early_frees(self, order: Iterable[fx.Node]) -> list[fx.Node]:
+        """`order` with each free right behind the last use of what it frees."""
+        reads = dict(self.reads)
+        found: list[fx.Node] = []
+        for node in order:
+            if node not in reads:
+                found.append(node)
+            for free in self.frees.get(node, ()):
+                reads[free] -= 1
+                if not reads[free]:
+                    found.append(free)
+        return found
+
 
 class _Maker:
     def __init__(self, program: Program, plan: ShardingPlan, budget: Budget) -> None:
-        self.program = program
+        self.program, self.hardware = program, budget.hardware
         nodes = list(program.graph.nodes)
         self.place = {node: index for index, node in enumerate(nodes)}
         self.nodes = nodes
@@ -134,6 +149,7 @@ class _Maker:
             [node for node in self.nodes if node.op == "placeholder"],
             self.program.output_node,
             self.cost,
+            self.hardware.contention,
         )
 
     def _claim(self, node: fx.Node) -> Job:
@@ -142,6 +158,7 @@ class _Maker:
         issue = [n for n in issue if n.target is not ops.to_device]
         seconds, stream = self.cost[node], stream_of(node)
         job = Job(node, [*issue, node], [], stream, seconds, 0, 0, 0, fetch)
+        job.local = local_seconds(node, self.program, self.hardware)
         for each in (*fetch, *job.issue):
             self.job_of[each] = job
         return job
