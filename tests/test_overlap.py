@@ -131,7 +131,7 @@ def test_where_nothing_can_be_hidden_frees_alone_move() -> None:
     # Compute stands still while anything is communicated.
     machine = UNIT.with_(contention=1.0)
     plain, _ = toys.rewritten(toys.blocks, Policy(backward_prefetch=None))
-    program, plan = toys.rewritten(toys.blocks, Policy(schedule="overlap", hardware=machine))
+    program, plan = scheduled(toys.blocks, hardware=machine)
     step, _ = times(program, plan, machine)
     assert step == times(plain, plan, machine)[0]
     assert program.budget is not None
