@@ -10,7 +10,7 @@ import toy_programs as toys
 
 import graphshard
 from examples.gpt import GPT, GPTConfig
-from graphshard import CostError
+from graphshard import CostError, ops
 from graphshard.cost.program_plan import plan_of
 from graphshard.policy import Policy
 
@@ -44,6 +44,7 @@ STRATEGIES = {
     "host": ({"offload": ("params", "activations")}, (4,)),
     "one rank": ({}, (1,)),
     "uneven": ({}, (3,)),
+    "overlap": ({"schedule": "overlap", "hardware": "h100-sxm"}, (4,)),
 }
 
 
@@ -63,6 +64,18 @@ def test_a_program_alone_costs_what_it_does_with_its_plan(name):
         assert shown.layouts[fqn].shard_bytes == layout.shard_bytes, fqn
         assert shown.layouts[fqn].full_bytes == layout.full_bytes, fqn
     assert "4 ranks" in str(alone) or mesh in ((1,), (3,))
+
+
+def test_parameters_gathered_together_belong_to_their_own_units():
+    plan = graphshard.plan(gpt(), BLOCKS, mesh_shape=(4,), example_inputs=(TOKENS, TOKENS))
+    program = plan.program
+    assert program is not None
+    for node in program.nodes():  # one that serves parameters of two units
+        if ops.is_collective(node):
+            params = node.kwargs["params"]
+            node.kwargs = {**node.kwargs, "units": tuple(map(plan.unit_of_param, params))}
+    shown = plan_of(program)
+    assert all(shown.unit_of_param(name) == plan.unit_of_param(name) for name in plan.layouts)
 
 
 def test_a_captured_program_is_one_rank_s():

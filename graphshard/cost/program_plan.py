@@ -18,6 +18,7 @@ from graphshard.placement import IGNORED, REPLICATED, SHARDED
 from graphshard.plan import ParamLayout, ShardingPlan, Unit
 from graphshard.policy_base import Policy
 from graphshard.program import ParamEntry, Program
+from graphshard.regroup import units_of
 from graphshard.unit_options import UnitOptions
 
 
@@ -45,7 +46,7 @@ def plan_of(program: Program) -> ShardingPlan:
             ignored.append(layout)
         else:
             use = served.get(param.fqn)
-            owned.setdefault(use.unit if use else "", []).append(layout)
+            owned.setdefault(use.unit[param.fqn] if use else "", []).append(layout)
     options = _options(program)
     units = tuple(
         Unit(fqn, "", tuple(layouts), options.get(fqn, UnitOptions()))
@@ -69,8 +70,8 @@ class _Use:
     def __init__(self, node: fx.Node) -> None:
         kwargs: dict[str, Any] = dict(node.kwargs)
         self.node = node
-        self.unit: str = kwargs["unit"]
         self.params: tuple[str, ...] = kwargs["params"]
+        self.unit = dict(zip(self.params, units_of(node), strict=True))
         dims = kwargs.get("dims") or (0,) * len(self.params)
         self.dim = dict(zip(self.params, dims, strict=True))
         operands: Any = node.args[0]
