@@ -26,9 +26,12 @@ from graphshard.plan import ParamLayout, ShardingPlan, Unit
 from graphshard.policy import BlockPolicy, LambdaPolicy, Policy, SizePolicy, Strategy
 from graphshard.program import Event, Program
 from graphshard.runtime.module import ShardedModule
+from graphshard.tune.auto_policy import AutoPolicy
+from graphshard.tune.tuning import Tuning
 from graphshard.unit_options import UnitOptions
 
 __all__ = [
+    "AutoPolicy",
     "BlockPolicy",
     "CaptureError",
     "CheckpointError",
@@ -54,6 +57,7 @@ __all__ = [
     "ShardingPlan",
     "SizePolicy",
     "Strategy",
+    "Tuning",
     "Unit",
     "UnitOptions",
     "UnsupportedTorchError",

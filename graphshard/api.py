@@ -18,10 +18,12 @@ from graphshard.model_checks import require_module
 from graphshard.pipeline import Pass, Stages, default_passes, run_passes
 from graphshard.plan import ShardingPlan
 from graphshard.planner import make_plan, require_policy, with_capture_warnings
-from graphshard.policy import Policy, Strategy
+from graphshard.policy import Policy
 from graphshard.runtime.group import find_group
 from graphshard.runtime.module import ShardedModule
 from graphshard.runtime.skeleton import SkeletonModule
+from graphshard.tune.auto_policy import AutoPolicy
+from graphshard.tune.resolve import searched, wants_groups
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
@@ -31,7 +33,7 @@ BACKENDS = ("eager",)
 
 def compile(  # noqa: A001  # as torch.compile
     model: nn.Module,
-    policy: Policy,
+    policy: Policy | AutoPolicy,
     *,
     example_inputs: Sequence[Any] | None = None,
     example_kwargs: Mapping[str, Any] | None = None,
@@ -48,7 +50,8 @@ def compile(  # noqa: A001  # as torch.compile
     Args:
         model: on meta or with real weights; stays as it is. Real weights are sharded; a model on
             meta gets values by `init_weights`, `load_full_state_dict` or a checkpoint.
-        policy: which parameters are gathered together, and when.
+        policy: which parameters are gathered together, and when; an `AutoPolicy` is searched first,
+            which needs example inputs.
         example_inputs: positional arguments of a call, real, meta or fake tensors among them, to
             capture a program at once. None: programs are captured when a call needs one.
         example_kwargs: keyword arguments of that call.
@@ -84,12 +87,23 @@ def compile(  # noqa: A001  # as torch.compile
             "graphshard.compile outside of it (to run without gradients, use torch.no_grad())"
         )
     _check_arguments(model, example_inputs, example_kwargs, passes)
-    require_policy(policy)
+    if not isinstance(policy, AutoPolicy):
+        require_policy(policy)
     sizes = Dynamic.of(model, dynamic)
-    hybrid = Strategy(policy.strategy).hybrid
-    group = find_group(mesh, device, alone=_device_of(model), hybrid=hybrid)
+    group = find_group(mesh, device, alone=_device_of(model), hybrid=wants_groups(policy))
     group.check = os.environ.get("GRAPHSHARD_CHECK") == "1" if check is None else check
     progress = progress or Progress()
+    if isinstance(policy, AutoPolicy):
+        policy = searched(
+            policy.on(group.device),
+            model,
+            example_inputs,
+            example_kwargs,
+            world_size=group.size,
+            mesh_shape=group.mesh_shape,
+            device=group.device,
+            progress=progress,
+        ).policy
     with progress.stage("plan"):
         plan = make_plan(model, policy, world_size=group.size, mesh_shape=group.mesh_shape)
     for ranks in sorted({unit.options.reshard_ranks or 0 for unit in plan.units} - {0}):
@@ -103,7 +117,7 @@ def compile(  # noqa: A001  # as torch.compile
 
 def plan(
     model: nn.Module,
-    policy: Policy,
+    policy: Policy | AutoPolicy,
     *,
     world_size: int | None = None,
     mesh_shape: Sequence[int] | None = None,
@@ -118,7 +132,8 @@ def plan(
 
     Args:
         model: on meta or with real weights; stays as it is.
-        policy: which parameters are gathered together, and when.
+        policy: which parameters are gathered together, and when; an `AutoPolicy` is searched first,
+            which needs example inputs.
         world_size: number of ranks. None: that of `mesh_shape`, or 1.
         mesh_shape: their arrangement, `(ranks,)` or, for the HYBRID strategies, `(replicas, ranks
             to shard over)`. None: `(world_size,)`.
@@ -141,6 +156,20 @@ def plan(
     if world_size is None:
         world_size = torch.Size(shape or (1,)).numel()
     progress = progress or Progress()
+    if isinstance(policy, AutoPolicy):
+        found = searched(
+            policy,
+            model,
+            example_inputs,
+            example_kwargs,
+            world_size=world_size,
+            mesh_shape=shape,
+            device=device,
+            progress=progress,
+        )
+        if sizes is None and not passes:
+            return found
+        policy = found.policy
     with progress.stage("plan"):
         made = make_plan(model, policy, world_size=world_size, mesh_shape=shape)
     if example_inputs is None and example_kwargs is None:

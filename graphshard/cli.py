@@ -45,6 +45,7 @@ from graphshard.inspect.dump import dump_program
 from graphshard.inspect.progress import Progress
 from graphshard.plan import ShardingPlan
 from graphshard.policy_base import Policy
+from graphshard.tune.command import add_tune, tuned
 
 FACTORY_HELP = """\
 FACTORY is pkg.module:function, importable from the current directory. It is called without
@@ -154,13 +155,19 @@ def build_parser() -> argparse.ArgumentParser:
     add_compare(compare)
     compare.set_defaults(run=run_compare)
 
+    tune = _add_command(
+        commands, "tune", "search for the fastest policy that fits", any_policy=True
+    )
+    add_tune(tune)
+    tune.set_defaults(run=run_tune)
+
     add_calibrate(commands)
     add_consolidate(commands, parse_bytes)
     return parser
 
 
 def _add_command(
-    commands: Any, name: str, summary: str, *, several: bool = False
+    commands: Any, name: str, summary: str, *, several: bool = False, any_policy: bool = False
 ) -> argparse.ArgumentParser:
     command: argparse.ArgumentParser = commands.add_parser(
         name,
@@ -181,7 +188,8 @@ def _add_command(
             "'block --recompute units'",
         )
     else:
-        command.add_argument("--policy", required=True, help=forms)
+        forms = f"the units, if they are not to be searched: {forms}" if any_policy else forms
+        command.add_argument("--policy", required=not any_policy, help=forms)
     ranks = command.add_mutually_exclusive_group(required=True)
     ranks.add_argument("--world-size", type=int, metavar="W", help="number of ranks")
     ranks.add_argument("--mesh", type=parse_mesh, metavar="AxB", help="shape of the mesh of ranks")
@@ -245,6 +253,13 @@ def run_compare(options: argparse.Namespace, progress: Progress) -> str:
     plans = [_plan(options, subject, progress, policy) for policy in policies]
     with progress.stage("simulate"):
         return shown_comparison(plans, options.policy, options)
+
+
+def run_tune(options: argparse.Namespace, progress: Progress) -> RenderableType:
+    """`graphshard tune`: the policy found, and why it is that one."""
+    subject = _subject_to_capture(options, progress, "search")
+    found = tuned(subject.model, subject.args or (), subject.kwargs, options, progress)
+    return json.dumps(found.to_dict(), indent=2) if options.json else str(found)
 
 
 def run_dump(options: argparse.Namespace, progress: Progress) -> str:

@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 
+from graphshard.byte_text import bytes_in
 from graphshard.cost.hardware import preset_names
 from graphshard.errors import PolicyError
 from graphshard.importers.accelerate import from_accelerate
@@ -29,9 +30,6 @@ POLICY is one of
 """
 
 _DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
-_BYTES = {"": 1, "B": 1}
-_BYTES |= {f"{p}B": 1000 ** (i + 1) for i, p in enumerate("KMGT")}
-_BYTES |= {f"{p}iB": 1024 ** (i + 1) for i, p in enumerate("KMGT")}
 
 
 def parse_policy(text: str, **fields: Any) -> Policy:
@@ -77,14 +75,10 @@ def parse_unit(text: str) -> tuple[str, dict[str, Any]]:
 
 def parse_bytes(text: str) -> int:
     """Bytes in "1500000", "2GiB", "1.5 GB" and the like."""
-    number = text.rstrip("BiKMGT ")
     try:
-        return int(float(number) * _BYTES[text[len(number) :].strip()])
-    except (ValueError, OverflowError, KeyError):
-        units = ", ".join(unit for unit in _BYTES if unit)
-        raise argparse.ArgumentTypeError(
-            f"{text!r} is not a size: a number and one of {units}"
-        ) from None
+        return bytes_in(text)
+    except ValueError as error:
+        raise argparse.ArgumentTypeError(str(error)) from None
 
 
 def parse_mesh(text: str) -> tuple[int, ...]:
@@ -197,14 +191,14 @@ _POLICY_FIELDS = (
 )
 
 
-def policy_of(options: argparse.Namespace) -> Policy:
-    """The policy that the arguments `add_policy_fields` added ask for."""
+def fields_of(options: argparse.Namespace) -> dict[str, Any]:
+    """The fields of a policy that the arguments `add_policy_fields` added give, by name."""
     given = vars(options)
     fields: dict[str, Any] = {name: given[name] for name in _POLICY_FIELDS if name in given}
     if fields.get("backward_prefetch") == "none":
         fields["backward_prefetch"] = None
-    # `graphshard simulate` and `compare` take it in any case: what they predict for.
-    predicts = given.get("command") in ("simulate", "compare")
+    # `graphshard simulate`, `compare` and `tune` take it in any case: what they predict for.
+    predicts = given.get("command") in ("simulate", "compare", "tune")
     for_policy = not predicts or fields.get("schedule") == "overlap"
     if "hardware" in given and for_policy:
         fields["hardware"] = given["hardware"]
@@ -213,6 +207,19 @@ def policy_of(options: argparse.Namespace) -> Policy:
     param, reduced = (_DTYPES.get(given.get(f"{kind}_dtype", "")) for kind in ("param", "reduce"))
     if param or reduced:
         fields["mixed_precision"] = MixedPrecision(param_dtype=param, reduce_dtype=reduced)
+    return fields
+
+
+def units_of(options: argparse.Namespace) -> Policy | None:
+    """The policy that chooses the units `options` ask for; None if they ask for none."""
+    entries = getattr(options, "unit", None)
+    base = None if options.policy is None else parse_policy(options.policy)
+    return ModulePolicy(dict(entries), base=base) if entries else base
+
+
+def policy_of(options: argparse.Namespace) -> Policy:
+    """The policy that the arguments `add_policy_fields` added ask for."""
+    fields = fields_of(options)
     entries = getattr(options, "unit", None)
     if not entries:
         return parse_policy(options.policy, **fields)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Mapping
 from dataclasses import Field, fields
 from typing import Any
@@ -9,6 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from graphshard.cost.hardware import Hardware, preset_names
 from graphshard.mixed_precision import MixedPrecision
 from graphshard.policy_base import Policy
 
@@ -28,7 +30,7 @@ def policy_code(policy: Policy) -> str:
         value = getattr(policy, field.name)
         if value == field.default:
             continue
-        text = _code(value, field.name in _NAMED)
+        text = value_code(value, field.name in _NAMED)
         said.append(text if index == 0 else f"{field.name}={text}")
     return f"{_prefix(type(policy))}{type(policy).__name__}({', '.join(said)})"
 
@@ -38,11 +40,12 @@ def _in_call_order(policy: Policy) -> list[Field[Any]]:
     return sorted(fields(policy), key=lambda field: field.kw_only is True)
 
 
-def _code(value: Any, named: bool = False) -> str:
+def value_code(value: Any, named: bool = False) -> str:
+    """`value` as code, its classes by name if `named`."""
     if isinstance(value, type):
         return repr(value.__name__) if named else f"{_prefix(value)}{value.__qualname__}"
     if isinstance(value, frozenset):
-        return "{" + ", ".join(sorted(_code(entry, named) for entry in value)) + "}"
+        return "{" + ", ".join(sorted(value_code(entry, named) for entry in value)) + "}"
     for kinds, code in _CODES:
         if isinstance(value, kinds):
             return code(value)
@@ -51,18 +54,28 @@ def _code(value: Any, named: bool = False) -> str:
 
 def _precision_code(value: MixedPrecision) -> str:
     own = {f.name: getattr(value, f.name) for f in fields(value)}
-    said = [f"{f.name}={_code(own[f.name])}" for f in fields(value) if own[f.name] != f.default]
+    said = [
+        f"{f.name}={value_code(own[f.name])}" for f in fields(value) if own[f.name] != f.default
+    ]
     return f"graphshard.MixedPrecision({', '.join(said)})"
 
 
 def _mapping_code(value: Mapping[Any, Any]) -> str:
-    return "{" + ", ".join(f"{_code(k)}: {_code(v)}" for k, v in value.items()) + "}"
+    return "{" + ", ".join(f"{value_code(k)}: {value_code(v)}" for k, v in value.items()) + "}"
+
+
+def _hardware_code(value: Hardware) -> str:
+    if value.name in preset_names() and Hardware.load(value.name) == value:
+        return repr(value.name)
+    return f"graphshard.Hardware(**{value.to_dict()})"
 
 
 _CODES: tuple[tuple[Any, Callable[[Any], str]], ...] = (
     (Policy, policy_code),
     (MixedPrecision, _precision_code),
-    (tuple, lambda v: f"({', '.join(map(_code, v))}{',' if len(v) == 1 else ''})"),
+    (Hardware, _hardware_code),
+    (os.PathLike, lambda value: repr(os.fspath(value))),
+    (tuple, lambda v: f"({', '.join(map(value_code, v))}{',' if len(v) == 1 else ''})"),
     (Mapping, _mapping_code),
     ((Tensor, nn.Module), lambda value: f"<{type(value).__name__}>"),
     (bool, repr),

@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 from bisect import bisect_left
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence, Set
 from dataclasses import dataclass, field
 from fractions import Fraction
 from functools import cached_property
 from itertools import pairwise
 from typing import Protocol
-
-from torch import fx
 
 from graphshard.errors import PolicyError
 from graphshard.min_cut import Choice
@@ -43,11 +41,14 @@ class RecomputeToBudget:
         budget: bytes.
         then: the passes that follow, which decide what parameters and gradients hold.
         classes: the calls of the modules in `plan.recomputed` are the regions.
+        memo: where what does not depend on the budget is kept, for passes that differ in nothing
+            else and are applied to copies of one program.
     """
 
     budget: int
     then: Sequence[_Step] = ()
     classes: bool = False
+    memo: list[_Rehearsal] | None = field(default=None, compare=False, repr=False)
     name: str = field(default="recompute", init=False)
 
     def apply(self, program: Program, plan: ShardingPlan) -> None:
@@ -64,61 +65,90 @@ class RecomputeToBudget:
         if self.classes:
             require_calls(program, plan)
         targets = set(plan.recomputed) if self.classes else {unit.fqn for unit in plan.units}
-        peak = max(storages_of(self._rehearsed(program, plan, targets, set())).live(), default=0)
-        if peak <= self.budget:
-            program.notes = (*program.notes, self._note(peak, "nothing is recomputed for it"))
-            return
-        storages = storages_of(program)
-        problems = region_problems(program, plan, targets, storages)
-        frontiers = Frontiers()
-        choices = [frontiers.of(problem.problem) for problem in problems]
-        most = {
-            node.name
-            for problem, ladder in zip(problems, choices, strict=True)
-            for node in problem.recomputed(ladder[-1])
-        }
-        rehearsed = self._rehearsed(program, plan, targets, most)
-        held = Held.of(program, rehearsed, RECOMPUTED)
-        model = PeakModel(program, storages, [problem.reads for problem in problems], held)
-        search = _Search(model, problems, choices)
-        found = search.least_that_fits(self.budget)
-        if found is None:
-            raise PolicyError(
-                f"the step cannot do with memory_budget={self.budget:,} bytes, whatever is "
-                f"recomputed; {search.least:,} would do. Raise the budget, make "
-                "smaller units, prefetch less, or use a smaller batch"
-            )
-        self._rewrite(program, problems, search.levels(found), choices)
-        cost = search.cost(found) / max(forward_cost(program), 1)
-        share = f"{cost:.1%} of forward's work is done once more"
-        program.notes = (*program.notes, self._note(search.peak(found), share))
+        again, note = self._rehearsal(program, plan, targets).choice(self.budget)
+        self._issue_again(program, targets, again)
+        program.notes = (*program.notes, note)
 
-    def _note(self, peak: int, done: str) -> str:
-        return f"memory_budget={self.budget:,}: the step holds {peak:,} bytes at most; {done}"
+    def _rehearsal(self, program: Program, plan: ShardingPlan, targets: set[str]) -> _Rehearsal:
+        """What the choice for any budget follows from."""
+        if self.memo is None:
+            return self._rehearse(program, plan, targets)
+        if not self.memo:
+            self.memo.append(self._rehearse(program.copy(), plan, targets))
+        return self.memo[0]
+
+    def _rehearse(self, program: Program, plan: ShardingPlan, targets: set[str]) -> _Rehearsal:
+        plain = max(storages_of(self._rehearsed(program, plan, targets, set())).live(), default=0)
+
+        def search() -> _Search:
+            storages = storages_of(program)
+            problems = region_problems(program, plan, targets, storages)
+            frontiers = Frontiers()
+            choices = [frontiers.of(problem.problem) for problem in problems]
+            most = {
+                node.name
+                for problem, ladder in zip(problems, choices, strict=True)
+                for node in problem.recomputed(ladder[-1])
+            }
+            rehearsed = self._rehearsed(program, plan, targets, most)
+            held = Held.of(program, rehearsed, RECOMPUTED)
+            model = PeakModel(program, storages, [problem.reads for problem in problems], held)
+            return _Search(model, problems, choices)
+
+        return _Rehearsal(plain, forward_cost(program), search)
 
     def _rehearsed(
         self, program: Program, plan: ShardingPlan, targets: set[str], again: set[str]
     ) -> Program:
         """A copy in which the nodes of the names `again` are recomputed, after all passes."""
         copy = program.copy()
-        order = {node: place for place, node in enumerate(copy.graph.nodes)}
-        for reads in list(reads_of_calls(copy, targets)):
-            rewrite(copy, reads, lambda node: node.name in again, order, self.name)
+        self._issue_again(copy, targets, again)
         for step in self.then:
             step.apply(copy, plan)
         return copy
 
-    def _rewrite(
-        self,
-        program: Program,
-        problems: Sequence[RegionProblem],
-        levels: Sequence[int],
-        choices: Sequence[Sequence[Choice]],
-    ) -> None:
+    def _issue_again(self, program: Program, targets: set[str], again: Set[str]) -> None:
+        """Recompute the nodes of the names `again`."""
         order = {node: place for place, node in enumerate(program.graph.nodes)}
-        for problem, level, ladder in zip(problems, levels, choices, strict=True):
-            again: frozenset[fx.Node] = problem.recomputed(ladder[level])
-            rewrite(program, problem.reads, again.__contains__, order, self.name)
+        for reads in list(reads_of_calls(program, targets)):
+            rewrite(program, reads, lambda node: node.name in again, order, self.name)
+
+
+class _Rehearsal:
+    """What a step holds with nothing recomputed, and the search for what has to be."""
+
+    def __init__(self, plain: int, forward: int, search: Callable[[], _Search]) -> None:
+        self.plain, self.forward, self._make = plain, forward, search
+
+    @cached_property
+    def search(self) -> _Search:
+        """Made when a budget needs it."""
+        return self._make()
+
+    def choice(self, budget: int) -> tuple[frozenset[str], str]:
+        """The names of the nodes to issue again for `budget`, and a note that says what it costs.
+
+        Raises:
+            PolicyError: nothing will do.
+        """
+        if self.plain <= budget:
+            return frozenset(), _note(budget, self.plain, "nothing is recomputed for it")
+        search = self.search
+        found = search.least_that_fits(budget)
+        if found is None:
+            raise PolicyError(
+                f"the step cannot do with memory_budget={budget:,} bytes, whatever is "
+                f"recomputed; {search.least:,} would do. Raise the budget, make "
+                "smaller units, prefetch less, or use a smaller batch"
+            )
+        share = (
+            f"{search.cost(found) / max(self.forward, 1):.1%} of forward's work is done once more"
+        )
+        return search.names(found), _note(budget, search.peak(found), share)
+
+
+def _note(budget: int, peak: int, done: str) -> str:
+    return f"memory_budget={budget:,}: the step holds {peak:,} bytes at most; {done}"
 
 
 class _Search:
@@ -148,6 +178,15 @@ class _Search:
         for region in self.steps[:steps]:
             levels[region] += 1
         return levels
+
+    def names(self, steps: int) -> frozenset[str]:
+        """The names of the nodes recomputed after so many steps."""
+        chosen = zip(self.problems, self.levels(steps), self.choices, strict=True)
+        return frozenset(
+            node.name
+            for problem, level, ladder in chosen
+            for node in problem.recomputed(ladder[level])
+        )
 
     def cost(self, steps: int) -> int:
         """What is recomputed after so many steps, in FLOPs."""

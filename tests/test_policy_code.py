@@ -10,6 +10,7 @@ import graphshard
 from graphshard import BlockPolicy, LambdaPolicy, MixedPrecision, ModulePolicy, SizePolicy
 
 BF16 = MixedPrecision(torch.bfloat16, reduce_dtype=torch.float32, cast_forward_inputs=False)
+OWN = graphshard.Hardware.load("h200").with_(gpus_per_node=4)
 
 
 @pytest.mark.parametrize(
@@ -19,6 +20,8 @@ BF16 = MixedPrecision(torch.bfloat16, reduce_dtype=torch.float32, cast_forward_i
         BlockPolicy({"Block", "Head"}, strategy="HYBRID_SHARD", backward_prefetch=None),
         BlockPolicy("Block", recompute={"budget", "Block"}, memory_budget=12_345_678),
         BlockPolicy("Block", recompute="units", mixed_precision=BF16, offload=["params"]),
+        BlockPolicy("Block", schedule="overlap", hardware="h200"),
+        BlockPolicy("Block", schedule="overlap", hardware=OWN),
         SizePolicy(),
         SizePolicy(1_000, force_leaf={nn.Conv2d}, exclude=()),
         SizePolicy(reshard_after_forward=4, forward_prefetch=2, reshard_root=True),

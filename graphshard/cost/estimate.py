@@ -250,11 +250,11 @@ def simulate(
         optimizer,
         timeline_of(program, plan, described, tf32=tf32),
         memory,
-        _optimizer_seconds(plan, described, optimizer) if program.grad else 0.0,
+        optimizer_seconds(plan, described, optimizer) if program.grad else 0.0,
     )
 
 
-def _optimizer_seconds(plan: ShardingPlan, hardware: Hardware, optimizer: str) -> float:
+def optimizer_seconds(plan: ShardingPlan, hardware: Hardware, optimizer: str) -> float:
     """The update streams parameters, gradients and states once, and writes them again."""
     layouts = {id(layout): layout for layout in plan.layouts.values()}.values()
     sizes = [layout.shard_bytes for layout in layouts if layout.requires_grad]

@@ -91,7 +91,7 @@ def memory_of(
     if optimizer not in OPTIMIZERS:
         raise CostError(f"optimizer must be one of {', '.join(OPTIMIZERS)}; got {optimizer!r}")
     storages = [*storages_of(program).all, *buffers_of(program, backend)]
-    resident, host = _resident(program, plan, OPTIMIZERS[optimizer] if program.grad else None)
+    resident, host = resident_bytes(program, plan, OPTIMIZERS[optimizer] if program.grad else None)
     at_rest = Point(0, sum(resident.values()), resident)
     points = [at_rest, *_walk(storages, resident)]
     after = Counter(resident)
@@ -138,9 +138,10 @@ def _walk(storages: Iterable[Storage], resident: Mapping[str, int]) -> Iterator[
             yield Point(place, total, dict(live))
 
 
-def _resident(
+def resident_bytes(
     program: Program, plan: ShardingPlan, optimizer: OptimizerCost | None
 ) -> tuple[dict[str, int], int]:
+    """Bytes a rank holds between steps: on the device by category, and on the host."""
     layouts = {id(layout): layout for layout in plan.layouts.values()}.values()
     shards = sum(layout.shard_bytes for layout in layouts)
     trained = sum(_own_bytes(layout) for layout in layouts if layout.requires_grad)

@@ -1,0 +1,1 @@
+"""Finding a policy: what to try, what it would cost, and what to make of that."""

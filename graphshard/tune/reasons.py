@@ -1,0 +1,115 @@
+"""Why the policies next to the chosen one are not better, each in a sentence."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import replace
+
+from graphshard.inspect.units_text import human_bytes, human_seconds
+from graphshard.policy_base import Policy
+from graphshard.policy_code import value_code
+from graphshard.tune.outcome import Outcome
+from graphshard.tune.search import Search
+from graphshard.tune.space import Candidate, Group, Sharding
+
+Neighbour = tuple[str, Candidate]
+
+
+def reasons(search: Search, winner: Outcome) -> dict[str, str]:
+    """By what is other, what that would cost."""
+    shown: dict[str, str] = {}
+    own = search.quick.outcome(winner.candidate) if search.shallow else winner
+    if own is None:
+        own = winner
+    for name, candidate in _neighbours(search, winner.candidate):
+        if name in shown:
+            continue
+        bound = search.bounds.get(candidate.group)
+        if bound is not None and not bound.possible:
+            continue
+        if bound is not None and bound.bytes > search.budget:
+            need = f"needs at least {human_bytes(bound.bytes)} of {human_bytes(search.budget)}"
+            shown[name] = need
+            continue
+        outcome = search.whole.get(candidate)
+        base = winner if outcome is not None else own
+        outcome = outcome or search.quick.outcome(candidate)
+        if outcome is not None:
+            shown[name] = _why(outcome, base, winner, search.budget)
+    return shown
+
+
+def _why(outcome: Outcome, base: Outcome, winner: Outcome, budget: int) -> str:
+    about = "" if outcome.whole else "about "
+    if outcome.peak > budget:
+        most = max(outcome.at_peak, key=lambda kind: outcome.at_peak[kind])
+        return (
+            f"needs {about}{human_bytes(outcome.peak)} of {human_bytes(budget)}, "
+            f"{human_bytes(outcome.at_peak[most])} of it {most}"
+        )
+    longer = outcome.seconds / base.seconds - 1
+    if abs(longer) < 5e-4:
+        more = outcome.peak - winner.peak
+        same = f"as fast, and needs {human_bytes(abs(more))} {'more' if more > 0 else 'less'}"
+        return "makes no difference" if not more else same
+    text = f"{about}{abs(longer):.1%} {'slower' if longer > 0 else 'faster'}"
+    compute, exposed = outcome.compute - base.compute, outcome.exposed - base.exposed
+    if compute > exposed:
+        return f"{text}, {human_seconds(compute)} more of compute" if compute > 0 else text
+    if outcome.exposed > 0:
+        return f"{text}, {human_seconds(outcome.exposed)} of communication exposed"
+    return text
+
+
+def _neighbours(search: Search, candidate: Candidate) -> Iterator[Neighbour]:
+    """Candidates that differ from `candidate` in one thing, named by it."""
+    yield from _issued_otherwise(search, candidate)
+    for name, group in _other_groups(search, candidate.group):
+        yield name, replace(candidate, group=group)
+
+
+def _issued_otherwise(search: Search, candidate: Candidate) -> Iterator[Neighbour]:
+    for other in search.space.candidates(candidate.group):
+        if other.schedule != candidate.schedule:
+            if candidate.schedule == "fsdp" or (other.backward, other.forward) == ("pre", 0):
+                yield f"schedule={other.schedule!r}", other
+        elif other.forward == candidate.forward and other.backward != candidate.backward:
+            yield f"backward_prefetch={other.backward!r}", other
+        elif other.backward == candidate.backward and other.forward != candidate.forward:
+            yield f"forward_prefetch={other.forward}", other
+
+
+def _other_groups(search: Search, group: Group) -> Iterator[tuple[str, Group]]:
+    for index, units in enumerate(search.space.unit_choices):
+        if index != group.units:
+            yield f"units {_plain(units)}", replace(group, units=index)
+    for found in _groups_like(search, group):
+        yield _sharding(found.sharding), found
+    for recompute in search.space.recomputes:
+        if recompute != group.recompute:
+            said = value_code(Policy(recompute=recompute).recompute, named=True)
+            yield f"recompute={said}", replace(group, recompute=recompute, budget=None)
+    for found in search.bounds:
+        if found == replace(group, offload=found.offload) and found != group:
+            yield f"offload={sorted(found.offload or ()) or None!r}", found
+
+
+def _groups_like(search: Search, group: Group) -> Iterator[Group]:
+    """The groups with another sharding of the same units."""
+    shardings = dict.fromkeys(g.sharding for g in search.bounds if g.units == group.units)
+    return (replace(group, sharding=other) for other in shardings if other != group.sharding)
+
+
+def _plain(units: Policy) -> str:
+    return repr(units).removeprefix("graphshard.")
+
+
+def _sharding(sharding: Sharding) -> str:
+    said = [f"strategy={sharding.strategy.value}"]
+    if sharding.reshard is not None:
+        said.append(f"reshard_after_forward={sharding.reshard!r}")
+    if sharding.root:
+        said.append("reshard_root=True")
+    if sharding.kept:
+        said.append("the last block kept")
+    return ", ".join(said)

@@ -1,0 +1,165 @@
+"""Simulating candidates: from a captured program, through the passes, to time and memory."""
+
+from __future__ import annotations
+
+import gc
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from typing import Any
+
+from torch import nn
+
+from graphshard.cost.estimate import Estimate, simulate
+from graphshard.errors import CaptureError, PassError, PlanError, PolicyError
+from graphshard.passes.prefetch import Prefetch
+from graphshard.passes.recompute_budget import RecomputeToBudget
+from graphshard.pipeline import Pass, default_passes
+from graphshard.plan import ShardingPlan
+from graphshard.planner import make_plan
+from graphshard.policy_base import Policy
+from graphshard.program import Program
+from graphshard.runs import assign_units
+from graphshard.tune.captures import Captures
+from graphshard.tune.outcome import Outcome
+from graphshard.tune.space import RUNGS, Candidate, Group, Ladder, Space, rounded
+
+
+@dataclass
+class _Started:
+    """A program after the passes that do not depend on where gathers are issued."""
+
+    key: Any
+    program: Program
+
+
+class Simulator:
+    """Candidates for one model, each simulated once.
+
+    Not verified: that is left to whoever keeps one.
+    """
+
+    def __init__(
+        self, model: nn.Module, captures: Captures, space: Space, blocks: Sequence[str]
+    ) -> None:
+        self.model, self.captures, self.space, self.blocks = model, captures, space, blocks
+        self.simulated = 0
+        self.known: dict[Candidate, Outcome | None] = {}
+        self._by_program: dict[Any, Outcome] = {}
+        self._started: _Started | None = None
+        self._memo: tuple[Any, list[Any]] | None = None
+
+    def within(self, space: Space) -> Simulator:
+        """The same for candidates of another space."""
+        return Simulator(self.model, self.captures, space, self.blocks)
+
+    def outcomes(self, group: Group) -> list[Outcome]:
+        """Those of all candidates of `group` that can be had."""
+        found = map(self.outcome, self.space.candidates(group))
+        return [outcome for outcome in found if outcome is not None]
+
+    def outcome(self, candidate: Candidate) -> Outcome | None:
+        """That of `candidate`; None if the model cannot be sharded so."""
+        if candidate not in self.known:
+            self.known[candidate] = self._outcome(candidate)
+        return self.known[candidate]
+
+    def _outcome(self, candidate: Candidate) -> Outcome | None:
+        try:
+            plan = self.plan(candidate)
+            captured = self.captures.of(plan)
+            passes = default_passes(plan.policy)
+            key = (id(captured), plan.units, plan.recomputed, plan.ignored, passes)
+            if key not in self._by_program:
+                estimate = self.estimate(plan, captured, passes)
+                self._by_program[key] = Outcome.of(candidate, estimate)
+        except (CaptureError, PolicyError, PlanError, PassError):
+            return None
+        return replace(self._by_program[key], candidate=candidate)
+
+    def rung(self, ladder: Ladder, step: int) -> Outcome | None:
+        """That of the rung `step` of `ladder`, of those between 0 and `RUNGS`."""
+        ends = self.ends(ladder)
+        if ends is None:
+            return None
+        low, high = ends
+        return self.outcome(ladder.rung(rounded(low + (high - low) * step // RUNGS)))
+
+    def ends(self, ladder: Ladder) -> tuple[int, int] | None:
+        """Bytes with all regions recomputed, and with none; None if that saves nothing."""
+        least, most = self.outcome(ladder.least), self.outcome(ladder.most)
+        if least is None or most is None or least.step_bytes >= most.step_bytes:
+            return None
+        return least.step_bytes, most.step_bytes
+
+    def sweep(self) -> None:
+        """Drop what was kept for the next candidate of the same group, and collect it."""
+        self._started = None
+        gc.collect(1)
+
+    def plan(self, candidate: Candidate) -> ShardingPlan:
+        """The plan of `candidate`, without a program."""
+        return self.plan_of(self.space.policy(candidate, self.blocks))
+
+    def plan_of(self, policy: Policy) -> ShardingPlan:
+        """The plan of `policy`, without a program."""
+        mesh = self.space.mesh_shape
+        ranks = 1
+        for size in mesh:
+            ranks *= size
+        return make_plan(self.model, policy, world_size=ranks, mesh_shape=mesh)
+
+    def estimate(
+        self, plan: ShardingPlan, captured: Program, passes: Sequence[Pass] | None = None
+    ) -> Estimate:
+        """Rewrite a copy of `captured` by `plan` and simulate it."""
+        passes = default_passes(plan.policy) if passes is None else passes
+        self.simulated += 1
+        program = self._rewritten(plan, captured, passes)
+        return simulate(
+            replace(plan, program=program),
+            hardware=self.space.hardware,
+            optimizer=self.space.auto.optimizer,
+        )
+
+    def _rewritten(self, plan: ShardingPlan, captured: Program, passes: Sequence[Pass]) -> Program:
+        cut = next(i for i, step in enumerate(passes) if isinstance(step, Prefetch))
+        key = (id(captured), plan.units, plan.recomputed, plan.ignored, tuple(passes[:cut]))
+        if self._started is None or self._started.key != key:
+            self._started = None
+            program = captured.copy()
+            program.stale = plan.stale_after_step
+            assign_units(program, plan)
+            for step in passes[:cut]:
+                self._with_memo(step, captured, plan).apply(program, plan)
+            self._started = _Started(key, program)
+        program = self._started.program.copy()
+        for step in passes[cut:]:
+            step.apply(program, plan)
+        return program
+
+    def _with_memo(self, step: Pass, captured: Program, plan: ShardingPlan) -> Pass:
+        """Budgets for one plan share what does not depend on them; the last plan's is kept."""
+        if not isinstance(step, RecomputeToBudget):
+            return step
+        key = (id(captured), plan.units, plan.recomputed, plan.ignored, step.then, step.classes)
+        if self._memo is None or self._memo[0] != key:
+            self._memo = (key, [])
+        return replace(step, memo=self._memo[1])
+
+
+@contextmanager
+def without_collecting() -> Iterator[None]:
+    """Keep Python's collector from walking what stays; `Simulator.sweep` collects what goes."""
+    enabled, frozen = gc.isenabled(), gc.get_freeze_count()
+    if not frozen:
+        gc.collect()
+        gc.freeze()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if enabled:
+            gc.enable()
+        if not frozen:
+            gc.unfreeze()

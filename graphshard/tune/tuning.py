@@ -1,0 +1,117 @@
+"""What a search found: the policy, and why it is that one."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from graphshard.cost.estimate import Estimate
+from graphshard.inspect.units_text import human_bytes, human_seconds
+from graphshard.plan import ShardingPlan
+from graphshard.policy_base import Policy
+
+if TYPE_CHECKING:
+    from rich.console import RenderableType
+
+
+@dataclass(frozen=True)
+class Tried:
+    """A policy that was simulated: seconds a step, bytes at the peak.
+
+    whole: the model itself was simulated; if not, the figures were drawn out from those of the same
+    model with fewer blocks.
+    """
+
+    policy: Policy
+    seconds: float
+    bytes: int
+    whole: bool
+
+    def to_dict(self) -> dict[str, Any]:
+        """As plain data, ready for JSON."""
+        return {
+            "policy": repr(self.policy),
+            "seconds": self.seconds,
+            "bytes": self.bytes,
+            "whole": self.whole,
+        }
+
+
+@dataclass(frozen=True)
+class Tuning:
+    """The result of `AutoPolicy.tune`.
+
+    policy: the policy found, explicit. estimate: of a step under it; its plan has the program,
+    verified. memory_budget: bytes it had to fit in. frontier: of the policies simulated whole those
+    that no other beats in both time and memory, the fastest first. tried: all that were simulated,
+    the fastest first. reasons: why policies that differ from this one in one thing are not better,
+    by that thing. groups: of the kinds of policies there are (each with several ways to issue
+    gathers) how many were simulated, and how many were not because they cannot fit ("too large"),
+    cannot be faster ("too slow"), or are impossible.
+    """
+
+    policy: Policy
+    estimate: Estimate
+    memory_budget: int
+    frontier: tuple[Tried, ...]
+    tried: tuple[Tried, ...]
+    reasons: Mapping[str, str]
+    groups: Mapping[str, int]
+    simulations: int
+
+    @property
+    def plan(self) -> ShardingPlan:
+        """The plan under the policy, with its program."""
+        return self.estimate.plan
+
+    @property
+    def code(self) -> str:
+        """The policy as code to paste: `import graphshard` (and torch) and this make it again."""
+        return repr(self.policy)
+
+    def to_dict(self) -> dict[str, Any]:
+        """As plain data, ready for JSON."""
+        return {
+            "policy": self.policy.to_dict(),
+            "code": self.code,
+            "memory_budget": self.memory_budget,
+            "estimate": self.estimate.to_dict(),
+            "frontier": [entry.to_dict() for entry in self.frontier],
+            "tried": [entry.to_dict() for entry in self.tried],
+            "reasons": dict(self.reasons),
+            "groups": dict(self.groups),
+            "simulations": self.simulations,
+        }
+
+    def __str__(self) -> str:
+        estimate = self.estimate
+        skipped = ", ".join(f"{count} {why}" for why, count in self.groups.items() if count)
+        lines = [
+            self.code,
+            "",
+            f"step       {human_seconds(estimate.step_seconds)}, of which "
+            f"{human_seconds(estimate.exposed_seconds)} exposed communication; "
+            f"{estimate.mfu:.1%} of the peak (MFU)",
+            f"memory     peak {human_bytes(estimate.peak_bytes)} of "
+            f"{human_bytes(self.memory_budget)}",
+            f"hardware   {estimate.hardware}, {estimate.plan.world_size:,} ranks",
+            f"searched   {self.simulations:,} simulations; kinds of policies: {skipped}",
+            "",
+            "time and memory, simulated whole:",
+        ]
+        best = self.frontier[0].seconds
+        for entry in self.frontier:
+            longer = entry.seconds / best - 1
+            mark = "  chosen" if entry.policy == self.policy else ""
+            time, size = human_seconds(entry.seconds), human_bytes(entry.bytes)
+            lines.append(f"  {time:>8}  {longer:+7.1%}  {size:>10}  {entry.policy!r}{mark}")
+        if self.reasons:
+            lines += ["", "why not:"]
+            lines += [f"  {what}: {why}" for what, why in self.reasons.items()]
+        return "\n".join(lines)
+
+    def __rich__(self) -> RenderableType:
+        from rich.text import Text
+
+        return Text(str(self))

@@ -1,0 +1,54 @@
+"""Small models to tune, and simulators of them."""
+
+from __future__ import annotations
+
+import torch
+from torch import nn
+
+from examples.gpt import GPT, GPTConfig
+from graphshard import AutoPolicy
+from graphshard.cost.hardware import Hardware
+from graphshard.module_tree import ModuleTree
+from graphshard.tune.blocks import Blocks
+from graphshard.tune.captures import Captures
+from graphshard.tune.simulator import Simulator
+from graphshard.tune.space import Space
+
+# Slow enough for the little there is to gather to matter.
+SLOW = Hardware.load("h100-sxm").with_(
+    memory_bytes=1 << 30, launch_floor=1e-7, intra_bandwidth=5e9, memory_bandwidth=1e11
+)
+
+
+def gpt(layers: int = 2, width: int = 32) -> tuple[nn.Module, tuple[torch.Tensor, torch.Tensor]]:
+    with torch.device("meta"):
+        model = GPT(GPTConfig(vocab=64, layers=layers, heads=2, width=width))
+        tokens = torch.zeros(4, 32, dtype=torch.int64)
+    return model, (tokens, tokens)
+
+
+def simulator_of(model: nn.Module, inputs, auto: AutoPolicy, ranks: int = 4) -> Simulator:
+    blocks = Blocks(ModuleTree(model))
+    space = Space(auto, blocks, (ranks,), auto.described())
+    args, kwargs = ((), inputs) if isinstance(inputs, dict) else (inputs, {})
+    return Simulator(model, Captures(model, args, kwargs, "cpu"), space, blocks.fqns)
+
+
+OPEN = AutoPolicy(hardware=SLOW, schedule="fsdp", offload=None)
+
+
+def llama():
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    config = LlamaConfig(
+        vocab_size=64,
+        hidden_size=32,
+        intermediate_size=64,
+        num_hidden_layers=2,
+        num_attention_heads=2,
+        num_key_value_heads=1,
+        use_cache=False,
+    )
+    with torch.device("meta"):
+        ids = torch.zeros(2, 16, dtype=torch.int64)
+        return LlamaForCausalLM(config), {"input_ids": ids, "labels": ids}
