@@ -18,16 +18,19 @@ from graphshard.tune.space import RUNGS, Candidate, Group, Ladder, rounded
 EXHAUSTIVE = 1_500
 """Nodes of a captured program up to which every group that its bounds allow is simulated."""
 
-_FINALISTS = 6
+_FINALISTS = 4
 """Candidates simulated whole after shallow models found them, until one of them fits."""
 
 _EXPANDED = 3
 """Groups of which all candidates are tried where not all of all groups are."""
 
+_WORTH = 2e-3
+"""The part of a step's time that a drawn out one must gain to be simulated whole, too."""
+
 _LADDERS = 2
 """Groups for which budgets are tried where not all are."""
 
-_FRONTIER = 3
+_FRONTIER = 2
 """Further candidates, of less memory, simulated whole to show the frontier."""
 
 _SLACK = 1.02
@@ -127,7 +130,7 @@ class Search:
         with self._stage("simulate candidates", len(order)):
             for group in order:
                 self._advance()
-                if self._worth(group):
+                if (self.exhaustive or self.space.plain(group)) and self._worth(group):
                     self._try(self._probed(group))
                     self.quick.sweep()
         if not self.exhaustive:
@@ -141,13 +144,23 @@ class Search:
         return [outcome for outcome in found if outcome is not None]
 
     def _expand(self) -> None:
-        """Try all ways to issue gathers in the groups that are best so far, fitting or not."""
-        ranked = sorted(self.tried.values(), key=lambda outcome: (outcome.seconds, outcome.peak))
-        fitting = [outcome for outcome in ranked if outcome.peak <= _SLACK * self.budget]
-        groups = dict.fromkeys(outcome.candidate.group for outcome in fitting)
-        for group in list(groups)[:_EXPANDED]:
+        """Try what is close to the best so far: other shardings, then all ways to issue gathers."""
+        for group in self._leading():
+            for other in self.bounds:
+                same = replace(other, sharding=group.sharding) == group
+                near = other.sharding.strategy is group.sharding.strategy
+                if same and near and not self.space.plain(other) and self._worth(other):
+                    self._try(self._probed(other))
+                    self.quick.sweep()
+        for group in self._leading():
             self._try(self.quick.outcomes(group))
             self.quick.sweep()
+
+    def _leading(self) -> list[Group]:
+        """The groups of the fastest that may fit."""
+        ranked = sorted(self.tried.values(), key=lambda outcome: (outcome.seconds, outcome.peak))
+        fitting = [outcome for outcome in ranked if outcome.peak <= _SLACK * self.budget]
+        return list(dict.fromkeys(outcome.candidate.group for outcome in fitting))[:_EXPANDED]
 
     def _worth(self, group: Group) -> bool:
         """Whether `group` may hold what is better than all tried, and why not, if not."""
@@ -182,7 +195,8 @@ class Search:
                 self._try(outcomes)
                 self.quick.sweep()
                 plain = [o for o in outcomes if o.candidate.schedule == "fsdp"] or outcomes
-                if plain:
+                plain = [outcome for outcome in plain if outcome.peak <= self.budget]
+                if plain:  # no rung holds less
                     best = min(plain, key=lambda o: (o.seconds, o.peak))
                     ranked.append((best.seconds, index, best.candidate))
             ranked.sort(key=lambda entry: entry[:2])
@@ -217,6 +231,8 @@ class Search:
             return False
         if group.offload is not None and "activations" in group.offload:
             return False
+        if not self.exhaustive and not self.space.plain(group):
+            return False
         none = self.bounds.get(replace(group, recompute=None))
         best = self.best(self.tried.values())
         return none is not None and (best is None or none.seconds <= best.seconds)
@@ -230,7 +246,7 @@ class Search:
             for count, outcome in enumerate(likely):
                 best = self.best(self.whole.values())
                 if best is not None and (
-                    count >= _FINALISTS or outcome.seconds >= best.seconds * (1 + 1e-6)
+                    count >= _FINALISTS or outcome.seconds >= best.seconds * (1 - _WORTH)
                 ):
                     break
                 self._confirm(outcome)

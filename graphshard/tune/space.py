@@ -141,6 +141,11 @@ class Space:
             found += [Candidate(group, *p) for p in self._prefetches(group.sharding)]
         return found
 
+    def plain(self, group: Group) -> bool:
+        """Whether the root and the last block are treated as they are by default, or as fixed."""
+        fixed = not is_auto(self.auto.reshard_root)
+        return not group.sharding.kept and (fixed or not group.sharding.root)
+
     def probes(self, group: Group) -> list[Candidate]:
         """The candidate of `group` that is likely among its best, and soon simulated."""
         candidates = self.candidates(group)
