@@ -305,6 +305,8 @@ class _Walk:
         until = min(job.need, bisect_left(self.ideal, done - self.now + self.ideal[index], index))
         while self._over(job, index, until) == index and len(self.flights) > 1:
             self._end(self.flights[0], index)  # launched earlier, so done earlier
+        if flight not in self.flights:
+            return  # ended for a follower of one of those
         until = flight.until = self._over(job, index, until)
         self.live[index:until] += job.held
         flight.reserved = until
@@ -319,7 +321,9 @@ class _Walk:
         return index + int(over.argmax()) if over.any() else until
 
     def _end(self, flight: _Flight, index: int) -> None:
-        """Wait for a reduce, and launch what reads its results."""
+        """Wait for a reduce if none of its followers did, and launch what reads its results."""
+        if flight not in self.flights:
+            return
         self.flights.remove(flight)
         if self.live is not None and flight.reserved > index:
             self.live[index : flight.reserved] -= flight.job.held
