@@ -9,13 +9,17 @@ transformer block 256 to 512 wide took 0.5 to 0.7 of the time so, on 2 and on 4 
 Every rank sends to every other, and all receives and sends of an exchange are posted before any is
 waited for, so ranks cannot wait for each other in a ring. Messages between two ranks match in the
 order in which they were posted, which is that of the program and so the same on all ranks. Each
-exchange has a tag of its own besides, out of the way of the user's own sends.
+exchange has a tag of its own besides, out of the way of the user's own sends. Exchanges are counted
+by process group, whichever module they are for: ranks that are about to run different modules meet
+in one exchange all the same, and see that they differ.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from itertools import count
 from typing import Any
+from weakref import WeakKeyDictionary
 
 from torch import Tensor
 
@@ -25,6 +29,9 @@ passes between hosts than around Gloo's ring, and the messages of a step grow wi
 
 _TAGS = 1 << 30
 """The first tag of ours, and their number; users' own are small."""
+
+_exchanges: WeakKeyDictionary[Any, Iterator[int]] = WeakKeyDictionary()
+"""By process group, the numbers of its exchanges to come."""
 
 
 class Peers:
@@ -40,7 +47,7 @@ class Peers:
         self._process_group = process_group
         # At each step every rank sends to one and receives from one.
         self._steps = [((rank + i) % size, (rank - i) % size) for i in range(1, size)]
-        self._exchanges = 0
+        self._exchanges = _exchanges.setdefault(process_group, count())
         self._dropped: list[Any] = []
 
     def exchange(
@@ -59,8 +66,7 @@ class Peers:
         """
         while self._dropped:
             self._dropped.pop(0).wait()
-        tag = _TAGS + self._exchanges % _TAGS
-        self._exchanges += 1
+        tag = _TAGS + next(self._exchanges) % _TAGS
         group = self._process_group
         works = [
             group.recv([parts[source]], source, tag)
