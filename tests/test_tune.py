@@ -218,7 +218,8 @@ def test_deeper_models_follow_from_shallow_ones():
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("part", [0.02, 0.2, 0.5, 1.0])
+@pytest.mark.timeout(1200)
+@pytest.mark.parametrize("part", [0.2])
 def test_what_shallow_models_find_is_simulated_whole_and_as_good(part, monkeypatch):
     monkeypatch.setattr(searching, "EXHAUSTIVE", 0)
     simulator = deep()
@@ -242,11 +243,11 @@ def _with_captures(made):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", ["gpt", "llama"])
-@pytest.mark.parametrize("hardware", ["h100-sxm", SLOW], ids=["h100", "slow"])
+@pytest.mark.timeout(1200)
+@pytest.mark.parametrize(("name", "hardware"), [("gpt", SLOW)], ids=["gpt"])
 def test_it_is_as_good_as_all_there_is(name, hardware):
     model, inputs = gpt() if name == "gpt" else llama()
-    simulator = simulator_of(model, inputs, AutoPolicy(hardware=hardware), ranks=8)
+    simulator = simulator_of(model, inputs, AutoPolicy(hardware=hardware, schedule="fsdp"), ranks=8)
     everything = [o for group in simulator.space.groups() for o in simulator.outcomes(group)]
     peaks = [outcome.peak for outcome in everything]
     for part in (0.0, 0.05, 0.1, 0.2, 0.4, 0.7, 1.0):
