@@ -115,6 +115,7 @@ FINE_TUNE = f"{TORCHRUN} examples/finetune_causal_lm.py {TINY_GPT2} --log-freq 2
 LINE = r"step +(\d+)  loss ([\d.]+)  [\d,]+ tokens/s  valley [\d,]+ MiB  peak [\d,]+ MiB"
 
 
+@pytest.mark.slow
 def test_fine_tuning_with_every_option_goes_on_from_its_checkpoint(tmp_path):
     options = (
         "--cpu-offload on --offload-activations --checkpoint-activations --precision bf16 "

@@ -344,21 +344,23 @@ def part_of_a_larger_mesh(rank: int) -> None:
 
 ON_FOUR = [
     hybrid,
+    parts_of_two,
+    parts_take_their_share,
+    values_reach_every_replica,
+    clipping,
+    replicas_that_disagree,
+]
+MORE_ON_FOUR = [
     hybrid_checked,
     hybrid_zero2,
     replicated,
-    parts_of_two,
     parts_with_other_options,
-    parts_take_their_share,
     odd_parameters,
     parameters_as_fully_shard_has_them,
-    values_reach_every_replica,
     training_goes_on_from_its_state,
-    clipping,
     two_outputs_one_gradient,
     nodes_without_a_mesh,
     part_of_a_larger_mesh,
-    replicas_that_disagree,
 ]
 
 
@@ -367,9 +369,20 @@ def on_four() -> Checks:
     return Checks(ON_FOUR, 4, timeout=400)
 
 
+@pytest.fixture(scope="module")
+def more_on_four() -> Checks:
+    return Checks(MORE_ON_FOUR, 4, timeout=400)
+
+
 @pytest.mark.parametrize("check", ON_FOUR, ids=lambda check: check.__name__)
 def test_on_four_ranks(on_four: Checks, check: Callable[[int], None]) -> None:
     on_four.require(check)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("check", MORE_ON_FOUR, ids=lambda check: check.__name__)
+def test_more_on_four_ranks(more_on_four: Checks, check: Callable[[int], None]) -> None:
+    more_on_four.require(check)
 
 
 def replicas_only(rank: int) -> None:

@@ -188,11 +188,13 @@ ON_TWO = [
     activations_are_not_on_the_device,
     parameters_and_gradients_are_not_on_the_device,
     full_shard,
+    as_fully_shard_offloads,
+    parameters_are_loaded_and_read_where_they_lie,
+]
+MORE_ON_TWO = [
     other_schedules,
     kept_and_recomputed,
     replicated,
-    as_fully_shard_offloads,
-    parameters_are_loaded_and_read_where_they_lie,
 ]
 ON_FOUR = [full_shard, hybrid]
 
@@ -210,6 +212,17 @@ def on_four() -> Checks:
 @pytest.mark.parametrize("check", ON_TWO, ids=lambda check: check.__name__)
 def test_on_two_ranks(on_two: Checks, check: Callable[[int], None]) -> None:
     on_two.require(check)
+
+
+@pytest.fixture(scope="module")
+def more_on_two() -> Checks:
+    return Checks(MORE_ON_TWO, 2, timeout=240)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("check", MORE_ON_TWO, ids=lambda check: check.__name__)
+def test_more_on_two_ranks(more_on_two: Checks, check: Callable[[int], None]) -> None:
+    more_on_two.require(check)
 
 
 @pytest.mark.slow

@@ -137,12 +137,14 @@ def as_fully_shard(rank: int) -> None:
 
 CHECKS = [
     accumulated,
-    recomputed_in_16_bits,
     offloaded,
-    dynamic,
-    evaluated,
     in_no_more_memory,
     as_fully_shard,
+]
+MORE_CHECKS = [
+    recomputed_in_16_bits,
+    dynamic,
+    evaluated,
 ]
 
 
@@ -156,6 +158,19 @@ def test_two_ranks_give_what_fsdp_s_order_gives(
     checks: Checks, check: Callable[[int], None]
 ) -> None:
     checks.require(check)
+
+
+@pytest.fixture(scope="module")
+def more_checks() -> Checks:
+    return Checks(MORE_CHECKS, 2, timeout=300)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("check", MORE_CHECKS, ids=lambda check: check.__name__)
+def test_more_two_ranks_give_what_fsdp_s_order_gives(
+    more_checks: Checks, check: Callable[[int], None]
+) -> None:
+    more_checks.require(check)
 
 
 @pytest.mark.slow

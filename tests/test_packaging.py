@@ -110,11 +110,13 @@ def check_installed(venv: Path, *, home: Path) -> None:
     assert "plan" in run(script, "--help", cwd=venv)
 
 
+@pytest.mark.slow
 def test_pip_install(venv: Path, source: Path) -> None:
     pip(venv, "install", source)
     check_installed(venv, home=site_packages(venv))
 
 
+@pytest.mark.slow
 def test_pip_install_editable(venv: Path, source: Path) -> None:
     pip(venv, "install", "-e", source)
     check_installed(venv, home=source)

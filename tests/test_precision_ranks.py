@@ -309,17 +309,19 @@ def averages_do_not_overflow(rank: int) -> None:
 
 ON_TWO = [
     gpt_bf16,
-    llama_bf16,
     fp16,
     reduced_low_computed_high,
     autocast,
-    as_fsdp1,
-    other_ways_to_run_agree,
     evaluated,
     frozen_unused_and_without_dimensions,
     scaled,
-    scaled_as_fsdp2,
     averages_do_not_overflow,
+]
+MORE_ON_TWO = [
+    llama_bf16,
+    as_fsdp1,
+    other_ways_to_run_agree,
+    scaled_as_fsdp2,
 ]
 
 
@@ -331,6 +333,17 @@ def on_two() -> Checks:
 @pytest.mark.parametrize("check", ON_TWO, ids=lambda check: check.__name__)
 def test_on_two_ranks(on_two: Checks, check: Callable[[int], None]) -> None:
     on_two.require(check)
+
+
+@pytest.fixture(scope="module")
+def more_on_two() -> Checks:
+    return Checks(MORE_ON_TWO, 2, timeout=400)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("check", MORE_ON_TWO, ids=lambda check: check.__name__)
+def test_more_on_two_ranks(more_on_two: Checks, check: Callable[[int], None]) -> None:
+    more_on_two.require(check)
 
 
 # -- four ranks -----------------------------------------------------------------------------------

@@ -46,6 +46,7 @@ def test_what_is_found_is_an_ordinary_policy():
     assert json.loads(json.dumps(tuning.to_dict()))["code"] == tuning.code
 
 
+@pytest.mark.slow
 def test_what_is_fixed_stays():
     fixed = {
         "strategy": "SHARD_GRAD_OP",
