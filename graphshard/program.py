@@ -18,7 +18,6 @@ Every node but the output carries in `meta`:
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
 from math import prod
@@ -219,13 +218,7 @@ class Program:
 
     def copy(self) -> Program:
         """An independent program: another graph, tables that point into it."""
-        graph = fx.Graph(tracer_cls=self.graph._tracer_cls)
-        remap: dict[fx.Node, fx.Node] = {}
-        output = graph.graph_copy(self.graph, remap)
-        graph.output(output)
-        for old, new in remap.items():
-            new.meta = copy.copy(old.meta)
-        graph.output_node().meta = copy.copy(self.output_node.meta)
+        graph, remap = _copied(self.graph)
 
         def moved(node: fx.Node | None) -> fx.Node | None:
             return None if node is None else remap[node]
@@ -244,3 +237,21 @@ class Program:
         from graphshard.inspect.text import schedule_text
 
         return schedule_text(self)
+
+
+def _copied(graph: fx.Graph) -> tuple[fx.Graph, dict[fx.Node, fx.Node]]:
+    """A copy of `graph`, whose nodes share their values with it, and its nodes by those of `graph`.
+
+    `Graph.graph_copy` looks through every argument for symbolic sizes, and copies `meta` twice; an
+    argument set afterwards is not looked through.
+    """
+    made = fx.Graph(tracer_cls=graph._tracer_cls)
+    remap: dict[fx.Node, fx.Node] = {}
+    for node in graph.nodes:
+        new = remap[node] = made.create_node(node.op, node.target, name=node.name)
+        new.args = fx.map_arg(node.args, remap.__getitem__)
+        if node.kwargs:
+            new.kwargs = fx.map_arg(node.kwargs, remap.__getitem__)
+        new.type = node.type
+        new.meta.update(node.meta)
+    return made, remap

@@ -9,8 +9,9 @@ and constants before it is computed.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from functools import wraps
+from operator import is_
 from typing import Any, TypeVar, cast
 
 import torch
@@ -35,9 +36,9 @@ def once_per_operation(key: str, cost: Callable[[fx.Node], Cost]) -> Callable[[f
         values = [node.target, node.meta.get("val")]
         values += [value.meta.get("val") for value in node.all_input_nodes]
         kept = node.meta.get(key)
-        constants = _constants(node)
-        if kept is not None and _same(kept[0], values) and kept[1] == constants:
-            return cast("Cost", kept[2])
+        if kept is not None and _same(kept[0], values) and _agree(kept[1], node.args):
+            if not node.kwargs or _agree(kept[2], _named(node)):
+                return cast("Cost", kept[3])
         form = _form_of(node)
         found = None if form is None else by_form.get(form)
         if found is None:
@@ -46,30 +47,45 @@ def once_per_operation(key: str, cost: Callable[[fx.Node], Cost]) -> Callable[[f
                 if len(by_form) >= _KEPT:
                     by_form.clear()
                 by_form[form] = found
-        node.meta[key] = (values, constants, found)
+        constants = tuple(map(_constant, node.args)), tuple(map(_constant, _named(node)))
+        node.meta[key] = (values, *constants, found)
         return found
 
     return of
 
 
 def _same(values: list[Any], others: list[Any]) -> bool:
-    return len(values) == len(others) and all(map(_is, values, others))
+    return len(values) == len(others) and all(map(is_, values, others))
 
 
-def _is(one: Any, other: Any) -> bool:
-    return one is other
-
-
-def _constants(node: fx.Node) -> tuple[Any, ...]:
-    """The arguments of `node`, with None for each value among them."""
-    found = tuple(map(_constant, node.args))
-    return (*found, *((name, _constant(arg)) for name, arg in node.kwargs.items()))
+def _named(node: fx.Node) -> tuple[Any, ...]:
+    return (*node.kwargs, *node.kwargs.values())
 
 
 def _constant(arg: Any) -> Any:
+    """`arg` with `_VALUE` for each value in it."""
     if isinstance(arg, fx.Node):
-        return None
+        return _VALUE
     return tuple(map(_constant, arg)) if isinstance(arg, (list, tuple)) else arg
+
+
+_VALUE = object()
+
+
+def _agree(constants: tuple[Any, ...], args: Collection[Any]) -> bool:
+    """Whether `args` have these constants; as `_constant` makes them, but with nothing made."""
+    if len(constants) != len(args):
+        return False
+    for constant, arg in zip(constants, args, strict=True):
+        if constant is _VALUE:
+            if not isinstance(arg, fx.Node):
+                return False
+        elif isinstance(arg, (list, tuple)):
+            if type(constant) is not tuple or not _agree(constant, arg):
+                return False
+        elif constant is not arg and constant != arg:
+            return False
+    return True
 
 
 def _form_of(node: fx.Node) -> Any:
