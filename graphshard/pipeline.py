@@ -118,15 +118,19 @@ def _by_cost(policy: Policy) -> tuple[Pass, ...]:
     if policy.schedule != "overlap":
         return ()
     hardware = None if policy.hardware is None else Hardware.load(policy.hardware)
-    last = (Overlap(),)
     # Each is kept only where the step gains by it.
-    finer = (SplitGathers(), SplitGathers(again=True), SplitReduces(), ReduceInPieces())
+    finer: tuple[Pass, ...] = (
+        SplitGathers(),
+        SplitGathers(again=True),
+        SplitReduces(),
+        ReduceInPieces(),
+    )
     return (
         SetBudget(hardware),
-        *(KeepIfBetter(step, last) for step in finer),
-        KeepUnsharded(then=last),
-        GatherTogether(then=last),
-        *last,
+        *(KeepIfBetter(step) for step in finer),
+        KeepUnsharded(),
+        GatherTogether(),
+        Overlap(),
     )
 
 

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from operator import getitem
 
 from torch import Tensor, fx
@@ -39,6 +39,9 @@ class Storage:
     kind is one of `KINDS`: an unsharded parameter or a copy of one; computed in forward and used in
     backward; computed again in backward; copied to the device from the host; the full gradient of a
     parameter that is to be reduced; returned by the step; or none of these.
+
+    In another order of the same nodes it is born where `first` stands, `late` places behind it, and
+    dies with the last of `ends`, `over` places behind that: see `graphshard.schedule.lives`.
     """
 
     node: fx.Node
@@ -47,6 +50,10 @@ class Storage:
     dies: int  # the place of the last node that uses it
     kind: str = AT_WORK
     part: int = 0  # which of several results of its node
+    first: fx.Node | None = None  # None: the beginning of the step
+    late: int = 0
+    ends: list[fx.Node] = field(default_factory=list)  # none: it outlives the step
+    over: int = 0
 
     @property
     def unit(self) -> str:
@@ -133,16 +140,18 @@ class _Walk:
         if node.target is ops.free:
             for storage in self.of_node.get(ops.collective_of(node), ()):
                 storage.dies = self.place[node]
+                storage.ends = [node]
                 self.freed.add(id(storage))
             return
-        at = self.place[node]
+        ends = [node]
         if ops.is_collective(node) or node.target in ops.COPIES:
-            ends = [user for user in node.users if user.target in (ops.wait, ops.arrive)]
-            at = max((self.place[end] for end in ends), default=at)
+            ends = [user for user in node.users if user.target in (ops.wait, ops.arrive)] or ends
+        at = max(self.place[end] for end in ends)
         for value in node.all_input_nodes:
             for storage in self.of_node.get(value, ()):
                 if id(storage) not in self.freed:
                     storage.dies = max(storage.dies, at)
+                    storage.ends += ends
                 if node.target in ops.REDUCES:
                     storage.kind = GRADIENTS
 
@@ -220,7 +229,7 @@ class _Walk:
 
     def _new(self, node: fx.Node, size: int, kind: str, part: int = 0) -> Storage:
         place = self.place[node]
-        storage = Storage(node, size, place, place, kind, part)
+        storage = Storage(node, size, place, place, kind, part, first=node, ends=[node])
         self.found.append(storage)
         return storage
 
@@ -233,6 +242,7 @@ class _Walk:
                     continue
                 for storage in self.of_node.get(value, ()):
                     storage.dies = end
+                    storage.ends = [self.program.output_node]
                     if storage.kind == AT_WORK:
                         storage.kind = RETURNED
 

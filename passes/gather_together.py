@@ -16,7 +16,7 @@ from graphshard.plan import ShardingPlan
 from graphshard.program import BACKWARD, FORWARD, Program
 from graphshard.regroup import join_gathers, join_reduces
 from graphshard.schedule.score import budget_of
-from graphshard.schedule.trial import Step, scheduled
+from graphshard.schedule.trial import Trial, scheduled
 from graphshard.schedule.uses import last_use
 from graphshard.views import gather_waits, unpacks
 
@@ -37,11 +37,9 @@ class GatherTogether:
 
     Args:
         limit: the most bytes of full tensors in a merged collective. None: chosen as above.
-        then: the passes that schedule the program, to find out what it gains.
     """
 
     limit: int | None = None
-    then: Sequence[Step] = ()
     name: str = field(default="gather_together", init=False)
 
     def apply(self, program: Program, plan: ShardingPlan) -> None:
@@ -58,16 +56,16 @@ class GatherTogether:
     def _chosen(self, program: Program, plan: ShardingPlan) -> int:
         """The best limit; 0 if merging gains nothing."""
         budget = budget_of(program)
-        trial = program.copy()
-        best = scheduled(trial, plan, self.then)
+        plain = scheduled(program, plan)
+        best = plain.score
         chosen, seen = 0, _issued(program)
-        for limit in _limits(trial, plan):
+        for limit in _limits(plain, plan):
             trial = program.copy()
             replace(self, limit=limit).apply(trial, plan)
             if _issued(trial) == seen:
                 continue
             seen = _issued(trial)
-            score = scheduled(trial, plan, self.then)
+            score = scheduled(trial, plan).score
             if budget.allows(score) and score.seconds < best.seconds and score.beats(best):
                 best, chosen = score, limit
         program.budget = replace(budget, best=best)
@@ -79,15 +77,15 @@ def _issued(program: Program) -> list[str]:
     return [node.name for node in program.nodes() if ops.is_collective(node)]
 
 
-def _limits(program: Program, plan: ShardingPlan) -> list[int]:
+def _limits(plain: Trial, plan: ShardingPlan) -> list[int]:
     """Bytes at which a gather begins to use the network well; none if no gather is exposed."""
+    program, nodes = plain.program, plain.order
     hardware = budget_of(program).hardware
     exposed = {
         transfer.span.place
-        for transfer in timeline_of(program, plan, hardware).transfers
+        for transfer in timeline_of(program, plan, hardware, order=nodes).transfers
         if transfer.exposed
     }
-    nodes = list(program.graph.nodes)
     shapes = {
         shape_of(nodes[place], program, hardware.gpus_per_node)
         for place in exposed

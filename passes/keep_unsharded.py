@@ -16,7 +16,7 @@ from graphshard.plan import ShardingPlan
 from graphshard.program import BACKWARD, FORWARD, Program
 from graphshard.rewrite import erase_dead, insert_node
 from graphshard.schedule.score import budget_of
-from graphshard.schedule.trial import Step, scheduled
+from graphshard.schedule.trial import Trial, scheduled, tried
 from graphshard.views import gather_waits, transfers_into, unpacks
 
 MAX_TRIALS = 8
@@ -43,11 +43,9 @@ class KeepUnsharded:
 
     Args:
         units: FQNs of the units to keep. None: chosen as above.
-        then: the passes that schedule the program, to find out what it gains.
     """
 
     units: tuple[str, ...] | None = None
-    then: Sequence[Step] = ()
     name: str = field(default="keep_unsharded", init=False)
 
     def apply(self, program: Program, plan: ShardingPlan) -> None:
@@ -73,16 +71,18 @@ class KeepUnsharded:
 
     def _chosen(self, program: Program, plan: ShardingPlan, pairs: list[Pair]) -> list[Pair]:
         budget = budget_of(program)
-        trial = program.copy()
-        best = scheduled(trial, plan, self.then)
-        ranked = self._ranked(trial, plan, {pair.unit for pair in pairs})
+        if not pairs:
+            return []
+        plain = scheduled(program, plan)
+        best = plain.score
+        ranked = self._ranked(plain, plan, {pair.unit for pair in pairs})
         kept: list[str] = []
         step, trials = 1, 0
         while ranked and step and trials < MAX_TRIALS:
             more = ranked[:step]
-            trial = program.copy()
-            replace(self, units=(*kept, *more)).apply(trial, plan)
-            score = scheduled(trial, plan, self.then)
+            trial = tried(replace(self, units=(*kept, *more)), program, plan)
+            assert trial is not None
+            score = trial.score
             trials += 1
             if budget.allows(score) and score.seconds < best.seconds and score.beats(best):
                 kept += more
@@ -97,12 +97,12 @@ class KeepUnsharded:
         return [pair for pair in pairs if pair.unit in kept]
 
     @staticmethod
-    def _ranked(program: Program, plan: ShardingPlan, units: set[str]) -> list[str]:
+    def _ranked(plain: Trial, plan: ShardingPlan, units: set[str]) -> list[str]:
         """Those of `units` whose gather in backward is exposed, the best to keep first."""
+        program, nodes = plain.program, plain.order
         hardware = budget_of(program).hardware
         value: dict[str, tuple[float, int]] = {}
-        nodes = list(program.graph.nodes)
-        for transfer in timeline_of(program, plan, hardware).transfers:
+        for transfer in timeline_of(program, plan, hardware, order=nodes).transfers:
             span = transfer.span
             gathers = transfer.op == ops.all_gather.__name__ and span.phase == BACKWARD
             if gathers and span.unit in units and transfer.exposed and span.unit not in value:

@@ -26,7 +26,6 @@ from graphshard.errors import PassError, VerifyError
 from graphshard.inspect.moved_text import moved_notes
 from graphshard.passes.gather_together import GatherTogether
 from graphshard.passes.keep_unsharded import KeepUnsharded
-from graphshard.passes.overlap import Overlap
 from graphshard.passes.reduce_in_pieces import ReduceInPieces
 from graphshard.passes.split_gathers import SplitGathers
 from graphshard.plan import ShardingPlan
@@ -194,7 +193,7 @@ def test_a_unit_that_is_not_gathered_again_cannot_be_kept() -> None:
 
 
 def test_units_are_kept_where_their_gather_is_exposed_and_memory_allows() -> None:
-    step = KeepUnsharded(then=(Overlap(),))
+    step = KeepUnsharded()
     roomy, _ = finer(toys.blocks, step, hardware=SLOW_NETWORK, policy=Policy(memory_budget=10**6))
     assert events(roomy, BACKWARD, "gather") == ""
     assert "layers.0" in roomy.notes[0]
@@ -228,7 +227,7 @@ def test_units_inside_a_unit_are_not_gathered_with_it() -> None:
 
 
 def test_units_are_merged_only_where_latency_costs_time() -> None:
-    step = GatherTogether(then=(Overlap(),))
+    step = GatherTogether()
     policy = Policy(memory_budget=10**6)
     slow, _ = finer(toys.blocks, step, hardware=SLOW_HOPS, policy=policy)
     fewer = [node for node in slow.nodes() if ops.is_collective(node)]

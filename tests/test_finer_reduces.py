@@ -240,7 +240,7 @@ STEPS = st.one_of(
     st.builds(SplitReduces, apart=st.sampled_from([None, 0.0, 3.0])),
     st.builds(ReduceInPieces, st.integers(2, 4)),
     st.builds(GatherTogether, limit=st.integers(200, 2000)),
-    st.just(KeepUnsharded(then=(Overlap(),))),
+    st.just(KeepUnsharded()),
 )
 
 

@@ -26,6 +26,7 @@ from graphshard.program import Program
 from graphshard.schedule.budget import Budget
 from graphshard.schedule.held import least_held
 from graphshard.schedule.lists import MINIMAL, Rule, place
+from graphshard.schedule.orders import Orders
 from graphshard.schedule.score import score_of
 from graphshard.schedule.tasks import Tasks
 
@@ -94,7 +95,7 @@ def test_a_pass_by_which_the_step_gains_is_kept_and_no_other() -> None:
     expected, plan = scheduled(toys.blocks, hardware=UNIT)
     for tried, before in ((Waste(), ()), (Spare(), (Waste(),))):
         program = toys.blocks()
-        run_passes(program, plan, (*passes, *before, KeepIfBetter(tried, (last,)), last))
+        run_passes(program, plan, (*passes, *before, KeepIfBetter(tried), last))
         assert str(program) == str(expected)
         assert program.budget is not None
         assert program.budget.best == score_of(program, plan)
@@ -268,13 +269,17 @@ def test_the_walk_and_the_simulation_agree(build: Any, fields: dict[str, Any]) -
     program, plan = toys.rewritten(build, Policy(**fields), mesh=mesh)
     machine = UNIT.with_(contention=0.25)
     program.budget = Budget(10**9, machine, of_policy=False)
-    tasks = Tasks.of(program, plan, program.budget)
-    for rule, bytes_known in ((Rule(MINIMAL), False), (Rule(), True)):
-        held = least_held(program, plan, tasks, program.budget) if bytes_known else None
-        placed = place(tasks, rule, held)
+    orders = Orders.of(program, plan, program.budget)
+    tasks = Tasks.of(program, plan, program.budget, orders.cost)
+    least = place(tasks, Rule(MINIMAL))
+    held = least_held(least.order, orders.lives, tasks, program.budget)
+    for placed in (least, place(tasks, Rule(), held)):
         assert sorted(placed.order) == list(program.graph.nodes), "none is lost, none twice"
         for node in placed.order[:-1]:
             program.output_node.prepend(node)
         timeline = timeline_of(program, plan, machine)
         assert placed.seconds == pytest.approx(timeline.seconds)
+        assert orders.score(placed.order) == score_of(program, plan), (
+            "for the order, and once in it"
+        )
     assert placed.bytes >= score_of(program, plan).bytes * 0.8

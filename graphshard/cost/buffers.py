@@ -5,7 +5,9 @@ Which buffers a reduce needs depends on the backend's algorithm (see `graphshard
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from types import EllipsisType
 from typing import Any
 
 import torch
@@ -27,76 +29,95 @@ END = 1 << 60
 
 def buffers_of(program: Program, backend: str) -> Iterator[Storage]:
     """Storages of collectives and of gradients reduced or kept, in the order they are made."""
-    place = {node: index for index, node in enumerate(program.graph.nodes)}
+    make = _Maker({node: index for index, node in enumerate(program.graph.nodes)})
     returned = {grad for grad in program.results().grads if grad is not None}
     for node in program.nodes():
         if node.target in ops.REDUCES:
-            yield from _of_reduce(node, program, backend, place, returned)
+            yield from _of_reduce(node, program, backend, make, returned)
         elif node.target is ops.all_gather:
-            yield from _of_gather(node, program, backend, place)
+            yield from _of_gather(node, program, backend, make)
         elif node.target is ops.keep:
-            yield Storage(node, bytes_of(node.meta["val"]), place[node], END, KEPT)
+            yield make(node, bytes_of(node.meta["val"]), KEPT, ends=())
         elif ops.is_transfer(node):
+            size = bytes_of(node.meta["val"])
             if node.target is ops.add_kept:
                 # Added in place to what an earlier backward kept, which counts on as the sum.
-                yield Storage(node, bytes_of(node.meta["val"]), 0, place[node] - 1, KEPT)
+                yield make(node, size, KEPT, first=None, ends=[node], over=-1)
             if ops.origin(node) is node or not _is_reduced(node):
                 continue
             if node.target is ops.arrive or _on_host(node):
                 continue
-            last = END if node in returned else _last_use(node, place)
-            kind = GRADIENTS if node in returned else BUFFERS
-            yield Storage(node, bytes_of(node.meta["val"]), place[node], last, kind)
+            stays = node in returned
+            ends = () if stays else _uses(node)
+            yield make(node, size, GRADIENTS if stays else BUFFERS, ends=ends)
 
 
-def _of_gather(
-    node: fx.Node, program: Program, backend: str, place: dict[fx.Node, int]
-) -> Iterator[Storage]:
+@dataclass(frozen=True)
+class _Maker:
+    """Makes storages that live between some nodes, in the order in which those stand now."""
+
+    place: Mapping[fx.Node, int]
+
+    def __call__(
+        self,
+        node: fx.Node,
+        size: int,
+        kind: str,
+        *,
+        first: fx.Node | EllipsisType | None = ...,
+        late: int = 0,
+        ends: Iterable[fx.Node],
+        over: int = 0,
+    ) -> Storage:
+        first = node if first is ... else first
+        last = list(ends)
+        born = (0 if first is None else self.place[first]) + late
+        dies = max((self.place[end] for end in last), default=END - over) + over
+        return Storage(node, size, born, dies, kind, first=first, late=late, ends=last, over=over)
+
+
+def _of_gather(node: fx.Node, program: Program, backend: str, make: _Maker) -> Iterator[Storage]:
     """Small shards travel in one message: a copy of them, and what it is received in."""
     ranks = ranks_of(node, program)
     shards = [operand.meta["val"] for operand in node.args[0]]  # type: ignore[union-attr]
     moved = sum(_packed(shards, [bytes_of(s) for s in shards], packing.GATHER_BELOW[backend]))
     if moved and ranks > 1:
         wait = next(user for user in node.users if user.target is ops.wait)
-        yield Storage(node, moved * (1 + ranks), place[node], place[wait], BUFFERS)
+        yield make(node, moved * (1 + ranks), BUFFERS, ends=[wait])
 
 
 def _of_reduce(
-    node: fx.Node,
-    program: Program,
-    backend: str,
-    place: dict[fx.Node, int],
-    returned: set[fx.Node],
+    node: fx.Node, program: Program, backend: str, make: _Maker, returned: set[fx.Node]
 ) -> Iterator[Storage]:
     wait = next(user for user in node.users if user.target is ops.wait)
-    launched, done = place[node], place[wait]
     results = wait.meta["val"]
     ranks = ranks_of(node, program)
     scattered = node.target is ops.reduce_scatter and ranks > 1
     exchanged = scattered and backend == "gloo" and ranks > 2
     given = sum(map(bytes_of, results))
-    born = launched
+    first, late = node, 0
     if scattered:
         copied, longer = _sent(node, [bytes_of(r) * ranks for r in results], backend)
         if copied:  # what it was copied from is gone once the reduce is launched
-            yield Storage(node, copied, launched, launched, BUFFERS)
+            yield make(node, copied, BUFFERS, ends=[node])
         if longer:
-            yield Storage(node, longer, launched + 1, done, BUFFERS)
+            yield make(node, longer, BUFFERS, late=1, ends=[wait])
         if exchanged:
-            yield Storage(node, given * ranks, launched, done, BUFFERS)
-            born = done
+            yield make(node, given * ranks, BUFFERS, ends=[wait])
+            first = wait
         elif backend == "gloo":
             halves = [bytes_of(r) for r in results if r.dtype is torch.float16]
             if halves:  # added up in float32
-                yield Storage(wait, 2 * max(halves), done, done, BUFFERS)
+                yield make(wait, 2 * max(halves), BUFFERS, ends=[wait])
     else:
         # The copy that is reduced in place, and handed out, outlives what it was copied from.
-        yield Storage(node, given, launched, launched, BUFFERS)
-        born = done + 1
+        yield make(node, given, BUFFERS, ends=[node])
+        first, late = wait, 1
     unpacked = [user for user in wait.users if ops.is_unpack(user)]
-    kept = [user for user in unpacked if user in returned]
-    last = END if kept else max((_last_use(user, place) for user in unpacked), default=done)
-    yield Storage(node, given, born, last, GRADIENTS if kept else BUFFERS)
+    stays = any(user in returned for user in unpacked)
+    ends = [] if stays else [end for user in unpacked for end in _uses(user)] or [wait]
+    kind = GRADIENTS if stays else BUFFERS
+    yield make(node, given, kind, first=first, late=late, ends=ends)
 
 
 def _sent(node: fx.Node, whole: list[int], backend: str) -> tuple[int, int]:
@@ -143,12 +164,10 @@ def _on_host(node: fx.Node) -> bool:
     return False
 
 
-def _last_use(node: fx.Node, place: dict[fx.Node, int]) -> int:
-    """The place up to which `node` is needed: a collective needs its operands until its wait."""
-    last = place[node]
+def _uses(node: fx.Node) -> Iterator[fx.Node]:
+    """`node` and what it is needed for: by a collective that reads it, up to its wait."""
+    yield node
     for user in node.users:
-        if user.op != "call_function":
-            continue
-        waits = [other for other in user.users if other.target in (ops.wait, ops.arrive)]
-        last = max(last, place[user], *(place[other] for other in waits))
-    return last
+        if user.op == "call_function":
+            yield user
+            yield from (other for other in user.users if other.target in (ops.wait, ops.arrive))

@@ -36,9 +36,13 @@ def once_per_operation(key: str, cost: Callable[[fx.Node], Cost]) -> Callable[[f
         values = [node.target, node.meta.get("val")]
         values += [value.meta.get("val") for value in node.all_input_nodes]
         kept = node.meta.get(key)
-        if kept is not None and _same(kept[0], values) and _agree(kept[1], node.args):
-            if not node.kwargs or _agree(kept[2], _named(node)):
-                return cast("Cost", kept[3])
+        if (
+            kept is not None
+            and _same(kept[0], values)
+            and _agree(kept[1], node.args)
+            and (not node.kwargs or _agree(kept[2], _named(node)))
+        ):
+            return cast("Cost", kept[3])
         form = _form_of(node)
         found = None if form is None else by_form.get(form)
         if found is None:

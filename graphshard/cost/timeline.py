@@ -11,7 +11,7 @@ compute goes slower while it is under way, by the hardware's `contention`.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -93,11 +93,16 @@ class _Clocks(dict[str, float]):
 
 
 def timeline_of(
-    program: Program, plan: ShardingPlan, hardware: Hardware, *, tf32: bool = False
+    program: Program,
+    plan: ShardingPlan,
+    hardware: Hardware,
+    *,
+    tf32: bool = False,
+    order: Iterable[fx.Node] | None = None,
 ) -> Timeline:
-    """The timeline of one step, without the optimizer's."""
+    """The timeline of one step, without the optimizer's; with its nodes in `order` if given."""
     walk = _Walk(program, plan, hardware, tf32)
-    for place, node in enumerate(program.graph.nodes):
+    for place, node in enumerate(program.graph.nodes if order is None else order):
         walk.visit(place, node)
     walk.close()
     return Timeline(

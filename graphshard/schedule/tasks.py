@@ -7,13 +7,13 @@ its wait with what follows that, and the bytes that an earlier launch or a later
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 
 from torch import fx
 
 from graphshard import ops
-from graphshard.cost.duration import local_seconds, node_seconds, stream_of
+from graphshard.cost.duration import local_seconds, stream_of
 from graphshard.plan import ShardingPlan
 from graphshard.program import BACKWARD, Program
 from graphshard.schedule.budget import Budget
@@ -77,14 +77,19 @@ class Tasks:
     border: int
     head: list[fx.Node]
     tail: fx.Node
-    cost: dict[fx.Node, float]  # seconds of every node on its stream
+    cost: Mapping[fx.Node, float]  # seconds of every node on its stream
     contention: float  # the part of compute's speed that communication under way takes
 
     @classmethod
-    def of(cls, program: Program, plan: ShardingPlan, budget: Budget) -> Tasks:
-        """The table of `program`, timed on the hardware of `budget`."""
-        made = _Maker(program, plan, budget)
-        return made.tasks()
+    def of(
+        cls,
+        program: Program,
+        plan: ShardingPlan,
+        budget: Budget,
+        cost: Mapping[fx.Node, float],
+    ) -> Tasks:
+        """The table of `program`, timed on the hardware of `budget`; `cost`: seconds by node."""
+        return _Maker(program, plan, budget, cost).tasks()
 
     def with_early_frees(self, order: Iterable[fx.Node]) -> list[fx.Node]:
         """`order` with each free right behind the last use of what it frees."""
@@ -101,16 +106,13 @@ class Tasks:
 
 
 class _Maker:
-    def __init__(self, program: Program, plan: ShardingPlan, budget: Budget) -> None:
-        self.program, self.hardware = program, budget.hardware
+    def __init__(
+        self, program: Program, plan: ShardingPlan, budget: Budget, cost: Mapping[fx.Node, float]
+    ) -> None:
+        self.program, self.hardware, self.cost = program, budget.hardware, cost
         nodes = list(program.graph.nodes)
         self.place = {node: index for index, node in enumerate(nodes)}
         self.nodes = nodes
-        self.cost = {
-            node: node_seconds(node, program, budget.hardware)
-            for node in nodes
-            if node.op == "call_function"
-        }
         self.job_of: dict[fx.Node, Job] = {}  # of every node of a job
 
     def tasks(self) -> Tasks:
