@@ -4,11 +4,8 @@ Each collective node of a lowered program is one object, made once: it knows its
 of its parameters, so that a step only allocates, launches and waits. `gather.py` and `reduce.py`
 hold the kinds; nothing outside this package moves data between ranks.
 
-Why no stream is named and no tensor recorded on CUDA: buffers are allocated on the compute stream.
-At its launch NCCL's own stream waits for the compute stream, so whatever used that memory before is
-done; `wait` makes the compute stream wait for NCCL's, so whatever uses it afterwards comes later,
-and a freed block is handed out again in compute-stream order. Operands stay referenced from launch
-to wait. On CUDA the host never waits.
+On CUDA a collective is launched on the lane of its group (see `graphshard.runtime.lanes`, which
+says why memory is safe), and `wait` makes the compute stream wait for it; the host never waits.
 
 Gloo's works run on threads, which refer to what they moved until some time after `wait` returned: a
 moment, or as long as the thread is not scheduled. So Gloo is given aliases, and once a work is done
@@ -29,6 +26,7 @@ from graphshard.errors import CollectiveError
 from graphshard.packing import packed
 from graphshard.plan import ParamLayout
 from graphshard.runtime.group import Group
+from graphshard.runtime.lanes import Launched
 
 
 @dataclass(frozen=True)
@@ -47,11 +45,14 @@ class Operand:
 class Pending:
     """A launched collective: the works to wait for and what they read and write.
 
+    launched: where it runs on a lane, in place of works.
     own: copies for this rank to make between its own tensors, as (to, from).
     lent: the aliases of those tensors that the backend's threads refer to.
     """
 
-    __slots__ = ("buffers", "collective", "lent", "operands", "own", "packed", "works")
+    __slots__ = (
+        "buffers", "collective", "launched", "lent", "operands", "own", "packed", "works"
+    )  # fmt: skip
 
     def __init__(
         self, collective: Collective, operands: list[Tensor], buffers: list[Tensor]
@@ -62,9 +63,12 @@ class Pending:
         self.packed: list[Tensor] = []
         self.own: list[tuple[Tensor, Tensor]] = []
         self.works: list[Any] = []
+        self.launched: Launched | None = None  # the last of its launches
         self.lent: list[Tensor] = []
 
     def __del__(self) -> None:
+        if self.launched is not None:
+            self.launched.drop()
         peers = self.collective.group.peers
         if self.works and peers is not None:  # of a forward, say, whose backward never came
             peers.drop(self.works)
@@ -105,8 +109,12 @@ class Collective:
         """
         if self.group.backend == "gloo":
             args = tuple(_lent(value, pending.lent) for value in args)
+        lane = self.group.lane
         try:
-            pending.works.append(launch(*args))
+            if lane is None:
+                pending.works.append(launch(*args))
+            else:
+                pending.launched = lane.launch(_queued, launch, args)
         except torch.OutOfMemoryError:
             raise
         except RuntimeError as error:
@@ -142,6 +150,9 @@ class Collective:
         """
         for to, own in pending.own:
             to.copy_(own)
+        if pending.launched is not None:
+            pending.launched.join()
+            pending.launched = None
         works, pending.works = pending.works, []
         try:
             for work in works:
@@ -193,6 +204,17 @@ class Collective:
             f"{self.op} of unit {self.unit or '(root)'} in {self.phase} {how} on rank "
             f"{self.group.rank} of {self.group.size}: {advice} ({error})"
         )
+
+
+def _queued(launch: Callable[..., Any], args: tuple[Any, ...]) -> None:
+    """Queue a collective on the current stream.
+
+    Its options say so (`asyncOp`); of a backend that uses a stream of its own all the same, the
+    current one waits here.
+    """
+    work = launch(*args)
+    if work is not None:
+        work.wait()
 
 
 def _lent(value: Any, lent: list[Tensor]) -> Any:

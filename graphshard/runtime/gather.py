@@ -45,7 +45,7 @@ class AllGather(Collective):
         super().__init__(group, unit, phase, operands)
         self.launches = self.messages(group.pack_gather_below, lambda o: o.shard_bytes)
         self.options = torch_compat.collective_options("AllgatherOptions")
-        self.options.asyncOp = True
+        self.options.asyncOp = group.lane is None
         self.shapes = [(o.layout.gathered_shape, o.dtype) for o in self.operands]
         self.finish = [_finish(o.layout) for o in self.operands]
 

@@ -16,6 +16,8 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from graphshard import ops, torch_compat
 from graphshard.errors import PolicyError
 from graphshard.packing import GATHER_BELOW, MOVABLE, REDUCE_BELOW
+from graphshard.runtime import lanes
+from graphshard.runtime.lanes import Lane
 from graphshard.runtime.peers import UP_TO, Peers
 
 
@@ -33,6 +35,7 @@ class Group:
     mesh_shape: `(ranks,)`, or `(replicas, ranks to shard over)`.
     check: poison what is freed.
     peers: what gathers and reduces go through instead of the backend's collectives, if anything.
+    lane: the stream its collectives run on; None where the host waits for them.
     """
 
     process_group: Any
@@ -46,6 +49,12 @@ class Group:
     mesh_shape: tuple[int, ...] = (1,)
     parts: dict[str, Group] = field(default_factory=dict, repr=False)
     peers: Peers | None = field(default=None, repr=False)
+    lane: Lane | None = field(default=None, repr=False)
+
+    def __post_init__(self) -> None:
+        # Gloo moves a device's tensors through the host, which waits for that.
+        if self.lane is None and self.process_group is not None and self.backend != "gloo":
+            self.lane = lanes.new_lane(self.device)
 
     def named(self, name: str) -> Group:
         """The group of this rank that a collective's `group` names; see `graphshard.ops`."""

@@ -2,25 +2,17 @@
 
 What is copied is a `Copy` until the program's `arrive` node, and a tensor from there on.
 
-On CUDA copies run on two streams of their own, one for each direction, and the host never waits for
-one within a step: its memory is pinned, so a copy is only queued. Who may use which memory when:
+On CUDA copies run on two lanes, one for each direction, and the host never waits for one within a
+step: its memory is pinned, so a copy is only queued. What `graphshard.runtime.lanes` says of memory
+on the device holds for them. Of memory on the host:
 
-    to_host    The copy stream first waits for the compute stream, so what computed the tensor is
-               done. `Copy` refers to the tensor until `arrive`, which makes the compute stream
-               wait for the copy: only then can the tensor's memory on the device go to someone
-               else, who runs on the compute stream, hence after the copy.
-    to_device  The new tensor's memory belongs to the compute stream, and may be what a kernel
-               queued there still reads; so the copy stream first waits for the compute stream.
-               `arrive` makes the compute stream wait for the copy. A `Copy` that is dropped without
-               `arrive` (an error in between) does so too, before the memory can go to someone else.
-    host       Pinned memory comes from torch's caching host allocator, which gives a block to
-               someone else once the copies queued when it was released are done (`copy_` tells it
-               of them). What comes back was sent out before an earlier `arrive`, which the copy
-               stream waits for with the compute stream, so a host tensor is whole when a stream
-               reads it. With parameters offloaded the CPU reads gradients and overwrites
-               parameters, so at the end of backward, and of a forward without one, the host waits
-               for the copies, once (`settle`). Whoever overwrites parameters between a forward and
-               its backward must synchronise the device first (its backward is an error anyway).
+Pinned memory comes from torch's caching host allocator, which gives a block to someone else once
+the copies queued when it was released are done (`copy_` tells it of them). What comes back was sent
+out before an earlier `arrive`, which the lane waits for with the compute stream, so a host tensor
+is whole when a stream reads it. With parameters offloaded the CPU reads gradients and overwrites
+parameters, so at the end of backward, and of a forward without one, the host waits for the copies,
+once (`settle`). Whoever overwrites parameters between a forward and its backward must synchronise
+the device first (its backward is an error anyway).
 
 On ranks that compute on the CPU the host's memory and the device's are the same kind; each copy is
 made all the same, at once, so that what runs is what the program says.
@@ -28,34 +20,33 @@ made all the same, at once, so that what runs is what the program says.
 
 from __future__ import annotations
 
-from functools import cache
-from typing import Any
-
 import torch
 from torch import Tensor
 
+from graphshard.runtime.lanes import Launched, copy_lane
+
 
 class Copy:
-    """A copy under way: the new tensor, what it is read from, and the event that ends it."""
+    """A copy under way: the new tensor, and what it is read from."""
 
-    __slots__ = ("done", "source", "tensor")
+    __slots__ = ("launched", "source", "tensor")
 
-    def __init__(self, tensor: Tensor, source: Tensor, done: Any = None) -> None:
+    def __init__(self, tensor: Tensor, source: Tensor, launched: Launched | None = None) -> None:
         self.tensor = tensor
         self.source: Tensor | None = source
-        self.done = done  # a torch.cuda.Event, None where the copy is made already
+        self.launched = launched  # None where the copy is made already
 
     def arrive(self) -> Tensor:
         """Make the compute stream wait for the copy, let go of what it was read from."""
-        if self.done is not None:
-            torch.cuda.current_stream(self.done.device).wait_event(self.done)
-            self.done = None
+        if self.launched is not None:
+            self.launched.join()
+            self.launched = None
         self.source = None
         return self.tensor
 
     def __del__(self) -> None:
-        if self.done is not None:
-            self.arrive()
+        if self.launched is not None:
+            self.launched.drop()
 
 
 def to_host(tensor: Tensor) -> Copy:
@@ -88,23 +79,20 @@ def settle(device: torch.device) -> None:
     The host waits: from here on the CPU may read what went to the host, and overwrite what came
     from there.
     """
-    if device.type == "cuda":
-        for direction in ("in", "out"):
-            _stream(device, direction).synchronize()
+    for direction in ("in", "out"):
+        lane = copy_lane(device, direction)
+        if lane is not None:
+            lane.synchronize()
 
 
-def _copy(new: Tensor, source: Tensor, device: torch.device, direction: str) -> Any:
-    """Copy on the stream of `direction`; the event after it, None if it is done."""
-    if device.type != "cuda":
+def _copy(new: Tensor, source: Tensor, device: torch.device, direction: str) -> Launched | None:
+    """Copy on the lane of `direction`; None if it is done."""
+    lane = copy_lane(device, direction)
+    if lane is None:
         new.copy_(source)
         return None
-    stream = _stream(device, direction)
-    stream.wait_stream(torch.cuda.current_stream(device))
-    with torch.cuda.stream(stream):
-        new.copy_(source, non_blocking=True)
-        return stream.record_event()
+    return lane.launch(_queued, new, source)
 
 
-@cache
-def _stream(device: torch.device, direction: str) -> Any:
-    return torch.cuda.Stream(device)
+def _queued(new: Tensor, source: Tensor) -> None:
+    new.copy_(source, non_blocking=True)

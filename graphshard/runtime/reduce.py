@@ -124,7 +124,7 @@ class ReduceScatterByReduce(ReduceScatter):
         pending.buffers += outputs
         launch = self.group.process_group.reduce_scatter_tensor_coalesced
         options = torch_compat.collective_options("ReduceScatterOptions")
-        options.asyncOp = True
+        options.asyncOp = self.group.lane is None
         options.reduceOp = averaging(sent[0].dtype, self.group.size)[1]
         self.start(pending, launch, outputs, sent, options)
 
@@ -146,7 +146,7 @@ class ReduceScatterByExchange(ReduceScatter):
     def __init__(self, group: Group, unit: str, phase: str, operands: Sequence[Operand]) -> None:
         super().__init__(group, unit, phase, operands)
         self.options = torch_compat.collective_options("AllToAllOptions")
-        self.options.asyncOp = True
+        self.options.asyncOp = group.lane is None
 
     def move(self, pending: Pending, sent: list[Tensor]) -> None:
         """Send every other rank its parts of each message."""
@@ -216,7 +216,7 @@ class AllReduce(Collective):
             pending.buffers.append(flat)
             launch = self.group.process_group.allreduce
             options = torch_compat.collective_options("AllreduceOptions")
-            options.asyncOp = True
+            options.asyncOp = self.group.lane is None
             before, options.reduceOp, _ = averaging(flat.dtype, self.group.size)
             if before != 1:
                 flat.div_(before)
