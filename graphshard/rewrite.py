@@ -17,16 +17,41 @@ from graphshard.views import Source, bytes_text, tensor_inputs, transfers_into, 
 
 def fake_like(like: Any, shape: Sequence[int], stride: Sequence[int] | None = None) -> torch.Tensor:
     """A FakeTensor on the device and in the mode of `like`, contiguous unless `stride` is given."""
-    with like.fake_mode:
-        if stride is None:
-            return torch.empty(tuple(shape), dtype=like.dtype, device=like.device)
-        return torch.empty_strided(tuple(shape), stride, dtype=like.dtype, device=like.device)
+    strides = None if stride is None else tuple(stride)
+    return _fake(like.fake_mode, tuple(shape), strides, like.dtype, like.device)
 
 
 def fake_on(like: Any, device: str | torch.device) -> torch.Tensor:
     """A FakeTensor as `like`, on another device."""
-    with like.fake_mode:
-        return torch.empty_strided(like.shape, like.stride(), dtype=like.dtype, device=device)
+    return _fake(like.fake_mode, like.shape, like.stride(), like.dtype, torch.device(device))
+
+
+def fake_as(like: Any, dtype: torch.dtype) -> torch.Tensor:
+    """A FakeTensor as `like`, of another dtype."""
+    return _fake(like.fake_mode, like.shape, like.stride(), dtype, like.device)
+
+
+def _fake(
+    mode: Any,
+    shape: Sequence[Any],
+    stride: Sequence[Any] | None,
+    dtype: torch.dtype,
+    device: torch.device,
+) -> torch.Tensor:
+    """One FakeTensor of `mode` for all that are asked for alike: passes make thousands of few."""
+    made: dict[Any, torch.Tensor] = vars(mode).setdefault("_graphshard_made", {})
+    key = tuple(shape), None if stride is None else tuple(stride), dtype, device
+    numbers = all(type(number) is int for number in (*shape, *(stride or ())))
+    if numbers and key in made:
+        return made[key]
+    with mode:
+        if stride is None:
+            found = torch.empty(tuple(shape), dtype=dtype, device=device)
+        else:
+            found = torch.empty_strided(tuple(shape), tuple(stride), dtype=dtype, device=device)
+    if numbers:
+        made[key] = found
+    return found
 
 
 def entries_by_name(program: Program) -> dict[str, ParamEntry]:

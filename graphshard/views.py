@@ -137,11 +137,12 @@ def transfers_after(node: fx.Node) -> list[fx.Node]:
 
 
 def _is_derivation(node: fx.Node) -> bool:
+    copies = node.target in COPIES
+    if not copies and node.target is not operator.getitem and not is_view_op(node.target):
+        return False
     if len(tensor_inputs(node)) != 1:
         return False
-    if node.target in COPIES:
-        return all(user.op != "output" for user in node.users)
-    return node.target is operator.getitem or is_view_op(node.target)
+    return not copies or all(user.op != "output" for user in node.users)
 
 
 @dataclass(frozen=True)

@@ -6,13 +6,13 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
-from torch import Tensor, fx
+from torch import fx
 
 from graphshard import ops
 from graphshard.errors import PassError
 from graphshard.plan import ShardingPlan
 from graphshard.program import Program
-from graphshard.rewrite import insert_node
+from graphshard.rewrite import fake_as, insert_node
 from graphshard.views import cast_dtype, gather_waits, unpacks
 
 
@@ -107,7 +107,7 @@ class _Gather:
             cast.replace_all_uses_with(full)
             self.program.graph.erase_node(cast)
         for node in (full, *parts):  # parts are kept as they were gathered
-            node.meta["val"] = _as(node.meta["val"], dtype)
+            node.meta["val"] = fake_as(node.meta["val"], dtype)
         return full.meta["val"]
 
 
@@ -130,14 +130,8 @@ def _inserted_cast(
             name=f"{param}_{str(dtype).removeprefix('torch.')}_cast",
             unit=unit,
             phase=collective.meta["phase"],
-            val=_as(tensor.meta["val"], dtype),
+            val=fake_as(tensor.meta["val"], dtype),
         )
-
-
-def _as(val: Any, dtype: torch.dtype) -> Tensor:
-    """The FakeTensor `val` as it is in `dtype`."""
-    with val.fake_mode:
-        return torch.empty_strided(val.shape, val.stride(), dtype=dtype, device=val.device)
 
 
 def _operands(collective: fx.Node) -> dict[str, fx.Node]:
@@ -167,7 +161,7 @@ def _cast_operands(program: Program, plan: ShardingPlan, reduce: fx.Node) -> Non
         if not grad.users:
             program.graph.erase_node(grad)
     vals = [
-        _as(val, grad.meta["val"].dtype)
+        fake_as(val, grad.meta["val"].dtype)
         for val, grad in zip(wait.meta["val"], grads.values(), strict=True)
     ]
     wait.meta["val"] = vals

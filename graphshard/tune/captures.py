@@ -12,6 +12,7 @@ from torch import nn
 
 from graphshard.capture import capture
 from graphshard.casting import cast_all
+from graphshard.cost.op_cost import op_cost
 from graphshard.errors import CaptureError
 from graphshard.mixed_precision import Precisions
 from graphshard.plan import ShardingPlan
@@ -84,13 +85,16 @@ class Captures:
         return program
 
     def _capture(self, precisions: Precisions | None) -> Program:
-        return capture(
+        program = capture(
             self.model,
             self.args,
             dict(self.kwargs),
             device=self.device,
             precisions=precisions,
         ).program
+        for node in program.nodes():
+            op_cost(node)  # copies of the program begin with what is known of its nodes
+        return program
 
 
 def _same_everywhere(precisions: Precisions | None) -> bool:

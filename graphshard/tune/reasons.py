@@ -33,10 +33,25 @@ def reasons(search: Search, winner: Outcome) -> dict[str, str]:
             continue
         outcome = search.whole.get(candidate)
         base = winner if outcome is not None else own
+        if outcome is None and candidate.group != winner.candidate.group:
+            outcome, base = _alike(search, candidate, winner, own)
         outcome = outcome or search.quick.outcome(candidate)
         if outcome is not None:
             shown[name] = _why(outcome, base, winner, search.budget)
     return shown
+
+
+def _alike(
+    search: Search, candidate: Candidate, winner: Outcome, own: Outcome
+) -> tuple[Outcome | None, Outcome]:
+    """Outcomes of two groups, to be compared: where not all of all groups are tried, of gathers
+    issued in the way that was.
+    """
+    probe = search.space.probes(winner.candidate.group)[0]
+    mine = None if search.exhaustive else search.quick.outcome(probe)
+    if mine is None:
+        return search.quick.outcome(candidate), own
+    return search.quick.outcome(replace(probe, group=candidate.group)), mine
 
 
 def _why(outcome: Outcome, base: Outcome, winner: Outcome, budget: int) -> str:
@@ -49,7 +64,7 @@ def _why(outcome: Outcome, base: Outcome, winner: Outcome, budget: int) -> str:
         )
     longer = outcome.seconds / base.seconds - 1
     if abs(longer) < 5e-4:
-        more = outcome.peak - winner.peak
+        more = outcome.peak - base.peak
         same = f"as fast, and needs {human_bytes(abs(more))} {'more' if more > 0 else 'less'}"
         return "makes no difference" if not more else same
     text = f"{about}{abs(longer):.1%} {'slower' if longer > 0 else 'faster'}"

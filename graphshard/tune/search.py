@@ -242,6 +242,7 @@ class Search:
     def _finals(self) -> Outcome | None:
         ranked = sorted(self.tried.values(), key=lambda outcome: (outcome.seconds, outcome.peak))
         likely = [outcome for outcome in ranked if outcome.peak <= _SLACK * self.budget]
+        self.simulator.estimates = {}  # that of the winner is handed out
         with self._stage("simulate the best whole"):
             for count, outcome in enumerate(likely):
                 best = self.best(self.whole.values())

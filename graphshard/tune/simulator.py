@@ -46,6 +46,8 @@ class Simulator:
         self.simulated = 0
         self.known: dict[Candidate, Outcome | None] = {}
         self._by_program: dict[Any, Outcome] = {}
+        self.estimates: dict[Candidate, Estimate] | None = None  # filled if it is a dictionary
+        self._several = False
         self._started: _Started | None = None
         self._memo: tuple[Any, list[Any]] | None = None
 
@@ -55,7 +57,9 @@ class Simulator:
 
     def outcomes(self, group: Group) -> list[Outcome]:
         """Those of all candidates of `group` that can be had."""
-        found = map(self.outcome, self.space.candidates(group))
+        self._several = True  # after the first, most of each program is there
+        found = list(map(self.outcome, self.space.candidates(group)))
+        self._several, self._started = False, None
         return [outcome for outcome in found if outcome is not None]
 
     def outcome(self, candidate: Candidate) -> Outcome | None:
@@ -73,6 +77,8 @@ class Simulator:
             if key not in self._by_program:
                 estimate = self.estimate(plan, captured, passes)
                 self._by_program[key] = Outcome.of(candidate, estimate)
+                if self.estimates is not None:
+                    self.estimates[candidate] = estimate
         except (CaptureError, PolicyError, PlanError, PassError):
             return None
         return replace(self._by_program[key], candidate=candidate)
@@ -93,8 +99,7 @@ class Simulator:
         return least.step_bytes, most.step_bytes
 
     def sweep(self) -> None:
-        """Drop what was kept for the next candidate of the same group, and collect it."""
-        self._started = None
+        """Collect what is not needed any more."""
         gc.collect(1)
 
     def plan(self, candidate: Candidate) -> ShardingPlan:
@@ -123,7 +128,9 @@ class Simulator:
         )
 
     def _rewritten(self, plan: ShardingPlan, captured: Program, passes: Sequence[Pass]) -> Program:
-        cut = next(i for i, step in enumerate(passes) if isinstance(step, Prefetch))
+        cut = len(passes)
+        if self._several:
+            cut = next(i for i, step in enumerate(passes) if isinstance(step, Prefetch))
         key = (id(captured), plan.units, plan.recomputed, plan.ignored, tuple(passes[:cut]))
         if self._started is None or self._started.key != key:
             self._started = None
@@ -132,6 +139,8 @@ class Simulator:
             assign_units(program, plan)
             for step in passes[:cut]:
                 self._with_memo(step, captured, plan).apply(program, plan)
+            if not self._several:
+                return program
             self._started = _Started(key, program)
         program = self._started.program.copy()
         for step in passes[cut:]:

@@ -9,14 +9,14 @@ from typing import Any
 import torch
 from torch import nn
 
-from graphshard.cost.estimate import Estimate, simulate
+from graphshard.cost.estimate import Estimate
 from graphshard.errors import PolicyError
 from graphshard.ignored import ignored_by
 from graphshard.inspect.progress import Progress
 from graphshard.mesh_shape import checked_mesh
 from graphshard.model_checks import check_model, require_module
 from graphshard.module_tree import ModuleTree
-from graphshard.pipeline import Stages, default_passes, run_passes
+from graphshard.pipeline import Stages, default_passes
 from graphshard.plan_warnings import with_capture_warnings
 from graphshard.policy_base import Policy
 from graphshard.strategy import Strategy
@@ -30,6 +30,7 @@ from graphshard.tune.search import Search, frontier_of
 from graphshard.tune.simulator import Simulator, without_collecting
 from graphshard.tune.space import Space
 from graphshard.tune.tuning import Tried, Tuning
+from graphshard.verify import verify
 
 
 def tune(
@@ -116,16 +117,18 @@ def _tuning(search: Search, winner: Outcome, why: Mapping[str, str], progress: S
 
 
 def _verified(search: Search, winner: Outcome, progress: Stages) -> Estimate:
-    """The estimate of the policy found, on a program that is verified after every pass."""
+    """The estimate of the policy found, on a program that is verified.
+
+    That is done once, after all passes: compiling with the policy does it after every pass.
+    """
     simulator, space = search.simulator, search.space
-    plan = simulator.plan_of(space.policy(winner.candidate))
-    captured = simulator.captures.of(plan)
-    plan = with_capture_warnings(plan, captured)
-    program = captured.copy()
-    program.stale = plan.stale_after_step
-    run_passes(program, plan, default_passes(plan.policy), progress=progress)
-    return simulate(
-        replace(plan, program=program),
-        hardware=space.hardware,
-        optimizer=space.auto.optimizer,
-    )
+    estimate = (simulator.estimates or {}).get(winner.candidate)
+    if estimate is None:
+        plan = simulator.plan_of(space.policy(winner.candidate))
+        estimate = simulator.estimate(plan, simulator.captures.of(plan))
+    plan = with_capture_warnings(estimate.plan, simulator.captures.of(estimate.plan))
+    with progress.stage("verify"):
+        passes = default_passes(plan.policy)
+        done = {type(step) for step in passes}
+        verify(estimate.program, plan, after=passes[-1].name, done=done)
+    return replace(estimate, plan=replace(plan, program=estimate.program))
