@@ -1,0 +1,395 @@
+"""The checks of `gpu.py` but the comparison with rivals: what is run, and what must come out."""
+
+from __future__ import annotations
+
+import copy
+import os
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+import graphshard
+from examples.benchmarks.gpu_table import Place, Row
+from examples.benchmarks.live_bytes import LiveBytes
+from examples.benchmarks.stand_in import Communicator, modelled, stand_in
+from examples.benchmarks.stress import broken
+from examples.gpt import GPT, Block, GPTConfig
+from graphshard import packing
+from graphshard.cost.hardware import Hardware
+
+HARDWARE = "hardware.json"  # in the folder of the run
+BF16 = graphshard.MixedPrecision(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
+
+FIRST = "FSDP's order"
+
+OPTIONS: dict[str, dict[str, Any]] = {
+    "as it is": {},
+    "recompute": {"recompute": "units"},
+    "overlap": {"schedule": "overlap"},
+    "offload activations": {"offload": "activations"},
+    "offload both": {"offload": ("params", "activations")},
+}
+
+
+def config(place: Place, dropout: float = 0.0) -> GPTConfig:
+    if place.small:
+        return GPTConfig(vocab=67, layers=2, heads=2, width=32, dropout=dropout)
+    return GPTConfig(vocab=8192, layers=6, heads=8, width=1024, dropout=dropout)
+
+
+def tokens(place: Place, seed: int = 0) -> tuple[Tensor, Tensor]:
+    generator = torch.Generator().manual_seed(seed)
+    count, length, vocab = (2, 16, 67) if place.small else (4, 512, 8192)
+    ids = torch.randint(vocab, (count, length + 1), generator=generator).to(place.device)
+    return ids[:, :-1].contiguous(), ids[:, 1:].contiguous()
+
+
+def fake_ranks(size: int, rank: int = 0) -> None:
+    """Make this process one rank of `size` on torch's "fake" backend, packing as NCCL does."""
+    from torch.testing._internal.distributed.fake_pg import FakeStore
+
+    packing.GATHER_BELOW["fake"] = packing.GATHER_BELOW["nccl"]
+    packing.REDUCE_BELOW["fake"] = packing.REDUCE_BELOW["nccl"]
+    dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=size)
+
+
+def local(tensor: Any) -> Tensor:
+    return tensor.to_local() if hasattr(tensor, "to_local") else tensor
+
+
+# -- one rank ----------------------------------------------------------------------------------
+
+
+def parity(place: Place) -> Iterator[Row]:
+    """Loss and gradients of one rank against those of the plain model, each option."""
+    torch.manual_seed(0)
+    plain = GPT(config(place, dropout=0.1)).to(place.device)
+    torch.manual_seed(5)
+    expected = plain(*tokens(place))
+    expected.backward()
+    for name, fields in OPTIONS.items():
+        policy = graphshard.BlockPolicy({Block}, **fields)
+        sharded = graphshard.compile(plain, policy, device=place.device)
+        for _ in range(2):  # the second time memory is what was given back
+            sharded.zero_grad()
+            torch.manual_seed(5)
+            loss = sharded(*tokens(place))
+            loss.backward()
+        yield _close("parity", f"one rank, {name}", loss, expected, _grads(sharded), _grads(plain))
+    yield place.retries("parity")
+
+
+def _grads(model: nn.Module) -> dict[str, Tensor]:
+    return {n: p.grad.cpu() for n, p in model.named_parameters() if p.grad is not None}
+
+
+def _close(
+    section: str,
+    check: str,
+    loss: Tensor,
+    expected: Tensor,
+    grads: dict[str, Tensor],
+    wanted: dict[str, Tensor],
+    bar: float = 1e-4,
+) -> Row:
+    """Relative differences: of the loss, and of each gradient's norm."""
+    worst = abs(loss.item() - expected.item()) / abs(expected.item())
+    largest = max(float(g.norm()) for g in wanted.values())
+    for name, grad in wanted.items():
+        scale = max(float(grad.norm()), 1e-3 * largest)
+        worst = max(worst, float((grads[name] - grad).norm()) / scale)
+    said = "bit-equal" if worst == 0 else f"within {worst:.1e}"
+    return Row(section, check, said, f"{bar:g}", grads.keys() == wanted.keys() and worst <= bar)
+
+
+# -- several ranks -----------------------------------------------------------------------------
+
+
+def ranks(place: Place) -> Iterator[Row]:
+    """Ranks over NCCL, one on each GPU; on a single GPU two of them, each as if on its own host."""
+    count = min(4, torch.cuda.device_count()) if place.cuda else 2
+    alone = place.cuda and count == 1
+    count = max(2, count)
+    how = "on one GPU, a NCCL_HOSTID each" if alone else "over NCCL" if place.cuda else "over Gloo"
+    given = (count, str(place.folder), place.device.type, place.small, alone)
+    try:
+        started = torch.multiprocessing.spawn(_rank, given, nprocs=count, join=False)
+        deadline = time.monotonic() + (60.0 if place.cuda else 300.0)
+        while not started.join(timeout=1.0):
+            if time.monotonic() > deadline:
+                raise TimeoutError("the ranks did not come to an end")
+    except Exception as error:
+        for line in _nccl_said(place.folder):
+            yield Row("ranks", "NCCL said", line[:160])
+        said = str(error).strip().splitlines()[-1]
+        yield Row("ranks", f"{count} ranks {how}", said[:160], "no error", False)
+        return
+    for name in ("FULL_SHARD", "SHARD_GRAD_OP", "overlap", "offload"):
+        found = (place.folder / f"rank0.{name}").read_text()
+        worst = float(found)
+        said = "bit-equal" if worst == 0 else f"within {worst:.1e}"
+        yield Row("ranks", f"{count} ranks {how}, {name}", said, "1e-4", worst <= 1e-4)
+    worst = float((place.folder / "rank0.fsdp2").read_text())
+    said = "bit-equal" if worst == 0 else f"within {worst:.1e}"
+    yield Row("ranks", "losses against FSDP2's, 3 steps", said, "1e-4", worst <= 1e-4)
+
+
+def _nccl_said(folder: Path) -> list[str]:
+    """The warnings that NCCL wrote, without their time and place."""
+    lines = [line for file in folder.glob("nccl.*") for line in file.read_text().splitlines()]
+    return sorted({line.split("NCCL WARN", 1)[1].strip() for line in lines if "NCCL WARN" in line})
+
+
+def _rank(
+    rank: int, count: int, folder: str, kind: str, small: bool, alone: bool
+) -> None:  # pragma: no cover  # in processes of their own
+    device = torch.device("cpu")
+    if kind == "cuda":
+        os.environ["NCCL_DEBUG"] = "WARN"
+        os.environ["NCCL_DEBUG_FILE"] = f"{folder}/nccl.%p"
+        if alone:
+            os.environ["NCCL_HOSTID"] = f"graphshard{rank}"
+            os.environ["NCCL_SOCKET_IFNAME"] = "lo"
+        device = torch.device("cuda", 0 if alone else rank)
+        torch.cuda.set_device(device)
+        torch.empty(1, device=device)  # meshes choose a device where none is in use yet
+    else:
+        torch.set_num_threads(1)
+    own = str(0 if alone else rank)
+    os.environ.update(RANK=str(rank), WORLD_SIZE=str(count), LOCAL_RANK=own)
+    store = dist.FileStore(f"{folder}/store", count)
+    backend = "cpu:gloo,cuda:nccl" if kind == "cuda" else "gloo"
+    dist.init_process_group(backend, store=store, rank=rank, world_size=count)
+    place = Place(device, small, Path(folder))
+    torch.manual_seed(0)
+    plain = GPT(config(place)).to(device)
+    reference = copy.deepcopy(plain)
+    losses = [reference(*tokens(place, seed)) for seed in range(count)]
+    (sum(losses[1:], losses[0]) / count).backward()
+    wanted = _grads(reference)
+    ours: list[float] = []
+    for name in ("FULL_SHARD", "SHARD_GRAD_OP", "overlap", "offload"):
+        fields: dict[str, Any] = {"strategy": name} if name.isupper() else {}
+        if name == "overlap":
+            fields = {"schedule": "overlap"}
+        elif name == "offload":
+            fields = {"offload": ("params", "activations")}
+        policy = graphshard.BlockPolicy({Block}, **fields)
+        sharded = graphshard.compile(copy.deepcopy(plain), policy, device=device)
+        for _ in range(2):
+            sharded.zero_grad()
+            loss = sharded(*tokens(place, rank))
+            loss.backward()
+        found = {
+            n: p.grad.full_tensor().cpu()
+            for n, p in sharded.named_parameters()
+            if p.grad is not None
+        }
+        row = _close("ranks", name, loss, losses[rank], found, wanted)
+        worst = torch.tensor(0.0 if row.found == "bit-equal" else float(row.found.split()[1]))
+        dist.all_reduce(worst, dist.ReduceOp.MAX)
+        if rank == 0:
+            Path(folder, f"rank0.{name}").write_text(f"{worst.item():.3e}")
+        if name == "FULL_SHARD":
+            ours = _losses(sharded, place, rank)
+    _write_rival(plain, place, rank, ours, folder)
+    dist.barrier()
+    os._exit(0)  # Gloo at times aborts a process that exits in order
+
+
+def _losses(model: nn.Module, place: Place, rank: int) -> list[float]:
+    model.zero_grad()
+    optimizer = torch.optim.SGD(model.parameters(), lr=1e-2)
+    losses = []
+    for _ in range(3):
+        loss = model(*tokens(place, rank))
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(loss.item())
+    return losses
+
+
+def _write_rival(plain: nn.Module, place: Place, rank: int, ours: list[float], out: str) -> None:
+    from torch.distributed.fsdp import fully_shard
+
+    theirs = copy.deepcopy(plain)
+    mesh = dist.init_device_mesh(place.device.type, (dist.get_world_size(),))
+    for block in theirs.blocks:  # type: ignore[union-attr]
+        fully_shard(block, mesh=mesh)
+    fully_shard(theirs, mesh=mesh)
+    losses = _losses(theirs, place, rank)
+    gap = max(abs(a - b) / abs(b) for a, b in zip(ours, losses, strict=True))
+    if rank == 0:
+        Path(out, "rank0.fsdp2").write_text(f"{gap:.3e}")
+
+
+# -- streams -----------------------------------------------------------------------------------
+
+
+def stress(place: Place) -> Iterator[Row]:
+    """Thousands of steps under delays and poison, on a rank of four."""
+    fake_ranks(4, rank=1)
+    runs: list[tuple[str, int, dict[str, Any]]] = [
+        ("FULL_SHARD", 1500, {}),
+        ("overlap", 400, {"schedule": "overlap", "hardware": "h100-sxm"}),
+        ("SHARD_GRAD_OP", 300, {"strategy": "SHARD_GRAD_OP"}),
+        ("bf16, two gathers ahead", 300, {"mixed_precision": BF16, "forward_prefetch": 2}),
+        ("offload both", 300, {"offload": ("params", "activations")}),
+    ]
+    for name, steps, fields in runs:
+        steps = 4 if place.small else steps
+        begin = time.perf_counter()
+        wrong = broken(place.device, steps, seed=3, **fields)
+        took = time.perf_counter() - begin
+        said = wrong or f"bit-equal, {took:.0f} s"
+        yield Row("stress", f"{steps} steps, {name}", said, "bit-equal", not wrong)
+    yield place.retries("stress")
+
+
+def graph(place: Place) -> Iterator[Row]:
+    """Whole-step CUDA graphs: as `graphshard` says of each program whether it has one."""
+    yield Row("graph", "cuda_graph=True", "not in this version")
+
+
+# -- predictions -------------------------------------------------------------------------------
+
+
+def calibrated(place: Place) -> Iterator[Row]:
+    """Measure the device, for the sections that follow."""
+    from graphshard.calibrate.command import QUICK
+    from graphshard.calibrate.run import calibrate
+    from graphshard.runtime.calibration import joined
+
+    begin = time.perf_counter()
+    dtypes = () if place.small else (torch.bfloat16,)
+    with joined(place.device) as group:
+        found = calibrate(group, effort=QUICK, dtypes=dtypes, share=0.1 if place.small else 0.5)
+    found.hardware.save(place.folder / HARDWARE)
+    took = time.perf_counter() - begin
+    yield Row("calibrate", found.hardware.name, f"{len(found.rows)} measurements in {took:.0f} s")
+
+
+def hardware(place: Place) -> Hardware:
+    """What was calibrated, or else a preset."""
+    file = place.folder / HARDWARE
+    if file.exists():
+        return Hardware.load(file)
+    return Hardware.load("h100-sxm" if place.cuda else "cpu-gloo")
+
+
+def predict(place: Place) -> Iterator[Row]:
+    """Predicted bytes and seconds of a step against measured ones, on one rank and on one of 8."""
+    where = hardware(place)
+    yield Row("predict", "hardware", where.name)
+    for world in (1, 8):
+        if world > 1:
+            fake_ranks(world)
+        for name, fields in (
+            ("fp32", {}),
+            ("bf16", {"mixed_precision": BF16}),
+            ("recompute", {"recompute": "units"}),
+            ("offload activations", {"offload": "activations"}),
+        ):
+            torch.manual_seed(0)
+            policy = graphshard.BlockPolicy({Block}, **fields)
+            sharded = graphshard.compile(GPT(config(place)), policy, device=place.device)
+            if world > 1:
+                stand_in(sharded)
+            peak, between, seconds = step_of(sharded, place)
+            backend = "nccl" if place.cuda else "gloo"
+            estimate = graphshard.simulate(
+                sharded, hardware=where, optimizer="adamw", backend=backend
+            )
+            off = estimate.peak_bytes / peak - 1
+            said = f"{peak / 2**20:.1f} MiB, predicted {off:+.1%}"
+            ok = abs(off) <= 0.05 if place.cuda else None  # a CPU's host copies are its memory
+            yield Row("predict", f"peak, rank of {world}, {name}", said, "5%", ok)
+            off = estimate.valley_bytes / between - 1
+            said = f"{between / 2**20:.1f} MiB, predicted {off:+.1%}"
+            yield Row(
+                "predict", f"between steps, rank of {world}, {name}", said, "5%", abs(off) <= 0.05
+            )
+            if world == 1:
+                off = estimate.step_seconds / seconds - 1
+                said = f"{seconds * 1e3:.2f} ms, predicted {off:+.1%}"
+                timed = abs(off) <= 0.15 if place.cuda and not place.small else None
+                yield Row("predict", f"step, {name}", said, "15%", timed)
+    yield place.retries("predict")
+
+
+def step_of(sharded: nn.Module, place: Place, steps: int = 5) -> tuple[int, int, float]:
+    """(peak bytes, bytes between steps, median seconds) of a training step with AdamW."""
+    optimizer = torch.optim.AdamW(sharded.parameters(), lr=1e-4)
+    batch = tokens(place)
+
+    def step() -> float:
+        place.synchronize()
+        begin = time.perf_counter()
+        sharded(*batch).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        place.synchronize()
+        return time.perf_counter() - begin
+
+    for _ in range(3):
+        step()
+    times = [step() for _ in range(steps)]
+    if place.cuda:
+        torch.cuda.reset_peak_memory_stats()
+        between = torch.cuda.memory_allocated()
+        step()
+        return torch.cuda.max_memory_allocated(), between, median(times)
+    live = LiveBytes()
+    live.add([list(sharded.parameters()), list(sharded.buffers()), batch])
+    live.add([list(state.values()) for state in optimizer.state.values()])
+    between = live.current
+    with live:
+        step()
+    return live.peak, between, median(times)
+
+
+# -- overlap -----------------------------------------------------------------------------------
+
+
+def overlap(place: Place) -> Iterator[Row]:
+    """What of the communication of a rank of 8 compute waits for, as modelled and as measured."""
+    fake_ranks(8)
+    where = hardware(place)
+    seconds_of = modelled(where, 8)
+    exposed: dict[str, float] = {}
+    for name, fields in (
+        (FIRST, {}),
+        ("one gather ahead", {"forward_prefetch": 1}),
+        ("overlap", {"schedule": "overlap", "hardware": where}),
+    ):
+        policy = graphshard.BlockPolicy({Block}, mixed_precision=BF16, **fields)
+        took, total = {}, 0.0
+        for with_time in (False, True):
+            torch.manual_seed(0)
+            sharded = graphshard.compile(GPT(config(place)), policy, device=place.device)
+            communicator = stand_in(sharded, seconds_of if with_time else None)
+            took[with_time] = step_of(sharded, place)[2]
+            total = _step_seconds(communicator, seconds_of, steps=9)
+        estimate = graphshard.simulate(sharded, hardware=where, optimizer="adamw", backend="nccl")
+        exposed[name] = max(0.0, took[True] - took[False])
+        said = (
+            f"{exposed[name] * 1e3:.2f} of {total * 1e3:.2f} ms exposed (step "
+            f"{took[True] * 1e3:.2f} ms), predicted {estimate.exposed_seconds * 1e3:.2f}"
+        )
+        yield Row("overlap", name, said)
+    better = exposed["overlap"] <= 1.05 * exposed[FIRST] if place.cuda else None
+    said = f"{exposed['overlap'] * 1e3:.2f} ms against {exposed[FIRST] * 1e3:.2f}"
+    yield Row("overlap", "overlap hides as much or more", said, "1.05", better)
+    yield place.retries("overlap")
+
+
+def _step_seconds(communicator: Communicator, seconds_of: Any, steps: int) -> float:
+    """The modelled seconds of one step's collectives."""
+    return sum(seconds_of(op, size) for op, size in communicator.calls) / steps
