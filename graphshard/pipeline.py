@@ -11,6 +11,7 @@ from typing import Protocol
 from graphshard.cost.hardware import Hardware
 from graphshard.errors import GraphshardError, PassError
 from graphshard.passes.accumulate import Accumulate
+from graphshard.passes.cuda_graph import CudaGraph
 from graphshard.passes.gather_together import GatherTogether
 from graphshard.passes.insert_free import InsertFree
 from graphshard.passes.keep_if_better import KeepIfBetter
@@ -110,7 +111,8 @@ def default_passes(policy: Policy) -> tuple[Pass, ...]:
     if choice.budget:
         assert policy.memory_budget is not None
         first = RecomputeToBudget(policy.memory_budget, then, bool(choice.classes))
-    return (first, *then, *_by_cost(policy))
+    last = (CudaGraph(),) if policy.cuda_graph else ()
+    return (first, *then, *_by_cost(policy), *last)
 
 
 def _by_cost(policy: Policy) -> tuple[Pass, ...]:

@@ -70,6 +70,10 @@ class Policy:
         hardware: what "overlap" is timed on: a preset's name, a hardware file, or a
             `graphshard.Hardware`; the same on every rank. None: "h100-sxm" for a program that runs
             on CUDA, "cpu-gloo" for one on the CPU.
+        cuda_graph: capture the kernels of each program's forward, and of its backward, as a CUDA
+            graph at its third call, and replay it from then on, without the host's work between
+            kernels. Where that cannot be (on the CPU, with offload, symbolic sizes or no_sync()),
+            the program runs as it is; plan and dump say why.
         sync_module_states: take rank 0's parameters and buffers on every rank.
         notes: remarks the plan prints, such as settings of another system that do not apply.
 
@@ -89,6 +93,7 @@ class Policy:
     memory_budget: int | None = None
     schedule: str = "fsdp"
     hardware: Hardware | str | os.PathLike[str] | None = None
+    cuda_graph: bool = False
     sync_module_states: bool = False
     notes: tuple[str, ...] = ()
 
@@ -132,7 +137,7 @@ class Policy:
                 'offload="activations" leaves little; give one, or recompute="selective" with it'
             )
         self._check_schedule()
-        for name in ("reshard_root", "sync_module_states"):
+        for name in ("reshard_root", "cuda_graph", "sync_module_states"):
             if not isinstance(getattr(self, name), bool):
                 raise PolicyError(f"{name} must be True or False; got {getattr(self, name)!r}")
 

@@ -74,6 +74,7 @@ CHANGED = {
     "memory_budget": 10**9,
     "schedule": "overlap",
     "hardware": "a100-80gb",
+    "cuda_graph": True,
     "sync_module_states": True,
     "notes": ("a remark",),
     "min_num_params": 500,

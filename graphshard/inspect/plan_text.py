@@ -12,6 +12,7 @@ from rich.text import Text
 
 from graphshard.errors import GraphshardError
 from graphshard.gradient_bytes import gradient_bytes
+from graphshard.graphable import NOTE
 from graphshard.inspect.fold import Folded, fold
 from graphshard.inspect.memory_text import memory_dict, memory_notes
 from graphshard.inspect.moved_text import moved_notes
@@ -259,6 +260,9 @@ def _notes(plan: ShardingPlan) -> Iterator[tuple[str, str]]:
         yield from moved_notes(plan)
     if plan.program is not None and plan.program.grad:
         yield from memory_notes(plan.program)
+    if plan.program is not None:
+        graphs = (note.partition(": ") for note in plan.program.notes)
+        yield from ((name, text) for name, _, text in graphs if name == NOTE)
     for note in plan.policy.notes:
         yield "note", note
     yield from _resharded(plan)

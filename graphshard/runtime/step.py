@@ -19,6 +19,7 @@ from graphshard.passes.drop_unused_tangents import DropUnusedTangents
 from graphshard.plan import ShardingPlan
 from graphshard.program import Program
 from graphshard.runtime.checked import CheckedRun
+from graphshard.runtime.cuda_graphs import GraphsFailed, graphs_of
 from graphshard.runtime.cut import cut, cut_backward
 from graphshard.runtime.fingerprint import Agreement, Fingerprint
 from graphshard.runtime.group import Group
@@ -99,6 +100,7 @@ class Step:
             for node in program.nodes()
             if node.target is ops.keep
         )
+        self.graphs = graphs_of(program, bindings.group)
         self._changes_inputs = any(m.kind == "input" for m in program.mutations)
         self._shared_outputs = _shared_outputs(program)
         # On the device, so that autograd orders the gradients we set before what follows backward.
@@ -238,6 +240,7 @@ class _Call:
         self.others: list[Any] | None = None
         self.versions: list[tuple[int, int]] = []
         self.keeps = step.keeps
+        self.replayed = False  # its forward, as a CUDA graph
         kept = step.bindings.kept
         self._before = [weakref.ref(call) for call in kept.to_come()]  # which are to keep first
         if self.keeps:
@@ -250,15 +253,29 @@ class _Call:
         if step.forward_half.fingerprint.lines:
             # The backward to come is compared as well, since it shows what forward cannot.
             bindings.agreement.require(step.fingerprint)
-        args = step.forward_args(self.inputs)
         with _no_autocast(bindings.group.device):
-            outputs, mutations, tensors, self.others = step.forward_half.run(args)
+            outputs, mutations, tensors, self.others = self._computed()
         step.note_gathered()
         step.write_mutations(mutations, self.inputs)
         self.outputs = list(outputs)
         self.versions = step.versions()
         self.inputs = []
         return tensors
+
+    def _computed(self) -> tuple[Any, Any, Any, Any]:
+        """What the forward half gives; of what it saves nothing if that stays in a graph's pool."""
+        step = self.step
+        args = step.forward_args(self.inputs)
+        graphs, inputs = step.graphs, len(self.inputs)
+        if graphs is not None and graphs.takes(self, args, inputs):
+            try:
+                outputs, mutations = graphs.forward(self, step.forward_half.run, args, inputs)
+            except GraphsFailed:
+                args = step.forward_args(self.inputs)
+            else:
+                self.replayed = True
+                return outputs, mutations, [], []
+        return step.forward_half.run(args)  # type: ignore[no-any-return]
 
     def backward(
         self, saved: list[Any], tangents: Sequence[Tensor | None], accumulates: bool
@@ -280,11 +297,15 @@ class _Call:
         half = step.backward_half(tangents)
         step.bindings.agreement.require(half.fingerprint)
         saved += self.others
-        saved += step.as_traced(tangents, self.sizes)
+        traced = step.as_traced(tangents, self.sizes)
         self.others = None
         accumulating = contextlib.nullcontext() if accumulates else kept.paused()
         with _no_autocast(step.bindings.group.device), accumulating:
-            grads, input_grads = half.run(saved)
+            if self.replayed and step.graphs is not None:
+                grads, input_grads = step.graphs.backward(half.run, traced)
+            else:
+                saved += traced
+                grads, input_grads = half.run(saved)
         kept.arrived(self)
         if accumulates:
             step.accumulate(grads)
