@@ -70,8 +70,11 @@ def recorder(monkeypatch: pytest.MonkeyPatch) -> Repeated:
     why_not = graphable.why_no_graph
 
     def on_cuda(program: graphshard.Program, plan: graphshard.ShardingPlan) -> str | None:
-        found = why_not(program, plan)
-        return None if found == "it runs on cpu" else found
+        notes, program.notes = program.notes, (*program.notes, "captured on cpu for cuda")
+        try:
+            return why_not(program, plan)
+        finally:
+            program.notes = notes
 
     monkeypatch.setattr("graphshard.passes.cuda_graph.why_no_graph", on_cuda)
     monkeypatch.setattr(cuda_graphs, "Graphs", lambda program: Graphs(program, lambda: made))

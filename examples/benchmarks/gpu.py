@@ -26,7 +26,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 import torch
 
-from examples.benchmarks import gpu_checks, gpu_rivals
+from examples.benchmarks import gpu_checks, gpu_ranks, gpu_rivals
 from examples.benchmarks.gpu_table import Place, Row, Section, run_apart, run_here, script, table
 
 BUDGET = 530.0
@@ -36,7 +36,7 @@ PATIENCE = 8
 
 SECTIONS = (
     Section("parity", "one rank against the plain model, each option", 70, gpu_checks.parity),
-    Section("ranks", "several ranks against one process and FSDP2", 80, gpu_checks.ranks),
+    Section("ranks", "several ranks against one process and FSDP2", 80, gpu_ranks.ranks),
     Section("stress", "delays on every stream, poisoned frees", 80, gpu_checks.stress),
     Section("graph", "whole-step CUDA graphs", 45, gpu_checks.graph),
     Section("calibrate", "graphshard calibrate --quick", 60, gpu_checks.calibrated),

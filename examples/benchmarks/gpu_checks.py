@@ -2,11 +2,8 @@
 
 from __future__ import annotations
 
-import copy
-import os
 import time
 from collections.abc import Iterator
-from pathlib import Path
 from statistics import median
 from typing import Any
 
@@ -59,10 +56,6 @@ def fake_ranks(size: int, rank: int = 0) -> None:
     dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=size)
 
 
-def local(tensor: Any) -> Tensor:
-    return tensor.to_local() if hasattr(tensor, "to_local") else tensor
-
-
 # -- one rank ----------------------------------------------------------------------------------
 
 
@@ -81,15 +74,17 @@ def parity(place: Place) -> Iterator[Row]:
             torch.manual_seed(5)
             loss = sharded(*tokens(place))
             loss.backward()
-        yield _close("parity", f"one rank, {name}", loss, expected, _grads(sharded), _grads(plain))
+        yield close(
+            "parity", f"one rank, {name}", loss, expected, grads_of(sharded), grads_of(plain)
+        )
     yield place.retries("parity")
 
 
-def _grads(model: nn.Module) -> dict[str, Tensor]:
+def grads_of(model: nn.Module) -> dict[str, Tensor]:
     return {n: p.grad.cpu() for n, p in model.named_parameters() if p.grad is not None}
 
 
-def _close(
+def close(
     section: str,
     check: str,
     loss: Tensor,
@@ -106,128 +101,6 @@ def _close(
         worst = max(worst, float((grads[name] - grad).norm()) / scale)
     said = "bit-equal" if worst == 0 else f"within {worst:.1e}"
     return Row(section, check, said, f"{bar:g}", grads.keys() == wanted.keys() and worst <= bar)
-
-
-# -- several ranks -----------------------------------------------------------------------------
-
-
-def ranks(place: Place) -> Iterator[Row]:
-    """Ranks over NCCL, one on each GPU; on a single GPU two of them, each as if on its own host."""
-    count = min(4, torch.cuda.device_count()) if place.cuda else 2
-    alone = place.cuda and count == 1
-    count = max(2, count)
-    how = "on one GPU, a NCCL_HOSTID each" if alone else "over NCCL" if place.cuda else "over Gloo"
-    given = (count, str(place.folder), place.device.type, place.small, alone)
-    try:
-        started = torch.multiprocessing.spawn(_rank, given, nprocs=count, join=False)
-        deadline = time.monotonic() + (60.0 if place.cuda else 300.0)
-        while not started.join(timeout=1.0):
-            if time.monotonic() > deadline:
-                raise TimeoutError("the ranks did not come to an end")
-    except Exception as error:
-        for line in _nccl_said(place.folder):
-            yield Row("ranks", "NCCL said", line[:160])
-        said = str(error).strip().splitlines()[-1]
-        yield Row("ranks", f"{count} ranks {how}", said[:160], "no error", False)
-        return
-    for name in ("FULL_SHARD", "SHARD_GRAD_OP", "overlap", "offload"):
-        found = (place.folder / f"rank0.{name}").read_text()
-        worst = float(found)
-        said = "bit-equal" if worst == 0 else f"within {worst:.1e}"
-        yield Row("ranks", f"{count} ranks {how}, {name}", said, "1e-4", worst <= 1e-4)
-    worst = float((place.folder / "rank0.fsdp2").read_text())
-    said = "bit-equal" if worst == 0 else f"within {worst:.1e}"
-    yield Row("ranks", "losses against FSDP2's, 3 steps", said, "1e-4", worst <= 1e-4)
-
-
-def _nccl_said(folder: Path) -> list[str]:
-    """The warnings that NCCL wrote, without their time and place."""
-    lines = [line for file in folder.glob("nccl.*") for line in file.read_text().splitlines()]
-    return sorted({line.split("NCCL WARN", 1)[1].strip() for line in lines if "NCCL WARN" in line})
-
-
-def _rank(
-    rank: int, count: int, folder: str, kind: str, small: bool, alone: bool
-) -> None:  # pragma: no cover  # in processes of their own
-    device = torch.device("cpu")
-    if kind == "cuda":
-        os.environ["NCCL_DEBUG"] = "WARN"
-        os.environ["NCCL_DEBUG_FILE"] = f"{folder}/nccl.%p"
-        if alone:
-            os.environ["NCCL_HOSTID"] = f"graphshard{rank}"
-            os.environ["NCCL_SOCKET_IFNAME"] = "lo"
-        device = torch.device("cuda", 0 if alone else rank)
-        torch.cuda.set_device(device)
-        torch.empty(1, device=device)  # meshes choose a device where none is in use yet
-    else:
-        torch.set_num_threads(1)
-    own = str(0 if alone else rank)
-    os.environ.update(RANK=str(rank), WORLD_SIZE=str(count), LOCAL_RANK=own)
-    store = dist.FileStore(f"{folder}/store", count)
-    backend = "cpu:gloo,cuda:nccl" if kind == "cuda" else "gloo"
-    dist.init_process_group(backend, store=store, rank=rank, world_size=count)
-    place = Place(device, small, Path(folder))
-    torch.manual_seed(0)
-    plain = GPT(config(place)).to(device)
-    reference = copy.deepcopy(plain)
-    losses = [reference(*tokens(place, seed)) for seed in range(count)]
-    (sum(losses[1:], losses[0]) / count).backward()
-    wanted = _grads(reference)
-    ours: list[float] = []
-    for name in ("FULL_SHARD", "SHARD_GRAD_OP", "overlap", "offload"):
-        fields: dict[str, Any] = {"strategy": name} if name.isupper() else {}
-        if name == "overlap":
-            fields = {"schedule": "overlap"}
-        elif name == "offload":
-            fields = {"offload": ("params", "activations")}
-        policy = graphshard.BlockPolicy({Block}, **fields)
-        sharded = graphshard.compile(copy.deepcopy(plain), policy, device=device)
-        for _ in range(2):
-            sharded.zero_grad()
-            loss = sharded(*tokens(place, rank))
-            loss.backward()
-        found = {
-            n: p.grad.full_tensor().cpu()
-            for n, p in sharded.named_parameters()
-            if p.grad is not None
-        }
-        row = _close("ranks", name, loss, losses[rank], found, wanted)
-        worst = torch.tensor(0.0 if row.found == "bit-equal" else float(row.found.split()[1]))
-        dist.all_reduce(worst, dist.ReduceOp.MAX)
-        if rank == 0:
-            Path(folder, f"rank0.{name}").write_text(f"{worst.item():.3e}")
-        if name == "FULL_SHARD":
-            ours = _losses(sharded, place, rank)
-    _write_rival(plain, place, rank, ours, folder)
-    dist.barrier()
-    os._exit(0)  # Gloo at times aborts a process that exits in order
-
-
-def _losses(model: nn.Module, place: Place, rank: int) -> list[float]:
-    model.zero_grad()
-    optimizer = torch.optim.SGD(model.parameters(), lr=1e-2)
-    losses = []
-    for _ in range(3):
-        loss = model(*tokens(place, rank))
-        loss.backward()
-        optimizer.step()
-        optimizer.zero_grad()
-        losses.append(loss.item())
-    return losses
-
-
-def _write_rival(plain: nn.Module, place: Place, rank: int, ours: list[float], out: str) -> None:
-    from torch.distributed.fsdp import fully_shard
-
-    theirs = copy.deepcopy(plain)
-    mesh = dist.init_device_mesh(place.device.type, (dist.get_world_size(),))
-    for block in theirs.blocks:  # type: ignore[union-attr]
-        fully_shard(block, mesh=mesh)
-    fully_shard(theirs, mesh=mesh)
-    losses = _losses(theirs, place, rank)
-    gap = max(abs(a - b) / abs(b) for a, b in zip(ours, losses, strict=True))
-    if rank == 0:
-        Path(out, "rank0.fsdp2").write_text(f"{gap:.3e}")
 
 
 # -- streams -----------------------------------------------------------------------------------
@@ -254,8 +127,46 @@ def stress(place: Place) -> Iterator[Row]:
 
 
 def graph(place: Place) -> Iterator[Row]:
-    """Whole-step CUDA graphs: as `graphshard` says of each program whether it has one."""
-    yield Row("graph", "cuda_graph=True", "not in this version")
+    """Whole-step CUDA graphs, on one rank and on a rank of four: the same losses, and the time."""
+    for world in (1, 4):
+        if world > 1:
+            fake_ranks(world, rank=1)
+        losses, seconds, peaks, said = {}, {}, {}, ""
+        for graphs in (False, True):
+            torch.manual_seed(0)
+            policy = graphshard.BlockPolicy({Block}, cuda_graph=graphs)
+            sharded = graphshard.compile(
+                GPT(config(place, dropout=0.1)), policy, device=place.device
+            )
+            if world > 1:
+                stand_in(sharded)
+            losses[graphs] = trained(sharded, place, steps=8)
+            peaks[graphs], _, seconds[graphs] = step_of(sharded, place)
+            said = next((n for n in sharded.program.notes if n.startswith("cuda graph: ")), "")
+        captured = said.startswith("cuda graph: one") if place.cuda else None
+        yield Row("graph", f"rank of {world}", said.partition(": ")[2][:120], "captured", captured)
+        gap = max(abs(a - b) / abs(b) for a, b in zip(losses[True], losses[False], strict=True))
+        same = "bit-equal" if gap == 0 else f"within {gap:.1e}"
+        yield Row("graph", "  losses of 8 steps with dropout", same, "1e-4", gap <= 1e-4)
+        took = f"{seconds[True] * 1e3:.2f} ms, {seconds[False] * 1e3:.2f} without"
+        yield Row("graph", "  step", took)
+        used = f"{peaks[True] / 2**20:.0f} MiB, {peaks[False] / 2**20:.0f} without"
+        yield Row("graph", "  peak", used)
+    yield place.retries("graph")
+
+
+def trained(model: nn.Module, place: Place, steps: int, seed: int = 0) -> list[float]:
+    """The losses of steps of SGD, each on a batch of its own."""
+    optimizer = torch.optim.SGD(model.parameters(), lr=1e-2)
+    losses = []
+    for step in range(steps):
+        torch.manual_seed(step)
+        loss = model(*tokens(place, seed + step))
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(loss.detach())
+    return torch.stack(losses).tolist()
 
 
 # -- predictions -------------------------------------------------------------------------------

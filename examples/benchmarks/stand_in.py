@@ -71,14 +71,15 @@ class Communicator:
     def begin(self, op: str, size: int) -> None:
         """Queue the wait for the one before, and the time that `size` bytes take."""
         self.calls.append((op, size))
-        if self._last is not None:
+        # In the capture of a graph nothing may wait for what is outside of it; the lane orders all.
+        if self._last is not None and not torch.cuda.is_current_stream_capturing():
             torch.cuda.current_stream(self.device).wait_event(self._last)
         if self.seconds_of is not None:
             self.delay(self.seconds_of(op, size))
 
     def end(self) -> None:
         """All that was queued since `begin` belongs to it."""
-        if self.device.type == "cuda":
+        if self.device.type == "cuda" and not torch.cuda.is_current_stream_capturing():
             self._last = torch.cuda.current_stream(self.device).record_event()
 
 

@@ -204,7 +204,15 @@ def graphs_of(program: Program, group: Group) -> Graphs | None:
 
 
 def _stays(value: Any) -> Any:
-    return value.detach().clone() if isinstance(value, Tensor) else value
+    """A tensor of its own for the values of `value`, with its strides where they can be written."""
+    if not isinstance(value, Tensor):
+        return value
+    if any(
+        stride == 0 and size > 1 for size, stride in zip(value.shape, value.stride(), strict=True)
+    ):
+        return value.detach().clone()
+    own = torch.empty_strided(value.size(), value.stride(), dtype=value.dtype, device=value.device)
+    return own.copy_(value.detach())
 
 
 def _cloned(value: Any) -> Any:

@@ -6,7 +6,6 @@ import contextlib
 import weakref
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
-from itertools import islice
 from typing import Any
 
 import torch
@@ -29,6 +28,7 @@ from graphshard.runtime.lower import lower
 from graphshard.runtime.reduce import require_reducible
 from graphshard.runtime.shards import Shard
 from graphshard.runtime.standing import StandingShard
+from graphshard.runtime.tangents import tangent_strides, with_stride
 from graphshard.verify import verify
 from graphshard.views import gather_waits
 
@@ -206,7 +206,7 @@ class Step:
     ) -> list[Tensor | None]:
         """`tangents` with the strides the program was traced for, at these `sizes`."""
         return [
-            t if t is None or t.stride() == stride else _with_stride(t, stride)
+            t if t is None or t.stride() == stride else with_stride(t, stride)
             for t, stride in zip(tangents, self._tangent_strides(sizes), strict=True)
         ]
 
@@ -275,7 +275,7 @@ class _Call:
             else:
                 self.replayed = True
                 return outputs, mutations, [], []
-        return step.forward_half.run(args)  # type: ignore[no-any-return]
+        return step.forward_half.run(args)
 
     def backward(
         self, saved: list[Any], tangents: Sequence[Tensor | None], accumulates: bool
@@ -386,25 +386,6 @@ def _shared_outputs(program: Program) -> list[int]:
             shared.append(index)
         seen.add(value)
     return shared
-
-
-def tangent_strides(program: Program) -> Callable[[tuple[int, ...]], list[tuple[int, ...]]]:
-    """From a call's symbolic sizes to the strides of the tangents, as traced."""
-    strides = [o.tangent.meta["val"].stride() for o in program.outputs if o.tangent is not None]
-    if program.sizes is None:
-        return lambda sizes: strides
-    flat = program.sizes.evaluator([size for stride in strides for size in stride])
-
-    def at(sizes: tuple[int, ...]) -> list[tuple[int, ...]]:
-        numbers = iter(flat(*sizes))
-        return [tuple(islice(numbers, len(stride))) for stride in strides]
-
-    return at
-
-
-def _with_stride(tensor: Tensor, stride: tuple[int, ...]) -> Tensor:
-    result = torch.empty_strided(tensor.shape, stride, dtype=tensor.dtype, device=tensor.device)
-    return result.copy_(tensor)
 
 
 def _no_autocast(device: torch.device) -> Any:
