@@ -105,7 +105,7 @@ def peaks() -> list[dict[str, float]]:
 SHARD = MODEL / 2
 # Room for a piece as it is read, one as it is sent, and what the allocator keeps of them; a gather
 # has a tensor several times over (DTensor's and Gloo's copies).
-ROOM = 6 * TENSOR
+ROOM = 7 * TENSOR
 GATHERED = 12 * TENSOR
 
 BOUNDS: dict[str, Callable[[int], float]] = {

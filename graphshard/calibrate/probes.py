@@ -7,59 +7,19 @@ same call, so that a curve means here what it means when it is looked up.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass
-from math import prod
 from typing import Any
 
 import torch
 from torch import Tensor, fx
 
+from graphshard.calibrate import operands as drawn
+from graphshard.calibrate.operands import Draw, Make, Operands
 from graphshard.cost.hardware import dtype_name
 from graphshard.cost.op_cost import op_cost
 
 aten = torch.ops.aten
-
-Operands = tuple[Any, ...]
-Make = Callable[["Draw", int], Operands]
-
-_POOL = 1 << 24
-"""Elements of a pool on a CPU; the largest operand has half of them."""
-
-
-class Draw:
-    """Makes operands of one dtype on one device: parts of one pool of random numbers.
-
-    Each part begins where the last one ended, so that what is made one after the other lies apart,
-    and many operands take no more memory than the pool. They are only to be read.
-
-    Args:
-        dtype: of what is drawn.
-        device: where.
-    """
-
-    def __init__(self, dtype: torch.dtype, device: torch.device) -> None:
-        self.dtype, self.device = dtype, device
-        numel = _POOL if device.type == "cpu" else 16 * _POOL
-        self._pool = torch.randn(numel, device=device).to(dtype)
-        self._next = 0
-
-    def __call__(self, *shape: int) -> Tensor:
-        """Random numbers, `shape`, contiguous."""
-        count = prod(shape)
-        if self._next + count > self._pool.numel():
-            self._next = 0
-        part = self._pool[self._next : self._next + count].view(shape)
-        self._next += -(-count // 64) * 64
-        return part
-
-    def like(self, tensor: Tensor) -> Tensor:
-        """Random numbers of its shape, contiguous."""
-        return self(*tensor.shape)
-
-    def indices(self, count: int, below: int) -> Tensor:
-        """Random int64 indices, `(count,)`."""
-        return torch.randint(below, (count,), device=self.device)
 
 
 @dataclass(frozen=True)
@@ -104,213 +64,6 @@ class Shot:
             kept[turn % count] = target(*operands[turn % count])
 
 
-# -- operands --------------------------------------------------------------------------------------
-
-_WIDTH = 512
-_HEADS, _HEAD = 8, 64
-
-
-def _rows(draw: Draw, numel: int) -> Tensor:
-    """Activations, `(tokens, width)`."""
-    width = min(_WIDTH, numel)
-    return draw(numel // width, width)
-
-
-def _pair(draw: Draw, numel: int) -> Operands:
-    return _rows(draw, numel), _rows(draw, numel)
-
-
-def _single(*rest: Any) -> Make:
-    return lambda draw, numel: (_rows(draw, numel), *rest)
-
-
-def _by_head(draw: Draw, numel: int) -> Tensor:
-    """Queries as attention has them, `(batch, heads, tokens, head)`, strided."""
-    tokens = max(1, numel // (_HEADS * _HEAD))
-    return draw(1, tokens, _HEADS, _HEAD).transpose(1, 2)
-
-
-def _product(transposed: int) -> Make:
-    """Square operands, as forward (right one transposed), or the two products of backward."""
-
-    def make(draw: Draw, n: int) -> Operands:
-        left, right = draw(n, n), draw(n, n)
-        return (left.t() if transposed == 1 else left, right.t() if transposed == 2 else right)
-
-    return make
-
-
-def _products(draw: Draw, n: int) -> Operands:
-    """Scores of `n` heads of 128 tokens."""
-    return draw(n, 128, _HEAD), draw(n, _HEAD, 128)
-
-
-def _grouped(transposed: bool) -> Make:
-    """Tokens over 8 experts, `(tokens, width)` by `(8, width, width)`."""
-
-    def make(draw: Draw, tokens: int) -> Operands:
-        experts = draw(8, _WIDTH, 256).transpose(1, 2) if transposed else draw(8, 256, _WIDTH)
-        return draw(tokens, 256), experts, _ends(draw, tokens)
-
-    return make
-
-
-def _grouped_weights(draw: Draw, tokens: int) -> Operands:
-    """The experts' gradients: tokens by tokens, group by group."""
-    return draw(tokens, 256).t(), draw(tokens, _WIDTH), _ends(draw, tokens)
-
-
-def _ends(draw: Draw, tokens: int) -> Tensor:
-    return torch.arange(1, 9, device=draw.device, dtype=torch.int32) * (tokens // 8)
-
-
-def _heads(draw: Draw, tokens: int) -> list[Tensor]:
-    return [draw(1, tokens, _HEADS, _HEAD).transpose(1, 2) for _ in range(3)]
-
-
-def _attention(causal: bool) -> Make:
-    return lambda draw, tokens: (*_heads(draw, tokens), 0.0, causal)
-
-
-def _attention_backward(causal: bool) -> Make:
-    def make(draw: Draw, tokens: int) -> Operands:
-        q, k, v = _heads(draw, tokens)
-        out, lse = aten._scaled_dot_product_flash_attention_for_cpu(q, k, v, 0.0, causal)
-        return draw.like(out), q, k, v, out, lse, 0.0, causal
-
-    return make
-
-
-def _cuda_attention_backward(causal: bool) -> Make:
-    def make(draw: Draw, tokens: int) -> Operands:
-        q, k, v = _heads(draw, tokens)
-        made = aten._scaled_dot_product_flash_attention(q, k, v, 0.0, causal)
-        out, lse, cum_q, cum_k, max_q, max_k, seed, offset = made[:8]
-        grad = draw.like(out)
-        return (grad, q, k, v, out, lse, cum_q, cum_k, max_q, max_k, 0.0, causal, seed, offset)
-
-    return make
-
-
-def _images(window: int, group_width: int = 0, stride: int = 1) -> Make:
-    """Images and filters of a stage of a pyramid: 64 channels of 56 x 56 pixels to 512 of 7 x 7.
-
-    A size is `4 * batch + stage`; 0 is one pixel, as where channels are weighed.
-    """
-
-    def make(draw: Draw, size: int) -> Operands:
-        batch, stage = divmod(size, 4)
-        channels, side = (64 << stage, 56 >> stage) if batch else (64, 1)
-        groups = channels // group_width if group_width else 1
-        images = draw(max(1, batch), channels, side, side)
-        filters = draw(channels, channels // groups, window, window)
-        half = window // 2
-        return (
-            images, filters, None, [stride, stride], [half, half], [1, 1], False, [0, 0], groups
-        )  # fmt: skip
-
-    return make
-
-
-def _images_backward(*kind: int) -> Make:
-    forward = _images(*kind)
-
-    def make(draw: Draw, size: int) -> Operands:
-        images, filters, _, *rest = forward(draw, size)
-        grad = draw.like(aten.convolution(images, filters, None, *rest))
-        return grad, images, filters, None, *rest, [True, True, False]
-
-    return make
-
-
-def _normed(draw: Draw, numel: int) -> Operands:
-    x = _rows(draw, numel)
-    scale = draw(x.shape[1])
-    return x, [x.shape[1]], scale, scale, 1e-5
-
-
-def _normed_backward(draw: Draw, numel: int) -> Operands:
-    x, shape, scale, bias, epsilon = _normed(draw, numel)
-    _, mean, deviation = aten.native_layer_norm(x, shape, scale, bias, epsilon)
-    return draw.like(x), x, shape, mean, deviation, scale, bias, [True, True, True]
-
-
-def _batch(draw: Draw, numel: int) -> Tensor:
-    """Feature maps, `(4, channels, 16, 16)`."""
-    return draw(4, max(1, numel // 1024), 16, 16)
-
-
-def _batch_normed(draw: Draw, numel: int) -> Operands:
-    x = _batch(draw, numel)
-    ones = torch.ones(x.shape[1], device=draw.device)
-    return x, ones, ones, ones.clone(), ones.clone(), True, 0.1, 1e-5
-
-
-def _batch_normed_backward(draw: Draw, numel: int) -> Operands:
-    x, scale, _, mean, variance, train, _, epsilon = _batch_normed(draw, numel)
-    grad = draw.like(x)
-    return grad, x, scale, mean, variance, mean, variance, train, epsilon, [True, True, True]
-
-
-def _softmax_backward(draw: Draw, numel: int) -> Operands:
-    x = _rows(draw, numel)
-    return draw.like(x), x.softmax(-1), -1, draw.dtype
-
-
-def _dropped(draw: Draw, numel: int) -> Operands:
-    grad = _rows(draw, numel)
-    return grad, torch.rand_like(grad, dtype=torch.float32) < 0.9, 1.1
-
-
-def _picked(draw: Draw, numel: int) -> Operands:
-    rows = max(1, numel // _WIDTH)
-    return draw(2048, min(_WIDTH, numel)), draw.indices(rows, 2048)
-
-
-def _indexed(draw: Draw, numel: int) -> Operands:
-    table, rows = _picked(draw, numel)
-    return table, [rows]
-
-
-def _put(draw: Draw, numel: int) -> Operands:
-    x = _rows(draw, numel)
-    return x, [torch.randperm(len(x), device=draw.device)], draw.like(x)
-
-
-def _embedded_backward(draw: Draw, numel: int) -> Operands:
-    rows = max(1, numel // _WIDTH)
-    return draw(rows, min(_WIDTH, numel)), draw.indices(rows, rows), rows, -1, False
-
-
-def _rotated(draw: Draw, numel: int) -> Operands:
-    """Half of each head by its position's angle, as rotary embeddings multiply."""
-    x = _by_head(draw, 2 * numel)[..., : _HEAD // 2]
-    return x, draw(x.shape[2], _HEAD // 2)
-
-
-def _joined(draw: Draw, numel: int) -> Operands:
-    return [_by_head(draw, numel // 2), _by_head(draw, numel // 2)], -1
-
-
-def _sliced_back(draw: Draw, numel: int) -> Operands:
-    x = _rows(draw, numel // 2)
-    return x, [2 * x.shape[0], x.shape[1]], 0, 0, x.shape[0], 1
-
-
-def _moved_heads(draw: Draw, numel: int) -> Operands:
-    return (_by_head(draw, numel),)
-
-
-def _pooled(draw: Draw, numel: int) -> Operands:
-    return _batch(draw, numel), [3, 3], [2, 2], [1, 1]
-
-
-def _pooled_backward(draw: Draw, numel: int) -> Operands:
-    x, window, step, pad = _pooled(draw, numel)
-    out, where = aten.max_pool2d_with_indices(x, window, step, pad)
-    return draw.like(out), x, window, step, pad, [1, 1], False, where
-
-
 # -- the list --------------------------------------------------------------------------------------
 
 _NUMEL = (1 << 10, 1 << 14, 1 << 17, 1 << 20, 1 << 22, 1 << 23)
@@ -324,23 +77,30 @@ def _probes(device: torch.device) -> Iterator[Probe]:
     # transposed; the curve is the mean of the three.
     for transposed in range(3):
         sizes = _PRODUCTS if device.type == "cpu" else (*_PRODUCTS, 2048, 4096, 8192)
-        yield Probe("matmul", aten.mm.default, _product(transposed), sizes, dtypes=True)
-    yield Probe("bmm", aten.bmm.default, _products, (1, 8, 64, 256), dtypes=True)
-    for make in (_grouped(transposed=False), _grouped(transposed=True), _grouped_weights):
+        yield Probe("matmul", aten.mm.default, drawn.product(transposed), sizes, dtypes=True)
+    yield Probe("bmm", aten.bmm.default, drawn.products, (1, 8, 64, 256), dtypes=True)
+    for make in (
+        drawn.grouped(transposed=False),
+        drawn.grouped(transposed=True),
+        drawn.grouped_weights,
+    ):
         yield Probe("grouped_mm", aten._grouped_mm.default, make, (64, 512, 2048), dtypes=True)
     if device.type == "cuda":
-        attention, backward = aten._scaled_dot_product_flash_attention, _cuda_attention_backward
+        attention, backward = (
+            aten._scaled_dot_product_flash_attention,
+            drawn.cuda_attention_backward,
+        )
         attention_back = aten._scaled_dot_product_flash_attention_backward
     else:
         attention, backward = (
             aten._scaled_dot_product_flash_attention_for_cpu,
-            _attention_backward,
+            drawn.attention_backward,
         )
         attention_back = aten._scaled_dot_product_flash_attention_for_cpu_backward
     tokens = _TOKENS if device.type == "cpu" else (*_TOKENS, 4096, 8192)
     for causal, end in ((False, ""), (True, ".causal")):
         name = f"attention{end}"
-        yield Probe(name, attention.default, _attention(causal), tokens, dtypes=True)
+        yield Probe(name, attention.default, drawn.attention(causal), tokens, dtypes=True)
         name = f"attention_backward{end}"
         yield Probe(name, attention_back.default, backward(causal), tokens, dtypes=True)
     for end, kind in (
@@ -351,43 +111,44 @@ def _probes(device: torch.device) -> Iterator[Probe]:
         (".pointwise", (1,)),
         (".pointwise.strided", (1, 0, 2)),
     ):
-        yield Probe(f"convolution{end}", aten.convolution.default, _images(*kind), _STAGES)
-        make, backward_op = _images_backward(*kind), aten.convolution_backward.default
+        yield Probe(f"convolution{end}", aten.convolution.default, drawn.images(*kind), _STAGES)
+        make, backward_op = drawn.images_backward(*kind), aten.convolution_backward.default
         yield Probe(f"convolution_backward{end}", backward_op, make, _STAGES)
     for name, target, make in _STREAMING:
         yield Probe(name, target, make, _NUMEL, dtypes=name in ("add", "clone"))
 
 
 _STREAMING: tuple[tuple[str, Any, Make], ...] = (
-    ("add", aten.add.Tensor, _pair),
-    ("add.strided", aten.mul.Tensor, _rotated),
-    ("clone", aten.clone.default, _single()),
-    ("clone.strided", aten.clone.default, _moved_heads),
-    ("cat", aten.cat.default, _joined),
-    ("gelu", aten.gelu.default, _single()),
-    ("gelu_backward", aten.gelu_backward.default, _pair),
-    ("silu", aten.silu.default, _single()),
-    ("silu_backward", aten.silu_backward.default, _pair),
-    ("pow", aten.pow.Tensor_Scalar, _single(2)),
-    ("sum", aten.sum.dim_IntList, _single([0], True)),
-    ("_softmax", aten._softmax.default, _single(-1, False)),
-    ("_safe_softmax", aten._safe_softmax.default, _single(-1)),
-    ("_softmax_backward_data", aten._softmax_backward_data.default, _softmax_backward),
-    ("native_layer_norm", aten.native_layer_norm.default, _normed),
-    ("native_layer_norm_backward", aten.native_layer_norm_backward.default, _normed_backward),
-    ("native_batch_norm", aten.native_batch_norm.default, _batch_normed),
-    ("native_batch_norm_backward", aten.native_batch_norm_backward.default, _batch_normed_backward),
-    ("native_dropout", aten.native_dropout.default, _single(0.1, True)),
-    ("native_dropout_backward", aten.native_dropout_backward.default, _dropped),
-    ("embedding", aten.embedding.default, _picked),
-    ("embedding_dense_backward", aten.embedding_dense_backward.default, _embedded_backward),
-    ("index", aten.index.Tensor, _indexed),
-    ("index_put", aten.index_put.default, _put),
-    ("slice_backward", aten.slice_backward.default, _sliced_back),
-    ("topk", aten.topk.default, _single(2)),
-    ("max_pool2d_with_indices", aten.max_pool2d_with_indices.default, _pooled),
+    ("add", aten.add.Tensor, drawn.pair),
+    ("add.strided", aten.mul.Tensor, drawn.rotated),
+    ("clone", aten.clone.default, drawn.single()),
+    ("clone.strided", aten.clone.default, drawn.moved_heads),
+    ("cat", aten.cat.default, drawn.joined),
+    ("gelu", aten.gelu.default, drawn.single()),
+    ("gelu_backward", aten.gelu_backward.default, drawn.pair),
+    ("silu", aten.silu.default, drawn.single()),
+    ("silu_backward", aten.silu_backward.default, drawn.pair),
+    ("pow", aten.pow.Tensor_Scalar, drawn.single(2)),
+    ("sum", aten.sum.dim_IntList, drawn.single([0], True)),
+    ("_softmax", aten._softmax.default, drawn.single(-1, False)),
+    ("_safe_softmax", aten._safe_softmax.default, drawn.single(-1)),
+    ("_softmax_backward_data", aten._softmax_backward_data.default, drawn.softmax_backward),
+    ("native_layer_norm", aten.native_layer_norm.default, drawn.normed),
+    ("native_layer_norm_backward", aten.native_layer_norm_backward.default, drawn.normed_backward),
+    ("native_batch_norm", aten.native_batch_norm.default, drawn.batch_normed),
+    ("native_batch_norm_backward", aten.native_batch_norm_backward.default,
+     drawn.batch_normed_backward),
+    ("native_dropout", aten.native_dropout.default, drawn.single(0.1, True)),
+    ("native_dropout_backward", aten.native_dropout_backward.default, drawn.dropped),
+    ("embedding", aten.embedding.default, drawn.picked),
+    ("embedding_dense_backward", aten.embedding_dense_backward.default, drawn.embedded_backward),
+    ("index", aten.index.Tensor, drawn.indexed),
+    ("index_put", aten.index_put.default, drawn.put),
+    ("slice_backward", aten.slice_backward.default, drawn.sliced_back),
+    ("topk", aten.topk.default, drawn.single(2)),
+    ("max_pool2d_with_indices", aten.max_pool2d_with_indices.default, drawn.pooled),
     ("max_pool2d_with_indices_backward", aten.max_pool2d_with_indices_backward.default,
-     _pooled_backward),
+     drawn.pooled_backward),
 )  # fmt: skip
 
 _COLD_BYTES = 16 * 2**20
