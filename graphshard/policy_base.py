@@ -66,7 +66,9 @@ class Policy:
         schedule: "fsdp", where the fields above say gathers are issued and units end; or "overlap":
             by estimated times, gathers, waits, frees and reduces stand where the step is shortest,
             within `memory_budget`, or without one within what "fsdp" with the default prefetch
-            needs. A program that simulation does not find better so stays as "fsdp" makes it.
+            needs. A program that simulation does not find better so stays as "fsdp" makes it. Times
+            depend on sizes: ranks called with inputs of different ones, which "fsdp" allows, would
+            issue other collectives, and get a `FingerprintError` instead.
         hardware: what "overlap" is timed on: a preset's name, a hardware file, or a
             `graphshard.Hardware`; the same on every rank. None: "h100-sxm" for a program that runs
             on CUDA, "cpu-gloo" for one on the CPU.

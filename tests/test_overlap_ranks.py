@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable
 from contextlib import nullcontext
 from typing import Any
@@ -19,6 +20,7 @@ from torch.nn import functional as F
 
 import graphshard
 from examples.benchmarks.live_bytes import LiveBytes
+from graphshard.errors import FingerprintError
 
 STEPS = 2
 BF16 = graphshard.MixedPrecision(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
@@ -135,11 +137,24 @@ def as_fully_shard(rank: int) -> None:
         parity.check(outcome)
 
 
+def sizes_that_differ_are_told(rank: int) -> None:
+    """FSDP's order does not mind; what is merged or split depends on how long compute takes."""
+    model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
+    x = torch.zeros(400_000 if rank else 2, 4)
+    plain = graphshard.compile(copy.deepcopy(model), graphshard.BlockPolicy(nn.Linear))
+    plain(x).sum().backward()
+    by_cost = graphshard.BlockPolicy(nn.Linear, schedule="overlap")
+    sharded = graphshard.compile(model, by_cost)
+    with pytest.raises(FingerprintError, match="would issue different collectives"):
+        sharded(x)
+
+
 CHECKS = [
     accumulated,
     offloaded,
     in_no_more_memory,
     as_fully_shard,
+    sizes_that_differ_are_told,
 ]
 MORE_CHECKS = [
     recomputed_in_16_bits,
