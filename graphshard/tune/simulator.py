@@ -81,7 +81,11 @@ class Simulator:
                     self.estimates[candidate] = estimate
         except (CaptureError, PolicyError, PlanError, PassError):
             return None
-        return replace(self._by_program[key], candidate=candidate)
+        found = replace(self._by_program[key], candidate=candidate)
+        budget = plan.policy.memory_budget
+        if budget is not None and found.step_bytes > budget:
+            return None  # recomputing all it may is not enough: the program would be refused
+        return found
 
     def rung(self, ladder: Ladder, step: int) -> Outcome | None:
         """That of the rung `step` of `ladder`, of those between 0 and `RUNGS`."""
