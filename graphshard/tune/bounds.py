@@ -26,6 +26,7 @@ from graphshard.plan import ShardingPlan
 from graphshard.program import BACKWARD, FORWARD, Program
 from graphshard.runs import assign_units
 from graphshard.step_memory import PARAMETERS, storages_of
+from graphshard.tune.shallow import Shallow
 from graphshard.tune.simulator import Simulator
 from graphshard.tune.space import Candidate, Group
 from graphshard.views import alias_inputs, cast_dtype
@@ -55,9 +56,13 @@ class _Work:
 
 @dataclass
 class Bounds:
-    """The bounds of the groups that `simulator` simulates."""
+    """The bounds of the groups that `simulator` simulates.
+
+    With smaller models, the compute and the activations are drawn out of theirs (see `Shallow`).
+    """
 
     simulator: Simulator
+    shallow: Shallow | None = None
     _works: dict[Any, _Work] = field(default_factory=dict)
     _plans: dict[Any, ShardingPlan] = field(default_factory=dict)
 
@@ -75,7 +80,7 @@ class Bounds:
         keeps = any(candidate.schedule != "fsdp" for candidate in candidates)
         network = _network_seconds(plan, hardware, work, again=not keeps)
         states = OPTIMIZERS[space.auto.optimizer]
-        held, _ = resident_bytes(self.simulator.captures.of(plan), plan, states)
+        held, _ = resident_bytes(self._captured(plan), plan, states)
         saves = plan.policy.offloads("activations")
         least = sum(held.values()) + (0 if saves else work.bytes)
         return Bound(max(work.seconds, network) + optimizer, least)
@@ -84,21 +89,45 @@ class Bounds:
         """A plan with the layouts of `group`, which do not depend on what is recomputed."""
         key = group.units, group.sharding
         if key not in self._plans:
-            plain = replace(group, recompute=None, offload=None)
-            self._plans[key] = self.simulator.plan(Candidate(plain))
+            self._plans[key] = self.simulator.plan(_plain(group))
         return self._plans[key]
 
+    def _captured(self, plan: ShardingPlan) -> Program:
+        captures = self.simulator.captures
+        return captures.of(plan) if self.shallow is None else captures.like(plan)
+
     def _work(self, group: Group) -> _Work:
-        captured = self.simulator.captures.of(self._plan(group))
-        by_units = not self.simulator.space.blocks.classes
+        captured = self._captured(self._plan(group))
+        if self.shallow is None:
+            return self._done(self.simulator, group, captured)
+        parts = [
+            self._done(model, group, model.captures.of(model.plan(_plain(group))))
+            for model in (self.shallow.few, self.shallow.more)
+        ]
+        if id(captured) not in self._works:
+            self._works[id(captured)] = _work_of(captured, self.simulator.space.hardware)
+        # Casts change nothing about what reads which parameter, and recomputing reads no less.
+        return replace(
+            self._works[id(captured)],
+            seconds=self.shallow.along(*(work.seconds for work in parts)),
+            bytes=int(self.shallow.along(*(work.bytes for work in parts))),
+        )
+
+    def _done(self, model: Simulator, group: Group, captured: Program) -> _Work:
+        by_units = not model.space.blocks.classes
         key = id(captured), group.recompute, group.units if by_units else None
         if key not in self._works:
-            plan = self.simulator.plan(Candidate(replace(group, offload=None)))
+            plan = model.plan(Candidate(replace(group, offload=None)))
             program = captured.copy()
             assign_units(program, plan)
             default_passes(plan.policy)[0].apply(program, plan)
-            self._works[key] = _work_of(program, self.simulator.space.hardware)
+            self._works[key] = _work_of(program, model.space.hardware)
         return self._works[key]
+
+
+def _plain(group: Group) -> Candidate:
+    """A candidate with the units and layouts of `group`, which depend on nothing else of it."""
+    return Candidate(replace(group, recompute=None, offload=None))
 
 
 def _work_of(program: Program, hardware: Hardware) -> _Work:

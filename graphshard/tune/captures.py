@@ -26,8 +26,9 @@ class Captures:
     of them. So the step is captured with casts at the root alone, and it is seen which modules get
     inputs that a unit would cast. For units that are none of these, the program is the same: no
     cast would change anything at the first of them, so nothing differs before the second, and so
-    on. Other units, or those of a precision that casts outputs or is not the same everywhere, have
-    a program of their own.
+    on. Units that share which of these they are share a program, too, as a cast leaves less to be
+    cast behind it. Those of a precision that casts outputs or is not the same everywhere have one
+    of their own.
     """
 
     def __init__(
@@ -50,17 +51,26 @@ class Captures:
         Raises:
             CaptureError: the step cannot be captured.
         """
-        precisions = plan.precisions
-        if not _same_everywhere(precisions):
+        plain = self._shared(plan)
+        if plain is None:
             return self._captured(plan, tuple(unit.fqn for unit in plan.units))
+        casting = tuple(unit.fqn for unit in plan.units if unit.fqn in self._cast)
+        return self._captured(plan, casting) if casting else plain
+
+    def like(self, plan: ShardingPlan) -> Program:
+        """A captured program that differs from that of `plan` by casts alone, if there is one."""
+        return self._shared(plan) or self.of(plan)
+
+    def _shared(self, plan: ShardingPlan) -> Program | None:
+        """The program with casts at the root alone, for a plan that may have it."""
+        if not _same_everywhere(plan.precisions):
+            return None
         if self._plain is None and self._may_share:
             try:
-                self._plain = self._at_the_root(precisions)
+                self._plain = self._at_the_root(plan.precisions)
             except CaptureError:  # without casts at units it does not run
                 self._may_share = False
-        if self._plain is not None and self._cast.isdisjoint(unit.fqn for unit in plan.units):
-            return self._plain
-        return self._captured(plan, tuple(unit.fqn for unit in plan.units))
+        return self._plain
 
     @property
     def count(self) -> int:

@@ -14,6 +14,9 @@ from graphshard.tune.space import Candidate, Group, Sharding
 
 Neighbour = tuple[str, Candidate]
 
+_SAME = 5e-4
+"""Times are called equal that differ by no more than this part."""
+
 
 def reasons(search: Search, winner: Outcome) -> dict[str, str]:
     """By what is other, what that would cost."""
@@ -45,13 +48,15 @@ def _alike(
     search: Search, candidate: Candidate, winner: Outcome, own: Outcome
 ) -> tuple[Outcome | None, Outcome]:
     """Outcomes of two groups, to be compared: where not all of all groups are tried, of gathers
-    issued in the way that was.
+    issued in the way that was, unless the other seems no slower so.
     """
     probe = search.space.probes(winner.candidate.group)[0]
     mine = None if search.exhaustive else search.quick.outcome(probe)
-    if mine is None:
-        return search.quick.outcome(candidate), own
-    return search.quick.outcome(replace(probe, group=candidate.group)), mine
+    if mine is not None:
+        found = search.quick.outcome(replace(probe, group=candidate.group))
+        if found is not None and found.seconds > mine.seconds * (1 + _SAME):
+            return found, mine
+    return search.quick.outcome(candidate), own
 
 
 def _why(outcome: Outcome, base: Outcome, winner: Outcome, budget: int) -> str:
@@ -63,7 +68,7 @@ def _why(outcome: Outcome, base: Outcome, winner: Outcome, budget: int) -> str:
             f"{human_bytes(outcome.at_peak[most])} of it {most}"
         )
     longer = outcome.seconds / base.seconds - 1
-    if abs(longer) < 5e-4:
+    if abs(longer) < _SAME:
         more = outcome.peak - base.peak
         same = f"as fast, and needs {human_bytes(abs(more))} {'more' if more > 0 else 'less'}"
         return "makes no difference" if not more else same

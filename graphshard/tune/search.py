@@ -81,7 +81,7 @@ class Search:
     def __post_init__(self) -> None:
         self.space = self.simulator.space
         self.quick: Quick = self.shallow or self.simulator
-        program = self.simulator.captures.of(self.simulator.plan(self._first()))
+        program = self.simulator.captures.like(self.simulator.plan(self._first()))
         self.exhaustive = self.shallow is None and len(program.graph.nodes) <= EXHAUSTIVE
 
     @classmethod
@@ -89,7 +89,7 @@ class Search:
         """A search with smaller models, if `simulator` has a large one of many equal blocks."""
         space = simulator.space
         plan = simulator.plan(space.candidates(space.groups()[0])[0])
-        large = len(simulator.captures.of(plan).graph.nodes) > EXHAUSTIVE
+        large = len(simulator.captures.like(plan).graph.nodes) > EXHAUSTIVE
         shallow = shallow_of(simulator.model, simulator.captures, space) if large else None
         return cls(simulator, shallow, budget)
 
@@ -120,7 +120,7 @@ class Search:
     # -- every group, by its bound --------------------------------------------------------------
 
     def _coarse(self) -> None:
-        bounds = Bounds(self.simulator)
+        bounds = Bounds(self.simulator, self.shallow)
         groups = self.space.groups()
         with self._stage("bounds", len(groups)):
             for group in groups:

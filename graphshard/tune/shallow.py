@@ -66,6 +66,10 @@ class Shallow:
         first, second = DEPTHS
         return (self.depth - first) / (second - first)
 
+    def along(self, few: float, more: float) -> float:
+        """The figure of the whole model, from those of the two smaller ones."""
+        return few + self._share * (more - few)
+
     def drawn_out(self, few: Outcome, more: Outcome) -> Outcome:
         """The whole model's outcome, from those of the two smaller ones."""
         return few.drawn_out(more, self._share)

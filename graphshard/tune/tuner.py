@@ -61,7 +61,7 @@ def tune(
         with progress.stage("capture"):
             simulator = Simulator(model, captures, space, space.blocks.fqns)
             first = space.candidates(space.groups()[0])[0]
-            captures.of(simulator.plan(first))
+            captures.like(simulator.plan(first))
         with without_collecting():
             search = Search.of(simulator, auto.budget(space.hardware))
             search.progress = progress
