@@ -117,6 +117,9 @@ def test_no_strategy_races(options: dict[str, Any]) -> None:
     assert races.accesses > 300
     assert races.freed_behind_lanes > 5, "lanes were not used"
     assert len(cuda.waits) > 10
+    host = [wait for wait in cuda.waits if wait.startswith("the host waits")]
+    # With parameters on the host, for copies in each direction, where forward and backward end.
+    assert bool(host) == ("params" in options.get("offload", ()))
 
 
 def test_accumulation_and_forwards_without_backward_do_not_race() -> None:

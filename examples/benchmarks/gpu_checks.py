@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import time
 from collections.abc import Iterator
 from statistics import median
@@ -123,7 +124,30 @@ def stress(place: Place) -> Iterator[Row]:
         took = time.perf_counter() - begin
         said = wrong or f"bit-equal, {took:.0f} s"
         yield Row("stress", f"{steps} steps, {name}", said, "bit-equal", not wrong)
+    yield _host_waits(place)
     yield place.retries("stress")
+
+
+def _host_waits(place: Place) -> Row:
+    """Whether the host waits for the device in a forward or backward, from the third one on."""
+    check = "a step in which the host waits is an error"
+    if not place.cuda:
+        return Row("stress", check, "not watched on a CPU")
+    policy = graphshard.BlockPolicy({Block}, mixed_precision=BF16, offload="activations")
+    sharded = graphshard.compile(GPT(config(place)), policy, device=place.device)
+    stand_in(sharded)
+    batch = tokens(place)
+    for _ in range(2):
+        sharded(*batch).backward()
+        sharded.zero_grad()
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        sharded(*batch).backward()
+    except RuntimeError as error:
+        return Row("stress", check, str(error).splitlines()[0][:160], "no wait", False)
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+    return Row("stress", check, "it does not", "no wait", True)
 
 
 def graph(place: Place) -> Iterator[Row]:
@@ -143,6 +167,8 @@ def graph(place: Place) -> Iterator[Row]:
             losses[graphs] = trained(sharded, place, steps=8)
             peaks[graphs], _, seconds[graphs] = step_of(sharded, place)
             said = next((n for n in sharded.program.notes if n.startswith("cuda graph: ")), "")
+            del sharded
+            gc.collect()  # its memory, before the next one's is measured
         captured = said.startswith("cuda graph: one") if place.cuda else None
         yield Row("graph", f"rank of {world}", said.partition(": ")[2][:120], "captured", captured)
         gap = max(abs(a - b) / abs(b) for a, b in zip(losses[True], losses[False], strict=True))
@@ -221,6 +247,8 @@ def predict(place: Place) -> Iterator[Row]:
             off = estimate.peak_bytes / peak - 1
             said = f"{peak / 2**20:.1f} MiB, predicted {off:+.1%}"
             ok = abs(off) <= 0.05 if place.cuda else None  # a CPU's host copies are its memory
+            del sharded
+            gc.collect()  # what refers to itself counts as well
             yield Row("predict", f"peak, rank of {world}, {name}", said, "5%", ok)
             off = estimate.valley_bytes / between - 1
             said = f"{between / 2**20:.1f} MiB, predicted {off:+.1%}"

@@ -7,6 +7,7 @@ import os
 import time
 from collections.abc import Iterator
 from pathlib import Path
+from statistics import median
 from typing import Any
 
 import torch
@@ -46,6 +47,9 @@ def ranks(place: Place) -> Iterator[Row]:
     worst = float((place.folder / "rank0.fsdp2").read_text())
     said = "bit-equal" if worst == 0 else f"within {worst:.1e}"
     yield Row("ranks", "losses against FSDP2's, 3 steps", said, "1e-4", worst <= 1e-4)
+    for line in (place.folder / "rank0.seconds").read_text().splitlines():
+        name, _, milliseconds = line.partition(": ")
+        yield Row("ranks", f"step of the slowest rank, {name}", f"{milliseconds} ms")
 
 
 def _nccl_said(folder: Path) -> list[str]:
@@ -82,6 +86,7 @@ def _rank(
     (sum(losses[1:], losses[0]) / count).backward()
     wanted = grads_of(reference)
     ours: list[float] = []
+    seconds: dict[str, float] = {}
     for name in ("FULL_SHARD", "SHARD_GRAD_OP", "overlap", "offload"):
         fields: dict[str, Any] = {"strategy": name} if name.isupper() else {}
         if name == "overlap":
@@ -107,12 +112,16 @@ def _rank(
         if name == "FULL_SHARD":
             sharded.zero_grad()
             ours = trained(sharded, place, 3, seed=rank)
-    _write_rival(plain, place, rank, ours, folder)
+        seconds[name] = _seconds(sharded, place, rank)
+    seconds["FSDP2"] = _write_rival(plain, place, rank, ours, folder)
+    if rank == 0:
+        lines = [f"{name}: {each * 1e3:.2f}" for name, each in seconds.items()]
+        Path(folder, "rank0.seconds").write_text("\n".join(lines))
     dist.barrier()
     os._exit(0)  # Gloo at times aborts a process that exits in order
 
 
-def _write_rival(plain: nn.Module, place: Place, rank: int, ours: list[float], out: str) -> None:
+def _write_rival(plain: nn.Module, place: Place, rank: int, ours: list[float], out: str) -> float:
     from torch.distributed.fsdp import fully_shard
 
     theirs = copy.deepcopy(plain)
@@ -124,3 +133,19 @@ def _write_rival(plain: nn.Module, place: Place, rank: int, ours: list[float], o
     gap = max(abs(a - b) / abs(b) for a, b in zip(ours, losses, strict=True))
     if rank == 0:
         Path(out, "rank0.fsdp2").write_text(f"{gap:.3e}")
+    return _seconds(theirs, place, rank)
+
+
+def _seconds(model: nn.Module, place: Place, rank: int, steps: int = 8) -> float:
+    """The median step of the slowest rank, from a common start: with real collectives."""
+    batch, times = tokens(place, rank), []
+    for _ in range(steps):
+        dist.barrier()
+        begin = time.perf_counter()
+        model(*batch).backward()
+        place.synchronize()
+        times.append(time.perf_counter() - begin)
+        model.zero_grad()
+    slowest = torch.tensor(median(times[steps // 2 :]))
+    dist.all_reduce(slowest, dist.ReduceOp.MAX)
+    return slowest.item()

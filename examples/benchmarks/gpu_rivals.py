@@ -125,8 +125,7 @@ def build(system: str, load: Load, device: torch.device) -> nn.Module:
     policy = graphshard.BlockPolicy({Block}, mixed_precision=precision(), schedule=schedule)
     backend = "inductor" if system.endswith("inductor") else "eager"
     sharded = graphshard.compile(model, policy, device=device, backend=backend)
-    sharded.init_weights(seed=0)
-    return sharded
+    return _filled(sharded)
 
 
 def _fsdp2(model: nn.Module, device: torch.device, *, compiled: bool) -> nn.Module:
@@ -139,7 +138,11 @@ def _fsdp2(model: nn.Module, device: torch.device, *, compiled: bool) -> nn.Modu
             block.compile()
         fully_shard(block, mesh=mesh, mp_policy=mixed)
     fully_shard(model, mesh=mesh, mp_policy=mixed)
-    model.to_empty(device=device)
+    return _filled(model.to_empty(device=device))
+
+
+def _filled(model: nn.Module) -> nn.Module:
+    """Give this rank's shards values where they are; no rank computes whole parameters."""
     with torch.no_grad():
         for param in model.parameters():
             param.to_local().normal_(std=0.02)  # type: ignore[attr-defined]
