@@ -164,8 +164,8 @@ def run_passes(
     done: set[type] = set()
     assign_units(program, plan)
     with _stage(progress, "verify"):
-        verify(program, plan, after="capture", done=done)
-        captured = reference = Reference.of(program)
+        facts = verify(program, plan, after="capture", done=done)
+        captured = reference = Reference.of(program, facts=facts)
     with _stage(progress, "passes", len(passes)):
         for step in passes:
             start = time.perf_counter()
@@ -177,10 +177,10 @@ def run_passes(
             if changes_values:
                 reference = replace(reference, values=None)
             with _stage(progress, "verify"):
-                verify(program, plan, after=step.name, done=done, reference=reference)
+                facts = verify(program, plan, after=step.name, done=done, reference=reference)
                 if changes_values:
                     captured = replace(captured, values=Values.of(program))
-                reference = Reference.of(program, captured)
+                reference = Reference.of(program, captured, facts)
             timings.append(PassTiming(step.name, applied - start, time.perf_counter() - applied))
             if watcher is not None:
                 watcher(step, program)

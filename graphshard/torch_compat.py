@@ -7,6 +7,7 @@ that a torch upgrade fails here, with a sentence, and nowhere else.
 from __future__ import annotations
 
 import importlib
+from collections.abc import Sequence
 from datetime import timedelta
 from functools import cache, partial
 from inspect import signature
@@ -94,6 +95,12 @@ def annotate() -> Any:
 def preserve_node_meta() -> Any:
     """The context without which annotations are dropped."""
     return private("torch.fx.traceback", "preserve_node_meta")
+
+
+def operator_call(operator: Any) -> Any:
+    """What calling an operator of torch.ops comes to, without the call in Python around it."""
+    plain = type(operator) is type(torch.ops.aten.add.Tensor)
+    return getattr(operator, "_op", operator) if plain else operator
 
 
 def without_dispatch_modes() -> Any:
@@ -216,7 +223,8 @@ def dtensor_like(dtensor: Any, local: torch.Tensor) -> Any:
     if spec.tensor_meta.dtype != local.dtype:
         meta = spec.tensor_meta._replace(dtype=local.dtype)
         spec = type(spec)(spec.mesh, spec.placements, tensor_meta=meta)
-    return _dtensor_class()(local, spec, requires_grad=False)
+    kind = _dtensor_class()
+    return kind.__new__(kind, local, spec, requires_grad=False)  # its __init__ does nothing, slowly
 
 
 @cache
@@ -279,14 +287,16 @@ def module_hooks(module: torch.nn.Module) -> list[Any]:
     return [hook for table in tables for hook in table.values()]
 
 
-def tensor_hooks(param: torch.Tensor) -> list[Any]:
+def tensor_hooks(param: torch.Tensor) -> Sequence[Any]:
     """What `param.register_hook` was given, in order."""
-    return list((param._backward_hooks or {}).values())
+    hooks = param._backward_hooks
+    return list(hooks.values()) if hooks else ()
 
 
-def post_accumulate_hooks(param: torch.Tensor) -> list[Any]:
+def post_accumulate_hooks(param: torch.Tensor) -> Sequence[Any]:
     """What `param.register_post_accumulate_grad_hook` was given, in order."""
-    return list((getattr(param, "_post_accumulate_grad_hooks", None) or {}).values())
+    hooks = getattr(param, "_post_accumulate_grad_hooks", None)
+    return list(hooks.values()) if hooks else ()
 
 
 # -- autograd -------------------------------------------------------------------------------------

@@ -77,7 +77,7 @@ def verify(
     after: str,
     done: Collection[type] = FINISHED,
     reference: Reference | None = None,
-) -> None:
+) -> Facts:
     """Check every rule a program must keep.
 
     Args:
@@ -91,6 +91,9 @@ def verify(
             collectives, the shapes and dtypes its nodes read; and, as captured, which parameters
             have gradients and which values the step returns.
 
+    Returns:
+        What the rules looked at, to make the next reference of.
+
     Raises:
         VerifyError: a rule is broken. Names the pass, the rule, the node and its unit, and shows
             the lines of the dump around the node.
@@ -98,3 +101,4 @@ def verify(
     facts = Facts.of(program, plan, after=after, done=frozenset(done), reference=reference)
     for rule in RULES:
         rule(facts)
+    return facts

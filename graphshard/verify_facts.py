@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import Any, NoReturn
 
 import torch
@@ -19,6 +20,7 @@ from graphshard.views import alias_inputs
 
 Signature = tuple[Any, ...]
 CollectiveKey = tuple[str, str, str, tuple[str, ...], str]
+_INT = frozenset({int})
 
 
 @dataclass(frozen=True)
@@ -31,10 +33,20 @@ class Reference:
     collectives: tuple[tuple[CollectiveKey, str], ...]  # each with the name of its node, in order
     reads: Mapping[fx.Node, tuple[Signature, ...]]  # shape and dtype of each compute node's inputs
     results: tuple[tuple[Signature, ...], ...]  # of outputs and mutations
+    signatures: Signatures  # known by now
 
     @classmethod
-    def of(cls, program: Program, captured: Reference | None = None) -> Reference:
-        """`program` as it is now; `captured` is the reference taken before the first pass."""
+    def of(
+        cls, program: Program, captured: Reference | None = None, facts: Facts | None = None
+    ) -> Reference:
+        """`program` as it is now.
+
+        Args:
+            program: what is to be rewritten.
+            captured: the reference taken before the first pass.
+            facts: of `program`, if it was verified just now.
+        """
+        known = Signatures() if facts is None else facts.signatures
         results = program.results()
         graded = frozenset(
             param.fqn
@@ -47,8 +59,9 @@ class Reference:
             values=Values.of(program) if captured is None else captured.values,
             tables=tables_of(program),
             collectives=tuple((collective_key(node), node.name) for node in collectives),
-            reads={node: reads_of(node) for node in program.nodes() if ops.is_compute(node)},
+            reads=reads_of(program.nodes(), known) if facts is None else facts.reads,
             results=(signatures(results.outputs), signatures(results.mutations)),
+            signatures=known,
         )
 
 
@@ -83,6 +96,12 @@ class Facts:
     waits: dict[fx.Node, list[fx.Node]] = field(default_factory=dict)  # by collective
     frees: dict[fx.Node, list[fx.Node]] = field(default_factory=dict)  # by wait
     params: dict[str, ParamEntry] = field(default_factory=dict)
+    signatures: Signatures = field(default_factory=lambda: Signatures())
+
+    @cached_property
+    def reads(self) -> Mapping[fx.Node, tuple[Signature, ...]]:
+        """Shape and dtype of each input of every compute node."""
+        return reads_of(self.nodes, self.signatures)
 
     @classmethod
     def of(
@@ -96,6 +115,8 @@ class Facts:
     ) -> Facts:
         """The facts of `program`."""
         facts = cls(program, plan, after, done, reference)
+        if reference is not None:
+            facts.signatures = reference.signatures
         facts.nodes = list(program.graph.nodes)
         facts.place = {node: index for index, node in enumerate(facts.nodes)}
         facts.params = {param.fqn: param for param in program.params}
@@ -156,9 +177,33 @@ class Facts:
         return [f"{'>' if n is node else ' '} {_cut(node_line(n))}" for n in shown]
 
 
-def reads_of(node: fx.Node) -> tuple[Signature, ...]:
-    """Shape and dtype of each input of `node`."""
-    return tuple(signature(value.meta.get("val")) for value in node.all_input_nodes)
+class Signatures:
+    """Shapes and dtypes, of which each tensor is asked once, however many passes there are."""
+
+    def __init__(self) -> None:
+        # With the tensor, so that no other gets its identity.
+        self._known: dict[int, tuple[torch.Tensor, Signature]] = {}
+
+    def of(self, val: Any) -> Signature:
+        """See `signature`."""
+        known = self._known.get(id(val))
+        if known is not None:
+            return known[1]
+        found = signature(val)
+        if isinstance(val, torch.Tensor):
+            self._known[id(val)] = val, found
+        return found
+
+    def read_by(self, node: fx.Node) -> tuple[Signature, ...]:
+        """Shape and dtype of each input of `node`."""
+        return tuple([self.of(value.meta.get("val")) for value in node.all_input_nodes])
+
+
+def reads_of(
+    nodes: Iterable[fx.Node], signatures: Signatures
+) -> dict[fx.Node, tuple[Signature, ...]]:
+    """Shape and dtype of each input of the compute nodes among `nodes`."""
+    return {node: signatures.read_by(node) for node in nodes if ops.is_compute(node)}
 
 
 def signatures(values: list[Any]) -> tuple[Signature, ...]:
@@ -172,7 +217,10 @@ def signatures(values: list[Any]) -> tuple[Signature, ...]:
 def signature(val: Any) -> Signature:
     """Shape and dtype of a value, comparable without asking symbolic sizes anything."""
     if isinstance(val, torch.Tensor):
-        return tuple(s if type(s) is int else str(s) for s in val.shape), val.dtype
+        shape: tuple[Any, ...] = tuple(val.shape)
+        if not _INT.issuperset(map(type, shape)):
+            shape = tuple([s if type(s) is int else str(s) for s in shape])
+        return shape, val.dtype
     if isinstance(val, (tuple, list)):
         return tuple(map(signature, val))
     return (type(val).__name__,)

@@ -42,6 +42,7 @@ from graphshard.passes.precision import Precision
 from graphshard.program import Program
 from graphshard.remat import dropped
 from graphshard.sizes import SYMBOLIC
+from graphshard.value_memo import Known, is_plain
 from graphshard.views import cast_dtype
 
 if TYPE_CHECKING:
@@ -59,7 +60,8 @@ class Values:
     """The number of every value of a program.
 
     `keys` and `by_key` grow with each program numbered from the same capture, so that its numbers
-    can be compared with the captured ones.
+    can be compared with the captured ones. So does `known`: what passes left alone is not put
+    together again.
     """
 
     keys: list[Key] = field(default_factory=list)
@@ -69,11 +71,12 @@ class Values:
     effects: list[fx.Node] = field(default_factory=list)
     kept: dict[str, tuple[str, int]] = field(default_factory=dict)  # by parameter: what of it
     ends: dict[str, list[Number]] = field(default_factory=dict)  # by list of the output node
+    known: dict[fx.Node, Known] = field(default_factory=dict)
 
     @classmethod
     def of(cls, program: Program, captured: Values | None = None) -> Values:
         """Number the values of `program`, which keeps the rules on its graph and collectives."""
-        values = cls() if captured is None else cls(captured.keys, captured.by_key)
+        values = cls() if captured is None else cls._like(captured)
         for entry in program.params:
             values._enter(entry.node, ("param", entry.fqn))
         for buffer in program.buffers:
@@ -92,6 +95,10 @@ class Values:
         for name, ends in vars(program.results()).items():
             values.ends[name] = [values.number(end) for end in ends]
         return values
+
+    @classmethod
+    def _like(cls, captured: Values) -> Values:
+        return cls(captured.keys, captured.by_key, known=captured.known)
 
     def number(self, value: Any) -> Number:
         """The number of an argument: a node's, or a constant with its type, as 1 is not 1.0."""
@@ -190,7 +197,9 @@ class Values:
         return isinstance(number, int) and self.keys[number][0] is _aten.zeros.default
 
     def _visit(self, node: fx.Node) -> None:
-        if (number := of_columns(self, node)) is not None:
+        if is_plain(node.target):
+            self._compute(node)
+        elif (number := of_columns(self, node)) is not None:
             self._set(node, number)
         elif ops.is_unpack(node):
             self._unpack(node)
@@ -213,11 +222,27 @@ class Values:
             args = (self.number(value), mask, self.number(scale))
             self._enter(node, (_aten.native_dropout_backward.default, args, ()))
         else:
-            key: Key = (node.target, self.number(node.args), self.number(node.kwargs))
-            if ops.has_effect(node):
-                key = (*key, node)
-                self.effects.append(node)
-            self._enter(node, key)
+            self._compute(node)
+
+    def _compute(self, node: fx.Node) -> None:
+        """Number `node` by its operator and arguments."""
+        of_node = self.of_node
+        known = self.known.get(node)
+        if known is None or not known.is_of(node, of_node):
+            known = self.known[node] = self._put_together(node)
+        if known.effect:
+            self.effects.append(node)
+        self._set(node, known.number)
+
+    def _put_together(self, node: fx.Node) -> Known:
+        key: Key = (node.target, self.number(node.args), self.number(node.kwargs))
+        effect = ops.has_effect(node)
+        if effect:
+            key = (*key, node)
+        inputs = node.all_input_nodes
+        numbers = [self.of_node[value] for value in inputs]
+        number = self.intern(key)
+        return Known(node.target, node.args, node.kwargs, inputs, numbers, number, effect)
 
     def _unpack(self, node: fx.Node) -> None:
         collective = ops.collective_of(node)

@@ -25,6 +25,15 @@ def full_state(module: nn.Module) -> dict[str, Tensor]:
     return {name: full(value.detach()).clone() for name, value in module.state_dict().items()}
 
 
+def flat(state: dict[str, Any]) -> dict[str, Tensor]:
+    return {
+        f"{name}.{key}": full(value)
+        for name, entries in state["state"].items()
+        for key, value in entries.items()
+        if isinstance(value, Tensor)
+    }
+
+
 def assert_same(first: dict[str, Any], second: dict[str, Any]) -> None:
     assert sorted(first) == sorted(second)
     for name, value in first.items():

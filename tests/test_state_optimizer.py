@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 from ranks import Checks
 from runtime_models import Block, Odd, TiedGPT, features_of, tokens_of
-from state_checks import assert_same, full, full_state, on_meta, refuses, seeded
+from state_checks import assert_same, flat, full_state, on_meta, refuses, seeded
 from torch import Tensor, nn
 from torch.distributed.checkpoint.state_dict import (
     StateDictOptions,
@@ -52,15 +52,6 @@ def step(module: nn.Module, optim: torch.optim.Optimizer, number: int) -> None:
     module(*batch(dist.get_rank(), number)).backward()
     optim.step()
     optim.zero_grad()
-
-
-def flat(state: dict[str, Any]) -> dict[str, Tensor]:
-    return {
-        f"{name}.{key}": full(value)
-        for name, entries in state["state"].items()
-        for key, value in entries.items()
-        if isinstance(value, Tensor)
-    }
 
 
 def same_as_fully_shard(rank: int) -> None:

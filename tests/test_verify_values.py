@@ -224,3 +224,30 @@ def test_constants_are_told_apart_by_type_and_sign() -> None:
     assert len(set(numbers)) == len(constants)
     assert values.number([0]) == values.number((0,))
     assert values.number(float("nan")) == values.number(float("nan"))
+
+
+def test_only_what_passes_changed_is_put_together_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    program = toys.blocks()
+    captured = Values.of(program)
+    visited: list[str] = []
+    original = Values._put_together
+
+    def noted(values: Values, node: fx.Node) -> Any:
+        visited.append(node.name)
+        return original(values, node)
+
+    monkeypatch.setattr(Values, "_put_together", noted)
+    again = Values.of(program, captured)
+    assert not visited
+    assert again.of_node == captured.of_node
+    assert again.ends == captured.ends
+    # What reads a node that computes something else has another number, and keeps its arguments.
+    changed = next(node for node in program.nodes() if node.users)
+    changed.target = (
+        aten.neg.default if changed.target is not aten.neg.default else aten.abs.default
+    )
+    changed.args = changed.args[:1]
+    reader = next(iter(changed.users))
+    after = Values.of(program, captured)
+    assert {changed.name, reader.name} <= set(visited)
+    assert after.of_node[reader] not in captured.of_node.values()

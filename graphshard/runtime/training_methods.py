@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from graphshard.errors import PolicyError, RuntimeStateError
 from graphshard.passes.accumulate import GRADIENT, SHARD
 from graphshard.runtime.clip import clip_grad_norm
+from graphshard.runtime.local_steps import Made, require_elementwise, step_locally
 from graphshard.runtime.param_groups import Rule, parameter_groups
 from graphshard.runtime.skeleton import SkeletonModule
 from graphshard.tracing import Entry
@@ -175,6 +176,49 @@ class TrainingMethods(SkeletonModule):
             PolicyError: the rule gives no options, or an expression matches nothing.
         """
         return parameter_groups(self.named_parameters(), rule)
+
+    def optimizer(
+        self,
+        kind: Callable[..., Made],
+        rule: Rule | None = None,
+        *,
+        elementwise: bool | None = None,
+        **options: Any,
+    ) -> Made:
+        """An optimizer of the trainable parameters that steps on this rank's plain tensors.
+
+        `kind(sharded.parameter_groups(rule), **options)` in every respect, its values to the bit,
+        but for the time of a step: an operator on a DTensor costs tens of microseconds of the host,
+        and inside of `step` there is none. Groups and `state_dict()` hold DTensors; in
+        `optimizer.state` are this rank's parts of them. See `graphshard.runtime.local_steps`.
+
+            optim = sharded.optimizer(torch.optim.AdamW, lr=3e-4, fused=True)
+
+        Args:
+            kind: a class of torch.optim that updates each element by itself (all but Adafactor,
+                LBFGS, Muon and SparseAdam do).
+            rule: the options of a parameter by its name; see `parameter_groups`.
+            elementwise: whether it does, if it is no class of torch.optim.
+            options: of the optimizer.
+
+        Raises:
+            PolicyError: `kind` looks at whole tensors, or whether it does is not known; or the rule
+                is wrong.
+        """
+        if isinstance(kind, type):
+            require_elementwise(kind, elementwise)
+        made = kind(self.parameter_groups(rule), **options)
+        return self.step_locally(made, elementwise=elementwise)
+
+    def step_locally(self, optimizer: Made, *, elementwise: bool | None = None) -> Made:
+        """`optimizer`, made of `parameters()` by somebody else, as `optimizer()` would make it.
+
+        The same object. To be called before a learning rate scheduler is made of it.
+
+        Raises:
+            PolicyError: as `optimizer()`; or its `step` is wrapped already.
+        """
+        return step_locally(optimizer, elementwise)
 
     @contextmanager
     def unsharded(

@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from graphshard.runtime.local_steps import state_of
 from graphshard.runtime.step import Bindings
 from graphshard.state.slots import Slot, agree, gathered, local_of, slots_of
 
@@ -54,7 +55,7 @@ def optimizer_state_dict(
     for param_group in optim.param_groups:
         for param in param_group["params"]:
             if param in optim.state:
-                entries = optim.state[param].items()
+                entries = state_of(optim, param).items()
                 # In the order of the groups, which is the same on every rank.
                 state[slots[id(param)].name] = {key: given(value) for key, value in entries}
         names = [slots[id(param)].name for param in param_group["params"]]

@@ -1,0 +1,226 @@
+"""How planning grows with depth, width and ranks: CPU seconds and memory of every stage.
+
+    python examples/benchmarks/scaling.py             # a GPT, 8 to 128 blocks; minutes
+    python examples/benchmarks/scaling.py --llama     # Llama-3-70B, from meta to verified program
+
+Each row is one configuration in a process of its own: seconds are CPU time of that process, memory
+is the growth of its peak resident set (ru_maxrss) over the stages up to then. Stages are capture,
+plan, passes (all of them), verify (after every pass), simulate (on H100s) and dump (text of the
+schedule and of every node). Below the rows over depth stands, per stage, the exponent: the slope of
+log seconds over log nodes, fitted to the deeper half of the rows, where constant costs matter less.
+A stage is linear if it is at most 1.15. Over widths and ranks it is flat if the dearest row costs
+at most 1.3 times the cheapest. Ends with status 1 if a stage is not.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import math
+import resource
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import torch
+
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent.parent))
+
+import graphshard
+from examples.gpt import GPT, GPTConfig
+from graphshard.inspect.text import full_text, schedule_text
+
+STAGES = ("capture", "plan", "passes", "verify", "simulate", "dump")
+DEPTHS = (8, 16, 32, 64, 128)
+WIDTHS = (64, 512, 4096, 16_384)
+WORLDS = (2, 64, 1024, 16_384)
+LINEAR, FLAT = 1.15, 1.3
+SMALL = 0.05  # seconds below which a stage is not compared
+
+
+class StageTimes:
+    """CPU seconds of each stage, without what runs inside of it under a name of its own."""
+
+    def __init__(self) -> None:
+        self.seconds: dict[str, float] = {}
+        self._open: list[list[Any]] = []
+
+    @contextmanager
+    def stage(self, name: str, total: int | None = None) -> Iterator[None]:
+        """See `graphshard.pipeline.Stages`."""
+        start = time.process_time()
+        self._open.append([name, 0.0])
+        try:
+            yield
+        finally:
+            took = time.process_time() - start
+            _, inside = self._open.pop()
+            self.seconds[name] = self.seconds.get(name, 0.0) + took - inside
+            if self._open:
+                self._open[-1][1] += took
+
+    def advance(self) -> None:
+        """Nothing is shown."""
+
+
+def gpt(layers: int, width: int) -> tuple[Any, tuple[str, ...], dict[str, Any]]:
+    with torch.device("meta"):
+        ids = torch.zeros(1, 128, dtype=torch.long)
+        model = GPT(GPTConfig(vocab=1024, layers=layers, heads=8, width=width))
+    return model, ("Block",), {"idx": ids, "targets": ids}
+
+
+def llama(layers: int, width: int) -> tuple[Any, tuple[str, ...], dict[str, Any]]:
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    config = LlamaConfig(
+        vocab_size=128_256,
+        hidden_size=width,
+        intermediate_size=28_672,
+        num_hidden_layers=layers,
+        num_attention_heads=64,
+        num_key_value_heads=8,
+        max_position_embeddings=8192,
+    )
+    with torch.device("meta"):
+        ids = torch.zeros(1, 4096, dtype=torch.long)
+        model = LlamaForCausalLM(config)
+    return model, ("LlamaDecoderLayer",), {"input_ids": ids, "labels": ids, "use_cache": False}
+
+
+def row(build: str, layers: int, width: int, world: int) -> dict[str, Any]:
+    """Seconds of each stage, nodes, and MiB of peak resident set that all of it added."""
+    torch.set_num_threads(1)
+    model, units, call = {"gpt": gpt, "llama": llama}[build](layers, width)
+    precision = graphshard.MixedPrecision(param_dtype=torch.bfloat16)
+    policy = graphshard.BlockPolicy(units, mixed_precision=precision)
+    # What the first capture of a process imports is no cost of the model's.
+    small, units, small_call = {"gpt": gpt, "llama": llama}[build](1, 64)
+    few = replace(policy)
+    warm = graphshard.plan(small, few, world_size=2, example_kwargs=small_call)
+    graphshard.simulate(warm, hardware="h100-sxm")
+    before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    times = StageTimes()
+    start = time.process_time()
+    plan = graphshard.plan(model, policy, world_size=world, example_kwargs=call, progress=times)
+    text = str(plan)
+    total = time.process_time() - start
+    program = plan.program
+    assert program is not None
+    assert text
+    with times.stage("simulate"):
+        graphshard.simulate(plan, hardware="h100-sxm")
+    with times.stage("dump"):
+        schedule_text(program)
+        full_text(program)
+    after = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    known = {name: times.seconds.pop(name) for name in STAGES if name != "passes"}
+    known["passes"] = sum(times.seconds.values())  # each pass is a stage of its own
+    return {
+        "layers": layers,
+        "width": width,
+        "world": world,
+        "nodes": len(program.graph.nodes),
+        "seconds": known,
+        "passes": times.seconds,
+        "total": total,
+        "mib": (after - before) / 1024,
+    }
+
+
+def measured(build: str, layers: int, width: int, world: int) -> dict[str, Any]:
+    """`row` in a process of its own."""
+    command = [sys.executable, __file__, "--row", build, str(layers), str(width), str(world)]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    if done.returncode:
+        raise SystemExit(done.stderr)
+    found: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
+    return found
+
+
+def exponent(rows: list[dict[str, Any]], stage: str) -> float:
+    """Least squares slope of log seconds over log nodes, of the deeper half of `rows`."""
+    deep = rows[len(rows) // 2 :]
+    xs = [math.log(each["nodes"]) for each in deep]
+    ys = [math.log(max(each["seconds"][stage], 1e-4)) for each in deep]
+    mean_x, mean_y = sum(xs) / len(xs), sum(ys) / len(ys)
+    above = sum((x - mean_x) * (y - mean_y) for x, y in zip(xs, ys, strict=True))
+    return above / sum((x - mean_x) ** 2 for x in xs)
+
+
+def show(each: dict[str, Any]) -> None:
+    cells = "".join(f"{each['seconds'][stage]:>10.2f}" for stage in STAGES)
+    print(
+        f"{each['layers']:6} {each['width']:6,} {each['world']:7,} {each['nodes']:7,}{cells}"
+        f"{each['total']:>9.1f}{each['mib']:>8,.0f}",
+        flush=True,
+    )
+
+
+def heading() -> None:
+    cells = "".join(f"{stage:>10}" for stage in STAGES)
+    print(f"{'blocks':>6} {'width':>6} {'ranks':>7} {'nodes':>7}{cells}{'planned':>9}{'MiB':>8}")
+
+
+def over(build: str, cases: list[tuple[int, int, int]]) -> list[dict[str, Any]]:
+    found = []
+    for case in cases:
+        found.append(measured(build, *case))
+        show(found[-1])
+    return found
+
+
+def flat(rows: list[dict[str, Any]], what: str) -> bool:
+    """Whether no stage costs more with `what`; says so."""
+    fine = True
+    cells = ""
+    for stage in STAGES:
+        seconds = [each["seconds"][stage] for each in rows]
+        ratio = max(seconds) / max(min(seconds), 1e-4)
+        ok = ratio <= FLAT or max(seconds) < SMALL
+        fine = fine and ok
+        cells += f"{ratio:>9.2f}{' ' if ok else '!'}"
+    print(f"{'dearest over cheapest':>28}{cells}   {'flat' if fine else 'NOT FLAT'} in {what}\n")
+    return fine
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--row", nargs=4, help=argparse.SUPPRESS)
+    parser.add_argument("--llama", action="store_true", help="Llama-3-70B alone, on 64 ranks")
+    parser.add_argument("--layers", type=int, default=80, help="of the Llama")
+    parser.add_argument("--depths", type=int, nargs="+", default=DEPTHS)
+    args = parser.parse_args()
+    if args.row:
+        build, *sizes = args.row
+        print(json.dumps(row(build, *map(int, sizes))))
+        return 0
+    heading()
+    if args.llama:
+        (found,) = over("llama", [(args.layers, 8192, 64)])
+        slowest = sorted(found["passes"].items(), key=lambda item: -item[1])[:5]
+        print("slowest passes: " + ", ".join(f"{name} {took:.2f}" for name, took in slowest))
+        return int(found["total"] > 30)
+    rows = over("gpt", [(layers, 256, 8) for layers in args.depths])
+    slopes = {stage: exponent(rows, stage) for stage in STAGES}
+    memory = rows[-1]["mib"] / rows[0]["mib"]
+    fine = all(slope <= LINEAR for slope in slopes.values())
+    cells = "".join(f"{slopes[s]:>9.2f}{' ' if slopes[s] <= LINEAR else '!'}" for s in STAGES)
+    print(f"{'exponent':>28}{cells}   {'linear' if fine else 'NOT LINEAR'} in nodes")
+    times = rows[-1]["nodes"] / rows[0]["nodes"]
+    print(f"{'memory':>28}: {memory:.1f} times for {times:.1f} times the nodes\n")
+    fine &= memory <= 1.2 * times
+    fine &= flat(over("gpt", [(16, width, 8) for width in WIDTHS]), "width")
+    fine &= flat(over("gpt", [(16, 256, world) for world in WORLDS]), "ranks")
+    return int(not fine)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
