@@ -31,18 +31,19 @@ class LiveBytes(TorchDispatchMode):
         self.device_type = device_type
         self.peak = 0
         self._sizes: dict[int, int] = {}  # by address of the C++ storage
+        self._bytes = [0, 0]  # alive and counted; alive and set apart
         self._watches: dict[int, weakref.ref[torch.UntypedStorage]] = {}
         self._apart: set[int] = set()
 
     @property
     def current(self) -> int:
         """Bytes alive now."""
-        return sum(size for at, size in self._sizes.items() if at not in self._apart)
+        return self._bytes[0]
 
     @property
     def apart(self) -> int:
         """Bytes alive now of what `set_apart` was given."""
-        return sum(size for at, size in self._sizes.items() if at in self._apart)
+        return self._bytes[1]
 
     def set_apart(self, tree: Any) -> None:
         """Do not count the tensors of a pytree in `current` and `peak`: they stand for the host's.
@@ -53,8 +54,11 @@ class LiveBytes(TorchDispatchMode):
             if isinstance(leaf, DTensor):
                 leaf = torch_compat.local_tensor(leaf)
             if isinstance(leaf, Tensor):
-                self._apart.add(leaf.untyped_storage()._cdata)
-                self._count(leaf.untyped_storage())
+                storage = leaf.untyped_storage()
+                if storage._cdata not in self._apart:
+                    self._resized(storage._cdata, 0)
+                    self._apart.add(storage._cdata)
+                self._count(storage)
 
     def add(self, tree: Any) -> None:
         """Count the tensors of a pytree that lived before the context was entered."""
@@ -71,10 +75,14 @@ class LiveBytes(TorchDispatchMode):
         address = storage._cdata
         if address not in self._watches:
             self._watches[address] = weakref.ref(storage, lambda _: self._forget(address))
-        self._sizes[address] = storage.nbytes()
+        self._resized(address, storage.nbytes())
+
+    def _resized(self, address: int, size: int) -> None:
+        self._bytes[address in self._apart] += size - self._sizes.get(address, 0)
+        self._sizes[address] = size
 
     def _forget(self, address: int) -> None:
-        self._sizes.pop(address, None)
+        self._bytes[address in self._apart] -= self._sizes.pop(address, 0)
         self._apart.discard(address)
         self._watches.pop(address, None)
 

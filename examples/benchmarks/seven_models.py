@@ -37,7 +37,7 @@ def loss_of(output: Any) -> Tensor:
     return output if isinstance(output, Tensor) else output.loss
 
 
-def _tokens(batch: int, length: int) -> Callable[[int, torch.Generator], Batch]:
+def tokens(batch: int, length: int) -> Callable[[int, torch.Generator], Batch]:
     def draw(scale: int, generator: torch.Generator) -> Batch:
         ids = torch.randint(VOCAB, (batch * scale, length), generator=generator)
         return {"input_ids": ids, "labels": ids.clone()}
@@ -45,11 +45,11 @@ def _tokens(batch: int, length: int) -> Callable[[int, torch.Generator], Batch]:
     return draw
 
 
-def _gpt(layers: int, width: int, heads: int) -> Callable[[], nn.Module]:
-    return lambda: GPT(GPTConfig(VOCAB, layers, heads, width, dropout=0.1))
+def gpt(layers: int, width: int, heads: int, dropout: float = 0.1) -> Callable[[], nn.Module]:
+    return lambda: GPT(GPTConfig(VOCAB, layers, heads, width, dropout))
 
 
-def _gpt_tokens(batch: int, length: int) -> Callable[[int, torch.Generator], Batch]:
+def gpt_tokens(batch: int, length: int) -> Callable[[int, torch.Generator], Batch]:
     def draw(scale: int, generator: torch.Generator) -> Batch:
         ids = torch.randint(VOCAB, (batch * scale, length + 1), generator=generator)
         return {"idx": ids[:, :-1], "targets": ids[:, 1:]}
@@ -118,7 +118,7 @@ def _regnet() -> nn.Module:
     )
 
 
-def _images(batch: int, size: int) -> Callable[[int, torch.Generator], Batch]:
+def images(batch: int, size: int) -> Callable[[int, torch.Generator], Batch]:
     def draw(scale: int, generator: torch.Generator) -> Batch:
         pixels = torch.randn(batch * scale, 3, size, size, generator=generator)
         return {
@@ -148,11 +148,11 @@ def _moe() -> nn.Module:
 
 
 MODELS = (
-    Model("gpt-small", _gpt(4, 256, 4), ("Block",), _gpt_tokens(4, 128)),
-    Model("gpt", _gpt(8, 512, 8), ("Block",), _gpt_tokens(2, 256)),
-    Model("llama", _llama, ("LlamaDecoderLayer",), _tokens(2, 256)),
-    Model("bert", _bert, ("BertLayer",), _tokens(4, 128)),
-    Model("t5", _t5, ("T5Block",), _tokens(4, 128)),
-    Model("regnet", _regnet, ("RegNetYLayer",), _images(8, 96)),
-    Model("moe", _moe, ("MixtralDecoderLayer",), _tokens(4, 128)),
+    Model("gpt-small", gpt(4, 256, 4), ("Block",), gpt_tokens(4, 128)),
+    Model("gpt", gpt(8, 512, 8), ("Block",), gpt_tokens(2, 256)),
+    Model("llama", _llama, ("LlamaDecoderLayer",), tokens(2, 256)),
+    Model("bert", _bert, ("BertLayer",), tokens(4, 128)),
+    Model("t5", _t5, ("T5Block",), tokens(4, 128)),
+    Model("regnet", _regnet, ("RegNetYLayer",), images(8, 96)),
+    Model("moe", _moe, ("MixtralDecoderLayer",), tokens(4, 128)),
 )
