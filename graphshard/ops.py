@@ -98,6 +98,14 @@ def free(gathered: list[Tensor]) -> None:
     _only_in_graphs("free")
 
 
+def release(full: Tensor) -> None:
+    """Give back the storage of one parameter of what a gather's `wait` returned, before its free.
+
+    It is the node that picks the parameter out of the `wait`, in the phase that frees the rest.
+    """
+    _only_in_graphs("release")
+
+
 def reshard(full: Tensor, *, ranks: int, unit: str, param: str) -> Tensor:
     """A copy of this rank's part `(ceil(d0/ranks), ...)` of the gathered `param`, to be kept."""
     _only_in_graphs("reshard")
@@ -144,7 +152,7 @@ COLLECTIVES = frozenset({all_gather, reduce_scatter, all_reduce})
 REDUCES = frozenset({reduce_scatter, all_reduce})
 COPIES = frozenset({to_device, to_host})
 TRANSFERS = COPIES | {cast, arrive, add_kept}
-VOCABULARY: frozenset[Any] = COLLECTIVES | TRANSFERS | {wait, free, keep, reshard}
+VOCABULARY: frozenset[Any] = COLLECTIVES | TRANSFERS | {wait, free, release, keep, reshard}
 _Function = type(wait)
 
 # Without this, fx dead-code elimination drops nodes whose result nobody reads: every free. A
@@ -242,6 +250,15 @@ def has_effect(node: fx.Node) -> bool:
 def is_compute(node: fx.Node) -> bool:
     """Whether `node` is the model's own work: no placeholder, no output, no communication."""
     return node.op == "call_function" and op_name(node) is None and not is_unpack(node)
+
+
+def released(node: fx.Node) -> tuple[fx.Node, int]:
+    """The all_gather whose operand a `release` gives back, and the operand's index."""
+    picked = node.args[0]
+    assert isinstance(picked, fx.Node)
+    index = picked.args[1]
+    assert isinstance(index, int)
+    return collective_of(picked), index
 
 
 def collective_of(node: fx.Node) -> fx.Node:

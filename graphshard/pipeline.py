@@ -29,6 +29,7 @@ from graphshard.passes.reduce_grads import ReduceGrads
 from graphshard.passes.reduce_in_pieces import ReduceInPieces
 from graphshard.passes.reduce_replicas import ReduceReplicas
 from graphshard.passes.regather import Regather
+from graphshard.passes.release_early import ReleaseEarly
 from graphshard.passes.set_budget import SetBudget
 from graphshard.passes.sink_waits import SinkWaits
 from graphshard.passes.split_gathers import SplitGathers
@@ -112,7 +113,7 @@ def default_passes(policy: Policy) -> tuple[Pass, ...]:
         assert policy.memory_budget is not None
         first = RecomputeToBudget(policy.memory_budget, then, bool(choice.classes))
     last = (CudaGraph(),) if policy.cuda_graph else ()
-    return (first, *then, *_by_cost(policy), *last)
+    return (first, *then, *_by_cost(policy), ReleaseEarly(), *last)
 
 
 def _by_cost(policy: Policy) -> tuple[Pass, ...]:

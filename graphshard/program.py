@@ -191,13 +191,17 @@ class Program:
     def timeline(self) -> Iterator[tuple[Event, list[fx.Node]]]:
         """Every event with its nodes: communication one by one, runs of a unit's compute as one.
 
-        So are runs of a unit's transfers of one kind, and of reshards. The nodes that pick results
-        out of a `wait` belong to no event.
+        So are runs of a unit's transfers of one kind, and of reshards. A release belongs to the
+        compute before it. The nodes that pick results out of a `wait` belong to no event.
         """
         event: Event | None = None
         nodes: list[fx.Node] = []
         for node in self.nodes():
             if ops.is_unpack(node):
+                continue
+            if node.target is ops.release:
+                if event is not None and event.op == COMPUTE:
+                    nodes.append(node)
                 continue
             found = Event(
                 ops.op_name(node) or COMPUTE, node.meta.get("unit", ""), node.meta["phase"]

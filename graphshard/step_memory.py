@@ -2,9 +2,9 @@
 
 One walk over the graph. A storage is born at the node that computes it and dies with the last node
 that uses it, views of it included, as the executed code drops values there. What a collective reads
-lives until its wait; what an all_gather fills lives from there to its `free`. Not counted is what a
-rank holds between steps (shards, their gradients, gradients kept for later steps, buffers), the
-step's inputs, what lies on the host, and what an operator allocates and drops inside.
+lives until its wait; what an all_gather fills lives from there to its `release` or `free`. Not
+counted is what a rank holds between steps (shards, their gradients, gradients kept for later steps,
+buffers), the step's inputs, what lies on the host, and what an operator allocates and drops inside.
 """
 
 from __future__ import annotations
@@ -17,10 +17,10 @@ from operator import getitem
 from torch import Tensor, fx
 
 from graphshard import ops
-from graphshard.liveness import copied_bytes, new_bytes
+from graphshard.liveness import copied_bytes, new_bytes, released_bytes
 from graphshard.program import FORWARD, Program
 from graphshard.torch_compat import size_hint
-from graphshard.views import COPIES, alias_inputs, tensor_inputs
+from graphshard.views import COPIES, alias_inputs, releases_of, tensor_inputs
 
 PARAMETERS = "unsharded parameters"
 SAVED = "saved for backward"
@@ -137,11 +137,13 @@ class _Walk:
         return Storages(tuple(self.found), self.of_node, self.place)
 
     def _uses(self, node: fx.Node) -> None:
-        if node.target is ops.free:
-            for storage in self.of_node.get(ops.collective_of(node), ()):
-                storage.dies = self.place[node]
-                storage.ends = [node]
-                self.freed.add(id(storage))
+        if node.target in (ops.free, ops.release):
+            gone = ops.collective_of(node) if node.target is ops.free else node.args[0]
+            for storage in self.of_node.get(gone, ()):  # type: ignore[arg-type]
+                if id(storage) not in self.freed:
+                    storage.dies = self.place[node]
+                    storage.ends = [node]
+                    self.freed.add(id(storage))
             return
         ends = [node]
         if ops.is_collective(node) or node.target in ops.COPIES:
@@ -157,8 +159,7 @@ class _Walk:
 
     def _makes(self, node: fx.Node) -> None:
         if node.target is ops.all_gather:
-            size = new_bytes(node, self.program)
-            self.of_node[node] = (self._new(node, size, PARAMETERS),)
+            self._gathers(node)
             self.of_params.add(node)
         elif node.target is ops.reshard:
             self.of_node[node] = (self._new(node, bytes_of(node.meta["val"]), PARAMETERS),)
@@ -181,6 +182,21 @@ class _Walk:
         else:
             self._computes(node)
 
+    def _gathers(self, node: fx.Node) -> None:
+        """Buffers of those parameters that are released one by one, and one for all others."""
+        apart: dict[int, Storage] = {}
+        size = new_bytes(node, self.program)
+        for release in releases_of(node):
+            _, index = ops.released(release)
+            own = released_bytes(release, self.program)
+            apart[index] = self._new(node, own, PARAMETERS)
+            size -= own
+        rest = self._new(node, size, PARAMETERS)
+        self.of_node[node] = (rest, *apart.values())
+        for picked in (pick for wait in node.users for pick in wait.users if ops.is_unpack(pick)):
+            index = picked.args[1]  # type: ignore[assignment]
+            self.of_node[picked] = (apart.get(index, rest),)
+
     def _transfers(self, node: fx.Node) -> None:
         """A copy from the host, a cast, a sum with what was kept; none that a shard is put into."""
         source = node.args[0]
@@ -202,7 +218,7 @@ class _Walk:
         """
         source = node.args[0] if node.args else None
         if isinstance(source, fx.Node) and node.target is not ops.keep:
-            self.of_node[node] = self.of_node.get(source, ())
+            self.of_node.setdefault(node, self.of_node.get(source, ()))
             if node.target is ops.wait and source.target is ops.all_gather:
                 copied = copied_bytes(source, self.program)
                 if copied:

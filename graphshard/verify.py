@@ -27,7 +27,7 @@ from graphshard.verify_graph import (
     check_unchanged,
 )
 from graphshard.verify_kept import check_kept
-from graphshard.verify_memory import check_budget, check_frees, check_lifetimes
+from graphshard.verify_memory import check_budget, check_frees, check_lifetimes, check_releases
 from graphshard.verify_precision import check_precision
 from graphshard.verify_replicas import check_groups
 from graphshard.verify_reshard import check_reshards
@@ -63,6 +63,7 @@ RULES: tuple[Callable[[Facts], None], ...] = (
     check_order,
     check_frees,
     check_lifetimes,
+    check_releases,
     check_budget,
     check_tables,
     check_unchanged,

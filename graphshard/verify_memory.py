@@ -8,6 +8,7 @@ from graphshard import ops
 from graphshard.passes.insert_free import InsertFree
 from graphshard.passes.overlap import Overlap
 from graphshard.step_memory import held_text, storages_of
+from graphshard.storages import aliases_of
 from graphshard.verify_facts import Facts
 
 
@@ -55,6 +56,44 @@ def check_lifetimes(facts: Facts) -> None:
                 f"it {reads} %{value.name}, which shares the storage of %{wait.name}, after "
                 f"%{frees[0].name} freed it",
             )
+
+
+def check_releases(facts: Facts) -> None:
+    """A parameter is released once, before the free of its gather, and not read afterwards."""
+    by_parameter: dict[fx.Node, fx.Node] = {}
+    for release in (node for node in facts.nodes if node.target is ops.release):
+        picked, wait = _released(facts, release)
+        if picked in by_parameter:
+            before = by_parameter[picked].name
+            facts.fail("releases", release, f"%{picked.name} is released by %{before} already")
+        by_parameter[picked] = release
+        at = facts.place[release]
+        if any(facts.place[free] < at for free in facts.frees[wait]):
+            facts.fail("releases", release, f"%{wait.name} is freed already")
+        reads = [(value, user) for value in aliases_of(picked) for user in value.users]
+        for value, user in reads:
+            if any(facts.place[last] > at for last in (user, *facts.waits.get(user, ()))):
+                facts.fail(
+                    "releases",
+                    user,
+                    f"it reads %{value.name}, which shares the storage of %{picked.name}, after "
+                    f"%{release.name} released it",
+                )
+
+
+def _released(facts: Facts, release: fx.Node) -> tuple[fx.Node, fx.Node]:
+    """The parameter that is released, and the wait it comes from."""
+    picked = release.args[0] if release.args else None
+    if not isinstance(picked, fx.Node) or not ops.is_unpack(picked):
+        facts.fail("releases", release, "release must take what a wait on an all_gather gave")
+    wait = picked.args[0]
+    assert isinstance(wait, fx.Node)
+    gather = ops.collective_of(wait)
+    if gather.target is not ops.all_gather or gather.kwargs.get("in_place"):
+        facts.fail("releases", release, f"%{picked.name} was not gathered into a new buffer")
+    if wait.meta["phase"] != release.meta["phase"]:
+        facts.fail("releases", release, f"%{wait.name} stands in another phase")
+    return picked, wait
 
 
 def check_budget(facts: Facts) -> None:

@@ -168,6 +168,12 @@ def unpacks(wait: fx.Node) -> list[fx.Node]:
     return sorted(picked, key=lambda node: node.args[1])  # type: ignore[arg-type,return-value]
 
 
+def releases_of(gather: fx.Node) -> list[fx.Node]:
+    """The nodes that release parameters of an all_gather, in order of the graph."""
+    picked = [one for wait in gather.users if wait.target is ops.wait for one in unpacks(wait)]
+    return sorted(user for one in picked for user in one.users if user.target is ops.release)
+
+
 def derived_values(program: Program, plan: ShardingPlan) -> dict[fx.Node, Source]:
     """Every full value of a sharded parameter and every value derived from one, with its source.
 

@@ -10,6 +10,7 @@ from torch import Tensor, fx
 
 from graphshard import ops
 from graphshard.errors import PassError
+from graphshard.passes.release_early import ReleaseEarly
 from graphshard.plan import ShardingPlan
 from graphshard.program import BACKWARD, Program
 from graphshard.rewrite import insert_node, keep_operands, prune_gather
@@ -67,6 +68,9 @@ class DropUnusedTangents:
                 f"{sorted(tangents)}"
             )
         dropped = [tangents[index] for index in sorted(self.unused)]
+        released = [node for node in program.nodes(BACKWARD) if node.target is ops.release]
+        for node in released:  # their last readers may go
+            program.graph.erase_node(node)
         zeros = _Zeros(program, set(tangents.values()), set(dropped))
         for node in list(program.nodes(BACKWARD)):
             zeros.visit(node)
@@ -82,6 +86,8 @@ class DropUnusedTangents:
                     f"pass {self.name}: node {user.name} still reads {tangent.name}, the gradient "
                     "of an output that gets none"
                 )
+        if released:
+            ReleaseEarly().apply(program, plan)
 
 
 class _Zeros:

@@ -152,7 +152,7 @@ def _fsdp1(setting: Setting, model: nn.Module) -> Trained:
         process_group=setting.mesh.get_group(),
         auto_wrap_policy=ModuleWrapPolicy(classes),
         mixed_precision=precision,
-        device_id=setting.device if setting.device.type == "cuda" else None,
+        device_id=setting.device,
         use_orig_params=True,
     )
     return Trained(sharded, sharded, _adamw(sharded))
@@ -168,6 +168,10 @@ def _ddp(setting: Setting, model: nn.Module) -> Trained:
     return Trained(replicated, replicated, _adamw(replicated), context)
 
 
+def _always(size: float, index: int) -> float:
+    return size
+
+
 def _simple_fsdp(setting: Setting, model: nn.Module) -> Trained:
     largest = max(sum(p.nbytes for p in block.parameters()) for _, block in setting.blocks(model))
     shard_simply(model, setting.mesh, setting.dtype)
@@ -175,9 +179,9 @@ def _simple_fsdp(setting: Setting, model: nn.Module) -> Trained:
     size = largest / 2**20 * (1 if setting.dtype is None else 0.5)
     buckets = {
         "bucket_all_gathers_fx": "all",
-        "bucket_all_gathers_fx_bucket_size_determinator": lambda index: size,
+        "bucket_all_gathers_fx_bucket_size_determinator": partial(_always, size),
         "bucket_reduce_scatters_fx": "all",
-        "bucket_reduce_scatters_fx_bucket_size_determinator": lambda index: size,
+        "bucket_reduce_scatters_fx_bucket_size_determinator": partial(_always, size),
     }
     call = torch.compile(model, fullgraph=True, options=buckets)
     return Trained(call, model, _adamw(model))

@@ -211,11 +211,14 @@ def _amount(
 
 
 def _compute(nodes: list[fx.Node], saved: Mapping[fx.Node, int]) -> str:
-    detail = _count(len(nodes), "op")
+    computed = [node for node in nodes if node.target is not ops.release]
+    released = [node.args[0] for node in nodes if node.target is ops.release]
+    detail = _count(len(computed), "op")
     again = sum(RECOMPUTED in node.meta for node in nodes)
     kept = sum(saved.get(node, 0) for node in nodes)
     detail += f", {again:,} recomputed" if again else ""
-    return detail + (f", saves {kept:,} bytes" if kept else "")
+    detail += f", saves {kept:,} bytes" if kept else ""
+    return detail + (f", releases {_count(len(released), 'param')}" if released else "")
 
 
 def _saved_by_node(program: Program) -> dict[fx.Node, int]:

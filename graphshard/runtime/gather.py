@@ -32,6 +32,31 @@ def free(gathered: Gathered) -> None:
 free.__module__ = "graphshard"
 
 
+def release(full: Tensor) -> None:
+    """Give back the storage of one of the parameters that a gather yielded."""
+    full.untyped_storage().resize_(0)
+
+
+def poison(full: Tensor) -> None:
+    """In checking mode instead: fill it with what shows."""
+    full.fill_(_poison(full.dtype))
+
+
+def leave(full: Tensor) -> None:
+    """On a single rank instead: it is the parameter itself, which stays."""
+
+
+for _kind in (release, poison, leave):
+    _kind.__module__ = "graphshard"
+
+
+def releasing(gather: AllGather) -> Callable[[Tensor], None]:
+    """What gives back one parameter of what `gather` yields."""
+    if gather.group.check:
+        return poison
+    return leave if isinstance(gather, LocalGather) else release
+
+
 class AllGather(Collective):
     """Gathers shards `(ceil(d0/W), ...)` into full parameters `(d0, ...)`.
 

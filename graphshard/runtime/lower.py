@@ -26,7 +26,7 @@ from torch.fx.graph import CodeGen
 from graphshard import ops, torch_compat
 from graphshard.plan import ShardingPlan
 from graphshard.runtime.collectives import Collective, Operand, wait
-from graphshard.runtime.gather import AllGather, AllGatherInPlace, LocalGather, free
+from graphshard.runtime.gather import AllGather, AllGatherInPlace, LocalGather, free, releasing
 from graphshard.runtime.group import Group
 from graphshard.runtime.kept import Kept
 from graphshard.runtime.reduce import (
@@ -80,6 +80,9 @@ def lower(graph: fx.Graph, plan: ShardingPlan, group: Group, kept: Kept) -> fx.G
             copied.target = wait
         elif node.target is ops.free:
             copied.target = free
+        elif node.target is ops.release:
+            gather: Any = new[ops.released(node)[0]].target
+            copied.target = releasing(gather)
     lowered.set_codegen(BoxedCodeGen())
     operators: dict[str, Any] = {}
     lowered.on_generate_code(lambda _: partial(_by_short_names, operators))

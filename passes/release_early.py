@@ -1,0 +1,84 @@
+"""release_early: in backward a large parameter goes as soon as nothing reads it any more."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from math import prod
+
+from torch import fx
+
+from graphshard import ops
+from graphshard.errors import PassError
+from graphshard.plan import ShardingPlan
+from graphshard.program import BACKWARD, Program
+from graphshard.rewrite import insert_node
+from graphshard.storages import aliases_of
+from graphshard.views import gather_waits, unpacks
+
+
+@dataclass(frozen=True)
+class ReleaseEarly:
+    """Release parameters one by one in backward, ahead of the free of their unit.
+
+    Backward reads a weight last to carry the gradient on, and makes the weight's own gradient next:
+    released in between, the one makes room for the other, and a unit in backward holds little more
+    than its parameters instead of those and as many gradients. No collective moves.
+
+    Args:
+        min_bytes: what is smaller waits for the free.
+    """
+
+    min_bytes: int = 512 * 1024
+    name: str = field(default="release_early", init=False)
+
+    def apply(self, program: Program, plan: ShardingPlan) -> None:
+        """See `Pass.apply`.
+
+        Raises:
+            PassError: parameters are released already.
+        """
+        place = {node: index for index, node in enumerate(program.graph.nodes)}
+        sites: list[tuple[fx.Node, fx.Node]] = []
+        for wait in gather_waits(program):
+            free = next((user for user in wait.users if user.target is ops.free), None)
+            if free is None or not wait.meta["phase"] == free.meta["phase"] == BACKWARD:
+                continue
+            for picked in unpacks(wait):
+                if any(user.target is ops.release for user in picked.users):
+                    raise PassError(f"pass {self.name}: {picked.name} is released already")
+                last = max(_readers(picked), key=place.__getitem__, default=picked)
+                if self._is_large(picked) and _makes_something(last, free):
+                    sites.append((last, picked))
+        for last, picked in sites:
+            with program.graph.inserting_after(last):
+                insert_node(
+                    program,
+                    ops.release,
+                    (picked,),
+                    {},
+                    name=f"{picked.name}_release",
+                    unit=picked.meta["unit"],
+                    phase=BACKWARD,
+                    val=None,
+                )
+
+    def _is_large(self, picked: fx.Node) -> bool:
+        val = picked.meta["val"]
+        return prod(val.shape) * val.dtype.itemsize >= self.min_bytes
+
+
+def _readers(picked: fx.Node) -> list[fx.Node]:
+    """What reads the storage of a gathered parameter, and what ends a collective that does."""
+    readers = [reader for value in aliases_of(picked) for reader in (value, *value.users)]
+    ends = [wait for one in readers if ops.is_collective(one) for wait in one.users]
+    return readers + ends
+
+
+def _makes_something(last: fx.Node, free: fx.Node) -> bool:
+    """Whether anything is computed between the last reader and the free."""
+    node = last.next
+    while node is not free:
+        if ops.is_compute(node):
+            return True
+        node = node.next
+    return False
