@@ -59,19 +59,22 @@ def check_lifetimes(facts: Facts) -> None:
 
 
 def check_releases(facts: Facts) -> None:
-    """A parameter is released once, before the free of its gather, and not read afterwards."""
+    """A parameter is released once and not read afterwards.
+
+    That it stands before the free of its gather is what `check_lifetimes` asks of every reader.
+    """
     by_parameter: dict[fx.Node, fx.Node] = {}
     for release in (node for node in facts.nodes if node.target is ops.release):
-        picked, wait = _released(facts, release)
+        picked = _released(facts, release)
         if picked in by_parameter:
             before = by_parameter[picked].name
             facts.fail("releases", release, f"%{picked.name} is released by %{before} already")
         by_parameter[picked] = release
         at = facts.place[release]
-        if any(facts.place[free] < at for free in facts.frees[wait]):
-            facts.fail("releases", release, f"%{wait.name} is freed already")
         reads = [(value, user) for value in aliases_of(picked) for user in value.users]
         for value, user in reads:
+            if user.target is ops.release:
+                continue
             if any(facts.place[last] > at for last in (user, *facts.waits.get(user, ()))):
                 facts.fail(
                     "releases",
@@ -81,8 +84,8 @@ def check_releases(facts: Facts) -> None:
                 )
 
 
-def _released(facts: Facts, release: fx.Node) -> tuple[fx.Node, fx.Node]:
-    """The parameter that is released, and the wait it comes from."""
+def _released(facts: Facts, release: fx.Node) -> fx.Node:
+    """The parameter that is released."""
     picked = release.args[0] if release.args else None
     if not isinstance(picked, fx.Node) or not ops.is_unpack(picked):
         facts.fail("releases", release, "release must take what a wait on an all_gather gave")
@@ -93,7 +96,7 @@ def _released(facts: Facts, release: fx.Node) -> tuple[fx.Node, fx.Node]:
         facts.fail("releases", release, f"%{picked.name} was not gathered into a new buffer")
     if wait.meta["phase"] != release.meta["phase"]:
         facts.fail("releases", release, f"%{wait.name} stands in another phase")
-    return picked, wait
+    return picked
 
 
 def check_budget(facts: Facts) -> None:

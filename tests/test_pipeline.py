@@ -29,6 +29,7 @@ DEFAULT = [
     "prefetch",
     "sink_waits",
     "insert_free",
+    "release_early",
 ]
 
 

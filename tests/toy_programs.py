@@ -339,8 +339,8 @@ class OneRank(fx.Interpreter):
             return args[0]
         if target in ops.TRANSFERS:
             return args[0].to(kwargs.get("dtype"))
-        if target is ops.free:
-            for value in args[0]:
+        if target in (ops.free, ops.release):
+            for value in args[0] if target is ops.free else args:
                 value.fill_(float("nan"))
             return None
         return super().call_function(target, args, kwargs)

@@ -1,0 +1,241 @@
+"""Backward gives back each large parameter behind its last use, ahead of its unit's free."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import toy_programs as toys
+from broken_programs import emit, named
+from ranks import Checks
+from test_rivals import watched
+from torch import Tensor, nn
+
+import graphshard
+from examples.benchmarks.rival_models import TINY, Data, made
+from examples.benchmarks.rival_systems import Setting, graphshard_step
+from graphshard import ops
+from graphshard.errors import PassError, VerifyError
+from graphshard.inspect.text import schedule_text
+from graphshard.liveness import live_unsharded
+from graphshard.passes.release_early import ReleaseEarly
+from graphshard.pipeline import default_passes
+from graphshard.policy import Policy
+from graphshard.program import BACKWARD, Program
+from graphshard.step_memory import PARAMETERS, storages_of
+from graphshard.verify import verify
+
+ALL = ReleaseEarly(min_bytes=1)
+
+
+def released(build: Callable[..., Program] = toys.blocks, **policy: Any) -> tuple[Program, Any]:
+    chosen = Policy(**policy)
+    return toys.rewritten(build, chosen, passes=[*default_passes(chosen)[:-1], ALL])
+
+
+def releases(program: Program) -> list[Any]:
+    return [node for node in program.nodes() if node.target is ops.release]
+
+
+def test_a_weight_goes_before_its_own_gradient_comes() -> None:
+    program, _ = released()
+    found = releases(program)
+    assert {node.args[0].name for node in found} >= {"layers_1_up_weight_full_1"}
+    for node in found:
+        assert node.meta["phase"] == BACKWARD
+        free = next(u for u in node.args[0].args[0].users if u.target is ops.free)
+        assert node < free
+
+
+@pytest.mark.parametrize("build", [toys.blocks, toys.nested, toys.odd_params, toys.shared_block])
+def test_the_step_returns_what_was_captured(build: Callable[..., Program]) -> None:
+    program, plan = released(build)
+    assert releases(program)
+    toys.assert_same_values(build(), program, plan)
+
+
+def test_bytes_follow_each_release() -> None:
+    plain, _ = toys.rewritten(toys.blocks)
+    program, _ = released()
+    after = dict(live_unsharded(program))
+    for node in releases(program):
+        assert after[node] < after[node.prev]
+    assert list(after.values())[-1] == list(dict(live_unsharded(plain)).values())[-1] == 0
+
+    def parameters(program: Program) -> tuple[int, int]:
+        held = [s for s in storages_of(program).all if s.kind == PARAMETERS]
+        return sum(s.size for s in held), sum(s.size * (s.dies - s.born) for s in held)
+
+    assert parameters(program)[0] == parameters(plain)[0]
+    assert parameters(program)[1] < parameters(plain)[1]
+
+
+def test_the_schedule_says_what_compute_releases() -> None:
+    program, _ = released()
+    lines = [line for line in schedule_text(program).splitlines() if "releases" in line]
+    assert lines
+    assert all("compute" in line and "releases" in line for line in lines)
+    assert all(event.op != "release" for event in program.schedule())
+
+
+def test_small_parameters_wait_for_the_free() -> None:
+    program, _ = toys.rewritten(toys.blocks)
+    assert releases(program) == []
+
+
+def test_a_second_time_is_refused() -> None:
+    program, plan = released()
+    with pytest.raises(PassError, match="is released already"):
+        ALL.apply(program, plan)
+
+
+def read_afterwards(program: Program) -> None:
+    node = releases(program)[0]
+    emit(program, node, torch.ops.aten.t.default, node.args[0], like=node.args[0])
+
+
+def twice(program: Program) -> None:
+    node = releases(program)[0]
+    emit(program, node, ops.release, node.args[0], like=node)
+
+
+def after_the_free(program: Program) -> None:
+    node = releases(program)[0]
+    next(u for u in node.args[0].args[0].users if u.target is ops.free).append(node)
+
+
+def of_a_list(program: Program) -> None:
+    node = releases(program)[0]
+    node.args = (node.args[0].args[0],)
+
+
+def of_a_reduce(program: Program) -> None:
+    node = releases(program)[-1]
+    reduced = named(program, "layers_1_reduced")
+    picked = min(reduced.users)
+    emit(program, picked, ops.release, picked, like=node)
+
+
+@pytest.mark.parametrize(
+    ("break_it", "rule", "said"),
+    [
+        (read_afterwards, "releases", "which shares the storage of"),
+        (twice, "releases", "already"),
+        (after_the_free, "lifetimes", "freed it"),
+        (of_a_list, "waits", "pick one result"),
+        (of_a_reduce, "releases", "was not gathered into a new buffer"),
+    ],
+)
+def test_verify_refuses(break_it: Callable[[Program], None], rule: str, said: str) -> None:
+    program, plan = released()
+    verify(program, plan, after="before")
+    break_it(program)
+    with pytest.raises(VerifyError, match=f"breaks the rule '{rule}'") as raised:
+        verify(program, plan, after="the culprit")
+    assert said in str(raised.value)
+
+
+# -- on ranks --------------------------------------------------------------------------------------
+
+
+class Layer(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.weights = nn.ParameterList(torch.randn(256, 256) / 16 for _ in range(8))
+
+    def forward(self, x: Tensor) -> Tensor:
+        for weight in self.weights:
+            x = torch.tanh(x @ weight)
+        return x
+
+
+class Two(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList([Layer(), Layer()])
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.layers[1](self.layers[0](x)).sum()
+
+
+class Watched(nn.Module):
+    """Takes `x` by name, as `Trained` calls it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = Two()
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.inner(x)
+
+
+def gradients_take_the_room_of_parameters(rank: int) -> None:
+    cpu = torch.device("cpu")
+    mesh = torch.distributed.init_device_mesh("cpu", (2,))
+    setting = Setting(mesh, cpu, ("Layer",), None, {"x": torch.ones(1, 256)})
+    held, losses = [], []
+    for passes in ([], [ALL]):
+        torch.manual_seed(0)
+        model = Watched()
+        sharded = graphshard.compile(
+            model,
+            graphshard.BlockPolicy({Layer}),
+            example_kwargs=setting.batch,
+            passes=passes,
+            check=False,
+        )
+        trained = graphshard_step(setting, model)
+        trained.call = trained.module = sharded
+        trained.optimizer = torch.optim.SGD(sharded.parameters(), lr=0.1)
+        held.append(watched(trained, setting).transient)
+        losses.append(trained.step(setting.batch))
+    unit = 8 * 256 * 256 * 4
+    # Less by seven of eight weights of a unit: all but the one whose gradient is next.
+    assert held[0] - held[1] == unit * 7 // 8
+    assert torch.equal(*losses)
+
+
+def poisoned_releases_do_no_harm(rank: int) -> None:
+    data = Data(TINY, 2, 1, torch.device("cpu"))
+    batch = data.batch(0, rank)
+    losses = []
+    for passes, check in (([], False), ([ALL], True)):
+        sharded = graphshard.compile(
+            made(TINY, data.device),
+            graphshard.BlockPolicy(TINY.blocks),
+            example_kwargs=batch,
+            passes=passes,
+            check=check,
+        )
+        loss = sharded(**batch)
+        loss.backward()
+        losses.append([loss.detach(), *(p.grad.to_local() for p in sharded.parameters())])
+    assert all(torch.equal(a, b) for a, b in zip(*losses, strict=True))
+
+
+CHECKS = [gradients_take_the_room_of_parameters, poisoned_releases_do_no_harm]
+
+
+@pytest.fixture(scope="module")
+def checks() -> Checks:
+    return Checks(CHECKS, 2)
+
+
+@pytest.mark.parametrize("check", CHECKS, ids=lambda check: check.__name__)
+def test_on_two_ranks(checks: Checks, check: Callable[[int], None]) -> None:
+    checks.require(check)
+
+
+def test_a_single_rank_keeps_its_parameters() -> None:
+    torch.manual_seed(0)
+    model = Two()
+    sharded = graphshard.compile(model, graphshard.BlockPolicy({Layer}), passes=[ALL])
+    x = torch.ones(1, 256)
+    for _ in range(2):
+        sharded(x).backward()
+    model(x).backward()
+    model(x).backward()
+    for ours, theirs in zip(sharded.parameters(), model.parameters(), strict=True):
+        assert torch.allclose(ours.grad, theirs.grad)
