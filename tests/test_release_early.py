@@ -12,6 +12,7 @@ from broken_programs import emit, named
 from ranks import Checks
 from test_rivals import watched
 from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
 
 import graphshard
 from examples.benchmarks.rival_models import TINY, Data, made
@@ -140,10 +141,14 @@ def test_verify_refuses(break_it: Callable[[Program], None], rule: str, said: st
 # -- on ranks --------------------------------------------------------------------------------------
 
 
+WIDTH = 512  # a weight of 1 MiB travels by itself
+WEIGHT = WIDTH * WIDTH * 4
+
+
 class Layer(nn.Module):
     def __init__(self) -> None:
         super().__init__()
-        self.weights = nn.ParameterList(torch.randn(256, 256) / 16 for _ in range(8))
+        self.weights = nn.ParameterList(torch.randn(WIDTH, WIDTH) / WIDTH for _ in range(4))
 
     def forward(self, x: Tensor) -> Tensor:
         for weight in self.weights:
@@ -151,50 +156,28 @@ class Layer(nn.Module):
         return x
 
 
-class Two(nn.Module):
+class Three(nn.Module):
     def __init__(self) -> None:
         super().__init__()
-        self.layers = nn.ModuleList([Layer(), Layer()])
+        self.layers = nn.ModuleList([Layer(), Layer(), Layer()])
 
     def forward(self, x: Tensor) -> Tensor:
-        return self.layers[1](self.layers[0](x)).sum()
-
-
-class Watched(nn.Module):
-    """Takes `x` by name, as `Trained` calls it."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.inner = Two()
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.inner(x)
+        for layer in self.layers:
+            x = layer(x)
+        return x.sum()
 
 
 def gradients_take_the_room_of_parameters(rank: int) -> None:
     cpu = torch.device("cpu")
-    mesh = torch.distributed.init_device_mesh("cpu", (2,))
-    setting = Setting(mesh, cpu, ("Layer",), None, {"x": torch.ones(1, 256)})
-    held, losses = [], []
-    for passes in ([], [ALL]):
-        torch.manual_seed(0)
-        model = Watched()
-        sharded = graphshard.compile(
-            model,
-            graphshard.BlockPolicy({Layer}),
-            example_kwargs=setting.batch,
-            passes=passes,
-            check=False,
-        )
-        trained = graphshard_step(setting, model)
-        trained.call = trained.module = sharded
-        trained.optimizer = torch.optim.SGD(sharded.parameters(), lr=0.1)
-        held.append(watched(trained, setting).transient)
-        losses.append(trained.step(setting.batch))
-    unit = 8 * 256 * 256 * 4
-    # Less by seven of eight weights of a unit: all but the one whose gradient is next.
-    assert held[0] - held[1] == unit * 7 // 8
-    assert torch.equal(*losses)
+    mesh = init_device_mesh("cpu", (2,))
+    setting = Setting(mesh, cpu, ("Layer",), None, {"x": torch.ones(1, WIDTH)})
+    torch.manual_seed(0)
+    trained = graphshard_step(setting, Three())
+    held = watched(trained, setting).transient
+    # In the backward of the second layer: the third's gradients on their way; four weights or
+    # gradients of its own, and one more as torch makes a gradient before it carries it on; and what
+    # the first needs for backward, which is all but the weight next to the input.
+    assert 4 + 4 + 3 <= held / WEIGHT <= 4 + 4 + 3 + 1, "not 4 + 8 + 3"
 
 
 def poisoned_releases_do_no_harm(rank: int) -> None:
@@ -220,7 +203,7 @@ CHECKS = [gradients_take_the_room_of_parameters, poisoned_releases_do_no_harm]
 
 @pytest.fixture(scope="module")
 def checks() -> Checks:
-    return Checks(CHECKS, 2)
+    return Checks(CHECKS, 2, timeout=300, group_timeout=200)
 
 
 @pytest.mark.parametrize("check", CHECKS, ids=lambda check: check.__name__)
@@ -230,9 +213,9 @@ def test_on_two_ranks(checks: Checks, check: Callable[[int], None]) -> None:
 
 def test_a_single_rank_keeps_its_parameters() -> None:
     torch.manual_seed(0)
-    model = Two()
-    sharded = graphshard.compile(model, graphshard.BlockPolicy({Layer}), passes=[ALL])
-    x = torch.ones(1, 256)
+    model = Three()
+    sharded = graphshard.compile(model, graphshard.BlockPolicy({Layer}))
+    x = torch.ones(1, WIDTH)
     for _ in range(2):
         sharded(x).backward()
     model(x).backward()

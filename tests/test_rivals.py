@@ -111,7 +111,7 @@ CHECKS = [storages_of_sharding, bytes_moved_are_those_of_the_program, losses_are
 
 @pytest.fixture(scope="module")
 def checks() -> Checks:
-    return Checks(CHECKS, 2)
+    return Checks(CHECKS, 2, timeout=300, group_timeout=200)
 
 
 @pytest.mark.parametrize("check", CHECKS, ids=lambda check: check.__name__)
