@@ -196,6 +196,7 @@ def test_the_script_compares_systems_that_compile() -> None:
     assert output.count("\nFSDP2 compile blocks ") == 2, output
 
 
+@pytest.mark.slow
 def test_memory_of_one_rank_of_eight() -> None:
     output = run(f"{SCRIPT} --fake 8 --models tiny")
     rows = re.findall(r"^(\S.*?) +([\d.]+) +([\d.]+)$", output, re.MULTILINE)
