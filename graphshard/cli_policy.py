@@ -133,6 +133,7 @@ def add_policy_fields(command: argparse.ArgumentParser) -> None:
         default=unset,
         help="units, selective, budget, or module classes: A,B or selective,A,B",
     )
+    fields.add_argument("--cuda-graph", action="store_true", default=unset)
     fields.add_argument("--sync-module-states", action="store_true", default=unset)
     fields.add_argument(
         "--memory-budget",
@@ -183,6 +184,7 @@ _POLICY_FIELDS = (
     "reshard_after_forward",
     "reshard_root",
     "recompute",
+    "cuda_graph",
     "sync_module_states",
     "memory_budget",
     "schedule",

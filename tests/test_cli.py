@@ -132,7 +132,7 @@ def test_every_policy_field_reaches_the_plan(capsys: pytest.CaptureFixture[str])
     common = ["factories:bare", "--policy", "block:Layer", "--mesh", "4"]
     fields = ["--strategy", "SHARD_GRAD_OP", "--backward-prefetch", "none"]
     fields += ["--forward-prefetch", "2", "--memory-budget", "2GiB"]
-    fields += ["--recompute", "units", "--sync-module-states"]
+    fields += ["--recompute", "units", "--sync-module-states", "--cuda-graph"]
     fields += ["--param-dtype", "bf16", "--reduce-dtype", "fp32", "--ignored", r".*\.bias"]
     fields += ["--offload", "params", "--offload", "activations"]
     policy = plan_json(capsys, *common, *fields)["policy"]
@@ -144,6 +144,7 @@ def test_every_policy_field_reaches_the_plan(capsys: pytest.CaptureFixture[str])
         memory_budget=2**31,
         recompute="units",
         sync_module_states=True,
+        cuda_graph=True,
         mixed_precision=graphshard.MixedPrecision(torch.bfloat16, reduce_dtype=torch.float32),
         ignored=r".*\.bias",
         offload=("params", "activations"),

@@ -82,7 +82,7 @@ def test_a_section_that_hangs_dies_or_says_nothing_is_a_line(tmp_path: Path) -> 
 
 def test_layers_that_fit(monkeypatch: pytest.MonkeyPatch) -> None:
     load = load_with(load_for(small=True), 6)
-    assert gpu_rivals.predicted_peak(load) > 4 * 2 * 96 * 32 / 8
+    assert gpu_rivals.predicted_peak(load_with(load, 1)) > 4 * 2 * 96 * 32 / 8
     monkeypatch.setattr(gpu_rivals, "predicted_peak", lambda load: 100 + 10 * load.config.layers)
     assert layers_that_fit(load, 155) == 5
     assert layers_that_fit(load, 1 << 40) == 6

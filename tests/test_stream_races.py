@@ -257,10 +257,18 @@ class Shuffled:
                 at.append(one)
 
 
-@settings(max_examples=6, deadline=None, suppress_health_check=list(HealthCheck))
+@settings(max_examples=6, deadline=None, derandomize=True, suppress_health_check=list(HealthCheck))
 @given(
     seed=st.integers(0, 1 << 30),
     name=st.sampled_from(["full", "zero2", "ahead", "offload", "fp16", "hybrid"]),
 )
 def test_no_valid_order_races(seed: int, name: str) -> None:
     assert watched(RecordedCuda(), steps=1, passes=[Shuffled(seed)], **OPTIONS[name]).found == []
+
+
+def test_orders_are_shuffled() -> None:
+    orders = {
+        tuple(Training(RecordedCuda(), [Shuffled(seed)]).model.program.schedule())
+        for seed in range(3)
+    }
+    assert len(orders) == 3
