@@ -15,20 +15,19 @@ from graphshard.dynamic import Dynamic
 from graphshard.errors import PlanError, PolicyError
 from graphshard.inspect.progress import Progress
 from graphshard.model_checks import require_module
-from graphshard.pipeline import Pass, Stages, default_passes, run_passes
+from graphshard.pipeline import Pass, Stages, backend_passes, default_passes, run_passes
 from graphshard.plan import ShardingPlan
 from graphshard.planner import make_plan, require_policy, with_capture_warnings
 from graphshard.policy import Policy
 from graphshard.runtime.group import find_group
 from graphshard.runtime.module import ShardedModule
 from graphshard.runtime.skeleton import SkeletonModule
+from graphshard.torch_inductor import require_inductor
 from graphshard.tune.auto_policy import AutoPolicy
 from graphshard.tune.resolve import searched, wants_groups
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
-
-BACKENDS = ("eager",)
 
 
 def compile(  # noqa: A001  # as torch.compile
@@ -62,7 +61,11 @@ def compile(  # noqa: A001  # as torch.compile
         device: where the model runs. None: on the mesh's kind of device; without a mesh on the
             current CUDA device under NCCL, on the CPU under other backends, and on a single rank
             without a process group where the model is (from meta: the CPU).
-        backend: "eager" runs the program operator by operator.
+        backend: what runs compute. "eager": torch, operator by operator; "inductor": Inductor
+            compiles what stands between collectives, waits and frees, region by region, each
+            structure once, and random numbers still come from torch's own generators. The first
+            call takes the longer for it, unless its cache on disk knows the regions. One that it
+            cannot compile runs operator by operator, and the plan says which and why.
         dynamic: dimensions whose size may differ from call to call, by argument of the forward (or
             path of a tensor in a nested one), with a name: {"input_ids": {0: "batch", 1: "seq"}}.
             One program serves all sizes of at least 2 it is right for; dimensions of one name have
@@ -78,9 +81,11 @@ def compile(  # noqa: A001  # as torch.compile
         PlanError: the model cannot be planned, or this is called in inference mode.
         CaptureError, PassError, VerifyError: its program cannot be made, given example inputs; a
             model that fixes a size asked to be dynamic is such a case.
+        UnsupportedTorchError: this torch compiles otherwise than "inductor" knows.
     """
-    if backend not in BACKENDS:
-        raise PolicyError(f"backend must be one of {', '.join(BACKENDS)}; got {backend!r}")
+    last = backend_passes(backend)
+    if last:
+        require_inductor()
     if torch.is_inference_mode_enabled():
         raise PlanError(
             "shards are parameters to train, which cannot be made in torch.inference_mode(); call "
@@ -106,10 +111,12 @@ def compile(  # noqa: A001  # as torch.compile
         ).policy
     with progress.stage("plan"):
         plan = make_plan(model, policy, world_size=group.size, mesh_shape=group.mesh_shape)
+        plan = replace(plan, backend=backend)
     for ranks in sorted({unit.options.reshard_ranks or 0 for unit in plan.units} - {0}):
         group.within(ranks)
     with progress.stage("shard"):
-        sharded = ShardedModule(model, plan, group, (*default_passes(policy), *passes), sizes)
+        every = (*default_passes(policy, backend), *passes, *last)
+        sharded = ShardedModule(model, plan, group, every, sizes)
     if example_inputs is not None or example_kwargs is not None:
         sharded.capture(tuple(example_inputs or ()), dict(example_kwargs or {}), progress)
     return sharded
@@ -124,6 +131,7 @@ def plan(
     example_inputs: Sequence[Any] | None = None,
     example_kwargs: Mapping[str, Any] | None = None,
     device: torch.device | str = "cpu",
+    backend: str = "eager",
     dynamic: Mapping[str, Mapping[int, str]] | None = None,
     passes: Sequence[Pass] = (),
     progress: Stages | None = None,
@@ -141,6 +149,7 @@ def plan(
             and `plan.program` is the rewritten program, else it is None.
         example_kwargs: keyword arguments of that call.
         device: where the program is to run.
+        backend: as for `compile`; the program then shows its regions, and nothing is compiled.
         dynamic: as for `compile`.
         passes: applied after the default ones, in order.
         progress: told of each stage. None: a bar on stderr, if that is a terminal.
@@ -151,6 +160,7 @@ def plan(
         CaptureError, PassError, VerifyError: the program cannot be made, given example inputs.
     """
     _check_arguments(model, example_inputs, example_kwargs, passes)
+    backend_passes(backend)  # checks it
     sizes = Dynamic.of(model, dynamic)
     shape = None if mesh_shape is None else tuple(mesh_shape)
     if world_size is None:
@@ -167,11 +177,12 @@ def plan(
             device=device,
             progress=progress,
         )
-        if sizes is None and not passes:
+        if sizes is None and not passes and backend == "eager":
             return found
         policy = found.policy
     with progress.stage("plan"):
         made = make_plan(model, policy, world_size=world_size, mesh_shape=shape)
+        made = replace(made, backend=backend)
     if example_inputs is None and example_kwargs is None:
         return made
     return with_program(
@@ -221,7 +232,9 @@ def with_program(
         ).program
     made = with_capture_warnings(made, program)
     program.stale = made.stale_after_step
-    run_passes(program, made, (*default_passes(made.policy), *passes), progress=progress)
+    backend = made.backend
+    every = (*default_passes(made.policy, backend), *passes, *backend_passes(backend))
+    run_passes(program, made, every, progress=progress)
     return replace(made, program=program)
 
 

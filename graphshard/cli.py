@@ -26,8 +26,10 @@ import graphshard
 from graphshard.calibrate.command import add_calibrate
 from graphshard.cli_policy import (
     POLICY_HELP,
+    add_backend,
     add_hardware,
     add_policy_fields,
+    backend_of,
     parse_bytes,
     parse_mesh,
     policies_of,
@@ -195,17 +197,24 @@ def _add_command(
     ranks.add_argument("--mesh", type=parse_mesh, metavar="AxB", help="shape of the mesh of ranks")
 
     add_policy_fields(command)
+    if not any_policy:
+        add_backend(command)
     command.add_argument("--times", action="store_true", help="say how long each stage took")
     command.add_argument("--debug", action="store_true", help="show the traceback of an error")
     return command
 
 
 def _plan(
-    options: argparse.Namespace, subject: Subject, progress: Progress, policy: Policy | None = None
+    options: argparse.Namespace,
+    subject: Subject,
+    progress: Progress,
+    asked: tuple[Policy, str] | None = None,
 ) -> ShardingPlan:
+    policy, backend = asked or (policy_of(options), backend_of(options))
     return graphshard.plan(
         subject.model,
-        policy or policy_of(options),
+        policy,
+        backend=backend,
         world_size=options.world_size,
         mesh_shape=options.mesh,
         example_inputs=subject.args,
@@ -250,7 +259,7 @@ def run_compare(options: argparse.Namespace, progress: Progress) -> str:
         raise PolicyError(f"two policies are compared; --policy was given {len(options.policy)}x")
     policies = policies_of(options)
     subject = _subject_to_capture(options, progress, "comparison")
-    plans = [_plan(options, subject, progress, policy) for policy in policies]
+    plans = [_plan(options, subject, progress, asked) for asked in policies]
     with progress.stage("simulate"):
         return shown_comparison(plans, options.policy, options)
 

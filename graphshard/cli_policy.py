@@ -16,6 +16,7 @@ from graphshard.importers.accelerate import from_accelerate
 from graphshard.importers.deepspeed import from_deepspeed
 from graphshard.mixed_precision import MixedPrecision
 from graphshard.module_policy import ModulePolicy
+from graphshard.pipeline import BACKENDS
 from graphshard.policy import BlockPolicy, Policy, SizePolicy, Strategy
 from graphshard.policy_base import OFFLOADS, SCHEDULES
 
@@ -177,6 +178,22 @@ def add_hardware(command: argparse.ArgumentParser) -> None:
     )
 
 
+def add_backend(command: argparse.ArgumentParser) -> None:
+    """Add the argument for what runs compute."""
+    command.add_argument(
+        "--backend",
+        choices=list(BACKENDS),
+        default=argparse.SUPPRESS,
+        help="what runs compute: torch, operator by operator (the default), or Inductor, region by "
+        "region",
+    )
+
+
+def backend_of(options: argparse.Namespace) -> str:
+    """What `options` ask to run compute."""
+    return str(getattr(options, "backend", BACKENDS[0]))
+
+
 _POLICY_FIELDS = (
     "strategy",
     "backward_prefetch",
@@ -228,8 +245,9 @@ def policy_of(options: argparse.Namespace) -> Policy:
     return ModulePolicy(dict(entries), base=parse_policy(options.policy), **fields)
 
 
-def policies_of(options: argparse.Namespace) -> list[Policy]:
-    """The policies in the texts of `options.policy`, each with fields of its own behind it.
+def policies_of(options: argparse.Namespace) -> list[tuple[Policy, str]]:
+    """The policies in the texts of `options.policy`, each with fields of its own behind it, and
+    with the backend that is to run it.
 
     "block:Block --recompute units" is the policy block:Block, computed again in backward; fields
     that `options` has besides are those of every policy that does not give them.
@@ -239,6 +257,8 @@ def policies_of(options: argparse.Namespace) -> list[Policy]:
         parser = argparse.ArgumentParser(prog=f'--policy "{text}"', add_help=False)
         parser.add_argument("policy")
         add_policy_fields(parser)
+        add_backend(parser)
         own = argparse.Namespace(**{k: v for k, v in vars(options).items() if k != "policy"})
-        found.append(policy_of(parser.parse_args(shlex.split(text), own)))
+        given = parser.parse_args(shlex.split(text), own)
+        found.append((policy_of(given), backend_of(given)))
     return found

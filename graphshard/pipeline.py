@@ -9,9 +9,10 @@ from dataclasses import dataclass, replace
 from typing import Protocol
 
 from graphshard.cost.hardware import Hardware
-from graphshard.errors import GraphshardError, PassError
+from graphshard.errors import GraphshardError, PassError, PolicyError
 from graphshard.passes.accumulate import Accumulate
 from graphshard.passes.cuda_graph import CudaGraph
+from graphshard.passes.form_regions import FormRegions
 from graphshard.passes.gather_together import GatherTogether
 from graphshard.passes.insert_free import InsertFree
 from graphshard.passes.keep_if_better import KeepIfBetter
@@ -89,8 +90,12 @@ class Stages(Protocol):
         ...
 
 
-def default_passes(policy: Policy) -> tuple[Pass, ...]:
-    """The passes that make a captured program a sharded one, in order."""
+def default_passes(policy: Policy, backend: str = "eager") -> tuple[Pass, ...]:
+    """The passes that make a captured program a sharded one, in order.
+
+    Parameters are released one by one only where operators run one by one: in between a compiled
+    region would end.
+    """
     choice = RecomputeChoice.of(policy.recompute)
     then = (
         Unshard(),
@@ -113,7 +118,23 @@ def default_passes(policy: Policy) -> tuple[Pass, ...]:
         assert policy.memory_budget is not None
         first = RecomputeToBudget(policy.memory_budget, then, bool(choice.classes))
     last = (CudaGraph(),) if policy.cuda_graph else ()
-    return (first, *then, *_by_cost(policy), ReleaseEarly(), *last)
+    early = (ReleaseEarly(),) if backend == "eager" else ()
+    return (first, *then, *_by_cost(policy), *early, *last)
+
+
+BACKENDS = ("eager", "inductor")
+"""What may run a program's compute."""
+
+
+def backend_passes(backend: str) -> tuple[Pass, ...]:
+    """The passes that make a finished program one for `backend`, after all others.
+
+    Raises:
+        PolicyError: there is no such backend.
+    """
+    if backend not in BACKENDS:
+        raise PolicyError(f"backend must be one of {', '.join(BACKENDS)}; got {backend!r}")
+    return (FormRegions(),) if backend == "inductor" else ()
 
 
 def _by_cost(policy: Policy) -> tuple[Pass, ...]:

@@ -188,7 +188,8 @@ class Unit:
 class ShardingPlan:
     """What was decided: units in module order (the root, "", first), for one policy and mesh.
 
-    `world_size` counts all ranks; a mesh is `(ranks,)` or `(replicas, ranks to shard over)`.
+    `world_size` counts all ranks; a mesh is `(ranks,)` or `(replicas, ranks to shard over)`;
+    `backend` is what runs compute: "eager", or "inductor" for compiled regions.
     """
 
     units: tuple[Unit, ...]
@@ -199,6 +200,7 @@ class ShardingPlan:
     recomputed: tuple[str, ...] = ()  # FQNs of the modules of classes the policy recomputes
     program: Program | None = field(default=None, repr=False)
     ignored: tuple[ParamLayout, ...] = ()  # of parameters in no unit, left as they are
+    backend: str = "eager"
 
     @property
     def shard_size(self) -> int:

@@ -14,6 +14,7 @@ Every node but the output carries in `meta`:
     "phase"  "forward" or "backward"
     "fqn"    the module it came from ("" is the root)
     "unit"   the FQN of the innermost unit around that module (set once a plan is known)
+    "region" the number of the region it is compiled in, if it is (see `graphshard.regions`)
 """
 
 from __future__ import annotations
@@ -30,6 +31,7 @@ from graphshard import ops
 from graphshard.sizes import Sizes
 
 if TYPE_CHECKING:
+    from graphshard.regions import Regions
     from graphshard.schedule.budget import Budget
 
 FORWARD = "forward"
@@ -146,6 +148,7 @@ class Program:
     notes: tuple[str, ...] = field(default=())  # what a reader of the dump must know
     sizes: Sizes | None = None  # the symbolic ones; None if every size is a number
     budget: Budget | None = None  # what it is scheduled in, if by cost
+    regions: Regions | None = None  # what of it is compiled; None if it runs operator by operator
 
     @property
     def world_size(self) -> int:

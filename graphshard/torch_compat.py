@@ -147,6 +147,12 @@ def new_size(environment: Any, name: str, hint: int) -> torch.SymInt:
     return size
 
 
+def size_of_expression(environment: Any, expression: Any, hint: int) -> torch.SymInt:
+    """A size that is `expression` of the symbols of `environment`, `hint` in the example."""
+    size: torch.SymInt = environment.create_symintnode(expression, hint=hint)
+    return size
+
+
 def size_expression(size: Any) -> Any:
     """The sympy expression of a symbolic size, after what is known by now."""
     return size.node.expr

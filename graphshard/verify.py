@@ -29,6 +29,7 @@ from graphshard.verify_graph import (
 from graphshard.verify_kept import check_kept
 from graphshard.verify_memory import check_budget, check_frees, check_lifetimes, check_releases
 from graphshard.verify_precision import check_precision
+from graphshard.verify_regions import check_regions
 from graphshard.verify_replicas import check_groups
 from graphshard.verify_reshard import check_reshards
 from graphshard.verify_sharding import (
@@ -68,6 +69,7 @@ RULES: tuple[Callable[[Facts], None], ...] = (
     check_tables,
     check_unchanged,
     check_values,
+    check_regions,
 )
 
 

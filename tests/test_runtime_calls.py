@@ -273,5 +273,5 @@ def test_generated_code_reads_as_what_it_does() -> None:
 
 
 def test_unknown_backends_are_refused() -> None:
-    with pytest.raises(PolicyError, match="backend must be one of eager; got 'inductor'"):
-        graphshard.compile(TiedGPT(1), BLOCK, backend="inductor")
+    with pytest.raises(PolicyError, match="backend must be one of eager, inductor; got 'dynamo'"):
+        graphshard.compile(TiedGPT(1), BLOCK, backend="dynamo")

@@ -26,6 +26,7 @@ from graphshard.cost.duration import (
     node_seconds,
     stream_of,
 )
+from graphshard.cost.fused import fused_costs
 from graphshard.cost.groups import ranks_of
 from graphshard.cost.hardware import Hardware
 from graphshard.cost.op_cost import op_cost
@@ -120,6 +121,7 @@ class _Walk:
         self, program: Program, plan: ShardingPlan, hardware: Hardware, tf32: bool
     ) -> None:
         self.program, self.plan, self.hardware, self.tf32 = program, plan, hardware, tf32
+        self.fused = fused_costs(program)
         self.clock = _Clocks()
         self.spans: list[Span] = []
         self.transfers: list[Transfer] = []
@@ -154,7 +156,7 @@ class _Walk:
         if node.target in STREAMED:
             seconds = node_seconds(node, self.program, self.hardware)
         else:
-            cost = op_cost(node)
+            cost = self.fused.get(node) or op_cost(node)
             self.flops += cost.flops
             self.recomputed_flops += cost.flops if node.meta.get("recomputed") else 0
             seconds = cost.seconds(self.hardware, tf32=self.tf32)

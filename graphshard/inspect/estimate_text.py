@@ -38,6 +38,7 @@ def estimate_dict(estimate: Estimate) -> dict[str, Any]:
     return {
         "hardware": estimate.hardware.to_dict(),
         "optimizer": estimate.optimizer,
+        "backend": "eager" if estimate.program.regions is None else "inductor",
         "step_seconds": estimate.step_seconds,
         "compute_seconds": estimate.compute_seconds,
         "communication_seconds": estimate.communication_seconds,
@@ -86,6 +87,12 @@ def _head(estimate: Estimate) -> Iterator[str]:
     mesh = " x ".join(map(str, plan.mesh_shape))
     yield f"estimate of {model}: one training step on {plan.world_size:,} ranks (mesh {mesh})"
     yield f"hardware   {estimate.hardware}"
+    if estimate.program.regions is not None:
+        regions = estimate.program.regions
+        yield (
+            f"compute    in {len(regions.forms):,} compiled regions: what is fused reads and "
+            "writes once; memory as if operators ran one by one"
+        )
     hidden = estimate.communication_seconds - estimate.exposed_seconds
     yield (
         f"step       {human_seconds(estimate.step_seconds)}: compute "

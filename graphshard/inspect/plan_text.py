@@ -103,12 +103,15 @@ def plan_dict(plan: ShardingPlan, units: bool = True) -> dict[str, Any]:
         "gradient_bytes": vars(gradient_bytes(plan)),
         "ignored": [_layout_dict(layout) for layout in plan.ignored],
         "warnings": list(plan.warnings),
+        "backend": plan.backend,
     }
     del data["total"]["module_class"], data["total"]["own"]
     if plan.program is not None:
         data["memory"] = memory_dict(plan.program)
         if plan.program.budget is not None:
             data["schedule"] = plan.program.budget.to_dict()
+        if plan.program.regions is not None:
+            data["regions"] = plan.program.regions.to_dict()
     if units:
         data["units"] = [_unit_dict(unit, plan) for unit in plan.units]
     return data
@@ -154,6 +157,9 @@ def _header(plan: ShardingPlan) -> Iterator[tuple[str, str]]:
     mesh = mesh_text(plan.mesh_shape)
     yield "sharding", f"{strategy}, world size {plan.world_size}, mesh {mesh}"
     yield "schedule", ", ".join(f"{name}={value}" for name, value in shown.items())
+    if plan.backend != "eager":
+        regions = None if plan.program is None else plan.program.regions
+        yield "backend", plan.backend + ("" if regions is None else f", regions: {regions}")
     size = gradient_bytes(plan)
     if size.kept:
         yield (

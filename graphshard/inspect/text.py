@@ -15,6 +15,7 @@ from graphshard import ops
 from graphshard.inspect.units_text import mesh_text
 from graphshard.liveness import gathered_bytes, live_unsharded
 from graphshard.program import BACKWARD, COMPUTE, FORWARD, Program
+from graphshard.regions import shown
 from graphshard.remat import RECOMPUTED
 from graphshard.sizes import SYMBOLIC, size_text
 from graphshard.step_memory import SAVED, storages_of
@@ -52,7 +53,10 @@ def schedule_text(program: Program) -> str:
             phase = event.phase
             rows.append(phase)
         compute = event.op == COMPUTE
-        detail = _compute(nodes, saved) if compute else _communication(nodes, program)
+        if compute:
+            detail = ", ".join([_compute(nodes, saved), *shown(nodes, program.regions)])
+        else:
+            detail = _communication(nodes, program)
         rows.append((f"{live[nodes[-1]]:,}", event.op, unit_label(event.unit), detail))
     heading = ("live bytes", "event", "unit", "")
     return "\n".join([*_header(program), "", *_table(heading, rows)]) + "\n"
@@ -81,6 +85,7 @@ def node_line(node: fx.Node) -> str:
         return f"return {argument_text(node.args[0])}"
     call = f"{node.op} {node.target}" if node.op != "call_function" else _call(node)
     where = f"{node.meta.get('phase', '?')} {node.meta.get('fqn') or '(root)'}"
+    where += "".join(f", {region}" for region in shown([node], None))
     return f"%{node.name} : {value_text(node.meta.get('val'))} = {call}  # {where}"
 
 
@@ -156,6 +161,7 @@ def _header(program: Program) -> list[str]:
         f"compute ops: {computes or 'none'}",
         *(program.sizes.header([i.path for i in program.inputs]) if program.sizes else ()),
         *((f"schedule: {program.budget}",) if program.budget else ()),
+        *((f"regions: {program.regions}",) if program.regions is not None else ()),
         *(f"note: {note}" for note in program.notes),
     ]
 

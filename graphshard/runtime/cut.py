@@ -18,6 +18,7 @@ from torch import Tensor, fx
 from graphshard import ops
 from graphshard.errors import GraphshardError
 from graphshard.program import BACKWARD, FORWARD, Program
+from graphshard.regions import REGION
 from graphshard.size_nodes import symbol_nodes
 from graphshard.views import alias_inputs
 
@@ -114,6 +115,7 @@ def _forward(program: Program, crossings: Sequence[Crossing]) -> fx.Graph:
         # The caller writes the new value over this storage once forward has returned.
         copied = graph.call_function(torch.ops.aten.clone.default, (new[node],))
         copied.meta = {**node.meta, "phase": FORWARD}
+        copied.meta.pop(REGION, None)
         return copied
 
     results = program.results()

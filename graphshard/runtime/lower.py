@@ -10,21 +10,26 @@ the generated code reads
 where `aten_mm_default` is what `torch.ops.aten.mm.default` calls, found once and not at each step.
 
 Arguments come in one list, which the code empties: so nothing but the code itself keeps a saved
-activation alive, and it is gone after its last use.
+activation alive, and it is gone after its last use. The same holds of a region, which is one call:
+
+    pack_4 = graphshard_pack(wait_full, linear);
+    region_4 = graphshard_region_4(pack_4);
 """
 
 from __future__ import annotations
 
+import operator
 import re
 from functools import partial
 from typing import Any
 
 import torch
 from torch import fx, nn
-from torch.fx.graph import CodeGen
 
 from graphshard import ops, torch_compat
 from graphshard.plan import ShardingPlan
+from graphshard.regions import Region, Regions, is_fixed, picks_from, regions_in
+from graphshard.runtime.boxed import BoxedCodeGen
 from graphshard.runtime.collectives import Collective, Operand, wait
 from graphshard.runtime.gather import AllGather, AllGatherInPlace, LocalGather, free, releasing
 from graphshard.runtime.group import Group
@@ -36,6 +41,7 @@ from graphshard.runtime.reduce import (
     ReduceScatterByPairExchange,
     ReduceScatterByReduce,
 )
+from graphshard.runtime.region import Forms, pack
 from graphshard.runtime.reshard import Reshard
 from graphshard.runtime.transfers import bind_transfer
 
@@ -43,46 +49,39 @@ from graphshard.runtime.transfers import bind_transfer
 _OPERATOR = re.compile(r"(?<== )torch\.ops\.(\w+)\.(\w+)\.(\w+)(?=\()")
 
 
-class BoxedCodeGen(CodeGen):
-    """Code whose one argument is the list of all arguments, emptied on entry."""
+def lower(
+    graph: fx.Graph,
+    plan: ShardingPlan,
+    group: Group,
+    kept: Kept,
+    forms: Forms,
+    table: Regions | None = None,
+) -> fx.GraphModule:
+    """`graph`, half of a program, bound to `group` and `kept`: call `.forward(all_arguments)`.
 
-    def gen_fn_def(self, free_vars: list[str], maybe_return_annotation: str, **_: Any) -> str:
-        """The head of the function: unpack the list, then empty it."""
-        names = [name.partition(":")[0].partition("=")[0].strip() for name in free_vars]
-        lines = [f"def forward(self, args){maybe_return_annotation}:"]
-        if names:
-            lines.append(f"    {', '.join(names)}, = args")
-        return "\n".join([*lines, "    args.clear()"])
-
-
-def lower(graph: fx.Graph, plan: ShardingPlan, group: Group, kept: Kept) -> fx.GraphModule:
-    """`graph`, half of a program, bound to `group` and `kept`: call `.forward(all_arguments)`."""
+    Args:
+        graph: half of a program.
+        plan: the program's.
+        group: the ranks.
+        kept: this rank's kept gradients.
+        forms: of the regions that were compiled so far.
+        table: the program's regions, each of which becomes one call. None: it has none.
+    """
     lowered = fx.Graph()
-    new: dict[fx.Node, fx.Node] = {}
+    new: dict[fx.Node, Any] = {}
+    regions = regions_in(graph) if table is not None else []
+    inside = {node for region in regions for node in region.nodes}
+    ends = {_last(region): region for region in regions}
     for node in graph.nodes:
-        copied = new[node] = lowered.node_copy(node, new.__getitem__)
-        if node.op == "placeholder":
-            # fx writes names in lower case and arguments as they are given: `b = B` would leave B
-            # referring to what the code drops as b.
-            copied.target = copied.name
-        elif ops.is_collective(node):
-            copied.target = _bound(node, plan, group)
-            copied.kwargs = {}
-        elif node.target in (ops.keep, ops.add_kept):
-            kept.bind(copied)
-        elif ops.is_transfer(node):
-            bind_transfer(copied, group)
-        elif node.target is ops.reshard:
-            ranks: Any = node.kwargs["ranks"]
-            layout = plan.layouts[str(node.kwargs["param"])].over(ranks)
-            copied.target, copied.kwargs = Reshard(layout, group.within(ranks)), {}
-        elif node.target is ops.wait:
-            copied.target = wait
-        elif node.target is ops.free:
-            copied.target = free
-        elif node.target is ops.release:
-            gather: Any = new[ops.released(node)[0]].target
-            copied.target = releasing(gather)
+        if node in ends:
+            assert table is not None
+            _call_region(lowered, ends[node], forms, table, new)
+        elif node not in inside:
+            copied = new[node] = lowered.node_copy(node, new.__getitem__)
+            _bind(copied, node, plan, group, kept)
+            if node.target is ops.release:
+                gather: Any = new[ops.released(node)[0]].target
+                copied.target = releasing(gather)
     lowered.set_codegen(BoxedCodeGen())
     operators: dict[str, Any] = {}
     lowered.on_generate_code(lambda _: partial(_by_short_names, operators))
@@ -106,6 +105,60 @@ def _by_short_names(operators: dict[str, Any], lines: list[str]) -> list[str]:
         return label if operators.setdefault(label, call) is call else found.group()
 
     return [_OPERATOR.sub(short, line) for line in lines]
+
+
+def _bind(copied: fx.Node, node: fx.Node, plan: ShardingPlan, group: Group, kept: Kept) -> None:
+    """Let `copied`, a copy of `node`, call what does on a rank what `node` says."""
+    if node.op == "placeholder":
+        # fx writes names in lower case and arguments as they are given: `b = B` would leave B
+        # referring to what the code drops as b.
+        copied.target = copied.name
+    elif ops.is_collective(node):
+        copied.target = _bound(node, plan, group)
+        copied.kwargs = {}
+    elif node.target in (ops.keep, ops.add_kept):
+        kept.bind(copied)
+    elif ops.is_transfer(node):
+        bind_transfer(copied, group)
+    elif node.target is ops.reshard:
+        ranks: Any = node.kwargs["ranks"]
+        layout = plan.layouts[str(node.kwargs["param"])].over(ranks)
+        copied.target, copied.kwargs = Reshard(layout, group.within(ranks)), {}
+    elif node.target is ops.wait:
+        copied.target = wait
+    elif node.target is ops.free:
+        copied.target = free
+
+
+def _last(region: Region) -> fx.Node:
+    """Where `region` runs: at its last operator, behind all that it reads."""
+    return [node for node in region.nodes if picks_from(node) is None][-1]
+
+
+def _call_region(
+    lowered: fx.Graph, region: Region, forms: Forms, table: Regions, new: dict[fx.Node, Any]
+) -> None:
+    """Call `region`, and pick out what is read outside of it.
+
+    Its operands go in a list that is made before, so that the region, which empties it, is the last
+    to hold what is not used after it.
+    """
+    phase = region.nodes[0].meta["phase"]
+    operands = tuple(new[node] for node in region.inputs)
+    packed = lowered.create_node("call_function", pack, operands, name=f"pack_{region.number}")
+    call = lowered.create_node(
+        "call_function", forms.call(region, table), (packed,), name=f"region_{region.number}"
+    )
+    packed.meta["phase"] = call.meta["phase"] = phase
+    for node in region.nodes:
+        if is_fixed(node.meta.get("val")):
+            new[node] = node.meta.get("val")
+    for index, node in enumerate(region.outputs):
+        picked = lowered.create_node(
+            "call_function", operator.getitem, (call, index), name=node.name
+        )
+        picked.meta = dict(node.meta)
+        new[node] = picked
 
 
 def _bound(node: fx.Node, plan: ShardingPlan, group: Group) -> Collective:

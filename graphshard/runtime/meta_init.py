@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from graphshard.errors import RuntimeStateError
-from graphshard.runtime.step import Bindings
+from graphshard.runtime.half import Bindings
 
 Modules = Mapping[str, nn.Module]
 Initializer = Callable[[], Any]

@@ -18,6 +18,7 @@ from graphshard.program import Program
 from graphshard.runtime.blueprint import blueprint_of
 from graphshard.runtime.fingerprint import Agreement
 from graphshard.runtime.group import Group
+from graphshard.runtime.half import Bindings
 from graphshard.runtime.meta_init import initialize
 from graphshard.runtime.own_parameter import make_shards
 from graphshard.runtime.programs import Programs
@@ -25,7 +26,6 @@ from graphshard.runtime.scaler import let_scalers_agree
 from graphshard.runtime.shards import distinct
 from graphshard.runtime.skeleton import Modes, build_skeleton
 from graphshard.runtime.standing import watch_state_dicts
-from graphshard.runtime.step import Bindings
 from graphshard.runtime.training_methods import TrainingMethods
 from graphshard.runtime.unshard import Unsharded
 from graphshard.state.load import take_over

@@ -20,11 +20,12 @@ from graphshard.inspect.units_text import some_of
 from graphshard.pipeline import Pass, Stages, run_passes
 from graphshard.planner import with_capture_warnings
 from graphshard.runtime.blueprint import in_state
+from graphshard.runtime.half import Bindings
 from graphshard.runtime.kept import REDUCED, Mode, passes_for
 from graphshard.runtime.shards import distinct
 from graphshard.runtime.skeleton import Modes, training_flags
 from graphshard.runtime.standing import StandingShard
-from graphshard.runtime.step import Bindings, Step
+from graphshard.runtime.step import Step
 from graphshard.structure import CALL, Structure, take_apart
 from graphshard.tracing import MAIN, Entry
 
@@ -242,7 +243,9 @@ class Programs:
             self.plan = replace(plan, program=captured.program)
         passes = passes_for(self.passes, mode)
         run_passes(captured.program, bindings.plan, passes, progress=progress or Progress())
-        step = self.steps[key, index] = Step(captured, captured.program, bindings)
+        step = Step(captured, captured.program, bindings)
+        step.compile(progress)
+        self.steps[key, index] = step
         return step
 
     # -- telling the user -----------------------------------------------------------------------

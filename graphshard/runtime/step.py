@@ -4,65 +4,30 @@ from __future__ import annotations
 
 import contextlib
 import weakref
-from collections.abc import Callable, Collection, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Collection, Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
-from torch import Tensor, fx
+from torch import Tensor
 
 from graphshard import ops, torch_compat
 from graphshard.capture import Capture
 from graphshard.errors import RuntimeStateError
+from graphshard.inspect.progress import Progress
 from graphshard.passes.drop_unused_tangents import DropUnusedTangents
-from graphshard.plan import ShardingPlan
+from graphshard.passes.form_regions import FormRegions
+from graphshard.pipeline import Stages
 from graphshard.program import Program
-from graphshard.runtime.checked import CheckedRun
 from graphshard.runtime.cuda_graphs import GraphsFailed, graphs_of
 from graphshard.runtime.cut import cut, cut_backward
-from graphshard.runtime.fingerprint import Agreement, Fingerprint
-from graphshard.runtime.group import Group
+from graphshard.runtime.half import Bindings, Half
 from graphshard.runtime.host_copies import settle
-from graphshard.runtime.kept import Kept
-from graphshard.runtime.lower import lower
-from graphshard.runtime.reduce import require_reducible
 from graphshard.runtime.shards import Shard
 from graphshard.runtime.standing import StandingShard
 from graphshard.runtime.tangents import tangent_strides, with_stride
 from graphshard.verify import verify
 from graphshard.views import gather_waits
-
-Runner = Callable[[list[Any]], Any]
-
-
-@dataclass
-class Bindings:
-    """What a step runs on: this rank's shards, by name, the module's buffers, by name, and the
-    gradients it keeps.
-    """
-
-    plan: ShardingPlan
-    group: Group
-    shards: Mapping[str, Shard]
-    buffers: Mapping[str, tuple[dict[str, Any], str]]  # the dict that holds it, its name there
-    agreement: Agreement
-    kept: Kept = field(default_factory=Kept)
-
-    def buffer(self, name: str) -> Tensor:
-        """The module's present buffer `name`."""
-        holder, leaf = self.buffers[name]
-        return holder[leaf]
-
-
-class Half:
-    """Half of a program, lowered: its code and the fingerprint of what it does between ranks."""
-
-    def __init__(self, graph: fx.Graph, bindings: Bindings) -> None:
-        require_reducible(graph, bindings.group)
-        self.module = lower(graph, bindings.plan, bindings.group, bindings.kept)
-        self.fingerprint = Fingerprint.of(graph, bindings.plan)
-        check = bindings.group.check
-        self.run: Runner = CheckedRun(self.module) if check else self.module.forward
 
 
 class Step:
@@ -80,11 +45,11 @@ class Step:
         self.bindings = bindings
         halves = cut(program)
         self.crossings = halves.crossings
-        self.forward_half = Half(halves.forward, bindings)
+        self.forward_half = Half(halves.forward, bindings, program.regions)
         self.fingerprint = self.forward_half.fingerprint
         self._backward_halves: dict[tuple[int, ...], Half] = {}
         if halves.backward is not None:
-            full = Half(halves.backward, bindings)
+            full = Half(halves.backward, bindings, program.regions)
             self._backward_halves[()] = full
             self.fingerprint = self.fingerprint + full.fingerprint
         self.shards = [bindings.shards[p.fqn] for p in program.params]
@@ -129,6 +94,24 @@ class Step:
         for index, tensor in zip(self.differentiable, tracked, strict=True):
             outputs[index] = tensor
         return self.capture.unflatten_outputs(outputs)
+
+    def compile(self, progress: Stages | None = None) -> None:
+        """Compile the regions of forward and, if it surely is the one to run, of backward.
+
+        Where the model has several differentiable outputs, those of backward are compiled once it
+        is known which of them get gradients.
+        """
+        halves = [self.forward_half]
+        if len(self.differentiable) == 1:
+            halves += self._backward_halves.values()
+        forms = dict.fromkeys(form for half in halves for form in half.forms())
+        if not forms:
+            return
+        progress = progress or Progress()
+        with progress.stage("compile", len(forms)):
+            for form in forms:
+                form.compile()
+                progress.advance()
 
     # -- forward ------------------------------------------------------------------------------
 
@@ -190,10 +173,16 @@ class Step:
             program = self.program.copy()
             drop = DropUnusedTangents(frozenset(missing))
             drop.apply(program, self.bindings.plan)
+            if program.regions is not None:  # there are other nodes now
+                fell_back = program.regions.fell_back
+                FormRegions().apply(program, self.bindings.plan)
+                program.regions = replace(program.regions, fell_back=fell_back)
             if program.sizes is not None:
                 program.sizes.require_settled(drop.name)
             verify(program, self.bindings.plan, after=drop.name)
-            half = Half(cut_backward(program, self.crossings), self.bindings)
+            half = Half(cut_backward(program, self.crossings), self.bindings, program.regions)
+            for form in half.forms():
+                form.compile()
             self._backward_halves[missing] = half
         return half
 

@@ -22,7 +22,7 @@ from torch.distributed.tensor import DTensor
 from graphshard import torch_compat
 from graphshard.errors import CheckpointError
 from graphshard.runtime.group import Group
-from graphshard.runtime.step import Bindings
+from graphshard.runtime.half import Bindings
 from graphshard.state.dcp import (
     RankZeroFirst,
     Stored,

@@ -19,7 +19,7 @@ from torch.distributed.tensor import DTensor
 from graphshard import torch_compat
 from graphshard.errors import CheckpointError, FingerprintError
 from graphshard.runtime.group import Group
-from graphshard.runtime.step import Bindings
+from graphshard.runtime.half import Bindings
 from graphshard.state.files import open_files
 from graphshard.state.matching import Described, KeyRules, Match, describe, match
 from graphshard.state.raw import Region

@@ -13,8 +13,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from graphshard.runtime.half import Bindings
 from graphshard.runtime.local_steps import state_of
-from graphshard.runtime.step import Bindings
 from graphshard.state.slots import Slot, agree, gathered, local_of, slots_of
 
 KINDS = ("sharded", "full", "local")

@@ -17,7 +17,7 @@ from graphshard import torch_compat
 from graphshard.errors import CheckpointError
 from graphshard.inspect.units_text import some_of
 from graphshard.runtime.group import Group
-from graphshard.runtime.step import Bindings
+from graphshard.runtime.half import Bindings
 from graphshard.state.optim import KINDS, slots_of_optimizer
 from graphshard.state.slots import Slot, everyones, first_problem, kind, pieces, put
 

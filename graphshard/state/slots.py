@@ -19,8 +19,8 @@ from graphshard import torch_compat
 from graphshard.errors import CheckpointError, RuntimeStateError
 from graphshard.packing import MOVABLE
 from graphshard.runtime.group import Group
+from graphshard.runtime.half import Bindings
 from graphshard.runtime.shards import Shard, distinct
-from graphshard.runtime.step import Bindings
 from graphshard.state.raw import Region
 
 PIECE_BYTES = 32 * 1024 * 1024

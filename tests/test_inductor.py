@@ -1,0 +1,258 @@
+"""Compiled regions on one rank: what calls them, what happens where compiling does not work."""
+
+from __future__ import annotations
+
+import weakref
+from typing import Any
+
+import pytest
+import torch
+from runtime_models import Block, Normed, TiedGPT
+from torch import Tensor, nn
+
+import graphshard
+from graphshard import torch_inductor
+from graphshard.errors import UnsupportedTorchError
+
+BLOCK = graphshard.BlockPolicy(Block)
+TOLERANCE = 1e-5
+
+
+def tokens(length: int = 7) -> tuple[Tensor, Tensor]:
+    generator = torch.Generator().manual_seed(length)
+    return tuple(torch.randint(0, 19, (2, 3, length), generator=generator))
+
+
+def trained(model: nn.Module, backend: str, policy: Any = BLOCK, **options: Any) -> tuple[Any, Any]:
+    """Losses and gradients of two steps, and a loss in eval mode; the module."""
+    batches = options.pop("batches", None) or [tokens(), tokens()]
+    sharded = graphshard.compile(model, policy, backend=backend, **options)
+    optim = torch.optim.SGD(sharded.parameters(), lr=0.1)
+    found: list[Tensor] = []
+    for step, batch in enumerate(batches):
+        torch.manual_seed(step)
+        loss = sharded(*batch)
+        loss.backward()
+        found += [loss.detach(), *(p.grad.clone() for p in sharded.parameters())]
+        found.append(torch.rand(3))  # draws what follows in the random stream
+        optim.step()
+        optim.zero_grad()
+    sharded.eval()
+    with torch.no_grad():
+        found.append(sharded(*batches[0]))
+    found += [buffer.clone() for buffer in sharded.buffers()]
+    return found, sharded
+
+
+def close(left: list[Tensor], right: list[Tensor], tolerance: float = TOLERANCE) -> None:
+    assert len(left) == len(right)
+    for a, b in zip(left, right, strict=True):
+        torch.testing.assert_close(a, b, rtol=tolerance, atol=tolerance)
+
+
+def by_torch(monkeypatch, change=lambda graph, run: run) -> list[Any]:
+    """Let regions be "compiled" to their own operators, or what `change` makes of them."""
+    made: list[Any] = []
+
+    def compiled(graph: Any, inputs: Any, mode: Any) -> Any:
+        made.append(graph)
+        return change(graph, graph.forward)
+
+    monkeypatch.setattr(torch_inductor, "compile_graph", compiled)
+    return made
+
+
+def test_trains_as_eager_and_draws_the_same_numbers():
+    torch.manual_seed(0)
+    model = TiedGPT(3)  # with dropout
+    expected, _ = trained(model, "eager")
+    found, sharded = trained(model, "inductor")
+    close(expected, found)
+    train, evaluated = (program.regions for program in sharded.programs)
+    assert train.distinct <= 8
+    assert not train.fell_back
+    assert not evaluated.fell_back
+    assert "graphshard_region_2(" in "".join(half.code for half in sharded.lowered)
+
+
+def test_one_function_for_each_form(monkeypatch):
+    made = by_torch(monkeypatch)
+    _, sharded = trained(TiedGPT(3), "inductor")
+    train, evaluated = (program.regions for program in sharded.programs)
+    assert max(train.distinct, evaluated.distinct) <= len(made)
+    assert len(made) <= train.distinct + evaluated.distinct < len(train.forms)
+
+
+def test_checks_and_poison_see_regions(monkeypatch):
+    by_torch(monkeypatch)
+    torch.manual_seed(0)
+    model = TiedGPT(2)
+    expected, _ = trained(model, "eager")
+    found, _ = trained(model, "inductor", check=True)
+    assert all(map(torch.equal, expected, found))
+
+
+def test_what_cannot_be_compiled_falls_back_alone(monkeypatch):
+    def change(graph, run):
+        if any(node.target is torch.ops.aten.gelu.default for node in graph.graph.nodes):
+            raise RuntimeError("no such luck\nand more")
+        return run
+
+    by_torch(monkeypatch, change)
+    torch.manual_seed(0)
+    model = TiedGPT(2)
+    expected, _ = trained(model, "eager")
+    batch = tokens()
+    sharded = graphshard.compile(model, BLOCK, example_inputs=batch, backend="inductor")
+    text = str(sharded.plan)
+    assert "region 0 (forward of blocks.0, 6 operators), region 1 (forward of blocks.1, 6" in text
+    assert "fell back: RuntimeError: no such luck" in text
+    assert "and more" not in text
+    assert len(sharded.plan.program.regions.fell_back) == 2
+    assert "fell back" in str(sharded.program)
+    found, _ = trained(model, "inductor")
+    assert all(map(torch.equal, expected, found))
+
+
+def test_results_that_share_memory_otherwise_are_copied(monkeypatch):
+    """As a copy that a compiler leaves out: freeing the parameter would take it along."""
+
+    class Copies(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.weight = nn.Parameter(torch.ones(4))
+
+        def forward(self, x):
+            return (x * 2 + 1) * self.weight.clone()
+
+    def change(graph, run):
+        def aliasing(args):
+            given = [arg for arg in args if isinstance(arg, Tensor)]
+            results = run(args)
+            return [
+                next((arg for arg in given if torch.equal(arg, result)), result)
+                for result in results
+            ]
+
+        return aliasing
+
+    model = Copies()
+    x = torch.full((4,), 3.0)
+    plain = graphshard.compile(model, graphshard.SizePolicy(min_num_params=1))
+    expected = plain(x)
+    by_torch(monkeypatch, change)
+    sharded = graphshard.compile(
+        model, graphshard.SizePolicy(min_num_params=1), backend="inductor", check=True
+    )
+    for _ in range(2):
+        assert torch.equal(sharded(x), expected)
+
+
+def test_regions_hold_nothing_of_what_they_are_given(monkeypatch):
+    held: list[bool] = []
+
+    def change(graph, run):
+        def emptied(args):
+            results = run(list(args))
+            watched = [
+                weakref.ref(arg) for arg in args if isinstance(arg, Tensor) and arg._base is None
+            ]
+            args.clear()
+            held.append(any(one() is None for one in watched))
+            return results
+
+        return emptied
+
+    by_torch(monkeypatch, change)
+    trained(TiedGPT(2), "inductor")
+    assert any(held)  # activations used for the last time are gone within the region
+
+
+def test_other_strides_than_captured_run_operator_by_operator(monkeypatch):
+    by_torch(monkeypatch)
+    sharded = graphshard.compile(TiedGPT(1), BLOCK, example_inputs=tokens(), backend="inductor")
+    call = next(n.target for n in sharded.lowered[0].graph.nodes if n.name == "region_0")
+    vals = call.form._vals
+    call([torch.zeros(val.shape).as_strided(val.shape, (0,) * val.dim()) for val in vals])
+    assert "it is given strides (0, 0, 0), and was captured for (112, 16, 1)" in str(sharded.plan)
+    assert call._run == call.form.module.forward
+
+
+def test_sizes_may_vary_within_what_was_compiled(monkeypatch):
+    monkeypatch.setattr(torch_inductor, "compile_graph", lambda graph, inputs, mode: graph.forward)
+    torch.manual_seed(0)
+    model = TiedGPT(1)
+    names = {"tokens": {1: "length"}, "targets": {1: "length"}}
+    batches = [tokens(7), tokens(5), tokens(9)]
+    expected, _ = trained(model, "eager", dynamic=names, batches=batches)
+    found, sharded = trained(model, "inductor", dynamic=names, batches=batches)
+    assert all(map(torch.equal, expected, found))
+    assert len(sharded.programs) == 2  # train and eval
+    assert not sharded.programs[0].regions.fell_back
+
+
+def test_sizes_beyond_what_was_compiled_run_operator_by_operator(monkeypatch):
+    """A compiler may decide by a size; then what it made is right for some calls only."""
+    compiled_calls: list[int] = []
+
+    def compiled(graph: Any, inputs: Any, mode: Any) -> Any:
+        sizes = [given for given in inputs if isinstance(given, torch.SymInt)]
+        assert all(size % 7 == 0 for size in sizes[:1])  # a guard
+
+        def run(args: Any) -> Any:
+            compiled_calls.append(args[0])
+            return graph.forward(args)
+
+        return run
+
+    monkeypatch.setattr(torch_inductor, "compile_graph", compiled)
+    torch.manual_seed(0)
+    model = TiedGPT(1)
+    names = {"tokens": {1: "length"}, "targets": {1: "length"}}
+    batches = [tokens(7), tokens(5), tokens(14)]
+    expected, _ = trained(model, "eager", dynamic=names, batches=batches)
+    found, _ = trained(model, "inductor", dynamic=names, batches=batches)
+    assert all(map(torch.equal, expected, found))
+    assert {7, 14} == {size for size in compiled_calls if isinstance(size, int)}
+
+
+def test_outputs_without_gradients_have_regions_of_their_own(monkeypatch):
+    by_torch(monkeypatch)
+
+    class Two(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.blocks = nn.ModuleList([Block(dropout=0.0) for _ in range(2)])
+
+        def forward(self, x):
+            y = self.blocks[0](x)
+            return self.blocks[1](y).square().mean(), y.exp().sum()
+
+    model = Two()
+    x = torch.randn(5, 16)
+    grads = []
+    for backend in ("eager", "inductor"):
+        sharded = graphshard.compile(model, BLOCK, backend=backend)
+        sharded(x)[0].backward()
+        grads.append([p.grad.clone() for p in sharded.parameters()])
+    assert all(map(torch.equal, *grads))
+
+
+def test_batch_norm_updates_its_buffers(monkeypatch):
+    by_torch(monkeypatch)
+    torch.manual_seed(0)
+    model = Normed()
+    policy = graphshard.SizePolicy(min_num_params=10)
+    batches = [(torch.randn(6, 8),) for _ in range(2)]
+    expected, _ = trained(model, "eager", policy, batches=batches)
+    found, _ = trained(model, "inductor", policy, batches=batches)
+    assert all(map(torch.equal, expected, found))
+
+
+def test_another_torch_is_refused(monkeypatch):
+    def other(graph, inputs, how):
+        raise AssertionError
+
+    monkeypatch.setattr(torch_inductor, "private", lambda module, name: other)
+    with pytest.raises(UnsupportedTorchError, match='backend="eager"'):
+        graphshard.compile(TiedGPT(1), BLOCK, backend="inductor")

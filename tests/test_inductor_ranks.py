@@ -1,0 +1,237 @@
+"""Compiled regions on ranks give what operators give one by one, within rounding."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from models import CASES, loss_of
+from ranks import Checks, run_ranks
+from runtime_models import Block, TiedGPT, features_of, tokens_of
+from torch import Tensor, nn
+
+import graphshard
+from graphshard import torch_inductor
+
+FP32, BF16 = 1e-5, 2e-2
+HALVES = graphshard.MixedPrecision(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
+
+
+def trained(rank: int, model: Any, batch: Any, backend: str, policy: Any, **options: Any) -> Any:
+    """Losses, this rank's gradients, what the random stream goes on with, a loss in eval mode."""
+    sharded = graphshard.compile(model, policy, backend=backend, **options)
+    optim = torch.optim.SGD(sharded.parameters(), lr=0.05)
+    found: list[Tensor] = []
+    for step in range(2):
+        torch.manual_seed(10 * rank + step)
+        inputs = batch(rank, step)
+        output = sharded(**inputs) if isinstance(inputs, dict) else sharded(*inputs)
+        loss_of(output).backward()
+        grads = (p.grad for p in sharded.parameters() if p.grad is not None)
+        found += [loss_of(output).detach(), *(grad.to_local().clone() for grad in grads)]
+        found.append(torch.rand(2))
+        optim.step()
+        optim.zero_grad()
+    sharded.eval()
+    with torch.no_grad():
+        output = sharded(**inputs) if isinstance(inputs, dict) else sharded(*inputs)
+    return [*found, loss_of(output), *(b.float() for b in sharded.buffers())], sharded
+
+
+def alike(
+    rank: int,
+    model: nn.Module | None = None,
+    batch: Any = tokens_of,
+    blocks: Any = (Block,),
+    tolerance: float = FP32,
+    policy: Any = None,
+    dynamic: Any = None,
+    **fields: Any,
+) -> Any:
+    torch.manual_seed(0)
+    model = model or TiedGPT(2)
+    policy = policy or graphshard.BlockPolicy(blocks, **fields)
+    expected, _ = trained(rank, model, batch, "eager", policy, dynamic=dynamic)
+    found, sharded = trained(rank, model, batch, "inductor", policy, dynamic=dynamic)
+    assert len(expected) == len(found)
+    for a, b in zip(expected, found, strict=True):
+        torch.testing.assert_close(a, b, rtol=tolerance, atol=tolerance)
+    return sharded
+
+
+def compiled(sharded: Any) -> Any:
+    assert sharded.programs[0].regions.forms
+    assert not any(program.regions.fell_back for program in sharded.programs)
+    return sharded
+
+
+def tied_with_dropout(rank: int) -> None:
+    assert compiled(alike(rank)).programs[0].regions.distinct <= 8
+
+
+def one_rank_that_cannot_compile(rank: int) -> None:
+    """Its regions run operator by operator, to the same end; nobody waits for it in vain."""
+    original = torch_inductor.compile_graph
+
+    def fails(*args: Any) -> Any:
+        raise RuntimeError("no compiler here")
+
+    if rank == 1:
+        torch_inductor.compile_graph = fails
+    try:
+        sharded = alike(rank)
+    finally:
+        torch_inductor.compile_graph = original
+    fell_back = sharded.programs[0].regions.fell_back
+    assert len(fell_back) == (len(sharded.programs[0].regions.forms) if rank == 1 else 0)
+    told: list[Any] = [None, None]
+    dist.all_gather_object(told, "no compiler here" in str(sharded.plan))
+    assert told == [False, True]
+
+
+CHECKS = [tied_with_dropout, one_rank_that_cannot_compile]
+
+
+@pytest.fixture(scope="module")
+def checks() -> Checks:
+    return Checks(CHECKS, 2)
+
+
+@pytest.mark.parametrize("check", CHECKS)
+def test_two_ranks(checks: Checks, check: Any) -> None:
+    checks.require(check)
+
+
+def test_a_second_process_finds_the_regions_on_disk(checks: Checks) -> None:
+    checks.require(tied_with_dropout)  # they are there by now
+    for hits, misses, forms in run_ranks(_found, 2):
+        assert misses == 0
+        assert hits == forms > 0
+
+
+def _found(rank: int) -> tuple[int, int, int]:
+    torch.manual_seed(0)
+    policy = graphshard.BlockPolicy(Block)
+    sharded = graphshard.compile(
+        TiedGPT(2), policy, example_inputs=tokens_of(rank, 0), backend="inductor"
+    )
+    counts = torch_inductor.counts()
+    assert sharded.program.regions is not None
+    return counts["hit"], counts["miss"] + counts["bypass"], sharded.program.regions.distinct
+
+
+# -- more models and options ----------------------------------------------------------------------
+
+
+def batch_norm(rank: int) -> None:
+    body = [nn.Conv2d(3, 8, 3), nn.BatchNorm2d(8), nn.ReLU(), nn.Conv2d(8, 8, 3), nn.BatchNorm2d(8)]
+
+    class Net(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.body = nn.Sequential(*body)
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.body(x).sigmoid().mean()
+
+    def batch(rank: int, step: int) -> list[Tensor]:
+        return [torch.randn(4, 3, 8, 8, generator=torch.Generator().manual_seed(2 * step + rank))]
+
+    compiled(alike(rank, Net(), batch, policy=graphshard.SizePolicy(min_num_params=100)))
+
+
+def _transformers(rank: int, name: str) -> None:
+    case = CASES[name]
+
+    def batch(rank: int, step: int) -> dict[str, Tensor]:
+        return case.inputs(5 * step + rank)
+
+    sharded = compiled(alike(rank, case.model(), batch, case.blocks))
+    assert sharded.programs[0].regions.distinct <= 8
+
+
+def llama(rank: int) -> None:
+    _transformers(rank, "llama")
+
+
+def bert(rank: int) -> None:
+    _transformers(rank, "bert")
+
+
+def gpt2(rank: int) -> None:
+    _transformers(rank, "gpt2")
+
+
+def recomputed(rank: int) -> None:
+    compiled(alike(rank, recompute="units", reshard_root=True))
+
+
+def in_16_bits(rank: int) -> None:
+    compiled(alike(rank, tolerance=BF16, mixed_precision=HALVES, recompute="selective"))
+
+
+def scheduled_by_cost(rank: int) -> None:
+    compiled(alike(rank, schedule="overlap", hardware="h100-sxm"))
+
+
+def without_sharding(rank: int) -> None:
+    compiled(alike(rank, strategy="NO_SHARD"))
+
+
+def offloaded(rank: int) -> None:
+    compiled(alike(rank, offload=("params", "activations")))
+
+
+def dynamic(rank: int) -> None:
+    def batch(rank: int, step: int) -> list[Tensor]:
+        return [t[:, : 7 - 2 * step] for t in tokens_of(rank, step)]
+
+    names = {"tokens": {1: "length"}, "targets": {1: "length"}}
+    sharded = compiled(alike(rank, batch=batch, dynamic=names))
+    assert len(sharded.programs) == 2  # train and eval
+
+
+def several_outputs(rank: int) -> None:
+    class Two(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.blocks = nn.ModuleList([Block() for _ in range(3)])
+            self.head = nn.Linear(16, 4)
+
+        def forward(self, x: Tensor) -> dict[str, Tensor]:
+            for block in self.blocks:
+                x = block(x)
+            return {"loss": self.head(x).square().mean(), "features": x.exp()}
+
+    results = []
+    for backend in ("eager", "inductor"):
+        torch.manual_seed(0)
+        sharded = graphshard.compile(Two(), graphshard.BlockPolicy(Block), backend=backend)
+        torch.manual_seed(1)
+        sharded(*features_of(rank, 0, 16))["loss"].backward()
+        results.append([p.grad.to_local().clone() for p in sharded.parameters()])
+    for a, b in zip(*results, strict=True):
+        torch.testing.assert_close(a, b, rtol=FP32, atol=FP32)
+
+
+WIDE = [
+    batch_norm,
+    llama,
+    bert,
+    gpt2,
+    recomputed,
+    in_16_bits,
+    scheduled_by_cost,
+    without_sharding,
+    offloaded,
+    dynamic,
+    several_outputs,
+]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("check", WIDE)
+def test_two_ranks_of_more(check: Any) -> None:
+    run_ranks(check, 2, timeout=540.0, group_timeout=300.0)
