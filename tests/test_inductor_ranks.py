@@ -96,7 +96,7 @@ CHECKS = [tied_with_dropout, one_rank_that_cannot_compile]
 
 @pytest.fixture(scope="module")
 def checks() -> Checks:
-    return Checks(CHECKS, 2)
+    return Checks(CHECKS, 2, timeout=400.0, group_timeout=300.0)
 
 
 @pytest.mark.parametrize("check", CHECKS)
@@ -106,7 +106,7 @@ def test_two_ranks(checks: Checks, check: Any) -> None:
 
 def test_a_second_process_finds_the_regions_on_disk(checks: Checks) -> None:
     checks.require(tied_with_dropout)  # they are there by now
-    for hits, misses, forms in run_ranks(_found, 2):
+    for hits, misses, forms in run_ranks(_found, 2, timeout=300.0):
         assert misses == 0
         assert hits == forms > 0
 
