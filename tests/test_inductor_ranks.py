@@ -186,7 +186,7 @@ def offloaded(rank: int) -> None:
 
 def dynamic(rank: int) -> None:
     def batch(rank: int, step: int) -> list[Tensor]:
-        return [t[:, : 7 - 2 * step] for t in tokens_of(rank, step)]
+        return [t[:, : 7 - 2 * step].contiguous() for t in tokens_of(rank, step)]
 
     names = {"tokens": {1: "length"}, "targets": {1: "length"}}
     sharded = compiled(alike(rank, batch=batch, dynamic=names))
