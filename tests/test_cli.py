@@ -91,6 +91,8 @@ def project(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
     (tmp_path / "unparsable.py").write_text("def f(:\n")
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(sys, "path", list(sys.path))
+    for name in ("factories", "broken_module"):  # not another test's
+        monkeypatch.delitem(sys.modules, name, raising=False)
     yield tmp_path
     for name in ("factories", "broken_module"):
         sys.modules.pop(name, None)
