@@ -118,8 +118,8 @@ def default_passes(policy: Policy, backend: str = "eager") -> tuple[Pass, ...]:
         assert policy.memory_budget is not None
         first = RecomputeToBudget(policy.memory_budget, then, bool(choice.classes))
     last = (CudaGraph(),) if policy.cuda_graph else ()
-    early = (ReleaseEarly(),) if backend == "eager" else ()
-    return (first, *then, *_by_cost(policy), *early, *last)
+    early: tuple[Pass, ...] = (ReleaseEarly(),) if backend == "eager" else ()
+    return (first, *then, *_by_cost(policy, early), *last)
 
 
 BACKENDS = ("eager", "inductor")
@@ -137,10 +137,10 @@ def backend_passes(backend: str) -> tuple[Pass, ...]:
     return (FormRegions(),) if backend == "inductor" else ()
 
 
-def _by_cost(policy: Policy) -> tuple[Pass, ...]:
-    """The passes that improve a finished program by simulation, if the policy wants that."""
+def _by_cost(policy: Policy, early: tuple[Pass, ...]) -> tuple[Pass, ...]:
+    """`early`, and the passes that improve a finished program by simulation, if that is wanted."""
     if policy.schedule != "overlap":
-        return ()
+        return early
     hardware = None if policy.hardware is None else Hardware.load(policy.hardware)
     # Each is kept only where the step gains by it.
     finer: tuple[Pass, ...] = (
@@ -150,10 +150,11 @@ def _by_cost(policy: Policy) -> tuple[Pass, ...]:
         ReduceInPieces(),
     )
     return (
-        SetBudget(hardware),
-        *(KeepIfBetter(step) for step in finer),
-        KeepUnsharded(),
-        GatherTogether(),
+        SetBudget(hardware, early),
+        *(KeepIfBetter(step, early) for step in finer),
+        KeepUnsharded(then=early),
+        GatherTogether(then=early),
+        *early,
         Overlap(),
     )
 

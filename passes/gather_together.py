@@ -16,7 +16,7 @@ from graphshard.plan import ShardingPlan
 from graphshard.program import BACKWARD, FORWARD, Program
 from graphshard.regroup import join_gathers, join_reduces
 from graphshard.schedule.score import budget_of
-from graphshard.schedule.trial import Trial, scheduled
+from graphshard.schedule.trial import Step, Trial, scheduled
 from graphshard.schedule.uses import last_use
 from graphshard.views import gather_waits, unpacks
 
@@ -37,9 +37,11 @@ class GatherTogether:
 
     Args:
         limit: the most bytes of full tensors in a merged collective. None: chosen as above.
+        then: the passes between this one and `Overlap`.
     """
 
     limit: int | None = None
+    then: Sequence[Step] = ()
     name: str = field(default="gather_together", init=False)
 
     def apply(self, program: Program, plan: ShardingPlan) -> None:
@@ -56,7 +58,7 @@ class GatherTogether:
     def _chosen(self, program: Program, plan: ShardingPlan) -> int:
         """The best limit; 0 if merging gains nothing."""
         budget = budget_of(program)
-        plain = scheduled(program, plan)
+        plain = scheduled(program, plan, self.then)
         best = plain.score
         chosen, seen = 0, _issued(program)
         for limit in _limits(plain, plan):
@@ -65,7 +67,7 @@ class GatherTogether:
             if _issued(trial) == seen:
                 continue
             seen = _issued(trial)
-            score = scheduled(trial, plan).score
+            score = scheduled(trial, plan, self.then).score
             if budget.allows(score) and score.seconds < best.seconds and score.beats(best):
                 best, chosen = score, limit
         program.budget = replace(budget, best=best)

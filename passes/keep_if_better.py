@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 
 from graphshard.plan import ShardingPlan
@@ -20,9 +21,11 @@ class KeepIfBetter:
 
     Args:
         step: a pass that takes a finished program and leaves one.
+        then: the passes between all of these and `Overlap`.
     """
 
     step: Step
+    then: Sequence[Step] = ()
     name: str = field(default="", init=False)
 
     def __post_init__(self) -> None:
@@ -35,10 +38,10 @@ class KeepIfBetter:
             PassError: the program has no budget; or from `step`.
         """
         budget = budget_of(program)
-        trial = tried(self.step, program, plan)
+        trial = tried(self.step, program, plan, self.then)
         if trial is None:
             return
-        best = budget.best or scheduled(program, plan).score
+        best = budget.best or scheduled(program, plan, self.then).score
         if budget.prefers(trial.score, best):
             self.step.apply(program, plan)
             best = trial.score

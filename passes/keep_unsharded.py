@@ -16,7 +16,7 @@ from graphshard.plan import ShardingPlan
 from graphshard.program import BACKWARD, FORWARD, Program
 from graphshard.rewrite import erase_dead, insert_node
 from graphshard.schedule.score import budget_of
-from graphshard.schedule.trial import Trial, scheduled, tried
+from graphshard.schedule.trial import Step, Trial, scheduled, tried
 from graphshard.views import gather_waits, transfers_into, unpacks
 
 MAX_TRIALS = 8
@@ -43,9 +43,11 @@ class KeepUnsharded:
 
     Args:
         units: FQNs of the units to keep. None: chosen as above.
+        then: the passes between this one and `Overlap`.
     """
 
     units: tuple[str, ...] | None = None
+    then: Sequence[Step] = ()
     name: str = field(default="keep_unsharded", init=False)
 
     def apply(self, program: Program, plan: ShardingPlan) -> None:
@@ -73,14 +75,14 @@ class KeepUnsharded:
         budget = budget_of(program)
         if not pairs:
             return []
-        plain = scheduled(program, plan)
+        plain = scheduled(program, plan, self.then)
         best = plain.score
         ranked = self._ranked(plain, plan, {pair.unit for pair in pairs})
         kept: list[str] = []
         step, trials = 1, 0
         while ranked and step and trials < MAX_TRIALS:
             more = ranked[:step]
-            trial = tried(replace(self, units=(*kept, *more)), program, plan)
+            trial = tried(replace(self, units=(*kept, *more)), program, plan, self.then)
             assert trial is not None
             score = trial.score
             trials += 1

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from graphshard.cost.hardware import Hardware
@@ -9,6 +10,7 @@ from graphshard.plan import ShardingPlan
 from graphshard.program import Program
 from graphshard.schedule.budget import DEFAULT_HARDWARE, Budget
 from graphshard.schedule.score import bytes_held
+from graphshard.schedule.trial import Step
 
 
 @dataclass(frozen=True)
@@ -18,9 +20,11 @@ class SetBudget:
     Args:
         hardware: what to time on. None: "h100-sxm" for a program captured for CUDA, "cpu-gloo" for
             one captured for the CPU.
+        then: the passes that end FSDP's order.
     """
 
     hardware: Hardware | None = None
+    then: Sequence[Step] = ()
     name: str = field(default="set_budget", init=False)
 
     def apply(self, program: Program, plan: ShardingPlan) -> None:
@@ -30,6 +34,9 @@ class SetBudget:
         most = plan.policy.memory_budget
         budget = Budget(most or 0, hardware, of_policy=most is not None)
         if most is None:
-            held = bytes_held(program, plan, budget.of_policy, budget.backend)
+            whole = program.copy() if self.then else program
+            for step in self.then:
+                step.apply(whole, plan)
+            held = bytes_held(whole, plan, budget.of_policy, budget.backend)
             budget = Budget(held, hardware, of_policy=False)
         program.budget = budget

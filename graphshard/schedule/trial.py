@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -36,26 +37,34 @@ class Trial:
     score: Score
 
 
-def scheduled(program: Program, plan: ShardingPlan) -> Trial:
-    """What `program` as it is would cost once it is scheduled.
+def scheduled(program: Program, plan: ShardingPlan, then: Sequence[Step] = ()) -> Trial:
+    """What `program` would cost once the passes `then` ran and it is scheduled; it stays as it is.
 
     Raises:
-        PassError: it has no budget.
+        PassError: it has no budget; or from one of `then`.
     """
+    if then:
+        program = program.copy()
+    for step in then:
+        step.apply(program, plan)
     best = best_order(program, plan, budget_of(program))
     return Trial(program, best.order, best.score)
 
 
-def tried(step: Step, program: Program, plan: ShardingPlan) -> Trial | None:
-    """What `program` would cost with `step`; None if that changes nothing about it.
+def tried(
+    step: Step, program: Program, plan: ShardingPlan, then: Sequence[Step] = ()
+) -> Trial | None:
+    """What `program` would cost with `step` and then `then`; None if `step` changes nothing.
 
     Raises:
-        PassError: from `step`; or the program has no budget.
+        PassError: from a pass; or the program has no budget.
     """
     changed = program.copy()
     step.apply(changed, plan)
     if _form(changed) == _form(program):
         return None
+    for later in then:
+        later.apply(changed, plan)
     return scheduled(changed, plan)
 
 
