@@ -323,7 +323,8 @@ SEVERAL = {
 }
 
 
-@pytest.mark.parametrize("world_size", [2, pytest.param(4, marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("world_size", [2, 4])
 def test_predicted_memory_is_what_lives(world_size):
     policies = SEVERAL | ({"parts": {"reshard_after_forward": 2}} if world_size == 4 else {})
     for found in run_ranks(measured_and_predicted, world_size, policies, timeout=300):

@@ -142,7 +142,8 @@ def test_fine_tuning_from_an_exported_model_in_half_precision(tmp_path):
     assert float(re.findall(LINE, output)[0][1]) < 5.5, "it starts from what was learnt"
 
 
-@pytest.mark.parametrize("precision", ["fp32", pytest.param("bf16", marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
 def test_a_network_with_batch_norm_learns_digits(precision):
     output = run(f"{TORCHRUN} examples/train_digits.py --epochs 4 --precision {precision}")
     found = re.findall(r"held-out accuracy ([\d.]+)", output)

@@ -125,16 +125,18 @@ def stress_finds(rank: int) -> tuple[str, int, bool]:
     """What differs under stress; how many tensors were freed, and whether all were poisoned."""
     torch.distributed.destroy_process_group()
     gpu_checks.fake_ranks(4, rank=1)
-    seen: list[bool] = []
+    seen: list[list[bool]] = []  # by gather
     free = AllGather.free
 
     def watched(self: AllGather, gathered: Gathered) -> None:
-        seen.extend(bool(tensor.isnan().all()) for tensor in gathered)
+        there = [tensor for tensor in gathered if tensor.untyped_storage().nbytes()]  # not released
+        seen.append([bool(tensor.isnan().all()) for tensor in there])
         free(self, gathered)
 
     AllGather.free = watched  # type: ignore[method-assign]
     found = stress.broken(CPU, 3, seed=0, most=0.0)
-    undisturbed, disturbed = seen[: len(seen) // 2], seen[len(seen) // 2 :]
+    halves = seen[: len(seen) // 2], seen[len(seen) // 2 :]
+    undisturbed, disturbed = ([one for gather in half for one in gather] for half in halves)
     return found, len(disturbed), all(disturbed) and not any(undisturbed)
 
 

@@ -27,7 +27,6 @@ QUICK = ("full accumulate", "full both", "grad_op units", "full+root")
 
 
 def test_predicted_bytes_are_those_that_live():
-    # test_cost.py has the plain strategies of the GPT.
     check(2, [case for case in sample(2) if case.name in QUICK])
 
 

@@ -178,6 +178,7 @@ SCRIPT = "examples/benchmarks/rivals.py"
 SHORT = "--models tiny --pairs 2 --warmup 1"
 
 
+@pytest.mark.slow
 def test_the_script_compares_systems_that_do_not_compile() -> None:
     output = run(f"{TORCHRUN} {SCRIPT} {SHORT} --dtypes fp32 --eager --errors")
     for name in (OURS, FSDP2, "FSDP1", "DDP", "graphshard overlap"):

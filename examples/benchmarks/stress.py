@@ -21,7 +21,7 @@ from torch import Tensor, nn
 
 import graphshard
 from examples.benchmarks.stand_in import Delay, stand_in
-from graphshard.runtime import gather
+from graphshard.runtime import gather, lower
 from graphshard.runtime.gather import AllGather, Gathered
 from graphshard.runtime.lanes import Lane, Launched
 
@@ -71,11 +71,27 @@ def in_program_order() -> Iterator[None]:
         Lane.launch = launch  # type: ignore[method-assign]
 
 
+def _poisoning(releasing: Callable[[AllGather], Callable[[Tensor], None]]) -> Any:
+    """`releasing`, but what is released is poisoned first."""
+
+    def poisoned(of: AllGather) -> Callable[[Tensor], None]:
+        release = releasing(of)
+
+        def poison_and_release(full: Tensor) -> None:
+            gather.poison(full)
+            release(full)
+
+        return poison_and_release
+
+    return poisoned
+
+
 @contextmanager
 def stressed(device: torch.device, seed: int, most: float = 1e-4) -> Iterator[None]:
     """Inside, streams are delayed by up to `most` seconds at a time, and frees poison."""
     chance, delay = random.Random(seed), Delay(device)
     launch, join, free = Lane.launch, Launched.join, AllGather.free
+    releasing = lower.releasing
 
     def wait() -> None:
         if chance.random() < 0.5:
@@ -97,14 +113,17 @@ def stressed(device: torch.device, seed: int, most: float = 1e-4) -> Iterator[No
 
     def poisoned_free(self: AllGather, gathered: Gathered) -> None:
         for tensor in gathered:
-            tensor.fill_(gather._poison(tensor.dtype))
+            if tensor.untyped_storage().nbytes():  # else it was released
+                gather.poison(tensor)
         free(self, gathered)
 
     Lane.launch, Launched.join = delayed_launch, delayed_join  # type: ignore[method-assign]
     AllGather.free = poisoned_free  # type: ignore[method-assign]
+    lower.releasing = _poisoning(releasing)
     try:
         yield
     finally:
+        lower.releasing = releasing
         Lane.launch, Launched.join, AllGather.free = launch, join, free  # type: ignore
 
 
