@@ -17,7 +17,7 @@ TIMEOUT = 180.0
 TINY = "--layers 2 --width 32 --batch 2 --context 16 --dropout 0.1"
 
 
-def run(command: str, code: int = 0) -> str:
+def run(command: str, code: int = 0, timeout: float = TIMEOUT) -> str:
     """What `python <command>` prints; it must end with exit code `code`."""
     process = subprocess.Popen(
         [sys.executable, *shlex.split(command)],
@@ -28,7 +28,7 @@ def run(command: str, code: int = 0) -> str:
         text=True,
     )
     try:
-        output, errors = process.communicate(timeout=TIMEOUT)
+        output, errors = process.communicate(timeout=timeout)
     except subprocess.TimeoutExpired:
         process.terminate()  # torchrun then ends its ranks, which would outlive a kill
         try:
@@ -36,7 +36,7 @@ def run(command: str, code: int = 0) -> str:
         except subprocess.TimeoutExpired:
             process.kill()
             output, errors = "", ""
-        pytest.fail(f"{command} was still running after {TIMEOUT} s\n{output}{errors}")
+        pytest.fail(f"{command} was still running after {timeout} s\n{output}{errors}")
     assert process.returncode == code, output + errors
     return output
 
