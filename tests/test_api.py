@@ -106,6 +106,7 @@ def submesh(rank: int) -> tuple[tuple[int, ...], bool, str]:
     return tuple(grad.to_local().shape), torch.equal(*pair), str(sharded.plan.world_size)
 
 
+@pytest.mark.slow
 def test_a_dimension_of_a_larger_mesh() -> None:
     results = run_ranks(submesh, 4)
     assert [shape for shape, _, _ in results] == [(10, 16), (9, 16)] * 2

@@ -101,6 +101,7 @@ def test_custom_pass_frees_earlier():
     assert live["+"] < live["-"], "fewer bytes are alive at the peak"
 
 
+@pytest.mark.slow
 def test_comparison_with_fully_shard_reports_both():
     tiny = "--pairs 2 --warmup 1 --layers 2 --width 32 --heads 2 --batch 1 --context 16"
     output = run(f"{TORCHRUN} examples/benchmarks/compare_fsdp2.py {tiny}")

@@ -171,6 +171,7 @@ def checks() -> Checks:
     return Checks(CHECKS, 2, timeout=300)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("check", CHECKS, ids=lambda check: check.__name__)
 def test_on_two_ranks(checks: Checks, check: Callable[[int], None]) -> None:
     checks.require(check)

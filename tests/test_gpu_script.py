@@ -140,6 +140,7 @@ def stress_finds(rank: int) -> tuple[str, int, bool]:
     return found, len(disturbed), all(disturbed) and not any(undisturbed)
 
 
+@pytest.mark.slow
 def test_stress_on_a_cpu() -> None:
     ((found, freed, poisoned),) = run_ranks(stress_finds, 1)
     assert (found, poisoned) == ("", True)

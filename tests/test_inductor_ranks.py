@@ -104,6 +104,7 @@ def test_two_ranks(checks: Checks, check: Any) -> None:
     checks.require(check)
 
 
+@pytest.mark.slow
 def test_a_second_process_finds_the_regions_on_disk(checks: Checks) -> None:
     checks.require(tied_with_dropout)  # they are there by now
     for hits, misses, forms in run_ranks(_found, 2, timeout=300.0):

@@ -225,7 +225,8 @@ def test_written_resumed_and_refused_on_two_ranks(folder: Path) -> None:
     assert (folder / "ours" / ".metadata").is_file()
 
 
-@pytest.mark.parametrize("world_size", [4, pytest.param(3, marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("world_size", [4, 3])
 def test_read_on_other_numbers_of_ranks(folder: Path, world_size: int) -> None:
     run_ranks(reads, world_size, folder, timeout=300)
 

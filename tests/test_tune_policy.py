@@ -111,6 +111,7 @@ def test_what_it_needs_is_asked_for():
     assert AutoPolicy("70GiB").memory_budget == AutoPolicy(70 << 30).memory_budget
 
 
+@pytest.mark.slow
 def test_the_command(capsys, monkeypatch):
     monkeypatch.syspath_prepend("examples")
     arguments = ["tune", "factories:small", "--policy", "block:Block", "--world-size", "8"]
