@@ -132,3 +132,16 @@ def test_wheel(venv: Path, source: Path, tmp_path: Path) -> None:
     assert any(name.endswith("/licenses/LICENSE") for name in names)
     pip(venv, "install", wheel)
     check_installed(venv, home=site_packages(venv))
+
+
+def test_every_module_imports_with_the_core_dependencies_alone() -> None:
+    """Whatever brings numpy along, the product does not need it."""
+    script = (
+        "import sys, pkgutil, importlib\n"
+        "sys.modules['numpy'] = None\n"
+        "import graphshard\n"
+        "for found in pkgutil.walk_packages(graphshard.__path__, 'graphshard.'):\n"
+        "    if 'lightning' not in found.name and not found.name.endswith('__main__'):\n"
+        "        importlib.import_module(found.name)\n"
+    )
+    subprocess.run([sys.executable, "-c", script], check=True, cwd=ROOT, timeout=120)

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 
-import numpy as np
-from torch import fx
+import torch
+from torch import Tensor, fx
 
 from graphshard.schedule.budget import Budget
 from graphshard.schedule.lists import Bytes
@@ -21,24 +21,24 @@ def least_held(order: Sequence[fx.Node], lives: Lives, tasks: Tasks, budget: Bud
     """
     places = lives.places(order)
     count = len(places)
-    frame = places[[lives.number[node] for node in tasks.frame]]
-    owner = np.zeros(count, dtype=np.int64)
+    frame = places[_numbers(tasks.frame, lives)]
+    owner = torch.zeros(count, dtype=torch.int64)
     owner[frame] = 1
     # A node's place in the frame is the number of frame nodes before it.
-    owner = np.minimum(np.cumsum(owner) - owner, max(0, len(frame) - 1))
-    least = np.zeros(max(1, len(frame)), dtype=np.int64)
-    np.maximum.at(least, owner, lives.live(places))
+    owner = (owner.cumsum(0) - owner).clamp(max=max(0, len(frame) - 1))
+    least = torch.zeros(max(1, len(frame)), dtype=torch.int64)
+    least.scatter_reduce_(0, owner, lives.live(places), "amax")
     born, dies = lives.spans(places)
-    starting, ending = np.zeros((2, count + 2), dtype=np.int64)
-    np.add.at(starting, born, lives.size)
-    np.add.at(ending, dies, lives.size[: len(dies)])
-
-    def at(nodes: Iterable[fx.Node]) -> np.ndarray:
-        return places[[lives.number[node] for node in nodes]]
-
+    starting, ending = torch.zeros((2, count + 2), dtype=torch.int64)
+    starting.index_add_(0, born, lives.size)
+    ending.index_add_(0, dies, lives.size[: len(dies)])
     for job in tasks.jobs:
         if job.is_gather:
-            job.held = int(starting[at((*job.fetch, *job.issue))].sum())
+            job.held = int(starting[places[_numbers((*job.fetch, *job.issue), lives)]].sum())
         else:
-            job.held = int(ending[at(job.wait[:1])].sum())
+            job.held = int(ending[places[_numbers(job.wait[:1], lives)]].sum())
     return Bytes(least, budget.bytes)
+
+
+def _numbers(nodes: Iterable[fx.Node], lives: Lives) -> Tensor:
+    return torch.tensor([lives.number[node] for node in nodes], dtype=torch.int64)

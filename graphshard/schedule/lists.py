@@ -17,8 +17,7 @@ from bisect import bisect_left
 from collections import deque
 from dataclasses import dataclass, field
 
-import numpy as np
-from torch import fx
+from torch import Tensor, fx
 
 from graphshard import ops
 from graphshard.cost.duration import stream_of
@@ -55,7 +54,7 @@ class Placed:
 class Bytes:
     """The bytes held at each place of the frame by everything at its least, and the budget."""
 
-    least: np.ndarray
+    least: Tensor  # int64, by place
     budget: int
 
 
@@ -88,7 +87,7 @@ class _Walk:
         for seconds in tasks.seconds:
             self.ideal.append(self.ideal[-1] + seconds)
         self.clock: dict[str, float] = {}
-        self.live = None if self.held is None else self.held.least.copy()
+        self.live = None if self.held is None else self.held.least.clone()
         self.gathers = deque(job for job in tasks.jobs if job.is_gather)
         self.reduces = {
             queue: deque(job for job in tasks.jobs if job.queue == queue)
@@ -157,7 +156,7 @@ class _Walk:
         for arrival in self.late:
             self._emit(arrival)
         self.order.append(tasks.tail)
-        most = 0 if self.live is None else int(self.live.max(initial=0))
+        most = 0 if self.live is None else _most(self.live)
         return Placed(self.order, max([self.now, *self.clock.values()]), most)
 
     def _cross(self) -> None:
@@ -254,7 +253,7 @@ class _Walk:
     def _fits(self, job: Job, index: int) -> bool:
         if self.live is None or self.held is None:
             return True
-        most = int(self.live[index : job.need].max(initial=0))
+        most = _most(self.live[index : job.need])
         return most + job.held <= self.held.budget
 
     def _gather(self, job: Job, index: int) -> None:
@@ -318,7 +317,7 @@ class _Walk:
         assert self.live is not None
         assert self.held is not None
         over = self.live[index:until] + job.held > self.held.budget
-        return index + int(over.argmax()) if over.any() else until
+        return index + int(over.int().argmax()) if over.any() else until
 
     def _end(self, flight: _Flight, index: int) -> None:
         """Wait for a reduce if none of its followers did, and launch what reads its results."""
@@ -335,3 +334,7 @@ class _Walk:
                 self._reduce(queue[0], index)
                 if follower in self.ended:
                     break
+
+
+def _most(held: Tensor) -> int:
+    return int(held.max()) if held.numel() else 0

@@ -53,7 +53,7 @@ class Orders:
     def score(self, order: Sequence[fx.Node]) -> Score:
         """Seconds of forward and backward and the most bytes held, of all nodes in this order."""
         held = self.lives.live(self.lives.places(order))
-        return Score(self.seconds(order), max(0, int(held.max(initial=0))))
+        return Score(self.seconds(order), max(0, int(held.max())))
 
     def seconds(self, order: Sequence[fx.Node]) -> float:
         """Seconds of forward and backward (see `graphshard.cost.timeline`)."""
