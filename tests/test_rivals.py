@@ -204,3 +204,9 @@ def test_memory_of_one_rank_of_eight() -> None:
     rows = re.findall(r"^(\S.*?) +([\d.]+) +([\d.]+)$", output, re.MULTILINE)
     assert [name for name, *_ in rows][:2] == [OURS, FSDP2]
     assert "transient, of FSDP2's" in output
+
+
+def test_no_schedule_by_cost_is_slower_or_larger() -> None:
+    output = run("examples/benchmarks/schedules.py --models gpt2 --worlds 8 --hardware h100-sxm")
+    assert re.search(r"^gpt2 +8 +h100-sxm +[\d.]+ +[\d.]+ +-", output, re.MULTILINE), output
+    assert "never slower, never larger" in output

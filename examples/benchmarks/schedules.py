@@ -206,21 +206,35 @@ def lines(name: str, worlds: list[int], hardware: list[str]) -> Iterator[Line]:
         if captured is None:
             inputs = model.inputs()
             captured = capture(module, (), inputs, device="cpu", precisions=plan.precisions).program
-        plain = captured.copy()
-        assign_units(plain, plan)
-        apply(default_passes(policy), plain, plan)
+        started = captured.copy()
+        assign_units(started, plan)
+        shared, rest = parts(default_passes(policy))
+        apply(shared, started, plan)
+        plain = started.copy()
+        apply(rest, plain, plan)
         for one in hardware:
-            yield line(name, ranks, Hardware.load(one), plain, plan)
+            yield line(name, ranks, Hardware.load(one), started, plain, plan)
 
 
-def line(name: str, ranks: int, hardware: Hardware, plain: Program, plan: ShardingPlan) -> Line:
-    """The line of a program that stands in FSDP's order."""
+def parts(passes: tuple[Pass, ...]) -> tuple[tuple[Pass, ...], tuple[Pass, ...]]:
+    """The passes that both schedules begin with, and the others."""
+    after = [type(step) for step in passes].index(InsertFree) + 1
+    return passes[:after], passes[after:]
+
+
+def line(
+    name: str,
+    ranks: int,
+    hardware: Hardware,
+    started: Program,
+    plain: Program,
+    plan: ShardingPlan,
+) -> Line:
+    """The line of a program: `started` is what both schedules begin with, `plain` FSDP's order."""
     by_cost = replace(plan.policy, schedule="overlap", hardware=hardware)
     plan = replace(plan, policy=by_cost)
-    passes = default_passes(by_cost)
-    after = [type(step) for step in passes].index(InsertFree) + 1
-    program = plain.copy()
-    apply(passes[after:], program, plan)
+    program = started.copy()
+    apply(parts(default_passes(by_cost))[1], program, plan)
     before, now = timeline_of(plain, plan, hardware), timeline_of(program, plan, hardware)
     held = [bytes_held(p, plan, False, "nccl") for p in (plain, program)]
     return Line(
