@@ -23,6 +23,7 @@ from graphshard.capture_errors import explained
 from graphshard.casting import cast_at_units, settle_casts
 from graphshard.checkpoint_regions import tagged_checkpoint_regions
 from graphshard.dynamic import Names, strides_of, symbolic_shapes
+from graphshard.eager_kernels import eager_kernels
 from graphshard.errors import CaptureError
 from graphshard.fake_mode import constant_folding_fake_mode
 from graphshard.joint import program_of_joint
@@ -116,8 +117,40 @@ def capture(
         CaptureError: the step cannot be one graph; names the user's source line and what to do.
             `FixedSizeError` if the model fixes a dynamic dimension.
     """
-    kwargs = kwargs or {}
-    wanted = torch.device(device)
+    example = model, args, kwargs or {}, torch.device(device), grad, names, entry, precisions
+    try:
+        return _captured(*example)
+    except CaptureError as error:
+        if not _looks_at_values(error):
+            raise
+        first = error
+    # Many a model has another way for compilers, that looks at no values.
+    with torch_compat.compiling():
+        try:
+            found = _captured(*example)
+        except CaptureError as error:
+            raise (error if _looks_at_values(error) else first) from None
+    found.program.notes += (
+        "captured with torch.compiler.is_compiling() true, as the model looks at values otherwise",
+    )
+    return found
+
+
+def _looks_at_values(error: CaptureError) -> bool:
+    by_value, by_shape, _ = torch_compat.untraceable_errors()
+    return isinstance(error.__cause__, (by_value, by_shape))
+
+
+def _captured(
+    model: nn.Module,
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+    wanted: torch.device,
+    grad: bool,
+    names: Sequence[Names] | None,
+    entry: Entry,
+    precisions: Precisions | None,
+) -> Capture:
     traced_on = wanted
     notes: list[str] = []
     if wanted.type == "cuda" and not torch_compat.has_cuda_build():
@@ -159,7 +192,7 @@ def capture(
         warnings.warn(
             f"the forward draws random numbers from {drawn}; a captured program keeps those it "
             "saw. Draw them with torch, or pass them as arguments",
-            stacklevel=2,
+            stacklevel=3,
         )
     if traced.state_changes:
         changed = ", ".join(traced.state_changes[:5])
@@ -167,7 +200,7 @@ def capture(
         warnings.warn(
             f"the forward assigns {changed}; a captured program keeps the value it saw and does "
             "not repeat the assignment. Use a buffer for state that changes from step to step",
-            stacklevel=2,
+            stacklevel=3,
         )
     program.notes = tuple(notes)
     program.capture_device = traced_on.type
@@ -183,6 +216,7 @@ def _trace(traced: TracedModel, model: nn.Module, fakes: list[Tensor], grad: boo
         stack.enter_context(named_nodes(model))
         stack.enter_context(tagged_checkpoint_regions())
         stack.enter_context(stacked_layer_dropout())
+        stack.enter_context(eager_kernels())
         stack.enter_context(_quiet())
         stack.enter_context(_no_collections())
         return export(stack, traced, tuple(fakes)).graph_module

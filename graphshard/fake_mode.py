@@ -13,6 +13,7 @@ from torch.utils._pytree import tree_leaves, tree_map
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from graphshard import torch_compat
+from graphshard.eager_kernels import INTERPOLATION_BACKWARDS, interpolation_gradient
 from graphshard.sizes import SYMBOLIC, Answer, Sizes, hint
 
 # Constants larger than this are not evaluated during capture: such code depends on real data.
@@ -126,6 +127,9 @@ def constant_folding_fake_mode(sizes: Sizes | None = None) -> Any:
             if func is grouped and args[0].dtype != torch.bfloat16:
                 with self:
                     return torch_compat.grouped_mm_output(*args, **kwargs)
+            if func in INTERPOLATION_BACKWARDS:
+                with self:
+                    return interpolation_gradient(*args, **kwargs)
             result = super().dispatch(func, types, args, kwargs)
             self._recipes.remember(func, args, kwargs, result)
             return result

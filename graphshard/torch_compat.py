@@ -6,8 +6,9 @@ that a torch upgrade fails here, with a sentence, and nowhere else.
 
 from __future__ import annotations
 
+import contextlib
 import importlib
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from datetime import timedelta
 from functools import cache, partial
 from inspect import signature
@@ -48,6 +49,43 @@ def descriptors() -> Any:
     """The module of classes that say what each end of a joint graph is."""
     private("torch._functorch._aot_autograd.descriptors", "GradAOTOutput")
     return importlib.import_module("torch._functorch._aot_autograd.descriptors")
+
+
+@contextlib.contextmanager
+def tracing_rules(rules: Mapping[Any, Callable[..., Any] | None]) -> Iterator[None]:
+    """Trace through each of these operators by this function; None: by its own kernels alone."""
+    for name in ("py_kernels", "_dispatch_cache"):
+        if not all(isinstance(getattr(op, name, None), dict) for op in rules):
+            raise UnsupportedTorchError(
+                f"torch {torch.__version__} has operators without {name}; use {SUPPORTED}"
+            )
+    keys = (torch._C.DispatchKey.Autograd, torch._C.DispatchKey.CompositeImplicitAutograd)
+    before = {op: dict(op.py_kernels) for op in rules}
+
+    def set_kernels(op: Any, kernels: dict[Any, Any]) -> None:
+        op.py_kernels.clear()
+        op.py_kernels.update(kernels)
+        op._dispatch_cache.clear()
+
+    try:
+        for op, rule in rules.items():
+            others = {key: kernel for key, kernel in before[op].items() if key not in keys}
+            set_kernels(op, others if rule is None else others | dict.fromkeys(keys, rule))
+        yield
+    finally:
+        for op, kernels in before.items():
+            set_kernels(op, kernels)
+
+
+@contextlib.contextmanager
+def compiling() -> Iterator[None]:
+    """Answer `torch.compiler.is_compiling()` with True."""
+    before = private("torch.compiler", "_is_compiling_flag")
+    torch.compiler._is_compiling_flag = True
+    try:
+        yield
+    finally:
+        torch.compiler._is_compiling_flag = before
 
 
 def fake_tensor_mode() -> type:

@@ -34,6 +34,36 @@ def test_control_flow_on_values_names_the_line():
     assert "torch.where" in message
 
 
+def warn_of_padding(m, x):
+    if not torch.compiler.is_compiling() and (x == 0).any():
+        m.warned = True
+    return m.fc(x)
+
+
+def test_a_way_for_compilers_is_taken_where_the_other_looks_at_values():
+    model = Net(warn_of_padding, fc=linear())
+    program = capture(model, (X,)).program
+    assert [note for note in program.notes if "torch.compiler.is_compiling() true" in note]
+    assert not torch.compiler.is_compiling()
+    assert not capture(linear(), (X,)).program.notes
+
+
+def test_what_is_in_the_way_of_compilers_too_is_named():
+    def forward(m, x):
+        return branch_on_values(m, warn_of_padding(m, x))
+
+    assert "in branch_on_values" in refused(Net(forward, fc=linear()), X)
+
+
+def test_another_fault_in_the_way_for_compilers_hides_nothing():
+    def forward(m, x):
+        if torch.compiler.is_compiling():
+            raise RuntimeError("no compilers here")
+        return branch_on_values(m, x)
+
+    assert "in branch_on_values" in refused(Net(forward, fc=linear()), X)
+
+
 def test_item_is_refused():
     assert "values of a tensor" in refused(
         Net(lambda m, x: m.fc(x) * x.sum().item(), fc=linear()), X
