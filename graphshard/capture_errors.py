@@ -49,7 +49,7 @@ def _reason(error: Exception) -> str:
         return (
             f"an operator's output shape depends on tensor values ({_op(error)}), which one graph "
             "cannot hold; use a form with a fixed shape (torch.where with three arguments, a mask, "
-            "topk)"
+            "topk), or compute it outside the compiled module, as a loss can be"
         )
     if isinstance(error, unsupported):
         return (
