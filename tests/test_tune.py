@@ -25,6 +25,7 @@ from graphshard.tune.reasons import reasons
 from graphshard.tune.search import Search, frontier_of
 from graphshard.tune.shallow import shallow_of
 from graphshard.tune.simulator import Simulator
+from graphshard.tune.space import Candidate
 
 
 @pytest.fixture(scope="module")
@@ -70,6 +71,15 @@ def test_it_is_as_good_as_the_best_of_a_grid(simulator, grid, part):
     assert winner is not None
     assert winner.peak <= budget
     assert winner.seconds <= best_of(grid, budget) * (1 + 1e-6)
+
+
+def test_on_a_host_there_is_nowhere_to_offload_to(simulator):
+    space = replace(simulator.space, auto=AutoPolicy(cuda_graph=True))
+    assert {group.offload is None for group in space.groups()} == {True, False}
+    candidate = Candidate(next(iter(space.groups())))
+    assert space.policy(candidate).cuda_graph
+    on_host = replace(space, hardware=Hardware.load("cpu-gloo"))
+    assert {group.offload for group in on_host.groups()} == {None}
 
 
 def test_bounds_hold_and_do_prune(simulator, grid):

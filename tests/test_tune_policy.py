@@ -54,6 +54,7 @@ def test_what_is_fixed_stays():
         "recompute": {"Block"},
         "offload": "params",
         "mixed_precision": MixedPrecision(torch.bfloat16),
+        "cuda_graph": True,
         "notes": ("mine",),
     }
     for entry in tune(**fixed).tried:

@@ -239,7 +239,7 @@ def simulate(
     plan = planned(what, request)
     program = plan.program
     assert program is not None
-    backend = backend or ("gloo" if "gloo" in described.name else "nccl")
+    backend = backend or ("gloo" if described.is_host else "nccl")
     if backend not in ("nccl", "gloo"):
         raise CostError(f'backend must be "nccl" or "gloo"; got {backend!r}')
     memory = memory_of(program, plan, optimizer=optimizer, backend=backend)

@@ -84,6 +84,11 @@ class Hardware:
     curves: Mapping[str, Points] = field(default_factory=dict)
     lines: Mapping[str, tuple[float, ...]] = field(default_factory=dict)
 
+    @property
+    def is_host(self) -> bool:
+        """Whether ranks compute on the host, over Gloo: then there is nowhere to offload to."""
+        return "gloo" in self.name
+
     def __post_init__(self) -> None:
         for name in ("flops", "efficiency"):
             object.__setattr__(self, name, MappingProxyType(dict(getattr(self, name))))

@@ -60,7 +60,7 @@ class AutoPolicy:
         units: a policy that chooses the units and says nothing else, to fix them.
         strategy, reshard_after_forward, reshard_root, backward_prefetch, forward_prefetch,
             recompute, offload, schedule: as in a policy, to fix them; "auto" searches each.
-        ignored, sync_module_states, notes: as in a policy.
+        ignored, cuda_graph, sync_module_states, notes: as in a policy.
 
     Raises:
         PolicyError: a field has a value outside its range.
@@ -82,6 +82,7 @@ class AutoPolicy:
     offload: Collection[str] | str | None = AUTO
     schedule: str = AUTO
     ignored: Iterable[nn.Module | Tensor | str] | nn.Module | Tensor | str | None = None
+    cuda_graph: bool = False
     sync_module_states: bool = False
     notes: tuple[str, ...] = ()
 

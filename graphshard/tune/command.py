@@ -15,7 +15,7 @@ from graphshard.pipeline import Stages
 from graphshard.tune.auto_policy import AUTO, SEARCHED, AutoPolicy
 from graphshard.tune.tuning import Tuning
 
-_SAID = ("mixed_precision", "ignored", "sync_module_states", *SEARCHED)
+_SAID = ("mixed_precision", "ignored", "cuda_graph", "sync_module_states", *SEARCHED)
 
 
 def add_tune(command: argparse.ArgumentParser) -> None:

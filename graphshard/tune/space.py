@@ -195,6 +195,8 @@ class Space:
         if not is_auto(self.auto.offload):
             given = Policy(offload=self.auto.offload).offload
             return [given]  # type: ignore[list-item]
+        if self.hardware.is_host:
+            return [None]
         params, activations = frozenset({"params"}), frozenset({"activations"})
         return [None, activations, params, params | activations]
 
