@@ -15,6 +15,7 @@ from torch import fx
 from graphshard.errors import UnsupportedTorchError
 from graphshard.sizes import same_sizes
 from graphshard.torch_compat import SUPPORTED, fake_tensor_mode, private, size_hint
+from graphshard.torch_kernels import kernels_in_one_file
 
 _COMPILE = "torch._inductor.compile_fx"
 _NAMED = (Parameter.POSITIONAL_OR_KEYWORD, Parameter.KEYWORD_ONLY)
@@ -74,6 +75,7 @@ def compiling(environment: Any) -> Iterator[Any]:
     mode = fake_tensor_mode()(shape_env=environment, allow_non_fake_inputs=True)
     with (
         config.patch(SETTINGS),
+        kernels_in_one_file(),
         guards.tracing(private("torch._guards", "TracingContext")(mode)),
         torch.no_grad(),
         torch.autocast("cpu", enabled=False),

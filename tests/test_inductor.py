@@ -13,6 +13,7 @@ from torch import Tensor, nn
 import graphshard
 from graphshard import torch_inductor
 from graphshard.errors import UnsupportedTorchError
+from graphshard.runtime.compile_forms import turned
 
 BLOCK = graphshard.BlockPolicy(Block)
 TOLERANCE = 1e-5
@@ -90,6 +91,16 @@ def test_checks_and_poison_see_regions(monkeypatch):
     expected, _ = trained(model, "eager")
     found, _ = trained(model, "inductor", check=True)
     assert all(map(torch.equal, expected, found))
+
+
+def test_ranks_of_a_host_compile_from_different_ends():
+    forms = list("abcdefg")
+    assert turned(forms, 0, 1) == forms
+    assert turned(forms, 1, 2) == forms[::-1]
+    begins = [turned(forms, rank, 8) for rank in range(8)]
+    assert all(sorted(order) == forms for order in begins)
+    assert {order[0] for order in begins} == set(forms)
+    assert turned([], 1, 2) == []
 
 
 def test_what_cannot_be_compiled_falls_back_alone(monkeypatch):

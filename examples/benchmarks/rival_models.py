@@ -52,6 +52,23 @@ MODELS = (
 """A GPT of 8 blocks 512 wide, one of 24 blocks 256 wide (many small units: overhead), Llama's shape
 with grouped queries, BERT, and a convolutional network with BatchNorm (RegNet)."""
 
+
+class _Toy(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.block = nn.Linear(8, 8)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.block(x).relu().square().mean()
+
+
+def _rows(scale: int, generator: torch.Generator) -> Batch:
+    return {"x": torch.randn(scale, 8, generator=generator)}
+
+
+TOY = Model("toy", _Toy, ("Linear",), _rows)
+"""What every system trains once before its time counts."""
+
 TINY = Model("tiny", gpt(2, 32, 2, dropout=0.0), ("Block",), gpt_tokens(1, 16))
 """For tests of the script."""
 

@@ -23,8 +23,11 @@ Columns:
     issued    collectives in a step; MiB a rank receives for them
     loss      the largest difference from a single process's in the first steps
 
-Memory is counted in steps of their own, which are not timed. Compilers begin with an empty cache
-on disk each time, and have compiled something before the first system's turn.
+Memory is counted in steps of their own, which are not timed. Before anything is timed every system
+has trained a toy of a single linear layer in the same process: so none pays, in its first step, for
+what a process needs once (imports, torch's tables of decompositions and patterns, checks of the C++
+compiler and its headers), whichever comes first. Compilers begin with an empty cache on disk each
+time.
 """
 
 from __future__ import annotations
@@ -51,7 +54,7 @@ from torch.distributed.device_mesh import init_device_mesh
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent.parent))
 
-from examples.benchmarks.rival_models import MODELS, TINY, Data, expected_losses, made
+from examples.benchmarks.rival_models import MODELS, TINY, TOY, Data, expected_losses, made
 from examples.benchmarks.rival_systems import SYSTEMS, Setting, System, Trained
 from examples.benchmarks.rival_table import bars, table
 from examples.benchmarks.seven_models import Model
@@ -113,21 +116,14 @@ class Case:
 
     def run(self, systems: Sequence[System]) -> list[Result]:
         """All systems, side by side."""
-        ranks, rank = dist.get_world_size(), dist.get_rank()
-        data = Data(self.model, ranks, self.args.scale, self.device)
+        rank = dist.get_rank()
+        data, setting = self._setting()
         checked = 1 + self.args.warmup
         expected = expected_losses(data, checked, rank, DTYPES[self.dtype])
-        setting = Setting(
-            mesh=init_device_mesh(self.device.type, (ranks,)),
-            device=self.device,
-            units=self.model.blocks,
-            dtype=DTYPES[self.dtype],
-            batch=data.batch(0, rank),
-        )
         results = [Result(system.name, system.compiled) for system in systems]
         running: list[tuple[Result, Trained]] = []
         for system, result in zip(systems, results, strict=True):
-            trained = self._started(system, setting, data, result)
+            trained = self._started(system, setting, result)
             if trained is not None:
                 running.append((result, trained))
         gc.collect()
@@ -151,9 +147,26 @@ class Case:
         torch._dynamo.reset()
         return results
 
-    def _started(
-        self, system: System, setting: Setting, data: Data, result: Result
-    ) -> Trained | None:
+    def first_steps(self, systems: Sequence[System]) -> None:
+        """Every system's first step, for nothing but that it was done."""
+        _, setting = self._setting()
+        for system in systems:
+            self._started(system, setting, Result(system.name, system.compiled))
+        gc.collect()
+        torch._dynamo.reset()
+
+    def _setting(self) -> tuple[Data, Setting]:
+        ranks, rank = dist.get_world_size(), dist.get_rank()
+        data = Data(self.model, ranks, self.args.scale, self.device)
+        return data, Setting(
+            mesh=init_device_mesh(self.device.type, (ranks,)),
+            device=self.device,
+            units=self.model.blocks,
+            dtype=DTYPES[self.dtype],
+            batch=data.batch(0, rank),
+        )
+
+    def _started(self, system: System, setting: Setting, result: Result) -> Trained | None:
         """The system after its first step, or None with the reason in `result`."""
         result.why_not = system.why_not(setting)
         if result.why_not:
@@ -259,13 +272,6 @@ def share(result: Result, device: torch.device) -> None:
 # -- all of them -----------------------------------------------------------------------------------
 
 
-def warm_up(device: torch.device) -> None:
-    """Load what captures and compiles, which costs seconds once per process."""
-    linear = torch.compile(torch.nn.Linear(8, 8).to(device))
-    linear(torch.ones(8, 8, device=device)).sum().backward()
-    torch._dynamo.config.recompile_limit = 64  # one function may be several systems'
-
-
 def chosen(args: argparse.Namespace) -> list[System]:
     """The systems asked for, in the order of the table."""
     words = args.systems
@@ -275,8 +281,8 @@ def chosen(args: argparse.Namespace) -> list[System]:
 
 def run(args: argparse.Namespace, device: torch.device, folder: str) -> None:
     systems = chosen(args)
-    if any(system.compiled for system in systems):
-        warm_up(device)
+    torch._dynamo.config.recompile_limit = 64  # one function may be several systems'
+    Case(TOY, args.dtypes[0], args, device, folder).first_steps(systems)
     found: dict[str, list[Result]] = {}
     verdicts = []
     begin = time.perf_counter()

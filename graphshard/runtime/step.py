@@ -19,6 +19,7 @@ from graphshard.passes.drop_unused_tangents import DropUnusedTangents
 from graphshard.passes.form_regions import FormRegions
 from graphshard.pipeline import Stages
 from graphshard.program import Program
+from graphshard.runtime.compile_forms import compile_forms
 from graphshard.runtime.cuda_graphs import GraphsFailed, graphs_of
 from graphshard.runtime.cut import cut, cut_backward
 from graphshard.runtime.half import Bindings, Half
@@ -107,11 +108,7 @@ class Step:
         forms = dict.fromkeys(form for half in halves for form in half.forms())
         if not forms:
             return
-        progress = progress or Progress()
-        with progress.stage("compile", len(forms)):
-            for form in forms:
-                form.compile()
-                progress.advance()
+        compile_forms([*forms], self.bindings.group, progress or Progress())
 
     # -- forward ------------------------------------------------------------------------------
 
@@ -181,8 +178,7 @@ class Step:
                 program.sizes.require_settled(drop.name)
             verify(program, self.bindings.plan, after=drop.name)
             half = Half(cut_backward(program, self.crossings), self.bindings, program.regions)
-            for form in half.forms():
-                form.compile()
+            compile_forms([*half.forms()], self.bindings.group, Progress())
             self._backward_halves[missing] = half
         return half
 
