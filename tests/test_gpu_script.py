@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import sys
 from dataclasses import replace
 from pathlib import Path
@@ -50,6 +51,40 @@ def test_table_names_each_section_once() -> None:
     assert lines[2].split() == ["a", "one", "1", "2", "ok"]
     assert lines[3].split() == ["two", "3", "FAILED"]
     assert lines[4].split() == ["b", "c", "d"]
+
+
+def test_numbers_that_are_none_fail() -> None:
+    nan = torch.tensor(float("nan"))
+    good = {"w": torch.ones(3), "v": torch.ones(2)}
+    bad = {**good, "v": torch.full((2,), float("nan"))}
+    one = torch.tensor(1.0)
+    assert gpu_checks.close("x", "", one, one, good, good).found == "bit-equal"
+    assert gpu_checks.close("x", "", nan, one, good, good).ok is False
+    assert gpu_checks.close("x", "", one, one, bad, good).ok is False
+    assert gpu_checks.close("x", "", one, one, good, bad).ok is False
+    assert gpu_checks.gap_of(torch.tensor([3.0, 4.5]), torch.tensor([3.0, 4.0])) == 0.1
+
+
+def test_what_is_known_is_kept_after_each_section(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    file = tmp_path / "table.txt"
+    kept: list[str] = []
+
+    def run(section: Section, command: list[str], out: Path, limit: float) -> list[Row]:
+        kept.append(file.read_text() if file.exists() else "")
+        return [Row(section.name, "one", "1", ok=section.name != "graph")]
+
+    monkeypatch.setattr(gpu, "run_apart", run)
+    arguments = ["gpu.py", "--device", "cpu", "--only", "parity,graph", "--save", str(file)]
+    monkeypatch.setattr(sys, "argv", arguments)
+    assert gpu.main() == 1
+    assert kept[0] == ""
+    assert "parity" in kept[1]
+    assert "1 failed" in file.read_text()
+    assert capsys.readouterr().out.endswith(file.read_text())
+    lines = (tmp_path / "table.txt.jsonl").read_text().splitlines()
+    assert [Row(**json.loads(line)).section for line in lines] == ["parity", "graph"]
 
 
 def apart(code: str, folder: Path, limit: float = 60.0) -> list[Row]:

@@ -3,6 +3,7 @@
     python examples/benchmarks/gpu.py                       # on a machine with one GPU or more
     python examples/benchmarks/gpu.py --list
     python examples/benchmarks/gpu.py --only parity,stress
+    python examples/benchmarks/gpu.py --save table.txt      # kept there after each section, and raw
     python examples/benchmarks/gpu.py --device cpu --small  # what of it a CPU can run, at toy sizes
 
 Each section runs in a process of its own within a time limit; one that fails is a line of the table
@@ -12,11 +13,13 @@ and does not stop the others. Ends with code 1 if any line failed.
 from __future__ import annotations
 
 import argparse
+import json
 import os
 import platform
 import sys
 import tempfile
 import time
+from dataclasses import asdict
 from pathlib import Path
 
 # Before CUDA starts: the same bits in every run, and errors of NCCL in words.
@@ -37,12 +40,12 @@ PATIENCE = 8
 SECTIONS = (
     Section("parity", "one rank against the plain model, each option", 70, gpu_checks.parity),
     Section("ranks", "several ranks against one process and FSDP2", 80, gpu_ranks.ranks),
-    Section("stress", "delays on every stream, poisoned frees", 80, gpu_checks.stress),
     Section("graph", "whole-step CUDA graphs", 45, gpu_checks.graph),
+    Section("stress", "delays on every stream, poisoned frees", 80, gpu_checks.stress),
+    Section("fsdp2", "memory and time of a rank of 8, a Llama of 8B shape", 200, gpu_rivals.rivals),
     Section("calibrate", "graphshard calibrate --quick", 60, gpu_checks.calibrated),
     Section("predict", "predicted against measured memory and time", 60, gpu_checks.predict),
     Section("overlap", "communication hidden, modelled and measured", 70, gpu_checks.overlap),
-    Section("fsdp2", "memory and time of a rank of 8, a Llama of 8B shape", 200, gpu_rivals.rivals),
 )
 
 
@@ -54,7 +57,12 @@ def parse_args() -> argparse.Namespace:
     parser.add_argument("--only", default="", metavar="NAMES", help="sections, by commas")
     parser.add_argument("--device", choices=["cuda", "cpu"], default="cuda")
     parser.add_argument("--small", action="store_true", help="toy sizes")
-    parser.add_argument("--save", type=Path, metavar="FILE", help="write the table there, too")
+    parser.add_argument(
+        "--save",
+        type=Path,
+        metavar="FILE",
+        help="write the table there, too, after each section, and its lines as JSON to FILE.jsonl",
+    )
     parser.add_argument("--section", help=argparse.SUPPRESS)  # of a process this script started
     parser.add_argument("--folder", type=Path, help=argparse.SUPPRESS)
     return parser.parse_args()
@@ -113,26 +121,42 @@ def main() -> int:
         return 2
     begin = time.perf_counter()
     patience = 1 if args.device == "cuda" else PATIENCE
-    print(heading(args.device), flush=True)
+    said = heading(args.device)
+    print(said, flush=True)
     rows: list[Row] = []
     with tempfile.TemporaryDirectory() as folder:
         for section in chosen(args.only):
             left = BUDGET * patience - (time.perf_counter() - begin)
             if left < 10:
-                rows.append(Row(section.name, "the whole section", "no time left", "", False))
-                continue
-            command = script("--section", section.name, "--folder", folder, "--device", args.device)
-            command += ["--small"] if args.small else []
-            out = Path(folder, f"{section.name}.jsonl")
-            rows += run_apart(section, command, out, min(section.limit * patience, left))
-            print(f"{section.name}: {time.perf_counter() - begin:.0f} s", flush=True)
-    text = f"{heading(args.device)}\n\n{table(rows)}"
-    failed = sum(row.ok is False for row in rows)
-    text += f"\n\n{time.perf_counter() - begin:.0f} s, {failed} failed"
+                found = [Row(section.name, "the whole section", "no time left", "", False)]
+            else:
+                command = script(
+                    "--section", section.name, "--folder", folder, "--device", args.device
+                )
+                command += ["--small"] if args.small else []
+                out = Path(folder, f"{section.name}.jsonl")
+                found = run_apart(section, command, out, min(section.limit * patience, left))
+            rows += found
+            # What is known is told at once: whoever runs this may be stopped.
+            print(table(found), flush=True)
+            text = report(said, rows, time.perf_counter() - begin)
+            if args.save is not None:
+                save(args.save, text, rows)
     print(f"\n{text}")
-    if args.save is not None:
-        args.save.write_text(text + "\n")
-    return int(failed > 0)
+    return int(any(row.ok is False for row in rows))
+
+
+def report(said: str, rows: list[Row], seconds: float) -> str:
+    """The heading, the table, and how long it took."""
+    failed = sum(row.ok is False for row in rows)
+    return f"{said}\n\n{table(rows)}\n\n{seconds:.0f} s, {failed} failed"
+
+
+def save(file: Path, text: str, rows: list[Row]) -> None:
+    """Write the table to `file`, and its lines as JSON beside it."""
+    file.write_text(text + "\n")
+    lines = [json.dumps(asdict(row)) for row in rows]
+    file.with_name(f"{file.name}.jsonl").write_text("\n".join(lines) + "\n")
 
 
 if __name__ == "__main__":

@@ -27,7 +27,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 import graphshard
-from examples.benchmarks.gpu_table import Place, Row, kill_session
+from examples.benchmarks.gpu_table import Place, Row
 from examples.benchmarks.live_bytes import LiveBytes
 from examples.llama import Block, Llama, LlamaConfig
 
@@ -240,14 +240,13 @@ def _apart(system: str, load: Load, place: Place) -> Measured:
     limit = 75.0 if place.cuda else 300.0
     command = [sys.executable, __file__, "--system", system, "--device", str(place.device)]
     command += ["--layers", str(load.config.layers), *(["--small"] if place.small else [])]
-    process = subprocess.Popen(
-        command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, start_new_session=True
-    )
+    # In the session of this section, with which it ends if that is stopped.
+    process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
     try:
         output, errors = process.communicate(timeout=limit)
     except subprocess.TimeoutExpired:
-        kill_session(process.pid)
-        process.communicate()
+        process.kill()
+        process.wait()
         raise RuntimeError(f"took more than {limit:.0f} s") from None
     if process.returncode:
         sys.stderr.write(errors)
