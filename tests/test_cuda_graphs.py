@@ -6,7 +6,9 @@ with, and writes what comes out over what came out then, as kernels at fixed add
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -17,7 +19,7 @@ from torch.utils._pytree import tree_leaves
 from toy_programs import UNITS, blocks, make_toy_plan
 
 import graphshard
-from graphshard import graphable
+from graphshard import graphable, torch_cuda
 from graphshard.errors import RuntimeStateError
 from graphshard.pipeline import default_passes, run_passes
 from graphshard.policy import Policy
@@ -224,6 +226,73 @@ def test_a_capture_that_fails_is_said_and_left(
     assert sharded.program.notes[-1] == (
         "cuda graph: none, since capture failed: operation not permitted when stream is capturing"
     )
+
+
+class Stream:
+    device = "cpu"
+
+
+class Given:
+    """`torch.cuda` as far as a `Recorder` needs it; the captures in `fail` are given up by CUDA,
+    which torch leaves as it stands.
+    """
+
+    def __init__(self, fail: set[int]) -> None:
+        self.fail = fail
+        self.stream = Stream()
+        self.captured: list[bool] = []
+        self.capturing = self.pool_in_use = False
+
+    CUDAGraph = SimpleNamespace
+
+    def current_stream(self) -> Any:
+        return self.stream
+
+    def set_stream(self, stream: Any) -> None:
+        self.stream = stream
+
+    def graph_pool_handle(self) -> int:
+        return 7
+
+    @contextmanager
+    def graph(self, graph: Any, pool: Any = None, capture_error_mode: str = "") -> Iterator[None]:
+        before, self.stream = self.stream, Stream()
+        graph.replay = None
+        self.capturing = self.pool_in_use = True
+        try:
+            yield
+        finally:
+            self.captured.append(len(self.captured) not in self.fail)
+            if not self.captured[-1]:
+                raise RuntimeError("the capture was invalidated")
+            self.stream, self.capturing, self.pool_in_use = before, False, False
+
+    def end_allocation(self, pool: int) -> None:
+        assert pool == 7
+        self.pool_in_use = False
+
+
+@pytest.mark.parametrize("given_up", [True, False])
+def test_a_capture_that_fails_leaves_nothing_behind(
+    monkeypatch: pytest.MonkeyPatch, given_up: bool
+) -> None:
+    cuda = Given({0} if given_up else set())
+    before = cuda.stream
+    for name in ("CUDAGraph", "current_stream", "set_stream", "graph_pool_handle", "graph"):
+        monkeypatch.setattr(torch.cuda, name, getattr(cuda, name))
+    monkeypatch.setattr(torch_cuda, "end_allocation", cuda.end_allocation)
+
+    def run(args: list[Any]) -> None:
+        raise RuntimeError("not permitted\nwhen stream is capturing")
+
+    with pytest.raises(RuntimeError) as raised:
+        cuda_graphs.Recorder().capture(run, [])
+    assert cuda_graphs._cause(raised.value) == "not permitted"
+    assert cuda.stream is before
+    assert not cuda.capturing
+    assert not cuda.pool_in_use
+    # Another, empty one takes torch's generator out of the state of a capture.
+    assert cuda.captured == ([False, True] if given_up else [True])
 
 
 # -- what plan and dump say -----------------------------------------------------------------------

@@ -37,6 +37,8 @@ _COLLECTIVE_BYTES = (16 * _KIB, 256 * _KIB, 2048 * _KIB, 8192 * _KIB, 32768 * _K
 _TENSORS = (1, 8)
 _OPERATIONS = (ops.all_gather, ops.reduce_scatter, ops.all_reduce)
 _VIEWS = 8
+_CACHED = {"cpu": 2**20, "cuda": 2**27}
+"""Bytes moved beyond which caches hold too little of it to matter, by kind of device."""
 _NUMELS = (1 << 8, 1 << 14, 1 << 18, 1 << 20)
 
 _OPTIMIZERS: Mapping[str, Callable[[list[nn.Parameter]], torch.optim.Optimizer]] = {
@@ -282,7 +284,7 @@ def _hardware(
         figures["inter_latency"] = figures["intra_latency"]
     # What lies in no cache; of sizes that would, the largest.
     streams = [curves["add"], curves["clone"]]
-    large = [p for points in streams for p in points if p[0] >= 2**20]
+    large = [p for points in streams for p in points if p[0] >= _CACHED[kind]]
     large = large or [points[-1] for points in streams]
     bandwidth = max(amount / seconds for amount, seconds in large)
     ranks = f"{group.size} ranks" if group.size > 1 else "one rank"

@@ -35,6 +35,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from graphshard import torch_cuda
 from graphshard.errors import RuntimeStateError
 from graphshard.graphable import NOTE, said
 from graphshard.program import Program
@@ -58,10 +59,27 @@ class Recorder:
         Nothing is executed yet. Threads of NCCL ask for the state of events meanwhile, which a
         capture of all threads would not survive.
         """
-        graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph, pool=self.pool, capture_error_mode="thread_local"):
-            result = run(args)
+        graph, before = torch.cuda.CUDAGraph(), torch.cuda.current_stream()
+        try:
+            with torch.cuda.graph(graph, pool=self.pool, capture_error_mode="thread_local"):
+                result = run(args)
+        except Exception:
+            self._leave(before)
+            raise
         return graph.replay, result
+
+    def _leave(self, before: Any) -> None:
+        """Put right what torch leaves as it is when CUDA gives up a capture.
+
+        Its stream stays the current one, the allocator goes on as in a capture, and the generator
+        of random numbers refuses to draw any until another capture has come to an end.
+        """
+        if torch.cuda.current_stream() == before:
+            return
+        torch.cuda.set_stream(before)
+        torch_cuda.end_allocation(self.pool)
+        with torch.cuda.graph(torch.cuda.CUDAGraph(), capture_error_mode="thread_local"):
+            torch.zeros(1, device=before.device)
 
 
 class _Graph:
@@ -164,8 +182,8 @@ class Graphs:
                 self._give_up(error)
                 raise RuntimeStateError(
                     "backward could not be captured as a CUDA graph, and what its forward saved is "
-                    f"gone with the attempt ({error}); later steps run without graphs; to train "
-                    "this one, too, leave out cuda_graph=True"
+                    f"gone with the attempt ({_cause(error)}); later steps run without graphs; to "
+                    "train this one, too, leave out cuda_graph=True"
                 ) from error
         if self._backward.missing != [t is None for t in tangents]:
             raise RuntimeStateError(
@@ -179,9 +197,17 @@ class Graphs:
     def _give_up(self, error: Exception) -> None:
         self.failed = True
         self._forward = self._backward = self._saved = self._recorder = None
-        first = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
+        first = _cause(error)
         said(self.program, f"capture failed: {first}")
         logger.warning("graphshard could not capture a step as CUDA graphs: %s", first)
+
+
+def _cause(error: BaseException) -> str:
+    """The first line of what went wrong first: that a capture is at an end hides what ended it."""
+    while error.__context__ is not None:
+        error = error.__context__
+    lines = str(error).strip().splitlines()
+    return lines[0] if lines else type(error).__name__
 
 
 class GraphsFailed(Exception):  # noqa: N818  # no error of the user's
