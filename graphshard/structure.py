@@ -104,10 +104,23 @@ class Structure:
     spec: pytree.TreeSpec
     leaves: tuple[tuple[type, Any], ...]  # with the type: a _Hole, _Same, _Opaque or plain value
 
+    def __hash__(self) -> int:
+        return self._hash
+
+    @cached_property
+    def _hash(self) -> int:
+        return hash((self.name, self.spec, self.leaves))
+
     def build(self, tensors: Sequence[Any]) -> Any:
         """The value with `tensors` (in the order of `paths`) in its holes."""
+        if self._is_tensor:
+            return tensors[0]
         filled = [_fill(leaf, tensors) for _, leaf in self.leaves]
         return pytree.tree_unflatten(filled, self.spec)
+
+    @cached_property
+    def _is_tensor(self) -> bool:
+        return self.spec.is_leaf() and self.leaves[0][0] is _Hole
 
     @cached_property
     def paths(self) -> tuple[str, ...]:

@@ -22,6 +22,7 @@ from graphshard.errors import UnsupportedTorchError
 SUPPORTED = "torch 2.11 to 2.13"
 
 
+@cache
 def private(module: str, name: str) -> Any:
     """Attribute `name` of the private module `module`.
 
@@ -390,6 +391,20 @@ def foreach_norm(tensors: list[torch.Tensor], p: float, dtype: torch.dtype) -> l
 def foreach_multiply(tensors: list[torch.Tensor], factor: torch.Tensor) -> None:
     """Multiply each of `tensors`, of one device and dtype, by `factor` in place."""
     private("torch", "_foreach_mul_")(tensors, factor.to(tensors[0].dtype))
+
+
+def flattened(tensors: list[torch.Tensor]) -> torch.Tensor:
+    """A copy of all `tensors`, of one dtype, one after the other; in half the time of `cat`."""
+    flat: torch.Tensor = private("torch._C._nn", "flatten_dense_tensors")(tensors)
+    return flat
+
+
+def by_rank(tensors: list[torch.Tensor], ranks: int) -> torch.Tensor:
+    """A copy `(ranks, n)` of all `tensors`, of one dtype: each split along dim 0 in as many parts,
+    padded with zeros to equal ones, of which each row has one after the other.
+    """
+    rows: torch.Tensor = private("torch", "_chunk_cat")(tensors, 0, ranks)
+    return rows
 
 
 def owned_region(dtensor: Any) -> tuple[slice, ...]:

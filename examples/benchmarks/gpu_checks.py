@@ -19,7 +19,6 @@ from examples.benchmarks.live_bytes import LiveBytes
 from examples.benchmarks.stand_in import Communicator, modelled, stand_in
 from examples.benchmarks.stress import broken
 from examples.gpt import GPT, Block, GPTConfig
-from graphshard import packing
 from graphshard.cost.hardware import Hardware
 
 HARDWARE = "hardware.json"  # in the folder of the run
@@ -51,11 +50,9 @@ def tokens(place: Place, seed: int = 0) -> tuple[Tensor, Tensor]:
 
 
 def fake_ranks(size: int, rank: int = 0) -> None:
-    """Make this process one rank of `size` on torch's "fake" backend, packing as NCCL does."""
+    """Make this process one rank of `size` on torch's "fake" backend, which packs as NCCL does."""
     from torch.testing._internal.distributed.fake_pg import FakeStore
 
-    packing.GATHER_BELOW["fake"] = packing.GATHER_BELOW["nccl"]
-    packing.REDUCE_BELOW["fake"] = packing.REDUCE_BELOW["nccl"]
     dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=size)
 
 

@@ -181,8 +181,8 @@ class Collective:
 
     def message(self, *indices: int) -> Message:
         """The operands `indices`, moved together."""
-        numels = tuple(prod(self.operands[i].layout.shard_shape) for i in indices)
-        return Message(indices, numels, packed=len(indices) > 1)
+        numels = [prod(self.operands[i].layout.shard_shape) for i in indices]
+        return Message(indices, numels, sum(numels), packed=len(indices) > 1)
 
     def messages(self, pack_below: int, size: Callable[[Operand], int]) -> list[list[Message]]:
         """Messages of each launch: one launch per dtype, in it one message per large operand and
@@ -227,8 +227,12 @@ def _lent(value: Any, lent: list[Tensor]) -> Any:
 
 @dataclass(frozen=True)
 class Message:
-    """Operands that travel together; `numels` are the elements of each one's shard."""
+    """Operands that travel together.
+
+    numels: the elements of each one's shard; `numel` is their sum.
+    """
 
     indices: tuple[int, ...]
-    numels: tuple[int, ...]
+    numels: list[int]
+    numel: int
     packed: bool  # copied together, rather than one tensor read where it lies

@@ -8,9 +8,10 @@ import torch
 from torch import Tensor
 
 from graphshard import torch_compat
+from graphshard.packing import MOVABLE
 from graphshard.plan import ParamLayout
 from graphshard.runtime.collectives import Collective, Operand, Pending
-from graphshard.runtime.group import Group, movable
+from graphshard.runtime.group import Group, as_bytes, strides_of
 
 
 class Gathered(list[Tensor]):
@@ -71,8 +72,13 @@ class AllGather(Collective):
         self.launches = self.messages(group.pack_gather_below, lambda o: o.shard_bytes)
         self.options = torch_compat.collective_options("AllgatherOptions")
         self.options.asyncOp = group.lane is None
-        self.shapes = [(o.layout.gathered_shape, o.dtype) for o in self.operands]
-        self.finish = [_finish(o.layout) for o in self.operands]
+        shapes = [o.layout.gathered_shape for o in self.operands]
+        self.shapes = [
+            (shape, strides_of(shape), o.dtype)
+            for shape, o in zip(shapes, self.operands, strict=True)
+        ]
+        finish = [_finish(o.layout) for o in self.operands]
+        self.finish = [(i, what) for i, what in enumerate(finish) if what is not None]
 
     def __call__(self, tensors: Sequence[Tensor]) -> Pending:
         """Allocate the full buffers and start to fill them."""
@@ -82,8 +88,8 @@ class AllGather(Collective):
             inputs, outputs = [], []
             for message in messages:
                 if message.packed:
-                    parts = torch.cat([tensors[i].view(-1) for i in message.indices])
-                    whole = parts.new_empty(self.group.size * parts.numel())
+                    parts = torch_compat.flattened([tensors[i] for i in message.indices])
+                    whole = parts.new_empty(self.group.size * message.numel)
                     pending.operands.append(parts)
                     pending.packed.append(whole)
                     inputs.append(parts)
@@ -100,8 +106,9 @@ class AllGather(Collective):
     def launch(self, pending: Pending, inputs: list[Tensor], outputs: list[Tensor]) -> None:
         """Start one coalesced gather of `inputs`, of one dtype."""
         launch = self.group.process_group.allgather_into_tensor_coalesced
-        moved = [movable(t) for t in outputs], [movable(t) for t in inputs]
-        self.start(pending, launch, *moved, self.options)
+        if inputs[0].dtype not in MOVABLE:
+            outputs, inputs = [as_bytes(t) for t in outputs], [as_bytes(t) for t in inputs]
+        self.start(pending, launch, outputs, inputs, self.options)
 
     def send(self, pending: Pending, inputs: list[Tensor], outputs: list[Tensor]) -> None:
         """Start to send every rank `inputs`, and to receive its own where they go in `outputs`."""
@@ -115,7 +122,10 @@ class AllGather(Collective):
     def buffers(self, tensors: Sequence[Tensor]) -> list[Tensor]:
         """What the shards `tensors` are gathered into, in operand order."""
         device = self.group.device
-        return [torch.empty(shape, dtype=dtype, device=device) for shape, dtype in self.shapes]
+        return [
+            torch.empty_strided(shape, strides, dtype=dtype, device=device)
+            for shape, strides, dtype in self.shapes
+        ]
 
     def results(self, pending: Pending) -> list[Tensor]:
         """The full parameters: their buffers, prefix views of those where dim 0 was padded."""
@@ -127,13 +137,12 @@ class AllGather(Collective):
                     by_rank = next(packed).view(self.group.size, -1)
                     torch.split_with_sizes_copy(
                         by_rank,
-                        list(message.numels),
+                        message.numels,
                         dim=1,
                         out=[buffers[i].view(self.group.size, -1) for i in message.indices],
                     )
-        for index, finish in enumerate(self.finish):
-            if finish is not None:
-                buffers[index] = finish(buffers[index])
+        for index, finish in self.finish:
+            buffers[index] = finish(buffers[index])
         return Gathered(buffers, self)
 
     def free(self, gathered: Gathered) -> None:
@@ -158,8 +167,8 @@ class AllGatherInPlace(AllGather):
     def buffers(self, tensors: Sequence[Tensor]) -> list[Tensor]:
         """The padded buffers, which begin where the storage of the shards does."""
         found = []
-        for tensor, (shape, _) in zip(tensors, self.shapes, strict=True):
-            buffer = tensor.as_strided(shape, torch.empty(shape, device="meta").stride(), 0)
+        for tensor, (shape, strides, _) in zip(tensors, self.shapes, strict=True):
+            buffer = tensor.as_strided(shape, strides, 0)
             if self.group.check:
                 own = tensor.clone()
                 buffer.fill_(_poison(buffer.dtype))

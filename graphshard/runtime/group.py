@@ -23,7 +23,22 @@ from graphshard.runtime.peers import UP_TO, Peers
 
 def movable(tensor: Tensor) -> Tensor:
     """Contiguous `tensor`, as bytes if no backend is sure to know its dtype."""
-    return tensor if tensor.dtype in MOVABLE else tensor.view(-1).view(torch.uint8)
+    return tensor if tensor.dtype in MOVABLE else as_bytes(tensor)
+
+
+def as_bytes(tensor: Tensor) -> Tensor:
+    """Contiguous `tensor` as bytes."""
+    return tensor.view(-1).view(torch.uint8)
+
+
+def strides_of(shape: Sequence[int]) -> tuple[int, ...]:
+    """The strides of a contiguous tensor of `shape`."""
+    strides: list[int] = []
+    step = 1
+    for size in reversed(shape):
+        strides.append(step)
+        step *= max(size, 1)
+    return tuple(reversed(strides))
 
 
 @dataclass

@@ -7,7 +7,8 @@ the generated code reads
     wait = graphshard_wait(all_gather);
     mm = aten_mm_default(view, t);
 
-where `aten_mm_default` is what `torch.ops.aten.mm.default` calls, found once and not at each step.
+where `aten_mm_default` is what `torch.ops.aten.mm.default` calls, or what calls the same kernels
+for less (see `operator_calls`), found once and not at each step.
 
 Arguments come in one list, which the code empties: so nothing but the code itself keeps a saved
 activation alive, and it is gone after its last use. The same holds of a region, which is one call:
@@ -26,7 +27,7 @@ from typing import Any
 import torch
 from torch import fx, nn
 
-from graphshard import ops, torch_compat
+from graphshard import ops
 from graphshard.plan import ShardingPlan
 from graphshard.regions import Region, Regions, is_fixed, picks_from, regions_in
 from graphshard.runtime.boxed import BoxedCodeGen
@@ -34,6 +35,7 @@ from graphshard.runtime.collectives import Collective, Operand, wait
 from graphshard.runtime.gather import AllGather, AllGatherInPlace, LocalGather, free, releasing
 from graphshard.runtime.group import Group
 from graphshard.runtime.kept import Kept
+from graphshard.runtime.operator_calls import call_of
 from graphshard.runtime.reduce import (
     AllReduce,
     LocalReduce,
@@ -100,7 +102,7 @@ def _by_short_names(operators: dict[str, Any], lines: list[str]) -> list[str]:
     def short(found: re.Match[str]) -> str:
         namespace, name, overload = found.groups()
         operator = getattr(getattr(getattr(torch.ops, namespace), name), overload)
-        call, label = torch_compat.operator_call(operator), "_".join(found.groups())
+        call, label = call_of(operator), "_".join(found.groups())
         # One of another namespace may have the same label: it keeps its whole name.
         return label if operators.setdefault(label, call) is call else found.group()
 

@@ -20,6 +20,7 @@ from graphshard.inspect.units_text import some_of
 from graphshard.pipeline import Pass, Stages, run_passes
 from graphshard.planner import with_capture_warnings
 from graphshard.runtime.blueprint import in_state
+from graphshard.runtime.flat_calls import FlatCalls
 from graphshard.runtime.half import Bindings
 from graphshard.runtime.kept import REDUCED, Mode, passes_for
 from graphshard.runtime.shards import distinct
@@ -32,6 +33,9 @@ from graphshard.tracing import MAIN, Entry
 logger = logging.getLogger("graphshard")
 
 MANY = 8
+RECENT = 4
+"""Signatures that a call is compared with first: those of a loop's forwards take turns."""
+
 _OTHERS = "arguments that are no tensors"
 _SIZES = "sizes"
 _STALE = "parameters changed since they were gathered"
@@ -68,6 +72,8 @@ class Programs:
         self.dynamic = dynamic
         self.plan = bindings.plan
         self.steps: dict[Any, Step] = {}
+        self._recent: list[tuple[Any, Step]] = []  # by signature, of fixed sizes, the latest first
+        self._calls = FlatCalls()
         self._captures: dict[Any, list[Capture]] = {}  # several for symbolic sizes that differ
         self._fixed: dict[Any, set[str]] = {}  # names of sizes that were fixed for some calls
         self._entry = MAIN  # what the call at hand calls
@@ -86,7 +92,7 @@ class Programs:
             PolicyError: the call's tensors are not what `dynamic` says.
             PassError, VerifyError: its program cannot be rewritten.
         """
-        tensors, structure = take_apart((args, kwargs), name=CALL)
+        tensors, structure = self._calls.take_apart(args, kwargs)
         device = self.bindings.group.device
         if device.type != "cpu":  # as on cpu, an input that lies elsewhere would be an error
             tensors = [t.to(device, non_blocking=True) for t in tensors]
@@ -118,7 +124,12 @@ class Programs:
         names: Sequence[Names] | None,
         progress: Stages | None = None,
     ) -> Step:
-        key, index = self._find(tensors, structure, names)
+        key = self._key(tensors, structure, names)
+        if names is None:
+            for known, recent in self._recent:  # comparing takes less time than hashing
+                if known == key:
+                    return recent
+        key, index = self._find(key, tensors, structure, names)
         step = self.steps.get((key, index))
         if step is None:
             described = _description(tensors, structure, key)
@@ -128,19 +139,29 @@ class Programs:
                 key, index = self._trace(tensors, structure, names, described, progress)
             step = self._rewrite(key, index, progress)
             self._say(described)
+        if names is None:
+            self._recent = [(key, step), *self._recent[: RECENT - 1]]
         return step
 
     def _find(
-        self, tensors: Sequence[Tensor], structure: Structure, names: Sequence[Names] | None
+        self,
+        key: tuple[Any, ...],
+        tensors: Sequence[Tensor],
+        structure: Structure,
+        names: Sequence[Names] | None,
     ) -> tuple[tuple[Any, ...], int | None]:
-        """The signature of a call, and the number of the capture that is right for its sizes."""
-        key = self._key(tensors, structure, names)
+        """The signature of a call, and the number of the capture that is right for its sizes.
+
+        Another signature than `key` where some of `names` are of sizes that are fixed for it.
+        """
         for index, captured in enumerate(self._captures.get(key[:-1], ())):
             sizes = captured.program.sizes
             if sizes is None or sizes.admits(sizes.values(tensors)):
                 return key, index
         if names is not None and key[:-1] in self._fixed:
-            other, found = self._find(tensors, structure, without(names, self._fixed[key[:-1]]))
+            fewer = without(names, self._fixed[key[:-1]])
+            other = self._key(tensors, structure, fewer)
+            other, found = self._find(other, tensors, structure, fewer)
             if found is not None:
                 return other, found
         return key, None

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -58,6 +59,28 @@ def averaging(dtype: torch.dtype, size: int) -> tuple[int, Any, float]:
     return before, dist.ReduceOp.SUM, size / before
 
 
+@dataclass(frozen=True)
+class Way:
+    """How gradients of one dtype are averaged: see `averaging`; with the options of the call."""
+
+    before: int
+    after: float
+    options: Any
+
+
+def averaging_ways(
+    operands: Sequence[Operand], group: Group, options: str
+) -> dict[torch.dtype, Way]:
+    """How those of each dtype among `operands` are averaged over `group`."""
+    ways = {}
+    for dtype in {operand.dtype for operand in operands}:
+        call = torch_compat.collective_options(options)
+        call.asyncOp = group.lane is None
+        before, call.reduceOp, after = averaging(dtype, group.size)
+        ways[dtype] = Way(before, after, call)
+    return ways
+
+
 class ReduceScatter(Collective):
     """Averages full gradients `(d0, ...)`, each rank keeping its shard `(ceil(d0/W), ...)`."""
 
@@ -66,12 +89,16 @@ class ReduceScatter(Collective):
     def __init__(self, group: Group, unit: str, phase: str, operands: Sequence[Operand]) -> None:
         super().__init__(group, unit, phase, operands)
         self.launches = self.messages(group.pack_reduce_below, lambda o: o.shard_bytes * group.size)
-        self.by_rank = [_by_rank(o.layout) for o in self.operands]
-        self.shapes = [o.layout.shard_shape for o in self.operands]
+        packed = {i for each in self.launches for m in each if m.packed for i in m.indices}
+        self.by_rank = [_by_rank(o.layout, i in packed) for i, o in enumerate(self.operands)]
+        self.shapes = [shape_of_part(o.layout) for o in self.operands]
 
     def __call__(self, tensors: Sequence[Tensor]) -> Pending:
         """Start one launch per dtype, reading large gradients where they lie."""
-        grads = [by_rank(grad) for by_rank, grad in zip(self.by_rank, tensors, strict=True)]
+        grads = [
+            grad if by_rank is None else by_rank(grad)
+            for by_rank, grad in zip(self.by_rank, tensors, strict=True)
+        ]
         pending = Pending(self, [], [])
         for messages in self.launches:
             sent = [self.divided(self._sent(grads, message)) for message in messages]
@@ -83,8 +110,7 @@ class ReduceScatter(Collective):
         """The gradients of a message, one rank's parts after the other's, as one flat tensor."""
         if not message.packed:
             return grads[message.indices[0]].view(-1)
-        size = self.group.size
-        return torch.cat([grads[i].view(size, -1) for i in message.indices], dim=1).view(-1)
+        return torch_compat.by_rank([grads[i] for i in message.indices], self.group.size).view(-1)
 
     def divided(self, sent: Tensor) -> Tensor:
         """`sent` as it is moved."""
@@ -106,16 +132,21 @@ class ReduceScatter(Collective):
             for message in messages:
                 flat = self.average(*next(moved))
                 for i, part in zip(message.indices, parts_of(flat, message), strict=True):
-                    shards[i] = part.view(self.shapes[i])
+                    shape = self.shapes[i]
+                    shards[i] = part if shape is None else part.view(shape)
         return shards
 
 
 class ReduceScatterByReduce(ReduceScatter):
     """With the backend's own reduce_scatter (NCCL)."""
 
+    def __init__(self, group: Group, unit: str, phase: str, operands: Sequence[Operand]) -> None:
+        super().__init__(group, unit, phase, operands)
+        self.ways = averaging_ways(self.operands, group, "ReduceScatterOptions")
+
     def divided(self, sent: Tensor) -> Tensor:
         """`sent` as it may be added up."""
-        before = averaging(sent.dtype, self.group.size)[0]
+        before = self.ways[sent.dtype].before
         return sent if before == 1 else sent / before
 
     def move(self, pending: Pending, sent: list[Tensor]) -> None:
@@ -123,14 +154,11 @@ class ReduceScatterByReduce(ReduceScatter):
         outputs = [s.new_empty(s.numel() // self.group.size) for s in sent]
         pending.buffers += outputs
         launch = self.group.process_group.reduce_scatter_tensor_coalesced
-        options = torch_compat.collective_options("ReduceScatterOptions")
-        options.asyncOp = self.group.lane is None
-        options.reduceOp = averaging(sent[0].dtype, self.group.size)[1]
-        self.start(pending, launch, outputs, sent, options)
+        self.start(pending, launch, outputs, sent, self.ways[sent[0].dtype].options)
 
     def average(self, sent: Tensor, received: Tensor) -> Tensor:
         """What was received, or the rest of the division."""
-        after = averaging(received.dtype, self.group.size)[2]
+        after = self.ways[received.dtype].after
         return received if after == 1 else received.div_(after)
 
 
@@ -206,7 +234,8 @@ class AllReduce(Collective):
     def __init__(self, group: Group, unit: str, phase: str, operands: Sequence[Operand]) -> None:
         super().__init__(group, unit, phase, operands)
         self.launches = self.messages(1 << 62, lambda o: o.shard_bytes)
-        self.shapes = [o.layout.shard_shape for o in self.operands]
+        self.shapes = [shape_of_part(o.layout) for o in self.operands]
+        self.ways = averaging_ways(self.operands, group, "AllreduceOptions")
 
     def __call__(self, tensors: Sequence[Tensor]) -> Pending:
         """Copy the gradients together (all_reduce works in place, they may be shared) and start."""
@@ -215,23 +244,22 @@ class AllReduce(Collective):
             flat = torch.cat([tensors[i].reshape(-1) for i in message.indices])
             pending.buffers.append(flat)
             launch = self.group.process_group.allreduce
-            options = torch_compat.collective_options("AllreduceOptions")
-            options.asyncOp = self.group.lane is None
-            before, options.reduceOp, _ = averaging(flat.dtype, self.group.size)
-            if before != 1:
-                flat.div_(before)
-            self.start(pending, launch, [flat], options)
+            way = self.ways[flat.dtype]
+            if way.before != 1:
+                flat.div_(way.before)
+            self.start(pending, launch, [flat], way.options)
         return pending
 
     def results(self, pending: Pending) -> list[Tensor]:
         """The averages, views of the message they travelled in."""
         grads: list[Any] = [None] * len(self.operands)
         for (message,), flat in zip(self.launches, pending.buffers, strict=True):
-            after = averaging(flat.dtype, self.group.size)[2]
+            after = self.ways[flat.dtype].after
             if after != 1:
                 flat.div_(after)
             for i, part in zip(message.indices, parts_of(flat, message), strict=True):
-                grads[i] = part.view(self.shapes[i])
+                shape = self.shapes[i]
+                grads[i] = part if shape is None else part.view(shape)
         return grads
 
 
@@ -256,11 +284,16 @@ def parts_of(flat: Tensor, message: Message) -> Sequence[Tensor]:
     return torch.split_with_sizes(flat, message.numels) if message.packed else (flat,)
 
 
-def _by_rank(layout: ParamLayout) -> Callable[[Tensor], Tensor]:
+def shape_of_part(layout: ParamLayout) -> tuple[int, ...] | None:
+    """The shape of one rank's padded part; None if that is flat, as parts of a message are."""
+    return None if len(layout.shard_shape) == 1 else layout.shard_shape
+
+
+def _by_rank(layout: ParamLayout, packed: bool) -> Callable[[Tensor], Tensor] | None:
     """What puts a full gradient in order: one rank's part after the other's, in as many elements
     as are gathered.
 
-    It gives the gradient itself where it lies so already.
+    It gives the gradient itself where it lies so already. None where packing does it.
     """
     if layout.dim:
 
@@ -269,6 +302,8 @@ def _by_rank(layout: ParamLayout) -> Callable[[Tensor], Tensor]:
             return parts.movedim(layout.dim, 0).contiguous()
 
         return in_order
+    if packed:
+        return None
     shape = layout.gathered_shape
     if shape == layout.shape:
         return Tensor.contiguous

@@ -21,7 +21,7 @@ from torch.distributed.tensor import Shard as ShardDim
 from graphshard import torch_compat
 from graphshard.errors import PlanError, RuntimeStateError
 from graphshard.plan import ParamLayout
-from graphshard.runtime.group import Group
+from graphshard.runtime.group import Group, strides_of
 from graphshard.runtime.steps import count_steps, steps_of
 
 Homes = list[tuple[dict[str, Any], str]]
@@ -90,10 +90,10 @@ class Shard:
         """What a program takes that is to gather the parameters `stale`."""
         return self.current()
 
-    @property
     def changes(self) -> tuple[int, int]:
         """Counts of what changes the parameter in place: its version, and optimizers' steps."""
-        return self.param._version, steps_of(self.param)
+        param = self.param
+        return param._version, steps_of(param)
 
     def set_full(self, full: Tensor) -> None:
         """Take this rank's part of `full`, the whole parameter on any device, in place."""
@@ -124,19 +124,18 @@ class Shard:
         Runs the parameter's hooks as autograd would: those of `register_hook` before, those of
         `register_post_accumulate_grad_hook` after.
         """
-        grad = self._owned(reduced)
+        grad = reduced if self.whole else self._owned(reduced)
         param = self.param
         for tensor_hook in torch_compat.tensor_hooks(param):
             changed = tensor_hook(self.as_dtensor(grad))
             grad = grad if changed is None else self.local_of(changed)
-        if param.grad is None:
-            if grad.dtype != param.dtype:
+        before = param.grad
+        if before is None:
+            if grad.dtype is not self.layout.dtype:
                 torch_compat.set_grad_dtype(param, grad.dtype)
             param.grad = self.as_dtensor(grad)
-        elif self.group.mesh is None:
-            param.grad.add_(grad)
         else:
-            torch_compat.local_tensor(param.grad).add_(grad)
+            self.local_of(before).add_(grad)
         for hook in torch_compat.post_accumulate_hooks(param):
             hook(param)
 
@@ -187,7 +186,7 @@ class Shard:
             placements,
             run_check=False,
             shape=shape,
-            stride=_strides(shape),
+            stride=strides_of(shape),
         )
         if away:
             dtensor = torch_compat.dtensor_like(dtensor, local)
@@ -252,12 +251,3 @@ class Shard:
 def distinct(shards: Mapping[str, Shard]) -> list[Shard]:
     """Each of `shards` once, a tied parameter's too, in order."""
     return list({id(shard): shard for shard in shards.values()}.values())
-
-
-def _strides(shape: torch.Size) -> tuple[int, ...]:
-    strides: list[int] = []
-    step = 1
-    for size in reversed(shape):
-        strides.append(step)
-        step *= max(size, 1)
-    return tuple(reversed(strides))

@@ -91,7 +91,7 @@ class StandingShard(Shard):
         self._grad = None if grad is None else weakref.ref(grad)
 
     def _trace(self) -> tuple[int, ...]:
-        return (*self.changes, self.local._version, *(t._version for t in self._handed))
+        return (*self.changes(), self.local._version, *(t._version for t in self._handed))
 
     # -- layout -------------------------------------------------------------------------------
 

@@ -142,7 +142,7 @@ class Step:
 
     def versions(self) -> list[tuple[int, int]]:
         """Counts of changes to the parameters that backward reads again."""
-        return [shard.changes for shard in self._reread]
+        return [shard.changes() for shard in self._reread]
 
     def require_unchanged(self, versions: Sequence[tuple[int, int]]) -> None:
         """Check that the parameters are as they were in forward.
@@ -151,7 +151,7 @@ class Step:
             RuntimeStateError: one was changed in place.
         """
         for shard, version in zip(self._reread, versions, strict=True):
-            if shard.changes != version:
+            if shard.changes() != version:
                 raise RuntimeStateError(
                     f"parameter {shard.layout.fqn!r} was changed between a forward and its "
                     "backward, which would compute a wrong gradient; run backward before the "

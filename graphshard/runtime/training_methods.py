@@ -155,7 +155,14 @@ class TrainingMethods(SkeletonModule):
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """As `nn.Module.zero_grad`; drops gradients kept by `no_sync()`, too."""
-        super().zero_grad(set_to_none)
+        if set_to_none:  # without a walk over all modules
+            for shard in self._graphshard.shards:
+                for holder, name in shard.homes:
+                    param = holder.get(name)
+                    if param is not None:
+                        param.grad = None
+        else:
+            super().zero_grad(set_to_none)
         self._graphshard.bindings.kept.drop()
 
     def parameter_groups(self, rule: Rule | None = None) -> list[dict[str, Any]]:
