@@ -8,7 +8,6 @@ the module are only asked for shape, stride and dtype, so a model on meta works,
 from __future__ import annotations
 
 import contextlib
-import gc
 import warnings
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -22,6 +21,7 @@ from graphshard.annotation import named_nodes
 from graphshard.capture_errors import explained
 from graphshard.casting import cast_at_units, settle_casts
 from graphshard.checkpoint_regions import tagged_checkpoint_regions
+from graphshard.collector import collections_off
 from graphshard.dynamic import Names, strides_of, symbolic_shapes
 from graphshard.eager_kernels import eager_kernels
 from graphshard.errors import CaptureError
@@ -218,7 +218,7 @@ def _trace(traced: TracedModel, model: nn.Module, fakes: list[Tensor], grad: boo
         stack.enter_context(stacked_layer_dropout())
         stack.enter_context(eager_kernels())
         stack.enter_context(_quiet())
-        stack.enter_context(_no_collections())
+        stack.enter_context(collections_off())
         return export(stack, traced, tuple(fakes)).graph_module
 
 
@@ -229,20 +229,6 @@ def _quiet() -> Iterator[None]:
             "ignore", category=UserWarning, module=r"torch\._(functorch|dynamo)"
         )
         yield
-
-
-@contextlib.contextmanager
-def _no_collections() -> Iterator[None]:
-    """Let the garbage collector rest: a trace makes millions of objects, of which most stay, and
-    walking them again and again took a tenth of its time. What it leaves in cycles is small.
-    """
-    was_on = gc.isenabled()
-    gc.disable()
-    try:
-        yield
-    finally:
-        if was_on:
-            gc.enable()
 
 
 def _check_gradients(program: Program, traced: TracedModel) -> None:

@@ -8,6 +8,7 @@ from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
 from typing import Protocol
 
+from graphshard.collector import only_new_collected
 from graphshard.cost.hardware import Hardware
 from graphshard.errors import GraphshardError, PassError, PolicyError
 from graphshard.passes.accumulate import Accumulate
@@ -183,6 +184,17 @@ def run_passes(
         PassError: a pass met what it cannot rewrite, or failed; names the pass.
         VerifyError: the program broke a rule before the first pass or after one; names it.
     """
+    with only_new_collected():
+        return _run(program, plan, passes, watcher, progress)
+
+
+def _run(
+    program: Program,
+    plan: ShardingPlan,
+    passes: Sequence[Pass],
+    watcher: Watcher | None,
+    progress: Stages | None,
+) -> list[PassTiming]:
     timings: list[PassTiming] = []
     done: set[type] = set()
     assign_units(program, plan)

@@ -9,7 +9,6 @@ import os
 import re
 import subprocess
 import sys
-from argparse import ArgumentTypeError
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -18,8 +17,6 @@ import torch
 
 import graphshard
 from graphshard.cli import main
-from graphshard.cli_policy import parse_bytes, parse_mesh, parse_policy, parse_unit
-from graphshard.errors import PolicyError
 
 MODELS = """
 import torch
@@ -337,42 +334,6 @@ def test_interrupting_is_quiet(capsys: pytest.CaptureFixture[str]) -> None:
     assert capsys.readouterr().err == ""
 
 
-@pytest.mark.parametrize(
-    ("text", "expected"),
-    [
-        ("1500000", 1_500_000),
-        ("2GiB", 2 * 1024**3),
-        ("1.5 GB", 1_500_000_000),
-        ("64KiB", 65536),
-        ("3B", 3),
-        ("1e6", 1_000_000),
-        ("2TiB", 2 * 1024**4),
-    ],
-)
-def test_parse_bytes(text: str, expected: int) -> None:
-    assert parse_bytes(text) == expected
-
-
-@pytest.mark.parametrize("text", ["", "GiB", "2Gib", "two", "inf", "2 PiB", "1e6x"])
-def test_parse_bytes_refuses(text: str) -> None:
-    with pytest.raises(ArgumentTypeError, match="is not a size"):
-        parse_bytes(text)
-
-
-def test_parse_mesh() -> None:
-    assert parse_mesh("8") == (8,)
-    assert parse_mesh("2x4") == (2, 4)
-
-
-def test_parse_policy() -> None:
-    assert parse_policy("block") == graphshard.BlockPolicy()
-    assert parse_policy("block: A, B") == graphshard.BlockPolicy(["A", "B"])
-    assert parse_policy("size:1e8") == graphshard.SizePolicy(min_num_params=100_000_000)
-    assert parse_policy("block:A", forward_prefetch=1).forward_prefetch == 1
-    with pytest.raises(PolicyError, match="size:N"):
-        parse_policy("size:inf")
-
-
 def test_units_of_their_own_from_the_command_line(capsys: pytest.CaptureFixture[str]) -> None:
     arguments = ["plan", "factories:bare", "--policy", "block:Layer", "--world-size", "2"]
     units = ["--unit", "layers.3:reshard-after-forward=false", "--unit", "head:strategy=NO_SHARD"]
@@ -383,20 +344,3 @@ def test_units_of_their_own_from_the_command_line(capsys: pytest.CaptureFixture[
     assert "dim 1: layers.0.linear.weight [16, 16]" in shown
     assert main([*arguments, "--unit", "nothing"]) == 2
     assert "no module of the model matches" in capsys.readouterr().err
-
-
-@pytest.mark.parametrize(
-    ("text", "expected"),
-    [
-        ("head", ("head", {})),
-        (":reshard_after_forward=2", ("", {"reshard_after_forward": 2})),
-        ("a.*:strategy=DDP,unit=True", ("a.*", {"strategy": "DDP", "unit": True})),
-    ],
-)
-def test_parse_unit(text: str, expected: object) -> None:
-    assert parse_unit(text) == expected
-
-
-def test_parse_unit_refuses() -> None:
-    with pytest.raises(ArgumentTypeError, match="is no override: write KEY=VALUE"):
-        parse_unit("head:NO_SHARD")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from bisect import bisect_left
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from itertools import accumulate
 from typing import TypeVar
@@ -30,21 +31,21 @@ class Work:
         self.program, self.hardware = program, hardware
         nodes = list(program.graph.nodes)
         self.place: Mapping[fx.Node, int] = {node: index for index, node in enumerate(nodes)}
-        self._units = [str(node.meta.get("unit", "")) for node in nodes]
-        self._seconds = [op_cost(node).seconds(hardware) for node in nodes]
-        self._upto = [0.0, *accumulate(self._seconds)]
-        self._own_upto: dict[str, list[float]] = {}
+        seconds = [op_cost(node).seconds(hardware) for node in nodes]
+        self._upto = [0.0, *accumulate(seconds)]
+        # By unit: the places of its nodes, and its seconds before each of them and after the last.
+        self._own: dict[str, tuple[list[int], list[float]]] = {}
+        for index, node in enumerate(nodes):
+            unit = str(node.meta.get("unit", ""))
+            places, upto = self._own.setdefault(unit, ([], [0.0]))
+            places.append(index)
+            upto.append(upto[-1] + seconds[index])
 
     def of_others(self, unit: str, start: int, stop: int) -> float:
         """Seconds of compute from place `start` up to `stop` that is not of `unit` itself."""
-        if unit not in self._own_upto:
-            own = (
-                seconds if name == unit else 0.0
-                for seconds, name in zip(self._seconds, self._units, strict=True)
-            )
-            self._own_upto[unit] = [0.0, *accumulate(own)]
-        own_upto = self._own_upto[unit]
-        found = self._upto[stop] - self._upto[start] - (own_upto[stop] - own_upto[start])
+        places, upto = self._own.get(unit, ([], [0.0]))
+        own = upto[bisect_left(places, stop)] - upto[bisect_left(places, start)]
+        found = self._upto[stop] - self._upto[start] - own
         return found if found > 1e-12 else 0.0  # differences of sums are not quite zero
 
     def moved(self, collective: fx.Node, size: int) -> float:
