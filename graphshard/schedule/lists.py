@@ -234,21 +234,30 @@ class _Walk:
             return None
         if index >= self.due[job]:
             return job
-        if self.minimal or not self._fits(job, index):
+        if self.minimal:
             return None
-        clock = self.clock.get(job.stream, 0.0)
+        # In this order, as few gathers are due and looking at bytes takes longest.
+        due = self._is_due(job, index) or self._goes_before(job, reduce, index)
+        return job if due and self._fits(job, index) else None
+
+    def _is_due(self, job: Job, index: int) -> bool:
+        """Whether a gather would start late if it were issued at the next place."""
+        if self.ideal[index + 1] <= self.latest[job]:
+            return False
         waits = [done for other, done in self.gathered.items() if other.need == index]
         reached = max([self.now, *waits]) + self.tasks.seconds[index]  # the next place
-        if clock < reached and self.ideal[index + 1] > self.latest[job]:
-            return job
+        return self.clock.get(job.stream, 0.0) < reached
+
+    def _goes_before(self, job: Job, reduce: Job | None, index: int) -> bool:
+        """Whether a gather would be late if `reduce`, which is ready, went before it."""
         if reduce is None or reduce.stream != job.stream or self.rule.guard == NONE:
-            return None
+            return False
         behind = self.now - self.ideal[index]
-        free_at = max(self.now, clock) + reduce.seconds
+        free_at = max(self.now, self.clock.get(job.stream, 0.0)) + reduce.seconds
         limit = self.latest[job]
         if self.rule.guard == OWN:
             limit = self.ideal[job.need] - job.seconds
-        return job if free_at > limit + behind else None
+        return free_at > limit + behind
 
     def _fits(self, job: Job, index: int) -> bool:
         if self.live is None or self.held is None:

@@ -1,0 +1,105 @@
+"""Planning's cost: what the collector looks at meanwhile, and the verdicts of scaling.py."""
+
+from __future__ import annotations
+
+import gc
+from typing import Any
+
+import pytest
+import toy_programs as toys
+
+from examples.benchmarks import scaling
+from graphshard.collector import collections_off, only_new_collected
+from graphshard.cost.hardware import Hardware
+from graphshard.cost.op_cost import op_cost
+from graphshard.schedule.uses import Work
+
+
+class Cycle:
+    """Refers to itself; counts those that are alive."""
+
+    alive = 0
+
+    def __init__(self) -> None:
+        self.itself = self
+        Cycle.alive += 1
+
+    def __del__(self) -> None:
+        Cycle.alive -= 1
+
+
+def test_what_was_there_is_not_walked_while_passes_run_and_is_afterwards() -> None:
+    gc.collect()
+    Cycle()
+    with only_new_collected():
+        assert gc.get_freeze_count() > 0
+        Cycle()
+        gc.collect()
+        assert Cycle.alive == 1
+        with only_new_collected():
+            pass
+        assert gc.get_freeze_count() > 0  # of the outer one
+    assert gc.get_freeze_count() == 0
+    gc.collect()
+    assert Cycle.alive == 0
+
+
+def test_a_heap_that_somebody_froze_stays_frozen() -> None:
+    gc.freeze()
+    try:
+        frozen = gc.get_freeze_count()
+        with only_new_collected():
+            assert gc.get_freeze_count() <= frozen
+        assert gc.get_freeze_count() > 0
+    finally:
+        gc.unfreeze()
+
+
+def test_collections_go_on_after_an_error() -> None:
+    for paused in (only_new_collected, collections_off):
+        with pytest.raises(ZeroDivisionError), paused():
+            raise ZeroDivisionError
+        assert gc.get_freeze_count() == 0
+        assert gc.isenabled()
+    with collections_off():
+        assert not gc.isenabled()
+    assert gc.isenabled()
+
+
+@pytest.mark.parametrize("unit", ["", "layers.0", "layers.2", "nowhere"])
+def test_work_of_others_is_all_work_between_two_places_but_a_units_own(unit: str) -> None:
+    program, _ = toys.rewritten(toys.blocks)
+    hardware = Hardware.load("h100-sxm")
+    work = Work(program, hardware)
+    nodes = list(program.graph.nodes)
+    for start in range(0, len(nodes), 7):
+        for stop in range(start, len(nodes), 5):
+            others = [n for n in nodes[start:stop] if str(n.meta.get("unit", "")) != unit]
+            expected = sum(op_cost(n).seconds(hardware) for n in others)
+            assert work.of_others(unit, start, stop) == pytest.approx(expected, abs=1e-11)
+
+
+def rows(power: float, scale: float = 1.0) -> list[dict[str, Any]]:
+    return [
+        {"nodes": nodes, "seconds": {"passes": scale * (nodes / 1000) ** power}}
+        for nodes in (1000, 2000, 4000, 8000, 16000)
+    ]
+
+
+def test_the_exponent_is_the_slope_of_the_deeper_rows() -> None:
+    assert scaling.exponent(rows(1.0), "passes") == pytest.approx(1.0)
+    assert scaling.exponent(rows(2.0), "passes") == pytest.approx(2.0)
+    assert scaling.exponent(rows(2.0, 1e-6), "passes") == 0.0  # too short to be told
+    shallow = rows(1.0)
+    shallow[0]["seconds"]["passes"] *= 100
+    assert scaling.exponent(shallow, "passes") == pytest.approx(1.0)
+
+
+def test_flat_looks_at_every_row(capsys: pytest.CaptureFixture[str]) -> None:
+    def of(*seconds: float) -> list[dict[str, Any]]:
+        return [{"seconds": dict.fromkeys(scaling.STAGES, each)} for each in seconds]
+
+    assert scaling.flat(of(1.0, 1.2, 0.5), "ranks")
+    assert not scaling.flat(of(1.0, 1.4, 1.0), "ranks")
+    assert scaling.flat(of(0.001, 0.04, 0.04), "ranks")
+    assert "NOT FLAT in ranks" in capsys.readouterr().out
