@@ -5,10 +5,10 @@
 Both train the same GPT, a few numbers wide, so that nearly all time is the host's: on a "fake"
 process group of 8 ranks, whose collectives do nothing, on one rank, and on two ranks of Gloo, in a
 process each. Times are CPU seconds of the thread that trains, in the first process; steps alternate
-in order, and a ratio is the median over pairs with its 95 % interval. (Threads of Gloo are left
-out: one that reads sockets spins while another thread holds a connection, so what it takes says how
-busy the machine is.) "plain" is the same model without sharding: what no runtime can save. Optimizer steps are
-AdamW's, on the DTensors and on this rank's tensors (`sharded.optimizer`).
+in order, and a ratio is the median over pairs with its 95 % interval. Threads of Gloo are left out:
+the one that reads sockets spins while another holds a connection, so its time says how busy the
+machine is. "plain" is the same model without sharding: what no runtime can save. Optimizer steps
+are AdamW's, on the DTensors and on this rank's tensors (`sharded.optimizer`).
 
 Ends with status 1 if forward and backward cost more than half of what they cost `fully_shard`.
 """
