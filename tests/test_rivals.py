@@ -10,8 +10,10 @@ import torch
 import torch.distributed as dist
 from ranks import Checks
 from test_examples import TORCHRUN, run
+from torch import Tensor
 from torch.distributed.device_mesh import init_device_mesh
 
+from examples.benchmarks.live_bytes import most_allocated
 from examples.benchmarks.rival_models import TINY, Data, expected_losses, made
 from examples.benchmarks.rival_systems import FSDP2, OURS, SYSTEMS, Setting, Trained
 from examples.benchmarks.rival_table import bars, ratios, table
@@ -117,6 +119,17 @@ def checks() -> Checks:
 @pytest.mark.parametrize("check", CHECKS, ids=lambda check: check.__name__)
 def test_on_two_ranks(checks: Checks, check) -> None:
     checks.require(check)
+
+
+def test_memory_inside_of_compiled_code_counts() -> None:
+    mib = 1 << 20
+
+    def work() -> Tensor:
+        kept = torch.empty(mib)
+        torch.empty(2 * mib)
+        return kept.add(1)
+
+    assert 3 * 4 * mib <= most_allocated(work) < 3.1 * 4 * mib
 
 
 FULL, PART = torch.empty(64), torch.empty(16)

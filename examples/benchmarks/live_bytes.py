@@ -8,16 +8,34 @@ allocates and drops inside one operation is not seen.
 from __future__ import annotations
 
 import weakref
+from collections.abc import Callable
 from typing import Any, Self
 
 import torch
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.distributed.tensor import DTensor
+from torch.profiler import ProfilerActivity, profile
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from graphshard import torch_compat
+
+
+def most_allocated(work: Callable[[], object]) -> int:
+    """The most bytes that `work` has allocated on the CPU and not given back yet, at any time.
+
+    As torch's allocator tells its profiler: in compiled code and inside of kernels, too.
+    """
+    with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as found:
+        work()
+    results: Any = found.profiler
+    changes = [e for e in results.kineto_results.events() if e.name() == "[memory]"]
+    now = most = 0
+    for change in sorted(changes, key=lambda event: event.start_ns()):
+        now += change.nbytes()
+        most = max(most, now)
+    return most
 
 
 class LiveBytes(TorchDispatchMode):
