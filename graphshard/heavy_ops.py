@@ -20,6 +20,7 @@ from torch import Tensor, fx
 from torch.utils._pytree import tree_map
 from torch.utils.flop_counter import flop_registry
 
+from graphshard import attention_work
 from graphshard.step_memory import bytes_of
 from graphshard.torch_compat import size_hint
 from graphshard.views import alias_inputs
@@ -73,8 +74,9 @@ def cost_of(node: fx.Node) -> int:
 
 def _flops(node: fx.Node) -> int:
     packet = getattr(node.target, "overloadpacket", None)
-    if packet is _aten._scaled_dot_product_flash_attention_for_cpu:
-        packet = _aten._scaled_dot_product_flash_attention  # the same product, in the registry
+    if packet in attention_work.FORWARD:
+        operands: Any = node.args[:3]
+        return attention_work.forward_flops(*(_concrete(n.meta["val"]).shape for n in operands))
     formula = flop_registry.get(packet)
     if formula is None:
         return 0

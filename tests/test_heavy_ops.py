@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import pytest
 import torch
 from torch import fx
+from torch.utils.flop_counter import sdpa_backward_flop_count, sdpa_flop_count
 
-from graphshard.heavy_ops import heavy_packets, is_heavy
+from graphshard import attention_work
+from graphshard.cost.op_cost import op_cost
+from graphshard.heavy_ops import cost_of, heavy_packets, is_heavy
 from graphshard.program import FORWARD
 from graphshard.remat import recomputable
 
@@ -32,3 +36,21 @@ def test_the_list_of_what_selective_keeps():
     for name in ("mm", "addmm", "bmm", "baddbmm", "convolution", "_scaled_mm"):
         assert getattr(aten, name) in heavy_packets()
     assert aten.add not in heavy_packets()
+
+
+@pytest.mark.parametrize("kv_heads", [4, 2, 1])
+def test_attention_costs_what_torch_counts(kv_heads):
+    """Also of grouped-query attention, which torch 2.11 does not count."""
+    q, kv = (2, 4, 16, 8), (2, kv_heads, 24, 8)
+    whole = (2, 4, 24, 8)
+    assert attention_work.forward_flops(q, kv, kv) == sdpa_flop_count(q, whole, whole)
+    counted = sdpa_backward_flop_count(q, q, whole, whole)
+    assert attention_work.backward_flops(q, kv, kv) == counted
+    graph = fx.Graph()
+    given = [graph.placeholder(name) for name in "qkv"]
+    for node, shape in zip(given, (q, kv, kv), strict=True):
+        node.meta["val"] = torch.empty(shape, device="meta")
+    node = graph.call_function(aten._scaled_dot_product_flash_attention_for_cpu.default, (*given,))
+    node.meta.update(phase=FORWARD, val=(given[0].meta["val"], torch.empty(2)))
+    assert op_cost(node).flops == sdpa_flop_count(q, whole, whole)
+    assert cost_of(node) > sdpa_flop_count(q, whole, whole)

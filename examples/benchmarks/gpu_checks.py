@@ -17,7 +17,7 @@ import graphshard
 from examples.benchmarks.gpu_table import Place, Row
 from examples.benchmarks.live_bytes import LiveBytes
 from examples.benchmarks.stand_in import Communicator, modelled, stand_in
-from examples.benchmarks.stress import broken
+from examples.benchmarks.stress import allocated, broken
 from examples.gpt import GPT, Block, GPTConfig
 from graphshard.cost.hardware import Hardware
 
@@ -131,6 +131,12 @@ def stress(place: Place) -> Iterator[Row]:
         took = time.perf_counter() - begin
         said = wrong or f"bit-equal, {took:.0f} s"
         yield Row("stress", f"{steps} steps, {name}", said, "bit-equal", not wrong)
+    if place.cuda:
+        for name, _, fields in runs:
+            *before, last = allocated(place.device, **fields)
+            settled = 1 + max((n for n, trace in enumerate(before, 1) if trace != last), default=0)
+            said = f"the same addresses from step {settled} on"
+            yield Row("stress", f"allocator, {name}", said, "step 6", settled <= 6)
     yield _host_waits(place)
     yield place.retries("stress")
 

@@ -16,13 +16,9 @@ from typing import Any
 
 import torch
 from torch import fx
-from torch.utils.flop_counter import (
-    conv_flop_count,
-    flop_registry,
-    sdpa_backward_flop_count,
-    sdpa_flop_count,
-)
+from torch.utils.flop_counter import conv_flop_count, flop_registry
 
+from graphshard import attention_work
 from graphshard.cost.curves import seconds_at
 from graphshard.cost.hardware import Hardware, dtype_name
 from graphshard.cost.op_curves import curves_of
@@ -32,18 +28,6 @@ from graphshard.views import is_view_op
 
 _aten = torch.ops.aten
 
-_ATTENTION_FORWARD = {
-    _aten._scaled_dot_product_flash_attention_for_cpu,
-    _aten._scaled_dot_product_flash_attention,
-    _aten._scaled_dot_product_efficient_attention,
-    _aten._scaled_dot_product_cudnn_attention,
-}
-_ATTENTION_BACKWARD = {
-    _aten._scaled_dot_product_flash_attention_for_cpu_backward,
-    _aten._scaled_dot_product_flash_attention_backward,
-    _aten._scaled_dot_product_efficient_attention_backward,
-    _aten._scaled_dot_product_cudnn_attention_backward,
-}
 _CONVOLUTIONS = {_aten.convolution, _aten.convolution_backward, _aten._convolution}
 
 # Reads of its first operand only what its result has.
@@ -147,7 +131,7 @@ _op_cost = once_per_operation("cost", _computed)
 
 
 def _kind(packet: Any, flops: int) -> str:
-    if packet in _ATTENTION_FORWARD or packet in _ATTENTION_BACKWARD:
+    if packet in attention_work.FORWARD or packet in attention_work.BACKWARD:
         return "attention"
     if packet in _CONVOLUTIONS:
         return "convolution"
@@ -157,22 +141,21 @@ def _kind(packet: Any, flops: int) -> str:
 def _flops(packet: Any, node: fx.Node) -> int:
     if packet is _aten._grouped_mm:
         return _grouped_flops(*(_shapes(n.meta["val"]) for n in (*node.args[:2], node)))  # type: ignore[union-attr]
+    forward, backward = packet in attention_work.FORWARD, packet in attention_work.BACKWARD
     count = flop_registry.get(packet)
-    attention = packet in _ATTENTION_FORWARD or packet in _ATTENTION_BACKWARD
-    if count is None and not attention:
+    if count is None and not forward and not backward:
         return 0
     args: Any = fx.map_arg(node.args, lambda n: _shapes(n.meta.get("val")))
-    if packet in _ATTENTION_FORWARD:
-        return _causal(node, sdpa_flop_count(*args[:3]))
-    if packet in _ATTENTION_BACKWARD:
-        # FlashAttention computes the scores again: five products to the forward's two.
-        return _causal(node, sdpa_backward_flop_count(*args[:4]))
+    if forward:
+        return _causal(node, attention_work.forward_flops(*args[:3]))
+    if backward:
+        return _causal(node, attention_work.backward_flops(*args[1:4]))
     if packet is _aten.convolution_backward:
         # Torch counts a grouped weight's gradient once per group. Each gradient costs one forward.
         grad, operand, weight = args[:3]
         transposed, mask = args[7], args[10]
-        forward = conv_flop_count(operand, weight, grad, transposed=transposed)
-        return int((bool(mask[0]) + bool(mask[1])) * forward)
+        once = conv_flop_count(operand, weight, grad, transposed=transposed)
+        return int((bool(mask[0]) + bool(mask[1])) * once)
     kwargs: Any = fx.map_arg(node.kwargs, lambda n: _shapes(n.meta.get("val")))
     assert count is not None
     return int(count(*args, **kwargs, out_val=_shapes(node.meta["val"])))

@@ -36,7 +36,9 @@ So no tensor is recorded on a second stream (`record_stream`), which would make 
 the device, at a later allocation, whether an event has passed, and so make the memory that is at
 hand depend on how far the device is. Here it depends on the sequence of allocations alone, which is
 that of the program: it is the same in each step from the second on, when the optimizer has made its
-state.
+state. The second may still ask the device for more, where that state lies in what the first step
+left free; once the cache holds what a step needs, most often from the third on, every tensor has
+the address it had in the step before.
 
 How far gathers run ahead. A gather begins when the lane has waited for the compute that the program
 has in front of it, so never earlier than its place in the program, however far ahead the host is;
@@ -49,7 +51,12 @@ its own. Nothing else limits gathers and nothing else must: how many are in flig
 `forward_prefetch`, `backward_prefetch` or `schedule="overlap"` put between launches and waits.
 
 One communicator runs one collective after the other, in the order of launch, whatever streams they
-are on; so it has one lane, as the simulation has one clock for it.
+are on; so it has one lane, as the simulation has one clock for it. Gathers and reduces of one group
+of ranks share both: a gather launched behind a reduce waits for it, though it could run beside it.
+Where they did not, each would have a part of the same links, and of the multiprocessors that
+compute runs on, and torch would hold two sets of a communicator's buffers. Whether that is ever
+worth it has not been measured, so it is not done; `schedule="overlap"` knows of the one clock, and
+orders gathers and reduces by it.
 """
 
 from __future__ import annotations
