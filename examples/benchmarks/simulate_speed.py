@@ -25,26 +25,14 @@ from torch import nn
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent.parent))
 
 import graphshard
+from examples.benchmarks.scaling import llama
 from examples.gpt import GPT, GPTConfig
 
 
 def llama_70b(layers: int) -> tuple[nn.Module, tuple[str, ...], dict[str, Any]]:
     """Llama-3-70B in bf16 on one sequence of 4096 tokens, nothing of it allocated."""
-    from transformers import LlamaConfig, LlamaForCausalLM
-
-    config = LlamaConfig(
-        vocab_size=128_256,
-        hidden_size=8192,
-        intermediate_size=28_672,
-        num_hidden_layers=layers,
-        num_attention_heads=64,
-        num_key_value_heads=8,
-        max_position_embeddings=8192,
-    )
-    with torch.device("meta"):
-        ids = torch.zeros(1, 4096, dtype=torch.long)
-        model = LlamaForCausalLM(config).to(torch.bfloat16)
-    return model, ("LlamaDecoderLayer",), {"input_ids": ids, "labels": ids, "use_cache": False}
+    model, units, call = llama(layers, 8192)
+    return model.to(torch.bfloat16), units, call
 
 
 def gpt_1t(layers: int) -> tuple[nn.Module, tuple[str, ...], dict[str, Any]]:
