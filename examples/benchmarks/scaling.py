@@ -165,13 +165,16 @@ def measured(case: Case, times: int) -> dict[str, Any]:
     return least
 
 
-def exponent(rows: list[dict[str, Any]], stage: str) -> float:
-    """Least squares slope of log seconds over log nodes, of the deeper half of `rows`."""
+def exponent(rows: list[dict[str, Any]], stage: str, table: str = "seconds") -> float:
+    """Least squares slope of log seconds over log nodes, of the deeper half of `rows`.
+
+    Of a stage, or with `table="passes"` of a pass.
+    """
     deep = rows[-max(3, len(rows) - len(rows) // 2) :]
-    if max(each["seconds"][stage] for each in deep) < SMALL:
+    if max(each[table][stage] for each in deep) < SMALL:
         return 0.0
     xs = [math.log(each["nodes"]) for each in deep]
-    ys = [math.log(max(each["seconds"][stage], 1e-4)) for each in deep]
+    ys = [math.log(max(each[table][stage], 1e-4)) for each in deep]
     mean_x, mean_y = sum(xs) / len(xs), sum(ys) / len(ys)
     above = sum((x - mean_x) * (y - mean_y) for x, y in zip(xs, ys, strict=True))
     return above / sum((x - mean_x) ** 2 for x in xs)
@@ -243,6 +246,11 @@ def main() -> int:
     fine = all(slope <= LINEAR for slope in slopes.values())
     cells = "".join(f"{slopes[s]:>9.2f}{' ' if slopes[s] <= LINEAR else '!'}" for s in STAGES)
     print(f"{'exponent':>28}{cells}   {'linear' if fine else 'NOT LINEAR'} in nodes")
+    slowest = sorted(rows[-1]["passes"].items(), key=lambda item: -item[1])[:5]
+    each_of = (
+        f"{name} {took:.2f} s, {exponent(rows, name, 'passes'):.2f}" for name, took in slowest
+    )
+    print(f"{'slowest passes':>28}: {'; '.join(each_of)}")
     times = rows[-1]["nodes"] / rows[0]["nodes"]
     print(f"{'memory':>28}: {memory:.1f} times for {times:.1f} times the nodes\n")
     fine &= memory <= 1.2 * times
