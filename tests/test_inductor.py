@@ -117,8 +117,9 @@ def test_what_cannot_be_compiled_falls_back_alone(monkeypatch):
     batch = tokens()
     sharded = graphshard.compile(model, BLOCK, example_inputs=batch, backend="inductor")
     text = str(sharded.plan)
-    count = r"\d+ operators"  # torch before 2.13 leaves out the random ones
-    assert re.search(rf"region 0 \(forward of blocks.0, {count}\), region 1 \(forward of", text)
+    # Before torch 2.13 random operators are in no region, so that there are others between.
+    which = r"region \d+ \(forward of blocks.{}, \d+ operators\)"
+    assert re.search(f"{which.format(0)}, {which.format(1)}", text)
     assert "fell back: RuntimeError: no such luck" in text
     assert "and more" not in text
     assert len(sharded.plan.program.regions.fell_back) == 2
