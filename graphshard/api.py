@@ -115,7 +115,11 @@ def compile(  # noqa: A001  # as torch.compile
     for ranks in sorted({unit.options.reshard_ranks or 0 for unit in plan.units} - {0}):
         group.within(ranks)
     with progress.stage("shard"):
-        every = (*default_passes(policy, backend), *passes, *last)
+        every = (
+            *default_passes(policy, backend, waits_at_once=group.backend == "gloo"),
+            *passes,
+            *last,
+        )
         sharded = ShardedModule(model, plan, group, every, sizes)
     if example_inputs is not None or example_kwargs is not None:
         sharded.capture(tuple(example_inputs or ()), dict(example_kwargs or {}), progress)

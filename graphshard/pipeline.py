@@ -91,12 +91,22 @@ class Stages(Protocol):
         ...
 
 
-def default_passes(policy: Policy, backend: str = "eager") -> tuple[Pass, ...]:
+def default_passes(
+    policy: Policy, backend: str = "eager", *, waits_at_once: bool = False
+) -> tuple[Pass, ...]:
     """The passes that make a captured program a sharded one, in order.
 
     Parameters are released one by one only where operators run one by one: in between a compiled
     region would end.
+
+    Args:
+        policy: what the user asks for.
+        backend: what runs the compute; see `BACKENDS`.
+        waits_at_once: FSDP's order is the one it has where the host waits for every collective, as
+            over Gloo: no reduce is under way while backward goes on. With parameters offloaded one
+            is, as their gradients are copied to the host meanwhile.
     """
+    at_once = waits_at_once and policy.schedule == "fsdp" and not policy.offloads("params")
     choice = RecomputeChoice.of(policy.recompute)
     then = (
         Unshard(),
@@ -110,7 +120,7 @@ def default_passes(policy: Policy, backend: str = "eager") -> tuple[Pass, ...]:
         *((OffloadParams(),) if policy.offloads("params") else ()),
         *((OffloadActivations(),) if policy.offloads("activations") else ()),
         Prefetch(backward=policy.backward_prefetch, forward=policy.forward_prefetch),
-        SinkWaits(),
+        SinkWaits(0 if at_once else 1),
         *((PrefetchCopies(backward=policy.backward_prefetch),) if policy.offload else ()),
         InsertFree(),
     )

@@ -2,9 +2,10 @@
 
 One walk over the graph. A storage is born at the node that computes it and dies with the last node
 that uses it, views of it included, as the executed code drops values there. What a collective reads
-lives until its wait; what an all_gather fills lives from there to its `release` or `free`. Not
-counted is what a rank holds between steps (shards, their gradients, gradients kept for later steps,
-buffers), the step's inputs, what lies on the host, and what an operator allocates and drops inside.
+lives until its wait, a cast that an all_gather reads until that is launched; what an all_gather
+fills lives from there to its `release` or `free`. Not counted is what a rank holds between steps
+(shards, their gradients, gradients kept for later steps, buffers), the step's inputs, what lies on
+the host, and what an operator allocates and drops inside.
 """
 
 from __future__ import annotations
@@ -148,12 +149,15 @@ class _Walk:
         ends = [node]
         if ops.is_collective(node) or node.target in ops.COPIES:
             ends = [user for user in node.users if user.target in (ops.wait, ops.arrive)] or ends
-        at = max(self.place[end] for end in ends)
         for value in node.all_input_nodes:
+            # A cast is copied into the gather's buffer as that is launched.
+            copied = node.target is ops.all_gather and value.target is ops.cast
+            last = [node] if copied else ends
+            at = max(self.place[end] for end in last)
             for storage in self.of_node.get(value, ()):
                 if id(storage) not in self.freed:
                     storage.dies = max(storage.dies, at)
-                    storage.ends += ends
+                    storage.ends += last
                 if node.target in ops.REDUCES:
                     storage.kind = GRADIENTS
 

@@ -23,6 +23,9 @@ from graphshard.views import gather_waits, unpacks
 SHARES = (0.5, 0.75, 0.9)
 """Sizes to try, by the part of a collective's time in which bytes move rather than latency pass."""
 
+ROOM = 0.6
+"""The part of what FSDP's order holds for sharding's sake that may be taken to save latency."""
+
 
 @dataclass(frozen=True)
 class GatherTogether:
@@ -33,7 +36,9 @@ class GatherTogether:
     parameters are freed together, where the last unit among them ends, and full gradients wait for
     the last one's. Where no collective is exposed nothing is merged; else the limits at which
     bandwidth takes over from latency are tried, and of those by which the scheduled step is
-    faster within its budget the best is kept. So no gather becomes too large to hide.
+    faster within its budget the best is kept. So no gather becomes too large to hide. What is
+    merged is there at once: without a `memory_budget`, a limit by which the step holds more for
+    sharding's sake than `ROOM` of what FSDP's order does, and than it would unmerged, is not taken.
 
     Args:
         limit: the most bytes of full tensors in a merged collective. None: chosen as above.
@@ -58,7 +63,8 @@ class GatherTogether:
     def _chosen(self, program: Program, plan: ShardingPlan) -> int:
         """The best limit; 0 if merging gains nothing."""
         budget = budget_of(program)
-        plain = scheduled(program, plan, self.then)
+        plain = scheduled(program, plan, self.then, lean=True)
+        room = max(plain.sharding, int(ROOM * budget.room))
         best = plain.score
         chosen, seen = 0, _issued(program)
         for limit in _limits(plain, plan):
@@ -67,8 +73,11 @@ class GatherTogether:
             if _issued(trial) == seen:
                 continue
             seen = _issued(trial)
-            score = scheduled(trial, plan, self.then).score
-            if budget.allows(score) and score.seconds < best.seconds and score.beats(best):
+            merged = scheduled(trial, plan, self.then, lean=True)
+            score = merged.score
+            if not budget.allows(score) or (merged.sharding > room and not budget.of_policy):
+                continue
+            if score.seconds < best.seconds and score.beats(best):
                 best, chosen = score, limit
         program.budget = replace(budget, best=best)
         return chosen

@@ -21,8 +21,9 @@ class Overlap:
     keep their order among each other, and reduces theirs. Copies of activations to the host and
     back stay among compute where they are; those of shards are issued with the gather before.
 
-    The order is the best that `graphshard.schedule.best` finds. If that is the one there was, the
-    program says so.
+    The order is the best that `graphshard.schedule.best` finds, and of those that take as long the
+    one that holds the least of unsharded parameters, gradients on their way and buffers. If that is
+    the one there was, the program says so.
     """
 
     name: str = field(default="overlap", init=False)
@@ -34,9 +35,10 @@ class Overlap:
             PassError: the program has no budget; see `SetBudget`.
         """
         budget = budget_of(program)
-        best = best_order(program, plan, budget)
+        best = best_order(program, plan, budget, lean=True)
+        kept = None if best.changed else _KEPT
+        program.budget = replace(budget, kept=kept, best=best.score, sharding=best.sharding)
         if not best.changed:
-            program.budget = replace(budget, kept=_KEPT)
             return
         end = program.output_node
         for node in best.order:

@@ -28,7 +28,7 @@ class ReleaseEarly:
         min_bytes: what is smaller waits for the free.
     """
 
-    min_bytes: int = 512 * 1024
+    min_bytes: int = 128 * 1024
     name: str = field(default="release_early", init=False)
 
     def apply(self, program: Program, plan: ShardingPlan) -> None:

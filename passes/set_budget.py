@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from graphshard.cost.hardware import Hardware
 from graphshard.plan import ShardingPlan
 from graphshard.program import Program
 from graphshard.schedule.budget import DEFAULT_HARDWARE, Budget
+from graphshard.schedule.lives import Lives
 from graphshard.schedule.score import bytes_held
 from graphshard.schedule.trial import Step
 
@@ -33,10 +34,11 @@ class SetBudget:
         hardware = self.hardware or Hardware.load(default)
         most = plan.policy.memory_budget
         budget = Budget(most or 0, hardware, of_policy=most is not None)
+        whole = program.copy() if self.then else program
+        for step in self.then:
+            step.apply(whole, plan)
         if most is None:
-            whole = program.copy() if self.then else program
-            for step in self.then:
-                step.apply(whole, plan)
             held = bytes_held(whole, plan, budget.of_policy, budget.backend)
-            budget = Budget(held, hardware, of_policy=False)
-        program.budget = budget
+            budget = replace(budget, bytes=held)
+        order = list(whole.graph.nodes)
+        program.budget = replace(budget, room=Lives.of(whole, budget).sharding_bytes(order))

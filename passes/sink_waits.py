@@ -23,16 +23,17 @@ class SinkWaits:
     a wait returns is launched right behind it.
 
     Args:
-        max_reduces_in_flight: how many units' full gradients may wait to be reduced; 1 or more.
+        max_reduces_in_flight: how many units' full gradients may wait to be reduced while backward
+            goes on. 0: each reduce_scatter is waited for at once.
     """
 
     max_reduces_in_flight: int = 1
     name: str = field(default="sink_waits", init=False)
 
     def __post_init__(self) -> None:
-        if self.max_reduces_in_flight < 1:
+        if self.max_reduces_in_flight < 0:
             raise PassError(
-                f"pass {self.name}: max_reduces_in_flight must be 1 or more; "
+                f"pass {self.name}: max_reduces_in_flight must be 0 or more; "
                 f"got {self.max_reduces_in_flight}"
             )
 
@@ -56,6 +57,8 @@ class SinkWaits:
         before: dict[fx.Node, fx.Node] = {
             wait: _issue_of(later) for wait, later in zip(scatters, scatters[limit:], strict=False)
         }
+        if not limit:
+            reductions = [wait for wait in reductions if wait not in before]
         for wait in reductions:
             _move(wait, before.get(wait, program.output_node))
 

@@ -23,8 +23,10 @@ from graphshard.passes.keep_unsharded import KeepUnsharded
 from graphshard.passes.overlap import Overlap
 from graphshard.pipeline import Pass, default_passes, run_passes
 from graphshard.program import Program
+from graphshard.schedule.best import best_order
 from graphshard.schedule.budget import Budget
 from graphshard.schedule.held import least_held
+from graphshard.schedule.lean import SLACK
 from graphshard.schedule.lists import MINIMAL, Rule, place
 from graphshard.schedule.orders import Orders
 from graphshard.schedule.score import score_of
@@ -137,6 +139,33 @@ def test_where_nothing_can_be_hidden_frees_alone_move() -> None:
     assert step == times(plain, plan, machine)[0]
     assert program.budget is not None
     assert score_of(program, plan).bytes < program.budget.bytes
+
+
+def test_of_orders_that_take_as_long_the_one_that_holds_least_is_taken() -> None:
+    def large_blocks() -> Program:
+        names = [f"layers.{i}" for i in range(4)]
+        params = {k: v for name in names for k, v in toys.block_params(name, 64).items()}
+        toy = toys.Toy({"embed.weight": (toys.VOCAB, toys.WIDTH), **params})
+        toy.tangent(toys.BATCH, toys.WIDTH)
+        x = toy.embedding("embed.weight")
+        for name in names:
+            x = toy.block(x, name)
+        return toy.finish(x)
+
+    # Compute stands still while anything is communicated, so nothing need be gathered ahead.
+    policy = Policy(schedule="overlap", hardware=UNIT.with_(contention=1.0), memory_budget=10**6)
+    program = large_blocks()
+    plan = toys.make_toy_plan(program, ["", *(f"layers.{i}" for i in range(4))], policy)
+    run_passes(program, plan, alone(policy)[:-1])
+    assert program.budget is not None
+    wide, lean = (best_order(program, plan, program.budget, lean=lean) for lean in (False, True))
+    assert lean.sharding < wide.sharding
+    assert lean.score.bytes <= wide.score.bytes
+    assert lean.score.seconds <= wide.score.seconds * (1 + SLACK)
+    Overlap().apply(program, plan)
+    assert program.budget.sharding == lean.sharding
+    assert f"{lean.sharding:,} for sharding" in str(program)
+    assert program.budget.to_dict()["sharding_bytes"] == lean.sharding
 
 
 def test_a_budget_is_kept_at_the_price_of_time() -> None:

@@ -31,10 +31,14 @@ from graphshard.runtime.lanes import Launched
 
 @dataclass(frozen=True)
 class Operand:
-    """A parameter a collective moves, in the dtype it is moved in."""
+    """A parameter a collective moves, in the dtype it is moved in.
+
+    made: its shard is a cast made for this gather, which keeps it no longer than it must.
+    """
 
     layout: ParamLayout
     dtype: torch.dtype
+    made: bool = False
 
     @property
     def shard_bytes(self) -> int:

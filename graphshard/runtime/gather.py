@@ -61,6 +61,9 @@ def releasing(gather: AllGather) -> Callable[[Tensor], None]:
 class AllGather(Collective):
     """Gathers shards `(ceil(d0/W), ...)` into full parameters `(d0, ...)`.
 
+    A shard that was made for it is copied to where it belongs in the full parameter at the launch,
+    sent from there, and gone; one that stays anyway is read where it lies.
+
     A parameter split along another dim is copied out of its buffer at the wait, since the ranks'
     parts of it do not lie one after the other.
     """
@@ -79,18 +82,21 @@ class AllGather(Collective):
         ]
         finish = [_finish(o.layout) for o in self.operands]
         self.finish = [(i, what) for i, what in enumerate(finish) if what is not None]
+        alone = {m.indices[0] for launch in self.launches for m in launch if not m.packed}
+        self.made = [i for i, o in enumerate(self.operands) if o.made and i in alone]
 
     def __call__(self, tensors: Sequence[Tensor]) -> Pending:
         """Allocate the full buffers and start to fill them."""
         buffers = self.buffers(tensors)
-        pending = Pending(self, list(tensors), buffers)
+        held = [t for t, o in zip(tensors, self.operands, strict=True) if not o.made]
+        pending = Pending(self, held, buffers)
+        tensors = self._own(tensors, buffers)
         for messages in self.launches:
             inputs, outputs = [], []
             for message in messages:
                 if message.packed:
                     parts = torch_compat.flattened([tensors[i] for i in message.indices])
                     whole = parts.new_empty(self.group.size * message.numel)
-                    pending.operands.append(parts)
                     pending.packed.append(whole)
                     inputs.append(parts)
                     outputs.append(whole)
@@ -101,7 +107,18 @@ class AllGather(Collective):
                 self.launch(pending, inputs, outputs)
             else:
                 self.send(pending, inputs, outputs)
+            pending.operands += inputs
         return pending
+
+    def _own(self, tensors: Sequence[Tensor], buffers: list[Tensor]) -> list[Tensor]:
+        """This rank's parts: `tensors`, of those made for this their copies in `buffers`."""
+        parts = list(tensors)
+        for index in self.made:
+            parts[index] = buffers[index].view(self.group.size, -1)[self.group.rank]
+        if self.made:
+            made = [tensors[index].view(-1) for index in self.made]
+            torch._foreach_copy_([parts[index] for index in self.made], made)
+        return parts
 
     def launch(self, pending: Pending, inputs: list[Tensor], outputs: list[Tensor]) -> None:
         """Start one coalesced gather of `inputs`, of one dtype."""

@@ -24,7 +24,7 @@ once, to whoever asks next on the compute stream. That is safe, whenever the dev
     gather   its full buffers are written by the lane between launch and wait, read by compute
              between wait and `free`; `verify` proves that order of the nodes. The shards, and
              copies of small ones that travel together, are referred to by the `Pending` until the
-             wait.
+             wait; casts of shards are copied into the buffers by compute, and gone.
     reduce   gradients are read where they lie, by the lane between launch and wait, and referred to
              by the `Pending` until the wait; so is what it writes, which compute has from then on
     copies   what is read, and what is written, is referred to by the `Copy` until `arrive`

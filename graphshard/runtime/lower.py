@@ -177,7 +177,12 @@ def _bound(node: fx.Node, plan: ShardingPlan, group: Group) -> Collective:
         group = group.within(ranks)
     else:
         group = group.named(ops.group_of(node))
-    operands = [Operand(layout, value.dtype) for layout, value in zip(layouts, values, strict=True)]
+    gathers = node.target is ops.all_gather
+    shards: Any = node.args[0]
+    operands = [
+        Operand(layout, value.dtype, made=gathers and shard.target is ops.cast)
+        for layout, value, shard in zip(layouts, values, shards, strict=True)
+    ]
     phase = node.meta["phase"]
     if group.size == 1 and node.target is not ops.all_gather:
         return LocalReduce(node.target.__name__, group, unit, phase)  # type: ignore[union-attr]

@@ -39,6 +39,9 @@ class Budget:
         gradients too.
     kept: why the program stands in FSDP's order all the same, None if it does not.
     best: the score that `Overlap` would reach with the program as it is, None if not known.
+    room: the most bytes that the program in FSDP's order holds at once for sharding's sake:
+        unsharded parameters, gradients to reduce and (but with `of_policy`) buffers of collectives.
+    sharding: the most that the program `Overlap` made holds so; None before that.
     """
 
     bytes: int
@@ -46,6 +49,8 @@ class Budget:
     of_policy: bool
     kept: str | None = None
     best: Score | None = None
+    room: int = 0
+    sharding: int | None = None
 
     @property
     def backend(self) -> str:
@@ -72,12 +77,14 @@ class Budget:
             "budget_bytes": self.bytes,
             "of_policy": self.of_policy,
             "kept": self.kept,
+            "sharding_bytes": self.sharding,
         }
 
     def __str__(self) -> str:
         why = "memory_budget" if self.of_policy else "as FSDP's order needs"
         kept = f"; {self.kept}" if self.kept else ""
+        sharding = f", {self.sharding:,} for sharding" if self.sharding is not None else ""
         return (
             f"overlap, timed on {self.hardware.name}, holds at most {self.bytes:,} bytes at once "
-            f"({why}){kept}"
+            f"({why}){sharding}{kept}"
         )

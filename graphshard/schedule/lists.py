@@ -52,10 +52,10 @@ class Placed:
 
 @dataclass
 class Bytes:
-    """The bytes held at each place of the frame by everything at its least, and the budget."""
+    """By place of the frame, the bytes held by everything at its least, and the most allowed."""
 
-    least: Tensor  # int64, by place
-    budget: int
+    least: Tensor  # int64, as is most
+    most: Tensor
 
 
 def place(tasks: Tasks, rule: Rule, held: Bytes | None = None) -> Placed:
@@ -262,8 +262,8 @@ class _Walk:
     def _fits(self, job: Job, index: int) -> bool:
         if self.live is None or self.held is None:
             return True
-        most = _most(self.live[index : job.need])
-        return most + job.held <= self.held.budget
+        places = slice(index, job.need)
+        return bool((self.live[places] + job.held <= self.held.most[places]).all())
 
     def _gather(self, job: Job, index: int) -> None:
         self.gathers.popleft()
@@ -325,7 +325,7 @@ class _Walk:
         """The first place at which the bytes of `job` break the budget, else `until`."""
         assert self.live is not None
         assert self.held is not None
-        over = self.live[index:until] + job.held > self.held.budget
+        over = self.live[index:until] + job.held > self.held.most[index:until]
         return index + int(over.int().argmax()) if over.any() else until
 
     def _end(self, flight: _Flight, index: int) -> None:

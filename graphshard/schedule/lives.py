@@ -8,10 +8,12 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, fx
 
-from graphshard.cost.buffers import buffers_of
+from graphshard.cost.buffers import BUFFERS, buffers_of
 from graphshard.program import Program
 from graphshard.schedule.budget import Budget
-from graphshard.step_memory import Storage, storages_of
+from graphshard.step_memory import GRADIENTS, PARAMETERS, Storage, storages_of
+
+_SHARDING = frozenset({PARAMETERS, GRADIENTS, BUFFERS})
 
 
 @dataclass(frozen=True)
@@ -21,7 +23,8 @@ class Lives:
     Nodes are numbers, those of `number`. Of each storage: size in bytes; the node it is born with
     (-1: with the step) and how many places behind that; the nodes one of which is its last, those
     of `ends` whose `owner` it is, and how many places behind that. Storages that outlive the step
-    come last and have no ends. All are int64.
+    come last and have no ends. All are int64 but `sharding`: whether it is there for sharding's
+    sake, an unsharded parameter, a gradient to reduce, or a buffer of a collective.
     """
 
     number: Mapping[fx.Node, int]
@@ -31,6 +34,7 @@ class Lives:
     ends: Tensor
     owner: Tensor
     over: Tensor
+    sharding: Tensor
 
     @classmethod
     def of(cls, program: Program, budget: Budget) -> Lives:
@@ -54,6 +58,7 @@ class Lives:
             _array(ends),
             _array(owner),
             _array(storage.over for storage in storages if storage.ends),
+            torch.tensor([storage.kind in _SHARDING for storage in storages], dtype=torch.bool),
         )
 
     def places(self, order: Iterable[fx.Node]) -> Tensor:
@@ -70,13 +75,18 @@ class Lives:
         last.scatter_reduce_(0, self.owner, places[self.ends], "amax", include_self=False)
         return born, last + self.over
 
-    def live(self, places: Tensor) -> Tensor:
-        """By place, the bytes alive while the node there runs."""
+    def live(self, places: Tensor, *, sharding: bool = False) -> Tensor:
+        """By place, the bytes alive while the node there runs; or only those of `sharding`."""
         born, dies = self.spans(places)
+        size = self.size * self.sharding if sharding else self.size
         change = torch.zeros(len(places) + 2, dtype=torch.int64)
-        change.index_add_(0, born, self.size)
-        change.index_add_(0, dies + 1, -self.size[: len(dies)])
+        change.index_add_(0, born, size)
+        change.index_add_(0, dies + 1, -size[: len(dies)])
         return change.cumsum(0)[: len(places)]
+
+    def sharding_bytes(self, order: Iterable[fx.Node]) -> int:
+        """The most bytes held at once in `order` for sharding's sake."""
+        return int(self.live(self.places(order), sharding=True).max())
 
 
 def _array(numbers: Iterable[int]) -> Tensor:

@@ -30,15 +30,22 @@ class Step(Protocol):
 
 @dataclass(frozen=True)
 class Trial:
-    """A program that `step` made of a copy of another; its score in the best order, and that."""
+    """A program that `step` made of a copy of another; its score in the best order, that, and what
+    it holds for sharding's sake.
+    """
 
     program: Program
     order: list[fx.Node]
     score: Score
+    sharding: int
 
 
-def scheduled(program: Program, plan: ShardingPlan, then: Sequence[Step] = ()) -> Trial:
+def scheduled(
+    program: Program, plan: ShardingPlan, then: Sequence[Step] = (), *, lean: bool = False
+) -> Trial:
     """What `program` would cost once the passes `then` ran and it is scheduled; it stays as it is.
+
+    `lean` is that of `best_order`.
 
     Raises:
         PassError: it has no budget; or from one of `then`.
@@ -47,8 +54,8 @@ def scheduled(program: Program, plan: ShardingPlan, then: Sequence[Step] = ()) -
         program = program.copy()
     for step in then:
         step.apply(program, plan)
-    best = best_order(program, plan, budget_of(program))
-    return Trial(program, best.order, best.score)
+    best = best_order(program, plan, budget_of(program), lean=lean)
+    return Trial(program, best.order, best.score, best.sharding)
 
 
 def tried(
