@@ -174,9 +174,9 @@ def gradients_take_the_room_of_parameters(rank: int) -> None:
     torch.manual_seed(0)
     trained = graphshard_step(setting, Three())
     held = watched(trained, setting).transient
-    # In the backward of the third layer: four weights or gradients of its own, and one more as torch
-    # makes a gradient before it carries it on; and what the second needs for backward. No gradients
-    # are on their way meanwhile: over Gloo each reduce is waited for at once.
+    # In the backward of the third layer: four weights or gradients of its own, and one more as
+    # torch makes a gradient before it carries it on; and what the second needs for backward. No
+    # gradients are on their way meanwhile: over Gloo each reduce is waited for at once.
     assert 4 + 4 <= held / WEIGHT <= 4 + 4 + 1.5, "not 8 + 4"
 
 
