@@ -21,6 +21,7 @@ from graphshard.pipeline import backend_passes, default_passes, run_passes
 from graphshard.policy import Policy
 from graphshard.program import Program
 from graphshard.regions import REGION, form_of, regions_in
+from graphshard.torch_inductor import draws_as_eager
 from graphshard.verify import verify
 
 TOKENS = torch.randint(0, 19, (2, 3, 7))
@@ -81,7 +82,8 @@ def test_a_uniform_transformer_has_at_most_eight_forms(name: str):
     )
     assert plan.program is not None
     assert plan.program.regions is not None
-    assert plan.program.regions.distinct <= 8
+    # A draw of dropout outside of regions cuts one in two.
+    assert plan.program.regions.distinct <= (8 if draws_as_eager() else 9)
 
 
 def test_without_communication_a_unit_ends_a_region():
@@ -106,6 +108,7 @@ def test_random_operators_stay_outside_where_compiled_code_would_draw_otherwise(
     def random_inside(program: Program) -> list[bool]:
         return [REGION in node.meta for node in program.nodes() if ops.is_random(node)]
 
+    monkeypatch.setattr("graphshard.passes.form_regions.draws_as_eager", lambda: True)
     assert all(random_inside(planned(1).program))
     monkeypatch.setattr("graphshard.passes.form_regions.draws_as_eager", lambda: False)
     found = random_inside(planned(1).program)
