@@ -142,6 +142,9 @@ def plan(
 ) -> ShardingPlan:
     """The plan `compile` would follow, made with no process group and no parameter memory.
 
+    It is that of ranks over NCCL: over Gloo, in FSDP's order, `compile` waits for each reduce
+    before it goes on, so that less is held there.
+
     Args:
         model: on meta or with real weights; stays as it is.
         policy: which parameters are gathered together, and when; an `AutoPolicy` is searched first,
