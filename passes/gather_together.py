@@ -24,7 +24,7 @@ SHARES = (0.5, 0.75, 0.9)
 """Sizes to try, by the part of a collective's time in which bytes move rather than latency pass."""
 
 ROOM = 0.6
-"""The part of what FSDP's order holds for sharding's sake that may be taken to save latency."""
+"""The part of what FSDP's order holds for sharding's sake that saving latency may take freely."""
 
 
 @dataclass(frozen=True)
@@ -37,8 +37,9 @@ class GatherTogether:
     the last one's. Where no collective is exposed nothing is merged; else the limits at which
     bandwidth takes over from latency are tried, and of those by which the scheduled step is
     faster within its budget the best is kept. So no gather becomes too large to hide. What is
-    merged is there at once: without a `memory_budget`, a limit by which the step holds more for
-    sharding's sake than `ROOM` of what FSDP's order does, and than it would unmerged, is not taken.
+    merged is there at once. Without a `memory_budget`, what a step then holds for sharding's sake
+    beyond `ROOM` of what FSDP's order does, and beyond what it would unmerged, must be bought: a
+    part of the budget with as large a part of the time.
 
     Args:
         limit: the most bytes of full tensors in a merged collective. None: chosen as above.
@@ -75,7 +76,10 @@ class GatherTogether:
             seen = _issued(trial)
             merged = scheduled(trial, plan, self.then, lean=True)
             score = merged.score
-            if not budget.allows(score) or (merged.sharding > room and not budget.of_policy):
+            if not budget.allows(score):
+                continue
+            gained = 1 - score.seconds / plain.score.seconds
+            if not budget.of_policy and merged.sharding - room > gained * budget.bytes:
                 continue
             if score.seconds < best.seconds and score.beats(best):
                 best, chosen = score, limit
