@@ -14,6 +14,7 @@ from graphshard.passes.overlap import Overlap
 from graphshard.passes.precision import Precision
 from graphshard.passes.reduce_grads import ReduceGrads
 from graphshard.passes.reduce_replicas import ReduceReplicas
+from graphshard.passes.release_early import ReleaseEarly
 from graphshard.passes.unshard import Unshard
 from graphshard.plan import ShardingPlan
 from graphshard.program import Program
@@ -43,7 +44,7 @@ from graphshard.verify_sharding import (
 from graphshard.verify_values import check_values
 
 FINISHED: frozenset[type] = frozenset(
-    {Unshard, ReduceGrads, ReduceReplicas, Precision, InsertFree, Overlap}
+    {Unshard, ReduceGrads, ReduceReplicas, Precision, InsertFree, ReleaseEarly, Overlap}
 )
 """The passes after which a program keeps every rule."""
 
@@ -88,8 +89,8 @@ def verify(
         plan: the plan it was rewritten by.
         after: the pass that ran last, to be named in an error.
         done: the classes of the passes that ran (a name could be anyone's); what only holds after
-            `Unshard`, `ReduceGrads`, `ReduceReplicas`, `Precision`, `InsertFree` or `Overlap` is
-            checked if they are among them.
+            `Unshard`, `ReduceGrads`, `ReduceReplicas`, `Precision`, `InsertFree`, `ReleaseEarly` or
+            `Overlap` is checked if they are among them.
         reference: the program before the pass, to compare with: its tables, the order of its
             collectives, the shapes and dtypes its nodes read; and, as captured, which parameters
             have gradients and which values the step returns.

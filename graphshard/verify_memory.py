@@ -7,6 +7,7 @@ from torch import fx
 from graphshard import ops
 from graphshard.passes.insert_free import InsertFree
 from graphshard.passes.overlap import Overlap
+from graphshard.passes.release_early import ReleaseEarly
 from graphshard.step_memory import held_text, storages_of
 from graphshard.storages import aliases_of
 from graphshard.verify_facts import Facts
@@ -102,11 +103,13 @@ def _released(facts: Facts, release: fx.Node) -> fx.Node:
 def check_budget(facts: Facts) -> None:
     """What a step holds at once never passes the policy's budget; see `graphshard.step_memory`.
 
-    A program that is being scheduled by cost has to keep it once `Overlap` ran.
+    A program that is being scheduled by cost has to keep it once `Overlap` ran, another one whose
+    operators run one by one once `ReleaseEarly` did.
     """
     budget = facts.plan.policy.memory_budget
     by_cost = facts.plan.policy.schedule == "overlap" or facts.program.budget is not None
-    if budget is None or (Overlap if by_cost else InsertFree) not in facts.done:
+    last = ReleaseEarly if facts.plan.backend == "eager" else InsertFree
+    if budget is None or (Overlap if by_cost else last) not in facts.done:
         return
     storages = storages_of(facts.program)
     live = storages.live()

@@ -94,7 +94,7 @@ def test_budget() -> None:
     x, h, wide = 4 * BATCH * WIDTH, 4 * BATCH * 8, 4 * BATCH * VOCAB
     grad = 4 * 8 * WIDTH
     assert said == (
-        f"after pass 'insert_free' the program breaks the rule 'budget': the step holds {most:,} "
+        f"after pass 'release_early' the program breaks the rule 'budget': the step holds {most:,} "
         f"bytes here, more than memory_budget={most - 1:,} (unsharded parameters "
         f"{root + 2 * block:,}: (root) {root:,}, layers.0 {block:,}, layers.1 {block:,}; saved for "
         f"backward {2 * x + h:,}: layers.0 {x + h:,}, (root) {x:,}; gradients to reduce "

@@ -114,9 +114,10 @@ class AllGather(Collective):
         """This rank's parts: `tensors`, of those made for this their copies in `buffers`."""
         parts = list(tensors)
         for index in self.made:
-            parts[index] = buffers[index].view(self.group.size, -1)[self.group.rank]
+            shape = tensors[index].shape
+            parts[index] = buffers[index].view(self.group.size, *shape)[self.group.rank]
         if self.made:
-            made = [tensors[index].view(-1) for index in self.made]
+            made = [tensors[index] for index in self.made]
             torch._foreach_copy_([parts[index] for index in self.made], made)
         return parts
 
