@@ -116,7 +116,7 @@ def compile(  # noqa: A001  # as torch.compile
         group.within(ranks)
     with progress.stage("shard"):
         every = (
-            *default_passes(policy, backend, waits_at_once=group.backend == "gloo"),
+            *default_passes(policy, waits_at_once=group.backend == "gloo"),
             *passes,
             *last,
         )
@@ -239,8 +239,7 @@ def with_program(
         ).program
     made = with_capture_warnings(made, program)
     program.stale = made.stale_after_step
-    backend = made.backend
-    every = (*default_passes(made.policy, backend), *passes, *backend_passes(backend))
+    every = (*default_passes(made.policy), *passes, *backend_passes(made.backend))
     run_passes(program, made, every, progress=progress)
     return replace(made, program=program)
 

@@ -101,7 +101,8 @@ def free(gathered: list[Tensor]) -> None:
 def release(full: Tensor) -> None:
     """Give back the storage of one parameter of what a gather's `wait` returned, before its free.
 
-    It is the node that picks the parameter out of the `wait`, in the phase that frees the rest.
+    It is the node that picks the parameter out of the `wait`, in the phase that frees the rest. In
+    a region (see `graphshard.regions`) it goes with the last operator there that reads it.
     """
     _only_in_graphs("release")
 

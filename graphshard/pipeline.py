@@ -91,17 +91,11 @@ class Stages(Protocol):
         ...
 
 
-def default_passes(
-    policy: Policy, backend: str = "eager", *, waits_at_once: bool = False
-) -> tuple[Pass, ...]:
+def default_passes(policy: Policy, *, waits_at_once: bool = False) -> tuple[Pass, ...]:
     """The passes that make a captured program a sharded one, in order.
-
-    Parameters are released one by one only where operators run one by one: in between a compiled
-    region would end.
 
     Args:
         policy: what the user asks for.
-        backend: what runs the compute; see `BACKENDS`.
         waits_at_once: FSDP's order is the one it has where the host waits for every collective, as
             over Gloo: no reduce is under way while backward goes on. With parameters offloaded one
             is, as their gradients are copied to the host meanwhile.
@@ -129,8 +123,7 @@ def default_passes(
         assert policy.memory_budget is not None
         first = RecomputeToBudget(policy.memory_budget, then, bool(choice.classes))
     last = (CudaGraph(),) if policy.cuda_graph else ()
-    early: tuple[Pass, ...] = (ReleaseEarly(),) if backend == "eager" else ()
-    return (first, *then, *_by_cost(policy, early), *last)
+    return (first, *then, *_by_cost(policy), *last)
 
 
 BACKENDS = ("eager", "inductor")
@@ -148,8 +141,9 @@ def backend_passes(backend: str) -> tuple[Pass, ...]:
     return (FormRegions(),) if backend == "inductor" else ()
 
 
-def _by_cost(policy: Policy, early: tuple[Pass, ...]) -> tuple[Pass, ...]:
-    """`early`, and the passes that improve a finished program by simulation, if that is wanted."""
+def _by_cost(policy: Policy) -> tuple[Pass, ...]:
+    """Releases, and the passes that improve a finished program by simulation, if that is wanted."""
+    early: tuple[Pass, ...] = (ReleaseEarly(),)
     if policy.schedule != "overlap":
         return early
     hardware = None if policy.hardware is None else Hardware.load(policy.hardware)

@@ -1,13 +1,18 @@
 """Regions: the stretches of a program's compute that are compiled, each as one function.
 
-A region holds compute nodes of one unit and one phase that stand next to each other: nothing of the
-vocabulary stands among them, so compiling them moves nothing across a collective, a wait, a free or
-a transfer. Its number is in the nodes' `meta["region"]`. Two regions have one form if they are
-equal in structure: operators, constants, shapes, strides, dtypes, devices, and what of it is read
-outside. A form is compiled once, whatever the depth of the model.
+A region holds compute nodes of one unit and one phase that stand next to each other: of the
+vocabulary nothing but releases stands among them, so compiling them moves nothing across a
+collective, a wait, a free or a transfer. Its number is in the nodes' `meta["region"]`. Two regions
+have one form if they are equal in structure: operators, constants, shapes, strides, dtypes,
+devices, and what of it is read outside. A form is compiled once, whatever the depth of the model.
 
 Three kinds of nodes among those of a region do not belong to it, as they need nothing it computes:
 sizes, what is picked from a `wait` or from an operator left outside, and nodes that run elsewhere.
+
+A `release` among them is the region's, and is not compiled. Nobody but the region's operands then
+holds the parameter any more, and compiled code drops each operand behind its last use, as the
+operators one by one do: so memory goes back there, in whatever order a compiler puts them. Where a
+parameter is released makes no difference to a form.
 """
 
 from __future__ import annotations
@@ -43,12 +48,14 @@ class Region:
 
     inputs: what it reads, the sizes first: every symbol of a size in it is among them, numbers that
     are the same in every call are not. outputs: what of it is read outside, those left out too.
+    releases: those that stand among its nodes.
     """
 
     number: int
     nodes: tuple[fx.Node, ...]
     inputs: tuple[fx.Node, ...]
     outputs: tuple[fx.Node, ...]
+    releases: tuple[fx.Node, ...]
 
 
 @dataclass(frozen=True)
@@ -163,14 +170,22 @@ def regions_in(graph: fx.Graph) -> list[Region]:
     """
     found: dict[int, list[fx.Node]] = {}
     member: dict[fx.Node, int] = {}
+    releases: dict[int, list[fx.Node]] = {}
     for node in graph.nodes:
         source = picks_from(node)
         number = member.get(source) if source is not None else node.meta.get(REGION)
-        if number is not None and node.op == "call_function":
+        if number is None or node.op != "call_function":
+            continue
+        if node.target is ops.release:
+            releases.setdefault(number, []).append(node)
+        else:
             member[node] = number
             found.setdefault(number, []).append(node)
     sizes = size_nodes(graph)
-    return [_region(number, nodes, member, sizes) for number, nodes in sorted(found.items())]
+    return [
+        _region(number, nodes, releases.get(number, []), member, sizes)
+        for number, nodes in sorted(found.items())
+    ]
 
 
 def size_nodes(graph: fx.Graph) -> dict[Any, fx.Node]:
@@ -204,6 +219,7 @@ def symbols_of(val: Any) -> list[Any]:
 def _region(
     number: int,
     nodes: list[fx.Node],
+    releases: list[fx.Node],
     member: Mapping[fx.Node, int],
     sizes: Mapping[Any, fx.Node],
 ) -> Region:
@@ -225,7 +241,7 @@ def _region(
         if any(member.get(user) != number for user in node.users)
         and not is_fixed(node.meta.get("val"))
     ]
-    return Region(number, tuple(nodes), tuple(inputs), tuple(outputs))
+    return Region(number, tuple(nodes), tuple(inputs), tuple(outputs), tuple(releases))
 
 
 # -- equal structure ------------------------------------------------------------------------------

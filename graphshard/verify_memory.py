@@ -11,6 +11,7 @@ from graphshard.passes.release_early import ReleaseEarly
 from graphshard.step_memory import held_text, storages_of
 from graphshard.storages import aliases_of
 from graphshard.verify_facts import Facts
+from graphshard.views import unpacks
 
 
 def check_frees(facts: Facts) -> None:
@@ -92,6 +93,9 @@ def _released(facts: Facts, release: fx.Node) -> fx.Node:
         facts.fail("releases", release, "release must take what a wait on an all_gather gave")
     wait = picked.args[0]
     assert isinstance(wait, fx.Node)
+    for other in unpacks(wait):
+        if other is not picked and other.args[1] == picked.args[1]:
+            facts.fail("releases", release, f"%{other.name} is the same parameter")
     gather = ops.collective_of(wait)
     if gather.target is not ops.all_gather or gather.kwargs.get("in_place"):
         facts.fail("releases", release, f"%{picked.name} was not gathered into a new buffer")
@@ -103,13 +107,12 @@ def _released(facts: Facts, release: fx.Node) -> fx.Node:
 def check_budget(facts: Facts) -> None:
     """What a step holds at once never passes the policy's budget; see `graphshard.step_memory`.
 
-    A program that is being scheduled by cost has to keep it once `Overlap` ran, another one whose
-    operators run one by one once `ReleaseEarly` did.
+    A program that is being scheduled by cost has to keep it once `Overlap` ran, another one once
+    `ReleaseEarly` did.
     """
     budget = facts.plan.policy.memory_budget
     by_cost = facts.plan.policy.schedule == "overlap" or facts.program.budget is not None
-    last = ReleaseEarly if facts.plan.backend == "eager" else InsertFree
-    if budget is None or (Overlap if by_cost else last) not in facts.done:
+    if budget is None or (Overlap if by_cost else ReleaseEarly) not in facts.done:
         return
     storages = storages_of(facts.program)
     live = storages.live()

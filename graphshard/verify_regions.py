@@ -14,7 +14,7 @@ def check_regions(facts: Facts) -> None:
     """A region's nodes may be compiled, are of one unit and phase, and stand together.
 
     Between its first and its last node stands nothing but sizes and what is picked from elsewhere,
-    and that needs nothing the region computes.
+    and that needs nothing the region computes. A release of a region has nodes of it on both sides.
     """
     table = facts.program.regions
     marked = [node for node in facts.nodes if REGION in node.meta]
@@ -23,16 +23,23 @@ def check_regions(facts: Facts) -> None:
             facts.fail("regions", node, "it is in a region of a program that has none")
         return
     numbers = []
+    releases = {node for node in marked if node.target is ops.release}
     for region in regions_in(facts.program.graph):
         numbers.append(region.number)
         own = [node for node in region.nodes if picks_from(node) is None]
         _check_nodes(facts, region, own)
         _check_between(facts, region, own)
+        releases.difference_update(region.releases)
+        for node in region.releases:
+            if not facts.place[own[0]] < facts.place[node] < facts.place[own[-1]]:
+                facts.fail("regions", node, f"it does not stand among region {region.number}")
         for value in region.inputs:
             if facts.place[value] > facts.place[own[-1]]:
                 facts.fail("regions", value, f"region {region.number} needs it before")
     if numbers != list(range(len(table.forms))):
         facts.fail("regions", None, f"the table has other regions than the graph: {numbers}")
+    for node in releases:
+        facts.fail("regions", node, "it is said to be of a region that there is not")
 
 
 def _check_nodes(facts: Facts, region: Region, own: list[fx.Node]) -> None:
@@ -47,7 +54,7 @@ def _check_nodes(facts: Facts, region: Region, own: list[fx.Node]) -> None:
 
 
 def _check_between(facts: Facts, region: Region, own: list[fx.Node]) -> None:
-    inside = set(region.nodes)
+    inside = {*region.nodes, *region.releases}
     for node in facts.nodes[facts.place[own[0]] : facts.place[own[-1]]]:
         if node in inside:
             continue

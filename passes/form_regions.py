@@ -30,8 +30,9 @@ class FormRegions:
     it too, so that a model whose forward communicates nothing still has a region per block. A
     stretch with a single operator in it stays as it is: there is nothing to fuse. The nodes of
     sizes that stand among or behind their readers' regions move to the front of the program, since
-    compiled code needs every symbol; nothing else moves. Operators that draw random numbers are in
-    regions where this torch's Inductor draws the same ones for them.
+    compiled code needs every symbol; nothing else moves. A release with nodes of a region on both
+    sides of it is that region's; any other runs where it stands. Operators that draw random numbers
+    are in regions where this torch's Inductor draws the same ones for them.
 
     Args:
         least: operators, views left out, that a region has at least.
@@ -63,12 +64,18 @@ class _Forming:
         self.takes_random = draws_as_eager()
         self.number = 0
         self.inside: dict[fx.Node, None] = {}
+        self.releases: list[fx.Node] = []  # among those inside
+        self.behind: list[fx.Node] = []  # releases behind the last of those inside
         self.of: tuple[str, str] | None = None  # the unit and phase
 
     def visit(self, node: fx.Node) -> None:
         """Add `node` to the region being formed, end that, or let it pass by."""
         if node in self.symbol_of:
             self.symbols.add(self.symbol_of[node])
+        if node.target is ops.release:
+            if self.inside:
+                self.behind.append(node)
+            return
         source = picks_from(node)
         if source is not None and source in self.inside:
             self.inside[node] = None
@@ -85,14 +92,17 @@ class _Forming:
         if joins:
             self.of = of
             self.inside[node] = None
+            self.releases += self.behind
+            self.behind = []
 
     def close(self) -> None:
         """Number the nodes that came together, if they are enough."""
         if sum(map(works, self.inside)) >= self.least:
-            for node in self.inside:
+            for node in (*self.inside, *self.releases):
                 node.meta[REGION] = self.number
             self.number += 1
         self.inside, self.of = {}, None
+        self.releases, self.behind = [], []
 
     def _knows_sizes(self, node: fx.Node) -> bool:
         """Whether every symbol in what `node` reads and gives has a node of its own before it."""

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+
 import pytest
 import torch
 import toy_programs as toys
@@ -17,6 +19,7 @@ from graphshard.cost.fused import fused_costs
 from graphshard.cost.op_cost import op_cost
 from graphshard.errors import PolicyError, VerifyError
 from graphshard.passes.form_regions import FormRegions
+from graphshard.passes.release_early import ReleaseEarly
 from graphshard.pipeline import backend_passes, default_passes, run_passes
 from graphshard.policy import Policy
 from graphshard.program import Program
@@ -56,7 +59,7 @@ def test_no_region_spans_communication_a_unit_or_a_phase():
         for region in regions:
             places = [nodes.index(node) for node in region.nodes]
             between = nodes[places[0] : places[-1] + 1]
-            assert all(ops.op_name(node) is None for node in between)
+            assert all(ops.op_name(node) in (None, "release") for node in between)
             assert len({(n.meta["unit"], n.meta["phase"]) for n in region.nodes}) == 1
 
 
@@ -116,6 +119,30 @@ def test_random_operators_stay_outside_where_compiled_code_would_draw_otherwise(
     assert not any(found)
 
 
+def test_a_release_is_of_the_region_around_it_and_changes_no_form():
+    plain, program = toy(), released()[0]
+    assert program.regions == plain.regions
+    text = [line for line in str(program).splitlines() if "releases" in line]
+    assert text
+    assert all(re.search(r"releases \d params, region", line) for line in text)
+    nodes = list(program.graph.nodes)
+    inside = [node for region in regions_in(program.graph) for node in region.releases]
+    assert {"layers_1_up_weight_full_1", "layers_2_down_weight_full_1"} <= {
+        node.args[0].name for node in inside
+    }
+    for node in nodes:
+        if node.target is ops.release and node not in inside:
+            assert REGION not in node.meta
+
+
+def released() -> tuple[Program, graphshard.ShardingPlan]:
+    """A toy whose small parameters are released early, too."""
+    early = ReleaseEarly(min_bytes=1)
+    return toys.rewritten(
+        toys.blocks, passes=(*default_passes(Policy())[:-1], early, FormRegions())
+    )
+
+
 def test_form_tells_constants_strides_and_what_is_read_outside():
     def scaled(by):
         def build(g, a):
@@ -171,9 +198,21 @@ def in_none(program: Program) -> None:
     program.regions = None
 
 
+def released_behind(program: Program) -> fx.Node:
+    release = next(node for region in regions_in(program.graph) for node in region.releases)
+    next(user for user in release.args[0].args[0].users if user.target is ops.free).prepend(release)
+    return release
+
+
+def released_in_none(program: Program) -> None:
+    released_behind(program).meta[REGION] = len(program.regions.forms)
+
+
 @pytest.mark.parametrize(
     ("broken", "says"),
     [
+        (released_behind, "does not stand among region"),
+        (released_in_none, "a region that there is not"),
         (crossing, "in the midst of region 1|region 1 is of"),
         (writing, "cannot be compiled in region 0"),
         (unlisted, "the table has other regions"),
@@ -181,10 +220,7 @@ def in_none(program: Program) -> None:
     ],
 )
 def test_verify_refuses(broken, says: str):
-    policy = Policy()
-    program = toys.blocks()
-    plan = toys.make_toy_plan(program, toys.UNITS[toys.blocks], policy)
-    run_passes(program, plan, (*default_passes(policy), FormRegions()))
+    program, plan = released()
     broken(program)
     with pytest.raises(VerifyError, match=says):
         verify(program, plan, after="breaking it")

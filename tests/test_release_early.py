@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import ExitStack
+from functools import partial
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -15,9 +18,10 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 
 import graphshard
+from examples.benchmarks.live_bytes import most_allocated
 from examples.benchmarks.rival_models import TINY, Data, made
 from examples.benchmarks.rival_systems import Setting, graphshard_step
-from graphshard import ops
+from graphshard import ops, pipeline, torch_inductor
 from graphshard.errors import PassError, VerifyError
 from graphshard.inspect.text import schedule_text
 from graphshard.liveness import live_unsharded
@@ -107,6 +111,11 @@ def after_the_free(program: Program) -> None:
     next(u for u in node.args[0].args[0].users if u.target is ops.free).append(node)
 
 
+def twice_picked(program: Program) -> None:
+    picked = releases(program)[0].args[0]
+    emit(program, picked, picked.target, *picked.args, like=picked)
+
+
 def of_a_list(program: Program) -> None:
     node = releases(program)[0]
     node.args = (node.args[0].args[0],)
@@ -125,6 +134,7 @@ def of_a_reduce(program: Program) -> None:
         (read_afterwards, "releases", "which shares the storage of"),
         (twice, "releases", "already"),
         (after_the_free, "lifetimes", "freed it"),
+        (twice_picked, "releases", "is the same parameter"),
         (of_a_list, "waits", "pick one result"),
         (of_a_reduce, "releases", "was not gathered into a new buffer"),
     ],
@@ -184,21 +194,81 @@ def poisoned_releases_do_no_harm(rank: int) -> None:
     data = Data(TINY, 2, 1, torch.device("cpu"))
     batch = data.batch(0, rank)
     losses = []
-    for passes, check in (([], False), ([ALL], True)):
+    with patch.object(torch_inductor, "compile_graph", lambda graph, *_: graph.forward):
+        for passes, check, backend in (
+            ([], False, "eager"),
+            ([ALL], True, "eager"),
+            ([ALL], True, "inductor"),
+            ([ALL], False, "inductor"),
+        ):
+            sharded = graphshard.compile(
+                made(TINY, data.device),
+                graphshard.BlockPolicy(TINY.blocks),
+                example_kwargs=batch,
+                passes=passes,
+                check=check,
+                backend=backend,
+            )
+            loss = sharded(**batch)
+            loss.backward()
+            losses.append([loss.detach(), *(p.grad.to_local() for p in sharded.parameters())])
+    for found in losses[1:]:
+        assert all(map(torch.equal, losses[0], found))
+    code = sharded.lowered[1].code
+    assert "graphshard_take(" in code
+
+
+def stepped(rank: int, backend: str, **patched: Any) -> tuple[list[Tensor], int, Any]:
+    """This rank's gradients of a step, the most bytes it allocated, and the module."""
+    torch.manual_seed(0)
+    with ExitStack() as stack:
+        for name, value in patched.items():
+            owner = pipeline if hasattr(pipeline, name) else torch_inductor
+            stack.enter_context(patch.object(owner, name, value))
         sharded = graphshard.compile(
-            made(TINY, data.device),
-            graphshard.BlockPolicy(TINY.blocks),
-            example_kwargs=batch,
-            passes=passes,
-            check=check,
+            Three(),
+            graphshard.BlockPolicy({Layer}),
+            example_inputs=(x := torch.ones(4, WIDTH) + rank,),
+            backend=backend,
         )
-        loss = sharded(**batch)
-        loss.backward()
-        losses.append([loss.detach(), *(p.grad.to_local() for p in sharded.parameters())])
-    assert all(torch.equal(a, b) for a, b in zip(*losses, strict=True))
+        sharded(x).backward()  # a region's first call is checked
+        sharded.zero_grad()
+        most = most_allocated(lambda: sharded(x).backward())
+    return [param.grad.to_local() for param in sharded.parameters()], most, sharded
 
 
-CHECKS = [gradients_take_the_room_of_parameters, poisoned_releases_do_no_harm]
+def regions_release_where_their_operators_do(rank: int) -> None:
+    """Compiled, and where compiling fails: as little is held as in eager, and no bit differs."""
+
+    def fails(*args: Any) -> Any:
+        raise RuntimeError("no compiler here")
+
+    def predicted(sharded: Any) -> int:
+        estimate = graphshard.simulate(sharded, hardware="cpu-gloo")
+        return estimate.peak_bytes - estimate.memory.valley
+
+    slack = WEIGHT // 8
+    never = partial(ReleaseEarly, min_bytes=1 << 40)
+    expected, plain, without = stepped(rank, "inductor", ReleaseEarly=never)
+    found, most, sharded = stepped(rank, "inductor")
+    assert all(map(torch.equal, expected, found))
+    assert not sharded.program.regions.fell_back
+    assert sharded.program.regions.distinct == without.program.regions.distinct
+    assert most <= plain - 2 * WEIGHT + slack
+    assert most <= predicted(sharded) + slack < predicted(without)
+    _, eager, _ = stepped(rank, "eager")
+    assert most <= eager + slack
+    found, fallen, sharded = stepped(rank, "inductor", compile_graph=fails)
+    assert all(map(torch.allclose, expected, found))
+    assert sharded.program.regions.fell_back
+    assert fallen <= eager + slack
+
+
+CHECKS = [
+    gradients_take_the_room_of_parameters,
+    poisoned_releases_do_no_harm,
+    regions_release_where_their_operators_do,
+]
 
 
 @pytest.fixture(scope="module")
@@ -211,10 +281,12 @@ def test_on_two_ranks(checks: Checks, check: Callable[[int], None]) -> None:
     checks.require(check)
 
 
-def test_a_single_rank_keeps_its_parameters() -> None:
+@pytest.mark.parametrize("backend", ["eager", "inductor"])
+def test_a_single_rank_keeps_its_parameters(backend: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch_inductor, "compile_graph", lambda graph, *_: graph.forward)
     torch.manual_seed(0)
     model = Three()
-    sharded = graphshard.compile(model, graphshard.BlockPolicy({Layer}))
+    sharded = graphshard.compile(model, graphshard.BlockPolicy({Layer}), backend=backend)
     x = torch.ones(1, WIDTH)
     for _ in range(2):
         sharded(x).backward()

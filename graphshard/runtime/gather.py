@@ -15,7 +15,7 @@ from graphshard.runtime.group import Group, as_bytes, strides_of
 
 
 class Gathered(list[Tensor]):
-    """What a gather yields: full parameters that can be freed together."""
+    """What a gather yields: full parameters that can be freed together; None for those taken."""
 
     __slots__ = ("collective",)
 
@@ -33,6 +33,13 @@ def free(gathered: Gathered) -> None:
 free.__module__ = "graphshard"
 
 
+def take(gathered: Gathered, index: int) -> Tensor:
+    """One of the parameters, which the gather's list lets go of: it goes with its readers."""
+    full = gathered[index]
+    gathered[index] = None  # type: ignore[call-overload]
+    return full
+
+
 def release(full: Tensor) -> None:
     """Give back the storage of one of the parameters that a gather yielded."""
     full.untyped_storage().resize_(0)
@@ -47,7 +54,7 @@ def leave(full: Tensor) -> None:
     """On a single rank instead: it is the parameter itself, which stays."""
 
 
-for _kind in (release, poison, leave):
+for _kind in (take, release, poison, leave):
     _kind.__module__ = "graphshard"
 
 
@@ -170,6 +177,8 @@ class AllGather(Collective):
         until nothing refers to it, so that a use after this shows in the numbers.
         """
         for tensor in gathered:
+            if tensor is None:  # taken
+                continue
             if self.group.check:
                 tensor.fill_(_poison(tensor.dtype))
             else:

@@ -15,6 +15,12 @@ activation alive, and it is gone after its last use. The same holds of a region,
 
     pack_4 = graphshard_pack(wait_full, linear);
     region_4 = graphshard_region_4(pack_4);
+
+A parameter that is released in a region is taken out of the gather's list when it is picked from
+it, so that the region's operands are the last to hold it:
+
+    weight_full = graphshard_take(wait, 0);
+    pack_4 = graphshard_pack(weight_full, linear);  weight_full = linear = None
 """
 
 from __future__ import annotations
@@ -32,7 +38,15 @@ from graphshard.plan import ShardingPlan
 from graphshard.regions import Region, Regions, is_fixed, picks_from, regions_in
 from graphshard.runtime.boxed import BoxedCodeGen
 from graphshard.runtime.collectives import Collective, Operand, wait
-from graphshard.runtime.gather import AllGather, AllGatherInPlace, LocalGather, free, releasing
+from graphshard.runtime.gather import (
+    AllGather,
+    AllGatherInPlace,
+    LocalGather,
+    free,
+    poison,
+    releasing,
+    take,
+)
 from graphshard.runtime.group import Group
 from graphshard.runtime.kept import Kept
 from graphshard.runtime.operator_calls import call_of
@@ -72,15 +86,22 @@ def lower(
     lowered = fx.Graph()
     new: dict[fx.Node, Any] = {}
     regions = regions_in(graph) if table is not None else []
-    inside = {node for region in regions for node in region.nodes}
+    inside = {node for region in regions for node in (*region.nodes, *region.releases)}
+    taken = {node.args[0] for region in regions for node in region.releases}
     ends = {_last(region): region for region in regions}
     for node in graph.nodes:
         if node in ends:
             assert table is not None
             _call_region(lowered, ends[node], forms, table, new)
+            if group.check:
+                for release in ends[node].releases:
+                    poisoned = lowered.node_copy(release, new.__getitem__)
+                    poisoned.target = poison
         elif node not in inside:
             copied = new[node] = lowered.node_copy(node, new.__getitem__)
             _bind(copied, node, plan, group, kept)
+            if node in taken and not group.check:
+                copied.target = take
             if node.target is ops.release:
                 gather: Any = new[ops.released(node)[0]].target
                 copied.target = releasing(gather)

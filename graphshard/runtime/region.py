@@ -150,16 +150,20 @@ class RegionCall:
 
     def _first(self, args: list[Any]) -> Sequence[Any]:
         """Compiled code counts on the strides that capture saw."""
-        for arg, strides in zip(args, self._strides, strict=True):
-            if strides is not None and not _lies_as(arg, strides):
-                self.note(
-                    f"it is given strides {tuple(arg.stride())}, and was captured for {strides}"
-                )
-                self._run = self.form.module.forward
-                return self._run(args)
+        if wrong := self._wrong_strides(args):
+            self.note(wrong)
+            self._run = self.form.module.forward
+            return self._run(args)
         results = self.form(args)
         self._run = self.form.__call__
         return results
+
+    def _wrong_strides(self, args: Sequence[Any]) -> str:
+        """What is wrong with the strides of `args`; nothing is held of these afterwards."""
+        for arg, strides in zip(args, self._strides, strict=True):
+            if strides is not None and not _lies_as(arg, strides):
+                return f"it is given strides {tuple(arg.stride())}, and was captured for {strides}"
+        return ""
 
 
 class Forms:
