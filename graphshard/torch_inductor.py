@@ -15,7 +15,7 @@ from torch import fx
 from graphshard.errors import UnsupportedTorchError
 from graphshard.sizes import same_sizes
 from graphshard.torch_compat import SUPPORTED, fake_tensor_mode, private, size_hint
-from graphshard.torch_kernels import kernels_in_one_file
+from graphshard.torch_kernels import Kernels
 
 _COMPILE = "torch._inductor.compile_fx"
 _NAMED = (Parameter.POSITIONAL_OR_KEYWORD, Parameter.KEYWORD_ONLY)
@@ -64,18 +64,19 @@ def require_inductor() -> None:
 
 
 @contextlib.contextmanager
-def compiling(environment: Any) -> Iterator[Any]:
+def compiling(environment: Any, kernels: Kernels) -> Iterator[Any]:
     """The context of a compilation; gives the FakeTensorMode its example inputs are made in.
 
     Args:
         environment: the ShapeEnv of the sizes. Inductor's cache on disk is not used without one.
+        kernels: what is left to be made before the compiled graph may be called.
     """
     guards = importlib.import_module("torch._guards")
     config = importlib.import_module("torch._inductor.config")
     mode = fake_tensor_mode()(shape_env=environment, allow_non_fake_inputs=True)
     with (
         config.patch(SETTINGS),
-        kernels_in_one_file(),
+        kernels.put_off(),
         guards.tracing(private("torch._guards", "TracingContext")(mode)),
         torch.no_grad(),
         torch.autocast("cpu", enabled=False),

@@ -8,7 +8,7 @@ from typing import TypeVar
 
 from graphshard.pipeline import Stages
 from graphshard.runtime.group import Group
-from graphshard.runtime.region import Form
+from graphshard.runtime.region import Form, compile_all
 
 T = TypeVar("T")
 
@@ -16,9 +16,7 @@ T = TypeVar("T")
 def compile_forms(forms: Sequence[Form], group: Group, progress: Stages) -> None:
     """Compile all of `forms` that are not compiled yet, in the order of this rank."""
     with progress.stage("compile", len(forms)):
-        for form in turned(forms, *_place_on_host(group)):
-            form.compile()
-            progress.advance()
+        compile_all(turned(forms, *_place_on_host(group)), progress.advance)
 
 
 def turned(forms: Sequence[T], rank: int, ranks: int) -> list[T]:

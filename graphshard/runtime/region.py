@@ -8,7 +8,7 @@ communicates nothing and gives the same values.
 from __future__ import annotations
 
 import logging
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -20,6 +20,7 @@ from graphshard.errors import FixedSizeError
 from graphshard.regions import Region, Regions, form_of, viewed, works
 from graphshard.runtime.boxed import BoxedCodeGen
 from graphshard.sizes import SYMBOLIC, Sizes
+from graphshard.torch_kernels import Kernels
 
 logger = logging.getLogger("graphshard")
 
@@ -30,6 +31,27 @@ def pack(*values: Any) -> list[Any]:
 
 
 pack.__module__ = "graphshard"  # fx prints a call by it
+
+
+def _nothing() -> None:
+    """No kernels are waited for."""
+
+
+def compile_all(forms: Sequence[Form], done: Callable[[], None] | None = None) -> None:
+    """Compile each of `forms` that is not compiled yet, in this order.
+
+    Args:
+        forms: to be compiled.
+        done: called after each, but for the C++ kernels that come last for all of them.
+    """
+    kernels = Kernels()
+    for form in forms:
+        form.compile(kernels)
+        if done is not None:
+            done()
+    kernels.make()
+    for form in forms:
+        form.settle()
 
 
 class Form:
@@ -44,20 +66,34 @@ class Form:
         self._roots = _roots(region)
         self._compiled: torch_inductor.Compiled | None = None
         self._sizes: Sizes | None = None
-        self._settled = False
+        self._tried = False
+        self._check_kernels: Callable[[], None] = _nothing
         self._checked = False
         self.failure: str | None = None
         self.calls: list[RegionCall] = []
 
-    def compile(self) -> None:
-        """Compile the operators, unless that was tried before."""
-        if self._settled:
+    def compile(self, kernels: Kernels) -> None:
+        """Compile the operators, unless that was tried before.
+
+        Args:
+            kernels: what to make before `settle` is called, and that before this form is.
+        """
+        if self._tried:
             return
-        self._settled = True
+        self._tried = True
         try:
-            self._compiled = self._compile()
+            self._compiled = self._compile(kernels)
+            self._check_kernels = kernels.of_graph()
         except Exception as error:  # whatever a compiler raises
             self.fall_back(_reason(error))
+
+    def settle(self) -> None:
+        """The kernels are made: fall back if one of this form's cannot be."""
+        try:
+            self._check_kernels()
+        except Exception as error:  # whatever a compiler raises
+            self.fall_back(_reason(error))
+        self._check_kernels = _nothing
 
     def fall_back(self, reason: str) -> None:
         """Run the operators one by one from here on."""
@@ -66,10 +102,10 @@ class Form:
         for call in self.calls:
             call.note(reason)
 
-    def _compile(self) -> torch_inductor.Compiled:
+    def _compile(self, kernels: Kernels) -> torch_inductor.Compiled:
         sizes = Sizes()
         known: dict[Any, Any] = {}
-        with torch_inductor.compiling(sizes.environment) as mode:
+        with torch_inductor.compiling(sizes.environment, kernels) as mode:
             inputs = [_like(val, index, sizes, known, mode) for index, val in enumerate(self._vals)]
             compiled = torch_inductor.compile_graph(self.module, inputs, mode)
         if sizes.symbols:
@@ -79,8 +115,8 @@ class Form:
 
     def __call__(self, args: list[Any]) -> Sequence[Any]:
         """The results for `args`, which is emptied."""
-        if not self._settled:
-            self.compile()
+        if not self._tried:
+            compile_all([self])
         if self._compiled is None or not self._serves(args):
             return self.module.forward(args)
         if self._checked:
