@@ -61,4 +61,6 @@ def named_nodes(model: nn.Module) -> Iterator[None]:
         for hook in removable:
             hook.remove()
         while open_contexts:
-            open_contexts.pop()[1].__exit__(None, None, None)
+            # A trace that was cut short has put back what it had noted already.
+            with contextlib.suppress(KeyError):
+                open_contexts.pop()[1].__exit__(None, None, None)

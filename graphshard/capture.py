@@ -119,7 +119,7 @@ def capture(
     """
     example = model, args, kwargs or {}, torch.device(device), grad, names, entry, precisions
     try:
-        return _captured(*example)
+        return _captured_either_way(*example)
     except CaptureError as error:
         if not _looks_at_values(error):
             raise
@@ -127,7 +127,7 @@ def capture(
     # Many a model has another way for compilers, that looks at no values.
     with torch_compat.compiling():
         try:
-            found = _captured(*example)
+            found = _captured_either_way(*example)
         except CaptureError as error:
             raise (error if _looks_at_values(error) else first) from None
     found.program.notes += (
@@ -141,6 +141,16 @@ def _looks_at_values(error: CaptureError) -> bool:
     return isinstance(error.__cause__, (by_value, by_shape))
 
 
+def _captured_either_way(*example: Any) -> Capture:
+    """What `_captured` gives, without functionalization where it can be (see `graphshard.writes`).
+
+    Whatever goes wrong there is told as it is with it.
+    """
+    with contextlib.suppress(Exception):
+        return _captured(*example, functional=False)
+    return _captured(*example, functional=True)
+
+
 def _captured(
     model: nn.Module,
     args: tuple[Any, ...],
@@ -150,6 +160,8 @@ def _captured(
     names: Sequence[Names] | None,
     entry: Entry,
     precisions: Precisions | None,
+    *,
+    functional: bool,
 ) -> Capture:
     traced_on = wanted
     notes: list[str] = []
@@ -175,9 +187,12 @@ def _captured(
     fakes = [
         f.requires_grad_(grad and t.requires_grad) for f, t in zip(fakes, tensors, strict=True)
     ]
-    traced = TracedModel(model, fake, inputs, grad, entry, precisions)
+    plain = contextlib.nullcontext if functional else mode.no_writes.watching
+    traced = TracedModel(model, fake, inputs, grad, entry, precisions, plain)
     with explained(model), own_randomness() as generators, cast_at_units(model, precisions):
-        joint = _trace(traced, model, fakes, grad)
+        joint = _trace(traced, model, fakes, grad, functional)
+    if not functional:
+        mode.no_writes.require(joint.graph)
     needs_grad = [t.requires_grad for t in fakes]
     program = program_of_joint(
         joint, traced, inputs, needs_grad, training=model.training, sizes=sizes
@@ -208,7 +223,9 @@ def _captured(
     return Capture(program, inputs, traced.result)
 
 
-def _trace(traced: TracedModel, model: nn.Module, fakes: list[Tensor], grad: bool) -> Any:
+def _trace(
+    traced: TracedModel, model: nn.Module, fakes: list[Tensor], grad: bool, functional: bool
+) -> Any:
     export = torch_compat.joint_graph_exporter()
     with contextlib.ExitStack() as stack:
         stack.enter_context(torch.set_grad_enabled(grad))
@@ -219,7 +236,15 @@ def _trace(traced: TracedModel, model: nn.Module, fakes: list[Tensor], grad: boo
         stack.enter_context(eager_kernels())
         stack.enter_context(_quiet())
         stack.enter_context(collections_off())
-        return export(stack, traced, tuple(fakes)).graph_module
+        stack.enter_context(torch_compat.graphs_without_code())
+        joint = export(
+            stack,
+            traced,
+            tuple(fakes),
+            disable_functionalization=not functional,
+            _disable_torch_fn_metadata_mode=True,
+        )
+        return joint.graph_module
 
 
 @contextlib.contextmanager

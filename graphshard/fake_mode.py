@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -15,6 +15,7 @@ from torch.utils.weak import WeakTensorKeyDictionary
 from graphshard import torch_compat
 from graphshard.eager_kernels import INTERPOLATION_BACKWARDS, interpolation_gradient
 from graphshard.sizes import SYMBOLIC, Answer, Sizes, hint
+from graphshard.writes import NoWrites
 
 # Constants larger than this are not evaluated during capture: such code depends on real data.
 _MAX_CONSTANT_NUMEL = 1 << 24
@@ -38,9 +39,18 @@ class _Recipes:
         # An empty tensor has no values yet; every fake weight and input starts as one.
         if torch.Tag.nondeterministic_seeded in func.tags or "empty" in func._schema.name:
             return
-        operands = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
-        if all(operand in self._made_by for operand in operands):
+        if self._are_constants(args) and self._are_constants(kwargs.values()):
             self._made_by[result] = (func, args, dict(kwargs))
+
+    def _are_constants(self, values: Iterable[Any]) -> bool:
+        """Whether every tensor among `values`, and in the lists among them, is known."""
+        for value in values:
+            if isinstance(value, Tensor):
+                if value not in self._made_by:
+                    return False
+            elif isinstance(value, (list, tuple)) and not self._are_constants(value):
+                return False
+        return True
 
     def _forget_written(self, func: Any, args: Any) -> None:
         for argument, value in zip(func._schema.arguments, args, strict=False):
@@ -116,11 +126,13 @@ def constant_folding_fake_mode(sizes: Sizes | None = None) -> Any:
             environment = None if sizes is None else sizes.environment
             super().__init__(allow_non_fake_inputs=True, shape_env=environment)
             self._recipes = _Recipes()
+            self.no_writes = NoWrites()
 
         def dispatch(
             self, func: Any, types: Any, args: Any = (), kwargs: Mapping[str, Any] | None = None
         ) -> Any:
             kwargs = kwargs or {}
+            self.no_writes.meet(func)
             if func is ask and args[0] in self._recipes:
                 with contextlib.suppress(KeyError):
                     return self._answer(self._recipes.recipe(args[0]))
@@ -130,7 +142,8 @@ def constant_folding_fake_mode(sizes: Sizes | None = None) -> Any:
             if func in INTERPOLATION_BACKWARDS:
                 with self:
                     return interpolation_gradient(*args, **kwargs)
-            result = super().dispatch(func, types, args, kwargs)
+            with self.no_writes.watching(False):
+                result = super().dispatch(func, types, args, kwargs)
             self._recipes.remember(func, args, kwargs, result)
             return result
 

@@ -6,6 +6,7 @@ import re
 from collections.abc import Sequence
 from typing import Any, cast
 
+import torch
 from torch import Tensor, fx
 
 from graphshard import torch_compat
@@ -29,6 +30,10 @@ from graphshard.structure import Structure
 from graphshard.tracing import TracedModel
 
 _IDENTITY = "graphshard::output"
+_aten = torch.ops.aten
+
+# A constant of the model's code, which a step must not lend out for others to write into.
+_ALWAYS_A_COPY: dict[Any, Any] = {_aten.lift_fresh.default: _aten.lift_fresh_copy.default}
 
 
 def program_of_joint(
@@ -221,9 +226,9 @@ class _Builder:
     def _copied(self, old: fx.Node, fqn: str) -> fx.Node:
         node = self.graph.create_node(
             "call_function",
-            old.target,
+            _ALWAYS_A_COPY.get(old.target, old.target),
             fx.map_arg(old.args, self.new.__getitem__),
-            fx.map_arg(old.kwargs, self.new.__getitem__),
+            fx.map_arg(_said(old), self.new.__getitem__),
             name=old.name,
         )
         node.meta = {"val": old.meta.get("val"), "phase": _phase(old), FQN: fqn}
@@ -309,6 +314,11 @@ class _Builder:
             f"the forward changes input {self.inputs.paths[index]} in place while its gradient is "
             "wanted; clone it first"
         )
+
+
+def _said(node: fx.Node) -> dict[str, Any]:
+    """The keyword arguments of a node, but for a None that stands for itself."""
+    return {name: value for name, value in node.kwargs.items() if value is not None}
 
 
 def _phase(node: fx.Node) -> str:

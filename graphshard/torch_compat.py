@@ -46,6 +46,17 @@ def joint_graph_exporter() -> Any:
     return private("torch._functorch.aot_autograd", "aot_export_joint_with_descriptors")
 
 
+def is_functional(tensor: torch.Tensor) -> bool:
+    """Whether `tensor` is one of those that stand for others while writes are traced."""
+    kind = private("torch._subclasses.functional_tensor", "FunctionalTensor")
+    return isinstance(tensor, kind)
+
+
+def graphs_without_code() -> Any:
+    """A context in which torch writes code for the graphs it makes only once they are called."""
+    return private("torch.fx._lazy_graph_module", "_use_lazy_graph_module")(True)
+
+
 def descriptors() -> Any:
     """The module of classes that say what each end of a joint graph is."""
     private("torch._functorch._aot_autograd.descriptors", "GradAOTOutput")

@@ -8,6 +8,7 @@ in eager's order); its forward puts them into the module, calls it, and takes th
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Any
 
@@ -84,6 +85,7 @@ class TracedModel(nn.Module):
 
     After a trace, `result` is the structure of the module's return value, `state_changes` names the
     attributes its forward assigned, and `reachable` the parameters autograd connects to an output.
+    Where tensors are not functionalized the module is called in the context that `plain` makes.
     """
 
     def __init__(
@@ -94,6 +96,7 @@ class TracedModel(nn.Module):
         grad: bool,
         entry: Entry = MAIN,
         precisions: Precisions | None = None,
+        plain: Callable[[], AbstractContextManager[Any]] = nullcontext,
     ) -> None:
         super().__init__()
         self.param_owners = owners(model.named_parameters(remove_duplicate=False))
@@ -107,6 +110,7 @@ class TracedModel(nn.Module):
         self._inputs = inputs
         self._entry = entry
         self._precisions = precisions
+        self._plain = plain
         self.result: Structure | None = None
         self.state_changes: tuple[str, ...] = ()
         self.reachable: frozenset[int] = frozenset()
@@ -127,7 +131,8 @@ class TracedModel(nn.Module):
         args, kwargs = self._inputs.build(tensors)
         params = [getattr(self, f"p{i}") for i in range(len(self.param_owners))]
         buffers = [getattr(self, f"b{i}") for i in range(len(self.buffer_owners))]
-        with own_state(model) as changes:
+        is_plain = not any(map(torch_compat.is_functional, (*params, *buffers, *tensors)))
+        with own_state(model) as changes, self._plain() if is_plain else nullcontext():
             lent = self._cast_params(params)
             shown = self._cast_buffers(model, buffers)
             _install(model, self.param_owners, lent)

@@ -1,0 +1,198 @@
+"""A step that writes nowhere is traced as it is; any other by functionalization, to be the same."""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from models import CASES
+from program_runner import assert_same_as_eager
+from torch import Tensor, nn
+
+from graphshard import capture as capture_module
+from graphshard import ops
+from graphshard.capture import capture
+from graphshard.errors import CaptureError
+
+X = torch.randn(6, 4, generator=torch.Generator().manual_seed(0))
+
+
+@pytest.fixture
+def ways(monkeypatch: pytest.MonkeyPatch) -> list[bool]:
+    """Of each trace whether it was functionalized."""
+    found: list[bool] = []
+    trace = capture_module._trace
+
+    def noted(traced: Any, model: Any, fakes: Any, grad: bool, functional: bool) -> Any:
+        found.append(functional)
+        return trace(traced, model, fakes, grad, functional)
+
+    monkeypatch.setattr(capture_module, "_trace", noted)
+    return found
+
+
+def _lines(model: nn.Module, kwargs: dict[str, Any], **options: Any) -> list[str]:
+    program = capture(model, (), kwargs, **options).program
+    return [str(node.format_node()) for node in program.graph.nodes]
+
+
+_WRITE = ("t5", "regnet")  # shifted labels, running statistics
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_graphs_are_the_same_either_way(
+    name: str, ways: list[bool], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model, inputs = CASES[name].model(), CASES[name].inputs(0)
+    plain = _lines(model, inputs)
+    assert ways == ([False, True] if name in _WRITE else [False])
+    if name not in _WRITE:
+        _assert_same_with_functionalization(plain, monkeypatch, model, inputs)
+
+
+def test_graphs_are_the_same_without_gradients(monkeypatch: pytest.MonkeyPatch) -> None:
+    model, inputs = CASES["llama"].model().eval(), CASES["llama"].inputs(0)
+    plain = _lines(model, inputs, grad=False)
+    _assert_same_with_functionalization(plain, monkeypatch, model, inputs, grad=False)
+
+
+def _assert_same_with_functionalization(
+    plain: list[str], monkeypatch: pytest.MonkeyPatch, *example: Any, **options: Any
+) -> None:
+    trace = capture_module._trace
+    monkeypatch.setattr(capture_module, "_trace", lambda *args: trace(*args[:-1], True))
+    functional = _lines(*example, **options)
+    assert plain == functional, "\n".join(difflib.unified_diff(functional, plain, n=0))
+
+
+class Net(nn.Module):
+    """A linear layer, and then what `forward` does."""
+
+    def __init__(self, then: Callable[[Net, Tensor], Tensor]) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.linear = nn.Linear(4, 4)
+        self.norm = nn.BatchNorm1d(4)
+        self.register_buffer("seen", torch.zeros(4))
+        self._then = then
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self._then(self, self.linear(x)).sum()
+
+
+def intermediate(net: Net, x: Tensor) -> Tensor:
+    return (x * 2).relu_()
+
+
+def part_of_an_intermediate(net: Net, x: Tensor) -> Tensor:
+    y = x * 1
+    y[:, 1] = x[:, 0]
+    return y * y
+
+
+def running_statistics(net: Net, x: Tensor) -> Tensor:
+    return net.norm(x)
+
+
+def buffer(net: Net, x: Tensor) -> Tensor:
+    net.seen += x.detach().sum(0)
+    return x * net.seen
+
+
+def new_buffer(net: Net, x: Tensor) -> Tensor:
+    net.seen = net.seen + x.detach().sum(0)
+    return x * net.seen
+
+
+def caught(net: Net, x: Tensor) -> Tensor:
+    try:
+        return (x * 2).add_(1)
+    except Exception:
+        return x * 100
+
+
+class _WritesInBackward(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        return x * 1
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Tensor:
+        return (grad * 2).mul_(3)
+
+
+def in_backward(net: Net, x: Tensor) -> Tensor:
+    return _WritesInBackward.apply(x)
+
+
+WRITING = [
+    intermediate,
+    part_of_an_intermediate,
+    running_statistics,
+    buffer,
+    new_buffer,
+    caught,
+    in_backward,
+]
+
+
+@pytest.mark.parametrize("then", WRITING, ids=lambda f: f.__name__)
+def test_what_writes_is_functionalized(
+    then: Callable[[Net, Tensor], Tensor], ways: list[bool]
+) -> None:
+    captured = assert_same_as_eager(Net(then), (X,))
+    assert ways == [False, True]
+    assert not any(map(ops.writes, captured.program.nodes()))
+
+
+def constant(net: Net, x: Tensor) -> Tensor:
+    return x * torch.tensor([1.0, 2.0, 3.0, 4.0])
+
+
+def views(net: Net, x: Tensor) -> Tensor:
+    return x.t().reshape(-1)[3:].unsqueeze(0).expand(2, -1) * x.flatten()[3:]
+
+
+def dropped(net: Net, x: Tensor) -> Tensor:
+    return F.dropout(x, 0.5)
+
+
+@pytest.mark.parametrize("then", [constant, views, dropped], ids=lambda f: f.__name__)
+def test_what_writes_nowhere_is_not(
+    then: Callable[[Net, Tensor], Tensor], ways: list[bool]
+) -> None:
+    captured = assert_same_as_eager(Net(then), (X,))
+    assert ways == [False]
+    names = [str(node.target) for node in captured.program.nodes()]
+    assert "aten.lift_fresh.default" not in names
+    assert ("aten.lift_fresh_copy.default" in names) == (then is constant)
+
+
+def test_an_error_is_told_as_it_is_with_functionalization(ways: list[bool]) -> None:
+    def fails(net: Net, x: Tensor) -> Tensor:
+        raise ValueError("no luck here")
+
+    with pytest.raises(CaptureError, match="ValueError while being captured: no luck here"):
+        capture(Net(fails), (X,))
+    assert ways == [False, True]
+
+    def writes_a_parameter(net: Net, x: Tensor) -> Tensor:
+        with torch.no_grad():
+            net.linear.weight.mul_(0.5)
+        return x
+
+    with pytest.raises(CaptureError, match=r"changes parameter 'linear.weight' in place"):
+        capture(Net(writes_a_parameter), (X,))
+
+
+def test_a_trace_that_was_cut_short_leaves_nothing_behind(ways: list[bool]) -> None:
+    model = nn.Sequential(nn.Linear(4, 4), nn.Sequential(nn.Linear(4, 4), nn.ReLU(inplace=True)))
+    program = capture(model, (X,)).program
+    assert ways == [False, True]
+    assert {node.meta["fqn"] for node in program.nodes()} == {"0", "1.0", "1.1"}
+    assert not torch.fx.traceback.current_meta
+    assert not any(module._forward_pre_hooks or module._forward_hooks for module in model.modules())
