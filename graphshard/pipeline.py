@@ -43,7 +43,8 @@ from graphshard.policy_base import Policy
 from graphshard.program import Program
 from graphshard.recompute_choice import RecomputeChoice
 from graphshard.runs import assign_units
-from graphshard.verify import verify
+from graphshard.snapshot import equal, snapshot
+from graphshard.verify import LATER_RULES, RULES, verify
 from graphshard.verify_facts import Reference
 from graphshard.verify_values import Values
 
@@ -200,32 +201,62 @@ def _run(
     progress: Stages | None,
 ) -> list[PassTiming]:
     timings: list[PassTiming] = []
-    done: set[type] = set()
     assign_units(program, plan)
     with _stage(progress, "verify"):
-        facts = verify(program, plan, after="capture", done=done)
-        captured = reference = Reference.of(program, facts=facts)
+        checks = _Checks(program, plan)
     with _stage(progress, "passes", len(passes)):
         for step in passes:
             start = time.perf_counter()
             with _stage(progress, step.name):
                 _apply(step, program, plan)
             applied = time.perf_counter()
-            done.add(type(step))
-            changes_values = getattr(step, "changes_values", False)
-            if changes_values:
-                reference = replace(reference, values=None)
             with _stage(progress, "verify"):
-                facts = verify(program, plan, after=step.name, done=done, reference=reference)
-                if changes_values:
-                    captured = replace(captured, values=Values.of(program))
-                reference = Reference.of(program, captured, facts)
+                checks.after(step)
             timings.append(PassTiming(step.name, applied - start, time.perf_counter() - applied))
             if watcher is not None:
                 watcher(step, program)
             if progress is not None:
                 progress.advance()
     return timings
+
+
+class _Checks:
+    """Verifies a program before its first pass and after each, against what it was before."""
+
+    def __init__(self, program: Program, plan: ShardingPlan) -> None:
+        self.program, self.plan = program, plan
+        self.done: set[type] = set()
+        facts = verify(program, plan, after="capture", done=self.done)
+        self.captured = self.reference = Reference.of(program, facts=facts)
+        self.seen = snapshot(program)
+
+    def after(self, step: Pass) -> None:
+        """Verify what `step` left.
+
+        Where it changed nothing every rule still holds, but for those that ask for more once it
+        has run: it may have missed what it is there for.
+        """
+        before, self.seen = self.seen, snapshot(self.program)
+        unchanged = equal(before, self.seen)
+        self.done.add(type(step))
+        rules = LATER_RULES.get(type(step), ()) if unchanged else RULES
+        if not rules:
+            return
+        changes_values = getattr(step, "changes_values", False)
+        reference = replace(self.reference, values=None) if changes_values else self.reference
+        facts = verify(
+            self.program,
+            self.plan,
+            after=step.name,
+            done=self.done,
+            reference=reference,
+            rules=rules,
+        )
+        if unchanged:
+            return
+        if changes_values:
+            self.captured = replace(self.captured, values=Values.of(self.program))
+        self.reference = Reference.of(self.program, self.captured, facts)
 
 
 def _apply(step: Pass, program: Program, plan: ShardingPlan) -> None:

@@ -7,9 +7,11 @@ raises.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Mapping, Sequence
 
+from graphshard.passes.accumulate import Accumulate
 from graphshard.passes.insert_free import InsertFree
+from graphshard.passes.offload_params import OffloadParams
 from graphshard.passes.overlap import Overlap
 from graphshard.passes.precision import Precision
 from graphshard.passes.reduce_grads import ReduceGrads
@@ -74,6 +76,20 @@ RULES: tuple[Callable[[Facts], None], ...] = (
 )
 
 
+LATER_RULES: Mapping[type, tuple[Callable[[Facts], None], ...]] = {
+    OffloadParams: (check_copies,),
+    Unshard: (check_shards,),
+    ReduceGrads: (check_reduces,),
+    ReduceReplicas: (check_reduces,),
+    Precision: (check_precision, check_values),
+    Accumulate: (check_values,),
+    InsertFree: (check_frees,),
+    ReleaseEarly: (check_budget,),
+    Overlap: (check_budget,),
+}
+"""The rules that ask for more once a pass has run: all there is to check if it changed nothing."""
+
+
 def verify(
     program: Program,
     plan: ShardingPlan,
@@ -81,6 +97,7 @@ def verify(
     after: str,
     done: Collection[type] = FINISHED,
     reference: Reference | None = None,
+    rules: Sequence[Callable[[Facts], None]] = RULES,
 ) -> Facts:
     """Check every rule a program must keep.
 
@@ -94,6 +111,7 @@ def verify(
         reference: the program before the pass, to compare with: its tables, the order of its
             collectives, the shapes and dtypes its nodes read; and, as captured, which parameters
             have gradients and which values the step returns.
+        rules: those to check, of `RULES`.
 
     Returns:
         What the rules looked at, to make the next reference of.
@@ -103,6 +121,6 @@ def verify(
             the lines of the dump around the node.
     """
     facts = Facts.of(program, plan, after=after, done=frozenset(done), reference=reference)
-    for rule in RULES:
+    for rule in rules:
         rule(facts)
     return facts

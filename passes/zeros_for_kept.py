@@ -41,6 +41,8 @@ class ZerosForKept:
                 f"pass {self.name}: the program has no parameter {min(unknown, default='')!r}, or "
                 "no backward"
             )
+        if not self.params:
+            return
         results = program.results()
         last: dict[str, fx.Node] = {node.meta["unit"]: node for node in program.nodes(BACKWARD)}
         end = program.output_node.prev

@@ -5,16 +5,26 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from typing import Any
 
 import pytest
+import torch
 import toy_programs as toys
 
-from graphshard import ops
+from graphshard import MixedPrecision, ops, pipeline
+from graphshard import verify as verify_module
 from graphshard.errors import PassError, PlanError, VerifyError
+from graphshard.passes.insert_free import InsertFree
+from graphshard.passes.overlap import Overlap
+from graphshard.passes.reduce_grads import ReduceGrads
+from graphshard.passes.release_early import ReleaseEarly
+from graphshard.passes.unshard import Unshard
 from graphshard.pipeline import Pass, default_passes, run_passes
 from graphshard.plan import ShardingPlan
 from graphshard.policy import Policy
 from graphshard.program import Program
+from graphshard.verify import FINISHED, LATER_RULES, RULES
+from graphshard.verify_facts import Facts, Reference
 
 DEFAULT = [
     "recompute",
@@ -41,10 +51,11 @@ def captured() -> tuple[Program, ShardingPlan]:
 @dataclass(frozen=True)
 class DropFrees:
     name: str = "drop_frees"
+    do: bool = True
 
     def apply(self, program: Program, plan: ShardingPlan) -> None:
         for node in list(program.nodes()):
-            if node.target is ops.free:
+            if self.do and node.target is ops.free:
                 program.graph.erase_node(node)
 
 
@@ -120,6 +131,71 @@ def test_a_pass_that_breaks_the_program_is_named() -> None:
     program, plan = captured()
     with pytest.raises(VerifyError, match=r"after pass 'drop_frees' .*'frees'"):
         run_passes(program, plan, (*default_passes(plan.policy), DropFrees()))
+
+
+def test_what_a_pass_left_as_it_was_is_not_verified_again(monkeypatch) -> None:
+    program, plan = captured()
+    verified: list[tuple[str, bool]] = []
+
+    def verify(*args: Any, after: str, rules: Any = RULES, **options: Any) -> Any:
+        verified.append((after, rules is RULES))
+        return verify_module.verify(*args, after=after, rules=rules, **options)
+
+    monkeypatch.setattr(pipeline, "verify", verify)
+    run_passes(program, plan, (*default_passes(plan.policy), DropFrees("nothing", do=False)))
+    assert verified == [
+        ("capture", True),
+        ("unshard", True),
+        ("regather", True),
+        ("reduce_grads", True),
+        ("reduce_replicas", False),
+        ("precision", False),
+        ("accumulate", False),
+        ("prefetch", True),
+        ("sink_waits", True),
+        ("insert_free", True),
+        ("release_early", False),
+    ]
+
+
+@pytest.mark.parametrize("idle", [Unshard, ReduceGrads, InsertFree], ids=lambda c: c.__name__)
+def test_a_pass_that_did_not_do_its_work_is_found(monkeypatch, idle: type) -> None:
+    program, plan = captured()
+    passes = default_passes(plan.policy)
+    monkeypatch.setattr(idle, "apply", lambda *_: None)
+    until = next(index for index, step in enumerate(passes) if type(step) is idle)
+    with pytest.raises(VerifyError, match=f"after pass '{passes[until].name}'"):
+        run_passes(program, plan, passes[: until + 1])
+
+
+def test_the_rules_that_ask_for_more_later_are_known(monkeypatch) -> None:
+    """Each rule that asks what has run is checked again once that has, if nothing changed."""
+    asked: set[tuple[type, Any]] = set()
+
+    class Done(frozenset[type]):
+        def __contains__(self, step: object) -> bool:
+            assert isinstance(step, type)
+            asked.add((step, rule))
+            return super().__contains__(step)
+
+    for policy, mesh in (
+        (Policy(strategy="HYBRID_SHARD"), (2, 2)),
+        (Policy(mixed_precision=MixedPrecision(reduce_dtype=torch.bfloat16)), (4,)),
+        (Policy(memory_budget=1 << 40), (4,)),
+        (Policy(memory_budget=1 << 40, schedule="overlap", hardware="a100-80gb"), (4,)),
+    ):
+        program, plan = toys.rewritten(toys.blocks, policy, mesh=mesh)
+        partly = default_passes(policy)[: DEFAULT.index("insert_free")]
+        unfreed, _ = toys.rewritten(toys.blocks, policy, mesh=mesh, passes=partly)
+        for made, done in (
+            (program, FINISHED),
+            (unfreed, FINISHED - {InsertFree, ReleaseEarly, Overlap}),
+        ):
+            reference = Reference.of(made)
+            facts = Facts.of(made, plan, after="all", done=Done(done), reference=reference)
+            for rule in RULES:
+                rule(facts)
+    assert asked == {(step, rule) for step, rules in LATER_RULES.items() for rule in rules}
 
 
 def test_passes_of_ones_own_between_the_default_ones() -> None:
