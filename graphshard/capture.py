@@ -207,7 +207,7 @@ def _captured(
         warnings.warn(
             f"the forward draws random numbers from {drawn}; a captured program keeps those it "
             "saw. Draw them with torch, or pass them as arguments",
-            stacklevel=3,
+            stacklevel=4,
         )
     if traced.state_changes:
         changed = ", ".join(traced.state_changes[:5])
@@ -215,7 +215,7 @@ def _captured(
         warnings.warn(
             f"the forward assigns {changed}; a captured program keeps the value it saw and does "
             "not repeat the assignment. Use a buffer for state that changes from step to step",
-            stacklevel=3,
+            stacklevel=4,
         )
     program.notes = tuple(notes)
     program.capture_device = traced_on.type

@@ -317,8 +317,17 @@ class _Builder:
 
 
 def _said(node: fx.Node) -> dict[str, Any]:
-    """The keyword arguments of a node, but for a None that stands for itself."""
-    return {name: value for name, value in node.kwargs.items() if value is not None}
+    """The keyword arguments of a node, but for a None that would be there without being said."""
+    if all(value is not None for value in node.kwargs.values()):
+        return dict(node.kwargs)
+    schema = getattr(node.target, "_schema", None)
+    arguments = () if schema is None else schema.arguments
+    unsaid = {a.name for a in arguments if a.has_default_value() and a.default_value is None}
+    return {
+        name: value
+        for name, value in node.kwargs.items()
+        if value is not None or name not in unsaid
+    }
 
 
 def _phase(node: fx.Node) -> str:

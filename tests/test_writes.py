@@ -172,6 +172,28 @@ def test_what_writes_nowhere_is_not(
     assert ("aten.lift_fresh_copy.default" in names) == (then is constant)
 
 
+@torch.library.custom_op("graphshard_tests::at_least", mutates_args=())
+def at_least(x: Tensor, *, least: float | None = 0.0) -> Tensor:
+    """`x`, and where there is a least value, no less than it."""
+    return x.clone() if least is None else x.clamp(least)
+
+
+@at_least.register_fake
+def _(x: Tensor, *, least: float | None = 0.0) -> Tensor:
+    return torch.empty_like(x)
+
+
+@pytest.mark.parametrize("grad", [True, False])
+def test_a_none_that_is_no_default_is_still_said(grad: bool) -> None:
+    def exact(net: Net, x: Tensor) -> Tensor:
+        plain, cut = at_least(x.detach(), least=None), at_least(x.detach())
+        return torch.div(x * plain + cut, x.abs() + 1, rounding_mode=None)
+
+    assert_same_as_eager(Net(exact), (X,))
+    said = [line for line in _lines(Net(exact), {"x": X}, grad=grad) if "None}" in line]
+    assert [line.split()[0] for line in said] == ["%at_least", "%div"]
+
+
 def test_an_error_is_told_as_it_is_with_functionalization(ways: list[bool]) -> None:
     def fails(net: Net, x: Tensor) -> Tensor:
         raise ValueError("no luck here")
