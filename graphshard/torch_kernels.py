@@ -47,7 +47,7 @@ class Kernels:
 
     def __init__(self) -> None:
         self._late: dict[Kernel, _Late] = {}
-        self._places: list[tuple[dict[str, Any], str]] = []
+        self._places: list[tuple[dict[str, Any], str, _Late]] = []
         self._of_graph: list[_Late] | None = None
 
     @contextlib.contextmanager
@@ -70,7 +70,7 @@ class Kernels:
             wait(compiler, scope)
             found = {name: value for name, value in scope.items() if isinstance(value, _Late)}
             self._of_graph = [*(self._of_graph or ()), *found.values()]
-            self._places.extend((scope, name) for name in found)
+            self._places.extend((scope, name, late) for name, late in found.items())
 
         owner.cpp_pybinding, owner.wait = late, waited
         try:
@@ -109,9 +109,8 @@ class Kernels:
                     late.function = partial(call, number)
         for late in waiting:
             late.make_alone()
-            Kernels._failed |= late.error is not None
-        for scope, name in self._places:
-            scope[name] = scope[name].function or scope[name]
+        for scope, name, late in self._places:
+            scope[name] = late.function or late
         self._late.clear()
         self._places.clear()
 
@@ -143,6 +142,7 @@ class _Late:
             self.function = self._single(*self.kernel).result()
         except Exception as error:  # whatever a compiler raises
             self.error = error
+            Kernels._failed = True
 
     def __call__(self, *args: Any) -> None:
         self.make_alone()
@@ -169,9 +169,9 @@ def _started(part: Sequence[_Late]) -> Callable[[], Callable[..., None]] | None:
     """
     if len(part) < 2:
         return None
-    cache = importlib.import_module("torch._inductor.codecache").CppPythonBindingsCodeCache
-    submit = importlib.import_module(_MODULE).AsyncCompile.submit
     with contextlib.suppress(Exception):
+        cache = importlib.import_module("torch._inductor.codecache").CppPythonBindingsCodeCache
+        submit = importlib.import_module(_MODULE).AsyncCompile.submit
         source = joined([late.kernel for late in part], cache.suffix_template)
         load = cache.load_async(source, submit_fn=submit)
         return lambda: getattr(load(), cache.entry_function)

@@ -163,6 +163,18 @@ def test_a_kernel_called_before_all_are_known_is_made_at_once(compiler):
     assert compiler.calls[-1] == ("alone", kernel("b"), 6)
 
 
+def test_a_kernel_refused_before_all_are_known_is_remembered_as_any_other(compiler):
+    kernels = Kernels()
+    scope, check = graph_of(kernels, kernel("bad"))
+    with pytest.raises(RuntimeError, match="it is bad"):
+        scope["cpp_0"](1)
+    scope.clear()
+    kernels.make()
+    for later in (check, Kernels().of_graph()):
+        with pytest.raises(RuntimeError, match=r"bad|refused"):
+            later()
+
+
 def test_where_nothing_is_awaited_kernels_are_compiled_alone(compiler, monkeypatch):
     monkeypatch.setattr(async_compile, "get_compile_threads", lambda: 1)
     kernels = Kernels()
