@@ -8,7 +8,7 @@ from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
 from typing import Protocol
 
-from graphshard.collector import only_new_collected
+from graphshard.collector import collections_off, only_new_collected
 from graphshard.cost.hardware import Hardware
 from graphshard.errors import GraphshardError, PassError, PolicyError
 from graphshard.passes.accumulate import Accumulate
@@ -202,7 +202,7 @@ def _run(
 ) -> list[PassTiming]:
     timings: list[PassTiming] = []
     assign_units(program, plan)
-    with _stage(progress, "verify"):
+    with _stage(progress, "verify"), collections_off():
         checks = _Checks(program, plan)
     with _stage(progress, "passes", len(passes)):
         for step in passes:
@@ -210,7 +210,7 @@ def _run(
             with _stage(progress, step.name):
                 _apply(step, program, plan)
             applied = time.perf_counter()
-            with _stage(progress, "verify"):
+            with _stage(progress, "verify"), collections_off():
                 checks.after(step)
             timings.append(PassTiming(step.name, applied - start, time.perf_counter() - applied))
             if watcher is not None:

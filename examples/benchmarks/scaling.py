@@ -148,15 +148,18 @@ def row(case: Case) -> dict[str, Any]:
     }
 
 
-def measured(case: Case, times: int) -> dict[str, Any]:
-    """`row` in processes of its own, `times` of them; the least seconds of each stage."""
+def measured(case: Case) -> dict[str, Any]:
+    """`row` in a process of its own."""
     command = [sys.executable, __file__, "--row", *map(str, case)]
-    found: list[dict[str, Any]] = []
-    for _ in range(times):
-        done = subprocess.run(command, capture_output=True, text=True, check=False)
-        if done.returncode:
-            raise SystemExit(done.stderr)
-        found.append(json.loads(done.stdout.splitlines()[-1]))
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    if done.returncode:
+        raise SystemExit(done.stderr)
+    found: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
+    return found
+
+
+def least_of(found: list[dict[str, Any]]) -> dict[str, Any]:
+    """Measurements of one case as one: the least seconds of each stage, and the least memory."""
     least = dict(found[0])
     for key in ("seconds", "passes"):
         least[key] = {name: min(each[key][name] for each in found) for name in found[0][key]}
@@ -195,10 +198,13 @@ def heading() -> None:
 
 
 def over(args: argparse.Namespace, cases: list[tuple[str, int, int, int]]) -> list[dict[str, Any]]:
-    found = []
-    for case in cases:
-        found.append(measured((*case, args.schedule, args.backend), args.best))
-        show(found[-1])
+    """Each of `cases`, measured in rounds over all of them: what disturbs falls on all alike."""
+    rounds = [
+        [measured((*case, args.schedule, args.backend)) for case in cases] for _ in range(args.best)
+    ]
+    found = [least_of(list(of_case)) for of_case in zip(*rounds, strict=True)]
+    for each in found:
+        show(each)
     return found
 
 
