@@ -6,7 +6,6 @@ import gc
 from collections.abc import Iterator
 from contextlib import contextmanager
 
-
 _RARELY = (50_000, 5, 5)
 """See `gc.set_threshold`: a trial of a small graph is still collected with the next few."""
 
