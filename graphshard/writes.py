@@ -1,8 +1,9 @@
 """Tracing a step as it is, as long as nothing in it is written in place.
 
 Functionalization takes writes out of a trace, and is a third of its time; what writes nowhere gives
-the same graph without it. So a trace without it ends with the first operator that writes, and is
-made once more with it.
+the same graph without it. So a trace without it ends with the first forward that writes, and is
+made once more with it. Such a forward is run to its end: it may have changed what is nobody's but
+its own, a counter say, and be about to change it back.
 """
 
 from __future__ import annotations
@@ -31,7 +32,7 @@ class WriteError(Exception):
 
 
 class NoWrites:
-    """Ends a trace at the first operator that writes, while it is `watching`."""
+    """Ends a trace where it was `watching`, if an operator wrote meanwhile."""
 
     def __init__(self) -> None:
         self._watches = False
@@ -39,26 +40,27 @@ class NoWrites:
 
     @contextlib.contextmanager
     def watching(self, watches: bool = True) -> Iterator[None]:
-        """Watch, or look away: the operators that a fake kernel is made of may write."""
+        """Watch, or look away: the operators that a fake kernel is made of may write.
+
+        Raises:
+            WriteError: once what was watched is done, if something in it wrote.
+        """
         before, self._watches = self._watches, watches
         try:
             yield
         finally:
             self._watches = before
-
-    def meet(self, operator: Any) -> None:
-        """Called with each operator, before it runs.
-
-        Raises:
-            WriteError: it writes.
-        """
-        if self._watches and _writes(operator):
-            self._met = True
+        if watches and self._met:
             raise WriteError
 
+    def meet(self, operator: Any) -> None:
+        """Called with each operator, before it runs."""
+        if self._watches and _writes(operator):
+            self._met = True
+
     def require(self, graph: fx.Graph) -> None:
-        """See that nothing in a finished trace wrote: the model may have caught the error, and
-        autograd's own operators come by when nobody watches.
+        """See that nothing in a finished trace wrote: autograd's own operators come by when nobody
+        watches.
 
         Raises:
             WriteError: something did.

@@ -194,6 +194,21 @@ def test_a_none_that_is_no_default_is_still_said(grad: bool) -> None:
     assert [line.split()[0] for line in said] == ["%at_least", "%div"]
 
 
+def test_a_forward_that_writes_is_not_left_halfway(ways: list[bool]) -> None:
+    depth = 0
+
+    def counts(net: Net, x: Tensor) -> Tensor:
+        nonlocal depth
+        depth += 1
+        y = (x * depth).relu_()
+        depth -= 1
+        return y
+
+    assert_same_as_eager(Net(counts), (X,))
+    assert ways == [False, True]
+    assert depth == 0
+
+
 def test_an_error_is_told_as_it_is_with_functionalization(ways: list[bool]) -> None:
     def fails(net: Net, x: Tensor) -> Tensor:
         raise ValueError("no luck here")
