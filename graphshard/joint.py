@@ -224,13 +224,12 @@ class _Builder:
             size_nodes.finish()
 
     def _copied(self, old: fx.Node, fqn: str) -> fx.Node:
-        node = self.graph.create_node(
-            "call_function",
-            _ALWAYS_A_COPY.get(old.target, old.target),
-            fx.map_arg(old.args, self.new.__getitem__),
-            fx.map_arg(_said(old), self.new.__getitem__),
-            name=old.name,
-        )
+        target = _ALWAYS_A_COPY.get(old.target, old.target)
+        node = self.graph.create_node("call_function", target, name=old.name)
+        # Given to `create_node`, every argument would be looked through for what is no argument.
+        node.args = fx.map_arg(old.args, self.new.__getitem__)
+        if said := _said(old):
+            node.kwargs = fx.map_arg(said, self.new.__getitem__)
         node.meta = {"val": old.meta.get("val"), "phase": _phase(old), FQN: fqn}
         custom = old.meta.get("custom") or {}
         for key in (CALLS, REGION, KEEP):

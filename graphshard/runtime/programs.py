@@ -13,6 +13,7 @@ from torch import Tensor, nn
 
 from graphshard import torch_compat
 from graphshard.capture import Capture, capture, signature_of_parts
+from graphshard.collector import only_new_collected
 from graphshard.dynamic import Dynamic, Names, growing, grown, without
 from graphshard.errors import FixedSizeError
 from graphshard.inspect.progress import Progress
@@ -135,9 +136,10 @@ class Programs:
             described = _description(tensors, structure, key)
             trained = (s.layout.fqn for s in self._shards if s.param.requires_grad)
             described[_TRAINED] = "\n".join(trained)
-            if index is None:
-                key, index = self._trace(tensors, structure, names, described, progress)
-            step = self._rewrite(key, index, progress)
+            with only_new_collected():
+                if index is None:
+                    key, index = self._trace(tensors, structure, names, described, progress)
+                step = self._rewrite(key, index, progress)
             self._say(described)
         if names is None:
             self._recent = [(key, step), *self._recent[: RECENT - 1]]
