@@ -17,6 +17,7 @@ from torch import Tensor, nn
 
 from graphshard import torch_compat
 from graphshard.casting import cast_all
+from graphshard.data_assignments import NoDataAssignments
 from graphshard.errors import CaptureError
 from graphshard.mixed_precision import Precisions, keeps_its_dtype
 from graphshard.module_state import own_state
@@ -131,13 +132,22 @@ class TracedModel(nn.Module):
         args, kwargs = self._inputs.build(tensors)
         params = [getattr(self, f"p{i}") for i in range(len(self.param_owners))]
         buffers = [getattr(self, f"b{i}") for i in range(len(self.buffer_owners))]
+        names = {
+            id(p): f"parameter {o.fqn!r}" for o, p in zip(self.param_owners, params, strict=True)
+        }
+        names |= {
+            id(b): f"buffer {o.fqn!r}" for o, b in zip(self.buffer_owners, buffers, strict=True)
+        }
+        assignments = NoDataAssignments(names)
         is_plain = not any(map(torch_compat.is_functional, (*params, *buffers, *tensors)))
         with own_state(model) as changes, self._plain() if is_plain else nullcontext():
             lent = self._cast_params(params)
             shown = self._cast_buffers(model, buffers)
             _install(model, self.param_owners, lent)
             _install(model, self.buffer_owners, shown)
-            output = self._entry.call(model, args, kwargs)
+            with assignments:
+                output = self._entry.call(model, args, kwargs)
+            assignments.require()
             self._refuse_changed_params(params, lent)
             self._write_back_buffers(model, buffers, shown)
         self.state_changes = tuple(changes)

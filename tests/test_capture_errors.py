@@ -246,3 +246,32 @@ def test_a_failed_capture_leaves_the_module_as_it_was():
     assert not model._forward_hooks
     assert not model.fc._forward_pre_hooks
     model(X)
+
+
+class _Assigns(nn.Module):
+    def __init__(self, what, catches=False):
+        super().__init__()
+        self.linear = nn.Linear(4, 4)
+        self.register_buffer("seen", torch.zeros(4))
+        self.what, self.catches = what, catches
+
+    def forward(self, x):
+        y = self.linear(x)
+        try:
+            tensor = {"weight": self.linear.weight, "seen": self.seen, "y": y}[self.what]
+            tensor.data = tensor.data * 2
+        except Exception:
+            if not self.catches:
+                raise
+        return (y * self.seen).sum()
+
+
+@pytest.mark.parametrize("catches", [False, True])
+@pytest.mark.parametrize(
+    ("what", "named"),
+    [("weight", "parameter 'linear.weight'"), ("seen", "buffer 'seen'"), ("y", "a tensor")],
+)
+def test_assigned_data_is_refused(what, named, catches):
+    with pytest.raises(CaptureError, match=rf"assigns \.data of {named}, .*copy_") as raised:
+        capture(_Assigns(what, catches), (torch.randn(2, 4),))
+    assert "tensor.data = tensor.data * 2" in str(raised.value)
