@@ -33,6 +33,7 @@ from graphshard.program import Program
 from graphshard.rnn import stacked_layer_dropout
 from graphshard.sizes import Sizes
 from graphshard.structure import CALL, Structure, take_apart
+from graphshard.torch_effects import checks_as_operators
 from graphshard.tracing import MAIN, Entry, TracedModel
 
 _NO_NAMES: Names = {}
@@ -234,9 +235,10 @@ def _trace(
         stack.enter_context(tagged_checkpoint_regions())
         stack.enter_context(stacked_layer_dropout())
         stack.enter_context(eager_kernels())
+        stack.enter_context(checks_as_operators())
         stack.enter_context(_quiet())
         stack.enter_context(collections_off())
-        stack.enter_context(torch_compat.graphs_without_code())
+        stack.enter_context(torch_compat.lean_graphs())
         joint = export(
             stack,
             traced,
