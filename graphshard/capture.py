@@ -24,6 +24,7 @@ from graphshard.checkpoint_regions import tagged_checkpoint_regions
 from graphshard.collector import collections_off
 from graphshard.dynamic import Names, strides_of, symbolic_shapes
 from graphshard.eager_kernels import eager_kernels
+from graphshard.eager_ways import eager_ways
 from graphshard.errors import CaptureError
 from graphshard.fake_mode import constant_folding_fake_mode
 from graphshard.joint import program_of_joint
@@ -235,6 +236,7 @@ def _trace(
         stack.enter_context(tagged_checkpoint_regions())
         stack.enter_context(stacked_layer_dropout())
         stack.enter_context(eager_kernels())
+        stack.enter_context(eager_ways())
         stack.enter_context(checks_as_operators())
         stack.enter_context(_quiet())
         stack.enter_context(collections_off())

@@ -54,6 +54,22 @@ def test_graphs_are_the_same_either_way(
         _assert_same_with_functionalization(plain, monkeypatch, model, inputs)
 
 
+def test_models_take_the_way_they_take_in_eager(monkeypatch: pytest.MonkeyPatch) -> None:
+    """At a batch of one transformers looks for packed sequences, unless it is being compiled."""
+    from transformers.utils import import_utils
+
+    model = CASES["llama"].model()
+    tokens = CASES["llama"].inputs(0)
+    inputs: dict[str, Any] = {name: value[:1] for name, value in tokens.items()}
+    inputs["use_cache"] = False
+    asked = import_utils.is_fake_tensor
+    plain = _lines(model, inputs)
+    assert import_utils.is_fake_tensor is asked
+    assert not any("cumsum" in line for line in plain)
+    assert_same_as_eager(model, (), inputs)
+    _assert_same_with_functionalization(plain, monkeypatch, model, inputs)
+
+
 def test_graphs_are_the_same_without_gradients(monkeypatch: pytest.MonkeyPatch) -> None:
     model, inputs = CASES["llama"].model().eval(), CASES["llama"].inputs(0)
     plain = _lines(model, inputs, grad=False)
