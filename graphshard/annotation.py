@@ -9,7 +9,7 @@ from typing import Any
 
 from torch import nn
 
-from graphshard import torch_compat
+from graphshard import torch_trace
 
 FQN = "fqn"
 CALLS = "calls"
@@ -26,7 +26,7 @@ def named_nodes(model: nn.Module) -> Iterator[None]:
     "calls" is a tuple of (module FQN, call number) from the root inwards: a module that is used
     twice has two numbers.
     """
-    annotate = torch_compat.annotate()
+    annotate = torch_trace.annotate()
     open_contexts: list[tuple[nn.Module, Any]] = []
     calls: list[tuple[str, int]] = []
     numbers = itertools.count()

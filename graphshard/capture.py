@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from graphshard import torch_compat
+from graphshard import torch_compat, torch_trace
 from graphshard.annotation import named_nodes
 from graphshard.capture_errors import explained
 from graphshard.casting import cast_at_units, settle_casts
@@ -34,7 +34,6 @@ from graphshard.program import Program
 from graphshard.rnn import stacked_layer_dropout
 from graphshard.sizes import Sizes
 from graphshard.structure import CALL, Structure, take_apart
-from graphshard.torch_effects import checks_as_operators
 from graphshard.tracing import MAIN, Entry, TracedModel
 
 _NO_NAMES: Names = {}
@@ -127,7 +126,7 @@ def capture(
             raise
         first = error
     # Many a model has another way for compilers, that looks at no values.
-    with torch_compat.compiling():
+    with torch_trace.compiling():
         try:
             found = _captured_either_way(*example)
         except CaptureError as error:
@@ -139,7 +138,7 @@ def capture(
 
 
 def _looks_at_values(error: CaptureError) -> bool:
-    by_value, by_shape, _ = torch_compat.untraceable_errors()
+    by_value, by_shape, _ = torch_trace.untraceable_errors()
     return isinstance(error.__cause__, (by_value, by_shape))
 
 
@@ -228,19 +227,19 @@ def _captured(
 def _trace(
     traced: TracedModel, model: nn.Module, fakes: list[Tensor], grad: bool, functional: bool
 ) -> Any:
-    export = torch_compat.joint_graph_exporter()
+    export = torch_trace.joint_graph_exporter()
     with contextlib.ExitStack() as stack:
         stack.enter_context(torch.set_grad_enabled(grad))
-        stack.enter_context(torch_compat.preserve_node_meta()())
+        stack.enter_context(torch_trace.preserve_node_meta()())
         stack.enter_context(named_nodes(model))
         stack.enter_context(tagged_checkpoint_regions())
         stack.enter_context(stacked_layer_dropout())
         stack.enter_context(eager_kernels())
         stack.enter_context(eager_ways())
-        stack.enter_context(checks_as_operators())
+        stack.enter_context(torch_trace.checks_as_operators())
         stack.enter_context(_quiet())
         stack.enter_context(collections_off())
-        stack.enter_context(torch_compat.lean_graphs())
+        stack.enter_context(torch_trace.lean_graphs())
         joint = export(
             stack,
             traced,

@@ -12,7 +12,7 @@ from types import TracebackType
 import torch
 from torch import nn
 
-from graphshard import torch_compat
+from graphshard import torch_trace
 from graphshard.errors import CaptureError, GraphshardError
 
 _LIBRARIES = tuple(
@@ -36,7 +36,7 @@ def explained(model: nn.Module) -> Iterator[None]:
 
 
 def _reason(error: Exception) -> str:
-    by_value, by_shape, unsupported = torch_compat.untraceable_errors()
+    by_value, by_shape, unsupported = torch_trace.untraceable_errors()
     text = str(error).strip().splitlines()
     first = text[0] if text else type(error).__name__
     if isinstance(error, by_value):

@@ -19,7 +19,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import CheckpointPolicy, SelectiveCheckpointContext
 
-from graphshard import torch_compat
+from graphshard import torch_compat, torch_trace
 from graphshard.annotation import KEEP, REGION
 from graphshard.errors import CaptureError
 
@@ -34,7 +34,7 @@ def tagged_checkpoint_regions() -> Iterator[None]:
     Raises:
         CaptureError: from inside, for contexts that cannot be carried into a graph.
     """
-    annotate = torch_compat.annotate()
+    annotate = torch_trace.annotate()
     numbers = itertools.count()
     around: list[int] = []
 
@@ -115,7 +115,7 @@ class _KeepTags(TorchDispatchMode):
         kwargs = kwargs or {}
         if func in torch_compat.selective_checkpoint_ignores():
             return func(*args, **kwargs)
-        graph = torch_compat.traced_graph()
+        graph = torch_trace.traced_graph()
         before = 0 if graph is None else len(graph.nodes)
         out = func(*args, **kwargs)
         context = SelectiveCheckpointContext(

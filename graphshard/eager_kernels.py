@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from graphshard import torch_compat
+from graphshard import torch_trace
 
 _INTERPOLATIONS = (
     "upsample_nearest1d",
@@ -48,7 +48,7 @@ def eager_kernels() -> Iterator[None]:
     for name in _INTERPOLATIONS:
         packet = getattr(torch.ops.aten, name)
         rules[packet.vec] = partial(_interpolate, packet.default)
-    with torch_compat.tracing_rules(rules):
+    with torch_trace.tracing_rules(rules):
         yield
 
 

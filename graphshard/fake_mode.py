@@ -12,7 +12,7 @@ from torch import Tensor
 from torch.utils._pytree import tree_leaves, tree_map
 from torch.utils.weak import WeakTensorKeyDictionary
 
-from graphshard import torch_compat
+from graphshard import torch_compat, torch_trace
 from graphshard.eager_kernels import INTERPOLATION_BACKWARDS, interpolation_gradient
 from graphshard.sizes import SYMBOLIC, Answer, Sizes, hint
 from graphshard.writes import NoWrites
@@ -95,7 +95,7 @@ class _Recipe:
 
     def item(self, number: Callable[[Any], Any]) -> Any:
         """The value of a single element, as a Python number."""
-        with torch.no_grad(), torch_compat.without_dispatch_modes():
+        with torch.no_grad(), torch_trace.without_dispatch_modes():
             return self.evaluate(number).item()
 
     def is_symbolic(self) -> bool:

@@ -9,7 +9,7 @@ from typing import Any, cast
 import torch
 from torch import Tensor, fx
 
-from graphshard import torch_compat
+from graphshard import torch_trace
 from graphshard.annotation import CALLS, FQN, KEEP, REGION
 from graphshard.errors import CaptureError
 from graphshard.program import (
@@ -72,7 +72,7 @@ class _Builder:
         self.inputs = inputs
         self.graph = fx.Graph()
         self.new: dict[fx.Node, Any] = {}
-        self.desc = torch_compat.descriptors()
+        self.desc = torch_trace.descriptors()
         self.ends = {
             _end_key(node.meta["desc"], self.desc): node
             for node in joint.graph.nodes

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from graphshard import torch_compat
+from graphshard import torch_trace
 from graphshard.casting import cast_all
 from graphshard.data_assignments import NoDataAssignments
 from graphshard.errors import CaptureError
@@ -69,7 +69,7 @@ class Entry:
         module = model.get_submodule(self.module)
         if self.method == "forward":
             return module(*args, **kwargs)
-        with torch_compat.annotate()({"fqn": self.module, "calls": ((self.module, 0),)}):
+        with torch_trace.annotate()({"fqn": self.module, "calls": ((self.module, 0),)}):
             return getattr(module, self.method)(*args, **kwargs)
 
     def __str__(self) -> str:
@@ -139,7 +139,7 @@ class TracedModel(nn.Module):
             id(b): f"buffer {o.fqn!r}" for o, b in zip(self.buffer_owners, buffers, strict=True)
         }
         assignments = NoDataAssignments(names)
-        is_plain = not any(map(torch_compat.is_functional, (*params, *buffers, *tensors)))
+        is_plain = not any(map(torch_trace.is_functional, (*params, *buffers, *tensors)))
         with own_state(model) as changes, self._plain() if is_plain else nullcontext():
             lent = self._cast_params(params)
             shown = self._cast_buffers(model, buffers)
