@@ -396,36 +396,3 @@ def test_hooks_that_a_forward_installs_are_installed_once_in_each_trace():
         captured = capture(model, (X,))
     assert len(captured.program.outputs) == 2
     assert not model.fc._forward_hooks
-
-
-MATRICES = {
-    "inv": torch.linalg.inv,
-    "cholesky": torch.linalg.cholesky,
-    "solve": lambda a: torch.linalg.solve(a, a + 1),
-    "eigh": lambda a: torch.linalg.eigh(a)[0],
-    "qr": lambda a: torch.linalg.qr(a)[0],
-    "slogdet": lambda a: torch.linalg.slogdet(a)[1],
-}
-
-
-@pytest.mark.parametrize("name", MATRICES)
-def test_linear_algebra(name):
-    w = nn.Parameter(3 * torch.eye(4) + 0.1 * torch.randn(4, 4))
-    net = Net(lambda m, x: (MATRICES[name](m.w @ m.w.t()) * x[0, 0]).sum(), w=w)
-    assert_same_as_eager(net, (X,))
-
-
-def test_a_bad_matrix_is_an_error_of_the_step_as_of_eager():
-    net = Net(lambda m, x: torch.linalg.inv(m.w).sum() * x.sum(), w=nn.Parameter(torch.eye(4)))
-    captured = capture(net, (X,))
-    run_captured(captured, net, (X,), {})
-    with torch.no_grad():
-        net.w.zero_()
-    for run in (lambda: net(X), lambda: run_captured(captured, net, (X,), {})):
-        with pytest.raises(torch.linalg.LinAlgError, match="could not be completed"):
-            run()
-
-
-def test_a_parametrization_by_linear_algebra():
-    layer = nn.utils.parametrizations.orthogonal(linear(), orthogonal_map="cayley")
-    assert_same_as_eager(Net(lambda m, x: m.fc(x).square().sum() * 1, fc=layer), (X,))
