@@ -5,9 +5,11 @@ from __future__ import annotations
 import faulthandler
 import os
 import pickle
+import signal
 import tempfile
 import time
 import traceback
+import warnings
 from collections.abc import Callable
 from datetime import timedelta
 from multiprocessing import get_context
@@ -16,6 +18,9 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+
+_SAID = 8000
+"""Characters of a dead rank's stderr that are told."""
 
 
 class RankError(AssertionError):
@@ -35,8 +40,32 @@ def run_ranks(
     A rank that wrote its result and then aborted while exiting (Gloo does at times, groups
     destroyed or not) has succeeded. One that raised fails the test with its traceback; one that is
     still running after `timeout` seconds is killed and fails it too, with the Python stacks it had
-    then. Ranks in `dying` may end without a result (None then).
+    then; one that died, with the last it wrote to stderr. The failure that came first is told
+    first: those of other ranks mostly follow from it. Where a rank was aborted (by SIGABRT, from
+    C++) all are run once more, with a warning. Ranks in `dying` may end without a result (None
+    then).
     """
+    for again in (True, False):
+        results, errors, aborted = _once(function, world_size, args, timeout, group_timeout, dying)
+        if aborted and again:
+            # Threads of torch's Gloo abort a process once in many thousand runs.
+            warnings.warn(f"ranks are run again: {errors}", stacklevel=2)
+            continue
+        break
+    if errors:
+        raise RankError(errors)
+    return results
+
+
+def _once(
+    function: Callable[..., Any],
+    world_size: int,
+    args: tuple[Any, ...],
+    timeout: float,
+    group_timeout: float,
+    dying: frozenset[int],
+) -> tuple[list[Any], str, bool]:
+    """(Results in rank order, what failed if anything, whether a rank was aborted)."""
     context = get_context("spawn")
     with tempfile.TemporaryDirectory() as directory:
         folder = Path(directory)
@@ -60,32 +89,36 @@ def run_ranks(
             for process in ranks:
                 process.kill()
                 process.join()
-        return _results(folder, ranks, hung, dying, timeout)
+        results, errors = _results(folder, ranks, hung, dying, timeout)
+        aborted = any(
+            process.exitcode == -signal.SIGABRT and not (folder / f"result_{rank}").exists()
+            for rank, process in enumerate(ranks)
+        )
+        return results, errors, aborted and bool(errors)
 
 
 def _results(
     folder: Path, ranks: list[Any], hung: list[int], dying: frozenset[int], timeout: float
-) -> list[Any]:
+) -> tuple[list[Any], str]:
     results: list[Any] = []
-    errors = []
+    errors: list[tuple[float, str]] = []
     for rank, process in enumerate(ranks):
-        file = folder / f"result_{rank}"
+        file, stderr = folder / f"result_{rank}", folder / f"stderr_{rank}"
         if file.exists():
             ok, value = pickle.loads(file.read_bytes())
             results.append(value)
             if not ok:
-                errors.append(f"rank {rank} raised:\n{value}")
+                errors.append((file.stat().st_mtime, f"rank {rank} raised:\n{value}"))
         elif rank in dying:
             results.append(None)
-        elif rank in hung:
-            stacks = folder / f"stacks_{rank}"
-            shown = stacks.read_text() if stacks.exists() else ""
-            errors.append(f"rank {rank} was still running after {timeout:g} s\n{shown}")
         else:
-            errors.append(f"rank {rank} ended with code {process.exitcode} and no result")
-    if errors:
-        raise RankError("\n".join(errors))
-    return results
+            how = f"rank {rank} ended with code {process.exitcode} and no result"
+            if rank in hung:
+                how = f"rank {rank} was still running after {timeout:g} s"
+            said = stderr.read_text(errors="replace") if stderr.exists() else ""
+            when = stderr.stat().st_mtime if said else float("inf")
+            errors.append((when, f"{how}\n{said[-_SAID:]}"))
+    return results, "\n".join(error for _, error in sorted(errors))
 
 
 def _rank_main(
@@ -97,8 +130,10 @@ def _rank_main(
     deadline: float,
     args: tuple[Any, ...],
 ) -> None:
-    stacks = (folder / f"stacks_{rank}").open("w")
-    faulthandler.dump_traceback_later(max(0.1, deadline - time.time()), file=stacks)
+    # Of the process, so that what C++ says when it aborts is in it too.
+    os.dup2(os.open(folder / f"stderr_{rank}", os.O_WRONLY | os.O_CREAT | os.O_APPEND), 2)
+    faulthandler.enable()
+    faulthandler.dump_traceback_later(max(0.1, deadline - time.time()))
     os.environ.update(RANK=str(rank), WORLD_SIZE=str(world_size), LOCAL_RANK=str(rank))
     torch.set_num_threads(1)
     try:
@@ -141,25 +176,33 @@ class Checks:
     ) -> None:
         reports = run_ranks(_run_checks, world_size, checks, **options)
         self._failures = {
-            check.__name__: [report.get(check.__name__, "not reached") for report in reports]
+            check.__name__: [report.get(check.__name__, (0.0, "not reached")) for report in reports]
             for check in checks
         }
 
     def require(self, check: Callable[[int], None]) -> None:
-        """Fail with the rank's traceback unless `check` passed on every rank."""
-        for rank, failure in enumerate(self._failures[check.__name__]):
-            if failure is not None:
-                raise RankError(f"{check.__name__} on rank {rank}: {failure}")
+        """Fail with the traceback of the rank that failed first unless `check` passed on all."""
+        failures = [
+            (*failure, rank)
+            for rank, failure in enumerate(self._failures[check.__name__])
+            if failure is not None
+        ]
+        if failures:
+            _, failure, rank = min(failures)
+            raise RankError(f"{check.__name__} on rank {rank}: {failure}")
 
 
-def _run_checks(rank: int, checks: list[Callable[[int], None]]) -> dict[str, str | None]:
-    report: dict[str, str | None] = {}
+def _run_checks(
+    rank: int, checks: list[Callable[[int], None]]
+) -> dict[str, tuple[float, str] | None]:
+    """By check that ran, when it failed and its traceback, or None."""
+    report: dict[str, tuple[float, str] | None] = {}
     for check in checks:
         try:
             check(rank)
             dist.barrier()
             report[check.__name__] = None
         except Exception:
-            report[check.__name__] = traceback.format_exc()
+            report[check.__name__] = time.time(), traceback.format_exc()
             break
     return report

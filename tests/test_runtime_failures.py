@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import os
+import re
 import time
 from collections.abc import Callable
+from pathlib import Path
 
 import pytest
 import torch
@@ -223,6 +225,29 @@ def exits(rank: int) -> None:
 def test_the_harness_notices_a_rank_without_result() -> None:
     with pytest.raises(RankError, match="rank 0 ended with code 3 and no result"):
         run_ranks(exits, 1)
+
+
+def aborts(rank: int) -> None:
+    os.write(2, b"what C++ says")
+    os.abort()
+
+
+def aborts_once(rank: int, before: Path) -> int:
+    if not before.exists():
+        before.touch()
+        aborts(rank)
+    return rank
+
+
+def test_the_harness_tells_what_an_aborted_rank_said() -> None:
+    with pytest.warns(UserWarning, match="run again"), pytest.raises(RankError) as caught:
+        run_ranks(aborts, 1)
+    assert re.search(r"ended with code -6(.|\n)*what C\+\+ says(.|\n)*in aborts", str(caught.value))
+
+
+def test_the_harness_runs_once_more_what_was_aborted(tmp_path: Path) -> None:
+    with pytest.warns(UserWarning, match="what C\\+\\+ says"):
+        assert run_ranks(aborts_once, 1, tmp_path / "before") == [0]
 
 
 def sleeps(rank: int) -> None:
