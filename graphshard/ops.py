@@ -196,12 +196,10 @@ def group_of(node: fx.Node) -> str:
 
 def is_unpack(node: fx.Node) -> bool:
     """Whether `node` picks one tensor out of a `wait`."""
-    return (
-        node.op == "call_function"
-        and node.target is operator.getitem
-        and isinstance(node.args[0], fx.Node)
-        and node.args[0].target is wait
-    )
+    if node.target is not operator.getitem:
+        return False
+    source = node.args[0]
+    return isinstance(source, fx.Node) and source.target is wait
 
 
 def is_reduced(node: fx.Node) -> bool:
@@ -250,7 +248,10 @@ def has_effect(node: fx.Node) -> bool:
 
 def is_compute(node: fx.Node) -> bool:
     """Whether `node` is the model's own work: no placeholder, no output, no communication."""
-    return node.op == "call_function" and op_name(node) is None and not is_unpack(node)
+    target = node.target
+    if node.op != "call_function" or (type(target) is _Function and target in VOCABULARY):
+        return False
+    return target is not operator.getitem or not is_unpack(node)
 
 
 def released(node: fx.Node) -> tuple[fx.Node, int]:
@@ -270,7 +271,7 @@ def collective_of(node: fx.Node) -> fx.Node:
     """
     current = node
     while not is_collective(current):
-        if op_name(current) not in ("wait", "free") and not is_unpack(current):
+        if current.target not in (wait, free) and not is_unpack(current):
             raise GraphshardError(f"node {node.name} belongs to no collective")
         source = current.args[0]
         assert isinstance(source, fx.Node)

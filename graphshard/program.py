@@ -19,7 +19,7 @@ Every node but the output carries in `meta`:
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from math import prod
 from typing import TYPE_CHECKING, Any, cast
@@ -249,16 +249,24 @@ class Program:
 def _copied(graph: fx.Graph) -> tuple[fx.Graph, dict[fx.Node, fx.Node]]:
     """A copy of `graph`, whose nodes share their values with it, and its nodes by those of `graph`.
 
-    `Graph.graph_copy` looks through every argument for symbolic sizes, and copies `meta` twice; an
-    argument set afterwards is not looked through.
+    `Graph.graph_copy` copies `meta` twice, and each node as `Graph.node_copy` does.
     """
     made = fx.Graph(tracer_cls=graph._tracer_cls)
     remap: dict[fx.Node, fx.Node] = {}
     for node in graph.nodes:
-        new = remap[node] = made.create_node(node.op, node.target, name=node.name)
-        new.args = fx.map_arg(node.args, remap.__getitem__)
-        if node.kwargs:
-            new.kwargs = fx.map_arg(node.kwargs, remap.__getitem__)
-        new.type = node.type
-        new.meta.update(node.meta)
+        remap[node] = copy_node(made, node, remap)
     return made, remap
+
+
+def copy_node(graph: fx.Graph, node: fx.Node, new: Mapping[fx.Node, Any]) -> fx.Node:
+    """Append `node` to `graph`, reading for each node what `new` has for it.
+
+    `Graph.node_copy` takes twice the time: it looks through every argument for symbolic sizes. An
+    argument set afterwards is not looked through.
+    """
+    copied = graph.create_node(node.op, node.target, name=node.name, type_expr=node.type)
+    copied.args = fx.map_arg(node.args, new.__getitem__)
+    if node.kwargs:
+        copied.kwargs = fx.map_arg(node.kwargs, new.__getitem__)
+    copied.meta.update(node.meta)
+    return copied

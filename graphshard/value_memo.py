@@ -40,7 +40,10 @@ def is_plain(target: Any) -> bool:
 
 @dataclass(frozen=True, slots=True)
 class Known:
-    """What a node was numbered from. Arguments of nodes are replaced, and never changed."""
+    """What a node was numbered from. Arguments of nodes are replaced, and never changed.
+
+    plain: no equation is about its operator, so that its number follows from nothing else.
+    """
 
     target: Any
     args: Any
@@ -49,6 +52,7 @@ class Known:
     numbers: list[Any]
     number: int
     effect: bool
+    plain: bool
 
     def is_of(self, node: fx.Node, numbers: Mapping[fx.Node, Any]) -> bool:
         """Whether `node` has the operator and arguments it had, and these their numbers."""

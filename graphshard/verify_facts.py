@@ -59,7 +59,7 @@ class Reference:
             values=Values.of(program) if captured is None else captured.values,
             tables=tables_of(program),
             collectives=tuple((collective_key(node), node.name) for node in collectives),
-            reads=reads_of(program.nodes(), known) if facts is None else facts.reads,
+            reads=reads_of(program.graph.nodes, known) if facts is None else facts.reads,
             results=(signatures(results.outputs), signatures(results.mutations)),
             signatures=known,
         )
@@ -194,16 +194,22 @@ class Signatures:
             self._known[id(val)] = val, found
         return found
 
-    def read_by(self, node: fx.Node) -> tuple[Signature, ...]:
-        """Shape and dtype of each input of `node`."""
-        return tuple([self.of(value.meta.get("val")) for value in node.all_input_nodes])
-
 
 def reads_of(
     nodes: Iterable[fx.Node], signatures: Signatures
 ) -> dict[fx.Node, tuple[Signature, ...]]:
     """Shape and dtype of each input of the compute nodes among `nodes`."""
-    return {node: signatures.read_by(node) for node in nodes if ops.is_compute(node)}
+    # Of every value once, since many read it; what collectives give is picked from, not read.
+    of = {
+        node: signatures.of(node.meta.get("val"))
+        for node in nodes
+        if not ops.is_collective(node) and node.target is not ops.wait
+    }
+    return {
+        node: tuple([of.get(value, ()) for value in node.all_input_nodes])
+        for node in of
+        if ops.is_compute(node)
+    }
 
 
 def signatures(values: list[Any]) -> tuple[Signature, ...]:

@@ -58,13 +58,15 @@ def check_layout(facts: Facts) -> None:
             )
 
 
+_NEEDED = frozenset({"val", "phase", "fqn", "unit"})
+
+
 def check_metadata(facts: Facts) -> None:
     """Every node says its value, phase, module and unit; its inputs stand before it."""
     for index, node in enumerate(facts.nodes):
-        if node.op != "output":
-            missing = [key for key in ("val", "phase", "fqn", "unit") if key not in node.meta]
-            if missing and node.op == "call_function":
-                facts.fail("metadata", node, f"meta lacks {', '.join(missing)}")
+        if node.op == "call_function" and not node.meta.keys() >= _NEEDED:
+            missing = ", ".join(sorted(_NEEDED - node.meta.keys()))
+            facts.fail("metadata", node, f"meta lacks {missing}")
         for value in node.all_input_nodes:
             at = facts.place.get(value)
             if at is None:

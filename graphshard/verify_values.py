@@ -77,17 +77,12 @@ class Values:
     def of(cls, program: Program, captured: Values | None = None) -> Values:
         """Number the values of `program`, which keeps the rules on its graph and collectives."""
         values = cls() if captured is None else cls._like(captured)
-        for entry in program.params:
-            values._enter(entry.node, ("param", entry.fqn))
-        for buffer in program.buffers:
-            values._enter(buffer.node, ("buffer", buffer.fqn))
-        for given in program.inputs:
-            values._enter(given.node, ("input", given.path))
-        for index, output in enumerate(program.outputs):
-            if output.tangent is not None:
-                values._enter(output.tangent, ("tangent", index))
+        values._enter_tables(program)
         for node in program.nodes():
-            if ops.op_name(node) is None or ops.is_transfer(node) or node.target is ops.reshard:
+            known = values.known.get(node)
+            if known is not None and known.plain and known.is_of(node, values.of_node):
+                values._take(node, known)
+            elif ops.op_name(node) is None or ops.is_transfer(node) or node.target is ops.reshard:
                 values._visit(node)
             elif node.target is ops.keep:
                 number = values.of_node[node.args[0]]  # type: ignore[index]
@@ -95,6 +90,17 @@ class Values:
         for name, ends in vars(program.results()).items():
             values.ends[name] = [values.number(end) for end in ends]
         return values
+
+    def _enter_tables(self, program: Program) -> None:
+        for entry in program.params:
+            self._enter(entry.node, ("param", entry.fqn))
+        for buffer in program.buffers:
+            self._enter(buffer.node, ("buffer", buffer.fqn))
+        for given in program.inputs:
+            self._enter(given.node, ("input", given.path))
+        for index, output in enumerate(program.outputs):
+            if output.tangent is not None:
+                self._enter(output.tangent, ("tangent", index))
 
     @classmethod
     def _like(cls, captured: Values) -> Values:
@@ -230,9 +236,13 @@ class Values:
         known = self.known.get(node)
         if known is None or not known.is_of(node, of_node):
             known = self.known[node] = self._put_together(node)
+        self._take(node, known)
+
+    def _take(self, node: fx.Node, known: Known) -> None:
         if known.effect:
             self.effects.append(node)
-        self._set(node, known.number)
+        self.of_node[node] = known.number
+        self.name.setdefault(known.number, node.name)
 
     def _put_together(self, node: fx.Node) -> Known:
         key: Key = (node.target, self.number(node.args), self.number(node.kwargs))
@@ -242,7 +252,8 @@ class Values:
         inputs = node.all_input_nodes
         numbers = [self.of_node[value] for value in inputs]
         number = self.intern(key)
-        return Known(node.target, node.args, node.kwargs, inputs, numbers, number, effect)
+        plain = is_plain(node.target)
+        return Known(node.target, node.args, node.kwargs, inputs, numbers, number, effect, plain)
 
     def _unpack(self, node: fx.Node) -> None:
         collective = ops.collective_of(node)

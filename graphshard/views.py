@@ -137,12 +137,14 @@ def transfers_after(node: fx.Node) -> list[fx.Node]:
 
 
 def _is_derivation(node: fx.Node) -> bool:
-    copies = node.target in COPIES
-    if not copies and node.target is not operator.getitem and not is_view_op(node.target):
+    if not _may_derive(node.target) or len(tensor_inputs(node)) != 1:
         return False
-    if len(tensor_inputs(node)) != 1:
-        return False
-    return not copies or all(user.op != "output" for user in node.users)
+    return node.target not in COPIES or all(user.op != "output" for user in node.users)
+
+
+@cache
+def _may_derive(target: Any) -> bool:
+    return target in COPIES or target is operator.getitem or is_view_op(target)
 
 
 @dataclass(frozen=True)

@@ -61,6 +61,7 @@ class _Forming:
         nodes = size_nodes(program.graph)
         self.symbol_of = {node: symbol for symbol, node in nodes.items()}
         self.symbols = {s for s, node in nodes.items() if node.op == "placeholder"}  # met so far
+        self.fixed = program.sizes is None  # no size is symbolic
         self.takes_random = draws_as_eager()
         self.number = 0
         self.inside: dict[fx.Node, None] = {}
@@ -106,6 +107,8 @@ class _Forming:
 
     def _knows_sizes(self, node: fx.Node) -> bool:
         """Whether every symbol in what `node` reads and gives has a node of its own before it."""
+        if self.fixed:
+            return True
         vals = [value.meta.get("val") for value in (node, *node.all_input_nodes)]
         return all(symbol in self.symbols for val in vals for symbol in symbols_of(val))
 

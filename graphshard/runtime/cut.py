@@ -17,7 +17,7 @@ from torch import Tensor, fx
 
 from graphshard import ops
 from graphshard.errors import GraphshardError
-from graphshard.program import BACKWARD, FORWARD, Program
+from graphshard.program import BACKWARD, FORWARD, Program, copy_node
 from graphshard.regions import REGION
 from graphshard.size_nodes import symbol_nodes
 from graphshard.views import alias_inputs
@@ -81,7 +81,7 @@ def cut_backward(program: Program, crossings: Sequence[Crossing]) -> fx.Graph:
     for node in program.nodes():
         kept_unpack = ops.is_unpack(node) and node.args[0] in new and node not in new
         if not _runs_in_forward(node) or kept_unpack:
-            new[node] = graph.node_copy(node, new.__getitem__)
+            new[node] = copy_node(graph, node, new)
     results = program.results()
     mapped = fx.map_arg([results.grads, results.input_grads], new.__getitem__)
     graph.output(mapped)
@@ -105,7 +105,7 @@ def _forward(program: Program, crossings: Sequence[Crossing]) -> fx.Graph:
         late = [source.name for source in node.all_input_nodes if source not in new]
         if late:
             raise GraphshardError(f"forward node {node.name} reads backward's {', '.join(late)}")
-        new[node] = graph.node_copy(node, new.__getitem__)
+        new[node] = copy_node(graph, node, new)
         by_name[node.name] = node
     overwritten = _overwritten(program)
 

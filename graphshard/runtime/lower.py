@@ -35,6 +35,7 @@ from torch import fx, nn
 
 from graphshard import ops
 from graphshard.plan import ShardingPlan
+from graphshard.program import copy_node
 from graphshard.regions import Region, Regions, is_fixed, picks_from, regions_in
 from graphshard.runtime.boxed import BoxedCodeGen
 from graphshard.runtime.collectives import Collective, Operand, wait
@@ -98,7 +99,7 @@ def lower(
                     poisoned = lowered.node_copy(release, new.__getitem__)
                     poisoned.target = poison
         elif node not in inside:
-            copied = new[node] = lowered.node_copy(node, new.__getitem__)
+            copied = new[node] = copy_node(lowered, node, new)
             _bind(copied, node, plan, group, kept)
             if node in taken and not group.check:
                 copied.target = take
