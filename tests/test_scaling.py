@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import gc
+import subprocess
+import sys
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -103,3 +106,19 @@ def test_flat_looks_at_every_row(capsys: pytest.CaptureFixture[str]) -> None:
     assert not scaling.flat(of(1.0, 1.4, 1.0), "ranks")
     assert scaling.flat(of(0.001, 0.04, 0.04), "ranks")
     assert "NOT FLAT in ranks" in capsys.readouterr().out
+
+
+@pytest.mark.slow
+def test_first_steps_of_two_depths_are_compared() -> None:
+    script = Path(scaling.__file__).with_name("first_step.py")
+    asked = ["--depths", "1", "2", "--width", "32", "--ranks", "1", "--rounds", "1"]
+    ran = subprocess.run(
+        [sys.executable, str(script), *asked], capture_output=True, text=True, timeout=300
+    )
+    assert ran.returncode == 0, ran.stderr
+    rows = [line.split() for line in ran.stdout.splitlines()]
+    assert [row[:2] for row in rows[1:5]] == [
+        [blocks, cache] for blocks in ("1", "2") for cache in ("empty", "filled")
+    ]
+    assert all(float(row[2]) > 0 and float(row[4]) > 0 for row in rows[1:5])
+    assert ran.stdout.count("2 blocks of 1") == 2

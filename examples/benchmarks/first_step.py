@@ -1,0 +1,167 @@
+"""Seconds from the call of `compile` to the first step, with `backend="inductor"`, by depth.
+
+    OMP_NUM_THREADS=1 python examples/benchmarks/first_step.py    # a GPT of 12 and of 48 blocks
+
+Regions of equal structure are compiled once, so a deeper model should cost little more. Each line
+is one depth, with Inductor's cache on disk empty or filled by the run before; each run is `--ranks`
+processes of their own over Gloo, that have compiled a toy before. Seconds are of the wall clock on
+rank 0, the median of `--rounds`: capture; passes with their checks; compile, which is Inductor's
+part; the rest of the call (shards, lowering); the first step, forward and backward; a second one,
+which is the first one's work without what is done once.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from statistics import median
+
+import torch
+import torch.distributed as dist
+
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent.parent))
+
+import graphshard
+from examples.gpt import GPT, Block, GPTConfig
+
+PARTS = ("capture", "passes", "compile", "rest", "step", "again")
+TIMEOUT = 900  # seconds for one run
+
+
+class StageSeconds:
+    """Seconds of the wall clock that stages took, by name."""
+
+    def __init__(self) -> None:
+        self.seconds: dict[str, float] = {}
+
+    @contextmanager
+    def stage(self, name: str, total: int | None = None) -> Iterator[None]:
+        """See `graphshard.pipeline.Stages`."""
+        start = time.perf_counter()
+        try:
+            yield
+        finally:
+            self.seconds[name] = self.seconds.get(name, 0.0) + time.perf_counter() - start
+
+    def advance(self) -> None:
+        """Nothing is shown."""
+
+
+def first_step(layers: int, width: int) -> dict[str, float]:
+    """Seconds of each part, for a GPT of `layers` blocks."""
+    model = GPT(GPTConfig(layers=layers, width=width, heads=4))
+    ids, targets = torch.randint(0, 256, (2, 2, 64))
+    stages = StageSeconds()
+    if dist.is_initialized():
+        dist.barrier()
+    began = time.perf_counter()
+    sharded = graphshard.compile(
+        model,
+        graphshard.BlockPolicy({Block}),
+        example_inputs=(ids, targets),
+        backend="inductor",
+        progress=stages,
+    )
+    called = time.perf_counter()
+    sharded(ids, targets).backward()
+    stepped = time.perf_counter()
+    sharded(ids, targets).backward()
+    found = {name: stages.seconds[name] for name in ("capture", "passes", "compile")}
+    found["rest"] = called - began - sum(found.values())
+    return found | {"step": stepped - called, "again": time.perf_counter() - stepped}
+
+
+def one_rank(rank: int, ranks: int, layers: int, width: int, store: str) -> None:
+    torch.set_num_threads(1)
+    if ranks > 1:
+        dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=ranks)
+    first_step(1, 32)  # what a first call imports is no cost of the model's
+    found = first_step(layers, width)
+    if rank == 0:
+        print(json.dumps(found))
+    if ranks > 1:
+        dist.destroy_process_group()
+
+
+def run(layers: int, width: int, ranks: int, cache: str) -> dict[str, float]:
+    """`first_step` on fresh ranks, with Inductor's cache in the folder `cache`."""
+    environment = {**os.environ, "TORCHINDUCTOR_CACHE_DIR": cache}
+    with tempfile.TemporaryDirectory() as folder:
+        given = {"ranks": ranks, "depths": layers, "width": width, "store": f"{folder}/store"}
+        arguments = [text for name, value in given.items() for text in (f"--{name}", str(value))]
+        processes = [
+            subprocess.Popen(
+                [sys.executable, __file__, *arguments, "--rank", str(rank)],
+                env=environment,
+                stdout=subprocess.PIPE,
+                stderr=subprocess.PIPE,
+                text=True,
+            )
+            for rank in range(ranks)
+        ]
+        try:
+            said = [process.communicate(timeout=TIMEOUT) for process in processes]
+        finally:
+            for process in processes:
+                process.kill()
+    for process, (_, errors) in zip(processes, said, strict=True):
+        if process.returncode:
+            raise RuntimeError(f"a rank ended with code {process.returncode}:\n{errors}")
+    seconds: dict[str, float] = json.loads(said[0][0].splitlines()[-1])
+    return seconds
+
+
+def after_capture(seconds: dict[str, float], *, with_step: bool) -> float:
+    """Seconds from the end of capture to the first step, or to its end."""
+    parts = ("passes", "compile", "rest", *(("step",) if with_step else ()))
+    return sum(seconds[part] for part in parts)
+
+
+def main() -> None:
+    """Print a line per depth and cache, and how the deepest compares with the shallowest."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--depths", type=int, nargs="+", default=[12, 48])
+    parser.add_argument("--width", type=int, default=256)
+    parser.add_argument("--ranks", type=int, default=2)
+    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--rank", type=int, help=argparse.SUPPRESS)
+    parser.add_argument("--store", help=argparse.SUPPRESS)
+    asked = parser.parse_args()
+    if asked.rank is not None:
+        one_rank(asked.rank, asked.ranks, asked.depths[0], asked.width, asked.store)
+        return
+    taken: dict[tuple[int, str], list[dict[str, float]]] = {}
+    for _ in range(asked.rounds):
+        for layers in asked.depths:
+            with tempfile.TemporaryDirectory() as cache:
+                for state in ("empty", "filled"):
+                    found = run(layers, asked.width, asked.ranks, cache)
+                    taken.setdefault((layers, state), []).append(found)
+    print(f"blocks   cache  {'  '.join(f'{part:>7}' for part in PARTS)}   after capture")
+    for (layers, state), rows in taken.items():
+        parts = "  ".join(f"{median(row[part] for row in rows):7.2f}" for part in PARTS)
+        whole = median(after_capture(row, with_step=True) for row in rows)
+        print(f"{layers:6}  {state:>6}  {parts}  {whole:14.2f}")
+    few, many = min(asked.depths), max(asked.depths)
+    for state in ("empty", "filled"):
+        ratios = [
+            median(after_capture(row, with_step=with_step) for row in taken[many, state])
+            / median(after_capture(row, with_step=with_step) for row in taken[few, state])
+            for with_step in (False, True)
+        ]
+        print(
+            f"{state} cache, after capture, {many} blocks of {few}: {ratios[0]:.2f} to the first "
+            f"step, {ratios[1]:.2f} with it"
+        )
+
+
+if __name__ == "__main__":
+    main()
