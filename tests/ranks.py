@@ -41,8 +41,8 @@ def run_ranks(
     destroyed or not) has succeeded. One that raised fails the test with its traceback; one that is
     still running after `timeout` seconds is killed and fails it too, with the Python stacks it had
     then; one that died, with the last it wrote to stderr. The failure that came first is told
-    first: those of other ranks mostly follow from it. Where a rank was aborted (by SIGABRT, from
-    C++) all are run once more, with a warning. Ranks in `dying` may end without a result (None
+    first: those of other ranks mostly follow from it. Where that is a rank's abort (by SIGABRT,
+    from C++) all are run once more, with a warning. Ranks in `dying` may end without a result (None
     then).
     """
     for again in (True, False):
@@ -65,7 +65,7 @@ def _once(
     group_timeout: float,
     dying: frozenset[int],
 ) -> tuple[list[Any], str, bool]:
-    """(Results in rank order, what failed if anything, whether a rank was aborted)."""
+    """(Results in rank order, what failed if anything, whether a rank's abort came first)."""
     context = get_context("spawn")
     with tempfile.TemporaryDirectory() as directory:
         folder = Path(directory)
@@ -89,26 +89,21 @@ def _once(
             for process in ranks:
                 process.kill()
                 process.join()
-        results, errors = _results(folder, ranks, hung, dying, timeout)
-        aborted = any(
-            process.exitcode == -signal.SIGABRT and not (folder / f"result_{rank}").exists()
-            for rank, process in enumerate(ranks)
-        )
-        return results, errors, aborted and bool(errors)
+        return _results(folder, ranks, hung, dying, timeout)
 
 
 def _results(
     folder: Path, ranks: list[Any], hung: list[int], dying: frozenset[int], timeout: float
-) -> tuple[list[Any], str]:
+) -> tuple[list[Any], str, bool]:
     results: list[Any] = []
-    errors: list[tuple[float, str]] = []
+    errors: list[tuple[float, str, bool]] = []  # when, what, whether it is an abort
     for rank, process in enumerate(ranks):
         file, stderr = folder / f"result_{rank}", folder / f"stderr_{rank}"
         if file.exists():
             ok, value = pickle.loads(file.read_bytes())
             results.append(value)
             if not ok:
-                errors.append((file.stat().st_mtime, f"rank {rank} raised:\n{value}"))
+                errors.append((file.stat().st_mtime, f"rank {rank} raised:\n{value}", False))
         elif rank in dying:
             results.append(None)
         else:
@@ -117,8 +112,11 @@ def _results(
                 how = f"rank {rank} was still running after {timeout:g} s"
             said = stderr.read_text(errors="replace") if stderr.exists() else ""
             when = stderr.stat().st_mtime if said else float("inf")
-            errors.append((when, f"{how}\n{said[-_SAID:]}"))
-    return results, "\n".join(error for _, error in sorted(errors))
+            aborted = process.exitcode == -signal.SIGABRT
+            errors.append((when, f"{how}\n{said[-_SAID:]}", aborted))
+    errors.sort()
+    aborted_first = bool(errors) and errors[0][2]
+    return results, "\n".join(error for _, error, _ in errors), aborted_first
 
 
 def _rank_main(

@@ -250,6 +250,18 @@ def test_the_harness_runs_once_more_what_was_aborted(tmp_path: Path) -> None:
         assert run_ranks(aborts_once, 1, tmp_path / "before") == [0]
 
 
+def aborts_after_an_error(rank: int) -> None:
+    if rank == 0:
+        raise ValueError("on purpose")
+    time.sleep(3)
+    os.abort()
+
+
+def test_the_harness_runs_nothing_more_if_an_error_came_first() -> None:
+    with pytest.raises(RankError, match=r"^rank 0 raised:(.|\n)*rank 1 ended with code -6"):
+        run_ranks(aborts_after_an_error, 2)
+
+
 def sleeps(rank: int) -> None:
     time.sleep(60)
 
