@@ -48,7 +48,7 @@ def run_ranks(
     for again in (True, False):
         results, errors, aborted = _once(function, world_size, args, timeout, group_timeout, dying)
         if aborted and again:
-            # Threads of torch's Gloo abort a process once in many thousand runs.
+            # It was seen once, and not again in hundreds of runs: the warning tells what it was.
             warnings.warn(f"ranks are run again: {errors}", stacklevel=2)
             continue
         break
