@@ -241,8 +241,7 @@ class Values:
     def _take(self, node: fx.Node, known: Known) -> None:
         if known.effect:
             self.effects.append(node)
-        self.of_node[node] = known.number
-        self.name.setdefault(known.number, node.name)
+        self._set(node, known.number)
 
     def _put_together(self, node: fx.Node) -> Known:
         key: Key = (node.target, self.number(node.args), self.number(node.kwargs))

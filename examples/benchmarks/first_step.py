@@ -5,9 +5,9 @@
 Regions of equal structure are compiled once, so a deeper model should cost little more. Each line
 is one depth, with Inductor's cache on disk empty or filled by the run before; each run is `--ranks`
 processes of their own over Gloo, that have compiled a toy before. Seconds are of the wall clock on
-rank 0, the median of `--rounds`: capture; passes with their checks; compile, which is Inductor's
-part; the rest of the call (shards, lowering); the first step, forward and backward; a second one,
-which is the first one's work without what is done once.
+rank 0, the median of `--rounds`: capture; passes with the checks after each; compile, which is
+Inductor's part; the rest of the call (shards, the check of what was captured, lowering); the first
+step, forward and backward; a second one, which is the first one's work without what is done once.
 """
 
 from __future__ import annotations
