@@ -17,10 +17,10 @@ from gpt import GPT, Block, GPTConfig
 from torch import fx
 
 import graphshard
-from graphshard import ops
-from graphshard.plan import ShardingPlan
-from graphshard.program import Program
-from graphshard.views import derived_values
+from graphshard.planning.plan import ShardingPlan
+from graphshard.program import ops
+from graphshard.program.aliases import derived_values
+from graphshard.program.program import Program
 
 
 @dataclass(frozen=True)

@@ -16,11 +16,11 @@ import torch
 from gpt import GPT, GPTConfig
 
 import graphshard
-from graphshard.cli_policy import parse_policy
+from graphshard.cli.policy import parse_policy
 from graphshard.inspect.dump import dump_program
-from graphshard.inspect.progress import Progress
-from graphshard.liveness import live_unsharded
-from graphshard.plan import ShardingPlan
+from graphshard.planning.plan import ShardingPlan
+from graphshard.program.storages import live_unsharded
+from graphshard.progress import Progress
 
 SEVEN_BILLION = GPTConfig(vocab=32_000, layers=32, heads=32, width=4096, tied=False)
 OTHERS = (

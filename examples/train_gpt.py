@@ -28,7 +28,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 import graphshard
-from graphshard.cli_policy import parse_policy
+from graphshard.cli.policy import parse_policy
 
 TOLERANCE = 1e-4  # nats; rounding alone, where ranks add gradients up in another order
 HELD_OUT_BATCHES = 16

@@ -1,9 +1,8 @@
 """graphshard: a sharded-training compiler pass for PyTorch."""
 
-from graphshard.api import compile, plan  # noqa: A004  # as torch.compile
+from graphshard.api import compile, plan, simulate  # noqa: A004  # as torch.compile
 from graphshard.cost.compare import Comparison, compare
-from graphshard.cost.estimate import Estimate, simulate
-from graphshard.cost.hardware import Hardware
+from graphshard.cost.estimate import Estimate
 from graphshard.errors import (
     CaptureError,
     CheckpointError,
@@ -18,17 +17,20 @@ from graphshard.errors import (
     UnsupportedTorchError,
     VerifyError,
 )
-from graphshard.importers.accelerate import from_accelerate
-from graphshard.importers.deepspeed import from_deepspeed
-from graphshard.mixed_precision import MixedPrecision
-from graphshard.module_policy import ModulePolicy
-from graphshard.plan import ParamLayout, ShardingPlan, Unit
-from graphshard.policy import BlockPolicy, LambdaPolicy, Policy, SizePolicy, Strategy
-from graphshard.program import Event, Program
-from graphshard.runtime.module import ShardedModule
+from graphshard.hardware.hardware import Hardware
+from graphshard.module.sharded_module import ShardedModule
+from graphshard.moved import find_moved_modules
+from graphshard.planning.layout import ParamLayout, Unit
+from graphshard.planning.options import UnitOptions
+from graphshard.planning.plan import ShardingPlan
+from graphshard.policy.accelerate import from_accelerate
+from graphshard.policy.by_module import ModulePolicy
+from graphshard.policy.deepspeed import from_deepspeed
+from graphshard.policy.precision import MixedPrecision
+from graphshard.policy.units import BlockPolicy, LambdaPolicy, Policy, SizePolicy, Strategy
+from graphshard.program.program import Event, Program
 from graphshard.tune.auto_policy import AutoPolicy
 from graphshard.tune.tuning import Tuning
-from graphshard.unit_options import UnitOptions
 
 __all__ = [
     "AutoPolicy",
@@ -69,3 +71,5 @@ __all__ = [
     "plan",
     "simulate",
 ]
+
+find_moved_modules()

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 
-from graphshard.cli import main
+from graphshard.cli.main import main
 
 if __name__ == "__main__":
     sys.exit(main())

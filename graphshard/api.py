@@ -1,30 +1,41 @@
-"""The two entry points: the stages in order, nothing else."""
+"""The entry points: the stages in order, nothing else."""
 
 from __future__ import annotations
 
 import os
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, TypeGuard
 
 import torch
 from torch import nn
 
-from graphshard.capture import capture
-from graphshard.dynamic import Dynamic
-from graphshard.errors import PlanError, PolicyError
-from graphshard.inspect.progress import Progress
-from graphshard.model_checks import require_module
-from graphshard.pipeline import Pass, Stages, backend_passes, default_passes, run_passes
-from graphshard.plan import ShardingPlan
-from graphshard.planner import make_plan, require_policy, with_capture_warnings
-from graphshard.policy import Policy
+from graphshard.capture.capture import capture
+from graphshard.capture.dynamic import Dynamic
+from graphshard.cost.estimate import Estimate, estimate_of
+from graphshard.cost.program_plan import plan_of
+from graphshard.errors import CostError, PlanError, PolicyError
+from graphshard.hardware.hardware import Hardware
+from graphshard.module.sharded_module import ShardedModule
+from graphshard.module.sharded_tree import SkeletonModule
+from graphshard.pipeline import (
+    backend_passes,
+    default_passes,
+    run_passes,
+    with_capture_warnings,
+)
+from graphshard.planning.model_checks import require_module
+from graphshard.planning.plan import ShardingPlan
+from graphshard.planning.planner import make_plan, require_policy
+from graphshard.policy.base import Policy, is_int
+from graphshard.program import ops
+from graphshard.program.pass_protocol import Pass
+from graphshard.program.program import Program
+from graphshard.progress import Progress, Stages
 from graphshard.runtime.group import find_group
-from graphshard.runtime.module import ShardedModule
-from graphshard.runtime.skeleton import SkeletonModule
-from graphshard.torch_inductor import require_inductor
+from graphshard.torch_private.inductor import require_inductor
 from graphshard.tune.auto_policy import AutoPolicy
-from graphshard.tune.resolve import searched, wants_groups
+from graphshard.tune.tuner import searched, wants_groups
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
@@ -204,6 +215,63 @@ def plan(
     )
 
 
+def simulate(
+    what: nn.Module | Program | ShardingPlan,
+    *,
+    policy: Policy | None = None,
+    hardware: Hardware | str | os.PathLike[str],
+    world_size: int | None = None,
+    mesh_shape: Sequence[int] | None = None,
+    gpus_per_node: int | None = None,
+    example_inputs: Sequence[Any] | None = None,
+    example_kwargs: Mapping[str, Any] | None = None,
+    model: nn.Module | None = None,
+    plan: ShardingPlan | None = None,
+    optimizer: str = "adamw",
+    backend: str | None = None,
+    tf32: bool = False,
+) -> Estimate:
+    """Predict time and memory of a training step, with no process group and no cluster.
+
+    Args:
+        what: one of
+
+            a model (on meta or not), with a policy or plan, a number of ranks and example inputs;
+            a plan that has a program, or one that has none, with its `model` and example inputs;
+            a sharded module: of its programs the one captured last that trains and reduces its
+            gradients, or the one for the example inputs, captured if need be;
+            a rewritten program, such as one of `ShardedModule.programs`: its own mesh, its shards
+            as its placeholders show them. Parameters that no collective serves count as the
+            root's; with its `plan` they count where they belong.
+        policy: for a model. One with schedule="overlap" and no hardware is timed on `hardware`.
+        hardware: a preset's name, a file of `graphshard calibrate`, or a `Hardware`.
+        world_size: number of ranks, for a model.
+        mesh_shape: their arrangement, for a model.
+        gpus_per_node: ranks on a node. None: as `hardware` says; 8 in the presets of GPUs.
+        example_inputs: positional arguments of a call.
+        example_kwargs: keyword arguments of that call.
+        model: of a plan that has no program.
+        plan: of a program, or for a model.
+        optimizer: "adamw" (foreach), "adamw-fused", "sgd", "sgd-momentum" or "none".
+        backend: "nccl" or "gloo", which need different buffers. None: by the hardware's kind.
+        tf32: float32 matrix products run as TF32.
+
+    Raises:
+        CostError: there is no program to simulate, or an argument is unknown or has no effect.
+        PlanError, PolicyError, CaptureError: the model cannot be planned or captured.
+    """
+    described = Hardware.load(hardware)
+    if gpus_per_node is not None:
+        if not is_int(gpus_per_node) or gpus_per_node < 1:
+            raise CostError(f"gpus_per_node must be 1 rank or more; got {gpus_per_node!r}")
+        described = described.with_(gpus_per_node=gpus_per_node)
+    if policy is not None and policy.schedule == "overlap" and policy.hardware is None:
+        policy = replace(policy, hardware=described)
+    request = Request(model, plan, policy, world_size, mesh_shape, example_inputs, example_kwargs)
+    plan = planned(what, request)
+    return estimate_of(plan, described, optimizer=optimizer, backend=backend, tf32=tf32)
+
+
 def with_program(
     made: ShardingPlan,
     model: nn.Module,
@@ -298,3 +366,151 @@ def _is_sequence(value: object) -> TypeGuard[Sequence[Any]]:
 def _device_of(model: nn.Module) -> torch.device:
     devices = (p.device for p in model.parameters() if p.device.type != "meta")
     return next(devices, torch.device("cpu"))
+
+
+_INPUTS = "give example_inputs or example_kwargs, a call of the model, to capture it from"
+
+
+@dataclass(frozen=True)
+class Request:
+    """The arguments of a simulation that say which program is meant."""
+
+    model: nn.Module | None = None
+    plan: ShardingPlan | None = None
+    policy: Policy | None = None
+    world_size: int | None = None
+    mesh_shape: Sequence[int] | None = None
+    example_inputs: Sequence[Any] | None = None
+    example_kwargs: Mapping[str, Any] | None = None
+
+    @property
+    def has_inputs(self) -> bool:
+        """Whether there is a call to capture a model from."""
+        return self.example_inputs is not None or self.example_kwargs is not None
+
+    def refuse(self, what: str, **reasons: str) -> None:
+        """Refuse each argument named in `reasons` that was given.
+
+        Raises:
+            CostError: one was; says why it has no place beside `what`.
+        """
+        for name, why in reasons.items():
+            if getattr(self, name) is not None:
+                raise CostError(f"{name} has no place in a simulation of {what}: {why}")
+
+
+def planned(what: Any, request: Request) -> ShardingPlan:
+    """The plan and program that `what` stands for; see `graphshard.simulate`.
+
+    Raises:
+        CostError: no program follows from the arguments, or one of them has no effect.
+        PlanError, PolicyError, CaptureError: the model cannot be planned or captured.
+    """
+    match what:
+        case Program():
+            return _of_program(what, request)
+        case ShardedModule():
+            return _of_sharded(what, request)
+        case ShardingPlan():
+            return _of_plan(what, request)
+        case nn.Module():
+            return _of_model(what, request)
+    raise CostError(
+        "simulate takes a model, a program, a plan or a sharded module; got a "
+        f"{type(what).__name__}"
+    )
+
+
+def _of_program(program: Program, request: Request) -> ShardingPlan:
+    made = "it is captured and rewritten already"
+    request.refuse(
+        "a program",
+        model=made,
+        policy=made,
+        example_inputs=made,
+        example_kwargs=made,
+        world_size="the program is for the mesh it was rewritten for",
+        mesh_shape="the program is for the mesh it was rewritten for",
+    )
+    plan = request.plan
+    if plan is None:
+        return plan_of(program)
+    if plan.mesh_shape != program.mesh_shape:
+        raise CostError(
+            f"the plan is for a mesh of shape {plan.mesh_shape}, the program for one of "
+            f"{program.mesh_shape}; pass the plan the program was rewritten by"
+        )
+    missing = [param.fqn for param in program.params if param.fqn not in plan.layouts]
+    if missing:
+        raise CostError(
+            f"the plan knows no parameter {missing[0]!r} of the program; pass the plan the program "
+            "was rewritten by, or none"
+        )
+    return replace(plan, program=program)
+
+
+def _of_sharded(sharded: ShardedModule, request: Request) -> ShardingPlan:
+    made = "it has its own"
+    request.refuse(
+        "a sharded module", model=made, plan=made, policy=made, world_size=made, mesh_shape=made
+    )
+    if request.has_inputs:
+        program = sharded.capture(
+            tuple(request.example_inputs or ()), dict(request.example_kwargs or {})
+        )
+    elif sharded.programs:
+        program = _to_train(sharded.programs)
+    else:
+        raise CostError(f"the sharded module has captured no program yet; {_INPUTS}")
+    return replace(sharded.plan, program=program)
+
+
+def _to_train(programs: Sequence[Program]) -> Program:
+    """The last program that trains and reduces its gradients; else that trains; else the last."""
+    trains = [program for program in programs if program.grad]
+    reduces = [p for p in trains if not any(node.target is ops.keep for node in p.nodes())]
+    return (reduces or trains or list(programs))[-1]
+
+
+def _of_plan(plan: ShardingPlan, request: Request) -> ShardingPlan:
+
+    made = "the plan is made already; simulate the model for another one"
+    request.refuse("a plan", plan=made, policy=made, world_size=made, mesh_shape=made)
+    if plan.program is not None:
+        made = "the plan has a program"
+        request.refuse("a plan", model=made, example_inputs=made, example_kwargs=made)
+        return plan
+    if request.model is None or not request.has_inputs:
+        raise CostError(
+            "there is no program to simulate yet: the plan was made without example inputs; give "
+            "them to graphshard.plan or graphshard.compile, or pass model= and example_inputs= here"
+        )
+    return with_program(plan, request.model, request.example_inputs, request.example_kwargs)
+
+
+def _of_model(model: nn.Module, request: Request) -> ShardingPlan:
+
+    request.refuse("a model", model="it is what is simulated")
+    if not request.has_inputs:
+        raise CostError(f"a model is simulated on a call of it; {_INPUTS}")
+    if request.plan is not None:
+        made = "the plan is made already"
+        request.refuse("a model by a plan", policy=made, world_size=made, mesh_shape=made)
+        if request.plan.program is not None:
+            raise CostError("the plan has a program already; simulate the plan itself")
+        return with_program(request.plan, model, request.example_inputs, request.example_kwargs)
+    if request.policy is None:
+        raise CostError("a model is simulated under a policy (or a plan); give policy=")
+    if request.world_size is None and request.mesh_shape is None:
+        raise CostError(
+            "a model is simulated on a number of ranks; give world_size= (1 for a single device) "
+            "or mesh_shape="
+        )
+    return plan(
+        model,
+        request.policy,
+        world_size=request.world_size,
+        mesh_shape=request.mesh_shape,
+        example_inputs=request.example_inputs,
+        example_kwargs=request.example_kwargs,
+    )

@@ -6,6 +6,37 @@ line, a pass) and says what to do.
 
 from __future__ import annotations
 
+import contextlib
+import linecache
+import os
+import traceback
+from collections.abc import Iterable
+from types import TracebackType
+
+import torch
+
+_LIBRARIES = tuple(
+    os.path.dirname(path) + os.sep for path in (torch.__file__, __file__, contextlib.__file__)
+)
+
+
+def user_line(trace: TracebackType | None) -> str | None:
+    """`file:line in function: source` of the innermost frame outside torch and graphshard."""
+    return user_line_of(traceback.extract_tb(trace))
+
+
+def user_line_of(stack: Iterable[traceback.FrameSummary]) -> str | None:
+    """As `user_line`, of a stack: the innermost frame last."""
+    found = None
+    for frame in stack:
+        inside_library = frame.filename.startswith(_LIBRARIES[:2]) or frame.filename.startswith("<")
+        if not inside_library and frame.filename != contextlib.__file__:
+            found = frame
+    if found is None or found.lineno is None:
+        return None
+    source = linecache.getline(found.filename, found.lineno).strip()
+    return f"{found.filename}:{found.lineno} in {found.name}: {source}"
+
 
 class GraphshardError(Exception):
     """Base class of all errors raised by graphshard."""

@@ -17,8 +17,9 @@ from torch.optim import Optimizer
 
 from graphshard.api import compile as compile_module
 from graphshard.errors import CheckpointError, PlanError, PolicyError
-from graphshard.policy_base import Policy
-from graphshard.runtime.any_module import (
+from graphshard.module.sharded_module import ShardedModule
+from graphshard.policy.base import Policy
+from graphshard.state.any_module import (
     full_optimizer_state,
     full_state,
     load_full_optimizer_state,
@@ -26,7 +27,6 @@ from graphshard.runtime.any_module import (
     load_sharded,
     save_sharded,
 )
-from graphshard.runtime.module import ShardedModule
 
 try:
     import lightning.pytorch as pl
@@ -37,6 +37,7 @@ except ImportError as error:
     raise ImportError(
         "graphshard.lightning needs PyTorch Lightning; install graphshard[lightning]"
     ) from error
+
 
 _REST = "rest.pt"  # of a sharded checkpoint: everything but parameters and optimizer states
 

@@ -5,12 +5,12 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass, replace
-from typing import Protocol
+from dataclasses import dataclass, fields, replace
+from operator import is_
+from typing import Any
 
-from graphshard.collector import collections_off, only_new_collected
-from graphshard.cost.hardware import Hardware
 from graphshard.errors import GraphshardError, PassError, PolicyError
+from graphshard.hardware.hardware import Hardware
 from graphshard.passes.accumulate import Accumulate
 from graphshard.passes.cuda_graph import CudaGraph
 from graphshard.passes.form_regions import FormRegions
@@ -38,33 +38,73 @@ from graphshard.passes.split_gathers import SplitGathers
 from graphshard.passes.split_reduces import SplitReduces
 from graphshard.passes.unshard import Unshard
 from graphshard.passes.zeros_for_kept import ZerosForKept
-from graphshard.plan import ShardingPlan
-from graphshard.policy_base import Policy
-from graphshard.program import Program
-from graphshard.recompute_choice import RecomputeChoice
-from graphshard.runs import assign_units
-from graphshard.snapshot import equal, snapshot
-from graphshard.verify import LATER_RULES, RULES, verify
-from graphshard.verify_facts import Reference
-from graphshard.verify_values import Values
+from graphshard.planning.plan import ShardingPlan
+from graphshard.planning.warnings import _names
+from graphshard.policy.base import Policy
+from graphshard.policy.recompute import RecomputeChoice
+from graphshard.program.pass_protocol import Pass
+from graphshard.program.program import Program
+from graphshard.program.spans import assign_units
+from graphshard.progress import Stages
+from graphshard.torch_private.gc_pause import collections_off, only_new_collected
+from graphshard.verify.facts import Reference
+from graphshard.verify.numbering import Values
+from graphshard.verify.verify import LATER_RULES, RULES, verify
 
 
-class Pass(Protocol):
-    """A rewrite: a frozen dataclass with a `name`, its arguments as fields, and `apply`.
+def with_capture_warnings(plan: ShardingPlan, program: Program) -> ShardingPlan:
+    """`plan` with warnings on what a captured program does with its parameters.
 
-    A pass must not change what the step computes: every value it returns is compared with the
-    captured program's. One that changes it knowingly, say to round or to scale, has the attribute
-    `changes_values = True` (a `ClassVar[bool]`); what it leaves is what later passes must keep.
+    Args:
+        plan: the plan of the captured model.
+        program: the program as captured, before any pass.
     """
+    unused, no_gradient = [], []
+    for param, grad in zip(program.params, program.results().grads, strict=True):
+        if not param.node.users:
+            unused.append(param.fqn)
+        elif program.grad and param.requires_grad and grad is None:
+            no_gradient.append(param.fqn)
+    found = []
+    if unused:
+        found.append(
+            f"{_names('parameter', unused)} never used by the captured step, yet stored on the "
+            "ranks; remove what you do not need"
+        )
+    if no_gradient:
+        found.append(
+            f"{_names('trainable parameter', no_gradient)} used but no gradient reaches "
+            f"{'it' if len(no_gradient) == 1 else 'them'}; set requires_grad=False, or look for a "
+            "detach() or no_grad in the model"
+        )
+    return replace(plan, warnings=(*plan.warnings, *found))
 
-    @property
-    def name(self) -> str:
-        """Shown in timings, dumps and errors."""
-        ...
 
-    def apply(self, program: Program, plan: ShardingPlan) -> None:
-        """Edit `program` in place; it is valid before and after."""
-        ...
+Snapshot = Sequence[Any]
+
+
+def snapshot(program: Program) -> Snapshot | None:
+    """Everything of `program` that a pass may replace: its nodes in their order, and of each its
+    operator, arguments and notes; its tables.
+
+    Two of them are `equal` if nothing was replaced in between. Arguments of nodes are, whenever
+    they change. None where something may change in place: symbolic sizes note what they are asked.
+    """
+    if program.sizes is not None:
+        return None
+    held: list[Any] = [getattr(program, field.name) for field in fields(program)]
+    for node in program.graph.nodes:
+        held += (node, node.op, node.target, node.args, node.kwargs)
+        held += node.meta
+        held += node.meta.values()
+    return held
+
+
+def equal(before: Snapshot | None, after: Snapshot | None) -> bool:
+    """Whether both are of one program in which nothing was replaced."""
+    if before is None or after is None or len(before) != len(after):
+        return False
+    return all(map(is_, before, after))
 
 
 @dataclass(frozen=True)
@@ -78,18 +118,6 @@ class PassTiming:
 
 Watcher = Callable[[Pass, Program], None]
 """Called after each pass with it and the program, which must not be edited."""
-
-
-class Stages(Protocol):
-    """Whoever shows how far the work is; see `graphshard.inspect.progress.Progress`."""
-
-    def stage(self, name: str, total: int | None = None) -> AbstractContextManager[None]:
-        """A stage of the work, of `total` steps where that is known."""
-        ...
-
-    def advance(self) -> None:
-        """One step of the innermost stage is done."""
-        ...
 
 
 def default_passes(policy: Policy, *, waits_at_once: bool = False) -> tuple[Pass, ...]:

@@ -8,13 +8,15 @@ from typing import Any
 
 from torch import fx
 
-from graphshard import ops
 from graphshard.errors import PassError
-from graphshard.plan import ShardingPlan
-from graphshard.program import BACKWARD, Program
-from graphshard.rewrite import insert_node
+from graphshard.planning.plan import ShardingPlan
+from graphshard.program import ops
+from graphshard.program.edit import insert_node
+from graphshard.program.program import BACKWARD, Program
 
 GRADIENT = "gradient"
+
+
 SHARD = "shard"
 
 

@@ -8,18 +8,19 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 
-from graphshard import ops
 from graphshard.errors import PassError
 from graphshard.passes.release_early import ReleaseEarly
-from graphshard.plan import ShardingPlan
-from graphshard.program import BACKWARD, Program
-from graphshard.rewrite import insert_node, keep_operands, prune_gather
-from graphshard.size_nodes import as_arguments
-from graphshard.sizes import is_contiguous, same_sizes
-from graphshard.verify_facts import signature
-from graphshard.views import gather_waits, transfers_after
+from graphshard.planning.plan import ShardingPlan
+from graphshard.program import ops
+from graphshard.program.aliases import gather_waits, transfers_after
+from graphshard.program.edit import insert_node, keep_operands, prune_gather
+from graphshard.program.program import BACKWARD, Program, signature
+from graphshard.program.size_nodes import as_arguments
+from graphshard.program.sizes import is_contiguous
+from graphshard.torch_private.compat import same_sizes
 
 aten = torch.ops.aten
+
 
 # Of these only the shape and dtype of the input matter, so they are not linear in it.
 _ONLY_SHAPE = frozenset(
@@ -211,6 +212,7 @@ def _drop_results(program: Program, zero: set[fx.Node]) -> None:
             reduce = ops.collective_of(wait)
             program.graph.erase_node(wait)
             program.graph.erase_node(reduce)
+
             # The transfers of its operands are zero, and erased with the rest nobody reads.
 
 

@@ -6,10 +6,10 @@ from dataclasses import dataclass, field
 
 from torch import fx
 
-from graphshard import ops
-from graphshard.plan import ShardingPlan
-from graphshard.program import Program
-from graphshard.regions import (
+from graphshard.planning.plan import ShardingPlan
+from graphshard.program import ops
+from graphshard.program.program import Program
+from graphshard.program.regions import (
     REGION,
     may_join,
     picks_from,
@@ -18,8 +18,8 @@ from graphshard.regions import (
     table_of,
     works,
 )
-from graphshard.sizes import is_size
-from graphshard.torch_inductor import draws_as_eager
+from graphshard.program.sizes import is_size
+from graphshard.torch_private.inductor import draws_as_eager
 
 
 @dataclass(frozen=True)

@@ -7,21 +7,21 @@ from dataclasses import dataclass, field, replace
 
 from torch import fx
 
-from graphshard import ops
-from graphshard.cost.collective_cost import saturating_bytes
-from graphshard.cost.duration import moved_bytes
-from graphshard.cost.groups import shape_of
+from graphshard.cost.collective_cost import saturating_bytes, shape_of
+from graphshard.cost.streams import moved_bytes
 from graphshard.cost.timeline import timeline_of
-from graphshard.plan import ShardingPlan
-from graphshard.program import BACKWARD, FORWARD, Program
-from graphshard.regroup import join_gathers, join_reduces
-from graphshard.schedule.score import budget_of
-from graphshard.schedule.trial import Step, Trial, scheduled
-from graphshard.schedule.uses import last_use
-from graphshard.views import gather_waits, unpacks
+from graphshard.planning.plan import ShardingPlan
+from graphshard.program import ops
+from graphshard.program.aliases import gather_waits, unpacks
+from graphshard.program.edit import join_gathers, join_reduces
+from graphshard.program.program import BACKWARD, FORWARD, Program
+from graphshard.schedule.clusters import last_use
+from graphshard.schedule.evaluate import budget_of
+from graphshard.schedule.search import Step, Trial, scheduled
 
 SHARES = (0.5, 0.75, 0.9)
 """Sizes to try, by the part of a collective's time in which bytes move rather than latency pass."""
+
 
 ROOM = 0.6
 """The part of what FSDP's order holds for sharding's sake that saving latency may take freely."""

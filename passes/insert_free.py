@@ -6,13 +6,13 @@ from dataclasses import dataclass, field
 
 from torch import fx
 
-from graphshard import ops
 from graphshard.errors import PassError
-from graphshard.plan import ShardingPlan
-from graphshard.program import Program
-from graphshard.rewrite import insert_node
-from graphshard.runs import Run, Runs, end_of, find_runs, gathers_by_run, unit_ancestry
-from graphshard.views import gather_waits, unpacks
+from graphshard.planning.plan import ShardingPlan
+from graphshard.program import ops
+from graphshard.program.aliases import gather_waits, unpacks
+from graphshard.program.edit import insert_node
+from graphshard.program.program import Program
+from graphshard.program.spans import Run, Runs, end_of, find_runs, gathers_by_run, unit_ancestry
 
 
 @dataclass(frozen=True)

@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 
-from graphshard.plan import ShardingPlan
-from graphshard.program import Program
-from graphshard.schedule.score import budget_of
-from graphshard.schedule.trial import Step, scheduled, tried
+from graphshard.planning.plan import ShardingPlan
+from graphshard.program.program import Program
+from graphshard.schedule.evaluate import budget_of
+from graphshard.schedule.search import Step, scheduled, tried
 
 
 @dataclass(frozen=True)

@@ -8,16 +8,16 @@ from dataclasses import dataclass, field, replace
 
 from torch import fx
 
-from graphshard import ops
 from graphshard.cost.timeline import timeline_of
 from graphshard.errors import PassError
-from graphshard.liveness import new_bytes
-from graphshard.plan import ShardingPlan
-from graphshard.program import BACKWARD, FORWARD, Program
-from graphshard.rewrite import erase_dead, insert_node
-from graphshard.schedule.score import budget_of
-from graphshard.schedule.trial import Step, Trial, scheduled, tried
-from graphshard.views import gather_waits, transfers_into, unpacks
+from graphshard.planning.plan import ShardingPlan
+from graphshard.program import ops
+from graphshard.program.aliases import gather_waits, transfers_into, unpacks
+from graphshard.program.edit import erase_dead, insert_node
+from graphshard.program.program import BACKWARD, FORWARD, Program
+from graphshard.program.storages import new_bytes
+from graphshard.schedule.evaluate import budget_of
+from graphshard.schedule.search import Step, Trial, scheduled, tried
 
 MAX_TRIALS = 8
 """How many programs are scheduled and simulated at most to find out how many units to keep."""

@@ -7,20 +7,14 @@ from dataclasses import dataclass, field
 
 from torch import fx
 
-from graphshard import ops
 from graphshard.errors import PassError
-from graphshard.plan import ShardingPlan
-from graphshard.program import BACKWARD, FORWARD, Program
-from graphshard.rewrite import erase_dead, insert_copy, note_copies
-from graphshard.runs import Runs, find_runs
-from graphshard.storages import (
-    Saved,
-    aliases_of,
-    is_dense,
-    saved_storages,
-    storage_root,
-)
-from graphshard.views import alias_inputs, nbytes
+from graphshard.planning.plan import ShardingPlan
+from graphshard.program import ops
+from graphshard.program.aliases import alias_inputs, aliases_of, is_dense, nbytes, storage_root
+from graphshard.program.edit import erase_dead, insert_copy, note_copies
+from graphshard.program.program import BACKWARD, FORWARD, Program
+from graphshard.program.spans import Runs, find_runs
+from graphshard.program.storages import Saved, saved_storages
 
 
 @dataclass(frozen=True)

@@ -6,12 +6,12 @@ from dataclasses import dataclass, field
 
 from torch import fx
 
-from graphshard import ops
 from graphshard.errors import PassError
-from graphshard.plan import ShardingPlan
-from graphshard.program import BACKWARD, FORWARD, ParamEntry, Program
-from graphshard.rewrite import fake_on, insert_copy, note_copies
-from graphshard.runs import find_runs
+from graphshard.planning.plan import ShardingPlan
+from graphshard.program import ops
+from graphshard.program.edit import fake_on, insert_copy, note_copies
+from graphshard.program.program import BACKWARD, FORWARD, ParamEntry, Program
+from graphshard.program.spans import find_runs
 
 COPIED = "parameters and gradients"
 """What the note on the program says is copied."""

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field, replace
 
-from graphshard.plan import ShardingPlan
-from graphshard.program import Program
-from graphshard.schedule.best import best_order
-from graphshard.schedule.score import budget_of
+from graphshard.planning.plan import ShardingPlan
+from graphshard.program.program import Program
+from graphshard.schedule.evaluate import budget_of
+from graphshard.schedule.search import best_order
 
 _KEPT = "FSDP's order is kept, as no other was found to be faster or smaller"
 

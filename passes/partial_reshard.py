@@ -7,11 +7,11 @@ from dataclasses import dataclass, field
 
 from torch import fx
 
-from graphshard import ops
 from graphshard.errors import PassError
-from graphshard.plan import ShardingPlan
-from graphshard.program import BACKWARD, Program
-from graphshard.rewrite import (
+from graphshard.planning.plan import ShardingPlan
+from graphshard.program import ops
+from graphshard.program.aliases import gather_waits
+from graphshard.program.edit import (
     entries_by_name,
     erase_dead,
     fake_like,
@@ -20,7 +20,8 @@ from graphshard.rewrite import (
     prune_gather,
     rewire,
 )
-from graphshard.runs import (
+from graphshard.program.program import BACKWARD, Program
+from graphshard.program.spans import (
     Run,
     Runs,
     end_of,
@@ -30,7 +31,6 @@ from graphshard.runs import (
     runs_served,
     unit_ancestry,
 )
-from graphshard.views import gather_waits
 
 
 @dataclass(frozen=True)

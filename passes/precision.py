@@ -8,12 +8,12 @@ from typing import Any
 import torch
 from torch import fx
 
-from graphshard import ops
 from graphshard.errors import PassError
-from graphshard.plan import ShardingPlan
-from graphshard.program import Program
-from graphshard.rewrite import fake_as, insert_node
-from graphshard.views import cast_dtype, gather_waits, unpacks
+from graphshard.planning.plan import ShardingPlan
+from graphshard.program import ops
+from graphshard.program.aliases import cast_dtype, gather_waits, unpacks
+from graphshard.program.edit import fake_as, insert_node
+from graphshard.program.program import Program
 
 
 @dataclass(frozen=True)

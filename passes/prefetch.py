@@ -8,12 +8,12 @@ from itertools import groupby, pairwise
 
 from torch import fx
 
-from graphshard import ops
 from graphshard.errors import PassError
-from graphshard.plan import ShardingPlan
-from graphshard.program import BACKWARD, FORWARD, Program
-from graphshard.runs import Run, find_runs, gathers_by_run
-from graphshard.views import transfers_into
+from graphshard.planning.plan import ShardingPlan
+from graphshard.program import ops
+from graphshard.program.aliases import transfers_into
+from graphshard.program.program import BACKWARD, FORWARD, Program
+from graphshard.program.spans import Run, find_runs, gathers_by_run
 
 
 @dataclass(frozen=True)

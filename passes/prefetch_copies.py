@@ -8,10 +8,10 @@ from itertools import groupby
 
 from torch import fx
 
-from graphshard import ops
-from graphshard.plan import ShardingPlan
-from graphshard.program import BACKWARD, FORWARD, Program
-from graphshard.runs import Runs, find_runs
+from graphshard.planning.plan import ShardingPlan
+from graphshard.program import ops
+from graphshard.program.program import BACKWARD, FORWARD, Program
+from graphshard.program.spans import Runs, find_runs
 
 
 @dataclass(frozen=True)

@@ -8,15 +8,15 @@ from dataclasses import dataclass, field
 from torch import fx
 
 from graphshard.errors import PassError
-from graphshard.heavy_ops import is_heavy
-from graphshard.plan import ShardingPlan
-from graphshard.program import FORWARD, Program
-from graphshard.remat import (
+from graphshard.planning.plan import ShardingPlan
+from graphshard.program.program import FORWARD, Program
+from graphshard.recompute.regions import (
     Keeps,
     Reads,
     call_of,
     checkpoints,
     deepest,
+    is_heavy,
     issue_again,
     kept_by_model,
     placed,

@@ -11,14 +11,14 @@ from itertools import pairwise
 from typing import Protocol
 
 from graphshard.errors import PolicyError
-from graphshard.min_cut import Choice
 from graphshard.passes.recompute import recompute_checkpoints, require_calls, rewrite
-from graphshard.plan import ShardingPlan
-from graphshard.program import Program
-from graphshard.remat import RECOMPUTED, Reads, reads_of_calls
-from graphshard.remat_peak import Held, Moves, PeakModel
-from graphshard.remat_problem import Frontiers, RegionProblem, forward_cost, region_problems
-from graphshard.step_memory import storages_of
+from graphshard.planning.plan import ShardingPlan
+from graphshard.program.program import RECOMPUTED, Program
+from graphshard.program.storages import storages_of
+from graphshard.recompute.min_cut import Choice
+from graphshard.recompute.peak import Held, Moves, PeakModel
+from graphshard.recompute.problem import Frontiers, RegionProblem, forward_cost, region_problems
+from graphshard.recompute.regions import Reads, reads_of_calls
 
 
 class _Step(Protocol):

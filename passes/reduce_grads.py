@@ -6,12 +6,12 @@ from dataclasses import dataclass, field
 
 from torch import fx
 
-from graphshard import ops
 from graphshard.errors import PassError
-from graphshard.plan import ShardingPlan
-from graphshard.program import BACKWARD, Program
-from graphshard.rewrite import insert_reduce
-from graphshard.runs import find_runs, unit_ancestry
+from graphshard.planning.plan import ShardingPlan
+from graphshard.program import ops
+from graphshard.program.edit import insert_reduce
+from graphshard.program.program import BACKWARD, Program
+from graphshard.program.spans import find_runs, unit_ancestry
 
 
 @dataclass(frozen=True)

@@ -10,17 +10,16 @@ from typing import Any
 import torch
 from torch import fx
 
-from graphshard import ops
-from graphshard.cost.collective_cost import saturating_bytes
-from graphshard.cost.groups import shape_of
-from graphshard.plan import ShardingPlan
-from graphshard.program import BACKWARD, Program
-from graphshard.regroup import take_operands
-from graphshard.rewrite import erase_dead, fake_like, insert_node
-from graphshard.schedule.score import budget_of
-from graphshard.views import transfers_into, unpacks
+from graphshard.cost.collective_cost import saturating_bytes, shape_of
+from graphshard.planning.plan import ShardingPlan
+from graphshard.program import ops
+from graphshard.program.aliases import transfers_into, unpacks
+from graphshard.program.edit import erase_dead, fake_like, insert_node, take_operands
+from graphshard.program.program import BACKWARD, Program
+from graphshard.schedule.evaluate import budget_of
 
 aten = torch.ops.aten
+
 
 MOST = 8
 """More pieces than this save little more memory, and each costs some launches."""

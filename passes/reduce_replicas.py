@@ -6,12 +6,12 @@ from dataclasses import dataclass, field
 
 from torch import fx
 
-from graphshard import ops
 from graphshard.errors import PassError
-from graphshard.plan import ShardingPlan
-from graphshard.program import Program
-from graphshard.rewrite import insert_reduce
-from graphshard.views import unpacks
+from graphshard.planning.plan import ShardingPlan
+from graphshard.program import ops
+from graphshard.program.aliases import unpacks
+from graphshard.program.edit import insert_reduce
+from graphshard.program.program import Program
 
 
 @dataclass(frozen=True)

@@ -5,11 +5,11 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 from graphshard.errors import PassError
-from graphshard.plan import ShardingPlan
-from graphshard.program import BACKWARD, FORWARD, Program
-from graphshard.rewrite import entries_by_name, erase_dead, insert_gather, prune_gather, rewire
-from graphshard.runs import find_runs, readers_by_unit, runs_served
-from graphshard.views import gather_waits
+from graphshard.planning.plan import ShardingPlan
+from graphshard.program.aliases import gather_waits
+from graphshard.program.edit import entries_by_name, erase_dead, insert_gather, prune_gather, rewire
+from graphshard.program.program import BACKWARD, FORWARD, Program
+from graphshard.program.spans import find_runs, readers_by_unit, runs_served
 
 
 @dataclass(frozen=True)

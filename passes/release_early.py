@@ -7,13 +7,12 @@ from math import prod
 
 from torch import fx
 
-from graphshard import ops
 from graphshard.errors import PassError
-from graphshard.plan import ShardingPlan
-from graphshard.program import BACKWARD, Program
-from graphshard.rewrite import insert_node
-from graphshard.storages import aliases_of
-from graphshard.views import gather_waits, unpacks
+from graphshard.planning.plan import ShardingPlan
+from graphshard.program import ops
+from graphshard.program.aliases import aliases_of, gather_waits, unpacks
+from graphshard.program.edit import insert_node
+from graphshard.program.program import BACKWARD, Program
 
 
 @dataclass(frozen=True)

@@ -5,13 +5,13 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 
-from graphshard.cost.hardware import Hardware
-from graphshard.plan import ShardingPlan
-from graphshard.program import Program
-from graphshard.schedule.budget import DEFAULT_HARDWARE, Budget
-from graphshard.schedule.lives import Lives
-from graphshard.schedule.score import bytes_held
-from graphshard.schedule.trial import Step
+from graphshard.cost.memory import bytes_held
+from graphshard.hardware.hardware import Hardware
+from graphshard.planning.plan import ShardingPlan
+from graphshard.program.annotations import DEFAULT_HARDWARE, Budget
+from graphshard.program.program import Program
+from graphshard.schedule.memory import Lives
+from graphshard.schedule.search import Step
 
 
 @dataclass(frozen=True)

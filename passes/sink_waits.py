@@ -6,11 +6,11 @@ from dataclasses import dataclass, field
 
 from torch import fx
 
-from graphshard import ops
 from graphshard.errors import PassError
-from graphshard.plan import ShardingPlan
-from graphshard.program import Program
-from graphshard.views import transfers_after, transfers_into, unpacks
+from graphshard.planning.plan import ShardingPlan
+from graphshard.program import ops
+from graphshard.program.aliases import transfers_after, transfers_into, unpacks
+from graphshard.program.program import Program
 
 
 @dataclass(frozen=True)

@@ -7,17 +7,16 @@ from dataclasses import dataclass, field
 
 from torch import fx
 
-from graphshard import ops
 from graphshard.errors import PassError
 from graphshard.passes.offload_params import COPIED
-from graphshard.plan import ShardingPlan
-from graphshard.program import BACKWARD, FORWARD, Program
-from graphshard.regroup import gather_again, insert_free
-from graphshard.rewrite import erase_dead, note_copies, rewire
-from graphshard.runs import Runs, find_runs
-from graphshard.schedule.score import budget_of
-from graphshard.schedule.uses import Work, bytes_moved, clusters, last_use, readers_of
-from graphshard.views import Source, gather_waits, transfers_into
+from graphshard.planning.plan import ShardingPlan
+from graphshard.program import ops
+from graphshard.program.aliases import Source, gather_waits, transfers_into
+from graphshard.program.edit import erase_dead, gather_again, insert_free, note_copies, rewire
+from graphshard.program.program import BACKWARD, FORWARD, Program
+from graphshard.program.spans import Runs, find_runs
+from graphshard.schedule.clusters import Work, bytes_moved, clusters, last_use, readers_of
+from graphshard.schedule.evaluate import budget_of
 
 Use = tuple[int, fx.Node]
 """A parameter, by its index in its gather, and a node that reads it."""

@@ -7,14 +7,14 @@ from dataclasses import dataclass, field
 
 from torch import fx
 
-from graphshard import ops
-from graphshard.plan import ShardingPlan
-from graphshard.program import BACKWARD, Program
-from graphshard.regroup import issue_of, take_operands
-from graphshard.schedule.score import budget_of
-from graphshard.schedule.uses import Work, clusters
-from graphshard.step_memory import bytes_of
-from graphshard.views import transfers_after, unpacks
+from graphshard.planning.plan import ShardingPlan
+from graphshard.program import ops
+from graphshard.program.aliases import transfers_after, unpacks
+from graphshard.program.edit import issue_of, take_operands
+from graphshard.program.program import BACKWARD, Program
+from graphshard.program.storages import bytes_of
+from graphshard.schedule.clusters import Work, clusters
+from graphshard.schedule.evaluate import budget_of
 
 
 @dataclass(frozen=True)

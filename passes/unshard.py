@@ -8,11 +8,11 @@ from dataclasses import dataclass, field
 import torch
 from torch import fx
 
-from graphshard import ops
 from graphshard.errors import PassError
-from graphshard.plan import ShardingPlan
-from graphshard.program import BACKWARD, FORWARD, ParamEntry, Program
-from graphshard.rewrite import (
+from graphshard.planning.plan import ShardingPlan
+from graphshard.program import ops
+from graphshard.program.aliases import derived_values, gather_waits
+from graphshard.program.edit import (
     entries_by_name,
     erase_dead,
     fake_like,
@@ -20,7 +20,8 @@ from graphshard.rewrite import (
     insert_node,
     rewire,
 )
-from graphshard.runs import (
+from graphshard.program.program import BACKWARD, FORWARD, ParamEntry, Program
+from graphshard.program.spans import (
     Run,
     Runs,
     Served,
@@ -29,7 +30,6 @@ from graphshard.runs import (
     readers_by_unit,
     runs_served,
 )
-from graphshard.views import derived_values, gather_waits
 
 
 @dataclass(frozen=True)

@@ -8,9 +8,9 @@ import torch
 from torch import fx
 
 from graphshard.errors import PassError
-from graphshard.plan import ShardingPlan
-from graphshard.program import BACKWARD, ParamEntry, Program
-from graphshard.rewrite import fake_like, insert_node
+from graphshard.planning.plan import ShardingPlan
+from graphshard.program.edit import fake_like, insert_node
+from graphshard.program.program import BACKWARD, ParamEntry, Program
 
 _zeros = torch.ops.aten.zeros.default
 

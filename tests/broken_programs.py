@@ -9,8 +9,8 @@ from typing import Any
 from torch import fx
 from toy_programs import WIDTH, aten
 
-from graphshard import ops
-from graphshard.program import BACKWARD, FORWARD, Program
+from graphshard.program import ops
+from graphshard.program.program import BACKWARD, FORWARD, Program
 
 
 def named(program: Program, name: str) -> fx.Node:

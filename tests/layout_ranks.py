@@ -14,7 +14,7 @@ from torch.distributed.tensor import DTensor, Shard
 from torch.nn import functional as F
 
 import graphshard
-from graphshard import packing
+from graphshard.program import packing
 
 History = list[tuple[Tensor, dict[str, Tensor]]]
 

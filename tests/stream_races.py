@@ -22,8 +22,9 @@ from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from graphshard.runtime import host_copies, lanes
-from graphshard.runtime.lanes import Lane
+from graphshard.runtime import host_copies
+from graphshard.runtime import streams as lanes
+from graphshard.runtime.streams import Lane
 
 Clock = dict[str, int]
 

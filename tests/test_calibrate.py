@@ -14,19 +14,19 @@ from hypothesis import strategies as st
 from ranks import run_ranks
 
 import graphshard
-from graphshard import ops
-from graphshard.calibrate import command
 from graphshard.calibrate.measure import Effort, Timing, Watch, measure
 from graphshard.calibrate.probes import shots
+from graphshard.calibrate.ranks import joined
 from graphshard.calibrate.report import report
 from graphshard.calibrate.run import calibrate
-from graphshard.cli import main
+from graphshard.cli import calibrate as command
+from graphshard.cli.main import main
 from graphshard.cost.collective_cost import GroupShape, collective_seconds, saturating_bytes
-from graphshard.cost.curves import ascending, fit_line, seconds_at
-from graphshard.cost.hardware import Hardware
 from graphshard.cost.op_curves import ELEMENTWISE, RELATIVES
 from graphshard.errors import CostError
-from graphshard.runtime.calibration import joined
+from graphshard.hardware.curves import ascending, fit_line, seconds_at
+from graphshard.hardware.hardware import Hardware
+from graphshard.program import ops
 
 ROUGH = Effort(least=1, most=1, piece=0.0, budget=0.0)
 CPU = torch.device("cpu")

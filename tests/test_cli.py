@@ -16,7 +16,7 @@ import pytest
 import torch
 
 import graphshard
-from graphshard.cli import main
+from graphshard.cli.main import main
 
 MODELS = """
 import torch

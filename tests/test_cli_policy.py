@@ -7,7 +7,7 @@ from argparse import ArgumentTypeError
 import pytest
 
 import graphshard
-from graphshard.cli_policy import parse_bytes, parse_mesh, parse_policy, parse_unit
+from graphshard.cli.policy import parse_bytes, parse_mesh, parse_policy, parse_unit
 from graphshard.errors import PolicyError
 
 

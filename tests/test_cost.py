@@ -16,19 +16,19 @@ from ranks import run_ranks
 from torch import fx
 
 import graphshard
-from graphshard import ops
-from graphshard.cli import main
+from graphshard.cli.main import main
 from graphshard.cost.collective_cost import (
     GroupShape,
     collective_seconds,
     group_shape,
     saturating_bytes,
 )
-from graphshard.cost.hardware import KINDS, Hardware, preset_names
 from graphshard.cost.op_cost import op_cost
 from graphshard.cost.timeline import COMPUTE, timeline_of
 from graphshard.errors import CostError
-from graphshard.policy import Policy
+from graphshard.hardware.hardware import KINDS, Hardware, preset_names
+from graphshard.policy.units import Policy
+from graphshard.program import ops
 
 # One of everything a second, so that times are counts.
 UNIT = Hardware(

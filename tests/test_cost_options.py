@@ -11,11 +11,11 @@ import pytest
 import toy_programs as toys
 
 import graphshard
-from graphshard.cli import main
-from graphshard.cost.hardware import Hardware
+from graphshard.cli.main import main
 from graphshard.cost.timeline import timeline_of
 from graphshard.errors import CostError
-from graphshard.policy import Policy
+from graphshard.hardware.hardware import Hardware
+from graphshard.policy.units import Policy
 
 
 def test_each_option_of_a_simulation_changes_it(capsys, monkeypatch):

@@ -12,15 +12,14 @@ import toy_programs as toys
 from test_cost import UNIT
 
 import graphshard
-from graphshard import ops
-from graphshard.cost import duration
 from graphshard.cost import reasons as kinds
-from graphshard.cost.collective_cost import GroupShape
-from graphshard.cost.groups import shape_of
-from graphshard.inspect.units_text import human_bytes
-from graphshard.policy import Policy
-from graphshard.schedule.budget import Budget
-from graphshard.schedule.score import held_by_place
+from graphshard.cost import streams as duration
+from graphshard.cost.collective_cost import GroupShape, shape_of
+from graphshard.cost.memory import held_by_place
+from graphshard.format import human_bytes
+from graphshard.policy.units import Policy
+from graphshard.program import ops
+from graphshard.program.annotations import Budget
 
 COUNTS = UNIT.with_(flops={"float32": 1e30}, gpus_per_node=1024, host_bandwidth=1e30)
 

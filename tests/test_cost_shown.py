@@ -11,7 +11,7 @@ import pytest
 from test_cost_reasons import simulate
 
 import graphshard
-from graphshard.cli import main
+from graphshard.cli.main import main
 from graphshard.errors import CostError
 
 

@@ -19,13 +19,14 @@ from torch.utils._pytree import tree_leaves
 from toy_programs import UNITS, blocks, make_toy_plan
 
 import graphshard
-from graphshard import graphable, torch_cuda
 from graphshard.errors import RuntimeStateError
+from graphshard.passes import cuda_graph as graphable
 from graphshard.pipeline import default_passes, run_passes
-from graphshard.policy import Policy
+from graphshard.policy.units import Policy
 from graphshard.runtime import cuda_graphs
+from graphshard.runtime.accumulated import passes_for
 from graphshard.runtime.cuda_graphs import Graphs
-from graphshard.runtime.kept import passes_for
+from graphshard.torch_private import compat as torch_cuda
 
 GRAPHS = graphshard.BlockPolicy(Block, cuda_graph=True)
 
@@ -72,11 +73,11 @@ def recorder(monkeypatch: pytest.MonkeyPatch) -> Repeated:
     why_not = graphable.why_no_graph
 
     def on_cuda(program: graphshard.Program, plan: graphshard.ShardingPlan) -> str | None:
-        notes, program.notes = program.notes, (*program.notes, "captured on cpu for cuda")
+        device, program.device = program.device, "cuda"
         try:
             return why_not(program, plan)
         finally:
-            program.notes = notes
+            program.device = device
 
     monkeypatch.setattr("graphshard.passes.cuda_graph.why_no_graph", on_cuda)
     monkeypatch.setattr(cuda_graphs, "Graphs", lambda program: Graphs(program, lambda: made))
@@ -223,8 +224,8 @@ def test_a_capture_that_fails_is_said_and_left(
     monkeypatch.setattr(recorder, "capture", fails)
     sharded = model()
     assert all(map(torch.equal, expected, trained(sharded)))
-    assert sharded.program.notes[-1] == (
-        "cuda graph: none, since capture failed: operation not permitted when stream is capturing"
+    assert str(sharded.program.cuda_graphs) == (
+        "none, since capture failed: operation not permitted when stream is capturing"
     )
 
 
@@ -326,17 +327,17 @@ def test_what_is_dynamic_or_checked_has_none(recorder: Repeated) -> None:
         TiedGPT(), GRAPHS, dynamic={"tokens": {1: "t"}, "targets": {1: "t"}}
     )
     dynamic(*tokens_of(0, 0)).backward()
-    assert "its sizes are symbolic" in dynamic.program.notes[-1]
+    assert "its sizes are symbolic" in str(dynamic.program.cuda_graphs)
     checked = graphshard.compile(TiedGPT(), GRAPHS, check=True)
     checked(*tokens_of(0, 0)).backward()
-    assert "check=True" in checked.program.notes[-1]
+    assert "check=True" in str(checked.program.cuda_graphs)
     assert recorder.captured == 0
 
 
 def test_what_keeps_gradients_has_none() -> None:
     program = blocks()
-    program.notes = ("captured on cpu for cuda",)
+    program.device = "cuda"
     policy = Policy(cuda_graph=True)
     plan = make_toy_plan(program, UNITS[blocks], policy)
     run_passes(program, plan, passes_for(default_passes(policy), ("gradient", (), ())))
-    assert program.notes[-1].startswith("cuda graph: none, since gradients are kept from one call")
+    assert str(program.cuda_graphs).startswith("none, since gradients are kept from one call")

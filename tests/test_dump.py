@@ -20,7 +20,7 @@ import torch
 from torch import fx, nn
 
 import graphshard
-from graphshard.cli import main
+from graphshard.cli.main import main
 from graphshard.inspect.code import graph_source
 from graphshard.inspect.dot import dot_text, schedule_graph
 from graphshard.inspect.dump import dump_program

@@ -12,7 +12,7 @@ from torch import nn
 
 import graphshard
 from graphshard.errors import CaptureError, FixedSizeError
-from graphshard.inspect.text import full_text
+from graphshard.program.text import full_text
 
 IDS = {0: "batch", 1: "seq"}
 SHAPES = [(2, 17), (3, 5), (7, 7), (2, 31), (5, 2)]

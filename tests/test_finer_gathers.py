@@ -21,17 +21,17 @@ from finer_toys import (
 )
 from toy_programs import BATCH, VOCAB, WIDTH, Toy
 
-from graphshard import ops
 from graphshard.errors import PassError, VerifyError
-from graphshard.inspect.moved_text import moved_notes
+from graphshard.inspect.plan_notes import moved_notes
 from graphshard.passes.gather_together import GatherTogether
 from graphshard.passes.keep_unsharded import KeepUnsharded
 from graphshard.passes.reduce_in_pieces import ReduceInPieces
 from graphshard.passes.split_gathers import SplitGathers
-from graphshard.plan import ShardingPlan
-from graphshard.policy import Policy
-from graphshard.program import BACKWARD, FORWARD, Program
-from graphshard.verify import verify
+from graphshard.planning.plan import ShardingPlan
+from graphshard.policy.units import Policy
+from graphshard.program import ops
+from graphshard.program.program import BACKWARD, FORWARD, Program
+from graphshard.verify.verify import verify
 
 # -- split_gathers -----------------------------------------------------------------------------
 

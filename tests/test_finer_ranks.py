@@ -16,7 +16,7 @@ from torch.distributed.tensor import DTensor
 import graphshard
 from examples.benchmarks.live_bytes import LiveBytes
 from examples.gpt import GPT, GPTConfig
-from graphshard import MixedPrecision, ops
+from graphshard import MixedPrecision
 from graphshard.passes.gather_together import GatherTogether
 from graphshard.passes.keep_unsharded import KeepUnsharded
 from graphshard.passes.overlap import Overlap
@@ -24,7 +24,8 @@ from graphshard.passes.reduce_in_pieces import ReduceInPieces
 from graphshard.passes.set_budget import SetBudget
 from graphshard.passes.split_gathers import SplitGathers
 from graphshard.passes.split_reduces import SplitReduces
-from graphshard.pipeline import Pass
+from graphshard.program import ops
+from graphshard.program.pass_protocol import Pass
 
 SPLIT = (SplitGathers(again=True, apart=0.0, alone=0), SplitReduces(apart=0.0))
 PRECISION = MixedPrecision(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)

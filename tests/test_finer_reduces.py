@@ -20,8 +20,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from toy_programs import BATCH, VOCAB, WIDTH, Toy
 
-from graphshard.cost.hardware import Hardware
 from graphshard.errors import VerifyError
+from graphshard.hardware.hardware import Hardware
 from graphshard.passes.drop_unused_tangents import DropUnusedTangents
 from graphshard.passes.gather_together import GatherTogether
 from graphshard.passes.keep_unsharded import KeepUnsharded
@@ -29,12 +29,13 @@ from graphshard.passes.overlap import Overlap
 from graphshard.passes.reduce_in_pieces import ReduceInPieces
 from graphshard.passes.split_gathers import SplitGathers
 from graphshard.passes.split_reduces import SplitReduces
-from graphshard.pipeline import Pass, default_passes, run_passes
-from graphshard.policy import Policy
-from graphshard.program import BACKWARD, Program
-from graphshard.schedule.score import score_of
-from graphshard.step_memory import GRADIENTS, storages_of
-from graphshard.verify import verify
+from graphshard.pipeline import default_passes, run_passes
+from graphshard.policy.units import Policy
+from graphshard.program.pass_protocol import Pass
+from graphshard.program.program import BACKWARD, Program
+from graphshard.program.storages import GRADIENTS, storages_of
+from graphshard.schedule.evaluate import score_of
+from graphshard.verify.verify import verify
 
 # -- split_reduces -----------------------------------------------------------------------------
 

@@ -15,7 +15,7 @@ from examples.benchmarks import gpu, gpu_checks, gpu_rivals, stress
 from examples.benchmarks.gpu_rivals import TINY, layers_that_fit, load_for, load_with
 from examples.benchmarks.gpu_table import Place, Row, Section, read_rows, run_apart, run_here, table
 from examples.benchmarks.stand_in import Communicator, StandIn, modelled
-from graphshard.cost.hardware import Hardware
+from graphshard.hardware.hardware import Hardware
 from graphshard.runtime.gather import AllGather, Gathered
 
 CPU = torch.device("cpu")

@@ -7,11 +7,10 @@ import torch
 from torch import fx
 from torch.utils.flop_counter import sdpa_backward_flop_count, sdpa_flop_count
 
-from graphshard import attention_work
-from graphshard.cost.op_cost import op_cost
-from graphshard.heavy_ops import cost_of, heavy_packets, is_heavy
-from graphshard.program import FORWARD
-from graphshard.remat import recomputable
+from graphshard.cost import attention_work
+from graphshard.cost.op_cost import cost_of, op_cost
+from graphshard.program.program import FORWARD
+from graphshard.recompute.regions import heavy_packets, is_heavy, recomputable
 
 aten = torch.ops.aten
 

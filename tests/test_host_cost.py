@@ -10,10 +10,10 @@ from torch import Tensor
 from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from graphshard.runtime import operator_calls
-from graphshard.runtime.flat_calls import FlatCalls
-from graphshard.runtime.operator_calls import call_of
-from graphshard.structure import CALL, take_apart
+from graphshard.capture.structure import CALL, take_apart
+from graphshard.module.programs import FlatCalls
+from graphshard.runtime import codegen as operator_calls
+from graphshard.runtime.codegen import call_of
 
 aten = torch.ops.aten
 

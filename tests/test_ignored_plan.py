@@ -6,8 +6,8 @@ from loop_reference import gpt
 from runtime_models import Block, tokens_of
 
 import graphshard
-from graphshard.inspect.text import full_text
-from graphshard.liveness import live_unsharded
+from graphshard.program.storages import live_unsharded
+from graphshard.program.text import full_text
 
 
 def test_ignored_parameters_change_sizes_and_units() -> None:

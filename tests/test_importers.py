@@ -12,7 +12,7 @@ import graphshard
 from graphshard import BlockPolicy, MixedPrecision, SizePolicy, Strategy, from_accelerate
 from graphshard import from_deepspeed as deepspeed
 from graphshard.errors import PolicyError
-from graphshard.planner import make_plan
+from graphshard.planning.planner import make_plan
 
 # The example of Accelerate's first FSDP guide, and that of a later one.
 FIRST_GUIDE = """\

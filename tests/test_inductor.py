@@ -12,9 +12,9 @@ from runtime_models import Block, Normed, TiedGPT
 from torch import Tensor, nn
 
 import graphshard
-from graphshard import torch_inductor
 from graphshard.errors import UnsupportedTorchError
-from graphshard.runtime.compile_forms import turned
+from graphshard.runtime.region import turned
+from graphshard.torch_private import inductor as torch_inductor
 
 BLOCK = graphshard.BlockPolicy(Block)
 TOLERANCE = 1e-5

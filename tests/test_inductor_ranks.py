@@ -13,7 +13,7 @@ from runtime_models import Block, TiedGPT, features_of, tokens_of
 from torch import Tensor, nn
 
 import graphshard
-from graphshard import torch_inductor
+from graphshard.torch_private import inductor as torch_inductor
 
 FP32, BF16 = 1e-5, 2e-2
 HALVES = graphshard.MixedPrecision(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)

@@ -13,10 +13,7 @@ from models import CASES
 from test_schedule import events
 
 import graphshard
-from graphshard import ops
 from graphshard.errors import PassError, PlanError, PolicyError, VerifyError
-from graphshard.inspect.text import full_text, schedule_text
-from graphshard.liveness import live_unsharded
 from graphshard.passes.insert_free import InsertFree
 from graphshard.passes.partial_reshard import PartialReshard
 from graphshard.passes.reduce_grads import ReduceGrads
@@ -25,10 +22,13 @@ from graphshard.passes.regather import Regather
 from graphshard.passes.sink_waits import SinkWaits
 from graphshard.passes.unshard import Unshard
 from graphshard.pipeline import run_passes
-from graphshard.policy import Policy
-from graphshard.program import Program
-from graphshard.verify import verify
-from graphshard.verify_facts import Reference
+from graphshard.policy.units import Policy
+from graphshard.program import ops
+from graphshard.program.program import Program
+from graphshard.program.storages import live_unsharded
+from graphshard.program.text import full_text, schedule_text
+from graphshard.verify.facts import Reference
+from graphshard.verify.verify import verify
 
 GPT = CASES["gpt"]
 HYBRID = {"strategy": "HYBRID_SHARD"}

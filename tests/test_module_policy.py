@@ -11,12 +11,12 @@ from torch import nn
 
 import graphshard
 from graphshard.errors import PolicyError
-from graphshard.mixed_precision import MixedPrecision
-from graphshard.module_policy import ModulePolicy
-from graphshard.planner import make_plan
-from graphshard.policy import BlockPolicy, SizePolicy
-from graphshard.strategy import Strategy
-from graphshard.unit_options import UnitOptions
+from graphshard.planning.options import UnitOptions
+from graphshard.planning.planner import make_plan
+from graphshard.policy.by_module import ModulePolicy
+from graphshard.policy.precision import MixedPrecision
+from graphshard.policy.strategy import Strategy
+from graphshard.policy.units import BlockPolicy, SizePolicy
 
 BF16 = MixedPrecision(param_dtype=torch.bfloat16)
 

@@ -16,18 +16,18 @@ from toy_programs import BATCH, WIDTH
 
 import graphshard
 from examples.gpt import Block
-from graphshard import ops
 from graphshard.errors import VerifyError
-from graphshard.inspect.text import schedule_text
 from graphshard.passes.offload_activations import OffloadActivations
 from graphshard.pipeline import default_passes, run_passes
-from graphshard.plan import ShardingPlan
-from graphshard.policy import Policy
-from graphshard.program import BACKWARD, Program
-from graphshard.runtime.cut import crossing_nodes
-from graphshard.storages import storage_root
-from graphshard.verify import verify
-from graphshard.verify_facts import Reference
+from graphshard.planning.plan import ShardingPlan
+from graphshard.policy.units import Policy
+from graphshard.program import ops
+from graphshard.program.aliases import storage_root
+from graphshard.program.cut import crossing_nodes
+from graphshard.program.program import BACKWARD, Program
+from graphshard.program.text import schedule_text
+from graphshard.verify.facts import Reference
+from graphshard.verify.verify import verify
 
 ACTIVATIONS = "activations"
 

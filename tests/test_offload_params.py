@@ -13,18 +13,18 @@ from test_offload_activations import named, offloaded
 from torch import fx, nn
 
 import graphshard
-from graphshard import ops
 from graphshard.errors import PassError, PolicyError, VerifyError
 from graphshard.inspect.dot import schedule_graph
 from graphshard.inspect.dump import dump_program
-from graphshard.inspect.text import schedule_text
 from graphshard.passes.offload_params import OffloadParams
 from graphshard.passes.unshard import Unshard
 from graphshard.pipeline import default_passes, run_passes
-from graphshard.policy import Policy
-from graphshard.program import BACKWARD, Event, Program
-from graphshard.verify import FINISHED, verify
-from graphshard.verify_facts import Reference
+from graphshard.policy.units import Policy
+from graphshard.program import ops
+from graphshard.program.program import BACKWARD, Event, Program
+from graphshard.program.text import schedule_text
+from graphshard.verify.facts import Reference
+from graphshard.verify.verify import FINISHED, verify
 
 PARAMS = "params"
 BOTH = ("params", "activations")

@@ -14,23 +14,22 @@ from hypothesis import given, settings
 from test_cost import UNIT
 
 from graphshard import Hardware, Policy
-from graphshard.cost.duration import COMPUTE
+from graphshard.cost.streams import COMPUTE
 from graphshard.cost.timeline import timeline_of
 from graphshard.errors import PassError, VerifyError
 from graphshard.passes.gather_together import GatherTogether
 from graphshard.passes.keep_if_better import KeepIfBetter
 from graphshard.passes.keep_unsharded import KeepUnsharded
 from graphshard.passes.overlap import Overlap
-from graphshard.pipeline import Pass, default_passes, run_passes
-from graphshard.program import Program
-from graphshard.schedule.best import best_order
-from graphshard.schedule.budget import Budget
-from graphshard.schedule.held import least_held
-from graphshard.schedule.lean import SLACK
-from graphshard.schedule.lists import MINIMAL, Rule, place
-from graphshard.schedule.orders import Orders
-from graphshard.schedule.score import score_of
-from graphshard.schedule.tasks import Tasks
+from graphshard.pipeline import default_passes, run_passes
+from graphshard.program.annotations import Budget
+from graphshard.program.pass_protocol import Pass
+from graphshard.program.program import Program
+from graphshard.schedule.evaluate import Orders, score_of
+from graphshard.schedule.jobs import Tasks
+from graphshard.schedule.list_scheduler import MINIMAL, Rule, place
+from graphshard.schedule.memory import least_held
+from graphshard.schedule.search import SLACK, best_order
 
 
 def scheduled(build: Any, **fields: Any) -> Any:

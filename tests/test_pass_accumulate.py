@@ -8,18 +8,18 @@ import pytest
 import toy_programs as toys
 from torch import fx
 
-from graphshard import ops
 from graphshard.errors import PassError, VerifyError
 from graphshard.passes.accumulate import Accumulate
 from graphshard.passes.release_early import ReleaseEarly
 from graphshard.passes.zeros_for_kept import ZerosForKept
 from graphshard.pipeline import default_passes, run_passes
-from graphshard.plan import ShardingPlan
-from graphshard.policy import Policy
-from graphshard.program import Program
-from graphshard.runtime.kept import passes_for
-from graphshard.verify import verify
-from graphshard.verify_facts import Reference
+from graphshard.planning.plan import ShardingPlan
+from graphshard.policy.units import Policy
+from graphshard.program import ops
+from graphshard.program.program import Program
+from graphshard.runtime.accumulated import passes_for
+from graphshard.verify.facts import Reference
+from graphshard.verify.verify import verify
 
 
 def rewritten(

@@ -8,11 +8,11 @@ from program_runner import run_captured
 from torch import fx, nn
 from torch.utils.checkpoint import checkpoint
 
-from graphshard.capture import capture
+from graphshard.capture.capture import capture
 from graphshard.passes.recompute import Recompute
-from graphshard.planner import make_plan
-from graphshard.policy import BlockPolicy
-from graphshard.program import BACKWARD, FORWARD
+from graphshard.planning.planner import make_plan
+from graphshard.policy.units import BlockPolicy
+from graphshard.program.program import BACKWARD, FORWARD
 
 
 class Block(nn.Module):

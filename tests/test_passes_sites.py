@@ -12,7 +12,6 @@ import toy_programs as toys
 from torch import fx
 from toy_programs import BATCH, VOCAB, WIDTH, Toy, aten
 
-from graphshard import ops
 from graphshard.errors import PassError
 from graphshard.passes.insert_free import InsertFree
 from graphshard.passes.prefetch import Prefetch
@@ -20,12 +19,13 @@ from graphshard.passes.reduce_grads import ReduceGrads
 from graphshard.passes.regather import Regather
 from graphshard.passes.sink_waits import SinkWaits
 from graphshard.passes.unshard import Unshard
-from graphshard.plan import ShardingPlan
-from graphshard.policy import Policy
-from graphshard.program import BACKWARD, FORWARD, Program
-from graphshard.rewrite import entries_by_name, insert_gather
-from graphshard.runs import assign_units
-from graphshard.views import derived_values
+from graphshard.planning.plan import ShardingPlan
+from graphshard.policy.units import Policy
+from graphshard.program import ops
+from graphshard.program.aliases import derived_values
+from graphshard.program.edit import entries_by_name, insert_gather
+from graphshard.program.program import BACKWARD, FORWARD, Program
+from graphshard.program.spans import assign_units
 
 GRAD_OP = Policy(strategy="SHARD_GRAD_OP")
 

@@ -9,8 +9,8 @@ import toy_programs as toys
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from graphshard.policy import Policy
-from graphshard.program import Program
+from graphshard.policy.units import Policy
+from graphshard.program.program import Program
 
 POLICIES = {
     "pre": Policy(),

@@ -11,20 +11,22 @@ import pytest
 import torch
 import toy_programs as toys
 
-from graphshard import MixedPrecision, ops, pipeline
-from graphshard import verify as verify_module
+from graphshard import MixedPrecision, pipeline
 from graphshard.errors import PassError, PlanError, VerifyError
 from graphshard.passes.insert_free import InsertFree
 from graphshard.passes.overlap import Overlap
 from graphshard.passes.reduce_grads import ReduceGrads
 from graphshard.passes.release_early import ReleaseEarly
 from graphshard.passes.unshard import Unshard
-from graphshard.pipeline import Pass, default_passes, run_passes
-from graphshard.plan import ShardingPlan
-from graphshard.policy import Policy
-from graphshard.program import Program
-from graphshard.verify import FINISHED, LATER_RULES, RULES
-from graphshard.verify_facts import Facts, Reference
+from graphshard.pipeline import default_passes, run_passes
+from graphshard.planning.plan import ShardingPlan
+from graphshard.policy.units import Policy
+from graphshard.program import ops
+from graphshard.program.pass_protocol import Pass
+from graphshard.program.program import Program
+from graphshard.verify import verify as verify_module
+from graphshard.verify.facts import Facts, Reference
+from graphshard.verify.verify import FINISHED, LATER_RULES, RULES
 
 DEFAULT = [
     "recompute",

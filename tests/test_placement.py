@@ -14,17 +14,16 @@ from plan_models import tree_of
 from torch import nn
 
 import graphshard
-from graphshard import ops
 from graphshard.errors import VerifyError
-from graphshard.inspect.text import full_text
-from graphshard.liveness import live_unsharded
-from graphshard.placement import COPIES, MIN_BYTES, split_dim
-from graphshard.plan import ParamLayout
-from graphshard.planner import make_plan
-from graphshard.policy import BlockPolicy
+from graphshard.planning.layout import ParamLayout
+from graphshard.planning.planner import make_plan
+from graphshard.policy.placement import COPIES, MIN_BYTES, split_dim
+from graphshard.policy.units import BlockPolicy
+from graphshard.program import ops
+from graphshard.program.storages import live_unsharded, storages_of
+from graphshard.program.text import full_text
 from graphshard.runtime.fingerprint import Fingerprint
-from graphshard.step_memory import storages_of
-from graphshard.verify import verify
+from graphshard.verify.verify import verify
 
 SHAPES = st.lists(st.one_of(st.integers(1, 9), st.integers(1, 3000)), min_size=1, max_size=4)
 

@@ -12,11 +12,10 @@ from plan_models import LLAMA_7B, LLAMA_70B, Block, Example, Weight, llama, tree
 from rich.console import Console
 from torch import nn
 
-from graphshard.inspect.fold import Folded, fold
-from graphshard.inspect.units_text import human_bytes, human_count, some_of
-from graphshard.mixed_precision import MixedPrecision
-from graphshard.planner import make_plan
-from graphshard.policy import BlockPolicy, LambdaPolicy, SizePolicy
+from graphshard.format import Folded, fold, human_bytes, human_count, some_of
+from graphshard.planning.planner import make_plan
+from graphshard.policy.precision import MixedPrecision
+from graphshard.policy.units import BlockPolicy, LambdaPolicy, SizePolicy
 
 
 @pytest.mark.parametrize(

@@ -11,10 +11,11 @@ from torch import fx, nn
 from transformers import GPT2Config, GPT2LMHeadModel
 
 from graphshard.errors import PlanError, PolicyError
-from graphshard.module_tree import ModuleTree
-from graphshard.planner import make_plan, with_capture_warnings
-from graphshard.policy import BlockPolicy, LambdaPolicy, SizePolicy
-from graphshard.program import ParamEntry, Program, Results
+from graphshard.pipeline import with_capture_warnings
+from graphshard.planning.planner import make_plan
+from graphshard.policy.tree import ModuleTree
+from graphshard.policy.units import BlockPolicy, LambdaPolicy, SizePolicy
+from graphshard.program.program import ParamEntry, Program, Results
 
 
 def gpt2(**config):

@@ -20,9 +20,9 @@ from torch.distributed.fsdp.wrap import _recursive_wrap, size_based_auto_wrap_po
 from transformers import BertConfig, BertModel, LlamaConfig, LlamaForCausalLM
 
 from graphshard.errors import PolicyError
-from graphshard.module_tree import ModuleTree
-from graphshard.planner import make_plan
-from graphshard.policy import BlockPolicy, LambdaPolicy, Policy, SizePolicy, Strategy
+from graphshard.planning.planner import make_plan
+from graphshard.policy.tree import ModuleTree
+from graphshard.policy.units import BlockPolicy, LambdaPolicy, Policy, SizePolicy, Strategy
 
 ORACLES = json.loads((Path(__file__).parent / "data" / "size_policy_units.json").read_text())
 

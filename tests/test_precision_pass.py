@@ -24,19 +24,19 @@ from toy_programs import (
 )
 
 import graphshard
-from graphshard import BlockPolicy, MixedPrecision, ops
-from graphshard.capture import capture
-from graphshard.casting import settle_casts
+from graphshard import BlockPolicy, MixedPrecision
+from graphshard.capture.capture import capture
+from graphshard.capture.casting import settle_casts
 from graphshard.errors import CaptureError, PassError, VerifyError
-from graphshard.gradient_bytes import gradient_bytes
-from graphshard.liveness import live_unsharded
-from graphshard.mixed_precision import Precisions
 from graphshard.pipeline import default_passes, run_passes
-from graphshard.plan import ShardingPlan
-from graphshard.planner import make_plan
-from graphshard.policy import Policy
-from graphshard.program import BACKWARD, FORWARD, Program
-from graphshard.views import cast_dtype
+from graphshard.planning.plan import ShardingPlan, gradient_bytes
+from graphshard.planning.planner import make_plan
+from graphshard.policy.precision import Precisions
+from graphshard.policy.units import Policy
+from graphshard.program import ops
+from graphshard.program.aliases import cast_dtype
+from graphshard.program.program import BACKWARD, FORWARD, Program
+from graphshard.program.storages import live_unsharded
 
 BF16, F16, F32 = torch.bfloat16, torch.float16, torch.float32
 cast_op = torch.ops.prims.convert_element_type.default

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 import graphshard
 from graphshard import BlockPolicy, MixedPrecision, Policy
-from graphshard.inspect.text import full_text
+from graphshard.program.text import full_text
 
 HASHES = {
     "full": "3ce66f60fdea00a2",

@@ -7,7 +7,7 @@ import sys
 
 import pytest
 
-from graphshard.inspect.progress import Progress
+from graphshard.progress import Progress
 
 
 class Terminal(io.StringIO):

@@ -11,14 +11,13 @@ from models import CASES
 from torch import nn
 
 import graphshard
+from graphshard.cost.op_cost import cost_of
 from graphshard.errors import PolicyError, VerifyError
-from graphshard.heavy_ops import cost_of
 from graphshard.pipeline import default_passes, run_passes
-from graphshard.policy import Policy
-from graphshard.program import BACKWARD, Program
-from graphshard.remat import RECOMPUTED
-from graphshard.step_memory import PARAMETERS, storages_of
-from graphshard.step_memory import RECOMPUTED as AGAIN
+from graphshard.policy.units import Policy
+from graphshard.program.program import BACKWARD, RECOMPUTED, Program
+from graphshard.program.storages import PARAMETERS, storages_of
+from graphshard.program.storages import RECOMPUTED as AGAIN
 
 
 def peak(program: Program) -> int:

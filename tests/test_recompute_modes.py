@@ -18,14 +18,13 @@ from torch.utils.checkpoint import (
 )
 
 import graphshard
-from graphshard.capture import capture
+from graphshard.capture.capture import capture
 from graphshard.errors import CaptureError, PassError, PolicyError
-from graphshard.ops import is_compute
 from graphshard.passes.recompute import Recompute
-from graphshard.planner import make_plan
-from graphshard.program import BACKWARD, Program
-from graphshard.remat import RECOMPUTED
-from graphshard.step_memory import SAVED, storages_of
+from graphshard.planning.planner import make_plan
+from graphshard.program.ops import is_compute
+from graphshard.program.program import BACKWARD, RECOMPUTED, Program
+from graphshard.program.storages import SAVED, storages_of
 
 aten = torch.ops.aten
 X = torch.randn(5, 8, generator=torch.Generator().manual_seed(1))

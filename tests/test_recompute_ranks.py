@@ -16,8 +16,8 @@ from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_conte
 import graphshard
 from examples.benchmarks.live_bytes import LiveBytes
 from examples.gpt import GPT, GPTConfig
-from graphshard.heavy_ops import heavy_packets
-from graphshard.step_memory import SAVED, storages_of
+from graphshard.program.storages import SAVED, storages_of
+from graphshard.recompute.regions import heavy_packets
 
 WIDTH, BATCH, LAYERS = 128, 256, 4
 ACTIVATION = WIDTH * BATCH * 4

@@ -13,19 +13,19 @@ from runtime_models import Block, TiedGPT
 from torch import fx
 
 import graphshard
-from graphshard import ops
-from graphshard.cli import main
+from graphshard.cli.main import main
 from graphshard.cost.fused import fused_costs
 from graphshard.cost.op_cost import op_cost
 from graphshard.errors import PolicyError, VerifyError
 from graphshard.passes.form_regions import FormRegions
 from graphshard.passes.release_early import ReleaseEarly
 from graphshard.pipeline import backend_passes, default_passes, run_passes
-from graphshard.policy import Policy
-from graphshard.program import Program
-from graphshard.regions import REGION, form_of, regions_in
-from graphshard.torch_inductor import draws_as_eager
-from graphshard.verify import verify
+from graphshard.policy.units import Policy
+from graphshard.program import ops
+from graphshard.program.program import Program
+from graphshard.program.regions import REGION, form_of, regions_in
+from graphshard.torch_private.inductor import draws_as_eager
+from graphshard.verify.verify import verify
 
 TOKENS = torch.randint(0, 19, (2, 3, 7))
 

@@ -21,16 +21,17 @@ import graphshard
 from examples.benchmarks.live_bytes import most_allocated
 from examples.benchmarks.rival_models import TINY, Data, made
 from examples.benchmarks.rival_systems import Setting, graphshard_step
-from graphshard import ops, pipeline, torch_inductor
+from graphshard import pipeline
 from graphshard.errors import PassError, VerifyError
-from graphshard.inspect.text import schedule_text
-from graphshard.liveness import live_unsharded
 from graphshard.passes.release_early import ReleaseEarly
 from graphshard.pipeline import default_passes
-from graphshard.policy import Policy
-from graphshard.program import BACKWARD, Program
-from graphshard.step_memory import PARAMETERS, storages_of
-from graphshard.verify import verify
+from graphshard.policy.units import Policy
+from graphshard.program import ops
+from graphshard.program.program import BACKWARD, Program
+from graphshard.program.storages import PARAMETERS, live_unsharded, storages_of
+from graphshard.program.text import schedule_text
+from graphshard.torch_private import inductor as torch_inductor
+from graphshard.verify.verify import verify
 
 ALL = ReleaseEarly(min_bytes=1)
 

@@ -19,7 +19,7 @@ from examples.benchmarks.rival_systems import FSDP2, OURS, SYSTEMS, Setting, Tra
 from examples.benchmarks.rival_table import bars, ratios, table
 from examples.benchmarks.rivals import Result, in_turn
 from examples.benchmarks.step_watch import StepWatch, traffic
-from graphshard import ops
+from graphshard.program import ops
 
 CPU = torch.device("cpu")
 

@@ -14,9 +14,9 @@ from ranks import Checks, run_ranks
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
-from graphshard import packing
 from graphshard.errors import CollectiveError
-from graphshard.plan import ParamLayout
+from graphshard.planning.layout import ParamLayout
+from graphshard.program import packing
 from graphshard.runtime.collectives import Collective, Operand, wait
 from graphshard.runtime.gather import AllGather, AllGatherInPlace, Gathered, LocalGather, free
 from graphshard.runtime.group import Group, find_group

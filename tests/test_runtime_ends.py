@@ -10,10 +10,10 @@ import torch
 from torch import Tensor, nn
 
 import graphshard
-from graphshard.capture import capture
+from graphshard.capture.capture import capture
 from graphshard.errors import GraphshardError
-from graphshard.program import Program
-from graphshard.runtime.cut import cut, cut_backward
+from graphshard.program.cut import cut, cut_backward
+from graphshard.program.program import Program
 
 
 class Returns(nn.Module):

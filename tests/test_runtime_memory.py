@@ -14,8 +14,8 @@ from torch import Tensor, nn
 import graphshard
 from examples.benchmarks.live_bytes import LiveBytes
 from graphshard.errors import RuntimeStateError
-from graphshard.plan import ShardingPlan
-from graphshard.program import Program
+from graphshard.planning.plan import ShardingPlan
+from graphshard.program.program import Program
 from graphshard.runtime.collectives import Collective, Pending
 
 WIDTH = 256
@@ -174,7 +174,7 @@ class FreeTooEarly:
     name = "free_too_early"
 
     def apply(self, program: Program, plan: ShardingPlan) -> None:
-        from graphshard import ops
+        from graphshard.program import ops
 
         for node in list(program.nodes()):
             if ops.op_name(node) == "free":

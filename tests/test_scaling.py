@@ -12,10 +12,10 @@ import pytest
 import toy_programs as toys
 
 from examples.benchmarks import scaling
-from graphshard.collector import collections_off, only_new_collected
-from graphshard.cost.hardware import Hardware
 from graphshard.cost.op_cost import op_cost
-from graphshard.schedule.uses import Work
+from graphshard.hardware.hardware import Hardware
+from graphshard.schedule.clusters import Work
+from graphshard.torch_private.gc_pause import collections_off, only_new_collected
 
 
 class Cycle:

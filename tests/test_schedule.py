@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 import toy_programs as toys
 
-from graphshard.policy import Policy
-from graphshard.program import BACKWARD, FORWARD, Program
+from graphshard.policy.units import Policy
+from graphshard.program.program import BACKWARD, FORWARD, Program
 
 # Observed in torch 2.13 for a root (embedding and head) with three blocks, second iteration.
 # AG = all_gather issued, F and B = compute in forward and backward (Bh: the head's),

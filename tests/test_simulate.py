@@ -10,9 +10,10 @@ import toy_programs as toys
 
 import graphshard
 from examples.gpt import GPT, GPTConfig
-from graphshard import CostError, ops
+from graphshard import CostError
 from graphshard.cost.program_plan import plan_of
-from graphshard.policy import Policy
+from graphshard.policy.units import Policy
+from graphshard.program import ops
 
 TOKENS = torch.zeros(2, 32, dtype=torch.int64)
 BLOCKS = graphshard.BlockPolicy(["Block"])

@@ -25,9 +25,9 @@ from torch.distributed.checkpoint.state_dict import (
 from torch.distributed.fsdp import fully_shard
 
 import graphshard
-from graphshard.cli import main
+from graphshard.cli.main import main
 from graphshard.errors import CheckpointError
-from graphshard.runtime.module import ShardedModule
+from graphshard.module.sharded_module import ShardedModule
 
 BLOCK = graphshard.BlockPolicy({Block})
 

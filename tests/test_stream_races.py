@@ -18,13 +18,13 @@ from stream_races import Races, RecordedCuda, recorded_lanes
 from torch import fx
 
 import graphshard
-from graphshard import ops, packing
-from graphshard.plan import ShardingPlan
-from graphshard.program import Program
+from graphshard.planning.plan import ShardingPlan
+from graphshard.program import ops, packing
+from graphshard.program.aliases import gather_waits
+from graphshard.program.program import Program
 from graphshard.runtime.collectives import Collective, Pending
 from graphshard.runtime.host_copies import Copy
-from graphshard.runtime.lanes import Launched
-from graphshard.views import gather_waits
+from graphshard.runtime.streams import Launched
 
 FP16 = graphshard.MixedPrecision(param_dtype=torch.bfloat16, reduce_dtype=torch.float16)
 OPTIONS: dict[str, dict[str, Any]] = {

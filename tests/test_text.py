@@ -13,8 +13,8 @@ import pytest
 import torch
 import toy_programs as toys
 
-from graphshard.inspect.text import argument_text, dtype_text, full_text, schedule_text, value_text
-from graphshard.policy import Policy
+from graphshard.policy.units import Policy
+from graphshard.program.text import argument_text, dtype_text, full_text, schedule_text, value_text
 
 Golden = Callable[[str, str], None]
 

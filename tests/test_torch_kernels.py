@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 from torch._inductor import async_compile, codecache
 
-from graphshard.torch_kernels import Kernels, joined
+from graphshard.torch_private.cpp_kernels import Kernels, joined
 
 TEMPLATE = "{extra_parse_arg}; entry {entry_func} of {arg_len}: {{ {call_entry_func} }}"
 

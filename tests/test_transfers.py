@@ -12,17 +12,17 @@ import torch
 from torch import fx
 from toy_programs import UNITS, assert_same_values, blocks, make_toy_plan, odd_params
 
-from graphshard import ops
 from graphshard.errors import VerifyError
 from graphshard.passes.drop_unused_tangents import DropUnusedTangents
 from graphshard.pipeline import default_passes, run_passes
-from graphshard.plan import ShardingPlan
-from graphshard.policy import Policy
-from graphshard.program import Event, Program
-from graphshard.rewrite import insert_node
-from graphshard.verify import verify
-from graphshard.verify_values import Values
-from graphshard.views import unpacks
+from graphshard.planning.plan import ShardingPlan
+from graphshard.policy.units import Policy
+from graphshard.program import ops
+from graphshard.program.aliases import unpacks
+from graphshard.program.edit import insert_node
+from graphshard.program.program import Event, Program
+from graphshard.verify.numbering import Values
+from graphshard.verify.verify import verify
 
 
 @dataclass(frozen=True)

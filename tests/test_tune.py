@@ -14,18 +14,17 @@ from tune_models import OPEN, SLOW, gpt, llama, simulator_of
 
 import graphshard
 from graphshard import AutoPolicy, BlockPolicy, MixedPrecision, SizePolicy
-from graphshard.cost.hardware import Hardware
-from graphshard.module_tree import ModuleTree
+from graphshard.hardware.hardware import Hardware
+from graphshard.policy.tree import ModuleTree
 from graphshard.tune import search as searching
-from graphshard.tune.advice import advice
 from graphshard.tune.blocks import Blocks
 from graphshard.tune.bounds import Bounds
-from graphshard.tune.outcome import Outcome
-from graphshard.tune.reasons import reasons
+from graphshard.tune.reasons import advice, reasons
 from graphshard.tune.search import Search, frontier_of
 from graphshard.tune.shallow import shallow_of
 from graphshard.tune.simulator import Simulator
 from graphshard.tune.space import Candidate
+from graphshard.tune.tuning import Outcome
 
 
 @pytest.fixture(scope="module")

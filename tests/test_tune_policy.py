@@ -16,9 +16,9 @@ from tune_models import OPEN, SLOW, gpt
 import graphshard
 from examples.gpt import GPT, Block, GPTConfig
 from graphshard import AutoPolicy, BlockPolicy, MixedPrecision
-from graphshard.cli import main
+from graphshard.cli.main import main
 from graphshard.errors import CostError, PlanError, PolicyError
-from graphshard.inspect.units_text import human_bytes
+from graphshard.format import human_bytes
 
 
 def tune(budget: int | str | None = None, **fields) -> graphshard.Tuning:

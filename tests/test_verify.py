@@ -14,11 +14,11 @@ from torch.fx.experimental.symbolic_shapes import ShapeEnv
 from toy_programs import BATCH, VOCAB, WIDTH
 
 from graphshard.errors import VerifyError
-from graphshard.policy import Policy
-from graphshard.program import FORWARD, Program
-from graphshard.step_memory import storages_of
-from graphshard.verify import verify
-from graphshard.verify_facts import Reference, signature
+from graphshard.policy.units import Policy
+from graphshard.program.program import FORWARD, Program, signature
+from graphshard.program.storages import storages_of
+from graphshard.verify.facts import Reference
+from graphshard.verify.verify import verify
 
 
 @pytest.mark.parametrize("break_it", BREAKS, ids=lambda f: f.__name__)

@@ -14,10 +14,11 @@ from torch import fx, nn
 
 import graphshard
 from graphshard.errors import VerifyError
-from graphshard.pipeline import Pass, default_passes, run_passes
-from graphshard.policy import Policy
-from graphshard.program import Program
-from graphshard.verify_values import Values
+from graphshard.pipeline import default_passes, run_passes
+from graphshard.policy.units import Policy
+from graphshard.program.pass_protocol import Pass
+from graphshard.program.program import Program
+from graphshard.verify.numbering import Values
 
 aten = torch.ops.aten
 

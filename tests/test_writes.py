@@ -13,10 +13,10 @@ from models import CASES
 from program_runner import assert_same_as_eager
 from torch import Tensor, nn
 
-from graphshard import capture as capture_module
-from graphshard import ops
-from graphshard.capture import capture
+from graphshard.capture import capture as capture_module
+from graphshard.capture.capture import capture
 from graphshard.errors import CaptureError
+from graphshard.program import ops
 
 X = torch.randn(6, 4, generator=torch.Generator().manual_seed(0))
 

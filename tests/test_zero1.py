@@ -9,16 +9,16 @@ import torch
 from layout_ranks import Experts, MoE
 
 import graphshard
-from graphshard import ops
 from graphshard.errors import PolicyError, VerifyError
-from graphshard.inspect.text import full_text
-from graphshard.liveness import live_unsharded
-from graphshard.mixed_precision import MixedPrecision
-from graphshard.module_policy import ModulePolicy
-from graphshard.planner import make_plan
-from graphshard.policy import BlockPolicy
-from graphshard.rewrite import insert_node
-from graphshard.verify import verify
+from graphshard.planning.planner import make_plan
+from graphshard.policy.by_module import ModulePolicy
+from graphshard.policy.precision import MixedPrecision
+from graphshard.policy.units import BlockPolicy
+from graphshard.program import ops
+from graphshard.program.edit import insert_node
+from graphshard.program.storages import live_unsharded
+from graphshard.program.text import full_text
+from graphshard.verify.verify import verify
 
 
 def meta(*blocks):

@@ -9,7 +9,7 @@ import torch
 from torch import fx
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from graphshard.program import (
+from graphshard.program.program import (
     BACKWARD,
     FORWARD,
     InputEntry,

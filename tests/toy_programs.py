@@ -11,13 +11,15 @@ from torch import Tensor, fx
 from toy import BATCH, VOCAB, WIDTH, Toy
 from toy import aten as aten
 
-from graphshard import ops
-from graphshard.mesh_shape import fitted
-from graphshard.pipeline import Pass, default_passes, run_passes
-from graphshard.plan import REPLICATED, SHARDED, ParamLayout, ShardingPlan, Unit
-from graphshard.policy import Policy, Strategy
-from graphshard.program import Program
-from graphshard.unit_options import options_of
+from graphshard.pipeline import default_passes, run_passes
+from graphshard.planning.layout import ParamLayout, Unit
+from graphshard.planning.mesh import fitted
+from graphshard.planning.options import options_of
+from graphshard.planning.plan import REPLICATED, SHARDED, ShardingPlan
+from graphshard.policy.units import Policy, Strategy
+from graphshard.program import ops
+from graphshard.program.pass_protocol import Pass
+from graphshard.program.program import Program
 
 
 def block_params(module: str, hidden: int = 8) -> dict[str, tuple[int, ...]]:

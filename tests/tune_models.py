@@ -7,8 +7,8 @@ from torch import nn
 
 from examples.gpt import GPT, GPTConfig
 from graphshard import AutoPolicy
-from graphshard.cost.hardware import Hardware
-from graphshard.module_tree import ModuleTree
+from graphshard.hardware.hardware import Hardware
+from graphshard.policy.tree import ModuleTree
 from graphshard.tune.blocks import Blocks
 from graphshard.tune.captures import Captures
 from graphshard.tune.simulator import Simulator

@@ -25,8 +25,9 @@ from layout_ranks import (
 from torch import Tensor, nn
 
 import graphshard
-from graphshard import ops, torch_compat
 from graphshard.errors import RuntimeStateError
+from graphshard.program import ops
+from graphshard.torch_private import compat as torch_compat
 
 
 def zero1(rank: int, modules: Mapping[Any, Any] | None = None) -> graphshard.ShardedModule:

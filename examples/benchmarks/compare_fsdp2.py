@@ -29,7 +29,7 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import fully_shard
 
 import graphshard
-from graphshard.cli_policy import parse_policy
+from graphshard.cli.policy import parse_policy
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 from gpt import GPT, Block, GPTConfig

@@ -19,7 +19,7 @@ from examples.benchmarks.live_bytes import LiveBytes
 from examples.benchmarks.stand_in import Communicator, modelled, stand_in
 from examples.benchmarks.stress import allocated, broken
 from examples.gpt import GPT, Block, GPTConfig
-from graphshard.cost.hardware import Hardware
+from graphshard.hardware.hardware import Hardware
 
 HARDWARE = "hardware.json"  # in the folder of the run
 ASKED_FOR = "requested_bytes.all"  # in the allocator's statistics
@@ -217,9 +217,9 @@ def trained(model: nn.Module, place: Place, steps: int, seed: int = 0) -> list[f
 
 def calibrated(place: Place) -> Iterator[Row]:
     """Measure the device, for the sections that follow."""
-    from graphshard.calibrate.command import QUICK
+    from graphshard.calibrate.ranks import joined
     from graphshard.calibrate.run import calibrate
-    from graphshard.runtime.calibration import joined
+    from graphshard.cli.calibrate import QUICK
 
     begin = time.perf_counter()
     dtypes = () if place.small else (torch.bfloat16,)

@@ -19,7 +19,7 @@ from torch.profiler import ProfilerActivity, profile
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from graphshard import torch_compat
+from graphshard.torch_private import compat as torch_compat
 
 
 def most_allocated(work: Callable[[], object]) -> int:

@@ -40,8 +40,8 @@ from examples.benchmarks.live_bytes import LiveBytes
 from examples.benchmarks.truth_cases import Case, every, sample
 from examples.benchmarks.truth_models import BATCH, SUBJECTS
 from graphshard.errors import PolicyError, VerifyError
+from graphshard.program.storages import storages_of
 from graphshard.runtime import host_copies
-from graphshard.step_memory import storages_of
 
 TOLERANCE = {"cpu": 0.03, "cuda": 0.05}
 OPTIMIZERS = {

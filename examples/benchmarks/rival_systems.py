@@ -21,7 +21,7 @@ import graphshard
 from examples.benchmarks.rival_models import LEARNING_RATE
 from examples.benchmarks.seven_models import Batch, loss_of
 from examples.benchmarks.simple_fsdp import shard_simply
-from graphshard import ops
+from graphshard.program import ops
 
 
 @dataclass(frozen=True)

@@ -36,7 +36,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent.parent))
 
 import graphshard
 from examples.gpt import GPT, GPTConfig
-from graphshard.inspect.text import full_text, schedule_text
+from graphshard.program.text import full_text, schedule_text
 
 STAGES = ("capture", "plan", "passes", "verify", "simulate", "dump")
 DEPTHS = (8, 16, 32, 64, 128)

@@ -23,17 +23,19 @@ import torch
 import transformers as hf
 from torch import nn
 
-from graphshard import BlockPolicy, Hardware, MixedPrecision, ops
-from graphshard.capture import capture
-from graphshard.cost.duration import COMPUTE
+from graphshard import BlockPolicy, Hardware, MixedPrecision
+from graphshard.capture.capture import capture
+from graphshard.cost.memory import bytes_held
+from graphshard.cost.streams import COMPUTE
 from graphshard.cost.timeline import Timeline, timeline_of
 from graphshard.passes.insert_free import InsertFree
-from graphshard.pipeline import Pass, default_passes
-from graphshard.plan import ShardingPlan
-from graphshard.planner import make_plan
-from graphshard.program import Program
-from graphshard.runs import assign_units
-from graphshard.schedule.score import bytes_held
+from graphshard.pipeline import default_passes
+from graphshard.planning.plan import ShardingPlan
+from graphshard.planning.planner import make_plan
+from graphshard.program import ops
+from graphshard.program.pass_protocol import Pass
+from graphshard.program.program import Program
+from graphshard.program.spans import assign_units
 
 WORLDS = (8, 16, 64, 256, 1024)
 HARDWARE = ("a100-40gb", "a100-80gb", "h100-sxm")

@@ -20,7 +20,7 @@ from torch import Tensor
 
 import graphshard
 from graphshard.cost.collective_cost import collective_seconds, group_shape
-from graphshard.cost.hardware import Hardware
+from graphshard.hardware.hardware import Hardware
 
 Seconds = Callable[[str, int], float]
 

@@ -24,7 +24,7 @@ import graphshard
 from examples.benchmarks.stand_in import Delay, stand_in
 from graphshard.runtime import gather, lower
 from graphshard.runtime.gather import AllGather, Gathered
-from graphshard.runtime.lanes import Lane, Launched
+from graphshard.runtime.streams import Lane, Launched
 
 WIDTH, BATCH = 256, 64
 

@@ -31,10 +31,10 @@ from seven_models import MODELS, Model, loss_of
 
 import graphshard
 from graphshard.calibrate.measure import Effort
+from graphshard.calibrate.ranks import joined
 from graphshard.calibrate.run import calibrate
-from graphshard.cost.hardware import Hardware
-from graphshard.inspect.progress import Progress
-from graphshard.runtime.calibration import joined
+from graphshard.hardware.hardware import Hardware
+from graphshard.progress import Progress
 from graphshard.runtime.group import Group
 
 BAR = 0.15

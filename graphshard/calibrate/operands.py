@@ -15,8 +15,12 @@ from torch import Tensor
 
 aten = torch.ops.aten
 
+
 Operands = tuple[Any, ...]
+
+
 Make = Callable[["Draw", int], Operands]
+
 
 _POOL = 1 << 24
 """Elements of a pool on a CPU; the largest operand has half of them."""
@@ -58,6 +62,8 @@ class Draw:
 
 
 _WIDTH = 512
+
+
 _HEADS, _HEAD = 8, 64
 
 

@@ -10,10 +10,14 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-import graphshard
-from graphshard.cost.hardware import Hardware
+from graphshard.api import compile as compile_module
+from graphshard.api import simulate
+from graphshard.hardware.hardware import Hardware
+from graphshard.policy.units import SizePolicy
 
 _WIDTH = 8
+
+
 _LAYERS = 12
 
 
@@ -70,9 +74,9 @@ class TinyStep:
     def __post_init__(self) -> None:
         torch.manual_seed(0)
         self._x = torch.ones(2, _WIDTH, device=self.device)
-        self.module = graphshard.compile(
+        self.module = compile_module(
             _Tiny().to(self.device),
-            graphshard.SizePolicy(),
+            SizePolicy(),
             example_inputs=(self._x,),
             device=self.device,
         )
@@ -87,5 +91,5 @@ class TinyStep:
 
     def beyond(self, seconds: float, hardware: Hardware) -> float:
         """What of a step's `seconds` the nodes do not explain, on `hardware` as measured so far."""
-        estimate = graphshard.simulate(self.module, hardware=hardware, optimizer="none")
+        estimate = simulate(self.module, hardware=hardware, optimizer="none")
         return max(0.0, seconds - estimate.step_seconds)

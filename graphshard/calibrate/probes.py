@@ -16,8 +16,8 @@ from torch import Tensor, fx
 
 from graphshard.calibrate import operands as drawn
 from graphshard.calibrate.operands import Draw, Make, Operands
-from graphshard.cost.hardware import dtype_name
 from graphshard.cost.op_cost import op_cost
+from graphshard.hardware.hardware import dtype_name
 
 aten = torch.ops.aten
 
@@ -67,8 +67,14 @@ class Shot:
 # -- the list --------------------------------------------------------------------------------------
 
 _NUMEL = (1 << 10, 1 << 14, 1 << 17, 1 << 20, 1 << 22, 1 << 23)
+
+
 _STAGES = (0, 4, 5, 6, 7, 16, 17, 18, 19)
+
+
 _TOKENS = (16, 128, 512, 1024)
+
+
 _PRODUCTS = (16, 64, 128, 256, 512, 1024)
 
 
@@ -153,7 +159,10 @@ _STREAMING: tuple[tuple[str, Any, Make], ...] = (
      drawn.pooled_backward),
 )  # fmt: skip
 
+
 _COLD_BYTES = 16 * 2**20
+
+
 _MOST_SETS = 12
 
 

@@ -13,16 +13,10 @@ from typing import Any
 import torch
 from torch import nn
 
-from graphshard import ops
 from graphshard.calibrate.measure import Effort, Timing, Watch, measure
 from graphshard.calibrate.overhead import Calls, TinyStep
 from graphshard.calibrate.probes import Shot, shots
-from graphshard.cost.collective_cost import BETWEEN_NODES
-from graphshard.cost.curves import Points, ascending, fit_line
-from graphshard.cost.hardware import KINDS, Hardware
-from graphshard.cost.op_cost import VIEW
-from graphshard.inspect.progress import Progress
-from graphshard.runtime.calibration import (
+from graphshard.calibrate.ranks import (
     HostCopy,
     Places,
     TimedCollective,
@@ -30,16 +24,35 @@ from graphshard.runtime.calibration import (
     TimedOptimizer,
     places,
 )
+from graphshard.cost.collective_cost import BETWEEN_NODES
+from graphshard.cost.op_cost import VIEW
+from graphshard.hardware.curves import Points, ascending, fit_line
+from graphshard.hardware.hardware import KINDS, Hardware
+from graphshard.program import ops
+from graphshard.progress import Progress
 from graphshard.runtime.group import Group
 
 _KIB = 1024
+
+
 _COLLECTIVE_BYTES = (16 * _KIB, 256 * _KIB, 2048 * _KIB, 8192 * _KIB, 32768 * _KIB)
+
+
 _TENSORS = (1, 8)
+
+
 _OPERATIONS = (ops.all_gather, ops.reduce_scatter, ops.all_reduce)
+
+
 _VIEWS = 8
+
+
 _CACHED = {"cpu": 2**20, "cuda": 2**27}
 """Bytes moved beyond which caches hold too little of it to matter, by kind of device."""
+
+
 _NUMELS = (1 << 8, 1 << 14, 1 << 18, 1 << 20)
+
 
 _OPTIMIZERS: Mapping[str, Callable[[list[nn.Parameter]], torch.optim.Optimizer]] = {
     "adamw": lambda params: torch.optim.AdamW(params),

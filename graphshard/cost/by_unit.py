@@ -6,12 +6,11 @@ from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
-from graphshard.cost.buffers import END
-from graphshard.cost.duration import COMPUTE
-from graphshard.cost.memory import MemoryCurve
+from graphshard.cost.memory import END, MemoryCurve
+from graphshard.cost.streams import COMPUTE
 from graphshard.cost.timeline import Timeline, Transfer
-from graphshard.plan import ShardingPlan
-from graphshard.step_memory import Storage
+from graphshard.planning.plan import ShardingPlan
+from graphshard.program.storages import Storage
 
 
 @dataclass(frozen=True)

@@ -18,9 +18,12 @@ from __future__ import annotations
 from dataclasses import dataclass
 from math import ceil, log2
 
-from graphshard import ops
-from graphshard.cost.hardware import Hardware
+from torch import fx
+
 from graphshard.errors import CostError
+from graphshard.hardware.hardware import Hardware
+from graphshard.program import ops
+from graphshard.program.program import Program
 
 BETWEEN_NODES = ".inter"
 """Ends the name of a line that was measured between nodes."""
@@ -137,3 +140,17 @@ def _hops(shape: GroupShape, hardware: Hardware) -> float:
 def _tree_latency(shape: GroupShape, hardware: Hardware) -> float:
     within = (shape.per_node - 1) * hardware.intra_latency
     return within + ceil(log2(shape.nodes)) * hardware.inter_latency if shape.nodes > 1 else within
+
+
+def ranks_of(collective: fx.Node, program: Program) -> int:
+    """The number of ranks that join `collective`."""
+    return shape_of(collective, program, gpus_per_node=1 << 30).size
+
+
+def shape_of(collective: fx.Node, program: Program, gpus_per_node: int) -> GroupShape:
+    """The ranks of `collective` and the nodes they lie on."""
+    reshard: int = collective.kwargs.get("ranks") or 0  # type: ignore[assignment]
+    group = ops.group_of(collective)
+    if collective.target is ops.all_reduce and "group" not in collective.kwargs:
+        group = ops.ALL
+    return group_shape(group, program.mesh_shape, gpus_per_node, reshard)

@@ -2,40 +2,18 @@
 
 from __future__ import annotations
 
-from collections import Counter, defaultdict
 from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
 from graphshard.cost.estimate import Estimate
-from graphshard.cost.reasons import Reason
-from graphshard.cost.timeline import Transfer
+from graphshard.cost.reasons import Cause
+from graphshard.cost.text import causes_of
 from graphshard.errors import CostError
 
 if TYPE_CHECKING:
     from rich.console import RenderableType
-
-
-@dataclass(frozen=True)
-class Cause:
-    """Exposed seconds that one estimate has for one kind of reason: of an op in a phase.
-
-    count collectives or copies are exposed for it; `worst` is the one that is most.
-    """
-
-    op: str
-    phase: str
-    kind: str
-    seconds: float
-    count: int
-    worst: Transfer
-    reason: Reason
-
-    @property
-    def text(self) -> str:
-        """The reason of the worst, by itself."""
-        return f"besides, {self.reason.text}" if self.reason.next else self.reason.text
 
 
 @dataclass(frozen=True)
@@ -85,7 +63,7 @@ class Comparison:
         }
 
     def __str__(self) -> str:
-        from graphshard.inspect.compare_text import compare_text
+        from graphshard.cost.text import compare_text
 
         return compare_text(self)
 
@@ -116,28 +94,3 @@ def compare(a: Estimate, b: Estimate, *, names: tuple[str, str] = ("A", "B")) ->
         raise CostError(f"two estimates are compared under two names; got {names!r}")
     first, second = names
     return Comparison(a, b, (first, second))
-
-
-def causes_of(estimate: Estimate) -> dict[tuple[str, str, str], Cause]:
-    """What exposes the communication of `estimate`, the worst first."""
-    found: dict[tuple[str, str, str], list[tuple[Reason, Transfer]]] = defaultdict(list)
-    for transfer in estimate.transfers:
-        for reason in estimate.reasons(transfer):
-            found[transfer.op, transfer.span.phase, reason.kind].append((reason, transfer))
-    causes = []
-    for (op, phase, kind), alike in found.items():
-        reason, worst = max(alike, key=lambda pair: pair[0].seconds)
-        total = sum(each.seconds for each, _ in alike)
-        causes.append(Cause(op, phase, kind, total, len(alike), worst, reason))
-    causes.sort(key=lambda cause: -cause.seconds)
-    return {(cause.op, cause.phase, cause.kind): cause for cause in causes}
-
-
-def sent(estimate: Estimate) -> tuple[Counter[str], Counter[str]]:
-    """By op, how many collectives and copies a step has, and the bytes of their full tensors."""
-    numbers: Counter[str] = Counter()
-    moved: Counter[str] = Counter()
-    for transfer in estimate.transfers:
-        numbers[transfer.op] += 1
-        moved[transfer.op] += transfer.bytes
-    return numbers, moved

@@ -1,28 +1,25 @@
-"""What a step will cost: `simulate` and the `Estimate` it returns."""
+"""What a step will cost: `estimate_of` a plan with a program."""
 
 from __future__ import annotations
 
 import os
 from collections import defaultdict
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
 import torch
-from torch import nn
 
 from graphshard.cost.by_unit import UnitEstimate, units_of
-from graphshard.cost.duration import COMPUTE
-from graphshard.cost.hardware import Hardware
 from graphshard.cost.memory import OPTIMIZERS, MemoryCurve, memory_of
 from graphshard.cost.reasons import Reason, Reasons, told
-from graphshard.cost.subject import Request, planned
+from graphshard.cost.streams import COMPUTE
 from graphshard.cost.timeline import Timeline, Transfer, timeline_of
 from graphshard.errors import CostError
-from graphshard.plan import ShardingPlan
-from graphshard.policy_base import Policy, is_int
-from graphshard.program import Program
+from graphshard.hardware.hardware import Hardware
+from graphshard.planning.plan import ShardingPlan
+from graphshard.program.program import Program
 
 if TYPE_CHECKING:
     from rich.console import RenderableType
@@ -141,24 +138,20 @@ class Estimate:
         self, hardware: Hardware | str | os.PathLike[str], *, backend: str | None = None
     ) -> Estimate:
         """The same step on other hardware."""
-        return simulate(
-            replace(self.plan, program=self.program),
-            hardware=hardware,
-            optimizer=self.optimizer,
-            backend=backend,
-        )
+        plan = replace(self.plan, program=self.program)
+        return estimate_of(plan, Hardware.load(hardware), optimizer=self.optimizer, backend=backend)
 
     # -- shown ------------------------------------------------------------------------------------
 
     def to_dict(self) -> dict[str, Any]:
         """The estimate as plain data, ready for JSON."""
-        from graphshard.inspect.estimate_text import estimate_dict
+        from graphshard.cost.text import estimate_dict
 
         return estimate_dict(self)
 
     def save_trace(self, path: str | os.PathLike[str]) -> None:
         """Write a trace that Perfetto and chrome://tracing open: streams and a memory counter."""
-        from graphshard.inspect.trace import write_trace
+        from graphshard.cost.trace import write_trace
 
         write_trace(self, path)
 
@@ -168,12 +161,12 @@ class Estimate:
         Raises:
             CostError: matplotlib is missing.
         """
-        from graphshard.inspect.plot import draw
+        from graphshard.cost.plot import draw
 
         draw(self, path)
 
     def __str__(self) -> str:
-        from graphshard.inspect.estimate_text import estimate_text
+        from graphshard.cost.text import estimate_text
 
         return estimate_text(self)
 
@@ -183,74 +176,35 @@ class Estimate:
         return Text(str(self))
 
 
-def simulate(
-    what: nn.Module | Program | ShardingPlan,
+def estimate_of(
+    plan: ShardingPlan,
+    hardware: Hardware,
     *,
-    policy: Policy | None = None,
-    hardware: Hardware | str | os.PathLike[str],
-    world_size: int | None = None,
-    mesh_shape: Sequence[int] | None = None,
-    gpus_per_node: int | None = None,
-    example_inputs: Sequence[Any] | None = None,
-    example_kwargs: Mapping[str, Any] | None = None,
-    model: nn.Module | None = None,
-    plan: ShardingPlan | None = None,
     optimizer: str = "adamw",
     backend: str | None = None,
     tf32: bool = False,
 ) -> Estimate:
-    """Predict time and memory of a training step, with no process group and no cluster.
-
-    Args:
-        what: one of
-
-            a model (on meta or not), with a policy or plan, a number of ranks and example inputs;
-            a plan that has a program, or one that has none, with its `model` and example inputs;
-            a sharded module: of its programs the one captured last that trains and reduces its
-            gradients, or the one for the example inputs, captured if need be;
-            a rewritten program, such as one of `ShardedModule.programs`: its own mesh, its shards
-            as its placeholders show them. Parameters that no collective serves count as the
-            root's; with its `plan` they count where they belong.
-        policy: for a model. One with schedule="overlap" and no hardware is timed on `hardware`.
-        hardware: a preset's name, a file of `graphshard calibrate`, or a `Hardware`.
-        world_size: number of ranks, for a model.
-        mesh_shape: their arrangement, for a model.
-        gpus_per_node: ranks on a node. None: as `hardware` says; 8 in the presets of GPUs.
-        example_inputs: positional arguments of a call.
-        example_kwargs: keyword arguments of that call.
-        model: of a plan that has no program.
-        plan: of a program, or for a model.
-        optimizer: "adamw" (foreach), "adamw-fused", "sgd", "sgd-momentum" or "none".
-        backend: "nccl" or "gloo", which need different buffers. None: by the hardware's kind.
-        tf32: float32 matrix products run as TF32.
+    """What a step of the program of `plan` costs on `hardware`; see `graphshard.simulate`.
 
     Raises:
-        CostError: there is no program to simulate, or an argument is unknown or has no effect.
-        PlanError, PolicyError, CaptureError: the model cannot be planned or captured.
+        CostError: the plan has no program, or an argument is unknown.
     """
-    described = Hardware.load(hardware)
-    if gpus_per_node is not None:
-        if not is_int(gpus_per_node) or gpus_per_node < 1:
-            raise CostError(f"gpus_per_node must be 1 rank or more; got {gpus_per_node!r}")
-        described = described.with_(gpus_per_node=gpus_per_node)
-    if policy is not None and policy.schedule == "overlap" and policy.hardware is None:
-        policy = replace(policy, hardware=described)
-    request = Request(model, plan, policy, world_size, mesh_shape, example_inputs, example_kwargs)
-    plan = planned(what, request)
     program = plan.program
-    assert program is not None
-    backend = backend or ("gloo" if described.is_host else "nccl")
+    if program is None:
+        raise CostError(
+            "the plan has no program to estimate; give example_inputs to graphshard.plan"
+        )
+    backend = backend or ("gloo" if hardware.is_host else "nccl")
     if backend not in ("nccl", "gloo"):
         raise CostError(f'backend must be "nccl" or "gloo"; got {backend!r}')
-    memory = memory_of(program, plan, optimizer=optimizer, backend=backend)
     return Estimate(
         plan,
         program,
-        described,
+        hardware,
         optimizer,
-        timeline_of(program, plan, described, tf32=tf32),
-        memory,
-        optimizer_seconds(plan, described, optimizer) if program.grad else 0.0,
+        timeline_of(program, plan, hardware, tf32=tf32),
+        memory_of(program, plan, optimizer=optimizer, backend=backend),
+        optimizer_seconds(plan, hardware, optimizer) if program.grad else 0.0,
     )
 
 

@@ -16,12 +16,12 @@ from collections.abc import Mapping
 import torch
 from torch import Tensor, fx
 
-from graphshard import ops
 from graphshard.cost.op_cost import FREE, OpCost, op_cost
-from graphshard.program import Program
-from graphshard.regions import Region, picks_from, regions_in, viewed
-from graphshard.step_memory import bytes_of
-from graphshard.views import is_view_op
+from graphshard.program import ops
+from graphshard.program.aliases import is_view_op
+from graphshard.program.program import Program
+from graphshard.program.regions import Region, picks_from, regions_in, viewed
+from graphshard.program.storages import bytes_of
 
 _STREAMS = ("add",)
 """The measured curve of a fused kernel: that of elementwise arithmetic."""

@@ -12,26 +12,32 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass
 from math import prod
+from operator import getitem
 from typing import Any
 
 import torch
-from torch import fx
+from torch import Tensor, fx
+from torch.utils._pytree import tree_map
 from torch.utils.flop_counter import conv_flop_count, flop_registry
 
-from graphshard import attention_work
-from graphshard.cost.curves import seconds_at
-from graphshard.cost.hardware import Hardware, dtype_name
+from graphshard.cost import attention_work
 from graphshard.cost.op_curves import curves_of
 from graphshard.cost.per_node import once_per_operation
-from graphshard.torch_compat import size_hint
-from graphshard.views import is_view_op
+from graphshard.hardware.curves import seconds_at
+from graphshard.hardware.hardware import Hardware, dtype_name
+from graphshard.program.aliases import alias_inputs, is_view_op
+from graphshard.program.storages import bytes_of
+from graphshard.torch_private.compat import size_hint
 
 _aten = torch.ops.aten
 
+
 _CONVOLUTIONS = {_aten.convolution, _aten.convolution_backward, _aten._convolution}
+
 
 # Reads of its first operand only what its result has.
 _PICKS = {_aten.embedding, _aten.index, _aten.gather, _aten.index_select}
+
 
 VIEW = "view"
 """The curve of an operator that makes a view: a call without work."""
@@ -92,6 +98,8 @@ class OpCost:
 
 
 FREE = OpCost("free", 0, 0, torch.float32)
+
+
 _VIEW = OpCost("free", 0, 0, torch.float32, (VIEW,))
 
 
@@ -209,3 +217,53 @@ def _tensors(value: Any) -> Iterator[torch.Tensor]:
     elif isinstance(value, (list, tuple)):
         for entry in value:
             yield from _tensors(entry)
+
+
+FLOPS_PER_BYTE = 200
+"""What moving a byte costs, in FLOPs: the balance of bf16 arithmetic to memory bandwidth, which is
+156 on an A100 (312 TFLOP/s, 2.0 TB/s) and 295 on an H100 SXM (989 TFLOP/s, 3.35 TB/s)."""
+
+
+def cost_of(node: fx.Node) -> int:
+    """What computing `node` costs, in FLOPs: its own, and those its memory traffic is worth.
+
+    Own FLOPs are those of torch's flop counter; operators it does not know have none. Views and
+    picking out a result are free.
+    """
+    if node.target is getitem or alias_inputs(node):
+        return 0
+    moved = sum(bytes_of(tensor) for tensor in _tensors_in(node.meta.get("val")))
+    moved += sum(
+        bytes_of(tensor)
+        for source in node.all_input_nodes
+        for tensor in _tensors_in(source.meta.get("val"))
+    )
+    return _flops_of_node(node) + FLOPS_PER_BYTE * moved
+
+
+def _flops_of_node(node: fx.Node) -> int:
+    packet = getattr(node.target, "overloadpacket", None)
+    if packet in attention_work.FORWARD:
+        operands: Any = node.args[:3]
+        return attention_work.forward_flops(*(_concrete(n.meta["val"]).shape for n in operands))
+    formula = flop_registry.get(packet)
+    if formula is None:
+        return 0
+    args, kwargs = fx.map_arg((node.args, node.kwargs), lambda n: n.meta["val"])
+    found = tree_map(_concrete, (args, kwargs, node.meta["val"]))
+    return int(formula(*found[0], **found[1], out_val=found[2]))
+
+
+def _concrete(value: Any) -> Any:
+    """`value` with the sizes of the call captured: to ask a symbol would be to fix it."""
+    if isinstance(value, Tensor):
+        return torch.empty([size_hint(size) for size in value.shape], device="meta")
+    return size_hint(value) if isinstance(value, torch.SymInt) else value
+
+
+def _tensors_in(val: Any) -> Iterator[Tensor]:
+    if isinstance(val, Tensor):
+        yield val
+    elif isinstance(val, (tuple, list)):
+        for part in val:
+            yield from _tensors_in(part)

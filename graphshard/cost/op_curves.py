@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import fx
 
-from graphshard.torch_compat import size_hint
+from graphshard.torch_private.compat import size_hint
 
 _LIKE = {
     "gelu": ("erf", "mish", "tanh", "sin", "cos", "exp", "expm1", "log", "log1p", "sigmoid",
@@ -51,14 +51,18 @@ _LIKE = {
     "max_pool2d_with_indices_backward": (),
 }  # fmt: skip
 
+
 RELATIVES = {name: like for like, names in _LIKE.items() for name in (like, *names)}
 """The operator whose curve stands for one, by name."""
+
 
 ELEMENTWISE = "add"
 """What everything else follows."""
 
+
 STRIDED = ".strided"
 """Ends the name of a curve of operands that are not contiguous."""
+
 
 _BY_LAYOUT = {ELEMENTWISE, "clone", "gelu", "silu"}
 

@@ -19,6 +19,7 @@ from torch import fx
 
 Cost = TypeVar("Cost")
 
+
 _KEPT = 1 << 16  # distinct operations; a model has some hundred
 
 

@@ -12,14 +12,15 @@ from typing import Any
 import torch
 from torch import fx
 
-from graphshard import ops
-from graphshard.mixed_precision import MixedPrecision
-from graphshard.placement import IGNORED, REPLICATED, SHARDED
-from graphshard.plan import ParamLayout, ShardingPlan, Unit
-from graphshard.policy_base import Policy
-from graphshard.program import ParamEntry, Program
-from graphshard.regroup import units_of
-from graphshard.unit_options import UnitOptions
+from graphshard.planning.layout import ParamLayout, Unit
+from graphshard.planning.options import UnitOptions
+from graphshard.planning.plan import ShardingPlan
+from graphshard.policy.base import Policy
+from graphshard.policy.placement import IGNORED, REPLICATED, SHARDED
+from graphshard.policy.precision import MixedPrecision
+from graphshard.program import ops
+from graphshard.program.edit import units_of
+from graphshard.program.program import ParamEntry, Program
 
 
 class PolicyOfProgram(Policy):

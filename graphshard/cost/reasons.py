@@ -12,32 +12,83 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
+from typing import TYPE_CHECKING
 
 from torch import fx
 
-from graphshard import ops
+from graphshard.cost.memory import held_by_place
 from graphshard.cost.program_plan import PolicyOfProgram
 from graphshard.cost.timeline import Span, Timeline, Transfer
-from graphshard.inspect.units_text import human_bytes, human_seconds
-from graphshard.liveness import new_bytes
-from graphshard.plan import ShardingPlan
-from graphshard.program import FORWARD, Program
-from graphshard.schedule.score import held_by_place
-from graphshard.views import transfers_into
+from graphshard.format import human_bytes, human_seconds
+from graphshard.planning.plan import ShardingPlan
+from graphshard.program import ops
+from graphshard.program.aliases import transfers_into
+from graphshard.program.program import FORWARD, Program
+from graphshard.program.storages import new_bytes
+
+if TYPE_CHECKING:
+    pass
+
+
+@dataclass(frozen=True)
+class Cause:
+    """Exposed seconds that one estimate has for one kind of reason: of an op in a phase.
+
+    count collectives or copies are exposed for it; `worst` is the one that is most.
+    """
+
+    op: str
+    phase: str
+    kind: str
+    seconds: float
+    count: int
+    worst: Transfer
+    reason: Reason
+
+    @property
+    def text(self) -> str:
+        """The reason of the worst, by itself."""
+        return f"besides, {self.reason.text}" if self.reason.next else self.reason.text
+
 
 BEHIND = "behind"  # another collective on the same communicator
+
+
 START = "start"  # nothing runs before it
+
+
 LOSS = "loss"  # backward has not begun
+
+
 HELD = "held"  # the unit's previous gather is not freed yet
+
+
 ORDER = "order"  # a gather that stands before it is held
+
+
 BUDGET = "budget"  # of bytes, of a program scheduled by cost
+
+
 POLICY = "policy"  # the prefetch asked for
+
+
 ARRIVES = "arrives"  # its shards come from the host
+
+
 GRADIENTS = "gradients"  # computed right before it
+
+
 PLACED = "placed"  # compute stands between its operands and it, for no reason known
+
+
 IN_FLIGHT = "in flight"  # it is waited for before another reduce
+
+
 RESULT = "result"  # of the collective it works on
+
+
 END = "end"  # nothing runs after it
+
 
 _LITTLE = 0.02  # of a collective's time or exposure: not worth telling
 

@@ -17,8 +17,10 @@ from typing import Any
 
 from torch import fx
 
-from graphshard import ops
-from graphshard.cost.duration import (
+from graphshard.cost.collective_cost import ranks_of
+from graphshard.cost.fused import fused_costs
+from graphshard.cost.op_cost import op_cost
+from graphshard.cost.streams import (
     COMPUTE,
     STREAMED,
     local_seconds,
@@ -26,13 +28,11 @@ from graphshard.cost.duration import (
     node_seconds,
     stream_of,
 )
-from graphshard.cost.fused import fused_costs
-from graphshard.cost.groups import ranks_of
-from graphshard.cost.hardware import Hardware
-from graphshard.cost.op_cost import op_cost
-from graphshard.plan import ShardingPlan
-from graphshard.program import Program
-from graphshard.step_memory import bytes_of
+from graphshard.hardware.hardware import Hardware
+from graphshard.planning.plan import ShardingPlan
+from graphshard.program import ops
+from graphshard.program.program import Program
+from graphshard.program.storages import bytes_of
 
 
 @dataclass(frozen=True)

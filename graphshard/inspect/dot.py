@@ -5,12 +5,17 @@ from __future__ import annotations
 import networkx as nx
 from torch import fx
 
-from graphshard import ops
-from graphshard.program import COMPUTE, Program
+from graphshard.program import ops
+from graphshard.program.program import COMPUTE, Program
 
 COMPUTE_STREAM = "compute"
+
+
 COMMUNICATION_STREAM = "communication"
+
+
 COPY_STREAM = "copy"
+
 
 _SHAPES = {
     COMPUTE: "box",
@@ -24,6 +29,8 @@ _SHAPES = {
     "add_kept": "cylinder",
     "reshard": "parallelogram",
 }
+
+
 _COLLECTIVE_SHAPE = "ellipse"
 
 

@@ -5,28 +5,26 @@ from __future__ import annotations
 import json
 import os
 import uuid
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 from torch import fx
 
 from graphshard.errors import RuntimeStateError
 from graphshard.inspect.code import graph_source
 from graphshard.inspect.dot import dot_text, schedule_graph
-from graphshard.inspect.text import full_text, schedule_text, value_text
-from graphshard.plan import ShardingPlan
-from graphshard.program import ParamEntry, Program
-from graphshard.runtime.cut import cut
-
-if TYPE_CHECKING:
-    from graphshard.runtime.module import ShardedModule
+from graphshard.planning.plan import ShardingPlan
+from graphshard.program.cut import cut
+from graphshard.program.program import ParamEntry, Program
+from graphshard.program.text import full_text, schedule_text, value_text
 
 _FORWARD_RETURNS = """\
 Returns [outputs, mutations, tensors kept for backward, other values kept for backward]."""
 
+
 _BACKWARD_RETURNS = """\
 Returns [gradients of parameters, gradients of inputs], None where there is none."""
+
 
 _BINDINGS = """\
 The functions imported from graphshard.ops name the communication and cannot be called as they
@@ -69,15 +67,16 @@ def dump_program(
     return _write(Path(directory), files)
 
 
-def dump_module(sharded: ShardedModule, directory: str | os.PathLike[str]) -> list[Path]:
-    """`dump_program` for each program `sharded` holds: the first into `directory` itself, those of
+def dump_programs(
+    programs: Sequence[Program], plan: ShardingPlan, directory: str | os.PathLike[str]
+) -> list[Path]:
+    """`dump_program` for each of `programs`: the first into `directory` itself, those of
     further signatures into program_1, program_2, ... below it, in the order they were captured.
 
     Raises:
         RuntimeStateError: nothing was captured yet.
         OSError: a file cannot be written.
     """
-    programs = list(sharded.programs)
     if not programs:
         raise RuntimeStateError(
             "there is no program to dump before one is captured; pass example_inputs to "
@@ -86,7 +85,7 @@ def dump_module(sharded: ShardedModule, directory: str | os.PathLike[str]) -> li
     paths = []
     for index, program in enumerate(programs):
         where = Path(directory) / f"program_{index}" if index else Path(directory)
-        paths += dump_program(program, sharded.plan, where)
+        paths += dump_program(program, plan, where)
     return paths
 
 

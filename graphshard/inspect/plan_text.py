@@ -11,22 +11,26 @@ from rich.table import Table
 from rich.text import Text
 
 from graphshard.errors import GraphshardError
-from graphshard.gradient_bytes import gradient_bytes
-from graphshard.graphable import NOTE
-from graphshard.inspect.fold import Folded, fold
-from graphshard.inspect.memory_text import memory_dict, memory_notes
-from graphshard.inspect.moved_text import moved_notes
-from graphshard.inspect.units_text import human_bytes, human_count, mesh_text, some_of
-from graphshard.mesh_shape import fitted
-from graphshard.plan import ParamLayout, ShardingPlan, Unit
-from graphshard.policy_base import plain_of
-from graphshard.strategy import Strategy
-from graphshard.unit_options import UnitOptions, options_of
+from graphshard.format import Folded, fold, human_bytes, human_count, mesh_text, some_of
+from graphshard.inspect.plan_notes import memory_dict, memory_notes, moved_notes
+from graphshard.planning.layout import ParamLayout, Unit
+from graphshard.planning.mesh import fitted
+from graphshard.planning.options import UnitOptions, options_of
+from graphshard.planning.plan import ShardingPlan, gradient_bytes
+from graphshard.policy.base import plain_of
+from graphshard.policy.strategy import Strategy
 
 COLUMNS = ("unit", "class", "units", "params", "numel", "sharded", "unsharded", "padding")
+
+
 OWN = "own options"  # a further column, where units have options other than the policy's
+
+
 _LEFT_ALIGNED = 2  # of the columns
+
+
 _ALWAYS_SHOWN = ("backward_prefetch", "forward_prefetch")  # of the options; others if chosen
+
 
 _LEGEND = """\
 sharded: bytes each rank stores; unsharded: bytes while gathered; padding: bytes over all ranks;
@@ -266,9 +270,8 @@ def _notes(plan: ShardingPlan) -> Iterator[tuple[str, str]]:
         yield from moved_notes(plan)
     if plan.program is not None and plan.program.grad:
         yield from memory_notes(plan.program)
-    if plan.program is not None:
-        graphs = (note.partition(": ") for note in plan.program.notes)
-        yield from ((name, text) for name, _, text in graphs if name == NOTE)
+    if plan.program is not None and plan.program.cuda_graphs is not None:
+        yield "cuda graph", str(plan.program.cuda_graphs)
     for note in plan.policy.notes:
         yield "note", note
     yield from _resharded(plan)

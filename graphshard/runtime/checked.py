@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, fx
 
 from graphshard.errors import RuntimeStateError
-from graphshard.sizes import number_of
+from graphshard.program.sizes import number_of
 
 
 class CheckedRun(fx.Interpreter):

@@ -23,10 +23,10 @@ import torch
 from torch import Tensor
 
 from graphshard.errors import CollectiveError
-from graphshard.packing import packed
-from graphshard.plan import ParamLayout
+from graphshard.planning.layout import ParamLayout
+from graphshard.program.packing import packed
 from graphshard.runtime.group import Group
-from graphshard.runtime.lanes import Launched
+from graphshard.runtime.streams import Launched
 
 
 @dataclass(frozen=True)

@@ -30,20 +30,23 @@ from __future__ import annotations
 import logging
 import weakref
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from graphshard import torch_cuda
 from graphshard.errors import RuntimeStateError
-from graphshard.graphable import NOTE, said
-from graphshard.program import Program
+from graphshard.program.program import Program
 from graphshard.runtime.group import Group
+from graphshard.torch_private import compat as torch_compat
 
 logger = logging.getLogger("graphshard")
 
+
 WARM_UP = 2
+
+
 Run = Callable[[list[Any]], Any]
 
 
@@ -77,7 +80,7 @@ class Recorder:
         if torch.cuda.current_stream() == before:
             return
         torch.cuda.set_stream(before)
-        torch_cuda.end_allocation(self.pool)
+        torch_compat.end_allocation(self.pool)
         with torch.cuda.graph(torch.cuda.CUDAGraph(), capture_error_mode="thread_local"):
             torch.zeros(1, device=before.device)
 
@@ -198,7 +201,7 @@ class Graphs:
         self.failed = True
         self._forward = self._backward = self._saved = self._recorder = None
         first = _cause(error)
-        said(self.program, f"capture failed: {first}")
+        give_up_graphs(self.program, f"capture failed: {first}")
         logger.warning("graphshard could not capture a step as CUDA graphs: %s", first)
 
 
@@ -214,9 +217,15 @@ class GraphsFailed(Exception):  # noqa: N818  # no error of the user's
     """A forward could not be captured."""
 
 
+def give_up_graphs(program: Program, why_not: str) -> None:
+    """Note on `program` that its step runs without CUDA graphs, and why."""
+    assert program.cuda_graphs is not None
+    program.cuda_graphs = replace(program.cuda_graphs, why_not=why_not)
+
+
 def graphs_of(program: Program, group: Group) -> Graphs | None:
     """The graphs for a program that says it has them, unless its ranks cannot; then it says so."""
-    if not any(note.startswith(f"{NOTE}: one") for note in program.notes):
+    if program.cuda_graphs is None or program.cuda_graphs.why_not is not None:
         return None
     why_not = None
     if group.check:
@@ -225,7 +234,7 @@ def graphs_of(program: Program, group: Group) -> Graphs | None:
         why_not = f"the host waits for the collectives of {group.backend}"
     if why_not is None:
         return Graphs(program)
-    said(program, why_not)
+    give_up_graphs(program, why_not)
     return None
 
 

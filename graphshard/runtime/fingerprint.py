@@ -26,12 +26,14 @@ from typing import Any
 from torch import fx
 from torch.distributed.distributed_c10d import PrefixStore
 
-from graphshard import ops
 from graphshard.errors import CollectiveError, FingerprintError
-from graphshard.plan import ShardingPlan
+from graphshard.planning.plan import ShardingPlan
+from graphshard.program import ops
 from graphshard.runtime.group import Group
 
 _TICKET_DIGITS = 15  # of a hexadecimal digest: 60 bits, which fit an int64
+
+
 _POLL_SECONDS = 0.02
 
 

@@ -7,11 +7,11 @@ from collections.abc import Callable, Iterable, Sequence
 import torch
 from torch import Tensor
 
-from graphshard import torch_compat
-from graphshard.packing import MOVABLE
-from graphshard.plan import ParamLayout
+from graphshard.planning.layout import ParamLayout
+from graphshard.program.packing import MOVABLE
 from graphshard.runtime.collectives import Collective, Operand, Pending
 from graphshard.runtime.group import Group, as_bytes, strides_of
+from graphshard.torch_private import compat as torch_compat
 
 
 class Gathered(list[Tensor]):
@@ -245,3 +245,31 @@ def _poison(dtype: torch.dtype) -> float | int:
     if dtype.is_floating_point or dtype.is_complex:
         return float("nan")
     return 1 if dtype is torch.bool else torch.iinfo(dtype).max
+
+
+class Reshard:
+    """Copies this rank's part of k, `(ceil(d0/k), ...)`, out of a full parameter `(d0, ...)`.
+
+    Of one split along another dim, the part along that.
+
+    Args:
+        layout: of the parameter on the `k` ranks.
+        group: those ranks.
+    """
+
+    def __init__(self, layout: ParamLayout, group: Group) -> None:
+        self.layout = layout
+        self.rows = layout.rows(group.rank)
+        # fx prints a call by these.
+        self.__name__ = self.__qualname__ = "reshard"
+        self.__module__ = "graphshard"
+
+    def __call__(self, full: Tensor) -> Tensor:
+        """A contiguous copy; zeros where the parameter ends before its part does."""
+        start, stop = self.rows
+        rows = full.narrow(self.layout.dim, start, stop - start)
+        if stop - start == self.layout.padded_rows:
+            return rows.clone(memory_format=torch.contiguous_format)
+        part = full.new_zeros(self.layout.shard_shape)  # padded along dim 0 only
+        part[: stop - start] = rows
+        return part

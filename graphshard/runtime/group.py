@@ -13,12 +13,13 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
-from graphshard import ops, torch_compat
 from graphshard.errors import PolicyError
-from graphshard.packing import GATHER_BELOW, MOVABLE, REDUCE_BELOW
-from graphshard.runtime import lanes
-from graphshard.runtime.lanes import Lane
-from graphshard.runtime.peers import UP_TO, Peers
+from graphshard.program import ops
+from graphshard.program.packing import GATHER_BELOW, MOVABLE, REDUCE_BELOW
+from graphshard.runtime import streams as lanes
+from graphshard.runtime.gloo import UP_TO, Peers
+from graphshard.runtime.streams import Lane
+from graphshard.torch_private import compat as torch_compat
 
 
 def movable(tensor: Tensor) -> Tensor:

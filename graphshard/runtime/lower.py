@@ -33,24 +33,26 @@ from typing import Any
 import torch
 from torch import fx, nn
 
-from graphshard import ops
-from graphshard.plan import ShardingPlan
-from graphshard.program import copy_node
-from graphshard.regions import Region, Regions, is_fixed, picks_from, regions_in
-from graphshard.runtime.boxed import BoxedCodeGen
+from graphshard.planning.plan import ShardingPlan
+from graphshard.program import ops
+from graphshard.program.annotations import Regions
+from graphshard.program.program import copy_node
+from graphshard.program.regions import Region, is_fixed, picks_from, regions_in
+from graphshard.runtime.accumulated import Kept
+from graphshard.runtime.codegen import BoxedCodeGen, call_of
 from graphshard.runtime.collectives import Collective, Operand, wait
 from graphshard.runtime.gather import (
     AllGather,
     AllGatherInPlace,
     LocalGather,
+    Reshard,
     free,
     poison,
     releasing,
     take,
 )
 from graphshard.runtime.group import Group
-from graphshard.runtime.kept import Kept
-from graphshard.runtime.operator_calls import call_of
+from graphshard.runtime.host_copies import bind_transfer
 from graphshard.runtime.reduce import (
     AllReduce,
     LocalReduce,
@@ -59,8 +61,6 @@ from graphshard.runtime.reduce import (
     ReduceScatterByReduce,
 )
 from graphshard.runtime.region import Forms, pack
-from graphshard.runtime.reshard import Reshard
-from graphshard.runtime.transfers import bind_transfer
 
 # At the start of a call: an operator may be named inside of a string, too.
 _OPERATOR = re.compile(r"(?<== )torch\.ops\.(\w+)\.(\w+)\.(\w+)(?=\()")

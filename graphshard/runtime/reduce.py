@@ -10,12 +10,13 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, fx
 
-from graphshard import ops, torch_compat
 from graphshard.errors import PlanError
-from graphshard.packing import MOVABLE
-from graphshard.plan import ParamLayout
+from graphshard.planning.layout import ParamLayout
+from graphshard.program import ops
+from graphshard.program.packing import MOVABLE
 from graphshard.runtime.collectives import Collective, Message, Operand, Pending
 from graphshard.runtime.group import Group
+from graphshard.torch_private import compat as torch_compat
 
 
 def require_reducible(graph: fx.Graph, group: Group) -> None:

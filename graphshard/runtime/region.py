@@ -8,19 +8,25 @@ communicates nothing and gives the same values.
 from __future__ import annotations
 
 import logging
+import os
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, fx, nn
 from torch.multiprocessing.reductions import StorageWeakRef
 
-from graphshard import torch_compat, torch_inductor
 from graphshard.errors import FixedSizeError
-from graphshard.regions import Region, Regions, form_of, viewed, works
-from graphshard.runtime.boxed import BoxedCodeGen
-from graphshard.sizes import SYMBOLIC, Sizes
-from graphshard.torch_kernels import Kernels
+from graphshard.program.annotations import Regions
+from graphshard.program.regions import Region, form_of, viewed, works
+from graphshard.program.sizes import Sizes
+from graphshard.progress import Stages
+from graphshard.runtime.codegen import BoxedCodeGen
+from graphshard.runtime.group import Group
+from graphshard.torch_private import compat as torch_compat
+from graphshard.torch_private import inductor as torch_inductor
+from graphshard.torch_private.compat import SYMBOLIC
+from graphshard.torch_private.cpp_kernels import Kernels
 
 logger = logging.getLogger("graphshard")
 
@@ -301,3 +307,33 @@ def _reason(error: Exception) -> str:
     lines = [line.strip() for line in str(error).splitlines() if line.strip()]
     text = lines[0] if lines else ""
     return f"{type(error).__name__}: {text}"[:200]
+
+
+T = TypeVar("T")
+
+
+def compile_forms(forms: Sequence[Form], group: Group, progress: Stages) -> None:
+    """Compile all of `forms` that are not compiled yet, in the order of this rank."""
+    with progress.stage("compile", len(forms)):
+        compile_all(turned(forms, *_place_on_host(group)), progress.advance)
+
+
+def turned(forms: Sequence[T], rank: int, ranks: int) -> list[T]:
+    """`forms` in the order in which one of the `ranks` on a host compiles them.
+
+    Their compilers keep what they make in one cache on disk. So ranks begin at different places,
+    every second one goes backwards, and each finds there what others made before it came to it.
+    Nobody waits for anybody: what is not there yet a rank makes itself.
+    """
+    pair, back = divmod(rank, 2)
+    begin = (pair + back) * len(forms) // -(-ranks // 2)
+    order = [*forms[begin:], *forms[:begin]]
+    return order[::-1] if back else order
+
+
+def _place_on_host(group: Group) -> tuple[int, int]:
+    """Which of the ranks of its host this one is; which of the group, where nobody says."""
+    rank, ranks = (os.environ.get(name, "") for name in ("LOCAL_RANK", "LOCAL_WORLD_SIZE"))
+    if rank.isdecimal() and ranks.isdecimal() and int(rank) < int(ranks):
+        return int(rank), int(ranks)
+    return group.rank, group.size

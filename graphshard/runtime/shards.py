@@ -11,18 +11,47 @@ another dim, which W divides, it is a contiguous tensor of its own shape.
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping
+from functools import cache
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, Placement, Replicate
 from torch.distributed.tensor import Shard as ShardDim
+from torch.optim.optimizer import Optimizer, register_optimizer_step_post_hook
 
-from graphshard import torch_compat
 from graphshard.errors import PlanError, RuntimeStateError
-from graphshard.plan import ParamLayout
+from graphshard.planning.layout import ParamLayout
 from graphshard.runtime.group import Group, strides_of
-from graphshard.runtime.steps import count_steps, steps_of
+from graphshard.torch_private import compat as torch_compat
+
+_STEPS = "_graphshard_steps"
+
+
+def count_steps(param: Tensor) -> None:
+    """Count from now on, where nobody does, the steps of any optimizer that has `param`."""
+    _watch()
+    if not hasattr(param, _STEPS):
+        setattr(param, _STEPS, 0)
+
+
+def steps_of(param: Tensor) -> int:
+    """The steps counted so far in which `param` had a gradient."""
+    return getattr(param, _STEPS, 0)
+
+
+@cache
+def _watch() -> None:
+    register_optimizer_step_post_hook(_count)
+
+
+def _count(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
+    for group in optimizer.param_groups:
+        for param in group["params"]:
+            steps = getattr(param, _STEPS, None)
+            if steps is not None and param.grad is not None:
+                setattr(param, _STEPS, steps + 1)
+
 
 Homes = list[tuple[dict[str, Any], str]]
 

@@ -26,7 +26,7 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from graphshard.plan import ParamLayout
+from graphshard.planning.layout import ParamLayout
 from graphshard.runtime.group import Group
 from graphshard.runtime.shards import Shard
 

@@ -4,31 +4,51 @@ from __future__ import annotations
 
 import contextlib
 import weakref
-from collections.abc import Collection, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import replace
+from itertools import islice
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from graphshard import ops, torch_compat
-from graphshard.capture import Capture
+from graphshard.capture.capture import Capture
 from graphshard.errors import RuntimeStateError
-from graphshard.inspect.progress import Progress
 from graphshard.passes.drop_unused_tangents import DropUnusedTangents
 from graphshard.passes.form_regions import FormRegions
-from graphshard.pipeline import Stages
-from graphshard.program import Program
-from graphshard.runtime.compile_forms import compile_forms
+from graphshard.program import ops
+from graphshard.program.aliases import gather_waits
+from graphshard.program.cut import cut, cut_backward
+from graphshard.program.program import Program
+from graphshard.progress import Progress, Stages
 from graphshard.runtime.cuda_graphs import GraphsFailed, graphs_of
-from graphshard.runtime.cut import cut, cut_backward
-from graphshard.runtime.half import Bindings, Half
 from graphshard.runtime.host_copies import settle
+from graphshard.runtime.lowered import Bindings, Half
+from graphshard.runtime.region import compile_forms
 from graphshard.runtime.shards import Shard
 from graphshard.runtime.standing import StandingShard
-from graphshard.runtime.tangents import tangent_strides, with_stride
-from graphshard.verify import verify
-from graphshard.views import gather_waits
+from graphshard.torch_private import compat as torch_compat
+from graphshard.verify.verify import verify
+
+
+def tangent_strides(program: Program) -> Callable[[tuple[int, ...]], list[tuple[int, ...]]]:
+    """From a call's symbolic sizes to the strides of the tangents, as traced."""
+    strides = [o.tangent.meta["val"].stride() for o in program.outputs if o.tangent is not None]
+    if program.sizes is None:
+        return lambda sizes: strides
+    flat = program.sizes.evaluator([size for stride in strides for size in stride])
+
+    def at(sizes: tuple[int, ...]) -> list[tuple[int, ...]]:
+        numbers = iter(flat(*sizes))
+        return [tuple(islice(numbers, len(stride))) for stride in strides]
+
+    return at
+
+
+def with_stride(tensor: Tensor, stride: tuple[int, ...]) -> Tensor:
+    """A copy of `tensor` that lies as `stride` says."""
+    result = torch.empty_strided(tensor.shape, stride, dtype=tensor.dtype, device=tensor.device)
+    return result.copy_(tensor)
 
 
 class Step:

@@ -19,10 +19,9 @@ from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.state_dict_saver import async_save, save
 from torch.distributed.tensor import DTensor
 
-from graphshard import torch_compat
 from graphshard.errors import CheckpointError
 from graphshard.runtime.group import Group
-from graphshard.runtime.half import Bindings
+from graphshard.runtime.lowered import Bindings
 from graphshard.state.dcp import (
     RankZeroFirst,
     Stored,
@@ -36,6 +35,7 @@ from graphshard.state.matching import Match, match
 from graphshard.state.optim import optimizer_state_dict
 from graphshard.state.optim_load import STEP, prepare
 from graphshard.state.slots import Slot, agree, by_name, everyones, put, region_of, slots_of
+from graphshard.torch_private import compat as torch_compat
 
 RNG = "rng"
 

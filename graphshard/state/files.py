@@ -16,7 +16,10 @@ from graphshard.errors import CheckpointError
 from graphshard.state.raw import Entry, Writer, read_header
 
 NAME = "model.safetensors"
+
+
 INDEX = "model.safetensors.index.json"
+
 
 Shapes = Mapping[str, tuple[Sequence[int], torch.dtype]]
 

@@ -16,10 +16,9 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from graphshard import torch_compat
 from graphshard.errors import CheckpointError, FingerprintError
 from graphshard.runtime.group import Group
-from graphshard.runtime.half import Bindings
+from graphshard.runtime.lowered import Bindings
 from graphshard.state.files import open_files
 from graphshard.state.matching import Described, KeyRules, Match, describe, match
 from graphshard.state.raw import Region
@@ -33,6 +32,7 @@ from graphshard.state.slots import (
     region_of,
     slots_of,
 )
+from graphshard.torch_private import compat as torch_compat
 
 
 @dataclass(frozen=True)

@@ -13,9 +13,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from graphshard.runtime.half import Bindings
-from graphshard.runtime.local_steps import state_of
+from graphshard.runtime.lowered import Bindings
 from graphshard.state.slots import Slot, agree, gathered, local_of, slots_of
+from graphshard.training.local_steps import state_of
 
 KINDS = ("sharded", "full", "local")
 

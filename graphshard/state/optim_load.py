@@ -13,15 +13,16 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from graphshard import torch_compat
 from graphshard.errors import CheckpointError
-from graphshard.inspect.units_text import some_of
+from graphshard.format import some_of
 from graphshard.runtime.group import Group
-from graphshard.runtime.half import Bindings
+from graphshard.runtime.lowered import Bindings
 from graphshard.state.optim import KINDS, slots_of_optimizer
 from graphshard.state.slots import Slot, everyones, first_problem, kind, pieces, put
+from graphshard.torch_private import compat as torch_compat
 
 STEP = "step"
+
 
 Described = dict[str, Any]
 """Settings of each group; of each parameter, its key in the checkpoint and its entries."""

@@ -25,6 +25,7 @@ from graphshard.errors import CheckpointError
 
 Region = tuple[slice, ...]
 
+
 _DTYPES = {
     "BOOL": torch.bool,
     "U8": torch.uint8,
@@ -43,7 +44,11 @@ _DTYPES = {
     "F64": torch.float64,
     "C64": torch.complex64,
 }
+
+
 _CODES = {dtype: code for code, dtype in _DTYPES.items()}
+
+
 _LENGTH_BYTES = 8
 
 

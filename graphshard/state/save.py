@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from graphshard.errors import CheckpointError
-from graphshard.runtime.half import Bindings
+from graphshard.runtime.lowered import Bindings
 from graphshard.state.files import Target, write_files
 from graphshard.state.slots import Slot, agree, by_name, gathered, slots_of
 

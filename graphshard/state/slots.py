@@ -15,13 +15,13 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from graphshard import torch_compat
 from graphshard.errors import CheckpointError, RuntimeStateError
-from graphshard.packing import MOVABLE
+from graphshard.program.packing import MOVABLE
 from graphshard.runtime.group import Group
-from graphshard.runtime.half import Bindings
+from graphshard.runtime.lowered import Bindings
 from graphshard.runtime.shards import Shard, distinct
 from graphshard.state.raw import Region
+from graphshard.torch_private import compat as torch_compat
 
 PIECE_BYTES = 32 * 1024 * 1024
 """Values are read and sent in pieces of this many bytes, and at least one row."""

@@ -10,20 +10,22 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 
-from graphshard.byte_text import bytes_in
-from graphshard.cost.hardware import Hardware
 from graphshard.cost.memory import OPTIMIZERS
 from graphshard.errors import PolicyError
-from graphshard.mixed_precision import MixedPrecision
-from graphshard.policy_base import Policy, is_int
-from graphshard.recompute_choice import RecomputeChoice
+from graphshard.format import bytes_in
+from graphshard.hardware.hardware import Hardware
+from graphshard.policy.base import Policy, is_int
+from graphshard.policy.precision import MixedPrecision
+from graphshard.policy.recompute import RecomputeChoice
 
 if TYPE_CHECKING:
-    from graphshard.pipeline import Stages
+    from graphshard.progress import Stages
     from graphshard.tune.tuning import Tuning
+
 
 AUTO = "auto"
 """What a field holds that is to be searched."""
+
 
 SEARCHED = (
     "units",

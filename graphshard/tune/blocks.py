@@ -9,16 +9,18 @@ from functools import cached_property
 
 from torch import nn
 
-from graphshard.module_policy import ModulePolicy
-from graphshard.module_tree import ModuleTree
-from graphshard.policy import BlockPolicy, SizePolicy
-from graphshard.policy_base import Policy
+from graphshard.policy.base import Policy
+from graphshard.policy.by_module import ModulePolicy
+from graphshard.policy.tree import ModuleTree
+from graphshard.policy.units import BlockPolicy, SizePolicy
 
 _HEAVY = 0.1
 """A child that holds this part of its block's parameters, or more, may be a unit."""
 
+
 _LARGE = 0.25
 """A module outside of all blocks that holds this many parameters, in blocks, may be a unit."""
+
 
 _SIZES = 3
 """Thresholds of `SizePolicy` tried, at most."""

@@ -14,22 +14,22 @@ from typing import Any
 
 from torch import fx
 
-from graphshard import ops
 from graphshard.cost.collective_cost import collective_seconds, group_shape
 from graphshard.cost.estimate import optimizer_seconds
-from graphshard.cost.hardware import Hardware
 from graphshard.cost.memory import OPTIMIZERS, resident_bytes
 from graphshard.cost.op_cost import op_cost
 from graphshard.errors import CaptureError, PassError, PlanError, PolicyError
+from graphshard.hardware.hardware import Hardware
 from graphshard.pipeline import default_passes
-from graphshard.plan import ShardingPlan
-from graphshard.program import BACKWARD, FORWARD, Program
-from graphshard.runs import assign_units
-from graphshard.step_memory import PARAMETERS, storages_of
+from graphshard.planning.plan import ShardingPlan
+from graphshard.program import ops
+from graphshard.program.aliases import alias_inputs, cast_dtype
+from graphshard.program.program import BACKWARD, FORWARD, Program
+from graphshard.program.spans import assign_units
+from graphshard.program.storages import PARAMETERS, storages_of
 from graphshard.tune.shallow import Shallow
 from graphshard.tune.simulator import Simulator
 from graphshard.tune.space import Candidate, Group
-from graphshard.views import alias_inputs, cast_dtype
 
 
 @dataclass(frozen=True)

@@ -10,13 +10,13 @@ from typing import Any
 import torch
 from torch import nn
 
-from graphshard.capture import capture
-from graphshard.casting import cast_all
+from graphshard.capture.capture import capture
+from graphshard.capture.casting import cast_all
 from graphshard.cost.op_cost import op_cost
 from graphshard.errors import CaptureError
-from graphshard.mixed_precision import Precisions
-from graphshard.plan import ShardingPlan
-from graphshard.program import Program
+from graphshard.planning.plan import ShardingPlan
+from graphshard.policy.precision import Precisions
+from graphshard.program.program import Program
 
 
 class Captures:

@@ -8,30 +8,36 @@ from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field, replace
 from typing import Protocol
 
-from graphshard.pipeline import Stages
+from graphshard.progress import Stages
 from graphshard.tune.bounds import Bound, Bounds
-from graphshard.tune.outcome import Outcome
 from graphshard.tune.shallow import Shallow, shallow_of
 from graphshard.tune.simulator import Simulator
 from graphshard.tune.space import RUNGS, Candidate, Group, Ladder, rounded
+from graphshard.tune.tuning import Outcome
 
 EXHAUSTIVE = 1_500
 """Nodes of a captured program up to which every group that its bounds allow is simulated."""
 
+
 _FINALISTS = 4
 """Candidates simulated whole after shallow models found them, until one of them fits."""
+
 
 _EXPANDED = 3
 """Groups of which all candidates are tried where not all of all groups are."""
 
+
 _WORTH = 2e-3
 """The part of a step's time that a drawn out one must gain to be simulated whole, too."""
+
 
 _LADDERS = 2
 """Groups for which budgets are tried where not all are."""
 
+
 _FRONTIER = 2
 """Further candidates, of less memory, simulated whole to show the frontier."""
+
 
 _SLACK = 1.02
 """A drawn out peak may be this much above the budget and its candidate still be tried."""

@@ -11,15 +11,16 @@ from typing import Any
 from torch import nn
 
 from graphshard.errors import GraphshardError
-from graphshard.module_tree import ModuleTree
+from graphshard.policy.tree import ModuleTree
 from graphshard.tune.blocks import Blocks
 from graphshard.tune.captures import Captures
-from graphshard.tune.outcome import Outcome
 from graphshard.tune.simulator import Simulator
 from graphshard.tune.space import Candidate, Group, Ladder, Space, rounded
+from graphshard.tune.tuning import Outcome
 
 DEPTHS = (4, 6)
 """Blocks of the two smaller models; with fewer, the blocks at the two ends would be most of it."""
+
 
 LEAST = 10
 """Models of fewer blocks are simulated whole."""

@@ -10,19 +10,20 @@ from typing import Any
 
 from torch import nn
 
-from graphshard.cost.estimate import Estimate, simulate
+from graphshard.cost.estimate import Estimate, estimate_of
 from graphshard.errors import CaptureError, PassError, PlanError, PolicyError
 from graphshard.passes.prefetch import Prefetch
 from graphshard.passes.recompute_budget import RecomputeToBudget
-from graphshard.pipeline import Pass, default_passes
-from graphshard.plan import ShardingPlan
-from graphshard.planner import make_plan
-from graphshard.policy_base import Policy
-from graphshard.program import Program
-from graphshard.runs import assign_units
+from graphshard.pipeline import default_passes
+from graphshard.planning.plan import ShardingPlan
+from graphshard.planning.planner import make_plan
+from graphshard.policy.base import Policy
+from graphshard.program.pass_protocol import Pass
+from graphshard.program.program import Program
+from graphshard.program.spans import assign_units
 from graphshard.tune.captures import Captures
-from graphshard.tune.outcome import Outcome
 from graphshard.tune.space import RUNGS, Candidate, Group, Ladder, Space, rounded
+from graphshard.tune.tuning import Outcome
 
 
 @dataclass
@@ -125,9 +126,9 @@ class Simulator:
         passes = default_passes(plan.policy) if passes is None else passes
         self.simulated += 1
         program = self._rewritten(plan, captured, passes)
-        return simulate(
+        return estimate_of(
             replace(plan, program=program),
-            hardware=self.space.hardware,
+            self.space.hardware,
             optimizer=self.space.auto.optimizer,
         )
 

@@ -8,10 +8,10 @@ from functools import cached_property
 from itertools import product
 from typing import Any
 
-from graphshard.cost.hardware import Hardware
-from graphshard.module_policy import ModulePolicy
-from graphshard.policy_base import Policy
-from graphshard.strategy import Strategy
+from graphshard.hardware.hardware import Hardware
+from graphshard.policy.base import Policy
+from graphshard.policy.by_module import ModulePolicy
+from graphshard.policy.strategy import Strategy
 from graphshard.tune.auto_policy import AutoPolicy, is_auto
 from graphshard.tune.blocks import Blocks
 

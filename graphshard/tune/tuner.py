@@ -10,27 +10,26 @@ import torch
 from torch import nn
 
 from graphshard.cost.estimate import Estimate
-from graphshard.errors import PolicyError
-from graphshard.ignored import ignored_by
-from graphshard.inspect.progress import Progress
-from graphshard.mesh_shape import checked_mesh
-from graphshard.model_checks import check_model, require_module
-from graphshard.module_tree import ModuleTree
-from graphshard.pipeline import Stages, default_passes
-from graphshard.plan_warnings import with_capture_warnings
-from graphshard.policy_base import Policy
-from graphshard.strategy import Strategy
-from graphshard.tune.advice import advice
+from graphshard.errors import PlanError, PolicyError
+from graphshard.format import human_bytes, human_seconds
+from graphshard.pipeline import default_passes, with_capture_warnings
+from graphshard.planning.ignored import ignored_by
+from graphshard.planning.mesh import checked_mesh
+from graphshard.planning.model_checks import check_model, require_module
+from graphshard.planning.plan import ShardingPlan
+from graphshard.policy.base import Policy
+from graphshard.policy.strategy import Strategy
+from graphshard.policy.tree import ModuleTree
+from graphshard.progress import Progress, Stages
 from graphshard.tune.auto_policy import AutoPolicy, is_auto
 from graphshard.tune.blocks import Blocks
 from graphshard.tune.captures import Captures
-from graphshard.tune.outcome import Outcome
-from graphshard.tune.reasons import reasons
+from graphshard.tune.reasons import advice, reasons
 from graphshard.tune.search import Search, frontier_of
 from graphshard.tune.simulator import Simulator, without_collecting
 from graphshard.tune.space import Space
-from graphshard.tune.tuning import Tried, Tuning
-from graphshard.verify import verify
+from graphshard.tune.tuning import Outcome, Tried, Tuning
+from graphshard.verify.verify import verify
 
 
 def tune(
@@ -132,3 +131,55 @@ def _verified(search: Search, winner: Outcome, progress: Stages) -> Estimate:
         done = {type(step) for step in passes}
         verify(estimate.program, plan, after=passes[-1].name, done=done)
     return replace(estimate, plan=replace(plan, program=estimate.program))
+
+
+def wants_groups(policy: Policy | AutoPolicy) -> bool:
+    """Whether `policy` needs a mesh of two dimensions."""
+    if isinstance(policy, AutoPolicy) and is_auto(policy.strategy):
+        return False
+    return Strategy(policy.strategy).hybrid
+
+
+def searched(
+    auto: AutoPolicy,
+    model: nn.Module,
+    example_inputs: Sequence[Any] | None,
+    example_kwargs: Mapping[str, Any] | None,
+    *,
+    world_size: int,
+    mesh_shape: Sequence[int] | None,
+    device: torch.device | str,
+    progress: Stages,
+) -> ShardingPlan:
+    """The plan, with its program, of the policy that a search finds, which has a note of it.
+
+    Raises:
+        PolicyError: there are no example inputs to search with, or nothing fits.
+        PlanError: the model cannot be planned, or is not to be trained.
+    """
+    if not model.training or not torch.is_grad_enabled():
+        raise PlanError(
+            "AutoPolicy looks for the fastest training step; call model.train() first, and not in "
+            "torch.no_grad(), or give an explicit policy"
+        )
+    found = tune(
+        auto,
+        model,
+        example_inputs,
+        example_kwargs,
+        world_size=world_size,
+        mesh_shape=mesh_shape,
+        device=device,
+        progress=progress,
+    )
+    policy = replace(found.policy, notes=(*found.policy.notes, _note(found)))
+    return replace(found.plan, policy=policy)
+
+
+def _note(tuning: Tuning) -> str:
+    estimate = tuning.estimate
+    return (
+        f"tuned for {human_bytes(tuning.memory_budget)} on {estimate.hardware.name}: "
+        f"{human_seconds(estimate.step_seconds)} a step, "
+        f"{human_bytes(estimate.peak_bytes)} at the peak"
+    )

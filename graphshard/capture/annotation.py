@@ -1,0 +1,72 @@
+"""What traced nodes are told about where they came from: module names and checkpoint regions."""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+from collections.abc import Callable, Iterator
+from typing import Any
+
+from torch import nn
+
+from graphshard.torch_private import trace as torch_trace
+
+FQN = "fqn"
+
+
+CALLS = "calls"
+
+
+REGION = "recompute_region"
+"""The checkpointed calls around a node, the outermost first, as a tuple of numbers."""
+
+
+KEEP = "recompute_keep"
+"""Whether the model's own selective checkpoint wants a node's result saved."""
+
+
+@contextlib.contextmanager
+def named_nodes(model: nn.Module) -> Iterator[None]:
+    """Annotate traced nodes with the FQN of the module that made them, and the calls around it.
+
+    "calls" is a tuple of (module FQN, call number) from the root inwards: a module that is used
+    twice has two numbers.
+    """
+    annotate = torch_trace.annotate()
+    open_contexts: list[tuple[nn.Module, Any]] = []
+    calls: list[tuple[str, int]] = []
+    numbers = itertools.count()
+    removable = []
+
+    def enter(fqn: str) -> Callable[..., None]:
+        def hook(module: nn.Module, args: Any, kwargs: Any) -> None:
+            calls.append((fqn, next(numbers)))
+            context = annotate({FQN: fqn, CALLS: tuple(calls)})
+            context.__enter__()
+            open_contexts.append((module, context))
+
+        return hook
+
+    def leave(module: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
+        # A module that raised inside left its context open; close it with its caller's.
+        while open_contexts:
+            opened_by, context = open_contexts.pop()
+            calls.pop()
+            context.__exit__(None, None, None)
+            if opened_by is module:
+                return
+
+    for fqn, module in model.named_modules():
+        removable.append(
+            module.register_forward_pre_hook(enter(fqn), prepend=True, with_kwargs=True)
+        )
+        removable.append(module.register_forward_hook(leave, with_kwargs=True))
+    try:
+        yield
+    finally:
+        for hook in removable:
+            hook.remove()
+        while open_contexts:
+            # A trace that was cut short has put back what it had noted already.
+            with contextlib.suppress(KeyError):
+                open_contexts.pop()[1].__exit__(None, None, None)

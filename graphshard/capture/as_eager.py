@@ -1,0 +1,156 @@
+"""Operators traced whole, as eager runs them, where torch's rules for tracing take them apart.
+
+By such a rule interpolation becomes indexing: other numbers, and more memory and time. BatchNorm
+keeps its rule: its operators do not say that they write running statistics.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from functools import partial
+from typing import Any
+from unittest import mock
+
+import torch
+from torch import Tensor, fx
+
+from graphshard.torch_private import compat as torch_compat
+from graphshard.torch_private import trace as torch_trace
+
+_INTERPOLATIONS = (
+    "upsample_nearest1d",
+    "upsample_nearest2d",
+    "upsample_nearest3d",
+    "_upsample_nearest_exact1d",
+    "_upsample_nearest_exact2d",
+    "_upsample_nearest_exact3d",
+    "upsample_linear1d",
+    "upsample_bilinear2d",
+    "upsample_trilinear3d",
+    "upsample_bicubic2d",
+)
+
+
+INTERPOLATION_BACKWARDS = frozenset(
+    getattr(torch.ops.aten, f"{name}_backward").default for name in _INTERPOLATIONS
+)
+
+
+_OTHERS = (
+    "hardshrink",
+    "softshrink",
+    "multi_margin_loss",
+    "multilabel_margin_loss_forward",
+)
+
+
+@contextlib.contextmanager
+def eager_kernels() -> Iterator[None]:
+    """Trace the operators named above as single nodes, forward and backward."""
+    packets = [getattr(torch.ops.aten, name) for name in (*_INTERPOLATIONS, *_OTHERS)]
+    operators = [getattr(packet, overload) for packet in packets for overload in packet.overloads()]
+    rules: dict[Any, Callable[..., Any] | None] = dict.fromkeys(operators)
+    for name in _INTERPOLATIONS:
+        packet = getattr(torch.ops.aten, name)
+        rules[packet.vec] = partial(_interpolate, packet.default)
+    with torch_trace.tracing_rules(rules):
+        yield
+
+
+def _interpolate(operator: Any, x: Tensor, size: Sequence[int] | None, *options: Any) -> Any:
+    """What ATen does for `aten.upsample_*.vec`, but that it fixes sizes that are symbols."""
+    *align_corners, scales = options
+    if size is None:
+        size = [
+            extent * int(scale) if scale == int(scale) else torch.sym_int(extent * scale)
+            for extent, scale in zip(x.shape[2:], scales, strict=True)
+        ]
+    return operator(x, size, *align_corners, *(scales or ()))
+
+
+def interpolation_gradient(
+    grad_output: Tensor, output_size: Sequence[Any], input_size: Sequence[Any], *_: Any
+) -> Tensor:
+    """An empty tensor like what one of `INTERPOLATION_BACKWARDS` gives; torch's own rule for that
+    takes no sizes that are symbols.
+    """
+    return grad_output.new_empty(input_size)
+
+
+_TRANSFORMERS = "transformers.utils.import_utils"
+
+
+@contextlib.contextmanager
+def eager_ways() -> Iterator[None]:
+    """Let transformers take the tensors of a trace for those of eager.
+
+    It asks whether a tensor is fake, and if so makes a mask where eager needs none: other bits,
+    and more memory. What it asks torch (is this a compilation?) has torch's own answer.
+    """
+    module: Any = sys.modules.get(_TRANSFORMERS)
+    asked = getattr(module, "is_fake_tensor", None)
+    if asked is None:
+        yield
+        return
+    module.is_fake_tensor = lambda value: False
+    try:
+        yield
+    finally:
+        module.is_fake_tensor = asked
+
+
+_RULES = "torch._decomp.decompositions"
+
+
+@contextlib.contextmanager
+def stacked_layer_dropout() -> Iterator[None]:
+    """Trace nn.LSTM, nn.GRU and nn.RNN with the dropout between their layers."""
+    stack = torch_compat.private(_RULES, "_rnn_helper")
+
+    def with_dropout(
+        x: Tensor,
+        hidden: Sequence[Any],
+        params: Sequence[Any],
+        has_biases: bool,
+        num_layers: int,
+        dropout: float,
+        train: bool,
+        bidirectional: bool,
+        batch_first: bool,
+        layer: Any,
+    ) -> tuple[Tensor, list[Any]]:
+        x = x.transpose(0, 1) if batch_first else x
+        directions = 2 if bidirectional else 1
+        last_hidden: list[Any] = []
+        for start in range(0, num_layers * directions, directions):
+            if start and train and dropout:
+                x = torch.dropout(x, dropout, train=True)
+            own = slice(start, start + directions)
+            x, found = stack(
+                x, hidden[own], params[own], has_biases, 1, 0.0, train, bidirectional, False, layer
+            )
+            last_hidden += found
+        return (x.transpose(0, 1) if batch_first else x), last_hidden
+
+    with mock.patch(f"{_RULES}._rnn_helper", with_dropout):
+        yield
+
+
+def lstm_layer_with_workspace(*args: Any) -> tuple[Tensor, ...]:
+    """An LSTM layer of oneDNN with its workspace, which ATen makes in grad mode only.
+
+    Arguments and results are those of `aten.mkldnn_rnn_layer`.
+    """
+    with torch.enable_grad():
+        return tuple(torch.ops.aten.mkldnn_rnn_layer.default(*args))
+
+
+def keep_lstm_workspaces(graph: fx.Graph) -> None:
+    """Give the LSTM layers of `graph` their workspace if their backward is in it."""
+    backward = torch.ops.aten.mkldnn_rnn_layer_backward.default
+    if graph.find_nodes(op="call_function", target=backward):
+        forward = torch.ops.aten.mkldnn_rnn_layer.default
+        for node in graph.find_nodes(op="call_function", target=forward):
+            node.target = lstm_layer_with_workspace

@@ -1,0 +1,134 @@
+"""Mixed precision as capture makes it: what a forward sees in another dtype than it is kept in.
+
+Capture traces the step on full parameters, so every cast is a node of the program. Later passes
+only move casts (see `graphshard.passes.precision`).
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch import Tensor, fx, nn
+from torch.nn.utils.rnn import PackedSequence
+from torch.utils import _pytree as pytree
+
+from graphshard.capture.annotation import FQN
+from graphshard.policy.precision import Precisions, keeps_its_dtype
+from graphshard.program.aliases import cast_dtype
+from graphshard.program.program import Program
+
+Args = tuple[Any, ...]
+
+
+Kwargs = dict[str, Any]
+
+
+def cast_all(value: Any, dtype: torch.dtype) -> Any:
+    """`value` with the floating-point tensors in it in `dtype`; itself, if they are.
+
+    Looks into what pytree knows, dataclasses and sets, as FSDP2 does.
+    """
+    leaves, structure = pytree.tree_flatten(value)
+    changed = [_cast_leaf(leaf, dtype) for leaf in leaves]
+    if all(new is old for new, old in zip(changed, leaves, strict=True)):
+        return value
+    return pytree.tree_unflatten(changed, structure)
+
+
+def _cast_leaf(leaf: Any, dtype: torch.dtype) -> Any:
+    if isinstance(leaf, Tensor | PackedSequence):
+        found = leaf.data.dtype if isinstance(leaf, PackedSequence) else leaf.dtype
+        return leaf if not found.is_floating_point or found == dtype else leaf.to(dtype)
+    if isinstance(leaf, set):
+        return {cast_all(entry, dtype) for entry in leaf}
+    if dataclasses.is_dataclass(leaf) and not isinstance(leaf, type):
+        old = {field.name: getattr(leaf, field.name) for field in dataclasses.fields(leaf)}
+        new = {name: cast_all(value, dtype) for name, value in old.items()}
+        return leaf if all(new[n] is old[n] for n in old) else dataclasses.replace(leaf, **new)
+    return leaf
+
+
+@contextlib.contextmanager
+def cast_at_units(model: nn.Module, precisions: Precisions | None) -> Iterator[None]:
+    """Cast what goes into and comes out of the units of `model`, and of its BatchNorms."""
+    if precisions is None:
+        yield
+        return
+    removable = []
+    for fqn, module in model.named_modules():
+        if keeps_its_dtype(module):
+            if precisions.around(fqn) is None:
+                continue
+            before, after = _own_dtype(module)
+        else:
+            precision = precisions.units.get(fqn)
+            if precision is None:
+                continue
+            wanted = precision.param_dtype if precision.cast_forward_inputs else None
+            before, after = _dtypes(wanted, precision.output_dtype)
+        removable.append(module.register_forward_pre_hook(before, prepend=True, with_kwargs=True))
+        removable.append(module.register_forward_hook(after))
+    try:
+        yield
+    finally:
+        for hook in removable:
+            hook.remove()
+
+
+def _dtypes(inputs: torch.dtype | None, outputs: torch.dtype | None) -> tuple[Any, Any]:
+    def before(_: nn.Module, args: Args, kwargs: Kwargs) -> tuple[Args, Kwargs] | None:
+        return None if inputs is None else cast_all((args, kwargs), inputs)
+
+    def after(_: nn.Module, __: Args, output: Any) -> Any:
+        return None if outputs is None else cast_all(output, outputs)
+
+    return before, after
+
+
+def _own_dtype(module: nn.Module) -> tuple[Any, Any]:
+    """Hooks that cast inputs to what `module` has parameters or buffers of, and outputs back."""
+    state = (*module.parameters(recurse=False), *module.buffers(recurse=False))
+    own = next((t.dtype for t in state if t.is_floating_point()), torch.float32)
+    given: list[torch.dtype] = []  # by each call under way
+
+    def before(_: nn.Module, args: Args, kwargs: Kwargs) -> tuple[Args, Kwargs]:
+        leaves = pytree.tree_leaves((args, kwargs))
+        floats = [x.dtype for x in leaves if isinstance(x, Tensor) and x.is_floating_point()]
+        given.append(floats[0] if floats else own)
+        return cast_all((args, kwargs), own)
+
+    def after(_: nn.Module, __: Args, output: Any) -> Any:
+        return cast_all(output, given.pop())
+
+    return before, after
+
+
+def settle_casts(program: Program, precisions: Precisions | None) -> None:
+    """Put each parameter's cast before its first use, its gradient's right after what it casts.
+
+    Autograd orders nodes by when forward met them, so the casts made before all else would stand at
+    the two ends of the program, and no gradient be known before the end of backward.
+    """
+    if precisions is None:
+        return
+    results = program.results()
+    place = {node: index for index, node in enumerate(program.graph.nodes)}
+    for param, grad in zip(program.params, results.grads, strict=True):
+        if precisions.params.get(param.fqn, param.dtype) == param.dtype:
+            continue
+        for cast in list(param.node.users):
+            if cast_dtype(cast) is not None and cast.users:
+                first = min(cast.users, key=place.__getitem__)
+                if first.op == "call_function" and first.meta["phase"] == cast.meta["phase"]:
+                    first.prepend(cast)
+                cast.meta[FQN] = param.node.meta[FQN]
+        if isinstance(grad, fx.Node) and cast_dtype(grad) == param.dtype:
+            source = grad.args[0]
+            assert isinstance(source, fx.Node)
+            if source.meta["phase"] == grad.meta["phase"]:
+                source.append(grad)
+            grad.meta[FQN] = param.node.meta[FQN]

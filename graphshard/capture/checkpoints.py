@@ -1,0 +1,141 @@
+"""Calls of `torch.utils.checkpoint` while tracing: AOT would drop them; here they leave tags.
+
+A node inside gets the numbers of the calls around it. A selective checkpoint (`context_fn` made by
+`create_selective_checkpoint_contexts`) is asked about each operator, as in eager, and what it wants
+saved is tagged too. What was drawn at random is saved in any case, so `preserve_rng_state` has
+nothing to preserve.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+from collections.abc import Callable, Iterator
+from typing import Any
+from unittest import mock
+
+import torch
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils.checkpoint import CheckpointPolicy, SelectiveCheckpointContext
+
+from graphshard.capture.annotation import KEEP, REGION
+from graphshard.errors import CaptureError
+from graphshard.torch_private import compat as torch_compat
+from graphshard.torch_private import trace as torch_trace
+
+_CHECKPOINTING = "torch.utils.checkpoint"
+
+
+_GENERATOR = "_checkpoint_without_reentrant_generator"
+
+
+@contextlib.contextmanager
+def tagged_checkpoint_regions() -> Iterator[None]:
+    """Tag what runs under `torch.utils.checkpoint`.
+
+    Raises:
+        CaptureError: from inside, for contexts that cannot be carried into a graph.
+    """
+    annotate = torch_trace.annotate()
+    numbers = itertools.count()
+    around: list[int] = []
+
+    @contextlib.contextmanager
+    def region() -> Iterator[None]:
+        around.append(next(numbers))
+        try:
+            with annotate({REGION: tuple(around)}):
+                yield
+        finally:
+            around.pop()
+
+    def without_reentrant(
+        function: Any, preserve_rng_state: bool = True, context_fn: Any = None, *args: Any, **_: Any
+    ) -> Iterator[None]:
+        with region(), _selection(context_fn):
+            yield
+
+    class Reentrant:
+        @staticmethod
+        def apply(function: Any, preserve_rng_state: bool, *args: Any) -> Any:
+            if torch.is_grad_enabled() and not any(
+                isinstance(arg, Tensor) and arg.requires_grad for arg in args
+            ):
+                raise CaptureError(
+                    "torch.utils.checkpoint with use_reentrant=True and no input that requires a "
+                    "gradient gives the parameters inside none; pass use_reentrant=False"
+                )
+            with region():
+                return function(*args)
+
+    def refuse(hooks: Any) -> None:
+        raise CaptureError(
+            "saved_tensors_hooks (save_on_cpu among them) cannot be carried into the captured "
+            "graph; remove the context and let the policy decide what is kept for backward"
+        )
+
+    torch_compat.private(_CHECKPOINTING, _GENERATOR)
+    with (
+        mock.patch(f"{_CHECKPOINTING}.{_GENERATOR}", without_reentrant),
+        mock.patch(f"{_CHECKPOINTING}.CheckpointFunction", Reentrant),
+        mock.patch.object(torch.autograd.graph.saved_tensors_hooks, "__enter__", refuse),
+    ):
+        yield
+
+
+def _selection(context_fn: Any) -> contextlib.AbstractContextManager[Any]:
+    """A context that tags what the contexts of a checkpoint would save."""
+    if context_fn is None:
+        return contextlib.nullcontext()
+    contexts: tuple[Any, Any] = context_fn()
+    forward, again = contexts
+    if isinstance(forward, torch_compat.selective_checkpoint_mode()):
+        return _KeepTags(forward.policy_fn)
+    plain = contextlib.nullcontext
+    if isinstance(forward, plain) and isinstance(again, plain):
+        return contextlib.nullcontext()
+    raise CaptureError(
+        "torch.utils.checkpoint is given a context_fn whose contexts cannot be carried into the "
+        f"captured graph ({type(forward).__name__}, {type(again).__name__}); leave it out, or make "
+        "it with torch.utils.checkpoint.create_selective_checkpoint_contexts"
+    )
+
+
+class _KeepTags(TorchDispatchMode):
+    """Asks the policy of a selective checkpoint about each operator, and tags what it saves."""
+
+    @classmethod
+    def ignore_compile_internals(cls) -> bool:
+        """That this mode may stand above the tracer's own."""
+        return True
+
+    def __init__(self, policy: Callable[..., Any]) -> None:
+        super().__init__()
+        self.policy = policy
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        if func in torch_compat.selective_checkpoint_ignores():
+            return func(*args, **kwargs)
+        graph = torch_trace.traced_graph()
+        before = 0 if graph is None else len(graph.nodes)
+        out = func(*args, **kwargs)
+        context = SelectiveCheckpointContext(
+            is_recompute=False, **torch_compat.selective_checkpoint_output(out)
+        )
+        if self._keeps(self.policy(context, func, *args, **kwargs), func) and graph is not None:
+            for node in itertools.islice(reversed(graph.nodes), len(graph.nodes) - before):
+                node.meta["custom"] = {**(node.meta.get("custom") or {}), KEEP: True}
+        return out
+
+    @staticmethod
+    def _keeps(choice: Any, func: Any) -> bool:
+        if isinstance(choice, bool):
+            return choice
+        if "OFFLOAD" in choice.name:
+            raise CaptureError(
+                f"a selective checkpoint asks for {choice.name} of {func}; leave moving "
+                'activations to the policy (offload="activations") and return PREFER_SAVE'
+            )
+        return choice in (CheckpointPolicy.MUST_SAVE, CheckpointPolicy.PREFER_SAVE)

@@ -1,0 +1,311 @@
+"""The `dynamic` argument: which dimensions of a call's tensors may differ from call to call."""
+
+from __future__ import annotations
+
+import inspect
+import re
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from graphshard.capture.structure import CALL, Structure, take_apart
+from graphshard.errors import PolicyError
+from graphshard.program.sizes import Sizes, contiguous_strides
+
+Names = Mapping[int, str]
+"""The dynamic dimensions of one tensor, by number, with their names."""
+
+
+Strides = tuple[Any, ...] | None
+"""How a tensor of dynamic sizes lies in memory; None if contiguous. By dimension: 0 or 1; another
+dimension, whose stride times size it is; or None for anything else."""
+
+
+_POSITIONAL = re.compile(r"args\[(\d+)\](.*)", re.DOTALL)
+
+
+_KEYWORD = re.compile(r"kwargs\['(\w+)'\](.*)", re.DOTALL)
+
+
+_EXAMPLE = """for instance dynamic={"input_ids": {0: "batch", 1: "seq"}}"""
+
+
+@dataclass(frozen=True)
+class Dynamic:
+    """Dimensions that have no fixed size, by argument; checked against a model's forward.
+
+    An argument is a parameter of forward, however the call passes it, or the path of a tensor in a
+    nested one: "batch['ids']", or as a dump shows it, "args[0]['ids']". Dimensions of one name have
+    one size in each call.
+    """
+
+    arguments: Mapping[str, Mapping[int, str]]
+    parameters: tuple[str, ...]  # of forward, without *args and **kwargs
+    rest: str | None  # the name of *args
+    takes_any: bool  # has *args or **kwargs
+    _found: dict[Structure, tuple[Names, ...]] = field(default_factory=dict, compare=False)
+
+    @classmethod
+    def of(cls, model: nn.Module, asked: object) -> Dynamic | None:
+        """What the user asked for, or None if nothing.
+
+        Raises:
+            PolicyError: it is no such mapping, or names what the model's forward does not take.
+        """
+        arguments = _checked(asked)
+        if not arguments:
+            return None
+        parameters: list[str] = []
+        rest = None
+        takes_any = False
+        for name, parameter in inspect.signature(model.forward).parameters.items():
+            if parameter.kind is parameter.VAR_POSITIONAL:
+                rest, takes_any = name, True
+            elif parameter.kind is parameter.VAR_KEYWORD:
+                takes_any = True
+            else:
+                parameters.append(name)
+        dynamic = cls(arguments, tuple(parameters), rest, takes_any)
+        for name in arguments:
+            if not dynamic.may_be_passed(name):
+                raise PolicyError(
+                    f"dynamic names {name!r}, which the forward of {type(model).__name__} does not "
+                    f"take; its arguments are {', '.join(parameters) or 'none'}"
+                )
+        return dynamic
+
+    def may_be_passed(self, name: str) -> bool:
+        """Whether some call could pass a tensor of that name or path."""
+        root = re.split(r"[\[.<]", name, maxsplit=1)[0]
+        return self.takes_any or root in self.parameters or root in ("args", "kwargs")
+
+    def names(self, tensors: Sequence[Tensor], structure: Structure) -> tuple[Names, ...]:
+        """The dynamic dimensions of each tensor of a call.
+
+        Raises:
+            PolicyError: an argument holds several tensors or none, or lacks a dimension; or
+                dimensions of one name differ in size.
+        """
+        found = self._found.get(structure)
+        if found is None:
+            found = self._found[structure] = self._resolve(tensors, structure)
+        first: dict[str, tuple[int, int, int]] = {}  # size, tensor, dimension by name
+        for index, dims in enumerate(found):
+            shape = tensors[index].shape
+            for dim, name in dims.items():
+                if dim >= len(shape):
+                    self._refuse_dim(self.labels(structure)[index], dim, tensors[index])
+                size, other, place = first.setdefault(name, (shape[dim], index, dim))
+                if size != shape[dim]:
+                    labels = self.labels(structure)
+                    raise PolicyError(
+                        f"dynamic calls both dim {place} of {labels[other]} and dim {dim} of "
+                        f"{labels[index]} {name!r}, but in this call their sizes are {size} and "
+                        f"{shape[dim]}; give sizes that may differ different names"
+                    )
+        return found
+
+    def of_example(
+        self, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> tuple[tuple[Any, ...], dict[str, Any], tuple[Names, ...]]:
+        """An example's arguments, their dynamic sizes at least 2, and where these are."""
+        tensors, structure = take_apart((args, kwargs), name=CALL)
+        names = self.names(tensors, structure)
+        args, kwargs = structure.build(grown(tensors, names))
+        return args, kwargs, names
+
+    def labels(self, structure: Structure) -> tuple[str, ...]:
+        """Each tensor's path with the parameter's name in front: "batch['ids']"."""
+        return tuple(map(self._label, structure.paths))
+
+    def _label(self, path: str) -> str:
+        if match := _KEYWORD.fullmatch(path):
+            return match[1] + match[2]
+        if match := _POSITIONAL.fullmatch(path):
+            position = int(match[1])
+            if position < len(self.parameters):
+                return self.parameters[position] + match[2]
+            return f"{self.rest}[{position - len(self.parameters)}]{match[2]}"
+        return path
+
+    def _resolve(self, tensors: Sequence[Tensor], structure: Structure) -> tuple[Names, ...]:
+        labels = self.labels(structure)
+        found: list[dict[int, str]] = [{} for _ in tensors]
+        for name, dims in self.arguments.items():
+            matches = [i for i, both in enumerate(zip(labels, structure.paths, strict=True))
+                       if name in both]  # fmt: skip
+            if not matches:
+                self._refuse_unless_absent(name, labels, tensors, structure)
+                continue
+            (index,) = matches
+            for dim, size in dims.items():
+                at = dim + tensors[index].ndim if dim < 0 else dim
+                if not 0 <= at < tensors[index].ndim:
+                    self._refuse_dim(name, dim, tensors[index])
+                if found[index].setdefault(at, size) != size:
+                    raise PolicyError(
+                        f"dynamic gives dim {at} of {name} two names, {found[index][at]!r} and "
+                        f"{size!r}; give it one"
+                    )
+        return tuple(found)
+
+    def _refuse_unless_absent(
+        self, name: str, labels: Sequence[str], tensors: Sequence[Tensor], structure: Structure
+    ) -> None:
+        inside = [label for label in labels if label.startswith((f"{name}[", f"{name}.",
+                                                                 f"{name}<"))]  # fmt: skip
+        if inside:
+            raise PolicyError(
+                f"dynamic names {name!r}, which holds several tensors; name one of them: "
+                f"{', '.join(inside)}"
+            )
+        root = re.split(r"[\[.<]", name, maxsplit=1)[0]
+        if name != root or root not in self.parameters:
+            raise PolicyError(
+                f"dynamic names {name!r}, which is no tensor of this call; its tensors are "
+                f"{', '.join(labels) or 'none'}"
+            )
+        value = self._passed(name, *structure.build(tensors))
+        if value is not None:
+            raise PolicyError(
+                f"dynamic names {name!r}, which in this call is a {type(value).__name__} and no "
+                "tensor; only dimensions of tensors can be dynamic"
+            )
+        # Passed as None or not at all, as labels may be in evaluation.
+
+    def _passed(self, name: str, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
+        position = self.parameters.index(name)
+        return args[position] if position < len(args) else kwargs.get(name)
+
+    @staticmethod
+    def _refuse_dim(name: str, dim: int, tensor: Tensor) -> None:
+        raise PolicyError(
+            f"dynamic names dim {dim} of {name}, a tensor of {tensor.ndim} dimensions; its "
+            f"shape is {list(tensor.shape)}"
+        )
+
+
+def _checked(asked: object) -> dict[str, dict[int, str]]:
+    if asked is None:
+        return {}
+    rule = "dynamic must map names of the forward's arguments to {dimension: name}"
+    if not isinstance(asked, Mapping):
+        raise PolicyError(f"{rule}, {_EXAMPLE}; got {asked!r}")
+    for argument, dims in asked.items():
+        if not isinstance(argument, str) or not isinstance(dims, Mapping):
+            raise PolicyError(f"{rule}, {_EXAMPLE}; got {argument!r}: {dims!r}")
+        for dim, name in dims.items():
+            if type(dim) is not int or not isinstance(name, str) or not name.isidentifier():
+                raise PolicyError(
+                    f"{rule}, a name being letters, digits and underscores, {_EXAMPLE}; got "
+                    f"{argument!r}: {dict(dims)!r}"
+                )
+    return {argument: dict(dims) for argument, dims in asked.items() if dims}
+
+
+# -- shapes of a call -----------------------------------------------------------------------------
+
+
+def growing(tensors: Sequence[Tensor], names: Sequence[Names]) -> tuple[Names, ...]:
+    """Of `names`, the dimensions whose size in this call is at least 2.
+
+    A size of 1 may broadcast, and one of 0 leaves nothing to compute: code takes other paths there,
+    so such calls have programs of their own, in which it is fixed.
+    """
+    return tuple(
+        {dim: name for dim, name in dims.items() if tensor.shape[dim] > 1}
+        for tensor, dims in zip(tensors, names, strict=True)
+    )
+
+
+def without(names: Sequence[Names], left_out: Collection[str]) -> tuple[Names, ...]:
+    """`names` but for those in `left_out`."""
+    return tuple(
+        {dim: name for dim, name in dims.items() if name not in left_out} for dims in names
+    )
+
+
+def grown(tensors: Sequence[Tensor], names: Sequence[Names]) -> list[Tensor]:
+    """An example's tensors; those with a dynamic size below 2 replaced by empty, larger ones."""
+    taken = {size for tensor in tensors for size in tensor.shape}
+    sizes: dict[str, int] = {}
+    result: list[Tensor] = []
+    for tensor, dims in zip(tensors, names, strict=True):
+        shape = list(tensor.shape)
+        for dim, name in dims.items():
+            if shape[dim] < 2 and name not in sizes:
+                # A size nothing else has, lest the model's code take two sizes for one.
+                sizes[name] = next(n for n in range(2, len(taken) + 3) if n not in taken)
+                taken.add(sizes[name])
+            shape[dim] = sizes.get(name, shape[dim])
+        if shape == list(tensor.shape):
+            result.append(tensor)
+        else:
+            larger = torch.empty(shape, dtype=tensor.dtype, device=tensor.device)
+            result.append(larger.requires_grad_(tensor.requires_grad))
+    return result
+
+
+def strides_of(tensor: Tensor) -> Strides:
+    """How `tensor` lies in memory, said without its sizes."""
+    if tensor.is_contiguous():
+        return None
+    shape, strides = tensor.shape, tensor.stride()
+    found: list[Any] = []
+    for stride in strides:
+        if stride in (0, 1):
+            found.append(str(stride))
+            continue
+        inner = [
+            dim for dim, other in enumerate(strides)
+            if 0 < other < stride and other * shape[dim] == stride
+        ]  # fmt: skip
+        found.append(inner[0] if inner else None)
+    return tuple(found)
+
+
+def symbolic_shapes(
+    tensors: Sequence[Tensor], names: Sequence[Names], labels: Sequence[str], sizes: Sizes
+) -> list[tuple[list[Any], list[Any]]]:
+    """Shape and strides of each tensor, with one symbol of `sizes` for each name."""
+    symbols: dict[str, Any] = {}
+    places: dict[str, list[tuple[int, int]]] = {}
+    for index, dims in enumerate(names):
+        for dim, name in dims.items():
+            places.setdefault(name, []).append((index, dim))
+    for name, (first, *others) in places.items():
+        index, dim = first
+        hint = tensors[index].shape[dim]
+        symbols[name] = sizes.new(name, hint, input=index, dim=dim, others=tuple(others))
+    result = []
+    for index, (tensor, dims) in enumerate(zip(tensors, names, strict=True)):
+        shape = [
+            symbols[dims[dim]] if dim in dims else size for dim, size in enumerate(tensor.shape)
+        ]
+        strides = list(tensor.stride())
+        if dims:
+            strides = _symbolic_strides(tensor, shape, index, labels[index], sizes)
+        result.append((shape, strides))
+    return result
+
+
+def _symbolic_strides(
+    tensor: Tensor, shape: Sequence[Any], index: int, label: str, sizes: Sizes
+) -> list[Any]:
+    pattern = strides_of(tensor)
+    if pattern is None:
+        return contiguous_strides(shape)
+    found: dict[int, Any] = {}
+    for dim in sorted(range(tensor.ndim), key=tensor.stride):
+        entry = pattern[dim]
+        if isinstance(entry, str):
+            found[dim] = int(entry)
+        elif entry is not None:
+            found[dim] = found[entry] * shape[entry]
+        else:
+            name = re.sub(r"\W+", "_", label).strip("_") + f"_stride_{dim}"
+            found[dim] = sizes.new(name, tensor.stride(dim), input=index, dim=dim, is_stride=True)
+    return [found[dim] for dim in range(tensor.ndim)]

@@ -1,0 +1,285 @@
+"""Making a module traceable without touching it for good: fake weights, its own state put back.
+
+A `TracedModel` stands in for the user's module during capture. Its parameters are FakeTensors, one
+per distinct parameter of the module (a tied one once, so that autograd itself sums its gradients,
+in eager's order); its forward puts them into the module, calls it, and takes them out again.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from graphshard.capture.casting import cast_all
+from graphshard.capture.side_effects import NoDataAssignments, own_state
+from graphshard.capture.structure import CALL, Structure, take_apart
+from graphshard.errors import CaptureError
+from graphshard.policy.precision import Precisions, keeps_its_dtype
+from graphshard.torch_private import trace as torch_trace
+
+ORIGINALS = "_graphshard_originals"
+"""Attribute of a copied model: (name, weak reference) of the weights of the model it was made of,
+which code of the model may still reach."""
+
+
+@dataclass(frozen=True)
+class Owner:
+    """One distinct parameter or buffer: all its names, the first one first."""
+
+    names: tuple[str, ...]
+    tensor: Tensor
+
+    @property
+    def fqn(self) -> str:
+        """Its first name in module order."""
+        return self.names[0]
+
+
+def owners(named: Iterable[tuple[str, Tensor]]) -> list[Owner]:
+    """Group (name, tensor) pairs by tensor, in order of first appearance."""
+    names: dict[int, list[str]] = {}
+    tensors: dict[int, Tensor] = {}
+    for name, tensor in named:
+        names.setdefault(id(tensor), []).append(name)
+        tensors[id(tensor)] = tensor
+    return [Owner(tuple(names[key]), tensors[key]) for key in names]
+
+
+@dataclass(frozen=True)
+class Entry:
+    """What of a model is called: the module of this FQN, or a method of it other than forward."""
+
+    module: str = ""
+    method: str = "forward"
+
+    @staticmethod
+    def of_method(path: str) -> Entry:
+        """The method at `path`, e.g. "encode" or "encoder.encode"."""
+        module, _, method = path.rpartition(".")
+        return Entry(module, method)
+
+    def call(self, model: nn.Module, args: Any, kwargs: Any) -> Any:
+        """What `model` returns when called here."""
+        module = model.get_submodule(self.module)
+        if self.method == "forward":
+            return module(*args, **kwargs)
+        with torch_trace.annotate()({"fqn": self.module, "calls": ((self.module, 0),)}):
+            return getattr(module, self.method)(*args, **kwargs)
+
+    def __str__(self) -> str:
+        path = f"{self.module}.{self.method}" if self.module else self.method
+        return path.removesuffix(".forward")
+
+
+MAIN = Entry()
+"""The model's own forward."""
+
+
+class TracedModel(nn.Module):
+    """The module AOT traces: flat tensors in, flat tensors out.
+
+    After a trace, `result` is the structure of the module's return value, `state_changes` names the
+    attributes its forward assigned, and `reachable` the parameters autograd connects to an output.
+    Where tensors are not functionalized the module is called in the context that `plain` makes.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        make_fake: Callable[[Tensor], Tensor],
+        inputs: Structure,
+        grad: bool,
+        entry: Entry = MAIN,
+        precisions: Precisions | None = None,
+        plain: Callable[[], AbstractContextManager[Any]] = nullcontext,
+    ) -> None:
+        super().__init__()
+        self.param_owners = owners(model.named_parameters(remove_duplicate=False))
+        self.buffer_owners = owners(model.named_buffers(remove_duplicate=False))
+        for index, owner in enumerate(self.param_owners):
+            wanted = grad and owner.tensor.requires_grad
+            fake = nn.Parameter(make_fake(owner.tensor), requires_grad=wanted)
+            self.register_parameter(f"p{index}", fake)
+        for index, owner in enumerate(self.buffer_owners):
+            self.register_buffer(f"b{index}", make_fake(owner.tensor))
+        self._inputs = inputs
+        self._entry = entry
+        self._precisions = precisions
+        self._plain = plain
+        self.result: Structure | None = None
+        self.state_changes: tuple[str, ...] = ()
+        self.reachable: frozenset[int] = frozenset()
+        self._model = [model]  # in a list, so that it is no submodule of this one
+
+    def weights(self) -> Iterator[tuple[str, Tensor]]:
+        """The module's parameters and buffers, and those of the model it is a copy of."""
+        for owner in (*self.param_owners, *self.buffer_owners):
+            yield owner.fqn, owner.tensor
+        for name, reference in vars(self._model[0]).get(ORIGINALS, ()):
+            tensor = reference()
+            if tensor is not None:
+                yield name, tensor
+
+    def forward(self, *tensors: Tensor) -> list[Tensor]:
+        """The module's tensor outputs, each cut loose from what it aliases."""
+        model = self._model[0]
+        args, kwargs = self._inputs.build(tensors)
+        params = [getattr(self, f"p{i}") for i in range(len(self.param_owners))]
+        buffers = [getattr(self, f"b{i}") for i in range(len(self.buffer_owners))]
+        names = {
+            id(p): f"parameter {o.fqn!r}" for o, p in zip(self.param_owners, params, strict=True)
+        }
+        names |= {
+            id(b): f"buffer {o.fqn!r}" for o, b in zip(self.buffer_owners, buffers, strict=True)
+        }
+        assignments = NoDataAssignments(names)
+        is_plain = not any(map(torch_trace.is_functional, (*params, *buffers, *tensors)))
+        with own_state(model) as changes, self._plain() if is_plain else nullcontext():
+            lent = self._cast_params(params)
+            shown = self._cast_buffers(model, buffers)
+            _install(model, self.param_owners, lent)
+            _install(model, self.buffer_owners, shown)
+            with assignments:
+                output = self._entry.call(model, args, kwargs)
+            assignments.require()
+            self._refuse_changed_params(params, lent)
+            self._write_back_buffers(model, buffers, shown)
+        self.state_changes = tuple(changes)
+        self._refuse_changed_inputs(args, kwargs)
+        found, self.result = take_apart(output, name="out")
+        self.reachable = _reachable(found, params)
+        return list(map(_cut_loose, found))
+
+    def _cast_params(self, params: list[Tensor]) -> list[Tensor]:
+        """Each parameter in the dtype it is computed in.
+
+        Cast once, so that autograd sums the gradients of all its uses before it casts the sum.
+        """
+        if self._precisions is None:
+            return params
+        dtypes = [self._precisions.params.get(owner.fqn) for owner in self.param_owners]
+        return [p if d is None else p.to(d) for p, d in zip(params, dtypes, strict=True)]
+
+    def _cast_buffers(self, model: nn.Module, buffers: list[Tensor]) -> list[Tensor]:
+        if self._precisions is None:
+            return buffers
+        shown = []
+        for owner, buffer in zip(self.buffer_owners, buffers, strict=True):
+            home = owner.fqn.rpartition(".")[0]
+            precision = self._precisions.around(home)
+            dtype = None if precision is None else precision.buffer_dtype
+            if dtype is None or keeps_its_dtype(model.get_submodule(home)):
+                shown.append(buffer)
+            else:
+                shown.append(cast_all(buffer, dtype))
+        return shown
+
+    def _refuse_changed_params(self, params: list[Tensor], lent: list[Tensor]) -> None:
+        for owner, param, cast in zip(self.param_owners, params, lent, strict=True):
+            if cast is not param and cast._version:
+                raise CaptureError(
+                    f"the forward changes parameter {owner.fqn!r} in place; a parameter in mixed "
+                    "precision is only lent to the forward as a copy, so keep such state in a "
+                    "buffer"
+                )
+
+    def _write_back_buffers(
+        self, model: nn.Module, buffers: list[Tensor], shown: list[Tensor]
+    ) -> None:
+        # `self.running = new` replaces the buffer object; the new value must outlive the step. So
+        # must one written in place into what was shown in another dtype.
+        for owner, buffer, lent in zip(self.buffer_owners, buffers, shown, strict=True):
+            current = _member(model, owner.fqn)
+            if current is lent and (lent is buffer or not lent._version):
+                continue
+            if not isinstance(current, Tensor) or current.shape != buffer.shape:
+                raise CaptureError(
+                    f"the forward assigned buffer {owner.fqn!r} something of another shape; "
+                    "a buffer must keep its shape to be carried from step to step"
+                )
+            with torch.no_grad():
+                buffer.copy_(current)
+
+    def _refuse_changed_inputs(self, args: Any, kwargs: Any) -> None:
+        _, after = take_apart((args, kwargs), name=CALL)
+        if after != self._inputs:
+            raise CaptureError(
+                "the forward changed an argument object in place (added, removed or replaced what "
+                "it holds); return the new values instead, or pass an object it does not change"
+            )
+
+
+def _cut_loose(value: Any) -> Any:
+    # A size of the model's dynamic inputs may be among what it returns.
+    return torch.ops.graphshard.output(value) if isinstance(value, Tensor) else value
+
+
+def _install(model: nn.Module, found: list[Owner], values: list[Tensor]) -> None:
+    for owner, value in zip(found, values, strict=True):
+        for name in owner.names:
+            module_fqn, _, attribute = name.rpartition(".")
+            module = model.get_submodule(module_fqn)
+            table: dict[str, Any] = (
+                module._parameters if attribute in module._parameters else module._buffers
+            )
+            table[attribute] = value
+
+
+def _member(model: nn.Module, name: str) -> Any:
+    module_fqn, _, attribute = name.rpartition(".")
+    return getattr(model.get_submodule(module_fqn), attribute, None)
+
+
+def _reachable(results: list[Any], params: list[Tensor]) -> frozenset[int]:
+    """Numbers of the parameters that autograd's own (not a user's Function) nodes lead back to."""
+    index = {id(param): i for i, param in enumerate(params)}
+    outputs = [t for t in results if isinstance(t, Tensor)]
+    found = {index[id(t)] for t in outputs if id(t) in index and t.requires_grad}
+    stack = [t.grad_fn for t in outputs if t.grad_fn is not None]
+    seen = set(stack)
+    while stack:
+        node = stack.pop()
+        variable = getattr(node, "variable", None)
+        if variable is not None and id(variable) in index:
+            found.add(index[id(variable)])
+        if isinstance(node, torch.autograd.function.BackwardCFunction):
+            continue  # a user's Function may give no gradient on purpose
+        for following, _ in node.next_functions:
+            if following is not None and following not in seen:
+                seen.add(following)
+                stack.append(following)
+    return frozenset(found)
+
+
+# -- outputs --------------------------------------------------------------------------------------
+
+_library = torch.library.Library("graphshard", "FRAGMENT")
+
+
+_library.define("output(Tensor x) -> Tensor")
+
+
+@torch.library.impl(_library, "output", "CompositeExplicitAutograd")
+def _output(x: Tensor) -> Tensor:
+    return x.clone()
+
+
+@torch.library.register_fake("graphshard::output", lib=_library)
+def _output_fake(x: Tensor) -> Tensor:
+    return x.new_empty_strided(x.shape, x.stride())
+
+
+# An output that is a view of another tensor has no tangent of its own in an AOT joint graph, and
+# its gradient can vanish. Through this identity every output is a tensor of its own with a tangent;
+# capture removes the identity from the finished graph.
+torch.library.register_autograd(
+    "graphshard::output",
+    lambda ctx, grad: grad,
+    setup_context=lambda ctx, inputs, output: None,
+    lib=_library,
+)

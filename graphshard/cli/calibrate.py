@@ -1,0 +1,173 @@
+"""`graphshard calibrate`: its arguments, the ranks it starts, and what it prints and writes."""
+
+from __future__ import annotations
+
+import argparse
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from graphshard.calibrate.measure import QUICK, Effort
+from graphshard.calibrate.ranks import joined
+from graphshard.calibrate.report import report
+from graphshard.calibrate.run import calibrate
+from graphshard.errors import CostError
+from graphshard.hardware.hardware import Hardware
+from graphshard.progress import Progress
+
+_DTYPES = {
+    "bfloat16": torch.bfloat16,
+    "float16": torch.float16,
+    "float64": torch.float64,
+}
+
+
+HELP = """\
+Alone it measures one device. Started by torchrun, or with --ranks N, it measures all ranks at once,
+and the collectives between them, as steps issue them: over NCCL on CUDA devices, over Gloo on CPUs.
+The file is read by every --hardware option and by Hardware.load.
+"""
+
+
+_QUICK_SHARE = 0.7
+
+
+def add_calibrate(commands: Any) -> None:
+    """Add the command to the parser of all commands."""
+    summary = "measure this machine and its ranks, for a hardware file"
+    command: argparse.ArgumentParser = commands.add_parser(
+        "calibrate",
+        help=summary,
+        description=summary,
+        epilog=HELP,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    command.add_argument("--out", type=Path, metavar="FILE", help="write the hardware file here")
+    command.add_argument(
+        "--ranks", type=int, metavar="N", help="start N ranks on this machine and measure them"
+    )
+    command.add_argument(
+        "--device", choices=["cpu", "cuda"], help="default: cuda where there is one"
+    )
+    command.add_argument(
+        "--threads",
+        type=int,
+        metavar="N",
+        help="of a CPU rank (default: its part of the cores)",
+    )
+    command.add_argument(
+        "--dtypes",
+        default="bfloat16",
+        help=f"besides float32, of {', '.join(_DTYPES)}; separated by commas, or none",
+    )
+    command.add_argument("--like", metavar="PRESET", help="whose figures stand for the unmeasured")
+    command.add_argument("--name", help="of the hardware (default: the device and the backend)")
+    command.add_argument(
+        "--quick", action="store_true", help="fewer rounds, and on a CPU fewer sizes"
+    )
+    command.add_argument("--times", action="store_true", help="say how long each stage took")
+    command.add_argument("--debug", action="store_true", help="show the traceback of an error")
+    command.set_defaults(run=run_calibrate)
+
+
+def run_calibrate(options: argparse.Namespace, progress: Progress) -> str:
+    """What was measured, as a table; nothing from ranks that only take part.
+
+    Raises:
+        CostError: an argument makes no sense here, or a rank failed.
+        OSError: the file cannot be written.
+    """
+    dtypes = [_dtype(name) for name in options.dtypes.split(",") if name not in ("", "none")]
+    if options.out is not None:
+        _require_writable(options.out)
+    if options.like is not None:
+        Hardware.load(options.like)
+    if options.ranks is not None:
+        return _with_ranks(options)
+    device = _device(options.device)
+    if device.type == "cpu":
+        torch.set_num_threads(_threads(options.threads, _local_ranks()))
+    with joined(device) as group:
+        found = calibrate(
+            group,
+            effort=QUICK if options.quick else Effort(),
+            dtypes=dtypes,
+            like=options.like,
+            name=options.name,
+            share=_QUICK_SHARE if options.quick and device.type == "cpu" else 1.0,
+            progress=progress,
+        )
+    if int(os.environ.get("RANK", "0")):
+        return ""
+    if options.out is None:
+        return report(found)
+    found.hardware.save(options.out)
+    return f"{report(found)}\n{options.out}"
+
+
+def _dtype(name: str) -> torch.dtype:
+    if name not in _DTYPES:
+        raise CostError(f"--dtypes takes {', '.join(_DTYPES)} or none; got {name!r}")
+    return _DTYPES[name]
+
+
+def _device(asked: str | None) -> torch.device:
+    if asked == "cuda" and not torch.cuda.is_available():
+        raise CostError("there is no CUDA device here; measure the CPU with --device cpu")
+    if (asked or ("cuda" if torch.cuda.is_available() else "cpu")) == "cpu":
+        return torch.device("cpu")
+    device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0")))
+    torch.cuda.set_device(device)
+    return device
+
+
+def _threads(asked: int | None, ranks: int) -> int:
+    if asked is not None and asked < 1:
+        raise CostError(f"--threads must be 1 or more; got {asked}")
+    return asked or max(1, (os.cpu_count() or 1) // ranks)
+
+
+def _local_ranks() -> int:
+    return int(os.environ.get("LOCAL_WORLD_SIZE") or os.environ.get("WORLD_SIZE", "1"))
+
+
+def _require_writable(path: Path) -> None:
+    """Fail before the minutes of measuring, not after them; leaves what is there as it was."""
+    existed = path.exists()
+    with path.open("a"):
+        pass
+    if not existed:
+        path.unlink()
+
+
+def _with_ranks(options: argparse.Namespace) -> str:
+    """Start the ranks by torchrun, each with these arguments, and let them print."""
+    if options.ranks < 1:
+        raise CostError(f"--ranks must be 1 or more; got {options.ranks}")
+    if "RANK" in os.environ:
+        raise CostError("--ranks starts ranks, and this is one; leave it out under torchrun")
+    device = _device(options.device)
+    if device.type == "cuda" and options.ranks > torch.cuda.device_count():
+        raise CostError(
+            f"--ranks {options.ranks} needs as many CUDA devices; there are "
+            f"{torch.cuda.device_count()}"
+        )
+    threads = str(_threads(options.threads, options.ranks))
+    arguments = ["--device", device.type, "--threads", threads, "--dtypes", options.dtypes]
+    for name in ("out", "like", "name"):
+        if getattr(options, name) is not None:
+            arguments += [f"--{name}", str(getattr(options, name))]
+    arguments += [f"--{name}" for name in ("quick", "times", "debug") if getattr(options, name)]
+    launcher = ["-m", "torch.distributed.run", "--standalone"]
+    command = [f"--nproc-per-node={options.ranks}", "-m", "graphshard", "calibrate", *arguments]
+    sys.stdout.flush()
+    ended = subprocess.run(
+        [sys.executable, *launcher, *command], env={**os.environ, "OMP_NUM_THREADS": threads}
+    )
+    if ended.returncode:
+        raise CostError("a rank failed while measuring; its error is above")
+    return ""

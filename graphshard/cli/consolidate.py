@@ -1,0 +1,68 @@
+"""`graphshard consolidate DIR OUT`: a sharded checkpoint into safetensors."""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from graphshard.errors import CheckpointError
+from graphshard.format import some_of
+from graphshard.progress import Progress
+from graphshard.state.consolidate import plan_consolidation
+
+_DTYPES = {"float32": torch.float32, "float16": torch.float16, "bfloat16": torch.bfloat16}
+
+
+def add_consolidate(commands: Any, parse_bytes: Callable[[str], int]) -> None:
+    """Add the command to the parser of all commands."""
+    summary = "merge a sharded checkpoint into safetensors, one tensor in memory at a time"
+    command: argparse.ArgumentParser = commands.add_parser(
+        "consolidate", help=summary, description=summary
+    )
+    command.add_argument(
+        "source",
+        type=Path,
+        metavar="DIR",
+        help="a directory written by torch.distributed.checkpoint (it is unpickled: trust it)",
+    )
+    command.add_argument(
+        "out", type=Path, metavar="OUT", help="a .safetensors file, or a directory for several"
+    )
+    command.add_argument(
+        "--max-shard-size",
+        type=parse_bytes,
+        metavar="BYTES",
+        help="of one file, e.g. 5GB; several get an index as transformers reads it",
+    )
+    command.add_argument(
+        "--key", help='of the dict that holds the model (default: "model", or the only one)'
+    )
+    command.add_argument(
+        "--dtype", choices=sorted(_DTYPES), help="of floating point values (default: as they are)"
+    )
+    command.add_argument("--times", action="store_true", help="say how long each stage took")
+    command.add_argument("--debug", action="store_true", help="show the traceback of an error")
+    command.set_defaults(run=run_consolidate)
+
+
+def run_consolidate(options: argparse.Namespace, progress: Progress) -> str:
+    """The files written, a line each, and what was left out."""
+    if options.out.suffix in (".bin", ".pt", ".pth"):
+        raise CheckpointError(f"{options.out} must be a .safetensors file or a directory")
+    with progress.stage("read the metadata"):
+        work = plan_consolidation(
+            options.source,
+            options.out,
+            key=options.key,
+            max_shard_bytes=options.max_shard_size,
+            dtype=_DTYPES.get(options.dtype),
+        )
+    with progress.stage("write tensors", total=len(work.tensors)):
+        lines = [str(path) for path in work.run(progress.advance)]
+    if work.left_out:
+        lines.append(f"left out, since they are no tensors: {some_of(work.left_out)}")
+    return "\n".join(lines)

@@ -1,0 +1,312 @@
+"""The command line: plan a model for any world size, or dump its rewritten program. No ranks.
+
+Exit codes: 0 done; 1 the model's own code failed; 2 the request cannot be met (a GraphshardError,
+or wrong arguments); 130 interrupted.
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib
+import json
+import os
+import sys
+import traceback
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+from rich.console import Console, RenderableType
+from rich.text import Text
+from torch import nn
+
+import graphshard
+from graphshard.cli.calibrate import add_calibrate
+from graphshard.cli.consolidate import add_consolidate
+from graphshard.cli.policy import (
+    POLICY_HELP,
+    add_backend,
+    add_hardware,
+    add_policy_fields,
+    backend_of,
+    parse_bytes,
+    parse_mesh,
+    policies_of,
+    policy_of,
+)
+from graphshard.cli.simulate import add_compare, add_simulate, shown_comparison, shown_estimate
+from graphshard.cli.tune import add_tune, tuned
+from graphshard.errors import GraphshardError, PlanError, PolicyError
+from graphshard.inspect.dump import dump_program
+from graphshard.planning.plan import ShardingPlan
+from graphshard.policy.base import Policy
+from graphshard.progress import Progress
+
+FACTORY_HELP = """\
+FACTORY is pkg.module:function, importable from the current directory. It is called without
+arguments and on the meta device, so a model of any size costs no memory, and returns
+
+    model                     planned without being captured ("plan" only)
+    (model, args)             args: a tuple of example inputs
+    (model, args, kwargs)     kwargs: a dict of example keyword inputs
+
+Example inputs need shapes and dtypes only. With them the step is also captured, rewritten and
+verified.
+"""
+
+
+class ModelCodeError(Exception):
+    """The user's factory raised; the cause is its own exception."""
+
+
+@dataclass(frozen=True)
+class Subject:
+    """What a factory returned: a model on the meta device and example inputs, if it has any."""
+
+    model: nn.Module
+    args: tuple[Any, ...] | None = None
+    kwargs: dict[str, Any] = field(default_factory=dict)
+
+
+def load_subject(spec: str) -> Subject:
+    """Import and call the factory `spec` names (see `FACTORY_HELP`).
+
+    Raises:
+        PlanError: there is no such factory, or it returned something else than described.
+        ModelCodeError: importing or calling it raised.
+    """
+    module_name, colon, attribute = spec.partition(":")
+    if not (module_name and colon and attribute):
+        raise PlanError(f"a factory is written pkg.module:function; got {spec!r}")
+    if os.getcwd() not in sys.path:
+        sys.path.insert(0, os.getcwd())
+    try:
+        module = importlib.import_module(module_name)
+    except ModuleNotFoundError as error:
+        if error.name is None or not f"{module_name}.".startswith(f"{error.name}."):
+            raise ModelCodeError(f"importing {module_name} failed") from error
+        raise PlanError(
+            f"no module named {error.name!r} in {os.getcwd()} or the installed packages; "
+            "run from the directory that holds it"
+        ) from None
+    except Exception as error:
+        raise ModelCodeError(f"importing {module_name} failed") from error
+    factory = getattr(module, attribute, None)
+    if not callable(factory):
+        raise PlanError(f"{module_name} has no function named {attribute!r}")
+    try:
+        with torch.device("meta"):
+            result = factory()
+    except Exception as error:
+        raise ModelCodeError(f"{spec} failed when called on the meta device") from error
+    return _subject(spec, result)
+
+
+def _subject(spec: str, result: object) -> Subject:
+    if isinstance(result, nn.Module):
+        return Subject(result)
+    match result:
+        case (nn.Module() as model, (tuple() | list()) as args):
+            return Subject(model, tuple(args))
+        case (nn.Module() as model, (tuple() | list()) as args, dict() as kwargs):
+            return Subject(model, tuple(args), kwargs)
+    raise PlanError(
+        f"{spec} must return a model, (model, args) or (model, args, kwargs), args a tuple and "
+        f"kwargs a dict; it returned {_describe(result)}"
+    )
+
+
+def _describe(result: object) -> str:
+    if isinstance(result, tuple):
+        return f"({', '.join(type(item).__name__ for item in result)})"
+    return type(result).__name__
+
+
+def build_parser() -> argparse.ArgumentParser:
+    """The parser of all commands."""
+    parser = argparse.ArgumentParser(
+        prog="graphshard", description="Plan and inspect sharded training steps, without ranks."
+    )
+    commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
+
+    plan = _add_command(commands, "plan", "print the sharding plan of a model")
+    plan.add_argument("--unfold", action="store_true", help="one line per unit, alike or not")
+    add_hardware(plan)
+    plan.add_argument("--json", action="store_true", help="print the plan as JSON")
+    plan.set_defaults(run=run_plan)
+
+    dump = _add_command(commands, "dump", "write the plan and the rewritten program to files")
+    dump.add_argument("--out", required=True, type=Path, metavar="DIR", help="where to write them")
+    add_hardware(dump)
+    dump.set_defaults(run=run_dump)
+
+    simulate = _add_command(commands, "simulate", "predict time and memory of a training step")
+    add_simulate(simulate)
+    simulate.set_defaults(run=run_simulate)
+
+    compare = _add_command(
+        commands, "compare", "predict a training step under two policies", several=True
+    )
+    add_compare(compare)
+    compare.set_defaults(run=run_compare)
+
+    tune = _add_command(
+        commands, "tune", "search for the fastest policy that fits", any_policy=True
+    )
+    add_tune(tune)
+    tune.set_defaults(run=run_tune)
+
+    add_calibrate(commands)
+    add_consolidate(commands, parse_bytes)
+    return parser
+
+
+def _add_command(
+    commands: Any, name: str, summary: str, *, several: bool = False, any_policy: bool = False
+) -> argparse.ArgumentParser:
+    command: argparse.ArgumentParser = commands.add_parser(
+        name,
+        help=summary,
+        description=summary,
+        epilog=f"{FACTORY_HELP}\n{POLICY_HELP}",
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    command.add_argument("factory", metavar="FACTORY", help="pkg.module:function (see below)")
+    forms = "size:N, block or block:A,B (see below)"
+    if several:
+        command.add_argument(
+            "--policy",
+            required=True,
+            action="append",
+            metavar="'POLICY [FIELDS]'",
+            help=f"given twice: {forms}, and in the same quotes what is only its own, as in "
+            "'block --recompute units'",
+        )
+    else:
+        forms = f"the units, if they are not to be searched: {forms}" if any_policy else forms
+        command.add_argument("--policy", required=not any_policy, help=forms)
+    ranks = command.add_mutually_exclusive_group(required=True)
+    ranks.add_argument("--world-size", type=int, metavar="W", help="number of ranks")
+    ranks.add_argument("--mesh", type=parse_mesh, metavar="AxB", help="shape of the mesh of ranks")
+
+    add_policy_fields(command)
+    if not any_policy:
+        add_backend(command)
+    command.add_argument("--times", action="store_true", help="say how long each stage took")
+    command.add_argument("--debug", action="store_true", help="show the traceback of an error")
+    return command
+
+
+def _plan(
+    options: argparse.Namespace,
+    subject: Subject,
+    progress: Progress,
+    asked: tuple[Policy, str] | None = None,
+) -> ShardingPlan:
+    policy, backend = asked or (policy_of(options), backend_of(options))
+    return graphshard.plan(
+        subject.model,
+        policy,
+        backend=backend,
+        world_size=options.world_size,
+        mesh_shape=options.mesh,
+        example_inputs=subject.args,
+        example_kwargs=subject.kwargs or None,
+        progress=progress,
+    )
+
+
+def run_plan(options: argparse.Namespace, progress: Progress) -> RenderableType:
+    """`graphshard plan`: the plan, as asked for."""
+    with progress.stage("build the model"):
+        subject = load_subject(options.factory)
+    plan = _plan(options, subject, progress)
+    if options.json:
+        return json.dumps(plan.to_dict(), indent=2)
+    if sys.stdout.isatty():
+        return plan.table(unfold=options.unfold)
+    return plan.text(unfold=options.unfold)
+
+
+def _subject_to_capture(options: argparse.Namespace, progress: Progress, purpose: str) -> Subject:
+    with progress.stage("build the model"):
+        subject = load_subject(options.factory)
+    if subject.args is None:
+        raise PlanError(
+            f"a {purpose} needs example inputs: let {options.factory} return (model, args) or "
+            "(model, args, kwargs)"
+        )
+    return subject
+
+
+def run_simulate(options: argparse.Namespace, progress: Progress) -> str:
+    """`graphshard simulate`: the estimate, and the files asked for."""
+    plan = _plan(options, _subject_to_capture(options, progress, "simulation"), progress)
+    with progress.stage("simulate"):
+        return shown_estimate(plan, options)
+
+
+def run_compare(options: argparse.Namespace, progress: Progress) -> str:
+    """`graphshard compare`: the estimates of two policies side by side."""
+    if len(options.policy) != 2:
+        raise PolicyError(f"two policies are compared; --policy was given {len(options.policy)}x")
+    policies = policies_of(options)
+    subject = _subject_to_capture(options, progress, "comparison")
+    plans = [_plan(options, subject, progress, asked) for asked in policies]
+    with progress.stage("simulate"):
+        return shown_comparison(plans, options.policy, options)
+
+
+def run_tune(options: argparse.Namespace, progress: Progress) -> RenderableType:
+    """`graphshard tune`: the policy found, and why it is that one."""
+    subject = _subject_to_capture(options, progress, "search")
+    found = tuned(subject.model, subject.args or (), subject.kwargs, options, progress)
+    return json.dumps(found.to_dict(), indent=2) if options.json else str(found)
+
+
+def run_dump(options: argparse.Namespace, progress: Progress) -> str:
+    """`graphshard dump`: the paths written, a line each."""
+    plan = _plan(options, _subject_to_capture(options, progress, "dump"), progress)
+    assert plan.program is not None  # there were example inputs
+    with progress.stage("write the files"):
+        return "\n".join(map(str, dump_program(plan.program, plan, options.out)))
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run the command line `argv` (default: the process's own); the exit code."""
+    options = build_parser().parse_args(argv)
+    progress = Progress()
+    try:
+        with progress.stage("total"):
+            result = options.run(options, progress)
+        if isinstance(result, str):
+            if result:  # a rank that only takes part has nothing to say
+                print(result)
+        else:
+            Console().print(result)
+        sys.stdout.flush()
+    except GraphshardError as error:
+        return _fail(str(error), 2, debug=options.debug)
+    except ModelCodeError as error:
+        cause = error.__cause__
+        message = f"{error}: {type(cause).__name__}: {cause}\nRun with --debug for its traceback."
+        return _fail(message, 1, debug=options.debug)
+    except KeyboardInterrupt:
+        return 130
+    except BrokenPipeError:  # the reader went away, as `head` does: not an error of ours
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+    except OSError as error:
+        return _fail(f"a file cannot be read or written: {error}", 1, debug=options.debug)
+    if options.times:
+        print(progress.report(), file=sys.stderr)
+    return 0
+
+
+def _fail(message: str, code: int, *, debug: bool) -> int:
+    if debug:
+        traceback.print_exc()
+    else:
+        Console(stderr=True).print(Text(message, style="red"), soft_wrap=True)
+    return code

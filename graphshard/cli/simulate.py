@@ -1,0 +1,79 @@
+"""`graphshard simulate` and `compare`: their arguments, and what they print and write."""
+
+from __future__ import annotations
+
+import argparse
+import json
+from collections.abc import Sequence
+from pathlib import Path
+
+from graphshard.api import simulate
+from graphshard.cost.compare import compare
+from graphshard.cost.estimate import Estimate
+from graphshard.cost.memory import OPTIMIZERS
+from graphshard.hardware.hardware import preset_names
+from graphshard.planning.plan import ShardingPlan
+
+
+def add_hardware_options(command: argparse.ArgumentParser) -> None:
+    """Add what a step is timed on, and how, to `command`."""
+    command.add_argument(
+        "--hardware",
+        required=True,
+        metavar="NAME|FILE",
+        help=f"{', '.join(preset_names())}, or a file of Hardware.save",
+    )
+    command.add_argument(
+        "--gpus-per-node", type=int, metavar="N", help="ranks on a node; as the hardware says"
+    )
+    command.add_argument("--optimizer", choices=list(OPTIMIZERS), default="adamw")
+    command.add_argument("--tf32", action="store_true", help="float32 products run as TF32")
+
+
+def add_simulate(command: argparse.ArgumentParser) -> None:
+    """Add the arguments of `graphshard simulate` to `command`."""
+    add_hardware_options(command)
+    command.add_argument("--json", action="store_true", help="print the estimate as JSON")
+    command.add_argument(
+        "--trace", type=Path, metavar="FILE", help="write a trace for Perfetto or chrome://tracing"
+    )
+    command.add_argument(
+        "--plot", type=Path, metavar="FILE", help="draw streams and memory (needs matplotlib)"
+    )
+
+
+def add_compare(command: argparse.ArgumentParser) -> None:
+    """Add the arguments of `graphshard compare` to `command`, but for those of the policies."""
+    add_hardware_options(command)
+    command.add_argument("--json", action="store_true", help="print both estimates as JSON")
+
+
+def shown_estimate(plan: ShardingPlan, options: argparse.Namespace) -> str:
+    """The estimate for the program of `plan`, as text; writes the files asked for."""
+    estimate = _estimate(plan, options)
+    if options.trace:
+        estimate.save_trace(options.trace)
+    if options.plot:
+        estimate.plot(options.plot)
+    return json.dumps(estimate.to_dict(), indent=2) if options.json else str(estimate)
+
+
+def shown_comparison(
+    plans: Sequence[ShardingPlan], texts: Sequence[str], options: argparse.Namespace
+) -> str:
+    """The estimates for the programs of two plans side by side, as text."""
+    comparison = compare(*(_estimate(plan, options) for plan in plans))
+    if options.json:
+        return json.dumps(comparison.to_dict(), indent=2)
+    called = [f"{name}: {text}" for name, text in zip(comparison.names, texts, strict=True)]
+    return "\n".join([*called, str(comparison)])
+
+
+def _estimate(plan: ShardingPlan, options: argparse.Namespace) -> Estimate:
+    return simulate(
+        plan,
+        hardware=options.hardware,
+        gpus_per_node=options.gpus_per_node,
+        optimizer=options.optimizer,
+        tf32=options.tf32,
+    )

@@ -1,0 +1,81 @@
+"""How long each node of a program takes, and on which stream.
+
+One clock per stream, as the runtime has them: compute; one per communicator, which the gathers and
+reduces of one group of ranks share; and one for copies in each direction between device and host.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import fx
+
+from graphshard.cost.collective_cost import collective_seconds, ranks_of, shape_of
+from graphshard.cost.op_cost import OpCost, op_cost
+from graphshard.hardware.hardware import Hardware
+from graphshard.program import ops
+from graphshard.program.program import Program
+from graphshard.program.storages import bytes_of
+
+COMPUTE, FROM_HOST, TO_HOST = "compute", "copies from host", "copies to host"
+
+
+STREAMED = frozenset({ops.cast, ops.reshard, ops.keep, ops.add_kept})
+"""What the program does to one tensor on the compute stream, at the speed of memory."""
+
+
+def stream_of(node: fx.Node) -> str:
+    """The stream that `node` of a program occupies."""
+    if ops.is_collective(node):
+        return f"network ({ops.group_of(node)})"
+    if node.target is ops.to_device:
+        return FROM_HOST
+    return TO_HOST if node.target is ops.to_host else COMPUTE
+
+
+def node_seconds(
+    node: fx.Node, program: Program, hardware: Hardware, *, tf32: bool = False
+) -> float:
+    """The seconds `node` occupies its stream, with nothing else on it; 0.0 for what takes none."""
+    if ops.is_collective(node):
+        shape = shape_of(node, program, hardware.gpus_per_node)
+        op, moved = str(ops.op_name(node)), moved_bytes(node, program)
+        operands: Any = node.args[0]
+        return collective_seconds(op, moved, shape, hardware, tensors=len(operands))
+    if node.target in ops.COPIES:
+        bandwidth = hardware.host_bandwidth * hardware.efficiency["host"]
+        return hardware.launch_floor + bytes_of(node.meta["val"]) / bandwidth
+    if node.target in STREAMED:
+        moved = sum(bytes_of(n.meta["val"]) for n in (node, *_read(node)))
+        return _copy_seconds(moved, hardware)
+    if ops.op_name(node) is not None:
+        return 0.0
+    return op_cost(node).seconds(hardware, tf32=tf32)
+
+
+def local_seconds(collective: fx.Node, program: Program, hardware: Hardware) -> float:
+    """The seconds of compute that launching `collective` takes.
+
+    A single rank's gradients are copied, since `.grad` shares its storage with nothing.
+    """
+    if collective.target not in ops.REDUCES or ranks_of(collective, program) > 1:
+        return 0.0
+    return _copy_seconds(2 * moved_bytes(collective, program), hardware)
+
+
+def _copy_seconds(moved: int, hardware: Hardware) -> float:
+    """The seconds to copy on the device, `moved` bytes read and written."""
+    return OpCost("bandwidth", 0, moved, torch.float32, ("clone", "add")).seconds(hardware)
+
+
+def moved_bytes(collective: fx.Node, program: Program) -> int:
+    """Bytes of the full tensors that `collective` gathers, scatters or reduces."""
+    operands: Any = collective.args[0]
+    total = sum(bytes_of(operand.meta["val"]) for operand in operands)
+    return total * ranks_of(collective, program) if collective.target is ops.all_gather else total
+
+
+def _read(node: fx.Node) -> list[fx.Node]:
+    """What a node of `STREAMED` reads; of what it takes a part, nothing but that part."""
+    return [node] if node.target is ops.reshard else list(node.all_input_nodes)

@@ -1,0 +1,369 @@
+"""An estimate for people (plain text) and for programs (plain data)."""
+
+from __future__ import annotations
+
+from collections import Counter, defaultdict
+from collections.abc import Callable, Iterator
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+from graphshard.cost.estimate import Estimate
+from graphshard.cost.reasons import Cause, Reason
+from graphshard.cost.timeline import Transfer
+from graphshard.format import fold, human_bytes, human_seconds, sentence, table
+from graphshard.program.storages import PARAMETERS
+
+if TYPE_CHECKING:
+    from graphshard.cost.by_unit import UnitEstimate
+    from graphshard.cost.compare import Comparison
+
+
+def causes_of(estimate: Estimate) -> dict[tuple[str, str, str], Cause]:
+    """What exposes the communication of `estimate`, the worst first."""
+    found: dict[tuple[str, str, str], list[tuple[Reason, Transfer]]] = defaultdict(list)
+    for transfer in estimate.transfers:
+        for reason in estimate.reasons(transfer):
+            found[transfer.op, transfer.span.phase, reason.kind].append((reason, transfer))
+    causes = []
+    for (op, phase, kind), alike in found.items():
+        reason, worst = max(alike, key=lambda pair: pair[0].seconds)
+        total = sum(each.seconds for each, _ in alike)
+        causes.append(Cause(op, phase, kind, total, len(alike), worst, reason))
+    causes.sort(key=lambda cause: -cause.seconds)
+    return {(cause.op, cause.phase, cause.kind): cause for cause in causes}
+
+
+def sent(estimate: Estimate) -> tuple[Counter[str], Counter[str]]:
+    """By op, how many collectives and copies a step has, and the bytes of their full tensors."""
+    numbers: Counter[str] = Counter()
+    moved: Counter[str] = Counter()
+    for transfer in estimate.transfers:
+        numbers[transfer.op] += 1
+        moved[transfer.op] += transfer.bytes
+    return numbers, moved
+
+
+_SENTENCES = 6
+
+
+_LEAST = 0.002  # of the step, for a cause to be told
+
+
+def estimate_text(estimate: Estimate) -> str:
+    """The estimate as stable plain text: totals, memory at the peak, units, what is exposed."""
+    return "\n".join(
+        [
+            *_head(estimate),
+            "",
+            *_memory(estimate),
+            "",
+            *_units(estimate),
+            *_exposed(estimate),
+        ]
+    )
+
+
+def estimate_dict(estimate: Estimate) -> dict[str, Any]:
+    """The estimate as plain data, ready for JSON: seconds and bytes."""
+    return {
+        "hardware": estimate.hardware.to_dict(),
+        "optimizer": estimate.optimizer,
+        "backend": "eager" if estimate.program.regions is None else "inductor",
+        "step_seconds": estimate.step_seconds,
+        "compute_seconds": estimate.compute_seconds,
+        "communication_seconds": estimate.communication_seconds,
+        "exposed_seconds": estimate.exposed_seconds,
+        "optimizer_seconds": estimate.optimizer_seconds,
+        "flops": estimate.flops,
+        "tflops_per_gpu": estimate.tflops_per_gpu,
+        "mfu": estimate.mfu,
+        "peak_bytes": estimate.peak_bytes,
+        "peak_by_category": dict(estimate.memory.peak.by_category),
+        "valley_bytes": estimate.valley_bytes,
+        "valley_by_category": dict(estimate.memory.valley_by_category),
+        "host_bytes": estimate.memory.host,
+        "fits": estimate.fits,
+        "units": [
+            {
+                "fqn": unit.fqn,
+                "compute_seconds": unit.compute,
+                "communication_seconds": unit.communication,
+                "exposed_seconds": unit.exposed,
+                "at_peak": dict(unit.at_peak),
+                "held": [vars(held) for held in unit.held],
+            }
+            for unit in estimate.units
+        ],
+        "transfers": [
+            {
+                "op": transfer.op,
+                "unit": transfer.span.unit,
+                "phase": transfer.span.phase,
+                "group": transfer.group,
+                "ranks": transfer.ranks,
+                "bytes": transfer.bytes,
+                "seconds": transfer.span.seconds,
+                "exposed_seconds": transfer.exposed,
+                "reason": estimate.why(transfer),
+            }
+            for transfer in estimate.transfers
+        ],
+    }
+
+
+def _head(estimate: Estimate) -> Iterator[str]:
+    plan = estimate.plan
+    model = plan.units[0].module_class
+    mesh = " x ".join(map(str, plan.mesh_shape))
+    yield f"estimate of {model}: one training step on {plan.world_size:,} ranks (mesh {mesh})"
+    yield f"hardware   {estimate.hardware}"
+    if estimate.program.regions is not None:
+        regions = estimate.program.regions
+        yield (
+            f"compute    in {len(regions.forms):,} compiled regions: what is fused reads and "
+            "writes once; memory as if operators ran one by one"
+        )
+    hidden = estimate.communication_seconds - estimate.exposed_seconds
+    yield (
+        f"step       {human_seconds(estimate.step_seconds)}: compute "
+        f"{human_seconds(estimate.compute_seconds)} "
+        f"(optimizer {human_seconds(estimate.optimizer_seconds)}), "
+        f"exposed communication {human_seconds(estimate.exposed_seconds)}, "
+        f"hidden {human_seconds(max(0.0, hidden))}"
+    )
+    yield (
+        f"speed      {estimate.tflops_per_gpu:,.1f} TFLOP/s per device, "
+        f"{estimate.mfu:.1%} of its peak (MFU)"
+    )
+    verdict = "fits in" if estimate.fits else "DOES NOT FIT in"
+    host = f", {human_bytes(estimate.memory.host)} on the host" if estimate.memory.host else ""
+    yield (
+        f"memory     peak {human_bytes(estimate.peak_bytes)}, between steps "
+        f"{human_bytes(estimate.valley_bytes)}{host}; {verdict} "
+        f"{human_bytes(estimate.hardware.memory_bytes)}"
+    )
+
+
+def _memory(estimate: Estimate) -> Iterator[str]:
+    peak, valley = estimate.memory.peak, estimate.memory.valley_by_category
+    categories = sorted(peak.by_category, key=lambda name: -peak.by_category[name])
+    shown = [name for name in categories if peak.by_category[name] or valley.get(name)]
+    rows = [
+        (name, human_bytes(peak.by_category[name]), human_bytes(valley.get(name, 0)))
+        for name in shown
+    ]
+    yield from table(("held", "at the peak", "between steps"), rows)
+    largest = [s for s in estimate.memory.holders[:3] if s.size]
+    if largest:
+        named = ", ".join(
+            f"{human_bytes(s.size)} by {s.node.name} of {s.unit or '(root)'}" for s in largest
+        )
+        yield sentence(f"largest at the peak: {named}")
+
+
+class _UnitFacts(NamedTuple):
+    compute: str
+    communication: str
+    exposed: str
+    unsharded: str
+    held: str
+
+
+def _units(estimate: Estimate) -> Iterator[str]:
+    lines = fold([(unit.fqn, _facts(unit)) for unit in estimate.units])
+    rows = [(line.name or "(root)", f"{line.count:,}", *line.facts) for line in lines]
+    heading = (
+        "unit",
+        "units",
+        "compute",
+        "communication",
+        "exposed",
+        "unsharded for",
+        "held at the peak",
+    )
+    yield from table(heading, rows)
+
+
+def _facts(unit: UnitEstimate) -> _UnitFacts:
+    return _UnitFacts(
+        human_seconds(unit.compute),
+        human_seconds(unit.communication),
+        human_seconds(unit.exposed),
+        human_seconds(unit.seconds_held(PARAMETERS)),
+        human_bytes(sum(unit.at_peak.values())),
+    )
+
+
+def _exposed(estimate: Estimate) -> Iterator[str]:
+    """What is to blame for exposed communication, causes of one kind together, the worst first."""
+    causes = causes_of(estimate).values()
+    worst = [cause for cause in causes if cause.seconds > _LEAST * estimate.step_seconds]
+    if worst:
+        yield ""
+        yield f"why {human_seconds(estimate.exposed_seconds)} of communication are exposed:"
+    for cause in worst[:_SENTENCES]:
+        unit = cause.worst.span.unit or "(root)"
+        many, share = unit, ""
+        if cause.count > 1:
+            many += f" and {cause.count - 1} more"
+            share = f"; {human_seconds(cause.reason.seconds)} of it in {unit}"
+        yield sentence(
+            f"{human_seconds(cause.seconds)}: {cause.op} of {many} in {cause.phase}: "
+            f"{cause.text}{share}",
+            "  ",
+        )
+
+
+_LEAST_CAUSE = 0.002  # of the step, for a difference to be told
+
+
+_CAUSES = 5
+
+
+_SAME = 0.0005  # of a number, for a difference that would round to nothing
+
+
+def compare_text(both: Comparison) -> str:
+    """What differs between two estimates: the policies, the numbers, and why."""
+    return "\n".join(
+        [
+            *_compared_head(both),
+            "",
+            *table(("", *both.names, "difference"), list(_rows(both))),
+            *_why(both),
+        ]
+    )
+
+
+def _compared_head(both: Comparison) -> Iterator[str]:
+    a, b = both.a, both.b
+    model = a.plan.units[0].module_class or "a program"
+    yield f"{model}, one training step: {both.names[0]} and {both.names[1]}"
+    if (a.hardware, a.plan.mesh_shape) == (b.hardware, b.plan.mesh_shape):
+        yield f"both on {a.plan.world_size:,} ranks of {a.hardware.name}"
+    else:
+        for name, estimate in zip(both.names, (a, b), strict=True):
+            yield f"{name} on {estimate.plan.world_size:,} ranks of {estimate.hardware.name}"
+    width = max((len(field) for field in both.policy_differences), default=0)
+    for field, (one, other) in both.policy_differences.items():
+        yield f"  {field.ljust(width)}  {one or '-'} against {other or '-'}"
+
+
+Row = tuple[str, str, str, str]
+
+
+def _rows(both: Comparison) -> Iterator[Row]:
+    a, b = both.a, both.b
+    times: dict[str, Callable[[Estimate], float]] = {
+        "step": lambda e: e.step_seconds,
+        "  compute": lambda e: e.compute_seconds,
+        "  exposed communication": lambda e: e.exposed_seconds,
+        "all communication": lambda e: e.communication_seconds,
+    }
+    for name, value in times.items():
+        yield _row(name, value(a), value(b), human_seconds)
+    yield _row("TFLOP/s per device", a.tflops_per_gpu, b.tflops_per_gpu, lambda v: f"{v:,.1f}")
+    yield "MFU", f"{a.mfu:.1%}", f"{b.mfu:.1%}", ""
+    yield _row("peak memory", a.peak_bytes, b.peak_bytes, human_bytes)
+    peaks = [estimate.memory.peak.by_category for estimate in (a, b)]
+    for category in sorted({**peaks[0], **peaks[1]}, key=lambda c: -peaks[0].get(c, 0)):
+        one, other = (peak.get(category, 0) for peak in peaks)
+        if one or other:
+            yield _row(f"  {category}", one, other, human_bytes)
+    yield _row("between steps", a.valley_bytes, b.valley_bytes, human_bytes)
+    yield _row("units", len(a.plan.units), len(b.plan.units), lambda v: f"{v:,.0f}")
+    (numbers_a, moved_a), (numbers_b, moved_b) = sent(a), sent(b)
+    for op in {**numbers_a, **numbers_b}:
+        yield _row(op, numbers_a[op], numbers_b[op], lambda v: f"{v:,.0f}")
+        yield _row("  bytes", moved_a[op], moved_b[op], human_bytes)
+
+
+def _row(name: str, one: float, other: float, shown: Callable[[float], str]) -> Row:
+    return name, shown(one), shown(other), _change(one, other)
+
+
+def _change(one: float, other: float) -> str:
+    if abs(one - other) < _SAME * one or one == other:
+        return "same"
+    if not one:
+        return "new"
+    if not other:
+        return "gone"
+    return f"{other / one - 1:+.1%}"
+
+
+def _why(both: Comparison) -> Iterator[str]:
+    a, b = both.a, both.b
+    first, second = both.names
+    gained, least = both.faster_by, _LEAST_CAUSE * max(a.step_seconds, b.step_seconds)
+    yield ""
+    if abs(gained) <= least:
+        yield f"{second} is as fast as {first}."
+    else:
+        than = "faster" if gained > 0 else "slower"
+        share = abs(gained) / a.step_seconds
+        yield f"{second} is {share:.1%} {than} than {first}, by {human_seconds(abs(gained))}:"
+    compute = a.compute_seconds - b.compute_seconds
+    if abs(compute) > least:
+        yield f"  {human_seconds(abs(compute))} {_more(compute)} compute{_recomputed(both)}"
+    keys = {**both.causes[0], **both.causes[1]}
+    changes = []
+    for key in keys:
+        one, other = (causes.get(key) for causes in both.causes)
+        change = (one.seconds if one else 0.0) - (other.seconds if other else 0.0)
+        changes.append((change, one, other))
+    changes.sort(key=lambda entry: -abs(entry[0]))
+    for change, one, other in changes[:_CAUSES]:
+        if abs(change) > least:
+            told = _told(both, one, other)
+            yield sentence(f"{human_seconds(abs(change))} {_more(change)} waiting: {told}", "  ")
+    saved = both.smaller_by
+    if abs(saved) > _LEAST_CAUSE * a.peak_bytes:
+        than = "below" if saved > 0 else "above"
+        parts = _categories(both)
+        yield sentence(f"{second}'s peak is {human_bytes(abs(saved))} {than} {first}'s: {parts}")
+    for name, estimate in zip(both.names, (a, b), strict=True):
+        if not estimate.fits:
+            yield (
+                f"{name} does not fit in the {human_bytes(estimate.hardware.memory_bytes)} of "
+                f"{estimate.hardware.name}"
+            )
+
+
+def _more(gained: float) -> str:
+    return "less" if gained > 0 else "more"
+
+
+def _recomputed(both: Comparison) -> str:
+    one, other = (e.timeline.recomputed_flops / max(1, e.flops) for e in (both.a, both.b))
+    return (
+        "" if one == other else f": {other:.0%} of its FLOPs are recomputation, against {one:.0%}"
+    )
+
+
+def _told(both: Comparison, one: Cause | None, other: Cause | None) -> str:
+    """What the two wait for, for one kind of reason; why, in the words of who waits longer."""
+    first = _seconds(one) >= _seconds(other)
+    worse, name = (one, both.names[0]) if first else (other, both.names[1])
+    assert worse is not None
+    counts = [0 if cause is None else cause.count for cause in (one, other)]
+    times = [human_seconds(_seconds(cause)) for cause in (one, other)]
+    return (
+        f"{worse.op}s in {worse.phase}, {times[0]} ({counts[0]} of them) against {times[1]} "
+        f"({counts[1]}); {name} for that of {worse.worst.span.unit or '(root)'}, since "
+        f"{worse.text}"
+    )
+
+
+def _seconds(cause: Cause | None) -> float:
+    return 0.0 if cause is None else cause.seconds
+
+
+def _categories(both: Comparison) -> str:
+    peaks = [estimate.memory.peak.by_category for estimate in (both.a, both.b)]
+    change = {c: peaks[1].get(c, 0) - peaks[0].get(c, 0) for c in {**peaks[0], **peaks[1]}}
+    largest = sorted(change, key=lambda c: -abs(change[c]))[:3]
+    return ", ".join(
+        f"{'+' if change[c] > 0 else '-'}{human_bytes(abs(change[c]))} {c}"
+        for c in largest
+        if abs(change[c]) > _LEAST_CAUSE * both.a.peak_bytes
+    )

@@ -1,0 +1,1 @@
+"""Machines: their speeds, links and memory, as files that plans and simulations read."""

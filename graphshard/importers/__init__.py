@@ -1,1 +1,0 @@
-"""Policies read from other systems' configuration files."""

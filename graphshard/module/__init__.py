@@ -1,0 +1,1 @@
+"""The sharded module: the original module with its parameters sharded and its program run."""

@@ -1,0 +1,70 @@
+"""graphshard/module/internals.py."""
+
+from __future__ import annotations
+
+import contextlib
+
+from torch import nn
+
+from graphshard.errors import RuntimeStateError
+from graphshard.module.meta_init import initialize
+from graphshard.module.programs import Programs
+from graphshard.runtime.lowered import Bindings
+from graphshard.runtime.shards import distinct
+from graphshard.training.unsharded import Unsharded
+
+
+class _State:
+    """What a sharded module knows besides its parameters, apart from the model's own names."""
+
+    def __init__(
+        self,
+        bindings: Bindings,
+        programs: Programs,
+        on_meta: frozenset[str],
+    ) -> None:
+        self.bindings = bindings
+        self.programs = programs
+        self.shards = distinct(bindings.shards)
+        self.unsharded = Unsharded(self.shards)
+        self.on_meta = on_meta
+        self.ready = False
+        # Whoever loads a buffer writes it in place or replaces it.
+        self.empty_buffers = {
+            name: (bindings.buffer(name), bindings.buffer(name)._version)
+            for name in on_meta
+            if name in bindings.buffers
+        }
+
+    def fill_buffers(self) -> None:
+        """Compute the buffers that a checkpoint left without values, as `init_weights` would."""
+        empty = frozenset(name for name in self.empty_buffers if self._is_empty(name))
+        if empty:
+            # One that nothing computes is named when the module is called.
+            with contextlib.suppress(RuntimeStateError):
+                initialize(self.programs.blueprint, self.bindings, empty, seed=0)
+
+    def _is_empty(self, name: str) -> bool:
+        buffer, version = self.empty_buffers[name]
+        return self.bindings.buffer(name) is buffer and buffer._version == version
+
+    def require_values(self, module: nn.Module) -> None:
+        """Check that every parameter and buffer got a value since the model left the meta device.
+
+        Raises:
+            RuntimeStateError: one did not; names it.
+        """
+        for shard in self.shards:
+            if not shard.written():
+                raise RuntimeStateError(
+                    f"parameter {shard.layout.fqn!r} has no values yet, since the model was on the "
+                    "meta device; call init_weights(), load_full_state_dict(...), or load a "
+                    "checkpoint first"
+                )
+        for name in self.empty_buffers:
+            if self._is_empty(name):
+                raise RuntimeStateError(
+                    f"buffer {name!r} has no values yet, since the model was on the meta device; "
+                    "call init_weights() first (before loading, if it is in no checkpoint)"
+                )
+        self.ready = True

@@ -1,0 +1,150 @@
+"""The module tree that holds the shards: the model's structure and names, none of its code."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from graphshard.errors import RuntimeStateError
+from graphshard.runtime.shards import Shard
+from graphshard.torch_private import compat as torch_compat
+
+
+class Modes:
+    """Counts changes of any `training` flag below a root, so that a step need not read them all."""
+
+    def __init__(self) -> None:
+        self.version = 0
+
+
+class SkeletonModule(nn.Module):
+    """Stands for a module of the model: its children, parameters, buffers and `training` flag."""
+
+    def __init__(self, original: nn.Module, modes: Modes) -> None:
+        self.__dict__["_graphshard_modes"] = modes
+        super().__init__()
+        self.__dict__["_graphshard_name"] = type(original).__name__
+        self.__dict__["_graphshard_repr"] = original.extra_repr()
+        self.training = original.training
+
+    @property
+    def training(self) -> bool:
+        """Whether this module is in training mode; programs are captured for each combination."""
+        return self.__dict__["_graphshard_training"]
+
+    @training.setter
+    def training(self, mode: bool) -> None:
+        self.__dict__["_graphshard_training"] = mode
+        self.__dict__["_graphshard_modes"].version += 1
+
+    def extra_repr(self) -> str:
+        """As the model's own module describes itself."""
+        return self.__dict__["_graphshard_repr"]
+
+    def _get_name(self) -> str:
+        return self.__dict__["_graphshard_name"]
+
+
+class PartModule(SkeletonModule):
+    """A module below the root: it holds values, and is never called by itself."""
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        """Refused.
+
+        Raises:
+            RuntimeStateError: always.
+        """
+        raise RuntimeStateError(
+            f"{self._get_name()} is a part of a sharded module and cannot be called by itself; "
+            f"call the whole module, or sharded.submodule_forward({self._fqn!r}, ...), which "
+            "captures a program for it"
+        )
+
+    @property
+    def _fqn(self) -> str:
+        return self.__dict__["_graphshard_fqn"]
+
+    def _refuse_hook(self, *args: Any, **kwargs: Any) -> Any:
+        raise RuntimeStateError(
+            f"{self._fqn} ({self._get_name()}) is a part of a sharded module, whose parts are not "
+            "called one by one, so its hooks would never run; register hooks on the model "
+            "before compiling it (what they compute is captured), or on the whole sharded module"
+        )
+
+    register_forward_pre_hook = _refuse_hook
+    register_forward_hook = _refuse_hook
+    register_full_backward_pre_hook = _refuse_hook
+    register_full_backward_hook = _refuse_hook
+    register_backward_hook = _refuse_hook
+
+
+class PartContainer(PartModule):
+    """A list, sequence or dict of modules, which is looked into as the model's own is."""
+
+    def __len__(self) -> int:
+        return len(self._modules)
+
+    def __iter__(self) -> Iterator[Any]:
+        return iter(self._modules if issubclass(self._kind, nn.ModuleDict) else self._parts())
+
+    def __getitem__(self, key: int | slice | str) -> Any:
+        return self._modules[key] if isinstance(key, str) else self._parts()[key]
+
+    def _parts(self) -> list[Any]:
+        return list(self._modules.values())
+
+    @property
+    def _kind(self) -> type:
+        return self.__dict__["_graphshard_kind"]
+
+
+def _part_of(original: nn.Module, modes: Modes) -> PartModule:
+    containers = (nn.ModuleList, nn.ModuleDict, nn.Sequential)
+    if not isinstance(original, containers):
+        return PartModule(original, modes)
+    part = PartContainer(original, modes)
+    part.__dict__["_graphshard_kind"] = type(original)
+    return part
+
+
+def build_skeleton(
+    root: SkeletonModule,
+    model: nn.Module,
+    shards: Mapping[str, Shard],
+    device: torch.device,
+    modes: Modes,
+) -> None:
+    """Give `root` the children, parameters and buffers of `model`, under the same names.
+
+    Shared modules, parameters and buffers stay shared. Parameters and buffers have no values yet.
+    """
+    modules: dict[nn.Module, SkeletonModule] = {model: root}
+    buffers: dict[Tensor, Tensor] = {}
+    for fqn, original in model.named_modules():
+        mine = modules[original]
+        mine.__dict__["_graphshard_fqn"] = fqn
+        for name, child in original._modules.items():
+            if child is not None and child not in modules:
+                modules[child] = _part_of(child, modes)
+            # Not add_module: the root has attributes of its own, which a child's name may equal.
+            mine._modules[name] = None if child is None else modules[child]
+        for name, param in original._parameters.items():
+            if param is None:
+                mine._parameters[name] = None
+                continue
+            shard = shards[f"{fqn}.{name}" if fqn else name]
+            mine._parameters[name] = shard.param
+            shard.homes.append((mine._parameters, name))
+        for name, buffer in original._buffers.items():
+            if buffer is not None and buffer not in buffers:
+                buffers[buffer] = torch.empty_like(buffer, device=device)
+            mine._buffers[name] = None if buffer is None else buffers[buffer]
+        mine._non_persistent_buffers_set |= torch_compat.non_persistent_buffers(original)
+
+
+def training_flags(root: nn.Module) -> tuple[bool, ...]:
+    """`training` of every module below `root`, in order."""
+    return tuple(module.training for module in root.modules())

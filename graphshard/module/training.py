@@ -1,0 +1,289 @@
+"""The methods of a sharded module that a training loop calls between steps."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any
+
+from torch import Tensor, nn
+
+from graphshard.capture.traced_module import Entry
+from graphshard.errors import PolicyError, RuntimeStateError
+from graphshard.module.sharded_tree import SkeletonModule
+from graphshard.passes.accumulate import GRADIENT, SHARD
+from graphshard.training.clip import clip_grad_norm
+from graphshard.training.local_steps import Made, require_elementwise, step_locally
+from graphshard.training.param_groups import Rule, parameter_groups
+
+
+class TrainingMethods(SkeletonModule):
+    """Clipping, parameter groups and full parameters; thin, over the modules that do the work."""
+
+    _graphshard: Any
+
+    def submodule_forward(self, fqn: str, *args: Any, **kwargs: Any) -> Any:
+        """Call the module `fqn` of the model by itself, as a program of its own.
+
+        Only the parameters it reads are gathered, and its backward reduces their gradients.
+
+        Raises:
+            PolicyError: the model has no such module.
+            CaptureError, RuntimeStateError, CollectiveError: as when calling the whole module.
+        """
+        blueprint = self._graphshard.programs.blueprint
+        if fqn not in dict(blueprint.named_modules(remove_duplicate=False)):
+            raise PolicyError(f"submodule_forward: the model has no module {fqn!r}")
+        return self._run(Entry(fqn), args, kwargs)
+
+    def call_method(self, name: str, *args: Any, **kwargs: Any) -> Any:
+        """Call a method of the model other than forward, as a program of its own.
+
+        Args:
+            name: the method, with the FQN of its module before it if that is not the model itself:
+                "encode", "encoder.embed".
+            args: of the call.
+            kwargs: of the call.
+
+        Raises:
+            PolicyError: the model has no such method.
+            CaptureError: it cannot be one graph, as `generate` of a language model cannot: such a
+                loop must call the sharded module itself.
+            RuntimeStateError, CollectiveError: as when calling the whole module.
+        """
+        entry = Entry.of_method(name)
+        modules = dict(self._graphshard.programs.blueprint.named_modules(remove_duplicate=False))
+        if not callable(getattr(modules.get(entry.module), entry.method, None)):
+            raise PolicyError(f"call_method: the model has no method {name!r}")
+        return self._run(entry, args, kwargs)
+
+    def _run(self, entry: Entry, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        state = self._graphshard
+        if not state.ready:
+            self._refuse_unsharded()
+            state.require_values(self)
+        step, tensors = state.programs.step_for(args, kwargs, entry)
+        return step.run(tensors)
+
+    def __getattr__(self, name: str) -> Any:
+        try:
+            return super().__getattr__(name)
+        except AttributeError:
+            state = self.__dict__.get("_graphshard")
+            model = None if state is None else state.programs.blueprint
+            if name.startswith("_") or not callable(getattr(type(model), name, None)):
+                raise
+            raise AttributeError(
+                f"{type(model).__name__}.{name} is a method of the model, and a sharded module "
+                f"runs captured programs only; sharded.call_method({name!r}, ...) captures it, if "
+                "it is one graph"
+            ) from None
+
+    def clip_grad_norm_(
+        self,
+        max_norm: float,
+        norm_type: float = 2.0,
+        error_if_nonfinite: bool = False,
+        foreach: bool | None = None,
+    ) -> Tensor:
+        """Scale all gradients so that their joint norm, over all ranks, is at most `max_norm`.
+
+        As `torch.nn.utils.clip_grad_norm_` on one process that holds every gradient whole, for any
+        p and for inf. Every rank must call it; it costs one all_reduce of a number (one per set of
+        mesh dimensions, where parameters differ in that). Gradients of ignored parameters count by
+        their mean over the ranks.
+
+        Returns:
+            The norm before clipping: a plain tensor without dimensions, the same on all ranks.
+
+        Raises:
+            PolicyError: `norm_type` is not above 0.
+            RuntimeStateError: the norm is not finite, if `error_if_nonfinite`; gradients are kept
+                by `no_sync()`; or are full, inside of `unsharded(with_grads=True)`.
+        """
+        state = self._graphshard
+        if state.unsharded.with_grads:
+            raise RuntimeStateError(
+                f"the gradient of {min(state.unsharded.with_grads)!r} is full inside of "
+                "unsharded(with_grads=True), and leaving the context puts it in place of what "
+                "would be clipped; clip before it, or call torch.nn.utils.clip_grad_norm_ on the "
+                "parameters inside"
+            )
+        if state.bindings.kept.tensors:
+            _, name = min(state.bindings.kept.tensors)
+            raise RuntimeStateError(
+                f"the gradient of {name!r} is kept by no_sync() and not reduced yet, so the norm "
+                "would miss it; clip after a backward outside of no_sync(), or call zero_grad() on "
+                "the module to drop what was kept"
+            )
+        group = state.bindings.group
+        own = [shard.param for shard in state.shards if shard.layout.ignored]
+        return clip_grad_norm(
+            [shard.param for shard in state.shards if not shard.layout.ignored],
+            own,
+            max_norm,
+            norm_type,
+            error_if_nonfinite=error_if_nonfinite,
+            foreach=foreach,
+            groups=(group.process_group,) if own and group.size > 1 else (),
+            device=group.device,
+        )
+
+    @contextmanager
+    def no_sync(self, *, all_reduce_only: bool = False) -> Iterator[None]:
+        """Calls inside keep their gradients on this rank, for the next call outside to reduce.
+
+        What counts is where the forward is called; its backward may run anywhere. The backward of
+        the first call outside adds what was kept to its own gradients and reduces the sum, so
+        `.grad` has the whole step's then, and nothing of what is kept before. Without this each
+        backward reduces into the shard: more communication, less memory. `plan` says the bytes of
+        both; kept gradients are whole, in the dtype they are reduced in. Each kind of call is a
+        program of its own. `sharded.zero_grad()` drops what was kept; an optimizer's own
+        `zero_grad()` knows nothing of it.
+
+        Args:
+            all_reduce_only: reduce inside the rank's shard group all the same, and keep shards:
+                only the all_reduce over the replicas of a HYBRID strategy is put off.
+
+        Raises:
+            PassError: from a call inside, with `all_reduce_only` where there are no replicas.
+            RuntimeStateError: from a backward outside, if one of a call before it inside has not
+                run, whose gradient would miss the reduce.
+        """
+        with self._graphshard.bindings.kept.no_sync(SHARD if all_reduce_only else GRADIENT):
+            yield
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """As `nn.Module.zero_grad`; drops gradients kept by `no_sync()`, too."""
+        if set_to_none:  # without a walk over all modules
+            for shard in self._graphshard.shards:
+                for holder, name in shard.homes:
+                    param = holder.get(name)
+                    if param is not None:
+                        param.grad = None
+        else:
+            super().zero_grad(set_to_none)
+        self._graphshard.bindings.kept.drop()
+
+    def parameter_groups(self, rule: Rule | None = None) -> list[dict[str, Any]]:
+        """The trainable parameters in groups that any torch optimizer can take.
+
+        Parameters of one group have the same options and are of one kind (DTensors of one mesh, or
+        plain tensors), since foreach and fused optimizers fail where kinds mix.
+
+        Args:
+            rule: `rule(name, parameter)` gives the options of a parameter as a dict, or None; or
+                pairs of a regular expression, searched for in names, and options, of which the
+                first that matches counts: `[(r"bias|norm", {"weight_decay": 0.0})]`.
+
+        Returns:
+            Dicts with "params", "names" (aligned with it) and the options.
+
+        Raises:
+            PolicyError: the rule gives no options, or an expression matches nothing.
+        """
+        return parameter_groups(self.named_parameters(), rule)
+
+    def optimizer(
+        self,
+        kind: Callable[..., Made],
+        rule: Rule | None = None,
+        *,
+        elementwise: bool | None = None,
+        **options: Any,
+    ) -> Made:
+        """An optimizer of the trainable parameters that steps on this rank's plain tensors.
+
+        `kind(sharded.parameter_groups(rule), **options)` in every respect, its values to the bit,
+        but for the time of a step: an operator on a DTensor costs tens of microseconds of the host,
+        and inside of `step` there is none. Groups and `state_dict()` hold DTensors; in
+        `optimizer.state` are this rank's parts of them. See `graphshard.runtime.local_steps`.
+
+            optim = sharded.optimizer(torch.optim.AdamW, lr=3e-4, fused=True)
+
+        Args:
+            kind: a class of torch.optim that updates each element by itself (all but Adafactor,
+                LBFGS, Muon and SparseAdam do).
+            rule: the options of a parameter by its name; see `parameter_groups`.
+            elementwise: whether it does, if it is no class of torch.optim.
+            options: of the optimizer.
+
+        Raises:
+            PolicyError: `kind` looks at whole tensors, or whether it does is not known; or the rule
+                is wrong.
+        """
+        if isinstance(kind, type):
+            require_elementwise(kind, elementwise)
+        made = kind(self.parameter_groups(rule), **options)
+        return self.step_locally(made, elementwise=elementwise)
+
+    def step_locally(self, optimizer: Made, *, elementwise: bool | None = None) -> Made:
+        """`optimizer`, made of `parameters()` by somebody else, as `optimizer()` would make it.
+
+        The same object. To be called before a learning rate scheduler is made of it.
+
+        Raises:
+            PolicyError: as `optimizer()`; or its `step` is wrapped already.
+        """
+        return step_locally(optimizer, elementwise)
+
+    @contextmanager
+    def unsharded(
+        self,
+        modules: str | Iterable[str] | None = None,
+        *,
+        writeback: bool = True,
+        with_grads: bool = False,
+        rank0_only: bool = False,
+    ) -> Iterator[Mapping[str, nn.Parameter]]:
+        """Full parameters inside the context, as FSDP1's `summon_full_params`.
+
+        Inside, this module's parameters are plain `nn.Parameter`s of the full shape, the same
+        objects every time, yielded by name; `full_parameters()` gives them outside. On leaving,
+        each rank keeps its part of what they hold then. Every rank must enter. Costs the bytes of
+        the full parameters (twice that with gradients) on every rank meanwhile, and one all_gather
+        for each of them. The module cannot be called inside.
+
+        Args:
+            modules: FQNs of the modules (units or others) whose parameters are wanted. None: all.
+            writeback: keep what was changed, gradients too if `with_grads`.
+            with_grads: each parameter has its full gradient as `.grad`.
+            rank0_only: only rank 0 gets them; the others keep shards. Needs `writeback=False`.
+
+        Raises:
+            PolicyError: no module has such a name, or `rank0_only` with `writeback`.
+            RuntimeStateError: a parameter has no values yet, or is unsharded already.
+        """
+        state = self._graphshard
+        shards = state.unsharded.chosen(modules)
+        state.require_values(self)
+        state.ready = False
+        try:
+            yield from state.unsharded.context(
+                shards, writeback=writeback, with_grads=with_grads, rank0_only=rank0_only
+            )
+        finally:
+            state.ready = not state.unsharded.open
+
+    def full_parameters(self) -> dict[str, nn.Parameter]:
+        """The parameters that `unsharded()` fills, by name, for an optimizer to hold.
+
+        Outside of that context they have the full shape and no storage. An optimizer made of them
+        keeps its state over steps, full size on every rank:
+
+            optim = torch.optim.Adafactor(sharded.full_parameters().values())
+            ...
+            with sharded.unsharded(with_grads=True):
+                optim.step()
+            sharded.zero_grad()
+        """
+        state = self._graphshard
+        return {s.layout.fqn: state.unsharded.twin(s) for s in state.unsharded.shards}
+
+    def _refuse_unsharded(self) -> None:
+        if self._graphshard.unsharded.open:
+            name = min(self._graphshard.unsharded.open)
+            raise RuntimeStateError(
+                f"parameter {name!r} is unsharded, so the module has no shards to run on; leave "
+                "the unsharded() context before calling it"
+            )

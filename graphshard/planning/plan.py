@@ -1,0 +1,173 @@
+"""The sharding plan: which parameters are gathered together, and how each is laid out on ranks.
+
+Pure: nothing here touches a process group, a device or parameter memory.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from functools import cached_property
+from math import prod
+from typing import TYPE_CHECKING, Any
+
+from graphshard.errors import PlanError
+from graphshard.planning.layout import ParamLayout, Unit
+from graphshard.policy.base import Policy
+from graphshard.policy.placement import IGNORED, REPLICATED, SHARDED
+from graphshard.policy.precision import Precisions
+
+if TYPE_CHECKING:
+    from rich.console import RenderableType
+
+    from graphshard.program.program import Program
+
+
+__all__ = ["IGNORED", "REPLICATED", "SHARDED", "ParamLayout", "ShardingPlan", "Unit"]
+
+
+@dataclass
+class ShardingPlan:
+    """What was decided: units in module order (the root, "", first), for one policy and mesh.
+
+    `world_size` counts all ranks; a mesh is `(ranks,)` or `(replicas, ranks to shard over)`;
+    `backend` is what runs compute: "eager", or "inductor" for compiled regions.
+    """
+
+    units: tuple[Unit, ...]
+    policy: Policy
+    world_size: int
+    mesh_shape: tuple[int, ...]
+    warnings: tuple[str, ...] = ()
+    recomputed: tuple[str, ...] = ()  # FQNs of the modules of classes the policy recomputes
+    program: Program | None = field(default=None, repr=False)
+    ignored: tuple[ParamLayout, ...] = ()  # of parameters in no unit, left as they are
+    backend: str = "eager"
+
+    @property
+    def shard_size(self) -> int:
+        """Ranks that a sharded parameter is split over."""
+        return self.mesh_shape[-1]
+
+    @property
+    def replicas(self) -> int:
+        """Groups of `shard_size` ranks; each holds every shard."""
+        return self.world_size // self.shard_size
+
+    @cached_property
+    def layouts(self) -> Mapping[str, ParamLayout]:
+        """Layout of every parameter by FQN; all names of a tied one lead to its one layout."""
+        of_units = (layout for unit in self.units for layout in unit.layouts)
+        return {name: layout for layout in (*of_units, *self.ignored) for name in layout.names}
+
+    @cached_property
+    def _unit_by_fqn(self) -> dict[str, Unit]:
+        return {unit.fqn: unit for unit in self.units}
+
+    @cached_property
+    def _unit_of_param(self) -> dict[str, str]:
+        return {
+            name: unit.fqn
+            for unit in self.units
+            for layout in unit.layouts
+            for name in layout.names
+        }
+
+    @cached_property
+    def stale_after_step(self) -> frozenset[str]:
+        """Parameters that ranks keep whole and gather again after each step of an optimizer."""
+        return frozenset(
+            layout.fqn
+            for unit in self.units
+            for layout in unit.layouts
+            if layout.standing and layout.requires_grad and layout.world_size > 1
+        )
+
+    @cached_property
+    def precisions(self) -> Precisions | None:
+        """What is computed in another dtype than its own; None if nothing is."""
+        units = {unit.fqn: unit.options.precision for unit in self.units}
+        if not any(units.values()):
+            return None
+        return Precisions(units, {name: lay.compute_dtype for name, lay in self.layouts.items()})
+
+    def unit(self, fqn: str) -> Unit:
+        """The unit named `fqn`.
+
+        Raises:
+            PlanError: no unit has that name.
+        """
+        try:
+            return self._unit_by_fqn[fqn]
+        except KeyError:
+            raise PlanError(
+                f"no unit is named {fqn!r}; units: {sorted(self._unit_by_fqn)}"
+            ) from None
+
+    def unit_of_param(self, name: str) -> str:
+        """FQN of the unit that manages the parameter `name` (any of its names).
+
+        Raises:
+            PlanError: the model has no such parameter.
+        """
+        try:
+            return self._unit_of_param[name]
+        except KeyError:
+            raise PlanError(f"the plan knows no parameter named {name!r}") from None
+
+    def unit_of_module(self, fqn: str) -> str:
+        """FQN of the innermost unit around the module `fqn` (itself, if it is one)."""
+        current = fqn
+        while current and current not in self._unit_by_fqn:
+            current = current.rpartition(".")[0]
+        return current
+
+    def is_nested(self, inner: str, outer: str) -> bool:
+        """Whether unit `inner` is `outer` or lies below it in the module tree."""
+        return outer == "" or inner == outer or inner.startswith(outer + ".")
+
+    def to_dict(self, *, units: bool = True) -> dict[str, Any]:
+        """The plan as plain data, ready for JSON."""
+        from graphshard.inspect.plan_text import plan_dict
+
+        return plan_dict(self, units=units)
+
+    def text(self, *, unfold: bool = False) -> str:
+        """The plan as stable plain text; `unfold` gives every unit a line of its own."""
+        from graphshard.inspect.plan_text import plan_text
+
+        return plan_text(self, unfold=unfold)
+
+    def table(self, *, unfold: bool = False) -> RenderableType:
+        """The same content for a terminal, in colours, to be printed by rich."""
+        from graphshard.inspect.plan_text import plan_table
+
+        return plan_table(self, unfold=unfold)
+
+    def __str__(self) -> str:
+        return self.text()
+
+    def __rich__(self) -> RenderableType:
+        return self.table()
+
+
+@dataclass(frozen=True)
+class GradientBytes:
+    """Bytes a rank holds between the backwards of one step, for the parameters that are trained.
+
+    reduced: `.grad` of every parameter, padding included, where each backward reduces.
+    kept: whole gradients, where backwards inside `no_sync()` keep them.
+    """
+
+    reduced: int
+    kept: int
+
+
+def gradient_bytes(plan: ShardingPlan) -> GradientBytes:
+    """The bytes of `plan`; gradients of ignored parameters are held whole either way."""
+    trained = [each for unit in plan.units for each in unit.layouts if each.requires_grad]
+    own = sum(layout.full_bytes for layout in plan.ignored if layout.requires_grad)
+    return GradientBytes(
+        reduced=own + sum(prod(each.shard_shape) * each.grad_dtype.itemsize for each in trained),
+        kept=own + sum(each.numel * each.reduce_dtype.itemsize for each in trained),
+    )

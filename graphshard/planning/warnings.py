@@ -1,0 +1,125 @@
+"""What about a plan will hurt, in sentences that name the thing and say what to do."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from statistics import median_high
+from typing import TYPE_CHECKING
+
+from graphshard.format import human_bytes, some_of
+from graphshard.planning.layout import Unit
+from graphshard.planning.options import UnitOptions
+from graphshard.planning.plan import ShardingPlan
+from graphshard.policy.strategy import Strategy
+
+if TYPE_CHECKING:
+    pass
+
+
+# A unit this many times the median one is reported. A decoder under a block policy has a root of
+# two to six median units (its embeddings), which is normal; LLaMA-7B under SizePolicy(1e8) has a
+# remainder unit of sixteen, which doubles the peak.
+LARGE_UNIT_FACTOR = 8
+
+
+# Padding is reported above this share of a unit's bytes, and above this many bytes.
+PADDING_SHARE = 0.1
+
+
+PADDING_BYTES = 2**20
+
+
+_WHOLE = (Strategy.NO_SHARD, Strategy.SHARD_OPTIMIZER)  # which gather into no new memory
+
+
+def plan_warnings(plan: ShardingPlan) -> tuple[str, ...]:
+    """Warnings a plan gives by itself, before anything is captured."""
+    return (
+        *_no_units(plan),
+        *_large_units(plan),
+        *_empty_units(plan),
+        *_padding(plan),
+    )
+
+
+def reshard_warnings(asked: Mapping[str, UnitOptions]) -> Iterator[str]:
+    """Units that are to be resharded to groups of one rank, by what was asked for each."""
+    alone = [unit or "(root)" for unit, options in asked.items() if options.reshard_ranks == 1]
+    if alone:
+        yield (
+            f"{_names('unit', alone)} kept unsharded between forward and backward, as a group of "
+            "one rank keeps whole parameters; say reshard_after_forward=False"
+        )
+
+
+def _no_units(plan: ShardingPlan) -> Iterator[str]:
+    # A model whose parameters all stand in one module could not be split anyway.
+    holders = {name.rpartition(".")[0] for name in plan.units[0].params}
+    if len(plan.units) == 1 and len(holders) > 1:
+        yield (
+            "the policy makes no unit besides the root, so all parameters are gathered at once and "
+            "no communication overlaps compute; lower min_num_params or name the model's blocks in "
+            "a BlockPolicy"
+        )
+
+
+def _large_units(plan: ShardingPlan) -> Iterator[str]:
+    """Units far larger than the median one.
+
+    The root is compared, but does not count for the median: it takes what is left over.
+    """
+    sizes = [unit.numel for unit in plan.units if unit.fqn and unit.numel]
+    if not sizes:
+        return
+    median = median_high(sizes)
+    bound = LARGE_UNIT_FACTOR * median
+    for unit in plan.units:
+        if unit.numel <= bound or unit.options.strategy in _WHOLE:
+            continue
+        largest = max(unit.layouts, key=lambda layout: layout.numel)
+        said = (
+            f"unit {unit.fqn or '(root)'} is {unit.numel / median:.0f} times the median unit and "
+            f"takes {human_bytes(unit.unsharded_bytes)} while gathered"
+        )
+        if unit.numel - largest.numel > bound:
+            yield f"{said}; make units of the modules in it (a finer policy, or a smaller minimum)"
+        elif not unit.fqn and _kept_between_phases(plan):
+            yield (
+                f"{said}, for the whole step, nearly all of it {largest.fqn}; "
+                "set reshard_root=True to free it between forward and backward"
+            )
+
+
+def _kept_between_phases(plan: ShardingPlan) -> bool:
+    root = plan.units[0].options
+    return root.strategy.frees_after_forward and not root.reshard
+
+
+def _empty_units(plan: ShardingPlan) -> Iterator[str]:
+    empty = [unit.fqn for unit in plan.units if unit.fqn and not unit.layouts]
+    if empty:
+        yield (
+            f"{_names('unit', empty)} without parameters: the modules have none, or only ones that "
+            "units below own or that are tied to modules elsewhere; choose other modules"
+        )
+
+
+def _padding(plan: ShardingPlan) -> Iterator[str]:
+    for unit in plan.units:
+        if _wasteful(unit):
+            worst = max(unit.layouts, key=lambda layout: layout.padding_bytes)
+            yield (
+                f"unit {unit.fqn or '(root)'} gathers {human_bytes(unit.padding_bytes)} of padding "
+                f"in {human_bytes(unit.unsharded_bytes)}, most of it because {worst.fqn} has only "
+                f"{worst.shape[0]} rows for {plan.shard_size} ranks; use fewer ranks or put a "
+                "larger dimension first"
+            )
+
+
+def _wasteful(unit: Unit) -> bool:
+    return unit.padding_bytes > max(PADDING_BYTES, PADDING_SHARE * unit.unsharded_bytes)
+
+
+def _names(what: str, names: Sequence[str]) -> str:
+    """The subject and verb of a sentence: `units a, b, c, d and 3 more are`."""
+    return f"{what}s {some_of(names)} are" if len(names) > 1 else f"{what} {names[0]} is"

@@ -1,0 +1,96 @@
+"""A policy as code: text that makes an equal policy where it is pasted."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Mapping
+from dataclasses import Field, fields
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from graphshard.hardware.hardware import Hardware, preset_names
+from graphshard.policy.base import Policy
+from graphshard.policy.precision import MixedPrecision
+
+_NAMED = ("classes", "recompute")
+"""Fields in which a class may be given by its name."""
+
+
+def policy_code(policy: Policy) -> str:
+    """An expression that `eval` turns into an equal policy, given `import graphshard, torch`.
+
+    Only what is not as by default is written. Classes are written as their names where a field
+    takes names (a name matches no subclasses), else as the dotted name they can be imported by. A
+    function, a module or a tensor has no such text: its name or type is shown instead.
+    """
+    said = []
+    for index, field in enumerate(_in_call_order(policy)):
+        value = getattr(policy, field.name)
+        if value == field.default:
+            continue
+        text = value_code(value, field.name in _NAMED)
+        said.append(text if index == 0 else f"{field.name}={text}")
+    return f"{_prefix(type(policy))}{type(policy).__name__}({', '.join(said)})"
+
+
+def _in_call_order(policy: Policy) -> list[Field[Any]]:
+    """The fields as `__init__` takes them: its own by position, then those every policy has."""
+    return sorted(fields(policy), key=lambda field: field.kw_only is True)
+
+
+def value_code(value: Any, named: bool = False) -> str:
+    """`value` as code, its classes by name if `named`."""
+    if isinstance(value, type):
+        return repr(value.__name__) if named else f"{_prefix(value)}{value.__qualname__}"
+    if isinstance(value, frozenset):
+        return "{" + ", ".join(sorted(value_code(entry, named) for entry in value)) + "}"
+    for kinds, code in _CODES:
+        if isinstance(value, kinds):
+            return code(value)
+    return repr(value)
+
+
+def _precision_code(value: MixedPrecision) -> str:
+    own = {f.name: getattr(value, f.name) for f in fields(value)}
+    said = [
+        f"{f.name}={value_code(own[f.name])}" for f in fields(value) if own[f.name] != f.default
+    ]
+    return f"graphshard.MixedPrecision({', '.join(said)})"
+
+
+def _mapping_code(value: Mapping[Any, Any]) -> str:
+    return "{" + ", ".join(f"{value_code(k)}: {value_code(v)}" for k, v in value.items()) + "}"
+
+
+def _hardware_code(value: Hardware) -> str:
+    if value.name in preset_names() and Hardware.load(value.name) == value:
+        return repr(value.name)
+    return f"graphshard.Hardware(**{value.to_dict()})"
+
+
+_CODES: tuple[tuple[Any, Callable[[Any], str]], ...] = (
+    (Policy, policy_code),
+    (MixedPrecision, _precision_code),
+    (Hardware, _hardware_code),
+    (os.PathLike, lambda value: repr(os.fspath(value))),
+    (tuple, lambda v: f"({', '.join(map(value_code, v))}{',' if len(v) == 1 else ''})"),
+    (Mapping, _mapping_code),
+    ((Tensor, nn.Module), lambda value: f"<{type(value).__name__}>"),
+    (bool, repr),
+    (int, lambda value: f"{value:_}"),
+    (str, lambda value: repr(str(value))),  # of a strategy its name
+    (torch.dtype, repr),
+    (Callable, lambda value: str(getattr(value, "__qualname__", type(value).__name__))),
+)
+
+
+def _prefix(kind: type) -> str:
+    """Where `kind` is found: in `graphshard`, in `torch.nn`, or in a module of the user's."""
+    module = kind.__module__
+    if module.startswith("graphshard."):
+        return "graphshard."
+    if module.startswith("torch.nn.modules."):
+        return "torch.nn."
+    return "" if module in ("builtins", "__main__") else f"{module}."

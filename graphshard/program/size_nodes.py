@@ -1,0 +1,183 @@
+"""The nodes that compute symbolic sizes: one for each size, and new ones where a pass needs them.
+
+A trace asks tensors for their sizes wherever it is; in backward that would keep a whole activation
+for the sake of a number. So a size is taken from an input of the program, in forward, where it is
+first needed, and every later node of the same size reads that number, which crosses to backward as
+such.
+"""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Mapping, Sequence
+from functools import reduce
+from typing import Any
+
+import torch
+from torch import fx
+
+from graphshard.errors import CaptureError, PassError
+from graphshard.program.program import BACKWARD, FORWARD, Program
+from graphshard.program.sizes import Sizes, is_size, size_text
+from graphshard.torch_private import compat as torch_compat
+from graphshard.torch_private.compat import SYMBOLIC
+
+_aten = torch.ops.aten
+
+
+_ASKING = frozenset(
+    {
+        _aten.sym_size.int,
+        _aten.sym_stride.int,
+        _aten.sym_numel.default,
+        _aten.sym_storage_offset.default,
+    }
+)
+
+
+class SizeNodes:
+    """Gives the nodes of a joint graph's symbolic sizes while it is copied in order.
+
+    Args:
+        graph: being built; has its placeholders, and no other nodes.
+        sizes: the program's symbols.
+        inputs: the placeholders they are taken from.
+    """
+
+    def __init__(self, graph: fx.Graph, sizes: Sizes, inputs: Sequence[fx.Node]) -> None:
+        self.graph = graph
+        self.sizes = sizes
+        self.inputs = inputs
+        self.known: dict[tuple[type, Any], fx.Node] = {}
+        self.last_forward: fx.Node = next(iter(reversed(graph.nodes)))
+
+    def before(
+        self, old: fx.Node, new: Mapping[fx.Node, Any], fqn: str, phase: str
+    ) -> fx.Node | None:
+        """The node that stands for `old`, if its value is a size that has one or can have one."""
+        if not is_size(old):
+            return None
+        value = old.meta["val"]
+        key = _key(value)
+        if key in self.known:
+            return self.known[key]
+        for size in self.sizes.symbols:
+            if key == (torch.SymInt, size.symbol):
+                return self._symbol(size, fqn, phase)
+        if phase == BACKWARD and old.target in _ASKING:
+            operands = [new[operand] for operand in old.all_input_nodes]
+            if all(operand.meta["phase"] == FORWARD for operand in operands):
+                return self._in_forward(
+                    old.target, (operands[0], *old.args[1:]), old.name, "", value
+                )
+        return None
+
+    def after(self, node: fx.Node) -> None:
+        """Note the node that stands for the one just copied."""
+        if is_size(node):
+            self.known.setdefault(_key(node.meta["val"]), node)
+        elif node.meta["phase"] == FORWARD:
+            self.last_forward = node
+
+    def finish(self) -> None:
+        """Make nodes for the symbols nothing needed so far: a later pass may.
+
+        Raises:
+            CaptureError: a size stands in the graph that no node computes.
+        """
+        for size in self.sizes.symbols:
+            key = torch.SymInt, size.symbol
+            if key not in self.known and torch_compat.size_expression(size.value) == size.symbol:
+                self._symbol(size, "", BACKWARD)
+        for node in self.graph.nodes:
+            for leaf in torch.utils._pytree.tree_leaves((node.args, node.kwargs)):
+                if isinstance(leaf, SYMBOLIC):
+                    raise CaptureError(
+                        f"node {node.name} of the captured step holds the size {size_text(leaf)}, "
+                        "which no node computes; leave it out of dynamic"
+                    )
+
+    def _symbol(self, size: Any, fqn: str, phase: str) -> fx.Node:
+        target = _aten.sym_stride.int if size.is_stride else _aten.sym_size.int
+        args = self.inputs[size.input], size.dim
+        if phase == BACKWARD:
+            return self._in_forward(target, args, size.name, fqn, size.value)
+        return self._made(target, args, size.name, fqn, size.value)
+
+    def _in_forward(self, target: Any, args: Any, name: str, fqn: str, value: Any) -> fx.Node:
+        """A node behind forward's last."""
+        with self.graph.inserting_after(self.last_forward):
+            return self._made(target, args, name, fqn, value)
+
+    def _made(self, target: Any, args: Any, name: str, fqn: str, value: Any) -> fx.Node:
+        node = self.graph.create_node("call_function", target, args, {}, name=name)
+        node.meta = {"val": value, "phase": FORWARD, "fqn": fqn}
+        self.known[_key(value)] = node
+        return node
+
+
+def _key(value: Any) -> tuple[type, Any]:
+    return type(value), torch_compat.size_expression(value)
+
+
+# -- sizes a pass needs ---------------------------------------------------------------------------
+
+
+def symbol_nodes(program: Program) -> dict[Any, fx.Node]:
+    """The nodes of `program` that are one symbol each, by torch's symbol."""
+    found: dict[Any, fx.Node] = {}
+    for node in program.nodes():
+        if is_size(node):
+            expression = torch_compat.size_expression(node.meta["val"])
+            if expression.is_symbol:
+                found.setdefault(expression, node)
+    return found
+
+
+def as_arguments(
+    program: Program, sizes: Sequence[Any], *, unit: str, phase: str
+) -> list[int | fx.Node]:
+    """`sizes` as arguments of a node at the graph's insertion point: numbers, or nodes for symbols.
+
+    Nodes that compute with symbols are made there.
+
+    Raises:
+        PassError: a size is made of symbols by an operator this cannot write.
+    """
+    symbols = symbol_nodes(program) if any(isinstance(s, SYMBOLIC) for s in sizes) else {}
+
+    def node_of(expression: Any) -> Any:
+        if expression.is_Integer:
+            return int(expression)
+        if expression in symbols:
+            return symbols[expression]
+        operands = [node_of(part) for part in expression.args]
+        operation = _OPERATIONS.get(expression.func.__name__)
+        if operation is None or not operands:
+            raise PassError(f"no node can compute the size {expression}")
+
+        def apply(left: Any, right: Any) -> Any:
+            if isinstance(left, int) and isinstance(right, int):
+                return operation(left, right)
+            vals = [x.meta["val"] if isinstance(x, fx.Node) else x for x in (left, right)]
+            node = program.graph.create_node("call_function", operation, (left, right))
+            node.meta.update(val=operation(*vals), phase=phase, fqn=unit, unit=unit)
+            return node
+
+        return reduce(apply, operands)
+
+    return [
+        node_of(torch_compat.size_expression(s)) if isinstance(s, SYMBOLIC) else int(s)
+        for s in sizes
+    ]
+
+
+_OPERATIONS: Mapping[str, Any] = {
+    "Add": operator.add,
+    "Mul": operator.mul,
+    "FloorDiv": operator.floordiv,
+    "Mod": operator.mod,
+    "PythonMod": operator.mod,
+    "Max": torch.sym_max,
+    "Min": torch.sym_min,
+}

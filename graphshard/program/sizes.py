@@ -1,0 +1,263 @@
+"""Symbolic sizes: the symbols of a program, what capture assumed of them, and their text.
+
+A size named in `dynamic` is one symbol in the whole program. Whatever the model's code or an
+operator decides by looking at it (a comparison, a broadcast, divisibility) becomes a guard; the
+program is right for exactly the calls whose sizes fulfil all of them. So are answers that capture
+computed from constants of such sizes, say whether a mask built by arange is causal: they are
+computed again for the sizes of a call.
+"""
+
+from __future__ import annotations
+
+import traceback
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import sympy
+import torch
+from torch import Tensor, fx
+
+from graphshard.errors import FixedSizeError, PassError, user_line_of
+from graphshard.torch_private import compat as torch_compat
+from graphshard.torch_private.compat import SYMBOLIC, same_sizes
+
+_ADMITTED = 4096  # calls of so many different sizes are remembered to have been checked
+
+
+@dataclass(frozen=True)
+class Size:
+    """One symbol, and where a call's value of it is found: a dimension (or stride) of an input."""
+
+    name: str
+    symbol: Any  # torch's
+    value: torch.SymInt = field(compare=False)
+    input: int
+    dim: int
+    is_stride: bool = False
+    others: tuple[tuple[int, int], ...] = ()  # (input, dim) that have the same size
+
+    def of(self, tensors: Sequence[Tensor]) -> int:
+        """Its value in a call."""
+        tensor = tensors[self.input]
+        return tensor.stride(self.dim) if self.is_stride else tensor.shape[self.dim]
+
+
+class Guards(list[Any]):
+    """The guards of a ShapeEnv, each with the line of the user's code that asked."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.lines: list[str | None] = []
+
+    def append(self, guard: Any) -> None:
+        """Keep `guard`, and where it comes from."""
+        self.lines.append(user_line_of(traceback.extract_stack()))
+        super().append(guard)
+
+
+@dataclass(frozen=True)
+class Answer:
+    """What capture was told when it asked for a value made of constants of symbolic sizes."""
+
+    evaluate: Callable[[Callable[[Any], Any]], Any]  # given what turns a size into a number
+    value: Any
+
+
+class Sizes:
+    """The symbolic sizes of one program and everything assumed of them."""
+
+    def __init__(self) -> None:
+        self.guards = Guards()
+        self.names: dict[Any, Any] = {}  # from torch's symbols to those the user knows
+        self.environment = torch_compat.shape_environment(self.guards, self.names)
+        self.symbols: tuple[Size, ...] = ()
+        self.answers: list[Answer] = []
+        self._settled = -1
+        self._fulfils: Callable[..., tuple[Any, ...]] | None = None
+        self._admitted: dict[tuple[int, ...], bool] = {}
+
+    def new(self, name: str, hint: int, **place: Any) -> torch.SymInt:
+        """A size of at least 2 under a symbol of its own; `place` as the fields of `Size`."""
+        value = torch_compat.new_size(self.environment, name, hint)
+        symbol = torch_compat.size_expression(value)
+        self.names[symbol] = sympy.Symbol(name, positive=True, integer=True)
+        self.symbols += (Size(name, symbol, value, **place),)
+        return value
+
+    # -- what was assumed ---------------------------------------------------------------------
+
+    def settle(self, paths: Sequence[str]) -> None:
+        """Close the list of guards: from here on nobody may decide by a symbolic size.
+
+        Args:
+            paths: what the user calls the inputs, for an error.
+
+        Raises:
+            FixedSizeError: the model works for one value of a size only.
+        """
+        for size in self.symbols:
+            number = torch_compat.size_expression(size.value)
+            if number.is_number and not size.is_stride:
+                what = f"dim {size.dim} of {paths[size.input]} ({size.name})"
+                raise FixedSizeError(self._specialised(size, number, what), size.name)
+        self._settled = len(self.guards)
+        self._fulfils = self.evaluator([sympy.And(*(g.expr for g in self.guards))])
+
+    def require_settled(self, who: str) -> None:
+        """Check that no guard came since `settle`.
+
+        Raises:
+            PassError: one did, so the program would be wrong for calls it was promised for.
+        """
+        if len(self.guards) != self._settled:
+            raise PassError(
+                f"pass {who} decided by a symbolic size ({self._text(self._settled)}), which holds "
+                "for some calls of the program and not for others; compare sizes by "
+                "graphshard.sizes.same_sizes, or take graphshard.sizes.hint of them"
+            )
+
+    def _specialised(self, size: Size, number: Any, what: str) -> str:
+        line = where = None
+        for guard, at in zip(self.guards, self.guards.lines, strict=True):
+            if size.symbol in guard.expr.free_symbols:
+                line, where = guard.expr, at
+                if isinstance(guard.expr, sympy.Eq):
+                    break
+        reason = f", by {expression_text(line, self.names)}" if line is not None else ""
+        at = f"\n  at {where}" if where else ""
+        return (
+            f"{what} was asked to be dynamic, but the model fixes it to {number}{reason}; leave it "
+            "out of dynamic, have the model take any size there (len(x) and int(x.shape[0]) fix a "
+            "size, x.shape[0] does not), or, if it takes others than this, capture with an example "
+            f"of another size{at}"
+        )
+
+    # -- calls --------------------------------------------------------------------------------
+
+    def values(self, tensors: Sequence[Tensor]) -> tuple[int, ...]:
+        """The sizes of a call, in the order of `symbols`."""
+        return tuple([size.of(tensors) for size in self.symbols])
+
+    def admits(self, values: tuple[int, ...]) -> bool:
+        """Whether the program is right for a call of these sizes."""
+        known = self._admitted.get(values)
+        if known is None:
+            if len(self._admitted) >= _ADMITTED:
+                self._admitted.clear()
+            known = self._admitted[values] = self._check(values)
+        return known
+
+    def _check(self, values: tuple[int, ...]) -> bool:
+        assert self._fulfils is not None
+        if min(values, default=2) < 2 or not self._fulfils(*values)[0]:
+            return False
+        return not any(self._wrong(answer, values) for answer in self.answers)
+
+    def broken(self, values: tuple[int, ...]) -> str:
+        """The sizes of a call and the guards they do not fulfil, as text."""
+        found = [
+            index
+            for index, guard in enumerate(self.guards)
+            if not self.evaluator([guard.expr])(*values)[0]
+        ]
+        texts = [self._text(index) for index in found]
+        if not texts:
+            texts = ["a value computed from sizes alone to be what it was"]
+        called = ", ".join(f"{s.name}={v}" for s, v in zip(self.symbols, values, strict=True))
+        return f"{called} (the last program needs {'; '.join(dict.fromkeys(texts))})"
+
+    def _text(self, index: int) -> str:
+        line = self.guards.lines[index]
+        text = expression_text(self.guards[index].expr, self.names)
+        return text + (f", at {line}" if line else "")
+
+    def _wrong(self, answer: Answer, values: tuple[int, ...]) -> bool:
+        try:
+            now = answer.evaluate(lambda size: self.evaluator([size])(*values)[0])
+        except Exception:  # too large, or what the model's code would raise: capture will tell
+            return True
+        return bool(now != answer.value or type(now) is not type(answer.value))
+
+    def evaluator(self, expressions: Sequence[Any]) -> Callable[..., tuple[Any, ...]]:
+        """A function from `values(...)` to those of sizes, plain numbers or sympy expressions."""
+        symbols = ", ".join(size.symbol.name for size in self.symbols)
+        results = "".join(
+            f"{torch_compat.python_of_sizes(torch_compat.number_or_expression(e))}, "
+            for e in expressions
+        )
+        function: Callable[..., tuple[Any, ...]] = eval(
+            f"lambda {symbols}: ({results})", torch_compat.size_functions()
+        )
+        return function
+
+    # -- text ---------------------------------------------------------------------------------
+
+    def header(self, paths: Sequence[str]) -> list[str]:
+        """Lines for a dump: every size with where it is found, and what was assumed of them."""
+        lines = []
+        for size in self.symbols:
+            places = [(size.input, size.dim), *size.others]
+            kind = "stride" if size.is_stride else "dim"
+            found = ", ".join(f"{kind} {dim} of {paths[index]}" for index, dim in places)
+            lines.append(f"size {size.name}: {found}; at least 2")
+        texts = dict.fromkeys(expression_text(g.expr, self.names) for g in self.guards)
+        lines += [f"guard: {text}" for text in texts]
+        if self.answers:
+            lines.append(f"guard: {len(self.answers)} values made of sizes alone are as captured")
+        return lines
+
+
+def expression_text(expression: Any, names: Mapping[Any, Any]) -> str:
+    """A sympy expression in the user's names, as Python: "batch*seq"."""
+    return torch_compat.python_of_sizes(expression.xreplace(dict(names)))
+
+
+def size_text(size: Any) -> str:
+    """A size as a dump shows it: "17", "seq", "batch*seq"."""
+    if not isinstance(size, SYMBOLIC):
+        return str(size)
+    return expression_text(torch_compat.size_expression(size), torch_compat.size_names(size))
+
+
+def hint(size: Any) -> Any:
+    """The value of a size in the example call, asked for without deciding anything by it."""
+    return torch_compat.size_hint(size)
+
+
+def number_of(size: Any, numbers: dict[Any, int], found: int | None) -> Any:
+    """What `size` is where symbols stand for `numbers`.
+
+    A symbol met for the first time stands for `found` from then on. With other symbols in it that
+    were not met, the size is taken to be `found`.
+    """
+    if not isinstance(size, SYMBOLIC):
+        return size
+    expression = torch_compat.size_expression(size)
+    if expression.is_symbol and found is not None:
+        return numbers.setdefault(expression, found)
+    if not expression.free_symbols <= numbers.keys():
+        return found
+    return int(expression.xreplace(numbers))
+
+
+def contiguous_strides(shape: Sequence[Any]) -> list[Any]:
+    """The strides of a contiguous tensor; decides nothing."""
+    strides: list[Any] = []
+    step: Any = 1
+    for size in reversed(shape):
+        strides.insert(0, step)
+        step = step * size if not isinstance(size, int) or size else step
+    return strides
+
+
+def is_contiguous(value: Tensor) -> bool:
+    """As the tensor's own method, but decides nothing by a symbolic size."""
+    if any(isinstance(size, SYMBOLIC) for size in (*value.shape, *value.stride())):
+        return same_sizes(value.stride(), contiguous_strides(value.shape))
+    return value.is_contiguous()
+
+
+def is_size(node: fx.Node) -> bool:
+    """Whether a node's value is a symbolic size or a number computed from sizes."""
+    return isinstance(node.meta.get("val"), SYMBOLIC)

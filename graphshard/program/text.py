@@ -1,0 +1,290 @@
+"""A program as stable text: its schedule, or every node. No addresses, times or hash order."""
+
+from __future__ import annotations
+
+import operator
+from collections import Counter
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from itertools import zip_longest
+from typing import Any
+
+import torch
+from torch import fx
+
+from graphshard.format import mesh_text
+from graphshard.program import ops
+from graphshard.program.aliases import bytes_text
+from graphshard.program.program import BACKWARD, COMPUTE, FORWARD, RECOMPUTED, Program
+from graphshard.program.regions import shown
+from graphshard.program.sizes import size_text
+from graphshard.program.storages import SAVED, gathered_bytes, live_unsharded, storages_of
+from graphshard.torch_private.compat import SYMBOLIC
+
+_SHORT_DTYPES = {
+    torch.float64: "f64",
+    torch.float32: "f32",
+    torch.float16: "f16",
+    torch.bfloat16: "bf16",
+    torch.int64: "i64",
+    torch.int32: "i32",
+    torch.int16: "i16",
+    torch.int8: "i8",
+    torch.uint8: "u8",
+    torch.bool: "bool",
+    torch.complex64: "c64",
+    torch.complex128: "c128",
+}
+
+
+def schedule_text(program: Program) -> str:
+    """The program's events: communication one by one, compute collapsed per unit.
+
+    The first column is the bytes of unsharded parameters alive after the event. Compute in forward
+    says how many bytes of what it computes are saved for backward, compute in backward how many of
+    its operators were computed in forward already.
+    """
+    rows: list[tuple[str, str, str, str] | str] = []
+    phase = ""
+    live = dict(live_unsharded(program))
+    saved = _saved_by_node(program)
+    for event, nodes in program.timeline():
+        if event.phase != phase:
+            phase = event.phase
+            rows.append(phase)
+        compute = event.op == COMPUTE
+        if compute:
+            detail = ", ".join([_compute(nodes, saved), *shown(nodes, program.regions)])
+        else:
+            detail = _communication(nodes, program)
+        rows.append((f"{live[nodes[-1]]:,}", event.op, unit_label(event.unit), detail))
+    heading = ("live bytes", "event", "unit", "")
+    return "\n".join([*_header(program), "", *_table(heading, rows)]) + "\n"
+
+
+def full_text(program: Program) -> str:
+    """Every node of the program on a line of its own, with dtype, shape, phase and module."""
+    lines = [*_header(program), ""]
+    roles = dict(_roles(program))
+    phase = ""
+    for node in program.graph.nodes:
+        if node.op == "placeholder":
+            lines.append(f"%{node.name} : {value_text(node.meta.get('val'))} = {roles[node]}")
+            continue
+        if node.op != "output" and node.meta["phase"] != phase:
+            phase = node.meta["phase"]
+            lines += ["", f"{phase}:"]
+        if node.op != "output":
+            lines.append(node_line(node))
+    return "\n".join([*lines, "", *_ends(program)]) + "\n"
+
+
+def node_line(node: fx.Node) -> str:
+    """One node: %name : dtype[shape] = op(arguments)  # phase module."""
+    if node.op == "output":
+        return f"return {argument_text(node.args[0])}"
+    call = f"{node.op} {node.target}" if node.op != "call_function" else _call(node)
+    where = f"{node.meta.get('phase', '?')} {node.meta.get('fqn') or '(root)'}"
+    where += "".join(f", {region}" for region in shown([node], None))
+    return f"%{node.name} : {value_text(node.meta.get('val'))} = {call}  # {where}"
+
+
+def value_text(val: Any) -> str:
+    """The dtype and shape of a node's value: "f32[2, 3]", "(f32[2], None)", "None"."""
+    if isinstance(val, torch.Tensor):
+        return f"{dtype_text(val.dtype)}[{', '.join(map(size_text, val.shape))}]"
+    if isinstance(val, (tuple, list)):
+        return f"({', '.join(map(value_text, val))})"
+    if isinstance(val, SYMBOLIC):
+        return size_text(val)
+    return "None" if val is None else type(val).__name__
+
+
+def dtype_text(dtype: torch.dtype) -> str:
+    """A short name, as "f32"."""
+    return _SHORT_DTYPES.get(dtype, str(dtype).removeprefix("torch."))
+
+
+def unit_label(unit: str) -> str:
+    """A unit's FQN, "(root)" for the root."""
+    return unit or "(root)"
+
+
+def argument_text(value: Any) -> str:
+    """An argument of a node as stable text."""
+    if isinstance(value, fx.Node):
+        return f"%{value.name}"
+    if isinstance(value, list):
+        return f"[{', '.join(map(argument_text, value))}]"
+    if isinstance(value, tuple):
+        comma = "," if len(value) == 1 else ""
+        return f"({', '.join(map(argument_text, value))}{comma})"
+    if isinstance(value, dict):
+        return f"{{{', '.join(f'{k!r}: {argument_text(v)}' for k, v in value.items())}}}"
+    if isinstance(value, slice):
+        return f"slice({argument_text((value.start, value.stop, value.step))})"
+    text = repr(value)
+    return f"<{type(value).__name__}>" if " at 0x" in text else text
+
+
+def _call(node: fx.Node) -> str:
+    if node.target is operator.getitem:
+        return f"{argument_text(node.args[0])}[{argument_text(node.args[1])}]"
+    arguments = [argument_text(arg) for arg in node.args]
+    arguments += [f"{key}={argument_text(arg)}" for key, arg in node.kwargs.items()]
+    return f"{target_text(node.target)}({', '.join(arguments)})"
+
+
+def target_text(target: Any) -> str:
+    """What a node calls: "aten.mm", "all_gather"."""
+    if target in ops.VOCABULARY:
+        return str(target.__name__)
+    if hasattr(target, "overloadpacket"):
+        return str(target).removesuffix(".default")
+    return str(getattr(target, "__name__", type(target).__name__))
+
+
+def _header(program: Program) -> list[str]:
+    counts = Counter(node.meta["phase"] for node in program.nodes() if ops.is_compute(node))
+    kind = "forward and backward" if program.grad else "forward only"
+    mode = "train" if program.training else "eval"
+    numel = sum(param.numel for param in program.params)
+    frozen = sum(not param.requires_grad for param in program.params)
+    ranks = _count(program.world_size, "rank")
+    if len(program.mesh_shape) > 1:
+        ranks += f" as {mesh_text(program.mesh_shape)}"
+    computes = ", ".join(f"{counts[p]:,} {p}" for p in (FORWARD, BACKWARD) if counts[p])
+    return [
+        f"program: {kind}, {mode} mode, {ranks}, captured on {program.capture_device}",
+        f"parameters: {len(program.params):,}, {_count(numel, 'element')}"
+        + (f", {frozen:,} frozen" if frozen else ""),
+        f"compute ops: {computes or 'none'}",
+        *(program.sizes.header([i.path for i in program.inputs]) if program.sizes else ()),
+        *((f"schedule: {program.budget}",) if program.budget else ()),
+        *((f"regions: {program.regions}",) if program.regions is not None else ()),
+        *(f"note: {note}" for note in program.notes),
+        *((f"note: cuda graph: {program.cuda_graphs}",) if program.cuda_graphs else ()),
+    ]
+
+
+def _communication(nodes: list[fx.Node], program: Program) -> str:
+    node = nodes[0]
+    if ops.is_transfer(node) or node.target in (ops.keep, ops.reshard):
+        values = _values(nodes)
+        noun = "param" if node.kwargs["param"] is not None else "tensor"
+        if node.target is ops.arrive:
+            return f"of {ops.op_name(node.args[0])}, {_count(len(nodes), noun)}"  # type: ignore
+        over = f" for groups of {node.kwargs['ranks']}" if node.target is ops.reshard else ""
+        return _amount(bytes_text(nodes), values, noun, over)
+    collective = ops.collective_of(node)
+    operands: list[fx.Node] = collective.args[0]  # type: ignore[assignment]
+    if node.target is ops.wait:
+        return f"for {ops.op_name(collective)}"
+    if node.target is ops.free:
+        return f"{gathered_bytes(collective, program):,} bytes"
+    if node.target is ops.all_gather:
+        size = f"{gathered_bytes(collective, program):,}"
+        wait = next((user for user in node.users if user.target is ops.wait), None)
+        values = _values(operands) if wait is None else wait.meta["val"]
+    else:
+        values = _values(operands)
+        size = bytes_text(operands)
+    over = f" over {collective.kwargs['group']}" if "group" in collective.kwargs else ""
+    if "ranks" in collective.kwargs:
+        over = f" over groups of {collective.kwargs['ranks']}"
+    over += " in place" if collective.kwargs.get("in_place") else ""
+    columns: Sequence[int] = collective.kwargs.get("columns", ())  # type: ignore[assignment]
+    over += f" of columns {columns[0]}:{columns[1]}" if columns else ""
+    units: Sequence[str] = collective.kwargs.get("units", ())  # type: ignore[assignment]
+    others = [unit_label(unit) for unit in dict.fromkeys(units[1:]) if unit != units[0]]
+    over += f" with {', '.join(others)}" if others else ""
+    dims: Sequence[int] = collective.kwargs.get("dims", ())  # type: ignore[assignment]
+    return _amount(size, values, over=over, dims=dims)
+
+
+def _amount(
+    size: str,
+    values: list[torch.Tensor],
+    noun: str = "param",
+    over: str = "",
+    dims: Sequence[int] = (),
+) -> str:
+    shapes = Counter(
+        value_text(value) + (f" by dim {dim}" if dim else "")
+        for value, dim in zip_longest(values, dims, fillvalue=0)
+    )
+    each = ", ".join(text if n == 1 else f"{n} x {text}" for text, n in shapes.items())
+    return f"{size} bytes{over}, {_count(len(values), noun)}: {each}"
+
+
+def _compute(nodes: list[fx.Node], saved: Mapping[fx.Node, int]) -> str:
+    computed = [node for node in nodes if node.target is not ops.release]
+    released = [node.args[0] for node in nodes if node.target is ops.release]
+    detail = _count(len(computed), "op")
+    again = sum(RECOMPUTED in node.meta for node in nodes)
+    kept = sum(saved.get(node, 0) for node in nodes)
+    detail += f", {again:,} recomputed" if again else ""
+    detail += f", saves {kept:,} bytes" if kept else ""
+    return detail + (f", releases {_count(len(released), 'param')}" if released else "")
+
+
+def _saved_by_node(program: Program) -> dict[fx.Node, int]:
+    found: dict[fx.Node, int] = {}
+    for storage in storages_of(program).all:
+        if storage.kind == SAVED:
+            found[storage.node] = found.get(storage.node, 0) + storage.size
+    return found
+
+
+def _values(nodes: Iterable[fx.Node]) -> list[torch.Tensor]:
+    return [node.meta["val"] for node in nodes]
+
+
+def _table(
+    heading: tuple[str, ...], rows: Iterable[tuple[str, str, str, str] | str]
+) -> Iterator[str]:
+    rows = list(rows)
+    cells = [heading, *(row for row in rows if not isinstance(row, str))]
+    widths = [max(len(row[column]) for row in cells) for column in range(3)]
+    for row in (heading, *rows):
+        if isinstance(row, str):
+            yield f"{row}:"
+            continue
+        live, event, unit, detail = row
+        line = f"{live:>{widths[0]}}  {event:<{widths[1]}}  {unit:<{widths[2]}}  {detail}"
+        yield line.rstrip()
+
+
+def _roles(program: Program) -> Iterator[tuple[fx.Node, str]]:
+    """What each placeholder stands for."""
+    for param in program.params:
+        ties = f", also {', '.join(param.names[1:])}" if len(param.names) > 1 else ""
+        frozen = "" if param.requires_grad else ", frozen"
+        frozen += ", ignored" if param.ignored else ""
+        shape = ", ".join(map(str, param.shape))
+        yield param.node, f"parameter {param.fqn} [{shape}]{frozen}{ties}"
+    for buffer in program.buffers:
+        yield buffer.node, f"{'constant' if buffer.constant else 'buffer'} {buffer.fqn}"
+    for entry in program.inputs:
+        yield entry.node, f"input {entry.path}"
+    for output in program.outputs:
+        if output.tangent is not None:
+            yield output.tangent, f"gradient of output {output.path or '(the result)'}"
+
+
+def _ends(program: Program) -> Iterator[str]:
+    """The output node's lists, a value per line."""
+    results = program.results()
+    for output, value in zip(program.outputs, results.outputs, strict=True):
+        yield f"output {output.path or '(the result)'} = {argument_text(value)}"
+    for mutation, value in zip(program.mutations, results.mutations, strict=True):
+        yield f"{mutation.kind} {mutation.name} becomes {argument_text(value)}"
+    for param, value in zip(program.params, results.grads, strict=True):
+        if value is not None:
+            yield f"gradient of {param.fqn} = {argument_text(value)}"
+    for entry, value in zip(program.inputs, results.input_grads, strict=True):
+        if value is not None:
+            yield f"gradient of {entry.path} = {argument_text(value)}"
+
+
+def _count(number: int, what: str) -> str:
+    return f"{number:,} {what}" + ("" if number == 1 else "s")

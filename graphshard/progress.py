@@ -1,0 +1,111 @@
+"""How far long work is, as a bar on a terminal, and how long each stage of it took."""
+
+from __future__ import annotations
+
+import os
+import sys
+import time
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, contextmanager
+from dataclasses import dataclass
+from typing import Protocol
+
+from rich.console import Console
+from rich.progress import BarColumn, ProgressColumn, Task, TaskID, TextColumn, TimeElapsedColumn
+from rich.progress import Progress as Bars
+from rich.text import Text
+
+
+class Stages(Protocol):
+    """Whoever shows how far the work is; see `graphshard.inspect.progress.Progress`."""
+
+    def stage(self, name: str, total: int | None = None) -> AbstractContextManager[None]:
+        """A stage of the work, of `total` steps where that is known."""
+        ...
+
+    def advance(self) -> None:
+        """One step of the innermost stage is done."""
+        ...
+
+
+@dataclass
+class StageTime:
+    """How long one stage took; `depth` is the number of stages around it."""
+
+    name: str
+    depth: int
+    seconds: float
+
+
+class Progress:
+    """Stages, nested as the work is: a bar for each while it runs, its seconds afterwards.
+
+    Args:
+        visible: draw bars on stderr. None: only where stderr is a terminal, and only by rank 0
+            where there are ranks.
+    """
+
+    def __init__(self, visible: bool | None = None) -> None:
+        if visible is None:
+            visible = sys.stderr.isatty() and os.environ.get("RANK", "0") == "0"
+        self.times: list[StageTime] = []
+        self._visible = visible
+        self._bars: Bars | None = None
+        self._open: list[TaskID] = []
+        self._depth = 0
+
+    @contextmanager
+    def stage(self, name: str, total: int | None = None) -> Iterator[None]:
+        """A stage of the work, of `total` steps where that is known (see `advance`)."""
+        entry = StageTime(name, self._depth, 0.0)
+        self.times.append(entry)
+        self._depth += 1
+        self._show(name, total)
+        start = time.perf_counter()
+        try:
+            yield
+        finally:
+            entry.seconds = time.perf_counter() - start
+            self._depth -= 1
+            self._hide()
+
+    def advance(self) -> None:
+        """One step of the innermost stage is done."""
+        if self._bars is not None:
+            self._bars.advance(self._open[-1])
+            self._bars.refresh()
+
+    def report(self) -> str:
+        """The times, a line per stage, seconds first."""
+        return "\n".join(f"{t.seconds:8.2f} s  {'  ' * t.depth}{t.name}" for t in self.times)
+
+    def _show(self, name: str, total: int | None) -> None:
+        if not self._visible:
+            return
+        if self._bars is None:
+            self._bars = Bars(
+                TextColumn("{task.description}"),
+                BarColumn(),
+                _Steps(),
+                TimeElapsedColumn(),
+                console=Console(stderr=True),
+                transient=True,  # nothing is left behind among the program's own output
+                redirect_stdout=False,  # which rich would send to stderr, too
+            )
+            self._bars.start()
+        self._open.append(self._bars.add_task("  " * len(self._open) + name, total=total))
+
+    def _hide(self) -> None:
+        if self._bars is None:
+            return
+        self._bars.remove_task(self._open.pop())
+        if not self._open:
+            self._bars.stop()
+            self._bars = None
+
+
+class _Steps(ProgressColumn):
+    """Steps done of all, where all is known."""
+
+    def render(self, task: Task) -> Text:
+        return Text("" if task.total is None else f"{task.completed:.0f}/{task.total:.0f}")

@@ -1,0 +1,1 @@
+"""Choosing what backward computes again instead of saving it."""

@@ -1,0 +1,72 @@
+"""Code whose arguments come in one list, which it empties."""
+
+from __future__ import annotations
+
+from types import BuiltinFunctionType
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.fx.graph import CodeGen
+
+from graphshard.torch_private import compat as torch_compat
+
+
+class BoxedCodeGen(CodeGen):
+    """Code whose one argument is the list of all arguments, emptied on entry."""
+
+    def gen_fn_def(self, free_vars: list[str], maybe_return_annotation: str, **_: Any) -> str:
+        """The head of the function: unpack the list, then empty it."""
+        names = [name.partition(":")[0].partition("=")[0].strip() for name in free_vars]
+        lines = [f"def forward(self, args){maybe_return_annotation}:"]
+        if names:
+            lines.append(f"    {', '.join(names)}, = args")
+        return "\n".join([*lines, "    args.clear()"])
+
+
+_aten = torch.ops.aten
+
+
+_FUNCTIONS: dict[Any, Any] = {
+    _aten.add.Tensor: torch.add,
+    _aten.addmm.default: torch.addmm,
+    _aten.bmm.default: torch.bmm,
+    _aten.cat.default: torch.cat,
+    _aten.clone.default: torch.clone,
+    _aten.cos.default: torch.cos,
+    _aten.detach.default: torch.detach,
+    _aten.div.Tensor: torch.div,
+    _aten.exp.default: torch.exp,
+    _aten.mean.dim: torch.mean,
+    _aten.mm.default: torch.mm,
+    _aten.mul.Tensor: torch.mul,
+    _aten.native_layer_norm.default: torch.native_layer_norm,
+    _aten.neg.default: torch.neg,
+    _aten.permute.default: torch.permute,
+    _aten.pow.Tensor_Scalar: torch.pow,
+    _aten.rsqrt.default: torch.rsqrt,
+    _aten.sigmoid.default: torch.sigmoid,
+    _aten.sin.default: torch.sin,
+    _aten.squeeze.dim: torch.squeeze,
+    _aten.stack.default: torch.stack,
+    _aten.sub.Tensor: torch.sub,
+    _aten.sum.dim_IntList: torch.sum,
+    _aten.t.default: torch.t,
+    _aten.tanh.default: torch.tanh,
+    _aten.transpose.int: torch.transpose,
+    _aten.unsqueeze.default: torch.unsqueeze,
+}
+
+
+_METHODS: dict[Any, Any] = {
+    _aten.expand.default: Tensor.expand,
+    _aten.view.default: Tensor.view,
+}
+
+
+def call_of(operator: Any) -> Any:
+    """What to call with the arguments of `operator`, one of torch.ops, in its place."""
+    function = _FUNCTIONS.get(operator)
+    if isinstance(function, BuiltinFunctionType):  # not one that Python code was put around
+        return function
+    return _METHODS.get(operator) or torch_compat.operator_call(operator)

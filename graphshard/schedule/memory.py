@@ -1,0 +1,138 @@
+"""How many bytes each order of the same nodes holds, without bringing them into that order."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, fx
+
+from graphshard.cost.memory import BUFFERS, buffers_of
+from graphshard.program.annotations import Budget
+from graphshard.program.program import Program
+from graphshard.program.storages import GRADIENTS, PARAMETERS, Storage, storages_of
+from graphshard.schedule.jobs import Tasks
+from graphshard.schedule.list_scheduler import Bytes
+
+_SHARDING = frozenset({PARAMETERS, GRADIENTS, BUFFERS})
+
+
+@dataclass(frozen=True)
+class Lives:
+    """The storages of a program that count in a budget, by the nodes that bound their lives.
+
+    Nodes are numbers, those of `number`. Of each storage: size in bytes; the node it is born with
+    (-1: with the step) and how many places behind that; the nodes one of which is its last, those
+    of `ends` whose `owner` it is, and how many places behind that. Storages that outlive the step
+    come last and have no ends. All are int64 but `sharding`: whether it is there for sharding's
+    sake, an unsharded parameter, a gradient to reduce, or a buffer of a collective.
+    """
+
+    number: Mapping[fx.Node, int]
+    size: Tensor
+    first: Tensor
+    late: Tensor
+    ends: Tensor
+    owner: Tensor
+    over: Tensor
+    sharding: Tensor
+
+    @classmethod
+    def of(cls, program: Program, budget: Budget) -> Lives:
+        """Those of `program`, whatever order its nodes stand in."""
+        number = {node: index for index, node in enumerate(program.graph.nodes)}
+        storages = list(storages_of(program).all)
+        if not budget.of_policy:
+            storages += buffers_of(program, budget.backend)
+        storages = [storage for storage in storages if storage.size]
+        storages.sort(key=lambda storage: not storage.ends)
+        ends: list[int] = []
+        owner: list[int] = []
+        for place, storage in enumerate(storages):
+            ends += [number[end] for end in storage.ends]
+            owner += [place] * len(storage.ends)
+        return cls(
+            number,
+            _array(storage.size for storage in storages),
+            _array(_number(storage, number) for storage in storages),
+            _array(storage.late for storage in storages),
+            _array(ends),
+            _array(owner),
+            _array(storage.over for storage in storages if storage.ends),
+            torch.tensor([storage.kind in _SHARDING for storage in storages], dtype=torch.bool),
+        )
+
+    def places(self, order: Iterable[fx.Node]) -> Tensor:
+        """By node, where it stands in `order`, which has all nodes."""
+        numbers = torch.tensor([self.number[node] for node in order])
+        places = torch.empty(len(self.number), dtype=torch.int64)
+        places[numbers] = torch.arange(len(self.number))
+        return places
+
+    def spans(self, places: Tensor) -> tuple[Tensor, Tensor]:
+        """The places at which each storage is born, and at which each that has an end dies."""
+        born = torch.where(self.first < 0, 0, places[self.first]) + self.late
+        last = torch.zeros(len(self.over), dtype=torch.int64)
+        last.scatter_reduce_(0, self.owner, places[self.ends], "amax", include_self=False)
+        return born, last + self.over
+
+    def live(self, places: Tensor, *, sharding: bool = False) -> Tensor:
+        """By place, the bytes alive while the node there runs; or only those of `sharding`."""
+        born, dies = self.spans(places)
+        size = self.size * self.sharding if sharding else self.size
+        change = torch.zeros(len(places) + 2, dtype=torch.int64)
+        change.index_add_(0, born, size)
+        change.index_add_(0, dies + 1, -size[: len(dies)])
+        return change.cumsum(0)[: len(places)]
+
+    def sharding_bytes(self, order: Iterable[fx.Node]) -> int:
+        """The most bytes held at once in `order` for sharding's sake."""
+        return int(self.live(self.places(order), sharding=True).max())
+
+
+def _array(numbers: Iterable[int]) -> Tensor:
+    return torch.tensor(list(numbers), dtype=torch.int64)
+
+
+def _number(storage: Storage, number: Mapping[fx.Node, int]) -> int:
+    return -1 if storage.first is None else number[storage.first]
+
+
+def least_held(order: Sequence[fx.Node], lives: Lives, tasks: Tasks, budget: Budget) -> Bytes:
+    """The bytes at each place of the frame in an `order` in which all jobs stand at their least.
+
+    Also writes to each job the bytes it holds from an earlier launch (a gather) or up to a later
+    wait (a reduce).
+    """
+    places = lives.places(order)
+    count = len(places)
+    least = by_frame(lives.live(places), places, lives, tasks)
+    born, dies = lives.spans(places)
+    starting, ending = torch.zeros((2, count + 2), dtype=torch.int64)
+    starting.index_add_(0, born, lives.size)
+    ending.index_add_(0, dies, lives.size[: len(dies)])
+    for job in tasks.jobs:
+        if job.is_gather:
+            job.held = int(starting[places[_numbers((*job.fetch, *job.issue), lives)]].sum())
+        else:
+            job.held = int(ending[places[_numbers(job.wait[:1], lives)]].sum())
+    return Bytes(least, torch.full_like(least, budget.bytes))
+
+
+def by_frame(held: Tensor, places: Tensor, lives: Lives, tasks: Tasks) -> Tensor:
+    """The bytes `held` at each place of an order, by place of the frame.
+
+    What is alive between two nodes of the frame counts at the second.
+    """
+    frame = places[_numbers(tasks.frame, lives)]
+    owner = torch.zeros(len(places), dtype=torch.int64)
+    owner[frame] = 1
+    # A node's place in the frame is the number of frame nodes before it.
+    owner = (owner.cumsum(0) - owner).clamp(max=max(0, len(frame) - 1))
+    found = torch.zeros(max(1, len(frame)), dtype=torch.int64)
+    return found.scatter_reduce_(0, owner, held, "amax")
+
+
+def _numbers(nodes: Iterable[fx.Node], lives: Lives) -> Tensor:
+    return torch.tensor([lives.number[node] for node in nodes], dtype=torch.int64)

@@ -1,0 +1,190 @@
+"""The best order of a program's nodes that is found, without bringing them into it."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+import torch
+from torch import fx
+
+from graphshard.planning.plan import ShardingPlan
+from graphshard.program.annotations import Budget, Score
+from graphshard.program.program import Program
+from graphshard.schedule.evaluate import Orders, budget_of
+from graphshard.schedule.jobs import Tasks
+from graphshard.schedule.list_scheduler import CHAIN, MINIMAL, NONE, OWN, Bytes, Placed, Rule, place
+from graphshard.schedule.memory import by_frame, least_held
+
+SLACK = 1e-3
+"""The part of a step's time by which a leaner order may take longer."""
+
+
+_NEAR = 64  # the bisection ends within such a part of what is held
+
+
+def leaner(
+    order: list[fx.Node],
+    seconds: float,
+    tasks: Tasks,
+    orders: Orders,
+    held: Bytes,
+    rule: Rule,
+) -> tuple[list[fx.Node], Score]:
+    """An order like `order` that holds the least for sharding's sake; itself, if none holds less.
+
+    Args:
+        order: of all nodes.
+        seconds: how long an order may take.
+        tasks: what is placed.
+        orders: scores them.
+        held: what the list scheduler may take without this.
+        rule: how it decides.
+    """
+    found, score = order, orders.score(order)
+    lives = orders.lives
+    places = lives.places(place(tasks, Rule(MINIMAL)).order)
+    own = by_frame(lives.live(places, sharding=True), places, lives, tasks)
+    others = held.least - own
+    most, least = lives.sharding_bytes(order), int(own.max())
+    while most - least > most // _NEAR:
+        middle = (most + least) // 2
+        placed = place(tasks, rule, Bytes(held.least, torch.minimum(held.most, others + middle)))
+        trial = orders.score(placed.order)
+        bytes_now = lives.sharding_bytes(placed.order)
+        if trial.seconds <= seconds and trial.bytes <= score.bytes and bytes_now < most:
+            found, score, most = placed.order, trial, bytes_now
+        else:
+            least = middle
+    return found, score
+
+
+_RULES = (Rule(CHAIN), Rule(OWN), Rule(NONE), Rule(CHAIN, False), Rule(OWN, False))
+
+
+_TRIES = 3  # of orders that look best, until one keeps the budget to the byte
+
+
+@dataclass(frozen=True)
+class Best:
+    """An order of all nodes of a program, what it costs, and whether it is another than it was.
+
+    sharding: the most bytes held at once for sharding's sake (see `Budget.room`).
+    """
+
+    order: list[fx.Node]
+    score: Score
+    changed: bool
+    sharding: int
+
+
+def best_order(program: Program, plan: ShardingPlan, budget: Budget, *, lean: bool = False) -> Best:
+    """The best order of the nodes of a finished `program`: its own, if no other is preferred.
+
+    A few rules of the list scheduler (see `graphshard.schedule.lists`) are tried, and the best
+    order by simulation is taken that keeps the budget. If that is not faster than what is there (or
+    as fast and smaller), only frees are moved. With `lean`, of those that take as long the one is
+    taken that holds the least for sharding's sake.
+    """
+    as_it_is = list(program.graph.nodes)
+    orders = Orders.of(program, plan, budget)
+    before = orders.score(as_it_is)
+    tasks = Tasks.of(program, plan, budget, orders.cost)
+    least = place(tasks, Rule(MINIMAL))
+    held = least_held(least.order, orders.lives, tasks, budget)
+    for rule, placed in (*_ranked(tasks, held)[:_TRIES], (Rule(), least)):
+        chosen = rule
+        found, score = placed.order, orders.score(placed.order)
+        if budget.allows(score):
+            break
+    if not budget.prefers(score, before):
+        found = tasks.with_early_frees(as_it_is)
+        score = orders.score(found)
+    if not budget.prefers(score, before):
+        found, score = as_it_is, before
+    if lean:
+        # Whoever says how many bytes there are wants time for them.
+        slack = 0.0 if budget.of_policy else SLACK
+        longest = max(score.seconds, min(score.seconds * (1 + slack), before.seconds))
+        found, score = leaner(found, longest, tasks, orders, held, chosen)
+    return Best(found, score, found is not as_it_is, orders.lives.sharding_bytes(found))
+
+
+def _ranked(tasks: Tasks, held: Bytes) -> list[tuple[Rule, Placed]]:
+    """An order by each rule, those that look best first."""
+    found: list[tuple[Rule, Placed]] = []
+    for rule in _RULES:
+        placed = place(tasks, rule, held)
+        score = Score(placed.seconds, placed.bytes)
+        at = sum(not score.beats(Score(other.seconds, other.bytes)) for _, other in found)
+        found.insert(at, (rule, placed))
+    return found
+
+
+class Step(Protocol):
+    """A pass, as `graphshard.pipeline.Pass`."""
+
+    @property
+    def name(self) -> str:
+        """Shown in timings, dumps and errors."""
+        ...
+
+    def apply(self, program: Program, plan: ShardingPlan) -> None:
+        """Edit `program` in place."""
+        ...
+
+
+@dataclass(frozen=True)
+class Trial:
+    """A program that `step` made of a copy of another; its score in the best order, that, and what
+    it holds for sharding's sake.
+    """
+
+    program: Program
+    order: list[fx.Node]
+    score: Score
+    sharding: int
+
+
+def scheduled(
+    program: Program, plan: ShardingPlan, then: Sequence[Step] = (), *, lean: bool = False
+) -> Trial:
+    """What `program` would cost once the passes `then` ran and it is scheduled; it stays as it is.
+
+    `lean` is that of `best_order`.
+
+    Raises:
+        PassError: it has no budget; or from one of `then`.
+    """
+    if then:
+        program = program.copy()
+    for step in then:
+        step.apply(program, plan)
+    best = best_order(program, plan, budget_of(program), lean=lean)
+    return Trial(program, best.order, best.score, best.sharding)
+
+
+def tried(
+    step: Step, program: Program, plan: ShardingPlan, then: Sequence[Step] = ()
+) -> Trial | None:
+    """What `program` would cost with `step` and then `then`; None if `step` changes nothing.
+
+    Raises:
+        PassError: from a pass; or the program has no budget.
+    """
+    changed = program.copy()
+    step.apply(changed, plan)
+    if _form(changed) == _form(program):
+        return None
+    for later in then:
+        later.apply(changed, plan)
+    return scheduled(changed, plan)
+
+
+def _form(program: Program) -> list[tuple[str, str, tuple[str, ...]]]:
+    """What tells the nodes of a program from another's that was made from it."""
+    return [
+        (node.name, str(node.kwargs) if node.kwargs else "", tuple(map(str, node.all_input_nodes)))
+        for node in program.graph.nodes
+    ]

@@ -1,0 +1,382 @@
+"""The one place that touches torch's private API, for torch 2.11 to 2.13.
+
+Every accessor imports lazily and raises `UnsupportedTorchError` when this torch lacks the name, so
+that a torch upgrade fails here, with a sentence, and nowhere else.
+"""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Iterable, Sequence
+from datetime import timedelta
+from functools import cache, partial
+from inspect import signature
+from operator import attrgetter
+from typing import Any
+
+import sympy
+import torch
+
+from graphshard.errors import UnsupportedTorchError
+
+SUPPORTED = "torch 2.11 to 2.13"
+
+
+@cache
+def private(module: str, name: str) -> Any:
+    """Attribute `name` of the private module `module`.
+
+    Raises:
+        UnsupportedTorchError: this torch has no such module or name.
+    """
+    try:
+        return getattr(importlib.import_module(module), name)
+    except (ImportError, AttributeError) as error:
+        raise UnsupportedTorchError(
+            f"torch {torch.__version__} has no {module}.{name}, which graphshard needs; "
+            f"use {SUPPORTED}"
+        ) from error
+
+
+# -- capture ------------------------------------------------------------------------------------
+
+
+def fake_tensor_mode() -> type:
+    """The class `FakeTensorMode`."""
+    return private("torch._subclasses.fake_tensor", "FakeTensorMode")
+
+
+def grouped_mm() -> Any:
+    """The operator that multiplies each expert's rows with its matrix."""
+    return torch.ops.aten._grouped_mm.default
+
+
+def grouped_mm_output(
+    mat_a: torch.Tensor,
+    mat_b: torch.Tensor,
+    offs: torch.Tensor | None = None,
+    bias: torch.Tensor | None = None,
+    out_dtype: torch.dtype | None = None,
+) -> torch.Tensor:
+    """An empty tensor like the result of `grouped_mm()` with these arguments.
+
+    torch's own meta kernel takes bfloat16 alone; the kernels it stands for take float32 and float16
+    too.
+    """
+    output = private("torch._meta_registrations", "_create_grouped_mm_output_tensor")
+    result: torch.Tensor = output(mat_a, mat_b, offs, out_dtype)
+    return result
+
+
+def operator_call(operator: Any) -> Any:
+    """What calling an operator of torch.ops comes to, without the call in Python around it."""
+    plain = type(operator) is type(torch.ops.aten.add.Tensor)
+    return getattr(operator, "_op", operator) if plain else operator
+
+
+def has_cuda_build() -> bool:
+    """Whether fake CUDA tensors can be used; without a device autograd on them aborts."""
+    return torch.cuda.is_available()
+
+
+def batch_norm() -> type:
+    """The class of all BatchNorm modules."""
+    return private("torch.nn.modules.batchnorm", "_BatchNorm")
+
+
+# -- symbolic sizes -------------------------------------------------------------------------------
+
+_SHAPES = "torch.fx.experimental.symbolic_shapes"
+
+
+def shape_environment(guards: list[Any], names: dict[Any, Any]) -> Any:
+    """A ShapeEnv, which appends to `guards` whatever code that looks at a symbolic size decides.
+
+    `names` is what `size_names` gives for sizes made in it.
+    """
+    environment = private(_SHAPES, "ShapeEnv")(duck_shape=False)
+    environment.graphshard_names = names
+    if not isinstance(getattr(environment, "guards", None), list):
+        raise UnsupportedTorchError(
+            f"torch {torch.__version__} does not list the guards of symbolic sizes; use {SUPPORTED}"
+        )
+    environment.guards = guards
+    return environment
+
+
+def new_size(environment: Any, name: str, hint: int) -> torch.SymInt:
+    """A symbol for a size of at least 2, which is `hint` in the example."""
+    source = private("torch._dynamo.source", "ConstantSource")(name)
+    dynamic = private(_SHAPES, "DimDynamic").DYNAMIC
+    symbol = environment.create_symbol(hint, source, dynamic_dim=dynamic)
+    size: torch.SymInt = environment.create_symintnode(symbol, hint=hint, source=source)
+    return size
+
+
+def size_of_expression(environment: Any, expression: Any, hint: int) -> torch.SymInt:
+    """A size that is `expression` of the symbols of `environment`, `hint` in the example."""
+    size: torch.SymInt = environment.create_symintnode(expression, hint=hint)
+    return size
+
+
+SYMBOLIC = (torch.SymInt, torch.SymFloat, torch.SymBool)
+"""What torch has for a number that differs from call to call."""
+
+
+def size_expression(size: Any) -> Any:
+    """The sympy expression of a symbolic size, after what is known by now."""
+    return size.node.expr
+
+
+def number_or_expression(size: Any) -> Any:
+    """The expression of a size, symbolic or a plain number."""
+    return size_expression(size) if isinstance(size, SYMBOLIC) else sympy.sympify(size)
+
+
+def same_sizes(left: Iterable[Any], right: Iterable[Any]) -> bool:
+    """Whether two shapes (or strides) are the same for every call; decides nothing."""
+    left, right = tuple(left), tuple(right)
+    return len(left) == len(right) and all(
+        number_or_expression(a) == number_or_expression(b) for a, b in zip(left, right, strict=True)
+    )
+
+
+def size_names(size: Any) -> dict[Any, Any]:
+    """From the symbols of a symbolic size to those the user knows."""
+    return getattr(size.node.shape_env, "graphshard_names", {})
+
+
+def size_hint(size: Any) -> Any:
+    """A number, or of a symbolic one its value in the example; asking leaves no guard."""
+    return size.node.hint if hasattr(size, "node") else size
+
+
+def python_of_sizes(expression: Any) -> str:
+    """A sympy expression of sizes as Python, over the names of `size_functions` and its symbols."""
+    return str(private("torch.utils._sympy.printers", "PythonPrinter")().doprint(expression))
+
+
+def size_functions() -> dict[str, Any]:
+    """What names in `python_of_sizes` stand for."""
+    return dict(private(_SHAPES, "SYMPY_INTERP"))
+
+
+# -- process groups -------------------------------------------------------------------------------
+
+
+def collective_options(name: str) -> Any:
+    """A fresh options object of a process group's call, e.g. "AllgatherOptions"."""
+    return private("torch.distributed.distributed_c10d", name)()
+
+
+def group_store(group: Any) -> Any:
+    """The key-value Store through which the ranks of `group` found each other."""
+    return private("torch.distributed.distributed_c10d", "_world").pg_map[group][1]
+
+
+def group_backend(group: Any, device: torch.device) -> str:
+    """The backend `group` uses for tensors on `device`, in lower case, e.g. "gloo"."""
+    return str(_backend(group, device).name()).lower()
+
+
+def group_timeout(group: Any, device: torch.device) -> timedelta:
+    """After how long a collective of `group` on `device` fails; 30 minutes where it never does."""
+    options = getattr(_backend(group, device), "options", None)
+    return getattr(options, "_timeout", timedelta(minutes=30))
+
+
+def _backend(group: Any, device: torch.device) -> Any:
+    try:
+        return group._get_backend(device)
+    except AttributeError as error:
+        raise UnsupportedTorchError(
+            f"torch {torch.__version__} does not tell the backend of a group; use {SUPPORTED}"
+        ) from error
+
+
+# -- sharded parameters ---------------------------------------------------------------------------
+
+local_tensor = attrgetter("_local_tensor")
+"""A rank's part of a DTensor, itself and not a view of it (which is all `to_local` gives)."""
+
+
+def set_local_tensor(dtensor: Any, local: torch.Tensor) -> None:
+    """Make `local`, of the same values, the part of `dtensor` that this rank stores."""
+    local_tensor(dtensor)
+    dtensor._local_tensor = local
+
+
+def dtensor_like(dtensor: Any, local: torch.Tensor) -> Any:
+    """A DTensor laid out as `dtensor` is, around `local`; a tenth of the cost of `from_local`."""
+    spec = dtensor._spec
+    if spec.tensor_meta.dtype != local.dtype:
+        meta = spec.tensor_meta._replace(dtype=local.dtype)
+        spec = type(spec)(spec.mesh, spec.placements, tensor_meta=meta)
+    kind = _dtensor_class()
+    return kind.__new__(kind, local, spec, requires_grad=False)  # its __init__ does nothing, slowly
+
+
+@cache
+def _dtensor_class() -> Any:
+    return private("torch.distributed.tensor._api", "DTensor")
+
+
+def replace_dtensor_handler(op: Any, handler: Any) -> None:
+    """Let `handler(torch's own handler, op, args, kwargs)` do what `op` does on DTensors.
+
+    Raises:
+        UnsupportedTorchError: this torch has no handler of its own for `op`.
+    """
+    dispatcher = getattr(_dtensor_class(), "_op_dispatcher", None)
+    handlers = getattr(dispatcher, "_custom_op_handlers", {})
+    if op not in handlers:
+        raise UnsupportedTorchError(
+            f"torch {torch.__version__} has no handler of DTensors for {op}; use {SUPPORTED}"
+        )
+    handlers[op] = partial(handler, handlers[op])
+
+
+def find_infinities() -> Any:
+    """The operator by which a GradScaler unscales gradients and looks for infinities in them."""
+    return torch.ops.aten._amp_foreach_non_finite_check_and_unscale_.default
+
+
+def set_grad_dtype(param: torch.Tensor, dtype: torch.dtype) -> None:
+    """Let `param.grad` be of `dtype`, other than the parameter's.
+
+    Raises:
+        UnsupportedTorchError: this torch cannot.
+    """
+    if not hasattr(torch.Tensor, "grad_dtype"):
+        raise UnsupportedTorchError(
+            f"torch {torch.__version__} has no gradients of another dtype than the parameter's, "
+            f"which keep_low_precision_grads needs; use {SUPPORTED}"
+        )
+    param.grad_dtype = dtype
+
+
+def non_persistent_buffers(module: torch.nn.Module) -> frozenset[str]:
+    """Names of the buffers `module` itself holds but leaves out of its state dict."""
+    return frozenset(module._non_persistent_buffers_set)
+
+
+def has_state_dict_hooks(module: torch.nn.Module) -> bool:
+    """Whether `module` itself has hooks that run before or after its part of a state dict."""
+    return bool(module._state_dict_hooks or module._state_dict_pre_hooks)
+
+
+def module_hooks(module: torch.nn.Module) -> list[Any]:
+    """The forward and backward hooks of `module`, those that run before it included."""
+    tables = (
+        module._forward_pre_hooks,
+        module._forward_hooks,
+        module._backward_pre_hooks,
+        module._backward_hooks,
+    )
+    return [hook for table in tables for hook in table.values()]
+
+
+def tensor_hooks(param: torch.Tensor) -> Sequence[Any]:
+    """What `param.register_hook` was given, in order."""
+    hooks = param._backward_hooks
+    return list(hooks.values()) if hooks else ()
+
+
+def post_accumulate_hooks(param: torch.Tensor) -> Sequence[Any]:
+    """What `param.register_post_accumulate_grad_hook` was given, in order."""
+    hooks = getattr(param, "_post_accumulate_grad_hooks", None)
+    return list(hooks.values()) if hooks else ()
+
+
+# -- autograd -------------------------------------------------------------------------------------
+
+
+def release_saved_tensors(ctx: Any) -> None:
+    """Let go of what `ctx` saved, unless the caller of backward asked to retain the graph.
+
+    Without it every saved tensor lives to the end of backward, whatever else drops it.
+
+    Raises:
+        UnsupportedTorchError: this torch cannot.
+    """
+    release = getattr(ctx, "maybe_clear_saved_tensors", None)
+    if release is None:
+        raise UnsupportedTorchError(
+            f"torch {torch.__version__} cannot release saved tensors early; use {SUPPORTED}"
+        )
+    release()
+
+
+def fake_tensor() -> type:
+    """The class `FakeTensor`."""
+    return private("torch._subclasses.fake_tensor", "FakeTensor")
+
+
+def engine_accumulates(leaf_node: Any) -> bool:
+    """Whether the backward that is running will reach the AccumulateGrad node `leaf_node`.
+
+    False under `autograd.grad`, and under `backward(inputs=...)` that names other tensors.
+    """
+    reaches = private("torch._C", "_will_engine_execute_node")
+    try:
+        return bool(reaches(leaf_node))
+    except RuntimeError:  # what it raises for a leaf under autograd.grad
+        return False
+
+
+# -- many tensors at once -------------------------------------------------------------------------
+
+
+def foreach_norm(tensors: list[torch.Tensor], p: float, dtype: torch.dtype) -> list[torch.Tensor]:
+    """The p-norm of each of `tensors`, of one device and dtype, taken in `dtype`."""
+    return list(private("torch", "_foreach_norm")(tensors, p, dtype=dtype))
+
+
+def foreach_multiply(tensors: list[torch.Tensor], factor: torch.Tensor) -> None:
+    """Multiply each of `tensors`, of one device and dtype, by `factor` in place."""
+    private("torch", "_foreach_mul_")(tensors, factor.to(tensors[0].dtype))
+
+
+def flattened(tensors: list[torch.Tensor]) -> torch.Tensor:
+    """A copy of all `tensors`, of one dtype, one after the other; in half the time of `cat`."""
+    flat: torch.Tensor = private("torch._C._nn", "flatten_dense_tensors")(tensors)
+    return flat
+
+
+def by_rank(tensors: list[torch.Tensor], ranks: int) -> torch.Tensor:
+    """A copy `(ranks, n)` of all `tensors`, of one dtype: each split along dim 0 in as many parts,
+    padded with zeros to equal ones, of which each row has one after the other.
+    """
+    rows: torch.Tensor = private("torch", "_chunk_cat")(tensors, 0, ranks)
+    return rows
+
+
+def owned_region(dtensor: Any) -> tuple[slice, ...]:
+    """Which part of the whole this rank stores of `dtensor`: a slice per dim, empty ones too."""
+    compute = private("torch.distributed.tensor._utils", "compute_local_shape_and_global_offset")
+    sizes, offsets = compute(dtensor.shape, dtensor.device_mesh, dtensor.placements)
+    return tuple(slice(o, o + s) for s, o in zip(sizes, offsets, strict=True))
+
+
+# -- selective checkpoints ------------------------------------------------------------------------
+
+
+def selective_checkpoint_mode() -> Any:
+    """The forward context that `create_selective_checkpoint_contexts` makes; has `policy_fn`."""
+    return private("torch.utils.checkpoint", "_CachingTorchDispatchMode")
+
+
+def selective_checkpoint_ignores() -> Any:
+    """Operators a selective checkpoint is never asked about."""
+    return private("torch.utils.checkpoint", "SAC_IGNORED_OPS")
+
+
+def selective_checkpoint_output(out: Any) -> dict[str, Any]:
+    """The argument by which a policy is told an operator's result, where this torch tells it."""
+    context = private("torch.utils.checkpoint", "SelectiveCheckpointContext")
+    return {"op_output": out} if "op_output" in signature(context.__init__).parameters else {}
+
+
+def end_allocation(pool: Any) -> None:
+    """Let the allocator of the current device take memory from `pool`, a graph's, no longer."""
+    private("torch._C", "_cuda_endAllocateToPool")(torch.cuda.current_device(), pool)

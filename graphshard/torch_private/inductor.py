@@ -1,0 +1,167 @@
+"""The part of `graphshard.torch_compat` that touches Inductor, for torch 2.11 to 2.13."""
+
+from __future__ import annotations
+
+import contextlib
+import importlib
+from collections.abc import Callable, Iterator, Sequence
+from functools import cache
+from inspect import Parameter, signature
+from typing import Any
+
+import torch
+from torch import fx
+
+from graphshard.errors import UnsupportedTorchError
+from graphshard.torch_private.compat import (
+    SUPPORTED,
+    fake_tensor_mode,
+    private,
+    same_sizes,
+    size_hint,
+)
+from graphshard.torch_private.cpp_kernels import Kernels
+
+_COMPILE = "torch._inductor.compile_fx"
+
+
+_NAMED = (Parameter.POSITIONAL_OR_KEYWORD, Parameter.KEYWORD_ONLY)
+
+
+_RANDOM_ORDER = "_chain_random_ops_for_ordering"
+
+
+SETTINGS = {
+    # Random numbers come from torch's own generators, as in eager. What it costs: a draw is a
+    # kernel of its own, which nothing is fused with, and whose mask is written to memory.
+    "fallback_random": True,
+    # Regions of one form share a compiled function, whose results must not be overwritten by its
+    # next call.
+    "triton.cudagraphs": False,
+}
+"""Settings of Inductor that hold while a region is compiled, and for nothing else."""
+
+
+Compiled = Callable[[list[Any]], Sequence[Any]]
+"""Takes the list of arguments, and empties it; gives the results in order."""
+
+
+@cache
+def draws_as_eager() -> bool:
+    """Whether compiled code draws random numbers in the order, and in the layout, eager does.
+
+    What sees to it came with torch 2.13; before, `fallback_random` draws each operator's numbers
+    from torch's own generator, but in an order of Inductor's.
+    """
+    passes = importlib.import_module("torch._inductor.fx_passes.post_grad")
+    return hasattr(passes, _RANDOM_ORDER)
+
+
+def require_inductor() -> None:
+    """Check that this torch has what compiling a region needs.
+
+    Raises:
+        UnsupportedTorchError: it does not.
+    """
+    parameters = signature(private(_COMPILE, "compile_fx_inner")).parameters
+    needed = [n for n, p in parameters.items() if p.default is p.empty and p.kind in _NAMED]
+    if needed != ["gm", "example_inputs"]:
+        raise UnsupportedTorchError(
+            f"torch {torch.__version__} compiles graphs by other arguments than graphshard gives; "
+            f'use {SUPPORTED}, or backend="eager"'
+        )
+    private("torch._inductor.decomposition", "select_decomp_table")
+    private("torch._guards", "TracingContext")
+
+
+@contextlib.contextmanager
+def compiling(environment: Any, kernels: Kernels) -> Iterator[Any]:
+    """The context of a compilation; gives the FakeTensorMode its example inputs are made in.
+
+    Args:
+        environment: the ShapeEnv of the sizes. Inductor's cache on disk is not used without one.
+        kernels: what is left to be made before the compiled graph may be called.
+    """
+    guards = importlib.import_module("torch._guards")
+    config = importlib.import_module("torch._inductor.config")
+    mode = fake_tensor_mode()(shape_env=environment, allow_non_fake_inputs=True)
+    with (
+        config.patch(SETTINGS),
+        kernels.put_off(),
+        guards.tracing(private("torch._guards", "TracingContext")(mode)),
+        torch.no_grad(),
+        torch.autocast("cpu", enabled=False),
+        _no_autocast_on_accelerator(),
+    ):
+        yield mode
+
+
+def compile_graph(graph: fx.GraphModule, inputs: Sequence[Any], mode: Any) -> Compiled:
+    """Compile `graph`, whose results are a list of tensors, for calls like `inputs`.
+
+    Results have the strides that the graph's own operators give them.
+
+    Args:
+        graph: of operators that write nowhere; it is traced, and stays as it is.
+        inputs: FakeTensors of `mode`, and symbolic sizes.
+        mode: what `compiling` gave.
+
+    Raises:
+        Exception: whatever Inductor, or the compiler it calls, raises.
+    """
+    make_fx = importlib.import_module("torch.fx.experimental.proxy_tensor").make_fx
+    decompositions = private("torch._inductor.decomposition", "select_decomp_table")()
+    python_dispatcher = private("torch._dispatch.python", "enable_python_dispatcher")
+
+    def run(*args: Any) -> Any:
+        results = _Decomposed(graph).run(*args, enable_io_processing=False)
+        return [_lying_as(r, p) for r, p in zip(results, promised, strict=True)]
+
+    with mode, python_dispatcher():
+        promised = fx.Interpreter(graph).run(*inputs, enable_io_processing=False)
+        traced = make_fx(run, decomposition_table=decompositions)(*inputs)
+    output = traced.graph.output_node()
+    output.meta["user_visible_output_idxs"] = list(range(len(output.args[0])))
+    compiled: Compiled = private(_COMPILE, "compile_fx_inner")(traced, list(inputs))
+    return compiled
+
+
+class _Decomposed(fx.Interpreter):
+    """Runs operators of which some will be made of others, whose results may lie otherwise."""
+
+    def call_function(self, target: Any, args: Any, kwargs: Any) -> Any:
+        """A view of what need not lie as it did becomes a copy where it must."""
+        if target is torch.ops.aten.view.default:
+            target = torch.ops.aten.reshape.default
+        return super().call_function(target, args, kwargs)
+
+
+def _lying_as(result: torch.Tensor, promised: torch.Tensor) -> torch.Tensor:
+    """`result` with the strides of `promised`, copied if need be.
+
+    Raises:
+        UnsupportedTorchError: a copy cannot have them.
+    """
+    if same_sizes(result.stride(), promised.stride()):
+        return result
+    order = sorted(range(result.dim()), key=lambda dim: -size_hint(promised.stride(dim)))
+    back = [order.index(dim) for dim in range(result.dim())]
+    copied = result.permute(order).clone(memory_format=torch.contiguous_format).permute(back)
+    if not same_sizes(copied.stride(), promised.stride()):
+        raise UnsupportedTorchError(
+            f"Inductor's operators give a result strides {tuple(result.stride())}, torch's own "
+            f"{tuple(promised.stride())}"
+        )
+    return copied
+
+
+def counts() -> dict[str, int]:
+    """How often Inductor found a graph in its cache on disk, missed one, or could not use it."""
+    counters = private("torch._dynamo.utils", "counters")["inductor"]
+    return {name: int(counters[f"fxgraph_cache_{name}"]) for name in ("hit", "miss", "bypass")}
+
+
+def _no_autocast_on_accelerator() -> Any:
+    if not torch.cuda.is_available():
+        return contextlib.nullcontext()
+    return torch.autocast("cuda", enabled=False)

@@ -1,0 +1,1 @@
+"""What a training loop needs beside a step: clipping, scaling, optimizers, full weights."""

@@ -1,0 +1,51 @@
+"""`torch.amp.GradScaler` on shards: an infinity in one rank's part makes all ranks skip the step.
+
+The scaler looks for infinities in all gradients of an optimizer in one call. For DTensors torch
+then takes the maximum of what the ranks found, but over the dimensions in which the first gradient
+of the list is sharded: with a replicated one first (a parameter without dimensions) the ranks would
+disagree, step apart, and never come together again. And it refuses lists in which plain tensors
+(ignored parameters) stand beside DTensors; theirs are each rank's own, so what is found in them has
+to reach every rank of the mesh, over dimensions too in which nothing is sharded.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from functools import cache
+from typing import Any
+
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed.tensor import DTensor, Replicate
+
+from graphshard.torch_private import compat as torch_compat
+
+
+@cache
+def let_scalers_agree() -> None:
+    """Take over how DTensors are looked through for infinities, in this process, once."""
+    torch_compat.replace_dtensor_handler(torch_compat.find_infinities(), _find_infinities)
+
+
+def _find_infinities(
+    torchs_own: Any, op: Any, args: Sequence[Any], kwargs: Mapping[str, Any]
+) -> None:
+    """`op(grads, found, inverse_scale)` with `found` the maximum over all ranks and gradients."""
+    grads: list[Tensor] = args[0]
+    plain = [grad for grad in grads if not isinstance(grad, DTensor)]
+    if plain:
+        op(plain, *args[1:], **kwargs)
+    by_mesh: dict[Any, list[DTensor]] = {}
+    for grad in grads:
+        if isinstance(grad, DTensor):
+            by_mesh.setdefault(grad.device_mesh, []).append(grad)
+    for dtensors in by_mesh.values():
+        # Those sharded over the most dimensions first, since only the first one counts.
+        dtensors.sort(key=lambda grad: sum(isinstance(p, Replicate) for p in grad.placements))
+        torchs_own(op, (dtensors, *args[1:]), kwargs)
+        first = dtensors[0]
+        for dim, placement in enumerate(first.placements):
+            # Of replicated gradients alike on all ranks; whether plain ones are among those of
+            # another rank this one cannot know.
+            if placement.is_replicate() and first.device_mesh.size(dim) > 1:
+                dist.all_reduce(args[1], dist.ReduceOp.MAX, first.device_mesh.get_group(dim))

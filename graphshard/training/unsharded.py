@@ -1,0 +1,154 @@
+"""Full parameters for a while: code that needs whole matrices runs on plain tensors.
+
+Each parameter has one full twin, the same `nn.Parameter` object every time, whose storage is there
+only inside the context. So an optimizer that was given the twins keeps its state from step to step.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+
+from graphshard.errors import PolicyError, RuntimeStateError
+from graphshard.runtime.shards import Shard
+from graphshard.torch_private import compat as torch_compat
+
+
+class Unsharded:
+    """The full twins of some parameters, and their gathering and splitting.
+
+    Args:
+        shards: each distinct parameter of the module once.
+    """
+
+    def __init__(self, shards: Iterable[Shard]) -> None:
+        self.shards = list(shards)
+        self.open: frozenset[str] = frozenset()  # FQNs of the parameters that are full now
+        self.with_grads: frozenset[str] = frozenset()  # those of them whose gradients are, too
+        self._twins: dict[str, nn.Parameter] = {}
+
+    def twin(self, shard: Shard) -> nn.Parameter:
+        """The full parameter: empty outside of the context. Itself, if it is plain."""
+        if not isinstance(shard.param, DTensor):
+            return shard.param
+        fqn = shard.layout.fqn
+        if fqn not in self._twins:
+            local = torch_compat.local_tensor(shard.param)
+            full = torch.empty(shard.layout.shape, dtype=local.dtype, device=local.device)
+            self._twins[fqn] = nn.Parameter(full, shard.param.requires_grad)
+            vars(self._twins[fqn]).update(vars(shard.param))
+            full.untyped_storage().resize_(0)
+        self._twins[fqn].requires_grad_(shard.param.requires_grad)
+        return self._twins[fqn]
+
+    def chosen(self, modules: str | Iterable[str] | None) -> list[Shard]:
+        """The shards of the parameters in `modules` (FQNs), or all.
+
+        Raises:
+            PolicyError: one has no parameter.
+        """
+        if modules is None:
+            return self.shards
+        wanted = (modules,) if isinstance(modules, str) else tuple(modules)
+        found = {}
+        for module in wanted:
+            inside = [s for s in self.shards if any(_inside(n, module) for n in s.layout.names)]
+            if not inside:
+                raise PolicyError(f"unsharded: no module or parameter of the model is {module!r}")
+            found.update({shard.layout.fqn: shard for shard in inside})
+        return list(found.values())
+
+    def context(
+        self, shards: list[Shard], *, writeback: bool, with_grads: bool, rank0_only: bool
+    ) -> Iterator[dict[str, nn.Parameter]]:
+        """Gather, yield the twins by name, and split again; see `ShardedModule.unsharded`.
+
+        Raises:
+            RuntimeStateError: a parameter is unsharded already.
+            PolicyError: `rank0_only` with `writeback`.
+        """
+        if rank0_only and writeback:
+            raise PolicyError(
+                "unsharded(rank0_only=True) would leave what rank 0 writes on rank 0 alone; pass "
+                "writeback=False, too"
+            )
+        names = {shard.layout.fqn for shard in shards}
+        if self.open & names:
+            raise RuntimeStateError(
+                f"parameter {min(self.open & names)!r} is unsharded already; leave the inner "
+                "context out"
+            )
+        sharded = [shard for shard in shards if isinstance(shard.param, DTensor)]
+        taken: list[tuple[Shard, nn.Parameter, Any]] = []
+        self.open |= names
+        if with_grads:
+            self.with_grads |= {shard.layout.fqn for shard in sharded}
+        try:
+            for shard in sharded:
+                shard.current()  # takes over what the user did to the parameter
+                full = _full(shard, shard.param)
+                grad = shard.param.grad
+                full_grad = _full(shard, grad) if with_grads and grad is not None else None
+                if rank0_only and shard.group.rank != 0:
+                    continue
+                twin = self.twin(shard)
+                with torch.no_grad():
+                    twin.untyped_storage().resize_(full.untyped_storage().nbytes())
+                    twin.copy_(full)
+                _set_grad(twin, full_grad)
+                taken.append((shard, twin, shard.param))
+                for holder, name in shard.homes:
+                    holder[name] = twin
+            yield {
+                name: shard.homes[0][0][shard.homes[0][1]]
+                for shard in shards
+                for name in shard.layout.names
+            }
+        finally:
+            for shard, twin, param in taken:
+                self._split(shard, twin, param, writeback=writeback, with_grads=with_grads)
+            self.open -= names
+            self.with_grads -= names
+
+    def _split(
+        self, shard: Shard, twin: nn.Parameter, param: Any, *, writeback: bool, with_grads: bool
+    ) -> None:
+        for holder, name in shard.homes:
+            holder[name] = param
+        if writeback:
+            with torch.no_grad():
+                # In place on the DTensor, so that a backward to come sees that it changed.
+                param.copy_(shard.as_dtensor(shard.part_of(twin.detach()).contiguous()))
+        if writeback and with_grads:
+            if twin.grad is None:
+                param.grad = None
+            elif param.grad is None:
+                part = shard.part_of(twin.grad).to(shard.local.device)
+                part = part.clone(memory_format=torch.contiguous_format)
+                _set_grad(param, shard.as_dtensor(part))
+            else:
+                torch_compat.local_tensor(param.grad).copy_(shard.part_of(twin.grad))
+        twin.grad = None
+        twin.untyped_storage().resize_(0)
+
+
+def _set_grad(param: nn.Parameter, grad: Tensor | None) -> None:
+    """Make `grad` the gradient of `param`, in whatever dtype mixed precision leaves it."""
+    if grad is not None and grad.dtype != param.dtype:
+        torch_compat.set_grad_dtype(param, grad.dtype)
+    param.grad = grad
+
+
+def _full(shard: Shard, tensor: Any) -> Tensor:
+    """All of a DTensor, gathered where the ranks can and then put where its parts lie."""
+    local = torch_compat.local_tensor(tensor)
+    there = torch_compat.dtensor_like(tensor, local.to(shard.group.device))
+    return there.full_tensor().to(local.device)
+
+
+def _inside(name: str, module: str) -> bool:
+    return not module or name == module or name.startswith(module + ".")

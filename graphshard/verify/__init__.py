@@ -1,0 +1,5 @@
+"""What must hold of a program after each pass."""
+
+from graphshard.verify.verify import verify
+
+__all__ = ["verify"]

@@ -1,0 +1,214 @@
+"""What the rules of `verify` look at, gathered in one walk, and how a broken rule is told."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+from functools import cached_property
+from typing import Any, NoReturn
+
+import torch
+from torch import fx
+
+from graphshard.errors import VerifyError
+from graphshard.planning.plan import ShardingPlan
+from graphshard.program import ops
+from graphshard.program.aliases import alias_inputs
+from graphshard.program.program import ParamEntry, Program, Signature, signature, signatures
+from graphshard.program.text import node_line
+from graphshard.verify.numbering import Values
+
+CollectiveKey = tuple[str, str, str, tuple[str, ...], str]
+
+
+@dataclass(frozen=True)
+class Reference:
+    """A program as it was before a pass, and what of it must stay as it was when captured."""
+
+    graded: frozenset[str]  # parameters with a gradient, when captured
+    values: Values | None  # when captured; None for a pass that is allowed to change them
+    tables: Mapping[str, tuple[Any, ...]]
+    collectives: tuple[tuple[CollectiveKey, str], ...]  # each with the name of its node, in order
+    reads: Mapping[fx.Node, tuple[Signature, ...]]  # shape and dtype of each compute node's inputs
+    results: tuple[tuple[Signature, ...], ...]  # of outputs and mutations
+    signatures: Signatures  # known by now
+
+    @classmethod
+    def of(
+        cls, program: Program, captured: Reference | None = None, facts: Facts | None = None
+    ) -> Reference:
+        """`program` as it is now.
+
+        Args:
+            program: what is to be rewritten.
+            captured: the reference taken before the first pass.
+            facts: of `program`, if it was verified just now.
+        """
+        known = Signatures() if facts is None else facts.signatures
+        results = program.results()
+        graded = frozenset(
+            param.fqn
+            for param, grad in zip(program.params, results.grads, strict=True)
+            if grad is not None
+        )
+        collectives = (node for node in program.nodes() if ops.is_collective(node))
+        return cls(
+            graded=graded if captured is None else captured.graded,
+            values=Values.of(program) if captured is None else captured.values,
+            tables=tables_of(program),
+            collectives=tuple((collective_key(node), node.name) for node in collectives),
+            reads=reads_of(program.graph.nodes, known) if facts is None else facts.reads,
+            results=(signatures(results.outputs), signatures(results.mutations)),
+            signatures=known,
+        )
+
+
+def tables_of(program: Program) -> dict[str, tuple[Any, ...]]:
+    """The tables of what goes into and out of a program."""
+    return {
+        name: getattr(program, name)
+        for name in ("params", "buffers", "inputs", "outputs", "mutations")
+    }
+
+
+def collective_key(node: fx.Node) -> CollectiveKey:
+    """What ranks must agree on of a collective: phase, operator, unit, parameters and group."""
+    kwargs: Mapping[str, Any] = node.kwargs
+    params = tuple(kwargs["params"])
+    phase, op = node.meta["phase"], str(ops.op_name(node))
+    return phase, op, kwargs["unit"], params, ops.group_of(node)
+
+
+@dataclass
+class Facts:
+    """One program under verification."""
+
+    program: Program
+    plan: ShardingPlan
+    after: str
+    done: frozenset[type]
+    reference: Reference | None
+    nodes: list[fx.Node] = field(default_factory=list)
+    place: dict[fx.Node, int] = field(default_factory=dict)
+    collectives: list[fx.Node] = field(default_factory=list)
+    waits: dict[fx.Node, list[fx.Node]] = field(default_factory=dict)  # by collective
+    frees: dict[fx.Node, list[fx.Node]] = field(default_factory=dict)  # by wait
+    params: dict[str, ParamEntry] = field(default_factory=dict)
+    signatures: Signatures = field(default_factory=lambda: Signatures())
+
+    @cached_property
+    def reads(self) -> Mapping[fx.Node, tuple[Signature, ...]]:
+        """Shape and dtype of each input of every compute node."""
+        return reads_of(self.nodes, self.signatures)
+
+    @classmethod
+    def of(
+        cls,
+        program: Program,
+        plan: ShardingPlan,
+        *,
+        after: str,
+        done: frozenset[type],
+        reference: Reference | None,
+    ) -> Facts:
+        """The facts of `program`."""
+        facts = cls(program, plan, after, done, reference)
+        if reference is not None:
+            facts.signatures = reference.signatures
+        facts.nodes = list(program.graph.nodes)
+        facts.place = {node: index for index, node in enumerate(facts.nodes)}
+        facts.params = {param.fqn: param for param in program.params}
+        for node in facts.nodes:
+            if node.op != "call_function":
+                continue
+            if node.target in ops.COLLECTIVES:
+                facts.collectives.append(node)
+                facts.waits.setdefault(node, [])
+            elif node.target is ops.wait:
+                facts.waits.setdefault(facts.operand(node), []).append(node)
+                facts.frees.setdefault(node, [])
+            elif node.target is ops.free:
+                facts.frees.setdefault(facts.operand(node), []).append(node)
+        return facts
+
+    def operand(self, node: fx.Node) -> fx.Node:
+        """The node a `wait` or `free` is about."""
+        source = node.args[0] if node.args else None
+        wanted = ops.COLLECTIVES if node.target is ops.wait else {ops.wait}
+        if not isinstance(source, fx.Node) or source.target not in wanted:
+            what = "a collective" if node.target is ops.wait else "a wait on an all_gather"
+            self.fail("operands", node, f"{ops.op_name(node)} must take {what}")
+        return source
+
+    def gathers(self) -> list[fx.Node]:
+        """Every all_gather, in order."""
+        return [node for node in self.collectives if node.target is ops.all_gather]
+
+    def aliases(self, wait: fx.Node) -> list[fx.Node]:
+        """Every node whose value shares storage with what `wait` returned."""
+        found = [user for user in wait.users if ops.is_unpack(user)]
+        seen = set(found)
+        for node in found:  # grows while it is walked
+            for user in node.users:
+                if user not in seen and node in alias_inputs(user):
+                    seen.add(user)
+                    found.append(user)
+        return found
+
+    def fail(self, rule: str, node: fx.Node | None, text: str) -> NoReturn:
+        """Raise for `node`, or for the program as a whole."""
+        lines = [f"after pass {self.after!r} the program breaks the rule {rule!r}: {text}"]
+        if node is not None:
+            unit = node.meta.get("unit", "?")
+            lines.append(
+                f"node %{node.name}, unit {unit!r}" if unit else f"node %{node.name}, root unit"
+            )
+            lines += self.around(node)
+        raise VerifyError("\n".join(lines))
+
+    def around(self, node: fx.Node) -> list[str]:
+        """The dump around `node`: two lines before and after it."""
+        at = self.place.get(node)
+        if at is None:
+            return []
+        shown = self.nodes[max(0, at - 2) : at + 3]
+        return [f"{'>' if n is node else ' '} {_cut(node_line(n))}" for n in shown]
+
+
+class Signatures:
+    """Shapes and dtypes, of which each tensor is asked once, however many passes there are."""
+
+    def __init__(self) -> None:
+        # With the tensor, so that no other gets its identity.
+        self._known: dict[int, tuple[torch.Tensor, Signature]] = {}
+
+    def of(self, val: Any) -> Signature:
+        """See `signature`."""
+        known = self._known.get(id(val))
+        if known is not None:
+            return known[1]
+        found = signature(val)
+        if isinstance(val, torch.Tensor):
+            self._known[id(val)] = val, found
+        return found
+
+
+def reads_of(
+    nodes: Iterable[fx.Node], signatures: Signatures
+) -> dict[fx.Node, tuple[Signature, ...]]:
+    """Shape and dtype of each input of the compute nodes among `nodes`."""
+    # Of every value once, since many read it; what collectives give is picked from, not read.
+    of = {
+        node: signatures.of(node.meta.get("val"))
+        for node in nodes
+        if not ops.is_collective(node) and node.target is not ops.wait
+    }
+    return {
+        node: tuple([of.get(value, ()) for value in node.all_input_nodes])
+        for node in of
+        if ops.is_compute(node)
+    }
+
+
+def _cut(line: str, width: int = 160) -> str:
+    return line if len(line) <= width else line[: width - 3] + "..."

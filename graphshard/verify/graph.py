@@ -1,0 +1,135 @@
+"""Rules on the graph itself: where its ends stand, which phase may read which."""
+
+from __future__ import annotations
+
+from dataclasses import fields
+from itertools import chain, zip_longest
+from typing import Any
+
+from torch import fx
+
+from graphshard.program.program import BACKWARD, FORWARD, signatures
+from graphshard.program.text import argument_text
+from graphshard.verify.facts import Facts, tables_of
+
+
+def check_layout(facts: Facts) -> None:
+    """Placeholders in the order of the tables, then forward, then backward, then one output."""
+    program = facts.program
+    expected = [
+        *(entry.node for entry in program.params),
+        *(entry.node for entry in program.buffers),
+        *(entry.node for entry in program.inputs),
+        *(entry.tangent for entry in program.outputs if entry.tangent is not None),
+    ]
+    found = [node for node in facts.nodes if node.op == "placeholder"]
+    for wanted, node in zip(expected, found, strict=False):
+        if wanted is not node:
+            facts.fail("layout", node, f"the tables expect placeholder %{wanted.name} here")
+    if len(expected) != len(found):
+        facts.fail(
+            "layout",
+            None,
+            f"the tables name {len(expected)} placeholders, the graph has {len(found)}",
+        )
+    rank = {"placeholder": 0, FORWARD: 1, BACKWARD: 2, "output": 3}
+    latest = 0
+    for node in facts.nodes:
+        part = node.op if node.op in rank else node.meta.get("phase")
+        if part not in rank:
+            facts.fail("layout", node, f"its phase is {part!r}, not {FORWARD!r} or {BACKWARD!r}")
+        if rank[part] < latest:
+            facts.fail("layout", node, f"{part} nodes must stand before what is above it")
+        latest = rank[part]
+    if latest != rank["output"] or sum(node.op == "output" for node in facts.nodes) != 1:
+        facts.fail("layout", facts.nodes[-1], "the graph must end in its one output")
+    results = program.results()
+    for name, values, table in (
+        ("outputs", results.outputs, program.outputs),
+        ("mutations", results.mutations, program.mutations),
+        ("grads", results.grads, program.params),
+        ("input_grads", results.input_grads, program.inputs),
+    ):
+        if len(values) != len(table):
+            facts.fail(
+                "layout",
+                program.output_node,
+                f"{len(values)} {name} are returned, the table has {len(table)}",
+            )
+
+
+_NEEDED = frozenset({"val", "phase", "fqn", "unit"})
+
+
+def check_metadata(facts: Facts) -> None:
+    """Every node says its value, phase, module and unit; its inputs stand before it."""
+    for index, node in enumerate(facts.nodes):
+        if node.op == "call_function" and not node.meta.keys() >= _NEEDED:
+            missing = ", ".join(sorted(_NEEDED - node.meta.keys()))
+            facts.fail("metadata", node, f"meta lacks {missing}")
+        for value in node.all_input_nodes:
+            at = facts.place.get(value)
+            if at is None:
+                facts.fail("metadata", node, f"it reads %{value.name}, erased from the graph")
+            if at >= index:
+                facts.fail("metadata", node, f"it reads %{value.name}, which stands below it")
+
+
+def check_phases(facts: Facts) -> None:
+    """Forward, and what it returns, reads nothing of backward; tangents are backward's."""
+    tangents = {entry.tangent for entry in facts.program.outputs}
+
+    def of_backward(value: fx.Node) -> bool:
+        return value in tangents or (
+            value.op == "call_function" and value.meta["phase"] == BACKWARD
+        )
+
+    for node in facts.program.nodes(FORWARD):
+        for value in node.all_input_nodes:
+            if of_backward(value):
+                facts.fail("phases", node, f"it is in forward and reads %{value.name} of backward")
+    results = facts.program.results()
+    for value in chain(results.outputs, results.mutations):
+        if isinstance(value, fx.Node) and of_backward(value):
+            facts.fail("phases", value, "it is in backward, but forward returns it")
+
+
+def check_tables(facts: Facts) -> None:
+    """The tables are as they were before the pass."""
+    if facts.reference is None:
+        return
+    for table, entries in tables_of(facts.program).items():
+        for index, (now, was) in enumerate(zip_longest(entries, facts.reference.tables[table])):
+            if now != was:
+                facts.fail(
+                    "unchanged",
+                    None,
+                    f"entry {index} of the program's {table} was {_entry_text(was)} before the "
+                    f"pass, and is {_entry_text(now)}",
+                )
+
+
+def check_unchanged(facts: Facts) -> None:
+    """What a node reads has the shapes and dtypes it had before the pass; so have the results."""
+    if facts.reference is None:
+        return
+    was_read = facts.reference.reads
+    for node, now in facts.reads.items():
+        before = was_read.get(node, now)
+        if now != before:
+            facts.fail("unchanged", node, f"it reads {now}, and read {before} before the pass")
+    results = facts.program.results()
+    for values, before in zip(
+        (results.outputs, results.mutations), facts.reference.results, strict=True
+    ):
+        for value, now, was in zip(values, signatures(values), before, strict=True):
+            if now != was:
+                node = value if isinstance(value, fx.Node) else facts.program.output_node
+                facts.fail("unchanged", node, f"the step returns {now}, and {was} before the pass")
+
+
+def _entry_text(entry: Any) -> str:
+    if entry is None:
+        return "not there"
+    parts = ((f.name, getattr(entry, f.name)) for f in fields(entry) if f.compare)
+    return f"({', '.join(f'{name}={argument_text(part)}' for name, part in parts)})"

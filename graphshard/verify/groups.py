@@ -1,0 +1,129 @@
+"""Rules on a mesh of two dimensions: which ranks a collective joins, and the averages of shards."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from torch import fx
+
+from graphshard.passes.reduce_replicas import ReduceReplicas
+from graphshard.program import ops
+from graphshard.program.program import signature
+from graphshard.verify.facts import Facts
+
+
+def check_groups(facts: Facts) -> None:
+    """A collective joins ranks of a group that the mesh has and that its kind is meant for."""
+    for node in facts.collectives:
+        allowed = {ops.SHARD}
+        if node.target is ops.all_reduce and facts.plan.replicas > 1:
+            allowed = {ops.REPLICATE, ops.ALL}
+        if node.target is ops.all_gather:
+            allowed |= {ops.RESHARD}
+        group = ops.group_of(node)
+        if group not in allowed:
+            facts.fail(
+                "groups",
+                node,
+                f"this {ops.op_name(node)} joins the ranks {group!r} of a mesh of shape "
+                f"{facts.plan.mesh_shape}; it may join {' or '.join(map(repr, sorted(allowed)))}",
+            )
+
+
+def averaged_by(facts: Facts, reduced_by: Mapping[str, fx.Node]) -> dict[str, fx.Node]:
+    """By parameter, the all_reduce that averages its reduced shards over the replicas.
+
+    Each takes what `reduced_by` names for the parameter returned. Once `ReduceReplicas` ran, every
+    reduced shard has one, or is kept for a later one.
+    """
+    found: dict[str, fx.Node] = {}
+    for node in facts.collectives:
+        if ops.group_of(node) != ops.REPLICATE:
+            continue
+        params: tuple[str, ...] = node.kwargs["params"]  # type: ignore[assignment]
+        operands: list[fx.Node] = node.args[0]  # type: ignore[assignment]
+        for name, operand in zip(params, operands, strict=True):
+            if name in found:
+                facts.fail(
+                    "replicas", node, f"{name!r} is averaged here and by %{found[name].name}"
+                )
+            if not _is_reduced_shard(operand, name, reduced_by.get(name)):
+                facts.fail("replicas", node, f"%{operand.name} is no reduced shard of {name!r}")
+            found[name] = node
+        _check_returned(facts, node, params)
+    if facts.plan.replicas > 1 and ReduceReplicas in facts.done:
+        _check_all_averaged(facts, reduced_by, found)
+    return found
+
+
+def _is_reduced_shard(operand: fx.Node, name: str, reduce: fx.Node | None) -> bool:
+    operand = ops.origin(operand)
+    if reduce is None or not ops.is_unpack(operand) or ops.collective_of(operand) is not reduce:
+        return False
+    params: tuple[str, ...] = reduce.kwargs["params"]  # type: ignore[assignment]
+    return params[operand.args[1]] == name  # type: ignore[index]
+
+
+def _check_returned(facts: Facts, node: fx.Node, params: tuple[str, ...]) -> None:
+    operands: list[fx.Node] = node.args[0]  # type: ignore[assignment]
+    shapes = [facts.plan.layouts[name].shard_shape for name in params]
+    dtypes = [operand.meta["val"].dtype for operand in operands]
+    expected = list(zip(shapes, dtypes, strict=True))
+    for wait in facts.waits[node]:
+        returned = [signature(val) for val in wait.meta["val"]]
+        if returned != expected:
+            facts.fail("shapes", wait, f"it returns {returned}; the layouts say {expected}")
+
+
+def _check_all_averaged(
+    facts: Facts, reduced_by: Mapping[str, fx.Node], found: Mapping[str, fx.Node]
+) -> None:
+    kept = {str(node.kwargs["param"]) for node in facts.nodes if node.target is ops.keep}
+    for name, reduce in reduced_by.items():
+        if name not in found and name not in kept and reduce.target is ops.reduce_scatter:
+            facts.fail(
+                "replicas",
+                reduce,
+                f"the gradient of {name!r} is averaged over {facts.plan.shard_size} of "
+                f"{facts.plan.world_size} ranks only",
+            )
+
+
+def check_reshards(facts: Facts) -> None:
+    """A `reshard` takes a full parameter of its unit and is read by gathers of its group only."""
+    for node in facts.nodes:
+        if node.op != "call_function" or node.target is not ops.reshard:
+            continue
+        unit, name, ranks = (node.kwargs.get(key) for key in ("unit", "param", "ranks"))
+        full = node.args[0] if len(node.args) == 1 else None
+        if not isinstance(full, fx.Node) or name not in facts.params:
+            facts.fail("operands", node, "a reshard takes one tensor, and says unit and param")
+        if facts.plan.unit_of_param(str(name)) != unit:
+            facts.fail("operands", node, f"{name!r} is not a parameter of unit {unit!r}")
+        asked = facts.plan.unit(str(unit)).options.reshard_ranks
+        if ranks != asked:
+            facts.fail(
+                "reshards", node, f"it keeps parts for groups of {ranks} ranks; the plan: {asked}"
+            )
+        if not _is_full(full, str(name)):
+            facts.fail("reshards", node, f"%{full.name} is not the full value of {name!r}")
+        dtype = full.meta["val"].dtype
+        expected = (facts.plan.layouts[str(name)].over(int(ranks)).shard_shape, dtype)  # type: ignore
+        if signature(node.meta["val"]) != expected:
+            found = signature(node.meta["val"])
+            facts.fail("shapes", node, f"it is {found}, and must be {expected}")
+        for user in node.users:
+            if user.target is not ops.all_gather or ops.group_of(user) != ops.RESHARD:
+                facts.fail(
+                    "reshards", user, f"it reads %{node.name}, a part kept for a gather, whole"
+                )
+
+
+def _is_full(node: fx.Node, name: str) -> bool:
+    """Whether `node` is the parameter `name` as a gather of its shards returned it."""
+    if not ops.is_unpack(node):
+        return False
+    gather = ops.collective_of(node)
+    params: tuple[str, ...] = gather.kwargs["params"]  # type: ignore[assignment]
+    index: int = node.args[1]  # type: ignore[assignment]
+    return gather.target is ops.all_gather and params[index] == name

@@ -1,0 +1,131 @@
+"""Rules on memory: what is gathered is freed once and not read afterwards; all fits the budget."""
+
+from __future__ import annotations
+
+from torch import fx
+
+from graphshard.passes.insert_free import InsertFree
+from graphshard.passes.overlap import Overlap
+from graphshard.passes.release_early import ReleaseEarly
+from graphshard.program import ops
+from graphshard.program.aliases import aliases_of, unpacks
+from graphshard.program.storages import held_text, storages_of
+from graphshard.verify.facts import Facts
+
+
+def check_frees(facts: Facts) -> None:
+    """What a gather returned is freed once; nothing else is freed."""
+    for wait, frees in facts.frees.items():
+        gather = ops.collective_of(wait)
+        if gather.target is not ops.all_gather:
+            for free in frees:
+                facts.fail("frees", free, f"it frees what a {ops.op_name(gather)} returned")
+            continue
+        if gather.kwargs.get("in_place"):
+            for free in frees:
+                facts.fail("frees", free, f"%{wait.name} stands in the copies that ranks keep")
+            continue
+        if len(frees) > 1:
+            facts.fail("frees", frees[1], f"%{wait.name} is freed by %{frees[0].name} already")
+        if not frees and InsertFree in facts.done:
+            facts.fail("frees", wait, f"what %{gather.name} gathered is never freed")
+
+
+def check_lifetimes(facts: Facts) -> None:
+    """No use of an unsharded value, views of it included, comes after its free.
+
+    A collective uses its operands until its wait.
+    """
+    for wait, frees in facts.frees.items():
+        if not frees or ops.collective_of(wait).target is not ops.all_gather:
+            continue
+        freed = facts.place[frees[0]]
+        late: list[tuple[int, fx.Node, fx.Node]] = []
+        for value in facts.aliases(wait):
+            late += [
+                (facts.place[last], last, value)
+                for user in (value, *value.users)
+                for last in (user, *facts.waits.get(user, ()))
+                if facts.place[last] > freed
+            ]
+        if late:
+            _, user, value = min(late, key=lambda item: item[0])
+            reads = "ends what reads" if user.target is ops.wait else "reads"
+            facts.fail(
+                "lifetimes",
+                user,
+                f"it {reads} %{value.name}, which shares the storage of %{wait.name}, after "
+                f"%{frees[0].name} freed it",
+            )
+
+
+def check_releases(facts: Facts) -> None:
+    """A parameter is released once and not read afterwards.
+
+    That it stands before the free of its gather is what `check_lifetimes` asks of every reader.
+    """
+    by_parameter: dict[fx.Node, fx.Node] = {}
+    for release in (node for node in facts.nodes if node.target is ops.release):
+        picked = _released(facts, release)
+        if picked in by_parameter:
+            before = by_parameter[picked].name
+            facts.fail("releases", release, f"%{picked.name} is released by %{before} already")
+        by_parameter[picked] = release
+        at = facts.place[release]
+        reads = [(value, user) for value in aliases_of(picked) for user in value.users]
+        for value, user in reads:
+            if user.target is ops.release:
+                continue
+            if any(facts.place[last] > at for last in (user, *facts.waits.get(user, ()))):
+                facts.fail(
+                    "releases",
+                    user,
+                    f"it reads %{value.name}, which shares the storage of %{picked.name}, after "
+                    f"%{release.name} released it",
+                )
+
+
+def _released(facts: Facts, release: fx.Node) -> fx.Node:
+    """The parameter that is released."""
+    picked = release.args[0] if release.args else None
+    if not isinstance(picked, fx.Node) or not ops.is_unpack(picked):
+        facts.fail("releases", release, "release must take what a wait on an all_gather gave")
+    wait = picked.args[0]
+    assert isinstance(wait, fx.Node)
+    for other in unpacks(wait):
+        if other is not picked and other.args[1] == picked.args[1]:
+            facts.fail("releases", release, f"%{other.name} is the same parameter")
+    gather = ops.collective_of(wait)
+    if gather.target is not ops.all_gather or gather.kwargs.get("in_place"):
+        facts.fail("releases", release, f"%{picked.name} was not gathered into a new buffer")
+    if wait.meta["phase"] != release.meta["phase"]:
+        facts.fail("releases", release, f"%{wait.name} stands in another phase")
+    return picked
+
+
+def check_budget(facts: Facts) -> None:
+    """What a step holds at once never passes the policy's budget; see `graphshard.step_memory`.
+
+    A program that is being scheduled by cost has to keep it once `Overlap` ran, another one once
+    `ReleaseEarly` did.
+    """
+    budget = facts.plan.policy.memory_budget
+    by_cost = facts.plan.policy.schedule == "overlap" or facts.program.budget is not None
+    if budget is None or (Overlap if by_cost else ReleaseEarly) not in facts.done:
+        return
+    storages = storages_of(facts.program)
+    live = storages.live()
+    peak = max(live, default=0)
+    if peak > budget:
+        place = live.index(peak)
+        held: dict[tuple[str, str], int] = {}
+        for storage in storages.held_at(place):
+            key = storage.kind, storage.unit
+            held[key] = held.get(key, 0) + storage.size
+        facts.fail(
+            "budget",
+            facts.nodes[place],
+            f"the step holds {peak:,} bytes here, more than memory_budget={budget:,} "
+            f"({held_text(held)}); recompute more, make smaller units, prefetch less, or raise "
+            "the budget",
+        )

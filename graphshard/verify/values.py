@@ -1,0 +1,111 @@
+"""graphshard/verify/values.py."""
+
+from __future__ import annotations
+
+from itertools import zip_longest
+from typing import TYPE_CHECKING, Any, NoReturn
+
+from torch import fx
+
+from graphshard.passes.accumulate import Accumulate
+from graphshard.passes.precision import Precision
+from graphshard.program import ops
+from graphshard.verify.numbering import Values
+
+if TYPE_CHECKING:
+    from graphshard.verify.facts import Facts
+
+
+def check_values(facts: Facts) -> None:
+    """The step returns the values it returned when captured; gradients may be reduced since."""
+    captured = None if facts.reference is None else facts.reference.values
+    if captured is None:
+        return
+    values = Values.of(facts.program, captured)
+    _check_effects(facts, captured, values)
+    program, results = facts.program, facts.program.results()
+    settled = Accumulate in facts.done
+    for kind, ends, names in (
+        ("output", results.outputs, [entry.path for entry in program.outputs]),
+        ("mutation", results.mutations, [entry.name for entry in program.mutations]),
+        ("grad", results.grads, [entry.fqn for entry in program.params]),
+        ("input_grad", results.input_grads, [entry.path for entry in program.inputs]),
+    ):
+        for name, end, now, was in zip(
+            names, ends, values.ends[f"{kind}s"], captured.ends[f"{kind}s"], strict=True
+        ):
+            recast = kind == "grad" and _may_be_recast(facts, name)
+            if now != was and (
+                kind != "grad"
+                or not values.explains(name, now, was, settled=settled, recast=recast)
+            ):
+                _blame(facts, captured, values, f"{kind} {name!r}", end, (now, was))
+
+
+def _may_be_recast(facts: Facts, param: str) -> bool:
+    """Whether the plan lets a gradient differ by the rounding of another dtype to reduce it in."""
+    return Precision in facts.done and facts.plan.layouts[param].precision is not None
+
+
+def _check_effects(facts: Facts, captured: Values, values: Values) -> None:
+    for now, was in zip_longest(values.effects, captured.effects):
+        if now is not was:
+            found = "nothing" if now is None else f"%{now.name}"
+            wanted = "nothing" if was is None else f"%{was.name}"
+            facts.fail(
+                "same values",
+                now or facts.program.output_node,
+                f"{found} stands where {wanted} did when captured among what draws random numbers "
+                "or writes into its operands, which a pass may not add, drop or reorder",
+            )
+
+
+def _blame(
+    facts: Facts, captured: Values, values: Values, what: str, end: Any, numbers: tuple[Any, Any]
+) -> NoReturn:
+    """Name the first node behind `end` that computes what the captured program does not."""
+    known = set(captured.of_node.values())
+    for node in _behind(end, facts):
+        if not ops.is_compute(node):
+            continue
+        number = values.of_node[node]
+        if number in known or values.name[number] != node.name:
+            continue
+        facts.fail(
+            "same values",
+            node,
+            f"{what} is not what was captured, as this node computes something new: "
+            f"{_difference(node, captured, values)}",
+        )
+    now, was = numbers
+    node = end if isinstance(end, fx.Node) else facts.program.output_node
+    facts.fail(
+        "same values",
+        node,
+        f"{what} is {values.text(now)}, and was {captured.text(was)} when captured",
+    )
+
+
+def _behind(end: Any, facts: Facts) -> list[fx.Node]:
+    """Every node that `end` is computed from, and itself, in order."""
+    found = {end} if isinstance(end, fx.Node) else set()
+    stack = list(found)
+    while stack:
+        for value in stack.pop().all_input_nodes:
+            if value not in found:
+                found.add(value)
+                stack.append(value)
+    return sorted(found, key=facts.place.__getitem__)
+
+
+def _difference(node: fx.Node, captured: Values, values: Values) -> str:
+    was = captured.of_node.get(node)
+    if was is None:
+        return "the captured program has no such node"
+    old, new = captured.keys[was], values.keys[values.of_node[node]]
+    if old[0] is not new[0]:
+        return "it is another operator"
+    for index, (before, now) in enumerate(zip_longest(old[1], new[1], fillvalue=())):
+        if before != now:
+            return f"its operand {index} is {values.text(now)}, and was {captured.text(before)}"
+    return "its keyword arguments differ"
