@@ -10,14 +10,14 @@ from typing import TYPE_CHECKING, Any, TypeGuard
 import torch
 from torch import nn
 
-from graphshard.capture.capture import capture
 from graphshard.capture.dynamic import Dynamic
+from graphshard.capture.entry import capture
 from graphshard.cost.estimate import Estimate, estimate_of
 from graphshard.cost.program_plan import plan_of
 from graphshard.errors import CostError, PlanError, PolicyError
 from graphshard.hardware.hardware import Hardware
 from graphshard.module.sharded_module import ShardedModule
-from graphshard.module.sharded_tree import SkeletonModule
+from graphshard.module.sharded_tree import TreeModule
 from graphshard.pipeline import (
     backend_passes,
     default_passes,
@@ -320,7 +320,7 @@ def _check_arguments(
 ) -> None:
     require_module(model)
     for fqn, module in model.named_modules():
-        if isinstance(module, SkeletonModule):
+        if isinstance(module, TreeModule):
             raise PlanError(
                 f"a model is sharded once; {fqn or 'the model'} is sharded already; compile the "
                 "model it was made from"

@@ -152,6 +152,10 @@ MOVED = {
     "verify_values": "verify.numbering",
     "views": "program.aliases",
     "writes": "capture.side_effects",
+    "passes.gather_together": "passes.merge_gathers",
+    "passes.keep_if_better": "passes.only_if_faster",
+    "passes.keep_unsharded": "passes.skip_reshard",
+    "passes.zeros_for_kept": "passes.zero_missing_grads",
 }
 """Old path to new, both below `graphshard`. Packages of today re-export what was in the module of
 that name: capture, cli, policy, program, verify.

@@ -14,12 +14,11 @@ from graphshard.hardware.hardware import Hardware
 from graphshard.passes.accumulate import Accumulate
 from graphshard.passes.cuda_graph import CudaGraph
 from graphshard.passes.form_regions import FormRegions
-from graphshard.passes.gather_together import GatherTogether
 from graphshard.passes.insert_free import InsertFree
-from graphshard.passes.keep_if_better import KeepIfBetter
-from graphshard.passes.keep_unsharded import KeepUnsharded
+from graphshard.passes.merge_gathers import MergeGathers
 from graphshard.passes.offload_activations import OffloadActivations
 from graphshard.passes.offload_params import OffloadParams
+from graphshard.passes.only_if_faster import OnlyIfFaster
 from graphshard.passes.overlap import Overlap
 from graphshard.passes.partial_reshard import PartialReshard
 from graphshard.passes.precision import Precision
@@ -34,10 +33,11 @@ from graphshard.passes.regather import Regather
 from graphshard.passes.release_early import ReleaseEarly
 from graphshard.passes.set_budget import SetBudget
 from graphshard.passes.sink_waits import SinkWaits
+from graphshard.passes.skip_reshard import SkipReshard
 from graphshard.passes.split_gathers import SplitGathers
 from graphshard.passes.split_reduces import SplitReduces
 from graphshard.passes.unshard import Unshard
-from graphshard.passes.zeros_for_kept import ZerosForKept
+from graphshard.passes.zero_missing_grads import ZeroMissingGrads
 from graphshard.planning.plan import ShardingPlan
 from graphshard.planning.warnings import _names
 from graphshard.policy.base import Policy
@@ -49,7 +49,7 @@ from graphshard.progress import Stages
 from graphshard.torch_private.gc_pause import collections_off, only_new_collected
 from graphshard.verify.facts import Reference
 from graphshard.verify.numbering import Values
-from graphshard.verify.verify import LATER_RULES, RULES, verify
+from graphshard.verify.rules import LATER_RULES, RULES, verify
 
 
 def with_capture_warnings(plan: ShardingPlan, program: Program) -> ShardingPlan:
@@ -135,7 +135,7 @@ def default_passes(policy: Policy, *, waits_at_once: bool = False) -> tuple[Pass
         Unshard(),
         PartialReshard(),
         Regather(),
-        ZerosForKept(),
+        ZeroMissingGrads(),
         ReduceGrads(),
         ReduceReplicas(),
         Precision(),
@@ -185,9 +185,9 @@ def _by_cost(policy: Policy) -> tuple[Pass, ...]:
     )
     return (
         SetBudget(hardware, early),
-        *(KeepIfBetter(step, early) for step in finer),
-        KeepUnsharded(then=early),
-        GatherTogether(then=early),
+        *(OnlyIfFaster(step, early) for step in finer),
+        SkipReshard(then=early),
+        MergeGathers(then=early),
         *early,
         Overlap(),
     )

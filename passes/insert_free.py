@@ -12,7 +12,14 @@ from graphshard.program import ops
 from graphshard.program.aliases import gather_waits, unpacks
 from graphshard.program.edit import insert_node
 from graphshard.program.program import Program
-from graphshard.program.spans import Run, Runs, end_of, find_runs, gathers_by_run, unit_ancestry
+from graphshard.program.spans import (
+    UnitSpan,
+    UnitSpans,
+    end_of,
+    find_spans,
+    gathers_by_span,
+    unit_ancestry,
+)
 
 
 @dataclass(frozen=True)
@@ -33,10 +40,10 @@ class InsertFree:
             PassError: what a gather returned is freed already, never used, or used outside the runs
                 of its unit.
         """
-        runs = find_runs(program, plan)
-        last_use = _last_uses(runs)
-        kept = _only_kept(runs)
-        sites: list[tuple[int, int, Run, fx.Node]] = []
+        spans = find_spans(program, plan)
+        last_use = _last_uses(spans)
+        kept = _only_kept(spans)
+        sites: list[tuple[int, int, UnitSpan, fx.Node]] = []
         for wait in gather_waits(program):
             if ops.collective_of(wait).kwargs.get("in_place"):
                 continue
@@ -44,7 +51,7 @@ class InsertFree:
             if any(user.target is ops.free for user in wait.users):
                 raise PassError(f"pass {self.name}: {wait.name} of unit {unit!r} is freed already")
             use = last_use.get(wait)
-            run = kept.get(wait) if use is None else runs.around(unit, use)
+            run = kept.get(wait) if use is None else spans.around(unit, use)
             if run is None:
                 where = "never used" if use is None else f"used by {use.name}"
                 raise PassError(
@@ -70,10 +77,10 @@ class InsertFree:
                 )
 
 
-def _last_uses(runs: Runs) -> dict[fx.Node, fx.Node]:
+def _last_uses(spans: UnitSpans) -> dict[fx.Node, fx.Node]:
     """By wait, the last node that reads what it returned or anything derived from that."""
     found: dict[fx.Node, fx.Node] = {}
-    for value, source in runs.derived.items():
+    for value, source in spans.derived.items():
         if source.node.op == "placeholder":
             continue
         wait = source.node.args[0]
@@ -82,16 +89,16 @@ def _last_uses(runs: Runs) -> dict[fx.Node, fx.Node]:
             if user.op != "call_function" or user.target is ops.reshard:
                 continue
             best = found.get(wait)
-            if best is None or runs.position[user] > runs.position[best]:
+            if best is None or spans.position[user] > spans.position[best]:
                 found[wait] = user
     return found
 
 
-def _only_kept(runs: Runs) -> dict[fx.Node, Run]:
+def _only_kept(spans: UnitSpans) -> dict[fx.Node, UnitSpan]:
     """By wait of which parts are kept for backward, the run it was gathered for."""
     return {
         wait: run
-        for run, gather in gathers_by_run(runs).items()
+        for run, gather in gathers_by_span(spans).items()
         for wait in gather.users
         if any(user.target is ops.reshard for node in unpacks(wait) for user in node.users)
     }

@@ -13,7 +13,7 @@ from graphshard.program import ops
 from graphshard.program.aliases import alias_inputs, aliases_of, is_dense, nbytes, storage_root
 from graphshard.program.edit import erase_dead, insert_copy, note_copies
 from graphshard.program.program import BACKWARD, FORWARD, Program
-from graphshard.program.spans import Runs, find_runs
+from graphshard.program.spans import UnitSpans, find_spans
 from graphshard.program.storages import Saved, saved_storages
 
 
@@ -51,10 +51,10 @@ class OffloadActivations:
         copies = to_copy(program, plan, self.min_bytes)
         if not copies:
             return
-        runs = find_runs(program, plan)
-        forward, backward = runs.steps(FORWARD), runs.steps(BACKWARD)
-        hosts = _copy_out(program, runs, forward, copies)
-        back = {c: _bring_back(program, runs, backward, c, hosts[c.value]) for c in copies}
+        spans = find_spans(program, plan)
+        forward, backward = spans.steps(FORWARD), spans.steps(BACKWARD)
+        hosts = _copy_out(program, spans, forward, copies)
+        back = {c: _bring_back(program, spans, backward, c, hosts[c.value]) for c in copies}
         for copied in copies:  # now that all of a step's copies arrive before its first node
             _use(program, copied, back[copied])
         note_copies(program, "activations", params=False)
@@ -111,22 +111,22 @@ def _settle_picks(program: Program, plan: ShardingPlan) -> None:
                 node.meta.update(phase=FORWARD, unit=source.meta["unit"])
 
 
-def _step_of(runs: Runs, steps: Sequence[fx.Node], place: int) -> int:
+def _step_of(spans: UnitSpans, steps: Sequence[fx.Node], place: int) -> int:
     """The index of the step that the node at `place` belongs to."""
-    return max(0, sum(runs.position[first] <= place for first in steps) - 1)
+    return max(0, sum(spans.position[first] <= place for first in steps) - 1)
 
 
 def _copy_out(
-    program: Program, runs: Runs, steps: Sequence[fx.Node], copies: Sequence[Copied]
+    program: Program, spans: UnitSpans, steps: Sequence[fx.Node], copies: Sequence[Copied]
 ) -> dict[fx.Node, fx.Node]:
     """Copy to the host, by step; what is on the host, by copied value."""
     by_step: dict[int, list[fx.Node]] = {}
     for copied in copies:
-        last = runs.position[copied.value]
+        last = spans.position[copied.value]
         for value in aliases_of(storage_root(copied.value)):
             uses = (value, *value.users)
-            last = max([last, *(runs.position[u] for u in uses if _computes(u, FORWARD))])
-        by_step.setdefault(_step_of(runs, steps, last), []).append(copied.value)
+            last = max([last, *(spans.position[u] for u in uses if _computes(u, FORWARD))])
+        by_step.setdefault(_step_of(spans, steps, last), []).append(copied.value)
     hosts: dict[fx.Node, fx.Node] = {}
     under_way: dict[fx.Node, fx.Node] = {}
 
@@ -154,12 +154,12 @@ def _copy_out(
 
 
 def _bring_back(
-    program: Program, runs: Runs, steps: Sequence[fx.Node], copied: Copied, host: fx.Node
+    program: Program, spans: UnitSpans, steps: Sequence[fx.Node], copied: Copied, host: fx.Node
 ) -> fx.Node:
     """Copy to the device before the step of backward that first uses it; what arrived there."""
     uses = _uses(copied)
-    place = runs.position[uses[0][0] if uses else program.output_node]
-    with program.graph.inserting_before(steps[_step_of(runs, steps, place)]):
+    place = spans.position[uses[0][0] if uses else program.output_node]
+    with program.graph.inserting_before(steps[_step_of(spans, steps, place)]):
         name = copied.value.name
         copy = insert_copy(program, ops.to_device, host, name=f"{name}_to_device", phase=BACKWARD)
         return insert_copy(program, ops.arrive, copy, name=f"{name}_back", phase=BACKWARD)

@@ -11,7 +11,7 @@ from graphshard.planning.plan import ShardingPlan
 from graphshard.program import ops
 from graphshard.program.edit import fake_on, insert_copy, note_copies
 from graphshard.program.program import BACKWARD, FORWARD, ParamEntry, Program
-from graphshard.program.spans import find_runs
+from graphshard.program.spans import find_spans
 
 COPIED = "parameters and gradients"
 """What the note on the program says is copied."""
@@ -81,8 +81,8 @@ def _bring_whole(program: Program, plan: ShardingPlan, param: ParamEntry, unit: 
         before = program.first_backward()
     else:
         phase = before.meta["phase"]
-        runs = find_runs(program, plan)
-        steps = [n for n in runs.steps(phase) if runs.position[n] <= runs.position[before]]
+        spans = find_spans(program, plan)
+        steps = [n for n in spans.steps(phase) if spans.position[n] <= spans.position[before]]
         before = steps[-1] if steps else before
     with program.graph.inserting_before(before):
         here = _bring(program, param, unit, phase)

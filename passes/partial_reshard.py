@@ -22,13 +22,13 @@ from graphshard.program.edit import (
 )
 from graphshard.program.program import BACKWARD, Program
 from graphshard.program.spans import (
-    Run,
-    Runs,
+    UnitSpan,
+    UnitSpans,
     end_of,
-    find_runs,
-    gathers_by_run,
+    find_spans,
+    gathers_by_span,
     readers_by_unit,
-    runs_served,
+    spans_served,
     unit_ancestry,
 )
 
@@ -54,12 +54,12 @@ class PartialReshard:
         """
         if not any(unit.options.reshard_ranks for unit in plan.units):
             return
-        runs = find_runs(program, plan)
+        spans = find_spans(program, plan)
         entries = entries_by_name(program)
-        kept = _Kept(self, program, plan, runs)
+        kept = _Kept(self, program, plan, spans)
         wanted = {
-            unit: runs_served(unit, BACKWARD, readers, runs)
-            for unit, readers in readers_by_unit(runs).items()
+            unit: spans_served(unit, BACKWARD, readers, spans)
+            for unit, readers in readers_by_unit(spans).items()
             if plan.unit(unit).options.reshard_ranks
         }
         kept.insert((unit, name) for unit, s in wanted.items() for _, used, _ in s for name in used)
@@ -75,8 +75,8 @@ class PartialReshard:
                     phase=BACKWARD,
                     parts=kept.parts,
                 )
-                rewire(inside, runs.derived, values, unit=unit)
-        erase_dead(node for node in runs.derived if node.op != "placeholder")
+                rewire(inside, spans.derived, values, unit=unit)
+        erase_dead(node for node in spans.derived if node.op != "placeholder")
         for wait in list(gather_waits(program)):
             prune_gather(wait)
 
@@ -85,13 +85,13 @@ class _Kept:
     """What ranks keep of each parameter, in `parts` once inserted."""
 
     def __init__(
-        self, owner: PartialReshard, program: Program, plan: ShardingPlan, runs: Runs
+        self, owner: PartialReshard, program: Program, plan: ShardingPlan, spans: UnitSpans
     ) -> None:
         self.owner, self.program, self.plan = owner, program, plan
         self.parts: dict[str, fx.Node] = {}
-        run_of = {gather: run for run, gather in gathers_by_run(runs).items()}
-        self.latest: dict[str, tuple[fx.Node, Run]] = {}
-        for node, source in runs.derived.items():  # in graph order
+        run_of = {gather: run for run, gather in gathers_by_span(spans).items()}
+        self.latest: dict[str, tuple[fx.Node, UnitSpan]] = {}
+        for node, source in spans.derived.items():  # in graph order
             if source.node is node and ops.is_unpack(node):
                 self.latest[source.param] = node, run_of[ops.collective_of(node)]
 

@@ -13,7 +13,7 @@ from graphshard.planning.plan import ShardingPlan
 from graphshard.program import ops
 from graphshard.program.aliases import transfers_into
 from graphshard.program.program import BACKWARD, FORWARD, Program
-from graphshard.program.spans import Run, find_runs, gathers_by_run
+from graphshard.program.spans import UnitSpan, find_spans, gathers_by_span
 
 
 @dataclass(frozen=True)
@@ -39,22 +39,22 @@ class Prefetch:
         Raises:
             PassError: a gather serves no run of its unit.
         """
-        runs = find_runs(program, plan)
-        gathers = gathers_by_run(runs)
+        spans = find_spans(program, plan)
+        gathers = gathers_by_span(spans)
         unserved = {n for n in program.nodes() if n.target is ops.all_gather} - set(
             gathers.values()
         )
         if unserved:
-            node = min(unserved, key=runs.position.__getitem__)
+            node = min(unserved, key=spans.position.__getitem__)
             raise PassError(
                 f"pass {self.name}: {node.name} of unit {node.kwargs['unit']!r} serves no run of "
                 "its unit; gather only what the unit's own compute reads"
             )
 
-        def sequence(phase: str) -> list[Run]:
+        def sequence(phase: str) -> list[UnitSpan]:
             return [
                 run
-                for run in runs.in_order
+                for run in spans.in_order
                 if run.phase == phase and (run in gathers or not run.unit)
             ]
 
@@ -66,7 +66,9 @@ class Prefetch:
             _issue_after_compute(backward, gathers)
 
 
-def _issue_before_compute(sequence: Sequence[Run], gathers: dict[Run, fx.Node], ahead: int) -> None:
+def _issue_before_compute(
+    sequence: Sequence[UnitSpan], gathers: dict[UnitSpan, fx.Node], ahead: int
+) -> None:
     """Issue each gather right before the first compute node `ahead` steps earlier.
 
     Runs that start at one node (a unit and one inside it) are one step: issuing the inner gather
@@ -78,9 +80,9 @@ def _issue_before_compute(sequence: Sequence[Run], gathers: dict[Run, fx.Node], 
     firsts: list[fx.Node] = []  # by step
     latest = 0  # where the gather before was issued: none overtakes another
     for step, (_, group) in enumerate(groupby(sequence, key=lambda run: run.start)):
-        runs = list(group)
-        firsts.append(runs[0].first)
-        for run in runs:
+        spans = list(group)
+        firsts.append(spans[0].first)
+        for run in spans:
             # Never while the unit's previous run still holds its parameters: that is twice the
             # memory, and hides nothing more.
             at = max(step - ahead, after_own.get(run.unit, 0), latest)
@@ -92,7 +94,7 @@ def _issue_before_compute(sequence: Sequence[Run], gathers: dict[Run, fx.Node], 
             after_own[run.unit] = step + 1
 
 
-def _issue_after_compute(sequence: Sequence[Run], gathers: dict[Run, fx.Node]) -> None:
+def _issue_after_compute(sequence: Sequence[UnitSpan], gathers: dict[UnitSpan, fx.Node]) -> None:
     """Issue each gather right after the compute of the run before it, if that is over by then."""
     for before, run in pairwise(sequence):
         if run in gathers and before.stop < run.start and before.unit != run.unit:

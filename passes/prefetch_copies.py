@@ -11,7 +11,7 @@ from torch import fx
 from graphshard.planning.plan import ShardingPlan
 from graphshard.program import ops
 from graphshard.program.program import BACKWARD, FORWARD, Program
-from graphshard.program.spans import Runs, find_runs
+from graphshard.program.spans import UnitSpans, find_spans
 
 
 @dataclass(frozen=True)
@@ -36,10 +36,10 @@ class PrefetchCopies:
 
     def apply(self, program: Program, plan: ShardingPlan) -> None:
         """See `Pass.apply`."""
-        runs = find_runs(program, plan)
+        spans = find_spans(program, plan)
         for phase, how in ((FORWARD, "pre"), (BACKWARD, self.backward)):
-            firsts = runs.steps(phase)
-            by_step = _copies_by_step(program, runs, firsts, phase)
+            firsts = spans.steps(phase)
+            by_step = _copies_by_step(program, spans, firsts, phase)
             for step, copies in by_step.items():
                 shards = [c for c in copies if c.kwargs["param"] is not None]
                 activations = [c for c in copies if c.kwargs["param"] is None]
@@ -68,15 +68,15 @@ def _let_gradients_arrive(program: Program) -> None:
 
 
 def _copies_by_step(
-    program: Program, runs: Runs, firsts: Sequence[fx.Node], phase: str
+    program: Program, spans: UnitSpans, firsts: Sequence[fx.Node], phase: str
 ) -> dict[int, list[fx.Node]]:
     """Copies to the device by the step before whose first node they arrive, in order."""
-    places = [runs.position[first] for first in firsts]
+    places = [spans.position[first] for first in firsts]
     found: dict[int, list[fx.Node]] = {}
     for copy in program.nodes(phase):
         if copy.target is ops.to_device:
             (arrive,) = copy.users
-            step = sum(place < runs.position[arrive] for place in places)
+            step = sum(place < spans.position[arrive] for place in places)
             found.setdefault(step, []).append(copy)
     found.pop(len(firsts), None)  # they arrive after all compute
     return found

@@ -16,7 +16,7 @@ from graphshard.recompute.regions import (
     call_of,
     checkpoints,
     deepest,
-    is_heavy,
+    is_compute_intensive,
     issue_again,
     kept_by_model,
     placed,
@@ -67,7 +67,7 @@ class Recompute:
             return
 
         def again(node: fx.Node) -> bool:
-            return recomputable(node) and not (self.selective and is_heavy(node))
+            return recomputable(node) and not (self.selective and is_compute_intensive(node))
 
         order = {node: place for place, node in enumerate(program.graph.nodes)}
         regions = list(reads_of_calls(program, targets))

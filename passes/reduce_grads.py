@@ -11,7 +11,7 @@ from graphshard.planning.plan import ShardingPlan
 from graphshard.program import ops
 from graphshard.program.edit import insert_reduce
 from graphshard.program.program import BACKWARD, Program
-from graphshard.program.spans import find_runs, unit_ancestry
+from graphshard.program.spans import find_spans, unit_ancestry
 
 
 @dataclass(frozen=True)
@@ -79,17 +79,17 @@ def _sites(
     In the order to reduce in: of units that end together the inner ones come first.
     """
     grads_of_params = program.results().grads
-    runs = find_runs(program, plan)
+    spans = find_spans(program, plan)
     nodes = list(program.graph.nodes)
-    border = runs.position[program.first_backward()] - 1
+    border = spans.position[program.first_backward()] - 1
     sites: list[tuple[int, int, str, dict[str, fx.Node]]] = []
     for unit in plan.units:
         known = [name for name in unit.params if name in place_of]
         grads = {name: grads_of_params[place_of[name]] for name in known}
         grads = {name: grad for name, grad in grads.items() if grad is not None}
         if grads:
-            ends = [run.stop for run in runs.of(unit.fqn, BACKWARD)[-1:]]
-            last = max(border, *ends, *(runs.position[grad] for grad in grads.values()))
+            ends = [run.stop for run in spans.of(unit.fqn, BACKWARD)[-1:]]
+            last = max(border, *ends, *(spans.position[grad] for grad in grads.values()))
             sites.append((last, -len(unit_ancestry(unit.fqn, plan)), unit.fqn, grads))
     sites.sort(key=lambda site: site[:2])
     return [(nodes[last], unit, grads) for last, _, unit, grads in sites]

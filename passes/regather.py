@@ -9,7 +9,7 @@ from graphshard.planning.plan import ShardingPlan
 from graphshard.program.aliases import gather_waits
 from graphshard.program.edit import entries_by_name, erase_dead, insert_gather, prune_gather, rewire
 from graphshard.program.program import BACKWARD, FORWARD, Program
-from graphshard.program.spans import find_runs, readers_by_unit, runs_served
+from graphshard.program.spans import find_spans, readers_by_unit, spans_served
 
 
 @dataclass(frozen=True)
@@ -29,12 +29,12 @@ class Regather:
         Raises:
             PassError: a use in backward is outside every run of its unit.
         """
-        runs = find_runs(program, plan)
+        spans = find_spans(program, plan)
         entries = entries_by_name(program)
-        for unit, readers in readers_by_unit(runs).items():
+        for unit, readers in readers_by_unit(spans).items():
             if plan.unit(unit).options.reshard is not True:
                 continue
-            for run, params, inside in runs_served(unit, BACKWARD, readers, runs):
+            for run, params, inside in spans_served(unit, BACKWARD, readers, spans):
                 values = insert_gather(
                     program,
                     plan,
@@ -44,15 +44,15 @@ class Regather:
                     before=run.first,
                     phase=BACKWARD,
                 )
-                rewire(inside, runs.derived, values, unit=unit)
-        erase_dead(node for node in runs.derived if node.op != "placeholder")
+                rewire(inside, spans.derived, values, unit=unit)
+        erase_dead(node for node in spans.derived if node.op != "placeholder")
         for wait in list(gather_waits(program)):
             prune_gather(wait)
         self._check(program, plan)
 
     def _check(self, program: Program, plan: ShardingPlan) -> None:
-        runs = find_runs(program, plan)
-        for value, source in runs.derived.items():
+        spans = find_spans(program, plan)
+        for value, source in spans.derived.items():
             if source.node.meta["phase"] != FORWARD or not plan.unit(source.unit).options.reshard:
                 continue
             for user in value.users:

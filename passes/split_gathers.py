@@ -14,7 +14,7 @@ from graphshard.program import ops
 from graphshard.program.aliases import Source, gather_waits, transfers_into
 from graphshard.program.edit import erase_dead, gather_again, insert_free, note_copies, rewire
 from graphshard.program.program import BACKWARD, FORWARD, Program
-from graphshard.program.spans import Runs, find_runs
+from graphshard.program.spans import UnitSpans, find_spans
 from graphshard.schedule.clusters import Work, bytes_moved, clusters, last_use, readers_of
 from graphshard.schedule.evaluate import budget_of
 
@@ -38,7 +38,7 @@ class SplitGathers:
 
     Two uses are far apart if the compute of other units between them takes as long as the gather of
     what the later one needs, so that it can hide there. So the root's embedding is freed after its
-    lookup, and the head is gathered while the last block runs, instead of both staying from the
+    lookup, and the head is gathered while the last block spans, instead of both staying from the
     first operator to the last. The same holds for any unit with others inside it.
 
     A parameter used in several groups stays from the first to the last, or is gathered `again` for
@@ -65,19 +65,21 @@ class SplitGathers:
                 behind.
         """
         work = Work(program, budget_of(program).hardware)
-        runs = find_runs(program, plan)
+        spans = find_spans(program, plan)
         for wait in list(gather_waits(program)):
-            pieces = self._pieces(wait, plan, work, runs)
+            pieces = self._pieces(wait, plan, work, spans)
             if len(pieces) > 1:
-                _Split(self, program, plan, runs, wait).into(pieces)
+                _Split(self, program, plan, spans, wait).into(pieces)
         if plan.policy.offloads("params"):
             note_copies(program, COPIED, params=True)
 
-    def _pieces(self, wait: fx.Node, plan: ShardingPlan, work: Work, runs: Runs) -> list[Piece]:
+    def _pieces(
+        self, wait: fx.Node, plan: ShardingPlan, work: Work, spans: UnitSpans
+    ) -> list[Piece]:
         gather = ops.collective_of(wait)
         unit = str(gather.kwargs["unit"])
         uses: list[tuple[int, Use]] = []
-        for value, readers in readers_of(wait, runs.derived).items():
+        for value, readers in readers_of(wait, spans.derived).items():
             if not readers:
                 return []
             index: int = value.args[1]  # type: ignore[assignment]
@@ -161,7 +163,7 @@ class _Split:
     owner: SplitGathers
     program: Program
     plan: ShardingPlan
-    runs: Runs
+    spans: UnitSpans
     wait: fx.Node
 
     def into(self, pieces: list[Piece]) -> None:
@@ -169,7 +171,7 @@ class _Split:
         for piece in sorted(pieces, key=lambda piece: min(piece.readers)):
             self._gathered(piece, gather)
         left = {self.wait, *self.wait.users}
-        own = [value for value, source in self.runs.derived.items() if source.node in left]
+        own = [value for value, source in self.spans.derived.items() if source.node in left]
         erase_dead(own)
         remaining = [user for user in self.wait.users if user.target is not ops.free]
         if remaining:
@@ -207,13 +209,13 @@ class _Split:
         names = set(params)
         return {
             value: source
-            for value, source in self.runs.derived.items()
+            for value, source in self.spans.derived.items()
             if source.param in names and source.node.args and source.node.args[0] is self.wait
         }
 
     def _step_before(self, reader: fx.Node) -> fx.Node:
         """Where the last other unit's run before `reader` starts, for compute to hide a gather."""
-        place = self.runs.position
-        steps = self.runs.steps(reader.meta["phase"])
+        place = self.spans.position
+        steps = self.spans.steps(reader.meta["phase"])
         earlier = [step for step in steps if place[step] < place[reader]]
         return earlier[-1] if earlier else reader

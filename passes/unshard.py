@@ -22,13 +22,13 @@ from graphshard.program.edit import (
 )
 from graphshard.program.program import BACKWARD, FORWARD, ParamEntry, Program
 from graphshard.program.spans import (
-    Run,
-    Runs,
     Served,
-    find_runs,
+    UnitSpan,
+    UnitSpans,
+    find_spans,
     params_read,
     readers_by_unit,
-    runs_served,
+    spans_served,
 )
 
 
@@ -52,13 +52,13 @@ class Unshard:
         if any(gather_waits(program)):
             raise PassError(f"pass {self.name}: the program is unsharded already; run it once")
         _copy_returned(program, plan)
-        runs = find_runs(program, plan)
+        spans = find_spans(program, plan)
         entries = entries_by_name(program)
-        readers = readers_by_unit(runs)
+        readers = readers_by_unit(spans)
         for unit, nodes in readers.items():
-            _Unit(self, program, plan, runs, entries, unit, nodes).rewrite()
-        erase_dead(node for node in runs.derived if node.op != "placeholder")
-        for node, source in runs.derived.items():
+            _Unit(self, program, plan, spans, entries, unit, nodes).rewrite()
+        erase_dead(node for node in spans.derived if node.op != "placeholder")
+        for node, source in spans.derived.items():
             if source.node is node and any(u.target is not ops.all_gather for u in node.users):
                 user = next(u for u in node.users if u.target is not ops.all_gather)
                 raise PassError(
@@ -79,21 +79,21 @@ class _Unit:
     owner: Unshard
     program: Program
     plan: ShardingPlan
-    runs: Runs
+    spans: UnitSpans
     entries: Mapping[str, ParamEntry]
     unit: str
     readers: list[fx.Node]
 
     def rewrite(self) -> None:
-        served = runs_served(self.unit, FORWARD, self.readers, self.runs)
+        served = spans_served(self.unit, FORWARD, self.readers, self.spans)
         backward = [node for node in self.readers if node.meta["phase"] == BACKWARD]
-        backward_params = params_read(backward, self.runs.derived, self.unit)
+        backward_params = params_read(backward, self.spans.derived, self.unit)
         if not served and backward_params:
             served = self._runs_without_uses(backward_params)
         if not self.plan.unit(self.unit).options.reshard and served:
             run, _, _ = served[0]
-            everything = params_read(self.readers, self.runs.derived, self.unit)
-            later = [node for node in self.readers if self.runs.position[node] >= run.start]
+            everything = params_read(self.readers, self.spans.derived, self.unit)
+            later = [node for node in self.readers if self.spans.position[node] >= run.start]
             self._rewire(later, self._gather(run, everything))
             return
         latest: dict[str, fx.Node] = {}
@@ -107,7 +107,7 @@ class _Unit:
             settled += self._rewire(inside, values)
         self._rewire(backward, latest, settled)
 
-    def _gather(self, run: Run, params: Iterable[str]) -> dict[str, fx.Node]:
+    def _gather(self, run: UnitSpan, params: Iterable[str]) -> dict[str, fx.Node]:
         return insert_gather(
             self.program,
             self.plan,
@@ -124,18 +124,18 @@ class _Unit:
         values: Mapping[str, fx.Node],
         settled: Iterable[fx.Node] = (),
     ) -> list[fx.Node]:
-        return rewire(readers, self.runs.derived, values, unit=self.unit, settled=settled)
+        return rewire(readers, self.spans.derived, values, unit=self.unit, settled=settled)
 
     def _runs_without_uses(self, params: set[str]) -> list[Served]:
         """The unit's last forward run, to gather what only backward reads."""
-        runs = self.runs.of(self.unit, FORWARD)
-        if not runs:
+        spans = self.spans.of(self.unit, FORWARD)
+        if not spans:
             raise PassError(
                 f"pass {self.owner.name}: backward reads {sorted(params)} of unit {self.unit!r}, "
                 "but no node of that unit is in forward; put the parameter in the unit of the "
                 "module that uses it"
             )
-        return [(runs[-1], set(), [])]
+        return [(spans[-1], set(), [])]
 
 
 def _copy_returned(program: Program, plan: ShardingPlan) -> None:

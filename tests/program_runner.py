@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor, fx, nn
 
-from graphshard.capture.capture import Capture, capture
+from graphshard.capture.entry import Capture, capture
 
 
 def run_captured(

@@ -1,4 +1,5 @@
-"""Streams on a machine without any: the runtime's own lanes over recorded streams, and a detector.
+"""Streams on a machine without any: the runtime's own side streams over recorded streams, and a
+detector.
 
 Everything runs at once, on the CPU, and each operation is noted with the stream it would have been
 queued on. Streams, and the host, have vector clocks (Fidge 1988; Mattern 1989), ordered by the
@@ -23,8 +24,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from graphshard.runtime import host_copies
-from graphshard.runtime import streams as lanes
-from graphshard.runtime.streams import Lane
+from graphshard.runtime import streams as side_streams
+from graphshard.runtime.streams import SideStream
 
 Clock = dict[str, int]
 
@@ -62,7 +63,7 @@ class Stream:
 
 
 class RecordedCuda:
-    """What `Lane` uses of `torch.cuda`. `forgets`: the numbers of waits that are not made."""
+    """What `SideStream` uses of `torch.cuda`. `forgets`: the numbers of waits that are not made."""
 
     def __init__(self, forgets: frozenset[int] | None = None) -> None:
         self.forgets = forgets
@@ -73,7 +74,7 @@ class RecordedCuda:
 
     def Stream(self, device: torch.device) -> Stream:  # noqa: N802  # as torch.cuda's
         self.made += 1
-        return Stream(self, f"lane {self.made}")
+        return Stream(self, f"side stream {self.made}")
 
     def current_stream(self, device: torch.device) -> Stream:
         return self.current
@@ -106,7 +107,7 @@ class Races(TorchDispatchMode):
         self.cuda = cuda
         self.found: list[str] = []
         self.accesses = 0
-        self.freed_behind_lanes = 0  # blocks given back that a lane had used
+        self.freed_behind_lanes = 0  # blocks given back that a side stream had used
         self._blocks: dict[int, _Block] = {}
         self._watches: dict[int, weakref.ref[torch.UntypedStorage]] = {}
         self._on_host: set[int] = set()
@@ -249,19 +250,19 @@ class Races(TorchDispatchMode):
 
 @contextmanager
 def recorded_lanes(cuda: RecordedCuda) -> Iterator[None]:
-    """Inside, groups made and copies started on the CPU have lanes, recorded by `cuda`."""
-    made, copying = lanes.new_lane, lanes.copy_lane
-    found: dict[Any, Lane] = {}
+    """Inside, groups made and copies started on the CPU have side streams, recorded by `cuda`."""
+    made, copying = side_streams.new_side_stream, side_streams.copy_stream
+    found: dict[Any, SideStream] = {}
 
-    def copy_lane(device: torch.device, direction: str) -> Lane:
-        return found.setdefault(direction, Lane(device, cuda))
+    def copy_stream(device: torch.device, direction: str) -> SideStream:
+        return found.setdefault(direction, SideStream(device, cuda))
 
-    lanes.new_lane = lambda device: Lane(device, cuda)
-    host_copies.copy_lane = copy_lane
+    side_streams.new_side_stream = lambda device: SideStream(device, cuda)
+    host_copies.copy_stream = copy_stream
     try:
         yield
     finally:
-        lanes.new_lane, host_copies.copy_lane = made, copying
+        side_streams.new_side_stream, host_copies.copy_stream = made, copying
 
 
 def tensors_in(tree: Any) -> list[Tensor]:

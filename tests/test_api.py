@@ -48,7 +48,7 @@ def test_a_plan_for_inference_has_no_backward() -> None:
 
 
 def test_a_plan_warns_of_what_the_program_shows() -> None:
-    class Half(nn.Module):
+    class LoweredGraph(nn.Module):
         def __init__(self) -> None:
             super().__init__()
             self.used, self.unused = nn.Linear(2, 2), nn.Linear(2, 2)
@@ -59,8 +59,8 @@ def test_a_plan_warns_of_what_the_program_shows() -> None:
     policy = graphshard.BlockPolicy({nn.Linear})
     examples = (torch.ones(1, 2),)
     plans = [
-        graphshard.plan(Half(), policy, example_inputs=examples),
-        graphshard.compile(Half(), policy, example_inputs=examples).plan,
+        graphshard.plan(LoweredGraph(), policy, example_inputs=examples),
+        graphshard.compile(LoweredGraph(), policy, example_inputs=examples).plan,
     ]
     for plan in plans:
         assert any("unused.weight" in warning for warning in plan.warnings)

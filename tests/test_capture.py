@@ -12,7 +12,7 @@ import torch.nn.functional as F
 from program_runner import assert_same_as_eager, first_tensor, run_captured
 from torch import Tensor, nn
 
-from graphshard.capture.capture import capture, signature_of
+from graphshard.capture.entry import capture, signature_of
 from graphshard.program.program import BACKWARD, FORWARD
 
 

@@ -11,7 +11,7 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 import graphshard
-from graphshard.capture.capture import capture
+from graphshard.capture.entry import capture
 from graphshard.errors import CaptureError
 
 
@@ -216,7 +216,7 @@ def test_gradient_lost_between_an_output_and_a_parameter():
 
     model = Lost()
     captured = capture(model, (X,))
-    from graphshard.capture.capture import _check_gradients
+    from graphshard.capture.entry import _check_gradients
     from graphshard.capture.traced_module import TracedModel
 
     results = captured.program.results()

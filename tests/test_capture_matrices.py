@@ -8,7 +8,7 @@ from program_runner import assert_same_as_eager, run_captured
 from test_capture import Net, X, linear
 from torch import nn
 
-from graphshard.capture.capture import capture
+from graphshard.capture.entry import capture
 
 MATRICES = {
     "inv": torch.linalg.inv,

@@ -23,15 +23,15 @@ from toy_programs import BATCH, VOCAB, WIDTH, Toy
 
 from graphshard.errors import PassError, VerifyError
 from graphshard.inspect.plan_notes import moved_notes
-from graphshard.passes.gather_together import GatherTogether
-from graphshard.passes.keep_unsharded import KeepUnsharded
+from graphshard.passes.merge_gathers import MergeGathers
 from graphshard.passes.reduce_in_pieces import ReduceInPieces
+from graphshard.passes.skip_reshard import SkipReshard
 from graphshard.passes.split_gathers import SplitGathers
 from graphshard.planning.plan import ShardingPlan
 from graphshard.policy.units import Policy
 from graphshard.program import ops
 from graphshard.program.program import BACKWARD, FORWARD, Program
-from graphshard.verify.verify import verify
+from graphshard.verify.rules import verify
 
 # -- split_gathers -----------------------------------------------------------------------------
 
@@ -159,11 +159,11 @@ class _Within:
         program.budget = replace(program.budget, bytes=self.most)
 
 
-# -- keep_unsharded ----------------------------------------------------------------------------
+# -- skip_reshard ----------------------------------------------------------------------------
 
 
 def test_a_unit_kept_from_forward_to_backward_is_not_gathered_again() -> None:
-    program, _ = finer(toys.blocks, KeepUnsharded(("layers.2",)))
+    program, _ = finer(toys.blocks, SkipReshard(("layers.2",)))
     assert events(program, FORWARD, "gather", "free") == (
         "gather embed+head, gather 0, free 0, gather 1, free 1, gather 2"
     )
@@ -174,26 +174,26 @@ def test_a_unit_kept_from_forward_to_backward_is_not_gathered_again() -> None:
 
 def test_parts_that_nobody_gathers_are_not_kept() -> None:
     program, _ = finer(
-        toys.blocks, KeepUnsharded(("layers.1",)), policy=Policy(reshard_after_forward=2)
+        toys.blocks, SkipReshard(("layers.1",)), policy=Policy(reshard_after_forward=2)
     )
     parts = [node.kwargs["param"] for node in program.nodes() if node.target is ops.reshard]
     assert sorted({owner(str(part)) for part in parts}) == ["0", "2"]
 
 
 def test_a_unit_used_twice_is_kept_from_its_last_run_to_backward_s_first() -> None:
-    program, _ = finer(toys.back_and_forth, KeepUnsharded(("a",)))
+    program, _ = finer(toys.back_and_forth, SkipReshard(("a",)))
     assert events(program, BACKWARD, "gather", "free") == (
         "gather b, free a, gather a, free b, free a"
     )
 
 
 def test_a_unit_that_is_not_gathered_again_cannot_be_kept() -> None:
-    with pytest.raises(PassError, match=r"keep_unsharded: unit '' is not gathered in forward and"):
-        finer(toys.blocks, KeepUnsharded(("",)))
+    with pytest.raises(PassError, match=r"skip_reshard: unit '' is not gathered in forward and"):
+        finer(toys.blocks, SkipReshard(("",)))
 
 
 def test_units_are_kept_where_their_gather_is_exposed_and_memory_allows() -> None:
-    step = KeepUnsharded()
+    step = SkipReshard()
     roomy, _ = finer(toys.blocks, step, hardware=SLOW_NETWORK, policy=Policy(memory_budget=10**6))
     assert events(roomy, BACKWARD, "gather") == ""
     assert "layers.0" in roomy.notes[0]
@@ -202,11 +202,11 @@ def test_units_are_kept_where_their_gather_is_exposed_and_memory_allows() -> Non
     assert events(tight, BACKWARD, "gather") == "gather 2, gather 1, gather 0"
 
 
-# -- gather_together ---------------------------------------------------------------------------
+# -- merge_gathers ---------------------------------------------------------------------------
 
 
 def test_neighbours_are_gathered_and_reduced_together_up_to_a_limit() -> None:
-    program, _ = finer(toys.blocks, GatherTogether(900))
+    program, _ = finer(toys.blocks, MergeGathers(900))
     assert events(program, FORWARD, "gather", "free") == (
         "gather embed+head, gather 0+1, free 0+1, gather 2, free 2"
     )
@@ -219,7 +219,7 @@ def test_neighbours_are_gathered_and_reduced_together_up_to_a_limit() -> None:
 
 
 def test_units_inside_a_unit_are_not_gathered_with_it() -> None:
-    program, _ = finer(toys.nested, GatherTogether(640))
+    program, _ = finer(toys.nested, MergeGathers(640))
     assert sum(node.target is ops.all_gather for node in program.nodes(FORWARD)) == 4
     assert events(program, FORWARD, "gather") == (
         "gather embed+tower, gather tower, gather top"  # tower.0 and tower.1 apart
@@ -227,7 +227,7 @@ def test_units_inside_a_unit_are_not_gathered_with_it() -> None:
 
 
 def test_units_are_merged_only_where_latency_costs_time() -> None:
-    step = GatherTogether()
+    step = MergeGathers()
     policy = Policy(memory_budget=10**6)
     slow, _ = finer(toys.blocks, step, hardware=SLOW_HOPS, policy=policy)
     fewer = [node for node in slow.nodes() if ops.is_collective(node)]
@@ -242,7 +242,7 @@ def test_units_are_merged_only_where_latency_costs_time() -> None:
 
 
 def test_a_merged_collective_names_the_unit_of_each_parameter() -> None:
-    program, plan = finer(toys.blocks, GatherTogether(900))
+    program, plan = finer(toys.blocks, MergeGathers(900))
     gather = next(node for node in program.nodes() if "units" in node.kwargs)
     kwargs = gather.kwargs
     gather.kwargs = {key: value for key, value in kwargs.items() if key != "units"}
@@ -257,7 +257,7 @@ def test_a_merged_collective_names_the_unit_of_each_parameter() -> None:
 
 
 def test_the_plan_says_what_moves_apart_together_or_stays() -> None:
-    steps = (SPLIT, ReduceInPieces(2), KeepUnsharded(("layers.1",)), GatherTogether(500))
+    steps = (SPLIT, ReduceInPieces(2), SkipReshard(("layers.1",)), MergeGathers(500))
     program, plan = finer(toys.blocks, *steps)
     notes = list(moved_notes(replace(plan, program=program)))
     assert notes == [
@@ -269,7 +269,7 @@ def test_the_plan_says_what_moves_apart_together_or_stays() -> None:
         ),
         ("unsharded", "layers.1 from forward to backward, not gathered again"),
     ]
-    program, plan = finer(toys.blocks, GatherTogether(900))
+    program, plan = finer(toys.blocks, MergeGathers(900))
     together = [text for name, text in moved_notes(replace(plan, program=program))]
     assert together == [
         "twice neighbours are gathered together, 2 units at most",

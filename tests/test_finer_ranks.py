@@ -17,11 +17,11 @@ import graphshard
 from examples.benchmarks.live_bytes import LiveBytes
 from examples.gpt import GPT, GPTConfig
 from graphshard import MixedPrecision
-from graphshard.passes.gather_together import GatherTogether
-from graphshard.passes.keep_unsharded import KeepUnsharded
+from graphshard.passes.merge_gathers import MergeGathers
 from graphshard.passes.overlap import Overlap
 from graphshard.passes.reduce_in_pieces import ReduceInPieces
 from graphshard.passes.set_budget import SetBudget
+from graphshard.passes.skip_reshard import SkipReshard
 from graphshard.passes.split_gathers import SplitGathers
 from graphshard.passes.split_reduces import SplitReduces
 from graphshard.program import ops
@@ -118,20 +118,20 @@ def collectives(model: Any) -> int:
 
 
 def finer_and_coarser(rank: int) -> None:
-    kept = KeepUnsharded(("blocks.1",))
+    kept = SkipReshard(("blocks.1",))
     plain, finer, coarser = require_same(
-        MODELS["untied"], rank, (*SPLIT, ReduceInPieces(3), kept), (GatherTogether(1 << 20),)
+        MODELS["untied"], rank, (*SPLIT, ReduceInPieces(3), kept), (MergeGathers(1 << 20),)
     )
     assert collectives(coarser) < collectives(plain) < collectives(finer)
 
 
 def micro_batches_keep(rank: int) -> None:
-    row = (*SPLIT, ReduceInPieces(2), GatherTogether(30_000))
+    row = (*SPLIT, ReduceInPieces(2), MergeGathers(30_000))
     require_same(MODELS["untied"], rank, row, micro=1)
 
 
 def mixed_precision(rank: int) -> None:
-    row = (*SPLIT, ReduceInPieces(2), GatherTogether(20_000))
+    row = (*SPLIT, ReduceInPieces(2), MergeGathers(20_000))
     require_same(MODELS["untied"], rank, row, mixed_precision=PRECISION)
 
 
@@ -202,7 +202,7 @@ def test_more_on_two_ranks(check: Callable[[int], None]) -> None:
 def on_a_mesh(rank: int) -> None:
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard"))
     fields = {"mesh": mesh, "strategy": "HYBRID_SHARD"}
-    rows = (SPLIT, (*SPLIT, GatherTogether(30_000)), (GatherTogether(1 << 20),))
+    rows = (SPLIT, (*SPLIT, MergeGathers(30_000)), (MergeGathers(1 << 20),))
     require_same(MODELS["untied"], rank, *rows, **fields)
     require_same(MODELS["untied"], rank, rows[1], micro=1, **fields)
     require_same(MODELS["gpt"], rank, SPLIT, mixed_precision=PRECISION, **fields)

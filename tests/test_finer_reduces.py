@@ -23,10 +23,10 @@ from toy_programs import BATCH, VOCAB, WIDTH, Toy
 from graphshard.errors import VerifyError
 from graphshard.hardware.hardware import Hardware
 from graphshard.passes.drop_unused_tangents import DropUnusedTangents
-from graphshard.passes.gather_together import GatherTogether
-from graphshard.passes.keep_unsharded import KeepUnsharded
+from graphshard.passes.merge_gathers import MergeGathers
 from graphshard.passes.overlap import Overlap
 from graphshard.passes.reduce_in_pieces import ReduceInPieces
+from graphshard.passes.skip_reshard import SkipReshard
 from graphshard.passes.split_gathers import SplitGathers
 from graphshard.passes.split_reduces import SplitReduces
 from graphshard.pipeline import default_passes, run_passes
@@ -35,7 +35,7 @@ from graphshard.program.pass_protocol import Pass
 from graphshard.program.program import BACKWARD, Program
 from graphshard.program.storages import GRADIENTS, storages_of
 from graphshard.schedule.evaluate import score_of
-from graphshard.verify.verify import verify
+from graphshard.verify.rules import verify
 
 # -- split_reduces -----------------------------------------------------------------------------
 
@@ -198,7 +198,7 @@ def two_heads() -> Program:
 
 
 @pytest.mark.parametrize(
-    "passes", [ALL_FINER, (*ALL_FINER, ReduceInPieces(2), GatherTogether(2000))], ids=len
+    "passes", [ALL_FINER, (*ALL_FINER, ReduceInPieces(2), MergeGathers(2000))], ids=len
 )
 def test_an_output_without_a_gradient_drops_collectives_made_by_these_passes(passes: Any) -> None:
     program, plan = finer(two_heads, *passes, units=("", "a", "b"))
@@ -240,8 +240,8 @@ STEPS = st.one_of(
     ),
     st.builds(SplitReduces, apart=st.sampled_from([None, 0.0, 3.0])),
     st.builds(ReduceInPieces, st.integers(2, 4)),
-    st.builds(GatherTogether, limit=st.integers(200, 2000)),
-    st.just(KeepUnsharded()),
+    st.builds(MergeGathers, limit=st.integers(200, 2000)),
+    st.just(SkipReshard()),
 )
 
 

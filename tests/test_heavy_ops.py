@@ -10,7 +10,11 @@ from torch.utils.flop_counter import sdpa_backward_flop_count, sdpa_flop_count
 from graphshard.cost import attention_work
 from graphshard.cost.op_cost import cost_of, op_cost
 from graphshard.program.program import FORWARD
-from graphshard.recompute.regions import heavy_packets, is_heavy, recomputable
+from graphshard.recompute.regions import (
+    compute_intensive_packets,
+    is_compute_intensive,
+    recomputable,
+)
 
 aten = torch.ops.aten
 
@@ -26,15 +30,15 @@ def test_attention_with_dropout_is_saved_with_its_seeds():
     q = torch.empty(1)
     assert recomputable(node_of(attention, q, q, q, 0.0))
     assert not recomputable(node_of(attention, q, q, q, 0.1))
-    assert is_heavy(node_of(attention, q, q, q))
+    assert is_compute_intensive(node_of(attention, q, q, q))
     assert not recomputable(node_of(aten.bernoulli.p, q, 0.5))
     assert not recomputable(node_of(aten.add_.Tensor, q, q))
 
 
 def test_the_list_of_what_selective_keeps():
     for name in ("mm", "addmm", "bmm", "baddbmm", "convolution", "_scaled_mm"):
-        assert getattr(aten, name) in heavy_packets()
-    assert aten.add not in heavy_packets()
+        assert getattr(aten, name) in compute_intensive_packets()
+    assert aten.add not in compute_intensive_packets()
 
 
 @pytest.mark.parametrize("kv_heads", [4, 2, 1])

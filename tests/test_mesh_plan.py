@@ -28,7 +28,7 @@ from graphshard.program.program import Program
 from graphshard.program.storages import live_unsharded
 from graphshard.program.text import full_text, schedule_text
 from graphshard.verify.facts import Reference
-from graphshard.verify.verify import verify
+from graphshard.verify.rules import verify
 
 GPT = CASES["gpt"]
 HYBRID = {"strategy": "HYBRID_SHARD"}

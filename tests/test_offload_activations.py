@@ -23,11 +23,11 @@ from graphshard.planning.plan import ShardingPlan
 from graphshard.policy.units import Policy
 from graphshard.program import ops
 from graphshard.program.aliases import storage_root
-from graphshard.program.cut import crossing_nodes
+from graphshard.program.cut import saved_nodes
 from graphshard.program.program import BACKWARD, Program
 from graphshard.program.text import schedule_text
 from graphshard.verify.facts import Reference
-from graphshard.verify.verify import verify
+from graphshard.verify.rules import verify
 
 ACTIVATIONS = "activations"
 
@@ -51,7 +51,7 @@ def offloaded(
 
 def kept_on_device(program: Program) -> list[str]:
     """What forward computes, crosses the border, and is no view of a parameter or host copy."""
-    return [node.name for node in crossing_nodes(program) if ops.is_compute(storage_root(node))]
+    return [node.name for node in saved_nodes(program) if ops.is_compute(storage_root(node))]
 
 
 @pytest.mark.parametrize("build", toys.UNITS)

@@ -24,7 +24,7 @@ from graphshard.program import ops
 from graphshard.program.program import BACKWARD, Event, Program
 from graphshard.program.text import schedule_text
 from graphshard.verify.facts import Reference
-from graphshard.verify.verify import FINISHED, verify
+from graphshard.verify.rules import FINISHED, verify
 
 PARAMS = "params"
 BOTH = ("params", "activations")

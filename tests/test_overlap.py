@@ -17,10 +17,10 @@ from graphshard import Hardware, Policy
 from graphshard.cost.streams import COMPUTE
 from graphshard.cost.timeline import timeline_of
 from graphshard.errors import PassError, VerifyError
-from graphshard.passes.gather_together import GatherTogether
-from graphshard.passes.keep_if_better import KeepIfBetter
-from graphshard.passes.keep_unsharded import KeepUnsharded
+from graphshard.passes.merge_gathers import MergeGathers
+from graphshard.passes.only_if_faster import OnlyIfFaster
 from graphshard.passes.overlap import Overlap
+from graphshard.passes.skip_reshard import SkipReshard
 from graphshard.pipeline import default_passes, run_passes
 from graphshard.program.annotations import Budget
 from graphshard.program.pass_protocol import Pass
@@ -40,7 +40,7 @@ def scheduled(build: Any, **fields: Any) -> Any:
 
 def alone(policy: Policy) -> list[Pass]:
     """The passes of `policy` without those that change what is gathered and reduced together."""
-    others = (KeepIfBetter, KeepUnsharded, GatherTogether)
+    others = (OnlyIfFaster, SkipReshard, MergeGathers)
     return [step for step in default_passes(policy) if not isinstance(step, others)]
 
 
@@ -96,7 +96,7 @@ def test_a_pass_by_which_the_step_gains_is_kept_and_no_other() -> None:
     expected, plan = scheduled(toys.blocks, hardware=UNIT)
     for tried, before in ((Waste(), ()), (Spare(), (Waste(),))):
         program = toys.blocks()
-        run_passes(program, plan, (*passes, *before, KeepIfBetter(tried), last))
+        run_passes(program, plan, (*passes, *before, OnlyIfFaster(tried), last))
         assert str(program) == str(expected)
         assert program.budget is not None
         assert program.budget.best == score_of(program, plan)

@@ -1,4 +1,4 @@
-"""accumulate and zeros_for_kept, on hand-built programs."""
+"""accumulate and zero_missing_grads, on hand-built programs."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from torch import fx
 from graphshard.errors import PassError, VerifyError
 from graphshard.passes.accumulate import Accumulate
 from graphshard.passes.release_early import ReleaseEarly
-from graphshard.passes.zeros_for_kept import ZerosForKept
+from graphshard.passes.zero_missing_grads import ZeroMissingGrads
 from graphshard.pipeline import default_passes, run_passes
 from graphshard.planning.plan import ShardingPlan
 from graphshard.policy.units import Policy
@@ -19,7 +19,7 @@ from graphshard.program import ops
 from graphshard.program.program import Program
 from graphshard.runtime.accumulated import passes_for
 from graphshard.verify.facts import Reference
-from graphshard.verify.verify import verify
+from graphshard.verify.rules import verify
 
 
 def rewritten(
@@ -102,7 +102,7 @@ def test_a_kept_gradient_without_a_reduce_is_an_error() -> None:
     with pytest.raises(PassError, match="over replicas"):
         run_passes(program, plan, passes_for(default_passes(plan.policy), ("shard", (), ())))
     with pytest.raises(PassError, match="no parameter 'nobody'"):
-        ZerosForKept(frozenset({"nobody"})).apply(program, plan)
+        ZeroMissingGrads(frozenset({"nobody"})).apply(program, plan)
 
 
 BOTH = frozenset({"a.unused", "gain"})

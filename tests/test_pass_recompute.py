@@ -8,7 +8,7 @@ from program_runner import run_captured
 from torch import fx, nn
 from torch.utils.checkpoint import checkpoint
 
-from graphshard.capture.capture import capture
+from graphshard.capture.entry import capture
 from graphshard.passes.recompute import Recompute
 from graphshard.planning.planner import make_plan
 from graphshard.policy.units import BlockPolicy

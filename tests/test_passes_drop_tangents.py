@@ -12,7 +12,7 @@ import toy_programs as toys
 from torch import fx, nn
 from toy_programs import BATCH, VOCAB, WIDTH, Toy, aten
 
-from graphshard.capture.capture import capture
+from graphshard.capture.entry import capture
 from graphshard.errors import PassError
 from graphshard.passes.drop_unused_tangents import DropUnusedTangents
 from graphshard.pipeline import default_passes, run_passes
@@ -20,7 +20,7 @@ from graphshard.planning.planner import make_plan
 from graphshard.policy.units import BlockPolicy, Policy
 from graphshard.program import ops
 from graphshard.program.program import BACKWARD, FORWARD, Program
-from graphshard.verify.verify import verify
+from graphshard.verify.rules import verify
 
 
 class Block(nn.Module):

@@ -24,16 +24,16 @@ from graphshard.policy.units import Policy
 from graphshard.program import ops
 from graphshard.program.pass_protocol import Pass
 from graphshard.program.program import Program
-from graphshard.verify import verify as verify_module
+from graphshard.verify import rules as verify_module
 from graphshard.verify.facts import Facts, Reference
-from graphshard.verify.verify import FINISHED, LATER_RULES, RULES
+from graphshard.verify.rules import FINISHED, LATER_RULES, RULES
 
 DEFAULT = [
     "recompute",
     "unshard",
     "partial_reshard",
     "regather",
-    "zeros_for_kept",
+    "zero_missing_grads",
     "reduce_grads",
     "reduce_replicas",
     "precision",

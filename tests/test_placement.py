@@ -23,7 +23,7 @@ from graphshard.program import ops
 from graphshard.program.storages import live_unsharded, storages_of
 from graphshard.program.text import full_text
 from graphshard.runtime.fingerprint import Fingerprint
-from graphshard.verify.verify import verify
+from graphshard.verify.rules import verify
 
 SHAPES = st.lists(st.one_of(st.integers(1, 9), st.integers(1, 3000)), min_size=1, max_size=4)
 

@@ -25,8 +25,8 @@ from toy_programs import (
 
 import graphshard
 from graphshard import BlockPolicy, MixedPrecision
-from graphshard.capture.capture import capture
 from graphshard.capture.casting import settle_casts
+from graphshard.capture.entry import capture
 from graphshard.errors import CaptureError, PassError, VerifyError
 from graphshard.pipeline import default_passes, run_passes
 from graphshard.planning.plan import ShardingPlan, gradient_bytes

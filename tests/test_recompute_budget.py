@@ -92,7 +92,7 @@ def test_the_budget_holds_by_as_little_work_as_will_do():
     assert works[0] == 0
     assert works == sorted(works)
     assert len(set(works)) == len(works)
-    # Half way the products are still saved: less work than recomputing units whole.
+    # LoweredGraph way the products are still saved: less work than recomputing units whole.
     assert 0 < works[2] < work(whole) / 2
 
 

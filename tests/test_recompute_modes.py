@@ -18,7 +18,7 @@ from torch.utils.checkpoint import (
 )
 
 import graphshard
-from graphshard.capture.capture import capture
+from graphshard.capture.entry import capture
 from graphshard.errors import CaptureError, PassError, PolicyError
 from graphshard.passes.recompute import Recompute
 from graphshard.planning.planner import make_plan

@@ -17,7 +17,7 @@ import graphshard
 from examples.benchmarks.live_bytes import LiveBytes
 from examples.gpt import GPT, GPTConfig
 from graphshard.program.storages import SAVED, storages_of
-from graphshard.recompute.regions import heavy_packets
+from graphshard.recompute.regions import compute_intensive_packets
 
 WIDTH, BATCH, LAYERS = 128, 256, 4
 ACTIVATION = WIDTH * BATCH * 4
@@ -60,7 +60,11 @@ def reference(rank: int, context: Callable | None) -> list[Tensor]:
 
 
 def selective() -> object:
-    ops = [getattr(packet, name) for packet in heavy_packets() for name in packet.overloads()]
+    ops = [
+        getattr(packet, name)
+        for packet in compute_intensive_packets()
+        for name in packet.overloads()
+    ]
     return create_selective_checkpoint_contexts(ops)
 
 

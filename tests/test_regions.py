@@ -25,7 +25,7 @@ from graphshard.program import ops
 from graphshard.program.program import Program
 from graphshard.program.regions import REGION, form_of, regions_in
 from graphshard.torch_private.inductor import draws_as_eager
-from graphshard.verify.verify import verify
+from graphshard.verify.rules import verify
 
 TOKENS = torch.randint(0, 19, (2, 3, 7))
 

@@ -31,7 +31,7 @@ from graphshard.program.program import BACKWARD, Program
 from graphshard.program.storages import PARAMETERS, live_unsharded, storages_of
 from graphshard.program.text import schedule_text
 from graphshard.torch_private import inductor as torch_inductor
-from graphshard.verify.verify import verify
+from graphshard.verify.rules import verify
 
 ALL = ReleaseEarly(min_bytes=1)
 

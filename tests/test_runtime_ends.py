@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 import graphshard
-from graphshard.capture.capture import capture
+from graphshard.capture.entry import capture
 from graphshard.errors import GraphshardError
 from graphshard.program.cut import cut, cut_backward
 from graphshard.program.program import Program

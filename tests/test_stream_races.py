@@ -115,7 +115,7 @@ def test_no_strategy_races(options: dict[str, Any]) -> None:
     races = watched(cuda, **options)
     assert races.found == []
     assert races.accesses > 300
-    assert races.freed_behind_lanes > 5, "lanes were not used"
+    assert races.freed_behind_lanes > 5, "side streams were not used"
     assert len(cuda.waits) > 10
     host = [wait for wait in cuda.waits if wait.startswith("the host waits")]
     # With parameters on the host, for copies in each direction, where forward and backward end.
@@ -154,7 +154,7 @@ def test_a_wait_left_out_shows(name: str, share: float, each: int) -> None:
 def test_what_waits_for_nothing_shows(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(Launched, "join", lambda self: None)
     races = watched(RecordedCuda(), steps=1)
-    assert any("reads what lane" in found for found in races.found)
+    assert any("reads what side stream" in found for found in races.found)
     assert any(found.startswith("free on compute gives back") for found in races.found)
 
 
@@ -194,7 +194,8 @@ def test_a_copy_whose_source_goes_at_once_shows(monkeypatch: pytest.MonkeyPatch)
 
 
 def test_what_is_dropped_is_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
-    """An error between a launch and its wait: memory goes back behind the lane all the same."""
+    """An error between a launch and its wait: memory goes back behind the side stream all the
+    same."""
 
     def raises(*args: Any) -> None:
         raise RuntimeError("in between")

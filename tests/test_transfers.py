@@ -22,7 +22,7 @@ from graphshard.program.aliases import unpacks
 from graphshard.program.edit import insert_node
 from graphshard.program.program import Event, Program
 from graphshard.verify.numbering import Values
-from graphshard.verify.verify import verify
+from graphshard.verify.rules import verify
 
 
 @dataclass(frozen=True)

@@ -18,7 +18,7 @@ from graphshard.policy.units import Policy
 from graphshard.program.program import FORWARD, Program, signature
 from graphshard.program.storages import storages_of
 from graphshard.verify.facts import Reference
-from graphshard.verify.verify import verify
+from graphshard.verify.rules import verify
 
 
 @pytest.mark.parametrize("break_it", BREAKS, ids=lambda f: f.__name__)

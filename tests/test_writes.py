@@ -13,8 +13,8 @@ from models import CASES
 from program_runner import assert_same_as_eager
 from torch import Tensor, nn
 
-from graphshard.capture import capture as capture_module
-from graphshard.capture.capture import capture
+from graphshard.capture import entry as capture_module
+from graphshard.capture.entry import capture
 from graphshard.errors import CaptureError
 from graphshard.program import ops
 

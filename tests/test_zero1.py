@@ -18,7 +18,7 @@ from graphshard.program import ops
 from graphshard.program.edit import insert_node
 from graphshard.program.storages import live_unsharded
 from graphshard.program.text import full_text
-from graphshard.verify.verify import verify
+from graphshard.verify.rules import verify
 
 
 def meta(*blocks):
@@ -40,7 +40,7 @@ def test_the_plan_counts_what_a_rank_stores():
     model, _ = meta()
     plan = make_plan(model, BlockPolicy({Experts}, strategy="ZeRO-1"), world_size=8)
     layout = plan.layouts["embed.weight"]
-    assert (layout.standing, layout.shard_shape) == (True, (3, 128))
+    assert (layout.resident, layout.shard_shape) == (True, (3, 128))
     assert layout.shard_bytes == layout.full_bytes == 24 * 128 * 4
     root = plan.unit("")
     assert root.sharded_bytes == root.unsharded_bytes
@@ -109,7 +109,7 @@ def test_verify_wants_gathers_in_place_and_of_what_is_stale_only():
     plan = planned(2)
     gather = gathers(plan.program)[0]
     gather.kwargs = {k: v for k, v in gather.kwargs.items() if k != "in_place"}
-    with pytest.raises(VerifyError, match="standing=True"):
+    with pytest.raises(VerifyError, match="resident=True"):
         verify(plan.program, plan, after="test")
     plan = planned(2)
     program = dataclasses.replace(plan.program, stale=frozenset())

@@ -24,7 +24,7 @@ import transformers as hf
 from torch import nn
 
 from graphshard import BlockPolicy, Hardware, MixedPrecision
-from graphshard.capture.capture import capture
+from graphshard.capture.entry import capture
 from graphshard.cost.memory import bytes_held
 from graphshard.cost.streams import COMPUTE
 from graphshard.cost.timeline import Timeline, timeline_of

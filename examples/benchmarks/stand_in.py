@@ -71,7 +71,8 @@ class Communicator:
     def begin(self, op: str, size: int) -> None:
         """Queue the wait for the one before, and the time that `size` bytes take."""
         self.calls.append((op, size))
-        # In the capture of a graph nothing may wait for what is outside of it; the lane orders all.
+        # In the capture of a graph nothing may wait for what is outside of it; the side stream
+        # orders all.
         if self._last is not None and not torch.cuda.is_current_stream_capturing():
             torch.cuda.current_stream(self.device).wait_event(self._last)
         if self.seconds_of is not None:

@@ -1,7 +1,8 @@
 """Trying to break the order of streams: delays by chance on all of them, freed memory poisoned.
 
 The same training is run twice: once with all communication on the compute stream, in the order of
-the program, where nothing can overtake anything; and once on lanes of its own, with a delay by
+the program, where nothing can overtake anything; and once on side streams of its own, with a delay
+by
 chance before and after whatever is launched, on either side, and before and after each wait, while
 what a gather yielded is filled with NaN before its memory goes back. Every loss and the parameters
 at the end must be bit-equal: what is read too early, or after it was given to someone else,
@@ -24,7 +25,7 @@ import graphshard
 from examples.benchmarks.stand_in import Delay, stand_in
 from graphshard.runtime import gather, lower
 from graphshard.runtime.gather import AllGather, Gathered
-from graphshard.runtime.streams import Lane, Launched
+from graphshard.runtime.streams import Launched, SideStream
 
 WIDTH, BATCH = 256, 64
 
@@ -58,18 +59,18 @@ class Stack(nn.Module):
 @contextmanager
 def in_program_order() -> Iterator[None]:
     """Inside, what is launched runs on the compute stream, where it stands."""
-    launch = Lane.launch
+    launch = SideStream.launch
 
-    def inline(self: Lane, work: Callable[..., Any], *args: Any) -> Launched:
+    def inline(self: SideStream, work: Callable[..., Any], *args: Any) -> Launched:
         compute = self.cuda.current_stream(self.device)
         work(*args)
         return Launched(compute.record_event(), compute, self.cuda)
 
-    Lane.launch = inline  # type: ignore[method-assign]
+    SideStream.launch = inline  # type: ignore[method-assign]
     try:
         yield
     finally:
-        Lane.launch = launch  # type: ignore[method-assign]
+        SideStream.launch = launch  # type: ignore[method-assign]
 
 
 def _poisoning(releasing: Callable[[AllGather], Callable[[Tensor], None]]) -> Any:
@@ -91,14 +92,14 @@ def _poisoning(releasing: Callable[[AllGather], Callable[[Tensor], None]]) -> An
 def stressed(device: torch.device, seed: int, most: float = 1e-4) -> Iterator[None]:
     """Inside, streams are delayed by up to `most` seconds at a time, and frees poison."""
     chance, delay = random.Random(seed), Delay(device)
-    launch, join, free = Lane.launch, Launched.join, AllGather.free
+    launch, join, free = SideStream.launch, Launched.join, AllGather.free
     releasing = lower.releasing
 
     def wait() -> None:
         if chance.random() < 0.5:
             delay(most * chance.random())
 
-    def delayed_launch(self: Lane, work: Callable[..., Any], *args: Any) -> Launched:
+    def delayed_launch(self: SideStream, work: Callable[..., Any], *args: Any) -> Launched:
         def late(*given: Any) -> None:
             wait()
             work(*given)
@@ -118,14 +119,14 @@ def stressed(device: torch.device, seed: int, most: float = 1e-4) -> Iterator[No
                 gather.poison(tensor)
         free(self, gathered)
 
-    Lane.launch, Launched.join = delayed_launch, delayed_join  # type: ignore[method-assign]
+    SideStream.launch, Launched.join = delayed_launch, delayed_join  # type: ignore[method-assign]
     AllGather.free = poisoned_free  # type: ignore[method-assign]
     lower.releasing = _poisoning(releasing)
     try:
         yield
     finally:
         lower.releasing = releasing
-        Lane.launch, Launched.join, AllGather.free = launch, join, free  # type: ignore
+        SideStream.launch, Launched.join, AllGather.free = launch, join, free  # type: ignore
 
 
 def trained(device: torch.device, steps: int, **fields: Any) -> tuple[list[float], list[Tensor]]:

@@ -258,7 +258,7 @@ def embedded_backward(draw: Draw, numel: int) -> Operands:
 
 
 def rotated(draw: Draw, numel: int) -> Operands:
-    """Half of each head by its position's angle, as rotary embeddings multiply."""
+    """LoweredGraph of each head by its position's angle, as rotary embeddings multiply."""
     x = _by_head(draw, 2 * numel)[..., : _HEAD // 2]
     return x, draw(x.shape[2], _HEAD // 2)
 

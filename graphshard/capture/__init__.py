@@ -1,5 +1,5 @@
 """From a module to a program."""
 
-from graphshard.capture.capture import Capture, capture
+from graphshard.capture.entry import Capture, capture
 
 __all__ = ["Capture", "capture"]

@@ -106,7 +106,7 @@ _VIEW = OpCost("free", 0, 0, torch.float32, (VIEW,))
 def op_cost(node: fx.Node) -> OpCost:
     """The cost of a compute node of a program; of any other, and of views, nothing.
 
-    Kept with the node and for nodes equal to it (see `graphshard.cost.per_node`).
+    AccumulatedGrads with the node and for nodes equal to it (see `graphshard.cost.per_node`).
     """
     if getattr(node.target, "overloadpacket", None) is None:
         return FREE  # communication, picking out a result, arithmetic on sizes
@@ -186,7 +186,7 @@ def _shapes(value: Any) -> Any:
 
 
 def _causal(node: fx.Node, flops: int) -> int:
-    """Half of `flops` under a causal mask, whose blocks above the diagonal are skipped."""
+    """LoweredGraph of `flops` under a causal mask, whose blocks above the diagonal are skipped."""
     for argument, value in _arguments(node):
         if argument == "is_causal":
             return flops // 2 if value else flops

@@ -93,7 +93,7 @@ def _layout(
     scattered = served is not None and served.node.target is ops.reduce_scatter
     sharded = gathered is not None or scattered
     whole = tuple(stored.shape) == param.shape
-    standing = sharded and (
+    resident = sharded and (
         bool(gathered.node.kwargs.get("in_place"))
         if gathered is not None
         else whole and program.shard_size > 1
@@ -115,7 +115,7 @@ def _layout(
         placement=placement,
         world_size=program.shard_size,
         dim=use.dim[param.fqn] if use is not None and sharded else 0,
-        standing=standing,
+        resident=resident,
         precision=precision if param.dtype.is_floating_point else None,
     )
 

@@ -42,7 +42,7 @@ class _State:
         if empty:
             # One that nothing computes is named when the module is called.
             with contextlib.suppress(RuntimeStateError):
-                initialize(self.programs.blueprint, self.bindings, empty, seed=0)
+                initialize(self.programs.meta_model, self.bindings, empty, seed=0)
 
     def _is_empty(self, name: str) -> bool:
         buffer, version = self.empty_buffers[name]

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from graphshard.capture.traced_module import ORIGINALS
 
 
-def blueprint_of(model: nn.Module) -> nn.Module:
+def meta_model_of(model: nn.Module) -> nn.Module:
     """A copy of `model` with its parameters and buffers on meta.
 
     What the forward does to Python attributes then happens to the copy. Attributes that cannot be
@@ -22,12 +22,12 @@ def blueprint_of(model: nn.Module) -> nn.Module:
     """
     twins = {id(tensor): twin for tensor, twin in _on_meta(model)}
     try:
-        blueprint = copy.deepcopy(model, dict(twins))
+        meta_model = copy.deepcopy(model, dict(twins))
     except Exception:  # whatever the attributes of a module raise
-        blueprint = _copied_by_attribute(model, dict(twins))
+        meta_model = _copied_by_attribute(model, dict(twins))
     named = (*model.named_parameters(), *model.named_buffers())
-    vars(blueprint)[ORIGINALS] = [(name, weakref.ref(tensor)) for name, tensor in named]
-    return blueprint
+    vars(meta_model)[ORIGINALS] = [(name, weakref.ref(tensor)) for name, tensor in named]
+    return meta_model
 
 
 def _on_meta(model: nn.Module) -> Iterator[tuple[Tensor, Tensor]]:

@@ -11,8 +11,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from graphshard.capture.capture import Capture, capture, signature_of_parts
 from graphshard.capture.dynamic import Dynamic, Names, growing, grown, without
+from graphshard.capture.entry import Capture, capture, signature_of_parts
 from graphshard.capture.structure import CALL, Structure, take_apart
 from graphshard.capture.traced_module import MAIN, Entry
 from graphshard.errors import FixedSizeError
@@ -24,8 +24,8 @@ from graphshard.program.pass_protocol import Pass
 from graphshard.progress import Progress, Stages
 from graphshard.runtime.accumulated import REDUCED, Mode, passes_for
 from graphshard.runtime.lowered import Bindings
+from graphshard.runtime.resident import ResidentShard
 from graphshard.runtime.shards import distinct
-from graphshard.runtime.standing import StandingShard
 from graphshard.runtime.step import Step
 from graphshard.torch_private import compat as torch_compat
 from graphshard.torch_private.gc_pause import only_new_collected
@@ -94,7 +94,7 @@ class Programs:
     """Captures, rewrites and keeps a program for each signature.
 
     Args:
-        blueprint: the model, whose forward is traced.
+        meta_model: the model, whose forward is traced.
         root: the sharded module, whose flags count.
         modes: tells when a `training` flag below `root` may have changed.
         bindings: what programs run on.
@@ -105,14 +105,14 @@ class Programs:
 
     def __init__(
         self,
-        blueprint: nn.Module,
+        meta_model: nn.Module,
         root: nn.Module,
         modes: Modes,
         bindings: Bindings,
         passes: Sequence[Pass],
         dynamic: Dynamic | None = None,
     ) -> None:
-        self.blueprint = blueprint
+        self.meta_model = meta_model
         self.root = root
         self.modes = modes
         self.bindings = bindings
@@ -128,7 +128,7 @@ class Programs:
         self._described: list[dict[str, str]] = []
         self._training: tuple[int, tuple[bool, ...]] = (-1, ())
         self._shards = distinct(bindings.shards)
-        self._standing = [s for s in self._shards if isinstance(s, StandingShard)]
+        self._resident = [s for s in self._shards if isinstance(s, ResidentShard)]
 
     def step_for(
         self, args: tuple[Any, ...], kwargs: dict[str, Any], entry: Entry = MAIN
@@ -241,7 +241,7 @@ class Programs:
             self._entry,
             # What programs of one capture differ in comes last.
             (
-                tuple([shard.stale for shard in self._standing]),
+                tuple([shard.stale for shard in self._resident]),
                 self.bindings.kept.mode() if torch.is_grad_enabled() else REDUCED,
             ),
         )
@@ -283,10 +283,10 @@ class Programs:
     ) -> Capture:
         bindings = self.bindings
         requires_grad = {name: s.param.requires_grad for name, s in bindings.shards.items()}
-        state = in_state(self.blueprint, self._training[1], requires_grad)
+        state = in_state(self.meta_model, self._training[1], requires_grad)
         with progress.stage("capture"), state:
             return capture(
-                self.blueprint,
+                self.meta_model,
                 args,
                 kwargs,
                 device=bindings.group.device,
@@ -305,7 +305,7 @@ class Programs:
         captured = self._captures[key[:-1]][index]
         captured = replace(captured, program=captured.program.copy())
         stale = [
-            shard for shard, is_stale in zip(self._standing, are_stale, strict=True) if is_stale
+            shard for shard, is_stale in zip(self._resident, are_stale, strict=True) if is_stale
         ]
         captured.program.stale = frozenset(shard.layout.fqn for shard in stale)
         if self.plan.program is None and self._entry == MAIN:

@@ -14,9 +14,9 @@ from graphshard.capture.traced_module import MAIN
 from graphshard.errors import RuntimeStateError
 from graphshard.inspect.dump import dump_programs
 from graphshard.module.internals import _State
-from graphshard.module.meta_model import blueprint_of
+from graphshard.module.meta_model import meta_model_of
 from graphshard.module.programs import Programs
-from graphshard.module.sharded_tree import Modes, build_skeleton
+from graphshard.module.sharded_tree import Modes, build_sharded_tree
 from graphshard.module.state import StateMethods
 from graphshard.module.training import TrainingMethods
 from graphshard.planning.plan import ShardingPlan
@@ -26,8 +26,7 @@ from graphshard.progress import Stages
 from graphshard.runtime.fingerprint import Agreement
 from graphshard.runtime.group import Group
 from graphshard.runtime.lowered import Bindings
-from graphshard.runtime.resident import make_shards
-from graphshard.runtime.standing import watch_state_dicts
+from graphshard.runtime.resident import make_shards, watch_state_dicts
 from graphshard.state.load import take_over
 from graphshard.training.scaler import let_scalers_agree
 
@@ -62,11 +61,11 @@ class ShardedModule(StateMethods, TrainingMethods):
         if group.mesh is not None:
             let_scalers_agree()
         shards = make_shards(plan.layouts, group, named, on_host=plan.policy.offloads("params"))
-        build_skeleton(self, model, shards, group.device, modes)
+        build_sharded_tree(self, model, shards, group.device, modes)
         bindings = Bindings(plan, group, shards, _buffer_homes(self), Agreement(group))
         on_meta = take_over(self, model, bindings, from_first=plan.policy.sync_module_states)
         watch_state_dicts(self, shards)
-        programs = Programs(blueprint_of(model), self, modes, bindings, passes, dynamic)
+        programs = Programs(meta_model_of(model), self, modes, bindings, passes, dynamic)
         self._graphshard = _State(bindings, programs, on_meta)
 
     # -- running --------------------------------------------------------------------------------

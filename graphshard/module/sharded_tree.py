@@ -20,7 +20,7 @@ class Modes:
         self.version = 0
 
 
-class SkeletonModule(nn.Module):
+class TreeModule(nn.Module):
     """Stands for a module of the model: its children, parameters, buffers and `training` flag."""
 
     def __init__(self, original: nn.Module, modes: Modes) -> None:
@@ -48,7 +48,7 @@ class SkeletonModule(nn.Module):
         return self.__dict__["_graphshard_name"]
 
 
-class PartModule(SkeletonModule):
+class TreePart(TreeModule):
     """A module below the root: it holds values, and is never called by itself."""
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
@@ -81,7 +81,7 @@ class PartModule(SkeletonModule):
     register_backward_hook = _refuse_hook
 
 
-class PartContainer(PartModule):
+class TreeContainer(TreePart):
     """A list, sequence or dict of modules, which is looked into as the model's own is."""
 
     def __len__(self) -> int:
@@ -101,17 +101,17 @@ class PartContainer(PartModule):
         return self.__dict__["_graphshard_kind"]
 
 
-def _part_of(original: nn.Module, modes: Modes) -> PartModule:
+def _part_of(original: nn.Module, modes: Modes) -> TreePart:
     containers = (nn.ModuleList, nn.ModuleDict, nn.Sequential)
     if not isinstance(original, containers):
-        return PartModule(original, modes)
-    part = PartContainer(original, modes)
+        return TreePart(original, modes)
+    part = TreeContainer(original, modes)
     part.__dict__["_graphshard_kind"] = type(original)
     return part
 
 
-def build_skeleton(
-    root: SkeletonModule,
+def build_sharded_tree(
+    root: TreeModule,
     model: nn.Module,
     shards: Mapping[str, Shard],
     device: torch.device,
@@ -121,7 +121,7 @@ def build_skeleton(
 
     Shared modules, parameters and buffers stay shared. Parameters and buffers have no values yet.
     """
-    modules: dict[nn.Module, SkeletonModule] = {model: root}
+    modules: dict[nn.Module, TreeModule] = {model: root}
     buffers: dict[Tensor, Tensor] = {}
     for fqn, original in model.named_modules():
         mine = modules[original]

@@ -51,7 +51,7 @@ class StateMethods(nn.Module):
             raise RuntimeStateError(
                 "init_weights is for models built on the meta device; this one came with weights"
             )
-        initialize(state.programs.blueprint, state.bindings, state.on_meta, seed)
+        initialize(state.programs.meta_model, state.bindings, state.on_meta, seed)
 
     # -- the model's state ----------------------------------------------------------------------
 
@@ -270,7 +270,7 @@ class StateMethods(nn.Module):
         if read not in ("each", "first"):
             raise RuntimeStateError(f'read must be "each" or "first"; got {read!r}')
         mine = read == "each" or state.bindings.group.rank == 0
-        rules = KeyRules.of(state.programs.blueprint)
+        rules = KeyRules.of(state.programs.meta_model)
         found = load.load(
             self,
             state.bindings,
@@ -325,7 +325,7 @@ class StateMethods(nn.Module):
         return save.save_pretrained(
             self,
             state.bindings,
-            state.programs.blueprint,
+            state.programs.meta_model,
             path,
             max_shard_bytes=max_shard_bytes,
             dtype=dtype,

@@ -10,14 +10,14 @@ from torch import Tensor, nn
 
 from graphshard.capture.traced_module import Entry
 from graphshard.errors import PolicyError, RuntimeStateError
-from graphshard.module.sharded_tree import SkeletonModule
+from graphshard.module.sharded_tree import TreeModule
 from graphshard.passes.accumulate import GRADIENT, SHARD
 from graphshard.training.clip import clip_grad_norm
 from graphshard.training.local_steps import Made, require_elementwise, step_locally
 from graphshard.training.param_groups import Rule, parameter_groups
 
 
-class TrainingMethods(SkeletonModule):
+class TrainingMethods(TreeModule):
     """Clipping, parameter groups and full parameters; thin, over the modules that do the work."""
 
     _graphshard: Any
@@ -31,8 +31,8 @@ class TrainingMethods(SkeletonModule):
             PolicyError: the model has no such module.
             CaptureError, RuntimeStateError, CollectiveError: as when calling the whole module.
         """
-        blueprint = self._graphshard.programs.blueprint
-        if fqn not in dict(blueprint.named_modules(remove_duplicate=False)):
+        meta_model = self._graphshard.programs.meta_model
+        if fqn not in dict(meta_model.named_modules(remove_duplicate=False)):
             raise PolicyError(f"submodule_forward: the model has no module {fqn!r}")
         return self._run(Entry(fqn), args, kwargs)
 
@@ -52,7 +52,7 @@ class TrainingMethods(SkeletonModule):
             RuntimeStateError, CollectiveError: as when calling the whole module.
         """
         entry = Entry.of_method(name)
-        modules = dict(self._graphshard.programs.blueprint.named_modules(remove_duplicate=False))
+        modules = dict(self._graphshard.programs.meta_model.named_modules(remove_duplicate=False))
         if not callable(getattr(modules.get(entry.module), entry.method, None)):
             raise PolicyError(f"call_method: the model has no method {name!r}")
         return self._run(entry, args, kwargs)
@@ -70,7 +70,7 @@ class TrainingMethods(SkeletonModule):
             return super().__getattr__(name)
         except AttributeError:
             state = self.__dict__.get("_graphshard")
-            model = None if state is None else state.programs.blueprint
+            model = None if state is None else state.programs.meta_model
             if name.startswith("_") or not callable(getattr(type(model), name, None)):
                 raise
             raise AttributeError(

@@ -24,7 +24,7 @@ class ParamLayout:
 
     placement is "shard" (split along `dim`) or "replicate" (a full copy per rank). Along dim 0 the
     chunks have ceil(d0 / W) rows, the last ones fewer or none, each stored padded to that size;
-    any other dim is a multiple of W. `standing`: besides, each rank keeps the whole of it, of
+    any other dim is a multiple of W. `resident`: besides, each rank keeps the whole of it, of
     which its chunk is a part. An ignored parameter has the placement "ignore".
     """
 
@@ -36,7 +36,7 @@ class ParamLayout:
     placement: str
     world_size: int
     dim: int = 0
-    standing: bool = False
+    resident: bool = False
     precision: MixedPrecision | None = None  # of what is cast; None for what never is
 
     @property
@@ -73,9 +73,9 @@ class ParamLayout:
     def enters_as_shard(self, stale: Collection[str]) -> bool:
         """Whether a program gets this rank's part of it, to be gathered, rather than all of it.
 
-        A standing one only if it is among those that are `stale` (see `Program.stale`).
+        A resident one only if it is among those that are `stale` (see `Program.stale`).
         """
-        return self.sharded and (not self.standing or self.fqn in stale)
+        return self.sharded and (not self.resident or self.fqn in stale)
 
     @property
     def padded_rows(self) -> int:
@@ -126,7 +126,7 @@ class ParamLayout:
     @property
     def shard_bytes(self) -> int:
         """Bytes a rank stores, padding included."""
-        stored = self.gathered_shape if self.standing else self.shard_shape
+        stored = self.gathered_shape if self.resident else self.shard_shape
         return prod(stored) * self.dtype.itemsize
 
     @property

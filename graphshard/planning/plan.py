@@ -80,7 +80,7 @@ class ShardingPlan:
             layout.fqn
             for unit in self.units
             for layout in unit.layouts
-            if layout.standing and layout.requires_grad and layout.world_size > 1
+            if layout.resident and layout.requires_grad and layout.world_size > 1
         )
 
     @cached_property

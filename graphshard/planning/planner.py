@@ -19,7 +19,13 @@ from graphshard.planning.options import UnitOptions, options_of
 from graphshard.planning.plan import IGNORED, ShardingPlan
 from graphshard.planning.warnings import plan_warnings, reshard_warnings
 from graphshard.policy.base import Policy
-from graphshard.policy.placement import REPLICATED, SHARDED, Wish, as_wishes, split_dim
+from graphshard.policy.placement import (
+    REPLICATED,
+    SHARDED,
+    RequestedPlacement,
+    requested_placements,
+    split_dim,
+)
 from graphshard.policy.precision import keeps_its_dtype
 from graphshard.policy.recompute import RecomputeChoice
 from graphshard.policy.strategy import Strategy
@@ -73,7 +79,7 @@ def make_plan(
         )
     options = {fqn: fitted(wish, fqn, mesh_shape) for fqn, wish in asked.items()}
     for fqn in unit_fqns:
-        _check_standing(fqn, options[fqn])
+        _check_resident(fqn, options[fqn])
     entries: dict[str, list[TreeParam]] = {fqn: [] for fqn in unit_fqns}
     for entry in tree.params:
         entries[around[entry.home]].append(entry)
@@ -81,7 +87,7 @@ def make_plan(
     granted: dict[str, bool] = {}  # by wish that may be unfulfilled, whether some parameter does
     for fqn in unit_fqns:
         names = [entry.names[0] for entry in entries[fqn]]
-        wishes = as_wishes(overrides.get(fqn, {}).get("placement"), names, fqn)
+        wishes = requested_placements(overrides.get(fqn, {}).get("placement"), names, fqn)
         owned[fqn] = [
             _layout(entry, options[fqn], mesh_shape[-1], wishes.get(entry.names[0]), granted)
             for entry in entries[fqn]
@@ -130,7 +136,7 @@ def _ignored_layout(entry: TreeParam) -> ParamLayout:
     )
 
 
-def _check_standing(unit: str, options: UnitOptions) -> None:
+def _check_resident(unit: str, options: UnitOptions) -> None:
     """Refuse what does not go with copies of parameters that ranks keep and compute with."""
     if options.strategy is not Strategy.SHARD_OPTIMIZER:
         return
@@ -146,11 +152,11 @@ def _layout(
     entry: TreeParam,
     options: UnitOptions,
     ranks: int,
-    wish: Wish | None,
+    wish: RequestedPlacement | None,
     granted: dict[str, bool],
 ) -> ParamLayout:
     shape, dtype = tuple(entry.param.shape), entry.param.dtype
-    standing = options.strategy is Strategy.SHARD_OPTIMIZER
+    resident = options.strategy is Strategy.SHARD_OPTIMIZER
     dim = _dim(entry, options, ranks, wish, granted)
     return ParamLayout(
         fqn=entry.names[0],
@@ -161,7 +167,7 @@ def _layout(
         placement=REPLICATED if dim is None else SHARDED,
         world_size=ranks,
         dim=dim or 0,
-        standing=standing and dim is not None,
+        resident=resident and dim is not None,
         precision=options.precision if _is_cast(entry) else None,
     )
 
@@ -175,7 +181,7 @@ def _dim(
     entry: TreeParam,
     options: UnitOptions,
     ranks: int,
-    wish: Wish | None,
+    wish: RequestedPlacement | None,
     granted: dict[str, bool],
 ) -> int | None:
     """The dim to split a parameter along, or None to replicate it."""

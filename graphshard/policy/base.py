@@ -230,7 +230,7 @@ class Policy:
 
         `strategy`, `reshard_after_forward` and `mixed_precision` may be, and `placement`: a dim or
         "replicate" for all parameters of the unit that can be placed so, or a mapping from their
-        FQNs to a `graphshard.placement.Wish`.
+        FQNs to a `graphshard.placement.RequestedPlacement`.
         """
         return {}
 

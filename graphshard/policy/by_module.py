@@ -9,7 +9,7 @@ from typing import Any
 
 from graphshard.errors import PolicyError
 from graphshard.policy.base import Policy, text_of
-from graphshard.policy.placement import Wish, checked_where
+from graphshard.policy.placement import RequestedPlacement, checked_where
 from graphshard.policy.strategy import Strategy
 from graphshard.policy.tree import ModuleTree, TreeParam
 from graphshard.policy.units import refuse_containers
@@ -96,7 +96,7 @@ class ModulePolicy(Policy):
         return [fqn for fqn in tree.modules if fqn and fqn in chosen]
 
     def overrides(self, tree: ModuleTree) -> Mapping[str, Mapping[str, Any]]:
-        """See `Policy.overrides`; `placement` is given as a `Wish` by parameter."""
+        """See `Policy.overrides`; `placement` is given as a `RequestedPlacement` by parameter."""
         given = {} if self.base is None else self.base.overrides(tree)
         found: dict[str, dict[str, Any]] = {fqn: dict(o) for fqn, o in given.items()}
         around = tree.units_around(self.select(tree))
@@ -146,7 +146,7 @@ def _wishes(
     tree: ModuleTree,
     around: Mapping[str, str],
     owned: Mapping[str, list[TreeParam]],
-) -> Iterator[tuple[str, TreeParam, Wish]]:
+) -> Iterator[tuple[str, TreeParam, RequestedPlacement]]:
     """What `wanted["placement"]` says of each parameter: its unit, itself, and what is wished."""
     if "placement" not in wanted:
         return
@@ -162,7 +162,11 @@ def _wishes(
                 if any(fnmatchcase(name, pattern) for name in names):
                     unmatched.pop(pattern, None)
                     by = f"{_named(key)}, placement of {pattern!r}"
-                    yield unit, entry, Wish(where, by, strict=not set(pattern) & set("*?["))
+                    yield (
+                        unit,
+                        entry,
+                        RequestedPlacement(where, by, strict=not set(pattern) & set("*?[")),
+                    )
     if unmatched:
         raise PolicyError(
             f"{_named(key)}: no parameter of a module it matches has a name like "

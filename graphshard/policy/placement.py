@@ -32,7 +32,7 @@ COPIES = 4
 
 
 @dataclass(frozen=True)
-class Wish:
+class RequestedPlacement:
     """A placement that a policy asks for.
 
     where: a dim, or "replicate". by: who asks, for errors. strict: whether a parameter that cannot
@@ -80,11 +80,14 @@ def padding_share(shape: Sequence[int], ranks: int) -> float:
     return (-shape[0] % ranks) / max(shape[0], 1)
 
 
-def as_wishes(value: Any, names: Sequence[str], unit: str) -> dict[str, Wish]:
+def requested_placements(
+    value: Any, names: Sequence[str], unit: str
+) -> dict[str, RequestedPlacement]:
     """What the override `placement` of `unit` asks for each of its parameters `names`.
 
     Args:
-        value: None, a dim or "replicate" for all of them, or a mapping from names to a `Wish`.
+        value: None, a dim or "replicate" for all of them, or a mapping from names to a
+            `RequestedPlacement`.
         names: FQNs.
         unit: for errors.
 
@@ -93,10 +96,12 @@ def as_wishes(value: Any, names: Sequence[str], unit: str) -> dict[str, Wish]:
     """
     if value is None:
         return {}
-    if isinstance(value, Mapping) and all(isinstance(wish, Wish) for wish in value.values()):
+    if isinstance(value, Mapping) and all(
+        isinstance(wish, RequestedPlacement) for wish in value.values()
+    ):
         return dict(value)
     by = f"the policy, for unit {unit or '(root)'}"
-    return dict.fromkeys(names, Wish(checked_where(value, by), by))
+    return dict.fromkeys(names, RequestedPlacement(checked_where(value, by), by))
 
 
 def checked_where(value: Any, by: str) -> int | str:

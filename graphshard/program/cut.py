@@ -127,7 +127,7 @@ def _forward(program: Program, crossings: Sequence[Crossing]) -> fx.Graph:
     return graph
 
 
-def crossing_nodes(program: Program) -> list[fx.Node]:
+def saved_nodes(program: Program) -> list[fx.Node]:
     """What backward uses of forward, in the order of the graph."""
     used: set[fx.Node] = set()
     for node in (*program.nodes(BACKWARD), program.output_node):
@@ -151,7 +151,7 @@ def _crossings(program: Program) -> Iterator[Crossing]:
     kept_whole = {entry.node for entry in program.params}
     kept_whole |= {entry.node for entry in program.buffers if entry.constant}
     kept_whole |= {node for node in program.nodes() if node.target is ops.reshard}
-    for node in crossing_nodes(program):
+    for node in saved_nodes(program):
         is_tensor = isinstance(node.meta.get("val"), Tensor) and node not in kept_whole
         yield Crossing(node.name, is_tensor)
 

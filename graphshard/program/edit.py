@@ -209,7 +209,7 @@ def _dims(plan: ShardingPlan, names: Sequence[str]) -> dict[str, Any]:
 
 def _in_place(plan: ShardingPlan, names: Sequence[str]) -> dict[str, Any]:
     """The keyword argument `in_place` of a gather of `names`, parameters of one unit."""
-    return {"in_place": True} if any(plan.layouts[name].standing for name in names) else {}
+    return {"in_place": True} if any(plan.layouts[name].resident for name in names) else {}
 
 
 def insert_reduce(

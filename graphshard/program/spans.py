@@ -1,4 +1,4 @@
-"""Runs: the spans of the program in which a unit is at work.
+"""UnitSpans: the spans of the program in which a unit is at work.
 
 A unit's positions are its own compute nodes, those of units nested in it, and nodes of other units
 that read its parameters. Two positions belong to one run unless a node between them belongs to a
@@ -20,7 +20,7 @@ from graphshard.program.program import BACKWARD, FORWARD, Program
 
 
 @dataclass(frozen=True)
-class Run:
+class UnitSpan:
     """One span of one unit: `first` and `last` are compute nodes, `start` and `stop` places."""
 
     unit: str
@@ -32,15 +32,15 @@ class Run:
 
 
 @dataclass(frozen=True)
-class Runs:
+class UnitSpans:
     """All runs of a program, and what they were found from. Stale once the graph is edited."""
 
-    in_order: tuple[Run, ...]  # by first node; of runs that start together, the outer first
+    in_order: tuple[UnitSpan, ...]  # by first node; of runs that start together, the outer first
     position: Mapping[fx.Node, int]  # of every node of the graph
     derived: Mapping[fx.Node, Source]
-    by_unit: Mapping[tuple[str, str], tuple[Run, ...]]  # (unit, phase)
+    by_unit: Mapping[tuple[str, str], tuple[UnitSpan, ...]]  # (unit, phase)
 
-    def of(self, unit: str, phase: str) -> tuple[Run, ...]:
+    def of(self, unit: str, phase: str) -> tuple[UnitSpan, ...]:
         """The runs of `unit` in `phase`, in order."""
         return self.by_unit.get((unit, phase), ())
 
@@ -48,7 +48,7 @@ class Runs:
         """The first node of each step of `phase`: where a unit's run starts, a step does."""
         return list(dict.fromkeys(run.first for run in self.in_order if run.phase == phase))
 
-    def around(self, unit: str, node: fx.Node) -> Run | None:
+    def around(self, unit: str, node: fx.Node) -> UnitSpan | None:
         """The run of `unit` that spans `node`, if any."""
         place = self.position[node]
         for run in self.of(unit, node.meta["phase"]):
@@ -77,13 +77,13 @@ def assign_units(program: Program, plan: ShardingPlan) -> None:
         node.meta["unit"] = unit_of[fqn]
 
 
-def find_runs(program: Program, plan: ShardingPlan) -> Runs:
+def find_spans(program: Program, plan: ShardingPlan) -> UnitSpans:
     """All runs of `program`, in one walk."""
     derived = derived_values(program, plan)
     position = {node: place for place, node in enumerate(program.graph.nodes)}
     ancestry: dict[str, tuple[str, ...]] = {}
-    spans: dict[str, _Span] = {}  # open spans, by unit
-    closed: list[_Span] = []
+    open_spans: dict[str, _OpenSpan] = {}  # by unit
+    closed: list[_OpenSpan] = []
     phase = FORWARD
 
     for node in program.nodes():
@@ -91,31 +91,32 @@ def find_runs(program: Program, plan: ShardingPlan) -> Runs:
             continue
         if node.meta["phase"] != phase:
             phase = node.meta["phase"]
-            closed += spans.values()
-            spans = {}
+            closed += open_spans.values()
+            open_spans = {}
         unit = node.meta["unit"]
         if unit not in ancestry:
             ancestry[unit] = unit_ancestry(unit, plan)
         touched = dict.fromkeys((*ancestry[unit], *_read_units(node, derived)))
-        for other in list(spans):
+        for other in list(open_spans):
             if other not in touched and not plan.is_nested(other, unit):
-                closed.append(spans.pop(other))
+                closed.append(open_spans.pop(other))
         for name in touched:
-            if name in spans:
-                spans[name].last = node
+            if name in open_spans:
+                open_spans[name].last = node
             else:
-                spans[name] = _Span(name, phase, node, node)
+                open_spans[name] = _OpenSpan(name, phase, node, node)
 
-    closed += spans.values()
-    runs = [
-        Run(s.unit, s.phase, s.first, s.last, position[s.first], position[s.last]) for s in closed
+    closed += open_spans.values()
+    spans = [
+        UnitSpan(s.unit, s.phase, s.first, s.last, position[s.first], position[s.last])
+        for s in closed
     ]
-    runs.sort(key=lambda run: (run.start, -run.stop, len(run.unit), run.unit))
-    by_unit: dict[tuple[str, str], list[Run]] = {}
-    for run in runs:
+    spans.sort(key=lambda run: (run.start, -run.stop, len(run.unit), run.unit))
+    by_unit: dict[tuple[str, str], list[UnitSpan]] = {}
+    for run in spans:
         by_unit.setdefault((run.unit, run.phase), []).append(run)
-    return Runs(
-        tuple(runs), position, derived, {key: tuple(value) for key, value in by_unit.items()}
+    return UnitSpans(
+        tuple(spans), position, derived, {key: tuple(value) for key, value in by_unit.items()}
     )
 
 
@@ -127,7 +128,7 @@ def unit_ancestry(unit: str, plan: ShardingPlan) -> tuple[str, ...]:
     return tuple(reversed(chain))
 
 
-def end_of(run: Run, plan: ShardingPlan) -> fx.Node:
+def end_of(run: UnitSpan, plan: ShardingPlan) -> fx.Node:
     """The run's last compute node, or what ends it and the units inside it right after that."""
     node = run.last
     while _ends(node.next, run, plan):
@@ -135,7 +136,7 @@ def end_of(run: Run, plan: ShardingPlan) -> fx.Node:
     return node
 
 
-def _ends(node: fx.Node, run: Run, plan: ShardingPlan) -> bool:
+def _ends(node: fx.Node, run: UnitSpan, plan: ShardingPlan) -> bool:
     """Whether `node` frees, reduces or keeps for a unit inside the run's, or keeps for its own."""
     if node.op != "call_function" or ops.is_compute(node) or node.meta["phase"] != run.phase:
         return False
@@ -152,10 +153,10 @@ def _ends(node: fx.Node, run: Run, plan: ShardingPlan) -> bool:
     return unit != run.unit and plan.is_nested(unit, run.unit)
 
 
-def gathers_by_run(runs: Runs) -> dict[Run, fx.Node]:
+def gathers_by_span(spans: UnitSpans) -> dict[UnitSpan, fx.Node]:
     """The all_gather issued for each run, in the run's own phase."""
     first_reader: dict[fx.Node, fx.Node | None] = {}
-    for node, source in runs.derived.items():
+    for node, source in spans.derived.items():
         if source.node is not node or not ops.is_unpack(node):
             continue
         gather = ops.collective_of(node)
@@ -164,36 +165,36 @@ def gathers_by_run(runs: Runs) -> dict[Run, fx.Node]:
             if not ops.is_compute(reader) or reader.meta["phase"] != gather.meta["phase"]:
                 continue
             best = first_reader[gather]
-            if best is None or runs.position[reader] < runs.position[best]:
+            if best is None or spans.position[reader] < spans.position[best]:
                 first_reader[gather] = reader
-    found: dict[Run, fx.Node] = {}
+    found: dict[UnitSpan, fx.Node] = {}
     for gather, first in first_reader.items():
         unit: str = gather.kwargs["unit"]  # type: ignore[assignment]
         if first is not None:
-            run = runs.around(unit, first)
+            run = spans.around(unit, first)
         else:  # gathered in forward, read in backward only
-            later = runs.of(unit, gather.meta["phase"])
-            run = next((r for r in later if r.start > runs.position[gather]), None)
+            later = spans.of(unit, gather.meta["phase"])
+            run = next((r for r in later if r.start > spans.position[gather]), None)
         if run is not None:
             found[run] = gather
     return found
 
 
-Served = tuple[Run, set[str], list[fx.Node]]
+Served = tuple[UnitSpan, set[str], list[fx.Node]]
 """A run, the parameters of its unit used in it, and the nodes in it that read them, in order."""
 
 
-def readers_by_unit(runs: Runs) -> dict[str, list[fx.Node]]:
+def readers_by_unit(spans: UnitSpans) -> dict[str, list[fx.Node]]:
     """Every compute node that reads a full parameter or something derived from one, by unit.
 
     Outer units come first, so that of gathers issued at one place the outer unit's is the first.
     """
     found: dict[str, dict[fx.Node, None]] = {}
-    for value, source in runs.derived.items():
+    for value, source in spans.derived.items():
         for user in value.users:
             if user.op == "call_function" and user.meta["phase"] in (FORWARD, BACKWARD):
                 found.setdefault(source.unit, {})[user] = None
-    place = runs.position
+    place = spans.position
     outer_first = sorted(found, key=lambda unit: unit.count(".") + bool(unit))
     return {unit: sorted(found[unit], key=place.__getitem__) for unit in outer_first}
 
@@ -211,26 +212,26 @@ def params_read(
     }
 
 
-def runs_served(unit: str, phase: str, readers: list[fx.Node], runs: Runs) -> list[Served]:
+def spans_served(unit: str, phase: str, readers: list[fx.Node], spans: UnitSpans) -> list[Served]:
     """The runs of `unit` in `phase` in which some parameter of it is used."""
     served: list[Served] = []
-    place = runs.position
+    place = spans.position
     rest = iter([node for node in readers if node.meta["phase"] == phase])
     node = next(rest, None)
-    for run in runs.of(unit, phase):
+    for run in spans.of(unit, phase):
         inside: list[fx.Node] = []
         while node is not None and place[node] <= run.stop:
             if place[node] >= run.start:
                 inside.append(node)
             node = next(rest, None)
-        params = params_read(inside, runs.derived, unit)
+        params = params_read(inside, spans.derived, unit)
         if params:
             served.append((run, params, inside))
     return served
 
 
 @dataclass
-class _Span:
+class _OpenSpan:
     unit: str
     phase: str
     first: fx.Node

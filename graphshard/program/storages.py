@@ -29,7 +29,7 @@ from graphshard.program.aliases import (
     storage_root,
     tensor_inputs,
 )
-from graphshard.program.cut import crossing_nodes
+from graphshard.program.cut import saved_nodes
 from graphshard.program.program import FORWARD, Program
 from graphshard.torch_private.compat import size_hint
 
@@ -54,7 +54,7 @@ def saved_storages(program: Program, plan: ShardingPlan) -> list[Saved]:
     """
     parameters = derived_values(program, plan)
     found: dict[fx.Node, list[fx.Node]] = {}
-    for node in crossing_nodes(program):
+    for node in saved_nodes(program):
         if not isinstance(node.meta.get("val"), Tensor) or node in parameters:
             continue
         root = storage_root(node)

@@ -36,16 +36,16 @@ _NAMES = """
 
 
 @cache
-def heavy_packets() -> frozenset[Any]:
+def compute_intensive_packets() -> frozenset[Any]:
     """The operators (overload packets) kept, of those this torch has."""
     return frozenset(getattr(_aten, name) for name in _NAMES.split() if hasattr(_aten, name))
 
 
-def is_heavy(node: fx.Node) -> bool:
+def is_compute_intensive(node: fx.Node) -> bool:
     """Whether `node` is a matrix product, a convolution or attention, or picks out its result."""
     if node.target is getitem and isinstance(node.args[0], fx.Node):
         node = node.args[0]
-    return getattr(node.target, "overloadpacket", None) in heavy_packets()
+    return getattr(node.target, "overloadpacket", None) in compute_intensive_packets()
 
 
 aten = torch.ops.aten

@@ -17,7 +17,7 @@ from torch import Tensor, fx
 from graphshard.errors import RuntimeStateError
 from graphshard.passes.accumulate import GRADIENT, SHARD, Accumulate
 from graphshard.passes.recompute_budget import RecomputeToBudget
-from graphshard.passes.zeros_for_kept import ZerosForKept
+from graphshard.passes.zero_missing_grads import ZeroMissingGrads
 from graphshard.program import ops
 from graphshard.program.pass_protocol import Pass
 
@@ -34,7 +34,7 @@ class KeepingCall(Protocol):
     keeps: frozenset[tuple[str, str]]  # (what of it, FQN)
 
 
-class Kept:
+class AccumulatedGrads:
     """This rank's kept gradients of one module."""
 
     def __init__(self) -> None:
@@ -144,8 +144,8 @@ def passes_for(passes: Iterable[Any], mode: Mode) -> tuple[Pass, ...]:
     for step in passes:
         if isinstance(step, Accumulate):
             made.append(Accumulate(keep, frozenset(add), frozenset(add_shards)))
-        elif isinstance(step, ZerosForKept):
-            made.append(ZerosForKept(frozenset() if keep == GRADIENT else both))
+        elif isinstance(step, ZeroMissingGrads):
+            made.append(ZeroMissingGrads(frozenset() if keep == GRADIENT else both))
         elif isinstance(step, RecomputeToBudget):  # which rehearses the others
             made.append(replace(step, then=passes_for(step.then, mode)))
         else:

@@ -4,7 +4,8 @@ Each collective node of a lowered program is one object, made once: it knows its
 of its parameters, so that a step only allocates, launches and waits. `gather.py` and `reduce.py`
 hold the kinds; nothing outside this package moves data between ranks.
 
-On CUDA a collective is launched on the lane of its group (see `graphshard.runtime.lanes`, which
+On CUDA a collective is launched on the side stream of its group (see
+`graphshard.runtime.side_streams`, which
 says why memory is safe), and `wait` makes the compute stream wait for it; the host never waits.
 
 Gloo's works run on threads, which refer to what they moved until some time after `wait` returned: a
@@ -49,7 +50,7 @@ class Operand:
 class Pending:
     """A launched collective: the works to wait for and what they read and write.
 
-    launched: where it runs on a lane, in place of works.
+    launched: where it runs on a side stream, in place of works.
     own: copies for this rank to make between its own tensors, as (to, from).
     lent: the aliases of those tensors that the backend's threads refer to.
     """
@@ -113,12 +114,12 @@ class Collective:
         """
         if self.group.backend == "gloo":
             args = tuple(_lent(value, pending.lent) for value in args)
-        lane = self.group.lane
+        side_stream = self.group.side_stream
         try:
-            if lane is None:
+            if side_stream is None:
                 pending.works.append(launch(*args))
             else:
-                pending.launched = lane.launch(_queued, launch, args)
+                pending.launched = side_stream.launch(_queued, launch, args)
         except torch.OutOfMemoryError:
             raise
         except RuntimeError as error:
@@ -135,7 +136,8 @@ class Collective:
         sent: Sequence[Sequence[Tensor]],
         received: Sequence[Sequence[Tensor]],
     ) -> None:
-        """Add the works of an exchange with the peers to `pending`; see `Peers.exchange`.
+        """Add the works of an exchange with the peers to `pending`; see
+        `PairwiseExchange.exchange`.
 
         Raises:
             CollectiveError: another rank died, failed or timed out.

@@ -19,7 +19,8 @@ results     Outputs and gradients are cloned out of the pool after each replay: 
             adds up gradients without clearing them, finds what he kept.
 randomness  Graphs draw from torch's generator of the device, which each replay moves on as far as
             the same kernels would have: dropout draws what it draws without graphs.
-lanes       Collectives of a half are launched and waited for in it, so lanes branch off the stream
+side streams       Collectives of a half are launched and waited for in it, so side streams branch
+off the stream
             that captures and come back to it; graphs replay gathers beside compute as they were.
 overlapping calls   A forward while an earlier one's backward is still to come would overwrite what
             that saved; it runs as it is, without a graph, and so does its backward.
@@ -230,7 +231,7 @@ def graphs_of(program: Program, group: Group) -> Graphs | None:
     why_not = None
     if group.check:
         why_not = "check=True looks at each value"
-    elif group.size > 1 and group.lane is None:
+    elif group.size > 1 and group.side_stream is None:
         why_not = f"the host waits for the collectives of {group.backend}"
     if why_not is None:
         return Graphs(program)

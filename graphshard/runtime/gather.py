@@ -81,7 +81,7 @@ class AllGather(Collective):
         super().__init__(group, unit, phase, operands)
         self.launches = self.messages(group.pack_gather_below, lambda o: o.shard_bytes)
         self.options = torch_compat.collective_options("AllgatherOptions")
-        self.options.asyncOp = group.lane is None
+        self.options.asyncOp = group.side_stream is None
         shapes = [o.layout.gathered_shape for o in self.operands]
         self.shapes = [
             (shape, strides_of(shape), o.dtype)

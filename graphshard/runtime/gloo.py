@@ -36,7 +36,7 @@ _exchanges: WeakKeyDictionary[Any, Iterator[int]] = WeakKeyDictionary()
 """By process group, the numbers of its exchanges to come."""
 
 
-class Peers:
+class PairwiseExchange:
     """The other ranks of a group, and what was sent to them that nobody waited for.
 
     Args:

@@ -16,9 +16,9 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from graphshard.errors import PolicyError
 from graphshard.program import ops
 from graphshard.program.packing import GATHER_BELOW, MOVABLE, REDUCE_BELOW
-from graphshard.runtime import streams as lanes
-from graphshard.runtime.gloo import UP_TO, Peers
-from graphshard.runtime.streams import Lane
+from graphshard.runtime import streams as side_streams
+from graphshard.runtime.gloo import UP_TO, PairwiseExchange
+from graphshard.runtime.streams import SideStream
 from graphshard.torch_private import compat as torch_compat
 
 
@@ -51,7 +51,7 @@ class Group:
     mesh_shape: `(ranks,)`, or `(replicas, ranks to shard over)`.
     check: poison what is freed.
     peers: what gathers and reduces go through instead of the backend's collectives, if anything.
-    lane: the stream its collectives run on; None where the host waits for them.
+    side stream: the stream its collectives run on; None where the host waits for them.
     """
 
     process_group: Any
@@ -64,13 +64,13 @@ class Group:
     check: bool = False
     mesh_shape: tuple[int, ...] = (1,)
     parts: dict[str, Group] = field(default_factory=dict, repr=False)
-    peers: Peers | None = field(default=None, repr=False)
-    lane: Lane | None = field(default=None, repr=False)
+    peers: PairwiseExchange | None = field(default=None, repr=False)
+    side_stream: SideStream | None = field(default=None, repr=False)
 
     def __post_init__(self) -> None:
         # Gloo moves a device's tensors through the host, which waits for that.
-        if self.lane is None and self.process_group is not None and self.backend != "gloo":
-            self.lane = lanes.new_lane(self.device)
+        if self.side_stream is None and self.process_group is not None and self.backend != "gloo":
+            self.side_stream = side_streams.new_side_stream(self.device)
 
     def named(self, name: str) -> Group:
         """The group of this rank that a collective's `group` names; see `graphshard.ops`."""
@@ -215,7 +215,7 @@ def _group_of(process_group: Any, device: torch.device) -> Group:
         device=device,
         backend=backend,
         timeout=torch_compat.group_timeout(process_group, device),
-        peers=Peers(process_group, rank, size) if sends else None,
+        peers=PairwiseExchange(process_group, rank, size) if sends else None,
     )
 
 

@@ -2,13 +2,15 @@
 
 What is copied is a `Copy` until the program's `arrive` node, and a tensor from there on.
 
-On CUDA copies run on two lanes, one for each direction, and the host never waits for one within a
-step: its memory is pinned, so a copy is only queued. What `graphshard.runtime.lanes` says of memory
-on the device holds for them. Of memory on the host:
+On CUDA copies run on two side streams, one for each direction, and the host never waits for one
+within a
+step: its memory is pinned, so a copy is only queued. What `graphshard.runtime.side_streams` says
+of memory on the device holds for them. Of memory on the host:
 
 Pinned memory comes from torch's caching host allocator, which gives a block to someone else once
 the copies queued when it was released are done (`copy_` tells it of them). What comes back was sent
-out before an earlier `arrive`, which the lane waits for with the compute stream, so a host tensor
+out before an earlier `arrive`, which the side stream waits for with the compute stream, so a host
+tensor
 is whole when a stream reads it. With parameters offloaded the CPU reads gradients and overwrites
 parameters, so at the end of backward, and of a forward without one, the host waits for the copies,
 once (`settle`). Whoever overwrites parameters between a forward and its backward must synchronise
@@ -25,7 +27,7 @@ from torch import Tensor, fx
 
 from graphshard.program import ops
 from graphshard.runtime.group import Group
-from graphshard.runtime.streams import Launched, copy_lane
+from graphshard.runtime.streams import Launched, copy_stream
 
 
 class Copy:
@@ -82,18 +84,18 @@ def settle(device: torch.device) -> None:
     from there.
     """
     for direction in ("in", "out"):
-        lane = copy_lane(device, direction)
-        if lane is not None:
-            lane.synchronize()
+        side_stream = copy_stream(device, direction)
+        if side_stream is not None:
+            side_stream.synchronize()
 
 
 def _copy(new: Tensor, source: Tensor, device: torch.device, direction: str) -> Launched | None:
-    """Copy on the lane of `direction`; None if it is done."""
-    lane = copy_lane(device, direction)
-    if lane is None:
+    """Copy on the side stream of `direction`; None if it is done."""
+    side_stream = copy_stream(device, direction)
+    if side_stream is None:
         new.copy_(source)
         return None
-    return lane.launch(_queued, new, source)
+    return side_stream.launch(_queued, new, source)
 
 
 def _queued(new: Tensor, source: Tensor) -> None:

@@ -38,7 +38,7 @@ from graphshard.program import ops
 from graphshard.program.annotations import Regions
 from graphshard.program.program import copy_node
 from graphshard.program.regions import Region, is_fixed, picks_from, regions_in
-from graphshard.runtime.accumulated import Kept
+from graphshard.runtime.accumulated import AccumulatedGrads
 from graphshard.runtime.codegen import BoxedCodeGen, call_of
 from graphshard.runtime.collectives import Collective, Operand, wait
 from graphshard.runtime.gather import (
@@ -70,7 +70,7 @@ def lower(
     graph: fx.Graph,
     plan: ShardingPlan,
     group: Group,
-    kept: Kept,
+    kept: AccumulatedGrads,
     forms: Forms,
     table: Regions | None = None,
 ) -> fx.GraphModule:
@@ -131,7 +131,9 @@ def _by_short_names(operators: dict[str, Any], lines: list[str]) -> list[str]:
     return [_OPERATOR.sub(short, line) for line in lines]
 
 
-def _bind(copied: fx.Node, node: fx.Node, plan: ShardingPlan, group: Group, kept: Kept) -> None:
+def _bind(
+    copied: fx.Node, node: fx.Node, plan: ShardingPlan, group: Group, kept: AccumulatedGrads
+) -> None:
     """Let `copied`, a copy of `node`, call what does on a rank what `node` says."""
     if node.op == "placeholder":
         # fx writes names in lower case and arguments as they are given: `b = B` would leave B

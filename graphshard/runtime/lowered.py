@@ -1,4 +1,4 @@
-"""Half of a program as a rank runs it, and what it runs on."""
+"""LoweredGraph of a program as a rank runs it, and what it runs on."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from torch import Tensor, fx
 
 from graphshard.planning.plan import ShardingPlan
 from graphshard.program.annotations import Regions
-from graphshard.runtime.accumulated import Kept
+from graphshard.runtime.accumulated import AccumulatedGrads
 from graphshard.runtime.checked import CheckedRun
 from graphshard.runtime.fingerprint import Agreement, Fingerprint
 from graphshard.runtime.group import Group
@@ -33,7 +33,7 @@ class Bindings:
     shards: Mapping[str, Shard]
     buffers: Mapping[str, tuple[dict[str, Any], str]]  # the dict that holds it, its name there
     agreement: Agreement
-    kept: Kept = field(default_factory=Kept)
+    kept: AccumulatedGrads = field(default_factory=AccumulatedGrads)
     forms: Forms = field(default_factory=Forms)
 
     def buffer(self, name: str) -> Tensor:
@@ -42,8 +42,10 @@ class Bindings:
         return holder[leaf]
 
 
-class Half:
-    """Half of a program, lowered: its code and the fingerprint of what it does between ranks."""
+class LoweredGraph:
+    """LoweredGraph of a program, lowered: its code and the fingerprint of what it does between
+    ranks.
+    """
 
     def __init__(self, graph: fx.Graph, bindings: Bindings, regions: Regions | None) -> None:
         require_reducible(graph, bindings.group)

@@ -76,7 +76,7 @@ def averaging_ways(
     ways = {}
     for dtype in {operand.dtype for operand in operands}:
         call = torch_compat.collective_options(options)
-        call.asyncOp = group.lane is None
+        call.asyncOp = group.side_stream is None
         before, call.reduceOp, after = averaging(dtype, group.size)
         ways[dtype] = Way(before, after, call)
     return ways
@@ -175,7 +175,7 @@ class ReduceScatterByExchange(ReduceScatter):
     def __init__(self, group: Group, unit: str, phase: str, operands: Sequence[Operand]) -> None:
         super().__init__(group, unit, phase, operands)
         self.options = torch_compat.collective_options("AllToAllOptions")
-        self.options.asyncOp = group.lane is None
+        self.options.asyncOp = group.side_stream is None
 
     def move(self, pending: Pending, sent: list[Tensor]) -> None:
         """Send every other rank its parts of each message."""

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from graphshard.capture.capture import Capture
+from graphshard.capture.entry import Capture
 from graphshard.errors import RuntimeStateError
 from graphshard.passes.drop_unused_tangents import DropUnusedTangents
 from graphshard.passes.form_regions import FormRegions
@@ -23,12 +23,12 @@ from graphshard.program.program import Program
 from graphshard.progress import Progress, Stages
 from graphshard.runtime.cuda_graphs import GraphsFailed, graphs_of
 from graphshard.runtime.host_copies import settle
-from graphshard.runtime.lowered import Bindings, Half
+from graphshard.runtime.lowered import Bindings, LoweredGraph
 from graphshard.runtime.region import compile_forms
+from graphshard.runtime.resident import ResidentShard
 from graphshard.runtime.shards import Shard
-from graphshard.runtime.standing import StandingShard
 from graphshard.torch_private import compat as torch_compat
-from graphshard.verify.verify import verify
+from graphshard.verify.rules import verify
 
 
 def tangent_strides(program: Program) -> Callable[[tuple[int, ...]], list[tuple[int, ...]]]:
@@ -66,11 +66,11 @@ class Step:
         self.bindings = bindings
         halves = cut(program)
         self.crossings = halves.crossings
-        self.forward_half = Half(halves.forward, bindings, program.regions)
+        self.forward_half = LoweredGraph(halves.forward, bindings, program.regions)
         self.fingerprint = self.forward_half.fingerprint
-        self._backward_halves: dict[tuple[int, ...], Half] = {}
+        self._backward_halves: dict[tuple[int, ...], LoweredGraph] = {}
         if halves.backward is not None:
-            full = Half(halves.backward, bindings, program.regions)
+            full = LoweredGraph(halves.backward, bindings, program.regions)
             self._backward_halves[()] = full
             self.fingerprint = self.fingerprint + full.fingerprint
         self.shards = [bindings.shards[p.fqn] for p in program.params]
@@ -78,8 +78,8 @@ class Step:
         self.differentiable = [i for i, e in enumerate(program.outputs) if e.tangent is not None]
         self._tangent_strides = tangent_strides(program)
         self._reread = _reread(self.shards, program, {c.name for c in self.crossings})
-        standing = [shard for shard in self.shards if isinstance(shard, StandingShard)]
-        self._gathered = [shard for shard in standing if shard.layout.fqn in program.stale]
+        resident = [shard for shard in self.shards if isinstance(shard, ResidentShard)]
+        self._gathered = [shard for shard in resident if shard.layout.fqn in program.stale]
         self._input_index = {entry.path: index for index, entry in enumerate(program.inputs)}
         self.keeps = frozenset(
             (str(node.kwargs["of"]), str(node.kwargs["param"]))
@@ -156,7 +156,7 @@ class Step:
         return outputs
 
     def note_gathered(self) -> None:
-        """Tell the standing parameters that forward gathered that they are current."""
+        """Tell the resident parameters that forward gathered that they are current."""
         for shard in self._gathered:
             shard.gathered()
 
@@ -180,7 +180,7 @@ class Step:
 
     # -- backward -----------------------------------------------------------------------------
 
-    def backward_half(self, tangents: Sequence[Tensor | None]) -> Half:
+    def backward_half(self, tangents: Sequence[Tensor | None]) -> LoweredGraph:
         """The backward for the outputs that got a gradient, derived when met and kept."""
         missing = tuple(
             index for index, t in zip(self.differentiable, tangents, strict=True) if t is None
@@ -197,7 +197,9 @@ class Step:
             if program.sizes is not None:
                 program.sizes.require_settled(drop.name)
             verify(program, self.bindings.plan, after=drop.name)
-            half = Half(cut_backward(program, self.crossings), self.bindings, program.regions)
+            half = LoweredGraph(
+                cut_backward(program, self.crossings), self.bindings, program.regions
+            )
             compile_forms([*half.forms()], self.bindings.group, Progress())
             self._backward_halves[missing] = half
         return half
@@ -229,7 +231,7 @@ class Step:
             settle(self.bindings.group.device)
 
     @property
-    def halves(self) -> tuple[Half, ...]:
+    def halves(self) -> tuple[LoweredGraph, ...]:
         """The forward half and every backward half lowered so far."""
         return (self.forward_half, *self._backward_halves.values())
 

@@ -1,11 +1,13 @@
 """CUDA streams: what runs beside the compute stream, and who may use which memory when.
 
-A rank has the compute stream (torch's current one), one lane for each communicator, on which the
+A rank has the compute stream (torch's current one), one side stream for each communicator, on
+which the
 gathers and reduces of one group of ranks run in the order of the program, and one for each
-direction of copies between device and host. A lane is a stream with one rule:
+direction of copies between device and host. A side stream is a stream with one rule:
 
-    launch   the lane waits for all that the compute stream has been given so far; then what is
-             launched is queued on the lane, and an event is recorded behind it
+    launch   the side stream waits for all that the compute stream has been given so far; then what
+    is
+             launched is queued on the side stream, and an event is recorded behind it
     wait     the compute stream waits for that event
 
 These are the program's `all_gather`, `reduce_scatter`, `all_reduce`, `to_host` and `to_device`, and
@@ -18,14 +20,17 @@ drops behind its last use. The allocator then hands it out in the order in which
 once, to whoever asks next on the compute stream. That is safe, whenever the device gets there:
 
     rule     at the moment the host gives a tensor back, every access to it that was queued on a
-             lane is behind some event that the compute stream has waited for by then; what is given
-             the memory next is queued on the compute stream, behind that wait, or on a lane that at
-             its launch waits for the compute stream, hence behind it as well
-    gather   its full buffers are written by the lane between launch and wait, read by compute
+             side stream is behind some event that the compute stream has waited for by then; what
+             is given
+             the memory next is queued on the compute stream, behind that wait, or on a side stream
+             that at its launch waits for the compute stream, hence behind it as well
+    gather   its full buffers are written by the side stream between launch and wait, read by
+    compute
              between wait and `free`; `verify` proves that order of the nodes. The shards, and
              copies of small ones that travel together, are referred to by the `Pending` until the
              wait; casts of shards are copied into the buffers by compute, and gone.
-    reduce   gradients are read where they lie, by the lane between launch and wait, and referred to
+    reduce   gradients are read where they lie, by the side stream between launch and wait, and
+    referred to
              by the `Pending` until the wait; so is what it writes, which compute has from then on
     copies   what is read, and what is written, is referred to by the `Copy` until `arrive`
     dropped  a `Pending` or `Copy` that is never waited for (an error in between, or a forward whose
@@ -40,18 +45,21 @@ state. The second may still ask the device for more, where that state lies in wh
 left free; once the cache holds what a step needs, most often from the third on, every tensor has
 the address it had in the step before.
 
-How far gathers run ahead. A gather begins when the lane has waited for the compute that the program
+How far gathers run ahead. A gather begins when the side stream has waited for the compute that the
+program
 has in front of it, so never earlier than its place in the program, however far ahead the host is;
 and its buffers are allocated, in the order of the program, among what is allocated there. The bytes
 the allocator has given out after the host issued a node are those of the program's live values at
 that node, which `memory_budget` bounds and `verify` checks; the device holds no others. A gather
-whose memory was freed by node f, at a place behind f, waits in its lane for the compute stream as
+whose memory was freed by node f, at a place behind f, waits in its side stream for the compute
+stream as
 of its launch, hence for whatever used that memory up to f: the event of the free needs no event of
 its own. Nothing else limits gathers and nothing else must: how many are in flight is what
 `forward_prefetch`, `backward_prefetch` or `schedule="overlap"` put between launches and waits.
 
 One communicator runs one collective after the other, in the order of launch, whatever streams they
-are on; so it has one lane, as the simulation has one clock for it. Gathers and reduces of one group
+are on; so it has one side stream, as the simulation has one clock for it. Gathers and reduces of
+one group
 of ranks share both: a gather launched behind a reduce waits for it, though it could run beside it.
 Where they did not, each would have a part of the same links, and of the multiprocessors that
 compute runs on, and torch would hold two sets of a communicator's buffers. Whether that is ever
@@ -93,7 +101,7 @@ class Launched:
             self.compute.wait_event(self.event)
 
 
-class Lane:
+class SideStream:
     """A stream beside the compute stream.
 
     Args:
@@ -119,12 +127,14 @@ class Lane:
         self.stream.synchronize()
 
 
-def new_lane(device: torch.device) -> Lane | None:
-    """A lane on `device`; None where the host computes, and what is launched is done by then."""
-    return Lane(device) if device.type == "cuda" else None
+def new_side_stream(device: torch.device) -> SideStream | None:
+    """A side stream on `device`; None where the host computes, and what is launched is done by
+    then.
+    """
+    return SideStream(device) if device.type == "cuda" else None
 
 
 @cache
-def copy_lane(device: torch.device, direction: str) -> Lane | None:
-    """The lane of copies "in" from the host, or "out" to it."""
-    return new_lane(device)
+def copy_stream(device: torch.device, direction: str) -> SideStream | None:
+    """The side stream of copies "in" from the host, or "out" to it."""
+    return new_side_stream(device)

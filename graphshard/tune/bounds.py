@@ -180,7 +180,7 @@ def _network_seconds(plan: ShardingPlan, hardware: Hardware, work: _Work, *, aga
             if not layout.sharded:
                 reduced += whole
                 continue
-            if layout.fqn in work.forward and (trained or not layout.standing):
+            if layout.fqn in work.forward and (trained or not layout.resident):
                 gathered += layout.full_bytes
             if layout.fqn in work.backward and freed:
                 gathered += layout.full_bytes

@@ -10,8 +10,8 @@ from typing import Any
 import torch
 from torch import nn
 
-from graphshard.capture.capture import capture
 from graphshard.capture.casting import cast_all
+from graphshard.capture.entry import capture
 from graphshard.cost.op_cost import op_cost
 from graphshard.errors import CaptureError
 from graphshard.planning.plan import ShardingPlan

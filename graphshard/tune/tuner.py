@@ -29,7 +29,7 @@ from graphshard.tune.search import Search, frontier_of
 from graphshard.tune.simulator import Simulator, without_collecting
 from graphshard.tune.space import Space
 from graphshard.tune.tuning import Outcome, Tried, Tuning
-from graphshard.verify.verify import verify
+from graphshard.verify.rules import verify
 
 
 def tune(

@@ -1,5 +1,5 @@
 """What must hold of a program after each pass."""
 
-from graphshard.verify.verify import verify
+from graphshard.verify.rules import verify
 
 __all__ = ["verify"]

@@ -145,8 +145,8 @@ def check_gathers(facts: Facts) -> None:
                 facts.fail("gathers", gather, f"%{operand.name} is not the shard of {layout.fqn!r}")
             if not layout.enters_as_shard(facts.program.stale):
                 facts.fail("gathers", gather, f"{layout.fqn!r} is whole on each rank already")
-            if layout.standing != gather.kwargs.get("in_place", False):
-                facts.fail("gathers", gather, f"{layout.fqn!r} has standing={layout.standing}")
+            if layout.resident != gather.kwargs.get("in_place", False):
+                facts.fail("gathers", gather, f"{layout.fqn!r} has resident={layout.resident}")
         dtypes = [operand.meta["val"].dtype for operand in operands]
         expected = [(one.shape, dtype) for one, dtype in zip(layouts, dtypes, strict=True)]
         for wait in facts.waits[gather]:

@@ -1,4 +1,4 @@
-"""keep_unsharded: chosen units stay whole from forward to backward, their re-gather is dropped."""
+"""skip_reshard: chosen units stay whole from forward to backward, their re-gather is dropped."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ class Pair:
 
 
 @dataclass(frozen=True)
-class KeepUnsharded:
+class SkipReshard:
     """Drop the first backward gather of chosen units: forward's is freed after backward's last use.
 
     Selective unshard: what `reshard_after_forward=False` does to a unit, for those where it pays.
@@ -48,7 +48,7 @@ class KeepUnsharded:
 
     units: tuple[str, ...] | None = None
     then: Sequence[Step] = ()
-    name: str = field(default="keep_unsharded", init=False)
+    name: str = field(default="skip_reshard", init=False)
 
     def apply(self, program: Program, plan: ShardingPlan) -> None:
         """See `Pass.apply`.

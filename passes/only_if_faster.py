@@ -1,4 +1,4 @@
-"""keep_if_better: another pass, undone where simulation says that the step gains nothing by it."""
+"""only_if_faster: another pass, undone where simulation says that the step gains nothing by it."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from graphshard.schedule.search import Step, scheduled, tried
 
 
 @dataclass(frozen=True)
-class KeepIfBetter:
+class OnlyIfFaster:
     """Apply `step` if, once all is scheduled, the program is faster by it, or as fast and smaller.
 
     What is compared are the program and a copy of it with `step`, each in its best order. One that

@@ -1,4 +1,4 @@
-"""gather_together: neighbouring units too small for the network share gathers and reduces."""
+"""merge_gathers: neighbouring units too small for the network share gathers and reduces."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ ROOM = 0.6
 
 
 @dataclass(frozen=True)
-class GatherTogether:
+class MergeGathers:
     """Merge the gathers of units that run one after the other, and their reduces.
 
     A collective takes a time for each hop whatever it moves, so many small ones waste the network.
@@ -48,7 +48,7 @@ class GatherTogether:
 
     limit: int | None = None
     then: Sequence[Step] = ()
-    name: str = field(default="gather_together", init=False)
+    name: str = field(default="merge_gathers", init=False)
 
     def apply(self, program: Program, plan: ShardingPlan) -> None:
         """See `Pass.apply`.

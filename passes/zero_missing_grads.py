@@ -1,4 +1,6 @@
-"""zeros_for_kept: a parameter this program gives no gradient gets zeros, to add a kept one to."""
+"""zero_missing_grads: a parameter this program gives no gradient gets zeros, to add a kept one
+to.
+"""
 
 from __future__ import annotations
 
@@ -16,7 +18,7 @@ _zeros = torch.ops.aten.zeros.default
 
 
 @dataclass(frozen=True)
-class ZerosForKept:
+class ZeroMissingGrads:
     """Give those of `params` without a gradient one of zeros, before gradients are reduced.
 
     So a gradient that an earlier micro-batch kept is reduced by this program, although its own
@@ -27,7 +29,7 @@ class ZerosForKept:
     """
 
     params: frozenset[str] = frozenset()
-    name: str = field(default="zeros_for_kept", init=False)
+    name: str = field(default="zero_missing_grads", init=False)
 
     def apply(self, program: Program, plan: ShardingPlan) -> None:
         """See `Pass.apply`.
