@@ -28,6 +28,7 @@ from graphshard.policy.by_module import ModulePolicy
 from graphshard.policy.deepspeed import from_deepspeed
 from graphshard.policy.precision import MixedPrecision
 from graphshard.policy.units import BlockPolicy, LambdaPolicy, Policy, SizePolicy, Strategy
+from graphshard.program import ops
 from graphshard.program.program import Event, Program
 from graphshard.tune.auto_policy import AutoPolicy
 from graphshard.tune.tuning import Tuning
@@ -68,6 +69,7 @@ __all__ = [
     "compile",
     "from_accelerate",
     "from_deepspeed",
+    "ops",
     "plan",
     "simulate",
 ]

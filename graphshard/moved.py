@@ -1,6 +1,6 @@
 """Modules by the paths they once had: importing one gives the module that has its names today.
 
-`import graphshard.ops` goes on working, with a DeprecationWarning that names the new path.
+`import graphshard.views` goes on working, with a DeprecationWarning that names the new path.
 """
 
 from __future__ import annotations
@@ -12,6 +12,8 @@ import sys
 import warnings
 from collections.abc import Sequence
 from types import ModuleType
+
+from graphshard.program import ops
 
 MOVED = {
     "annotation": "capture.annotation",
@@ -64,7 +66,6 @@ MOVED = {
     "module_policy": "policy.by_module",
     "module_state": "capture.side_effects",
     "module_tree": "policy.tree",
-    "ops": "program.ops",
     "packing": "program.packing",
     "placement": "policy.placement",
     "plan_warnings": "planning.warnings",
@@ -195,3 +196,4 @@ def find_moved_modules() -> None:
     sys.meta_path.append(MovedModules())
     # `graphshard.plan` is the function; the import system would put a module in its place.
     sys.modules["graphshard.plan"] = importlib.import_module("graphshard.planning.plan")
+    sys.modules["graphshard.ops"] = ops  # its short name stays: dumped code imports it

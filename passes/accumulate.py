@@ -11,6 +11,7 @@ from torch import fx
 from graphshard.errors import PassError
 from graphshard.planning.plan import ShardingPlan
 from graphshard.program import ops
+from graphshard.program.collective import Collective, operands_of, params_of
 from graphshard.program.edit import insert_node
 from graphshard.program.program import BACKWARD, Program
 
@@ -108,13 +109,13 @@ def _reduces(program: Program) -> tuple[list[fx.Node], list[fx.Node]]:
 
 
 def _operands(reduce: fx.Node) -> tuple[list[fx.Node], tuple[str, ...]]:
-    return list(reduce.args[0]), reduce.kwargs["params"]  # type: ignore[arg-type,return-value]
+    return operands_of(reduce), params_of(reduce)
 
 
 def _insert(
     program: Program, target: Any, grad: fx.Node, before: fx.Node, param: str, of: str
 ) -> fx.Node:
-    unit: str = before.kwargs["unit"]  # type: ignore[assignment]
+    unit = Collective.of(before).unit
     with program.graph.inserting_before(before):
         return insert_node(
             program,

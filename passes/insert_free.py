@@ -10,6 +10,7 @@ from graphshard.errors import PassError
 from graphshard.planning.plan import ShardingPlan
 from graphshard.program import ops
 from graphshard.program.aliases import gather_waits, unpacks
+from graphshard.program.collective import Collective
 from graphshard.program.edit import insert_node
 from graphshard.program.program import Program
 from graphshard.program.spans import (
@@ -45,7 +46,7 @@ class InsertFree:
         kept = _only_kept(spans)
         sites: list[tuple[int, int, UnitSpan, fx.Node]] = []
         for wait in gather_waits(program):
-            if ops.collective_of(wait).kwargs.get("in_place"):
+            if Collective.of(ops.collective_of(wait)).in_place:
                 continue
             unit = wait.meta["unit"]
             if any(user.target is ops.free for user in wait.users):

@@ -13,6 +13,7 @@ from graphshard.cost.timeline import timeline_of
 from graphshard.planning.plan import ShardingPlan
 from graphshard.program import ops
 from graphshard.program.aliases import gather_waits, unpacks
+from graphshard.program.collective import Collective
 from graphshard.program.edit import join_gathers, join_reduces
 from graphshard.program.program import BACKWARD, FORWARD, Program
 from graphshard.schedule.clusters import last_use
@@ -160,7 +161,7 @@ def _merge_reduces(program: Program, limit: int) -> None:
     for reduce in scatters:
         (wait,) = reduce.users
         own = moved_bytes(reduce, program)
-        if "columns" in reduce.kwargs:
+        if Collective.of(reduce).columns is not None:
             group = []
         elif group and size + own <= limit:
             join_reduces(program, group[-1], wait)

@@ -12,6 +12,7 @@ from graphshard.errors import PassError
 from graphshard.planning.plan import ShardingPlan
 from graphshard.program import ops
 from graphshard.program.aliases import cast_dtype, gather_waits, unpacks
+from graphshard.program.collective import params_of
 from graphshard.program.edit import fake_as, insert_node
 from graphshard.program.program import Program
 
@@ -137,7 +138,7 @@ def _inserted_cast(
 def _operands(collective: fx.Node) -> dict[str, fx.Node]:
     """The operands of a collective by parameter, in order."""
     operands: list[fx.Node] = collective.args[0]  # type: ignore[assignment]
-    params: tuple[str, ...] = collective.kwargs["params"]  # type: ignore[assignment]
+    params = params_of(collective)
     return dict(zip(params, operands, strict=True))
 
 

@@ -12,6 +12,7 @@ from graphshard.errors import PassError
 from graphshard.planning.plan import ShardingPlan
 from graphshard.program import ops
 from graphshard.program.aliases import transfers_into
+from graphshard.program.collective import Collective
 from graphshard.program.program import BACKWARD, FORWARD, Program
 from graphshard.program.spans import UnitSpan, find_spans, gathers_by_span
 
@@ -47,8 +48,8 @@ class Prefetch:
         if unserved:
             node = min(unserved, key=spans.position.__getitem__)
             raise PassError(
-                f"pass {self.name}: {node.name} of unit {node.kwargs['unit']!r} serves no run of "
-                "its unit; gather only what the unit's own compute reads"
+                f"pass {self.name}: {node.name} of unit {Collective.of(node).unit!r} serves no run "
+                "of its unit; gather only what the unit's own compute reads"
             )
 
         def sequence(phase: str) -> list[UnitSpan]:

@@ -10,6 +10,7 @@ from torch import fx
 
 from graphshard.planning.plan import ShardingPlan
 from graphshard.program import ops
+from graphshard.program.collective import param_of
 from graphshard.program.program import BACKWARD, FORWARD, Program
 from graphshard.program.spans import UnitSpans, find_spans
 
@@ -41,8 +42,8 @@ class PrefetchCopies:
             firsts = spans.steps(phase)
             by_step = _copies_by_step(program, spans, firsts, phase)
             for step, copies in by_step.items():
-                shards = [c for c in copies if c.kwargs["param"] is not None]
-                activations = [c for c in copies if c.kwargs["param"] is None]
+                shards = [c for c in copies if param_of(c) is not None]
+                activations = [c for c in copies if param_of(c) is None]
                 if shards:
                     arrives = min(next(iter(copy.users)) for copy in shards)
                     ahead = how is not None and step > 0
@@ -52,7 +53,7 @@ class PrefetchCopies:
                 elif how == "post" and step:
                     _put_before(_last_compute_before(firsts[step]).next, activations)
             for step, copies in by_step.items():
-                activations = [c for c in copies if c.kwargs["param"] is None]
+                activations = [c for c in copies if param_of(c) is None]
                 _put_before(firsts[step], [next(iter(copy.users)) for copy in activations])
         _let_gradients_arrive(program)
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from itertools import pairwise
 from typing import Any
 
@@ -14,6 +14,7 @@ from graphshard.cost.collective_cost import saturating_bytes, shape_of
 from graphshard.planning.plan import ShardingPlan
 from graphshard.program import ops
 from graphshard.program.aliases import transfers_into, unpacks
+from graphshard.program.collective import Collective, OneTensor, params_of
 from graphshard.program.edit import erase_dead, fake_like, insert_node, take_operands
 from graphshard.program.program import BACKWARD, Program
 from graphshard.schedule.evaluate import budget_of
@@ -58,7 +59,7 @@ class ReduceInPieces:
             return
         scatters = [n for n in program.nodes(BACKWARD) if n.target is ops.reduce_scatter]
         for reduce in scatters:
-            params: Sequence[str] = reduce.kwargs["params"]  # type: ignore[assignment]
+            params = params_of(reduce)
             operands: Sequence[fx.Node] = reduce.args[0]  # type: ignore[assignment]
             for name, grad in list(zip(params, operands, strict=True)):
                 made = ops.origin(grad)
@@ -83,7 +84,7 @@ class ReduceInPieces:
 
 
 def _is_part(reduce: fx.Node) -> bool:
-    return "columns" in reduce.kwargs
+    return Collective.of(reduce).columns is not None
 
 
 def _lookup(made: fx.Node) -> fx.Node | None:
@@ -122,7 +123,7 @@ class _Pieces:
 
     def insert(self, name: str) -> None:
         (wait,) = self.reduce.users
-        params: Sequence[str] = self.reduce.kwargs["params"]  # type: ignore[assignment]
+        params = params_of(self.reduce)
         if len(params) > 1:
             wait = take_operands(self.program, wait, [params.index(name)])
         reduce = ops.collective_of(wait)
@@ -184,7 +185,7 @@ class _Pieces:
                     cast, {cast.all_input_nodes[0]: grad}.__getitem__
                 )
             with grad.meta["val"].fake_mode:
-                val = grad.meta["val"].to(cast.kwargs["dtype"])
+                val = grad.meta["val"].to(OneTensor.of(cast).dtype)
             again.meta = {**cast.meta, "val": val}
             grad = again
         return grad
@@ -196,7 +197,10 @@ class _Pieces:
         graph = self.program.graph
         with graph.inserting_before(reduce):
             part = graph.node_copy(reduce)
-            part.args, part.kwargs = ([grad],), {**reduce.kwargs, "columns": columns}
+            part.args, part.kwargs = (
+                ([grad],),
+                replace(Collective.of(reduce), columns=columns).kwargs,
+            )
             part.meta = dict(reduce.meta)
         shape = wait.meta["val"][0].shape
         val = fake_like(wait.meta["val"][0], (*shape[:-1], columns[1] - columns[0]))

@@ -10,6 +10,7 @@ from graphshard.errors import PassError
 from graphshard.planning.plan import ShardingPlan
 from graphshard.program import ops
 from graphshard.program.aliases import unpacks
+from graphshard.program.collective import Collective, params_of
 from graphshard.program.edit import insert_reduce
 from graphshard.program.program import Program
 
@@ -47,8 +48,8 @@ class ReduceReplicas:
             shards = unpacks(wait)
             for shard in shards:
                 self._require_unread(shard)
-            unit: str = reduce.kwargs["unit"]  # type: ignore[assignment]
-            params: tuple[str, ...] = reduce.kwargs["params"]  # type: ignore[assignment]
+            unit = Collective.of(reduce).unit
+            params = params_of(reduce)
             operands = {
                 name: (shard, tuple(shard.meta["val"].shape))
                 for name, shard in zip(params, shards, strict=True)

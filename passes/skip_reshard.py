@@ -13,6 +13,7 @@ from graphshard.errors import PassError
 from graphshard.planning.plan import ShardingPlan
 from graphshard.program import ops
 from graphshard.program.aliases import gather_waits, transfers_into, unpacks
+from graphshard.program.collective import Collective, params_of
 from graphshard.program.edit import erase_dead, insert_node
 from graphshard.program.program import BACKWARD, FORWARD, Program
 from graphshard.program.storages import new_bytes
@@ -122,8 +123,8 @@ def pairs_of(program: Program) -> dict[str, Pair]:
     found: dict[str, Pair] = {}
     for wait in gather_waits(program):
         gather = ops.collective_of(wait)
-        unit = str(gather.kwargs["unit"])
-        if gather.kwargs.get("in_place"):
+        unit = Collective.of(gather).unit
+        if Collective.of(gather).in_place:
             continue
         if wait.meta["phase"] == FORWARD:
             forward[unit] = wait
@@ -135,7 +136,7 @@ def pairs_of(program: Program) -> dict[str, Pair]:
 
 
 def _params(wait: fx.Node) -> set[str]:
-    return set(ops.collective_of(wait).kwargs["params"])  # type: ignore[arg-type]
+    return set(params_of(ops.collective_of(wait)))
 
 
 def _freed_in_forward(wait: fx.Node) -> bool:
@@ -145,9 +146,9 @@ def _freed_in_forward(wait: fx.Node) -> bool:
 def _keep(program: Program, pair: Pair) -> None:
     """Let what read the backward gather of `pair` read the forward one."""
     graph = program.graph
-    names: Sequence[str] = ops.collective_of(pair.forward).kwargs["params"]  # type: ignore[assignment]
+    names = params_of(ops.collective_of(pair.forward))
     gather = ops.collective_of(pair.backward)
-    again: Sequence[str] = gather.kwargs["params"]  # type: ignore[assignment]
+    again = params_of(gather)
     known = {names[node.args[1]]: node for node in unpacks(pair.forward)}  # type: ignore[index]
     for node in unpacks(pair.backward):
         name = again[node.args[1]]  # type: ignore[index]

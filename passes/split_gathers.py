@@ -12,6 +12,7 @@ from graphshard.passes.offload_params import COPIED
 from graphshard.planning.plan import ShardingPlan
 from graphshard.program import ops
 from graphshard.program.aliases import Source, gather_waits, transfers_into
+from graphshard.program.collective import Collective, params_of
 from graphshard.program.edit import erase_dead, gather_again, insert_free, note_copies, rewire
 from graphshard.program.program import BACKWARD, FORWARD, Program
 from graphshard.program.spans import UnitSpans, find_spans
@@ -77,7 +78,7 @@ class SplitGathers:
         self, wait: fx.Node, plan: ShardingPlan, work: Work, spans: UnitSpans
     ) -> list[Piece]:
         gather = ops.collective_of(wait)
-        unit = str(gather.kwargs["unit"])
+        unit = Collective.of(gather).unit
         uses: list[tuple[int, Use]] = []
         for value, readers in readers_of(wait, spans.derived).items():
             if not readers:
@@ -148,12 +149,12 @@ class SplitGathers:
 
 def _may_go(gather: fx.Node, phase: str, plan: ShardingPlan) -> bool:
     """Whether what `gather` gathered may be freed before it is used in `phase`."""
-    options = plan.unit(str(gather.kwargs["unit"])).options
+    options = plan.unit(Collective.of(gather).unit).options
     if gather.meta["phase"] == phase or options.reshard is not False:
         return True
     # The root stays only because backward, as a rule, begins with it.
     asked = plan.policy.reshard_after_forward is False
-    return not gather.kwargs["unit"] and options.strategy.frees_after_forward and not asked
+    return not Collective.of(gather).unit and options.strategy.frees_after_forward and not asked
 
 
 @dataclass
@@ -177,7 +178,8 @@ class _Split:
         if remaining:
             raise PassError(
                 f"pass {self.owner.name}: {remaining[0].name} of unit "
-                f"{gather.kwargs['unit']!r} is still read, by {next(iter(remaining[0].users)).name}"
+                f"{Collective.of(gather).unit!r} is still read, by "
+                f"{next(iter(remaining[0].users)).name}"
             )
         transfers = transfers_into(gather)
         for node in (*self.wait.users, self.wait, gather):
@@ -195,13 +197,13 @@ class _Split:
             waited=readers[0],
             phase=phase,
         )
-        names: Sequence[str] = gather.kwargs["params"]  # type: ignore[assignment]
+        names = params_of(gather)
         by_name = {names[index]: value for index, value in values.items()}
         derived = self._of_this(names[index] for index in values)
         for one in (FORWARD, BACKWARD):
             now = [reader for reader in readers if reader.meta["phase"] == one]
-            rewire(now, derived, by_name, unit=str(gather.kwargs["unit"]))
-        if not gather.kwargs.get("in_place"):
+            rewire(now, derived, by_name, unit=Collective.of(gather).unit)
+        if not Collective.of(gather).in_place:
             insert_free(self.program, wait, after=last_use(wait))
 
     def _of_this(self, params: Iterable[str]) -> Mapping[fx.Node, Source]:

@@ -10,6 +10,7 @@ from torch import fx
 from graphshard.planning.plan import ShardingPlan
 from graphshard.program import ops
 from graphshard.program.aliases import transfers_after, unpacks
+from graphshard.program.collective import Collective
 from graphshard.program.edit import issue_of, take_operands
 from graphshard.program.program import BACKWARD, Program
 from graphshard.program.storages import bytes_of
@@ -54,7 +55,7 @@ class SplitReduces:
 
     def _groups(self, reduce: fx.Node, operands: Sequence[fx.Node], work: Work) -> list[list[int]]:
         """Indices of operands, in groups in the order in which they are ready."""
-        unit = str(reduce.kwargs["unit"])
+        unit = Collective.of(reduce).unit
         ready = [(work.place[ops.origin(grad)], index) for index, grad in enumerate(operands)]
 
         def enough(group: Sequence[int]) -> float:

@@ -6,10 +6,17 @@
 from __future__ import annotations
 
 import ast
+import importlib
+import sys
 from collections import defaultdict
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
+
+import pytest
+
+import graphshard
+from graphshard.moved import MOVED
 
 ROOT = Path(__file__).parent.parent
 
@@ -150,6 +157,67 @@ def test_no_circle_of_files() -> None:
         if ends(one) not in LATE and one.importer != one.imported:
             graph[one.importer].add(one.imported)
     assert not circles(graph)
+
+
+TYPED = ("graphshard.program.ops", "graphshard.program.collective")
+ARGUMENTS = {
+    "unit",
+    "params",
+    "group",
+    "ranks",
+    "columns",
+    "units",
+    "dims",
+    "in_place",
+    "param",
+    "of",
+}
+
+
+def test_nodes_arguments_are_read_through_their_typed_views_only() -> None:
+    """`node.kwargs["unit"]` and the like stand in the typed views alone."""
+    read = []
+    for module, path in files().items():
+        for node in ast.walk(ast.parse(path.read_text())):
+            if module in TYPED:
+                continue
+            key: ast.AST | None = None
+            if isinstance(node, ast.Subscript) and _is_kwargs(node.value):
+                key = node.slice
+            elif isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute):
+                key = node.args[0] if node.args and _is_kwargs(node.func.value) else None
+            elif isinstance(node, ast.Compare) and _is_kwargs(node.comparators[0]):
+                key = node.left
+            if isinstance(key, ast.Constant) and key.value in ARGUMENTS:
+                read.append(f"{module}:{node.lineno}")
+    assert not read
+
+
+def _is_kwargs(value: ast.AST) -> bool:
+    return isinstance(value, ast.Attribute) and value.attr == "kwargs"
+
+
+def test_old_paths_of_modules_lead_to_modules_of_today() -> None:
+    today = set(files())
+    assert {f"graphshard.{new}" for new in MOVED.values()} <= today
+    assert not {f"graphshard.{old}" for old in MOVED} & today
+
+
+@pytest.mark.parametrize("old", ["graphshard.views", "graphshard.passes.keep_unsharded"])
+def test_an_old_path_says_where_the_module_is(old: str) -> None:
+    sys.modules.pop(old, None)
+    with pytest.warns(DeprecationWarning, match=f"{old} is graphshard"):
+        module = importlib.import_module(old)
+    assert module is sys.modules[module.__name__]
+    assert module.__spec__ is not None
+    assert module.__spec__.name == module.__name__ == f"graphshard.{MOVED[old.partition('.')[2]]}"
+
+
+def test_the_short_paths_stay() -> None:
+    ops, plan = map(importlib.import_module, ("graphshard.ops", "graphshard.plan"))
+    assert ops.all_gather.__module__ == "graphshard.ops"
+    assert plan.ShardingPlan is graphshard.ShardingPlan
+    assert callable(graphshard.plan)
 
 
 def circles(graph: dict[str, set[str]]) -> list[list[str]]:

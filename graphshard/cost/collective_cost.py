@@ -23,6 +23,7 @@ from torch import fx
 from graphshard.errors import CostError
 from graphshard.hardware.hardware import Hardware
 from graphshard.program import ops
+from graphshard.program.collective import Collective
 from graphshard.program.program import Program
 
 BETWEEN_NODES = ".inter"
@@ -149,8 +150,6 @@ def ranks_of(collective: fx.Node, program: Program) -> int:
 
 def shape_of(collective: fx.Node, program: Program, gpus_per_node: int) -> GroupShape:
     """The ranks of `collective` and the nodes they lie on."""
-    reshard: int = collective.kwargs.get("ranks") or 0  # type: ignore[assignment]
-    group = ops.group_of(collective)
-    if collective.target is ops.all_reduce and "group" not in collective.kwargs:
-        group = ops.ALL
-    return group_shape(group, program.mesh_shape, gpus_per_node, reshard)
+    arguments = Collective.of(collective)
+    group = arguments.named_group or (ops.ALL if collective.target is ops.all_reduce else ops.SHARD)
+    return group_shape(group, program.mesh_shape, gpus_per_node, arguments.ranks or 0)

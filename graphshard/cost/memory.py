@@ -12,7 +12,6 @@ from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from math import prod
 from types import EllipsisType
-from typing import Any
 
 import torch
 from torch import fx
@@ -23,6 +22,7 @@ from graphshard.planning.layout import ParamLayout
 from graphshard.planning.plan import ShardingPlan
 from graphshard.program import ops, packing
 from graphshard.program.annotations import Budget
+from graphshard.program.collective import Collective
 from graphshard.program.program import Program
 from graphshard.program.sizes import is_contiguous
 from graphshard.program.storages import KINDS, Storage, bytes_of, storages_of
@@ -128,7 +128,7 @@ def _of_reduce(
     wait = next(user for user in node.users if user.target is ops.wait)
     results = wait.meta["val"]
     ranks = ranks_of(node, program)
-    scattered = node.target is ops.reduce_scatter and ranks > 1
+    scattered = ops.is_scatter(node) and ranks > 1
     exchanged = scattered and backend == "gloo" and ranks > 2
     given = sum(map(bytes_of, results))
     first, late = node, 0
@@ -163,7 +163,7 @@ def _sent(node: fx.Node, whole: list[int], backend: str) -> tuple[int, int]:
     Gradients are padded, put into the order of the ranks, and packed into one message if small.
     """
     operands = [operand.meta["val"] for operand in node.args[0]]  # type: ignore[union-attr]
-    dims: Any = node.kwargs.get("dims") or (0,) * len(operands)
+    dims = Collective.of(node).dims
     copied = longer = 0
     for operand, dim, size in zip(operands, dims, whole, strict=True):
         if dim or size != bytes_of(operand) or not is_contiguous(operand):

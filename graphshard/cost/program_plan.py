@@ -7,7 +7,6 @@ parameters go together, and its table of parameters what their full shapes are.
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import Any
 
 import torch
 from torch import fx
@@ -19,7 +18,7 @@ from graphshard.policy.base import Policy
 from graphshard.policy.placement import IGNORED, REPLICATED, SHARDED
 from graphshard.policy.precision import MixedPrecision
 from graphshard.program import ops
-from graphshard.program.edit import units_of
+from graphshard.program.collective import Collective, operands_of, param_of
 from graphshard.program.program import ParamEntry, Program
 
 
@@ -54,7 +53,7 @@ def plan_of(program: Program) -> ShardingPlan:
         for fqn, layouts in owned.items()
     )
     copied = [node for node in program.nodes() if node.target in ops.COPIES]
-    offload = {"activations" if n.kwargs["param"] is None else "params" for n in copied}
+    offload = {"activations" if param_of(n) is None else "params" for n in copied}
     return ShardingPlan(
         units,
         PolicyOfProgram(offload=frozenset(offload) or None),
@@ -69,16 +68,15 @@ class _Use:
     """A collective, and the parameters it serves."""
 
     def __init__(self, node: fx.Node) -> None:
-        kwargs: dict[str, Any] = dict(node.kwargs)
+        collective = Collective.of(node)
         self.node = node
-        self.params: tuple[str, ...] = kwargs["params"]
-        self.unit = dict(zip(self.params, units_of(node), strict=True))
-        dims = kwargs.get("dims") or (0,) * len(self.params)
-        self.dim = dict(zip(self.params, dims, strict=True))
-        operands: Any = node.args[0]
+        self.params = collective.params
+        self.in_place = collective.in_place
+        self.unit = dict(zip(self.params, collective.units, strict=True))
+        self.dim = dict(zip(self.params, collective.dims, strict=True))
         self.dtype = {
             name: operand.meta["val"].dtype
-            for name, operand in zip(self.params, operands, strict=True)
+            for name, operand in zip(self.params, operands_of(node), strict=True)
         }
 
 
@@ -90,13 +88,11 @@ def _layout(
     param: ParamEntry, program: Program, served: _Use | None, gathered: _Use | None
 ) -> ParamLayout:
     stored: torch.Tensor = param.node.meta["val"]
-    scattered = served is not None and served.node.target is ops.reduce_scatter
+    scattered = served is not None and ops.is_scatter(served.node)
     sharded = gathered is not None or scattered
     whole = tuple(stored.shape) == param.shape
     resident = sharded and (
-        bool(gathered.node.kwargs.get("in_place"))
-        if gathered is not None
-        else whole and program.shard_size > 1
+        gathered.in_place if gathered is not None else whole and program.shard_size > 1
     )
     computed = None if gathered is None else gathered.dtype[param.fqn]
     reduced = None if served is None else served.dtype[param.fqn]
@@ -124,7 +120,7 @@ def _options(program: Program) -> dict[str, UnitOptions]:
     """By unit, the groups of ranks that keep it in parts after forward."""
     found: dict[str, UnitOptions] = {}
     for node in _collectives(program):
-        ranks: Any = node.kwargs.get("ranks")
-        if ranks is not None:
-            found[str(node.kwargs["unit"])] = UnitOptions(reshard=ranks)
+        collective = Collective.of(node)
+        if collective.ranks is not None:
+            found[collective.unit] = UnitOptions(reshard=collective.ranks)
     return found

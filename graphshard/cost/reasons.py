@@ -23,6 +23,7 @@ from graphshard.format import human_bytes, human_seconds
 from graphshard.planning.plan import ShardingPlan
 from graphshard.program import ops
 from graphshard.program.aliases import transfers_into
+from graphshard.program.collective import param_of, params_of
 from graphshard.program.program import FORWARD, Program
 from graphshard.program.storages import new_bytes
 
@@ -396,13 +397,13 @@ def told(reasons: Sequence[Reason]) -> str:
 
 def _params(node: fx.Node) -> tuple[str, ...]:
     if node.target in ops.COPIES:
-        param = node.kwargs["param"]
-        return () if param is None else (str(param),)
-    return node.kwargs["params"]  # type: ignore[return-value]
+        param = param_of(node)
+        return () if param is None else (param,)
+    return params_of(node)
 
 
 def _of(node: fx.Node) -> str:
-    return _named(str(ops.op_name(node)), str(node.kwargs.get("unit", "")))
+    return _named(str(ops.op_name(node)), str(node.meta.get("unit", "")))
 
 
 def _named(op: str, unit: str) -> str:

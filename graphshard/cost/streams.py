@@ -6,8 +6,6 @@ reduces of one group of ranks share; and one for copies in each direction betwee
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 from torch import fx
 
@@ -15,13 +13,14 @@ from graphshard.cost.collective_cost import collective_seconds, ranks_of, shape_
 from graphshard.cost.op_cost import OpCost, op_cost
 from graphshard.hardware.hardware import Hardware
 from graphshard.program import ops
+from graphshard.program.collective import operands_of
 from graphshard.program.program import Program
 from graphshard.program.storages import bytes_of
 
 COMPUTE, FROM_HOST, TO_HOST = "compute", "copies from host", "copies to host"
 
 
-STREAMED = frozenset({ops.cast, ops.reshard, ops.keep, ops.add_kept})
+STREAMED = ops.targets(lambda op: op.streams_bytes)
 """What the program does to one tensor on the compute stream, at the speed of memory."""
 
 
@@ -40,9 +39,9 @@ def node_seconds(
     """The seconds `node` occupies its stream, with nothing else on it; 0.0 for what takes none."""
     if ops.is_collective(node):
         shape = shape_of(node, program, hardware.gpus_per_node)
-        op, moved = str(ops.op_name(node)), moved_bytes(node, program)
-        operands: Any = node.args[0]
-        return collective_seconds(op, moved, shape, hardware, tensors=len(operands))
+        op, tensors = ops.OPS[node.target], len(operands_of(node))
+        moved = moved_bytes(node, program)
+        return collective_seconds(op.moves, moved, shape, hardware, tensors=tensors)
     if node.target in ops.COPIES:
         bandwidth = hardware.host_bandwidth * hardware.efficiency["host"]
         return hardware.launch_floor + bytes_of(node.meta["val"]) / bandwidth
@@ -71,8 +70,7 @@ def _copy_seconds(moved: int, hardware: Hardware) -> float:
 
 def moved_bytes(collective: fx.Node, program: Program) -> int:
     """Bytes of the full tensors that `collective` gathers, scatters or reduces."""
-    operands: Any = collective.args[0]
-    total = sum(bytes_of(operand.meta["val"]) for operand in operands)
+    total = sum(bytes_of(operand.meta["val"]) for operand in operands_of(collective))
     return total * ranks_of(collective, program) if collective.target is ops.all_gather else total
 
 

@@ -11,6 +11,7 @@ from graphshard.format import fold, human_bytes, some_of
 from graphshard.planning.plan import ShardingPlan
 from graphshard.program import ops
 from graphshard.program.aliases import gather_waits
+from graphshard.program.collective import Collective
 from graphshard.program.program import BACKWARD, FORWARD, RECOMPUTED, Program
 from graphshard.program.storages import storages_of
 
@@ -49,16 +50,16 @@ def moved_notes(plan: ShardingPlan) -> Iterator[tuple[str, str]]:
     program = plan.program
     if program is None or program.budget is None:
         return
-    for op, verb in ((ops.all_gather, "gathered"), (ops.reduce_scatter, "reduced")):
-        found = [node for node in program.nodes() if node.target is op]
+    for is_of_kind, verb in ((ops.is_gather, "gathered"), (ops.is_scatter, "reduced")):
+        found = [node for node in program.nodes() if is_of_kind(node)]
         for unit in plan.units:
             parts = _parts(found, unit.fqn)
             if len(parts) > 1:
                 told = "; ".join(some_of(part) for part in parts)
                 yield "apart", f"{unit.fqn or '(root)'} is {verb} in {len(parts)} parts: {told}"
-        together = [node for node in found if "units" in node.kwargs]
+        together = [c for c in map(Collective.of, found) if c.several_units]
         if together:
-            most = max(len(set(_units(node))) for node in together)
+            most = max(len(set(collective.units)) for collective in together)
             times = {1: "once", 2: "twice"}.get(len(together), f"{len(together)} times")
             yield "together", f"{times} neighbours are {verb} together, {most} units at most"
     kept = _kept(program, plan)
@@ -67,19 +68,15 @@ def moved_notes(plan: ShardingPlan) -> Iterator[tuple[str, str]]:
         yield "unsharded", f"{', '.join(names)} from forward to backward, not gathered again"
 
 
-def _units(collective: fx.Node) -> Sequence[str]:
-    return collective.kwargs.get("units", (collective.kwargs["unit"],))  # type: ignore[return-value]
-
-
 def _parts(collectives: Sequence[fx.Node], unit: str) -> list[list[str]]:
     """The parameters moved by each of a unit's collectives in one phase, if they are not alike."""
     found: dict[str, dict[tuple[str, ...], None]] = {FORWARD: {}, BACKWARD: {}}
     for node in collectives:
-        if "units" not in node.kwargs and node.kwargs["unit"] == unit:
-            names: tuple[str, ...] = node.kwargs["params"]  # type: ignore[assignment]
-            columns = node.kwargs.get("columns")
+        collective = Collective.of(node)
+        if not collective.several_units and collective.unit == unit:
+            names, columns = collective.params, collective.columns
             if columns is not None:
-                names = tuple(f"columns {columns[0]}:{columns[1]} of {name}" for name in names)  # type: ignore[index]
+                names = tuple(f"columns {columns[0]}:{columns[1]} of {name}" for name in names)
             found[node.meta["phase"]][names] = None
     parts = found[FORWARD] if len(found[FORWARD]) > 1 else found[BACKWARD]
     return list(map(list, parts))

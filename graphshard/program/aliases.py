@@ -20,6 +20,7 @@ from torch import Tensor, fx
 
 from graphshard.planning.plan import ShardingPlan
 from graphshard.program import ops
+from graphshard.program.collective import params_of
 from graphshard.program.program import Program
 from graphshard.program.sizes import is_contiguous, size_text
 from graphshard.torch_private.compat import SYMBOLIC
@@ -198,7 +199,7 @@ def derived_values(program: Program, plan: ShardingPlan) -> dict[fx.Node, Source
             if gather.target is ops.all_gather:
                 index = node.args[1]
                 assert isinstance(index, int)
-                param_fqn: str = gather.kwargs["params"][index]  # type: ignore[index,assignment]
+                param_fqn = params_of(gather)[index]
                 found[node] = Source(node, param_fqn, plan.unit_of_param(param_fqn))
         elif ops.is_compute(node) and _is_derivation(node):
             base = tensor_inputs(node)[0]

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import operator
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
@@ -18,6 +17,12 @@ from graphshard.program.aliases import (
     transfers_after,
     transfers_into,
     unpacks,
+)
+from graphshard.program.collective import (
+    Collective,
+    insert_collective,
+    operands_of,
+    param_of,
 )
 from graphshard.program.program import ParamEntry, Program
 
@@ -127,7 +132,7 @@ def note_copies(program: Program, what: str, *, params: bool) -> None:
         copies = [
             node
             for node in program.nodes()
-            if node.target is target and (node.kwargs["param"] is not None) == params
+            if node.target is target and (param_of(node) is not None) == params
         ]
         said.append(f"{bytes_text(copies)} bytes in {len(copies):,} copies {where}")
     others = tuple(note for note in program.notes if not note.startswith(f"{what}: "))
@@ -152,64 +157,16 @@ def insert_gather(
     wanted = set(params)
     names = tuple(name for name in plan.unit(unit).params if name in wanted)
     shards = [(entries[name].node if parts is None else parts[name]) for name in names]
-    ranks = plan.unit(unit).options.reshard_ranks
-    where = {} if parts is None else {"group": ops.RESHARD, "ranks": ranks}
+    group = None if parts is None else ops.RESHARD
+    collective = _collective(plan, ops.all_gather, unit, names, group)
     fulls = [
         fake_like(shard.meta["val"], entries[name].shape, entries[name].stride)
         for name, shard in zip(names, shards, strict=True)
     ]
-    label = unit or "root"
-    with program.graph.inserting_before(before):
-        gather = insert_node(
-            program,
-            ops.all_gather,
-            (shards,),
-            {
-                "unit": unit,
-                "params": names,
-                **where,
-                **_dims(plan, names),
-                **_in_place(plan, names),
-            },
-            name=f"{label}_all_gather",
-            unit=unit,
-            phase=phase,
-            val=None,
-        )
-        wait = insert_node(
-            program,
-            ops.wait,
-            (gather,),
-            {},
-            name=f"{label}_full",
-            unit=unit,
-            phase=phase,
-            val=fulls,
-        )
-        return {
-            name: insert_node(
-                program,
-                operator.getitem,
-                (wait, index),
-                {},
-                name=f"{name}_full",
-                unit=unit,
-                phase=phase,
-                val=full,
-            )
-            for index, (name, full) in enumerate(zip(names, fulls, strict=True))
-        }
-
-
-def _dims(plan: ShardingPlan, names: Sequence[str]) -> dict[str, Any]:
-    """The keyword argument `dims` of a collective of `names`, if one is not split along dim 0."""
-    dims = tuple(plan.layouts[name].dim for name in names)
-    return {"dims": dims} if any(dims) else {}
-
-
-def _in_place(plan: ShardingPlan, names: Sequence[str]) -> dict[str, Any]:
-    """The keyword argument `in_place` of a gather of `names`, parameters of one unit."""
-    return {"in_place": True} if any(plan.layouts[name].resident for name in names) else {}
+    _, values = insert_collective(
+        program, collective, shards, fulls, issue=before, wait=before, phase=phase
+    )
+    return dict(zip(names, values, strict=True))
 
 
 def insert_reduce(
@@ -227,47 +184,33 @@ def insert_reduce(
 
     Returns the reduced gradient by parameter, and the last node inserted.
     """
-    label = unit or "root"
-    named = {} if group is None else {"group": group}
-    reduced = [fake_like(grad.meta["val"], shape) for grad, shape in grads.values()]
-    with program.graph.inserting_after(after):
-        reduce = insert_node(
-            program,
-            target,
-            ([grad for grad, _ in grads.values()],),
-            {"unit": unit, "params": tuple(grads), **named, **_dims(plan, tuple(grads))},
-            name=f"{label}_{target.__name__}",
-            unit=unit,
-            phase=phase,
-            val=None,
-        )
-    with program.graph.inserting_after(reduce):
-        wait = insert_node(
-            program,
-            ops.wait,
-            (reduce,),
-            {},
-            name=f"{label}_reduced",
-            unit=unit,
-            phase=phase,
-            val=reduced,
-        )
-    tail = wait
-    results: dict[str, fx.Node] = {}
-    for index, name in enumerate(grads):
-        with program.graph.inserting_after(tail):
-            tail = insert_node(
-                program,
-                operator.getitem,
-                (wait, index),
-                {},
-                name=f"{name}_grad",
-                unit=unit,
-                phase=phase,
-                val=reduced[index],
-            )
-        results[name] = tail
-    return results, tail
+    shards = [fake_like(grad.meta["val"], shape) for grad, shape in grads.values()]
+    _, reduced = insert_collective(
+        program,
+        _collective(plan, target, unit, tuple(grads), group),
+        [grad for grad, _ in grads.values()],
+        shards,
+        issue=after.next,
+        wait=after.next,
+        phase=phase,
+    )
+    return dict(zip(grads, reduced, strict=True)), reduced[-1]
+
+
+def _collective(
+    plan: ShardingPlan, target: Any, unit: str, names: tuple[str, ...], group: str | None
+) -> Collective:
+    """A collective of the parameters `names` of `unit`, laid out as the plan says."""
+    layouts = [plan.layouts[name] for name in names]
+    return Collective(
+        target,
+        unit,
+        names,
+        named_group=group,
+        ranks=plan.unit(unit).options.reshard_ranks if group == ops.RESHARD else None,
+        dims=tuple(layout.dim for layout in layouts),
+        in_place=target is ops.all_gather and any(layout.resident for layout in layouts),
+    )
 
 
 def rewire(
@@ -344,28 +287,14 @@ def prune_gather(wait: fx.Node) -> None:
     keep_operands(wait, keep)  # type: ignore[arg-type]
 
 
-def kwargs_for(collective: fx.Node, keep: Sequence[int]) -> dict[str, Any]:
-    """The keyword arguments of `collective` for its operands at `keep` alone."""
-    kwargs: dict[str, Any] = dict(collective.kwargs)
-    kwargs["params"] = tuple(kwargs["params"][index] for index in keep)
-    dims = kwargs.pop("dims", ())
-    if any(dims[index] for index in keep if dims):
-        kwargs["dims"] = tuple(dims[index] for index in keep)
-    if "units" in kwargs:
-        every = kwargs.pop("units")
-        units = tuple(every[index] for index in keep)
-        kwargs |= {"unit": units[0]} | ({"units": units} if len(set(units)) > 1 else {})
-    return kwargs
-
-
 def keep_operands(wait: fx.Node, keep: Sequence[int]) -> None:
     """Leave a collective with the operands at `keep` only, and renumber what unpacks it."""
     collective = ops.collective_of(wait)
-    operands: Sequence[Any] = collective.args[0]  # type: ignore[assignment]
+    operands = operands_of(collective)
     transfers = transfers_into(collective)
     collective.args = ([operands[i] for i in keep],)
     erase_dead(transfers)
-    collective.kwargs = kwargs_for(collective, keep)
+    collective.kwargs = Collective.of(collective).pick(keep).kwargs
     wait.meta["val"] = [wait.meta["val"][i] for i in keep]
     place = {old: new for new, old in enumerate(keep)}
     for node in unpacks(wait):
@@ -400,38 +329,19 @@ def gather_again(
         The new wait, and the new full value by index.
     """
     gather = ops.collective_of(wait)
-    unit = str(gather.kwargs["unit"])
-    label = unit or "root"
-    place = {"unit": unit, "phase": phase}
-    operands: Sequence[fx.Node] = gather.args[0]  # type: ignore[assignment]
-    vals = [wait.meta["val"][index] for index in indices]
+    operands = operands_of(gather)
     with program.graph.inserting_before(issued):
         shards = [_copied(program, operands[index], phase) for index in indices]
-        again = insert_node(
-            program,
-            ops.all_gather,
-            (shards,),
-            kwargs_for(gather, indices),
-            name=f"{label}_all_gather",
-            val=None,
-            **place,
-        )
-    with program.graph.inserting_before(waited):
-        new = insert_node(program, ops.wait, (again,), {}, name=f"{label}_full", val=vals, **place)
-        names: Sequence[str] = again.kwargs["params"]  # type: ignore[assignment]
-        values = {
-            index: insert_node(
-                program,
-                operator.getitem,
-                (new, position),
-                {},
-                name=f"{names[position]}_full",
-                val=vals[position],
-                **place,
-            )
-            for position, index in enumerate(indices)
-        }
-    return new, values
+    again, values = insert_collective(
+        program,
+        Collective.of(gather).pick(indices),
+        shards,
+        [wait.meta["val"][index] for index in indices],
+        issue=issued,
+        wait=waited,
+        phase=phase,
+    )
+    return again, dict(zip(indices, values, strict=True))
 
 
 def _copied(program: Program, operand: fx.Node, phase: str) -> fx.Node:
@@ -469,29 +379,23 @@ def take_operands(program: Program, wait: fx.Node, take: Iterable[int]) -> fx.No
     """
     indices = sorted(set(take))
     collective = ops.collective_of(wait)
-    operands: Sequence[fx.Node] = collective.args[0]  # type: ignore[assignment]
+    operands = operands_of(collective)
     picked = {node.args[1]: node for node in unpacks(wait)}
-    place = {"unit": collective.meta["unit"], "phase": collective.meta["phase"]}
-    label = collective.meta["unit"] or "root"
-    with program.graph.inserting_before(collective):
-        new = insert_node(
-            program,
-            collective.target,
-            ([operands[index] for index in indices],),
-            kwargs_for(collective, indices),
-            name=f"{label}_{ops.op_name(collective)}",
-            val=None,
-            **place,
-        )
-    with program.graph.inserting_before(wait):
-        vals = [wait.meta["val"][index] for index in indices]
-        name = "full" if collective.target is ops.all_gather else "reduced"
-        own = insert_node(program, ops.wait, (new,), {}, name=f"{label}_{name}", val=vals, **place)
-    for position, index in enumerate(indices):
+    apart, results = insert_collective(
+        program,
+        Collective.of(collective).pick(indices),
+        [operands[index] for index in indices],
+        [wait.meta["val"][index] for index in indices],
+        issue=collective,
+        wait=wait,
+        phase=collective.meta["phase"],
+    )
+    for position, (index, result) in enumerate(zip(indices, results, strict=True)):
+        program.graph.erase_node(result)
         if index in picked:
-            picked[index].args = (own, position)
+            picked[index].args = (apart, position)
     keep_operands(wait, [index for index in range(len(operands)) if index not in indices])
-    return own
+    return apart
 
 
 def join_gathers(program: Program, first: fx.Node, second: fx.Node) -> None:
@@ -503,8 +407,8 @@ def join_gathers(program: Program, first: fx.Node, second: fx.Node) -> None:
     for node in issue_of(gather)[:-1]:
         into.prepend(node)
     offset = len(first.meta["val"])
-    into.kwargs = _joined_kwargs(into, gather)
-    into.args = ([*into.args[0], *gather.args[0]],)  # type: ignore[misc]
+    into.kwargs = (Collective.of(into) + Collective.of(gather)).kwargs
+    into.args = ([*operands_of(into), *operands_of(gather)],)
     first.meta["val"] = [*first.meta["val"], *second.meta["val"]]
     after = first
     for node in unpacks(second):
@@ -526,12 +430,12 @@ def join_reduces(program: Program, first: fx.Node, second: fx.Node) -> None:
     What is done with the earlier one's results follows the later wait.
     """
     reduce, into = ops.collective_of(first), ops.collective_of(second)
-    offset = len(reduce.args[0])  # type: ignore[arg-type]
+    offset = len(operands_of(reduce))
     for node in unpacks(second):
         node.args = (second, offset + node.args[1])  # type: ignore[operator]
     second.meta["val"] = [*first.meta["val"], *second.meta["val"]]
-    into.kwargs = _joined_kwargs(reduce, into)
-    into.args = ([*reduce.args[0], *into.args[0]],)  # type: ignore[misc]
+    into.kwargs = (Collective.of(reduce) + Collective.of(into)).kwargs
+    into.args = ([*operands_of(reduce), *operands_of(into)],)
     into.meta["unit"] = second.meta["unit"] = reduce.meta["unit"]
     picked = unpacks(first)
     after = second
@@ -551,21 +455,3 @@ def follow_ups(picked: Sequence[fx.Node]) -> list[fx.Node]:
     further = {node for one in picked for node in transfers_after(one)}
     users = {user for node in (*picked, *further) for user in node.users}
     return sorted(further | {user for user in users if ops.is_collective(user)})
-
-
-def units_of(collective: fx.Node) -> tuple[str, ...]:
-    """The unit of each operand of `collective`."""
-    kwargs: Mapping[str, Any] = collective.kwargs
-    return tuple(kwargs.get("units", (kwargs["unit"],) * len(kwargs["params"])))
-
-
-def _joined_kwargs(first: fx.Node, second: fx.Node) -> dict[str, Any]:
-    """The keyword arguments of one collective for the operands of both."""
-    one: Mapping[str, Any] = first.kwargs
-    two: Mapping[str, Any] = second.kwargs
-    params = (*one["params"], *two["params"])
-    joined = {**one, "params": params, "units": (*units_of(first), *units_of(second))}
-    dims = tuple(
-        dim for kwargs in (one, two) for dim in kwargs.get("dims", (0,) * len(kwargs["params"]))
-    )
-    return joined | ({"dims": dims} if any(dims) else {})

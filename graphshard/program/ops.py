@@ -40,17 +40,117 @@ They say their unit, and their parameter (None for an activation):
 
 from __future__ import annotations
 
+import enum
 import operator
-from collections.abc import Sequence
-from typing import Any, NoReturn
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any, NoReturn, TypeVar
 
 import torch
 from torch import Tensor, fx
 
 from graphshard.errors import GraphshardError
 
+_F = TypeVar("_F", bound=Callable[..., Any])
+
 SHARD, REPLICATE, ALL, RESHARD = "shard", "replicate", "all", "reshard"
 """The groups a collective may name."""
+
+
+class Kind(enum.Enum):
+    """How the readers of a program treat an op."""
+
+    COLLECTIVE = "moves data between ranks"
+    WAIT = "ends a collective"
+    FREE = "gives storage back"
+    TRANSFER = "changes the dtype or device of one tensor, or adds to it"
+    COPY = "a transfer between host and device"
+    PART = "keeps a part of a gathered parameter"
+    KEEP = "adds to the gradients that stay on this rank"
+
+
+class Value(enum.Enum):
+    """The shapes that operands and results of a collective have, by the parameter's layout."""
+
+    FULL = "the parameter's own shape"
+    SHARD = "one rank's padded part; the whole of a replicated parameter"
+
+
+@dataclass(frozen=True)
+class Op:
+    """One op of the vocabulary: all that text, cost, storages, verify and lowering ask of it.
+
+    Attributes:
+        target: the function that nodes call.
+        kind: see `Kind`.
+        takes: shape of each operand, for a collective.
+        gives: shape of each result, for a collective.
+        moves: the collective of the backend that moves the bytes, and whose time it takes
+            ("all_gather", "reduce_scatter" or "all_reduce"), for a collective.
+        groups: the groups it may join on a mesh of one dimension.
+        groups_with_replicas: likewise on a mesh of two dimensions.
+        streams_bytes: it reads and writes its tensor on the compute stream at the memory's speed.
+        drawn_as: its shape in the drawn schedule (Graphviz).
+    """
+
+    target: Callable[..., Any]
+    kind: Kind
+    takes: Value | None = None
+    gives: Value | None = None
+    moves: str = ""
+    groups: frozenset[str] = frozenset()
+    groups_with_replicas: frozenset[str] = frozenset()
+    streams_bytes: bool = False
+    drawn_as: str = "ellipse"
+
+    @property
+    def name(self) -> str:
+        """As schedules, dumps and errors show it."""
+        return self.target.__name__
+
+    @property
+    def is_transfer(self) -> bool:
+        """Whether it takes one tensor on its way into or out of a collective, or to the host."""
+        return self.kind in (Kind.TRANSFER, Kind.COPY)
+
+    @property
+    def gathers(self) -> bool:
+        """Whether it makes full parameters of shards."""
+        return self.takes is Value.SHARD and self.gives is Value.FULL
+
+    @property
+    def scatters(self) -> bool:
+        """Whether it averages full gradients and leaves each rank its shard."""
+        return self.takes is Value.FULL and self.gives is Value.SHARD
+
+    @property
+    def reduces(self) -> bool:
+        """Whether it averages gradients over ranks."""
+        return self.kind is Kind.COLLECTIVE and not self.gathers
+
+    @property
+    def in_runs(self) -> bool:
+        """Whether nodes of it that follow each other in one unit are one event of a schedule."""
+        return self.is_transfer or self.kind in (Kind.PART, Kind.KEEP)
+
+
+OPS: dict[Any, Op] = {}
+"""The vocabulary, by the function that nodes call."""
+
+
+def _op(kind: Kind, **traits: Any) -> Callable[[_F], _F]:
+    """Enter a function into the vocabulary; its parameters are the op's typed arguments."""
+
+    def enter(function: _F) -> _F:
+        function.__module__ = "graphshard.ops"  # as dumped code imports it
+        OPS[function] = Op(function, kind, **traits)
+        # Without this, fx drops nodes whose result nobody reads: every free. A transfer nobody
+        # reads may go.
+        if not OPS[function].is_transfer:
+            fx.node.has_side_effect(function)
+        return function
+
+    return enter
 
 
 def _only_in_graphs(name: str) -> NoReturn:
@@ -60,6 +160,14 @@ def _only_in_graphs(name: str) -> NoReturn:
     )
 
 
+@_op(
+    Kind.COLLECTIVE,
+    takes=Value.SHARD,
+    gives=Value.FULL,
+    moves="all_gather",
+    groups=frozenset({SHARD, RESHARD}),
+    groups_with_replicas=frozenset({SHARD, RESHARD}),
+)
 def all_gather(
     shards: Sequence[Tensor],
     *,
@@ -72,6 +180,14 @@ def all_gather(
     _only_in_graphs("all_gather")
 
 
+@_op(
+    Kind.COLLECTIVE,
+    takes=Value.FULL,
+    gives=Value.SHARD,
+    moves="reduce_scatter",
+    groups=frozenset({SHARD}),
+    groups_with_replicas=frozenset({SHARD}),
+)
 def reduce_scatter(
     grads: Sequence[Tensor], *, unit: str, params: tuple[str, ...], group: str = SHARD
 ) -> Any:
@@ -79,6 +195,14 @@ def reduce_scatter(
     _only_in_graphs("reduce_scatter")
 
 
+@_op(
+    Kind.COLLECTIVE,
+    takes=Value.SHARD,
+    gives=Value.SHARD,
+    moves="all_reduce",
+    groups=frozenset({SHARD}),
+    groups_with_replicas=frozenset({REPLICATE, ALL}),
+)
 def all_reduce(
     grads: Sequence[Tensor], *, unit: str, params: tuple[str, ...], group: str = SHARD
 ) -> Any:
@@ -88,45 +212,53 @@ def all_reduce(
     _only_in_graphs("all_reduce")
 
 
+@_op(Kind.WAIT, drawn_as="diamond")
 def wait(pending: Any) -> list[Tensor]:
     """Finish a pending collective: a list of its results in operand order."""
     _only_in_graphs("wait")
 
 
+@_op(Kind.FREE, drawn_as="cds")
 def free(gathered: list[Tensor]) -> None:
     """Give back the storage of what a gather's `wait` returned, whatever still refers to it."""
     _only_in_graphs("free")
 
 
+@_op(Kind.FREE)
 def release(full: Tensor) -> None:
     """Give back the storage of one parameter of what a gather's `wait` returned, before its free.
 
     It is the node that picks the parameter out of the `wait`, in the phase that frees the rest. In
-    a region (see `graphshard.regions`) it goes with the last operator there that reads it.
+    a region (see `graphshard.program.regions`) it goes with the last operator there that reads it.
     """
     _only_in_graphs("release")
 
 
+@_op(Kind.PART, streams_bytes=True, drawn_as="parallelogram")
 def reshard(full: Tensor, *, ranks: int, unit: str, param: str) -> Tensor:
     """A copy of this rank's part `(ceil(d0/ranks), ...)` of the gathered `param`, to be kept."""
     _only_in_graphs("reshard")
 
 
+@_op(Kind.TRANSFER, streams_bytes=True, drawn_as="parallelogram")
 def cast(tensor: Tensor, *, dtype: torch.dtype, unit: str, param: str | None) -> Tensor:
     """`tensor`, the shard or a gradient of `param`, in `dtype`."""
     _only_in_graphs("cast")
 
 
+@_op(Kind.COPY, drawn_as="parallelogram")
 def to_device(tensor: Tensor, *, unit: str, param: str | None) -> Any:
     """Start copying `tensor`, which lies on the host, to the device that computes."""
     _only_in_graphs("to_device")
 
 
+@_op(Kind.COPY, drawn_as="parallelogram")
 def to_host(tensor: Tensor, *, unit: str, param: str | None) -> Any:
     """Start copying `tensor`, which lies on the device that computes, to the host."""
     _only_in_graphs("to_host")
 
 
+@_op(Kind.TRANSFER, drawn_as="diamond")
 def arrive(copy: Any, *, unit: str, param: str | None) -> Tensor:
     """What `to_device` or `to_host` copied, for whatever runs from here on.
 
@@ -135,6 +267,7 @@ def arrive(copy: Any, *, unit: str, param: str | None) -> Tensor:
     _only_in_graphs("arrive")
 
 
+@_op(Kind.KEEP, streams_bytes=True, drawn_as="cylinder")
 def keep(grad: Tensor, *, unit: str, param: str, of: str) -> Tensor:
     """Add `grad` to what this rank keeps of `param`'s gradient; gives all of it.
 
@@ -144,46 +277,53 @@ def keep(grad: Tensor, *, unit: str, param: str, of: str) -> Tensor:
     _only_in_graphs("keep")
 
 
+@_op(Kind.TRANSFER, streams_bytes=True, drawn_as="cylinder")
 def add_kept(grad: Tensor, *, unit: str, param: str, of: str) -> Tensor:
     """`grad` plus what this rank kept of `param`'s gradient (see `keep`), which is taken away."""
     _only_in_graphs("add_kept")
 
 
-COLLECTIVES = frozenset({all_gather, reduce_scatter, all_reduce})
-
-
-REDUCES = frozenset({reduce_scatter, all_reduce})
-
-
-COPIES = frozenset({to_device, to_host})
-
-
-TRANSFERS = COPIES | {cast, arrive, add_kept}
-
-
-VOCABULARY: frozenset[Any] = COLLECTIVES | TRANSFERS | {wait, free, release, keep, reshard}
-
-
 _Function = type(wait)
 
 
-# Without this, fx dead-code elimination drops nodes whose result nobody reads: every free. A
-# transfer nobody reads may go.
-for _op in VOCABULARY - TRANSFERS:
-    fx.node.has_side_effect(_op)
+def targets(trait: Callable[[Op], bool]) -> frozenset[Any]:
+    """The functions of the ops that have a trait."""
+    return frozenset(target for target, op in OPS.items() if trait(op))
+
+
+VOCABULARY = targets(lambda op: True)
+COLLECTIVES = targets(lambda op: op.kind is Kind.COLLECTIVE)
+REDUCES = targets(lambda op: op.reduces)
+SCATTERS = targets(lambda op: op.scatters)
+COPIES = targets(lambda op: op.kind is Kind.COPY)
+TRANSFERS = targets(lambda op: op.is_transfer)
+
+
+def op_of(node: fx.Node) -> Op | None:
+    """The op of the vocabulary that `node` calls, None if it calls none."""
+    # An operator of torch has a hash in Python: its type tells sooner.
+    return OPS.get(node.target) if type(node.target) is _Function else None
 
 
 def op_name(node: fx.Node) -> str | None:
     """The vocabulary name of `node` ("all_gather", "wait", ...), or None for any other node."""
-    # Of an operator of torch even the hash takes a call in Python: its type tells sooner.
-    if type(node.target) is _Function and node.target in VOCABULARY:
-        return node.target.__name__
-    return None
+    op = op_of(node)
+    return None if op is None else op.name
 
 
 def is_collective(node: fx.Node) -> bool:
     """Whether `node` starts a collective."""
     return type(node.target) is _Function and node.target in COLLECTIVES
+
+
+def is_gather(node: fx.Node) -> bool:
+    """Whether `node` starts gathering parameters."""
+    return node.target is all_gather
+
+
+def is_scatter(node: fx.Node) -> bool:
+    """Whether `node` starts averaging full gradients, each rank keeping its shard."""
+    return type(node.target) is _Function and node.target in SCATTERS
 
 
 def is_transfer(node: fx.Node) -> bool:

@@ -16,6 +16,7 @@ from torch import fx
 from graphshard.planning.plan import ShardingPlan
 from graphshard.program import ops
 from graphshard.program.aliases import Source, derived_values
+from graphshard.program.collective import Collective
 from graphshard.program.program import BACKWARD, FORWARD, Program
 
 
@@ -169,7 +170,7 @@ def gathers_by_span(spans: UnitSpans) -> dict[UnitSpan, fx.Node]:
                 first_reader[gather] = reader
     found: dict[UnitSpan, fx.Node] = {}
     for gather, first in first_reader.items():
-        unit: str = gather.kwargs["unit"]  # type: ignore[assignment]
+        unit = Collective.of(gather).unit
         if first is not None:
             run = spans.around(unit, first)
         else:  # gathered in forward, read in backward only

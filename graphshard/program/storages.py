@@ -29,6 +29,7 @@ from graphshard.program.aliases import (
     storage_root,
     tensor_inputs,
 )
+from graphshard.program.collective import Collective, operands_of
 from graphshard.program.cut import saved_nodes
 from graphshard.program.program import FORWARD, Program
 from graphshard.torch_private.compat import size_hint
@@ -70,22 +71,18 @@ def saved_storages(program: Program, plan: ShardingPlan) -> list[Saved]:
 
 def gathered_bytes(gather: fx.Node, program: Program) -> int:
     """Bytes of the buffers an all_gather fills, padding included."""
-    parts: list[fx.Node] = gather.args[0]  # type: ignore[assignment]
-    ranks: int = gather.kwargs.get("ranks", program.shard_size)  # type: ignore[assignment]
-    return ranks * sum(map(_bytes, parts))
+    return _ranks(gather, program) * sum(map(_bytes, operands_of(gather)))
 
 
 def new_bytes(gather: fx.Node, program: Program) -> int:
     """Bytes that an all_gather allocates: none if it fills what ranks keep anyway."""
-    return 0 if gather.kwargs.get("in_place") else gathered_bytes(gather, program)
+    return 0 if Collective.of(gather).in_place else gathered_bytes(gather, program)
 
 
 def released_bytes(release: fx.Node, program: Program) -> int:
     """Bytes that a `release` gives back, padding included."""
     gather, index = ops.released(release)
-    shards: list[fx.Node] = gather.args[0]  # type: ignore[assignment]
-    ranks: int = gather.kwargs.get("ranks", program.shard_size)  # type: ignore[assignment]
-    return ranks * _bytes(shards[index])
+    return _ranks(gather, program) * _bytes(operands_of(gather)[index])
 
 
 def copied_bytes(gather: fx.Node, program: Program) -> int:
@@ -93,15 +90,15 @@ def copied_bytes(gather: fx.Node, program: Program) -> int:
 
     Those not split along dim 0 are copied one by one, each one's buffer going away right after.
     """
-    shards: list[fx.Node] = gather.args[0]  # type: ignore[assignment]
-    dims: tuple[int, ...] = gather.kwargs.get("dims", ())  # type: ignore[assignment]
-    ranks: int = gather.kwargs.get("ranks", program.shard_size)  # type: ignore[assignment]
+    ranks = _ranks(gather, program)
     if ranks == 1:
         return 0
-    return max(
-        (_bytes(shard) * ranks for shard, dim in zip(shards, dims, strict=False) if dim),
-        default=0,
-    )
+    split = zip(operands_of(gather), Collective.of(gather).dims, strict=True)
+    return max((_bytes(shard) * ranks for shard, dim in split if dim), default=0)
+
+
+def _ranks(gather: fx.Node, program: Program) -> int:
+    return Collective.of(gather).ranks or program.shard_size
 
 
 def live_unsharded(program: Program) -> Iterator[tuple[fx.Node, int]]:

@@ -14,6 +14,7 @@ from torch import fx
 from graphshard.format import mesh_text
 from graphshard.program import ops
 from graphshard.program.aliases import bytes_text
+from graphshard.program.collective import Collective, OneTensor, operands_of, param_of, wait_of
 from graphshard.program.program import BACKWARD, COMPUTE, FORWARD, RECOMPUTED, Program
 from graphshard.program.regions import shown
 from graphshard.program.sizes import size_text
@@ -168,37 +169,39 @@ def _header(program: Program) -> list[str]:
 
 def _communication(nodes: list[fx.Node], program: Program) -> str:
     node = nodes[0]
-    if ops.is_transfer(node) or node.target in (ops.keep, ops.reshard):
+    op = ops.op_of(node)
+    if op is not None and op.in_runs:
         values = _values(nodes)
-        noun = "param" if node.kwargs["param"] is not None else "tensor"
+        noun = "param" if param_of(node) is not None else "tensor"
         if node.target is ops.arrive:
             return f"of {ops.op_name(node.args[0])}, {_count(len(nodes), noun)}"  # type: ignore
-        over = f" for groups of {node.kwargs['ranks']}" if node.target is ops.reshard else ""
+        over = f" for groups of {OneTensor.of(node).ranks}" if node.target is ops.reshard else ""
         return _amount(bytes_text(nodes), values, noun, over)
-    collective = ops.collective_of(node)
-    operands: list[fx.Node] = collective.args[0]  # type: ignore[assignment]
+    issued = ops.collective_of(node)
+    collective = Collective.of(issued)
     if node.target is ops.wait:
-        return f"for {ops.op_name(collective)}"
+        return f"for {collective.op.name}"
     if node.target is ops.free:
-        return f"{gathered_bytes(collective, program):,} bytes"
-    if node.target is ops.all_gather:
-        size = f"{gathered_bytes(collective, program):,}"
-        wait = next((user for user in node.users if user.target is ops.wait), None)
-        values = _values(operands) if wait is None else wait.meta["val"]
-    else:
-        values = _values(operands)
-        size = bytes_text(operands)
-    over = f" over {collective.kwargs['group']}" if "group" in collective.kwargs else ""
-    if "ranks" in collective.kwargs:
-        over = f" over groups of {collective.kwargs['ranks']}"
-    over += " in place" if collective.kwargs.get("in_place") else ""
-    columns: Sequence[int] = collective.kwargs.get("columns", ())  # type: ignore[assignment]
-    over += f" of columns {columns[0]}:{columns[1]}" if columns else ""
-    units: Sequence[str] = collective.kwargs.get("units", ())  # type: ignore[assignment]
-    others = [unit_label(unit) for unit in dict.fromkeys(units[1:]) if unit != units[0]]
-    over += f" with {', '.join(others)}" if others else ""
-    dims: Sequence[int] = collective.kwargs.get("dims", ())  # type: ignore[assignment]
-    return _amount(size, values, over=over, dims=dims)
+        return f"{gathered_bytes(issued, program):,} bytes"
+    operands = operands_of(issued)
+    values, size = _values(operands), bytes_text(operands)
+    if collective.op.gathers:
+        size = f"{gathered_bytes(issued, program):,}"
+        wait = wait_of(issued)
+        values = values if wait is None else wait.meta["val"]
+    return _amount(size, values, over=_over(collective), dims=collective.dims)
+
+
+def _over(collective: Collective) -> str:
+    """What a collective's line says besides bytes and shapes."""
+    over = f" over {collective.named_group}" if collective.named_group is not None else ""
+    if collective.ranks is not None:
+        over = f" over groups of {collective.ranks}"
+    over += " in place" if collective.in_place else ""
+    if collective.columns is not None:
+        over += f" of columns {collective.columns[0]}:{collective.columns[1]}"
+    others = [unit_label(unit) for unit in dict.fromkeys(collective.units)][1:]
+    return over + (f" with {', '.join(others)}" if others else "")
 
 
 def _amount(

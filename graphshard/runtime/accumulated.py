@@ -19,6 +19,7 @@ from graphshard.passes.accumulate import GRADIENT, SHARD, Accumulate
 from graphshard.passes.recompute_budget import RecomputeToBudget
 from graphshard.passes.zero_missing_grads import ZeroMissingGrads
 from graphshard.program import ops
+from graphshard.program.collective import OneTensor
 from graphshard.program.pass_protocol import Pass
 
 Mode = tuple[str | None, tuple[str, ...], tuple[str, ...]]
@@ -109,10 +110,10 @@ class AccumulatedGrads:
 
     def bind(self, node: fx.Node) -> None:
         """Make `node`, a `keep` or `add_kept` of a lowered graph, a call on these tensors."""
-        key = (str(node.kwargs["of"]), str(node.kwargs["param"]))
+        arguments = OneTensor.of(node)
+        key = (str(arguments.kept_as), str(arguments.param))
         bound = self._keep(key) if node.target is ops.keep else self._add(key)
-        name = "keep" if node.target is ops.keep else "add_kept"
-        bound.__name__ = bound.__qualname__ = name
+        bound.__name__ = bound.__qualname__ = str(ops.op_name(node))
         bound.__module__ = key[1].replace(".", "_")  # fx prints a call by these
         node.target, node.kwargs = bound, {}
 

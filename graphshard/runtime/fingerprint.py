@@ -29,6 +29,7 @@ from torch.distributed.distributed_c10d import PrefixStore
 from graphshard.errors import CollectiveError, FingerprintError
 from graphshard.planning.plan import ShardingPlan
 from graphshard.program import ops
+from graphshard.program.collective import Collective, operands_of
 from graphshard.runtime.group import Group
 
 _TICKET_DIGITS = 15  # of a hexadecimal digest: 60 bits, which fit an int64
@@ -60,24 +61,22 @@ class Fingerprint:
 def _collective_lines(graph: fx.Graph, plan: ShardingPlan) -> Iterator[str]:
     for node in graph.nodes:
         if ops.is_collective(node):
-            params: Any = node.kwargs["params"]
-            operands: Any = node.args[0]
+            collective = Collective.of(node)
             moved = ", ".join(
                 f"{name} {list(plan.layouts[name].shape)} {str(o.meta['val'].dtype)[6:]}"
                 + (f" by dim {dim}" if (dim := plan.layouts[name].dim) else "")
-                + (f" columns {node.kwargs['columns']}" if "columns" in node.kwargs else "")
-                for name, o in zip(params, operands, strict=True)
+                + (f" columns {collective.columns}" if collective.columns is not None else "")
+                for name, o in zip(collective.params, operands_of(node), strict=True)
             )
-            unit = node.kwargs["unit"] or "(root)"
-            name = ops.op_name(node)
-            over = _over(node, plan)
-            yield f"{node.meta['phase']} {name} of {unit} over {over}: {moved}"
+            unit = collective.unit or "(root)"
+            over = _over(collective, plan)
+            yield f"{node.meta['phase']} {collective.op.name} of {unit} over {over}: {moved}"
 
 
-def _over(collective: fx.Node, plan: ShardingPlan) -> str:
-    group = ops.group_of(collective)
+def _over(collective: Collective, plan: ShardingPlan) -> str:
+    group = collective.group
     if group == ops.RESHARD:
-        return f"groups of {collective.kwargs['ranks']} ranks"
+        return f"groups of {collective.ranks} ranks"
     sizes = {ops.SHARD: plan.shard_size, ops.REPLICATE: plan.replicas, ops.ALL: plan.world_size}
     named = f" along {group!r} of {plan.mesh_shape}" if len(plan.mesh_shape) > 1 else ""
     return f"{sizes[group]} ranks{named}"

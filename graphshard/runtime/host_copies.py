@@ -26,6 +26,7 @@ import torch
 from torch import Tensor, fx
 
 from graphshard.program import ops
+from graphshard.program.collective import OneTensor
 from graphshard.runtime.group import Group
 from graphshard.runtime.streams import Launched, copy_stream
 
@@ -114,7 +115,7 @@ for _transfer in (cast, to_device, to_host, arrive):
 def bind_transfer(node: fx.Node, group: Group) -> None:
     """Make `node`, a transfer of a lowered graph, the call of what moves or casts its tensor."""
     if node.target is ops.cast:
-        node.target, node.kwargs = cast, {"dtype": node.kwargs["dtype"]}
+        node.target, node.kwargs = cast, {"dtype": OneTensor.of(node).dtype}
     elif node.target is ops.to_host:
         node.target, node.kwargs = to_host, {}
     elif node.target is ops.arrive:

@@ -36,6 +36,8 @@ from torch import fx, nn
 from graphshard.planning.plan import ShardingPlan
 from graphshard.program import ops
 from graphshard.program.annotations import Regions
+from graphshard.program.collective import Collective as CollectiveArguments
+from graphshard.program.collective import OneTensor, operands_of
 from graphshard.program.program import copy_node
 from graphshard.program.regions import Region, is_fixed, picks_from, regions_in
 from graphshard.runtime.accumulated import AccumulatedGrads
@@ -147,8 +149,9 @@ def _bind(
     elif ops.is_transfer(node):
         bind_transfer(copied, group)
     elif node.target is ops.reshard:
-        ranks: Any = node.kwargs["ranks"]
-        layout = plan.layouts[str(node.kwargs["param"])].over(ranks)
+        taken = OneTensor.of(node)
+        ranks: Any = taken.ranks
+        layout = plan.layouts[str(taken.param)].over(ranks)
         copied.target, copied.kwargs = Reshard(layout, group.within(ranks)), {}
     elif node.target is ops.wait:
         copied.target = wait
@@ -188,29 +191,23 @@ def _call_region(
 
 
 def _bound(node: fx.Node, plan: ShardingPlan, group: Group) -> Collective:
-    values = [operand.meta["val"] for operand in node.args[0]]  # type: ignore[union-attr]
-    params: Any = node.kwargs["params"]
-    unit: Any = node.kwargs["unit"]
-    layouts = [plan.layouts[name] for name in params]
-    if "columns" in node.kwargs:
-        columns: Any = node.kwargs["columns"]
-        layouts = [layout.columns(*columns) for layout in layouts]
-    if ops.group_of(node) == ops.RESHARD:
-        ranks: Any = node.kwargs["ranks"]
-        layouts = [layout.over(ranks) for layout in layouts]
-        group = group.within(ranks)
+    collective = CollectiveArguments.of(node)
+    layouts = [plan.layouts[name] for name in collective.params]
+    if collective.columns is not None:
+        layouts = [layout.columns(*collective.columns) for layout in layouts]
+    if collective.ranks is not None:
+        layouts = [layout.over(collective.ranks) for layout in layouts]
+        group = group.within(collective.ranks)
     else:
-        group = group.named(ops.group_of(node))
-    gathers = node.target is ops.all_gather
-    shards: Any = node.args[0]
+        group = group.named(collective.group)
+    op, unit, phase = collective.op, collective.unit, node.meta["phase"]
     operands = [
-        Operand(layout, value.dtype, made=gathers and shard.target is ops.cast)
-        for layout, value, shard in zip(layouts, values, shards, strict=True)
+        Operand(layout, value.meta["val"].dtype, made=op.gathers and value.target is ops.cast)
+        for layout, value in zip(layouts, operands_of(node), strict=True)
     ]
-    phase = node.meta["phase"]
-    if group.size == 1 and node.target is not ops.all_gather:
-        return LocalReduce(node.target.__name__, group, unit, phase)  # type: ignore[union-attr]
-    kind = kind_of(node.target, group, in_place=bool(node.kwargs.get("in_place")))
+    if group.size == 1 and op.reduces:
+        return LocalReduce(op.name, group, unit, phase)
+    kind = kind_of(node.target, group, in_place=collective.in_place)
     return kind(group, unit, phase, operands)
 
 

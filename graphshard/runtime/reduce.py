@@ -13,6 +13,7 @@ from torch import Tensor, fx
 from graphshard.errors import PlanError
 from graphshard.planning.layout import ParamLayout
 from graphshard.program import ops
+from graphshard.program.collective import operands_of, params_of
 from graphshard.program.packing import MOVABLE
 from graphshard.runtime.collectives import Collective, Message, Operand, Pending
 from graphshard.runtime.group import Group
@@ -26,11 +27,9 @@ def require_reducible(graph: fx.Graph, group: Group) -> None:
         PlanError: one is sparse, or of a dtype the backend cannot add up; names its parameter.
     """
     for node in graph.nodes:
-        if not ops.is_collective(node) or node.target is ops.all_gather:
+        if node.target not in ops.REDUCES:
             continue
-        names: Any = node.kwargs["params"]
-        operands: Any = node.args[0]
-        for name, operand in zip(names, operands, strict=True):
+        for name, operand in zip(params_of(node), operands_of(node), strict=True):
             grad = operand.meta["val"]
             if grad.layout != torch.strided:
                 raise PlanError(

@@ -18,6 +18,7 @@ from graphshard.passes.drop_unused_tangents import DropUnusedTangents
 from graphshard.passes.form_regions import FormRegions
 from graphshard.program import ops
 from graphshard.program.aliases import gather_waits
+from graphshard.program.collective import Collective, OneTensor, params_of
 from graphshard.program.cut import cut, cut_backward
 from graphshard.program.program import Program
 from graphshard.progress import Progress, Stages
@@ -82,7 +83,7 @@ class Step:
         self._gathered = [shard for shard in resident if shard.layout.fqn in program.stale]
         self._input_index = {entry.path: index for index, entry in enumerate(program.inputs)}
         self.keeps = frozenset(
-            (str(node.kwargs["of"]), str(node.kwargs["param"]))
+            (str(OneTensor.of(node).kept_as), str(OneTensor.of(node).param))
             for node in program.nodes()
             if node.target is ops.keep
         )
@@ -361,8 +362,8 @@ def _reread(shards: Sequence[Shard], program: Program, crossing: Collection[str]
     names = {p.fqn for p in program.params if p.node.name in crossing}
     for wait in gather_waits(program):
         gather = ops.collective_of(wait)
-        if wait.name in crossing and gather.kwargs.get("in_place"):
-            names.update(gather.kwargs["params"])  # type: ignore[arg-type]
+        if wait.name in crossing and Collective.of(gather).in_place:
+            names.update(params_of(gather))
     return [shard for shard in shards if shard.layout.fqn in names]
 
 

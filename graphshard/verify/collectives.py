@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from typing import Any
 
 from torch import fx
@@ -12,6 +12,14 @@ from graphshard.passes.reduce_grads import ReduceGrads
 from graphshard.passes.unshard import Unshard
 from graphshard.planning.layout import ParamLayout
 from graphshard.program import ops
+from graphshard.program.collective import (
+    Collective,
+    OneTensor,
+    fault_in,
+    operands_of,
+    param_of,
+    params_of,
+)
 from graphshard.program.program import signature
 from graphshard.verify.facts import CollectiveKey, Facts, collective_key
 from graphshard.verify.groups import averaged_by
@@ -29,7 +37,7 @@ class Pieces:
 
         They must follow those of the reduces before.
         """
-        columns: Any = reduce.kwargs.get("columns")
+        columns = Collective.of(reduce).columns
         if columns is None:
             return layouts
         (layout, *others) = layouts
@@ -69,8 +77,9 @@ class Pieces:
 
 
 def _end(reduce: fx.Node) -> int:
-    columns: Any = reduce.kwargs["columns"]
-    return int(columns[1])
+    columns = Collective.of(reduce).columns
+    assert columns is not None
+    return columns[1]
 
 
 def check_shards(facts: Facts) -> None:
@@ -117,13 +126,13 @@ def check_transfers(facts: Facts) -> None:
     for node in facts.nodes:
         if not ops.is_transfer(node):
             continue
-        unit, param, dtype = (node.kwargs.get(key) for key in ("unit", "param", "dtype"))
+        arguments = OneTensor.of(node)
+        unit, param, dtype = arguments.unit, arguments.param, arguments.dtype
         source = node.args[0] if len(node.args) == 1 else None
-        says = isinstance(unit, str) and "param" in node.kwargs
-        if not isinstance(source, fx.Node) or not says:
+        if not isinstance(source, fx.Node) or fault_in(node) is not None:
             facts.fail("operands", node, "a transfer takes one tensor, and says unit and param")
         if param is not None and (
-            param not in facts.params or facts.plan.unit_of_param(param) != unit  # type: ignore
+            param not in facts.params or facts.plan.unit_of_param(param) != unit
         ):
             facts.fail("operands", node, f"{param!r} is not a parameter of unit {unit!r}")
         shape, was = signature(source.meta["val"])
@@ -145,7 +154,7 @@ def check_gathers(facts: Facts) -> None:
                 facts.fail("gathers", gather, f"%{operand.name} is not the shard of {layout.fqn!r}")
             if not layout.enters_as_shard(facts.program.stale):
                 facts.fail("gathers", gather, f"{layout.fqn!r} is whole on each rank already")
-            if layout.resident != gather.kwargs.get("in_place", False):
+            if layout.resident != Collective.of(gather).in_place:
                 facts.fail("gathers", gather, f"{layout.fqn!r} has resident={layout.resident}")
         dtypes = [operand.meta["val"].dtype for operand in operands]
         expected = [(one.shape, dtype) for one, dtype in zip(layouts, dtypes, strict=True)]
@@ -157,9 +166,10 @@ def _is_part(facts: Facts, node: fx.Node, gather: fx.Node, name: str) -> bool:
     """Whether `node` is what the ranks of `gather` have of the parameter `name`."""
     if ops.group_of(gather) != ops.RESHARD:
         return node is facts.params[name].node
-    ranks = gather.kwargs.get("ranks")
-    found = (node.kwargs.get("param"), node.kwargs.get("ranks"))
-    return node.target is ops.reshard and found == (name, ranks)
+    if node.target is not ops.reshard:
+        return False
+    part = OneTensor.of(node)
+    return (part.param, part.ranks) == (name, Collective.of(gather).ranks)
 
 
 def check_waits(facts: Facts) -> None:
@@ -217,7 +227,7 @@ def check_reduces(facts: Facts) -> None:
 
 def _check_operand(facts: Facts, reduce: fx.Node, operand: fx.Node, layout: ParamLayout) -> None:
     """What is reduced is a gradient of the parameter, and in the way that its layout asks for."""
-    if layout.sharded != (reduce.target is ops.reduce_scatter):
+    if layout.sharded != ops.is_scatter(reduce):
         facts.fail("reduces", reduce, f"{layout.fqn!r} is {layout.placement}ed")
     found = signature(operand.meta["val"])
     # In another dtype if a cast says so, or it is computed in another.
@@ -233,7 +243,7 @@ def _check_operand(facts: Facts, reduce: fx.Node, operand: fx.Node, layout: Para
 
 def _check_returned(facts: Facts, reduced_by: dict[str, fx.Node], pieces: Pieces) -> None:
     grads = facts.program.results().grads
-    kept = {str(n.kwargs["param"]) for n in facts.nodes if n.target is ops.keep}
+    kept = {param_of(node) for node in facts.nodes if node.target is ops.keep}
     for param, grad in zip(facts.program.params, grads, strict=True):
         if grad is None and param.fqn in kept:
             continue
@@ -253,12 +263,11 @@ def _check_returned(facts: Facts, reduced_by: dict[str, fx.Node], pieces: Pieces
         reduce = reduced_by.get(param.fqn)
         if reduce is None:
             facts.fail("reduces", grad, f"the gradient of {param.fqn!r} is never reduced")
-        params: Sequence[str] = reduce.kwargs["params"]  # type: ignore[assignment]
         picked = pieces.picked(grad, param.fqn)
         if (
             not ops.is_unpack(picked)
             or ops.collective_of(picked) is not reduce
-            or params[picked.args[1]] != param.fqn  # type: ignore[index]
+            or params_of(reduce)[picked.args[1]] != param.fqn  # type: ignore[index]
         ):
             facts.fail(
                 "reduces",
@@ -331,25 +340,20 @@ def _kind(key: CollectiveKey) -> str:
 
 def _operands(facts: Facts, collective: fx.Node) -> tuple[list[fx.Node], list[ParamLayout]]:
     """The operands of a collective and the layouts of the parameters they belong to."""
-    operands: list[fx.Node] = collective.args[0]  # type: ignore[assignment]
-    unit, params = collective.kwargs.get("unit"), collective.kwargs.get("params")
-    if not isinstance(unit, str) or not isinstance(params, (tuple, list)):
-        facts.fail("operands", collective, "a collective must say its unit and its params")
-    if not operands or len(operands) != len(params):
-        facts.fail("operands", collective, f"{len(operands)} operands for {len(params)} parameters")
-    units = collective.kwargs.get("units", (unit,) * len(params))
-    if not isinstance(units, (tuple, list)) or len(units) != len(params) or unit != units[0]:
-        facts.fail("operands", collective, "a collective of several units names one per parameter")
-    for name, owner in zip(params, units, strict=True):
-        if not isinstance(name, str) or name not in facts.params:
+    operands, arguments = operands_of(collective), Collective.of(collective)
+    fault = fault_in(collective)
+    if fault is not None:
+        facts.fail("operands", collective, fault)
+    for name, owner in zip(arguments.params, arguments.units, strict=True):
+        if name not in facts.params:
             facts.fail("operands", collective, f"the program has no parameter {name!r}")
         if facts.params[name].ignored:
             facts.fail("operands", collective, f"{name!r} is ignored: it is each rank's own")
         if facts.plan.unit_of_param(name) != owner:
             facts.fail("operands", collective, f"{name!r} is not a parameter of unit {owner!r}")
-    layouts = [facts.plan.layouts[name] for name in params]
+    layouts = [facts.plan.layouts[name] for name in arguments.params]
     dims = tuple(layout.dim for layout in layouts)
-    if tuple(collective.kwargs.get("dims", (0,) * len(dims))) != dims:  # type: ignore[arg-type]
+    if tuple(arguments.dims) != dims:
         facts.fail("operands", collective, f"the layouts say dims={dims}")
     return operands, layouts
 

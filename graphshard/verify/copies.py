@@ -7,6 +7,7 @@ from torch import fx
 from graphshard.passes.offload_params import OffloadParams
 from graphshard.program import ops
 from graphshard.program.aliases import aliases_of, storage_root
+from graphshard.program.collective import OneTensor, param_of
 from graphshard.program.program import signature
 from graphshard.verify.facts import Facts
 
@@ -32,7 +33,7 @@ def _check_copy(facts: Facts, copy: fx.Node, copied: dict[fx.Node, fx.Node]) -> 
     arrival, source = _arrival(facts, copy), _source(copy)
     if copy.target is ops.to_host:
         _check_on_host(facts, arrival)
-    if copy.kwargs["param"] is not None:
+    if param_of(copy) is not None:
         _check_param(facts, copy)
         return
     first = copied.setdefault(source, copy)
@@ -46,7 +47,7 @@ def _check_copy(facts: Facts, copy: fx.Node, copied: dict[fx.Node, fx.Node]) -> 
 
 def _check_param(facts: Facts, copy: fx.Node) -> None:
     """To the device goes a parameter, to the host its gradient."""
-    name: str = copy.kwargs["param"]  # type: ignore[assignment]
+    name = str(param_of(copy))
     param = facts.params[name].node
     if (copy.target is ops.to_device) != (_source(copy) is param):
         what = "the parameter" if copy.target is ops.to_device else "a gradient"
@@ -123,9 +124,10 @@ def check_kept(facts: Facts) -> None:
     for node in facts.nodes:
         if node.target not in (ops.keep, ops.add_kept):
             continue
-        param, of = node.kwargs.get("param"), node.kwargs.get("of")
+        arguments = OneTensor.of(node)
+        param, of = arguments.param, arguments.kept_as
         known = isinstance(param, str) and param in facts.params
-        if not known or node.kwargs.get("unit") != facts.plan.unit_of_param(str(param)):
+        if not known or arguments.unit != facts.plan.unit_of_param(str(param)):
             facts.fail("operands", node, "it must say its parameter, and that one's unit")
         layout = facts.plan.layouts[str(param)]
         shape = {"gradient": layout.shape, "shard": layout.shard_shape}.get(str(of))
@@ -137,7 +139,7 @@ def check_kept(facts: Facts) -> None:
             kept[str(param)] = node
     for entry, grad in zip(facts.program.params, facts.program.results().grads, strict=True):
         sharded = facts.plan.layouts[entry.fqn].sharded
-        whole = any(node.kwargs["of"] == "gradient" for node in kept.values())
+        whole = any(OneTensor.of(node).kept_as == "gradient" for node in kept.values())
         if kept and grad is not None and not entry.ignored and (whole or sharded):
             facts.fail(
                 "kept",

@@ -14,6 +14,7 @@ from graphshard.errors import VerifyError
 from graphshard.planning.plan import ShardingPlan
 from graphshard.program import ops
 from graphshard.program.aliases import alias_inputs
+from graphshard.program.collective import Collective
 from graphshard.program.program import ParamEntry, Program, Signature, signature, signatures
 from graphshard.program.text import node_line
 from graphshard.verify.numbering import Values
@@ -73,10 +74,9 @@ def tables_of(program: Program) -> dict[str, tuple[Any, ...]]:
 
 def collective_key(node: fx.Node) -> CollectiveKey:
     """What ranks must agree on of a collective: phase, operator, unit, parameters and group."""
-    kwargs: Mapping[str, Any] = node.kwargs
-    params = tuple(kwargs["params"])
-    phase, op = node.meta["phase"], str(ops.op_name(node))
-    return phase, op, kwargs["unit"], params, ops.group_of(node)
+    collective = Collective.of(node)
+    where = node.meta["phase"], collective.op.name, collective.unit
+    return *where, tuple(collective.params), collective.group
 
 
 @dataclass

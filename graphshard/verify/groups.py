@@ -8,6 +8,7 @@ from torch import fx
 
 from graphshard.passes.reduce_replicas import ReduceReplicas
 from graphshard.program import ops
+from graphshard.program.collective import OneTensor, operands_of, param_of, params_of
 from graphshard.program.program import signature
 from graphshard.verify.facts import Facts
 
@@ -15,12 +16,8 @@ from graphshard.verify.facts import Facts
 def check_groups(facts: Facts) -> None:
     """A collective joins ranks of a group that the mesh has and that its kind is meant for."""
     for node in facts.collectives:
-        allowed = {ops.SHARD}
-        if node.target is ops.all_reduce and facts.plan.replicas > 1:
-            allowed = {ops.REPLICATE, ops.ALL}
-        if node.target is ops.all_gather:
-            allowed |= {ops.RESHARD}
-        group = ops.group_of(node)
+        op, group = ops.OPS[node.target], ops.group_of(node)
+        allowed = op.groups_with_replicas if facts.plan.replicas > 1 else op.groups
         if group not in allowed:
             facts.fail(
                 "groups",
@@ -40,9 +37,8 @@ def averaged_by(facts: Facts, reduced_by: Mapping[str, fx.Node]) -> dict[str, fx
     for node in facts.collectives:
         if ops.group_of(node) != ops.REPLICATE:
             continue
-        params: tuple[str, ...] = node.kwargs["params"]  # type: ignore[assignment]
-        operands: list[fx.Node] = node.args[0]  # type: ignore[assignment]
-        for name, operand in zip(params, operands, strict=True):
+        params = params_of(node)
+        for name, operand in zip(params, operands_of(node), strict=True):
             if name in found:
                 facts.fail(
                     "replicas", node, f"{name!r} is averaged here and by %{found[name].name}"
@@ -60,12 +56,11 @@ def _is_reduced_shard(operand: fx.Node, name: str, reduce: fx.Node | None) -> bo
     operand = ops.origin(operand)
     if reduce is None or not ops.is_unpack(operand) or ops.collective_of(operand) is not reduce:
         return False
-    params: tuple[str, ...] = reduce.kwargs["params"]  # type: ignore[assignment]
-    return params[operand.args[1]] == name  # type: ignore[index]
+    return params_of(reduce)[operand.args[1]] == name  # type: ignore[index]
 
 
 def _check_returned(facts: Facts, node: fx.Node, params: tuple[str, ...]) -> None:
-    operands: list[fx.Node] = node.args[0]  # type: ignore[assignment]
+    operands = operands_of(node)
     shapes = [facts.plan.layouts[name].shard_shape for name in params]
     dtypes = [operand.meta["val"].dtype for operand in operands]
     expected = list(zip(shapes, dtypes, strict=True))
@@ -78,9 +73,9 @@ def _check_returned(facts: Facts, node: fx.Node, params: tuple[str, ...]) -> Non
 def _check_all_averaged(
     facts: Facts, reduced_by: Mapping[str, fx.Node], found: Mapping[str, fx.Node]
 ) -> None:
-    kept = {str(node.kwargs["param"]) for node in facts.nodes if node.target is ops.keep}
+    kept = {param_of(node) for node in facts.nodes if node.target is ops.keep}
     for name, reduce in reduced_by.items():
-        if name not in found and name not in kept and reduce.target is ops.reduce_scatter:
+        if name not in found and name not in kept and ops.is_scatter(reduce):
             facts.fail(
                 "replicas",
                 reduce,
@@ -94,7 +89,8 @@ def check_reshards(facts: Facts) -> None:
     for node in facts.nodes:
         if node.op != "call_function" or node.target is not ops.reshard:
             continue
-        unit, name, ranks = (node.kwargs.get(key) for key in ("unit", "param", "ranks"))
+        part = OneTensor.of(node)
+        unit, name, ranks = part.unit, part.param, part.ranks
         full = node.args[0] if len(node.args) == 1 else None
         if not isinstance(full, fx.Node) or name not in facts.params:
             facts.fail("operands", node, "a reshard takes one tensor, and says unit and param")
@@ -124,6 +120,5 @@ def _is_full(node: fx.Node, name: str) -> bool:
     if not ops.is_unpack(node):
         return False
     gather = ops.collective_of(node)
-    params: tuple[str, ...] = gather.kwargs["params"]  # type: ignore[assignment]
     index: int = node.args[1]  # type: ignore[assignment]
-    return gather.target is ops.all_gather and params[index] == name
+    return gather.target is ops.all_gather and params_of(gather)[index] == name

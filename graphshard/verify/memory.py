@@ -9,6 +9,7 @@ from graphshard.passes.overlap import Overlap
 from graphshard.passes.release_early import ReleaseEarly
 from graphshard.program import ops
 from graphshard.program.aliases import aliases_of, unpacks
+from graphshard.program.collective import Collective
 from graphshard.program.storages import held_text, storages_of
 from graphshard.verify.facts import Facts
 
@@ -21,7 +22,7 @@ def check_frees(facts: Facts) -> None:
             for free in frees:
                 facts.fail("frees", free, f"it frees what a {ops.op_name(gather)} returned")
             continue
-        if gather.kwargs.get("in_place"):
+        if Collective.of(gather).in_place:
             for free in frees:
                 facts.fail("frees", free, f"%{wait.name} stands in the copies that ranks keep")
             continue
@@ -96,7 +97,7 @@ def _released(facts: Facts, release: fx.Node) -> fx.Node:
         if other is not picked and other.args[1] == picked.args[1]:
             facts.fail("releases", release, f"%{other.name} is the same parameter")
     gather = ops.collective_of(wait)
-    if gather.target is not ops.all_gather or gather.kwargs.get("in_place"):
+    if gather.target is not ops.all_gather or Collective.of(gather).in_place:
         facts.fail("releases", release, f"%{picked.name} was not gathered into a new buffer")
     if wait.meta["phase"] != release.meta["phase"]:
         facts.fail("releases", release, f"%{wait.name} stands in another phase")

@@ -36,6 +36,7 @@ from torch import fx
 
 from graphshard.program import ops
 from graphshard.program.aliases import cast_dtype
+from graphshard.program.collective import OneTensor
 from graphshard.program.program import Program
 from graphshard.recompute.regions import dropped
 from graphshard.torch_private.compat import SYMBOLIC
@@ -59,7 +60,7 @@ def of_columns(values: Values, node: fx.Node) -> Number | None:
     if node.target is _aten.embedding_dense_backward.default:
         return _of_embedding(values, node)
     if node.target is ops.cast and (part := _columns(values, values.number(node.args[0]))):
-        dtype = values.number(node.kwargs["dtype"])
+        dtype = values.number(OneTensor.of(node).dtype)
         return values.intern((COLUMNS, values.intern((ops.cast, (part[0], dtype), ())), *part[1:]))
     if node.target is _aten.add.Tensor:
         return _of_sum(values, node)
@@ -198,7 +199,8 @@ class Values:
                 values._visit(node)
             elif node.target is ops.keep:
                 number = values.of_node[node.args[0]]  # type: ignore[index]
-                values.kept[str(node.kwargs["param"])] = (str(node.kwargs["of"]), number)
+                kept = OneTensor.of(node)
+                values.kept[str(kept.param)] = (str(kept.kept_as), number)
         for name, ends in vars(program.results()).items():
             values.ends[name] = [values.number(end) for end in ends]
         return values

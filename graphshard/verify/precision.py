@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 
 import torch
 from torch import fx
@@ -10,6 +10,7 @@ from torch import fx
 from graphshard.passes.precision import Precision
 from graphshard.planning.layout import ParamLayout
 from graphshard.program import ops
+from graphshard.program.collective import operands_of, param_of, params_of
 from graphshard.verify.facts import Facts
 
 Move = tuple[fx.Node, fx.Node, str, torch.dtype]  # the node, what it moves, how to say it, in what
@@ -36,13 +37,11 @@ def _moves(facts: Facts) -> Iterator[Move]:
     layouts = facts.plan.layouts
     for node in facts.nodes:
         if node.target in (ops.keep, ops.add_kept):
-            param: str = node.kwargs["param"]  # type: ignore[assignment]
+            param = str(param_of(node))
             grad: fx.Node = node.args[0]  # type: ignore[assignment]
             yield node, grad, f"it takes the gradient of {param!r}", layouts[param].reduce_dtype
         if ops.is_collective(node):
-            operands: list[fx.Node] = node.args[0]  # type: ignore[assignment]
-            params: Sequence[str] = node.kwargs["params"]  # type: ignore[assignment]
-            for operand, param in zip(operands, params, strict=True):
+            for operand, param in zip(operands_of(node), params_of(node), strict=True):
                 yield node, operand, f"it moves {param!r}", _in_transit(node, layouts[param])
     for entry, end in zip(facts.program.params, facts.program.results().grads, strict=True):
         if isinstance(end, fx.Node):

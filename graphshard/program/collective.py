@@ -1,0 +1,223 @@
+"""Typed views of the vocabulary's nodes: the arguments that a node carries, and putting it into a
+graph. Nothing else reads them by name.
+"""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import fx
+
+from graphshard.program import ops
+from graphshard.program.ops import OPS, Op
+from graphshard.program.program import Program
+
+
+@dataclass(frozen=True)
+class Collective:
+    """The arguments of a collective's node; see `graphshard.program.ops` for each.
+
+    Attributes:
+        target: the op's function.
+        unit: FQN of the unit it serves, the first operand's if they are of several units.
+        params: FQNs of the parameters, one per operand.
+        named_group: the group it names; None where it names none.
+        ranks: size of the group, for the group "reshard".
+        columns: start and end along the last dim, where it moves some columns of one gradient.
+        units: FQN of the unit of each operand.
+        dims: the dim each parameter is split along.
+        in_place: its results are the copies that ranks keep.
+    """
+
+    target: Any
+    unit: str
+    params: tuple[str, ...]
+    named_group: str | None = None
+    ranks: int | None = None
+    columns: tuple[int, int] | None = None
+    units: tuple[str, ...] = ()
+    dims: tuple[int, ...] = ()
+    in_place: bool = False
+
+    def __post_init__(self) -> None:
+        operands = len(self.params or ())
+        if not self.units:
+            object.__setattr__(self, "units", (self.unit,) * operands)
+        if not self.dims:
+            object.__setattr__(self, "dims", (0,) * operands)
+
+    @classmethod
+    def of(cls, node: fx.Node) -> Collective:
+        """The arguments of the collective `node`; None for a required one that it lacks."""
+        arguments: dict[str, Any] = {"unit": None, "params": None, **node.kwargs}
+        return cls(node.target, named_group=arguments.pop("group", None), **arguments)
+
+    @property
+    def op(self) -> Op:
+        """Its row of the vocabulary."""
+        return OPS[self.target]
+
+    @property
+    def group(self) -> str:
+        """The ranks it joins."""
+        return self.named_group or ops.SHARD
+
+    @property
+    def several_units(self) -> bool:
+        """Whether its operands are of more than one unit."""
+        return len(set(self.units)) > 1
+
+    @property
+    def kwargs(self) -> dict[str, Any]:
+        """As a node carries them: defaults are left out."""
+        written: dict[str, Any] = {"unit": self.unit, "params": self.params}
+        if self.named_group is not None:
+            written["group"] = self.named_group
+        if self.ranks is not None:
+            written["ranks"] = self.ranks
+        if self.columns is not None:
+            written["columns"] = self.columns
+        if self.several_units:
+            written["units"] = self.units
+        if any(self.dims):
+            written["dims"] = self.dims
+        if self.in_place:
+            written["in_place"] = True
+        return written
+
+    def pick(self, indices: Iterable[int]) -> Collective:
+        """The same collective of the operands at `indices` alone."""
+        chosen = list(indices)
+        units = tuple(self.units[index] for index in chosen)
+        return replace(
+            self,
+            params=tuple(self.params[index] for index in chosen),
+            dims=tuple(self.dims[index] for index in chosen),
+            unit=units[0],
+            units=units,
+        )
+
+    def __add__(self, other: Collective) -> Collective:
+        """One collective of the operands of both."""
+        return replace(
+            self,
+            params=self.params + other.params,
+            units=self.units + other.units,
+            dims=self.dims + other.dims,
+        )
+
+
+@dataclass(frozen=True)
+class OneTensor:
+    """The arguments of a node that takes one tensor: a transfer, a keep or a reshard.
+
+    Attributes:
+        target: the op's function.
+        unit: FQN of the unit.
+        param: FQN of the parameter whose shard or gradient it takes; None for an activation.
+        dtype: the dtype a cast gives.
+        kept_as: "gradient" or "shard", for what is kept of a gradient.
+        ranks: size of the groups, for a reshard.
+    """
+
+    target: Any
+    unit: str
+    param: str | None
+    dtype: torch.dtype | None = None
+    kept_as: str | None = None
+    ranks: int | None = None
+
+    @classmethod
+    def of(cls, node: fx.Node) -> OneTensor:
+        """The arguments of `node`; None for a required one that it lacks."""
+        arguments: dict[str, Any] = {"unit": None, "param": None, **node.kwargs}
+        return cls(node.target, kept_as=arguments.pop("of", None), **arguments)
+
+
+def fault_in(node: fx.Node) -> str | None:
+    """The fault in the arguments of a collective or a node of one tensor; None if there is none."""
+    said = node.kwargs
+    if not ops.is_collective(node):
+        param = said.get("param", 0)
+        named = isinstance(said.get("unit"), str) and (param is None or isinstance(param, str))
+        return None if named else f"{ops.op_name(node)} must say its unit and its param"
+    unit, params = said.get("unit"), said.get("params")
+    if not isinstance(unit, str) or not isinstance(params, (tuple, list)):
+        return "a collective must say its unit and its params"
+    operands = operands_of(node)
+    if not operands or len(operands) != len(params):
+        return f"{len(operands)} operands for {len(params)} parameters"
+    units = said.get("units", (unit,) * len(params))
+    if not isinstance(units, (tuple, list)) or len(units) != len(params) or unit != units[0]:
+        return "a collective of several units names one per parameter"
+    return None
+
+
+def param_of(node: fx.Node) -> str | None:
+    """FQN of the parameter that a node of one tensor says; None if it says none."""
+    name: Any = node.kwargs.get("param")
+    return name if isinstance(name, str) else None
+
+
+def params_of(collective: fx.Node) -> tuple[str, ...]:
+    """FQNs of the parameters whose shards or gradients a collective moves, by operand."""
+    names: Any = collective.kwargs["params"]
+    return tuple(names)
+
+
+def operands_of(collective: fx.Node) -> list[fx.Node]:
+    """The values that a collective moves, in the order of its parameters."""
+    operands: Any = collective.args[0]
+    return list(operands)
+
+
+def wait_of(collective: fx.Node) -> fx.Node | None:
+    """The `wait` that ends a collective; None while there is none."""
+    return next((user for user in collective.users if user.target is ops.wait), None)
+
+
+def insert_collective(
+    program: Program,
+    collective: Collective,
+    operands: Sequence[fx.Node],
+    vals: Sequence[Any],
+    *,
+    issue: fx.Node,
+    wait: fx.Node,
+    phase: str,
+) -> tuple[fx.Node, list[fx.Node]]:
+    """Insert a collective, its wait, and a node for each of its results.
+
+    Args:
+        program: edited in place.
+        collective: the node's arguments.
+        operands: in the order of its parameters.
+        vals: the results as FakeTensors, likewise.
+        issue: the node before which it is launched.
+        wait: the node before which its results are there.
+        phase: of all new nodes.
+
+    Returns:
+        The wait, and the results.
+    """
+    label, gathers = collective.unit or "root", collective.op.gathers
+    whole, each = ("full", "full") if gathers else ("reduced", "grad")
+
+    def node(before: fx.Node, target: Any, args: Any, kwargs: Any, name: str, val: Any) -> fx.Node:
+        with program.graph.inserting_before(before):
+            new = program.graph.create_node("call_function", target, args, kwargs, name=name)
+        new.meta.update(val=val, phase=phase, fqn=collective.unit, unit=collective.unit)
+        return new
+
+    name = f"{label}_{collective.op.name}"
+    launched = node(issue, collective.target, (list(operands),), collective.kwargs, name, None)
+    waited = node(wait, ops.wait, (launched,), {}, f"{label}_{whole}", list(vals))
+    results = [
+        node(wait, operator.getitem, (waited, index), {}, f"{param}_{each}", val)
+        for index, (param, val) in enumerate(zip(collective.params, vals, strict=True))
+    ]
+    return waited, results
