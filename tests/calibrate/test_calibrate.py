@@ -12,6 +12,7 @@ import torch
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 from ranks import run_ranks
+from simulations import node_of
 
 import graphshard
 from graphshard.calibrate.measure import Effort, Timing, Watch, measure
@@ -102,8 +103,6 @@ PLAIN = Hardware.load("h100-sxm")
 
 
 def test_a_curve_counts_before_the_roofline():
-    from test_cost import node_of
-
     from graphshard.cost.op_cost import op_cost
 
     product = op_cost(node_of(torch.ops.aten.mm.default, (3, 5), (5, 7)))

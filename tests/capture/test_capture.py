@@ -9,35 +9,12 @@ import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
+from capture_models import Net, X, linear
 from program_runner import assert_same_as_eager, first_tensor, run_captured
 from torch import Tensor, nn
 
 from graphshard.capture.entry import capture, signature_of
 from graphshard.program.program import BACKWARD, FORWARD
-
-
-class Net(nn.Module):
-    """A forward given as a function, around whatever members it needs."""
-
-    def __init__(self, forward, **members):
-        super().__init__()
-        self._forward = forward
-        for name, member in members.items():
-            if isinstance(member, Tensor) and not isinstance(member, nn.Parameter):
-                self.register_buffer(name, member)
-            else:
-                setattr(self, name, member)
-
-    def forward(self, *args, **kwargs):
-        return self._forward(self, *args, **kwargs)
-
-
-X = torch.randn(6, 4, generator=torch.Generator().manual_seed(0))
-
-
-def linear(i=4, o=4, **kw):
-    torch.manual_seed(1)
-    return nn.Linear(i, o, **kw)
 
 
 def test_a_meta_model_captures_without_memory_for_its_parameters():

@@ -6,7 +6,7 @@ import re
 
 import pytest
 import torch
-from test_capture import Net, X, linear
+from capture_models import Net, X, linear
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 

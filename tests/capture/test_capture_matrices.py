@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 import torch
+from capture_models import Net, X, linear
 from program_runner import assert_same_as_eager, run_captured
-from test_capture import Net, X, linear
 from torch import nn
 
 from graphshard.capture.entry import capture

@@ -7,6 +7,7 @@ import logging
 import pytest
 import torch
 import torch.nn.functional as F
+from capture_models import IDS, Outputs, asks
 from models import CASES, loss_of
 from torch import nn
 
@@ -14,7 +15,6 @@ import graphshard
 from graphshard.errors import CaptureError, FixedSizeError
 from graphshard.program.text import full_text
 
-IDS = {0: "batch", 1: "seq"}
 SHAPES = [(2, 17), (3, 5), (7, 7), (2, 31), (5, 2)]
 
 
@@ -143,32 +143,6 @@ def test_evaluation_has_one_program_for_every_shape(name):
     assert len(sharded.programs) == 1
 
 
-class Asks(nn.Module):
-    """Decides by its input's sizes in three ways."""
-
-    def __init__(self):
-        super().__init__()
-        self.lin = nn.Linear(4, 4)
-
-    def forward(self, x, scale=None):
-        y = self.lin(x)
-        if x.shape[1] % 2:
-            y = y * 2
-        if x.shape[0] > 5:
-            y = y + 1
-        places = torch.arange(x.shape[1])
-        if (places * 3 < 20).all():  # a constant, but for its size
-            y = y - places[:, None]
-        return y.relu().sum(-1) if scale is None else y * scale
-
-
-def asks(**options):
-    torch.manual_seed(0)
-    model = Asks()
-    dynamic = {"x": IDS}
-    return model, graphshard.compile(model, graphshard.SizePolicy(10), dynamic=dynamic, **options)
-
-
 def test_a_broken_guard_captures_another_program_and_says_why(caplog):
     model, sharded = asks()
     programs = []
@@ -239,26 +213,6 @@ def test_inputs_that_are_not_contiguous_keep_their_strides():
         assert torch.equal(sharded(wide), model(wide))
     assert len(sharded.programs) == 4
     assert "f32[batch, seq, 4]" in full_text(sharded.programs[1])
-
-
-class Outputs(nn.Module):
-    """Returns a size, and tensors of which some get no gradient."""
-
-    def __init__(self):
-        super().__init__()
-        self.a, self.b = nn.Linear(4, 6), nn.Linear(4, 6)
-
-    def forward(self, batch):
-        x = batch["x"]
-        left, right = self.a(x), self.b(x).transpose(0, 1)
-        both = torch.cat([left.flatten(0, 1), right.flatten(0, 1)])
-        return {
-            "left": left,
-            "right": right,
-            "both": both,
-            "len": x.shape[1],
-            "n": [x.shape[0] * 2],
-        }
 
 
 @pytest.mark.parametrize("used", [("left",), ("right",), ("both",), ("left", "both")])

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 import torch
+from capture_models import IDS, Asks, Outputs, asks
 from models import CASES
-from test_dynamic import IDS, Asks, Outputs, asks
 
 import graphshard
 from graphshard.errors import PassError, PolicyError

@@ -13,6 +13,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from paths import EXAMPLES
 from ranks import run_ranks
+from simulations import UNIT, node_of
 from torch import fx
 
 import graphshard
@@ -29,22 +30,6 @@ from graphshard.errors import CostError
 from graphshard.hardware.hardware import KINDS, Hardware, preset_names
 from graphshard.policy.units import Policy
 from graphshard.program import ops
-
-# One of everything a second, so that times are counts.
-UNIT = Hardware(
-    name="unit",
-    flops={"float32": 1.0},
-    memory_bytes=1000,
-    memory_bandwidth=1e30,
-    launch_floor=1.0,
-    gpus_per_node=4,
-    intra_bandwidth=1e30,
-    intra_latency=1.0,
-    inter_bandwidth=1e30,
-    inter_latency=10.0,
-    host_bandwidth=1.0,
-)
-
 
 # -- hardware --------------------------------------------------------------------------------------
 
@@ -101,16 +86,6 @@ def test_what_is_no_hardware_is_refused(tmp_path):
 
 
 # -- operators -------------------------------------------------------------------------------------
-
-
-def node_of(target, *shapes, args=None, dtype=torch.float32):
-    graph = fx.Graph()
-    inputs = [graph.placeholder(f"x{i}") for i in range(len(shapes))]
-    for node, shape in zip(inputs, shapes, strict=True):
-        node.meta["val"] = torch.empty(shape, dtype=dtype, device="meta")
-    node = graph.call_function(target, tuple(inputs) + (args or ()))
-    node.meta["val"] = target(*(n.meta["val"] for n in inputs), *(args or ()))
-    return node
 
 
 def test_a_matrix_product_counts_flops_and_bytes():

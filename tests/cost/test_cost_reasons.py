@@ -9,7 +9,7 @@ from dataclasses import replace
 
 import pytest
 import toy_programs as toys
-from test_cost import UNIT
+from simulations import COUNTS, again, simulate
 
 import graphshard
 from graphshard.cost import reasons as kinds
@@ -20,18 +20,6 @@ from graphshard.format import human_bytes
 from graphshard.policy.units import Policy
 from graphshard.program import ops
 from graphshard.program.annotations import Budget
-
-COUNTS = UNIT.with_(flops={"float32": 1e30}, gpus_per_node=1024, host_bandwidth=1e30)
-
-
-def simulate(build=toys.blocks, *, slow=5.0, **options):
-    program, plan = toys.rewritten(build, Policy(**options))
-    return again(replace(plan, program=program), slow)
-
-
-def again(plan, slow=5.0):
-    hardware = COUNTS.with_(intra_latency=slow)
-    return graphshard.simulate(plan, hardware=hardware)
 
 
 def found(estimate, kind, op=None, phase=None, reasons=1):

@@ -8,7 +8,7 @@ from xml.etree import ElementTree
 
 import pytest
 from paths import EXAMPLES
-from test_cost_reasons import simulate
+from simulations import simulate
 
 import graphshard
 from graphshard.cli.main import main

@@ -10,8 +10,6 @@ import toy_programs as toys
 from granularity import (
     AGAIN,
     ALL_FINER,
-    SLOW_HOPS,
-    SLOW_NETWORK,
     SPLIT,
     events,
     finer,
@@ -19,6 +17,7 @@ from granularity import (
     most_unsharded,
     owner,
 )
+from simulations import SLOW_HOPS, SLOW_NETWORK
 from toy_programs import BATCH, VOCAB, WIDTH, Toy
 
 from graphshard.errors import PassError, VerifyError

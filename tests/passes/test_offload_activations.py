@@ -6,20 +6,19 @@ import dataclasses
 from collections.abc import Callable
 from typing import Any
 
-import offload_training as training
 import pytest
 import torch
 import toy_programs as toys
-from models import VOCAB
-from torch import Tensor, fx, nn
-from toy_programs import BATCH, WIDTH
+from broken_programs import named
+from models import CASES, VOCAB
+from torch import Tensor, nn
+from toy_programs import BATCH, WIDTH, offloaded, without_bound
 
 import graphshard
 from examples.gpt import Block
 from graphshard.errors import VerifyError
 from graphshard.passes.offload_activations import OffloadActivations
 from graphshard.pipeline import default_passes, run_passes
-from graphshard.planning.plan import ShardingPlan
 from graphshard.policy.units import Policy
 from graphshard.program import ops
 from graphshard.program.aliases import storage_root
@@ -30,23 +29,6 @@ from graphshard.verify.facts import Reference
 from graphshard.verify.rules import verify
 
 ACTIVATIONS = "activations"
-
-
-def without_bound(policy: Policy) -> list[Any]:
-    return [
-        dataclasses.replace(step, min_bytes=0) if isinstance(step, OffloadActivations) else step
-        for step in default_passes(policy)
-    ]
-
-
-def offloaded(
-    build: Callable[..., Program], offload: Any = ACTIVATIONS, **fields: Any
-) -> tuple[Program, ShardingPlan]:
-    policy = Policy(offload=offload, **fields)
-    program = build()
-    plan = toys.make_toy_plan(program, toys.UNITS[build], policy)
-    run_passes(program, plan, without_bound(policy))
-    return program, plan
 
 
 def kept_on_device(program: Program) -> list[str]:
@@ -79,10 +61,6 @@ def test_every_activation_leaves_and_the_values_stay(
 
 def test_schedule(golden: Callable[[str, str], None]) -> None:
     golden("schedule_offload_activations.txt", schedule_text(offloaded(toys.blocks)[0]))
-
-
-def named(program: Program, name: str) -> fx.Node:
-    return next(node for node in program.graph.nodes if node.name == name)
 
 
 def steps_ahead(program: Program) -> list[int]:
@@ -217,7 +195,7 @@ def test_symbolic_sizes_are_offloaded_too() -> None:
     for offload in (None, ACTIVATIONS):
         policy = graphshard.BlockPolicy({Block}, offload=offload)
         sizes = {"idx": {0: "batch", 1: "seq"}, "targets": {0: "batch", 1: "seq"}}
-        sharded = graphshard.compile(training.gpt(), policy, dynamic=sizes)
+        sharded = graphshard.compile(CASES["gpt"].model(), policy, dynamic=sizes)
         for shape in ((2, 18), (3, 12)):
             torch.manual_seed(5)
             ids = torch.randint(VOCAB, shape)

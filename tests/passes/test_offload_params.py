@@ -9,8 +9,9 @@ from typing import Any
 import pytest
 import torch
 import toy_programs as toys
-from test_offload_activations import named, offloaded
+from broken_programs import named
 from torch import fx, nn
+from toy_programs import offloaded
 
 import graphshard
 from graphshard.errors import PassError, PolicyError, VerifyError

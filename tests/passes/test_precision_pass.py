@@ -8,7 +8,6 @@ from typing import Any
 
 import pytest
 import torch
-from test_transfers import through
 from torch import Tensor, fx, nn
 from toy_programs import (
     BATCH,
@@ -21,6 +20,7 @@ from toy_programs import (
     blocks,
     make_toy_plan,
     rewritten,
+    through,
 )
 
 import graphshard
@@ -76,9 +76,6 @@ def mixed_blocks() -> Program:
     for i in range(3):
         x = toy.block(x, f"layers.{i}")
     return toy.finish(toy.linear(x, "head.weight"))
-
-
-UNITS[mixed_blocks] = UNITS[blocks]
 
 
 def casts(program: Program, phase: str) -> list[tuple[str, str]]:

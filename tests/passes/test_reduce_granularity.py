@@ -7,17 +7,10 @@ from typing import Any
 
 import pytest
 import toy_programs as toys
-from granularity import (
-    ALL_FINER,
-    REDUCES,
-    SLOW_HOPS,
-    SLOW_NETWORK,
-    events,
-    finer,
-    gradient_bytes,
-)
+from granularity import ALL_FINER, REDUCES, events, finer, gradient_bytes
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from simulations import SLOW_HOPS, SLOW_NETWORK
 from toy_programs import BATCH, VOCAB, WIDTH, Toy
 
 from graphshard.errors import VerifyError

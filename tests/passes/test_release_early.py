@@ -12,8 +12,8 @@ import pytest
 import torch
 import toy_programs as toys
 from broken_programs import emit, named
+from example_runs import watched
 from ranks import Checks
-from test_rivals import watched
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 

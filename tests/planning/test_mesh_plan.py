@@ -9,8 +9,8 @@ import pytest
 import torch
 import toy_programs as toys
 from broken_programs import emit, named
+from event_order import events
 from models import CASES
-from test_event_order import events
 
 import graphshard
 from graphshard.errors import PassError, PlanError, PolicyError, VerifyError

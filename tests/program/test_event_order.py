@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import pytest
 import toy_programs as toys
+from event_order import events
 
 from graphshard.policy.units import Policy
-from graphshard.program.program import BACKWARD, FORWARD, Program
 
 # Observed in torch 2.13 for a root (embedding and head) with three blocks, second iteration.
 # AG = all_gather issued, F and B = compute in forward and backward (Bh: the head's),
@@ -44,32 +44,6 @@ OBSERVED = {
         "FREE:2 RS:2 AG:0 B1 FREE:1 RS:1 B0 FREE:0 RS:0 FREE:root RS:root",
     ),
 }
-
-SHORT = {"all_gather": "AG:", "free": "FREE:", "reduce_scatter": "RS:", "all_reduce": "AR:"}
-
-
-def events(program: Program, *, waits: bool = False) -> str:
-    """The schedule in the notation above."""
-    words: list[str] = []
-    phase = FORWARD
-    for event in program.schedule():
-        if event.phase != phase:
-            words.append("|")
-            phase = event.phase
-        unit = event.unit.removeprefix("layers.") or "root"
-        if event.op == "compute":
-            if unit != "root":
-                word = ("F" if phase == FORWARD else "B") + unit
-                if words[-1:] != [word]:  # waits left out may have stood between
-                    words.append(word)
-            elif phase == BACKWARD and not any(w[0] == "B" for w in words):
-                words.append("Bh")
-        elif event.op == "wait":
-            if waits:
-                words.append(f"WAIT:{unit}")
-        else:
-            words.append(SHORT[event.op] + unit)
-    return " ".join(words)
 
 
 @pytest.mark.parametrize("name", OBSERVED)

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import pytest
 import torch
+from mesh_parity import BLOCK, like_fully_shard, mesh_of
 from models import CASES
 from ranks import run_ranks
 from runtime_models import TiedGPT, tokens_of
-from test_mesh_ranks import BLOCK, like_fully_shard, mesh_of
 
 import graphshard
 

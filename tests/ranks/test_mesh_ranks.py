@@ -13,20 +13,17 @@ from unittest import mock
 import pytest
 import torch
 import torch.distributed as dist
-from mesh_parity import GPT, by_one_process, like_fully_shard, mesh_of, near
+from counted_bytes import ACTIVATION, LAYER, counted, settles, stack
+from mesh_parity import BLOCK, GPT, by_one_process, like_fully_shard, mesh_of, near
 from parity import by_graphshard, difference
 from ranks import Checks
 from runtime_models import Odd, TiedGPT, tokens_of
-from test_runtime_memory import ACTIVATION, LAYER, counted, settles, stack
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate, Shard
 
 import graphshard
 from graphshard.errors import CheckpointError, CollectiveError, FingerprintError, PolicyError
-
-BLOCK = graphshard.BlockPolicy({"Block"}, strategy="HYBRID_SHARD")
-
 
 # -- training -----------------------------------------------------------------------------------
 

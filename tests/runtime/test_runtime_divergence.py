@@ -9,8 +9,7 @@ from datetime import timedelta
 
 import pytest
 import torch
-from ranks import Checks
-from test_runtime_failures import error_of
+from ranks import Checks, error_of
 from torch import Tensor, nn
 
 import graphshard

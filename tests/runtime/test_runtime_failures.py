@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from ranks import Checks, RankError, run_ranks
+from ranks import Checks, RankError, error_of, run_ranks
 from runtime_models import Block, ManyOutputs, TiedGPT, features_of, tokens_of
 from torch import Tensor, nn
 
@@ -37,16 +37,6 @@ class Branching(nn.Module):
 def branching() -> graphshard.ShardedModule:
     torch.manual_seed(0)
     return graphshard.compile(Branching(), graphshard.BlockPolicy({nn.Linear}))
-
-
-def error_of(call: Callable[[], object], kind: type[Exception]) -> str:
-    """The message, after checking that it is the same on every rank."""
-    with pytest.raises(kind) as caught:
-        call()
-    messages: list[str | None] = [None] * torch.distributed.get_world_size()
-    torch.distributed.all_gather_object(messages, str(caught.value))
-    assert len(set(messages)) == 1, messages
-    return str(caught.value)
 
 
 def other_batch_sizes_run(rank: int) -> None:

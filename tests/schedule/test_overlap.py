@@ -11,7 +11,7 @@ import pytest
 import torch
 import toy_programs as toys
 from hypothesis import given, settings
-from test_cost import UNIT
+from simulations import UNIT
 
 from graphshard import Hardware, Policy
 from graphshard.cost.streams import COMPUTE

@@ -26,23 +26,6 @@ AGAIN = SplitGathers(again=True, apart=0.0, alone=0)
 REDUCES = SplitReduces(apart=0.0)
 ALL_FINER = (AGAIN, REDUCES)
 
-# Every operator takes a second, a gather as many seconds as it has bytes.
-SLOW_NETWORK = Hardware(
-    name="slow network",
-    flops={"float32": 1e30},
-    memory_bytes=1 << 40,
-    memory_bandwidth=1e30,
-    launch_floor=1.0,
-    gpus_per_node=8,
-    intra_bandwidth=1.0,
-    intra_latency=1e-9,
-    inter_bandwidth=1.0,
-    inter_latency=1e-9,
-    host_bandwidth=1.0,
-)
-# A gather takes three hops of a hundred seconds, whatever it moves.
-SLOW_HOPS = SLOW_NETWORK.with_(name="slow hops", intra_bandwidth=1e30, intra_latency=100.0)
-
 
 def finer(
     build: Callable[[], Program],

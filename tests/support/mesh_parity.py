@@ -11,7 +11,10 @@ from models import CASES, Case
 from parity import LR, STEPS, Training, by_fully_shard, by_graphshard, difference
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
+import graphshard
+
 GPT = CASES["gpt"]
+BLOCK = graphshard.BlockPolicy({"Block"}, strategy="HYBRID_SHARD")
 
 
 def mesh_of(*shape: int, names: tuple[str, ...] | None = ("replicate", "shard")) -> DeviceMesh:

@@ -16,6 +16,7 @@ from multiprocessing import get_context
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 import torch.distributed as dist
 
@@ -204,3 +205,13 @@ def _run_checks(
             report[check.__name__] = time.time(), traceback.format_exc()
             break
     return report
+
+
+def error_of(call: Callable[[], object], kind: type[Exception]) -> str:
+    """The message, after checking that it is the same on every rank."""
+    with pytest.raises(kind) as caught:
+        call()
+    messages: list[str | None] = [None] * dist.get_world_size()
+    dist.all_gather_object(messages, str(caught.value))
+    assert len(set(messages)) == 1, messages
+    return str(caught.value)

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import dataclasses
+from collections.abc import Callable, Iterable, Sequence
 from math import prod
 from typing import Any
 
@@ -11,6 +12,7 @@ from torch import Tensor, fx
 from toy import BATCH, VOCAB, WIDTH, Toy
 from toy import aten as aten
 
+from graphshard.passes.offload_activations import OffloadActivations
 from graphshard.pipeline import default_passes, run_passes
 from graphshard.planning.layout import ParamLayout, Unit
 from graphshard.planning.mesh import fitted
@@ -18,6 +20,7 @@ from graphshard.planning.options import options_of
 from graphshard.planning.plan import REPLICATED, SHARDED, ShardingPlan
 from graphshard.policy.units import Policy, Strategy
 from graphshard.program import ops
+from graphshard.program.edit import insert_node
 from graphshard.program.pass_protocol import Pass
 from graphshard.program.program import Program
 
@@ -147,10 +150,14 @@ def rewritten(
     passes: Sequence[Pass] | None = None,
     **options: Any,
 ) -> tuple[Program, ShardingPlan]:
-    """A toy program after `passes`; None: all those of `policy`."""
+    """A toy program after `passes`; None: all those of `policy`.
+
+    A program that is not in UNITS has the units of `blocks`.
+    """
     policy = policy or Policy()
     program = build(**options)
-    plan = make_toy_plan(program, UNITS[build], policy, world_size, mesh)
+    units = UNITS.get(build, UNITS[blocks])
+    plan = make_toy_plan(program, units, policy, world_size, mesh)
     run_passes(program, plan, default_passes(policy) if passes is None else passes)
     return program, plan
 
@@ -247,3 +254,50 @@ def assert_same_values(captured: Program, program: Program, plan: ShardingPlan) 
             assert (wanted is None) == (found is None), param.fqn
             if wanted is not None:
                 assert torch.equal(shard(wanted, plan, param.fqn, rank), found), param.fqn
+
+
+def without_bound(policy: Policy) -> list[Any]:
+    return [
+        dataclasses.replace(step, min_bytes=0) if isinstance(step, OffloadActivations) else step
+        for step in default_passes(policy)
+    ]
+
+
+def offloaded(
+    build: Callable[..., Program], offload: Any = "activations", **fields: Any
+) -> tuple[Program, ShardingPlan]:
+    policy = Policy(offload=offload, **fields)
+    program = build()
+    plan = make_toy_plan(program, UNITS[build], policy)
+    run_passes(program, plan, without_bound(policy))
+    return program, plan
+
+
+def through(
+    program: Program,
+    node: fx.Node,
+    tensors: Iterable[fx.Node],
+    before: fx.Node,
+    targets: Iterable[Any],
+    dtype: torch.dtype = torch.float32,
+) -> list[fx.Node]:
+    """`tensors`, operands or results of the collective of `node`, through transfers."""
+    unit, params = (ops.collective_of(node).kwargs[key] for key in ("unit", "params"))
+    tensors = list(tensors)
+    for target in targets:
+        to = {"dtype": dtype} if target is ops.cast else {}
+        with program.graph.inserting_before(before):
+            tensors = [
+                insert_node(
+                    program,
+                    target,
+                    (tensor,),
+                    to | {"unit": unit, "param": param},
+                    name=f"{param}_moved",
+                    unit=unit,
+                    phase=node.meta["phase"],
+                    val=tensor.meta["val"].to(to.get("dtype")),
+                )
+                for tensor, param in zip(tensors, params, strict=True)
+            ]
+    return tensors

@@ -2,42 +2,13 @@
 
 from __future__ import annotations
 
-import os
 import re
 import shlex
-import subprocess
-import sys
 
 import pytest
-from paths import ROOT
+from example_runs import TORCHRUN, run
 
-TORCHRUN = "-m torch.distributed.run --standalone --nproc-per-node 2"
-TIMEOUT = 180.0
 TINY = "--layers 2 --width 32 --batch 2 --context 16 --dropout 0.1"
-
-
-def run(command: str, code: int = 0, timeout: float = TIMEOUT) -> str:
-    """What `python <command>` prints; it must end with exit code `code`."""
-    process = subprocess.Popen(
-        [sys.executable, *shlex.split(command)],
-        cwd=ROOT,
-        env={**os.environ, "PYTHONPATH": str(ROOT)},
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-    )
-    try:
-        output, errors = process.communicate(timeout=timeout)
-    except subprocess.TimeoutExpired:
-        process.terminate()  # torchrun then ends its ranks, which would outlive a kill
-        try:
-            output, errors = process.communicate(timeout=40)
-        except subprocess.TimeoutExpired:
-            process.kill()
-            output, errors = "", ""
-        pytest.fail(f"{command} was still running after {timeout} s\n{output}{errors}")
-    assert process.returncode == code, output + errors
-    return output
 
 
 def test_demo_shows_its_plan_and_the_losses_of_one_process(tmp_path):

@@ -8,8 +8,8 @@ from math import prod
 import pytest
 import torch
 import torch.distributed as dist
+from example_runs import TORCHRUN, run, watched
 from ranks import Checks
-from test_examples import TORCHRUN, run
 from torch import Tensor
 from torch.distributed.device_mesh import init_device_mesh
 
@@ -84,15 +84,6 @@ def shard_bytes(trained: Trained) -> int:
         if ops.is_collective(node)
         for name in node.kwargs["params"]
     )
-
-
-def watched(trained: Trained, setting: Setting) -> StepWatch:
-    trained.step(setting.batch)
-    watch = StepWatch(2)
-    watch.add(trained.kept())
-    with watch:
-        trained.step(setting.batch, lambda: watch.end_of_backward(trained.parameters))
-    return watch
 
 
 def losses_are_those_expected(rank: int) -> None:
