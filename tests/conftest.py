@@ -5,14 +5,12 @@ from __future__ import annotations
 import difflib
 import os
 from collections.abc import Callable
-from pathlib import Path
 
 # Ranks share few cores; several threads in each make them slower, and spawned ranks inherit this.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 import pytest
-
-GOLDEN = Path(__file__).parent / "golden"
+from paths import GOLDEN
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:

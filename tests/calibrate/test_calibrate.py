@@ -1,0 +1,337 @@
+"""Calibration: fits, hardware files with what was measured, the command on one and two ranks."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+from itertools import pairwise
+
+import pytest
+import torch
+from hypothesis import assume, given, settings
+from hypothesis import strategies as st
+from ranks import run_ranks
+from simulations import node_of
+
+import graphshard
+from graphshard.calibrate.measure import Effort, Timing, Watch, measure
+from graphshard.calibrate.probes import shots
+from graphshard.calibrate.ranks import joined
+from graphshard.calibrate.report import report
+from graphshard.calibrate.run import calibrate
+from graphshard.cli import calibrate as command
+from graphshard.cli.main import main
+from graphshard.cost.collective_cost import GroupShape, collective_seconds, saturating_bytes
+from graphshard.cost.op_curves import ELEMENTWISE, RELATIVES
+from graphshard.errors import CostError
+from graphshard.hardware.curves import ascending, fit_line, seconds_at
+from graphshard.hardware.hardware import Hardware
+from graphshard.program import ops
+
+ROUGH = Effort(least=1, most=1, piece=0.0, budget=0.0)
+CPU = torch.device("cpu")
+
+
+# -- fits ------------------------------------------------------------------------------------------
+
+SIZES = (2**14, 2**18, 2**21, 2**23, 2**25)
+
+
+ROWS = [(1.0, count, size) for size in SIZES for count in (1, 8)]
+FACTORS = st.lists(st.floats(0.98, 1.02), min_size=len(ROWS), max_size=len(ROWS))
+
+
+def told(line, row):
+    return sum(a * b for a, b in zip(line, row, strict=True))
+
+
+@settings(max_examples=25)
+@given(st.floats(1e-6, 1e-3), st.floats(1e-6, 1e-4), st.floats(1e-11, 1e-8), FACTORS)
+def test_a_line_is_found_under_noise(call, tensor, byte, noise):
+    exact = [told((call, tensor, byte), row) for row in ROWS]
+    found = fit_line(ROWS, [value * factor for value, factor in zip(exact, noise, strict=True)])
+    assert min(found) >= 0
+    for row, value in zip(ROWS, exact, strict=True):
+        assert told(found, row) == pytest.approx(value, rel=0.05)
+
+
+@pytest.mark.parametrize("late", range(len(ROWS)))
+def test_one_disturbed_point_bends_a_line_little(late):
+    exact = [told((2e-4, 1e-5, 1e-9), row) for row in ROWS]
+    seconds = [3 * value if index == late else value for index, value in enumerate(exact)]
+    found = fit_line(ROWS, seconds)
+    for row, value in zip(ROWS, exact, strict=True):
+        assert told(found, row) == pytest.approx(value, rel=0.2)
+
+
+@settings(max_examples=25)
+@given(st.floats(1e-6, 1e-3), st.floats(1e-11, 1e-8))
+def test_latency_and_bandwidth_are_recovered(alpha, beta):
+    rows = [(1.0, size) for size in SIZES]
+    assume(beta * SIZES[0] < 100 * alpha < 1e4 * beta * SIZES[-1])
+    found = fit_line(rows, [alpha + beta * size for size in SIZES])
+    assert found == pytest.approx((alpha, beta), rel=1e-3)
+
+
+def test_what_would_be_negative_is_zero():
+    assert fit_line([(1.0, s) for s in (1, 2, 4)], [0.9, 2.0, 4.2]) == pytest.approx(
+        (0.0, 1.0), abs=0.05
+    )
+
+
+@given(st.lists(st.tuples(st.floats(1, 1e12), st.floats(1e-7, 1e2)), min_size=1, max_size=8))
+def test_more_never_takes_less_time_on_a_curve(points):
+    curve = ascending(points)
+    amounts = sorted([a for a, _ in curve] + [a * 1.7 for a, _ in curve] + [0.5])
+    times = [seconds_at(curve, amount) for amount in amounts]
+    for less, more in pairwise(times):
+        assert less <= more * (1 + 1e-9)
+
+
+def test_a_curve_passes_its_points_and_goes_on_in_proportion():
+    curve = ascending([(10, 1.0), (1000, 4.0), (100, 2.0)])
+    assert [seconds_at(curve, amount) for amount in (10, 100, 1000)] == [1.0, 2.0, 4.0]
+    assert seconds_at(curve, 1) == 1.0
+    assert seconds_at(curve, 3000) == 12.0
+    assert seconds_at(curve, 31.6227766) == pytest.approx(2**0.5)
+
+
+# -- hardware --------------------------------------------------------------------------------------
+
+PLAIN = Hardware.load("h100-sxm")
+
+
+def test_a_curve_counts_before_the_roofline():
+    from graphshard.cost.op_cost import op_cost
+
+    product = op_cost(node_of(torch.ops.aten.mm.default, (3, 5), (5, 7)))
+    measured = PLAIN.with_(curves={"matmul": [[1, 7.0]]})
+    assert product.seconds(measured) == 7.0 * product.flops
+    low = op_cost(node_of(torch.ops.aten.mm.default, (3, 5), (5, 7), dtype=torch.bfloat16))
+    assert low.seconds(measured) == PLAIN.launch_floor, "another dtype has a curve of its own"
+    gelu = op_cost(node_of(torch.ops.aten.gelu.default, (4, 6)))
+    sigmoid = op_cost(node_of(torch.ops.aten.sigmoid.default, (4, 6)))
+    assert gelu.seconds(measured) == PLAIN.launch_floor
+    both = PLAIN.with_(curves={"gelu": [[1, 3.0], [1e9, 3.0]], "add": [[1, 2.0], [1e9, 2.0]]})
+    assert gelu.seconds(both) == sigmoid.seconds(both) == 3.0
+    assert op_cost(node_of(torch.ops.aten.relu.default, (4, 6))).seconds(both) == 2.0
+    view = op_cost(node_of(torch.ops.aten.t.default, (3, 5)))
+    assert view.seconds(both) == 0.0
+    assert view.seconds(PLAIN.with_(curves={"view": [[1, 0.5]]})) == 0.5
+
+
+def test_a_line_counts_before_the_ring():
+    lines = {"all_gather": (1e-3, 1e-5, 1e-9), "all_gather.inter": (5e-3, 2e-5, 8e-9)}
+    measured = PLAIN.with_(lines=lines)
+    within = collective_seconds("all_gather", 8 * 10**9, GroupShape(8, 1), measured, tensors=3)
+    assert within == pytest.approx(7e-3 + 3e-5 + 7.0)
+    across = collective_seconds("all_gather", 16 * 10**9, GroupShape(16, 2), measured)
+    assert across == pytest.approx(14e-3 + 5e-3 + 2e-5 + 15.0), "8 of them share the border"
+    plain = collective_seconds("reduce_scatter", 10**9, GroupShape(8, 1), PLAIN)
+    assert collective_seconds("reduce_scatter", 10**9, GroupShape(8, 1), measured) == plain
+    enough = saturating_bytes(GroupShape(8, 1), measured, share=0.5)
+    assert collective_seconds("all_gather", enough, GroupShape(8, 1), measured) > 2 * enough * 7e-10
+
+
+@pytest.mark.parametrize(
+    ("change", "said"),
+    [
+        ({"curves": {"add": []}}, "the curve 'add' must be pairs"),
+        ({"curves": {"add": [[1, 2.0], [1, 3.0]]}}, "amounts ascending"),
+        ({"curves": {"add": [[1, 2.0], [2, 1.0]]}}, "seconds never descending"),
+        ({"curves": {"add": 3}}, "a curve is a list of pairs"),
+        ({"curves": [1]}, "curves must be a table"),
+        ({"lines": {"adamw": [1, 2]}}, "the line 'adamw' must be three times"),
+        ({"lines": {"adamw": [1, 2, -3]}}, "0 seconds or more"),
+        ({"contention": 1.5}, "contention must be a part between 0 and 1; got 1.5"),
+        ({"step_overhead": -1}, "step_overhead must be 0 seconds or more; got -1"),
+    ],
+)
+def test_a_wrong_measurement_is_named(tmp_path, change, said):
+    path = tmp_path / "wrong.json"
+    path.write_text(json.dumps(PLAIN.to_dict() | change))
+    with pytest.raises(CostError, match=said):
+        Hardware.load(path)
+
+
+def test_a_file_without_measurements_loads_as_before(tmp_path):
+    path = tmp_path / "old.json"
+    data = PLAIN.to_dict()
+    for name in ("curves", "lines", "contention", "step_overhead"):
+        del data[name]
+    path.write_text(json.dumps(data))
+    assert Hardware.load(path) == PLAIN
+
+
+def test_the_cpu_preset_is_a_calibration():
+    hardware = Hardware.load("cpu-gloo")
+    assert "graphshard calibrate" in hardware.source
+    assert {"matmul", "add", "view", "attention", "convolution"} <= set(hardware.curves)
+    assert {"all_gather", "reduce_scatter", "all_reduce", "adamw"} <= set(hardware.lines)
+    assert hardware.contention > 0
+
+
+def test_relatives_are_measured():
+    measured = {shot.curve for shot in shots(CPU, (), share=0.1)}
+    assert set(RELATIVES.values()) | {ELEMENTWISE} <= measured
+
+
+# -- measuring -------------------------------------------------------------------------------------
+
+
+class Alone:
+    """A single rank."""
+
+    size = 1
+
+    def everyones(self, value):
+        return [value]
+
+
+class Counted:
+    group, wall = "counted", True
+
+    def __init__(self) -> None:
+        self.times = 0
+
+    def run(self, times):
+        self.times += times
+
+
+def test_rounds_end_when_times_agree_or_at_the_cap():
+    works = [Counted(), Counted()]
+    done = []
+    effort = Effort(least=3, most=6, spread=1e9, piece=0.0)
+    timings = measure(works, Watch(CPU), Alone(), effort, lambda: done.append(1))
+    assert [len(t.rounds) for t in timings] == [3, 3]
+    assert len(done) == 2 * (3 + 1)
+    restless = Effort(least=3, most=6, spread=-1.0, piece=0.0)
+    assert [len(t.rounds) for t in measure(works, Watch(CPU), Alone(), restless)] == [6, 6]
+    late = Effort(least=3, most=6, spread=-1.0, piece=0.0, budget=0.0)
+    assert [len(t.rounds) for t in measure(works, Watch(CPU), Alone(), late)] == [3, 3]
+
+
+def test_a_timing_is_its_median():
+    timing = Timing([1.0, 1.0, 1.0, 9.0, 1.1])
+    assert timing.seconds == 1.0
+    assert timing.spread == pytest.approx(0.1)
+
+
+def test_shots_count_as_op_cost_does():
+    found = {(s.curve, s.amount) for s in shots(CPU, (torch.bfloat16,), share=0.1)}
+    assert ("matmul", 2 * 16**3) in found
+    assert ("matmul.bfloat16", 2 * 64**3) in found
+    assert ("add", 3 * 4 * 1024) in found
+    assert ("grouped_mm", 2 * 64 * 256 * 512) in found
+    # A grouped convolution's backward is twice its forward.
+    forward = {a for c, a in found if c == "convolution.grouped"}
+    assert {a for c, a in found if c == "convolution_backward.grouped"} == {2 * a for a in forward}
+
+
+# -- the whole -------------------------------------------------------------------------------------
+
+
+def calibrated(rank):
+    with joined(CPU) as group:
+        found = calibrate(group, effort=ROUGH, dtypes=(), share=0.1)
+        return found.hardware.to_dict(), report(found), [row.name for row in found.rows]
+
+
+def test_two_ranks_measure_their_collectives_and_agree():
+    (first, text, names), (second, _, _) = run_ranks(calibrated, 2, timeout=200)
+    assert first == second
+    hardware = Hardware(**first)
+    assert {"all_gather", "reduce_scatter", "all_reduce", "adamw", "sgd"} <= set(hardware.lines)
+    assert hardware.inter_bandwidth == hardware.intra_bandwidth > 0
+    assert "2 ranks" in hardware.source
+    assert "the network between nodes" in hardware.source
+    assert 0 <= hardware.contention <= 1
+    assert {"matmul", "all_gather", "adamw"} <= set(names)
+    for said in ("matmul", "GFLOP/s", "all_gather", "a call +", "besides its operators"):
+        assert said in text
+    assert collective_seconds("all_gather", 2**20, GroupShape(2, 1), hardware) > 0
+
+
+def test_the_command_writes_a_file_that_simulate_reads(tmp_path, capsys, monkeypatch):
+    monkeypatch.setattr(command, "QUICK", ROUGH)
+    monkeypatch.setattr(command, "_QUICK_SHARE", 0.1)
+    out = tmp_path / "mine.json"
+    threads = torch.get_num_threads()
+    try:
+        asked = ["--quick", "--device", "cpu", "--threads", "1", "--dtypes", "none"]
+        assert main(["calibrate", "--out", str(out), *asked]) == 0
+    finally:
+        torch.set_num_threads(threads)
+    text = capsys.readouterr().out
+    assert "the network within nodes" in text
+    assert text.rstrip().endswith(str(out))
+    hardware = Hardware.load(out)
+    model = torch.nn.Sequential(torch.nn.Linear(8, 8), torch.nn.GELU())
+    estimate = graphshard.simulate(
+        model,
+        policy=graphshard.SizePolicy(1),
+        hardware=out,
+        world_size=1,
+        example_inputs=(torch.ones(2, 8),),
+    )
+    assert estimate.step_seconds > hardware.step_overhead
+
+
+def test_ranks_are_started_with_the_same_arguments(monkeypatch):
+    started = []
+
+    def start(command, env):
+        started.append((command, env))
+        return argparse.Namespace(returncode=0)
+
+    monkeypatch.setattr(command.subprocess, "run", start)
+    monkeypatch.delenv("RANK", raising=False)
+    asked = ["calibrate", "--ranks", "2", "--device", "cpu", "--threads", "3", "--quick"]
+    assert main([*asked, "--name", "mine"]) == 0
+    ((line, env),) = started
+    joined_line = " ".join(line)
+    assert "--nproc-per-node=2 -m graphshard calibrate" in joined_line
+    assert "--threads 3" in joined_line
+    assert line[-3:] == ["--name", "mine", "--quick"]
+    assert env["OMP_NUM_THREADS"] == "3"
+
+
+@pytest.mark.parametrize(
+    ("asked", "said"),
+    [
+        (["--dtypes", "int3"], "--dtypes takes bfloat16, float16, float64 or none; got 'int3'"),
+        (["--like", "h1000"], "there is no hardware preset or file 'h1000'"),
+        (["--ranks", "0"], "--ranks must be 1 or more"),
+        (["--threads", "0", "--device", "cpu"], "--threads must be 1 or more"),
+    ],
+)
+def test_wrong_arguments_are_named(asked, said, capsys):
+    assert main(["calibrate", *asked]) == 2
+    assert said in capsys.readouterr().err
+
+
+def test_a_file_that_cannot_be_written_is_named_before_anything_is_measured(tmp_path, capsys):
+    assert main(["calibrate", "--out", str(tmp_path / "no" / "such.json")]) == 1
+    assert "a file cannot be read or written" in capsys.readouterr().err
+    assert not os.listdir(tmp_path)
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a CUDA device")
+def test_a_device_that_is_not_there_is_refused(capsys):
+    assert main(["calibrate", "--device", "cuda"]) == 2
+    assert "there is no CUDA device here" in capsys.readouterr().err
+
+
+def test_a_missing_backend_is_named(monkeypatch):
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    monkeypatch.setattr(torch.distributed, "is_backend_available", lambda name: False)
+    said = pytest.raises(CostError, match="talk over gloo, which this build of torch lacks")
+    with said, joined(CPU):
+        pass
+
+
+def test_operations_that_reduce_are_those_measured():
+    from graphshard.calibrate.run import _OPERATIONS
+
+    assert set(_OPERATIONS) == {ops.all_gather, *ops.REDUCES}

@@ -1,0 +1,90 @@
+"""Operators that tracing would take apart run as eager runs them, to the same bits."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import torch.nn.functional as F
+from capture_models import Net
+from program_runner import assert_same_as_eager
+from torch import nn
+
+import graphshard
+
+LINES, IMAGES, VOLUMES = torch.randn(2, 3, 9), torch.randn(2, 3, 9, 9), torch.randn(2, 3, 5, 6, 5)
+
+WAYS = [
+    (LINES, {"mode": "nearest"}, "upsample_nearest1d"),
+    (LINES, {"mode": "linear"}, "upsample_linear1d"),
+    (LINES, {"mode": "nearest-exact"}, "_upsample_nearest_exact1d"),
+    (IMAGES, {"mode": "nearest"}, "upsample_nearest2d"),
+    (IMAGES, {"mode": "bilinear", "align_corners": True}, "upsample_bilinear2d"),
+    (IMAGES, {"mode": "bicubic"}, "upsample_bicubic2d"),
+    (IMAGES, {"mode": "nearest-exact"}, "_upsample_nearest_exact2d"),
+    (VOLUMES, {"mode": "nearest"}, "upsample_nearest3d"),
+    (VOLUMES, {"mode": "trilinear"}, "upsample_trilinear3d"),
+]
+
+
+def interpolating(x: torch.Tensor, **how) -> Net:
+    convolution = {3: nn.Conv1d, 4: nn.Conv2d, 5: nn.Conv3d}[x.dim()]
+    return Net(lambda m, x: F.interpolate(m.conv(x), **how), conv=convolution(3, 4, 3))
+
+
+@pytest.mark.parametrize("by", [{"scale_factor": 2.5}, {"size": 11}], ids=["scale", "size"])
+@pytest.mark.parametrize(("x", "how", "operator"), WAYS, ids=[way[2] for way in WAYS])
+def test_interpolation_is_one_operator_each_way(x, how, operator, by):
+    program = assert_same_as_eager(interpolating(x, **how, **by), (x,)).program
+    targets = [str(node.target) for node in program.graph.nodes]
+    assert targets.count(f"aten.{operator}.default") == 1
+    assert targets.count(f"aten.{operator}_backward.default") == 1
+
+
+@pytest.mark.parametrize(
+    "forward",
+    [
+        lambda m, x: F.hardshrink(m.conv(x)),
+        lambda m, x: F.softshrink(m.conv(x)),
+        lambda m, x: F.multi_margin_loss(m.conv(x)[:, :, 0, 0], torch.tensor([1, 3])),
+        lambda m, x: F.multilabel_margin_loss(
+            m.conv(x)[:, :, 0, 0], torch.tensor([[1, 3, -1, 0], [2, -1, 0, 0]])
+        ),
+        lambda m, x: m.norm(m.conv(x)),
+    ],
+    ids=["hardshrink", "softshrink", "multi_margin", "multilabel_margin", "batch_norm"],
+)
+def test_the_same_bits(forward):
+    model = Net(forward, conv=nn.Conv2d(3, 4, 3), norm=nn.BatchNorm2d(4))
+    assert_same_as_eager(model, (IMAGES,))
+
+
+@pytest.mark.parametrize("mode", ["nearest", "bilinear", "bicubic"])
+def test_symbolic_sizes(mode):
+    model = interpolating(IMAGES, scale_factor=2, mode=mode)
+    width = {"args[0]": {3: "width"}}
+    sharded = graphshard.compile(
+        model, graphshard.SizePolicy(10), example_inputs=(IMAGES,), dynamic=width
+    )
+    for x in (IMAGES, torch.randn(2, 3, 9, 13)):
+        expected = model(x)
+        grads = torch.autograd.grad(expected.sum(), list(model.parameters()))
+        out = sharded(x)
+        out.sum().backward()
+        assert torch.equal(out, expected)
+        for param, grad in zip(sharded.parameters(), grads, strict=True):
+            assert torch.equal(param.grad, grad)
+            param.grad = None
+
+
+def test_torch_s_rules_are_back_afterwards():
+    rules = torch.ops.aten.upsample_bilinear2d.vec.py_kernels
+    before = dict(rules)
+    assert before
+    with pytest.raises(graphshard.CaptureError):
+        graphshard.plan(
+            Net(lambda m, x: F.interpolate(m.conv(x), mode="bilinear"), conv=nn.Conv2d(3, 4, 3)),
+            graphshard.SizePolicy(10),
+            example_inputs=(IMAGES,),
+            world_size=2,
+        )
+    assert rules == before

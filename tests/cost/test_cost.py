@@ -1,0 +1,371 @@
+"""What programs cost: hardware descriptions, op and collective times, the walk in time."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from itertools import pairwise
+
+import pytest
+import torch
+import toy_programs as toys
+from hypothesis import given
+from hypothesis import strategies as st
+from paths import EXAMPLES
+from ranks import run_ranks
+from simulations import UNIT, node_of
+from torch import fx
+
+import graphshard
+from graphshard.cli.main import main
+from graphshard.cost.collective_cost import (
+    GroupShape,
+    collective_seconds,
+    group_shape,
+    saturating_bytes,
+)
+from graphshard.cost.op_cost import op_cost
+from graphshard.cost.timeline import COMPUTE, timeline_of
+from graphshard.errors import CostError
+from graphshard.hardware.hardware import KINDS, Hardware, preset_names
+from graphshard.policy.units import Policy
+from graphshard.program import ops
+
+# -- hardware --------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", preset_names())
+def test_presets_are_complete_and_named_sources(name):
+    hardware = Hardware.load(name)
+    assert hardware.source
+    assert hardware.about
+    assert set(hardware.efficiency) == set(KINDS)
+    assert hardware.matmul_flops(torch.bfloat16) >= hardware.flops["float32"] or "cpu" in name
+
+
+def test_gpus_share_one_set_of_efficiencies():
+    gpus = [Hardware.load(name) for name in preset_names() if name != "cpu-gloo"]
+    assert len(gpus) >= 5
+    assert all(gpu.efficiency == gpus[0].efficiency for gpu in gpus)
+
+
+def test_a_file_holds_what_was_saved(tmp_path):
+    path = tmp_path / "mine.json"
+    UNIT.save(path)
+    assert Hardware.load(path) == UNIT
+    assert Hardware.load(UNIT) is UNIT
+
+
+@pytest.mark.parametrize(
+    ("change", "said"),
+    [
+        ({"memory_bytes": 0}, "memory_bytes must be a positive number; got 0"),
+        ({"flops": {"bfloat16": 1.0}}, "flops has no 'float32'"),
+        ({"flops": [1.0]}, "flops must be a table"),
+        ({"efficiency": {}}, "efficiency has no 'matmul'"),
+        ({"gpu_per_node": 8}, "unknown figure 'gpu_per_node'"),
+        ({"intra_latency": None}, "intra_latency must be a positive number"),
+    ],
+)
+def test_a_wrong_figure_is_named(tmp_path, change, said):
+    path = tmp_path / "wrong.json"
+    path.write_text(json.dumps(UNIT.to_dict() | change))
+    with pytest.raises(CostError, match=said):
+        Hardware.load(path)
+
+
+def test_what_is_no_hardware_is_refused(tmp_path):
+    with pytest.raises(CostError, match="presets: a100-40gb, a100-80gb, h100-sxm"):
+        Hardware.load("h100")
+    (tmp_path / "broken.json").write_text("{")
+    with pytest.raises(CostError, match="is no hardware file"):
+        Hardware.load(tmp_path / "broken.json")
+    (tmp_path / "short.json").write_text('{"flops": {"float32": 1}}')
+    with pytest.raises(CostError, match=r"lacks a figure: .*memory_bytes"):
+        Hardware.load(tmp_path / "short.json")
+
+
+# -- operators -------------------------------------------------------------------------------------
+
+
+def test_a_matrix_product_counts_flops_and_bytes():
+    cost = op_cost(node_of(torch.ops.aten.mm.default, (3, 5), (5, 7)))
+    assert (cost.kind, cost.flops, cost.moved) == ("matmul", 2 * 3 * 5 * 7, 4 * (15 + 35 + 21))
+    assert cost.seconds(UNIT) == 210.0
+    low = op_cost(node_of(torch.ops.aten.mm.default, (3, 5), (5, 7), dtype=torch.bfloat16))
+    assert (low.moved, low.dtype) == (2 * (15 + 35 + 21), torch.bfloat16)
+
+
+def test_a_view_costs_nothing_and_an_elementwise_op_its_bytes():
+    assert op_cost(node_of(torch.ops.aten.t.default, (3, 5))).seconds(UNIT) == 0
+    assert op_cost(node_of(torch.ops.aten.view.default, (4, 6), args=([24],))).kind == "free"
+    added = op_cost(node_of(torch.ops.aten.add.Tensor, (4, 6), (4, 6)))
+    assert (added.kind, added.flops, added.moved) == ("bandwidth", 0, 3 * 96)
+    assert added.seconds(UNIT) == UNIT.launch_floor
+
+
+def test_an_expanded_operand_is_read_once():
+    graph = fx.Graph()
+    x = graph.placeholder("x")
+    x.meta["val"] = torch.empty(1, 8, device="meta").expand(100, 8)
+    node = graph.call_function(torch.ops.aten.relu.default, (x,))
+    node.meta["val"] = torch.empty(100, 8, device="meta")
+    assert op_cost(node).moved == 4 * (8 + 800)
+
+
+def test_an_embedding_reads_the_rows_it_picks():
+    graph = fx.Graph()
+    table, rows = graph.placeholder("table"), graph.placeholder("rows")
+    table.meta["val"] = torch.empty(1000, 8, device="meta")
+    rows.meta["val"] = torch.empty(5, dtype=torch.long, device="meta")
+    node = graph.call_function(torch.ops.aten.embedding.default, (table, rows))
+    node.meta["val"] = torch.empty(5, 8, device="meta")
+    assert op_cost(node).moved == 2 * 5 * 8 * 4 + 5 * 8
+
+
+@pytest.mark.parametrize(("causal", "share"), [(False, 1), (True, 2)])
+def test_attention_traced_on_the_cpu_counts_as_the_fused_kernel(causal, share):
+    target = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.default
+    shapes = [(2, 4, 64, 16)] * 3
+    cost = op_cost(node_of(target, *shapes, args=(0.0, causal)))
+    assert (cost.kind, cost.flops) == ("attention", 2 * 2 * 2 * 4 * 64 * 64 * 16 // share)
+
+
+# -- collectives -----------------------------------------------------------------------------------
+
+
+def test_ring_hops_within_and_across_nodes():
+    floor = UNIT.launch_floor
+    assert collective_seconds("all_gather", 100, GroupShape(4, 1), UNIT) == floor + 3
+    assert collective_seconds("all_gather", 100, GroupShape(8, 2), UNIT) == floor + 6 + 10
+    assert collective_seconds("reduce_scatter", 100, GroupShape(1, 1), UNIT) == 0
+    # A tree goes up and down: 3 hops in each node, one across.
+    assert collective_seconds("all_reduce", 100, GroupShape(8, 2), UNIT) == floor + 2 * (3 + 10)
+
+
+def test_bandwidth_is_that_of_the_slowest_link():
+    fast = UNIT.with_(
+        intra_bandwidth=100.0, inter_bandwidth=10.0, intra_latency=1e-9, inter_latency=1e-9
+    )
+    within = collective_seconds("all_gather", 4000, GroupShape(4, 1), fast) - 1
+    assert within == pytest.approx(3 / 4 * 4000 / 100)
+    across = collective_seconds("all_gather", 4000, GroupShape(8, 2), fast) - 1
+    assert across == pytest.approx(7 / 8 * 4000 / 40), "four network cards share the node's border"
+    lonely = collective_seconds("all_gather", 4000, GroupShape(2, 2), fast) - 1
+    assert lonely == pytest.approx(1 / 2 * 4000 / 10)
+
+
+def test_groups_lie_on_nodes_as_meshes_do():
+    assert group_shape(ops.SHARD, (64,), 8) == GroupShape(64, 8)
+    assert group_shape(ops.SHARD, (4, 8), 8) == GroupShape(8, 1)
+    assert group_shape(ops.REPLICATE, (4, 8), 8) == GroupShape(4, 4)
+    assert group_shape(ops.REPLICATE, (4, 2), 8) == GroupShape(4, 1)
+    assert group_shape(ops.ALL, (4, 8), 8) == GroupShape(32, 4)
+    assert group_shape("reshard", (64,), 8, reshard=8) == GroupShape(8, 1)
+    with pytest.raises(CostError, match="no group of ranks is called 'other'"):
+        group_shape("other", (64,), 8)
+
+
+@given(
+    st.sampled_from(["all_gather", "reduce_scatter", "all_reduce"]),
+    st.integers(1, 2**34),
+    st.integers(0, 7),
+    st.sampled_from(preset_names()),
+)
+def test_more_bytes_never_take_less_time(op, moved, doublings, name):
+    hardware, size = Hardware.load(name), 2**doublings
+    shape = group_shape(ops.SHARD, (size,), hardware.gpus_per_node)
+    less, more = (collective_seconds(op, m, shape, hardware) for m in (moved, 2 * moved))
+    assert less <= more <= 2 * less + 1e-12
+
+
+def test_small_gathers_are_inefficient():
+    hardware = Hardware.load("a100-40gb")
+    shape = group_shape(ops.SHARD, (128,), 8)
+    enough = saturating_bytes(shape, hardware)
+    seconds = collective_seconds("all_gather", enough, shape, hardware)
+    half = collective_seconds("all_gather", enough // 10, shape, hardware)
+    assert enough / seconds > 1.5 * (enough / 10) / half
+    assert 2**24 < enough < 2**31
+
+
+def test_the_knee_is_where_it_was_measured():
+    """The FSDP paper (arXiv:2304.11277) gathers 2**30 elements in pieces of equal
+    size on A100s: below 33 M elements a piece the whole takes markedly longer."""
+    hardware = Hardware.load("a100-80gb")
+    shape = group_shape(ops.SHARD, (16,), 8)  # two nodes, the least that uses the network
+    assert 33e6 / 2 < saturating_bytes(shape, hardware) / 4 < 33e6 * 2
+
+    def whole(elements):
+        pieces = 2**30 / elements
+        return pieces * collective_seconds("all_gather", 4 * elements, shape, hardware)
+
+    assert whole(33_000_000) < 1.2 * whole(2**30)
+    assert whole(2**21) > 2 * whole(33_000_000)
+
+
+def test_hybrid_gathers_within_nodes_and_reduces_between_them():
+    hardware = Hardware.load("a100-40gb")
+    full, hybrid = (
+        graphshard.simulate(replace(plan, program=program), hardware=hardware)
+        for program, plan in (
+            toys.rewritten(toys.blocks, Policy(strategy=strategy), mesh=mesh)
+            for strategy, mesh in (("FULL_SHARD", (32,)), ("HYBRID_SHARD", (4, 8)))
+        )
+    )
+
+    def seconds(estimate, op, group):
+        return sum(t.span.seconds for t in estimate.transfers if (t.op, t.group) == (op, group))
+
+    assert seconds(hybrid, "all_gather", "shard") < seconds(full, "all_gather", "shard") / 2
+    assert seconds(hybrid, "all_reduce", "replicate") > 0
+    streams = {span.stream for span in hybrid.timeline.spans}
+    assert {"network (shard)", "network (replicate)"} <= streams, "each has a communicator"
+
+
+# -- the walk --------------------------------------------------------------------------------------
+
+
+def test_a_prefetched_gather_is_hidden_as_far_as_compute_reaches():
+    late, plan = toys.rewritten(toys.blocks, Policy(backward_prefetch=None))
+    early, _ = toys.rewritten(toys.blocks, Policy(backward_prefetch="pre", forward_prefetch=1))
+    before, after = timeline_of(late, plan, UNIT), timeline_of(early, plan, UNIT)
+    assert after.seconds < before.seconds
+    assert sum(t.exposed for t in after.transfers) < sum(t.exposed for t in before.transfers)
+    # Compute takes what it takes.
+    total = [
+        sum(span.seconds for span in t.spans if span.stream == COMPUTE) for t in (before, after)
+    ]
+    assert total[0] == pytest.approx(total[1])
+
+
+def test_a_stream_does_one_thing_at_a_time_and_time_adds_up():
+    for policy in (Policy(), Policy(strategy="SHARD_GRAD_OP"), Policy(strategy="NO_SHARD")):
+        program, plan = toys.rewritten(toys.blocks, policy)
+        timeline = timeline_of(program, plan, UNIT)
+        for stream in {span.stream for span in timeline.spans}:
+            spans = sorted((s for s in timeline.spans if s.stream == stream), key=lambda s: s.start)
+            for one, other in pairwise(spans):
+                assert one.end <= other.start + 1e-9
+        compute = sum(span.seconds for span in timeline.spans if span.stream == COMPUTE)
+        exposed = sum(transfer.exposed for transfer in timeline.transfers)
+        assert timeline.seconds == pytest.approx(compute + exposed)
+        assert len(timeline.at) == len(program.graph.nodes)
+        assert list(timeline.at) == sorted(timeline.at)
+
+
+# -- memory and the whole estimate -----------------------------------------------------------------
+
+
+def measured_and_predicted(rank, policies):
+    """Peak and valley bytes of a step as counted and as predicted, by policy."""
+    from examples.benchmarks.live_bytes import LiveBytes
+    from examples.gpt import GPT, GPTConfig
+
+    found = {}
+    for name, options in policies.items():
+        torch.manual_seed(0)
+        model = GPT(GPTConfig(vocab=64, layers=3, heads=2, width=64, dropout=0.1))
+        idx, targets = torch.randint(64, (2, 4, 32))
+        policy = graphshard.BlockPolicy(["Block"], **options)
+        sharded = graphshard.compile(model, policy, example_inputs=(idx, targets))
+        optimizer = torch.optim.AdamW(sharded.parameters(), foreach=False)
+
+        def step(sharded=sharded, optimizer=optimizer, batch=(idx, targets)):
+            sharded(*batch).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+
+        step()
+        with LiveBytes() as live:
+            live.add([(p, list(optimizer.state[p].values())) for p in sharded.parameters()])
+            live.add([idx, targets])
+            valley = live.current
+            step()
+        estimate = graphshard.simulate(sharded, hardware="cpu-gloo", optimizer="adamw-fused")
+        found[name] = (live.peak, estimate.peak_bytes), (valley, estimate.valley_bytes)
+    return found
+
+
+SEVERAL = {
+    "full_shard": {},
+    "grad_op": {"strategy": "SHARD_GRAD_OP"},
+    "zero1": {"strategy": "SHARD_OPTIMIZER"},
+    "no_shard": {"strategy": "NO_SHARD"},
+    "recompute": {"recompute": "units", "reshard_root": True},
+    "selective": {"recompute": "selective"},
+    "bf16": {"mixed_precision": graphshard.MixedPrecision(torch.bfloat16)},
+}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("world_size", [2, 4])
+def test_predicted_memory_is_what_lives(world_size):
+    policies = SEVERAL | ({"parts": {"reshard_after_forward": 2}} if world_size == 4 else {})
+    for found in run_ranks(measured_and_predicted, world_size, policies, timeout=300):
+        for name, ((peak, predicted), (valley, at_rest)) in found.items():
+            assert predicted == pytest.approx(peak, rel=0.01), name
+            assert at_rest == pytest.approx(valley, rel=0.01), name
+
+
+def estimate_of(**options):
+    program, plan = toys.rewritten(toys.blocks, Policy(**options))
+    slow = UNIT.with_(intra_latency=100.0)
+    return graphshard.simulate(replace(plan, program=program), hardware=slow)
+
+
+def test_an_estimate_adds_up():
+    estimate = estimate_of()
+    parts = estimate.compute_seconds + estimate.exposed_seconds
+    assert estimate.step_seconds == pytest.approx(parts)
+    assert estimate.peak_bytes == sum(estimate.memory.peak.by_category.values())
+    assert estimate.valley_bytes <= estimate.peak_bytes
+    assert sum(unit.exposed for unit in estimate.units) == pytest.approx(
+        sum(transfer.exposed for transfer in estimate.transfers)
+    )
+    assert not estimate.fits
+    assert estimate.with_hardware("h200").fits
+
+
+def test_an_estimate_is_told():
+    estimate = estimate_of(backward_prefetch=None)
+    text = str(estimate)
+    for said in ("DOES NOT FIT in 1000 B", "why ", "where its result is needed", "(root)"):
+        assert said in text
+    data = json.loads(json.dumps(estimate.to_dict()))
+    assert data["peak_bytes"] == estimate.peak_bytes
+    assert len(data["transfers"]) == len(estimate.transfers)
+
+
+def test_a_trace_has_a_row_per_stream_and_a_counter(tmp_path):
+    estimate = estimate_of()
+    estimate.save_trace(tmp_path / "trace.json")
+    events = json.loads((tmp_path / "trace.json").read_text())["traceEvents"]
+    rows = {e["args"]["name"] for e in events if e["name"] == "thread_name"}
+    assert rows == {span.stream for span in estimate.timeline.spans}
+    drawn = [e for e in events if e["ph"] == "X"]
+    assert len(drawn) == len(estimate.timeline.spans)
+    counts = [sum(e["args"].values()) for e in events if e["ph"] == "C"]
+    assert max(counts) == estimate.peak_bytes
+
+
+def test_an_unknown_optimizer_or_backend_is_refused():
+    program, plan = toys.rewritten(toys.blocks, Policy())
+    plan = replace(plan, program=program)
+    with pytest.raises(CostError, match="optimizer must be one of none, sgd"):
+        graphshard.simulate(plan, hardware=UNIT, optimizer="lion")
+    with pytest.raises(CostError, match='backend must be "nccl" or "gloo"'):
+        graphshard.simulate(plan, hardware=UNIT, backend="mpi")
+
+
+def test_the_command_prints_and_writes(capsys, tmp_path, monkeypatch):
+    monkeypatch.syspath_prepend(str(EXAMPLES))
+    arguments = ["simulate", "factories:small", "--policy", "block:Block", "--world-size", "8"]
+    trace = str(tmp_path / "t.json")
+    assert main([*arguments, "--hardware", "h100-sxm", "--trace", trace]) == 0
+    assert "estimate of GPT: one training step on 8 ranks" in capsys.readouterr().out
+    assert (tmp_path / "t.json").exists()
+    assert main([*arguments, "--hardware", "h100-sxm", "--json"]) == 0
+    assert json.loads(capsys.readouterr().out)["fits"] is True
+    assert main([*arguments, "--hardware", "abacus"]) == 2
+    assert "there is no hardware preset or file" in capsys.readouterr().err

@@ -1,0 +1,276 @@
+"""Gathers finer than a unit, or coarser: what moves together, by hand and by cost."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import pytest
+import toy_programs as toys
+from granularity import (
+    AGAIN,
+    ALL_FINER,
+    SPLIT,
+    events,
+    finer,
+    gradient_bytes,
+    most_unsharded,
+    owner,
+)
+from simulations import SLOW_HOPS, SLOW_NETWORK
+from toy_programs import BATCH, VOCAB, WIDTH, Toy
+
+from graphshard.errors import PassError, VerifyError
+from graphshard.inspect.plan_notes import moved_notes
+from graphshard.passes.merge_gathers import MergeGathers
+from graphshard.passes.reduce_in_pieces import ReduceInPieces
+from graphshard.passes.skip_reshard import SkipReshard
+from graphshard.passes.split_gathers import SplitGathers
+from graphshard.planning.plan import ShardingPlan
+from graphshard.policy.units import Policy
+from graphshard.program import ops
+from graphshard.program.program import BACKWARD, FORWARD, Program
+from graphshard.verify.rules import verify
+
+# -- split_gathers -----------------------------------------------------------------------------
+
+
+def test_embedding_and_head_are_gathered_and_freed_apart() -> None:
+    program, _ = finer(toys.blocks, SPLIT)
+    assert events(program, FORWARD, "gather", "wait-gather", "run", "free") == (
+        "gather embed, wait-gather embed, run root, free embed, "
+        "gather 0, wait-gather 0, run layers.0, free 0, "
+        "gather 1, wait-gather 1, run layers.1, free 1, "
+        "gather 2, wait-gather 2, gather head, run layers.2, free 2, wait-gather head, run root"
+    )
+    assert events(program, BACKWARD, "gather", "free") == (
+        "gather 2, free head, gather 1, free 2, gather 0, free 1, free 0"
+    )
+    plain, _ = finer(toys.blocks)
+    # Two blocks while neither embedding nor head is there, against two blocks and both.
+    assert (most_unsharded(program), most_unsharded(plain)) == (2 * 448, 2 * 448 + 2 * 288)
+
+
+def test_a_tied_parameter_stays_or_is_gathered_again() -> None:
+    stays, _ = finer(toys.odd_params, SPLIT)
+    assert events(stays, FORWARD, "gather") == "gather embed, gather a, gather b"
+    again, _ = finer(toys.odd_params, AGAIN)
+    assert events(again, FORWARD, "gather", "free") == (
+        "gather embed, free embed, gather a, free a, gather b, gather embed, free b"
+    )
+    assert events(again, BACKWARD, "gather", "free") == (
+        "gather b, free embed, gather a, free b, free a"
+    )
+    # Not for itself, where that is mostly latency; with what is gathered there anyway, it is.
+    small, _ = finer(toys.odd_params, SplitGathers(again=True, apart=0.0, alone=10_000))
+    assert events(small, FORWARD, "gather") == "gather embed, gather a, gather b"
+
+
+def tied_with_norm() -> Program:
+    """An embedding that is the head too, a position's scale before, a norm's before the head."""
+    toy = Toy(
+        {"embed.weight": (VOCAB, WIDTH), "place.weight": (WIDTH,)}
+        | toys.block_params("layers.0")
+        | {"norm.weight": (WIDTH,)}
+    )
+    toy.tangent(BATCH, VOCAB)
+    x = toy.embedding("embed.weight")
+    x = toy.op(toys.aten.mul.Tensor, x, toy.params["place.weight"], module="")
+    x = toy.block(x, "layers.0")
+    x = toy.op(toys.aten.mul.Tensor, x, toy.params["norm.weight"], module="")
+    return toy.finish(toy.linear(x, "embed.weight"))
+
+
+def test_small_parameters_join_what_is_gathered_at_their_place() -> None:
+    def gathers(step: SplitGathers) -> str:
+        program, _ = finer(tied_with_norm, step, units=("", "layers.0"))
+        return events(program, FORWARD, "gather", "free")
+
+    assert gathers(SplitGathers(apart=0.0, alone=100)) == (
+        "gather embed+place, gather 0, gather norm, free 0, free norm"
+    )
+    assert gathers(SplitGathers(apart=0.0, alone=0)) == (
+        "gather embed, gather place, free place, gather 0, gather norm, free 0, free norm"
+    )
+    assert gathers(SplitGathers(again=True, apart=0.0, alone=10_000)) == (
+        "gather embed+place, free embed+place, gather 0, gather embed+norm, free 0"
+    )
+
+
+def test_what_a_strategy_keeps_for_backward_is_not_gathered_again_there() -> None:
+    policy = Policy(strategy="SHARD_GRAD_OP")
+    program, _ = finer(toys.blocks, AGAIN, policy=policy)
+    assert events(program, FORWARD, "gather", "free") == (
+        "gather embed, free embed, gather 0, gather 1, gather 2, gather head"
+    )
+    assert events(program, BACKWARD, "gather") == ""
+
+
+def test_uses_are_far_apart_if_the_gather_hides_between_them() -> None:
+    # The head's 60 numbers take 3/4 * 288 seconds and what a launch takes; each operator of the
+    # blocks in between takes one, so only with much latency to gain does it hide.
+    slow, _ = finer(toys.blocks, SplitGathers(), hardware=SLOW_NETWORK)
+    assert events(slow, FORWARD, "gather") == "gather embed+head, gather 0, gather 1, gather 2"
+    fast = SLOW_NETWORK.with_(intra_bandwidth=1e30)
+    split, _ = finer(toys.blocks, SplitGathers(), hardware=fast)
+    assert events(split, FORWARD, "gather") == (
+        "gather embed, gather 0, gather 1, gather 2, gather head"
+    )
+
+
+@pytest.mark.parametrize(
+    "policy",
+    [
+        Policy(reshard_root=True),
+        Policy(strategy="SHARD_GRAD_OP"),
+        Policy(reshard_after_forward=2),
+        Policy(offload="params"),
+        Policy(backward_prefetch=None),
+        Policy(recompute="units"),
+    ],
+    ids=str,
+)
+@pytest.mark.parametrize("build", list(toys.UNITS), ids=lambda build: build.__name__)
+def test_every_policy_computes_what_was_captured(build: Any, policy: Policy) -> None:
+    program, plan = finer(build, *ALL_FINER, policy=policy)
+    plain, _ = finer(build, policy=policy)
+    assert gradient_bytes(program) <= gradient_bytes(plain)
+    verify(program, plan, after="all")
+
+
+def test_copies_to_the_device_are_counted_anew() -> None:
+    policy = Policy(offload="params")
+    program, _ = finer(toys.odd_params, AGAIN, policy=policy)
+    copies = [node for node in program.nodes() if node.target is ops.to_device]
+    (note,) = program.notes
+    assert f"in {len(copies)} copies to the device" in note
+
+
+@dataclass(frozen=True)
+class _Within:
+    """Set the budget to so many bytes."""
+
+    most: int
+    name: str = field(default="within", init=False)
+
+    def apply(self, program: Program, plan: ShardingPlan) -> None:
+        assert program.budget is not None
+        program.budget = replace(program.budget, bytes=self.most)
+
+
+# -- skip_reshard ----------------------------------------------------------------------------
+
+
+def test_a_unit_kept_from_forward_to_backward_is_not_gathered_again() -> None:
+    program, _ = finer(toys.blocks, SkipReshard(("layers.2",)))
+    assert events(program, FORWARD, "gather", "free") == (
+        "gather embed+head, gather 0, free 0, gather 1, free 1, gather 2"
+    )
+    assert events(program, BACKWARD, "gather", "free") == (
+        "gather 1, free 2, gather 0, free 1, free 0, free embed+head"
+    )
+
+
+def test_parts_that_nobody_gathers_are_not_kept() -> None:
+    program, _ = finer(
+        toys.blocks, SkipReshard(("layers.1",)), policy=Policy(reshard_after_forward=2)
+    )
+    parts = [node.kwargs["param"] for node in program.nodes() if node.target is ops.reshard]
+    assert sorted({owner(str(part)) for part in parts}) == ["0", "2"]
+
+
+def test_a_unit_used_twice_is_kept_from_its_last_run_to_backward_s_first() -> None:
+    program, _ = finer(toys.back_and_forth, SkipReshard(("a",)))
+    assert events(program, BACKWARD, "gather", "free") == (
+        "gather b, free a, gather a, free b, free a"
+    )
+
+
+def test_a_unit_that_is_not_gathered_again_cannot_be_kept() -> None:
+    with pytest.raises(PassError, match=r"skip_reshard: unit '' is not gathered in forward and"):
+        finer(toys.blocks, SkipReshard(("",)))
+
+
+def test_units_are_kept_where_their_gather_is_exposed_and_memory_allows() -> None:
+    step = SkipReshard()
+    roomy, _ = finer(toys.blocks, step, hardware=SLOW_NETWORK, policy=Policy(memory_budget=10**6))
+    assert events(roomy, BACKWARD, "gather") == ""
+    assert "layers.0" in roomy.notes[0]
+    assert "unsharded from forward to backward" in str(roomy)
+    tight, _ = finer(toys.blocks, _Within(1), step, hardware=SLOW_NETWORK)
+    assert events(tight, BACKWARD, "gather") == "gather 2, gather 1, gather 0"
+
+
+# -- merge_gathers ---------------------------------------------------------------------------
+
+
+def test_neighbours_are_gathered_and_reduced_together_up_to_a_limit() -> None:
+    program, _ = finer(toys.blocks, MergeGathers(900))
+    assert events(program, FORWARD, "gather", "free") == (
+        "gather embed+head, gather 0+1, free 0+1, gather 2, free 2"
+    )
+    assert events(program, BACKWARD, "gather", "reduce", "free") == (
+        "gather 2+1, gather 0, free 2+1, reduce 2+1, free 0, free embed+head, reduce 0+embed+head"
+    )
+    gathers = [node for node in program.nodes() if node.target is ops.all_gather]
+    assert gathers[1].kwargs["units"] == ("layers.0",) * 2 + ("layers.1",) * 2
+    assert "896 bytes with layers.1, 4 params" in str(program)
+
+
+def test_units_inside_a_unit_are_not_gathered_with_it() -> None:
+    program, _ = finer(toys.nested, MergeGathers(640))
+    assert sum(node.target is ops.all_gather for node in program.nodes(FORWARD)) == 4
+    assert events(program, FORWARD, "gather") == (
+        "gather embed+tower, gather tower, gather top"  # tower.0 and tower.1 apart
+    )
+
+
+def test_units_are_merged_only_where_latency_costs_time() -> None:
+    step = MergeGathers()
+    policy = Policy(memory_budget=10**6)
+    slow, _ = finer(toys.blocks, step, hardware=SLOW_HOPS, policy=policy)
+    fewer = [node for node in slow.nodes() if ops.is_collective(node)]
+    wide, _ = finer(toys.blocks, step, hardware=SLOW_NETWORK, policy=policy)
+    as_many = [node for node in wide.nodes() if ops.is_collective(node)]
+    assert len(fewer) < len(as_many) == 11
+    tight, _ = finer(toys.blocks, step, hardware=SLOW_HOPS)
+    held = tight.budget
+    assert held is not None
+    assert held.best is not None
+    assert held.best.bytes <= held.bytes
+
+
+def test_a_merged_collective_names_the_unit_of_each_parameter() -> None:
+    program, plan = finer(toys.blocks, MergeGathers(900))
+    gather = next(node for node in program.nodes() if "units" in node.kwargs)
+    kwargs = gather.kwargs
+    gather.kwargs = {key: value for key, value in kwargs.items() if key != "units"}
+    with pytest.raises(VerifyError, match=r"'layers.1.up.weight' is not a parameter of unit"):
+        verify(program, plan, after="test")
+    gather.kwargs = {**kwargs, "units": ("layers.1",) * 4}
+    with pytest.raises(VerifyError, match="names one per parameter"):
+        verify(program, plan, after="test")
+
+
+# -- what the plan says ------------------------------------------------------------------------
+
+
+def test_the_plan_says_what_moves_apart_together_or_stays() -> None:
+    steps = (SPLIT, ReduceInPieces(2), SkipReshard(("layers.1",)), MergeGathers(500))
+    program, plan = finer(toys.blocks, *steps)
+    notes = list(moved_notes(replace(plan, program=program)))
+    assert notes == [
+        ("apart", "(root) is gathered in 2 parts: embed.weight; head.weight"),
+        (
+            "apart",
+            "(root) is reduced in 3 parts: columns 0:3 of embed.weight; columns 3:6 of "
+            "embed.weight; head.weight",
+        ),
+        ("unsharded", "layers.1 from forward to backward, not gathered again"),
+    ]
+    program, plan = finer(toys.blocks, MergeGathers(900))
+    together = [text for name, text in moved_notes(replace(plan, program=program))]
+    assert together == [
+        "twice neighbours are gathered together, 2 units at most",
+        "twice neighbours are reduced together, 2 units at most",
+    ]

@@ -1,0 +1,294 @@
+"""Activations wait on the host: which, when, and that they are back in time."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import toy_programs as toys
+from broken_programs import named
+from models import CASES, VOCAB
+from torch import Tensor, nn
+from toy_programs import BATCH, WIDTH, offloaded, without_bound
+
+import graphshard
+from examples.gpt import Block
+from graphshard.errors import VerifyError
+from graphshard.passes.offload_activations import OffloadActivations
+from graphshard.pipeline import default_passes, run_passes
+from graphshard.policy.units import Policy
+from graphshard.program import ops
+from graphshard.program.aliases import storage_root
+from graphshard.program.cut import saved_nodes
+from graphshard.program.program import BACKWARD, Program
+from graphshard.program.text import schedule_text
+from graphshard.verify.facts import Reference
+from graphshard.verify.rules import verify
+
+ACTIVATIONS = "activations"
+
+
+def kept_on_device(program: Program) -> list[str]:
+    """What forward computes, crosses the border, and is no view of a parameter or host copy."""
+    return [node.name for node in saved_nodes(program) if ops.is_compute(storage_root(node))]
+
+
+@pytest.mark.parametrize("build", toys.UNITS)
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {},
+        {"backward_prefetch": "post", "forward_prefetch": 1},
+        {"backward_prefetch": None},
+        {"strategy": "SHARD_GRAD_OP"},
+        {"strategy": "NO_SHARD"},
+        {"reshard_root": True},
+        {"reshard_after_forward": 2},
+    ],
+    ids=str,
+)
+def test_every_activation_leaves_and_the_values_stay(
+    build: Callable[..., Program], fields: dict[str, Any]
+) -> None:
+    program, plan = offloaded(build, **fields)
+    toys.assert_same_values(build(), program, plan)
+    assert not kept_on_device(program)
+    assert kept_on_device(toys.rewritten(build, Policy(**fields))[0])
+
+
+def test_schedule(golden: Callable[[str, str], None]) -> None:
+    golden("schedule_offload_activations.txt", schedule_text(offloaded(toys.blocks)[0]))
+
+
+def steps_ahead(program: Program) -> list[int]:
+    """For each copy to the device, how many runs of layers start between it and its arrival."""
+    found = []
+    nodes = list(program.graph.nodes)
+    for copy in (n for n in nodes if n.target is ops.to_device):
+        (arrival,) = copy.users
+        between = nodes[nodes.index(copy) : nodes.index(arrival)]
+        computes = [n.meta["unit"] for n in between if ops.is_compute(n)]
+        found.append(len(dict.fromkeys(computes)))
+    return found
+
+
+def test_copies_come_back_a_step_ahead() -> None:
+    assert max(steps_ahead(offloaded(toys.blocks, backward_prefetch="pre")[0])) == 1
+    assert steps_ahead(offloaded(toys.blocks, backward_prefetch=None)[0]) == [0] * 7
+    # After the compute of the step before it: nothing but its reduce is in between.
+    program, _ = offloaded(toys.blocks, backward_prefetch="post")
+    assert steps_ahead(program) == [0] * 7
+    copy = named(program, "relu_default_1_to_device")
+    assert copy.next.target is not ops.arrive
+    scatter = named(program, "layers_2_reduce_scatter")
+    assert sorted([copy, scatter]) == [copy, scatter]
+
+
+def test_what_is_small_stays() -> None:
+    policy = Policy(offload=ACTIVATIONS)
+    program = toys.blocks()
+    plan = toys.make_toy_plan(program, toys.UNITS[toys.blocks], policy)
+    bound = BATCH * 8 * 4  # the hidden values of a block
+    passes = [
+        dataclasses.replace(step, min_bytes=bound) if isinstance(step, OffloadActivations) else step
+        for step in default_passes(policy)
+    ]
+    run_passes(program, plan, passes)
+    sent = [node.args[0] for node in program.nodes() if node.target is ops.to_host]
+    assert {tuple(node.meta["val"].shape) for node in sent} == {(BATCH, 8)}
+    assert len(kept_on_device(program)) == 4
+
+
+def test_default_bound_leaves_a_toy_alone() -> None:
+    program, _ = toys.rewritten(toys.blocks, Policy(offload=ACTIVATIONS))
+    assert str(program) == str(toys.rewritten(toys.blocks)[0])
+
+
+def test_forward_only_has_nothing_to_save() -> None:
+    policy = Policy(offload=ACTIVATIONS)
+    program = toys.blocks(grad=False)
+    plan = toys.make_toy_plan(program, toys.UNITS[toys.blocks], policy)
+    run_passes(program, plan, without_bound(policy))
+    assert not any(map(ops.is_transfer, program.nodes()))
+
+
+class Attention(nn.Module):
+    """Saves three views of one projection, one of them twice, and the projection's input."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.qkv = nn.Linear(WIDTH, 3 * WIDTH)
+        self.drop = nn.Dropout(0.5)
+
+    def forward(self, x: Tensor) -> Tensor:
+        q, k, v = self.qkv(x).chunk(3, dim=-1)
+        return self.drop(q @ k.transpose(-1, -2)) @ v + x * q
+
+
+class TwoOutputs(nn.Module):
+    """Returns a value that backward reads as well, and counts in a buffer that it reads too."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.body = nn.Sequential(Attention(), Attention())
+        self.register_buffer("scale", torch.ones(WIDTH))
+
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        hidden = torch.tanh(self.body(x) * self.scale.clone())
+        self.scale.mul_(2)
+        return hidden.square().mean(), hidden
+
+
+def planned(model: nn.Module, x: Tensor, **fields: Any) -> Program:
+    policy = graphshard.BlockPolicy({Attention}, **fields)
+    plan = graphshard.plan(model, policy, world_size=2, example_inputs=(x,))
+    assert plan.program is not None
+    return plan.program
+
+
+def test_a_storage_is_copied_once_and_its_views_are_made_again() -> None:
+    program = planned(TwoOutputs(), torch.randn(2, 64, WIDTH), offload=ACTIVATIONS)
+    sent = [node.args[0] for node in program.nodes() if node.target is ops.to_host]
+    roots = [storage_root(value) for value in sent]
+    assert len(set(roots)) == len(roots)
+    projections = [r for r in roots if r.meta["val"].shape[-1] == 3 * WIDTH]
+    assert len(projections) == 2
+    dtypes = {value.meta["val"].dtype for value in sent}
+    assert dtypes == {torch.float32, torch.bool}, "masks go too"
+    split = [n for n in program.nodes(BACKWARD) if "split" in n.name or "slice" in n.name]
+    assert split, "the views are made again in backward"
+
+
+def test_outputs_and_buffers_stay_right() -> None:
+    torch.manual_seed(0)
+    model, x = TwoOutputs(), torch.randn(2, 64, WIDTH)
+    results = []
+    for offload in (None, ACTIVATIONS):
+        policy = graphshard.BlockPolicy({Attention}, offload=offload)
+        sharded = graphshard.compile(model, policy)
+        torch.manual_seed(3)
+        loss, hidden = sharded(x)
+        if offload:
+            with torch.no_grad():
+                hidden.detach().zero_()  # its copy on the host is what backward reads
+        loss.backward()
+        results.append([p.grad for p in sharded.parameters()] + [sharded.scale])
+    for plain, copied in zip(*results, strict=True):
+        assert torch.equal(plain, copied)
+
+
+def test_unused_outputs_bring_nothing_back() -> None:
+    torch.manual_seed(0)
+    model, x = TwoOutputs(), torch.randn(2, 64, WIDTH)
+    policy = graphshard.BlockPolicy({Attention}, offload=ACTIVATIONS)
+    sharded = graphshard.compile(model, policy)
+    _, hidden = sharded(x)
+    hidden.sum().backward()
+    assert all(p.grad is not None for p in sharded.parameters())
+
+
+def test_symbolic_sizes_are_offloaded_too() -> None:
+    results = []
+    for offload in (None, ACTIVATIONS):
+        policy = graphshard.BlockPolicy({Block}, offload=offload)
+        sizes = {"idx": {0: "batch", 1: "seq"}, "targets": {0: "batch", 1: "seq"}}
+        sharded = graphshard.compile(CASES["gpt"].model(), policy, dynamic=sizes)
+        for shape in ((2, 18), (3, 12)):
+            torch.manual_seed(5)
+            ids = torch.randint(VOCAB, shape)
+            sharded(ids[:, :-1], ids[:, 1:]).backward()
+        results.append([p.grad for p in sharded.parameters()])
+    for plain, copied in zip(*results, strict=True):
+        assert torch.equal(plain, copied)
+    (program,) = sharded.programs
+    assert "*batch*seq bytes, 1 tensor: f32[batch, seq, 24]" in str(program)
+
+
+def test_the_plan_says_it() -> None:
+    policy = graphshard.BlockPolicy({Attention}, offload=ACTIVATIONS)
+    plan = graphshard.plan(TwoOutputs(), policy, world_size=2)
+    assert "offload={'activations'}" in str(plan)
+    assert plan.to_dict()["policy"]["offload"] == ["activations"]
+
+
+# -- verify ---------------------------------------------------------------------------------------
+
+
+def read_before_arrival(program: Program) -> None:
+    copy = named(program, "relu_default_1_to_device")
+    named(program, "relu_default_1_back").replace_all_uses_with(copy)
+
+
+def arrives_twice(program: Program) -> None:
+    arrival = named(program, "relu_default_1_back")
+    with program.graph.inserting_after(arrival):
+        again = program.graph.node_copy(arrival)
+    again.meta = dict(arrival.meta)
+
+
+def never_arrives(program: Program) -> None:
+    on_host = named(program, "relu_default_1_on_host")
+    copy = named(program, "relu_default_1_to_device")
+    copy.args = (named(program, "relu_default_2_on_host"),)
+    program.graph.erase_node(on_host)
+
+
+def read_on_the_host(program: Program) -> None:
+    back = named(program, "relu_default_1_back")
+    back.replace_all_uses_with(named(program, "relu_default_1_on_host"))
+
+
+def read_after_given_back(program: Program) -> None:
+    back = named(program, "relu_default_1_back")
+    back.replace_all_uses_with(named(program, "relu_default_1"))
+
+
+def copied_twice(program: Program) -> None:
+    copy = named(program, "relu_default_1_to_host")
+    (arrival,) = copy.users
+    with program.graph.inserting_before(arrival):
+        again = program.graph.node_copy(copy)
+    with program.graph.inserting_after(arrival):
+        arrived = program.graph.node_copy(arrival, lambda node: again)
+    again.meta, arrived.meta = dict(copy.meta), dict(arrival.meta)
+
+
+def brought_back_from_the_device(program: Program) -> None:
+    copy = named(program, "relu_default_1_to_device")
+    copy.args = (named(program, "ids"),)
+    copy.meta["val"] = copy.args[0].meta["val"]
+    (arrival,) = copy.users
+    arrival.meta["val"] = copy.meta["val"]
+
+
+def of_no_copy(program: Program) -> None:
+    arrival = named(program, "relu_default_1_on_host")
+    with program.graph.inserting_before(arrival):
+        again = program.graph.node_copy(arrival, lambda node: named(program, "relu_default_1"))
+    again.meta = dict(arrival.meta)
+
+
+BREAKS = {
+    read_before_arrival: "%relu_default_1_to_device, which has not arrived",
+    arrives_twice: "must arrive once, and does 2 times",
+    never_arrives: "must arrive once, and does 0 times",
+    read_on_the_host: "%relu_default_1_on_host, which lies on the host",
+    read_after_given_back: "on the device after %relu_default_1_on_host",
+    copied_twice: "copies %relu_default_1 already",
+    brought_back_from_the_device: "does not lie on the host",
+    of_no_copy: "%relu_default_1 is no copy that could arrive",
+}
+
+
+@pytest.mark.parametrize("break_it", BREAKS, ids=lambda f: f.__name__)
+def test_a_broken_program_is_refused(break_it: Callable[[Program], None]) -> None:
+    program, plan = offloaded(toys.blocks)
+    reference = Reference.of(program)
+    verify(program, plan, after="before", reference=reference)
+    break_it(program)
+    with pytest.raises(VerifyError, match="'copies'") as raised:
+        verify(program, plan, after="the culprit", reference=reference)
+    assert BREAKS[break_it] in str(raised.value)

@@ -1,0 +1,214 @@
+"""Parameters and gradients on the host: the copies, where they stand, and what verify says."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import toy_programs as toys
+from broken_programs import named
+from torch import fx, nn
+from toy_programs import offloaded
+
+import graphshard
+from graphshard.errors import PassError, PolicyError, VerifyError
+from graphshard.inspect.dot import schedule_graph
+from graphshard.inspect.dump import dump_program
+from graphshard.passes.offload_params import OffloadParams
+from graphshard.passes.unshard import Unshard
+from graphshard.pipeline import default_passes, run_passes
+from graphshard.policy.units import Policy
+from graphshard.program import ops
+from graphshard.program.program import BACKWARD, Event, Program
+from graphshard.program.text import schedule_text
+from graphshard.verify.facts import Reference
+from graphshard.verify.rules import FINISHED, verify
+
+PARAMS = "params"
+BOTH = ("params", "activations")
+
+
+@pytest.mark.parametrize("build", toys.UNITS)
+@pytest.mark.parametrize("offload", [PARAMS, BOTH], ids=str)
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {},
+        {"backward_prefetch": "post", "forward_prefetch": 1, "reshard_root": True},
+        {"backward_prefetch": None, "strategy": "SHARD_GRAD_OP"},
+        {"strategy": "NO_SHARD"},
+    ],
+    ids=str,
+)
+def test_parameters_come_and_gradients_go_and_the_values_stay(
+    build: Callable[..., Program], offload: Any, fields: dict[str, Any]
+) -> None:
+    program, plan = offloaded(build, offload, **fields)
+    toys.assert_same_values(build(), program, plan)
+    for param, grad in zip(program.params, program.results().grads, strict=True):
+        assert {user.target for user in param.node.users} <= {ops.to_device}
+        if grad is not None:
+            assert grad.target is ops.arrive
+            assert grad.args[0].target is ops.to_host
+
+
+@pytest.mark.parametrize("offload", [PARAMS, BOTH], ids=str)
+def test_schedule(golden: Callable[[str, str], None], offload: Any) -> None:
+    name = "params" if offload == PARAMS else "both"
+    golden(f"schedule_offload_{name}.txt", schedule_text(offloaded(toys.blocks, offload)[0]))
+
+
+def test_a_shard_is_copied_a_step_before_its_gather() -> None:
+    program, _ = offloaded(toys.blocks, PARAMS)
+    schedule = program.schedule()
+    for phase, unit, before in (
+        ("forward", "layers.1", "layers.0"),
+        ("forward", "layers.2", "layers.1"),
+        ("backward", "layers.0", "layers.2"),  # its gather is itself a step ahead
+    ):
+        at = schedule.index(Event("to_device", unit, phase))
+        assert schedule[at + 1] == Event("compute", before, phase)
+        assert schedule.index(Event("arrive", unit, phase)) > at + 1
+
+
+def goes_to_host(node: fx.Node) -> bool:
+    if node.target is ops.arrive:
+        (node,) = node.all_input_nodes
+    return node.target is ops.to_host
+
+
+def test_gradients_arrive_when_the_next_ones_are_sent() -> None:
+    program, _ = offloaded(toys.blocks, PARAMS)
+    events = [
+        (event.op, event.unit)
+        for event, nodes in program.timeline()
+        if event.phase == BACKWARD and goes_to_host(nodes[0])
+    ]
+    assert events == [
+        ("to_host", "layers.2"),
+        ("arrive", "layers.2"),
+        ("to_host", "layers.1"),
+        ("arrive", "layers.1"),
+        ("to_host", "layers.0"),
+        ("arrive", "layers.0"),
+        ("to_host", ""),
+        ("arrive", ""),
+    ]
+
+
+def test_a_replicated_parameter_is_copied_once() -> None:
+    program, _ = offloaded(toys.blocks, PARAMS, strategy="NO_SHARD")
+    for param in program.params:
+        (copy,) = param.node.users
+        assert copy.meta["phase"] == "forward"
+
+
+def test_forward_only() -> None:
+    policy = Policy(offload=BOTH)
+    program = toys.blocks(grad=False)
+    plan = toys.make_toy_plan(program, toys.UNITS[toys.blocks], policy)
+    run_passes(program, plan, default_passes(policy))
+    assert {n.target for n in program.nodes() if ops.is_transfer(n)} == {ops.to_device, ops.arrive}
+
+
+def test_the_pass_runs_once() -> None:
+    program, plan = toys.rewritten(toys.blocks)
+    OffloadParams().apply(program, plan)
+    with pytest.raises(PassError, match="is on the host already; run the pass once"):
+        OffloadParams().apply(program, plan)
+
+
+def test_plan_dump_and_dot_say_it(tmp_path: Path) -> None:
+    model = nn.Sequential(*(nn.Linear(64, 64) for _ in range(3)))
+    policy = graphshard.BlockPolicy({nn.Linear}, offload=PARAMS)
+    plan = graphshard.plan(model, policy, world_size=2, example_inputs=(torch.randn(2, 64),))
+    assert "host: 24.38 KiB of parameters per rank lie there" in str(plan)
+    assert plan.program is not None
+    assert "note: parameters and gradients: " in str(plan.program)
+    dump_program(plan.program, plan, tmp_path)
+    forward = (tmp_path / "forward.py").read_text()
+    assert "parameter 0.weight, this rank's shard, on the host" in forward
+    assert "to_device(p_0_weight, unit = '0', param = '0.weight')" in forward
+    graph = schedule_graph(plan.program)
+    streams = {data["op"]: data["stream"] for _, data in graph.nodes(data=True)}
+    assert streams["to_device"] == streams["to_host"] == "copy"
+    assert streams["arrive"] == "compute"
+    with_both = graphshard.plan(model, graphshard.BlockPolicy({nn.Linear}), world_size=2)
+    assert "host:" not in str(with_both)
+
+
+# -- verify ---------------------------------------------------------------------------------------
+
+
+def another_parameter(program: Program) -> None:
+    copy = named(program, "layers_1_up_weight_to_device")
+    copy.kwargs = {**copy.kwargs, "param": "layers.1.down.weight"}
+
+
+def gathered_from_the_host(program: Program) -> None:
+    arrival = named(program, "layers_1_up_weight_on_device")
+    arrival.replace_all_uses_with(named(program, "layers_1_up_weight"))
+    for node in (arrival, arrival.args[0]):
+        program.graph.erase_node(node)
+
+
+def gradient_on_the_device(program: Program) -> None:
+    results = program.results()
+    results.grads[1] = ops.origin(results.grads[1])
+    program.set_results(results)
+
+
+def gradient_that_is_no_gradient(program: Program) -> None:
+    copy = named(program, "layers_1_up_weight_grad_to_host")
+    copy.args = (named(program, "layers_1_up_weight"),)
+
+
+def gradient_not_arrived(program: Program) -> None:
+    results = program.results()
+    results.grads[1] = results.grads[1].args[0]
+    program.set_results(results)
+
+
+BREAKS = {
+    another_parameter: "%layers_1_up_weight is not the parameter 'layers.1.down.weight'",
+    gathered_from_the_host: "it reads %layers_1_up_weight, which lies on the host",
+    gradient_on_the_device: "the gradient of 'layers.0.up.weight' is left on the device",
+    gradient_that_is_no_gradient: "%layers_1_up_weight is not a gradient 'layers.1.up.weight'",
+    gradient_not_arrived: "which has not arrived",
+}
+
+
+@pytest.mark.parametrize("break_it", BREAKS, ids=lambda f: f.__name__)
+def test_a_broken_program_is_refused(break_it: Callable[[Program], None]) -> None:
+    program, plan = offloaded(toys.blocks, PARAMS)
+    done = FINISHED | {OffloadParams}
+    reference = Reference.of(program)
+    verify(program, plan, after="before", done=done, reference=reference)
+    break_it(program)
+    with pytest.raises(VerifyError, match="'copies'") as raised:
+        verify(program, plan, after="the culprit", done=done, reference=reference)
+    assert BREAKS[break_it] in str(raised.value)
+
+
+def test_whole_parameters_on_the_device_are_not_on_the_host() -> None:
+    policy = graphshard.BlockPolicy({nn.Linear}, strategy="SHARD_OPTIMIZER", offload=PARAMS)
+    with pytest.raises(PolicyError, match="SHARD_OPTIMIZER keeps whole parameters on the device"):
+        graphshard.plan(nn.Sequential(nn.Linear(8, 8)), policy, world_size=2)
+
+
+def test_ignored_parameters_stay() -> None:
+    model = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8))
+    policy = graphshard.BlockPolicy({nn.Linear}, offload=PARAMS, ignored="0")
+    sharded = graphshard.compile(model, policy)
+    sharded(torch.randn(2, 8)).sum().backward()
+    moved = {n.kwargs["param"] for n in sharded.program.nodes() if n.target is ops.to_device}
+    assert moved == {"1.weight", "1.bias"}
+    assert all(param.grad is not None for param in sharded.parameters())
+
+
+def test_without_the_pass_nothing_is_asked() -> None:
+    program, plan = toys.rewritten(toys.blocks)
+    verify(program, plan, after="x", done={*FINISHED, Unshard})

@@ -1,0 +1,273 @@
+"""Reduces finer than a unit, in pieces; and any row of passes that split, merge and keep."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import toy_programs as toys
+from granularity import ALL_FINER, REDUCES, events, finer, gradient_bytes
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from simulations import SLOW_HOPS, SLOW_NETWORK
+from toy_programs import BATCH, VOCAB, WIDTH, Toy
+
+from graphshard.errors import VerifyError
+from graphshard.hardware.hardware import Hardware
+from graphshard.passes.drop_unused_tangents import DropUnusedTangents
+from graphshard.passes.merge_gathers import MergeGathers
+from graphshard.passes.overlap import Overlap
+from graphshard.passes.reduce_in_pieces import ReduceInPieces
+from graphshard.passes.skip_reshard import SkipReshard
+from graphshard.passes.split_gathers import SplitGathers
+from graphshard.passes.split_reduces import SplitReduces
+from graphshard.pipeline import default_passes, run_passes
+from graphshard.policy.units import Policy
+from graphshard.program.pass_protocol import Pass
+from graphshard.program.program import BACKWARD, Program
+from graphshard.program.storages import GRADIENTS, storages_of
+from graphshard.schedule.evaluate import score_of
+from graphshard.verify.rules import verify
+
+# -- split_reduces -----------------------------------------------------------------------------
+
+
+def test_the_head_s_gradient_is_reduced_where_it_is_ready() -> None:
+    program, _ = finer(toys.blocks, REDUCES)
+    assert events(program, BACKWARD, "reduce", "wait-reduce", "run") == (
+        "run root, reduce head, run layers.2, wait-reduce head, reduce 2, run layers.1, "
+        "wait-reduce 2, reduce 1, run layers.0, wait-reduce 1, reduce 0, run root, "
+        "wait-reduce 0, reduce embed, wait-reduce embed"
+    )
+    plain, _ = finer(toys.blocks)
+    # A block's and the head's (or the next block's), against two blocks' and the head's.
+    assert (gradient_bytes(program), gradient_bytes(plain)) == (2 * 384, 2 * 384 + 240)
+
+
+def test_averages_over_replicas_are_split_alike() -> None:
+    policy = Policy(strategy="HYBRID_SHARD")
+    program, _ = finer(toys.blocks, *ALL_FINER, policy=policy, mesh=(2, 2))
+    assert events(program, BACKWARD, "reduce", "average", "wait-average") == (
+        "reduce head, average head, reduce 2, average 2, reduce 1, average 1, reduce 0, "
+        "average 0, reduce embed, average embed, wait-average 2, wait-average 1, wait-average 0, "
+        "wait-average head, wait-average embed"
+    )
+
+
+def test_kept_gradients_are_kept_where_they_are_ready() -> None:
+    program, _ = finer(toys.blocks, *ALL_FINER, mode=("gradient", (), ()), same=False)
+    assert events(program, BACKWARD, "run", "keep") == (
+        "run root, keep head, run layers.2, keep 2, run layers.1, keep 1, run layers.0, keep 0, "
+        "run root, keep embed"
+    )
+    policy = Policy(strategy="HYBRID_SHARD")
+    for mode, expected in (
+        (
+            ("shard", (), ()),
+            "reduce head, keep head, reduce 2, keep 2, reduce 1, keep 1, reduce 0, keep 0, "
+            "reduce embed, keep embed",
+        ),
+        (
+            (None, ("head.weight",), ("embed.weight",)),
+            "add_kept head, reduce head, reduce 2, reduce 1, reduce 0, reduce embed, "
+            "add_kept embed",
+        ),
+    ):
+        program, _ = finer(
+            toys.blocks, *ALL_FINER, policy=policy, mesh=(2, 2), mode=mode, same=False
+        )
+        assert events(program, BACKWARD, "reduce", "keep", "add_kept") == expected
+
+
+def test_gradients_are_cast_and_sent_to_the_host_as_before() -> None:
+    policy = Policy(offload="params")
+    program, _ = finer(toys.blocks, REDUCES, policy=policy)
+    assert events(program, BACKWARD, "reduce", "to_host") == (
+        "reduce head, to_host head, reduce 2, to_host 2, reduce 1, to_host 1, reduce 0, "
+        "to_host 0, reduce embed, to_host embed"
+    )
+
+
+# -- reduce_in_pieces --------------------------------------------------------------------------
+
+
+def test_the_embedding_s_gradient_is_made_and_reduced_in_pieces() -> None:
+    program, _ = finer(toys.blocks, REDUCES, ReduceInPieces(3))
+    assert events(program, BACKWARD, "reduce", "wait-reduce", "run").endswith(
+        "wait-reduce 1, reduce 0, run root, wait-reduce 0, reduce embed, run root, "
+        "wait-reduce embed, reduce embed, run root, wait-reduce embed, reduce embed, "
+        "wait-reduce embed, run root"
+    )
+    reduces = [node for node in program.nodes() if "columns" in node.kwargs]
+    assert [node.kwargs["columns"] for node in reduces] == [(0, 2), (2, 4), (4, 6)]
+    shapes = [tuple(node.args[0][0].meta["val"].shape) for node in reduces]
+    assert shapes == [(VOCAB, 2)] * 3
+    assert "80 bytes of columns 2:4, 1 param: f32[10, 2]" in str(program)
+    whole, _ = finer(toys.blocks, REDUCES)
+    made = [s for s in storages_of(whole).all if s.kind == GRADIENTS][-1]
+    pieces = [s for s in storages_of(program).all if s.kind == GRADIENTS][-3:]
+    assert [piece.size for piece in pieces] == [made.size // 3] * 3
+    assert pieces[0].dies < pieces[2].born
+
+
+def test_a_tied_gradient_is_added_up_in_pieces() -> None:
+    program, _ = finer(toys.odd_params, REDUCES, ReduceInPieces(2))
+    reduces = [node for node in program.nodes() if "columns" in node.kwargs]
+    assert [node.kwargs["columns"] for node in reduces] == [(0, 3), (3, 6)]
+    whole, _ = finer(toys.odd_params, REDUCES)
+    sizes = [
+        sum(storage.size == VOCAB * WIDTH * 4 for storage in storages_of(one).all)
+        for one in (whole, program)
+    ]
+    # The lookup's gradient and the sum are made in pieces, the head's is whole.
+    assert sizes[0] - sizes[1] == 2
+
+
+def test_gradients_over_replicas_stay_whole() -> None:
+    for build, policy, mesh in (
+        (toys.blocks, Policy(strategy="HYBRID_SHARD"), (2, 2)),
+        (toys.blocks, Policy(strategy="NO_SHARD"), (4,)),
+    ):
+        program, _ = finer(build, ReduceInPieces(2), policy=policy, mesh=mesh)
+        assert not [node for node in program.nodes() if "columns" in node.kwargs]
+
+
+def test_a_kept_gradient_is_added_to_a_whole_one() -> None:
+    mode = (None, ("embed.weight",), ())
+    program, _ = finer(toys.blocks, REDUCES, ReduceInPieces(2), mode=mode, same=False)
+    assert not [node for node in program.nodes() if "columns" in node.kwargs]
+
+
+def test_as_many_pieces_as_use_the_network_well() -> None:
+    for floor, number in ((100.0, 0), (9.0, 2), (4.9, 4), (1.0, WIDTH)):
+        hardware = SLOW_NETWORK.with_(launch_floor=floor)
+        program, _ = finer(toys.blocks, REDUCES, ReduceInPieces(), hardware=hardware)
+        found = [node for node in program.nodes() if "columns" in node.kwargs]
+        assert len(found) == number, (floor, len(found))
+
+
+def test_pieces_that_leave_columns_out_or_stand_in_another_order() -> None:
+    def broken(edit: Callable[[list[Any]], None], match: str) -> None:
+        program, plan = finer(toys.blocks, REDUCES, ReduceInPieces(3))
+        edit([node for node in program.nodes() if "columns" in node.kwargs])
+        with pytest.raises(VerifyError, match=match):
+            verify(program, plan, after="test")
+
+    def told(index: int, columns: tuple[int, int]) -> Callable[[list[Any]], None]:
+        def edit(reduces: list[Any]) -> None:
+            reduces[index].kwargs = {**reduces[index].kwargs, "columns": columns}
+
+        return edit
+
+    broken(told(1, (3, 5)), r"it reduces columns \(3, 5\); those from 2 are next")
+
+    def left_out(reduces: list[Any]) -> None:
+        (wait,) = reduces[2].users
+        (shard,) = wait.users
+        (joined,) = shard.users
+        joined.args = (joined.args[0][:2], 1)
+        for node in (shard, wait, reduces[2]):
+            node.graph.erase_node(node)
+
+    broken(left_out, r"the last columns of 'embed.weight' are never reduced")
+
+
+# -- together ----------------------------------------------------------------------------------
+
+
+def two_heads() -> Program:
+    """Two outputs, the second behind a block and a head of its own."""
+    toy = Toy(
+        {"embed.weight": (VOCAB, WIDTH)}
+        | toys.block_params("a")
+        | toys.block_params("b")
+        | {"head.weight": (VOCAB, WIDTH)}
+    )
+    toy.tangent(BATCH, VOCAB)
+    x = toy.embedding("embed.weight")
+    x = toy.block(toy.block(x, "a"), "b")
+    return toy.finish(toy.linear(x, "head.weight"))
+
+
+@pytest.mark.parametrize(
+    "passes", [ALL_FINER, (*ALL_FINER, ReduceInPieces(2), MergeGathers(2000))], ids=len
+)
+def test_an_output_without_a_gradient_drops_collectives_made_by_these_passes(passes: Any) -> None:
+    program, plan = finer(two_heads, *passes, units=("", "a", "b"))
+    drop = DropUnusedTangents(frozenset({0}))
+    drop.apply(program, plan)
+    verify(program, plan, after=drop.name)
+    assert events(program, BACKWARD, "gather", "reduce") == ""
+
+
+@st.composite
+def programs(draw: st.DrawFn) -> tuple[Callable[[], Program], tuple[str, ...]]:
+    """A toy that runs units in some order, the root's own parameters in between."""
+    order = draw(st.lists(st.sampled_from("abcr"), min_size=1, max_size=6))
+    tied = draw(st.booleans())
+    frozen = draw(st.sets(st.sampled_from(["embed.weight", "head.weight", "a.up.weight"])))
+
+    def build() -> Program:
+        params: dict[str, tuple[int, ...]] = {"embed.weight": (VOCAB, WIDTH)}
+        for name in sorted(set(order) - {"r"}):
+            params |= toys.block_params(name, hidden=5)
+        params |= {f"mix.{i}.weight": (WIDTH, WIDTH) for i, n in enumerate(order) if n == "r"}
+        params |= {} if tied else {"head.weight": (VOCAB, WIDTH)}
+        toy = Toy(params, frozen=tuple(frozen))
+        toy.tangent(BATCH, VOCAB)
+        x = toy.embedding("embed.weight")
+        for index, name in enumerate(order):
+            x = toy.linear(x, f"mix.{index}.weight") if name == "r" else toy.block(x, name)
+        return toy.finish(toy.linear(x, "embed.weight" if tied else "head.weight"))
+
+    return build, ("", *sorted(set(order) - {"r"}))
+
+
+STEPS = st.one_of(
+    st.builds(
+        SplitGathers,
+        again=st.booleans(),
+        apart=st.sampled_from([None, 0.0, 3.0]),
+        alone=st.sampled_from([None, 0, 200]),
+    ),
+    st.builds(SplitReduces, apart=st.sampled_from([None, 0.0, 3.0])),
+    st.builds(ReduceInPieces, st.integers(2, 4)),
+    st.builds(MergeGathers, limit=st.integers(200, 2000)),
+    st.just(SkipReshard()),
+)
+
+
+@given(programs(), st.lists(STEPS, min_size=1, max_size=4), st.booleans())
+@settings(max_examples=20, deadline=None, derandomize=True)
+def test_any_row_of_these_passes_keeps_every_rule(
+    program: tuple[Callable[[], Program], tuple[str, ...]], steps: list[Pass], hybrid: bool
+) -> None:
+    build, units = program
+    policy = Policy(strategy="HYBRID_SHARD" if hybrid else "FULL_SHARD")
+    finer(
+        build,
+        *steps,
+        Overlap(),
+        policy=policy,
+        mesh=(2, 2) if hybrid else (4,),
+        units=units,
+        hardware=SLOW_HOPS,
+    )
+
+
+@given(programs(), st.sampled_from([SLOW_HOPS, SLOW_NETWORK]), st.booleans())
+@settings(max_examples=6, deadline=None, derandomize=True)
+def test_a_schedule_by_cost_is_never_slower_nor_larger(
+    program: tuple[Callable[[], Program], tuple[str, ...]], hardware: Hardware, zero2: bool
+) -> None:
+    build, units = program
+    fields: dict[str, Any] = {"strategy": "SHARD_GRAD_OP"} if zero2 else {}
+    plain, plan = finer(build, policy=Policy(**fields), units=units, hardware=hardware)
+    policy = Policy(schedule="overlap", hardware=hardware, **fields)
+    by_cost = build()
+    run_passes(by_cost, plan, default_passes(policy))
+    toys.assert_same_values(build(), by_cost, plan)
+    before, now = score_of(plain, plan), score_of(by_cost, plan)
+    assert now.seconds <= before.seconds * (1 + 1e-9)
+    assert now.bytes <= before.bytes

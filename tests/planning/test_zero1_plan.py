@@ -1,0 +1,117 @@
+"""SHARD_OPTIMIZER planned: what a rank stores, what a program gathers, what is refused."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import pytest
+import torch
+from layouts import Experts, MoE
+
+import graphshard
+from graphshard.errors import PolicyError, VerifyError
+from graphshard.planning.planner import make_plan
+from graphshard.policy.by_module import ModulePolicy
+from graphshard.policy.precision import MixedPrecision
+from graphshard.policy.units import BlockPolicy
+from graphshard.program import ops
+from graphshard.program.edit import insert_node
+from graphshard.program.storages import live_unsharded
+from graphshard.program.text import full_text
+from graphshard.verify.rules import verify
+
+
+def meta(*blocks):
+    with torch.device("meta"):
+        return MoE(*blocks), (torch.zeros(6, dtype=torch.int64),) * 2
+
+
+def planned(world_size=4, **fields):
+    model, inputs = meta()
+    policy = BlockPolicy({Experts}, strategy="SHARD_OPTIMIZER", **fields)
+    return graphshard.plan(model, policy, world_size=world_size, example_inputs=inputs)
+
+
+def gathers(program):
+    return [node for node in program.nodes() if node.target is ops.all_gather]
+
+
+def test_the_plan_counts_what_a_rank_stores():
+    model, _ = meta()
+    plan = make_plan(model, BlockPolicy({Experts}, strategy="ZeRO-1"), world_size=8)
+    layout = plan.layouts["embed.weight"]
+    assert (layout.resident, layout.shard_shape) == (True, (3, 128))
+    assert layout.shard_bytes == layout.full_bytes == 24 * 128 * 4
+    root = plan.unit("")
+    assert root.sharded_bytes == root.unsharded_bytes
+    assert "SHARD_OPTIMIZER, world size 8" in str(plan)
+
+
+def test_padding_that_rows_cannot_avoid_is_left_out_by_copies():
+    model, _ = meta()
+    plan = make_plan(model, BlockPolicy({Experts}, strategy="SHARD_OPTIMIZER"), world_size=4)
+    assert not plan.layouts["blocks.0.w"].sharded
+    other = make_plan(model, BlockPolicy({Experts}), world_size=4)
+    assert other.layouts["blocks.0.w"].dim == 1
+
+
+def test_the_program_after_a_step(golden):
+    program = planned(2).program
+    golden("schedule_zero1.txt", str(program))
+    assert [node.kwargs["in_place"] for node in gathers(program)] == [True, True, True]
+    assert "norm.weight" not in {p for node in gathers(program) for p in node.kwargs["params"]}
+    assert {live for _, live in live_unsharded(program)} == {0}
+    assert "in_place=True" in full_text(program)
+    assert not [node for node in program.nodes() if node.target is ops.free]
+
+
+def test_one_rank_gathers_nothing():
+    assert gathers(planned(1).program) == []
+
+
+def test_a_unit_may_be_of_that_kind_beside_others():
+    model, inputs = meta()
+    policy = ModulePolicy({"blocks.1": {"strategy": "SHARD_OPTIMIZER"}}, BlockPolicy({Experts}))
+    program = graphshard.plan(model, policy, world_size=2, example_inputs=inputs).program
+    by_unit = {node.kwargs["unit"]: node.kwargs.get("in_place", False) for node in gathers(program)}
+    assert by_unit == {"": False, "blocks.0": False, "blocks.1": True}
+    freed = {e.unit for e in program.schedule() if e.op == "free"}
+    assert freed == {"", "blocks.0"}
+
+
+@pytest.mark.parametrize(
+    ("fields", "modules", "said"),
+    [
+        ({"offload": "params"}, {}, "unit .root.: strategy SHARD_OPTIMIZER keeps whole"),
+        ({"mixed_precision": MixedPrecision(torch.bfloat16)}, {}, "a param_dtype of mixed"),
+        ({"reshard_after_forward": True}, {}, "SHARD_OPTIMIZER keeps parameters"),
+        ({}, {"blocks.0": {"placement": {"w": 1}}}, "'blocks.0.w' .* which are along dim 0"),
+    ],
+)
+def test_what_does_not_go_with_it_is_refused(fields, modules, said):
+    model, _ = meta()
+    with pytest.raises(PolicyError, match=said):
+        make_plan(model, ModulePolicy(modules, strategy="SHARD_OPTIMIZER", **fields), world_size=2)
+
+
+def test_verify_refuses_a_free_of_what_stays():
+    plan = planned(2)
+    program = plan.program
+    wait = next(iter(gathers(program)[0].users))
+    with program.graph.inserting_after(wait):
+        where = {"unit": "", "phase": "forward"}
+        insert_node(program, ops.free, (wait,), {}, name="a_free", val=None, **where)
+    with pytest.raises(VerifyError, match="stands in the copies that ranks keep"):
+        verify(program, plan, after="test")
+
+
+def test_verify_wants_gathers_in_place_and_of_what_is_stale_only():
+    plan = planned(2)
+    gather = gathers(plan.program)[0]
+    gather.kwargs = {k: v for k, v in gather.kwargs.items() if k != "in_place"}
+    with pytest.raises(VerifyError, match="resident=True"):
+        verify(plan.program, plan, after="test")
+    plan = planned(2)
+    program = dataclasses.replace(plan.program, stale=frozenset())
+    with pytest.raises(VerifyError, match="rule 'shards'"):
+        verify(program, plan, after="test")

@@ -1,0 +1,395 @@
+"""Policies: which modules become units, torch's own size rule included, and what they refuse."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import subprocess
+import sys
+from functools import partial
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from meta_models import Block, Example, Weight, llama, tree_of
+from paths import DATA
+from torch import nn
+from torch.distributed.fsdp import ShardingStrategy
+from torch.distributed.fsdp.wrap import _recursive_wrap, size_based_auto_wrap_policy
+from transformers import BertConfig, BertModel, LlamaConfig, LlamaForCausalLM
+
+from graphshard.errors import PolicyError
+from graphshard.planning.planner import make_plan
+from graphshard.policy.tree import ModuleTree
+from graphshard.policy.units import BlockPolicy, LambdaPolicy, Policy, SizePolicy, Strategy
+
+ORACLES = json.loads((DATA / "size_policy_units.json").read_text())
+
+
+def select(policy: Policy, model: nn.Module) -> list[str]:
+    return policy.select(ModuleTree(model))
+
+
+# -- size policy: torch's rule -----------------------------------------------------------------
+
+
+def transformers_llama(vocab, hidden, ffn, layers, heads, kv_heads):
+    config = LlamaConfig(
+        vocab_size=vocab,
+        hidden_size=hidden,
+        intermediate_size=ffn,
+        num_hidden_layers=layers,
+        num_attention_heads=heads,
+        num_key_value_heads=kv_heads,
+        tie_word_embeddings=False,
+    )
+    with torch.device("meta"):
+        return LlamaForCausalLM(config)
+
+
+@pytest.mark.parametrize("build", [llama, transformers_llama], ids=["plain", "transformers"])
+@pytest.mark.parametrize("name", ORACLES["models"])
+def test_units_of_llama_equal_torch(name, build):
+    oracle = ORACLES["models"][name]
+    plan = make_plan(build(**oracle["config"]), SizePolicy(oracle["min_num_params"]), world_size=8)
+    units = [{"fqn": u.fqn, "numel": u.numel, "params": len(u.params)} for u in plan.units]
+    assert units == oracle["units"]
+    assert sum(u.numel for u in plan.units) == oracle["total_numel"]
+
+
+PARTS_101 = ["blocks.0", "blocks.0.up", "blocks.0.down", "blocks.1", "blocks.1.up", "blocks.1.down"]
+
+
+@pytest.mark.parametrize(
+    ("least", "units"),
+    [
+        (
+            100,
+            ["emb"]
+            + [f"blocks.{i}.{part}" for i in range(2) for part in ("attn", "up", "down")]
+            + ["head"],
+        ),
+        (101, ["emb", *PARTS_101, "head"]),
+        (400, ["emb", *(u for u in PARTS_101 if u.count(".") == 2), "head"]),
+        (401, ["emb", "blocks.0", "blocks.1", "head"]),
+        (500, ["emb", "blocks.0", "blocks.1", "head"]),
+        (501, ["blocks.0", "blocks.1"]),
+        (920, ["blocks.0", "blocks.1"]),
+        (921, []),
+        (2840, []),
+        (2841, []),
+    ],
+)
+def test_remainder_rule_is_inclusive(least, units):
+    assert select(SizePolicy(least), Example()) == units
+
+
+def test_remainder_goes_to_the_block_or_to_the_root():
+    def params(least, fqn):
+        return make_plan(Example(), SizePolicy(least), world_size=2).unit(fqn).params
+
+    assert params(101, "blocks.0") == ("blocks.0.attn.weight", "blocks.0.norm.weight")
+    assert "blocks.0.attn.weight" in params(400, "")
+
+
+def attention_model():
+    with torch.device("meta"):
+        attention = nn.MultiheadAttention(16, 2)  # 1,088 elements
+        return tree_of(inner=tree_of(attention=attention, other=nn.Linear(16, 16)))
+
+
+def test_force_leaf_is_invisible():
+    assert select(SizePolicy(200), attention_model()) == ["inner", "inner.other"]
+    seen = select(SizePolicy(200, force_leaf=()), attention_model())
+    assert {"inner.attention", "inner.attention.out_proj"} <= set(seen)
+
+
+def test_force_leaf_at_the_root_leaves_only_the_root():
+    with torch.device("meta"):
+        assert select(SizePolicy(1), nn.MultiheadAttention(16, 2)) == []
+
+
+def test_excluded_containers_are_looked_into():
+    model = tree_of(list=nn.ModuleList([Weight(5), Weight(5)]), seq=nn.Sequential(Weight(5)))
+    assert select(SizePolicy(10), model) == []
+    assert select(SizePolicy(5), model) == ["list.0", "list.1", "seq.0"]
+    assert select(SizePolicy(10, exclude=()), model) == ["list"]
+
+
+def test_sequential_and_parameter_list_can_be_units():
+    values = nn.ParameterList(nn.Parameter(torch.empty(5)) for _ in range(2))
+    model = tree_of(seq=nn.Sequential(Weight(5), Weight(5)), values=values)
+    assert select(SizePolicy(10), model) == ["seq", "values"]
+
+
+def test_tied_parameter_counts_once_where_it_would_be_stored():
+    model = tree_of(a=tree_of(w=Weight(500), rest=Weight(400)), b=tree_of(w=Weight(500)))
+    model.b.w.weight = model.a.w.weight
+    # Torch finds 500 elements or more in a, in a.w and in b.w.
+    assert select(SizePolicy(500), model) == []
+    assert select(SizePolicy(400), model) == ["a.rest"]
+    outer = tree_of(inner=model, other=Weight(900))
+    assert select(SizePolicy(900), outer) == ["inner", "other"]
+
+
+def test_module_used_twice_is_visited_once():
+    shared = Weight(500)
+    assert select(SizePolicy(500), tree_of(first=shared, second=shared)) == ["first"]
+    assert select(SizePolicy(500), nn.ModuleList([shared] * 3)) == ["0"]
+
+
+def test_module_shared_below_two_parents_counts_above_both():
+    shared = Weight(500)
+    model = tree_of(a=tree_of(s=shared, own=Weight(9)), b=tree_of(s=shared, own=Weight(9)))
+    assert select(SizePolicy(10), model) == ["a.s"]
+    assert select(SizePolicy(9), model) == ["a.s", "a.own", "b.own"]
+
+
+class OtherLeaf(nn.MultiheadAttention):
+    pass
+
+
+@st.composite
+def modules(draw, depth: int = 0) -> nn.Module:
+    """A module without sharing: 0 to 3 parameters of its own, 0 to 4 children, mixed classes."""
+    leaf = depth >= 4 or draw(st.integers(0, 3)) == 0
+    children = [] if leaf else draw(st.lists(modules(depth=depth + 1), max_size=4))
+    kind = draw(st.sampled_from(["plain", "plain", "list", "dict", "sequential", "attention"]))
+    if kind == "attention":
+        with torch.device("meta"):
+            width = draw(st.integers(1, 6))
+            return draw(st.sampled_from([nn.MultiheadAttention, OtherLeaf]))(width, 1)
+    if kind == "list":
+        return nn.ModuleList(children)
+    if kind == "sequential":
+        return nn.Sequential(*children)
+    if kind == "dict":
+        return nn.ModuleDict({f"k{i}": child for i, child in enumerate(children)})
+    module = tree_of(**{f"c{i}": child for i, child in enumerate(children)})
+    for i, numel in enumerate(draw(st.lists(st.integers(0, 100), max_size=3))):
+        module.register_parameter(f"p{i}", nn.Parameter(torch.empty(numel, device="meta")))
+    return module
+
+
+CLASS_SETS = st.sets(
+    st.sampled_from([nn.MultiheadAttention, nn.ModuleList, nn.ModuleDict, nn.Sequential])
+)
+
+
+@settings(max_examples=300, deadline=None)
+@given(
+    model=modules(),
+    least=st.integers(0, 400),
+    classes=st.none() | st.tuples(CLASS_SETS, CLASS_SETS),
+)
+def test_size_policy_equals_torch_on_random_trees(model, least, classes):
+    kinds, torch_kinds = {}, {}
+    if classes is not None:
+        kinds = dict(zip(("force_leaf", "exclude"), classes, strict=True))
+        torch_kinds = {"force_leaf_modules": classes[0], "exclude_wrap_modules": classes[1]}
+    names = {id(module): fqn for fqn, module in model.named_modules()}
+    chosen = set()
+
+    def note(module):
+        chosen.add(names[id(module)])
+        return module
+
+    _recursive_wrap(
+        module=model,
+        auto_wrap_policy=partial(size_based_auto_wrap_policy, min_num_params=least, **torch_kinds),
+        wrapper_cls=note,
+        ignored_modules=set(),
+        ignored_params=set(),
+        only_wrap_children=True,
+    )
+    expected = [fqn for fqn in names.values() if fqn in chosen]
+    assert select(SizePolicy(least, **kinds), model) == expected
+
+
+# -- block policy ------------------------------------------------------------------------------
+
+
+class SmallBlock(Block):
+    pass
+
+
+def test_block_policy_takes_classes_with_subclasses_and_exact_names():
+    model = tree_of(a=Block(), b=SmallBlock())
+    for classes in ({Block}, [Block], Block, {Block, "SmallBlock"}):
+        assert select(BlockPolicy(classes), model) == ["a", "b"]
+    for classes in ({"Block"}, "Block"):
+        assert select(BlockPolicy(classes), model) == ["a"]
+    assert select(BlockPolicy({"SmallBlock"}), model) == ["b"]
+
+
+def test_block_policy_nests_matches_and_never_lists_the_root():
+    model = Example()
+    assert select(BlockPolicy({Example, Block, "Weight"}), model)[:4] == [
+        "emb",
+        "blocks.0",
+        "blocks.0.attn",
+        "blocks.0.up",
+    ]
+
+
+@pytest.mark.parametrize("nothing", [None, (), frozenset()])
+def test_block_policy_without_classes_takes_the_models_own(nothing):
+    config = BertConfig(
+        hidden_size=8, num_hidden_layers=2, num_attention_heads=2, intermediate_size=8
+    )
+    with torch.device("meta"):
+        model = BertModel(config)
+    units = select(BlockPolicy(nothing), model)
+    assert {"encoder.layer.0", "encoder.layer.1"} <= set(units)
+
+
+def test_names_of_the_model_itself_need_not_all_match():
+    model = Example()
+    model._no_split_modules = ["Block", "AbsentBlock"]
+    assert select(BlockPolicy(), model) == ["blocks.0", "blocks.1"]
+    model._no_split_modules = ["AbsentBlock"]
+    with pytest.raises(PolicyError, match="AbsentBlock"):
+        select(BlockPolicy(), model)
+
+
+def test_block_policy_without_classes_needs_the_models_own():
+    with pytest.raises(PolicyError, match="_no_split_modules, and Example has none"):
+        select(BlockPolicy(), Example())
+
+
+@pytest.mark.parametrize("missing", ["block", nn.Conv2d])
+def test_class_that_matches_nothing_lists_what_the_model_has(missing):
+    name = missing if isinstance(missing, str) else missing.__name__
+    with pytest.raises(PolicyError, match=f"{name}.*Block, Example, ModuleList, Weight"):
+        select(BlockPolicy({Block, missing}), Example())
+
+
+def test_containers_without_forward_cannot_be_units():
+    class RunningList(nn.ModuleList):
+        def forward(self, x):
+            return x
+
+    model = tree_of(layers=nn.ModuleList([Block()]), runs=RunningList([Block()]))
+    with pytest.raises(PolicyError, match="unit of layers, a ModuleList"):
+        select(BlockPolicy({nn.ModuleList}), model)
+    with pytest.raises(PolicyError, match="LambdaPolicy makes a unit of layers"):
+        select(LambdaPolicy(lambda module: isinstance(module, nn.ModuleList)), model)
+    assert select(BlockPolicy({"RunningList"}), model) == ["runs"]
+
+
+# -- lambda policy -----------------------------------------------------------------------------
+
+
+def test_lambda_policy_asks_about_every_module_but_the_root():
+    asked = []
+
+    def heavy(module):
+        asked.append(module)
+        return isinstance(module, Block)
+
+    model = Example()
+    assert select(LambdaPolicy(heavy), model) == ["blocks.0", "blocks.1"]
+    assert asked == list(model.modules())[1:]
+
+
+def test_lambda_policy_wants_a_bool():
+    with pytest.raises(PolicyError, match="returned None for emb"):
+        select(LambdaPolicy(lambda module: None), Example())
+
+
+# -- fields ------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("make", "said"),
+    [
+        (lambda: SizePolicy(-1), "min_num_params"),
+        (lambda: SizePolicy(0.5), "min_num_params"),
+        (lambda: SizePolicy(True), "min_num_params"),
+        (lambda: SizePolicy(float("inf")), "min_num_params"),
+        (lambda: SizePolicy(force_leaf={"Linear"}), "force_leaf"),
+        (lambda: SizePolicy(exclude=nn.Linear), "exclude"),
+        (lambda: BlockPolicy({3}), "classes"),
+        (lambda: BlockPolicy(3), "classes"),
+        (lambda: LambdaPolicy("Block"), "fn"),
+        (lambda: SizePolicy(strategy="ZERO4"), "FULL_SHARD, SHARD_GRAD_OP, SHARD_OPTIMIZER"),
+        (lambda: SizePolicy(strategy=3), "one thing to Accelerate and another to DeepSpeed"),
+        (lambda: SizePolicy(reshard_after_forward="yes"), "reshard_after_forward"),
+        (lambda: SizePolicy(reshard_after_forward=0), "reshard_after_forward"),
+        (
+            lambda: SizePolicy(strategy="ZeRO-2", reshard_after_forward=True),
+            "leave one of them out",
+        ),
+        (lambda: SizePolicy(mixed_precision=torch.bfloat16), "graphshard.MixedPrecision"),
+        (lambda: SizePolicy(offload="optimizer"), "params, activations"),
+        (lambda: SizePolicy(ignored=[3]), "ignored"),
+        (lambda: SizePolicy(backward_prefetch="before"), "backward_prefetch"),
+        (lambda: SizePolicy(forward_prefetch=-1), "forward_prefetch"),
+        (lambda: SizePolicy(forward_prefetch=True), "forward_prefetch"),
+        (lambda: SizePolicy(memory_budget=0), "memory_budget"),
+        (lambda: SizePolicy(memory_budget="1 GiB"), "memory_budget"),
+        (lambda: SizePolicy(reshard_root="no"), "reshard_root"),
+        (
+            lambda: SizePolicy(recompute=3),
+            "recompute must be one of 'units', 'selective', 'budget'",
+        ),
+        (lambda: SizePolicy(recompute=[None]), "recompute"),
+        (lambda: SizePolicy(recompute=["units", Block]), 'leave out "units"'),
+        (lambda: SizePolicy(recompute=["selective", "budget"]), "give one"),
+        (lambda: SizePolicy(recompute="budget"), "needs memory_budget"),
+        (lambda: SizePolicy(sync_module_states=1), "sync_module_states"),
+        (lambda: SizePolicy(schedule="early"), "schedule must be one of fsdp, overlap"),
+        (lambda: SizePolicy(hardware="h100-sxm"), "with schedule='fsdp' it has no effect"),
+        (lambda: SizePolicy(schedule="overlap", hardware="h900"), "presets: a100-40gb"),
+        (lambda: SizePolicy(schedule="overlap", hardware=8), "hardware"),
+        (
+            lambda: SizePolicy(schedule="overlap", backward_prefetch=None, forward_prefetch=2),
+            "backward_prefetch=None and forward_prefetch=2 would have no effect",
+        ),
+    ],
+)
+def test_wrong_values_are_refused_by_name(make, said):
+    with pytest.raises(PolicyError, match=said):
+        make()
+
+
+def test_policies_are_values():
+    assert repr(BlockPolicy(Block)) == "graphshard.BlockPolicy({'Block'})"
+    assert SizePolicy(1e8) == SizePolicy() == SizePolicy(100_000_000, strategy="FULL_SHARD")
+    assert hash(BlockPolicy([Block])) == hash(BlockPolicy(Block))
+    assert SizePolicy(strategy="NO_SHARD").strategy is Strategy.NO_SHARD
+    assert SizePolicy(strategy="ZeRO-3").strategy is Strategy.FULL_SHARD
+    assert SizePolicy(strategy=ShardingStrategy.HYBRID_SHARD).strategy is Strategy.HYBRID_SHARD
+    assert SizePolicy(offload="params") == SizePolicy(offload=["params"])
+    with pytest.raises(dataclasses.FrozenInstanceError):
+        SizePolicy().min_num_params = 3  # type: ignore[misc]
+
+
+def test_the_base_selects_nothing_and_says_what_to_use():
+    with pytest.raises(PolicyError, match="SizePolicy, BlockPolicy or LambdaPolicy"):
+        select(Policy(), Example())
+
+
+def test_repr_is_the_same_in_every_process():
+    code = (
+        "from torch import nn\n"
+        "from graphshard.policy import *\n"
+        "print(BlockPolicy({nn.Linear, nn.Conv2d, 'B', 'A', 'C'}), SizePolicy(5))\n"
+        "print(LambdaPolicy(lambda m: True))"
+    )
+    seen = {
+        subprocess.run(
+            [sys.executable, "-c", code],
+            env={"PYTHONHASHSEED": seed, "PYTHONPATH": ".", "PATH": ""},
+            capture_output=True,
+            text=True,
+            check=True,
+        ).stdout
+        for seed in ("1", "2")
+    }
+    assert len(seen) == 1
+    assert seen.pop().splitlines() == [
+        "graphshard.BlockPolicy({'A', 'B', 'C', 'Conv2d', 'Linear'}) graphshard.SizePolicy(5)",
+        "graphshard.LambdaPolicy(<lambda>)",
+    ]

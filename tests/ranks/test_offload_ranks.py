@@ -1,0 +1,233 @@
+"""Offload on ranks: bit-equal training, and what lies on the device meanwhile."""
+
+from __future__ import annotations
+
+import time
+import weakref
+from collections.abc import Callable, Iterable
+
+import offload_training as training
+import pytest
+import torch
+from ranks import Checks
+from torch import Tensor, nn
+from torch.distributed.fsdp import CPUOffloadPolicy, fully_shard
+from torch.distributed.tensor import DTensor
+
+import graphshard
+from examples.benchmarks.live_bytes import LiveBytes
+from examples.gpt import Block
+from graphshard.runtime import host_copies
+
+WIDTH, BATCH, LAYERS = 64, 128, 8
+BOTH = ("params", "activations")
+LAYER, ACTIVATION = WIDTH * WIDTH * 4, BATCH * WIDTH * 4
+
+
+class DeviceBytes(LiveBytes):
+    """Counts what would be on the device: all but what copies to the host have made."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.host: dict[int, weakref.ref[torch.UntypedStorage]] = {}
+        self.sent = 0
+        self._making = False
+
+    def _count(self, storage: torch.UntypedStorage) -> None:
+        if not self._making and storage._cdata not in self.host:
+            super()._count(storage)
+
+    def __enter__(self) -> DeviceBytes:
+        self._new_host = host_copies.new_host
+        host_copies.new_host = self._marked
+        return super().__enter__()
+
+    def __exit__(self, *exception: object) -> None:
+        super().__exit__(*exception)
+        host_copies.new_host = self._new_host
+
+    def lies_on_host(self, tensors: Iterable[Tensor]) -> None:
+        """Do not count these tensors, which lie on the host."""
+        for tensor in tensors:
+            local = tensor.to_local() if isinstance(tensor, DTensor) else tensor
+            self._not_counted(local.untyped_storage())
+
+    def _not_counted(self, storage: torch.UntypedStorage) -> None:
+        address = storage._cdata
+        self.host[address] = weakref.ref(storage, lambda _: self.host.pop(address, None))
+
+    def _marked(self, like: Tensor) -> Tensor:
+        self._making = True
+        made = self._new_host(like)
+        self._making = False
+        self.sent += made.nbytes
+        self._not_counted(made.untyped_storage())
+        return made
+
+
+class Stack(nn.Module):
+    """Layers as large as each other: bytes can be counted on fingers."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList([nn.Linear(WIDTH, WIDTH, bias=False) for _ in range(LAYERS)])
+
+    def forward(self, x: Tensor) -> Tensor:
+        for layer in self.layers:
+            x = torch.tanh(layer(x))
+        return x.sum()
+
+
+def settles(live: LiveBytes, expected: int) -> None:
+    """Gloo's threads let go of what they moved a moment after it has arrived."""
+    for _ in range(200):
+        if live.current == expected:
+            return
+        time.sleep(0.01)
+    assert live.current == expected
+
+
+def activations_are_not_on_the_device(rank: int) -> None:
+    peaks = {}
+    for offload in (None, "activations"):
+        torch.manual_seed(0)
+        policy = graphshard.BlockPolicy({nn.Linear}, offload=offload)
+        sharded = graphshard.compile(Stack(), policy)
+        x = torch.randn(BATCH, WIDTH)
+        sharded(x).backward()  # captures, agrees and allocates what stays
+        sharded.zero_grad()
+        live = DeviceBytes()
+        live.add([*sharded.parameters(), x])
+        base = live.current
+        with live:
+            loss = sharded(x)
+            settles(live, base + 4 + (0 if offload else LAYERS * ACTIVATION))
+            forward, live.peak = live.peak - base, live.current
+            loss.backward()
+            settles(live, base + 4 + LAYERS * LAYER // 2)
+        peaks[offload] = (forward, live.peak - base)
+        assert live.sent == (LAYERS * ACTIVATION if offload else 0)
+    # In forward: a layer's input, product and output, and a copy that has not arrived yet.
+    assert peaks["activations"][0] <= 4 * ACTIVATION + LAYER + 4
+    assert peaks[None][0] >= LAYERS * ACTIVATION
+    # In backward: this step's, the next one's, and a gradient or two.
+    assert peaks["activations"][1] <= 5 * ACTIVATION + (LAYERS // 2 + 3) * LAYER
+    assert peaks[None][1] >= LAYERS * ACTIVATION
+
+
+def parameters_and_gradients_are_not_on_the_device(rank: int) -> None:
+    torch.manual_seed(0)
+    policy = graphshard.BlockPolicy({nn.Linear}, offload=BOTH)
+    sharded = graphshard.compile(Stack(), policy)
+    x = torch.randn(BATCH, WIDTH)
+    sharded(x).backward()
+    sharded.zero_grad()
+    live = DeviceBytes()
+    live.lies_on_host(sharded.parameters())
+    live.add([x])
+    base = live.current
+    with live:
+        loss = sharded(x)
+        settles(live, base + 4)
+        live.peak = live.current
+        loss.backward()
+        settles(live, base + 4)
+    # A layer and the next one, their full gradients, and shards on their way.
+    assert live.peak - base <= 5 * ACTIVATION + 6 * LAYER
+    for param in sharded.parameters():
+        assert isinstance(param.grad, DTensor)
+        assert param.grad.to_local().shape == param.to_local().shape
+
+
+def full_shard(rank: int) -> None:
+    training.trains_the_same(rank, "activations", "params", BOTH)
+
+
+def other_schedules(rank: int) -> None:
+    fields = {"backward_prefetch": "post", "forward_prefetch": 1, "reshard_root": True}
+    training.trains_the_same(rank, BOTH, sync=False, **fields)
+
+
+def kept_and_recomputed(rank: int) -> None:
+    training.trains_the_same(rank, BOTH, strategy="SHARD_GRAD_OP", recompute="units")
+
+
+def replicated(rank: int) -> None:
+    training.trains_the_same(rank, BOTH, sync=False, strategy="NO_SHARD", backward_prefetch=None)
+
+
+def hybrid(rank: int) -> None:
+    training.trains_the_same(rank, BOTH, strategy="HYBRID_SHARD")
+
+
+def as_fully_shard_offloads(rank: int) -> None:
+    theirs = training.gpt()
+    policy = CPUOffloadPolicy(pin_memory=False)
+    for module in theirs.modules():
+        if isinstance(module, Block):
+            fully_shard(module, offload_policy=policy)
+    fully_shard(theirs, offload_policy=policy)
+    expected = training.train(theirs, rank)
+    training.require_equal(
+        training.train(training.sharded(offload="params"), rank), expected, "fully_shard"
+    )
+
+
+def parameters_are_loaded_and_read_where_they_lie(rank: int) -> None:
+    sharded = training.sharded(offload="params")
+    before = {name: tensor.full_tensor() for name, tensor in sharded.state_dict().items()}
+    doubled = {name: 2 * tensor for name, tensor in before.items()}
+    sharded.load_full_state_dict(doubled)
+    sharded.load_state_dict({name: 2 * t for name, t in sharded.state_dict().items()})
+    for name, tensor in sharded.state_dict().items():
+        assert torch.equal(tensor.full_tensor(), 4 * before[name])
+    ids = torch.zeros(2, 18, dtype=torch.int64)
+    with torch.no_grad():
+        assert sharded(ids[:, :-1], ids[:, 1:]).isfinite()
+
+
+ON_TWO = [
+    activations_are_not_on_the_device,
+    parameters_and_gradients_are_not_on_the_device,
+    full_shard,
+    as_fully_shard_offloads,
+    parameters_are_loaded_and_read_where_they_lie,
+]
+MORE_ON_TWO = [
+    other_schedules,
+    kept_and_recomputed,
+    replicated,
+]
+ON_FOUR = [full_shard, hybrid]
+
+
+@pytest.fixture(scope="module")
+def on_two() -> Checks:
+    return Checks(ON_TWO, 2, timeout=240)
+
+
+@pytest.fixture(scope="module")
+def on_four() -> Checks:
+    return Checks(ON_FOUR, 4, timeout=240)
+
+
+@pytest.mark.parametrize("check", ON_TWO, ids=lambda check: check.__name__)
+def test_on_two_ranks(on_two: Checks, check: Callable[[int], None]) -> None:
+    on_two.require(check)
+
+
+@pytest.fixture(scope="module")
+def more_on_two() -> Checks:
+    return Checks(MORE_ON_TWO, 2, timeout=240)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("check", MORE_ON_TWO, ids=lambda check: check.__name__)
+def test_more_on_two_ranks(more_on_two: Checks, check: Callable[[int], None]) -> None:
+    more_on_two.require(check)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("check", ON_FOUR, ids=lambda check: check.__name__)
+def test_on_four_ranks(on_four: Checks, check: Callable[[int], None]) -> None:
+    on_four.require(check)

@@ -1,0 +1,52 @@
+"""What only a GPU can show: `pytest -m cuda`. benchmarks/gpu.py has these checks and more."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from paths import EXAMPLES, ROOT
+
+from examples.benchmarks.gpu_table import Row, read_rows
+
+pytestmark = pytest.mark.cuda
+SCRIPT = EXAMPLES / "benchmarks" / "gpu.py"
+
+
+def section(name: str, folder: Path, *options: str) -> list[Row]:
+    """The rows of a section, run in a process of its own, since each sets up its own ranks."""
+    command = [sys.executable, str(SCRIPT), "--section", name, "--folder", str(folder)]
+    ended = subprocess.run(
+        [*command, "--device", "cuda", *options],
+        env={**os.environ, "PYTHONPATH": str(ROOT)},
+        capture_output=True,
+        text=True,
+        timeout=240,
+    )
+    rows = read_rows(folder / f"{name}.jsonl")
+    assert ended.returncode == 0, ended.stderr
+    assert rows, ended.stderr
+    return rows
+
+
+def require(rows: list[Row]) -> None:
+    failed = [row for row in rows if row.ok is False]
+    assert not failed, json.dumps([vars(row) for row in failed], indent=1)
+
+
+@pytest.mark.parametrize("name", ["parity", "stress", "graph", "predict"])
+def test_small(name: str, tmp_path: Path) -> None:
+    require(section(name, tmp_path, "--small"))
+
+
+@pytest.mark.parametrize("name", ["ranks"])
+def test_ranks_over_nccl(name: str, tmp_path: Path) -> None:
+    rows = section(name, tmp_path, "--small")
+    said = [row.found for row in rows if row.check == "NCCL said"]
+    if said and not all(row.ok for row in rows if row.ok is not None):
+        pytest.skip(f"NCCL does not run several ranks here: {said[0]}")
+    require(rows)

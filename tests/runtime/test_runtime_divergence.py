@@ -1,0 +1,186 @@
+"""Ranks that run different programs all of them know: an error on every rank, before any data."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from dataclasses import replace
+from datetime import timedelta
+
+import pytest
+import torch
+from ranks import Checks, error_of
+from torch import Tensor, nn
+
+import graphshard
+from graphshard.errors import CollectiveError, FingerprintError
+from graphshard.runtime.fingerprint import Agreement, Fingerprint
+from graphshard.runtime.group import find_group
+
+
+class Heads(nn.Module):
+    """A trunk and two heads, of which each call uses one."""
+
+    def __init__(self, second: int) -> None:
+        super().__init__()
+        self.trunk = nn.Linear(4, 4)
+        self.heads = nn.ModuleList([nn.Linear(4, 4), nn.Linear(4, second)])
+
+    def forward(self, x: Tensor, head: int) -> Tensor:
+        return self.heads[head](self.trunk(x))
+
+
+class Both(nn.Module):
+    """Two outputs, so that backward depends on which is used."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.a = nn.Linear(4, 4)
+        self.b = nn.Linear(4, 4)
+
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        return self.a(x), self.b(x)
+
+
+X = torch.ones(2, 4)
+
+
+def compiled(model: nn.Module, strategy: str = "FULL_SHARD") -> graphshard.ShardedModule:
+    return graphshard.compile(model, graphshard.BlockPolicy({nn.Linear}, strategy=strategy))
+
+
+def heads_known(second: int, strategy: str = "FULL_SHARD") -> graphshard.ShardedModule:
+    """Both programs have run on every rank."""
+    sharded = compiled(Heads(second), strategy)
+    for head in (0, 1):
+        sharded(X, head).sum().backward()
+    sharded.zero_grad()
+    return sharded
+
+
+def refused(call: Callable[[], object], sharded: graphshard.ShardedModule) -> str:
+    """The error on every rank, soon, with no gradient set and the group still in order."""
+    begin = time.monotonic()
+    message = error_of(call, FingerprintError)
+    assert time.monotonic() - begin < 20.0  # not the group's timeout of 60
+    assert all(p.grad is None for p in sharded.parameters())
+    return message
+
+
+def equal_shapes(rank: int) -> None:
+    sharded = heads_known(4)
+    message = refused(lambda: sharded(X, rank), sharded)
+    assert "rank 0: forward all_gather of heads.0 over 2 ranks" in message
+    assert "rank 1: forward all_gather of heads.1 over 2 ranks" in message
+    sharded(X, 1).sum().backward()
+    message = refused(lambda: sharded.zero_grad() or sharded(X, 1 - rank), sharded)
+    assert "rank 0: forward all_gather of heads.1 over 2 ranks" in message
+
+
+def different_shapes(rank: int) -> None:
+    sharded = heads_known(9)
+    message = refused(lambda: sharded(X, rank), sharded)
+    assert "rank 1: forward all_gather of heads.1 over 2 ranks: heads.1.weight [9, 4]" in message
+
+
+def replicated_gradients(rank: int) -> None:
+    sharded = heads_known(9, "NO_SHARD")
+    message = refused(lambda: sharded(X, rank).sum().backward(), sharded)
+    assert "rank 0: backward all_reduce of heads.0 over 2 ranks" in message
+    assert "rank 1: backward all_reduce of heads.1 over 2 ranks" in message
+
+
+def other_backwards(rank: int) -> None:
+    sharded = compiled(Both())
+    for output in (0, 1):
+        sharded(X)[output].sum().backward()
+    sharded.zero_grad()
+    loss = sharded(X)[rank].sum()
+    message = refused(loss.backward, sharded)
+    assert "rank 0: backward reduce_scatter of a " in message
+    assert "rank 1: backward reduce_scatter of b " in message
+
+
+def a_backward_left_out(rank: int) -> None:
+    sharded = heads_known(4)
+    loss = sharded(X, 0).sum()
+    message = refused(loss.backward if rank == 0 else lambda: sharded(X, 0), sharded)
+    assert "rank 0: backward all_gather of heads.0" in message
+    assert "rank 1: forward all_gather of trunk" in message
+
+
+def no_gradients_on_one_rank(rank: int) -> None:
+    sharded = heads_known(4)
+    with torch.no_grad():
+        sharded(X, 0)
+
+    def call() -> None:
+        with torch.set_grad_enabled(rank == 0):
+            sharded(X, 0)
+
+    message = refused(call, sharded)
+    assert "rank 0: backward all_gather of heads.0" in message
+    assert "rank 1: nothing more" in message
+
+
+def a_new_program_on_one_rank(rank: int) -> None:
+    sharded = compiled(Heads(4))
+    sharded(X, 0)
+    message = refused(lambda: sharded(X, rank), sharded)
+    assert "rank 1: forward all_gather of heads.1" in message
+
+
+def modules_in_another_order(rank: int) -> None:
+    modules = [heads_known(4), heads_known(4)]
+    message = refused(lambda: modules[rank](X, 0), modules[rank])
+    assert "the ranks call different modules" in message
+    message = refused(lambda: modules[0](X, rank), modules[0])  # both still count alike
+    assert "rank 1: forward all_gather of heads.1" in message
+
+
+def a_replicated_forward_on_one_rank(rank: int) -> None:
+    """A half without collectives concerns no other rank, whatever its backward would do."""
+    sharded = heads_known(4, "NO_SHARD")
+    if rank == 0:
+        sharded(X, 1)
+    sharded(X, 0).sum().backward()
+
+
+def where_the_host_may_not_wait(rank: int) -> None:
+    """As with NCCL: compared through the Store at a sequence's first use, then never again."""
+    group = replace(find_group(None, None), backend="nccl", timeout=timedelta(seconds=2))
+    agreement = Agreement(group)
+    first, second = Fingerprint(("first",)), Fingerprint(("second",))
+    agreement.require(first)
+    agreement.require(second)
+    agreement.require((first, second)[rank])
+    message = error_of(lambda: agreement.require(Fingerprint((f"of {rank}",))), FingerprintError)
+    assert "rank 0: of 0" in message
+    assert "rank 1: of 1" in message
+    if rank == 0:
+        with pytest.raises(CollectiveError, match=r"number 5 .* ranks \[1\] did not get there"):
+            agreement.require(Fingerprint(("third",)))
+
+
+ON_TWO = [
+    equal_shapes,
+    different_shapes,
+    replicated_gradients,
+    other_backwards,
+    a_backward_left_out,
+    no_gradients_on_one_rank,
+    a_new_program_on_one_rank,
+    modules_in_another_order,
+    a_replicated_forward_on_one_rank,
+    where_the_host_may_not_wait,
+]
+
+
+@pytest.fixture(scope="module")
+def on_two() -> Checks:
+    return Checks(ON_TWO, 2)
+
+
+@pytest.mark.parametrize("check", ON_TWO, ids=lambda check: check.__name__)
+def test_on_two_ranks(on_two: Checks, check: Callable[[int], None]) -> None:
+    on_two.require(check)

@@ -1,0 +1,313 @@
+"""Scheduling by cost: never slower in simulation than FSDP's order, never above its bytes."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field, replace
+from operator import getitem
+from typing import Any
+
+import hypothesis.strategies as st
+import pytest
+import torch
+import toy_programs as toys
+from hypothesis import given, settings
+from simulations import UNIT
+
+from graphshard import Hardware, Policy
+from graphshard.cost.streams import COMPUTE
+from graphshard.cost.timeline import timeline_of
+from graphshard.errors import PassError, VerifyError
+from graphshard.passes.merge_gathers import MergeGathers
+from graphshard.passes.only_if_faster import OnlyIfFaster
+from graphshard.passes.overlap import Overlap
+from graphshard.passes.skip_reshard import SkipReshard
+from graphshard.pipeline import default_passes, run_passes
+from graphshard.program.annotations import Budget
+from graphshard.program.pass_protocol import Pass
+from graphshard.program.program import Program
+from graphshard.schedule.evaluate import Orders, score_of
+from graphshard.schedule.jobs import Tasks
+from graphshard.schedule.list_scheduler import MINIMAL, Rule, place
+from graphshard.schedule.memory import least_held
+from graphshard.schedule.search import SLACK, best_order
+
+
+def scheduled(build: Any, **fields: Any) -> Any:
+    """The program of a toy in the order that `Overlap` finds, and its plan."""
+    policy = Policy(schedule="overlap", **fields)
+    return toys.rewritten(build, policy, passes=alone(policy))
+
+
+def alone(policy: Policy) -> list[Pass]:
+    """The passes of `policy` without those that change what is gathered and reduced together."""
+    others = (OnlyIfFaster, SkipReshard, MergeGathers)
+    return [step for step in default_passes(policy) if not isinstance(step, others)]
+
+
+def test_the_budget_is_what_fsdp_s_order_needs_and_is_shown() -> None:
+    program, plan = scheduled(toys.blocks)
+    plain, _ = toys.rewritten(toys.blocks, Policy())
+    plain.budget = program.budget
+    assert program.budget.bytes == score_of(plain, plan).bytes
+    assert f"holds at most {program.budget.bytes:,} bytes at once" in str(program)
+    assert "timed on cpu-gloo" in str(program)
+    program, plan = scheduled(toys.blocks, hardware=UNIT)
+    data = replace(plan, program=program).to_dict()["schedule"]
+    assert data["budget_bytes"] == program.budget.bytes
+    assert (data["hardware"], data["of_policy"], data["kept"]) == ("unit", False, None)
+    given, _ = scheduled(toys.blocks, memory_budget=10**6, hardware="h200")
+    assert "timed on h200, holds at most 1,000,000 bytes at once (memory_budget)" in str(given)
+
+
+def test_scheduling_needs_a_budget() -> None:
+    program, plan = toys.rewritten(toys.blocks, Policy())
+    with pytest.raises(PassError, match="run SetBudget"):
+        Overlap().apply(program, plan)
+
+
+@dataclass(frozen=True)
+class Waste:
+    """Compute something nobody reads."""
+
+    name: str = field(default="waste", init=False)
+
+    def apply(self, program: Any, plan: Any) -> None:
+        node = next(n for n in program.nodes("forward") if n.target is torch.ops.aten.mm.default)
+        with program.graph.inserting_after(node):
+            again = program.graph.node_copy(node)
+        again.meta = dict(node.meta)
+
+
+@dataclass(frozen=True)
+class Spare:
+    """Take that away again."""
+
+    name: str = field(default="spare", init=False)
+
+    def apply(self, program: Any, plan: Any) -> None:
+        for node in list(program.nodes("forward")):
+            if node.target is torch.ops.aten.mm.default and not node.users:
+                program.graph.erase_node(node)
+
+
+def test_a_pass_by_which_the_step_gains_is_kept_and_no_other() -> None:
+    policy = Policy(schedule="overlap", hardware=UNIT)
+    *passes, last = alone(policy)
+    expected, plan = scheduled(toys.blocks, hardware=UNIT)
+    for tried, before in ((Waste(), ()), (Spare(), (Waste(),))):
+        program = toys.blocks()
+        run_passes(program, plan, (*passes, *before, OnlyIfFaster(tried), last))
+        assert str(program) == str(expected)
+        assert program.budget is not None
+        assert program.budget.best == score_of(program, plan)
+
+
+# -- what is found ---------------------------------------------------------------------------------
+
+
+def test_the_schedule(golden: Any) -> None:
+    golden("schedule_overlap.txt", str(scheduled(toys.blocks, hardware=UNIT)[0]))
+
+
+def times(program: Program, plan: Any, hardware: Hardware) -> tuple[float, float]:
+    """Seconds of the step, and of its compute alone."""
+    timeline = timeline_of(program, plan, hardware)
+    return timeline.seconds, sum(s.seconds for s in timeline.spans if s.stream == COMPUTE)
+
+
+def test_nothing_is_exposed_that_need_not_be() -> None:
+    # A collective of four ranks takes 1 + 3 seconds, whatever it moves. The root is gathered before
+    # anything can be computed; behind it the first block, of which one second hides behind the
+    # embedding. At the end the root is reduced, behind the last block, of which as much hides.
+    program, plan = scheduled(toys.blocks, hardware=UNIT)
+    step, compute = times(program, plan, UNIT)
+    assert step == compute + 4 + 3 + 3 + 4
+    # Without backward FSDP's order holds a block at a time; more must be allowed.
+    policy = Policy(schedule="overlap", hardware=UNIT, memory_budget=10**6)
+    forward, plan = toys.rewritten(toys.blocks, policy, passes=alone(policy), grad=False)
+    step, compute = times(forward, plan, UNIT)
+    assert step == compute + 4 + 3
+
+
+def test_where_nothing_can_be_hidden_frees_alone_move() -> None:
+    # Compute stands still while anything is communicated.
+    machine = UNIT.with_(contention=1.0)
+    plain, _ = toys.rewritten(toys.blocks, Policy(backward_prefetch=None))
+    program, plan = scheduled(toys.blocks, hardware=machine)
+    step, _ = times(program, plan, machine)
+    assert step == times(plain, plan, machine)[0]
+    assert program.budget is not None
+    assert score_of(program, plan).bytes < program.budget.bytes
+
+
+def test_of_orders_that_take_as_long_the_one_that_holds_least_is_taken() -> None:
+    def large_blocks() -> Program:
+        names = [f"layers.{i}" for i in range(4)]
+        params = {k: v for name in names for k, v in toys.block_params(name, 64).items()}
+        toy = toys.Toy({"embed.weight": (toys.VOCAB, toys.WIDTH), **params})
+        toy.tangent(toys.BATCH, toys.WIDTH)
+        x = toy.embedding("embed.weight")
+        for name in names:
+            x = toy.block(x, name)
+        return toy.finish(x)
+
+    # Compute stands still while anything is communicated, so nothing need be gathered ahead.
+    policy = Policy(schedule="overlap", hardware=UNIT.with_(contention=1.0), memory_budget=10**6)
+    program = large_blocks()
+    plan = toys.make_toy_plan(program, ["", *(f"layers.{i}" for i in range(4))], policy)
+    run_passes(program, plan, alone(policy)[:-1])
+    assert program.budget is not None
+    wide, lean = (best_order(program, plan, program.budget, lean=lean) for lean in (False, True))
+    assert lean.sharding < wide.sharding
+    assert lean.score.bytes <= wide.score.bytes
+    assert lean.score.seconds <= wide.score.seconds * (1 + SLACK)
+    Overlap().apply(program, plan)
+    assert program.budget.sharding == lean.sharding
+    assert f"{lean.sharding:,} for sharding" in str(program)
+    assert program.budget.to_dict()["sharding_bytes"] == lean.sharding
+
+
+def test_a_budget_is_kept_at_the_price_of_time() -> None:
+    with pytest.raises(VerifyError, match=r"after pass 'overlap'.*memory_budget=1,000"):
+        scheduled(toys.blocks, hardware=UNIT, memory_budget=1000)
+    plain, plan = toys.rewritten(toys.blocks, Policy(backward_prefetch=None))
+    plain.budget = Budget(0, UNIT, of_policy=True)
+    least = 1968  # what FSDP's order cannot do with
+    assert score_of(plain, plan).bytes > least
+    found = []
+    for more in (0, 100, 300, 1000):
+        program, plan = scheduled(toys.blocks, hardware=UNIT, memory_budget=least + more)
+        score = score_of(program, plan)
+        assert score.bytes <= least + more
+        found.append(score.seconds)
+    assert found == sorted(found, reverse=True)
+    assert found[0] > found[-1]
+
+
+def test_where_everything_takes_long_communication_never_stands_still() -> None:
+    # Compute is hundreds of times faster than any gather: the step is what the network takes.
+    slow = UNIT.with_(name="slow", flops={"float32": 1e9}, intra_latency=1000.0)
+    program, plan = scheduled(toys.blocks, hardware=slow, memory_budget=10**6)
+    step, compute = times(program, plan, slow)
+    network = sum(t.span.seconds for t in timeline_of(program, plan, slow).transfers)
+    assert network < step < network + compute
+
+
+@pytest.mark.parametrize("build", [toys.blocks, toys.nested, toys.shared_block, toys.odd_params])
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {"reshard_root": True},
+        {"strategy": "SHARD_GRAD_OP"},
+        {"strategy": "SHARD_OPTIMIZER"},
+        {"strategy": "NO_SHARD"},
+        {"strategy": "HYBRID_SHARD", "offload": "params"},
+        {"reshard_after_forward": 2, "offload": "activations"},
+        {"recompute": "units"},
+    ],
+    ids=str,
+)
+def test_every_option_is_scheduled_and_keeps_its_values(build: Any, fields: dict[str, Any]) -> None:
+    mesh = (2, 2) if fields.get("strategy") == "HYBRID_SHARD" else None
+    plain, _ = toys.rewritten(build, Policy(**fields), mesh=mesh)
+    policy = Policy(schedule="overlap", hardware=UNIT, **fields)
+    program, plan = toys.rewritten(build, policy, mesh=mesh, passes=alone(policy))
+    require_no_worse(plain, program, plan)
+
+
+def require_no_worse(plain: Program, program: Program, plan: Any) -> None:
+    plain.budget = program.budget
+    before, now = score_of(plain, plan), score_of(program, plan)
+    assert now.seconds <= before.seconds * (1 + 1e-9)
+    assert now.bytes <= before.bytes
+    assert [n.name for n in program.nodes() if n.target not in MOVED] == [
+        n.name for n in plain.nodes() if n.target not in MOVED
+    ], "compute keeps its order"
+
+
+MOVED = toys.ops.VOCABULARY | {getitem}
+
+
+# -- by chance -------------------------------------------------------------------------------------
+
+
+@st.composite
+def chains(draw: Any) -> Any:
+    """A chain of blocks of random sizes, some used again; its units, a machine and a budget."""
+    sizes = draw(st.lists(st.integers(1, 24), min_size=1, max_size=5))
+    walked = draw(st.lists(st.integers(0, len(sizes) - 1), min_size=1, max_size=6))
+    tail = draw(st.booleans())
+
+    def build() -> Program:
+        params = {"embed.weight": (toys.VOCAB, toys.WIDTH)}
+        for i in sorted(set(walked)):
+            params |= toys.block_params(f"layers.{i}", sizes[i])
+        if tail:
+            params["head.weight"] = (toys.VOCAB, toys.WIDTH)
+        toy = toys.Toy(params)
+        toy.tangent(toys.BATCH, toys.VOCAB if tail else toys.WIDTH)
+        x = toy.embedding("embed.weight")
+        for i in walked:
+            x = toy.block(x, f"layers.{i}")
+        return toy.finish(toy.linear(x, "head.weight") if tail else x)
+
+    units = ["", *(f"layers.{i}" for i in sorted(set(walked)) if draw(st.integers(0, 4)))]
+    speed = st.sampled_from([1.0, 10.0, 1000.0])
+    machine = UNIT.with_(
+        flops={"float32": draw(speed)},
+        intra_bandwidth=draw(speed),
+        intra_latency=draw(speed),
+        memory_bandwidth=draw(speed),
+    )
+    return build, units, machine, draw(st.sampled_from([None, 0.0, 0.5, 1.5]))
+
+
+@settings(max_examples=25, deadline=None, derandomize=True)
+@given(chains(), st.sampled_from([{}, {"reshard_root": True}, {"strategy": "SHARD_GRAD_OP"}]))
+def test_chains_are_never_slower_never_larger_and_one_sequence(
+    chain: Any, fields: dict[str, Any]
+) -> None:
+    build, units, machine, part = chain
+
+    def made(**more: Any) -> tuple[Program, Any]:
+        program = build()
+        plan = toys.make_toy_plan(program, units, Policy(**fields, **more))
+        run_passes(program, plan, alone(plan.policy))
+        return program, plan
+
+    plain, plan = made()
+    if part is not None:
+        plain.budget = Budget(0, machine, of_policy=True)
+        fields = fields | {"memory_budget": int(score_of(plain, plan).bytes * (1 + part))}
+    program, plan = made(schedule="overlap", hardware=machine)
+    if part is None:
+        require_no_worse(plain, program, plan)
+    else:
+        assert score_of(program, plan).bytes <= fields["memory_budget"]
+        plain.budget = program.budget
+        assert score_of(program, plan).seconds <= score_of(plain, plan).seconds * (1 + 1e-9)
+    again, _ = made(schedule="overlap", hardware=machine)
+    assert str(again) == str(program), "every rank finds the same order"
+
+
+@pytest.mark.parametrize("build", [toys.blocks, toys.nested, toys.back_and_forth])
+@pytest.mark.parametrize("fields", [{}, {"offload": "params"}, {"strategy": "HYBRID_SHARD"}])
+def test_the_walk_and_the_simulation_agree(build: Any, fields: dict[str, Any]) -> None:
+    mesh = (2, 2) if "strategy" in fields else None
+    program, plan = toys.rewritten(build, Policy(**fields), mesh=mesh)
+    machine = UNIT.with_(contention=0.25)
+    program.budget = Budget(10**9, machine, of_policy=False)
+    orders = Orders.of(program, plan, program.budget)
+    tasks = Tasks.of(program, plan, program.budget, orders.cost)
+    least = place(tasks, Rule(MINIMAL))
+    held = least_held(least.order, orders.lives, tasks, program.budget)
+    for placed in (least, place(tasks, Rule(), held)):
+        assert sorted(placed.order) == list(program.graph.nodes), "none is lost, none twice"
+        for node in placed.order[:-1]:
+            program.output_node.prepend(node)
+        timeline = timeline_of(program, plan, machine)
+        assert placed.seconds == pytest.approx(timeline.seconds)
+        assert orders.score(placed.order) == score_of(program, plan), (
+            "for the order, and once in it"
+        )
+    assert placed.bytes >= score_of(program, plan).bytes * 0.8

@@ -1,0 +1,217 @@
+"""Running a function on several ranks, each a process of its own over Gloo."""
+
+from __future__ import annotations
+
+import faulthandler
+import os
+import pickle
+import signal
+import tempfile
+import time
+import traceback
+import warnings
+from collections.abc import Callable
+from datetime import timedelta
+from multiprocessing import get_context
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+
+_SAID = 8000
+"""Characters of a dead rank's stderr that are told."""
+
+
+class RankError(AssertionError):
+    """A rank raised, died or hung; holds its traceback."""
+
+
+def run_ranks(
+    function: Callable[..., Any],
+    world_size: int,
+    *args: Any,
+    timeout: float = 120.0,
+    group_timeout: float = 60.0,
+    dying: frozenset[int] = frozenset(),
+) -> list[Any]:
+    """`function(rank, *args)` on every rank inside a Gloo group: the results in rank order.
+
+    A rank that wrote its result and then aborted while exiting (Gloo does at times, groups
+    destroyed or not) has succeeded. One that raised fails the test with its traceback; one that is
+    still running after `timeout` seconds is killed and fails it too, with the Python stacks it had
+    then; one that died, with the last it wrote to stderr. The failure that came first is told
+    first: those of other ranks mostly follow from it. Where that is a rank's abort (by SIGABRT,
+    from C++) all are run once more, with a warning. Ranks in `dying` may end without a result (None
+    then).
+    """
+    for again in (True, False):
+        results, errors, aborted = _once(function, world_size, args, timeout, group_timeout, dying)
+        if aborted and again:
+            # It was seen once, and not again in hundreds of runs: the warning tells what it was.
+            warnings.warn(f"ranks are run again: {errors}", stacklevel=2)
+            continue
+        break
+    if errors:
+        raise RankError(errors)
+    return results
+
+
+def _once(
+    function: Callable[..., Any],
+    world_size: int,
+    args: tuple[Any, ...],
+    timeout: float,
+    group_timeout: float,
+    dying: frozenset[int],
+) -> tuple[list[Any], str, bool]:
+    """(Results in rank order, what failed if anything, whether a rank's abort came first)."""
+    context = get_context("spawn")
+    with tempfile.TemporaryDirectory() as directory:
+        folder = Path(directory)
+        dumps_at = time.time() + timeout
+        ranks = [
+            context.Process(
+                target=_rank_main,
+                args=(function, rank, world_size, folder, group_timeout, dumps_at, args),
+                daemon=True,
+            )
+            for rank in range(world_size)
+        ]
+        for process in ranks:
+            process.start()
+        deadline = time.monotonic() + timeout + 2.0  # in which stacks are written
+        try:
+            for process in ranks:
+                process.join(max(0.0, deadline - time.monotonic()))
+            hung = [rank for rank, process in enumerate(ranks) if process.is_alive()]
+        finally:
+            for process in ranks:
+                process.kill()
+                process.join()
+        return _results(folder, ranks, hung, dying, timeout)
+
+
+def _results(
+    folder: Path, ranks: list[Any], hung: list[int], dying: frozenset[int], timeout: float
+) -> tuple[list[Any], str, bool]:
+    results: list[Any] = []
+    errors: list[tuple[float, str, bool]] = []  # when, what, whether it is an abort
+    for rank, process in enumerate(ranks):
+        file, stderr = folder / f"result_{rank}", folder / f"stderr_{rank}"
+        if file.exists():
+            ok, value = pickle.loads(file.read_bytes())
+            results.append(value)
+            if not ok:
+                errors.append((file.stat().st_mtime, f"rank {rank} raised:\n{value}", False))
+        elif rank in dying:
+            results.append(None)
+        else:
+            how = f"rank {rank} ended with code {process.exitcode} and no result"
+            if rank in hung:
+                how = f"rank {rank} was still running after {timeout:g} s"
+            said = stderr.read_text(errors="replace") if stderr.exists() else ""
+            when = stderr.stat().st_mtime if said else float("inf")
+            aborted = process.exitcode == -signal.SIGABRT
+            errors.append((when, f"{how}\n{said[-_SAID:]}", aborted))
+    errors.sort()
+    aborted_first = bool(errors) and errors[0][2]
+    return results, "\n".join(error for _, error, _ in errors), aborted_first
+
+
+def _rank_main(
+    function: Callable[..., Any],
+    rank: int,
+    world_size: int,
+    folder: Path,
+    group_timeout: float,
+    deadline: float,
+    args: tuple[Any, ...],
+) -> None:
+    # Of the process, so that what C++ says when it aborts is in it too.
+    os.dup2(os.open(folder / f"stderr_{rank}", os.O_WRONLY | os.O_CREAT | os.O_APPEND), 2)
+    faulthandler.enable()
+    faulthandler.dump_traceback_later(max(0.1, deadline - time.time()))
+    os.environ.update(RANK=str(rank), WORLD_SIZE=str(world_size), LOCAL_RANK=str(rank))
+    torch.set_num_threads(1)
+    try:
+        dist.init_process_group(
+            "gloo",
+            init_method=f"file://{folder}/store",
+            rank=rank,
+            world_size=world_size,
+            timeout=timedelta(seconds=group_timeout),
+        )
+        outcome = (True, function(rank, *args))
+    except BaseException:
+        outcome = (False, traceback.format_exc())
+    part = folder / f"part_{rank}"
+    part.write_bytes(pickle.dumps(outcome))
+    part.rename(folder / f"result_{rank}")
+    if outcome[0]:
+        _leave_together(folder, world_size)
+    os._exit(0)
+
+
+def _leave_together(folder: Path, world_size: int) -> None:
+    """Wait a little for the others: a rank that leaves early breaks their last collective."""
+    deadline = time.monotonic() + 2.0
+    while time.monotonic() < deadline:
+        if all((folder / f"result_{rank}").exists() for rank in range(world_size)):
+            return
+        time.sleep(0.01)
+
+
+class Checks:
+    """Several checks in one set of processes, which cost seconds to start.
+
+    Each check is a function `check(rank)` that asserts. They run in order on all ranks; once one
+    fails on a rank that rank runs no more, and the later ones fail too.
+    """
+
+    def __init__(
+        self, checks: list[Callable[[int], None]], world_size: int, **options: Any
+    ) -> None:
+        reports = run_ranks(_run_checks, world_size, checks, **options)
+        self._failures = {
+            check.__name__: [report.get(check.__name__, (0.0, "not reached")) for report in reports]
+            for check in checks
+        }
+
+    def require(self, check: Callable[[int], None]) -> None:
+        """Fail with the traceback of the rank that failed first unless `check` passed on all."""
+        failures = [
+            (*failure, rank)
+            for rank, failure in enumerate(self._failures[check.__name__])
+            if failure is not None
+        ]
+        if failures:
+            _, failure, rank = min(failures)
+            raise RankError(f"{check.__name__} on rank {rank}: {failure}")
+
+
+def _run_checks(
+    rank: int, checks: list[Callable[[int], None]]
+) -> dict[str, tuple[float, str] | None]:
+    """By check that ran, when it failed and its traceback, or None."""
+    report: dict[str, tuple[float, str] | None] = {}
+    for check in checks:
+        try:
+            check(rank)
+            dist.barrier()
+            report[check.__name__] = None
+        except Exception:
+            report[check.__name__] = time.time(), traceback.format_exc()
+            break
+    return report
+
+
+def error_of(call: Callable[[], object], kind: type[Exception]) -> str:
+    """The message, after checking that it is the same on every rank."""
+    with pytest.raises(kind) as caught:
+        call()
+    messages: list[str | None] = [None] * dist.get_world_size()
+    dist.all_gather_object(messages, str(caught.value))
+    assert len(set(messages)) == 1, messages
+    return str(caught.value)

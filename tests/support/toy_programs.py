@@ -1,0 +1,303 @@
+"""Small joint programs built by hand, their plans, and a way to run one rank of them alone."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Iterable, Sequence
+from math import prod
+from typing import Any
+
+import torch
+from torch import Tensor, fx
+from toy import BATCH, VOCAB, WIDTH, Toy
+from toy import aten as aten
+
+from graphshard.passes.offload_activations import OffloadActivations
+from graphshard.pipeline import default_passes, run_passes
+from graphshard.planning.layout import ParamLayout, Unit
+from graphshard.planning.mesh import fitted
+from graphshard.planning.options import options_of
+from graphshard.planning.plan import REPLICATED, SHARDED, ShardingPlan
+from graphshard.policy.units import Policy, Strategy
+from graphshard.program import ops
+from graphshard.program.edit import insert_node
+from graphshard.program.pass_protocol import Pass
+from graphshard.program.program import Program
+
+
+def block_params(module: str, hidden: int = 8) -> dict[str, tuple[int, ...]]:
+    return {f"{module}.up.weight": (hidden, WIDTH), f"{module}.down.weight": (WIDTH, hidden)}
+
+
+def blocks(n: int = 3, *, grad: bool = True) -> Program:
+    """Embedding, n blocks, head: the model of the schedules FSDP was observed with."""
+    params: dict[str, tuple[int, ...]] = {"embed.weight": (VOCAB, WIDTH)}
+    for i in range(n):
+        params |= block_params(f"layers.{i}")
+    toy = Toy(params | {"head.weight": (VOCAB, WIDTH)})
+    if grad:
+        toy.tangent(BATCH, VOCAB)
+    x = toy.embedding("embed.weight")
+    for i in range(n):
+        x = toy.block(x, f"layers.{i}")
+    return toy.finish(toy.linear(x, "head.weight"), grad=grad)
+
+
+def shared_block(times: int = 3) -> Program:
+    """One block used several times in a row, the root's own code between the uses."""
+    toy = Toy({"embed.weight": (VOCAB, WIDTH)} | block_params("block"))
+    toy.tangent(BATCH, WIDTH)
+    x = toy.embedding("embed.weight")
+    for _ in range(times):
+        x = toy.relu(toy.block(x, "block"), "")
+    return toy.finish(x)
+
+
+def back_and_forth() -> Program:
+    """Block a, block b, block a again."""
+    toy = Toy({"embed.weight": (VOCAB, WIDTH)} | block_params("a") | block_params("b"))
+    toy.tangent(BATCH, WIDTH)
+    x = toy.embedding("embed.weight")
+    for name in ("a", "b", "a"):
+        x = toy.block(x, name)
+    return toy.finish(x)
+
+
+def nested() -> Program:
+    """A unit with parameters of its own used before, between and after two units inside it."""
+    toy = Toy(
+        {"embed.weight": (VOCAB, WIDTH)}
+        | block_params("tower.0")
+        | {"tower.mix.weight": (WIDTH, WIDTH)}
+        | block_params("tower.1")
+        | block_params("top")
+    )
+    toy.tangent(BATCH, WIDTH)
+    x = toy.embedding("embed.weight")
+    x = toy.block(x, "tower.0")
+    x = toy.linear(x, "tower.mix.weight")
+    x = toy.block(x, "tower.1")
+    return toy.finish(toy.block(x, "top"))
+
+
+def odd_params() -> Program:
+    """A tied, a frozen, an unused, an uneven and a 0-dim parameter."""
+    toy = Toy(
+        {"embed.weight": (VOCAB, WIDTH)}
+        | block_params("a", hidden=7)
+        | {"a.unused": (3,), "a.gain": ()}
+        | block_params("b", hidden=3)
+        | {"gain": ()},
+        frozen=("b.up.weight",),
+        tied={"embed.weight": ("head.weight",)},
+    )
+    toy.tangent(BATCH, VOCAB)
+    x = toy.embedding("embed.weight")
+    x = toy.scale(toy.block(x, "a"), "a.gain")
+    x = toy.scale(toy.block(x, "b"), "gain")
+    return toy.finish(toy.linear(x, "embed.weight"))
+
+
+UNITS: dict[Callable[..., Program], tuple[str, ...]] = {
+    blocks: ("", "layers.0", "layers.1", "layers.2"),
+    shared_block: ("", "block"),
+    back_and_forth: ("", "a", "b"),
+    nested: ("", "tower", "tower.0", "tower.1", "top"),
+    odd_params: ("", "a", "b"),
+}
+
+
+def make_toy_plan(
+    program: Program,
+    units: Sequence[str],
+    policy: Policy | None = None,
+    world_size: int = 4,
+    mesh: tuple[int, ...] | None = None,
+) -> ShardingPlan:
+    """A plan with these units for a program built here, on `mesh` or one of `world_size` ranks."""
+    policy = policy or Policy()
+    mesh = mesh or (world_size,)
+    owned: dict[str, list[ParamLayout]] = {unit: [] for unit in units}
+    for param in program.params:
+        owner = param.fqn
+        while owner not in owned:
+            owner = owner.rpartition(".")[0]
+        sharded = bool(param.shape) and policy.strategy is not Strategy.NO_SHARD
+        owned[owner].append(
+            ParamLayout(
+                param.fqn,
+                param.names,
+                param.shape,
+                param.dtype,
+                param.requires_grad,
+                SHARDED if sharded else REPLICATED,
+                mesh[-1],
+                precision=policy.mixed_precision,
+            )
+        )
+    made = tuple(
+        Unit(fqn, "Toy", tuple(layouts), fitted(options_of(policy, fqn, {}), fqn, mesh))
+        for fqn, layouts in owned.items()
+    )
+    return ShardingPlan(made, policy, prod(mesh), mesh)
+
+
+def rewritten(
+    build: Callable[..., Program],
+    policy: Policy | None = None,
+    world_size: int = 4,
+    mesh: tuple[int, ...] | None = None,
+    passes: Sequence[Pass] | None = None,
+    **options: Any,
+) -> tuple[Program, ShardingPlan]:
+    """A toy program after `passes`; None: all those of `policy`.
+
+    A program that is not in UNITS has the units of `blocks`.
+    """
+    policy = policy or Policy()
+    program = build(**options)
+    units = UNITS.get(build, UNITS[blocks])
+    plan = make_toy_plan(program, units, policy, world_size, mesh)
+    run_passes(program, plan, default_passes(policy) if passes is None else passes)
+    return program, plan
+
+
+class OneRank(fx.Interpreter):
+    """Runs what one rank runs, with no other: gathers find the full parameters in a table, reduces
+    cut this rank's part out of its own gradient, and a freed parameter becomes NaN."""
+
+    def __init__(
+        self, program: Program, plan: ShardingPlan, full: dict[str, Tensor], rank: int
+    ) -> None:
+        super().__init__(fx.GraphModule(torch.nn.Module(), program.graph))
+        self.plan, self.full, self.rank = plan, full, rank
+
+    def call_function(self, target: Any, args: Any, kwargs: Any) -> Any:
+        if target is ops.all_gather:
+            full = []
+            for given, name in zip(args[0], kwargs["params"], strict=True):
+                own = self.part(self.full[name], name, kwargs.get("ranks"))
+                assert torch.equal(given, own.to(given.dtype))
+                full.append(self.full[name].to(given.dtype, copy=True))
+            return full
+        if target is ops.reduce_scatter:
+            return self.reduced(args[0], **kwargs)
+        if target is ops.reshard:
+            return self.part(args[0], kwargs["param"], kwargs["ranks"])
+        if target is ops.all_reduce:
+            return list(args[0])
+        if target is ops.wait:
+            return args[0]
+        if target in ops.TRANSFERS:
+            return args[0].to(kwargs.get("dtype"))
+        if target in (ops.free, ops.release):
+            for value in args[0] if target is ops.free else args:
+                value.fill_(float("nan"))
+            return None
+        return super().call_function(target, args, kwargs)
+
+    def reduced(
+        self, grads: Sequence[Tensor], *, params: Sequence[str], columns: Any = None, **_: Any
+    ) -> list[Tensor]:
+        """This rank's parts of gradients, or of some columns of one."""
+        if columns is not None:
+            layout = self.plan.layouts[params[0]].columns(*columns)
+            return [part_of(grads[0], layout, self.rank)]
+        return [self.part(grad, name) for grad, name in zip(grads, params, strict=True)]
+
+    def part(self, full: Tensor, name: str, ranks: int | None = None) -> Tensor:
+        """What this rank holds of a parameter, or its share as one of a group of `ranks`."""
+        layout = self.plan.layouts[name]
+        if ranks is None:
+            return part_of(full, layout, self.rank)
+        return part_of(full, layout.over(ranks), self.rank % ranks)
+
+
+def shard(full: Tensor, plan: ShardingPlan, name: str, rank: int) -> Tensor:
+    """What `rank` holds of a parameter or its gradient, zeros where it is padding."""
+    return part_of(full, plan.layouts[name], rank)
+
+
+def part_of(full: Tensor, layout: ParamLayout, rank: int) -> Tensor:
+    """What `rank` holds by `layout`, zeros where it is padding."""
+    if not layout.sharded:
+        return full.clone()
+    start, stop = layout.rows(rank)
+    part = full.new_zeros(layout.shard_shape)
+    part[: stop - start] = full[start:stop]
+    return part
+
+
+def assert_same_values(captured: Program, program: Program, plan: ShardingPlan) -> None:
+    """Every rank returns what the captured program returns, and its shards of the gradients."""
+    generator = torch.Generator().manual_seed(0)
+
+    def sample(val: Tensor) -> Tensor:
+        if val.dtype.is_floating_point:
+            return torch.randn(tuple(val.shape), generator=generator, dtype=val.dtype)
+        return torch.randint(VOCAB, tuple(val.shape), generator=generator)
+
+    full = {p.fqn: sample(p.node.meta["val"]) for p in captured.params}
+    rest = [
+        sample(node.meta["val"])
+        for node in captured.graph.nodes
+        if node.op == "placeholder" and node not in {p.node for p in captured.params}
+    ]
+    alone = fx.Interpreter(fx.GraphModule(torch.nn.Module(), captured.graph))
+    expected = alone.run(*full.values(), *rest)
+    for rank in range(plan.shard_size):
+        shards = [shard(value, plan, name, rank) for name, value in full.items()]
+        actual = OneRank(program, plan, full, rank).run(*shards, *rest)
+        for wanted, found in zip(expected[0], actual[0], strict=True):
+            assert torch.equal(wanted, found)
+        for param, wanted, found in zip(captured.params, expected[2], actual[2], strict=True):
+            assert (wanted is None) == (found is None), param.fqn
+            if wanted is not None:
+                assert torch.equal(shard(wanted, plan, param.fqn, rank), found), param.fqn
+
+
+def without_bound(policy: Policy) -> list[Any]:
+    return [
+        dataclasses.replace(step, min_bytes=0) if isinstance(step, OffloadActivations) else step
+        for step in default_passes(policy)
+    ]
+
+
+def offloaded(
+    build: Callable[..., Program], offload: Any = "activations", **fields: Any
+) -> tuple[Program, ShardingPlan]:
+    policy = Policy(offload=offload, **fields)
+    program = build()
+    plan = make_toy_plan(program, UNITS[build], policy)
+    run_passes(program, plan, without_bound(policy))
+    return program, plan
+
+
+def through(
+    program: Program,
+    node: fx.Node,
+    tensors: Iterable[fx.Node],
+    before: fx.Node,
+    targets: Iterable[Any],
+    dtype: torch.dtype = torch.float32,
+) -> list[fx.Node]:
+    """`tensors`, operands or results of the collective of `node`, through transfers."""
+    unit, params = (ops.collective_of(node).kwargs[key] for key in ("unit", "params"))
+    tensors = list(tensors)
+    for target in targets:
+        to = {"dtype": dtype} if target is ops.cast else {}
+        with program.graph.inserting_before(before):
+            tensors = [
+                insert_node(
+                    program,
+                    target,
+                    (tensor,),
+                    to | {"unit": unit, "param": param},
+                    name=f"{param}_moved",
+                    unit=unit,
+                    phase=node.meta["phase"],
+                    val=tensor.meta["val"].to(to.get("dtype")),
+                )
+                for tensor, param in zip(tensors, params, strict=True)
+            ]
+    return tensors

@@ -1,0 +1,214 @@
+"""Checks of SHARD_OPTIMIZER (ZeRO-1), to be run on ranks (see `ranks.Checks`)."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from layouts import (
+    Experts,
+    MoE,
+    assert_same,
+    batch,
+    by_fully_shard,
+    compiled,
+    exact,
+    full,
+    model,
+    trained,
+    trained_alone,
+)
+from torch import Tensor, nn
+
+import graphshard
+from graphshard.errors import RuntimeStateError
+from graphshard.program import ops
+from graphshard.torch_private import compat as torch_compat
+
+
+def zero1(rank: int, modules: Mapping[Any, Any] | None = None) -> graphshard.ShardedModule:
+    return compiled(modules or {}, rank, strategy="SHARD_OPTIMIZER")
+
+
+def gathers(program: graphshard.Program) -> list[Any]:
+    return [node for node in program.nodes() if node.target is ops.all_gather]
+
+
+def loss_of(module: nn.Module, rank: int, step: int = 0) -> Tensor:
+    with torch.no_grad():
+        return module(*batch(rank, step))
+
+
+def loss_of_full(sharded: nn.Module, rank: int) -> Tensor:
+    """The loss of the plain model with the parameters the ranks have."""
+    alone = model()
+    state = {name: full(param).detach() for name, param in sharded.named_parameters()}
+    alone.load_state_dict(state, strict=False)
+    return loss_of(alone, rank)
+
+
+def zero1_trains_as_one_process_and_fully_shard_do(rank: int) -> None:
+    got = trained(zero1(rank), rank)
+    assert_same(got, trained_alone(rank), exact=exact())
+    assert_same(got, by_fully_shard(rank), exact=exact())
+    assert_same(got, trained(compiled({}, rank, strategy="NO_SHARD"), rank), exact=exact())
+
+
+def zero1_goes_with_every_kind_of_optimizer(rank: int) -> None:
+    for optimizer in (
+        partial(torch.optim.AdamW, fused=True),
+        partial(torch.optim.AdamW, foreach=False),
+        partial(torch.optim.SGD, momentum=0.9, foreach=True),
+    ):
+        expected = trained(compiled({}, rank, strategy="NO_SHARD"), rank, optimizer)
+        assert_same(trained(zero1(rank), rank, optimizer), expected, exact=exact())
+
+
+def zero1_gathers_only_what_has_changed(rank: int) -> None:
+    sharded = zero1(rank)
+    trained(sharded, rank, steps=3)
+    assert len(sharded.programs) == 2
+    for program, frozen_too in zip(sharded.programs, (True, False), strict=True):
+        found = gathers(program)
+        assert [node.kwargs["unit"] for node in found] == ["", "blocks.0", "blocks.1"]
+        assert all(node.kwargs["in_place"] for node in found)
+        assert ("norm.weight" in found[0].kwargs["params"]) == frozen_too
+        kinds = [event.op for event in program.schedule()]
+        assert kinds.count("reduce_scatter") == 3
+        assert "free" not in kinds
+    for step in range(3):
+        loss_of(sharded, rank, step)
+    assert [len(gathers(program)) for program in sharded.programs] == [3, 3, 3, 0]
+    assert torch.equal(loss_of(sharded, rank), loss_of_full(sharded, rank))
+
+
+def zero1_accumulates_without_gathering_again(rank: int) -> None:
+    sharded, expected = zero1(rank), model()
+    optims = [torch.optim.SGD(m.parameters(), lr=0.1) for m in (sharded, expected)]
+    size = dist.get_world_size()
+    for step in range(2):
+        for micro in range(2):
+            sharded(*batch(rank, 2 * step + micro)).backward()
+            for other in range(size):
+                (expected(*batch(other, 2 * step + micro)) / size).backward()
+        for optim in optims:
+            optim.step()
+            optim.zero_grad()
+    for name, param in sharded.named_parameters():
+        torch.testing.assert_close(full(param), expected.get_parameter(name))
+    assert [len(gathers(program)) for program in sharded.programs] == [3, 0, 3]
+
+
+def zero1_stores_what_the_plan_says(rank: int) -> None:
+    sharded = zero1(rank)
+    storages = {}
+    for param in sharded.parameters():
+        storage = param.to_local().untyped_storage()
+        storages[storage.data_ptr()] = storage.nbytes()
+    assert sum(storages.values()) == sum(unit.sharded_bytes for unit in sharded.plan.units)
+    loss_of(sharded, rank)
+    trained(sharded, rank, steps=1)
+    assert {p.to_local().untyped_storage().data_ptr() for p in sharded.parameters()} == set(
+        storages
+    )
+
+
+def zero1_sees_every_way_a_parameter_is_written(rank: int) -> None:
+    sharded = zero1(rank)
+    weight = sharded.get_parameter("embed.weight")
+    torch.manual_seed(rank)
+
+    def in_place() -> None:
+        weight.mul_(1.5)
+
+    def by_local_part() -> None:
+        weight.to_local().mul_(1.5)
+
+    def into_a_state_dict() -> None:
+        state = sharded.state_dict()
+        loss_of(sharded, rank)
+        state["embed.weight"].to_local().mul_(1.5)  # as checkpoints are read
+
+    def by_loading() -> None:
+        sharded.load_state_dict({n: full(p) * 1.5 for n, p in sharded.state_dict().items()})
+
+    def by_loading_in_full() -> None:
+        sharded.load_full_state_dict({n: full(p) * 1.5 for n, p in sharded.state_dict().items()})
+
+    def by_assigning() -> None:
+        state = {n: p * 1.5 for n, p in sharded.state_dict().items()}
+        sharded.load_state_dict(state, assign=True)
+
+    def by_local_tensor() -> None:
+        torch_compat.set_local_tensor(weight, weight.to_local().clone() * 1.5)
+
+    def with_all_of_it() -> None:
+        with sharded.unsharded(writeback=True) as params:
+            params["embed.weight"].mul_(1.5)
+
+    before = loss_of(sharded, rank)
+    for write in (
+        *(in_place, by_local_part, into_a_state_dict, by_loading, by_loading_in_full),
+        *(by_local_tensor, with_all_of_it, by_assigning),
+    ):
+        with torch.no_grad():
+            write()
+        after = loss_of(sharded, rank)
+        assert not torch.equal(after, before), write.__name__
+        assert torch.equal(after, loss_of_full(sharded, rank)), write.__name__
+        before = after
+
+
+def a_step_before_backward_is_refused(rank: int) -> None:
+    for strategy in ("SHARD_OPTIMIZER", "FULL_SHARD"):
+        sharded = compiled({}, rank, strategy=strategy)
+        optim = torch.optim.AdamW(sharded.parameters(), lr=1e-2)
+        for _ in range(2):
+            sharded(*batch(rank, 0)).backward()
+            loss = sharded(*batch(rank, 1))
+            optim.step()
+            with pytest.raises(RuntimeStateError, match="changed between a forward and its"):
+                loss.backward()
+            optim.zero_grad()
+
+
+def zero1_units_live_beside_others(rank: int) -> None:
+    modules = {"blocks.1": {"strategy": "FULL_SHARD"}, "": {"strategy": "SHARD_GRAD_OP"}}
+    got = trained(zero1(rank, modules), rank)
+    assert_same(got, trained_alone(rank), exact=exact())
+
+
+def zero1_starts_from_meta(rank: int) -> None:
+    with torch.device("meta"):
+        made = MoE()
+    policy = graphshard.BlockPolicy({Experts}, strategy="SHARD_OPTIMIZER")
+    sharded = graphshard.compile(made, policy, check=True)
+    sharded.init_weights(seed=1)
+    assert torch.equal(loss_of(sharded, rank), loss_of_full(sharded, rank))
+    for param in sharded.parameters():
+        assert not full(param).isnan().any()
+
+
+def zero1_ranks_that_came_with_other_weights_agree(rank: int) -> None:
+    torch.manual_seed(rank)
+    policy = graphshard.BlockPolicy({Experts}, strategy="SHARD_OPTIMIZER")
+    sharded = graphshard.compile(MoE(), policy, check=True)
+    assert torch.equal(loss_of(sharded, rank), loss_of_full(sharded, rank))
+
+
+ZERO1 = [
+    zero1_trains_as_one_process_and_fully_shard_do,
+    zero1_goes_with_every_kind_of_optimizer,
+    zero1_gathers_only_what_has_changed,
+    zero1_accumulates_without_gathering_again,
+    zero1_stores_what_the_plan_says,
+    zero1_sees_every_way_a_parameter_is_written,
+    a_step_before_backward_is_refused,
+    zero1_units_live_beside_others,
+    zero1_starts_from_meta,
+    zero1_ranks_that_came_with_other_weights_agree,
+]

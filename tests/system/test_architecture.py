@@ -1,0 +1,243 @@
+"""The house keeps its order: folders form a line, and imports go down it.
+
+`PYTHONPATH=tests/support python tests/system/test_architecture.py` prints the imports that go up.
+"""
+
+from __future__ import annotations
+
+import ast
+import importlib
+import sys
+from collections import defaultdict
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+from paths import ROOT
+
+import graphshard
+from graphshard.moved import MOVED
+
+LINE = (
+    "errors",
+    "format",
+    "progress",
+    "torch_private",
+    "hardware",
+    "policy",
+    "planning",
+    "program",
+    "capture",
+    "cost",
+    "inspect",
+    "schedule",
+    "recompute",
+    "passes",
+    "verify",
+    "pipeline",
+    "runtime",
+    "training",
+    "tune",
+    "state",
+    "module",
+    "api",
+    "lightning",
+    "calibrate",
+    "moved",
+    "__init__",
+    "cli",
+    "__main__",
+)
+"""From the ground up: a module-level import goes to the same folder or to one further up here."""
+
+LATE: dict[tuple[str, str], str] = {
+    ("planning.plan", "inspect.plan_text"): "a plan prints itself",
+    ("planning.plan", "program.program"): "the type of ShardingPlan.program",
+    ("policy.base", "policy.code"): "a policy prints itself",
+    ("program.program", "program.text"): "a program prints itself",
+    ("cost.estimate", "cost.text"): "an estimate prints itself",
+    ("cost.estimate", "cost.trace"): "Estimate.save_trace",
+    ("cost.estimate", "cost.plot"): "Estimate.plot",
+    ("cost.compare", "cost.text"): "a comparison prints itself",
+    ("tune.auto_policy", "tune.tuner"): "AutoPolicy.tune",
+    ("tune.auto_policy", "tune.tuning"): "the type that AutoPolicy.tune returns",
+}
+"""Imports inside functions or for type checkers that go up, or would close a circle of files."""
+
+
+@dataclass(frozen=True)
+class Import:
+    """One imported module: by which file, at what line, and whether when that file is imported."""
+
+    importer: str
+    imported: str
+    line: int
+    at_import: bool
+
+
+def files() -> dict[str, Path]:
+    """Every source file by the name of its module, passes/ counted as graphshard.passes."""
+    named = {}
+    for top, folder in (
+        ("graphshard", ROOT / "graphshard"),
+        ("graphshard.passes", ROOT / "passes"),
+    ):
+        for path in sorted(folder.rglob("*.py")):
+            parts = path.relative_to(folder).with_suffix("").parts
+            if folder.name == "graphshard" and parts[0] == "passes":
+                continue
+            named[".".join([top, *parts])] = path
+    return named
+
+
+def imports(module: str, path: Path, modules: frozenset[str]) -> Iterator[Import]:
+    """Every import of graphshard's own modules that a file has, wherever it stands."""
+    tree = ast.parse(path.read_text())
+    at_import = {id(node) for node in tree.body}
+    for node in ast.walk(tree):
+        names: list[str] = []
+        if isinstance(node, ast.Import):
+            names = [alias.name for alias in node.names]
+        elif isinstance(node, ast.ImportFrom) and node.module:
+            for alias in node.names:
+                full = f"{node.module}.{alias.name}"
+                names.append(full if full in modules else node.module)
+        for name in names:
+            if name.split(".")[0] == "graphshard":
+                known = name if name in modules else f"{name}.__init__"
+                yield Import(module, known, node.lineno, id(node) in at_import)
+
+
+def all_imports() -> list[Import]:
+    named = files()
+    modules = frozenset(named)
+    return [one for module, path in named.items() for one in imports(module, path, modules)]
+
+
+def ends(one: Import) -> tuple[str, str]:
+    """Importer and imported module, below graphshard."""
+    return one.importer.removeprefix("graphshard."), one.imported.removeprefix("graphshard.")
+
+
+def folder_of(module: str) -> str:
+    return module.split(".")[1]
+
+
+def test_every_file_stands_in_the_line() -> None:
+    assert {folder_of(module) for module in files()} == set(LINE)
+
+
+def test_imports_go_down_the_line() -> None:
+    place = {folder: index for index, folder in enumerate(LINE)}
+    up = [
+        f"{one.importer}:{one.line} imports {one.imported}"
+        for one in all_imports()
+        if one.at_import and place[folder_of(one.importer)] < place[folder_of(one.imported)]
+    ]
+    assert not up, "imports that go up:\n" + "\n".join(up)
+
+
+def test_what_goes_up_has_a_reason() -> None:
+    place = {folder: index for index, folder in enumerate(LINE)}
+    up = {
+        ends(one)
+        for one in all_imports()
+        if not one.at_import and place[folder_of(one.importer)] < place[folder_of(one.imported)]
+    }
+    assert not up - set(LATE), "imports that go up without a reason in LATE"
+    assert not set(LATE) - {ends(one) for one in all_imports() if not one.at_import}, "no more"
+
+
+def test_no_circle_of_files() -> None:
+    """Imports inside functions and for type checkers counted, but for those with a reason."""
+    graph: dict[str, set[str]] = defaultdict(set)
+    for one in all_imports():
+        if ends(one) not in LATE and one.importer != one.imported:
+            graph[one.importer].add(one.imported)
+    assert not circles(graph)
+
+
+TYPED = ("graphshard.program.ops", "graphshard.program.collective")
+ARGUMENTS = {
+    "unit",
+    "params",
+    "group",
+    "ranks",
+    "columns",
+    "units",
+    "dims",
+    "in_place",
+    "param",
+    "of",
+}
+
+
+def test_nodes_arguments_are_read_through_their_typed_views_only() -> None:
+    """`node.kwargs["unit"]` and the like stand in the typed views alone."""
+    read = []
+    for module, path in files().items():
+        for node in ast.walk(ast.parse(path.read_text())):
+            if module in TYPED:
+                continue
+            key: ast.AST | None = None
+            if isinstance(node, ast.Subscript) and _is_kwargs(node.value):
+                key = node.slice
+            elif isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute):
+                key = node.args[0] if node.args and _is_kwargs(node.func.value) else None
+            elif isinstance(node, ast.Compare) and _is_kwargs(node.comparators[0]):
+                key = node.left
+            if isinstance(key, ast.Constant) and key.value in ARGUMENTS:
+                read.append(f"{module}:{node.lineno}")
+    assert not read
+
+
+def _is_kwargs(value: ast.AST) -> bool:
+    return isinstance(value, ast.Attribute) and value.attr == "kwargs"
+
+
+def test_old_paths_of_modules_lead_to_modules_of_today() -> None:
+    today = set(files())
+    assert {f"graphshard.{new}" for new in MOVED.values()} <= today
+    assert not {f"graphshard.{old}" for old in MOVED} & today
+
+
+@pytest.mark.parametrize("old", ["graphshard.views", "graphshard.passes.keep_unsharded"])
+def test_an_old_path_says_where_the_module_is(old: str) -> None:
+    sys.modules.pop(old, None)
+    with pytest.warns(DeprecationWarning, match=f"{old} is graphshard"):
+        module = importlib.import_module(old)
+    assert module is sys.modules[module.__name__]
+    assert module.__spec__ is not None
+    assert module.__spec__.name == module.__name__ == f"graphshard.{MOVED[old.partition('.')[2]]}"
+
+
+def test_the_short_paths_stay() -> None:
+    ops, plan = map(importlib.import_module, ("graphshard.ops", "graphshard.plan"))
+    assert ops.all_gather.__module__ == "graphshard.ops"
+    assert plan.ShardingPlan is graphshard.ShardingPlan
+    assert callable(graphshard.plan)
+
+
+def circles(graph: dict[str, set[str]]) -> list[list[str]]:
+    """The strongly connected components of more than one file (Tarjan)."""
+    import networkx
+
+    directed = networkx.DiGraph([(a, b) for a, targets in graph.items() for b in targets])
+    return [
+        sorted(part) for part in networkx.strongly_connected_components(directed) if len(part) > 1
+    ]
+
+
+if __name__ == "__main__":
+    place = {folder: index for index, folder in enumerate(LINE)}
+    for one in all_imports():
+        a, b = place.get(folder_of(one.importer), -1), place.get(folder_of(one.imported), -1)
+        if a < b:
+            print("UP " if one.at_import else "up ", f"{one.importer}:{one.line} -> {one.imported}")
+    graph: dict[str, set[str]] = defaultdict(set)
+    for one in all_imports():
+        if ends(one) not in LATE and one.importer != one.imported:
+            graph[one.importer].add(one.imported)
+    for circle in circles(graph):
+        print("CIRCLE", circle)

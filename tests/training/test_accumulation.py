@@ -1,0 +1,400 @@
+"""Gradient accumulation: kept unsharded, or reduced with each micro-batch."""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from loops import OneProcess, full, same_grads, same_params
+from ranks import Checks
+from runtime_models import Block, ManyOutputs, Odd, TiedGPT, features_of, tokens_of
+from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+
+import graphshard
+from graphshard.errors import PassError, RuntimeStateError
+
+MICRO = 3
+
+
+def gpt(layers: int = 2) -> nn.Module:
+    torch.manual_seed(0)
+    return TiedGPT(layers)
+
+
+def compiled(model: nn.Module, **fields: Any) -> graphshard.ShardedModule:
+    return graphshard.compile(model, graphshard.BlockPolicy({Block}, **fields))
+
+
+def exact() -> bool:
+    return dist.get_world_size() == 2
+
+
+def backward(model: nn.Module, rank: int, *batch: Any) -> None:
+    torch.manual_seed(rank)
+    model(*batch).backward()
+
+
+def ops_of(program: graphshard.Program) -> set[str]:
+    return {event.op for event in program.schedule() if event.phase == "backward"}
+
+
+def micro_batches(rank: int, step: int) -> list[tuple[Tensor, ...]]:
+    return [tokens_of(rank, MICRO * step + micro) for micro in range(MICRO)]
+
+
+def kept_is_one_process_s(rank: int) -> None:
+    """Two steps of three micro-batches, the last of which reduces."""
+    strategies = ("FULL_SHARD", "SHARD_GRAD_OP", "SHARD_OPTIMIZER", "NO_SHARD")
+    for strategy in strategies if exact() else strategies[:1]:
+        model = gpt(1)
+        sharded = compiled(model, strategy=strategy)
+        optim = torch.optim.AdamW(sharded.parameters(), lr=1e-2)
+        reference = OneProcess(
+            model, dist.get_world_size(), lambda m: torch.optim.AdamW(m.parameters(), lr=1e-2)
+        )
+        for step in range(2):
+            batches = micro_batches(rank, step)
+            with sharded.no_sync():
+                for batch in batches[:-1]:
+                    backward(sharded, rank, *batch)
+                    assert all(p.grad is None for p in sharded.parameters())
+            backward(sharded, rank, *batches[-1])
+            reference.backward(lambda r, step=step: micro_batches(r, step))
+            same_grads(sharded, reference.model, exact=exact())
+            optim.step()
+            sharded.zero_grad()
+            reference.step()
+        same_params(sharded, reference.model, exact=exact())
+        reduce = "all_reduce" if strategy == "NO_SHARD" else "reduce_scatter"
+        kinds = [ops_of(program) & {"keep", "add_kept", reduce} for program in sharded.programs]
+        assert {"keep"} in kinds
+        assert {"add_kept", reduce} in kinds
+        assert all(kind in ({"keep"}, {"add_kept", reduce}) for kind in kinds)
+
+
+def kept_is_fully_shard_s(rank: int) -> None:
+    model = gpt(1)
+    reference = copy.deepcopy(model)
+    for block in reference.blocks:
+        fully_shard(block)
+    fully_shard(reference)
+    sharded = compiled(model)
+    batches = micro_batches(rank, 0)
+    reference.set_requires_gradient_sync(False)
+    with sharded.no_sync():
+        for batch in batches[:-1]:
+            backward(sharded, rank, *batch)
+            backward(reference, rank, *batch)
+    reference.set_requires_gradient_sync(True)
+    backward(sharded, rank, *batches[-1])
+    backward(reference, rank, *batches[-1])
+    for (name, ours), theirs in zip(
+        sharded.named_parameters(), reference.parameters(), strict=True
+    ):
+        assert torch.equal(full(ours.grad), full(theirs.grad)), name
+
+
+def reduced_each_time(rank: int) -> None:
+    """The default adds reduced shards; mixing both ways adds up all the same."""
+    model = gpt(1)
+    reference = OneProcess(model, dist.get_world_size())
+    reference.backward(lambda r: micro_batches(r, 0))
+    first, second, third = micro_batches(rank, 0)
+    sharded = compiled(model)
+    for batch in (first, second, third):
+        backward(sharded, rank, *batch)
+    same_grads(sharded, reference.model, exact=False)
+    assert len(sharded.programs) == 1
+    sharded.zero_grad()
+    backward(sharded, rank, *first)
+    with sharded.no_sync():
+        backward(sharded, rank, *second)
+    backward(sharded, rank, *third)
+    same_grads(sharded, reference.model, exact=False)
+
+
+def only_all_reduce_put_off(rank: int) -> None:
+    """Four ranks as 2 x 2: as `fully_shard` without all-reduce, and as one process."""
+    model = gpt(1)
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard"))
+    theirs = copy.deepcopy(model)
+    for block in theirs.blocks:
+        fully_shard(block, mesh=mesh)
+    fully_shard(theirs, mesh=mesh)
+    reference = OneProcess(model, 4)
+    reference.backward(lambda r: micro_batches(r, 0))
+    sharded = graphshard.compile(
+        model, graphshard.BlockPolicy({Block}, strategy="HYBRID_SHARD"), mesh=mesh
+    )
+    batches = micro_batches(rank, 0)
+    theirs.set_requires_all_reduce(False)
+    with sharded.no_sync(all_reduce_only=True):
+        for batch in batches[:-1]:
+            backward(sharded, rank, *batch)
+            backward(theirs, rank, *batch)
+    theirs.set_requires_all_reduce(True)
+    backward(sharded, rank, *batches[-1])
+    backward(theirs, rank, *batches[-1])
+    same_grads(sharded, reference.model, exact=False)
+    for ours, other in zip(sharded.parameters(), theirs.parameters(), strict=True):
+        torch.testing.assert_close(full(ours.grad), full(other.grad), rtol=1e-5, atol=1e-8)
+    keep, add = sharded.programs
+    assert ops_of(keep) & {"keep", "add_kept", "reduce_scatter", "all_reduce"} == {
+        "keep",
+        "reduce_scatter",
+    }
+    assert ops_of(add) >= {"add_kept", "reduce_scatter", "all_reduce"}
+    assert "bytes of shards of gradients" in str(keep)
+    sharded.zero_grad()
+    first, second, third = batches
+    with sharded.no_sync():  # first whole gradients, then shards
+        backward(sharded, rank, *first)
+    with sharded.no_sync(all_reduce_only=True):
+        backward(sharded, rank, *second)
+    backward(sharded, rank, *third)
+    same_grads(sharded, reference.model, exact=False)
+
+
+def odd_parameters_on_replicas(rank: int) -> None:
+    """Replicated parameters are reduced each time, whatever is put off."""
+    torch.manual_seed(0)
+    model = Odd()
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard"))
+    sharded = graphshard.compile(
+        model, graphshard.BlockPolicy({Block}, strategy="HYBRID_SHARD_ZERO2"), mesh=mesh
+    )
+    reference = OneProcess(model, 4)
+    reference.backward(lambda r: [features_of(r, s, 16) for s in range(2)])
+    with sharded.no_sync(all_reduce_only=True):
+        backward(sharded, rank, *features_of(rank, 0, 16))
+    backward(sharded, rank, *features_of(rank, 1, 16))
+    same_grads(sharded, reference.model, exact=False)
+    norm = sharded.clip_grad_norm_(1e6)
+    theirs = torch.nn.utils.clip_grad_norm_(reference.model.parameters(), 1e6)
+    torch.testing.assert_close(norm, theirs, rtol=1e-6, atol=0)
+    flat = compiled(Odd())
+    with flat.no_sync(all_reduce_only=True), pytest.raises(PassError, match="over replicas"):
+        flat(*features_of(rank, 0, 16))
+
+
+class Heads(nn.Module):
+    """Uses one head or the other."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.trunk = Block(dropout=0.0)
+        self.left = nn.Linear(16, 5)
+        self.right = nn.Linear(16, 5)
+
+    def forward(self, x: Tensor, left: bool) -> Tensor:
+        return (self.left if left else self.right)(self.trunk(x)).pow(2).mean()
+
+
+def other_parameters(rank: int) -> None:
+    """What an earlier micro-batch kept is reduced although the last does not use it."""
+    for strategy in ("FULL_SHARD", "NO_SHARD"):
+        torch.manual_seed(0)
+        model = Heads()
+        sharded = graphshard.compile(
+            model, graphshard.BlockPolicy({Block, "Linear"}, strategy=strategy), check=True
+        )
+        reference = OneProcess(model, dist.get_world_size())
+        reference.backward(lambda r: [(*features_of(r, s, 16), s == 0) for s in range(2)])
+        with sharded.no_sync():
+            backward(sharded, rank, *features_of(rank, 0, 16), True)
+        backward(sharded, rank, *features_of(rank, 1, 16), False)
+        same_grads(sharded, reference.model, exact=exact())
+        backward(sharded, rank, *features_of(rank, 1, 16), False)  # nothing is kept any more
+        assert "add_kept" not in ops_of(sharded.program)
+        assert not sharded._graphshard.bindings.kept.tensors
+
+
+def odd_parameters(rank: int) -> None:
+    """Frozen, unused, replicated and single-row parameters."""
+    torch.manual_seed(0)
+    model = Odd()
+    sharded = graphshard.compile(model, graphshard.BlockPolicy({Block}), check=True)
+    reference = OneProcess(model, dist.get_world_size())
+    reference.backward(lambda r: [features_of(r, s, 16) for s in range(2)])
+    with sharded.no_sync():
+        backward(sharded, rank, *features_of(rank, 0, 16))
+    backward(sharded, rank, *features_of(rank, 1, 16))
+    same_grads(sharded, reference.model, exact=exact())
+
+
+def partial_backwards(rank: int) -> None:
+    """Outputs that get no gradient: nothing is kept for them, what was kept is reduced."""
+    torch.manual_seed(0)
+    model = ManyOutputs()
+    world = dist.get_world_size()
+    for strategy in ("FULL_SHARD", "NO_SHARD"):
+        sharded = graphshard.compile(
+            model, graphshard.BlockPolicy({nn.Linear}, strategy=strategy), check=True
+        )
+        replicas = [copy.deepcopy(model) for _ in range(world)]
+        for r, replica in enumerate(replicas):
+            replica(*features_of(r, 0, 6))["loss"].backward()
+            replica(*features_of(r, 1, 6))["pair"][1].sum().backward()
+        with sharded.no_sync():
+            sharded(*features_of(rank, 0, 6))["loss"].backward()
+        assert {name for _, name in sharded._graphshard.bindings.kept.tensors} == {
+            "trunk.weight",
+            "trunk.bias",
+            "left.weight",
+            "left.bias",
+        }
+        sharded(*features_of(rank, 1, 6))["pair"][1].sum().backward()
+        for name, param in sharded.named_parameters():
+            each = [dict(r.named_parameters())[name].grad for r in replicas]
+            expected = sum(each[1:], each[0]) / world
+            torch.testing.assert_close(full(param.grad), expected, rtol=1e-5, atol=1e-7)
+
+
+def eval_between(rank: int) -> None:
+    """Evaluation inside and between is of the one forward-only program."""
+    model = gpt(1)
+    sharded = compiled(model)
+    reference = OneProcess(model, dist.get_world_size())
+    reference.backward(lambda r: micro_batches(r, 0)[:2])
+    first, second, third = micro_batches(rank, 0)
+
+    def evaluate() -> None:
+        with torch.no_grad():
+            sharded.eval()(*third)
+        sharded.train()
+
+    with sharded.no_sync():
+        backward(sharded, rank, *first)
+        evaluate()
+    evaluate()
+    backward(sharded, rank, *second)
+    evaluate()
+    same_grads(sharded, reference.model, exact=exact())
+    assert len(sharded.programs) == 3
+
+
+def forwards_before_backwards(rank: int) -> None:
+    model = gpt(1)
+    sharded = compiled(model)
+    reference = OneProcess(model, dist.get_world_size())
+    reference.backward(lambda r: micro_batches(r, 0))
+    batches = micro_batches(rank, 0)
+
+    def loss(batch: tuple[Tensor, ...]) -> Tensor:
+        torch.manual_seed(rank)
+        return sharded(*batch)
+
+    with sharded.no_sync():
+        losses = [loss(batch) for batch in batches[:2]]
+        for each in losses:
+            each.backward()
+    last = loss(batches[2])
+    last.backward()
+    same_grads(sharded, reference.model, exact=exact())
+    sharded.zero_grad()
+
+    with sharded.no_sync():
+        late = loss(batches[0])
+    now = loss(batches[1])
+    with pytest.raises(RuntimeStateError, match="would miss the reduce"):
+        now.backward()
+    now = loss(batches[1])
+    late.backward()  # in this order it counts
+    now.backward()
+    now = loss(batches[2])
+    now.backward()
+    same_grads(sharded, reference.model, exact=False)
+    sharded.zero_grad()
+
+    with sharded.no_sync():
+        dropped = loss(batches[0])
+    del dropped
+    for batch in batches:
+        loss(batch).backward()
+    same_grads(sharded, reference.model, exact=False)
+
+
+def dropped_and_refused(rank: int) -> None:
+    sharded = compiled(gpt(1))
+    with sharded.no_sync():
+        backward(sharded, rank, *tokens_of(rank, 0))
+    with pytest.raises(RuntimeStateError, match=r"is kept by no_sync\(\) and not reduced yet"):
+        sharded.clip_grad_norm_(1.0)
+    sharded.zero_grad()
+    backward(sharded, rank, *tokens_of(rank, 1))
+    (_, program) = sharded.programs
+    assert "add_kept" not in ops_of(program)
+    fresh = compiled(gpt(1))
+    backward(fresh, rank, *tokens_of(rank, 1))
+    for ours, theirs in zip(sharded.parameters(), fresh.parameters(), strict=True):
+        assert torch.equal(full(ours.grad), full(theirs.grad))
+
+
+def only_inputs(rank: int) -> None:
+    """`autograd.grad` of an input keeps nothing and takes nothing."""
+    torch.manual_seed(0)
+    sharded = compiled(Odd())
+    (x,) = features_of(rank, 0, 16)
+    with sharded.no_sync():
+        torch.autograd.grad(sharded(x.requires_grad_()), x)
+        assert not sharded._graphshard.bindings.kept.tensors
+        sharded(x).backward()
+    kept = len(sharded._graphshard.bindings.kept.tensors)
+    torch.autograd.grad(sharded(x), x)
+    assert len(sharded._graphshard.bindings.kept.tensors) == kept > 0
+
+
+def ranks_must_agree(rank: int) -> None:
+    sharded = compiled(gpt(1))
+    syncing = sharded.no_sync() if rank == 0 else contextlib.nullcontext()
+    with syncing, pytest.raises(graphshard.FingerprintError, match="different collectives"):
+        sharded(*tokens_of(rank, 0))
+
+
+ON_TWO = [
+    kept_is_one_process_s,
+    kept_is_fully_shard_s,
+    reduced_each_time,
+    other_parameters,
+    odd_parameters,
+    partial_backwards,
+    eval_between,
+    forwards_before_backwards,
+    dropped_and_refused,
+    only_inputs,
+    ranks_must_agree,
+]
+ON_FOUR = [
+    kept_is_one_process_s,
+    odd_parameters,
+    only_all_reduce_put_off,
+    odd_parameters_on_replicas,
+]
+
+
+@pytest.fixture(scope="module")
+def on_two() -> Checks:
+    return Checks(ON_TWO, 2, timeout=400)
+
+
+@pytest.fixture(scope="module")
+def on_four() -> Checks:
+    return Checks(ON_FOUR, 4, timeout=400)
+
+
+@pytest.mark.parametrize("check", ON_TWO, ids=lambda check: check.__name__)
+def test_on_two_ranks(on_two: Checks, check: Callable[[int], None]) -> None:
+    on_two.require(check)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("check", ON_FOUR, ids=lambda check: check.__name__)
+def test_on_four_ranks(on_four: Checks, check: Callable[[int], None]) -> None:
+    on_four.require(check)

@@ -1,0 +1,267 @@
+"""The search: as good as the best of a grid, within the budget, by bounds that hold."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from itertools import pairwise, product
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import nn
+from tuning import OPEN, SLOW, gpt, llama, simulator_of
+
+import graphshard
+from graphshard import AutoPolicy, BlockPolicy, MixedPrecision, SizePolicy
+from graphshard.format import human_bytes
+from graphshard.hardware.hardware import Hardware
+from graphshard.policy.tree import ModuleTree
+from graphshard.tune import search as searching
+from graphshard.tune.blocks import Blocks
+from graphshard.tune.bounds import Bounds
+from graphshard.tune.reasons import advice, reasons
+from graphshard.tune.search import Search, frontier_of
+from graphshard.tune.shallow import shallow_of
+from graphshard.tune.simulator import Simulator
+from graphshard.tune.space import Candidate
+from graphshard.tune.tuning import Outcome
+
+
+@pytest.fixture(scope="module")
+def simulator() -> Simulator:
+    """Of a small GPT; what it has simulated is shared by the tests."""
+    few = replace(OPEN, units=BlockPolicy({"Block"}), forward_prefetch=1)
+    return simulator_of(*gpt(), few)
+
+
+@pytest.fixture(scope="module")
+def grid(simulator: Simulator) -> list[tuple[float, int]]:
+    """Seconds and peak of every policy of a grid, no bound asked."""
+    shardings = [
+        *({"strategy": "FULL_SHARD", "reshard_root": root} for root in (False, True)),
+        *({"strategy": s} for s in ("SHARD_GRAD_OP", "SHARD_OPTIMIZER", "NO_SHARD")),
+    ]
+    found = []
+    for sharding, backward, recompute in product(
+        shardings, ("pre", "post", None), (None, "selective", {"Block"})
+    ):
+        policy = BlockPolicy(
+            {"Block"},
+            backward_prefetch=backward,
+            forward_prefetch=1,
+            recompute=recompute,
+            **sharding,
+        )
+        plan = simulator.plan_of(policy)
+        estimate = simulator.estimate(plan, simulator.captures.of(plan))
+        found.append((estimate.step_seconds, estimate.peak_bytes))
+    return found
+
+
+def best_of(grid: list[tuple[float, int]], budget: int) -> float:
+    return min((seconds for seconds, peak in grid if peak <= budget), default=float("inf"))
+
+
+@pytest.mark.parametrize("part", [0.0, 0.2, 0.5, 1.0])
+def test_it_is_as_good_as_the_best_of_a_grid(simulator, grid, part):
+    peaks = [peak for _, peak in grid]
+    budget = int(min(peaks) + part * (max(peaks) - min(peaks)))
+    winner = Search(simulator, None, budget).run()
+    assert winner is not None
+    assert winner.peak <= budget
+    assert winner.seconds <= best_of(grid, budget) * (1 + 1e-6)
+
+
+def test_on_a_host_there_is_nowhere_to_offload_to(simulator):
+    space = replace(simulator.space, auto=AutoPolicy(cuda_graph=True))
+    assert {group.offload is None for group in space.groups()} == {True, False}
+    candidate = Candidate(next(iter(space.groups())))
+    assert space.policy(candidate).cuda_graph
+    on_host = replace(space, hardware=Hardware.load("cpu-gloo"))
+    assert {group.offload for group in on_host.groups()} == {None}
+
+
+def test_bounds_hold_and_do_prune(simulator, grid):
+    bounds = Bounds(simulator)
+    for group in simulator.space.groups():
+        bound = bounds.of(group)
+        for outcome in simulator.outcomes(group):
+            assert bound.seconds <= outcome.seconds * (1 + 1e-9)
+            assert bound.bytes <= outcome.peak
+    search = Search(simulator, None, int(1.01 * min(peak for _, peak in grid)))
+    search.run()
+    assert search.too_large
+    quick = replace(simulator.space, hardware=Hardware.load("h100-sxm"))
+    roomy = Search(simulator.within(quick), None, 1 << 40)
+    roomy.run()
+    assert roomy.too_slow
+
+
+@settings(max_examples=15, deadline=None)
+@given(parts=st.tuples(st.floats(0, 1.2), st.floats(0, 1.2)))
+def test_more_memory_is_never_slower(simulator, grid, parts):
+    peaks = [peak for _, peak in grid]
+    low, high = sorted(int(min(peaks) + part * (max(peaks) - min(peaks))) for part in parts)
+    less, more = (Search(simulator, None, budget).run() for budget in (low, high))
+    assert less is not None
+    assert more is not None
+    assert more.seconds <= less.seconds * (1 + 1e-6)
+    assert less.peak <= low
+
+
+def test_a_part_is_recomputed_where_that_is_enough(simulator):
+    def smallest(recompute):
+        groups = [g for g in simulator.space.groups() if g.recompute == recompute]
+        outcomes = [o for group in groups for o in simulator.outcomes(group)]
+        return min(outcomes, key=lambda outcome: outcome.peak)
+
+    none, whole = smallest(None), smallest(simulator.space.everything)
+    search = Search(simulator, None, (none.peak + whole.peak) // 2)
+    winner = search.run()
+    assert winner is not None
+    policy = simulator.space.policy(winner.candidate)
+    assert policy.recompute is not None
+    assert winner.seconds < whole.seconds
+    rungs = [o for o in search.tried.values() if o.candidate.group.budget]
+    assert rungs
+    assert all(o.step_bytes <= o.candidate.group.budget for o in rungs)
+
+
+def test_the_frontier_and_the_reasons(simulator, grid):
+    budget = sorted(peak for _, peak in grid)[len(grid) // 2]
+    search = Search(simulator, None, budget)
+    winner = search.run()
+    assert winner is not None
+    frontier = frontier_of(search.whole.values())
+    for one, other in pairwise(frontier):
+        assert one.seconds <= other.seconds
+        assert one.peak > other.peak
+    why = reasons(search, winner)
+    assert any(f" of {human_bytes(budget)}" in w for w in why.values())
+    assert any("slower" in w for w in why.values())
+    assert any(name.startswith("strategy=") for name in why)
+    assert any(name.startswith("recompute=") for name in why)
+
+
+def test_where_nothing_fits_more_ranks_are_counted(simulator, grid):
+    search = Search(simulator, None, int(0.9 * min(peak for _, peak in grid)))
+    assert search.run() is None
+    assert "ranks" in advice(search)
+
+
+def test_units_of_a_model():
+    blocks = Blocks(ModuleTree(gpt(layers=3)[0]))
+    assert blocks.fqns == ("blocks.0", "blocks.1", "blocks.2")
+    assert blocks.classes == ("Block",)
+    assert blocks.parts == ("Attention",)
+    choices = blocks.unit_choices()
+    assert choices[0] == BlockPolicy({"Block"})
+    chosen = [tuple(choice.select(blocks.tree)) for choice in choices]
+    assert len(set(chosen)) == len(chosen)
+    alone = Blocks(ModuleTree(nn.Linear(3, 3)))
+    assert alone.fqns == ()
+    assert alone.unit_choices() == [SizePolicy(12)]
+
+
+class Scale(nn.Linear):
+    def forward(self, x):
+        return x * self.weight
+
+
+class Strict(nn.Linear):
+    def forward(self, x):
+        if x.dtype != self.weight.dtype:
+            raise TypeError("only where units cast")
+        return super().forward(x)
+
+
+class Casts(nn.Module):
+    """What its second part is given is float32, and so is what that returns, if it is no unit."""
+
+    def __init__(self, kind: type[nn.Linear]) -> None:
+        super().__init__()
+        self.parts = nn.ModuleList([kind(8, 8) for _ in range(3)])
+
+    def forward(self, x):
+        return self.parts[2](self.parts[1](self.parts[0](x).float())).sum()
+
+
+@pytest.mark.parametrize(
+    ("kind", "choices", "captured"),
+    [(Scale, [(), (0,), (2,), (1,), (0, 1, 2)], 4), (Strict, [(0, 1, 2), (1, 2)], 2)],
+)
+def test_units_share_a_captured_program_where_it_is_the_same(kind, choices, captured):
+    x = torch.zeros(8, 8)
+    precision = MixedPrecision(torch.bfloat16)
+    simulator = simulator_of(Casts(kind), (x,), replace(OPEN, mixed_precision=precision), ranks=2)
+    for chosen in choices:
+        modules = {f"parts.{index}": {} for index in chosen}
+        policy = graphshard.ModulePolicy(modules, mixed_precision=precision)
+        plan = simulator.plan_of(policy)
+        made = graphshard.plan(Casts(kind), policy, world_size=2, example_inputs=(x,))
+        own = simulator.estimate(plan, simulator.captures.of(plan))
+        assert str(own.program) == str(made.program)
+    assert simulator.captures.count == captured
+
+
+def deep(**fields) -> Simulator:
+    fixed = {"units": BlockPolicy({"Block"}), "strategy": "FULL_SHARD", "reshard_root": False}
+    fixed |= {"backward_prefetch": "pre", "forward_prefetch": 1}
+    return simulator_of(*gpt(layers=10), replace(OPEN, **{**fixed, **fields}))
+
+
+def test_deeper_models_follow_from_shallow_ones():
+    simulator = deep(recompute={"Block"})
+    shallow = shallow_of(simulator.model, simulator.captures, simulator.space)
+    assert shallow is not None
+    for group in simulator.space.groups():
+        for drawn in shallow.outcomes(group):
+            whole = simulator.outcome(drawn.candidate)
+            assert isinstance(whole, Outcome)
+            assert drawn.seconds == pytest.approx(whole.seconds, rel=0.01)
+            assert drawn.peak == pytest.approx(whole.peak, rel=0.03)
+            assert not drawn.whole
+    assert shallow_of(*_with_captures(gpt(layers=4))) is None
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(1200)
+@pytest.mark.parametrize("part", [0.2])
+def test_what_shallow_models_find_is_simulated_whole_and_as_good(part, monkeypatch):
+    monkeypatch.setattr(searching, "EXHAUSTIVE", 0)
+    simulator = deep()
+    everything = [o for group in simulator.space.groups() for o in simulator.outcomes(group)]
+    low, high = min(o.peak for o in everything), max(o.peak for o in everything)
+    search = Search.of(simulator, int(low + part * (high - low)))
+    assert search.shallow is not None
+    winner = search.run()
+    assert winner is not None
+    assert winner.whole
+    assert winner.peak <= search.budget
+    fitting = [o.seconds for o in everything if o.peak <= search.budget]
+    assert winner.seconds <= min(fitting) * 1.005
+    assert all(o.whole for o in search.whole.values())
+
+
+def _with_captures(made):
+    model, inputs = made
+    simulator = simulator_of(model, inputs, OPEN)
+    return model, simulator.captures, simulator.space
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(1200)
+@pytest.mark.parametrize(("name", "hardware"), [("gpt", SLOW)], ids=["gpt"])
+def test_it_is_as_good_as_all_there_is(name, hardware):
+    model, inputs = gpt() if name == "gpt" else llama()
+    simulator = simulator_of(model, inputs, AutoPolicy(hardware=hardware, schedule="fsdp"), ranks=8)
+    everything = [o for group in simulator.space.groups() for o in simulator.outcomes(group)]
+    peaks = [outcome.peak for outcome in everything]
+    for part in (0.0, 0.05, 0.1, 0.2, 0.4, 0.7, 1.0):
+        budget = int(min(peaks) + part * (max(peaks) - min(peaks)))
+        winner = Search(simulator, None, budget).run()
+        assert winner is not None
+        assert winner.peak <= budget
+        best = min(outcome.seconds for outcome in everything if outcome.peak <= budget)
+        assert winner.seconds <= best * (1 + 1e-6)
