@@ -27,7 +27,8 @@ from graphshard.pipeline import (
 from graphshard.planning.model_checks import require_module
 from graphshard.planning.plan import ShardingPlan
 from graphshard.planning.planner import make_plan, require_policy
-from graphshard.policy.base import Policy, is_int
+from graphshard.policy.base import Policy
+from graphshard.policy.fields import is_int
 from graphshard.program import ops
 from graphshard.program.pass_protocol import Pass
 from graphshard.program.program import Program

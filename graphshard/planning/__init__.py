@@ -1,4 +1,4 @@
-"""What was decided for a model and a mesh: units, layouts, options. Needs no graph."""
+"""Decide the units, layouts and options of a model on a mesh, without a graph."""
 
 from graphshard.planning.layout import ParamLayout, Unit
 from graphshard.planning.options import UnitOptions

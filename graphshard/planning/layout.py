@@ -1,4 +1,4 @@
-"""graphshard/planning/layout.py."""
+"""Layouts: how each parameter is split over ranks, and which parameters form a unit."""
 
 from __future__ import annotations
 
@@ -6,7 +6,6 @@ from collections.abc import Collection
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from math import prod
-from typing import TYPE_CHECKING
 
 import torch
 
@@ -14,18 +13,15 @@ from graphshard.planning.options import UnitOptions
 from graphshard.policy.placement import IGNORED, MAX_PADDING, MIN_BYTES, SHARDED
 from graphshard.policy.precision import MixedPrecision
 
-if TYPE_CHECKING:
-    pass
-
 
 @dataclass(frozen=True)
 class ParamLayout:
-    """How one parameter lies on `world_size` ranks: those it is sharded over.
+    """How one parameter is laid out on `world_size` ranks, the ranks it is sharded over.
 
-    placement is "shard" (split along `dim`) or "replicate" (a full copy per rank). Along dim 0 the
-    chunks have ceil(d0 / W) rows, the last ones fewer or none, each stored padded to that size;
-    any other dim is a multiple of W. `resident`: besides, each rank keeps the whole of it, of
-    which its chunk is a part. An ignored parameter has the placement "ignore".
+    placement: "shard" (split along `dim`), "replicate" (a full copy per rank) or "ignore". Along
+    dim 0 a chunk has ceil(d0 / W) rows; the last chunks may have fewer or none, and each is stored
+    padded to that size. Any other dim must be a multiple of W.
+    resident: each rank also keeps the full parameter, and its chunk is a part of that memory.
     """
 
     fqn: str
@@ -37,23 +33,23 @@ class ParamLayout:
     world_size: int
     dim: int = 0
     resident: bool = False
-    precision: MixedPrecision | None = None  # of what is cast; None for what never is
+    precision: MixedPrecision | None = None  # None for a parameter that is never cast
 
     @property
     def compute_dtype(self) -> torch.dtype:
-        """What it is gathered and computed with in."""
+        """The dtype it is gathered and computed with in."""
         return (self.precision and self.precision.param_dtype) or self.dtype
 
     @property
     def reduce_dtype(self) -> torch.dtype:
-        """What its gradient is reduced in."""
+        """The dtype its gradient is reduced in."""
         return (self.precision and self.precision.reduce_dtype) or self.compute_dtype
 
     @property
     def grad_dtype(self) -> torch.dtype:
-        """What the optimizer finds its gradient in."""
-        kept = self.precision is not None and self.precision.keep_low_precision_grads
-        return self.reduce_dtype if kept else self.dtype
+        """The dtype of the gradient that the optimizer gets."""
+        low_precision = self.precision is not None and self.precision.keep_low_precision_grads
+        return self.reduce_dtype if low_precision else self.dtype
 
     @property
     def numel(self) -> int:
@@ -62,18 +58,18 @@ class ParamLayout:
 
     @property
     def ignored(self) -> bool:
-        """Whether it is in no unit: each rank's own, its gradients not reduced."""
+        """Whether it is in no unit: each rank has its own, and gradients are not reduced."""
         return self.placement == IGNORED
 
     @property
     def sharded(self) -> bool:
-        """Whether ranks hold parts of it."""
+        """Whether it is split over ranks."""
         return self.placement == SHARDED
 
     def enters_as_shard(self, stale: Collection[str]) -> bool:
-        """Whether a program gets this rank's part of it, to be gathered, rather than all of it.
+        """Whether it enters a program as this rank's shard, to be gathered, and not whole.
 
-        A resident one only if it is among those that are `stale` (see `Program.stale`).
+        A resident parameter does only if it is `stale` (see `Program.stale`).
         """
         return self.sharded and (not self.resident or self.fqn in stale)
 
@@ -84,17 +80,17 @@ class ParamLayout:
 
     @property
     def shard_shape(self) -> tuple[int, ...]:
-        """Shape a rank stores, padding included; the same on every rank."""
+        """The shape each rank stores, padding included; the same on every rank."""
         if not self.sharded:
             return self.shape
         return (*self.shape[: self.dim], self.padded_rows, *self.shape[self.dim + 1 :])
 
     @property
     def gathered_shape(self) -> tuple[int, ...]:
-        """Shape of the buffer a gather fills, one rank's part after the other's along dim 0.
+        """The shape of the buffer a gather fills: the ranks' shards concatenated along dim 0.
 
-        Split along dim 0 the parameter is its prefix; along another dim it is a copy, in the right
-        order, of this buffer.
+        A parameter split along dim 0 is a prefix of this buffer; one split along another dim is a
+        reordered copy of it.
         """
         if not self.sharded:
             return self.shape
@@ -103,7 +99,7 @@ class ParamLayout:
 
     @property
     def padded_too_much(self) -> bool:
-        """Whether it is padded by more than is accepted without saying so (see `placement`)."""
+        """Whether its padding is large enough for a warning (see `graphshard.policy.placement`)."""
         return (
             self.sharded
             and self.numel * self.dtype.itemsize >= MIN_BYTES
@@ -111,15 +107,15 @@ class ParamLayout:
         )
 
     def over(self, ranks: int) -> ParamLayout:
-        """The same parameter, split over so many ranks."""
+        """The same parameter split over `ranks` ranks."""
         return replace(self, world_size=ranks)
 
     def columns(self, start: int, stop: int) -> ParamLayout:
-        """These columns of it, which lie as it does: as a parameter of its own."""
+        """The layout of its columns `start` to `stop` as a separate parameter."""
         return replace(self, shape=(*self.shape[:-1], stop - start))
 
     def rows(self, rank: int) -> tuple[int, int]:
-        """The half-open range of `dim` that `rank` owns; may be empty."""
+        """The half-open range of `dim` that `rank` owns; it may be empty."""
         start = min(rank * self.padded_rows, self.shape[self.dim])
         return start, min(start + self.padded_rows, self.shape[self.dim])
 
@@ -142,7 +138,7 @@ class ParamLayout:
 
 @dataclass(frozen=True)
 class Unit:
-    """Parameters gathered together: a module's, less those of nested units; a tied one once."""
+    """Parameters gathered together: a module's without those of nested units, tied ones once."""
 
     fqn: str  # "" is the root
     module_class: str
@@ -151,12 +147,12 @@ class Unit:
 
     @cached_property
     def params(self) -> tuple[str, ...]:
-        """FQNs of the parameters it manages, in module order."""
+        """FQNs of its parameters, in module order."""
         return tuple(layout.fqn for layout in self.layouts)
 
     @cached_property
     def numel(self) -> int:
-        """Elements it manages."""
+        """Number of elements of its parameters."""
         return sum(layout.numel for layout in self.layouts)
 
     @cached_property

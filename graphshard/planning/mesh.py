@@ -1,4 +1,4 @@
-"""The arrangement of ranks a plan is made for: what it may be, and what it lets a unit ask for."""
+"""Check the mesh of ranks that a plan is made for, and fit units' options to it."""
 
 from __future__ import annotations
 
@@ -23,11 +23,11 @@ _HYBRID_OF = {plain: hybrid for hybrid, plain in _PLAIN_OF.items()}
 def checked_mesh(
     world_size: int, mesh_shape: Sequence[int] | None, policy: Policy
 ) -> tuple[int, ...]:
-    """The mesh of `world_size` ranks: `(ranks,)`, or `(replicas, ranks to shard over)`.
+    """Return the mesh shape of `world_size` ranks: `(ranks,)` or `(replicas, ranks to shard over)`.
 
     Raises:
         PlanError: the numbers contradict each other.
-        PolicyError: the strategy needs a mesh of two dimensions and there is none.
+        PolicyError: the strategy needs a mesh of two dimensions, and `mesh_shape` is None.
     """
     if type(world_size) is not int or world_size < 1:
         raise PlanError(
@@ -58,13 +58,14 @@ def checked_mesh(
 
 
 def fitted(options: UnitOptions, unit: str, mesh_shape: tuple[int, ...]) -> UnitOptions:
-    """`options` of `unit` as they come out on this mesh.
+    """Return the `options` of `unit`, adapted to this mesh.
 
-    Groups of one rank keep whole parameters, and a group of all ranks is no other than the whole.
+    Resharding to groups of one rank means keeping parameters whole, and resharding to one group of
+    all ranks means freeing them.
 
     Raises:
-        PolicyError: the strategy is for meshes of the other number of dimensions.
-        PlanError: the unit is to be resharded to groups that do not divide the ranks.
+        PolicyError: the strategy needs another number of mesh dimensions.
+        PlanError: the unit's reshard groups do not divide the ranks.
     """
     name, strategy, shard_size = unit or "(root)", options.strategy, mesh_shape[-1]
     if len(mesh_shape) == 2 and not (strategy.hybrid or strategy is Strategy.NO_SHARD):
@@ -90,9 +91,9 @@ def fitted(options: UnitOptions, unit: str, mesh_shape: tuple[int, ...]) -> Unit
         return options
     if shard_size % ranks:
         raise PlanError(
-            f"unit {name} is to be resharded to groups of {ranks} ranks after forward, which do "
-            f"not divide the {shard_size} ranks it is sharded over; choose a divisor of "
-            f"{shard_size}"
+            f"unit {name} is to be resharded to groups of {ranks} ranks after forward, but "
+            f"{ranks} does not divide the {shard_size} ranks it is sharded over; choose a divisor "
+            f"of {shard_size}"
         )
     if ranks in (1, shard_size):
         return replace(options, reshard=ranks != 1)

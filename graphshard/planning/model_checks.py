@@ -1,4 +1,4 @@
-"""Which models can be sharded: what is refused, and what is warned of because it would get lost."""
+"""Check that a model can be sharded: refuse it, or warn of state that would get lost."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ def require_module(model: object) -> None:
     """Check that `model` is an nn.Module.
 
     Raises:
-        PlanError: it is something else, a class of modules among it.
+        PlanError: it is something else, for example a module class.
     """
     if isinstance(model, type) and issubclass(model, nn.Module):
         raise PlanError(
@@ -32,11 +32,11 @@ def require_module(model: object) -> None:
 
 
 def check_model(tree: ModuleTree) -> None:
-    """Refuse a model that cannot be sharded, and warn of what of its state is left out.
+    """Refuse a model that cannot be sharded; warn of state and hooks that sharding loses.
 
     Raises:
-        PlanError: a module is a ScriptModule, has parameters or buffers without a shape, or gives
-            its parameters other names than the module tree does.
+        PlanError: a module is a ScriptModule, has parameters or buffers without a shape, or names
+            its parameters differently from the module tree.
     """
     for fqn, module in tree.modules.items():
         if isinstance(module, torch.jit.ScriptModule):
@@ -52,11 +52,11 @@ def check_model(tree: ModuleTree) -> None:
 
 
 def _refuse_lazy(fqn: str, module: nn.Module) -> None:
-    own: Iterable[tuple[str, str, Any]] = (
+    tensors: Iterable[tuple[str, str, Any]] = (
         *(("parameter", name, value) for name, value in module._parameters.items()),
         *(("buffer", name, value) for name, value in module._buffers.items()),
     )
-    for kind, name, value in own:
+    for kind, name, value in tensors:
         if is_lazy(value):
             raise PlanError(
                 f"{kind} {f'{fqn}.{name}' if fqn else name} has no shape yet (its module is lazy); "
@@ -68,16 +68,16 @@ def _refuse_other_names(fqn: str, module: nn.Module) -> None:
     if type(module).named_parameters is nn.Module.named_parameters:
         return
     in_tree = [name for name, _ in nn.Module.named_parameters(module)]
-    given = [name for name, _ in module.named_parameters()]
-    strange = [name for name in given if name not in set(in_tree)]
-    # A root that leaves names out differs from what is planned; below it nobody asks.
-    hidden = [] if fqn else [name for name in in_tree if name not in set(given)]
+    reported = [name for name, _ in module.named_parameters()]
+    strange = [name for name in reported if name not in set(in_tree)]
+    # Only the root's named_parameters() is used, so only there a missing name matters.
+    hidden = [] if fqn else [name for name in in_tree if name not in set(reported)]
     if strange or hidden:
         raise PlanError(
             "parameters must have the names of the module tree, by which checkpoints and plans "
             f"know them; named_parameters() of {_described(fqn, module)} gives "
             f"{some_of(strange) or 'nothing'} where the tree has {some_of(hidden or in_tree)}; "
-            "pass the modules without what renames them. Instead of checkpoint_wrapper call "
+            "pass the modules without their renaming wrappers. Instead of checkpoint_wrapper call "
             'torch.utils.checkpoint in the forward, or use a policy with recompute="units"'
         )
 
@@ -89,11 +89,12 @@ def _warn_of_lost_state(tree: ModuleTree) -> None:
             hooked.append(_described(fqn, module))
         if type(module).get_extra_state is not nn.Module.get_extra_state:
             extra.append(_described(fqn, module))
-    for what, where in (("state-dict hooks", hooked), ("extra state", extra)):
-        if where:
+    for kind, modules in (("state-dict hooks", hooked), ("extra state", extra)):
+        if modules:
             warnings.warn(
-                f"the sharded state_dict() holds parameters and buffers under their own names, and "
-                f"nothing of the {what} of {some_of(where)}; save and load what they add yourself",
+                "the sharded state_dict() holds parameters and buffers under their own names, and "
+                f"nothing of the {kind} of {some_of(modules)}; save and load what they add "
+                "yourself",
                 stacklevel=5,  # the caller of compile or plan
             )
 
@@ -106,9 +107,9 @@ def _warn_of_hooks(tree: ModuleTree) -> None:
     ]
     if hooks:
         warnings.warn(
-            "hooks on modules are captured with the forward and the backward: what they compute "
-            "is in the program, but what else they do in Python (collect, print, count) happens "
-            f"only while capturing; {some_of(hooks)}",
+            "hooks on modules are captured with the forward and the backward: their tensor "
+            "operations are in the program, but their other effects in Python (collect, print, "
+            f"count) happen only while capturing; {some_of(hooks)}",
             stacklevel=5,  # the caller of compile or plan
         )
 

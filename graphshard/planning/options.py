@@ -1,4 +1,4 @@
-"""What a policy asks for one unit, and how that follows from the policy's own fields."""
+"""The options of one unit, from the policy's fields and its overrides for the unit."""
 
 from __future__ import annotations
 
@@ -14,11 +14,10 @@ from graphshard.policy.strategy import Strategy
 
 @dataclass(frozen=True)
 class UnitOptions:
-    """How one unit is treated.
+    """The options of one unit.
 
-    reshard: what becomes of its gathered parameters after forward: True, they are freed and
-    gathered again; False, they are kept; a number of ranks, each group of so many keeps them
-    sharded among itself.
+    reshard: the state of its gathered parameters after forward. True: freed, and gathered again.
+    False: kept unsharded. A number of ranks: kept sharded within each group of so many ranks.
     """
 
     strategy: Strategy = Strategy.FULL_SHARD
@@ -27,11 +26,11 @@ class UnitOptions:
 
     @property
     def reshard_ranks(self) -> int | None:
-        """Size of the groups that keep its parameters sharded after forward, if such groups do."""
+        """Ranks in a group that keeps its parameters sharded after forward; None without groups."""
         return None if isinstance(self.reshard, bool) else self.reshard
 
     def difference(self, other: UnitOptions) -> str:
-        """The options that are other than those of `other`, as stable text; "" if none is."""
+        """The options that differ from those of `other`, as stable text; "" if none does."""
         return ", ".join(
             f"{name}={text_of(value)}"
             for name, value in vars(self).items()
@@ -40,13 +39,13 @@ class UnitOptions:
 
 
 def options_of(policy: Policy, unit: str, overrides: Mapping[str, Any]) -> UnitOptions:
-    """The options of `unit` under `policy`, of which `overrides` replace some fields.
+    """Return the options of `unit` under `policy`, some of whose fields `overrides` replace.
 
-    The root is kept unsharded between forward and backward unless `policy.reshard_root`, or an
-    override for it, says otherwise.
+    The root is kept unsharded between forward and backward, unless `policy.reshard_root` or an
+    override for it frees it.
 
     Raises:
-        PolicyError: parameters are to be offloaded, and kept whole on the device; or are to be
+        PolicyError: parameters are to be both offloaded and kept whole on the device, or are to be
             freed under a strategy that keeps them.
     """
     strategy = Strategy(overrides.get("strategy", policy.strategy))

@@ -1,6 +1,6 @@
 """The sharding plan: which parameters are gathered together, and how each is laid out on ranks.
 
-Pure: nothing here touches a process group, a device or parameter memory.
+Nothing here touches a process group, a device or parameter memory.
 """
 
 from __future__ import annotations
@@ -28,10 +28,10 @@ __all__ = ["IGNORED", "REPLICATED", "SHARDED", "ParamLayout", "ShardingPlan", "U
 
 @dataclass
 class ShardingPlan:
-    """What was decided: units in module order (the root, "", first), for one policy and mesh.
+    """The units of a model, in module order (the root, "", first), for one policy and mesh.
 
     `world_size` counts all ranks; a mesh is `(ranks,)` or `(replicas, ranks to shard over)`;
-    `backend` is what runs compute: "eager", or "inductor" for compiled regions.
+    `backend` runs compute: "eager", or "inductor" for compiled regions.
     """
 
     units: tuple[Unit, ...]
@@ -39,9 +39,9 @@ class ShardingPlan:
     world_size: int
     mesh_shape: tuple[int, ...]
     warnings: tuple[str, ...] = ()
-    recomputed: tuple[str, ...] = ()  # FQNs of the modules of classes the policy recomputes
+    recomputed: tuple[str, ...] = ()  # FQNs of modules that the policy recomputes by their class
     program: Program | None = field(default=None, repr=False)
-    ignored: tuple[ParamLayout, ...] = ()  # of parameters in no unit, left as they are
+    ignored: tuple[ParamLayout, ...] = ()  # parameters in no unit, left unchanged
     backend: str = "eager"
 
     @property
@@ -51,12 +51,12 @@ class ShardingPlan:
 
     @property
     def replicas(self) -> int:
-        """Groups of `shard_size` ranks; each holds every shard."""
+        """Number of groups of `shard_size` ranks; each group holds every shard."""
         return self.world_size // self.shard_size
 
     @cached_property
     def layouts(self) -> Mapping[str, ParamLayout]:
-        """Layout of every parameter by FQN; all names of a tied one lead to its one layout."""
+        """Layout of every parameter by FQN; all names of a tied parameter map to one layout."""
         of_units = (layout for unit in self.units for layout in unit.layouts)
         return {name: layout for layout in (*of_units, *self.ignored) for name in layout.names}
 
@@ -75,7 +75,7 @@ class ShardingPlan:
 
     @cached_property
     def stale_after_step(self) -> frozenset[str]:
-        """Parameters that ranks keep whole and gather again after each step of an optimizer."""
+        """FQNs of resident parameters that are gathered again after each step of an optimizer."""
         return frozenset(
             layout.fqn
             for unit in self.units
@@ -85,7 +85,7 @@ class ShardingPlan:
 
     @cached_property
     def precisions(self) -> Precisions | None:
-        """What is computed in another dtype than its own; None if nothing is."""
+        """The precision of each unit and parameter; None if nothing is cast."""
         units = {unit.fqn: unit.options.precision for unit in self.units}
         if not any(units.values()):
             return None
@@ -116,7 +116,7 @@ class ShardingPlan:
             raise PlanError(f"the plan knows no parameter named {name!r}") from None
 
     def unit_of_module(self, fqn: str) -> str:
-        """FQN of the innermost unit around the module `fqn` (itself, if it is one)."""
+        """FQN of the innermost unit around the module `fqn`, or of itself if it is a unit."""
         current = fqn
         while current and current not in self._unit_by_fqn:
             current = current.rpartition(".")[0]
@@ -133,13 +133,13 @@ class ShardingPlan:
         return plan_dict(self, units=units)
 
     def text(self, *, unfold: bool = False) -> str:
-        """The plan as stable plain text; `unfold` gives every unit a line of its own."""
+        """The plan as stable plain text; `unfold` prints every unit on its own line."""
         from graphshard.inspect.plan_text import plan_text
 
         return plan_text(self, unfold=unfold)
 
     def table(self, *, unfold: bool = False) -> RenderableType:
-        """The same content for a terminal, in colours, to be printed by rich."""
+        """The same content as a coloured table for rich to print."""
         from graphshard.inspect.plan_text import plan_table
 
         return plan_table(self, unfold=unfold)
@@ -153,10 +153,10 @@ class ShardingPlan:
 
 @dataclass(frozen=True)
 class GradientBytes:
-    """Bytes a rank holds between the backwards of one step, for the parameters that are trained.
+    """Bytes of gradients that a rank holds between the backwards of one step.
 
-    reduced: `.grad` of every parameter, padding included, where each backward reduces.
-    kept: whole gradients, where backwards inside `no_sync()` keep them.
+    reduced: bytes of every `.grad`, padding included, if each backward reduces.
+    kept: bytes of the full gradients that backwards inside `no_sync()` accumulate.
     """
 
     reduced: int
@@ -164,10 +164,9 @@ class GradientBytes:
 
 
 def gradient_bytes(plan: ShardingPlan) -> GradientBytes:
-    """The bytes of `plan`; gradients of ignored parameters are held whole either way."""
+    """Return the gradient bytes of `plan`; those of ignored parameters count in full in both."""
     trained = [each for unit in plan.units for each in unit.layouts if each.requires_grad]
-    own = sum(layout.full_bytes for layout in plan.ignored if layout.requires_grad)
-    return GradientBytes(
-        reduced=own + sum(prod(each.shard_shape) * each.grad_dtype.itemsize for each in trained),
-        kept=own + sum(each.numel * each.reduce_dtype.itemsize for each in trained),
-    )
+    ignored = sum(layout.full_bytes for layout in plan.ignored if layout.requires_grad)
+    shards = sum(prod(each.shard_shape) * each.grad_dtype.itemsize for each in trained)
+    full = sum(each.numel * each.reduce_dtype.itemsize for each in trained)
+    return GradientBytes(reduced=ignored + shards, kept=ignored + full)

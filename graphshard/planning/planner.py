@@ -1,6 +1,6 @@
-"""Planning: which parameters are gathered together, from a model's shapes alone.
+"""Planning: decide from a model's shapes which parameters are gathered together.
 
-Reads no parameter's values and needs no process group, so a model on the meta device will do.
+Planning reads no parameter values and needs no process group, so the model may be on meta.
 """
 
 from __future__ import annotations
@@ -41,25 +41,24 @@ def make_plan(
 ) -> ShardingPlan:
     """Decide the units of `model` and how each parameter lies on the ranks.
 
-    A unit owns the parameters of its module, less those of units below it. A parameter tied over
+    A unit has the parameters of its module without those of units below it. A parameter tied over
     several units belongs to the lowest unit above all its users. Under NO_SHARD every parameter is
-    replicated; else `graphshard.placement.split_dim` says along which dim each is split, unless the
-    policy does.
+    replicated; otherwise the policy or `graphshard.policy.placement.split_dim` chooses the dim
+    along which each is split.
 
     Args:
         model: on any device, meta included.
-        policy: says which modules are units.
+        policy: chooses the units and their options.
         world_size: number of all ranks.
-        mesh_shape: `(world_size,)`, which None means, or `(replicas, ranks to shard over)`, which
-            the HYBRID strategies need: equal shards are kept by the ranks of one column.
+        mesh_shape: `(world_size,)`, also meant by None, or `(replicas, ranks to shard over)`, which
+            the HYBRID strategies need: the ranks of one column hold equal shards.
 
     Returns:
-        The plan, its `program` still None.
+        The plan; its `program` is None.
 
     Raises:
-        PlanError: `model` is none that can be sharded, or the world size or mesh shape is
-            impossible.
-        PolicyError: `policy` is no policy, or asks for what the model or the mesh does not have.
+        PlanError: `model` cannot be sharded, or the world size or mesh shape is impossible.
+        PolicyError: `policy` is no policy, or does not fit the model or the mesh.
     """
     require_module(model)
     require_policy(policy)
@@ -70,46 +69,48 @@ def make_plan(
     unit_fqns = ["", *(fqn for fqn in policy.select(tree) if not ignored.covers(fqn))]
     around = tree.units_around(unit_fqns)
     overrides = policy.overrides(tree)
-    asked = {fqn: options_of(policy, fqn, overrides.get(fqn, {})) for fqn in unit_fqns}
-    if policy.reshard_root and asked[""].reshard is False:
+    requested = {fqn: options_of(policy, fqn, overrides.get(fqn, {})) for fqn in unit_fqns}
+    if policy.reshard_root and requested[""].reshard is False:
         raise PolicyError(
             f"reshard_root=True frees the root after forward, and strategy "
-            f"{asked[''].strategy.value} with reshard_after_forward="
+            f"{requested[''].strategy.value} with reshard_after_forward="
             f"{policy.reshard_after_forward} keeps it; leave one of them out"
         )
-    options = {fqn: fitted(wish, fqn, mesh_shape) for fqn, wish in asked.items()}
+    options = {
+        fqn: fitted(unit_options, fqn, mesh_shape) for fqn, unit_options in requested.items()
+    }
     for fqn in unit_fqns:
         _check_resident(fqn, options[fqn])
-    entries: dict[str, list[TreeParam]] = {fqn: [] for fqn in unit_fqns}
-    for entry in tree.params:
-        entries[around[entry.home]].append(entry)
-    owned: dict[str, list[ParamLayout]] = {}
-    granted: dict[str, bool] = {}  # by wish that may be unfulfilled, whether some parameter does
+    unit_params: dict[str, list[TreeParam]] = {fqn: [] for fqn in unit_fqns}
+    for param in tree.params:
+        unit_params[around[param.home]].append(param)
+    layouts_of: dict[str, list[ParamLayout]] = {}
+    granted: dict[str, bool] = {}  # by request: whether some parameter could be placed so
     for fqn in unit_fqns:
-        names = [entry.names[0] for entry in entries[fqn]]
-        wishes = requested_placements(overrides.get(fqn, {}).get("placement"), names, fqn)
-        owned[fqn] = [
-            _layout(entry, options[fqn], mesh_shape[-1], wishes.get(entry.names[0]), granted)
-            for entry in entries[fqn]
+        names = [param.names[0] for param in unit_params[fqn]]
+        placements = requested_placements(overrides.get(fqn, {}).get("placement"), names, fqn)
+        layouts_of[fqn] = [
+            _layout(param, options[fqn], mesh_shape[-1], placements.get(param.names[0]), granted)
+            for param in unit_params[fqn]
         ]
     _require_granted(granted, mesh_shape[-1])
     units = tuple(
         Unit(fqn, type(tree.modules[fqn]).__name__, tuple(layouts), options[fqn])
-        for fqn, layouts in owned.items()
+        for fqn, layouts in layouts_of.items()
     )
-    left_alone = tuple(_ignored_layout(entry) for entry in tree.ignored)
+    ignored_layouts = tuple(_ignored_layout(param) for param in tree.ignored)
     recomputed = RecomputeChoice.of(policy.recompute).modules(tree)
     plan = ShardingPlan(
-        units, policy, world_size, mesh_shape, recomputed=recomputed, ignored=left_alone
+        units, policy, world_size, mesh_shape, recomputed=recomputed, ignored=ignored_layouts
     )
-    return replace(plan, warnings=(*plan_warnings(plan), *reshard_warnings(asked)))
+    return replace(plan, warnings=(*plan_warnings(plan), *reshard_warnings(requested)))
 
 
 def require_policy(policy: object) -> None:
-    """Check that `policy` is one.
+    """Check that `policy` is a `Policy`.
 
     Raises:
-        PolicyError: it is not, or is a class of policies.
+        PolicyError: it is something else, for example a policy class.
     """
     if isinstance(policy, type) and issubclass(policy, Policy):
         raise PolicyError(
@@ -123,21 +124,20 @@ def require_policy(policy: object) -> None:
         )
 
 
-def _ignored_layout(entry: TreeParam) -> ParamLayout:
-    param = entry.param
+def _ignored_layout(param: TreeParam) -> ParamLayout:
     return ParamLayout(
-        fqn=entry.names[0],
-        names=entry.names,
-        shape=tuple(param.shape),
-        dtype=param.dtype,
-        requires_grad=param.requires_grad,
+        fqn=param.names[0],
+        names=param.names,
+        shape=tuple(param.param.shape),
+        dtype=param.param.dtype,
+        requires_grad=param.param.requires_grad,
         placement=IGNORED,
         world_size=1,
     )
 
 
 def _check_resident(unit: str, options: UnitOptions) -> None:
-    """Refuse what does not go with copies of parameters that ranks keep and compute with."""
+    """Refuse options that resident parameters cannot have."""
     if options.strategy is not Strategy.SHARD_OPTIMIZER:
         return
     if options.precision is not None and options.precision.param_dtype is not None:
@@ -149,74 +149,75 @@ def _check_resident(unit: str, options: UnitOptions) -> None:
 
 
 def _layout(
-    entry: TreeParam,
+    param: TreeParam,
     options: UnitOptions,
     ranks: int,
-    wish: RequestedPlacement | None,
+    request: RequestedPlacement | None,
     granted: dict[str, bool],
 ) -> ParamLayout:
-    shape, dtype = tuple(entry.param.shape), entry.param.dtype
+    shape, dtype = tuple(param.param.shape), param.param.dtype
     resident = options.strategy is Strategy.SHARD_OPTIMIZER
-    dim = _dim(entry, options, ranks, wish, granted)
+    dim = _dim(param, options, ranks, request, granted)
     return ParamLayout(
-        fqn=entry.names[0],
-        names=entry.names,
+        fqn=param.names[0],
+        names=param.names,
         shape=shape,
         dtype=dtype,
-        requires_grad=entry.param.requires_grad,
+        requires_grad=param.param.requires_grad,
         placement=REPLICATED if dim is None else SHARDED,
         world_size=ranks,
         dim=dim or 0,
         resident=resident and dim is not None,
-        precision=options.precision if _is_cast(entry) else None,
+        precision=options.precision if _is_cast(param) else None,
     )
 
 
-def _is_cast(entry: TreeParam) -> bool:
-    """Whether mixed precision casts a parameter: floating-point ones, but for BatchNorm's."""
-    return entry.param.is_floating_point() and not any(map(keeps_its_dtype, entry.holders))
+def _is_cast(param: TreeParam) -> bool:
+    """Whether mixed precision casts a parameter: a floating-point one that is not a BatchNorm's."""
+    return param.param.is_floating_point() and not any(map(keeps_its_dtype, param.holders))
 
 
 def _dim(
-    entry: TreeParam,
+    param: TreeParam,
     options: UnitOptions,
     ranks: int,
-    wish: RequestedPlacement | None,
+    request: RequestedPlacement | None,
     granted: dict[str, bool],
 ) -> int | None:
     """The dim to split a parameter along, or None to replicate it."""
-    name, shape = entry.names[0], tuple(entry.param.shape)
-    if wish is not None:
-        if options.strategy is Strategy.NO_SHARD and wish.where != REPLICATED:
+    name, shape = param.names[0], tuple(param.param.shape)
+    if request is not None:
+        if options.strategy is Strategy.NO_SHARD and request.where != REPLICATED:
             raise PolicyError(
-                f"{wish.by}: parameter {name!r} is to be split along dim {wish.where}, but its "
-                "unit's strategy NO_SHARD splits nothing; leave one of them out"
+                f"{request.by}: parameter {name!r} is to be split along dim {request.where}, but "
+                "its unit's strategy NO_SHARD splits nothing; leave one of them out"
             )
-        if options.strategy is Strategy.SHARD_OPTIMIZER and wish.where not in (0, REPLICATED):
+        if options.strategy is Strategy.SHARD_OPTIMIZER and request.where not in (0, REPLICATED):
             raise PolicyError(
-                f"{wish.by}: parameter {name!r} is to be split along dim {wish.where}, but its "
-                "unit's strategy SHARD_OPTIMIZER updates rows of it, which are along dim 0; leave "
-                "one of them out"
+                f"{request.by}: parameter {name!r} is to be split along dim {request.where}, but "
+                "its unit's strategy SHARD_OPTIMIZER updates rows, so it splits dim 0; leave one "
+                "of them out"
             )
-        fits = wish.fits(shape, ranks)
-        if wish.strict and not fits:
+        fits = request.fits(shape, ranks)
+        if request.strict and not fits:
             raise PolicyError(
-                f"{wish.by}: parameter {name!r} of shape {list(shape)} cannot be split along dim "
-                f"{wish.where} over {ranks} ranks, which must divide it; choose another dim, or "
+                f"{request.by}: parameter {name!r} of shape {list(shape)} cannot be split along "
+                f"dim {request.where} over {ranks} ranks, which must divide it; choose another "
+                "dim, or "
                 f'"{REPLICATED}"'
             )
-        granted[wish.by] = granted.get(wish.by, False) or fits
+        granted[request.by] = granted.get(request.by, False) or fits
         if fits:
-            return wish.where if isinstance(wish.where, int) else None
+            return request.where if isinstance(request.where, int) else None
     if options.strategy is Strategy.NO_SHARD:
         return None
     rows_only = options.strategy is Strategy.SHARD_OPTIMIZER
-    return split_dim(shape, entry.param.dtype.itemsize, ranks, rows_only=rows_only)
+    return split_dim(shape, param.param.dtype.itemsize, ranks, rows_only=rows_only)
 
 
 def _require_granted(granted: Mapping[str, bool], ranks: int) -> None:
-    for by, some in granted.items():
-        if not some:
+    for by, any_fits in granted.items():
+        if not any_fits:
             raise PolicyError(
                 f"{by}: none of the parameters it is for can be split along that dim over {ranks} "
                 "ranks, which must divide it; choose another dim, or leave it out"

@@ -1,10 +1,9 @@
-"""What about a plan will hurt, in sentences that name the thing and say what to do."""
+"""Warnings about a plan: each names the cause and the remedy."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from statistics import median_high
-from typing import TYPE_CHECKING
 
 from graphshard.format import human_bytes, some_of
 from graphshard.planning.layout import Unit
@@ -12,28 +11,27 @@ from graphshard.planning.options import UnitOptions
 from graphshard.planning.plan import ShardingPlan
 from graphshard.policy.strategy import Strategy
 
-if TYPE_CHECKING:
-    pass
-
-
-# A unit this many times the median one is reported. A decoder under a block policy has a root of
-# two to six median units (its embeddings), which is normal; LLaMA-7B under SizePolicy(1e8) has a
-# remainder unit of sixteen, which doubles the peak.
 LARGE_UNIT_FACTOR = 8
+"""Warn of units with this many times the elements of the median unit.
+
+The root of a decoder under a block policy has two to six times those of the median unit (its
+embeddings), which is normal; LLaMA-7B under SizePolicy(1e8) has a remainder unit with sixteen
+times, which doubles the peak.
+"""
 
 
-# Padding is reported above this share of a unit's bytes, and above this many bytes.
 PADDING_SHARE = 0.1
+"""Warn of padding above this share of a unit's bytes, if it is also above `PADDING_BYTES`."""
 
 
 PADDING_BYTES = 2**20
 
 
-_WHOLE = (Strategy.NO_SHARD, Strategy.SHARD_OPTIMIZER)  # which gather into no new memory
+_WHOLE = (Strategy.NO_SHARD, Strategy.SHARD_OPTIMIZER)  # no gather needs new memory
 
 
 def plan_warnings(plan: ShardingPlan) -> tuple[str, ...]:
-    """Warnings a plan gives by itself, before anything is captured."""
+    """Return the warnings about a plan alone, before anything is captured."""
     return (
         *_no_units(plan),
         *_large_units(plan),
@@ -42,18 +40,18 @@ def plan_warnings(plan: ShardingPlan) -> tuple[str, ...]:
     )
 
 
-def reshard_warnings(asked: Mapping[str, UnitOptions]) -> Iterator[str]:
-    """Units that are to be resharded to groups of one rank, by what was asked for each."""
-    alone = [unit or "(root)" for unit, options in asked.items() if options.reshard_ranks == 1]
-    if alone:
+def reshard_warnings(requested: Mapping[str, UnitOptions]) -> Iterator[str]:
+    """Warn of units whose requested options reshard them to groups of one rank."""
+    units = [unit or "(root)" for unit, options in requested.items() if options.reshard_ranks == 1]
+    if units:
         yield (
-            f"{_names('unit', alone)} kept unsharded between forward and backward, as a group of "
+            f"{_names('unit', units)} kept unsharded between forward and backward, as a group of "
             "one rank keeps whole parameters; say reshard_after_forward=False"
         )
 
 
 def _no_units(plan: ShardingPlan) -> Iterator[str]:
-    # A model whose parameters all stand in one module could not be split anyway.
+    # A model whose parameters are all in one module could not be split anyway.
     holders = {name.rpartition(".")[0] for name in plan.units[0].params}
     if len(plan.units) == 1 and len(holders) > 1:
         yield (
@@ -64,9 +62,9 @@ def _no_units(plan: ShardingPlan) -> Iterator[str]:
 
 
 def _large_units(plan: ShardingPlan) -> Iterator[str]:
-    """Units far larger than the median one.
+    """Warn of units far larger than the median unit.
 
-    The root is compared, but does not count for the median: it takes what is left over.
+    The root is compared too, but left out of the median, as it holds the remaining parameters.
     """
     sizes = [unit.numel for unit in plan.units if unit.fqn and unit.numel]
     if not sizes:
@@ -77,15 +75,15 @@ def _large_units(plan: ShardingPlan) -> Iterator[str]:
         if unit.numel <= bound or unit.options.strategy in _WHOLE:
             continue
         largest = max(unit.layouts, key=lambda layout: layout.numel)
-        said = (
+        size = (
             f"unit {unit.fqn or '(root)'} is {unit.numel / median:.0f} times the median unit and "
             f"takes {human_bytes(unit.unsharded_bytes)} while gathered"
         )
         if unit.numel - largest.numel > bound:
-            yield f"{said}; make units of the modules in it (a finer policy, or a smaller minimum)"
+            yield f"{size}; make units of the modules in it (a finer policy, or a smaller minimum)"
         elif not unit.fqn and _kept_between_phases(plan):
             yield (
-                f"{said}, for the whole step, nearly all of it {largest.fqn}; "
+                f"{size}, for the whole step, nearly all of it {largest.fqn}; "
                 "set reshard_root=True to free it between forward and backward"
             )
 
@@ -121,5 +119,5 @@ def _wasteful(unit: Unit) -> bool:
 
 
 def _names(what: str, names: Sequence[str]) -> str:
-    """The subject and verb of a sentence: `units a, b, c, d and 3 more are`."""
+    """Return the subject and verb of a sentence: `units a, b, c, d and 3 more are`."""
     return f"{what}s {some_of(names)} are" if len(names) > 1 else f"{what} {names[0]} is"

@@ -1,4 +1,4 @@
-"""What the user asks for: units, strategy, precision, placement, and policies of other systems."""
+"""The user's request: units, strategy, precision, placement; and other systems' configurations."""
 
 from graphshard.policy.base import Policy
 from graphshard.policy.by_module import ModulePolicy

@@ -11,7 +11,7 @@ from torch import nn
 from graphshard.errors import PolicyError
 from graphshard.policy.base import Policy
 from graphshard.policy.precision import MixedPrecision
-from graphshard.policy.settings import Settings, Source, read
+from graphshard.policy.settings import ConfigSource, Settings, read
 from graphshard.policy.strategy import Strategy
 from graphshard.policy.units import BlockPolicy, LambdaPolicy, SizePolicy
 
@@ -113,18 +113,18 @@ _TOP = {
 }
 
 
-def from_accelerate(source: Source) -> Policy:
+def from_accelerate(source: ConfigSource) -> Policy:
     """The policy an Accelerate configuration asks for.
 
-    A setting that a policy has no counterpart for (the state dict type, what only the launcher
-    needs) is in `policy.notes`, which the plan prints.
+    Settings without a counterpart in a policy (the state dict type, settings of the launcher) are
+    listed in `policy.notes`, which the plan prints.
 
     Args:
         source: the path of a YAML or JSON file as `accelerate config` writes it, or its content as
             a mapping, or its `fsdp_config` section alone.
 
     Raises:
-        PolicyError: a key is unknown, has a value it cannot have, or contradicts another; names it.
+        PolicyError: a key is unknown, has an invalid value, or contradicts another; names the key.
     """
     config = read(source, "Accelerate")
     if any(str(key).startswith("fsdp_") and key != "fsdp_config" for key in config):
@@ -135,9 +135,9 @@ def from_accelerate(source: Source) -> Policy:
             "fsdp_ before each"
         )
     top = Settings(config, "the Accelerate configuration", _TOP)
-    kind = top.take("distributed_type", "FSDP")
-    if str(kind).upper() != "FSDP":
-        raise top.contradiction(f"distributed_type is {kind!r}, only FSDP has a policy")
+    distributed_type = top.take("distributed_type", "FSDP")
+    if str(distributed_type).upper() != "FSDP":
+        raise top.contradiction(f"distributed_type is {distributed_type!r}, only FSDP has a policy")
     section = top.take("fsdp_config")
     if not isinstance(section, Mapping) or not section:
         raise top.contradiction("fsdp_config is missing or empty; it says how to shard")
@@ -154,24 +154,26 @@ def from_accelerate(source: Source) -> Policy:
         "recompute": "units" if fsdp.flag("fsdp_activation_checkpointing") else None,
         "ignored": fsdp.take("fsdp_ignored_modules"),
     }
-    kind_of_units, own = _units(fsdp, version)
+    policy_class, unit_fields = _units(fsdp, version)
     _note_state_dict(fsdp, version)
     _note_top(top, Strategy(shared["strategy"]))
     notes = (*fsdp.notes, *top.notes)
-    return kind_of_units(**own, **shared, notes=notes)
+    return policy_class(**unit_fields, **shared, notes=notes)
 
 
 def _sharding(fsdp: Settings, version: int) -> dict[str, Any]:
     if version == 2:
-        given = fsdp.take("fsdp_sharding_strategy")
-        if given is not None:
-            fsdp.note("fsdp_sharding_strategy", given, "version 2 has fsdp_reshard_after_forward")
+        strategy = fsdp.take("fsdp_sharding_strategy")
+        if strategy is not None:
+            fsdp.note(
+                "fsdp_sharding_strategy", strategy, "version 2 has fsdp_reshard_after_forward"
+            )
         value = fsdp.take("fsdp_reshard_after_forward", True)
         if str(value).upper() in _STRATEGIES:
             raise fsdp.wrong("fsdp_reshard_after_forward", value, "true or false in version 2")
         fsdp = Settings({"fsdp_reshard_after_forward": value}, fsdp.where, _FSDP_KEYS)
-        keeps = fsdp.flag("fsdp_reshard_after_forward") is False
-        return {"strategy": Strategy.SHARD_GRAD_OP if keeps else Strategy.FULL_SHARD}
+        keeps_unsharded = fsdp.flag("fsdp_reshard_after_forward") is False
+        return {"strategy": Strategy.SHARD_GRAD_OP if keeps_unsharded else Strategy.FULL_SHARD}
     new = fsdp.take("fsdp_reshard_after_forward")
     if isinstance(new, bool) or str(new).lower() in ("true", "false"):
         raise fsdp.wrong(
@@ -207,9 +209,9 @@ def _prefetching(fsdp: Settings, version: int) -> dict[str, Any]:
                 "fsdp_backward_prefetch", new or old, "version 2 always issues the next gather"
             )
         return {"backward_prefetch": "pre"}
-    where = {"BACKWARD_PRE": "pre", "BACKWARD_POST": "post", "NO_PREFETCH": None}
+    prefetch_of = {"BACKWARD_PRE": "pre", "BACKWARD_POST": "post", "NO_PREFETCH": None}
     return {
-        "backward_prefetch": where[new or old or "NO_PREFETCH"],
+        "backward_prefetch": prefetch_of[new or old or "NO_PREFETCH"],
         "forward_prefetch": 1 if forward else 0,
     }
 
@@ -254,17 +256,17 @@ def _precision(top: Settings, version: int) -> MixedPrecision | None:
 def _units(fsdp: Settings, version: int) -> tuple[type[Policy], dict[str, Any]]:
     wrap = fsdp.choice("fsdp_auto_wrap_policy", _WRAPS) or "NO_WRAP"
     names = fsdp.take("fsdp_transformer_layer_cls_to_wrap")
-    least = fsdp.number("fsdp_min_num_params")
+    min_num_params = fsdp.number("fsdp_min_num_params")
     if wrap != "TRANSFORMER_BASED_WRAP" and names:
         fsdp.note("fsdp_transformer_layer_cls_to_wrap", names, f"not used with {wrap}")
-    if wrap != "SIZE_BASED_WRAP" and least is not None:
-        fsdp.note("fsdp_min_num_params", least, f"not used with {wrap}")
+    if wrap != "SIZE_BASED_WRAP" and min_num_params is not None:
+        fsdp.note("fsdp_min_num_params", min_num_params, f"not used with {wrap}")
     if wrap == "TRANSFORMER_BASED_WRAP":
-        listed = names.split(",") if isinstance(names, str) else list(names or ())
-        return BlockPolicy, {"classes": [str(name).strip() for name in listed] or None}
+        class_names = names.split(",") if isinstance(names, str) else list(names or ())
+        return BlockPolicy, {"classes": [str(name).strip() for name in class_names] or None}
     if wrap == "NO_WRAP":
         return LambdaPolicy, {"fn": no_units}
-    if least == 0:
+    if min_num_params == 0:
         raise fsdp.contradiction(
             "fsdp_min_num_params=0 with SIZE_BASED_WRAP makes Accelerate wrap nothing; give the "
             "number of elements a unit must have, such as 100000000"
@@ -275,7 +277,7 @@ def _units(fsdp: Settings, version: int) -> tuple[type[Policy], dict[str, Any]]:
             wrap,
             "by the rule of version 1 (that of version 2 chooses containers, which never run)",
         )
-    return SizePolicy, {"min_num_params": least or _DEFAULT_MIN_NUM_PARAMS}
+    return SizePolicy, {"min_num_params": min_num_params or _DEFAULT_MIN_NUM_PARAMS}
 
 
 def no_units(module: nn.Module) -> bool:

@@ -1,4 +1,4 @@
-"""What every policy asks for: fields that check themselves."""
+"""`Policy`: the fields that all policies share, checked when a policy is made."""
 
 from __future__ import annotations
 
@@ -12,6 +12,7 @@ from torch import Tensor, nn
 
 from graphshard.errors import CostError, PolicyError
 from graphshard.hardware.hardware import Hardware
+from graphshard.policy.fields import FLAG, Check, check_fields, is_int
 from graphshard.policy.precision import MixedPrecision
 from graphshard.policy.recompute import RecomputeChoice, as_field
 from graphshard.policy.strategy import Strategy
@@ -23,66 +24,95 @@ OFFLOADS = ("params", "activations")
 SCHEDULES = ("fsdp", "overlap")
 
 
+_CHECKS: dict[str, Check] = {
+    "reshard_after_forward": (
+        lambda value: value is None or isinstance(value, bool) or (is_int(value) and value >= 1),
+        "True, False, a number of ranks (1 or more) or None",
+    ),
+    "backward_prefetch": (
+        lambda value: value in ("pre", "post", None),
+        '"pre", "post" or None',
+    ),
+    "forward_prefetch": (lambda value: is_int(value) and value >= 0, "an int, 0 or more"),
+    "mixed_precision": (
+        lambda value: isinstance(value, MixedPrecision | None),
+        "a graphshard.MixedPrecision or None",
+    ),
+    "memory_budget": (
+        lambda value: value is None or (is_int(value) and value > 0),
+        "a positive int of bytes or None",
+    ),
+    "schedule": (lambda value: value in SCHEDULES, f"one of {', '.join(SCHEDULES)}"),
+    "notes": (
+        lambda value: not isinstance(value, str) and all(isinstance(note, str) for note in value),
+        "a tuple of strings",
+    ),
+    "reshard_root": FLAG,
+    "cuda_graph": FLAG,
+    "sync_module_states": FLAG,
+}
+
+
 @dataclass(frozen=True, kw_only=True, repr=False)
 class Policy:
-    """The fields all policies share.
+    """The fields that all policies share.
 
-    A policy of your own derives from this and says in `select` which modules become units.
+    Derive your own policy from this class and define `select`, which names the units' modules.
 
     Args:
         strategy: a `Strategy`, its name, or another system's name for it ("ZERO3", "DDP").
-        reshard_after_forward: what becomes of a unit's gathered parameters after its forward: True,
-            they are freed and gathered again for backward; False, they are kept; a number k of
-            ranks, each group of k ranks keeps them sharded among itself, so that backward's gather
-            stays inside the group. None: as the strategy says. The root's are kept unless
+        reshard_after_forward: the state of a unit's gathered parameters between forward and
+            backward. True: freed and gathered again. False: kept unsharded. A number k of ranks:
+            each group of k ranks keeps them sharded among itself, so that backward's gather stays
+            inside the group. None: the strategy decides. The root's parameters are kept unless
             `reshard_root`.
-        backward_prefetch: where a unit's gather in backward is issued: "pre", before the compute of
-            the unit that runs before it; "post", after that compute and before its gradients are
-            reduced; None, only when the unit itself needs it.
+        backward_prefetch: the place of a unit's gather in backward. "pre": before the compute of
+            the unit that runs before it. "post": after that compute, before its gradients are
+            reduced. None: when the unit itself needs it.
         forward_prefetch: how many units ahead of its use a gather is issued in forward.
         reshard_root: free the root unit after forward and gather it again for backward.
-        recompute: what of forward is computed again in backward instead of saved. "units": every
-            unit but the root, so that only its inputs are saved; a class, a class name or several:
-            every call of a module of them; "selective": all of the units but matrix products,
-            convolutions and attention, or of given classes, as in ("selective", Block);
-            "budget": the cheapest part by which the step fits in `memory_budget`. None leaves it to
-            the model. Regions under `torch.utils.checkpoint` are recomputed either way.
+        recompute: the activations that backward computes again instead of saving. "units": those
+            of every unit but the root, so that only units' inputs are saved. A class, a class name
+            or several: those of every call of such a module. "selective": those of the units except
+            the results of matrix products, convolutions and attention; or those of given classes,
+            as in ("selective", Block). "budget": the cheapest choice with which the step fits in
+            `memory_budget`. None: the model decides. Regions under `torch.utils.checkpoint` are
+            always recomputed.
         mixed_precision: dtypes to compute, gather and reduce in. None: the parameters' own.
-        offload: "params" keeps shards and reduced gradients in the host's memory, so the optimizer
-            works there, on CPU tensors; what is gathered still is on the device, so the largest
-            unit's peak stays. Collectives on these tensors by others than the sharded module (as
-            torch.nn.utils.clip_grad_norm_ or full_tensor() issue them) need a process group with a
-            backend for CPU tensors ("cpu:gloo,cuda:nccl"); `sharded.clip_grad_norm_` does not.
-            "activations" keeps there what forward saves for backward, each tensor from the end of
-            the step of forward that last uses it to the step of backward before its first use; a
-            step is from one unit's start to the next one's, so a model in one unit saves nothing.
-            A collection of both is both. None: nothing.
+        offload: "params" keeps shards and reduced gradients in host memory, so the optimizer works
+            on CPU tensors; gathered parameters stay on the device, and so does the largest unit's
+            peak. Collectives on these tensors that the sharded module does not issue itself (such
+            as those of torch.nn.utils.clip_grad_norm_ or full_tensor()) need a process group with
+            a backend for CPU tensors ("cpu:gloo,cuda:nccl"); `sharded.clip_grad_norm_` does not.
+            "activations" keeps the tensors saved for backward in host memory, each from the end of
+            the last stretch of forward that uses it to the stretch of backward before its first
+            use. A stretch reaches from one unit's start to the next one's, so a model in one unit
+            offloads nothing. A collection of both offloads both. None: nothing.
         ignored: parameters and modules that are left alone (not sharded, not moved, gradients not
             reduced): a collection of them, or a regular expression (or several) that must match a
             parameter's or module's whole FQN.
-        memory_budget: the most bytes a step may need at once on a rank, besides what the rank holds
-            between steps (shards, their gradients, optimizer state, buffers) and its inputs:
-            unsharded parameters, activations (saved for backward, recomputed, or at work),
-            gradients not reduced yet, and outputs. A program that passes it is a `VerifyError`.
-            None: no bound.
-        schedule: "fsdp", where the fields above say gathers are issued and units end; or "overlap":
-            by estimated times, gathers, waits, frees and reduces stand where the step is shortest,
-            within `memory_budget`, or without one within what "fsdp" with the default prefetch
-            needs. A program that simulation does not find better so stays as "fsdp" makes it. Times
-            depend on sizes: ranks called with inputs of different ones, which "fsdp" allows, would
-            issue other collectives, and get a `FingerprintError` instead.
-        hardware: what "overlap" is timed on: a preset's name, a hardware file, or a
-            `graphshard.Hardware`; the same on every rank. None: "h100-sxm" for a program that runs
-            on CUDA, "cpu-gloo" for one on the CPU.
+        memory_budget: the most bytes a step may need at once on a rank for unsharded parameters,
+            activations (saved, recomputed or temporary), unreduced gradients and outputs. Memory
+            held between steps (shards, their gradients, optimizer state, buffers) and the inputs
+            do not count. A program that needs more raises `VerifyError`. None: no bound.
+        schedule: "fsdp" issues gathers where the prefetch fields say and frees where units end.
+            "overlap" places gathers, waits, frees and reduces where estimated times make the step
+            shortest, within `memory_budget`, or if there is none within the memory that "fsdp"
+            with the default prefetch needs. A program that does not get faster in simulation keeps
+            its "fsdp" order. Times depend on sizes, so ranks with inputs of different sizes, which
+            "fsdp" allows, would issue different collectives and raise `FingerprintError`.
+        hardware: the hardware that "overlap" estimates times for: a preset's name, a hardware file,
+            or a `graphshard.Hardware`; the same on every rank. None: "h100-sxm" for a program that
+            runs on CUDA, "cpu-gloo" for one on the CPU.
         cuda_graph: capture the kernels of each program's forward, and of its backward, as a CUDA
-            graph at its third call, and replay it from then on, without the host's work between
-            kernels. Where that cannot be (on the CPU, with offload, symbolic sizes or no_sync()),
-            the program runs as it is; plan and dump say why.
+            graph at its third call, and replay it from then on, without host work between kernels.
+            Where this is impossible (on the CPU, with offload, symbolic sizes or no_sync()), the
+            program runs uncaptured, and plan and dump say why.
         sync_module_states: take rank 0's parameters and buffers on every rank.
         notes: remarks the plan prints, such as settings of another system that do not apply.
 
     Raises:
-        PolicyError: a field has a value outside its range.
+        PolicyError: a field has an invalid value, or fields contradict each other.
     """
 
     strategy: Strategy | str = Strategy.FULL_SHARD
@@ -114,25 +144,13 @@ class Policy:
             raise PolicyError(
                 f"strategy must be one of {names}; got {self.strategy!r}{numbers}"
             ) from None
-        self._check_reshard()
-        self._check_groups()
-        self._check_notes()
-        if self.backward_prefetch not in ("pre", "post", None):
-            raise PolicyError(
-                f'backward_prefetch must be "pre", "post" or None; got {self.backward_prefetch!r}'
-            )
-        if not is_int(self.forward_prefetch) or self.forward_prefetch < 0:
-            raise PolicyError(
-                f"forward_prefetch must be an int, 0 or more; got {self.forward_prefetch!r}"
-            )
+        check_fields(self, _CHECKS)
+        object.__setattr__(self, "notes", tuple(self.notes))
+        object.__setattr__(self, "offload", _offload_set(self.offload))
+        object.__setattr__(self, "ignored", _ignored_entries(self.ignored))
         choice = RecomputeChoice.of(self.recompute)
         object.__setattr__(self, "recompute", as_field(self.recompute))
-        if self.memory_budget is not None and (
-            not is_int(self.memory_budget) or self.memory_budget <= 0
-        ):
-            raise PolicyError(
-                f"memory_budget must be a positive int of bytes or None; got {self.memory_budget!r}"
-            )
+        self._check_reshard()
         if choice.budget and self.memory_budget is None:
             raise PolicyError('recompute="budget" needs memory_budget, the bytes to fit in')
         if choice.budget and self.offloads("activations"):
@@ -141,19 +159,9 @@ class Policy:
                 'offload="activations" leaves little; give one, or recompute="selective" with it'
             )
         self._check_schedule()
-        for name in ("reshard_root", "cuda_graph", "sync_module_states"):
-            if not isinstance(getattr(self, name), bool):
-                raise PolicyError(f"{name} must be True or False; got {getattr(self, name)!r}")
 
     def _check_reshard(self) -> None:
         reshard, strategy = self.reshard_after_forward, Strategy(self.strategy)
-        if reshard is not None and not isinstance(reshard, int):
-            raise PolicyError(
-                "reshard_after_forward must be True, False, a number of ranks or None; "
-                f"got {reshard!r}"
-            )
-        if is_int(reshard) and reshard < 1:  # type: ignore[operator]
-            raise PolicyError(f"reshard_after_forward must be 1 rank or more; got {reshard!r}")
         if reshard and not strategy.frees_after_forward:
             raise PolicyError(
                 f"strategy {strategy.value} keeps parameters after forward, and "
@@ -161,25 +169,21 @@ class Policy:
             )
 
     def _check_schedule(self) -> None:
-        if self.schedule not in SCHEDULES:
-            raise PolicyError(
-                f"schedule must be one of {', '.join(SCHEDULES)}; got {self.schedule!r}"
-            )
         if self.schedule == "overlap":
-            given = [
+            prefetch = [
                 f"{name}={getattr(self, name)!r}"
                 for name, default in (("backward_prefetch", "pre"), ("forward_prefetch", 0))
                 if getattr(self, name) != default
             ]
-            if given:
+            if prefetch:
                 raise PolicyError(
-                    f'schedule="overlap" places gathers by their cost, so {" and ".join(given)} '
-                    "would have no effect; leave that out (memory_budget= bounds what is gathered "
-                    'ahead), or schedule="fsdp"'
+                    f'schedule="overlap" places gathers by their cost, so {" and ".join(prefetch)} '
+                    "would have no effect; leave that out (memory_budget= bounds how much is "
+                    'gathered ahead), or use schedule="fsdp"'
                 )
         elif self.hardware is not None:
             raise PolicyError(
-                f'hardware={text_of(self.hardware)} is what schedule="overlap" is timed on; with '
+                f'hardware={text_of(self.hardware)} gives the times for schedule="overlap"; with '
                 f"schedule={self.schedule!r} it has no effect, so leave it out"
             )
         if self.hardware is not None:
@@ -188,57 +192,24 @@ class Policy:
             except (CostError, TypeError) as error:
                 raise PolicyError(f"hardware: {error}") from error
 
-    def _check_notes(self) -> None:
-        notes: Any = self.notes
-        if isinstance(notes, str) or not all(isinstance(note, str) for note in notes):
-            raise PolicyError(f"notes must be a tuple of strings; got {notes!r}")
-        object.__setattr__(self, "notes", tuple(notes))
-
-    def _check_groups(self) -> None:
-        if not isinstance(self.mixed_precision, MixedPrecision | None):
-            raise PolicyError(
-                "mixed_precision must be a graphshard.MixedPrecision or None; "
-                f"got {self.mixed_precision!r}"
-            )
-        offload = self.offload
-        if offload is not None:
-            wanted = (offload,) if isinstance(offload, str) else tuple(offload)
-            if not all(what in OFFLOADS for what in wanted):
-                raise PolicyError(
-                    f"offload must be one of {', '.join(OFFLOADS)}, or several of them; "
-                    f"got {offload!r}"
-                )
-            object.__setattr__(self, "offload", frozenset(wanted) or None)
-        ignored = self.ignored
-        if ignored is not None:
-            single = isinstance(ignored, str | nn.Module | Tensor)
-            entries: tuple[Any, ...] = (ignored,) if single else tuple(ignored)  # type: ignore
-            for entry in entries:
-                if not isinstance(entry, str | nn.Module | Tensor):
-                    raise PolicyError(
-                        "ignored must hold modules, parameters or regular expressions on their "
-                        f"FQNs; got {entry!r}"
-                    )
-            object.__setattr__(self, "ignored", entries or None)
-
     def offloads(self, what: str) -> bool:
         """Whether "params" or "activations" are kept on the host."""
         return self.offload is not None and what in self.offload
 
     def overrides(self, tree: ModuleTree) -> Mapping[str, Mapping[str, Any]]:
-        """Fields of the policy that are other for some units: by FQN, then by field.
+        """Fields that differ for some units: by the unit's FQN, then by field.
 
-        `strategy`, `reshard_after_forward` and `mixed_precision` may be, and `placement`: a dim or
-        "replicate" for all parameters of the unit that can be placed so, or a mapping from their
-        FQNs to a `graphshard.placement.RequestedPlacement`.
+        The fields may be `strategy`, `reshard_after_forward`, `mixed_precision` and `placement`. A
+        `placement` is a dim or "replicate" for all parameters of the unit that can be placed so, or
+        a mapping from their FQNs to a `graphshard.policy.placement.RequestedPlacement`.
         """
         return {}
 
     def select(self, tree: ModuleTree) -> list[str]:
-        """FQNs of the modules that become units besides the root, which always is one.
+        """FQNs of the modules that become units; the root, "", always is one as well.
 
         Raises:
-            PolicyError: the policy asks for what the model does not have.
+            PolicyError: the policy names modules that the model does not have.
         """
         raise PolicyError(
             f"{type(self).__name__} does not say which modules become units; use SizePolicy, "
@@ -256,7 +227,7 @@ class Policy:
         return {name: text_of(getattr(self, name)) for name in _SHARED}
 
     def chosen_options(self) -> dict[str, str]:
-        """The shared fields that are not as they are by default, as stable text."""
+        """The shared fields (but `notes`) that differ from their defaults, as stable text."""
         defaults = {f.name: f.default for f in fields(Policy)}
         return {
             name: text_of(v)
@@ -265,12 +236,12 @@ class Policy:
         }
 
     def to_dict(self) -> dict[str, Any]:
-        """The policy as plain data, ready for JSON: its kind, and every field."""
+        """The policy as plain data, ready for JSON: its class name as "kind", and every field."""
         values = {f.name: plain_of(getattr(self, f.name)) for f in fields(self)}
         return {"kind": type(self).__name__, **values}
 
     def __repr__(self) -> str:
-        """The policy as code (see `graphshard.policy_code`)."""
+        """The policy as code (see `graphshard.policy.code`)."""
         from graphshard.policy.code import policy_code
 
         return policy_code(self)
@@ -287,13 +258,46 @@ def _pairs(options: Mapping[str, str]) -> str:
 _SHARED = tuple(f.name for f in fields(Policy))
 
 
-def is_int(value: object) -> bool:
-    """Whether `value` is an int and no bool."""
-    return isinstance(value, int) and not isinstance(value, bool)
+def _offload_set(offload: Collection[str] | str | None) -> frozenset[str] | None:
+    if offload is None:
+        return None
+    kinds = (offload,) if isinstance(offload, str) else tuple(offload)
+    if not all(kind in OFFLOADS for kind in kinds):
+        raise PolicyError(
+            f"offload must be one of {', '.join(OFFLOADS)}, or several of them; got {offload!r}"
+        )
+    return frozenset(kinds) or None
+
+
+def _ignored_entries(ignored: Any) -> tuple[nn.Module | Tensor | str, ...] | None:
+    if ignored is None:
+        return None
+    entries = (ignored,) if isinstance(ignored, str | nn.Module | Tensor) else tuple(ignored)
+    for entry in entries:
+        if not isinstance(entry, str | nn.Module | Tensor):
+            raise PolicyError(
+                "ignored must hold modules, parameters or regular expressions on their FQNs; "
+                f"got {entry!r}"
+            )
+    return entries or None
+
+
+def require_units_only(policy: Policy, field: str, owner: str) -> None:
+    """Check that `policy`, the field `field` of an `owner`, chooses units and sets nothing else.
+
+    Raises:
+        PolicyError: it sets a shared field.
+    """
+    options = [*policy.chosen_options(), *(["notes"] if policy.notes else [])]
+    if options:
+        raise PolicyError(
+            f"{field} chooses units and nothing else, but it sets {', '.join(options)}; give that "
+            f"to the {owner} itself"
+        )
 
 
 def as_set(name: str, value: Any) -> frozenset[Any]:
-    """`value`, given for the field `name`, as a set."""
+    """Return `value`, given for the field `name`, as a set."""
     try:
         return frozenset(value)
     except TypeError:
@@ -301,7 +305,7 @@ def as_set(name: str, value: Any) -> frozenset[Any]:
 
 
 def text_of(value: Any) -> str:
-    """Text that is the same in every process: no addresses, no hash order."""
+    """Return a text that is the same in every process: no addresses, no hash order."""
     for kinds, text in _TEXTS:
         if isinstance(value, kinds):
             return text(value)
@@ -328,7 +332,7 @@ _TEXTS: tuple[tuple[Any, Callable[[Any], str]], ...] = (
 
 
 def plain_of(value: Any) -> Any:
-    """`value` as plain data, ready for JSON."""
+    """Return `value` as plain data, ready for JSON."""
     if isinstance(value, frozenset):
         return sorted(c if isinstance(c, str) else text_of(c) for c in value)
     if isinstance(value, tuple):
@@ -336,8 +340,9 @@ def plain_of(value: Any) -> Any:
     if isinstance(value, Mapping):
         return {k if isinstance(k, str) else text_of(k): plain_of(v) for k, v in value.items()}
     if isinstance(value, Policy):
-        own = {f.name: plain_of(getattr(value, f.name)) for f in fields(value)}
-        return {"kind": type(value).__name__, **{k: v for k, v in own.items() if k not in _SHARED}}
+        own_fields = [f.name for f in fields(value) if f.name not in _SHARED]
+        options = {name: plain_of(getattr(value, name)) for name in own_fields}
+        return {"kind": type(value).__name__, **options}
     if value is None or type(value) in (bool, int, str):
         return value
     return text_of(value)

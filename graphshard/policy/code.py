@@ -1,4 +1,4 @@
-"""A policy as code: text that makes an equal policy where it is pasted."""
+"""A policy as code: an expression that makes an equal policy."""
 
 from __future__ import annotations
 
@@ -19,29 +19,29 @@ _NAMED = ("classes", "recompute")
 
 
 def policy_code(policy: Policy) -> str:
-    """An expression that `eval` turns into an equal policy, given `import graphshard, torch`.
+    """Return an expression that `eval` turns into an equal policy after `import graphshard, torch`.
 
-    Only what is not as by default is written. Classes are written as their names where a field
-    takes names (a name matches no subclasses), else as the dotted name they can be imported by. A
-    function, a module or a tensor has no such text: its name or type is shown instead.
+    Fields with default values are left out. A class is written as its name where the field takes
+    names (a name matches no subclasses), else as its dotted import path. Functions, modules and
+    tensors cannot be written as code: their name or type is shown instead.
     """
-    said = []
+    arguments = []
     for index, field in enumerate(_in_call_order(policy)):
         value = getattr(policy, field.name)
         if value == field.default:
             continue
         text = value_code(value, field.name in _NAMED)
-        said.append(text if index == 0 else f"{field.name}={text}")
-    return f"{_prefix(type(policy))}{type(policy).__name__}({', '.join(said)})"
+        arguments.append(text if index == 0 else f"{field.name}={text}")
+    return f"{_prefix(type(policy))}{type(policy).__name__}({', '.join(arguments)})"
 
 
 def _in_call_order(policy: Policy) -> list[Field[Any]]:
-    """The fields as `__init__` takes them: its own by position, then those every policy has."""
+    """The fields in the order of `__init__`: the class's own by position, then the shared ones."""
     return sorted(fields(policy), key=lambda field: field.kw_only is True)
 
 
 def value_code(value: Any, named: bool = False) -> str:
-    """`value` as code, its classes by name if `named`."""
+    """Return `value` as code, with classes written as their names if `named`."""
     if isinstance(value, type):
         return repr(value.__name__) if named else f"{_prefix(value)}{value.__qualname__}"
     if isinstance(value, frozenset):
@@ -53,11 +53,13 @@ def value_code(value: Any, named: bool = False) -> str:
 
 
 def _precision_code(value: MixedPrecision) -> str:
-    own = {f.name: getattr(value, f.name) for f in fields(value)}
-    said = [
-        f"{f.name}={value_code(own[f.name])}" for f in fields(value) if own[f.name] != f.default
+    values = {f.name: getattr(value, f.name) for f in fields(value)}
+    arguments = [
+        f"{f.name}={value_code(values[f.name])}"
+        for f in fields(value)
+        if values[f.name] != f.default
     ]
-    return f"graphshard.MixedPrecision({', '.join(said)})"
+    return f"graphshard.MixedPrecision({', '.join(arguments)})"
 
 
 def _mapping_code(value: Mapping[Any, Any]) -> str:
@@ -80,14 +82,14 @@ _CODES: tuple[tuple[Any, Callable[[Any], str]], ...] = (
     ((Tensor, nn.Module), lambda value: f"<{type(value).__name__}>"),
     (bool, repr),
     (int, lambda value: f"{value:_}"),
-    (str, lambda value: repr(str(value))),  # of a strategy its name
+    (str, lambda value: repr(str(value))),  # a Strategy becomes its name
     (torch.dtype, repr),
     (Callable, lambda value: str(getattr(value, "__qualname__", type(value).__name__))),
 )
 
 
 def _prefix(kind: type) -> str:
-    """Where `kind` is found: in `graphshard`, in `torch.nn`, or in a module of the user's."""
+    """The import path before the name of `kind`, with its dot; "" if it needs none."""
     module = kind.__module__
     if module.startswith("graphshard."):
         return "graphshard."

@@ -10,7 +10,7 @@ import torch
 from graphshard.errors import PolicyError
 from graphshard.policy.base import Policy
 from graphshard.policy.precision import MixedPrecision
-from graphshard.policy.settings import Settings, Source, read
+from graphshard.policy.settings import ConfigSource, Settings, read
 from graphshard.policy.strategy import Strategy
 from graphshard.policy.units import BlockPolicy, SizePolicy
 
@@ -206,24 +206,24 @@ _OFFLOAD = (
 
 
 def from_deepspeed(
-    source: Source, classes: Iterable[type | str] | type | str | None = None
+    source: ConfigSource, classes: Iterable[type | str] | type | str | None = None
 ) -> Policy:
     """The policy a DeepSpeed configuration asks for.
 
     Stage 0 is NO_SHARD, 1 SHARD_OPTIMIZER, 2 SHARD_GRAD_OP, 3 FULL_SHARD; stage 3 with
     `zero_hpz_partition_size` or `mics_shard_size` of k is HYBRID_SHARD over groups of k ranks.
-    A setting that a policy has no counterpart for, and every "auto", is in `policy.notes`, which
-    the plan prints.
+    Settings without a counterpart in a policy, and every "auto", are listed in `policy.notes`,
+    which the plan prints.
 
     Args:
         source: the path of a JSON (or YAML) file, its content as a mapping, or its
             `zero_optimization` section alone.
-        classes: module classes or class names to make units of, as for `BlockPolicy`. None: units
-            of at least `stage3_prefetch_bucket_size` elements, as DeepSpeed itself has none.
+        classes: module classes or class names that become units, as for `BlockPolicy`. None: units
+            of at least `stage3_prefetch_bucket_size` elements, since DeepSpeed has no units.
 
     Raises:
-        PolicyError: a key is unknown, has a value it cannot have, or contradicts another; or asks
-            for what there is not (NVMe, quantized communication). Names it.
+        PolicyError: a key is unknown, has an invalid value, contradicts another, or asks for an
+            unsupported feature (NVMe, quantized communication); names the key.
     """
     config = read(source, "DeepSpeed")
     if "zero_optimization" not in config and "stage" in config:
@@ -255,9 +255,12 @@ def from_deepspeed(
     notes = (*zero.notes, *top.notes)
     if classes is not None:
         return BlockPolicy(classes, **shared, notes=notes)
-    least = next((b for b in buckets if b), _PREFETCH_ELEMENTS)
-    notes = (*notes, f"units: of {least:,} elements or more, the size of the prefetch bucket")
-    return SizePolicy(least, **shared, notes=notes)
+    min_num_params = next((b for b in buckets if b), _PREFETCH_ELEMENTS)
+    notes = (
+        *notes,
+        f"units: of {min_num_params:,} elements or more, the size of the prefetch bucket",
+    )
+    return SizePolicy(min_num_params, **shared, notes=notes)
 
 
 def _without_auto(top: Settings, section: Mapping[str, Any], where: str) -> dict[str, Any]:
@@ -292,15 +295,17 @@ def _strategy(zero: Settings, stage: int) -> Strategy:
 
 
 def _offload(zero: Settings, stage: int) -> str | None:
-    wanted = False
+    offloaded = False
     for key, old in (("offload_param", "cpu_offload_param"), ("offload_optimizer", "cpu_offload")):
         section = zero.take(key, {})
         if not isinstance(section, Mapping):
             raise zero.wrong(key, section, "a section with a device")
-        part = Settings(section, key, _OFFLOAD)
-        device = str(part.take("device", "none")).lower()
+        device_settings = Settings(section, key, _OFFLOAD)
+        device = str(device_settings.take("device", "none")).lower()
         if device not in ("none", "cpu"):
-            raise part.wrong("device", device, "none or cpu (there is no offload to NVMe)")
+            raise device_settings.wrong(
+                "device", device, "none or cpu (there is no offload to NVMe)"
+            )
         if zero.flag(old):
             device = "cpu"
         if device == "none":
@@ -309,37 +314,43 @@ def _offload(zero: Settings, stage: int) -> str | None:
             raise zero.contradiction(f"{key} needs stage 3; stage is {stage}")
         if stage == 0:
             raise zero.contradiction(f"{key} needs stage 1, 2 or 3; stage is 0")
-        if key == "offload_optimizer" and not wanted:
+        if key == "offload_optimizer" and not offloaded:
             zero.note(key, device, "shards, gradients and the optimizer's step are offloaded alike")
-        wanted = True
-        left = [f"{key}.{name}" for name, value in part.rest() if value not in (None, False)]
-        if left:
-            zero.notes.append(f"{', '.join(left)}: host memory is pinned on CUDA, not buffered")
+        offloaded = True
+        unused_keys = [
+            f"{key}.{name}" for name, value in device_settings.rest() if value not in (None, False)
+        ]
+        if unused_keys:
+            zero.notes.append(
+                f"{', '.join(unused_keys)}: host memory is pinned on CUDA, not buffered"
+            )
     zero.take("cpu_offload_use_pin_memory")
-    return "params" if wanted else None
+    return "params" if offloaded else None
 
 
 def _precision(top: Settings) -> MixedPrecision | None:
-    computed = _compute_dtype(top)
+    compute_dtype = _compute_dtype(top)
     communication = top.take("communication_data_type")
     if top.take("fp32_allreduce"):
         communication = communication or "fp32"
     types = top.take("data_types")
     if types:
         top.note("data_types", types, "gradients accumulate in the dtype of the shard")
-    reduced = None
+    reduce_dtype = None
     if communication is not None and communication != "auto":
-        reduced = _DTYPES.get(str(communication).lower())
-        if reduced is None:
+        reduce_dtype = _DTYPES.get(str(communication).lower())
+        if reduce_dtype is None:
             raise top.wrong("communication_data_type", communication, ", ".join(_DTYPES))
-    if computed is None and reduced is None:
+    if compute_dtype is None and reduce_dtype is None:
         return None
-    return MixedPrecision(param_dtype=computed, reduce_dtype=reduced, buffer_dtype=computed)
+    return MixedPrecision(
+        param_dtype=compute_dtype, reduce_dtype=reduce_dtype, buffer_dtype=compute_dtype
+    )
 
 
 def _compute_dtype(top: Settings) -> torch.dtype | None:
     enabled: set[torch.dtype] = set()
-    for key, known, dtype in (
+    for key, known_keys, dtype in (
         ("bf16", _BF16, torch.bfloat16),
         ("bfloat16", _BF16, torch.bfloat16),
         ("fp16", _FP16, torch.float16),
@@ -347,18 +358,18 @@ def _compute_dtype(top: Settings) -> torch.dtype | None:
         section = top.take(key, {})
         if not isinstance(section, Mapping):
             raise top.wrong(key, section, 'a section, such as {"enabled": true}')
-        part = Settings(_without_auto(top, section, key), key, known)
-        if not part.flag("enabled"):
+        dtype_settings = Settings(_without_auto(top, section, key), key, known_keys)
+        if not dtype_settings.flag("enabled"):
             continue
         enabled.add(dtype)
-        left = ", ".join(f"{key}.{name}" for name, _ in part.rest())
+        unused_keys = ", ".join(f"{key}.{name}" for name, _ in dtype_settings.rest())
         if key == "fp16":
             top.notes.append(
-                f"{left or key}: scale the loss with torch.amp.GradScaler, which has settings of "
-                "its own"
+                f"{unused_keys or key}: scale the loss with torch.amp.GradScaler, which has "
+                "settings of its own"
             )
-        elif left:
-            top.notes.append(f"{left}: gradients are applied by the optimizer")
+        elif unused_keys:
+            top.notes.append(f"{unused_keys}: gradients are applied by the optimizer")
     if len(enabled) > 1:
         raise PolicyError(
             "the DeepSpeed configuration enables bf16 and fp16; a step computes in one of them"

@@ -18,25 +18,27 @@ REPLICATED = "replicate"
 IGNORED = "ignore"
 
 
-# Padding of dim 0 is accepted up to this share of the parameter ...
 MAX_PADDING = 0.1
+"""Dim 0 may be padded by this share of the parameter."""
 
 
-# ... and of a parameter of fewer bytes than this, where it is noise and dim 0 is what FSDP2 has.
 MIN_BYTES = 64 * 1024
+"""Smaller parameters are always split along dim 0, as FSDP2 does: their padding is negligible."""
 
 
-# What a rank keeps of a parameter it trains: itself, its gradient, the two moments of Adam. A
-# frozen one counts alike, since freezing it must not move it.
 COPIES = 4
+"""Tensors a rank keeps per trained parameter: parameter, gradient, and the two moments of Adam.
+
+A frozen parameter counts the same, so that freezing it does not change its placement.
+"""
 
 
 @dataclass(frozen=True)
 class RequestedPlacement:
-    """A placement that a policy asks for.
+    """The placement that a policy requests for a parameter.
 
-    where: a dim, or "replicate". by: who asks, for errors. strict: whether a parameter that cannot
-    be split so is an error; else it is placed as if nobody had asked.
+    where: a dim, or "replicate". by: the source of the request, for errors. strict: whether it is
+    an error if the parameter cannot be placed so; if not, the request is then ignored.
     """
 
     where: int | str
@@ -44,7 +46,7 @@ class RequestedPlacement:
     strict: bool = False
 
     def fits(self, shape: Sequence[int], ranks: int) -> bool:
-        """Whether a parameter of `shape` can be placed so; only dim 0 may be padded."""
+        """Whether a parameter of `shape` can be placed so on `ranks`; only dim 0 may be padded."""
         if self.where == REPLICATED:
             return True
         dim = self.where
@@ -55,14 +57,19 @@ class RequestedPlacement:
 def split_dim(
     shape: Sequence[int], itemsize: int, ranks: int, *, rows_only: bool = False
 ) -> int | None:
-    """The dim to split a parameter of `shape` along over `ranks`; None: each holds all of it.
+    """Choose the dim to split a parameter of `shape` along over `ranks`; None replicates it.
 
-    Dim 0, unless padding it to a multiple of `ranks` would add more than 10 % to a parameter of
-    64 KiB or more. Then the lowest other dim that `ranks` divides. If there is none, the parameter
-    is replicated where that costs a rank no more memory: where four whole copies (the parameter,
-    its gradient and two optimizer states) take no more bytes than four padded shards and the padded
-    buffer they are gathered into. Else dim 0 is padded all the same, and the plan says so.
-    `rows_only` leaves other dims out, as SHARD_OPTIMIZER must.
+    Dim 0 is chosen unless padding it to a multiple of `ranks` adds more than 10 % to a parameter of
+    64 KiB or more. Then the lowest other dim that `ranks` divides is chosen. If no dim does, the
+    parameter is replicated where that takes a rank no more memory: where four whole copies (the
+    parameter, its gradient and two optimizer states) need no more bytes than four padded shards and
+    one padded gathered buffer. Otherwise dim 0 is padded after all, and the plan warns of it.
+
+    Args:
+        shape: of the parameter.
+        itemsize: bytes of an element.
+        ranks: number of ranks to split over.
+        rows_only: consider dim 0 only, as SHARD_OPTIMIZER needs.
     """
     if not shape:
         return None
@@ -76,28 +83,28 @@ def split_dim(
 
 
 def padding_share(shape: Sequence[int], ranks: int) -> float:
-    """Elements that padding dim 0 to a multiple of `ranks` adds, as a share of the parameter's."""
+    """The share of elements that padding dim 0 to a multiple of `ranks` adds."""
     return (-shape[0] % ranks) / max(shape[0], 1)
 
 
 def requested_placements(
     value: Any, names: Sequence[str], unit: str
 ) -> dict[str, RequestedPlacement]:
-    """What the override `placement` of `unit` asks for each of its parameters `names`.
+    """Return the placement that the override `placement` of `unit` requests for each parameter.
 
     Args:
-        value: None, a dim or "replicate" for all of them, or a mapping from names to a
-            `RequestedPlacement`.
-        names: FQNs.
-        unit: for errors.
+        value: the override: None, a dim or "replicate" for all parameters, or a mapping from FQNs
+            to a `RequestedPlacement`.
+        names: FQNs of the unit's parameters.
+        unit: the unit's FQN, for errors.
 
     Raises:
-        PolicyError: `value` is something else.
+        PolicyError: `value` is none of these.
     """
     if value is None:
         return {}
     if isinstance(value, Mapping) and all(
-        isinstance(wish, RequestedPlacement) for wish in value.values()
+        isinstance(request, RequestedPlacement) for request in value.values()
     ):
         return dict(value)
     by = f"the policy, for unit {unit or '(root)'}"
@@ -105,10 +112,10 @@ def requested_placements(
 
 
 def checked_where(value: Any, by: str) -> int | str:
-    """`value`, if it is a dim or "replicate".
+    """Return `value` if it is a dim or "replicate".
 
     Raises:
-        PolicyError: it is neither.
+        PolicyError: it is neither; `by` starts the message.
     """
     dim = isinstance(value, int) and not isinstance(value, bool) and value >= 0
     if not dim and value != REPLICATED:

@@ -1,4 +1,4 @@
-"""Mixed precision: what is computed, moved and kept in which dtype."""
+"""Mixed precision: the dtypes of computation, communication and storage."""
 
 from __future__ import annotations
 
@@ -8,36 +8,54 @@ from dataclasses import dataclass, fields
 import torch
 from torch import nn
 
-from graphshard.errors import PolicyError
+from graphshard.policy.fields import FLAG, Check, check_fields
 from graphshard.torch_private import compat as torch_compat
+
+
+def _is_floating_dtype(value: object) -> bool:
+    return value is None or (isinstance(value, torch.dtype) and value.is_floating_point)
+
+
+_DTYPE: Check = (_is_floating_dtype, "a floating-point torch.dtype or None")
+
+
+_CHECKS = {
+    "param_dtype": _DTYPE,
+    "reduce_dtype": _DTYPE,
+    "buffer_dtype": _DTYPE,
+    "output_dtype": _DTYPE,
+    "keep_low_precision_grads": FLAG,
+    "cast_forward_inputs": FLAG,
+}
 
 
 @dataclass(frozen=True)
 class MixedPrecision:
-    """Dtypes other than the parameters' own.
+    """The dtypes to compute and communicate in, where they differ from the parameters' own.
 
-    Parameters keep their dtype on the shards (the master weights), which the optimizer updates.
-    Only floating-point tensors are cast. A module of a BatchNorm class keeps the dtype of its own
-    parameters and buffers, float32, whatever is said here: its input is cast to that, its output
-    back to the dtype of the input.
+    Shards keep the parameters' dtype (the master weights), and the optimizer updates them. Only
+    floating-point tensors are cast. A BatchNorm module always computes in the dtype of its own
+    parameters and buffers, usually float32: its input is cast to it, and its output back to the
+    dtype of the input.
 
-    The semantics are those of FSDP2's MixedPrecisionPolicy; `buffer_dtype`,
-    `keep_low_precision_grads` and what is said of BatchNorm those of FSDP1's MixedPrecision.
+    The semantics are those of FSDP2's MixedPrecisionPolicy, except that `buffer_dtype`,
+    `keep_low_precision_grads` and BatchNorm follow FSDP1's MixedPrecision.
 
     Args:
-        param_dtype: of gathered parameters and of compute; a shard is cast before its gather. None:
-            the parameter's own.
-        reduce_dtype: gradients are reduced in it. None: the dtype they were computed in.
-        buffer_dtype: floating-point buffers are seen by the forward in it; they keep their own
-            dtype, in which new values are written back. None: their own.
-        output_dtype: floating-point outputs of every unit are cast to it. None: left alone.
-        keep_low_precision_grads: leave reduced gradients in `reduce_dtype` rather than cast them to
-            the dtype of the shard. The optimizer must take such gradients: torch's SGD does, its
-            AdamW raises.
+        param_dtype: the dtype of gathered parameters and of compute; shards are cast before their
+            gather. None: the parameter's own.
+        reduce_dtype: the dtype gradients are reduced in. None: the dtype they were computed in.
+        buffer_dtype: the dtype in which forward sees floating-point buffers; they are stored, and
+            new values are written back, in their own dtype. None: their own.
+        output_dtype: the dtype that floating-point outputs of every unit are cast to. None: they
+            are not cast.
+        keep_low_precision_grads: leave reduced gradients in `reduce_dtype` instead of casting them
+            to the dtype of the shard. The optimizer must accept such gradients: torch's SGD does,
+            its AdamW raises.
         cast_forward_inputs: cast floating-point inputs of every unit to `param_dtype`.
 
     Raises:
-        PolicyError: a dtype is none, or not a floating-point one; or a flag is no bool.
+        PolicyError: a dtype is no floating-point torch.dtype, or a flag is no bool.
     """
 
     param_dtype: torch.dtype | None = None
@@ -48,49 +66,36 @@ class MixedPrecision:
     cast_forward_inputs: bool = True
 
     def __post_init__(self) -> None:
-        for field in fields(self):
-            value = getattr(self, field.name)
-            if field.name.endswith("_dtype"):
-                if value is None:
-                    continue
-                if not isinstance(value, torch.dtype) or not value.is_floating_point:
-                    raise PolicyError(
-                        f"mixed_precision: {field.name} must be a floating-point torch.dtype or "
-                        f"None; got {value!r}"
-                    )
-            elif not isinstance(value, bool):
-                raise PolicyError(
-                    f"mixed_precision: {field.name} must be True or False; got {value!r}"
-                )
+        check_fields(self, _CHECKS, prefix="mixed_precision: ")
 
     def __str__(self) -> str:
-        """The fields that are not the default, as stable text."""
-        said = []
+        """The fields that differ from their defaults, as stable text."""
+        texts = []
         for field in fields(self):
             value = getattr(self, field.name)
             if value != field.default:
-                said.append(f"{field.name}={str(value).removeprefix('torch.')}")
-        return f"({', '.join(said)})"
+                texts.append(f"{field.name}={str(value).removeprefix('torch.')}")
+        return f"({', '.join(texts)})"
 
 
 @dataclass(frozen=True)
 class Precisions:
-    """Which precision applies where in a model: what capture needs to know of a plan.
+    """The precision of each part of a model, as capture needs it.
 
-    units: of every unit by FQN, None where nothing is cast.
-    params: the dtype each parameter is computed in, by any of its names.
+    units: the precision of every unit by FQN; None where nothing is cast.
+    params: the dtype each parameter is computed in, by every one of its names.
     """
 
     units: Mapping[str, MixedPrecision | None]
     params: Mapping[str, torch.dtype]
 
     def around(self, fqn: str) -> MixedPrecision | None:
-        """That of the innermost unit around the module `fqn`."""
+        """The precision of the innermost unit around the module `fqn`."""
         while fqn and fqn not in self.units:
             fqn = fqn.rpartition(".")[0]
         return self.units.get(fqn)
 
 
 def keeps_its_dtype(module: nn.Module) -> bool:
-    """Whether `module` computes in its own dtype under every precision: a BatchNorm."""
+    """Whether `module` is a BatchNorm, which computes in its own dtype under every precision."""
     return isinstance(module, torch_compat.batch_norm())

@@ -1,13 +1,13 @@
-"""What a policy's field `recompute` asks for: which calls are recomputed, and what of them is kept.
+"""A policy's field `recompute`: the calls to recompute in backward, and the results to keep.
 
-    "units"        every call of every unit but the root
-    a class        every call of a module of it; or its name, or several of either
-    "selective"    of those calls (of the units', if no class is given) keep the results of matrix
-                   products, convolutions and attention, and recompute the rest
-    "budget"       of those calls (of the units' and the root's own code, if no class is given)
-                   recompute as little as makes the step fit in `memory_budget`
+    "units"        recompute every call of every unit but the root
+    a class        recompute every call of a module of this class; a class name or several work too
+    "selective"    keep the results of matrix products, convolutions and attention, and recompute
+                   the rest of those calls (of the units' calls, if no class is given)
+    "budget"       recompute only as much of those calls (of the units' calls and the root's own
+                   code, if no class is given) as makes the step fit in `memory_budget`
 
-A word and classes together are given as a collection: ("selective", Block).
+A word and classes are combined in a collection: ("selective", Block).
 """
 
 from __future__ import annotations
@@ -33,10 +33,11 @@ WORDS = (UNITS, SELECTIVE, BUDGET)
 
 @dataclass(frozen=True)
 class RecomputeChoice:
-    """The field `recompute`, read.
+    """The parsed field `recompute`.
 
-    classes: each call of a module of these is a region. units: each call of a unit is. selective,
-    budget: what is kept of a region; neither: nothing but its inputs.
+    classes: each call of a module of these classes is a region. units: each call of a unit is a
+    region. selective, budget: how the results to keep are chosen; without either, only a region's
+    inputs are kept.
     """
 
     classes: frozenset[type | str] = frozenset()
@@ -46,11 +47,11 @@ class RecomputeChoice:
 
     @classmethod
     def of(cls, value: Any) -> RecomputeChoice:
-        """`value` as given for the field.
+        """Parse the field's value.
 
         Raises:
-            PolicyError: it is neither None, a word above, a class, a class name, nor a collection
-                of those; or the words exclude each other.
+            PolicyError: `value` is not None, a word above, a class, a class name, or a collection
+                of these; or its words exclude each other.
         """
         if value is None:
             return cls()
@@ -66,11 +67,11 @@ class RecomputeChoice:
         classes = frozenset(entries) - words
         if {SELECTIVE, BUDGET} <= words:
             raise PolicyError(
-                'recompute="selective" says what to keep and "budget" finds it out; give one'
+                'recompute="selective" keeps fixed operators and "budget" chooses them; give one'
             )
         if UNITS in words and classes:
             raise PolicyError(
-                'recompute takes either the units or classes as regions; leave out "units" or the '
+                'recompute takes either units or classes as regions; leave out "units" or the '
                 "classes"
             )
         return cls(
@@ -81,33 +82,35 @@ class RecomputeChoice:
         )
 
     def modules(self, tree: ModuleTree) -> tuple[str, ...]:
-        """FQNs of the modules of `classes`, in module order; subclasses match a class, not a name.
+        """FQNs of the modules of `classes`, in module order.
+
+        A subclass matches a class, but not a class name.
 
         Raises:
             PolicyError: a class matches no module; names it.
         """
         types = tuple(c for c in self.classes if isinstance(c, type))
         missing = set(self.classes)
-        found = []
+        fqns = []
         for fqn, module in tree.modules.items():
             hits = self.classes & {
                 type(module).__name__, *(c for c in types if isinstance(module, c))
             }  # fmt: skip
             missing -= hits
             if hits:
-                found.append(fqn)
+                fqns.append(fqn)
         if missing:
-            names = sorted(c if isinstance(c, str) else c.__name__ for c in missing)
-            has = sorted({type(module).__name__ for module in tree.modules.values()})
+            missing_names = sorted(c if isinstance(c, str) else c.__name__ for c in missing)
+            class_names = sorted({type(module).__name__ for module in tree.modules.values()})
             raise PolicyError(
-                f"recompute names {', '.join(names)}, of which the model has no module; name one "
-                f"of the classes it has ({', '.join(has)}), or one of {', '.join(WORDS)}"
+                f"recompute names {', '.join(missing_names)}, and the model has no such module; "
+                f"name one of its classes ({', '.join(class_names)}), or one of {', '.join(WORDS)}"
             )
-        return tuple(found)
+        return tuple(fqns)
 
 
 def as_field(value: Any) -> Any:
-    """`value` in the one form the policy keeps it in: a lone word or class as it is."""
+    """Return `value` as the policy stores it: a single entry alone, several as a frozenset."""
     if value is None or isinstance(value, (str, type)):
         return value
     entries = frozenset(value)

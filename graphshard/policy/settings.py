@@ -1,6 +1,6 @@
-"""Reading another system's configuration: a mapping or a file of one, taken apart key by key.
+"""Read another system's configuration, a mapping or a file, key by key.
 
-Nothing is swallowed: a key that nobody asked for is an error, one that has no counterpart is noted.
+Nothing is dropped silently: an unknown key is an error, and a key without a counterpart is noted.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from typing import Any
 
 from graphshard.errors import PolicyError
 
-Source = str | os.PathLike[str] | Mapping[str, Any]
+ConfigSource = str | os.PathLike[str] | Mapping[str, Any]
 
 
 _TRUE = frozenset({"true", "yes", "on", "1"})
@@ -23,11 +23,11 @@ _TRUE = frozenset({"true", "yes", "on", "1"})
 _FALSE = frozenset({"false", "no", "off", "0"})
 
 
-def read(source: Source, system: str) -> dict[str, Any]:
-    """The mapping in `source`: one already, or the path of a YAML or JSON file.
+def read(source: ConfigSource, system: str) -> dict[str, Any]:
+    """Return the configuration in `source`: a mapping, or the path of a YAML or JSON file.
 
     Raises:
-        PolicyError: there is no such file, it holds no mapping, or is YAML and PyYAML is missing.
+        PolicyError: the file does not exist or holds no mapping, or PyYAML is missing.
     """
     if isinstance(source, Mapping):
         return dict(source)
@@ -41,15 +41,15 @@ def read(source: Source, system: str) -> dict[str, Any]:
     except (OSError, UnicodeDecodeError) as error:
         raise PolicyError(f"the {system} configuration {path} cannot be read: {error}") from error
     try:
-        found = json.loads(text) if path.suffix == ".json" else _yaml(text, path)
+        config = json.loads(text) if path.suffix == ".json" else _yaml(text, path)
     except ValueError as error:
         raise PolicyError(f"the {system} configuration {path} cannot be parsed: {error}") from error
-    if not isinstance(found, dict):
+    if not isinstance(config, dict):
         raise PolicyError(
             f"the {system} configuration {path} must hold a mapping of keys; it holds a "
-            f"{type(found).__name__}"
+            f"{type(config).__name__}"
         )
-    return found
+    return config
 
 
 def _yaml(text: str, path: Path) -> Any:
@@ -67,34 +67,34 @@ def _yaml(text: str, path: Path) -> Any:
 
 
 class Settings:
-    """The keys of one section, each to be taken once.
+    """The keys of one section of a configuration; each is taken once.
 
     Args:
         values: the section.
-        where: its name, for errors.
-        known: every key the system knows there.
+        where: the section's name, for errors.
+        known_keys: every key that the system allows in the section.
 
     Raises:
-        PolicyError: a key is not known; names it and the one that looks like it.
+        PolicyError: a key is unknown; names it and the known key most like it.
     """
 
-    def __init__(self, values: Mapping[str, Any], where: str, known: Collection[str]) -> None:
+    def __init__(self, values: Mapping[str, Any], where: str, known_keys: Collection[str]) -> None:
         self.where = where
-        self._left = dict(values)
+        self._unread = dict(values)
         self.notes: list[str] = []
         for key in values:
-            if key not in known:
-                close = difflib.get_close_matches(str(key), known, n=1)
+            if key not in known_keys:
+                close = difflib.get_close_matches(str(key), known_keys, n=1)
                 hint = f"; did you mean {close[0]!r}?" if close else ""
                 raise PolicyError(f"{where} has an unknown key {key!r}{hint}")
 
     def take(self, key: str, default: Any = None) -> Any:
-        """The value of `key`, which then counts as read; None in the file is as if left out."""
-        value = self._left.pop(key, None)
+        """Return the value of `key` and mark it as read; a None in the file means `default`."""
+        value = self._unread.pop(key, None)
         return default if value is None else value
 
     def flag(self, key: str, default: bool | None = None) -> bool | None:
-        """The value of `key` as a bool, as YAML and command lines spell it."""
+        """Return the value of `key` as a bool: a bool, or a text such as "yes", "off" or "1"."""
         value = self.take(key)
         if value is None or isinstance(value, bool):
             return default if value is None else value
@@ -104,7 +104,7 @@ class Settings:
         raise self.wrong(key, value, "true or false")
 
     def number(self, key: str) -> int | None:
-        """The value of `key` as a whole number."""
+        """Return the value of `key` as a whole number; None if it is missing."""
         value = self.take(key)
         if value is None:
             return None
@@ -117,7 +117,7 @@ class Settings:
         return int(number)
 
     def choice(self, key: str, names: tuple[str, ...]) -> str | None:
-        """The value of `key`, one of `names` in any case or the number of one, from 1."""
+        """Return the value of `key`: one of `names`, in any case, or given by its number from 1."""
         value = self.take(key)
         if value is None:
             return None
@@ -130,25 +130,25 @@ class Settings:
         raise self.wrong(key, value, f"one of {options}")
 
     def note(self, key: str, value: Any, why: str) -> None:
-        """Remember that `key` has no counterpart in a policy, and why."""
+        """Record that `key` has no counterpart in a policy, and why."""
         self.notes.append(f"{key}={value}: {why}")
 
     def note_rest(self, reasons: Mapping[str, str]) -> None:
-        """Note every key not taken so far, with the reason given for it."""
+        """Note every unread key with its entry of `reasons`."""
         for key, value in self.rest():
             self.note(key, value, reasons[key])
 
     def rest(self) -> Iterator[tuple[str, Any]]:
-        """The keys not taken so far that have a value, which then count as read."""
-        left, self._left = self._left, {}
-        for key, value in left.items():
+        """Yield the unread keys that have a value, and mark all as read."""
+        unread, self._unread = self._unread, {}
+        for key, value in unread.items():
             if value is not None:
                 yield key, value
 
-    def wrong(self, key: str, value: object, wanted: str) -> PolicyError:
-        """The error for a value that `key` cannot have."""
-        return PolicyError(f"{self.where}: {key} must be {wanted}; got {value!r}")
+    def wrong(self, key: str, value: object, expected: str) -> PolicyError:
+        """The error for an invalid value of `key`."""
+        return PolicyError(f"{self.where}: {key} must be {expected}; got {value!r}")
 
     def contradiction(self, text: str) -> PolicyError:
-        """The error for keys that cannot stand together."""
+        """The error for keys that contradict each other."""
         return PolicyError(f"{self.where}: {text}")

@@ -1,4 +1,4 @@
-"""The sharding strategies: which state a rank holds only a part of, and when it is gathered."""
+"""The sharding strategies: which state is sharded over the ranks, and when it is gathered."""
 
 from __future__ import annotations
 
@@ -7,15 +7,16 @@ from enum import StrEnum
 
 
 class Strategy(StrEnum):
-    """Which state is sharded, in torch's names; SHARD_OPTIMIZER is in none of torch's FSDPs.
+    """Which state is sharded, in torch's names; torch's FSDPs have no SHARD_OPTIMIZER.
 
-    SHARD_OPTIMIZER and SHARD_GRAD_OP hold gradients and optimizer states in shards alike, and peak
-    alike. Between steps a rank keeps P bytes of parameters under the one and P/W under the other.
-    For that, SHARD_OPTIMIZER gathers only after parameters have changed: into the copies it keeps,
-    so with no new memory, and not again for further forwards (micro-batches, an eval loop).
+    SHARD_OPTIMIZER and SHARD_GRAD_OP both shard gradients and optimizer states and have the same
+    peak. Between steps a rank keeps all P bytes of parameters under SHARD_OPTIMIZER, and P/W under
+    SHARD_GRAD_OP on W ranks. In return, SHARD_OPTIMIZER gathers once after each change of the
+    parameters, into the copies it keeps, so without new memory, and not again for further forwards
+    (micro-batches, an eval loop).
 
-    The HYBRID ones shard over the last dimension of a two-dimensional mesh (replicate, shard) and
-    keep equal shards along the first.
+    The HYBRID strategies shard over the last dimension of a two-dimensional mesh (replicate, shard)
+    and keep equal shards along the first.
     """
 
     FULL_SHARD = "FULL_SHARD"  # parameters are freed after forward and gathered again (ZeRO-3)
@@ -32,12 +33,12 @@ class Strategy(StrEnum):
 
     @property
     def frees_after_forward(self) -> bool:
-        """Whether a unit's parameters are given back between forward and backward."""
+        """Whether a unit's unsharded parameters are freed between forward and backward."""
         return self in (Strategy.FULL_SHARD, Strategy.HYBRID_SHARD)
 
     @classmethod
     def _missing_(cls, value: object) -> Strategy | None:
-        """Other systems' names: ZERO0 to ZERO3 ("ZeRO-3", "zero_3"), DDP, torch's own enum."""
+        """Resolve other names: ZERO0 to ZERO3 ("ZeRO-3", "zero_3"), DDP, torch's own enum."""
         name = getattr(value, "name", value)
         if not isinstance(name, str):
             return None

@@ -16,9 +16,10 @@ from torch import nn
 
 @dataclass(frozen=True)
 class TreeParam:
-    """A parameter with every name it goes by (first in module order first).
+    """A parameter with all its names, in module order.
 
-    `holders` are the modules that hold it, `home` is the FQN of the lowest module above them all.
+    holders: the modules that have it as an attribute. home: the FQN of the lowest module above all
+    holders.
     """
 
     names: tuple[str, ...]
@@ -28,17 +29,17 @@ class TreeParam:
 
 
 class ModuleTree:
-    """The modules of `model` under their first names, and its parameters, each object once.
+    """The modules of `model` by their first FQNs, and its parameters, each object once.
 
     Args:
         model: any model.
-        ignored: parameters that do not count, by identity.
+        ignored: `id`s of the parameters that are not sharded.
 
     Attributes:
         modules: every module by its first FQN, in module order; "" is `model` itself.
         parent: FQN of the lowest module above all uses of a module; the root has none.
-        params: every parameter that counts, in module order of its first name.
-        ignored: those that do not.
+        params: every parameter that is not ignored, in module order of its first name.
+        ignored: every ignored parameter, in the same order.
     """
 
     def __init__(self, model: nn.Module, ignored: Collection[int] = ()) -> None:
@@ -47,9 +48,9 @@ class ModuleTree:
         self.parent: dict[str, str] = {}
         self._depth = {"": 0}
         self._link(model)
-        found = self._collect(model)
-        self.params = tuple(entry for entry in found if id(entry.param) not in ignored)
-        self.ignored = tuple(entry for entry in found if id(entry.param) in ignored)
+        params = self._collect(model)
+        self.params = tuple(entry for entry in params if id(entry.param) not in ignored)
+        self.ignored = tuple(entry for entry in params if id(entry.param) in ignored)
 
     def _link(self, model: nn.Module) -> None:
         holders: dict[str, list[str]] = {}
@@ -62,7 +63,7 @@ class ModuleTree:
                 self._depth[fqn] = self._depth[self.parent[fqn]] + 1
 
     def _holders_first(self, model: nn.Module) -> Iterable[str]:
-        """Every FQN after all modules that hold it: reversed depth-first post-order."""
+        """Yield every FQN after all modules that hold it: reversed depth-first post-order."""
         order: list[str] = []
         seen = {id(model)}
         stack = [(model, model.children())]
@@ -78,7 +79,7 @@ class ModuleTree:
         return reversed(order)
 
     def _above_all(self, fqns: Iterable[str]) -> str:
-        """The lowest module that is, or lies above, each of `fqns`."""
+        """The FQN of the lowest module that is each of `fqns` or lies above it."""
 
         def above_both(a: str, b: str) -> str:
             while a != b:
@@ -114,7 +115,7 @@ class ModuleTree:
         )
 
     def units_around(self, units: Iterable[str]) -> Mapping[str, str]:
-        """The innermost of `units` and the root around each module, itself perhaps, by FQN."""
+        """Map each module to the innermost unit that is or contains it; the root is a unit too."""
         chosen = {"", *units}
         around: dict[str, str] = {}
         for fqn in self.modules:  # a parent comes before its children
@@ -128,7 +129,7 @@ class ModuleTree:
         return inner == outer
 
     def numel_below(self) -> dict[str, int]:
-        """Elements of the parameters at home in each module or below it, each counted once."""
+        """Number of parameter elements in each module and below it, by FQN; each counts once."""
         numel = dict.fromkeys(self.modules, 0)
         for entry in self.params:
             numel[entry.home] += entry.param.numel()

@@ -1,4 +1,4 @@
-"""What the user asks for: frozen dataclasses that check themselves and hold no model."""
+"""Policies that choose units by size, by class, or by a function."""
 
 from __future__ import annotations
 
@@ -8,7 +8,8 @@ from dataclasses import dataclass
 from torch import nn
 
 from graphshard.errors import PolicyError
-from graphshard.policy.base import Policy, as_set, is_int, text_of
+from graphshard.policy.base import Policy, as_set, text_of
+from graphshard.policy.fields import is_int
 from graphshard.policy.strategy import Strategy
 from graphshard.policy.tree import ModuleTree
 
@@ -17,20 +18,21 @@ __all__ = ["BlockPolicy", "LambdaPolicy", "Policy", "SizePolicy", "Strategy"]
 
 @dataclass(frozen=True, repr=False)
 class SizePolicy(Policy):
-    """Units by size: torch's `size_based_auto_wrap_policy`, but a tied parameter counts once.
+    """Units by size, as torch's `size_based_auto_wrap_policy`, but a tied parameter counts once.
 
-    A module becomes a unit if what remains of it, after the units chosen below it are taken out,
-    still has `min_num_params` elements or more. A tied parameter counts in the lowest module above
-    all its users, which is where it would be stored; torch counts it once per user.
+    A module becomes a unit if it has `min_num_params` elements or more besides those of the units
+    below it. A tied parameter counts in the lowest module above all its users, whose unit would
+    hold it; torch counts it once per user.
 
     Args:
-        min_num_params: elements a unit must at least have, inclusive. A whole float (1e8) will do.
-        force_leaf: modules of these classes (subclasses too) neither become units nor are looked
-            into; their parameters go to the unit around them.
-        exclude: modules of these classes (subclasses too) never become units, but are looked into.
+        min_num_params: least number of elements of a unit, inclusive. A whole float (1e8) works.
+        force_leaf: modules of these classes (and subclasses) and the modules below them never
+            become units; their parameters go to the unit around them.
+        exclude: modules of these classes (and subclasses) never become units, but modules below
+            them may.
 
     Raises:
-        PolicyError: a field has a value outside its range.
+        PolicyError: a field has an invalid value.
     """
 
     min_num_params: int = 100_000_000
@@ -55,21 +57,25 @@ class SizePolicy(Policy):
 
     def select(self, tree: ModuleTree) -> list[str]:
         """See `Policy.select`."""
-        least, leaves, excluded = self.min_num_params, tuple(self.force_leaf), tuple(self.exclude)
+        min_num_params, leaves, excluded = (
+            self.min_num_params,
+            tuple(self.force_leaf),
+            tuple(self.exclude),
+        )
         below = tree.numel_below()
-        looked_into: set[str] = set()
+        reachable: set[str] = set()
         for fqn, module in tree.modules.items():
-            reached = not fqn or tree.parent[fqn] in looked_into
-            if reached and below[fqn] >= least and not isinstance(module, leaves):
-                looked_into.add(fqn)
+            reached = not fqn or tree.parent[fqn] in reachable
+            if reached and below[fqn] >= min_num_params and not isinstance(module, leaves):
+                reachable.add(fqn)
         taken = dict.fromkeys(tree.modules, 0)  # elements in units at or below a module
         chosen: set[str] = set()
         for fqn in reversed(tree.modules):  # children first
             if not fqn:
                 continue
             remainder = below[fqn] - taken[fqn]
-            big = fqn in looked_into and remainder >= least
-            if big and not isinstance(tree.modules[fqn], excluded):
+            is_large = fqn in reachable and remainder >= min_num_params
+            if is_large and not isinstance(tree.modules[fqn], excluded):
                 chosen.add(fqn)
                 taken[fqn] = below[fqn]
             taken[tree.parent[fqn]] += taken[fqn]
@@ -78,15 +84,15 @@ class SizePolicy(Policy):
 
 @dataclass(frozen=True, repr=False)
 class BlockPolicy(Policy):
-    """Every module of some classes is a unit.
+    """Every module of the given classes is a unit.
 
     Args:
-        classes: classes (subclasses match too), class names (case-sensitive, exact), a single one
-            of either, or None or nothing for the model's own `_no_split_modules`.
+        classes: classes (subclasses match too), class names (case-sensitive, exact), or a single
+            one of either. None or an empty collection: the model's own `_no_split_modules`.
 
     Raises:
-        PolicyError: `classes` holds something else; and from `select`, if a class matches nothing,
-            or none is given and the model has no `_no_split_modules` that match.
+        PolicyError: `classes` holds something else. `select` raises it if a class matches no
+            module, or if none is given and no `_no_split_modules` of the model matches.
     """
 
     classes: Iterable[type | str] | type | str | None = None
@@ -103,24 +109,24 @@ class BlockPolicy(Policy):
 
     def select(self, tree: ModuleTree) -> list[str]:
         """See `Policy.select`."""
-        wanted = self.classes or _no_split_modules(tree)
-        assert isinstance(wanted, frozenset)
-        types = tuple(c for c in wanted if isinstance(c, type))
+        classes = self.classes or _no_split_modules(tree)
+        assert isinstance(classes, frozenset)
+        types = tuple(c for c in classes if isinstance(c, type))
         matched: set[type | str] = set()
         chosen: list[str] = []
         for fqn, module in tree.modules.items():
-            hits = wanted & {type(module).__name__, *(c for c in types if isinstance(module, c))}
+            hits = classes & {type(module).__name__, *(c for c in types if isinstance(module, c))}
             if hits:
                 matched |= hits
                 if fqn:
                     chosen.append(fqn)
-        # A model's own list may name classes that this configuration of it does not have.
-        missing = wanted - matched if self.classes or not matched else frozenset()
+        # A model's own list may name classes that this configuration of the model lacks.
+        missing = classes - matched if self.classes or not matched else frozenset()
         if missing:
-            has = sorted({type(module).__name__ for module in tree.modules.values()})
+            class_names = sorted({type(module).__name__ for module in tree.modules.values()})
             raise PolicyError(
                 f"no module of the model is of class {', '.join(sorted(map(text_of, missing)))}; "
-                f"name one of the classes it has: {', '.join(has)}"
+                f"name one of the classes it has: {', '.join(class_names)}"
             )
         refuse_containers(type(self).__name__, tree, chosen)
         return chosen
@@ -128,13 +134,13 @@ class BlockPolicy(Policy):
 
 @dataclass(frozen=True, repr=False)
 class LambdaPolicy(Policy):
-    """Every module for which `fn(module)` is True is a unit; the root is not asked about.
+    """Every module for which `fn(module)` is True is a unit; `fn` is not called for the root.
 
     Args:
-        fn: takes an `nn.Module` and returns a bool; should be the same on every rank.
+        fn: takes an `nn.Module` and returns a bool, the same one on every rank.
 
     Raises:
-        PolicyError: `fn` is not callable; and from `select`, if it returns no bool.
+        PolicyError: `fn` is not callable. `select` raises it if `fn` returns no bool.
     """
 
     fn: Callable[[nn.Module], bool]
@@ -174,10 +180,11 @@ def _no_split_modules(tree: ModuleTree) -> frozenset[str]:
 
 
 def refuse_containers(who: str, tree: ModuleTree, chosen: Iterable[str]) -> None:
-    """Refuse units of modules that never run.
+    """Refuse units of containers that never run.
 
     Raises:
-        PolicyError: one of `chosen` is a list or dict of modules without a forward; names `who`.
+        PolicyError: one of the modules `chosen` by the policy `who` is a list or dict of modules
+            without a forward.
     """
     for fqn in chosen:
         module = tree.modules[fqn]

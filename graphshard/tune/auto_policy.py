@@ -14,7 +14,8 @@ from graphshard.cost.memory import OPTIMIZERS
 from graphshard.errors import PolicyError
 from graphshard.format import bytes_in
 from graphshard.hardware.hardware import Hardware
-from graphshard.policy.base import Policy, is_int
+from graphshard.policy.base import Policy
+from graphshard.policy.fields import is_int
 from graphshard.policy.precision import MixedPrecision
 from graphshard.policy.recompute import RecomputeChoice
 
