@@ -11,13 +11,13 @@ import sys
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from typing import Any
-from unittest import mock
 
 import torch
 from torch import Tensor, fx
 
 from graphshard.torch_private import compat as torch_compat
 from graphshard.torch_private import trace as torch_trace
+from graphshard.torch_private.patches import patched
 
 _INTERPOLATIONS = (
     "upsample_nearest1d",
@@ -90,15 +90,11 @@ def eager_ways() -> Iterator[None]:
     and more memory. What it asks torch (is this a compilation?) has torch's own answer.
     """
     module: Any = sys.modules.get(_TRANSFORMERS)
-    asked = getattr(module, "is_fake_tensor", None)
-    if asked is None:
+    if not hasattr(module, "is_fake_tensor"):
         yield
         return
-    module.is_fake_tensor = lambda value: False
-    try:
+    with patched(module, "is_fake_tensor", lambda value: False):
         yield
-    finally:
-        module.is_fake_tensor = asked
 
 
 _RULES = "torch._decomp.decompositions"
@@ -134,7 +130,7 @@ def stacked_layer_dropout() -> Iterator[None]:
             last_hidden += found
         return (x.transpose(0, 1) if batch_first else x), last_hidden
 
-    with mock.patch(f"{_RULES}._rnn_helper", with_dropout):
+    with patched(_RULES, "_rnn_helper", with_dropout):
         yield
 
 

@@ -12,7 +12,6 @@ import contextlib
 import itertools
 from collections.abc import Callable, Iterator
 from typing import Any
-from unittest import mock
 
 import torch
 from torch import Tensor
@@ -23,11 +22,9 @@ from graphshard.capture.annotation import KEEP, REGION
 from graphshard.errors import CaptureError
 from graphshard.torch_private import compat as torch_compat
 from graphshard.torch_private import trace as torch_trace
+from graphshard.torch_private.patches import patched
 
 _CHECKPOINTING = "torch.utils.checkpoint"
-
-
-_GENERATOR = "_checkpoint_without_reentrant_generator"
 
 
 @contextlib.contextmanager
@@ -75,11 +72,10 @@ def tagged_checkpoint_regions() -> Iterator[None]:
             "graph; remove the context and let the policy decide what is kept for backward"
         )
 
-    torch_compat.private(_CHECKPOINTING, _GENERATOR)
     with (
-        mock.patch(f"{_CHECKPOINTING}.{_GENERATOR}", without_reentrant),
-        mock.patch(f"{_CHECKPOINTING}.CheckpointFunction", Reentrant),
-        mock.patch.object(torch.autograd.graph.saved_tensors_hooks, "__enter__", refuse),
+        patched(_CHECKPOINTING, "_checkpoint_without_reentrant_generator", without_reentrant),
+        patched(_CHECKPOINTING, "CheckpointFunction", Reentrant),
+        patched(torch.autograd.graph.saved_tensors_hooks, "__enter__", refuse),
     ):
         yield
 

@@ -24,7 +24,7 @@ from graphshard.capture.dynamic import Names, strides_of, symbolic_shapes
 from graphshard.capture.errors import explained
 from graphshard.capture.fake_mode import constant_folding_fake_mode
 from graphshard.capture.joint import program_of_joint
-from graphshard.capture.side_effects import own_randomness
+from graphshard.capture.side_effects import WriteError, own_randomness
 from graphshard.capture.structure import CALL, Structure, take_apart
 from graphshard.capture.traced_module import MAIN, Entry, TracedModel
 from graphshard.errors import CaptureError
@@ -119,21 +119,24 @@ def capture(
     """
     example = model, args, kwargs or {}, torch.device(device), grad, names, entry, precisions
     try:
-        return _captured_either_way(*example)
+        return _capture_as_is_or_functional(*example)
     except CaptureError as error:
         if not _looks_at_values(error):
             raise
         first = error
-    # Many a model has another way for compilers, that looks at no values.
+    # Many models look at no values where `torch.compiler.is_compiling()` is true.
     with torch_trace.compiling():
         try:
-            found = _captured_either_way(*example)
+            captured = _capture_as_is_or_functional(*example)
         except CaptureError as error:
-            raise (error if _looks_at_values(error) else first) from None
-    found.program.notes += (
+            if _looks_at_values(error):
+                raise error from None
+            first.add_note(f"With torch.compiler.is_compiling() true it fails otherwise: {error}")
+            raise first from first.__cause__
+    captured.program.notes += (
         "captured with torch.compiler.is_compiling() true, as the model looks at values otherwise",
     )
-    return found
+    return captured
 
 
 def _looks_at_values(error: CaptureError) -> bool:
@@ -141,17 +144,33 @@ def _looks_at_values(error: CaptureError) -> bool:
     return isinstance(error.__cause__, (by_value, by_shape))
 
 
-def _captured_either_way(*example: Any) -> Capture:
-    """What `_captured` gives, without functionalization where it can be (see `graphshard.writes`).
+def _capture_as_is_or_functional(*example: Any) -> Capture:
+    """Trace a step without functionalization, or with it if the first trace says that it must be.
 
-    Whatever goes wrong there is told as it is with it.
+    Only a step that writes nowhere can be traced as it is. Any other fault of the first trace, one
+    of graphshard's own among them, is the fault of the capture.
     """
-    with contextlib.suppress(Exception):
-        return _captured(*example, functional=False)
-    return _captured(*example, functional=True)
+    try:
+        return _trace_and_rebuild(*example, functional=False)
+    except (WriteError, CaptureError) as error:
+        if not _needs_functionalization(error):
+            raise
+    return _trace_and_rebuild(*example, functional=True)
 
 
-def _captured(
+def _needs_functionalization(error: WriteError | CaptureError) -> bool:
+    """Whether a trace without functionalization ended by one of the refusals meant for that.
+
+    `WriteError`: an operator wrote in place, or autograd's own did in backward.
+    `untraceable_errors()`: a value was asked for, or an operator has no fake kernel. After a write
+    in place that may be due to the write: what a tensor holds is no longer known, and an in-place
+    operator may lack the kernel that its functional form has.
+    """
+    refusals: tuple[type[Exception], ...] = (WriteError, *torch_trace.untraceable_errors())
+    return isinstance(error, WriteError) or isinstance(error.__cause__, refusals)
+
+
+def _trace_and_rebuild(
     model: nn.Module,
     args: tuple[Any, ...],
     kwargs: dict[str, Any],

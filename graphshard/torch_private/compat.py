@@ -9,7 +9,7 @@ from __future__ import annotations
 import importlib
 from collections.abc import Iterable, Sequence
 from datetime import timedelta
-from functools import cache, partial
+from functools import cache
 from inspect import signature
 from operator import attrgetter
 from typing import Any
@@ -221,24 +221,23 @@ def _dtensor_class() -> Any:
     return private("torch.distributed.tensor._api", "DTensor")
 
 
-def replace_dtensor_handler(op: Any, handler: Any) -> None:
-    """Let `handler(torch's own handler, op, args, kwargs)` do what `op` does on DTensors.
-
-    Raises:
-        UnsupportedTorchError: this torch has no handler of its own for `op`.
-    """
-    dispatcher = getattr(_dtensor_class(), "_op_dispatcher", None)
-    handlers = getattr(dispatcher, "_custom_op_handlers", {})
-    if op not in handlers:
-        raise UnsupportedTorchError(
-            f"torch {torch.__version__} has no handler of DTensors for {op}; use {SUPPORTED}"
-        )
-    handlers[op] = partial(handler, handlers[op])
-
-
 def find_infinities() -> Any:
     """The operator by which a GradScaler unscales gradients and looks for infinities in them."""
     return torch.ops.aten._amp_foreach_non_finite_check_and_unscale_.default
+
+
+def rewrap_step(optimizer: torch.optim.Optimizer) -> None:
+    """Let hooks run around the `step` of the class that `optimizer` has now.
+
+    Raises:
+        UnsupportedTorchError: this torch cannot.
+    """
+    rewrap = getattr(optimizer, "_patch_step_function", None)
+    if rewrap is None:
+        raise UnsupportedTorchError(
+            f"torch {torch.__version__} cannot wrap the step of an optimizer again; use {SUPPORTED}"
+        )
+    rewrap()
 
 
 def set_grad_dtype(param: torch.Tensor, dtype: torch.dtype) -> None:

@@ -19,6 +19,8 @@ from functools import partial
 from inspect import signature
 from typing import Any
 
+from graphshard.torch_private.patches import patched
+
 Kernel = tuple[tuple[str, ...], str]
 """The C++ types of a kernel's arguments, and its source: includes, and one function "kernel"."""
 
@@ -82,11 +84,8 @@ class Kernels:
             self._of_graph = [*(self._of_graph or ()), *found.values()]
             self._places.extend((scope, name, late) for name, late in found.items())
 
-        owner.cpp_pybinding, owner.wait = late, waited
-        try:
+        with patched(owner, "cpp_pybinding", late), patched(owner, "wait", waited):
             yield
-        finally:
-            owner.cpp_pybinding, owner.wait = single, wait
 
     def of_graph(self) -> Callable[[], None]:
         """A check of what the last graph was compiled to, for when `make` has run.

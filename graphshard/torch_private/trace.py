@@ -9,8 +9,8 @@ from typing import Any
 
 import torch
 
-from graphshard.errors import UnsupportedTorchError
-from graphshard.torch_private.compat import SUPPORTED, private
+from graphshard.torch_private.compat import private
+from graphshard.torch_private.patches import patched
 
 _CHECK = torch.ops.aten._linalg_check_errors.default
 
@@ -31,14 +31,10 @@ def lean_graphs() -> Iterator[None]:
     """Let a trace leave out what takes a tenth of its time: code of graphs that nobody calls, and
     on each node a second description of its value.
     """
-    tracer = importlib.import_module("torch.fx.experimental.proxy_tensor")
-    described = private(tracer.__name__, "_extract_tensor_metadata")
-    with private("torch.fx._lazy_graph_module", "_use_lazy_graph_module")(True):
-        tracer._extract_tensor_metadata = lambda value: None  # type: ignore[attr-defined]
-        try:
-            yield
-        finally:
-            tracer._extract_tensor_metadata = described  # type: ignore[attr-defined]
+    lazily = private("torch.fx._lazy_graph_module", "_use_lazy_graph_module")(True)
+    tracer = "torch.fx.experimental.proxy_tensor"
+    with lazily, patched(tracer, "_extract_tensor_metadata", lambda value: None):
+        yield
 
 
 def descriptors() -> Any:
@@ -50,38 +46,24 @@ def descriptors() -> Any:
 @contextlib.contextmanager
 def tracing_rules(rules: Mapping[Any, Callable[..., Any] | None]) -> Iterator[None]:
     """Trace through each of these operators by this function; None: by its own kernels alone."""
-    for name in ("py_kernels", "_dispatch_cache"):
-        if not all(isinstance(getattr(op, name, None), dict) for op in rules):
-            raise UnsupportedTorchError(
-                f"torch {torch.__version__} has operators without {name}; use {SUPPORTED}"
-            )
     keys = (torch._C.DispatchKey.Autograd, torch._C.DispatchKey.CompositeImplicitAutograd)
-    before = {op: dict(op.py_kernels) for op in rules}
-
-    def set_kernels(op: Any, kernels: dict[Any, Any]) -> None:
-        op.py_kernels.clear()
-        op.py_kernels.update(kernels)
-        op._dispatch_cache.clear()
-
-    try:
+    with contextlib.ExitStack() as stack:
         for op, rule in rules.items():
-            others = {key: kernel for key, kernel in before[op].items() if key not in keys}
-            set_kernels(op, others if rule is None else others | dict.fromkeys(keys, rule))
+            kernels: dict[Any, Any] = getattr(op, "py_kernels", {})
+            others = {key: kernel for key, kernel in kernels.items() if key not in keys}
+            new = others if rule is None else others | dict.fromkeys(keys, rule)
+            for name, table in (("py_kernels", new), ("_dispatch_cache", {})):
+                stack.enter_context(
+                    patched(op, name, table, expects=_is_dict, where=f"torch.ops.{op}.{name}")
+                )
         yield
-    finally:
-        for op, kernels in before.items():
-            set_kernels(op, kernels)
 
 
 @contextlib.contextmanager
 def compiling() -> Iterator[None]:
     """Answer `torch.compiler.is_compiling()` with True."""
-    before = private("torch.compiler", "_is_compiling_flag")
-    torch.compiler._is_compiling_flag = True
-    try:
+    with patched("torch.compiler", "_is_compiling_flag", True):
         yield
-    finally:
-        torch.compiler._is_compiling_flag = before
 
 
 def untraceable_errors() -> tuple[type[Exception], ...]:
@@ -125,12 +107,12 @@ def checks_as_operators() -> Iterator[None]:
     registry = private("torch._library.simple_registry", "singleton")
     unread = private("torch.fx.node", "_side_effectful_functions")
     holder = registry.find(_CHECK.name().partition(".")[0]).effect
-    effect, was_kept = holder.effect, _CHECK in unread
-    holder.register(None)
-    unread.add(_CHECK)
-    try:
+    with (
+        patched(holder, "_effect", None),
+        patched(unread, _CHECK, _CHECK, where="torch.fx.node._side_effectful_functions"),
+    ):
         yield
-    finally:
-        holder.register(effect)
-        if not was_kept:
-            unread.discard(_CHECK)
+
+
+def _is_dict(value: Any) -> bool:
+    return isinstance(value, dict)

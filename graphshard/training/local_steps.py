@@ -26,6 +26,7 @@ from torch.optim.optimizer import Optimizer
 
 from graphshard.errors import CheckpointError, PolicyError, RuntimeStateError
 from graphshard.torch_private import compat as torch_compat
+from graphshard.torch_private.patches import patched_for_good
 
 ELEMENTWISE = (
     "Adadelta", "Adagrad", "Adam", "AdamW", "Adamax", "ASGD", "NAdam", "RAdam", "RMSprop", "Rprop",
@@ -100,8 +101,8 @@ def step_locally(optimizer: Made, elementwise: bool | None = None) -> Made:
         dict, {param: _kept(param, state) for param, state in optimizer.state.items()}
     )
     stepping: Any = _stepping(kind)
-    optimizer.__class__ = stepping
-    optimizer._patch_step_function()  # which lets hooks run around our step
+    patched_for_good(optimizer, "__class__", stepping)
+    torch_compat.rewrap_step(optimizer)
     optimizer.register_state_dict_post_hook(_shown_state_dict)
     optimizer.register_load_state_dict_pre_hook(_kept_state_dict)
     return optimizer

@@ -19,12 +19,13 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor, Replicate
 
 from graphshard.torch_private import compat as torch_compat
+from graphshard.torch_private.patches import replace_dtensor_handler
 
 
 @cache
 def let_scalers_agree() -> None:
     """Take over how DTensors are looked through for infinities, in this process, once."""
-    torch_compat.replace_dtensor_handler(torch_compat.find_infinities(), _find_infinities)
+    replace_dtensor_handler(torch_compat.find_infinities(), _find_infinities)
 
 
 def _find_infinities(

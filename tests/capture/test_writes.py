@@ -14,6 +14,7 @@ from program_runner import assert_same_as_eager
 from torch import Tensor, nn
 
 from graphshard.capture import entry as capture_module
+from graphshard.capture import traced_module
 from graphshard.capture.entry import capture
 from graphshard.errors import CaptureError
 from graphshard.program import ops
@@ -225,13 +226,13 @@ def test_a_forward_that_writes_is_not_left_halfway(ways: list[bool]) -> None:
     assert depth == 0
 
 
-def test_an_error_is_told_as_it_is_with_functionalization(ways: list[bool]) -> None:
+def test_an_error_of_the_model_is_told_with_its_line(ways: list[bool]) -> None:
     def fails(net: Net, x: Tensor) -> Tensor:
         raise ValueError("no luck here")
 
     with pytest.raises(CaptureError, match="ValueError while being captured: no luck here"):
         capture(Net(fails), (X,))
-    assert ways == [False, True]
+    assert ways == [False], "an error of the model's needs no second trace"
 
     def writes_a_parameter(net: Net, x: Tensor) -> Tensor:
         with torch.no_grad():
@@ -240,6 +241,37 @@ def test_an_error_is_told_as_it_is_with_functionalization(ways: list[bool]) -> N
 
     with pytest.raises(CaptureError, match=r"changes parameter 'linear.weight' in place"):
         capture(Net(writes_a_parameter), (X,))
+
+
+def test_a_value_that_is_known_but_for_a_write_is_asked_for_again(ways: list[bool]) -> None:
+    def asks(net: Net, x: Tensor) -> Tensor:
+        return x * 2 if torch.zeros(3).fill_(1).sum().item() == 3 else x * 5
+
+    assert_same_as_eager(Net(asks), (X,))
+    assert ways == [False, True]
+
+
+@pytest.mark.parametrize("place", ["in the trace", "after the trace"])
+def test_a_defect_of_ours_in_the_first_trace_surfaces(
+    place: str, ways: list[bool], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    module, name = {
+        "in the trace": (traced_module, "_reachable"),
+        "after the trace": (capture_module, "program_of_joint"),
+    }[place]
+    function = getattr(module, name)
+    calls: list[Any] = []
+
+    def fail_once(*args: Any, **kwargs: Any) -> Any:
+        calls.append(args)
+        if len(calls) == 1:
+            raise ZeroDivisionError("a defect")
+        return function(*args, **kwargs)  # so would a second trace succeed
+
+    monkeypatch.setattr(module, name, fail_once)
+    with pytest.raises((CaptureError, ZeroDivisionError), match="a defect"):
+        capture(Net(views), (X,))
+    assert ways == [False]
 
 
 def test_a_trace_that_was_cut_short_leaves_nothing_behind(ways: list[bool]) -> None:

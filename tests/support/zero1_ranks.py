@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 from collections.abc import Mapping
 from functools import partial
 from typing import Any
@@ -163,6 +164,18 @@ def zero1_sees_every_way_a_parameter_is_written(rank: int) -> None:
         before = after
 
 
+def zero1_sees_writes_into_a_view_that_outlives_its_state_dict(rank: int) -> None:
+    sharded = zero1(rank)
+    view = sharded.state_dict()["embed.weight"].to_local().flatten()[1:]
+    gc.collect()
+    before = loss_of(sharded, rank)
+    with torch.no_grad():
+        view.mul_(1.5)
+    after = loss_of(sharded, rank)
+    assert not torch.equal(after, before)
+    assert torch.equal(after, loss_of_full(sharded, rank))
+
+
 def a_step_before_backward_is_refused(rank: int) -> None:
     for strategy in ("SHARD_OPTIMIZER", "FULL_SHARD"):
         sharded = compiled({}, rank, strategy=strategy)
@@ -207,6 +220,7 @@ ZERO1 = [
     zero1_accumulates_without_gathering_again,
     zero1_stores_what_the_plan_says,
     zero1_sees_every_way_a_parameter_is_written,
+    zero1_sees_writes_into_a_view_that_outlives_its_state_dict,
     a_step_before_backward_is_refused,
     zero1_units_live_beside_others,
     zero1_starts_from_meta,
