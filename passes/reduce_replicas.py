@@ -43,7 +43,7 @@ class ReduceReplicas:
         place_of = {name: i for i, param in enumerate(program.params) for name in param.names}
         for wait in [node for node in program.nodes() if node.target is ops.wait]:
             reduce = ops.collective_of(wait)
-            if reduce.target is not ops.reduce_scatter:
+            if not ops.is_scatter(reduce):
                 continue
             shards = unpacks(wait)
             for shard in shards:

@@ -49,7 +49,7 @@ class SinkWaits:
                 _sink_gather(wait, place)
             else:
                 reductions.append(wait)
-                if target is ops.reduce_scatter:
+                if ops.is_scatter(ops.collective_of(wait)):
                     scatters.append(wait)
         # What is not under way yet is launched before anything is waited for at the end.
         reductions.sort(key=lambda w: ops.group_of(ops.collective_of(w)) == ops.REPLICATE)

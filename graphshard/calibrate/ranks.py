@@ -147,10 +147,12 @@ class TimedCollective:
             for i in range(self.tensors)
         ]
         operands = [Operand(layout, torch.float32) for layout in layouts]
-        collective = kind_of(self.op, self.ranks)(self.ranks, "measured", "forward", operands)
-        if self.op is ops.all_reduce:
-            self.size = rows * 4 * self.tensors  # its operands are shards
-        numel = rows * n if self.op is ops.reduce_scatter else rows
+        op = ops.OPS[self.op]
+        collective = kind_of(op, self.ranks)(self.ranks, "measured", "forward", operands)
+        whole = op.takes is ops.Value.FULL
+        if op.gives is op.takes:
+            self.size = rows * 4 * self.tensors  # shards are moved
+        numel = rows * n if whole else rows
         given = [torch.ones(numel, device=self.ranks.device) for _ in layouts]
         self._call = lambda: collective(given)
         self._done = _end

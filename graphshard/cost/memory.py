@@ -128,7 +128,8 @@ def _of_reduce(
     wait = next(user for user in node.users if user.target is ops.wait)
     results = wait.meta["val"]
     ranks = ranks_of(node, program)
-    scattered = ops.is_scatter(node) and ranks > 1
+    op = ops.OPS[node.target]
+    scattered = op.moves == "reduce_scatter" and ranks > 1
     exchanged = scattered and backend == "gloo" and ranks > 2
     given = sum(map(bytes_of, results))
     first, late = node, 0
@@ -145,6 +146,10 @@ def _of_reduce(
             halves = [bytes_of(r) for r in results if r.dtype is torch.float16]
             if halves:  # added up in float32
                 yield make(wait, 2 * max(halves), BUFFERS, ends=[wait])
+    elif op.scatters and ranks > 1:
+        # A copy of the full gradients is reduced in place; each rank copies its shards out of it.
+        yield make(node, given * ranks, BUFFERS, ends=[node])
+        first = wait
     else:
         # The copy that is reduced in place, and handed out, outlives what it was copied from.
         yield make(node, given, BUFFERS, ends=[node])

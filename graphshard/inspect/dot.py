@@ -17,21 +17,7 @@ COMMUNICATION_STREAM = "communication"
 COPY_STREAM = "copy"
 
 
-_SHAPES = {
-    COMPUTE: "box",
-    "wait": "diamond",
-    "free": "cds",
-    "cast": "parallelogram",
-    "to_device": "parallelogram",
-    "to_host": "parallelogram",
-    "arrive": "diamond",
-    "keep": "cylinder",
-    "add_kept": "cylinder",
-    "reshard": "parallelogram",
-}
-
-
-_COLLECTIVE_SHAPE = "ellipse"
+_SHAPES = {COMPUTE: "box", **{op.name: op.drawn_as for op in ops.OPS.values()}}
 
 
 def schedule_graph(program: Program) -> nx.DiGraph:
@@ -79,7 +65,7 @@ def dot_text(graph: nx.DiGraph) -> str:
         for index, data in graph.nodes(data=True):
             if data["phase"] == phase:
                 label = f"{data['op']}\n{data['unit'] or '(root)'}"
-                shape = _SHAPES.get(data["op"], _COLLECTIVE_SHAPE)
+                shape = _SHAPES[data["op"]]
                 lines.append(f"    {index} [label={_quote(label)}, shape={shape}];")
         lines.append("  }")
     for start, end, data in sorted(graph.edges(data=True), key=lambda edge: edge[:2]):

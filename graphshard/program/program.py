@@ -238,11 +238,10 @@ class Program:
                 if event is not None and event.op == COMPUTE:
                     nodes.append(node)
                 continue
-            found = Event(
-                ops.op_name(node) or COMPUTE, node.meta.get("unit", ""), node.meta["phase"]
-            )
-            merges = found.op == COMPUTE or ops.is_transfer(node)
-            merges = merges or node.target in (ops.keep, ops.reshard)
+            op = ops.op_of(node)
+            name = COMPUTE if op is None else op.name
+            found = Event(name, node.meta.get("unit", ""), node.meta["phase"])
+            merges = op is None or op.in_runs
             if event is not None and (found != event or not merges):
                 yield event, nodes
                 nodes = []

@@ -55,13 +55,7 @@ from graphshard.runtime.gather import (
 )
 from graphshard.runtime.group import Group
 from graphshard.runtime.host_copies import bind_transfer
-from graphshard.runtime.reduce import (
-    AllReduce,
-    LocalReduce,
-    ReduceScatterByExchange,
-    ReduceScatterByPairExchange,
-    ReduceScatterByReduce,
-)
+from graphshard.runtime.reduce import LocalReduce, reduce_kind
 from graphshard.runtime.region import Forms, pack
 
 # At the start of a call: an operator may be named inside of a string, too.
@@ -207,24 +201,20 @@ def _bound(node: fx.Node, plan: ShardingPlan, group: Group) -> Collective:
     ]
     if group.size == 1 and op.reduces:
         return LocalReduce(op.name, group, unit, phase)
-    kind = kind_of(node.target, group, in_place=collective.in_place)
+    kind = kind_of(op, group, in_place=collective.in_place)
     return kind(group, unit, phase, operands)
 
 
-def kind_of(target: Any, group: Group, *, in_place: bool = False) -> type[Collective]:
-    """What runs for a collective of the vocabulary over `group`, of more than one rank to reduce.
+def kind_of(op: ops.Op, group: Group, *, in_place: bool = False) -> type[Collective]:
+    """The class that runs a collective over `group`, of more than one rank to reduce.
 
     Args:
-        target: `ops.all_gather`, `ops.reduce_scatter` or `ops.all_reduce`.
+        op: the collective's row of the vocabulary.
         group: the ranks.
-        in_place: of a gather: its results are copies that ranks keep.
+        in_place: the results of a gather are copies that ranks keep.
     """
-    if target is ops.all_gather:
-        if group.size == 1:
-            return LocalGather
-        return AllGatherInPlace if in_place else AllGather
-    if target is ops.reduce_scatter:
-        if group.backend != "gloo":
-            return ReduceScatterByReduce
-        return ReduceScatterByPairExchange if group.size == 2 else ReduceScatterByExchange
-    return AllReduce
+    if op.reduces:
+        return reduce_kind(op, group)
+    if group.size == 1:
+        return LocalGather
+    return AllGatherInPlace if in_place else AllGather

@@ -279,6 +279,27 @@ class LocalReduce(Collective):
         return pending.buffers
 
 
+def reduce_kind(op: ops.Op, group: Group) -> type[Collective]:
+    """The class that runs a reduce over `group`, of more than one rank."""
+    kinds = _OVER_GLOO if group.backend == "gloo" else _OVER_NCCL
+    kind = kinds[op.target]
+    if kind is ReduceScatterByExchange and group.size == 2:
+        return ReduceScatterByPairExchange
+    return kind
+
+
+_OVER_NCCL: dict[Any, type[Collective]] = {
+    ops.reduce_scatter: ReduceScatterByReduce,
+    ops.all_reduce: AllReduce,
+}
+
+
+_OVER_GLOO: dict[Any, type[Collective]] = {
+    **_OVER_NCCL,
+    ops.reduce_scatter: ReduceScatterByExchange,
+}
+
+
 def parts_of(flat: Tensor, message: Message) -> Sequence[Tensor]:
     """What a message holds of each operand, as views."""
     return torch.split_with_sizes(flat, message.numels) if message.packed else (flat,)

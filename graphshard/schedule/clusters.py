@@ -50,7 +50,7 @@ class Work:
     def moved(self, collective: fx.Node, size: int) -> float:
         """Seconds `collective` would take if it moved `size` bytes of full tensors."""
         shape = shape_of(collective, self.program, self.hardware.gpus_per_node)
-        return collective_seconds(str(ops.op_name(collective)), size, shape, self.hardware)
+        return collective_seconds(ops.OPS[collective.target].moves, size, shape, self.hardware)
 
     def too_small(self, collective: fx.Node, size: int) -> bool:
         """Whether a collective like this one of `size` bytes would be mostly latency."""
