@@ -12,6 +12,7 @@ from typing import Any
 from graphshard.errors import GraphshardError, PassError, PolicyError
 from graphshard.hardware.hardware import Hardware
 from graphshard.passes.accumulate import Accumulate
+from graphshard.passes.all_reduce_small import AllReduceSmall
 from graphshard.passes.cuda_graph import CudaGraph
 from graphshard.passes.form_regions import FormRegions
 from graphshard.passes.insert_free import InsertFree
@@ -138,6 +139,7 @@ def default_passes(policy: Policy, *, waits_at_once: bool = False) -> tuple[Pass
         ZeroMissingGrads(),
         ReduceGrads(),
         ReduceReplicas(),
+        *((AllReduceSmall(policy.all_reduce_below),) if policy.all_reduce_below else ()),
         Precision(),
         Accumulate(),
         *((OffloadParams(),) if policy.offloads("params") else ()),

@@ -212,6 +212,23 @@ def all_reduce(
     _only_in_graphs("all_reduce")
 
 
+@_op(
+    Kind.COLLECTIVE,
+    takes=Value.FULL,
+    gives=Value.SHARD,
+    moves="all_reduce",
+    groups=frozenset({SHARD}),
+    groups_with_replicas=frozenset({SHARD}),
+)
+def all_reduce_shard(
+    grads: Sequence[Tensor], *, unit: str, params: tuple[str, ...], group: str = SHARD
+) -> Any:
+    """Start averaging full gradients `(d0, ...)` over the group by one all_reduce of a copy of
+    them all, each rank keeping its shard of it.
+    """
+    _only_in_graphs("all_reduce_shard")
+
+
 @_op(Kind.WAIT, drawn_as="diamond")
 def wait(pending: Any) -> list[Tensor]:
     """Finish a pending collective: a list of its results in operand order."""

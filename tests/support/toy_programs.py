@@ -180,7 +180,7 @@ class OneRank(fx.Interpreter):
                 assert torch.equal(given, own.to(given.dtype))
                 full.append(self.full[name].to(given.dtype, copy=True))
             return full
-        if target is ops.reduce_scatter:
+        if target in ops.SCATTERS:
             return self.reduced(args[0], **kwargs)
         if target is ops.reshard:
             return self.part(args[0], kwargs["param"], kwargs["ranks"])
