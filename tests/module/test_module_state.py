@@ -5,12 +5,11 @@ from __future__ import annotations
 import copy
 import shutil
 import tempfile
-from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
-from ranks import Checks
+from ranks import on_ranks
 from runtime_models import Block, Normed, Odd, TiedGPT, features_of, tokens_of
 from torch import Tensor, nn
 from torch.distributed import checkpoint
@@ -221,15 +220,7 @@ ON_TWO = [
     notices_replaced_storage,
 ]
 
-
-@pytest.fixture(scope="module")
-def on_two() -> Checks:
-    return Checks(ON_TWO, 2)
-
-
-@pytest.mark.parametrize("check", ON_TWO, ids=lambda check: check.__name__)
-def test_on_two_ranks(on_two: Checks, check: Callable[[int], None]) -> None:
-    on_two.require(check)
+test_on_two_ranks = on_ranks(ON_TWO, 2)
 
 
 # -- on one ---------------------------------------------------------------------------------------

@@ -9,7 +9,7 @@ from layouts import (
     padding_is_avoided_by_itself,
     units_of_their_own_kind_train_alike,
 )
-from ranks import Checks
+from ranks import on_ranks
 from zero1_ranks import (
     ZERO1,
     zero1_accumulates_without_gathering_again,
@@ -29,34 +29,8 @@ ON_FOUR_RANKS = [
 ]
 REST = [check for check in ALL if check not in ON_FOUR_RANKS]
 
-
-@pytest.fixture(scope="module")
-def two_ranks():
-    return Checks(ALL, 2, timeout=500)
+test_on_two_ranks = on_ranks(ALL, 2, timeout=500)
+test_on_four_ranks = pytest.mark.slow(on_ranks(ON_FOUR_RANKS, 4, timeout=500))
 
 
-@pytest.fixture(scope="module")
-def four_ranks():
-    return Checks(ON_FOUR_RANKS, 4, timeout=500)
-
-
-@pytest.fixture(scope="module")
-def four_ranks_rest():
-    return Checks(REST, 4, timeout=580)
-
-
-@pytest.mark.parametrize("check", ALL, ids=lambda check: check.__name__)
-def test_on_two_ranks(two_ranks, check):
-    two_ranks.require(check)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("check", ON_FOUR_RANKS, ids=lambda check: check.__name__)
-def test_on_four_ranks(four_ranks, check):
-    four_ranks.require(check)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("check", REST, ids=lambda check: check.__name__)
-def test_the_rest_on_four_ranks(four_ranks_rest, check):
-    four_ranks_rest.require(check)
+test_the_rest_on_four_ranks = pytest.mark.slow(on_ranks(REST, 4, timeout=580))

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import time
 import weakref
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 
 import offload_training as training
 import pytest
 import torch
-from ranks import Checks
+from ranks import on_ranks
 from torch import Tensor, nn
 from torch.distributed.fsdp import CPUOffloadPolicy, fully_shard
 from torch.distributed.tensor import DTensor
@@ -200,34 +200,8 @@ MORE_ON_TWO = [
 ]
 ON_FOUR = [full_shard, hybrid]
 
-
-@pytest.fixture(scope="module")
-def on_two() -> Checks:
-    return Checks(ON_TWO, 2, timeout=240)
+test_on_two_ranks = on_ranks(ON_TWO, 2, timeout=240)
+test_more_on_two_ranks = pytest.mark.slow(on_ranks(MORE_ON_TWO, 2, timeout=240))
 
 
-@pytest.fixture(scope="module")
-def on_four() -> Checks:
-    return Checks(ON_FOUR, 4, timeout=240)
-
-
-@pytest.mark.parametrize("check", ON_TWO, ids=lambda check: check.__name__)
-def test_on_two_ranks(on_two: Checks, check: Callable[[int], None]) -> None:
-    on_two.require(check)
-
-
-@pytest.fixture(scope="module")
-def more_on_two() -> Checks:
-    return Checks(MORE_ON_TWO, 2, timeout=240)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("check", MORE_ON_TWO, ids=lambda check: check.__name__)
-def test_more_on_two_ranks(more_on_two: Checks, check: Callable[[int], None]) -> None:
-    more_on_two.require(check)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("check", ON_FOUR, ids=lambda check: check.__name__)
-def test_on_four_ranks(on_four: Checks, check: Callable[[int], None]) -> None:
-    on_four.require(check)
+test_on_four_ranks = pytest.mark.slow(on_ranks(ON_FOUR, 4, timeout=240))

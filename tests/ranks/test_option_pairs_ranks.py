@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
-from ranks import Checks
+from ranks import on_ranks
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor
@@ -317,33 +317,8 @@ FOUR = [
 ]  # fmt: skip
 
 
-@pytest.fixture(scope="module")
-def on_two() -> Checks:
-    return Checks(TWO, 2, timeout=300)
+test_on_two_ranks = on_ranks(TWO, 2, timeout=300)
+test_more_on_two_ranks = pytest.mark.slow(on_ranks(MORE, 2, timeout=580))
 
 
-@pytest.fixture(scope="module")
-def more_on_two() -> Checks:
-    return Checks(MORE, 2, timeout=580)
-
-
-@pytest.fixture(scope="module")
-def on_four() -> Checks:
-    return Checks(FOUR, 4, timeout=580)
-
-
-@pytest.mark.parametrize("check", TWO, ids=lambda check: check.__name__)
-def test_on_two_ranks(on_two: Checks, check: Callable[[int], None]) -> None:
-    on_two.require(check)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("check", MORE, ids=lambda check: check.__name__)
-def test_more_on_two_ranks(more_on_two: Checks, check: Callable[[int], None]) -> None:
-    more_on_two.require(check)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("check", FOUR, ids=lambda check: check.__name__)
-def test_on_four_ranks(on_four: Checks, check: Callable[[int], None]) -> None:
-    on_four.require(check)
+test_on_four_ranks = pytest.mark.slow(on_ranks(FOUR, 4, timeout=580))

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import copy
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
 import torch
 from models import CASES, Case, loss_of
-from ranks import Checks
+from ranks import on_ranks
 from runtime_models import Block, Normed, Odd, TiedGPT, features_of, tokens_of
 from torch import Tensor, nn
 from torch.distributed.fsdp import FullyShardedDataParallel, MixedPrecisionPolicy, fully_shard
@@ -324,26 +324,8 @@ MORE_ON_TWO = [
     scaled_as_fsdp2,
 ]
 
-
-@pytest.fixture(scope="module")
-def on_two() -> Checks:
-    return Checks(ON_TWO, 2, timeout=400)
-
-
-@pytest.mark.parametrize("check", ON_TWO, ids=lambda check: check.__name__)
-def test_on_two_ranks(on_two: Checks, check: Callable[[int], None]) -> None:
-    on_two.require(check)
-
-
-@pytest.fixture(scope="module")
-def more_on_two() -> Checks:
-    return Checks(MORE_ON_TWO, 2, timeout=400)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("check", MORE_ON_TWO, ids=lambda check: check.__name__)
-def test_more_on_two_ranks(more_on_two: Checks, check: Callable[[int], None]) -> None:
-    more_on_two.require(check)
+test_on_two_ranks = on_ranks(ON_TWO, 2, timeout=400)
+test_more_on_two_ranks = pytest.mark.slow(on_ranks(MORE_ON_TWO, 2, timeout=400))
 
 
 # -- four ranks -----------------------------------------------------------------------------------
@@ -366,13 +348,4 @@ def near_fsdp2(rank: int) -> None:
 
 ON_FOUR = [near_fsdp2, scaled, averages_do_not_overflow, frozen_unused_and_without_dimensions]
 
-
-@pytest.fixture(scope="module")
-def on_four() -> Checks:
-    return Checks(ON_FOUR, 4, timeout=400)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("check", ON_FOUR, ids=lambda check: check.__name__)
-def test_on_four_ranks(on_four: Checks, check: Callable[[int], None]) -> None:
-    on_four.require(check)
+test_on_four_ranks = pytest.mark.slow(on_ranks(ON_FOUR, 4, timeout=400))

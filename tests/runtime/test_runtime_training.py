@@ -7,9 +7,8 @@ import warnings
 from collections.abc import Callable
 from typing import Any
 
-import pytest
 import torch
-from ranks import Checks, run_ranks
+from ranks import on_ranks, run_ranks
 from runtime_models import Block, Normed, Odd, TiedGPT, features_of, tokens_of
 from torch import Tensor, nn
 from torch.distributed.fsdp import fully_shard
@@ -188,15 +187,7 @@ ON_TWO = [
     clipped,
 ]
 
-
-@pytest.fixture(scope="module")
-def on_two() -> Checks:
-    return Checks(ON_TWO, 2)
-
-
-@pytest.mark.parametrize("check", ON_TWO, ids=lambda check: check.__name__)
-def test_on_two_ranks(on_two: Checks, check: Callable[[int], None]) -> None:
-    on_two.require(check)
+test_on_two_ranks = on_ranks(ON_TWO, 2)
 
 
 def on_four_ranks(rank: int) -> list[float]:

@@ -9,7 +9,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from loops import OneProcess, full, same_grads, same_params
-from ranks import Checks
+from ranks import on_ranks
 from runtime_models import Block, Odd, TiedGPT, features_of, tokens_of
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
@@ -318,26 +318,8 @@ ON_FOUR = [
     every_layout,
 ]
 
-
-@pytest.fixture(scope="module")
-def on_two() -> Checks:
-    return Checks(ON_RANKS, 2, timeout=400)
-
-
-@pytest.fixture(scope="module")
-def on_four() -> Checks:
-    return Checks(ON_FOUR, 4, timeout=400)
-
-
-@pytest.mark.parametrize("check", ON_RANKS, ids=lambda check: check.__name__)
-def test_on_two_ranks(on_two: Checks, check: Callable[[int], None]) -> None:
-    on_two.require(check)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("check", ON_FOUR, ids=lambda check: check.__name__)
-def test_on_four_ranks(on_four: Checks, check: Callable[[int], None]) -> None:
-    on_four.require(check)
+test_on_two_ranks = on_ranks(ON_RANKS, 2, timeout=400)
+test_on_four_ranks = pytest.mark.slow(on_ranks(ON_FOUR, 4, timeout=400))
 
 
 def test_on_a_single_rank_parameters_are_full_already() -> None:

@@ -5,14 +5,13 @@ from __future__ import annotations
 import copy
 import logging
 import warnings
-from collections.abc import Callable
 
 import pytest
 import torch
 import torch.distributed as dist
 from loop_calls import hooks_on_parts, hooks_on_the_model, methods_are_called, unused_in_one_call
 from loops import OneProcess, backward, compiled, exact, full, gpt, same_grads, same_params
-from ranks import Checks
+from ranks import on_ranks
 from runtime_models import Odd, TiedGPT, features_of, tokens_of
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
@@ -333,23 +332,5 @@ ON_RANKS = [
 ]
 ON_FOUR = [adapters, ignored_parameters, two_models, parts_are_called]
 
-
-@pytest.fixture(scope="module")
-def on_two() -> Checks:
-    return Checks(ON_RANKS, 2, timeout=400)
-
-
-@pytest.fixture(scope="module")
-def on_four() -> Checks:
-    return Checks(ON_FOUR, 4, timeout=400)
-
-
-@pytest.mark.parametrize("check", ON_RANKS, ids=lambda check: check.__name__)
-def test_on_two_ranks(on_two: Checks, check: Callable[[int], None]) -> None:
-    on_two.require(check)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("check", ON_FOUR, ids=lambda check: check.__name__)
-def test_on_four_ranks(on_four: Checks, check: Callable[[int], None]) -> None:
-    on_four.require(check)
+test_on_two_ranks = on_ranks(ON_RANKS, 2, timeout=400)
+test_on_four_ranks = pytest.mark.slow(on_ranks(ON_FOUR, 4, timeout=400))
