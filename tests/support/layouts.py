@@ -1,10 +1,9 @@
-"""Checks of where parameters lie and in which form, to be run on ranks (see `ranks.Checks`)."""
+"""A model with stacked experts, and its training on ranks, by `fully_shard` and by one process."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from typing import Any
-from unittest import mock
 
 import torch
 import torch.distributed as dist
@@ -14,7 +13,6 @@ from torch.distributed.tensor import DTensor, Shard
 from torch.nn import functional as F
 
 import graphshard
-from graphshard.program import packing
 
 History = list[tuple[Tensor, dict[str, Tensor]]]
 
@@ -148,87 +146,3 @@ def compiled(
 def exact() -> bool:
     """On two ranks a sum has one order only."""
     return dist.get_world_size() == 2
-
-
-# -- other dims --------------------------------------------------------------------------------
-
-
-def along_dim(value: nn.Parameter) -> Shard | None:
-    return Shard(1) if value.ndim == 3 else None
-
-
-def experts_are_split_along_another_dim(rank: int) -> None:
-    sharded = compiled({Experts: {"placement": {"w": 1}}}, rank)
-    w = sharded.get_parameter("blocks.0.w")
-    size = dist.get_world_size()
-    assert w.placements == (Shard(1),)
-    assert w.to_local().shape == (2, 128 // size, 128)
-    assert torch.equal(full(w), model().blocks[0].w)
-    got = trained(sharded, rank)
-    assert_same(got, by_fully_shard(rank, along_dim), exact=exact())
-    assert_same(got, trained_alone(rank), exact=exact())
-
-
-def the_last_dim_and_copies_train_alike(rank: int) -> None:
-    sharded = compiled(
-        {Experts: {"placement": {"w": 2, "gate.weight": 1, "gate.bias": "replicate"}}}, rank
-    )
-    gate = sharded.get_submodule("blocks.1.gate")
-    assert gate.weight.placements == (Shard(1),)
-    assert not gate.bias.placements[0].is_shard()
-    assert_same(trained(sharded, rank), trained_alone(rank), exact=exact())
-
-
-def packing_changes_nothing(rank: int) -> None:
-    modules = {Experts: {"placement": {"w": 2, "gate.weight": 1}}}
-    expected = trained(compiled(modules, rank), rank, steps=1)
-    for gather, reduce in ((1 << 20, 0), (0, 1 << 10)):
-        with (
-            mock.patch.dict(packing.GATHER_BELOW, gloo=gather),
-            mock.patch.dict(packing.REDUCE_BELOW, gloo=reduce),
-        ):
-            assert_same(trained(compiled(modules, rank), rank, steps=1), expected, exact=True)
-
-
-def padding_is_avoided_by_itself(rank: int) -> None:
-    sharded = compiled({}, rank)
-    by_itself = 0 if dist.get_world_size() == 2 else 1
-    assert sharded.plan.layouts["blocks.0.w"].dim == by_itself
-    assert_same(trained(sharded, rank), trained_alone(rank), exact=exact())
-
-
-def state_of_other_dims_goes_out_and_in(rank: int) -> None:
-    sharded = compiled({Experts: {"placement": {"w": 2}}}, rank)
-    trained(sharded, rank, steps=1)
-    state = {name: full(value) for name, value in sharded.state_dict().items()}
-    again = compiled({Experts: {"placement": {"w": 1}}}, rank)
-    again.load_full_state_dict(state if rank == 0 else None)
-    for name, value in again.state_dict().items():
-        assert torch.equal(full(value), state[name]), name
-    once_more = compiled({}, rank)
-    once_more.load_state_dict(state)
-    for name, value in once_more.state_dict().items():
-        assert torch.equal(full(value), state[name]), name
-
-
-# -- module policy -----------------------------------------------------------------------------
-
-
-def units_of_their_own_kind_train_alike(rank: int) -> None:
-    expected = trained_alone(rank)
-    for modules in (
-        {"blocks.1": {"reshard_after_forward": False}, "embed": {}},
-        {"blocks.1": {"strategy": "NO_SHARD"}, "": {"reshard_after_forward": True}},
-        {Experts: {"strategy": "SHARD_GRAD_OP"}, "blocks.0": {"strategy": "FULL_SHARD"}},
-    ):
-        assert_same(trained(compiled(modules, rank), rank), expected, exact=exact())
-
-
-LAYOUT = [
-    experts_are_split_along_another_dim,
-    the_last_dim_and_copies_train_alike,
-    packing_changes_nothing,
-    padding_is_avoided_by_itself,
-    state_of_other_dims_goes_out_and_in,
-    units_of_their_own_kind_train_alike,
-]

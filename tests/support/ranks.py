@@ -222,6 +222,20 @@ def on_ranks(checks: list[Check], world_size: int, **options: Any) -> Callable[.
     return passes
 
 
+def on_two_or_four_ranks(checks: list[Check], **options: Any) -> Callable[..., None]:
+    """As `on_ranks`, on two ranks and (slow) on four."""
+    started = {world_size: Checks(checks, world_size, **options) for world_size in (2, 4)}
+
+    @pytest.mark.parametrize("check", checks, ids=lambda check: check.__name__)
+    @pytest.mark.parametrize(
+        "world_size", [2, pytest.param(4, marks=pytest.mark.slow)], ids=["2 ranks", "4 ranks"]
+    )
+    def passes(world_size: int, check: Check) -> None:
+        started[world_size].require(check)
+
+    return passes
+
+
 def _run_checks(rank: int, checks: list[Check]) -> dict[str, tuple[float, str] | None]:
     """By check that ran, when it failed and its traceback, or None."""
     report: dict[str, tuple[float, str] | None] = {}
