@@ -7,13 +7,13 @@ from unittest import mock
 import pytest
 import torch
 import torch.distributed as dist
+from full_tensors import full
 from layouts import (
     Experts,
     assert_same,
     by_fully_shard,
     compiled,
     exact,
-    full,
     model,
     trained,
     trained_alone,

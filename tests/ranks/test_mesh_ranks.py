@@ -14,9 +14,9 @@ import torch
 import torch.distributed as dist
 from counted_bytes import ACTIVATION, LAYER, counted, settles, stack
 from mesh_parity import BLOCK, GPT, by_one_process, like_fully_shard, mesh_of, near
+from models import Odd, TiedGPT, tokens_of
 from parity import by_graphshard, difference
 from ranks import on_ranks
-from runtime_models import Odd, TiedGPT, tokens_of
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate, Shard

@@ -133,7 +133,7 @@ def parameters_and_gradients_are_not_on_the_device(rank: int) -> None:
         assert param.grad.to_local().shape == param.to_local().shape
 
 
-# -- the same training with and without offload, bit for bit ------------------------------------------
+# -- the same training with and without offload, bit for bit ------------------------------------
 
 STEPS = 2
 MICRO_BATCHES = 2

@@ -11,9 +11,8 @@ import parity
 import pytest
 import torch
 import torch.distributed as dist
-from models import CASES
+from models import CASES, Block, ManyOutputs, TiedGPT, features_of, tokens_of
 from ranks import Checks, on_ranks, run_ranks
-from runtime_models import Block, ManyOutputs, TiedGPT, features_of, tokens_of
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.nn import functional as F

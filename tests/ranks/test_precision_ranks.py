@@ -9,28 +9,19 @@ from typing import Any
 
 import pytest
 import torch
-from models import CASES, Case, loss_of
+from full_tensors import full, full_grads
+from models import CASES, Block, Case, Normed, Odd, TiedGPT, features_of, loss_of, tokens_of
 from ranks import on_ranks
-from runtime_models import Block, Normed, Odd, TiedGPT, features_of, tokens_of
 from torch import Tensor, nn
 from torch.distributed.fsdp import FullyShardedDataParallel, MixedPrecisionPolicy, fully_shard
 from torch.distributed.fsdp import MixedPrecision as MixedPrecision1
 from torch.distributed.fsdp.wrap import ModuleWrapPolicy
-from torch.distributed.tensor import DTensor
 
 import graphshard
 from graphshard import MixedPrecision
 
 BF16, F16, F32 = torch.bfloat16, torch.float16, torch.float32
 Run = list[tuple[Tensor, dict[str, Tensor]]]
-
-
-def full(tensor: Tensor) -> Tensor:
-    return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
-
-
-def grads_of(model: nn.Module) -> dict[str, Tensor]:
-    return {n: full(p.grad).clone() for n, p in model.named_parameters() if p.grad is not None}
 
 
 def train(
@@ -49,7 +40,7 @@ def train(
         with torch.autocast("cpu", amp, enabled=amp is not None):
             loss = loss_of(model(**inputs))
         (loss * scale).backward()
-        history.append((loss.detach(), grads_of(model)))
+        history.append((loss.detach(), full_grads(model)))
         optim.step()
         optim.zero_grad()
     return history
@@ -224,7 +215,7 @@ def frozen_unused_and_without_dimensions(rank: int) -> None:
     loss = sharded(*features_of(rank, 0, 16))
     loss.backward()
     assert loss.dtype == BF16
-    grads = grads_of(sharded)
+    grads = full_grads(sharded)
     assert {g.dtype for g in grads.values()} == {F32}
     assert not any(name.startswith(("frozen", "unused")) for name in grads)
 

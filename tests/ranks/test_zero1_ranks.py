@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from full_tensors import full
 from layouts import (
     Experts,
     MoE,
@@ -17,7 +18,6 @@ from layouts import (
     by_fully_shard,
     compiled,
     exact,
-    full,
     model,
     trained,
     trained_alone,

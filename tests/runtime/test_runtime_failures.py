@@ -9,8 +9,8 @@ from pathlib import Path
 
 import pytest
 import torch
+from models import Block, ManyOutputs, TiedGPT, features_of, tokens_of
 from ranks import Checks, RankError, error_of, on_ranks, run_ranks
-from runtime_models import Block, ManyOutputs, TiedGPT, features_of, tokens_of
 from torch import Tensor, nn
 
 import graphshard

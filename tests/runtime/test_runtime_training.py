@@ -8,8 +8,9 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
+from full_tensors import full, full_grads
+from models import Block, Normed, Odd, TiedGPT, features_of, tokens_of
 from ranks import on_ranks, run_ranks
-from runtime_models import Block, Normed, Odd, TiedGPT, features_of, tokens_of
 from torch import Tensor, nn
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
@@ -31,15 +32,6 @@ def train(model: nn.Module, batches: Batches, rank: int) -> list[tuple[Tensor, d
         optim.step()
         optim.zero_grad()
     return history
-
-
-def full_grads(model: nn.Module) -> dict[str, Tensor]:
-    named = model.named_parameters()
-    return {name: full(p.grad).clone() for name, p in named if p.grad is not None}
-
-
-def full(tensor: Tensor) -> Tensor:
-    return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
 
 
 def same_as_fully_shard(

@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 import torch
+from models import Block, Normed, Odd, TiedGPT, features_of, tokens_of
 from ranks import on_two_or_four_ranks
-from runtime_models import Block, Normed, Odd, TiedGPT, features_of, tokens_of
 from safetensors.torch import load_file, save_file
 from state_checks import assert_same, full_state, on_meta, refuses, seeded, shared_folder
 from torch import nn

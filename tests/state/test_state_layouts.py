@@ -8,9 +8,10 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from full_tensors import full
+from models import features_of
 from ranks import on_ranks
-from runtime_models import features_of
-from state_checks import assert_same, full, full_state, on_meta, seeded, shared_folder
+from state_checks import assert_same, full_state, on_meta, seeded, shared_folder
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Shard

@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from models import Block, Odd, TiedGPT, features_of, tokens_of
 from ranks import on_two_or_four_ranks
-from runtime_models import Block, Odd, TiedGPT, features_of, tokens_of
 from state_checks import assert_same, flat, full_state, on_meta, refuses, seeded
 from torch import Tensor, nn
 from torch.distributed.checkpoint.state_dict import (

@@ -6,8 +6,8 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from models import Block, TiedGPT, tokens_of
 from ranks import on_ranks
-from runtime_models import Block, TiedGPT, tokens_of
 from state_checks import assert_same, full_state, on_meta, seeded, shared_folder
 from torch import Tensor, nn
 

@@ -7,9 +7,10 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from full_tensors import full, full_grads
 from torch import Tensor, nn
 from torch.distributed.fsdp import fully_shard
-from torch.distributed.tensor import DTensor, Shard
+from torch.distributed.tensor import Shard
 from torch.nn import functional as F
 
 import graphshard
@@ -63,15 +64,6 @@ def batch(rank: int, step: int) -> tuple[Tensor, Tensor]:
     return ids[0], ids[1]
 
 
-def full(tensor: Tensor) -> Tensor:
-    return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
-
-
-def grads_of(module: nn.Module) -> dict[str, Tensor]:
-    named = module.named_parameters()
-    return {name: full(p.grad).detach().clone() for name, p in named if p.grad is not None}
-
-
 def trained(
     module: nn.Module, rank: int, optimizer: Callable[..., Any] = torch.optim.AdamW, steps: int = 3
 ) -> History:
@@ -81,7 +73,7 @@ def trained(
     for step in range(steps):
         loss = module(*batch(rank, step))
         loss.backward()
-        history.append((loss.detach().clone(), grads_of(module)))
+        history.append((loss.detach().clone(), full_grads(module)))
         optim.step()
         optim.zero_grad()
     ends = {n: full(p).detach().clone() for n, p in module.named_parameters()}
@@ -102,7 +94,7 @@ def trained_alone(rank: int, steps: int = 3) -> History:
             loss = alone(*batch(other, step))
             loss.backward()
             own = loss.detach() if other == rank else own
-            for name, grad in grads_of(alone).items():
+            for name, grad in full_grads(alone).items():
                 total[name] = total[name] + grad if name in total else grad
             optim.zero_grad()
         for name, param in alone.named_parameters():

@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import contextlib
 import copy
-from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
-from loops import OneProcess, full, same_grads, same_params
+from full_tensors import full
+from loops import OneProcess, backward, compiled, exact, gpt, same_grads, same_params
+from models import Block, ManyOutputs, Odd, features_of, tokens_of
 from ranks import on_ranks
-from runtime_models import Block, ManyOutputs, Odd, TiedGPT, features_of, tokens_of
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
@@ -20,24 +20,6 @@ import graphshard
 from graphshard.errors import PassError, RuntimeStateError
 
 MICRO = 3
-
-
-def gpt(layers: int = 2) -> nn.Module:
-    torch.manual_seed(0)
-    return TiedGPT(layers)
-
-
-def compiled(model: nn.Module, **fields: Any) -> graphshard.ShardedModule:
-    return graphshard.compile(model, graphshard.BlockPolicy({Block}, **fields))
-
-
-def exact() -> bool:
-    return dist.get_world_size() == 2
-
-
-def backward(model: nn.Module, rank: int, *batch: Any) -> None:
-    torch.manual_seed(rank)
-    model(*batch).backward()
 
 
 def ops_of(program: graphshard.Program) -> set[str]:

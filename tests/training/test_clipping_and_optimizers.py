@@ -8,30 +8,16 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from loops import OneProcess, full, same_grads, same_params
+from full_tensors import full
+from loops import OneProcess, compiled, exact, gpt, same_grads, same_params
+from models import Odd, features_of, tokens_of
 from ranks import on_ranks
-from runtime_models import Block, Odd, TiedGPT, features_of, tokens_of
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor
 
 import graphshard
 from graphshard.errors import PolicyError, RuntimeStateError
-
-
-def gpt(layers: int = 1) -> nn.Module:
-    torch.manual_seed(0)
-    return TiedGPT(layers)
-
-
-def exact() -> bool:
-    """On two ranks the mean of two gradients is the same in any order."""
-    return dist.get_world_size() == 2
-
-
-def compiled(model: nn.Module, **fields: Any) -> graphshard.ShardedModule:
-    return graphshard.compile(model, graphshard.BlockPolicy({Block}, **fields))
-
 
 # -- clipping ---------------------------------------------------------------------------------
 

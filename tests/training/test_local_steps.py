@@ -9,9 +9,10 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from loops import compiled, full
+from full_tensors import full
+from loops import compiled
+from models import Block, Odd, TiedGPT, features_of, tokens_of
 from ranks import on_ranks
-from runtime_models import Block, Odd, TiedGPT, features_of, tokens_of
 from state_checks import assert_same, flat, seeded, shared_folder
 from torch import Tensor, nn
 from torch.distributed.checkpoint.state_dict import (

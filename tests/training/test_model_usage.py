@@ -9,9 +9,10 @@ import warnings
 import pytest
 import torch
 import torch.distributed as dist
-from loops import OneProcess, backward, compiled, exact, full, gpt, same_grads, same_params
+from full_tensors import full
+from loops import OneProcess, backward, compiled, exact, gpt, same_grads, same_params
+from models import Block, Odd, TiedGPT, features_of, tokens_of
 from ranks import on_ranks
-from runtime_models import Block, Odd, TiedGPT, features_of, tokens_of
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
