@@ -86,7 +86,8 @@ def test_the_tests_named_in_the_table_exist() -> None:
         (path,) = TESTS.rglob(file)
         source = path.read_text()
         defined = rf"^(def {function}\(|{function} = )"
-        assert re.search(defined, source, re.MULTILINE), f"{file}::{function}"
+        exists = not function or re.search(defined, source, re.MULTILINE)
+        assert exists, f"{file}::{function}"
 
 
 def test_every_row_of_the_capability_table_has_a_test() -> None:
