@@ -36,13 +36,14 @@ from torch import Tensor, nn
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent.parent))
 
 import graphshard
+from examples.benchmarks.benchmark_models import WEIGHED
 from examples.benchmarks.live_bytes import LiveBytes
 from examples.benchmarks.truth_cases import Case, every, sample
-from examples.benchmarks.truth_models import BATCH, SUBJECTS
 from graphshard.errors import PolicyError, VerifyError
 from graphshard.program.storages import storages_of
 from graphshard.runtime import host_copies
 
+BATCH = 4
 TOLERANCE = {"cpu": 0.03, "cuda": 0.05}
 OPTIMIZERS = {
     "adamw": lambda params: torch.optim.AdamW(params, foreach=True),
@@ -72,10 +73,10 @@ class Truth:
 
 def truth_of(case: Case, device: torch.device) -> Truth:
     """Build, train and count `case` on this rank of the default process group."""
-    subject = SUBJECTS[case.model]
+    subject = WEIGHED[case.model]
     torch.manual_seed(0)
     model = subject.build().train(case.mode != "eval")
-    batch = _on(subject.batch(BATCH), device)
+    batch = _on(subject.batch(BATCH, None), device)
     policy = _policy(case, model, batch)
     mesh = None
     if case.hybrid:
@@ -95,7 +96,7 @@ def truth_of(case: Case, device: torch.device) -> Truth:
     run = _Run(sharded, case, batch)
     run.step()
     if case.mode == "dynamic":
-        run.step(_on(subject.batch(BATCH // 2), device))  # by the same program
+        run.step(_on(subject.batch(BATCH // 2, None), device))  # by the same program
     counted = _counted(run, device)
     backend = "nccl" if device.type == "cuda" else "gloo"
     curves = [
@@ -193,7 +194,7 @@ def _counted(run: _Run, device: torch.device) -> tuple[int, int, int]:
 
 def _policy(case: Case, model: nn.Module, batch: Any) -> graphshard.Policy:
     present = {type(module).__name__ for module in model.modules()}
-    units = [name for name in SUBJECTS[case.model].units if name in present]
+    units = [name for name in WEIGHED[case.model].blocks if name in present]
     options = dict(case.options)
     if options.get("recompute") == "classes":
         options["recompute"] = units

@@ -13,8 +13,8 @@ import torch
 from torch import Tensor, nn
 from torch.func import functional_call
 
-from examples.benchmarks import seven_models
-from examples.benchmarks.seven_models import (
+from examples.benchmarks.benchmark_models import (
+    TIMED,
     Batch,
     Model,
     gpt,
@@ -40,14 +40,14 @@ def without_dropout(build: Callable[[], nn.Module]) -> Callable[[], nn.Module]:
     return built
 
 
-_SEVEN = {model.name: model for model in seven_models.MODELS}
+_TIMED = {model.name: model for model in TIMED}
 
 MODELS = (
     Model("gpt-512", gpt(8, 512, 8, dropout=0.0), ("Block",), gpt_tokens(1, 128)),
     Model("gpt-deep", gpt(24, 256, 4, dropout=0.0), ("Block",), gpt_tokens(1, 128)),
-    replace(_SEVEN["llama"], batch=tokens(1, 128)),
-    replace(_SEVEN["bert"], build=without_dropout(_SEVEN["bert"].build), batch=tokens(1, 128)),
-    replace(_SEVEN["regnet"], name="convnet", batch=images(4, 64)),
+    replace(_TIMED["llama"], batch=tokens(1, 128)),
+    replace(_TIMED["bert"], build=without_dropout(_TIMED["bert"].build), batch=tokens(1, 128)),
+    replace(_TIMED["regnet"], name="convnet", batch=images(4, 64)),
 )
 """A GPT of 8 blocks 512 wide, one of 24 blocks 256 wide (many small units: overhead), Llama's shape
 with grouped queries, BERT, and a convolutional network with BatchNorm (RegNet)."""

@@ -18,8 +18,8 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
 import graphshard
+from examples.benchmarks.benchmark_models import Batch, loss_of
 from examples.benchmarks.rival_models import LEARNING_RATE
-from examples.benchmarks.seven_models import Batch, loss_of
 from examples.benchmarks.simple_fsdp import shard_simply
 from graphshard.program import ops
 

@@ -55,11 +55,11 @@ from torch.distributed.device_mesh import init_device_mesh
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent.parent))
 
+from examples.benchmarks.benchmark_models import Model
 from examples.benchmarks.live_bytes import most_allocated
 from examples.benchmarks.rival_models import MODELS, TINY, TOY, Data, expected_losses, made
 from examples.benchmarks.rival_systems import SYSTEMS, Setting, System, Trained
 from examples.benchmarks.rival_table import bars, table
-from examples.benchmarks.seven_models import Model
 from examples.benchmarks.step_watch import StepWatch
 
 DTYPES = {"fp32": None, "bf16": torch.bfloat16}

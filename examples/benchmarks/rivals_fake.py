@@ -14,6 +14,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 
+from examples.benchmarks.benchmark_models import Model, gpt, gpt_tokens
 from examples.benchmarks.rival_models import Data, made
 from examples.benchmarks.rival_systems import FSDP2, OURS, SYSTEMS, Setting, System, graphshard_step
 from examples.benchmarks.rival_table import (
@@ -23,7 +24,6 @@ from examples.benchmarks.rival_table import (
     mib,
     verdict,
 )
-from examples.benchmarks.seven_models import Model, gpt, gpt_tokens
 from examples.benchmarks.step_watch import StepWatch
 
 HEAVY = Model("gpt-heavy", gpt(6, 1024, 8, dropout=0.0), ("Block",), gpt_tokens(1, 32))

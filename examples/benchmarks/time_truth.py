@@ -27,7 +27,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from seven_models import MODELS, Model, loss_of
+from benchmark_models import TIMED, Model, loss_of
 
 import graphshard
 from graphshard.calibrate.measure import Effort
@@ -49,7 +49,7 @@ def parse_args() -> argparse.Namespace:
     parser.add_argument("--ranks", type=int, nargs="+", metavar="N", help="default: 1 and 2")
     parser.add_argument("--steps", type=int, default=15, help="timed ones, at least")
     parser.add_argument("--warmup", type=int, default=3)
-    parser.add_argument("--models", nargs="+", choices=[m.name for m in MODELS], metavar="NAME")
+    parser.add_argument("--models", nargs="+", choices=[m.name for m in TIMED], metavar="NAME")
     parser.add_argument("--threads", type=int, default=1, help="per rank on a CPU")
     parser.add_argument("--scale", type=int, help="of batches (default: 1 on a CPU, 16 on CUDA)")
     parser.add_argument("--device", choices=["cpu", "cuda"])
@@ -73,7 +73,7 @@ def rank_main(args: argparse.Namespace, device: torch.device, out: Path) -> None
                 if args.save is not None:
                     hardware.save(args.save)
         lines = []
-        for model in MODELS:
+        for model in TIMED:
             if args.models and model.name not in args.models:
                 continue
             line = compare(model, args, group, hardware)

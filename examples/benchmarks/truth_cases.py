@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 import graphshard
-from examples.benchmarks.truth_models import SUBJECTS
+from examples.benchmarks.benchmark_models import WEIGHED
 
 STRATEGIES: Mapping[str, Mapping[str, Any]] = {
     "full": {},
@@ -64,7 +64,7 @@ class Case:
 def every(ranks: int) -> Iterator[Case]:
     """All of them for a number of ranks, 2 or 4."""
     strategies = OF_FOUR if ranks == 4 else STRATEGIES
-    for model in SUBJECTS:
+    for model in WEIGHED:
         for parts in product(strategies.items(), RECOMPUTE.items(), OFFLOAD.items()):
             options = {key: value for _, some in parts for key, value in some.items()}
             if options.get("recompute") == "budget" and "activations" in options.get("offload", ()):

@@ -12,7 +12,8 @@ from typing import Any
 
 import pytest
 import torch
-from runtime_models import Block, ManyOutputs, Normed, Odd, TiedGPT, features_of, tokens_of
+from full_tensors import full_grads
+from models import Block, ManyOutputs, Normed, Odd, TiedGPT, features_of, tokens_of
 from torch import Tensor, nn
 
 import graphshard
@@ -22,12 +23,8 @@ LINEAR = graphshard.BlockPolicy({nn.Linear})
 BLOCK = graphshard.BlockPolicy({Block})
 
 
-def grads_of(model: nn.Module) -> dict[str, Tensor]:
-    return {n: p.grad.clone() for n, p in model.named_parameters() if p.grad is not None}
-
-
 def assert_same_grads(sharded: nn.Module, model: nn.Module) -> None:
-    mine, theirs = grads_of(sharded), grads_of(model)
+    mine, theirs = full_grads(sharded), full_grads(model)
     assert mine.keys() == theirs.keys()
     for name, grad in mine.items():
         torch.testing.assert_close(grad, theirs[name], rtol=1e-6, atol=1e-7)

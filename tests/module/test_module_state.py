@@ -5,17 +5,17 @@ from __future__ import annotations
 import copy
 import shutil
 import tempfile
-from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
-from ranks import Checks
-from runtime_models import Block, Normed, Odd, TiedGPT, features_of, tokens_of
+from full_tensors import full
+from models import Block, Normed, Odd, TiedGPT, features_of, tokens_of
+from ranks import on_ranks
+from state_checks import assert_same, full_state, seeded
 from torch import Tensor, nn
 from torch.distributed import checkpoint
 from torch.distributed.fsdp import fully_shard
-from torch.distributed.tensor import DTensor
 
 import graphshard
 from graphshard.errors import CheckpointError, PlanError, RuntimeStateError
@@ -24,23 +24,9 @@ BLOCK = graphshard.BlockPolicy({Block})
 LINEAR = graphshard.BlockPolicy({nn.Linear})
 
 
-def full(tensor: Tensor) -> Tensor:
-    return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
-
-
-def full_state(module: nn.Module) -> dict[str, Tensor]:
-    return {name: full(value).clone() for name, value in module.state_dict().items()}
-
-
-def assert_same(first: dict[str, Tensor], second: dict[str, Tensor]) -> None:
+def assert_same_in_order(first: dict[str, Tensor], second: dict[str, Tensor]) -> None:
     assert list(first) == list(second)
-    for name, value in first.items():
-        assert torch.equal(value, second[name]), name
-
-
-def seeded(kind: type[nn.Module], seed: int) -> nn.Module:
-    torch.manual_seed(seed)
-    return kind()
+    assert_same(first, second)
 
 
 class Initialized(nn.Module):
@@ -72,7 +58,7 @@ class Initialized(nn.Module):
 def shards_values(rank: int) -> None:
     model = seeded(Odd, 0)
     sharded = graphshard.compile(model, BLOCK)
-    assert_same(full_state(sharded), full_state(model))
+    assert_same_in_order(full_state(sharded), full_state(model))
     local = sharded.get_parameter("first.up.weight").to_local()
     assert torch.equal(local, model.first.up.weight[17 * rank : 17 * (rank + 1)])
     assert sharded.get_parameter("row").to_local().shape == (1 - rank, 16)
@@ -86,7 +72,7 @@ def takes_state_dicts_of_fully_shard(rank: int) -> None:
     sharded = graphshard.compile(seeded(TiedGPT, 0), BLOCK)
     for assign in (False, True):
         sharded.load_state_dict(theirs.state_dict(), assign=assign)
-        assert_same(full_state(sharded), full_state(theirs))
+        assert_same_in_order(full_state(sharded), full_state(theirs))
         assert sharded.get_parameter("head.weight") is sharded.get_parameter("embed.weight")
         loss = sharded.eval()(*tokens_of(rank, 0))
         with torch.no_grad():
@@ -103,11 +89,11 @@ def takes_full_state_dicts(rank: int) -> None:
         sharded = graphshard.compile(model, LINEAR)
         weight = sharded.get_parameter("body.0.weight")
         sharded.load_full_state_dict(wanted if give == "all" or rank == 0 else None)
-        assert_same(full_state(sharded), wanted)
+        assert_same_in_order(full_state(sharded), wanted)
         assert sharded.get_parameter("body.0.weight") is weight
         sharded(*features_of(rank, 0, 8)).backward()
     sharded.load_state_dict(full_state(seeded(Normed, 2)))
-    assert_same(full_state(sharded), full_state(seeded(Normed, 2)))
+    assert_same_in_order(full_state(sharded), full_state(seeded(Normed, 2)))
 
 
 def refuses_full_state_dicts_that_do_not_fit(rank: int) -> None:
@@ -129,7 +115,7 @@ def refuses_full_state_dicts_that_do_not_fit(rank: int) -> None:
     # One rank's mistake is every rank's error.
     with pytest.raises(CheckpointError, match=r"has 'extra', .*on rank 1"):
         sharded.load_full_state_dict({**wanted, "extra": wanted["body.0.bias"]} if rank else wanted)
-    assert_same(full_state(sharded), before)
+    assert_same_in_order(full_state(sharded), before)
 
 
 def takes_the_first_ranks_model(rank: int) -> None:
@@ -143,7 +129,7 @@ def takes_the_first_ranks_model(rank: int) -> None:
     sharded = graphshard.compile(model, policy)
     expected = full_state(seeded(Normed, 5))
     expected["body.1.running_mean"] = torch.full((12,), 3.0)
-    assert_same(full_state(sharded), expected)
+    assert_same_in_order(full_state(sharded), expected)
     sharded(*features_of(rank, 0, 8))
 
 
@@ -164,7 +150,7 @@ def initializes_alike(rank: int) -> None:
     first = full_state(sharded)
     every: list = [None, None]
     torch.distributed.all_gather_object(every, first)
-    assert_same(every[0], every[1])
+    assert_same_in_order(every[0], every[1])
     assert 0.3 < first["body.0.weight"].std() < 0.7
     assert (first["gain"] == 0.25).all()
     assert (first["body.1.running_var"] == 1).all()
@@ -187,12 +173,12 @@ def travels_through_distributed_checkpoints(rank: int) -> None:
     state = {"model": theirs.state_dict()}
     checkpoint.load(state, checkpoint_id=paths[0])
     theirs.load_state_dict(state["model"])
-    assert_same(full_state(theirs), full_state(sharded))
+    assert_same_in_order(full_state(theirs), full_state(sharded))
     with torch.device("meta"):
         empty = TiedGPT()
     from_meta = graphshard.compile(empty, BLOCK)
     checkpoint.load({"model": from_meta.state_dict()}, checkpoint_id=paths[0])  # in place
-    assert_same(full_state(from_meta), full_state(sharded))
+    assert_same_in_order(full_state(from_meta), full_state(sharded))
     from_meta(*tokens_of(rank, 0))
     torch.distributed.barrier()
     if rank == 0:
@@ -221,15 +207,7 @@ ON_TWO = [
     notices_replaced_storage,
 ]
 
-
-@pytest.fixture(scope="module")
-def on_two() -> Checks:
-    return Checks(ON_TWO, 2)
-
-
-@pytest.mark.parametrize("check", ON_TWO, ids=lambda check: check.__name__)
-def test_on_two_ranks(on_two: Checks, check: Callable[[int], None]) -> None:
-    on_two.require(check)
+test_on_two_ranks = on_ranks(ON_TWO, 2)
 
 
 # -- on one ---------------------------------------------------------------------------------------
@@ -244,7 +222,7 @@ def test_a_single_rank_needs_no_process_group() -> None:
     expected = full_state(sharded)
     other = graphshard.compile(copy.deepcopy(model), LINEAR)
     other.load_full_state_dict(expected)
-    assert_same(full_state(other), expected)
+    assert_same_in_order(full_state(other), expected)
     # Not in the state dict: computed as init_weights would.
     assert torch.equal(other.get_buffer("table"), torch.arange(5.0))
     assert torch.equal(other(*features_of(0, 0, 8)), sharded(*features_of(0, 0, 8)))

@@ -13,7 +13,7 @@ import torch
 import toy_programs as toys
 from broken_programs import emit, named
 from example_runs import watched
-from ranks import Checks
+from ranks import on_ranks
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 
@@ -268,15 +268,7 @@ CHECKS = [
     regions_release_where_their_operators_do,
 ]
 
-
-@pytest.fixture(scope="module")
-def checks() -> Checks:
-    return Checks(CHECKS, 2, timeout=300, group_timeout=200)
-
-
-@pytest.mark.parametrize("check", CHECKS, ids=lambda check: check.__name__)
-def test_on_two_ranks(checks: Checks, check: Callable[[int], None]) -> None:
-    checks.require(check)
+test_on_two_ranks = on_ranks(CHECKS, 2, timeout=300, group_timeout=200)
 
 
 @pytest.mark.parametrize("backend", ["eager", "inductor"])

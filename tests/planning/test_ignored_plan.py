@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from loops import gpt
-from runtime_models import Block, tokens_of
+from models import Block, tokens_of
 
 import graphshard
 from graphshard.program.storages import live_unsharded

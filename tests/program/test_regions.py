@@ -8,8 +8,7 @@ import pytest
 import torch
 import toy_programs as toys
 from broken_programs import named
-from models import CASES
-from runtime_models import Block, TiedGPT
+from models import CASES, Block, TiedGPT
 from torch import fx
 
 import graphshard
@@ -251,7 +250,7 @@ def test_plan_and_dump_show_the_backend(tmp_path, monkeypatch, capsys):
 def test_command_line(tmp_path, monkeypatch, capsys):
     factory = """
 import torch
-from runtime_models import TiedGPT
+from models import TiedGPT
 def made():
     return TiedGPT(2), (torch.zeros(2, 5, dtype=torch.long), torch.zeros(2, 5, dtype=torch.long))
 """

@@ -9,7 +9,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from models import CASES, VOCAB
-from ranks import Checks
+from ranks import Checks, on_ranks
 from torch import nn
 
 import graphshard
@@ -108,26 +108,8 @@ def one_rank_captures_anew(rank):
 ON_TWO = [gpt_with_dropout, one_rank_captures_anew]
 ON_FOUR = [gpt_with_dropout, one_rank_captures_anew]
 
-
-@pytest.fixture(scope="module")
-def two_ranks():
-    return Checks(ON_TWO, 2, timeout=400)
-
-
-@pytest.fixture(scope="module")
-def four_ranks():
-    return Checks(ON_FOUR, 4, timeout=400)
-
-
-@pytest.mark.parametrize("check", ON_TWO, ids=lambda check: check.__name__)
-def test_on_two_ranks(two_ranks, check):
-    two_ranks.require(check)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("check", ON_FOUR, ids=lambda check: check.__name__)
-def test_on_four_ranks(four_ranks, check):
-    four_ranks.require(check)
+test_on_two_ranks = on_ranks(ON_TWO, 2, timeout=400)
+test_on_four_ranks = pytest.mark.slow(on_ranks(ON_FOUR, 4, timeout=400))
 
 
 WIDE = [gpt2_of_transformers, llama_of_transformers, gpt_recomputed]

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 from models import CASES, VOCAB, Case
-from ranks import Checks, run_ranks
+from ranks import on_ranks, run_ranks
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor
@@ -166,16 +166,7 @@ def held_bytes(rank: int) -> None:
 
 CHECKS = [finer_and_coarser, micro_batches_keep, mixed_precision, by_cost, held_bytes]
 
-
-@pytest.fixture(scope="module")
-def checks() -> Checks:
-    return Checks(CHECKS, 2, timeout=300)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("check", CHECKS, ids=lambda check: check.__name__)
-def test_on_two_ranks(checks: Checks, check: Callable[[int], None]) -> None:
-    checks.require(check)
+test_on_two_ranks = pytest.mark.slow(on_ranks(CHECKS, 2, timeout=300))
 
 
 def every_model(rank: int) -> None:

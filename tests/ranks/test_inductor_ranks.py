@@ -7,9 +7,8 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from models import CASES, loss_of
+from models import CASES, Block, TiedGPT, features_of, loss_of, tokens_of
 from ranks import Checks, run_ranks
-from runtime_models import Block, TiedGPT, features_of, tokens_of
 from torch import Tensor, nn
 
 import graphshard

@@ -5,9 +5,8 @@ from __future__ import annotations
 import pytest
 import torch
 from mesh_parity import BLOCK, like_fully_shard, mesh_of
-from models import CASES
+from models import CASES, TiedGPT, tokens_of
 from ranks import run_ranks
-from runtime_models import TiedGPT, tokens_of
 
 import graphshard
 

@@ -6,7 +6,6 @@ from __future__ import annotations
 
 import copy
 import os
-from collections.abc import Callable
 from typing import Any
 from unittest import mock
 
@@ -15,9 +14,9 @@ import torch
 import torch.distributed as dist
 from counted_bytes import ACTIVATION, LAYER, counted, settles, stack
 from mesh_parity import BLOCK, GPT, by_one_process, like_fully_shard, mesh_of, near
+from models import Odd, TiedGPT, tokens_of
 from parity import by_graphshard, difference
-from ranks import Checks
-from runtime_models import Odd, TiedGPT, tokens_of
+from ranks import on_ranks
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate, Shard
@@ -317,26 +316,8 @@ MORE_ON_FOUR = [
     part_of_a_larger_mesh,
 ]
 
-
-@pytest.fixture(scope="module")
-def on_four() -> Checks:
-    return Checks(ON_FOUR, 4, timeout=400)
-
-
-@pytest.fixture(scope="module")
-def more_on_four() -> Checks:
-    return Checks(MORE_ON_FOUR, 4, timeout=400)
-
-
-@pytest.mark.parametrize("check", ON_FOUR, ids=lambda check: check.__name__)
-def test_on_four_ranks(on_four: Checks, check: Callable[[int], None]) -> None:
-    on_four.require(check)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("check", MORE_ON_FOUR, ids=lambda check: check.__name__)
-def test_more_on_four_ranks(more_on_four: Checks, check: Callable[[int], None]) -> None:
-    more_on_four.require(check)
+test_on_four_ranks = on_ranks(ON_FOUR, 4, timeout=400)
+test_more_on_four_ranks = pytest.mark.slow(on_ranks(MORE_ON_FOUR, 4, timeout=400))
 
 
 def replicas_only(rank: int) -> None:
@@ -355,12 +336,4 @@ def shards_only(rank: int) -> None:
 
 ON_TWO = [replicas_only, shards_only]
 
-
-@pytest.fixture(scope="module")
-def on_two() -> Checks:
-    return Checks(ON_TWO, 2, timeout=200)
-
-
-@pytest.mark.parametrize("check", ON_TWO, ids=lambda check: check.__name__)
-def test_on_two_ranks(on_two: Checks, check: Callable[[int], None]) -> None:
-    on_two.require(check)
+test_on_two_ranks = on_ranks(ON_TWO, 2, timeout=200)

@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
-import time
 import weakref
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
+from contextlib import nullcontext
+from typing import Any
 
-import offload_training as training
 import pytest
 import torch
-from ranks import Checks
+from counted_bytes import settles
+from models import CASES, VOCAB
+from ranks import on_ranks
 from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import CPUOffloadPolicy, fully_shard
 from torch.distributed.tensor import DTensor
 
@@ -78,15 +81,6 @@ class Stack(nn.Module):
         return x.sum()
 
 
-def settles(live: LiveBytes, expected: int) -> None:
-    """Gloo's threads let go of what they moved a moment after it has arrived."""
-    for _ in range(200):
-        if live.current == expected:
-            return
-        time.sleep(0.01)
-    assert live.current == expected
-
-
 def activations_are_not_on_the_device(rank: int) -> None:
     peaks = {}
     for offload in (None, "activations"):
@@ -139,42 +133,108 @@ def parameters_and_gradients_are_not_on_the_device(rank: int) -> None:
         assert param.grad.to_local().shape == param.to_local().shape
 
 
+# -- the same training with and without offload, bit for bit ------------------------------------
+
+STEPS = 2
+MICRO_BATCHES = 2
+
+Step = tuple[float, dict[str, Tensor]]
+
+
+def sharded_gpt(**fields: Any) -> graphshard.ShardedModule:
+    """The GPT, sharded over a mesh of 2 x 2 if the strategy needs one of two dimensions."""
+    hybrid = str(fields.get("strategy", "")).startswith("HYBRID")
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "fsdp")) if hybrid else None
+    return graphshard.compile(
+        CASES["gpt"].model(), graphshard.BlockPolicy({Block}, **fields), mesh=mesh
+    )
+
+
+def train(model: nn.Module, rank: int, *, sync: bool = True) -> list[Step]:
+    """Loss and this rank's gradients of each AdamW step, of two micro-batches; then the weights.
+
+    sync: reduce each micro-batch's gradients, not their sum.
+    """
+    optim = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    history = []
+    for step in range(STEPS):
+        total = 0.0
+        for micro in range(MICRO_BATCHES):
+            torch.manual_seed(100 * step + 10 * micro + rank)
+            ids = torch.randint(VOCAB, (2, 18))
+            last = micro == MICRO_BATCHES - 1
+            with nullcontext() if sync or last else model.no_sync():  # type: ignore[operator]
+                loss = model(ids[:, :-1], ids[:, 1:])
+                loss.backward()
+            total += loss.item()
+        grads = ((name, param.grad) for name, param in model.named_parameters())
+        history.append((total, own_parts(grads)))
+        optim.step()
+        optim.zero_grad()
+    history.append((0.0, own_parts(model.named_parameters())))
+    return history
+
+
+def own_parts(named: Iterable[tuple[str, Tensor | None]]) -> dict[str, Tensor]:
+    return {name: _own(t.detach()).clone() for name, t in named if t is not None}
+
+
+def _own(tensor: Tensor) -> Tensor:
+    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
+
+
+def require_equal(history: list[Step], expected: list[Step], what: Any) -> None:
+    for index, ((loss, tensors), (wanted, theirs)) in enumerate(
+        zip(history, expected, strict=True)
+    ):
+        assert loss == wanted, (what, index)
+        assert tensors.keys() == theirs.keys()
+        for name, tensor in tensors.items():
+            assert torch.equal(tensor, theirs[name]), (what, index, name)
+
+
+def trains_the_same(rank: int, *offloads: Any, sync: bool = True, **fields: Any) -> None:
+    """With each of `offloads` and without, under a policy with these fields."""
+    expected = train(sharded_gpt(**fields), rank, sync=sync)
+    for offload in offloads:
+        history = train(sharded_gpt(**fields, offload=offload), rank, sync=sync)
+        require_equal(history, expected, offload)
+
+
 def full_shard(rank: int) -> None:
-    training.trains_the_same(rank, "activations", "params", BOTH)
+    trains_the_same(rank, "activations", "params", BOTH)
 
 
 def other_schedules(rank: int) -> None:
     fields = {"backward_prefetch": "post", "forward_prefetch": 1, "reshard_root": True}
-    training.trains_the_same(rank, BOTH, sync=False, **fields)
+    trains_the_same(rank, BOTH, sync=False, **fields)
 
 
 def kept_and_recomputed(rank: int) -> None:
-    training.trains_the_same(rank, BOTH, strategy="SHARD_GRAD_OP", recompute="units")
+    trains_the_same(rank, BOTH, strategy="SHARD_GRAD_OP", recompute="units")
 
 
 def replicated(rank: int) -> None:
-    training.trains_the_same(rank, BOTH, sync=False, strategy="NO_SHARD", backward_prefetch=None)
+    trains_the_same(rank, BOTH, sync=False, strategy="NO_SHARD", backward_prefetch=None)
 
 
 def hybrid(rank: int) -> None:
-    training.trains_the_same(rank, BOTH, strategy="HYBRID_SHARD")
+    trains_the_same(rank, BOTH, strategy="HYBRID_SHARD")
 
 
 def as_fully_shard_offloads(rank: int) -> None:
-    theirs = training.gpt()
+    theirs = CASES["gpt"].model()
     policy = CPUOffloadPolicy(pin_memory=False)
     for module in theirs.modules():
         if isinstance(module, Block):
             fully_shard(module, offload_policy=policy)
     fully_shard(theirs, offload_policy=policy)
-    expected = training.train(theirs, rank)
-    training.require_equal(
-        training.train(training.sharded(offload="params"), rank), expected, "fully_shard"
-    )
+    expected = train(theirs, rank)
+    require_equal(train(sharded_gpt(offload="params"), rank), expected, "fully_shard")
 
 
 def parameters_are_loaded_and_read_where_they_lie(rank: int) -> None:
-    sharded = training.sharded(offload="params")
+    sharded = sharded_gpt(offload="params")
     before = {name: tensor.full_tensor() for name, tensor in sharded.state_dict().items()}
     doubled = {name: 2 * tensor for name, tensor in before.items()}
     sharded.load_full_state_dict(doubled)
@@ -200,34 +260,8 @@ MORE_ON_TWO = [
 ]
 ON_FOUR = [full_shard, hybrid]
 
-
-@pytest.fixture(scope="module")
-def on_two() -> Checks:
-    return Checks(ON_TWO, 2, timeout=240)
+test_on_two_ranks = on_ranks(ON_TWO, 2, timeout=240)
+test_more_on_two_ranks = pytest.mark.slow(on_ranks(MORE_ON_TWO, 2, timeout=240))
 
 
-@pytest.fixture(scope="module")
-def on_four() -> Checks:
-    return Checks(ON_FOUR, 4, timeout=240)
-
-
-@pytest.mark.parametrize("check", ON_TWO, ids=lambda check: check.__name__)
-def test_on_two_ranks(on_two: Checks, check: Callable[[int], None]) -> None:
-    on_two.require(check)
-
-
-@pytest.fixture(scope="module")
-def more_on_two() -> Checks:
-    return Checks(MORE_ON_TWO, 2, timeout=240)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("check", MORE_ON_TWO, ids=lambda check: check.__name__)
-def test_more_on_two_ranks(more_on_two: Checks, check: Callable[[int], None]) -> None:
-    more_on_two.require(check)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("check", ON_FOUR, ids=lambda check: check.__name__)
-def test_on_four_ranks(on_four: Checks, check: Callable[[int], None]) -> None:
-    on_four.require(check)
+test_on_four_ranks = pytest.mark.slow(on_ranks(ON_FOUR, 4, timeout=240))

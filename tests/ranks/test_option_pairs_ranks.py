@@ -2,16 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
-from ranks import Checks
+from full_tensors import full
+from ranks import on_ranks
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.tensor import DTensor
 
 import graphshard
 from graphshard import BlockPolicy, MixedPrecision, ModulePolicy
@@ -59,10 +59,6 @@ def net() -> Net:
     return Net()
 
 
-def full(tensor: Tensor) -> Tensor:
-    return (tensor.full_tensor() if isinstance(tensor, DTensor) else tensor).detach().clone()
-
-
 def batch(step: int, rank: int) -> Tensor:
     torch.manual_seed(100 * step + rank)
     return torch.randint(11, (2, 6))
@@ -91,10 +87,12 @@ def train(
         if clip:
             sharded.clip_grad_norm_(0.1)
         named = sharded.named_parameters()
-        found.append({name: full(p.grad).float() for name, p in named if p.grad is not None})
+        found.append(
+            {name: full(p.grad).float().clone() for name, p in named if p.grad is not None}
+        )
         optim.step()
         optim.zero_grad()
-    return [*found, {name: full(p) for name, p in sharded.named_parameters()}]
+    return [*found, {name: full(p).clone() for name, p in sharded.named_parameters()}]
 
 
 def compiled(
@@ -193,7 +191,7 @@ def full_gradients_of_low_precision(rank: int) -> None:
     for fields in ({}, {"offload": OFFLOAD}, {"strategy": "NO_SHARD"}):
         sharded = compiled(mixed_precision=ALL_HALF, **fields)
         sharded(batch(0, rank)).backward()
-        before = {name: full(p.grad) for name, p in sharded.named_parameters()}
+        before = {name: full(p.grad).clone() for name, p in sharded.named_parameters()}
         with sharded.unsharded(with_grads=True) as params:
             for name in before:
                 param = params[name]
@@ -228,7 +226,7 @@ def whole_matrices_of_offloaded(rank: int) -> None:
             with sharded.unsharded(with_grads=True):
                 optim.step()
             sharded.zero_grad()
-        runs.append({name: full(p) for name, p in sharded.named_parameters()})
+        runs.append({name: full(p).clone() for name, p in sharded.named_parameters()})
     for name, value in runs[0].items():
         torch.testing.assert_close(runs[1][name], value, atol=2e-3, rtol=1e-2)
         assert torch.equal(runs[2][name], value)
@@ -317,33 +315,8 @@ FOUR = [
 ]  # fmt: skip
 
 
-@pytest.fixture(scope="module")
-def on_two() -> Checks:
-    return Checks(TWO, 2, timeout=300)
+test_on_two_ranks = on_ranks(TWO, 2, timeout=300)
+test_more_on_two_ranks = pytest.mark.slow(on_ranks(MORE, 2, timeout=580))
 
 
-@pytest.fixture(scope="module")
-def more_on_two() -> Checks:
-    return Checks(MORE, 2, timeout=580)
-
-
-@pytest.fixture(scope="module")
-def on_four() -> Checks:
-    return Checks(FOUR, 4, timeout=580)
-
-
-@pytest.mark.parametrize("check", TWO, ids=lambda check: check.__name__)
-def test_on_two_ranks(on_two: Checks, check: Callable[[int], None]) -> None:
-    on_two.require(check)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("check", MORE, ids=lambda check: check.__name__)
-def test_more_on_two_ranks(more_on_two: Checks, check: Callable[[int], None]) -> None:
-    more_on_two.require(check)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("check", FOUR, ids=lambda check: check.__name__)
-def test_on_four_ranks(on_four: Checks, check: Callable[[int], None]) -> None:
-    on_four.require(check)
+test_on_four_ranks = pytest.mark.slow(on_ranks(FOUR, 4, timeout=580))

@@ -11,9 +11,8 @@ import parity
 import pytest
 import torch
 import torch.distributed as dist
-from models import CASES
-from ranks import Checks, run_ranks
-from runtime_models import Block, ManyOutputs, TiedGPT, features_of, tokens_of
+from models import CASES, Block, ManyOutputs, TiedGPT, features_of, tokens_of
+from ranks import Checks, on_ranks, run_ranks
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.nn import functional as F
@@ -162,30 +161,10 @@ MORE_CHECKS = [
     evaluated,
 ]
 
-
-@pytest.fixture(scope="module")
-def checks() -> Checks:
-    return Checks(CHECKS, 2, timeout=300)
-
-
-@pytest.mark.parametrize("check", CHECKS, ids=lambda check: check.__name__)
-def test_two_ranks_give_what_fsdp_s_order_gives(
-    checks: Checks, check: Callable[[int], None]
-) -> None:
-    checks.require(check)
-
-
-@pytest.fixture(scope="module")
-def more_checks() -> Checks:
-    return Checks(MORE_CHECKS, 2, timeout=300)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("check", MORE_CHECKS, ids=lambda check: check.__name__)
-def test_more_two_ranks_give_what_fsdp_s_order_gives(
-    more_checks: Checks, check: Callable[[int], None]
-) -> None:
-    more_checks.require(check)
+test_two_ranks_give_what_fsdp_s_order_gives = on_ranks(CHECKS, 2, timeout=300)
+test_more_two_ranks_give_what_fsdp_s_order_gives = pytest.mark.slow(
+    on_ranks(MORE_CHECKS, 2, timeout=300)
+)
 
 
 @pytest.mark.slow

@@ -4,33 +4,24 @@ from __future__ import annotations
 
 import copy
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
 import torch
-from models import CASES, Case, loss_of
-from ranks import Checks
-from runtime_models import Block, Normed, Odd, TiedGPT, features_of, tokens_of
+from full_tensors import full, full_grads
+from models import CASES, Block, Case, Normed, Odd, TiedGPT, features_of, loss_of, tokens_of
+from ranks import on_ranks
 from torch import Tensor, nn
 from torch.distributed.fsdp import FullyShardedDataParallel, MixedPrecisionPolicy, fully_shard
 from torch.distributed.fsdp import MixedPrecision as MixedPrecision1
 from torch.distributed.fsdp.wrap import ModuleWrapPolicy
-from torch.distributed.tensor import DTensor
 
 import graphshard
 from graphshard import MixedPrecision
 
 BF16, F16, F32 = torch.bfloat16, torch.float16, torch.float32
 Run = list[tuple[Tensor, dict[str, Tensor]]]
-
-
-def full(tensor: Tensor) -> Tensor:
-    return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
-
-
-def grads_of(model: nn.Module) -> dict[str, Tensor]:
-    return {n: full(p.grad).clone() for n, p in model.named_parameters() if p.grad is not None}
 
 
 def train(
@@ -49,7 +40,7 @@ def train(
         with torch.autocast("cpu", amp, enabled=amp is not None):
             loss = loss_of(model(**inputs))
         (loss * scale).backward()
-        history.append((loss.detach(), grads_of(model)))
+        history.append((loss.detach(), full_grads(model)))
         optim.step()
         optim.zero_grad()
     return history
@@ -224,7 +215,7 @@ def frozen_unused_and_without_dimensions(rank: int) -> None:
     loss = sharded(*features_of(rank, 0, 16))
     loss.backward()
     assert loss.dtype == BF16
-    grads = grads_of(sharded)
+    grads = full_grads(sharded)
     assert {g.dtype for g in grads.values()} == {F32}
     assert not any(name.startswith(("frozen", "unused")) for name in grads)
 
@@ -324,26 +315,8 @@ MORE_ON_TWO = [
     scaled_as_fsdp2,
 ]
 
-
-@pytest.fixture(scope="module")
-def on_two() -> Checks:
-    return Checks(ON_TWO, 2, timeout=400)
-
-
-@pytest.mark.parametrize("check", ON_TWO, ids=lambda check: check.__name__)
-def test_on_two_ranks(on_two: Checks, check: Callable[[int], None]) -> None:
-    on_two.require(check)
-
-
-@pytest.fixture(scope="module")
-def more_on_two() -> Checks:
-    return Checks(MORE_ON_TWO, 2, timeout=400)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("check", MORE_ON_TWO, ids=lambda check: check.__name__)
-def test_more_on_two_ranks(more_on_two: Checks, check: Callable[[int], None]) -> None:
-    more_on_two.require(check)
+test_on_two_ranks = on_ranks(ON_TWO, 2, timeout=400)
+test_more_on_two_ranks = pytest.mark.slow(on_ranks(MORE_ON_TWO, 2, timeout=400))
 
 
 # -- four ranks -----------------------------------------------------------------------------------
@@ -366,13 +339,4 @@ def near_fsdp2(rank: int) -> None:
 
 ON_FOUR = [near_fsdp2, scaled, averages_do_not_overflow, frozen_unused_and_without_dimensions]
 
-
-@pytest.fixture(scope="module")
-def on_four() -> Checks:
-    return Checks(ON_FOUR, 4, timeout=400)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("check", ON_FOUR, ids=lambda check: check.__name__)
-def test_on_four_ranks(on_four: Checks, check: Callable[[int], None]) -> None:
-    on_four.require(check)
+test_on_four_ranks = pytest.mark.slow(on_ranks(ON_FOUR, 4, timeout=400))

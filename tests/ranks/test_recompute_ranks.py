@@ -8,7 +8,7 @@ from functools import cache, partial
 import pytest
 import torch
 import torch.distributed as dist
-from ranks import Checks
+from ranks import on_ranks
 from torch import Tensor, nn
 from torch.distributed.fsdp import fully_shard
 from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
@@ -167,23 +167,5 @@ CHECKS = [
     what_is_saved_falls_as_the_program_says,
 ]
 
-
-@pytest.fixture(scope="module")
-def on_two() -> Checks:
-    return Checks(CHECKS, 2, timeout=300)
-
-
-@pytest.fixture(scope="module")
-def on_four() -> Checks:
-    return Checks(CHECKS[:3], 4, timeout=300)
-
-
-@pytest.mark.parametrize("check", CHECKS, ids=lambda check: check.__name__)
-def test_on_two_ranks(on_two: Checks, check: Callable[[int], None]) -> None:
-    on_two.require(check)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("check", CHECKS[:3], ids=lambda check: check.__name__)
-def test_on_four_ranks(on_four: Checks, check: Callable[[int], None]) -> None:
-    on_four.require(check)
+test_on_two_ranks = on_ranks(CHECKS, 2, timeout=300)
+test_on_four_ranks = pytest.mark.slow(on_ranks(CHECKS[:3], 4, timeout=300))

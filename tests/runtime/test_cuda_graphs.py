@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 import torch
-from runtime_models import Block, TiedGPT, tokens_of
+from models import Block, TiedGPT, tokens_of
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 from toy_programs import UNITS, blocks, make_toy_plan

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from runtime_models import Block, Normed, TiedGPT
+from models import Block, Normed, TiedGPT
 from torch import Tensor, nn
 
 import graphshard

@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+from full_tensors import full_grads
 from torch import Tensor, nn
 
 import graphshard
@@ -109,7 +110,7 @@ def test_same_as_eager(
             ]
             if terms:
                 sum(terms[1:], terms[0]).backward()
-            results.append((outs, x.grad, grads_of(module)))
+            results.append((outs, x.grad, full_grads(module)))
         (mine, my_x, my_grads), (theirs, their_x, their_grads) = results
         for a, b in zip(mine, theirs, strict=True):
             assert a.requires_grad == b.requires_grad
@@ -118,10 +119,6 @@ def test_same_as_eager(
         assert my_grads.keys() == their_grads.keys()
         torch.testing.assert_close(my_grads, their_grads)
         assert torch.equal(sharded.get_buffer("state"), model.state)
-
-
-def grads_of(module: nn.Module) -> dict[str, Tensor]:
-    return {n: p.grad.clone() for n, p in module.named_parameters() if p.grad is not None}
 
 
 def test_inputs_written_in_place() -> None:
@@ -136,7 +133,7 @@ def test_inputs_written_in_place() -> None:
     sharded(mine).sum().backward()
     model(theirs).sum().backward()
     assert torch.equal(mine, theirs)
-    torch.testing.assert_close(grads_of(sharded), grads_of(model))
+    torch.testing.assert_close(full_grads(sharded), full_grads(model))
 
 
 # -- the cut itself -------------------------------------------------------------------------------

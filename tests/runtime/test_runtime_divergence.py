@@ -9,7 +9,7 @@ from datetime import timedelta
 
 import pytest
 import torch
-from ranks import Checks, error_of
+from ranks import error_of, on_ranks
 from torch import Tensor, nn
 
 import graphshard
@@ -175,12 +175,4 @@ ON_TWO = [
     where_the_host_may_not_wait,
 ]
 
-
-@pytest.fixture(scope="module")
-def on_two() -> Checks:
-    return Checks(ON_TWO, 2)
-
-
-@pytest.mark.parametrize("check", ON_TWO, ids=lambda check: check.__name__)
-def test_on_two_ranks(on_two: Checks, check: Callable[[int], None]) -> None:
-    on_two.require(check)
+test_on_two_ranks = on_ranks(ON_TWO, 2)

@@ -5,13 +5,12 @@ from __future__ import annotations
 import os
 import re
 import time
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 import torch
-from ranks import Checks, RankError, error_of, run_ranks
-from runtime_models import Block, ManyOutputs, TiedGPT, features_of, tokens_of
+from models import Block, ManyOutputs, TiedGPT, features_of, tokens_of
+from ranks import Checks, RankError, error_of, on_ranks, run_ranks
 from torch import Tensor, nn
 
 import graphshard
@@ -127,15 +126,7 @@ ON_TWO = [
     gradients_that_cannot_be_averaged,
 ]
 
-
-@pytest.fixture(scope="module")
-def on_two() -> Checks:
-    return Checks(ON_TWO, 2)
-
-
-@pytest.mark.parametrize("check", ON_TWO, ids=lambda check: check.__name__)
-def test_on_two_ranks(on_two: Checks, check: Callable[[int], None]) -> None:
-    on_two.require(check)
+test_on_two_ranks = on_ranks(ON_TWO, 2)
 
 
 def one_dies(rank: int, when: str) -> str:

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 from counted_bytes import ACTIVATION, BATCH, LAYER, WIDTH, Stack, counted, settles, stack
-from ranks import Checks
+from ranks import on_ranks
 from torch import Tensor, nn
 
 import graphshard
@@ -112,15 +112,7 @@ ON_TWO = [
     backward_releases_activations_as_it_goes,
 ]
 
-
-@pytest.fixture(scope="module")
-def on_two() -> Checks:
-    return Checks(ON_TWO, 2)
-
-
-@pytest.mark.parametrize("check", ON_TWO, ids=lambda check: check.__name__)
-def test_on_two_ranks(on_two: Checks, check: Callable[[int], None]) -> None:
-    on_two.require(check)
+test_on_two_ranks = on_ranks(ON_TWO, 2)
 
 
 class FreeTooEarly:

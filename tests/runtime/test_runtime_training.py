@@ -7,10 +7,10 @@ import warnings
 from collections.abc import Callable
 from typing import Any
 
-import pytest
 import torch
-from ranks import Checks, run_ranks
-from runtime_models import Block, Normed, Odd, TiedGPT, features_of, tokens_of
+from full_tensors import full, full_grads
+from models import Block, Normed, Odd, TiedGPT, features_of, tokens_of
+from ranks import on_ranks, run_ranks
 from torch import Tensor, nn
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
@@ -32,15 +32,6 @@ def train(model: nn.Module, batches: Batches, rank: int) -> list[tuple[Tensor, d
         optim.step()
         optim.zero_grad()
     return history
-
-
-def full_grads(model: nn.Module) -> dict[str, Tensor]:
-    named = model.named_parameters()
-    return {name: full(p.grad).clone() for name, p in named if p.grad is not None}
-
-
-def full(tensor: Tensor) -> Tensor:
-    return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
 
 
 def same_as_fully_shard(
@@ -188,15 +179,7 @@ ON_TWO = [
     clipped,
 ]
 
-
-@pytest.fixture(scope="module")
-def on_two() -> Checks:
-    return Checks(ON_TWO, 2)
-
-
-@pytest.mark.parametrize("check", ON_TWO, ids=lambda check: check.__name__)
-def test_on_two_ranks(on_two: Checks, check: Callable[[int], None]) -> None:
-    on_two.require(check)
+test_on_two_ranks = on_ranks(ON_TWO, 2)
 
 
 def on_four_ranks(rank: int) -> list[float]:

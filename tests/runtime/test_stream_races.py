@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from runtime_models import Block, TiedGPT, tokens_of
+from models import Block, TiedGPT, tokens_of
 from stream_races import Races, RecordedCuda, recorded_lanes
 from torch import fx
 

@@ -9,10 +9,11 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from full_tensors import full
+from models import Block, Odd, TiedGPT, tokens_of
 from ranks import run_ranks
-from runtime_models import Block, Odd, TiedGPT, tokens_of
 from safetensors.torch import load_file
-from state_checks import assert_same, full, full_state, on_meta, refuses, seeded
+from state_checks import assert_same, full_state, on_meta, refuses, seeded
 from torch import Tensor, nn
 from torch.distributed import checkpoint
 from torch.distributed.checkpoint.state_dict import (

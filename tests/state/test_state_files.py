@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import json
 import shutil
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 import torch
-from ranks import Checks
-from runtime_models import Block, Normed, Odd, TiedGPT, features_of, tokens_of
+from models import Block, Normed, Odd, TiedGPT, features_of, tokens_of
+from ranks import on_two_or_four_ranks
 from safetensors.torch import load_file, save_file
 from state_checks import assert_same, full_state, on_meta, refuses, seeded, shared_folder
 from torch import nn
@@ -296,16 +295,4 @@ ON_RANKS = [
     refuses_state_dicts_that_do_not_fit,
 ]
 
-
-@pytest.fixture(
-    scope="module",
-    params=[2, pytest.param(4, marks=pytest.mark.slow)],
-    ids=["2 ranks", "4 ranks"],
-)
-def on_ranks(request: pytest.FixtureRequest) -> Checks:
-    return Checks(ON_RANKS, request.param, timeout=300)
-
-
-@pytest.mark.parametrize("check", ON_RANKS, ids=lambda check: check.__name__)
-def test_on_ranks(on_ranks: Checks, check: Callable[[int], None]) -> None:
-    on_ranks.require(check)
+test_on_ranks = on_two_or_four_ranks(ON_RANKS, timeout=300)

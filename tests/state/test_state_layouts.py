@@ -8,9 +8,10 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from ranks import Checks
-from runtime_models import features_of
-from state_checks import assert_same, full, full_state, on_meta, seeded, shared_folder
+from full_tensors import full
+from models import features_of
+from ranks import on_ranks
+from state_checks import assert_same, full_state, on_meta, seeded, shared_folder
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Shard
@@ -121,13 +122,4 @@ def from_two_dimensions_to_one(rank: int) -> None:
 
 ON_FOUR = [other_dims, two_mesh_dimensions, from_two_dimensions_to_one]
 
-
-@pytest.fixture(scope="module")
-def on_four() -> Checks:
-    return Checks(ON_FOUR, 4, timeout=300)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("check", ON_FOUR, ids=lambda check: check.__name__)
-def test_on_four_ranks(on_four: Checks, check: Callable[[int], None]) -> None:
-    on_four.require(check)
+test_on_four_ranks = pytest.mark.slow(on_ranks(ON_FOUR, 4, timeout=300))

@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from ranks import Checks
-from runtime_models import Block, Odd, TiedGPT, features_of, tokens_of
+from models import Block, Odd, TiedGPT, features_of, tokens_of
+from ranks import on_two_or_four_ranks
 from state_checks import assert_same, flat, full_state, on_meta, refuses, seeded
 from torch import Tensor, nn
 from torch.distributed.checkpoint.state_dict import (
@@ -205,19 +205,7 @@ ON_RANKS = [
     refuses_what_does_not_fit,
 ]
 
-
-@pytest.fixture(
-    scope="module",
-    params=[2, pytest.param(4, marks=pytest.mark.slow)],
-    ids=["2 ranks", "4 ranks"],
-)
-def on_ranks(request: pytest.FixtureRequest) -> Checks:
-    return Checks(ON_RANKS, request.param, timeout=300)
-
-
-@pytest.mark.parametrize("check", ON_RANKS, ids=lambda check: check.__name__)
-def test_on_ranks(on_ranks: Checks, check: Callable[[int], None]) -> None:
-    on_ranks.require(check)
+test_on_ranks = on_two_or_four_ranks(ON_RANKS, timeout=300)
 
 
 def test_a_single_rank_without_a_group() -> None:

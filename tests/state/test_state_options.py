@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
-import pytest
 import torch
 import torch.distributed as dist
-from ranks import Checks
-from runtime_models import Block, TiedGPT, tokens_of
+from models import Block, TiedGPT, tokens_of
+from ranks import on_ranks
 from state_checks import assert_same, full_state, on_meta, seeded, shared_folder
 from torch import Tensor, nn
 
@@ -84,12 +82,4 @@ def shard_optimizer(rank: int) -> None:
 
 ON_TWO = [ignored_parameters, no_shard, shard_optimizer]
 
-
-@pytest.fixture(scope="module")
-def on_two() -> Checks:
-    return Checks(ON_TWO, 2)
-
-
-@pytest.mark.parametrize("check", ON_TWO, ids=lambda check: check.__name__)
-def test_on_two_ranks(on_two: Checks, check: Callable[[int], None]) -> None:
-    on_two.require(check)
+test_on_two_ranks = on_ranks(ON_TWO, 2)

@@ -1,20 +1,19 @@
-"""Checks of where parameters lie and in which form, to be run on ranks (see `ranks.Checks`)."""
+"""A model with stacked experts, and its training on ranks, by `fully_shard` and by one process."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from typing import Any
-from unittest import mock
 
 import torch
 import torch.distributed as dist
+from full_tensors import full, full_grads
 from torch import Tensor, nn
 from torch.distributed.fsdp import fully_shard
-from torch.distributed.tensor import DTensor, Shard
+from torch.distributed.tensor import Shard
 from torch.nn import functional as F
 
 import graphshard
-from graphshard.program import packing
 
 History = list[tuple[Tensor, dict[str, Tensor]]]
 
@@ -65,15 +64,6 @@ def batch(rank: int, step: int) -> tuple[Tensor, Tensor]:
     return ids[0], ids[1]
 
 
-def full(tensor: Tensor) -> Tensor:
-    return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
-
-
-def grads_of(module: nn.Module) -> dict[str, Tensor]:
-    named = module.named_parameters()
-    return {name: full(p.grad).detach().clone() for name, p in named if p.grad is not None}
-
-
 def trained(
     module: nn.Module, rank: int, optimizer: Callable[..., Any] = torch.optim.AdamW, steps: int = 3
 ) -> History:
@@ -83,7 +73,7 @@ def trained(
     for step in range(steps):
         loss = module(*batch(rank, step))
         loss.backward()
-        history.append((loss.detach().clone(), grads_of(module)))
+        history.append((loss.detach().clone(), full_grads(module)))
         optim.step()
         optim.zero_grad()
     ends = {n: full(p).detach().clone() for n, p in module.named_parameters()}
@@ -104,7 +94,7 @@ def trained_alone(rank: int, steps: int = 3) -> History:
             loss = alone(*batch(other, step))
             loss.backward()
             own = loss.detach() if other == rank else own
-            for name, grad in grads_of(alone).items():
+            for name, grad in full_grads(alone).items():
                 total[name] = total[name] + grad if name in total else grad
             optim.zero_grad()
         for name, param in alone.named_parameters():
@@ -148,87 +138,3 @@ def compiled(
 def exact() -> bool:
     """On two ranks a sum has one order only."""
     return dist.get_world_size() == 2
-
-
-# -- other dims --------------------------------------------------------------------------------
-
-
-def along_dim(value: nn.Parameter) -> Shard | None:
-    return Shard(1) if value.ndim == 3 else None
-
-
-def experts_are_split_along_another_dim(rank: int) -> None:
-    sharded = compiled({Experts: {"placement": {"w": 1}}}, rank)
-    w = sharded.get_parameter("blocks.0.w")
-    size = dist.get_world_size()
-    assert w.placements == (Shard(1),)
-    assert w.to_local().shape == (2, 128 // size, 128)
-    assert torch.equal(full(w), model().blocks[0].w)
-    got = trained(sharded, rank)
-    assert_same(got, by_fully_shard(rank, along_dim), exact=exact())
-    assert_same(got, trained_alone(rank), exact=exact())
-
-
-def the_last_dim_and_copies_train_alike(rank: int) -> None:
-    sharded = compiled(
-        {Experts: {"placement": {"w": 2, "gate.weight": 1, "gate.bias": "replicate"}}}, rank
-    )
-    gate = sharded.get_submodule("blocks.1.gate")
-    assert gate.weight.placements == (Shard(1),)
-    assert not gate.bias.placements[0].is_shard()
-    assert_same(trained(sharded, rank), trained_alone(rank), exact=exact())
-
-
-def packing_changes_nothing(rank: int) -> None:
-    modules = {Experts: {"placement": {"w": 2, "gate.weight": 1}}}
-    expected = trained(compiled(modules, rank), rank, steps=1)
-    for gather, reduce in ((1 << 20, 0), (0, 1 << 10)):
-        with (
-            mock.patch.dict(packing.GATHER_BELOW, gloo=gather),
-            mock.patch.dict(packing.REDUCE_BELOW, gloo=reduce),
-        ):
-            assert_same(trained(compiled(modules, rank), rank, steps=1), expected, exact=True)
-
-
-def padding_is_avoided_by_itself(rank: int) -> None:
-    sharded = compiled({}, rank)
-    by_itself = 0 if dist.get_world_size() == 2 else 1
-    assert sharded.plan.layouts["blocks.0.w"].dim == by_itself
-    assert_same(trained(sharded, rank), trained_alone(rank), exact=exact())
-
-
-def state_of_other_dims_goes_out_and_in(rank: int) -> None:
-    sharded = compiled({Experts: {"placement": {"w": 2}}}, rank)
-    trained(sharded, rank, steps=1)
-    state = {name: full(value) for name, value in sharded.state_dict().items()}
-    again = compiled({Experts: {"placement": {"w": 1}}}, rank)
-    again.load_full_state_dict(state if rank == 0 else None)
-    for name, value in again.state_dict().items():
-        assert torch.equal(full(value), state[name]), name
-    once_more = compiled({}, rank)
-    once_more.load_state_dict(state)
-    for name, value in once_more.state_dict().items():
-        assert torch.equal(full(value), state[name]), name
-
-
-# -- module policy -----------------------------------------------------------------------------
-
-
-def units_of_their_own_kind_train_alike(rank: int) -> None:
-    expected = trained_alone(rank)
-    for modules in (
-        {"blocks.1": {"reshard_after_forward": False}, "embed": {}},
-        {"blocks.1": {"strategy": "NO_SHARD"}, "": {"reshard_after_forward": True}},
-        {Experts: {"strategy": "SHARD_GRAD_OP"}, "blocks.0": {"strategy": "FULL_SHARD"}},
-    ):
-        assert_same(trained(compiled(modules, rank), rank), expected, exact=exact())
-
-
-LAYOUT = [
-    experts_are_split_along_another_dim,
-    the_last_dim_and_copies_train_alike,
-    packing_changes_nothing,
-    padding_is_avoided_by_itself,
-    state_of_other_dims_goes_out_and_in,
-    units_of_their_own_kind_train_alike,
-]

@@ -8,9 +8,9 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from runtime_models import Block, TiedGPT
+from full_tensors import full
+from models import Block, TiedGPT
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
 
 import graphshard
 
@@ -48,11 +48,6 @@ class OneProcess:
             optim.zero_grad()
 
 
-def full(tensor: Tensor) -> Tensor:
-    tensor = tensor.detach()
-    return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
-
-
 def same_params(ours: nn.Module, reference: nn.Module, *, exact: bool = True) -> None:
     theirs = dict(reference.named_parameters(remove_duplicate=False))
     for name, param in ours.named_parameters(remove_duplicate=False):
@@ -84,6 +79,7 @@ def compiled(model: nn.Module, **fields: Any) -> graphshard.ShardedModule:
 
 
 def exact() -> bool:
+    """Whether sums over ranks have one order only: on two ranks."""
     return dist.get_world_size() == 2
 
 

@@ -20,6 +20,8 @@ import pytest
 import torch
 import torch.distributed as dist
 
+Check = Callable[[int], None]
+
 _SAID = 8000
 """Characters of a dead rank's stderr that are told."""
 
@@ -166,34 +168,75 @@ def _leave_together(folder: Path, world_size: int) -> None:
 class Checks:
     """Several checks in one set of processes, which cost seconds to start.
 
-    Each check is a function `check(rank)` that asserts. They run in order on all ranks; once one
-    fails on a rank that rank runs no more, and the later ones fail too.
+    Each check is a function `check(rank)` that asserts. They run in order on all ranks, which the
+    first `require` starts; once one fails on a rank that rank runs no more, and the later ones fail
+    too.
+
+    Args:
+        checks: functions that a spawned process can import by their module and name.
+        world_size: number of ranks.
+        options: those of `run_ranks`.
     """
 
-    def __init__(
-        self, checks: list[Callable[[int], None]], world_size: int, **options: Any
-    ) -> None:
-        reports = run_ranks(_run_checks, world_size, checks, **options)
-        self._failures = {
-            check.__name__: [report.get(check.__name__, (0.0, "not reached")) for report in reports]
-            for check in checks
-        }
+    def __init__(self, checks: list[Check], world_size: int, **options: Any) -> None:
+        self._checks = checks
+        self._world_size = world_size
+        self._options = options
+        self._reports: list[dict[str, tuple[float, str] | None]] = []
+        self._error: BaseException | None = None
 
-    def require(self, check: Callable[[int], None]) -> None:
+    def _run(self) -> None:
+        """Start the ranks, once: if they die every check fails by the same error."""
+        if self._error is not None:
+            raise self._error
+        if not self._reports:
+            try:
+                self._reports = run_ranks(
+                    _run_checks, self._world_size, self._checks, **self._options
+                )
+            except BaseException as error:
+                self._error = error
+                raise
+
+    def require(self, check: Check) -> None:
         """Fail with the traceback of the rank that failed first unless `check` passed on all."""
-        failures = [
-            (*failure, rank)
-            for rank, failure in enumerate(self._failures[check.__name__])
-            if failure is not None
-        ]
+        self._run()
+        reports = [report.get(check.__name__, (0.0, "not reached")) for report in self._reports]
+        failures = [(*failure, rank) for rank, failure in enumerate(reports) if failure is not None]
         if failures:
             _, failure, rank = min(failures)
             raise RankError(f"{check.__name__} on rank {rank}: {failure}")
 
 
-def _run_checks(
-    rank: int, checks: list[Callable[[int], None]]
-) -> dict[str, tuple[float, str] | None]:
+def on_ranks(checks: list[Check], world_size: int, **options: Any) -> Callable[..., None]:
+    """A test for each of `checks`, all of which run in one set of processes.
+
+    Bind it to a name that pytest collects: `test_on_two_ranks = on_ranks(ON_TWO, 2)`.
+    """
+    started = Checks(checks, world_size, **options)
+
+    @pytest.mark.parametrize("check", checks, ids=lambda check: check.__name__)
+    def passes(check: Check) -> None:
+        started.require(check)
+
+    return passes
+
+
+def on_two_or_four_ranks(checks: list[Check], **options: Any) -> Callable[..., None]:
+    """As `on_ranks`, on two ranks and (slow) on four."""
+    started = {world_size: Checks(checks, world_size, **options) for world_size in (2, 4)}
+
+    @pytest.mark.parametrize("check", checks, ids=lambda check: check.__name__)
+    @pytest.mark.parametrize(
+        "world_size", [2, pytest.param(4, marks=pytest.mark.slow)], ids=["2 ranks", "4 ranks"]
+    )
+    def passes(world_size: int, check: Check) -> None:
+        started[world_size].require(check)
+
+    return passes
+
+
+def _run_checks(rank: int, checks: list[Check]) -> dict[str, tuple[float, str] | None]:
     """By check that ran, when it failed and its traceback, or None."""
     report: dict[str, tuple[float, str] | None] = {}
     for check in checks:

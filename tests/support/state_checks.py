@@ -10,15 +10,11 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from full_tensors import full
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
 
 import graphshard
 from graphshard.errors import CheckpointError
-
-
-def full(tensor: Tensor) -> Tensor:
-    return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
 
 
 def full_state(module: nn.Module) -> dict[str, Tensor]:

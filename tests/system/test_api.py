@@ -6,8 +6,8 @@ import warnings
 
 import pytest
 import torch
+from models import Block, TiedGPT, tokens_of
 from ranks import run_ranks
-from runtime_models import Block, TiedGPT, tokens_of
 from torch import nn
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 from torch.distributed.device_mesh import init_device_mesh

@@ -85,7 +85,9 @@ def test_the_tests_named_in_the_table_exist() -> None:
     for file, function in named:
         (path,) = TESTS.rglob(file)
         source = path.read_text()
-        assert not function or f"def {function}(" in source, f"{file}::{function}"
+        defined = rf"^(def {function}\(|{function} = )"
+        exists = not function or re.search(defined, source, re.MULTILINE)
+        assert exists, f"{file}::{function}"
 
 
 def test_every_row_of_the_capability_table_has_a_test() -> None:

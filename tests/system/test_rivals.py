@@ -9,7 +9,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from example_runs import TORCHRUN, run, watched
-from ranks import Checks
+from ranks import on_ranks
 from torch import Tensor
 from torch.distributed.device_mesh import init_device_mesh
 
@@ -101,15 +101,7 @@ def losses_are_those_expected(rank: int) -> None:
 
 CHECKS = [storages_of_sharding, bytes_moved_are_those_of_the_program, losses_are_those_expected]
 
-
-@pytest.fixture(scope="module")
-def checks() -> Checks:
-    return Checks(CHECKS, 2, timeout=300, group_timeout=200)
-
-
-@pytest.mark.parametrize("check", CHECKS, ids=lambda check: check.__name__)
-def test_on_two_ranks(checks: Checks, check) -> None:
-    checks.require(check)
+test_on_two_ranks = on_ranks(CHECKS, 2, timeout=300, group_timeout=200)
 
 
 def test_memory_inside_of_compiled_code_counts() -> None:

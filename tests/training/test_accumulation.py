@@ -4,15 +4,14 @@ from __future__ import annotations
 
 import contextlib
 import copy
-from collections.abc import Callable
-from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
-from loops import OneProcess, full, same_grads, same_params
-from ranks import Checks
-from runtime_models import Block, ManyOutputs, Odd, TiedGPT, features_of, tokens_of
+from full_tensors import full
+from loops import OneProcess, backward, compiled, exact, gpt, same_grads, same_params
+from models import Block, ManyOutputs, Odd, features_of, tokens_of
+from ranks import on_ranks
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
@@ -21,24 +20,6 @@ import graphshard
 from graphshard.errors import PassError, RuntimeStateError
 
 MICRO = 3
-
-
-def gpt(layers: int = 2) -> nn.Module:
-    torch.manual_seed(0)
-    return TiedGPT(layers)
-
-
-def compiled(model: nn.Module, **fields: Any) -> graphshard.ShardedModule:
-    return graphshard.compile(model, graphshard.BlockPolicy({Block}, **fields))
-
-
-def exact() -> bool:
-    return dist.get_world_size() == 2
-
-
-def backward(model: nn.Module, rank: int, *batch: Any) -> None:
-    torch.manual_seed(rank)
-    model(*batch).backward()
 
 
 def ops_of(program: graphshard.Program) -> set[str]:
@@ -378,23 +359,5 @@ ON_FOUR = [
     odd_parameters_on_replicas,
 ]
 
-
-@pytest.fixture(scope="module")
-def on_two() -> Checks:
-    return Checks(ON_TWO, 2, timeout=400)
-
-
-@pytest.fixture(scope="module")
-def on_four() -> Checks:
-    return Checks(ON_FOUR, 4, timeout=400)
-
-
-@pytest.mark.parametrize("check", ON_TWO, ids=lambda check: check.__name__)
-def test_on_two_ranks(on_two: Checks, check: Callable[[int], None]) -> None:
-    on_two.require(check)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("check", ON_FOUR, ids=lambda check: check.__name__)
-def test_on_four_ranks(on_four: Checks, check: Callable[[int], None]) -> None:
-    on_four.require(check)
+test_on_two_ranks = on_ranks(ON_TWO, 2, timeout=400)
+test_on_four_ranks = pytest.mark.slow(on_ranks(ON_FOUR, 4, timeout=400))

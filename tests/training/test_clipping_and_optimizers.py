@@ -8,30 +8,16 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from loops import OneProcess, full, same_grads, same_params
-from ranks import Checks
-from runtime_models import Block, Odd, TiedGPT, features_of, tokens_of
+from full_tensors import full
+from loops import OneProcess, compiled, exact, gpt, same_grads, same_params
+from models import Odd, features_of, tokens_of
+from ranks import on_ranks
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor
 
 import graphshard
 from graphshard.errors import PolicyError, RuntimeStateError
-
-
-def gpt(layers: int = 1) -> nn.Module:
-    torch.manual_seed(0)
-    return TiedGPT(layers)
-
-
-def exact() -> bool:
-    """On two ranks the mean of two gradients is the same in any order."""
-    return dist.get_world_size() == 2
-
-
-def compiled(model: nn.Module, **fields: Any) -> graphshard.ShardedModule:
-    return graphshard.compile(model, graphshard.BlockPolicy({Block}, **fields))
-
 
 # -- clipping ---------------------------------------------------------------------------------
 
@@ -318,26 +304,8 @@ ON_FOUR = [
     every_layout,
 ]
 
-
-@pytest.fixture(scope="module")
-def on_two() -> Checks:
-    return Checks(ON_RANKS, 2, timeout=400)
-
-
-@pytest.fixture(scope="module")
-def on_four() -> Checks:
-    return Checks(ON_FOUR, 4, timeout=400)
-
-
-@pytest.mark.parametrize("check", ON_RANKS, ids=lambda check: check.__name__)
-def test_on_two_ranks(on_two: Checks, check: Callable[[int], None]) -> None:
-    on_two.require(check)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("check", ON_FOUR, ids=lambda check: check.__name__)
-def test_on_four_ranks(on_four: Checks, check: Callable[[int], None]) -> None:
-    on_four.require(check)
+test_on_two_ranks = on_ranks(ON_RANKS, 2, timeout=400)
+test_on_four_ranks = pytest.mark.slow(on_ranks(ON_FOUR, 4, timeout=400))
 
 
 def test_on_a_single_rank_parameters_are_full_already() -> None:

@@ -10,8 +10,8 @@ from pathlib import Path
 import pytest
 import torch
 import torch.distributed as dist
-from ranks import Checks
-from runtime_models import Block
+from models import Block
+from ranks import on_ranks
 from torch import nn
 from torch.nn import functional as F
 from torch.utils.data import DataLoader, TensorDataset
@@ -197,15 +197,7 @@ CHECKS = [
     refuses_what_it_cannot_shard,
 ]
 
-
-@pytest.fixture(scope="module")
-def two_ranks() -> Checks:
-    return Checks(CHECKS, 2)
-
-
-@pytest.mark.parametrize("check", CHECKS, ids=lambda check: check.__name__)
-def test_on_two_ranks(two_ranks, check):
-    two_ranks.require(check)
+test_on_two_ranks = on_ranks(CHECKS, 2)
 
 
 def test_a_policy_is_needed():

@@ -4,15 +4,15 @@ from __future__ import annotations
 
 import copy
 import functools
-from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
-from loops import compiled, full
-from ranks import Checks
-from runtime_models import Block, Odd, TiedGPT, features_of, tokens_of
+from full_tensors import full
+from loops import compiled
+from models import Block, Odd, TiedGPT, features_of, tokens_of
+from ranks import on_ranks
 from state_checks import assert_same, flat, seeded, shared_folder
 from torch import Tensor, nn
 from torch.distributed.checkpoint.state_dict import (
@@ -337,15 +337,7 @@ ON_RANKS = [
     state_that_does_not_fit_is_refused,
 ]
 
-
-@pytest.fixture(scope="module")
-def on_two() -> Checks:
-    return Checks(ON_RANKS, 2, timeout=400)
-
-
-@pytest.mark.parametrize("check", ON_RANKS, ids=lambda check: check.__name__)
-def test_on_two_ranks(on_two: Checks, check: Callable[[int], None]) -> None:
-    on_two.require(check)
+test_on_two_ranks = on_ranks(ON_RANKS, 2, timeout=400)
 
 
 def test_on_a_single_rank_the_optimizer_is_an_ordinary_one() -> None:

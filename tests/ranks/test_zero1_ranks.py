@@ -1,4 +1,4 @@
-"""Checks of SHARD_OPTIMIZER (ZeRO-1), to be run on ranks (see `ranks.Checks`)."""
+"""SHARD_OPTIMIZER (ZeRO-1), on two ranks and on four."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from full_tensors import full
 from layouts import (
     Experts,
     MoE,
@@ -18,11 +19,11 @@ from layouts import (
     by_fully_shard,
     compiled,
     exact,
-    full,
     model,
     trained,
     trained_alone,
 )
+from ranks import on_ranks
 from torch import Tensor, nn
 
 import graphshard
@@ -213,7 +214,7 @@ def zero1_ranks_that_came_with_other_weights_agree(rank: int) -> None:
     assert torch.equal(loss_of(sharded, rank), loss_of_full(sharded, rank))
 
 
-ZERO1 = [
+ALL = [
     zero1_trains_as_one_process_and_fully_shard_do,
     zero1_goes_with_every_kind_of_optimizer,
     zero1_gathers_only_what_has_changed,
@@ -226,3 +227,14 @@ ZERO1 = [
     zero1_starts_from_meta,
     zero1_ranks_that_came_with_other_weights_agree,
 ]
+# The checks that differ in kind on four ranks: copies, sums in more than one order.
+ON_FOUR = [
+    zero1_trains_as_one_process_and_fully_shard_do,
+    zero1_gathers_only_what_has_changed,
+    zero1_accumulates_without_gathering_again,
+]
+REST = [check for check in ALL if check not in ON_FOUR]
+
+test_on_two_ranks = on_ranks(ALL, 2, timeout=500)
+test_on_four_ranks = pytest.mark.slow(on_ranks(ON_FOUR, 4, timeout=500))
+test_the_rest_on_four_ranks = pytest.mark.slow(on_ranks(REST, 4, timeout=580))
