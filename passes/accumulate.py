@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Collection
-from dataclasses import dataclass, field
-from typing import Any
+from dataclasses import dataclass
+from typing import Any, ClassVar
 
 from torch import fx
 
@@ -12,6 +12,7 @@ from graphshard.errors import PassError
 from graphshard.planning.plan import ShardingPlan
 from graphshard.program import ops
 from graphshard.program.edit import insert_node
+from graphshard.program.pass_protocol import Pass, Stage
 from graphshard.program.program import BACKWARD, Program
 
 GRADIENT = "gradient"
@@ -21,7 +22,7 @@ SHARD = "shard"
 
 
 @dataclass(frozen=True)
-class Accumulate:
+class Accumulate(Pass):
     """Make the program of a micro-batch that is not the only one of its step.
 
     With the defaults nothing changes: every gradient is reduced and returned. A reduce whose
@@ -38,7 +39,7 @@ class Accumulate:
     keep: str | None = None
     add: frozenset[str] = frozenset()
     add_shards: frozenset[str] = frozenset()
-    name: str = field(default="accumulate", init=False)
+    establishes: ClassVar[Stage] = Stage.ACCUMULATED
 
     def apply(self, program: Program, plan: ShardingPlan) -> None:
         """See `Pass.apply`.

@@ -14,6 +14,7 @@ from tune_models import OPEN, SLOW, gpt, llama, simulator_of
 
 import graphshard
 from graphshard import AutoPolicy, BlockPolicy, MixedPrecision, SizePolicy
+from graphshard.format import human_bytes
 from graphshard.hardware.hardware import Hardware
 from graphshard.policy.tree import ModuleTree
 from graphshard.tune import search as searching
@@ -137,9 +138,7 @@ def test_the_frontier_and_the_reasons(simulator, grid):
         assert one.seconds <= other.seconds
         assert one.peak > other.peak
     why = reasons(search, winner)
-    assert any(
-        f" of {graphshard.inspect.units_text.human_bytes(budget)}" in w for w in why.values()
-    )
+    assert any(f" of {human_bytes(budget)}" in w for w in why.values())
     assert any("slower" in w for w in why.values())
     assert any(name.startswith("strategy=") for name in why)
     assert any(name.startswith("recompute=") for name in why)

@@ -7,7 +7,6 @@ from collections.abc import Iterator, Sequence
 import torch
 from torch import fx
 
-from graphshard.passes.precision import Precision
 from graphshard.planning.layout import ParamLayout
 from graphshard.program import ops
 from graphshard.verify.facts import Facts
@@ -21,8 +20,6 @@ def check_precision(facts: Facts) -> None:
     The rule on values lets a gradient be rounded elsewhere than when captured (`Precision` moves
     the casts of one); this one says to what.
     """
-    if Precision not in facts.done:
-        return
     for node, moved, what, wanted in _moves(facts):
         if moved.meta["val"].dtype != wanted:
             facts.fail(
