@@ -10,7 +10,7 @@ and is verified like them: had it moved a `free` too far, the error would name i
 from __future__ import annotations
 
 import difflib
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 import torch
 from gpt import GPT, Block, GPTConfig
@@ -20,17 +20,16 @@ import graphshard
 from graphshard.planning.plan import ShardingPlan
 from graphshard.program import ops
 from graphshard.program.aliases import derived_values
+from graphshard.program.pass_protocol import Pass
 from graphshard.program.program import Program
 
 
 @dataclass(frozen=True)
-class FreeEarly:
+class FreeEarly(Pass):
     """Move every `free` behind the last reader of what it frees."""
 
-    name: str = field(default="free_early", init=False)
-
     def apply(self, program: Program, plan: ShardingPlan) -> None:
-        """See `graphshard.pipeline.Pass`."""
+        """See `Pass.apply`."""
         order = {node: index for index, node in enumerate(program.graph.nodes)}
         last: dict[fx.Node, fx.Node] = {}  # by the wait that ends a gather
         for value, source in derived_values(program, plan).items():  # full parameters, their views

@@ -30,7 +30,7 @@ from graphshard.planning.planner import make_plan, require_policy
 from graphshard.policy.base import Policy
 from graphshard.policy.fields import is_int
 from graphshard.program import ops
-from graphshard.program.pass_protocol import Pass
+from graphshard.program.pass_protocol import PassLike
 from graphshard.program.program import Program
 from graphshard.progress import Progress, Stages
 from graphshard.runtime.group import find_group
@@ -52,7 +52,7 @@ def compile(  # noqa: A001  # as torch.compile
     device: torch.device | str | None = None,
     backend: str = "eager",
     dynamic: Mapping[str, Mapping[int, str]] | None = None,
-    passes: Sequence[Pass] = (),
+    passes: Sequence[PassLike] = (),
     check: bool | None = None,
     progress: Stages | None = None,
 ) -> ShardedModule:
@@ -149,7 +149,7 @@ def plan(
     device: torch.device | str = "cpu",
     backend: str = "eager",
     dynamic: Mapping[str, Mapping[int, str]] | None = None,
-    passes: Sequence[Pass] = (),
+    passes: Sequence[PassLike] = (),
     progress: Stages | None = None,
 ) -> ShardingPlan:
     """The plan `compile` would follow, made with no process group and no parameter memory.
@@ -281,7 +281,7 @@ def with_program(
     *,
     device: torch.device | str = "cpu",
     sizes: Dynamic | None = None,
-    passes: Sequence[Pass] = (),
+    passes: Sequence[PassLike] = (),
     progress: Stages | None = None,
 ) -> ShardingPlan:
     """The plan `made` for `model` with the program of a call, captured, rewritten and verified.

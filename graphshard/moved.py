@@ -154,7 +154,7 @@ MOVED = {
     "views": "program.aliases",
     "writes": "capture.side_effects",
     "passes.gather_together": "passes.merge_gathers",
-    "passes.keep_if_better": "passes.only_if_faster",
+    "passes.keep_if_better": "passes.by_cost",
     "passes.keep_unsharded": "passes.skip_reshard",
     "passes.zeros_for_kept": "passes.zero_missing_grads",
 }

@@ -19,7 +19,6 @@ from graphshard.passes.insert_free import InsertFree
 from graphshard.passes.merge_gathers import MergeGathers
 from graphshard.passes.offload_activations import OffloadActivations
 from graphshard.passes.offload_params import OffloadParams
-from graphshard.passes.only_if_faster import OnlyIfFaster
 from graphshard.passes.overlap import Overlap
 from graphshard.passes.partial_reshard import PartialReshard
 from graphshard.passes.precision import Precision
@@ -43,14 +42,14 @@ from graphshard.planning.plan import ShardingPlan
 from graphshard.planning.warnings import _names
 from graphshard.policy.base import Policy
 from graphshard.policy.recompute import RecomputeChoice
-from graphshard.program.pass_protocol import Pass
+from graphshard.program.pass_protocol import Pass, PassLike, Stage, apply_pass, stages_of
 from graphshard.program.program import Program
 from graphshard.program.spans import assign_units
 from graphshard.progress import Stages
 from graphshard.torch_private.gc_pause import collections_off, only_new_collected
 from graphshard.verify.facts import Reference
 from graphshard.verify.numbering import Values
-from graphshard.verify.rules import LATER_RULES, RULES, verify
+from graphshard.verify.rules import RULES, rules_of, verify
 
 
 def with_capture_warnings(plan: ShardingPlan, program: Program) -> ShardingPlan:
@@ -117,7 +116,7 @@ class PassTiming:
     verify_seconds: float
 
 
-Watcher = Callable[[Pass, Program], None]
+Watcher = Callable[[PassLike, Program], None]
 """Called after each pass with it and the program, which must not be edited."""
 
 
@@ -132,7 +131,12 @@ def default_passes(policy: Policy, *, waits_at_once: bool = False) -> tuple[Pass
     """
     at_once = waits_at_once and policy.schedule == "fsdp" and not policy.offloads("params")
     choice = RecomputeChoice.of(policy.recompute)
-    then = (
+    first: Pass = Recompute(choice.units, bool(choice.classes), choice.selective)
+    if choice.budget:
+        assert policy.memory_budget is not None
+        first = RecomputeToBudget(policy.memory_budget, bool(choice.classes))
+    return (
+        first,
         Unshard(),
         PartialReshard(),
         Regather(),
@@ -148,13 +152,9 @@ def default_passes(policy: Policy, *, waits_at_once: bool = False) -> tuple[Pass
         SinkWaits(0 if at_once else 1),
         *((PrefetchCopies(backward=policy.backward_prefetch),) if policy.offload else ()),
         InsertFree(),
+        *_by_cost(policy),
+        *((CudaGraph(),) if policy.cuda_graph else ()),
     )
-    first: Pass = Recompute(choice.units, bool(choice.classes), choice.selective)
-    if choice.budget:
-        assert policy.memory_budget is not None
-        first = RecomputeToBudget(policy.memory_budget, then, bool(choice.classes))
-    last = (CudaGraph(),) if policy.cuda_graph else ()
-    return (first, *then, *_by_cost(policy), *last)
 
 
 BACKENDS = ("eager", "inductor")
@@ -174,23 +174,18 @@ def backend_passes(backend: str) -> tuple[Pass, ...]:
 
 def _by_cost(policy: Policy) -> tuple[Pass, ...]:
     """Releases, and the passes that improve a finished program by simulation, if that is wanted."""
-    early: tuple[Pass, ...] = (ReleaseEarly(),)
     if policy.schedule != "overlap":
-        return early
+        return (ReleaseEarly(),)
     hardware = None if policy.hardware is None else Hardware.load(policy.hardware)
-    # Each is kept only where the step gains by it.
-    finer: tuple[Pass, ...] = (
-        SplitGathers(),
-        SplitGathers(again=True),
-        SplitReduces(),
-        ReduceInPieces(),
-    )
     return (
-        SetBudget(hardware, early),
-        *(OnlyIfFaster(step, early) for step in finer),
-        SkipReshard(then=early),
-        MergeGathers(then=early),
-        *early,
+        SetBudget(hardware),
+        SplitGathers(only_if_faster=True),
+        SplitGathers(again=True, only_if_faster=True),
+        SplitReduces(only_if_faster=True),
+        ReduceInPieces(only_if_faster=True),
+        SkipReshard(),
+        MergeGathers(),
+        ReleaseEarly(),
         Overlap(),
     )
 
@@ -198,7 +193,7 @@ def _by_cost(policy: Policy) -> tuple[Pass, ...]:
 def run_passes(
     program: Program,
     plan: ShardingPlan,
-    passes: Sequence[Pass],
+    passes: Sequence[PassLike],
     *,
     watcher: Watcher | None = None,
     progress: Stages | None = None,
@@ -226,7 +221,7 @@ def run_passes(
 def _run(
     program: Program,
     plan: ShardingPlan,
-    passes: Sequence[Pass],
+    passes: Sequence[PassLike],
     watcher: Watcher | None,
     progress: Stages | None,
 ) -> list[PassTiming]:
@@ -235,10 +230,10 @@ def _run(
     with _stage(progress, "verify"), collections_off():
         checks = _Checks(program, plan)
     with _stage(progress, "passes", len(passes)):
-        for step in passes:
+        for place, step in enumerate(passes):
             start = time.perf_counter()
             with _stage(progress, step.name):
-                _apply(step, program, plan)
+                _apply(step, program, plan, passes[place + 1 :])
             applied = time.perf_counter()
             with _stage(progress, "verify"), collections_off():
                 checks.after(step)
@@ -255,12 +250,12 @@ class _Checks:
 
     def __init__(self, program: Program, plan: ShardingPlan) -> None:
         self.program, self.plan = program, plan
-        self.done: set[type] = set()
+        self.done = Stage.CAPTURED
         facts = verify(program, plan, after="capture", done=self.done)
         self.captured = self.reference = Reference.of(program, facts=facts)
         self.seen = snapshot(program)
 
-    def after(self, step: Pass) -> None:
+    def after(self, step: PassLike) -> None:
         """Verify what `step` left.
 
         Where it changed nothing every rule still holds, but for those that ask for more once it
@@ -268,8 +263,9 @@ class _Checks:
         """
         before, self.seen = self.seen, snapshot(self.program)
         unchanged = equal(before, self.seen)
-        self.done.add(type(step))
-        rules = LATER_RULES.get(type(step), ()) if unchanged else RULES
+        stages = stages_of(step)
+        self.done |= stages
+        rules = rules_of(stages) if unchanged else RULES
         if not rules:
             return
         changes_values = getattr(step, "changes_values", False)
@@ -289,9 +285,11 @@ class _Checks:
         self.reference = Reference.of(self.program, self.captured, facts)
 
 
-def _apply(step: Pass, program: Program, plan: ShardingPlan) -> None:
+def _apply(
+    step: PassLike, program: Program, plan: ShardingPlan, following: Sequence[PassLike]
+) -> None:
     try:
-        step.apply(program, plan)
+        apply_pass(step, program, plan, following)
         if program.sizes is not None:
             program.sizes.require_settled(step.name)
     except GraphshardError as error:

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Collection
-from dataclasses import dataclass, field
-from typing import Any
+from dataclasses import dataclass
+from typing import Any, ClassVar
 
 from torch import fx
 
@@ -13,6 +13,7 @@ from graphshard.planning.plan import ShardingPlan
 from graphshard.program import ops
 from graphshard.program.collective import Collective, operands_of, params_of
 from graphshard.program.edit import insert_node
+from graphshard.program.pass_protocol import Pass, Stage
 from graphshard.program.program import BACKWARD, Program
 
 GRADIENT = "gradient"
@@ -22,7 +23,7 @@ SHARD = "shard"
 
 
 @dataclass(frozen=True)
-class Accumulate:
+class Accumulate(Pass):
     """Make the program of a micro-batch that is not the only one of its step.
 
     With the defaults nothing changes: every gradient is reduced and returned. A reduce whose
@@ -39,7 +40,7 @@ class Accumulate:
     keep: str | None = None
     add: frozenset[str] = frozenset()
     add_shards: frozenset[str] = frozenset()
-    name: str = field(default="accumulate", init=False)
+    establishes: ClassVar[Stage] = Stage.ACCUMULATED
 
     def apply(self, program: Program, plan: ShardingPlan) -> None:
         """See `Pass.apply`.

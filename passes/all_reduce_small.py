@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from math import prod
 
 from torch import fx
@@ -11,11 +11,12 @@ from graphshard.errors import PassError
 from graphshard.planning.plan import ShardingPlan
 from graphshard.program import ops
 from graphshard.program.collective import Collective, params_of
+from graphshard.program.pass_protocol import Pass
 from graphshard.program.program import BACKWARD, Program
 
 
 @dataclass(frozen=True)
-class AllReduceSmall:
+class AllReduceSmall(Pass):
     """Put `all_reduce_shard` in place of each `reduce_scatter` of fewer than `below` bytes.
 
     A ring reduce_scatter takes a step for each rank; an all_reduce sums along a tree, in the
@@ -24,7 +25,6 @@ class AllReduceSmall:
     """
 
     below: int
-    name: str = field(default="all_reduce_small", init=False)
 
     def __post_init__(self) -> None:
         if self.below < 1:

@@ -9,6 +9,7 @@ import torch
 from graphshard.planning.plan import ShardingPlan
 from graphshard.program import ops
 from graphshard.program.annotations import CudaGraphs
+from graphshard.program.pass_protocol import Pass
 from graphshard.program.program import Program
 
 
@@ -34,14 +35,12 @@ def why_no_graph(program: Program, plan: ShardingPlan) -> str | None:
 
 
 @dataclass(frozen=True)
-class CudaGraph:
+class CudaGraph(Pass):
     """Notes on the program whether it can be captured, and changes nothing of its graph.
 
     Whether a graph can be captured is decided by the finished program alone, so it is known with
     the plan; `graphshard.runtime.cuda_graphs` captures it.
     """
-
-    name: str = "cuda_graph"
 
     def apply(self, program: Program, plan: ShardingPlan) -> None:
         """Note it."""

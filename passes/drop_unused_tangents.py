@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -14,6 +14,7 @@ from graphshard.planning.plan import ShardingPlan
 from graphshard.program import ops
 from graphshard.program.aliases import gather_waits, transfers_after
 from graphshard.program.edit import insert_node, keep_operands, prune_gather
+from graphshard.program.pass_protocol import Pass
 from graphshard.program.program import BACKWARD, Program, signature
 from graphshard.program.size_nodes import as_arguments
 from graphshard.program.sizes import is_contiguous
@@ -39,7 +40,7 @@ _ONLY_SHAPE = frozenset(
 
 
 @dataclass(frozen=True)
-class DropUnusedTangents:
+class DropUnusedTangents(Pass):
     """Specialise a finished program to outputs whose gradients are undefined.
 
     Backward is linear in the tangents: a node all of whose tangent-dependent inputs are zero is
@@ -53,7 +54,6 @@ class DropUnusedTangents:
     """
 
     unused: frozenset[int]
-    name: str = field(default="drop_unused_tangents", init=False)
 
     def apply(self, program: Program, plan: ShardingPlan) -> None:
         """See `Pass.apply`.

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 from torch import fx
 
 from graphshard.planning.plan import ShardingPlan
 from graphshard.program import ops
+from graphshard.program.pass_protocol import Pass
 from graphshard.program.program import Program
 from graphshard.program.regions import (
     REGION,
@@ -23,7 +24,7 @@ from graphshard.torch_private.inductor import draws_as_eager
 
 
 @dataclass(frozen=True)
-class FormRegions:
+class FormRegions(Pass):
     """Number the regions of a finished program (see `graphshard.regions`).
 
     A region goes as far as nodes of one unit that may be compiled stand together; a unit's end ends
@@ -39,7 +40,6 @@ class FormRegions:
     """
 
     least: int = 2
-    name: str = field(default="form_regions", init=False)
 
     def apply(self, program: Program, plan: ShardingPlan) -> None:
         """See `Pass.apply`."""

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass
+from typing import ClassVar
 
 from torch import fx
 
@@ -12,6 +13,7 @@ from graphshard.program import ops
 from graphshard.program.aliases import gather_waits, unpacks
 from graphshard.program.collective import Collective
 from graphshard.program.edit import insert_node
+from graphshard.program.pass_protocol import Pass, Stage
 from graphshard.program.program import Program
 from graphshard.program.spans import (
     UnitSpan,
@@ -24,7 +26,7 @@ from graphshard.program.spans import (
 
 
 @dataclass(frozen=True)
-class InsertFree:
+class InsertFree(Pass):
     """Free what each gather holds at the end of the unit's run that uses it last.
 
     The end of the run, not the last use in it, as a module's parameters are freed when its forward
@@ -32,7 +34,7 @@ class InsertFree:
     before the outer ones.
     """
 
-    name: str = field(default="insert_free", init=False)
+    establishes: ClassVar[Stage] = Stage.FREED
 
     def apply(self, program: Program, plan: ShardingPlan) -> None:
         """See `Pass.apply`.

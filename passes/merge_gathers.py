@@ -3,22 +3,24 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 
 from torch import fx
 
 from graphshard.cost.collective_cost import saturating_bytes, shape_of
 from graphshard.cost.streams import moved_bytes
 from graphshard.cost.timeline import timeline_of
+from graphshard.passes.by_cost import ByCost
 from graphshard.planning.plan import ShardingPlan
 from graphshard.program import ops
 from graphshard.program.aliases import gather_waits, unpacks
 from graphshard.program.collective import Collective
 from graphshard.program.edit import join_gathers, join_reduces
+from graphshard.program.pass_protocol import PassLike
 from graphshard.program.program import BACKWARD, FORWARD, Program
 from graphshard.schedule.clusters import last_use
 from graphshard.schedule.evaluate import budget_of
-from graphshard.schedule.search import Step, Trial, scheduled
+from graphshard.schedule.search import Trial, scheduled
 
 SHARES = (0.5, 0.75, 0.9)
 """Sizes to try, by the part of a collective's time in which bytes move rather than latency pass."""
@@ -29,7 +31,7 @@ ROOM = 0.6
 
 
 @dataclass(frozen=True)
-class MergeGathers:
+class MergeGathers(ByCost):
     """Merge the gathers of units that run one after the other, and their reduces.
 
     A collective takes a time for each hop whatever it moves, so many small ones waste the network.
@@ -44,28 +46,25 @@ class MergeGathers:
 
     Args:
         limit: the most bytes of full tensors in a merged collective. None: chosen as above.
-        then: the passes between this one and `Overlap`.
     """
 
     limit: int | None = None
-    then: Sequence[Step] = ()
-    name: str = field(default="merge_gathers", init=False)
 
-    def apply(self, program: Program, plan: ShardingPlan) -> None:
-        """See `Pass.apply`.
+    def apply_before(self, program: Program, plan: ShardingPlan, rest: Sequence[PassLike]) -> None:
+        """See `RehearsingPass.apply_before`.
 
         Raises:
             PassError: the choice is left to this pass, and the program has no budget.
         """
-        limit = self._chosen(program, plan) if self.limit is None else self.limit
+        limit = self._chosen(program, plan, rest) if self.limit is None else self.limit
         if limit:
             _merge_gathers(program, limit)
             _merge_reduces(program, limit)
 
-    def _chosen(self, program: Program, plan: ShardingPlan) -> int:
+    def _chosen(self, program: Program, plan: ShardingPlan, rest: Sequence[PassLike]) -> int:
         """The best limit; 0 if merging gains nothing."""
         budget = budget_of(program)
-        plain = scheduled(program, plan, self.then, lean=True)
+        plain = scheduled(program, plan, rest, lean=True)
         room = max(plain.sharding, int(ROOM * budget.room))
         best = plain.score
         chosen, seen = 0, _issued(program)
@@ -75,7 +74,7 @@ class MergeGathers:
             if _issued(trial) == seen:
                 continue
             seen = _issued(trial)
-            merged = scheduled(trial, plan, self.then, lean=True)
+            merged = scheduled(trial, plan, rest, lean=True)
             score = merged.score
             if not budget.allows(score):
                 continue

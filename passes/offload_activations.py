@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 from torch import fx
 
@@ -12,13 +12,14 @@ from graphshard.planning.plan import ShardingPlan
 from graphshard.program import ops
 from graphshard.program.aliases import alias_inputs, aliases_of, is_dense, nbytes, storage_root
 from graphshard.program.edit import erase_dead, insert_copy, note_copies
+from graphshard.program.pass_protocol import Pass
 from graphshard.program.program import BACKWARD, FORWARD, Program
 from graphshard.program.spans import UnitSpans, find_spans
 from graphshard.program.storages import Saved, saved_storages
 
 
 @dataclass(frozen=True)
-class OffloadActivations:
+class OffloadActivations(Pass):
     """Copy each saved activation to the host after its last use in forward, and back in backward.
 
     A step of a phase reaches from where one unit's run starts to where the next one's does. What is
@@ -37,7 +38,6 @@ class OffloadActivations:
     """
 
     min_bytes: int = 1024
-    name: str = field(default="offload_activations", init=False)
 
     def apply(self, program: Program, plan: ShardingPlan) -> None:
         """See `Pass.apply`.

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass
+from typing import ClassVar
 
 from torch import fx
 
@@ -10,6 +11,7 @@ from graphshard.errors import PassError
 from graphshard.planning.plan import ShardingPlan
 from graphshard.program import ops
 from graphshard.program.edit import fake_on, insert_copy, note_copies
+from graphshard.program.pass_protocol import Pass, Stage
 from graphshard.program.program import BACKWARD, FORWARD, ParamEntry, Program
 from graphshard.program.spans import find_spans
 
@@ -18,7 +20,7 @@ COPIED = "parameters and gradients"
 
 
 @dataclass(frozen=True)
-class OffloadParams:
+class OffloadParams(Pass):
     """Copy each shard to the device before it is gathered, and each reduced gradient to the host.
 
     A parameter that every rank holds whole is copied where forward first runs code that needs it,
@@ -29,7 +31,7 @@ class OffloadParams:
     As fully_shard's CPUOffloadPolicy and "ZeRO-Offload" (arXiv:2101.06840) have it.
     """
 
-    name: str = field(default="offload_params", init=False)
+    establishes: ClassVar[Stage] = Stage.OFFLOADED
 
     def apply(self, program: Program, plan: ShardingPlan) -> None:
         """See `Pass.apply`.

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
+from typing import ClassVar
 
 from graphshard.planning.plan import ShardingPlan
+from graphshard.program.pass_protocol import Pass, Stage
 from graphshard.program.program import Program
 from graphshard.schedule.evaluate import budget_of
 from graphshard.schedule.search import best_order
@@ -13,7 +15,7 @@ _KEPT = "FSDP's order is kept, as no other was found to be faster or smaller"
 
 
 @dataclass(frozen=True)
-class Overlap:
+class Overlap(Pass):
     """Place every gather, wait, free and reduce by estimated times, within the budget.
 
     Gathers are issued as late as still hides them; reduces are launched where their last operand is
@@ -26,7 +28,7 @@ class Overlap:
     the one there was, the program says so.
     """
 
-    name: str = field(default="overlap", init=False)
+    establishes: ClassVar[Stage] = Stage.SCHEDULED
 
     def apply(self, program: Program, plan: ShardingPlan) -> None:
         """See `Pass.apply`.

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 from torch import fx
 
@@ -20,6 +20,7 @@ from graphshard.program.edit import (
     prune_gather,
     rewire,
 )
+from graphshard.program.pass_protocol import Pass
 from graphshard.program.program import BACKWARD, Program
 from graphshard.program.spans import (
     UnitSpan,
@@ -34,7 +35,7 @@ from graphshard.program.spans import (
 
 
 @dataclass(frozen=True)
-class PartialReshard:
+class PartialReshard(Pass):
     """Backward gathers from a small group what the group's ranks kept of forward's gather.
 
     For units that the plan reshards to k ranks. Where the last forward run that gathered a
@@ -43,8 +44,6 @@ class PartialReshard:
     `reshard_after_forward=k` of torch's `fully_shard`. In exchange 1/k of the unit stays on each
     rank from forward to backward.
     """
-
-    name: str = field(default="partial_reshard", init=False)
 
     def apply(self, program: Program, plan: ShardingPlan) -> None:
         """See `Pass.apply`.

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
-from typing import Any
+from dataclasses import dataclass
+from typing import Any, ClassVar
 
 import torch
 from torch import fx
@@ -14,11 +14,12 @@ from graphshard.program import ops
 from graphshard.program.aliases import cast_dtype, gather_waits, unpacks
 from graphshard.program.collective import params_of
 from graphshard.program.edit import fake_as, insert_node
+from graphshard.program.pass_protocol import Pass, Stage
 from graphshard.program.program import Program
 
 
 @dataclass(frozen=True)
-class Precision:
+class Precision(Pass):
     """Move the casts of mixed precision to where they save bytes.
 
     Capture cast the full parameter after it is gathered; here its shard is cast before, so that
@@ -27,7 +28,7 @@ class Precision:
     to find after that.
     """
 
-    name: str = field(default="precision", init=False)
+    establishes: ClassVar[Stage] = Stage.CAST
 
     def apply(self, program: Program, plan: ShardingPlan) -> None:
         """See `Pass.apply`.

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from itertools import groupby, pairwise
 
 from torch import fx
@@ -13,12 +13,13 @@ from graphshard.planning.plan import ShardingPlan
 from graphshard.program import ops
 from graphshard.program.aliases import transfers_into
 from graphshard.program.collective import Collective
+from graphshard.program.pass_protocol import Pass
 from graphshard.program.program import BACKWARD, FORWARD, Program
 from graphshard.program.spans import UnitSpan, find_spans, gathers_by_span
 
 
 @dataclass(frozen=True)
-class Prefetch:
+class Prefetch(Pass):
     """Move gathers to where the policy wants them issued; their order among each other stays.
 
     Runs are taken in the order of their first compute node, the root's among them; runs that start
@@ -32,7 +33,6 @@ class Prefetch:
 
     backward: str | None = "pre"
     forward: int = 0
-    name: str = field(default="prefetch", init=False)
 
     def apply(self, program: Program, plan: ShardingPlan) -> None:
         """See `Pass.apply`.

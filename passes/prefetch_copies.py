@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from itertools import groupby
 
 from torch import fx
@@ -11,12 +11,13 @@ from torch import fx
 from graphshard.planning.plan import ShardingPlan
 from graphshard.program import ops
 from graphshard.program.collective import param_of
+from graphshard.program.pass_protocol import Pass
 from graphshard.program.program import BACKWARD, FORWARD, Program
 from graphshard.program.spans import UnitSpans, find_spans
 
 
 @dataclass(frozen=True)
-class PrefetchCopies:
+class PrefetchCopies(Pass):
     """Issue each copy to the device a step before it must have arrived; let gradients arrive late.
 
     A step reaches from where one unit's run starts to where the next one's does. Where a step
@@ -33,7 +34,6 @@ class PrefetchCopies:
     """
 
     backward: str | None = "pre"
-    name: str = field(default="prefetch_copies", init=False)
 
     def apply(self, program: Program, plan: ShardingPlan) -> None:
         """See `Pass.apply`."""

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Iterable
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 from torch import fx
 
 from graphshard.errors import PassError
 from graphshard.planning.plan import ShardingPlan
+from graphshard.program.pass_protocol import Pass
 from graphshard.program.program import FORWARD, Program
 from graphshard.recompute.regions import (
     Keeps,
@@ -27,7 +28,7 @@ from graphshard.recompute.regions import (
 
 
 @dataclass(frozen=True)
-class Recompute:
+class Recompute(Pass):
     """Recompute the regions the model checkpoints, and those the policy names.
 
     A region is one call of its module. Before a backward node of a region that reads its values,
@@ -49,7 +50,6 @@ class Recompute:
     units: bool = False
     classes: bool = False
     selective: bool = False
-    name: str = field(default="recompute", init=False)
 
     def apply(self, program: Program, plan: ShardingPlan) -> None:
         """Edit `program` in place, before parameters are unsharded.

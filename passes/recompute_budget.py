@@ -8,11 +8,18 @@ from dataclasses import dataclass, field
 from fractions import Fraction
 from functools import cached_property
 from itertools import pairwise
-from typing import Protocol
+from typing import ClassVar
 
 from graphshard.errors import PolicyError
 from graphshard.passes.recompute import recompute_checkpoints, require_calls, rewrite
 from graphshard.planning.plan import ShardingPlan
+from graphshard.program.pass_protocol import (
+    PassLike,
+    RehearsingPass,
+    Stage,
+    apply_passes,
+    stages_of,
+)
 from graphshard.program.program import RECOMPUTED, Program
 from graphshard.program.storages import storages_of
 from graphshard.recompute.min_cut import Choice
@@ -21,12 +28,8 @@ from graphshard.recompute.problem import Frontiers, RegionProblem, forward_cost,
 from graphshard.recompute.regions import Reads, reads_of_calls
 
 
-class _Step(Protocol):
-    def apply(self, program: Program, plan: ShardingPlan) -> None: ...
-
-
 @dataclass(frozen=True)
-class RecomputeToBudget:
+class RecomputeToBudget(RehearsingPass):
     """Recompute what costs least, so that the step never holds more than `budget` bytes.
 
     For each region (a call of a unit or of a class named, or the root's own code) minimum cuts give
@@ -39,20 +42,25 @@ class RecomputeToBudget:
 
     Args:
         budget: bytes.
-        then: the passes that follow, which decide what parameters and gradients hold.
         classes: the calls of the modules in `plan.recomputed` are the regions.
         memo: where what does not depend on the budget is kept, for passes that differ in nothing
             else and are applied to copies of one program.
     """
 
     budget: int
-    then: Sequence[_Step] = ()
     classes: bool = False
     memo: list[_Rehearsal] | None = field(default=None, compare=False, repr=False)
-    name: str = field(default="recompute", init=False)
+    name: ClassVar[str] = "recompute"
 
-    def apply(self, program: Program, plan: ShardingPlan) -> None:
-        """See `Pass.apply`.
+    def rehearsed(self, following: Sequence[PassLike]) -> tuple[PassLike, ...]:
+        """The passes that decide what parameters and gradients hold: up to `Stage.FREED`."""
+        for place, step in enumerate(following):
+            if Stage.FREED in stages_of(step):
+                return tuple(following[: place + 1])
+        return tuple(following)
+
+    def apply_before(self, program: Program, plan: ShardingPlan, rest: Sequence[PassLike]) -> None:
+        """See `RehearsingPass.apply_before`.
 
         Raises:
             PolicyError: the step holds more than the budget even if all that may is recomputed;
@@ -65,20 +73,31 @@ class RecomputeToBudget:
         if self.classes:
             require_calls(program, plan)
         targets = set(plan.recomputed) if self.classes else {unit.fqn for unit in plan.units}
-        again, note = self._rehearsal(program, plan, targets).choice(self.budget)
+        again, note = self._rehearsal(program, plan, targets, rest).choice(self.budget)
         self._issue_again(program, targets, again)
         program.notes = (*program.notes, note)
 
-    def _rehearsal(self, program: Program, plan: ShardingPlan, targets: set[str]) -> _Rehearsal:
+    def _rehearsal(
+        self, program: Program, plan: ShardingPlan, targets: set[str], rest: Sequence[PassLike]
+    ) -> _Rehearsal:
         """What the choice for any budget follows from."""
         if self.memo is None:
-            return self._rehearse(program, plan, targets)
+            return self._rehearse(program, plan, targets, rest)
         if not self.memo:
-            self.memo.append(self._rehearse(program.copy(), plan, targets))
+            self.memo.append(self._rehearse(program.copy(), plan, targets, rest))
         return self.memo[0]
 
-    def _rehearse(self, program: Program, plan: ShardingPlan, targets: set[str]) -> _Rehearsal:
-        plain = max(storages_of(self._rehearsed(program, plan, targets, set())).live(), default=0)
+    def _rehearse(
+        self, program: Program, plan: ShardingPlan, targets: set[str], rest: Sequence[PassLike]
+    ) -> _Rehearsal:
+        def after_all(again: Set[str]) -> Program:
+            """A copy in which the nodes of the names `again` are recomputed, after all passes."""
+            copy = program.copy()
+            self._issue_again(copy, targets, again)
+            apply_passes(rest, copy, plan)
+            return copy
+
+        plain = max(storages_of(after_all(frozenset())).live(), default=0)
 
         def search() -> _Search:
             storages = storages_of(program)
@@ -90,22 +109,11 @@ class RecomputeToBudget:
                 for problem, ladder in zip(problems, choices, strict=True)
                 for node in problem.recomputed(ladder[-1])
             }
-            rehearsed = self._rehearsed(program, plan, targets, most)
-            held = Held.of(program, rehearsed, RECOMPUTED)
+            held = Held.of(program, after_all(most), RECOMPUTED)
             model = PeakModel(program, storages, [problem.reads for problem in problems], held)
             return _Search(model, problems, choices)
 
         return _Rehearsal(plain, forward_cost(program), search)
-
-    def _rehearsed(
-        self, program: Program, plan: ShardingPlan, targets: set[str], again: set[str]
-    ) -> Program:
-        """A copy in which the nodes of the names `again` are recomputed, after all passes."""
-        copy = program.copy()
-        self._issue_again(copy, targets, again)
-        for step in self.then:
-            step.apply(copy, plan)
-        return copy
 
     def _issue_again(self, program: Program, targets: set[str], again: Set[str]) -> None:
         """Recompute the nodes of the names `again`."""

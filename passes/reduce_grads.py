@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass
+from typing import ClassVar
 
 from torch import fx
 
@@ -10,12 +11,13 @@ from graphshard.errors import PassError
 from graphshard.planning.plan import ShardingPlan
 from graphshard.program import ops
 from graphshard.program.edit import insert_reduce
+from graphshard.program.pass_protocol import Pass, Stage
 from graphshard.program.program import BACKWARD, Program
 from graphshard.program.spans import find_spans, unit_ancestry
 
 
 @dataclass(frozen=True)
-class ReduceGrads:
+class ReduceGrads(Pass):
     """One reduce_scatter per unit (one all_reduce over all ranks for its replicated parameters).
 
     It stands where the unit's last backward run ends and all its gradients are known. A parameter
@@ -23,7 +25,7 @@ class ReduceGrads:
     ignored parameters stay as they are.
     """
 
-    name: str = field(default="reduce_grads", init=False)
+    establishes: ClassVar[Stage] = Stage.REDUCED
 
     def apply(self, program: Program, plan: ShardingPlan) -> None:
         """See `Pass.apply`.

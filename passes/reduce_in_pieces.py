@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from itertools import pairwise
 from typing import Any
 
@@ -11,6 +11,7 @@ import torch
 from torch import fx
 
 from graphshard.cost.collective_cost import saturating_bytes, shape_of
+from graphshard.passes.by_cost import Candidate
 from graphshard.planning.plan import ShardingPlan
 from graphshard.program import ops
 from graphshard.program.aliases import transfers_into, unpacks
@@ -27,7 +28,7 @@ MOST = 8
 
 
 @dataclass(frozen=True)
-class ReduceInPieces:
+class ReduceInPieces(Candidate):
     """Compute the gradient of an embedding's weight, rows x width, in pieces of its columns.
 
     A gradient is as large as the vocabulary however few tokens a batch has. A piece needs only its
@@ -46,7 +47,6 @@ class ReduceInPieces:
     """
 
     pieces: int | None = None
-    name: str = field(default="reduce_in_pieces", init=False)
 
     def apply(self, program: Program, plan: ShardingPlan) -> None:
         """See `Pass.apply`.

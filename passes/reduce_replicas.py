@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass
+from typing import ClassVar
 
 from torch import fx
 
@@ -12,11 +13,12 @@ from graphshard.program import ops
 from graphshard.program.aliases import unpacks
 from graphshard.program.collective import Collective, params_of
 from graphshard.program.edit import insert_reduce
+from graphshard.program.pass_protocol import Pass, Stage
 from graphshard.program.program import Program
 
 
 @dataclass(frozen=True)
-class ReduceReplicas:
+class ReduceReplicas(Pass):
     """On a mesh of two dimensions, one all_reduce over its first after each reduce_scatter.
 
     It takes the shards that the reduce_scatter's wait returned, so it cannot be launched before
@@ -29,7 +31,7 @@ class ReduceReplicas:
     (HYBRID_SHARD in "PyTorch FSDP", arXiv:2304.11277, section 3.2.2).
     """
 
-    name: str = field(default="reduce_replicas", init=False)
+    establishes: ClassVar[Stage] = Stage.AVERAGED
 
     def apply(self, program: Program, plan: ShardingPlan) -> None:
         """See `Pass.apply`.

@@ -2,26 +2,25 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 from graphshard.errors import PassError
 from graphshard.planning.plan import ShardingPlan
 from graphshard.program.aliases import gather_waits
 from graphshard.program.edit import entries_by_name, erase_dead, insert_gather, prune_gather, rewire
+from graphshard.program.pass_protocol import Pass
 from graphshard.program.program import BACKWARD, FORWARD, Program
 from graphshard.program.spans import find_spans, readers_by_unit, spans_served
 
 
 @dataclass(frozen=True)
-class Regather:
+class Regather(Pass):
     """Give each backward run of a unit its own gather, so that forward's can be freed.
 
     Views, casts and copies of a parameter made in forward are made again from the new gather.
     Other values computed from parameters are saved like any activation. Units that the plan does
     not reshard after forward, or that `PartialReshard` did, stay as they are.
     """
-
-    name: str = field(default="regather", init=False)
 
     def apply(self, program: Program, plan: ShardingPlan) -> None:
         """See `Pass.apply`.

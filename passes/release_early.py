@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from math import prod
+from typing import ClassVar
 
 from torch import fx
 
@@ -12,11 +13,12 @@ from graphshard.planning.plan import ShardingPlan
 from graphshard.program import ops
 from graphshard.program.aliases import aliases_of, gather_waits, unpacks
 from graphshard.program.edit import insert_node
+from graphshard.program.pass_protocol import Pass, Stage
 from graphshard.program.program import BACKWARD, Program
 
 
 @dataclass(frozen=True)
-class ReleaseEarly:
+class ReleaseEarly(Pass):
     """Release parameters one by one in backward, ahead of the free of their unit.
 
     Backward reads a weight last to carry the gradient on, and makes the weight's own gradient next:
@@ -28,7 +30,7 @@ class ReleaseEarly:
     """
 
     min_bytes: int = 128 * 1024
-    name: str = field(default="release_early", init=False)
+    establishes: ClassVar[Stage] = Stage.RELEASED
 
     def apply(self, program: Program, plan: ShardingPlan) -> None:
         """See `Pass.apply`.

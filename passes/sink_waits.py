@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 from torch import fx
 
@@ -10,11 +10,12 @@ from graphshard.errors import PassError
 from graphshard.planning.plan import ShardingPlan
 from graphshard.program import ops
 from graphshard.program.aliases import transfers_after, transfers_into, unpacks
+from graphshard.program.pass_protocol import Pass
 from graphshard.program.program import Program
 
 
 @dataclass(frozen=True)
-class SinkWaits:
+class SinkWaits(Pass):
     """Wait for a gather right before its first use, for a reduce_scatter when memory asks for it.
 
     A reduce_scatter still under way holds its unit's full gradients. Its wait stands before the
@@ -28,7 +29,6 @@ class SinkWaits:
     """
 
     max_reduces_in_flight: int = 1
-    name: str = field(default="sink_waits", init=False)
 
     def __post_init__(self) -> None:
         if self.max_reduces_in_flight < 0:

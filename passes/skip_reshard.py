@@ -4,21 +4,23 @@ from __future__ import annotations
 
 import operator
 from collections.abc import Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 
 from torch import fx
 
 from graphshard.cost.timeline import timeline_of
 from graphshard.errors import PassError
+from graphshard.passes.by_cost import ByCost
 from graphshard.planning.plan import ShardingPlan
 from graphshard.program import ops
 from graphshard.program.aliases import gather_waits, transfers_into, unpacks
 from graphshard.program.collective import Collective, params_of
 from graphshard.program.edit import erase_dead, insert_node
+from graphshard.program.pass_protocol import PassLike
 from graphshard.program.program import BACKWARD, FORWARD, Program
 from graphshard.program.storages import new_bytes
 from graphshard.schedule.evaluate import budget_of
-from graphshard.schedule.search import Step, Trial, scheduled, tried
+from graphshard.schedule.search import Trial, scheduled, tried
 
 MAX_TRIALS = 8
 """How many programs are scheduled and simulated at most to find out how many units to keep."""
@@ -34,7 +36,7 @@ class Pair:
 
 
 @dataclass(frozen=True)
-class SkipReshard:
+class SkipReshard(ByCost):
     """Drop the first backward gather of chosen units: forward's is freed after backward's last use.
 
     Selective unshard: what `reshard_after_forward=False` does to a unit, for those where it pays.
@@ -44,15 +46,12 @@ class SkipReshard:
 
     Args:
         units: FQNs of the units to keep. None: chosen as above.
-        then: the passes between this one and `Overlap`.
     """
 
     units: tuple[str, ...] | None = None
-    then: Sequence[Step] = ()
-    name: str = field(default="skip_reshard", init=False)
 
-    def apply(self, program: Program, plan: ShardingPlan) -> None:
-        """See `Pass.apply`.
+    def apply_before(self, program: Program, plan: ShardingPlan, rest: Sequence[PassLike]) -> None:
+        """See `RehearsingPass.apply_before`.
 
         Raises:
             PassError: a unit to be kept is not gathered again in backward; or the choice is left to
@@ -60,7 +59,7 @@ class SkipReshard:
         """
         pairs = pairs_of(program)
         if self.units is None:
-            kept = self._chosen(program, plan, list(pairs.values()))
+            kept = self._chosen(program, plan, list(pairs.values()), rest)
         else:
             missing = [unit for unit in self.units if unit not in pairs]
             if missing:
@@ -72,18 +71,20 @@ class SkipReshard:
         for pair in kept:
             _keep(program, pair)
 
-    def _chosen(self, program: Program, plan: ShardingPlan, pairs: list[Pair]) -> list[Pair]:
+    def _chosen(
+        self, program: Program, plan: ShardingPlan, pairs: list[Pair], rest: Sequence[PassLike]
+    ) -> list[Pair]:
         budget = budget_of(program)
         if not pairs:
             return []
-        plain = scheduled(program, plan, self.then)
+        plain = scheduled(program, plan, rest)
         best = plain.score
         ranked = self._ranked(plain, plan, {pair.unit for pair in pairs})
         kept: list[str] = []
         step, trials = 1, 0
         while ranked and step and trials < MAX_TRIALS:
             more = ranked[:step]
-            trial = tried(replace(self, units=(*kept, *more)), program, plan, self.then)
+            trial = tried(replace(self, units=(*kept, *more)), program, plan, rest)
             assert trial is not None
             score = trial.score
             trials += 1

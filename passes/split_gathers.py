@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 from torch import fx
 
 from graphshard.errors import PassError
+from graphshard.passes.by_cost import Candidate
 from graphshard.passes.offload_params import COPIED
 from graphshard.planning.plan import ShardingPlan
 from graphshard.program import ops
@@ -34,7 +35,7 @@ class Piece:
 
 
 @dataclass(frozen=True)
-class SplitGathers:
+class SplitGathers(Candidate):
     """Give each group of uses of a unit's parameters a gather, a wait and a free of its own.
 
     Two uses are far apart if the compute of other units between them takes as long as the gather of
@@ -56,7 +57,6 @@ class SplitGathers:
     again: bool = False
     apart: float | None = None
     alone: int | None = None
-    name: str = field(default="split_gathers", init=False)
 
     def apply(self, program: Program, plan: ShardingPlan) -> None:
         """See `Pass.apply`.

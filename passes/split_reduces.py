@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 from torch import fx
 
+from graphshard.passes.by_cost import Candidate
 from graphshard.planning.plan import ShardingPlan
 from graphshard.program import ops
 from graphshard.program.aliases import transfers_after, unpacks
@@ -19,7 +20,7 @@ from graphshard.schedule.evaluate import budget_of
 
 
 @dataclass(frozen=True)
-class SplitReduces:
+class SplitReduces(Candidate):
     """Give each group of gradients that are ready together a reduce of its own, at its producer.
 
     Two gradients are far apart if the compute of other units between them takes as long as the
@@ -35,7 +36,6 @@ class SplitReduces:
     """
 
     apart: float | None = None
-    name: str = field(default="split_reduces", init=False)
 
     def apply(self, program: Program, plan: ShardingPlan) -> None:
         """See `Pass.apply`.

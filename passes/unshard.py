@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
+from typing import ClassVar
 
 import torch
 from torch import fx
@@ -20,6 +21,7 @@ from graphshard.program.edit import (
     insert_node,
     rewire,
 )
+from graphshard.program.pass_protocol import Pass, Stage
 from graphshard.program.program import BACKWARD, FORWARD, ParamEntry, Program
 from graphshard.program.spans import (
     Served,
@@ -33,7 +35,7 @@ from graphshard.program.spans import (
 
 
 @dataclass(frozen=True)
-class Unshard:
+class Unshard(Pass):
     """Replace each sharded parameter by its shard and a gather before each run that needs it.
 
     Uses in backward are pointed at the last forward gather: what is kept from forward to backward
@@ -41,7 +43,7 @@ class Unshard:
     its first forward run only, for the whole step.
     """
 
-    name: str = field(default="unshard", init=False)
+    establishes: ClassVar[Stage] = Stage.GATHERED
 
     def apply(self, program: Program, plan: ShardingPlan) -> None:
         """See `Pass.apply`.

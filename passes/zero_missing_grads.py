@@ -4,7 +4,7 @@ to.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 import torch
 from torch import fx
@@ -12,13 +12,14 @@ from torch import fx
 from graphshard.errors import PassError
 from graphshard.planning.plan import ShardingPlan
 from graphshard.program.edit import fake_like, insert_node
+from graphshard.program.pass_protocol import Pass
 from graphshard.program.program import BACKWARD, ParamEntry, Program
 
 _zeros = torch.ops.aten.zeros.default
 
 
 @dataclass(frozen=True)
-class ZeroMissingGrads:
+class ZeroMissingGrads(Pass):
     """Give those of `params` without a gradient one of zeros, before gradients are reduced.
 
     So a gradient that an earlier micro-batch kept is reduced by this program, although its own
@@ -29,7 +30,6 @@ class ZeroMissingGrads:
     """
 
     params: frozenset[str] = frozenset()
-    name: str = field(default="zero_missing_grads", init=False)
 
     def apply(self, program: Program, plan: ShardingPlan) -> None:
         """See `Pass.apply`.

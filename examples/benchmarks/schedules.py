@@ -33,7 +33,7 @@ from graphshard.pipeline import default_passes
 from graphshard.planning.plan import ShardingPlan
 from graphshard.planning.planner import make_plan
 from graphshard.program import ops
-from graphshard.program.pass_protocol import Pass
+from graphshard.program.pass_protocol import Pass, apply_passes
 from graphshard.program.program import Program
 from graphshard.program.spans import assign_units
 
@@ -211,9 +211,9 @@ def lines(name: str, worlds: list[int], hardware: list[str]) -> Iterator[Line]:
         started = captured.copy()
         assign_units(started, plan)
         shared, rest = parts(default_passes(policy))
-        apply(shared, started, plan)
+        apply_passes(shared, started, plan)
         plain = started.copy()
-        apply(rest, plain, plan)
+        apply_passes(rest, plain, plan)
         for one in hardware:
             yield line(name, ranks, Hardware.load(one), started, plain, plan)
 
@@ -236,18 +236,12 @@ def line(
     by_cost = replace(plan.policy, schedule="overlap", hardware=hardware)
     plan = replace(plan, policy=by_cost)
     program = started.copy()
-    apply(parts(default_passes(by_cost))[1], program, plan)
+    apply_passes(parts(default_passes(by_cost))[1], program, plan)
     before, now = timeline_of(plain, plan, hardware), timeline_of(program, plan, hardware)
     held = [bytes_held(p, plan, False, "nccl") for p in (plain, program)]
     return Line(
         name, ranks, hardware.name, before.seconds, now.seconds, held[0], held[1], bound(before)
     )
-
-
-def apply(passes: tuple[Pass, ...], program: Program, plan: ShardingPlan) -> None:
-    """Apply `passes` without the checks in between, which the tests make."""
-    for step in passes:
-        step.apply(program, plan)
 
 
 def bound(timeline: Timeline) -> float:

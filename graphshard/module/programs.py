@@ -20,7 +20,7 @@ from graphshard.format import some_of
 from graphshard.module.meta_model import in_state
 from graphshard.module.sharded_tree import Modes, training_flags
 from graphshard.pipeline import run_passes, with_capture_warnings
-from graphshard.program.pass_protocol import Pass
+from graphshard.program.pass_protocol import PassLike
 from graphshard.progress import Progress, Stages
 from graphshard.runtime.accumulated import REDUCED, Mode, passes_for
 from graphshard.runtime.lowered import Bindings
@@ -109,7 +109,7 @@ class Programs:
         root: nn.Module,
         modes: Modes,
         bindings: Bindings,
-        passes: Sequence[Pass],
+        passes: Sequence[PassLike],
         dynamic: Dynamic | None = None,
     ) -> None:
         self.meta_model = meta_model

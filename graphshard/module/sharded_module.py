@@ -20,7 +20,7 @@ from graphshard.module.sharded_tree import Modes, build_sharded_tree
 from graphshard.module.state import StateMethods
 from graphshard.module.training import TrainingMethods
 from graphshard.planning.plan import ShardingPlan
-from graphshard.program.pass_protocol import Pass
+from graphshard.program.pass_protocol import PassLike
 from graphshard.program.program import Program
 from graphshard.progress import Stages
 from graphshard.runtime.fingerprint import Agreement
@@ -52,7 +52,7 @@ class ShardedModule(StateMethods, TrainingMethods):
         model: nn.Module,
         plan: ShardingPlan,
         group: Group,
-        passes: Sequence[Pass],
+        passes: Sequence[PassLike],
         dynamic: Dynamic | None = None,
     ) -> None:
         modes = Modes()

@@ -9,18 +9,16 @@ from __future__ import annotations
 import weakref
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
-from dataclasses import replace
 from typing import Any, Protocol
 
 from torch import Tensor, fx
 
 from graphshard.errors import RuntimeStateError
 from graphshard.passes.accumulate import GRADIENT, SHARD, Accumulate
-from graphshard.passes.recompute_budget import RecomputeToBudget
 from graphshard.passes.zero_missing_grads import ZeroMissingGrads
 from graphshard.program import ops
 from graphshard.program.collective import OneTensor
-from graphshard.program.pass_protocol import Pass
+from graphshard.program.pass_protocol import PassLike
 
 Mode = tuple[str | None, tuple[str, ...], tuple[str, ...]]
 """What is kept, and the parameters whose kept gradients and kept shards are taken in."""
@@ -137,18 +135,16 @@ class AccumulatedGrads:
         return add_kept
 
 
-def passes_for(passes: Iterable[Any], mode: Mode) -> tuple[Pass, ...]:
+def passes_for(passes: Iterable[PassLike], mode: Mode) -> tuple[PassLike, ...]:
     """`passes` for a program that keeps and takes what `mode` says."""
     keep, add, add_shards = mode
     both = frozenset(add) | frozenset(add_shards)
-    made: list[Pass] = []
+    made: list[PassLike] = []
     for step in passes:
         if isinstance(step, Accumulate):
             made.append(Accumulate(keep, frozenset(add), frozenset(add_shards)))
         elif isinstance(step, ZeroMissingGrads):
             made.append(ZeroMissingGrads(frozenset() if keep == GRADIENT else both))
-        elif isinstance(step, RecomputeToBudget):  # which rehearses the others
-            made.append(replace(step, then=passes_for(step.then, mode)))
         else:
             made.append(step)
     return tuple(made)

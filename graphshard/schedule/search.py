@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Protocol
 
 import torch
 from torch import fx
 
 from graphshard.planning.plan import ShardingPlan
 from graphshard.program.annotations import Budget, Score
+from graphshard.program.pass_protocol import PassLike, apply_passes
 from graphshard.program.program import Program
 from graphshard.schedule.evaluate import Orders, budget_of
 from graphshard.schedule.jobs import Tasks
@@ -122,23 +122,10 @@ def _ranked(tasks: Tasks, held: Bytes) -> list[tuple[Rule, Placed]]:
     return found
 
 
-class Step(Protocol):
-    """A pass, as `graphshard.pipeline.Pass`."""
-
-    @property
-    def name(self) -> str:
-        """Shown in timings, dumps and errors."""
-        ...
-
-    def apply(self, program: Program, plan: ShardingPlan) -> None:
-        """Edit `program` in place."""
-        ...
-
-
 @dataclass(frozen=True)
 class Trial:
-    """A program that `step` made of a copy of another; its score in the best order, that, and what
-    it holds for sharding's sake.
+    """A rewritten copy of a program, its best order with the score of that, and the most bytes that
+    it then holds for sharding's sake.
     """
 
     program: Program
@@ -148,27 +135,26 @@ class Trial:
 
 
 def scheduled(
-    program: Program, plan: ShardingPlan, then: Sequence[Step] = (), *, lean: bool = False
+    program: Program, plan: ShardingPlan, rest: Sequence[PassLike] = (), *, lean: bool = False
 ) -> Trial:
-    """What `program` would cost once the passes `then` ran and it is scheduled; it stays as it is.
+    """A trial of `program` after the passes `rest`, in its best order; `program` stays as it is.
 
     `lean` is that of `best_order`.
 
     Raises:
-        PassError: it has no budget; or from one of `then`.
+        PassError: it has no budget; or from one of `rest`.
     """
-    if then:
+    if rest:
         program = program.copy()
-    for step in then:
-        step.apply(program, plan)
+    apply_passes(rest, program, plan)
     best = best_order(program, plan, budget_of(program), lean=lean)
     return Trial(program, best.order, best.score, best.sharding)
 
 
 def tried(
-    step: Step, program: Program, plan: ShardingPlan, then: Sequence[Step] = ()
+    step: PassLike, program: Program, plan: ShardingPlan, rest: Sequence[PassLike] = ()
 ) -> Trial | None:
-    """What `program` would cost with `step` and then `then`; None if `step` changes nothing.
+    """A trial of `program` after `step` and then `rest`; None if `step` changes nothing.
 
     Raises:
         PassError: from a pass; or the program has no budget.
@@ -177,8 +163,7 @@ def tried(
     step.apply(changed, plan)
     if _form(changed) == _form(program):
         return None
-    for later in then:
-        later.apply(changed, plan)
+    apply_passes(rest, changed, plan)
     return scheduled(changed, plan)
 
 

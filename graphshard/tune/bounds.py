@@ -24,6 +24,7 @@ from graphshard.pipeline import default_passes
 from graphshard.planning.plan import ShardingPlan
 from graphshard.program import ops
 from graphshard.program.aliases import alias_inputs, cast_dtype
+from graphshard.program.pass_protocol import apply_pass
 from graphshard.program.program import BACKWARD, FORWARD, Program
 from graphshard.program.spans import assign_units
 from graphshard.program.storages import PARAMETERS, storages_of
@@ -120,7 +121,8 @@ class Bounds:
             plan = model.plan(Candidate(replace(group, offload=None)))
             program = captured.copy()
             assign_units(program, plan)
-            default_passes(plan.policy)[0].apply(program, plan)
+            first, *following = default_passes(plan.policy)
+            apply_pass(first, program, plan, following)
             self._works[key] = _work_of(program, model.space.hardware)
         return self._works[key]
 

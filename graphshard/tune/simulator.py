@@ -18,7 +18,7 @@ from graphshard.pipeline import default_passes
 from graphshard.planning.plan import ShardingPlan
 from graphshard.planning.planner import make_plan
 from graphshard.policy.base import Policy
-from graphshard.program.pass_protocol import Pass
+from graphshard.program.pass_protocol import PassLike, RehearsingPass, apply_pass, apply_passes
 from graphshard.program.program import Program
 from graphshard.program.spans import assign_units
 from graphshard.tune.captures import Captures
@@ -120,7 +120,7 @@ class Simulator:
         return make_plan(self.model, policy, world_size=ranks, mesh_shape=mesh)
 
     def estimate(
-        self, plan: ShardingPlan, captured: Program, passes: Sequence[Pass] | None = None
+        self, plan: ShardingPlan, captured: Program, passes: Sequence[PassLike] | None = None
     ) -> Estimate:
         """Rewrite a copy of `captured` by `plan` and simulate it."""
         passes = default_passes(plan.policy) if passes is None else passes
@@ -132,31 +132,43 @@ class Simulator:
             optimizer=self.space.auto.optimizer,
         )
 
-    def _rewritten(self, plan: ShardingPlan, captured: Program, passes: Sequence[Pass]) -> Program:
+    def _rewritten(
+        self, plan: ShardingPlan, captured: Program, passes: Sequence[PassLike]
+    ) -> Program:
         cut = len(passes)
         if self._several:
             cut = next(i for i, step in enumerate(passes) if isinstance(step, Prefetch))
-        key = (id(captured), plan.units, plan.recomputed, plan.ignored, tuple(passes[:cut]))
+        head = [(step, passes[place + 1 :]) for place, step in enumerate(passes[:cut])]
+        tried = [one.rehearsed(rest) for one, rest in head if isinstance(one, RehearsingPass)]
+        kinds = (tuple(passes[:cut]), tuple(tried))
+        key = (id(captured), plan.units, plan.recomputed, plan.ignored, *kinds)
         if self._started is None or self._started.key != key:
             self._started = None
             program = captured.copy()
             program.stale = plan.stale_after_step
             assign_units(program, plan)
-            for step in passes[:cut]:
-                self._with_memo(step, captured, plan).apply(program, plan)
+            for step, following in head:
+                with_memo = self._with_memo(step, following, captured, plan)
+                apply_pass(with_memo, program, plan, following)
             if not self._several:
                 return program
             self._started = _Started(key, program)
         program = self._started.program.copy()
-        for step in passes[cut:]:
-            step.apply(program, plan)
+        apply_passes(passes[cut:], program, plan)
         return program
 
-    def _with_memo(self, step: Pass, captured: Program, plan: ShardingPlan) -> Pass:
+    def _with_memo(
+        self,
+        step: PassLike,
+        following: Sequence[PassLike],
+        captured: Program,
+        plan: ShardingPlan,
+    ) -> PassLike:
         """Budgets for one plan share what does not depend on them; the last plan's is kept."""
         if not isinstance(step, RecomputeToBudget):
             return step
-        key = (id(captured), plan.units, plan.recomputed, plan.ignored, step.then, step.classes)
+        rest = step.rehearsed(following)
+        key = (id(captured), plan.units, plan.recomputed, plan.ignored, rest, step.classes)
         if self._memo is None or self._memo[0] != key:
             self._memo = (key, [])
         return replace(step, memo=self._memo[1])

@@ -20,6 +20,7 @@ from graphshard.planning.plan import ShardingPlan
 from graphshard.policy.base import Policy
 from graphshard.policy.strategy import Strategy
 from graphshard.policy.tree import ModuleTree
+from graphshard.program.pass_protocol import stages_of
 from graphshard.progress import Progress, Stages
 from graphshard.tune.auto_policy import AutoPolicy, is_auto
 from graphshard.tune.blocks import Blocks
@@ -128,8 +129,7 @@ def _verified(search: Search, winner: Outcome, progress: Stages) -> Estimate:
     plan = with_capture_warnings(estimate.plan, simulator.captures.of(estimate.plan))
     with progress.stage("verify"):
         passes = default_passes(plan.policy)
-        done = {type(step) for step in passes}
-        verify(estimate.program, plan, after=passes[-1].name, done=done)
+        verify(estimate.program, plan, after=passes[-1].name, done=stages_of(*passes))
     return replace(estimate, plan=replace(plan, program=estimate.program))
 
 

@@ -8,8 +8,6 @@ from typing import Any
 
 from torch import fx
 
-from graphshard.passes.reduce_grads import ReduceGrads
-from graphshard.passes.unshard import Unshard
 from graphshard.planning.layout import ParamLayout
 from graphshard.program import ops
 from graphshard.program.collective import (
@@ -84,8 +82,6 @@ def _end(reduce: fx.Node) -> int:
 
 def check_shards(facts: Facts) -> None:
     """Once unsharded, a sharded parameter enters as its shard and is read by gathers only."""
-    if Unshard not in facts.done:
-        return
     for param in facts.program.params:
         layout = facts.plan.layouts[param.fqn]
         as_shard = layout.enters_as_shard(facts.program.stale)
@@ -198,8 +194,6 @@ def check_waits(facts: Facts) -> None:
 
 def check_reduces(facts: Facts) -> None:
     """Every trainable parameter's gradient is reduced exactly once, and returned so."""
-    if ReduceGrads not in facts.done:
-        return
     reduced_by: dict[str, fx.Node] = {}
     pieces = Pieces(facts)
     for reduce in facts.collectives:

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from torch import fx
 
-from graphshard.passes.offload_params import OffloadParams
 from graphshard.program import ops
 from graphshard.program.aliases import aliases_of, storage_root
 from graphshard.program.collective import OneTensor, param_of
+from graphshard.program.pass_protocol import Stage
 from graphshard.program.program import signature
 from graphshard.verify.facts import Facts
 
@@ -25,7 +25,7 @@ def check_copies(facts: Facts) -> None:
             facts.fail("copies", node, f"%{_source(node).name} is no copy that could arrive")
         if node.target in ops.COPIES:
             _check_copy(facts, node, copied)
-    if OffloadParams in facts.done:
+    if Stage.OFFLOADED in facts.done:
         _check_offloaded(facts)
 
 

@@ -15,6 +15,7 @@ from graphshard.planning.plan import ShardingPlan
 from graphshard.program import ops
 from graphshard.program.aliases import alias_inputs
 from graphshard.program.collective import Collective
+from graphshard.program.pass_protocol import Stage
 from graphshard.program.program import ParamEntry, Program, Signature, signature, signatures
 from graphshard.program.text import node_line
 from graphshard.verify.numbering import Values
@@ -86,7 +87,7 @@ class Facts:
     program: Program
     plan: ShardingPlan
     after: str
-    done: frozenset[type]
+    done: Stage
     reference: Reference | None
     nodes: list[fx.Node] = field(default_factory=list)
     place: dict[fx.Node, int] = field(default_factory=dict)
@@ -108,7 +109,7 @@ class Facts:
         plan: ShardingPlan,
         *,
         after: str,
-        done: frozenset[type],
+        done: Stage,
         reference: Reference | None,
     ) -> Facts:
         """The facts of `program`."""

@@ -6,9 +6,9 @@ from collections.abc import Mapping
 
 from torch import fx
 
-from graphshard.passes.reduce_replicas import ReduceReplicas
 from graphshard.program import ops
 from graphshard.program.collective import OneTensor, operands_of, param_of, params_of
+from graphshard.program.pass_protocol import Stage
 from graphshard.program.program import signature
 from graphshard.verify.facts import Facts
 
@@ -30,8 +30,8 @@ def check_groups(facts: Facts) -> None:
 def averaged_by(facts: Facts, reduced_by: Mapping[str, fx.Node]) -> dict[str, fx.Node]:
     """By parameter, the all_reduce that averages its reduced shards over the replicas.
 
-    Each takes what `reduced_by` names for the parameter returned. Once `ReduceReplicas` ran, every
-    reduced shard has one, or is kept for a later one.
+    Each takes what `reduced_by` names for the parameter returned. From `Stage.AVERAGED`
+    on, every reduced shard has one, or is kept for a later one.
     """
     found: dict[str, fx.Node] = {}
     for node in facts.collectives:
@@ -47,7 +47,7 @@ def averaged_by(facts: Facts, reduced_by: Mapping[str, fx.Node]) -> dict[str, fx
                 facts.fail("replicas", node, f"%{operand.name} is no reduced shard of {name!r}")
             found[name] = node
         _check_returned(facts, node, params)
-    if facts.plan.replicas > 1 and ReduceReplicas in facts.done:
+    if facts.plan.replicas > 1 and Stage.AVERAGED in facts.done:
         _check_all_averaged(facts, reduced_by, found)
     return found
 

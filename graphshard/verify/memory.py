@@ -4,12 +4,10 @@ from __future__ import annotations
 
 from torch import fx
 
-from graphshard.passes.insert_free import InsertFree
-from graphshard.passes.overlap import Overlap
-from graphshard.passes.release_early import ReleaseEarly
 from graphshard.program import ops
 from graphshard.program.aliases import aliases_of, unpacks
 from graphshard.program.collective import Collective
+from graphshard.program.pass_protocol import Stage
 from graphshard.program.storages import held_text, storages_of
 from graphshard.verify.facts import Facts
 
@@ -28,7 +26,7 @@ def check_frees(facts: Facts) -> None:
             continue
         if len(frees) > 1:
             facts.fail("frees", frees[1], f"%{wait.name} is freed by %{frees[0].name} already")
-        if not frees and InsertFree in facts.done:
+        if not frees and Stage.FREED in facts.done:
             facts.fail("frees", wait, f"what %{gather.name} gathered is never freed")
 
 
@@ -112,7 +110,7 @@ def check_budget(facts: Facts) -> None:
     """
     budget = facts.plan.policy.memory_budget
     by_cost = facts.plan.policy.schedule == "overlap" or facts.program.budget is not None
-    if budget is None or (Overlap if by_cost else ReleaseEarly) not in facts.done:
+    if budget is None or (Stage.SCHEDULED if by_cost else Stage.RELEASED) not in facts.done:
         return
     storages = storages_of(facts.program)
     live = storages.live()

@@ -7,7 +7,6 @@ from collections.abc import Iterator
 import torch
 from torch import fx
 
-from graphshard.passes.precision import Precision
 from graphshard.planning.layout import ParamLayout
 from graphshard.program import ops
 from graphshard.program.collective import operands_of, param_of, params_of
@@ -22,8 +21,6 @@ def check_precision(facts: Facts) -> None:
     The rule on values lets a gradient be rounded elsewhere than when captured (`Precision` moves
     the casts of one); this one says to what.
     """
-    if Precision not in facts.done:
-        return
     for node, moved, what, wanted in _moves(facts):
         if moved.meta["val"].dtype != wanted:
             facts.fail(

@@ -1,24 +1,17 @@
-"""What must hold of a program, checked before the first pass and after each.
+"""The rules that a program must keep, checked before the first pass and after each.
 
-Reads only. Some rules hold from a certain pass on: `done` holds the classes of those that ran. Each
-rule is one function over the facts of `verify_facts`, listed in `RULES`; the first one broken
-raises.
+The checker only reads. Each rule is one function over the facts of `graphshard.verify.facts`, and
+a row of `RULES`; the first broken rule raises. Rules know the stages that passes establish, and no
+pass.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 
-from graphshard.passes.accumulate import Accumulate
-from graphshard.passes.insert_free import InsertFree
-from graphshard.passes.offload_params import OffloadParams
-from graphshard.passes.overlap import Overlap
-from graphshard.passes.precision import Precision
-from graphshard.passes.reduce_grads import ReduceGrads
-from graphshard.passes.reduce_replicas import ReduceReplicas
-from graphshard.passes.release_early import ReleaseEarly
-from graphshard.passes.unshard import Unshard
 from graphshard.planning.plan import ShardingPlan
+from graphshard.program.pass_protocol import Stage
 from graphshard.program.program import Program
 from graphshard.verify.collectives import (
     check_gathers,
@@ -43,50 +36,65 @@ from graphshard.verify.precision import check_precision
 from graphshard.verify.regions import check_regions
 from graphshard.verify.values import check_values
 
-FINISHED: frozenset[type] = frozenset(
-    {Unshard, ReduceGrads, ReduceReplicas, Precision, InsertFree, ReleaseEarly, Overlap}
+
+@dataclass(frozen=True)
+class Rule:
+    """One rule.
+
+    Attributes:
+        name: what the rule is about.
+        check: raises VerifyError where the rule is broken.
+        since: the stage from which the rule applies at all.
+        stricter: the stages from which the rule asks more than before.
+    """
+
+    name: str
+    check: Callable[[Facts], None]
+    since: Stage = Stage.CAPTURED
+    stricter: Stage = Stage.CAPTURED
+
+
+RULES: tuple[Rule, ...] = (
+    Rule("layout", check_layout),
+    Rule("metadata", check_metadata),
+    Rule("phases", check_phases),
+    Rule("transfers", check_transfers),
+    Rule("groups", check_groups),
+    Rule("copies", check_copies, stricter=Stage.OFFLOADED),
+    Rule("shards", check_shards, since=Stage.GATHERED),
+    Rule("gathers", check_gathers),
+    Rule("kept", check_kept),
+    Rule("reshards", check_reshards),
+    Rule("waits", check_waits),
+    Rule("reduces", check_reduces, since=Stage.REDUCED, stricter=Stage.AVERAGED),
+    Rule("precision", check_precision, since=Stage.CAST),
+    Rule("order", check_order),
+    Rule("frees", check_frees, stricter=Stage.FREED),
+    Rule("lifetimes", check_lifetimes),
+    Rule("releases", check_releases),
+    Rule("budget", check_budget, stricter=Stage.RELEASED | Stage.SCHEDULED),
+    Rule("tables", check_tables),
+    Rule("unchanged", check_unchanged),
+    Rule("same values", check_values, stricter=Stage.CAST | Stage.ACCUMULATED),
+    Rule("regions", check_regions),
 )
-"""The passes after which a program keeps every rule."""
+"""Every rule, in the order of the checks: later ones rely on earlier ones."""
 
 
-RULES: tuple[Callable[[Facts], None], ...] = (
-    check_layout,
-    check_metadata,
-    check_phases,
-    check_transfers,
-    check_groups,
-    check_copies,
-    check_shards,
-    check_gathers,
-    check_kept,
-    check_reshards,
-    check_waits,
-    check_reduces,
-    check_precision,
-    check_order,
-    check_frees,
-    check_lifetimes,
-    check_releases,
-    check_budget,
-    check_tables,
-    check_unchanged,
-    check_values,
-    check_regions,
-)
+def rules_of(stages: Stage) -> tuple[Rule, ...]:
+    """The rules that ask more, or apply at all, from any of `stages` on."""
+    return tuple(rule for rule in RULES if (rule.since | rule.stricter) & stages)
 
 
-LATER_RULES: Mapping[type, tuple[Callable[[Facts], None], ...]] = {
-    OffloadParams: (check_copies,),
-    Unshard: (check_shards,),
-    ReduceGrads: (check_reduces,),
-    ReduceReplicas: (check_reduces,),
-    Precision: (check_precision, check_values),
-    Accumulate: (check_values,),
-    InsertFree: (check_frees,),
-    ReleaseEarly: (check_budget,),
-    Overlap: (check_budget,),
-}
-"""The rules that ask for more once a pass has run: all there is to check if it changed nothing."""
+def _all_stages() -> Stage:
+    stages = Stage.CAPTURED
+    for rule in RULES:
+        stages |= rule.since | rule.stricter
+    return stages
+
+
+FINISHED = _all_stages() & ~Stage.OFFLOADED
+"""The stages of every finished program: all that a rule asks about, but for the policy's choice."""
 
 
 def verify(
@@ -94,32 +102,31 @@ def verify(
     plan: ShardingPlan,
     *,
     after: str,
-    done: Collection[type] = FINISHED,
+    done: Stage = FINISHED,
     reference: Reference | None = None,
-    rules: Sequence[Callable[[Facts], None]] = RULES,
+    rules: Sequence[Rule] = RULES,
 ) -> Facts:
-    """Check every rule a program must keep.
+    """Check every rule that a program must keep.
 
     Args:
-        program: its nodes have units (see `graphshard.runs.assign_units`).
-        plan: the plan it was rewritten by.
-        after: the pass that ran last, to be named in an error.
-        done: the classes of the passes that ran (a name could be anyone's); what only holds after
-            `Unshard`, `ReduceGrads`, `ReduceReplicas`, `Precision`, `InsertFree`, `ReleaseEarly` or
-            `Overlap` is checked if they are among them.
+        program: its nodes have units (see `graphshard.program.spans.assign_units`).
+        plan: the plan that it was rewritten by.
+        after: the name of the pass that ran last, for errors.
+        done: the stages that the program has reached.
         reference: the program before the pass, to compare with: its tables, the order of its
-            collectives, the shapes and dtypes its nodes read; and, as captured, which parameters
-            have gradients and which values the step returns.
-        rules: those to check, of `RULES`.
+            collectives, the shapes and dtypes that its nodes read; and, as captured, which
+            parameters have gradients and which values the step returns.
+        rules: the rows of `RULES` to check.
 
     Returns:
-        What the rules looked at, to make the next reference of.
+        The facts that the rules looked at, from which the next reference is made.
 
     Raises:
         VerifyError: a rule is broken. Names the pass, the rule, the node and its unit, and shows
             the lines of the dump around the node.
     """
-    facts = Facts.of(program, plan, after=after, done=frozenset(done), reference=reference)
+    facts = Facts.of(program, plan, after=after, done=done, reference=reference)
     for rule in rules:
-        rule(facts)
+        if rule.since in done:
+            rule.check(facts)
     return facts

@@ -7,9 +7,8 @@ from typing import TYPE_CHECKING, Any, NoReturn
 
 from torch import fx
 
-from graphshard.passes.accumulate import Accumulate
-from graphshard.passes.precision import Precision
 from graphshard.program import ops
+from graphshard.program.pass_protocol import Stage
 from graphshard.verify.numbering import Values
 
 if TYPE_CHECKING:
@@ -24,7 +23,7 @@ def check_values(facts: Facts) -> None:
     values = Values.of(facts.program, captured)
     _check_effects(facts, captured, values)
     program, results = facts.program, facts.program.results()
-    settled = Accumulate in facts.done
+    settled = Stage.ACCUMULATED in facts.done
     for kind, ends, names in (
         ("output", results.outputs, [entry.path for entry in program.outputs]),
         ("mutation", results.mutations, [entry.name for entry in program.mutations]),
@@ -44,7 +43,7 @@ def check_values(facts: Facts) -> None:
 
 def _may_be_recast(facts: Facts, param: str) -> bool:
     """Whether the plan lets a gradient differ by the rounding of another dtype to reduce it in."""
-    return Precision in facts.done and facts.plan.layouts[param].precision is not None
+    return Stage.CAST in facts.done and facts.plan.layouts[param].precision is not None
 
 
 def _check_effects(facts: Facts, captured: Values, values: Values) -> None:

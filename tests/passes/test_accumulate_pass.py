@@ -10,6 +10,7 @@ from torch import fx
 
 from graphshard.errors import PassError, VerifyError
 from graphshard.passes.accumulate import Accumulate
+from graphshard.passes.recompute_budget import RecomputeToBudget
 from graphshard.passes.release_early import ReleaseEarly
 from graphshard.passes.zero_missing_grads import ZeroMissingGrads
 from graphshard.pipeline import default_passes, run_passes
@@ -67,7 +68,8 @@ def test_what_is_kept_is_not_noted_as_copied_to_the_host() -> None:
 def test_the_budget_is_rehearsed_with_what_is_kept() -> None:
     policy = Policy(recompute="budget", memory_budget=1 << 20)
     first, *then = passes_for(default_passes(policy), ("gradient", (), ()))
-    assert (*first.then, ReleaseEarly()) == tuple(then)
+    assert isinstance(first, RecomputeToBudget)
+    assert (*first.rehearsed(then), ReleaseEarly()) == tuple(then)
 
 
 def test_what_was_kept_goes_into_the_reduce() -> None:

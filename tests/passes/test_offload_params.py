@@ -18,10 +18,10 @@ from graphshard.errors import PassError, PolicyError, VerifyError
 from graphshard.inspect.dot import schedule_graph
 from graphshard.inspect.dump import dump_program
 from graphshard.passes.offload_params import OffloadParams
-from graphshard.passes.unshard import Unshard
 from graphshard.pipeline import default_passes, run_passes
 from graphshard.policy.units import Policy
 from graphshard.program import ops
+from graphshard.program.pass_protocol import Stage
 from graphshard.program.program import BACKWARD, Event, Program
 from graphshard.program.text import schedule_text
 from graphshard.verify.facts import Reference
@@ -184,7 +184,7 @@ BREAKS = {
 @pytest.mark.parametrize("break_it", BREAKS, ids=lambda f: f.__name__)
 def test_a_broken_program_is_refused(break_it: Callable[[Program], None]) -> None:
     program, plan = offloaded(toys.blocks, PARAMS)
-    done = FINISHED | {OffloadParams}
+    done = FINISHED | Stage.OFFLOADED
     reference = Reference.of(program)
     verify(program, plan, after="before", done=done, reference=reference)
     break_it(program)
@@ -211,4 +211,4 @@ def test_ignored_parameters_stay() -> None:
 
 def test_without_the_pass_nothing_is_asked() -> None:
     program, plan = toys.rewritten(toys.blocks)
-    verify(program, plan, after="x", done={*FINISHED, Unshard})
+    verify(program, plan, after="x", done=FINISHED)

@@ -2,31 +2,42 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import importlib
+import pkgutil
+import re
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, fields, is_dataclass
+from inspect import isabstract
 from typing import Any
 
 import pytest
 import torch
 import toy_programs as toys
 
+import graphshard.passes
 from graphshard import MixedPrecision, pipeline
 from graphshard.errors import PassError, PlanError, VerifyError
 from graphshard.passes.insert_free import InsertFree
-from graphshard.passes.overlap import Overlap
+from graphshard.passes.recompute_budget import RecomputeToBudget
 from graphshard.passes.reduce_grads import ReduceGrads
-from graphshard.passes.release_early import ReleaseEarly
 from graphshard.passes.unshard import Unshard
 from graphshard.pipeline import default_passes, run_passes
 from graphshard.planning.plan import ShardingPlan
 from graphshard.policy.units import Policy
 from graphshard.program import ops
-from graphshard.program.pass_protocol import Pass
+from graphshard.program.pass_protocol import (
+    Pass,
+    PassLike,
+    RehearsingPass,
+    Stage,
+    apply_passes,
+    stages_of,
+)
 from graphshard.program.program import Program
 from graphshard.verify import rules as verify_module
 from graphshard.verify.facts import Facts, Reference
-from graphshard.verify.rules import FINISHED, LATER_RULES, RULES
+from graphshard.verify.rules import FINISHED, RULES, rules_of
 
 DEFAULT = [
     "recompute",
@@ -90,12 +101,12 @@ class Stages:
 def test_default_passes_follow_the_policy() -> None:
     assert [p.name for p in default_passes(Policy())] == DEFAULT
     base = default_passes(Policy())
-    for fields in (
+    for options in (
         {"backward_prefetch": "post"},
         {"forward_prefetch": 2},
         {"recompute": "units"},
     ):
-        assert default_passes(Policy(**fields)) != base
+        assert default_passes(Policy(**options)) != base
 
 
 def test_each_pass_is_timed_shown_and_announced() -> None:
@@ -170,15 +181,16 @@ def test_a_pass_that_did_not_do_its_work_is_found(monkeypatch, idle: type) -> No
         run_passes(program, plan, passes[: until + 1])
 
 
-def test_the_rules_that_ask_for_more_later_are_known(monkeypatch) -> None:
-    """Each rule that asks what has run is checked again once that has, if nothing changed."""
-    asked: set[tuple[type, Any]] = set()
+def test_the_table_names_the_stages_that_each_rule_asks_about() -> None:
+    asked: set[tuple[Stage, str]] = set()
 
-    class Done(frozenset[type]):
-        def __contains__(self, step: object) -> bool:
-            assert isinstance(step, type)
-            asked.add((step, rule))
-            return super().__contains__(step)
+    class Recorder:
+        def __init__(self, stages: Stage) -> None:
+            self.stages = stages
+
+        def __contains__(self, stage: Stage) -> bool:
+            asked.add((stage, rule.name))
+            return stage in self.stages
 
     for policy, mesh in (
         (Policy(strategy="HYBRID_SHARD"), (2, 2)),
@@ -189,15 +201,136 @@ def test_the_rules_that_ask_for_more_later_are_known(monkeypatch) -> None:
         program, plan = toys.rewritten(toys.blocks, policy, mesh=mesh)
         partly = default_passes(policy)[: DEFAULT.index("insert_free")]
         unfreed, _ = toys.rewritten(toys.blocks, policy, mesh=mesh, passes=partly)
-        for made, done in (
-            (program, FINISHED),
-            (unfreed, FINISHED - {InsertFree, ReleaseEarly, Overlap}),
-        ):
-            reference = Reference.of(made)
-            facts = Facts.of(made, plan, after="all", done=Done(done), reference=reference)
+        for made, stages in ((program, FINISHED), (unfreed, stages_of(*partly))):
+            done: Any = Recorder(stages)
+            facts = Facts.of(made, plan, after="all", done=done, reference=Reference.of(made))
             for rule in RULES:
-                rule(facts)
-    assert asked == {(step, rule) for step, rules in LATER_RULES.items() for rule in rules}
+                if rule.since in stages:
+                    rule.check(facts)
+    assert asked == {(stage, rule.name) for rule in RULES for stage in rule.stricter}
+
+
+def test_the_default_passes_establish_every_stage_that_rules_ask_about() -> None:
+    policy = Policy(schedule="overlap", hardware="a100-80gb", offload="params")
+    assert stages_of(*default_passes(policy)) == FINISHED | Stage.OFFLOADED == ~Stage.CAPTURED
+    assert {rule for stage in Stage for rule in rules_of(stage)} == {
+        rule for rule in RULES if rule.since | rule.stricter
+    }
+
+
+@dataclass(frozen=True)
+class FreeNothing(Pass):
+    """Says that all is freed, and frees nothing."""
+
+    establishes = Stage.FREED
+
+    def apply(self, program: Program, plan: ShardingPlan) -> None:
+        pass
+
+
+@dataclass(frozen=True)
+class FreeNothingQuietly:
+    name: str = "free_nothing"
+
+    def apply(self, program: Program, plan: ShardingPlan) -> None:
+        pass
+
+
+def test_a_stage_that_a_pass_of_ones_own_establishes_is_checked() -> None:
+    program, plan = captured()
+    unfreed = default_passes(plan.policy)[: DEFAULT.index("insert_free")]
+    run_passes(program, plan, (*unfreed, FreeNothingQuietly()))
+    program, plan = captured()
+    with pytest.raises(VerifyError, match=r"after pass 'free_nothing' .*is never freed"):
+        run_passes(program, plan, (*unfreed, FreeNothing()))
+    program, plan = captured()
+    quiet = FreeNothingQuietly()
+    object.__setattr__(quiet, "establishes", Stage.FREED)  # no subclass of `Pass` is needed
+    with pytest.raises(VerifyError, match=r"after pass 'free_nothing' .*is never freed"):
+        run_passes(program, plan, (*unfreed, quiet))
+
+
+def all_passes() -> list[type[Pass]]:
+    """The class of every pass in `graphshard.passes`."""
+    modules = pkgutil.iter_modules(graphshard.passes.__path__, "graphshard.passes.")
+    classes = {
+        value
+        for module in modules
+        for value in vars(importlib.import_module(module.name)).values()
+        if isinstance(value, type) and issubclass(value, Pass) and not isabstract(value)
+    }
+    return sorted(classes, key=lambda step: step.__name__)
+
+
+@pytest.mark.parametrize("step", all_passes(), ids=lambda step: step.__name__)
+def test_a_pass_has_its_name_from_its_class_and_holds_no_other_pass(step: type[Pass]) -> None:
+    words = step.__name__.lower(), step.name.replace("_", "")
+    assert words[0] == words[1] or step is RecomputeToBudget
+    assert step.__module__.startswith("graphshard.passes.")
+    assert is_dataclass(step)
+    holding = [
+        (field.name, name)
+        for field in fields(step)
+        for name in ("Pass", "PassLike", "Stage")
+        if re.search(rf"\b{name}\b", str(field.type))
+    ]
+    assert not holding
+
+
+def test_passes_in_a_pipeline_hold_no_other_pass() -> None:
+    for policy in (
+        Policy(schedule="overlap", hardware="a100-80gb"),
+        Policy(recompute="budget", memory_budget=1 << 40),
+    ):
+        for step in default_passes(policy):
+            stack: list[Any] = [getattr(step, field.name) for field in fields(step)]
+            while stack:
+                value = stack.pop()
+                assert not hasattr(value, "apply"), f"{step.name} holds a pass"
+                if isinstance(value, (list, tuple, set, frozenset)):
+                    stack += value
+
+
+def test_the_runner_hands_over_the_passes_that_follow() -> None:
+    handed: list[list[str]] = []
+
+    @dataclass(frozen=True)
+    class Rehearse(RehearsingPass):
+        def rehearsed(self, following: Sequence[PassLike]) -> tuple[PassLike, ...]:
+            return tuple(following[:2])
+
+        def apply_before(
+            self, program: Program, plan: ShardingPlan, rest: Sequence[PassLike]
+        ) -> None:
+            handed.append([step.name for step in rest])
+            apply_passes(rest, program.copy(), plan)
+
+    program, plan = captured()
+    timings = run_passes(program, plan, (Rehearse(), *default_passes(plan.policy), Rehearse()))
+    assert [timing.name for timing in timings] == ["rehearse", *DEFAULT, "rehearse"]
+    assert handed == [["recompute", "unshard"], []]
+
+
+def test_what_passes_by_cost_rehearse() -> None:
+    policy = Policy(
+        schedule="overlap", hardware="a100-80gb", recompute="budget", memory_budget=1 << 40
+    )
+    passes = default_passes(policy)
+    rehearsed = {
+        step.name: [one.name for one in step.rehearsed(passes[place + 1 :])]
+        for place, step in enumerate(passes)
+        if isinstance(step, RehearsingPass)
+    }
+    assert rehearsed.pop("recompute") == DEFAULT[1:-1]
+    assert set(rehearsed) == {
+        "set_budget",
+        "split_gathers",
+        "split_reduces",
+        "reduce_in_pieces",
+        "skip_reshard",
+        "merge_gathers",
+    }
+    assert all(names == ["release_early"] for names in rehearsed.values())
 
 
 def test_passes_of_ones_own_between_the_default_ones() -> None:

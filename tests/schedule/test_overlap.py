@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from operator import getitem
 from typing import Any
 
@@ -17,8 +17,8 @@ from graphshard import Hardware, Policy
 from graphshard.cost.streams import COMPUTE
 from graphshard.cost.timeline import timeline_of
 from graphshard.errors import PassError, VerifyError
+from graphshard.passes.by_cost import Candidate
 from graphshard.passes.merge_gathers import MergeGathers
-from graphshard.passes.only_if_faster import OnlyIfFaster
 from graphshard.passes.overlap import Overlap
 from graphshard.passes.skip_reshard import SkipReshard
 from graphshard.pipeline import default_passes, run_passes
@@ -40,7 +40,7 @@ def scheduled(build: Any, **fields: Any) -> Any:
 
 def alone(policy: Policy) -> list[Pass]:
     """The passes of `policy` without those that change what is gathered and reduced together."""
-    others = (OnlyIfFaster, SkipReshard, MergeGathers)
+    others = (Candidate, SkipReshard, MergeGathers)
     return [step for step in default_passes(policy) if not isinstance(step, others)]
 
 
@@ -66,10 +66,8 @@ def test_scheduling_needs_a_budget() -> None:
 
 
 @dataclass(frozen=True)
-class Waste:
+class Waste(Candidate):
     """Compute something nobody reads."""
-
-    name: str = field(default="waste", init=False)
 
     def apply(self, program: Any, plan: Any) -> None:
         node = next(n for n in program.nodes("forward") if n.target is torch.ops.aten.mm.default)
@@ -79,10 +77,8 @@ class Waste:
 
 
 @dataclass(frozen=True)
-class Spare:
+class Spare(Candidate):
     """Take that away again."""
-
-    name: str = field(default="spare", init=False)
 
     def apply(self, program: Any, plan: Any) -> None:
         for node in list(program.nodes("forward")):
@@ -94,9 +90,9 @@ def test_a_pass_by_which_the_step_gains_is_kept_and_no_other() -> None:
     policy = Policy(schedule="overlap", hardware=UNIT)
     *passes, last = alone(policy)
     expected, plan = scheduled(toys.blocks, hardware=UNIT)
-    for tried, before in ((Waste(), ()), (Spare(), (Waste(),))):
+    for tried, before in ((Waste, ()), (Spare, (Waste(),))):
         program = toys.blocks()
-        run_passes(program, plan, (*passes, *before, OnlyIfFaster(tried), last))
+        run_passes(program, plan, (*passes, *before, tried(only_if_faster=True), last))
         assert str(program) == str(expected)
         assert program.budget is not None
         assert program.budget.best == score_of(program, plan)
