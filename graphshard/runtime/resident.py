@@ -1,18 +1,8 @@
 """SHARD_OPTIMIZER: parameters that every rank keeps whole, and updates its own rows of.
 
-Each rank has one buffer per parameter, padded to W * ceil(d0/W) rows, which stays. The DTensor that
-the optimizer sees is a view of this rank's rows of it, so it costs no memory. Once the optimizer
-has written there, the rows of the other ranks are stale, and the next program gathers into the
-buffer before it reads it; until then programs read the buffer as it is. Whether that is so must
-come out alike on all ranks, so it is read off what every rank does alike, never off values:
-
-    in-place changes of the parameter, of its local tensor, or of what `state_dict()` handed out,
-    by their version counters; a parameter or local tensor put in place of ours; any way of loading
-    steps of an optimizer (its foreach and fused forms leave the version of a DTensor as it was)
-    another `.grad` than the one that backward left: whoever clears gradients has used them
-
-What writes through `param.data` and does not clear gradients afterwards leaves no trace; write
-under `torch.no_grad()` instead.
+The DTensor that the optimizer sees is a view of this rank's rows of a buffer of
+`W * ceil(d0/W)` rows. After an update the next program gathers the other rows. Writing through
+`param.data` without clearing gradients afterwards goes unnoticed. See README.md.
 """
 
 from __future__ import annotations
