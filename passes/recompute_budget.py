@@ -32,13 +32,10 @@ from graphshard.recompute.regions import Reads, reads_of_calls
 class RecomputeToBudget(RehearsingPass):
     """Recompute what costs least, so that the step never holds more than `budget` bytes.
 
-    For each region (a call of a unit or of a class named, or the root's own code) minimum cuts give
-    the choices between saving everything and saving the fewest bytes. From the state that saves
-    everything, regions take their next choice in the order of cost per byte saved, of equal ones
-    the first in forward, whose activations wait longest, until the budget holds. (The greedy on
-    convex hulls, which is the linear relaxation of the multiple-choice knapsack: Sinha and
-    Zoltners, "The Multiple-Choice Knapsack Problem", 1979.) Cost is in FLOPs, see
-    `graphshard.heavy_ops.cost_of`; bytes are those of `graphshard.step_memory`.
+    A region is a call of a unit or of a class named, or the root's own code. Minimum cuts give its
+    choices between saving everything and saving the fewest bytes; regions take their next choice in
+    the order of cost (FLOPs) per byte saved until the budget holds. See README.md of
+    `graphshard/recompute`.
 
     Args:
         budget: bytes.

@@ -1,17 +1,7 @@
 """Which values of a region to save: minimum cuts, from saving all to recomputing all that may be.
 
-A value is saved, computed again in backward, or not needed there. With a price on recomputation the
-cheapest choice, by bytes saved plus price times cost, is a minimum cut: each value is an edge whose
-capacity is its bytes, recomputing one costs an edge from the source, and an edge without bound
-forbids recomputing a value of which an input is not there. (Selections closed under what they need
-are cuts: Picard, "Maximal Closure of a Graph", 1976. Cutting a joint graph to choose what crosses
-into backward is from He and Yu, "Transcending Runtime-Memory Tradeoffs in Checkpointing by being
-Fusion Aware", MLSys 2023, which torch's min-cut partitioner follows; there costs only bar values
-from being recomputed.)
-
-Over all prices the choices are the lower convex hull of (cost, bytes). It is found by cutting at
-the slope between two known choices until nothing lies below (Eisner and Severance, "Mathematical
-Techniques for Efficient Record Segmentation", 1976), at most two cuts a choice.
+With a price on recomputation the cheapest choice, by bytes saved plus price times cost, is a
+minimum cut; over all prices the choices form a convex hull of (cost, bytes). See README.md.
 """
 
 from __future__ import annotations

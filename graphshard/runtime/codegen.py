@@ -1,4 +1,7 @@
-"""Code whose arguments come in one list, which it empties."""
+"""Code whose arguments come in one list, which it empties, and calls with little Python.
+
+See README.md for the time that torch's own functions save over the operators of `torch.ops`.
+"""
 
 from __future__ import annotations
 
@@ -56,6 +59,7 @@ _FUNCTIONS: dict[Any, Any] = {
     _aten.transpose.int: torch.transpose,
     _aten.unsqueeze.default: torch.unsqueeze,
 }
+"""Functions that take every argument of the operator, by place or by name, alike."""
 
 
 _METHODS: dict[Any, Any] = {

@@ -4,9 +4,8 @@ Each collective node of a lowered program is one object, made once: it knows its
 of its parameters, so that a step only allocates, launches and waits. `gather.py` and `reduce.py`
 hold the kinds; nothing outside this package moves data between ranks.
 
-On CUDA a collective is launched on the side stream of its group (see
-`graphshard.runtime.side_streams`, which
-says why memory is safe), and `wait` makes the compute stream wait for it; the host never waits.
+On CUDA a collective is launched on the side stream of its group, and `wait` makes the compute
+stream wait for it; the host never waits. See README.md for why memory is safe.
 
 Gloo's works run on threads, which refer to what they moved until some time after `wait` returned: a
 moment, or as long as the thread is not scheduled. So Gloo is given aliases, and once a work is done

@@ -1,29 +1,7 @@
-"""A step as two CUDA graphs: one for what its forward queues, one for what its backward does.
+"""A step as two CUDA graphs: one for the kernels of its forward, one for those of its backward.
 
-The halves of a step stay what they are to autograd: one function, whose forward replays a graph and
-whose backward another, with the optimizer outside of both. (`torch.cuda.make_graphed_callables`
-does so too; Ansel et al., "PyTorch 2", ASPLOS 2024, section 5, for the idea of static addresses.)
-What the host does between kernels, allocation, launches and events, is done once, at the capture.
-
-Calls 1 and 2 run as they are: libraries set themselves up, communicators connect, ranks compare
-their sequences of collectives. The next one is captured, forward at forward and backward at
-backward, and from then on replayed. Each program has graphs of its own, so another shape of inputs,
-or the other of train and eval, is captured when it is met, as its program is.
-
-addresses   Inputs, and the gradients of outputs, are copied into tensors that stay. Parameters and
-            buffers are read where they lie; if one was replaced, the step is captured anew.
-memory      Both graphs of a program have one pool, of its own. What forward saves stays in it until
-            backward has read it, and is reused by backward from there on, as without graphs: so the
-            peak is the same, but stays reserved between steps.
-results     Outputs and gradients are cloned out of the pool after each replay: who keeps a loss, or
-            adds up gradients without clearing them, finds what he kept.
-randomness  Graphs draw from torch's generator of the device, which each replay moves on as far as
-            the same kernels would have: dropout draws what it draws without graphs.
-side streams       Collectives of a half are launched and waited for in it, so side streams branch
-off the stream
-            that captures and come back to it; graphs replay gathers beside compute as they were.
-overlapping calls   A forward while an earlier one's backward is still to come would overwrite what
-            that saved; it runs as it is, without a graph, and so does its backward.
+Calls 1 and 2 run without graphs, the third is captured, later ones replay it. Inputs are copied to
+fixed addresses, results are cloned out of the graphs' pool. See README.md.
 """
 
 from __future__ import annotations
@@ -60,8 +38,8 @@ class Recorder:
     def capture(self, run: Run, args: list[Any]) -> tuple[Callable[[], None], Any]:
         """(what queues again all that `run(args)` queues, what `run` returned).
 
-        Nothing is executed yet. Threads of NCCL ask for the state of events meanwhile, which a
-        capture of all threads would not survive.
+        Nothing is executed yet. Only this thread is captured, since threads of NCCL ask for the
+        state of events meanwhile.
         """
         graph, before = torch.cuda.CUDAGraph(), torch.cuda.current_stream()
         try:

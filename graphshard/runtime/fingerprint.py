@@ -1,17 +1,7 @@
 """Ranks agree on a program's sequence of collectives before they run it.
 
-Ranks that issue different collectives hang, abort or mix up data. So before half a program starts
-its first collective, each rank says which sequence it is about to issue. The sequence depends on
-model, policy and mesh alone: ranks with other batch sizes agree.
-
-Where the host waits for collectives anyway (Gloo), this happens each time: all ranks exchange a
-ticket, the number of the module and a digest of the sequence, in one all_gather whose shape is the
-same whatever they run. If tickets differ, the sequences are published through the process group's
-Store and the first difference is told.
-
-Elsewhere (NCCL) the host must not wait, so ranks compare only at a sequence's first use, through
-the Store. Ranks that later diverge between sequences all of them know are not noticed there: they
-hang until the group's timeout, or mix up data if the shapes happen to be equal.
+On Gloo they compare each time, elsewhere (NCCL) at a sequence's first use only: ranks that later
+diverge between sequences they all know are not noticed there. See README.md.
 """
 
 from __future__ import annotations

@@ -1,17 +1,7 @@
 """Sends and receives between the ranks of a Gloo group, for tensors in the host's memory.
 
-Gloo's collectives run on threads of their own and copy what they move: a coalesced all_gather
-flattens its inputs, moves them into a flat output and takes that apart again, all in memory that is
-nobody's tensor. A send reads a tensor where it lies and a receive writes it where it belongs, with
-one copy into the socket and one out of it, and no thread but Gloo's reader wakes up. Gathering a
-transformer block 256 to 512 wide took 0.5 to 0.7 of the time so, on 2 and on 4 ranks.
-
-Every rank sends to every other, and all receives and sends of an exchange are posted before any is
-waited for, so ranks cannot wait for each other in a ring. Messages between two ranks match in the
-order in which they were posted, which is that of the program and so the same on all ranks. Each
-exchange has a tag of its own besides, out of the way of the user's own sends. Exchanges are counted
-by process group, whichever module they are for: ranks that are about to run different modules meet
-in one exchange all the same, and see that they differ.
+A send reads a tensor where it lies and a receive writes it where it belongs, without the copies of
+Gloo's collectives. All ranks must call `exchange` in the same order. See README.md.
 """
 
 from __future__ import annotations

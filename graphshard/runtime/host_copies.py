@@ -1,23 +1,9 @@
 """Copies between the device and the host, beside the compute.
 
-What is copied is a `Copy` until the program's `arrive` node, and a tensor from there on.
-
-On CUDA copies run on two side streams, one for each direction, and the host never waits for one
-within a
-step: its memory is pinned, so a copy is only queued. What `graphshard.runtime.side_streams` says
-of memory on the device holds for them. Of memory on the host:
-
-Pinned memory comes from torch's caching host allocator, which gives a block to someone else once
-the copies queued when it was released are done (`copy_` tells it of them). What comes back was sent
-out before an earlier `arrive`, which the side stream waits for with the compute stream, so a host
-tensor
-is whole when a stream reads it. With parameters offloaded the CPU reads gradients and overwrites
-parameters, so at the end of backward, and of a forward without one, the host waits for the copies,
-once (`settle`). Whoever overwrites parameters between a forward and its backward must synchronise
-the device first (its backward is an error anyway).
-
-On ranks that compute on the CPU the host's memory and the device's are the same kind; each copy is
-made all the same, at once, so that what runs is what the program says.
+A tensor on its way is a `Copy` until the program's `arrive` node. On CUDA the host waits for
+copies only in `settle`, at the end of backward and of a forward without one, so code that
+overwrites parameters between a forward and its backward must synchronise the device first.
+Elsewhere each copy is made at once. See README.md for why memory is safe.
 """
 
 from __future__ import annotations

@@ -1,12 +1,8 @@
 """Inductor's C++ kernels of many graphs in few files, for torch 2.11 to 2.13.
 
-Inductor gives every kernel to the C++ compiler by itself, and waits for it before it takes the next
-graph. That takes 0.6 s of CPU before the kernel is looked at (headers, though precompiled, and
-linking), and 0.05 s for the kernel. So kernels are put off here until all graphs are known, equal
-ones are made once, and the rest are joined: for the seven graphs of a GPT of any depth 2.2 s were
-waited, in two files that are compiled at once, where a file for each graph took 5.8 s (gcc, torch
-2.13, 2 cores). What is called in the end is the same code. Wherever anything is not as expected,
-kernels are compiled one by one, as Inductor has it.
+Kernels are put off until all graphs are known, equal ones are made once, and the rest are joined in
+files that are compiled at once; wherever anything differs from the expected, kernels are compiled
+one by one. See README.md.
 """
 
 from __future__ import annotations
