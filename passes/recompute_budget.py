@@ -38,7 +38,7 @@ class RecomputeToBudget(RehearsingPass):
     the first in forward, whose activations wait longest, until the budget holds. (The greedy on
     convex hulls, which is the linear relaxation of the multiple-choice knapsack: Sinha and
     Zoltners, "The Multiple-Choice Knapsack Problem", 1979.) Cost is in FLOPs, see
-    `graphshard.heavy_ops.cost_of`; bytes are those of `graphshard.step_memory`.
+    `graphshard.cost.op_cost.cost_of`; bytes are those of `graphshard.program.storages`.
 
     Args:
         budget: bytes.
@@ -80,7 +80,7 @@ class RecomputeToBudget(RehearsingPass):
     def _rehearsal(
         self, program: Program, plan: ShardingPlan, targets: set[str], rest: Sequence[PassLike]
     ) -> _Rehearsal:
-        """What the choice for any budget follows from."""
+        """The rehearsal, on a copy, that the choice for any budget follows from."""
         if self.memo is None:
             return self._rehearse(program, plan, targets, rest)
         if not self.memo:
