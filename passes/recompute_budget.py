@@ -77,7 +77,7 @@ class RecomputeToBudget(RehearsingPass):
     def _rehearsal(
         self, program: Program, plan: ShardingPlan, targets: set[str], rest: Sequence[PassLike]
     ) -> _Rehearsal:
-        """What the choice for any budget follows from."""
+        """The rehearsal, on a copy, that the choice for any budget follows from."""
         if self.memo is None:
             return self._rehearse(program, plan, targets, rest)
         if not self.memo:

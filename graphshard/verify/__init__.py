@@ -1,4 +1,4 @@
-"""What must hold of a program after each pass."""
+"""The rules that a program must keep after each pass."""
 
 from graphshard.verify.rules import verify
 

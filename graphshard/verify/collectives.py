@@ -1,4 +1,4 @@
-"""Rules on shards and collectives: what is gathered, waited for and reduced, and in which order."""
+"""Rules on shards and collectives: gathers, reduces, transfers, their waits and their order."""
 
 from __future__ import annotations
 
@@ -24,16 +24,17 @@ from graphshard.verify.groups import averaged_by
 
 
 class Pieces:
-    """The reduces that move some columns of a gradient, by parameter, in order."""
+    """The reduces that move some columns of a gradient only, by parameter, in order."""
 
     def __init__(self, facts: Facts) -> None:
         self.facts = facts
         self.of_param: dict[str, list[fx.Node]] = {}
 
     def layouts(self, reduce: fx.Node, layouts: list[ParamLayout]) -> list[ParamLayout]:
-        """The layouts of what `reduce` moves: of its columns, if it moves some.
+        """`layouts` of the gradients that `reduce` takes, cut to the columns that it moves.
 
-        They must follow those of the reduces before.
+        Raises:
+            VerifyError: its columns do not begin where those of the reduce before ended.
         """
         columns = Collective.of(reduce).columns
         if columns is None:
@@ -54,11 +55,15 @@ class Pieces:
         return [layout.columns(*columns)]
 
     def are_of(self, reduce: fx.Node, param: str) -> bool:
-        """Whether `reduce` moves columns of `param`, and one before it did, too."""
+        """Whether `reduce` moves columns of `param`, and an earlier reduce did, too."""
         return reduce in self.of_param.get(param, [])[1:]
 
     def check_complete(self) -> None:
-        """The last columns are reduced as well."""
+        """Raise unless the last columns of each parameter are reduced, too.
+
+        Raises:
+            VerifyError: they are not.
+        """
         for name, reduces in self.of_param.items():
             if _end(reduces[-1]) != self.facts.plan.layouts[name].shape[-1]:
                 self.facts.fail(
@@ -66,11 +71,11 @@ class Pieces:
                 )
 
     def picked(self, grad: fx.Node, param: str) -> fx.Node:
-        """What is picked out of the last reduce for `grad`, the whole gradient of `param`."""
+        """The result of the last reduce that `grad`, the gradient of `param`, is made of."""
         node = ops.origin(grad)
-        parts = ops.joined(node)
-        if parts and list(map(ops.collective_of, parts)) == self.of_param.get(param):
-            return parts[-1]
+        pieces = ops.joined(node)
+        if pieces and list(map(ops.collective_of, pieces)) == self.of_param.get(param):
+            return pieces[-1]
         return node
 
 
@@ -81,7 +86,7 @@ def _end(reduce: fx.Node) -> int:
 
 
 def check_shards(facts: Facts) -> None:
-    """Once unsharded, a sharded parameter enters as its shard and is read by gathers only."""
+    """A sharded parameter enters as its shard, which only gathers read."""
     for param in facts.program.params:
         layout = facts.plan.layouts[param.fqn]
         as_shard = layout.enters_as_shard(facts.program.stale)
@@ -106,18 +111,18 @@ def check_shards(facts: Facts) -> None:
 
 
 def _readers(node: fx.Node) -> list[fx.Node]:
-    """Who reads `node`, or what it is after transfers."""
-    found = list(node.users)
-    for user in found:  # grows while it is walked
+    """The nodes that read `node`, directly or after transfers."""
+    users = list(node.users)
+    for user in users:  # grows while it is walked
         if ops.is_transfer(user):
-            found += user.users
-    return [user for user in found if not ops.is_transfer(user)]
+            users += user.users
+    return [user for user in users if not ops.is_transfer(user)]
 
 
 def check_transfers(facts: Facts) -> None:
-    """A transfer says its unit and a parameter of it; only a cast changes a dtype, to what it says.
+    """A transfer names its unit and a parameter of that unit; a cast alone changes the dtype.
 
-    What is no parameter's (an activation) says None.
+    The transfer of an activation names None as its parameter.
     """
     for node in facts.nodes:
         if not ops.is_transfer(node):
@@ -134,14 +139,14 @@ def check_transfers(facts: Facts) -> None:
         shape, was = signature(source.meta["val"])
         expected = (shape, dtype if node.target is ops.cast else was)
         if signature(node.meta["val"]) != expected:
-            found = signature(node.meta["val"])
-            facts.fail("shapes", node, f"it is {found}, and must be {expected}")
+            shape = signature(node.meta["val"])
+            facts.fail("shapes", node, f"it is {shape}, and must be {expected}")
 
 
 def check_gathers(facts: Facts) -> None:
-    """A gather takes shards of its own unit, and gives their full parameters, in their dtypes.
+    """A gather takes shards of its own unit, and returns their full parameters in their dtypes.
 
-    One within a smaller group takes what `reshard` kept for that group.
+    A gather within a smaller group takes the parts that `reshard` kept for that group.
     """
     for gather in facts.gathers():
         operands, layouts = _operands(facts, gather)
@@ -159,7 +164,7 @@ def check_gathers(facts: Facts) -> None:
 
 
 def _is_part(facts: Facts, node: fx.Node, gather: fx.Node, name: str) -> bool:
-    """Whether `node` is what the ranks of `gather` have of the parameter `name`."""
+    """Whether `node` is the part of the parameter `name` that a rank of `gather` has."""
     if ops.group_of(gather) != ops.RESHARD:
         return node is facts.params[name].node
     if node.target is not ops.reshard:
@@ -169,7 +174,7 @@ def _is_part(facts: Facts, node: fx.Node, gather: fx.Node, name: str) -> bool:
 
 
 def check_waits(facts: Facts) -> None:
-    """Every collective is waited for once, in its own phase; its results are picked from that."""
+    """Every collective has one wait, in its own phase, and its results are picked from the wait."""
     for collective in facts.collectives:
         waits = facts.waits[collective]
         name = ops.op_name(collective)
@@ -193,7 +198,7 @@ def check_waits(facts: Facts) -> None:
 
 
 def check_reduces(facts: Facts) -> None:
-    """Every trainable parameter's gradient is reduced exactly once, and returned so."""
+    """The gradient of every trainable parameter is reduced exactly once, and then returned."""
     reduced_by: dict[str, fx.Node] = {}
     pieces = Pieces(facts)
     for reduce in facts.collectives:
@@ -220,26 +225,26 @@ def check_reduces(facts: Facts) -> None:
 
 
 def _check_operand(facts: Facts, reduce: fx.Node, operand: fx.Node, layout: ParamLayout) -> None:
-    """What is reduced is a gradient of the parameter, and in the way that its layout asks for."""
+    """A reduce takes gradients of its parameters, and is of the kind that their layouts need."""
     if layout.sharded != ops.is_scatter(reduce):
         facts.fail("reduces", reduce, f"{layout.fqn!r} is {layout.placement}ed")
-    found = signature(operand.meta["val"])
-    # In another dtype if a cast says so, or it is computed in another.
-    told = ops.is_transfer(operand) or layout.precision is not None
-    if found[0] != layout.shape or (found[1] != layout.dtype and not told):
+    shape, dtype = signature(operand.meta["val"])
+    # A cast may have changed the dtype, and mixed precision computes in another one.
+    recast = ops.is_transfer(operand) or layout.precision is not None
+    if shape != layout.shape or (dtype != layout.dtype and not recast):
         facts.fail(
             "reduces",
             reduce,
-            f"%{operand.name} is {found}, no gradient of "
+            f"%{operand.name} is {(shape, dtype)}, no gradient of "
             f"{layout.fqn!r} {(layout.shape, layout.dtype)}",
         )
 
 
 def _check_returned(facts: Facts, reduced_by: dict[str, fx.Node], pieces: Pieces) -> None:
     grads = facts.program.results().grads
-    kept = {param_of(node) for node in facts.nodes if node.target is ops.keep}
+    accumulated = {param_of(node) for node in facts.nodes if node.target is ops.keep}
     for param, grad in zip(facts.program.params, grads, strict=True):
-        if grad is None and param.fqn in kept:
+        if grad is None and param.fqn in accumulated:
             continue
         if grad is None:
             graded = facts.reference is not None and param.fqn in facts.reference.graded
@@ -270,8 +275,8 @@ def _check_returned(facts: Facts, reduced_by: dict[str, fx.Node], pieces: Pieces
                 f"%{reduce.name} reduces",
             )
         layout = facts.plan.layouts[param.fqn]
-        stays = layout.precision is not None and layout.precision.keep_low_precision_grads
-        if grad.meta["val"].dtype != layout.dtype and not stays:
+        low = layout.precision is not None and layout.precision.keep_low_precision_grads
+        if grad.meta["val"].dtype != layout.dtype and not low:
             facts.fail(
                 "reduces",
                 grad,
@@ -281,14 +286,13 @@ def _check_returned(facts: Facts, reduced_by: dict[str, fx.Node], pieces: Pieces
 
 
 def check_order(facts: Facts) -> None:
-    """All ranks run one program, so its order of collectives is total; passes keep most of it.
+    """Gathers, reduces and averages over replicas each keep their order from pass to pass.
 
-    Gathers may move past reduces and compute, and reduces past gathers and compute. Within a phase,
-    gathers keep their order among each other, and so do reduces, and averages over the replicas,
-    however often a pass made their nodes anew: those of one phase, operator, unit, parameters and
-    group count as one and the same. A pass may add, drop, part and merge collectives; then those
-    that occur as often as before, and so do all that move any of their parameters, keep their
-    order.
+    All ranks run one program, so its collectives are in one total order. A pass may move a gather
+    past reduces and compute, and a reduce past gathers and compute. Two collectives with the same
+    phase, operator, unit, parameters and group count as the same one, even if a pass made its node
+    again. A pass may also add, drop, split and merge collectives. The rule then covers those that
+    occur as often as before, if every collective that moves one of their parameters does, too.
     """
     if facts.reference is None:
         return
@@ -297,15 +301,15 @@ def check_order(facts: Facts) -> None:
         before = [item for item in facts.reference.collectives if _kind(item[0]) == kind]
         after = [item for item in now_issued if _kind(item[0]) == kind]
         was, now = _occurrences(before), _occurrences(after)
-        kept = {
+        unchanged = {
             item[0]
             for item in before
-            if all(was[part] == now[part] for part in _with_parts(item[0]))
+            if all(was[each] == now[each] for each in _with_each_param(item[0]))
         }
-        expected = [item for item in before if item[0] in kept]
-        found = [item for item in after if item[0] in kept]
-        for (wanted, name), (key, node) in zip(expected, found, strict=True):
-            if key != wanted:
+        expected = [item for item in before if item[0] in unchanged]
+        issued = [item for item in after if item[0] in unchanged]
+        for (expected_key, name), (key, node) in zip(expected, issued, strict=True):
+            if key != expected_key:
                 facts.fail(
                     "order",
                     node,
@@ -315,12 +319,12 @@ def check_order(facts: Facts) -> None:
 
 
 def _occurrences(collectives: Iterable[tuple[CollectiveKey, Any]]) -> Counter[CollectiveKey]:
-    """How often each collective occurs, and each parameter is moved by one of its kind."""
-    return Counter(part for key, _ in collectives for part in _with_parts(key))
+    """The number of times that each collective occurs, and that its kind moves each parameter."""
+    return Counter(each for key, _ in collectives for each in _with_each_param(key))
 
 
-def _with_parts(key: CollectiveKey) -> list[CollectiveKey]:
-    """A collective, and the like for each of its parameters."""
+def _with_each_param(key: CollectiveKey) -> list[CollectiveKey]:
+    """The key of a collective, and one more for each parameter alone."""
     phase, op, _, params, group = key
     return [key, *((phase, op, "of one", (param,), group) for param in params)]
 
@@ -333,7 +337,11 @@ def _kind(key: CollectiveKey) -> str:
 
 
 def _operands(facts: Facts, collective: fx.Node) -> tuple[list[fx.Node], list[ParamLayout]]:
-    """The operands of a collective and the layouts of the parameters they belong to."""
+    """The operands of a collective, and the layouts of their parameters.
+
+    Raises:
+        VerifyError: its arguments do not fit each other, the tables or the plan.
+    """
     operands, arguments = operands_of(collective), Collective.of(collective)
     fault = fault_in(collective)
     if fault is not None:
@@ -353,10 +361,14 @@ def _operands(facts: Facts, collective: fx.Node) -> tuple[list[fx.Node], list[Pa
 
 
 def _check_values(facts: Facts, wait: fx.Node, expected: list[tuple[Any, ...]]) -> None:
-    """What a wait returns, and what is picked from it, has the expected shapes and dtypes."""
-    found = [signature(val) for val in wait.meta["val"]]
-    if found != expected:
-        facts.fail("shapes", wait, f"it returns {found}; the layouts say {expected}")
+    """Raise unless the results of `wait`, and the picked ones, have the expected signatures.
+
+    Raises:
+        VerifyError: one has another shape or dtype.
+    """
+    results = [signature(val) for val in wait.meta["val"]]
+    if results != expected:
+        facts.fail("shapes", wait, f"it returns {results}; the layouts say {expected}")
     for user in wait.users:
         if not ops.is_unpack(user):
             continue

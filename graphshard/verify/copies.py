@@ -1,4 +1,4 @@
-"""Rules on copies between device and host: each arrives once, is read where it lies, and frees."""
+"""Rules on copies between device and host, and on gradients kept for a later micro-batch."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ from graphshard.verify.facts import Facts
 def check_copies(facts: Facts) -> None:
     """A copy arrives once, in its phase; compute reads nothing that lies on the host.
 
-    A saved activation is copied to the host once and brought back once, and nothing reads it on the
-    device after its copy has arrived, when its memory is given back. Once parameters are offloaded
-    they are read by copies alone, and every gradient is returned on the host.
+    A saved activation is copied to the host once and copied back once. Its memory is freed when the
+    copy has arrived, so nothing reads it on the device afterwards. From `Stage.OFFLOADED` on, only
+    copies read parameters, and every gradient is returned on the host.
     """
-    copied: dict[fx.Node, fx.Node] = {}  # by what is copied, the copy
+    copied: dict[fx.Node, fx.Node] = {}  # the copy, by its operand
     for node in facts.nodes:
         if node.target is ops.arrive and _source(node).target not in ops.COPIES:
             facts.fail("copies", node, f"%{_source(node).name} is no copy that could arrive")
@@ -40,18 +40,18 @@ def _check_copy(facts: Facts, copy: fx.Node, copied: dict[fx.Node, fx.Node]) -> 
     if first is not copy:
         facts.fail("copies", copy, f"%{first.name} copies %{source.name} already")
     if copy.target is ops.to_host:
-        _check_given_back(facts, copy, arrival, copied)
+        _check_freed(facts, copy, arrival, copied)
     elif not _on_host(source):
         facts.fail("copies", copy, f"%{source.name} does not lie on the host")
 
 
 def _check_param(facts: Facts, copy: fx.Node) -> None:
-    """To the device goes a parameter, to the host its gradient."""
+    """A parameter is copied to the device, its gradient to the host."""
     name = str(param_of(copy))
     param = facts.params[name].node
     if (copy.target is ops.to_device) != (_source(copy) is param):
-        what = "the parameter" if copy.target is ops.to_device else "a gradient"
-        facts.fail("copies", copy, f"%{_source(copy).name} is not {what} {name!r}")
+        role = "the parameter" if copy.target is ops.to_device else "a gradient"
+        facts.fail("copies", copy, f"%{_source(copy).name} is not {role} {name!r}")
 
 
 def _check_offloaded(facts: Facts) -> None:
@@ -67,7 +67,11 @@ def _check_offloaded(facts: Facts) -> None:
 
 
 def _arrival(facts: Facts, copy: fx.Node) -> fx.Node:
-    """The `arrive` of a copy."""
+    """The `arrive` that ends `copy`.
+
+    Raises:
+        VerifyError: it has none in its phase, several, or another reader.
+    """
     for user in copy.users:
         if user.target is not ops.arrive:
             facts.fail("copies", user, f"it reads %{copy.name}, which has not arrived")
@@ -85,7 +89,7 @@ def _check_on_host(facts: Facts, value: fx.Node) -> None:
             facts.fail("copies", user, f"it reads %{value.name}, which lies on the host")
 
 
-def _check_given_back(
+def _check_freed(
     facts: Facts, copy: fx.Node, arrival: fx.Node, copied: dict[fx.Node, fx.Node]
 ) -> None:
     root = storage_root(_source(copy))
@@ -93,10 +97,10 @@ def _check_given_back(
         facts.fail(
             "copies", copy, f"%{copied[root].name} copies the storage of its operand already"
         )
-    given_back = facts.place[arrival]
+    freed = facts.place[arrival]
     for value in aliases_of(root):
         for user in (value, *value.users):
-            if user.op == "call_function" and facts.place[user] > given_back:
+            if user.op == "call_function" and facts.place[user] > freed:
                 facts.fail(
                     "copies",
                     user,
@@ -116,31 +120,31 @@ def _source(node: fx.Node) -> fx.Node:
 
 
 def check_kept(facts: Facts) -> None:
-    """What is kept is a parameter's gradient as its reduce would take it, and all are or none.
+    """A program keeps all gradients for a later micro-batch, or none, as their reduces take them.
 
-    Where shards are kept, the gradients of replicated parameters are reduced all the same.
+    A program that keeps shards still reduces the gradients of replicated parameters.
     """
-    kept: dict[str, fx.Node] = {}
+    keeps: dict[str, fx.Node] = {}
     for node in facts.nodes:
         if node.target not in (ops.keep, ops.add_kept):
             continue
         arguments = OneTensor.of(node)
         param, of = arguments.param, arguments.kept_as
-        known = isinstance(param, str) and param in facts.params
-        if not known or arguments.unit != facts.plan.unit_of_param(str(param)):
+        exists = isinstance(param, str) and param in facts.params
+        if not exists or arguments.unit != facts.plan.unit_of_param(str(param)):
             facts.fail("operands", node, "it must say its parameter, and that one's unit")
         layout = facts.plan.layouts[str(param)]
         shape = {"gradient": layout.shape, "shard": layout.shard_shape}.get(str(of))
         if len(node.args) != 1 or signature(node.args[0].meta["val"])[0] != shape:  # type: ignore
             facts.fail("kept", node, f"its operand is no {of!r} of {param!r}, of shape {shape}")
         if node.target is ops.keep:
-            if str(param) in kept:
-                facts.fail("kept", node, f"%{kept[str(param)].name} keeps {param!r} already")
-            kept[str(param)] = node
+            if str(param) in keeps:
+                facts.fail("kept", node, f"%{keeps[str(param)].name} keeps {param!r} already")
+            keeps[str(param)] = node
     for entry, grad in zip(facts.program.params, facts.program.results().grads, strict=True):
         sharded = facts.plan.layouts[entry.fqn].sharded
-        whole = any(OneTensor.of(node).kept_as == "gradient" for node in kept.values())
-        if kept and grad is not None and not entry.ignored and (whole or sharded):
+        whole = any(OneTensor.of(node).kept_as == "gradient" for node in keeps.values())
+        if keeps and grad is not None and not entry.ignored and (whole or sharded):
             facts.fail(
                 "kept",
                 grad,

@@ -1,4 +1,4 @@
-"""What the rules of `verify` look at, gathered in one walk, and how a broken rule is told."""
+"""The facts that the rules look at, gathered in one walk, and the error for a broken rule."""
 
 from __future__ import annotations
 
@@ -25,28 +25,28 @@ CollectiveKey = tuple[str, str, str, tuple[str, ...], str]
 
 @dataclass(frozen=True)
 class Reference:
-    """A program as it was before a pass, and what of it must stay as it was when captured."""
+    """A program as it was before a pass, with the captured facts that must stay as they were."""
 
     graded: frozenset[str]  # parameters with a gradient, when captured
-    values: Values | None  # when captured; None for a pass that is allowed to change them
+    values: Values | None  # when captured; None after a pass that may change them
     tables: Mapping[str, tuple[Any, ...]]
     collectives: tuple[tuple[CollectiveKey, str], ...]  # each with the name of its node, in order
     reads: Mapping[fx.Node, tuple[Signature, ...]]  # shape and dtype of each compute node's inputs
     results: tuple[tuple[Signature, ...], ...]  # of outputs and mutations
-    signatures: Signatures  # known by now
+    signatures: Signatures  # of every tensor asked about so far
 
     @classmethod
     def of(
         cls, program: Program, captured: Reference | None = None, facts: Facts | None = None
     ) -> Reference:
-        """`program` as it is now.
+        """The reference of `program` as it is now.
 
         Args:
-            program: what is to be rewritten.
+            program: the program that the next pass rewrites.
             captured: the reference taken before the first pass.
-            facts: of `program`, if it was verified just now.
+            facts: the facts of `program`, if it was verified just now.
         """
-        known = Signatures() if facts is None else facts.signatures
+        cache = Signatures() if facts is None else facts.signatures
         results = program.results()
         graded = frozenset(
             param.fqn
@@ -59,14 +59,14 @@ class Reference:
             values=Values.of(program) if captured is None else captured.values,
             tables=tables_of(program),
             collectives=tuple((collective_key(node), node.name) for node in collectives),
-            reads=reads_of(program.graph.nodes, known) if facts is None else facts.reads,
+            reads=reads_of(program.graph.nodes, cache) if facts is None else facts.reads,
             results=(signatures(results.outputs), signatures(results.mutations)),
-            signatures=known,
+            signatures=cache,
         )
 
 
 def tables_of(program: Program) -> dict[str, tuple[Any, ...]]:
-    """The tables of what goes into and out of a program."""
+    """The tables of a program's inputs and results, by their names."""
     return {
         name: getattr(program, name)
         for name in ("params", "buffers", "inputs", "outputs", "mutations")
@@ -74,7 +74,7 @@ def tables_of(program: Program) -> dict[str, tuple[Any, ...]]:
 
 
 def collective_key(node: fx.Node) -> CollectiveKey:
-    """What ranks must agree on of a collective: phase, operator, unit, parameters and group."""
+    """The part of a collective that ranks must agree on: phase, op, unit, parameters, group."""
     collective = Collective.of(node)
     where = node.meta["phase"], collective.op.name, collective.unit
     return *where, tuple(collective.params), collective.group
@@ -82,7 +82,7 @@ def collective_key(node: fx.Node) -> CollectiveKey:
 
 @dataclass
 class Facts:
-    """One program under verification."""
+    """One program under verification, and its nodes by their roles."""
 
     program: Program
     plan: ShardingPlan
@@ -133,12 +133,16 @@ class Facts:
         return facts
 
     def operand(self, node: fx.Node) -> fx.Node:
-        """The node a `wait` or `free` is about."""
+        """The collective that a `wait` ends, or the wait whose results a `free` frees.
+
+        Raises:
+            VerifyError: the node takes anything else.
+        """
         source = node.args[0] if node.args else None
-        wanted = ops.COLLECTIVES if node.target is ops.wait else {ops.wait}
-        if not isinstance(source, fx.Node) or source.target not in wanted:
-            what = "a collective" if node.target is ops.wait else "a wait on an all_gather"
-            self.fail("operands", node, f"{ops.op_name(node)} must take {what}")
+        allowed = ops.COLLECTIVES if node.target is ops.wait else {ops.wait}
+        if not isinstance(source, fx.Node) or source.target not in allowed:
+            operand = "a collective" if node.target is ops.wait else "a wait on an all_gather"
+            self.fail("operands", node, f"{ops.op_name(node)} must take {operand}")
         return source
 
     def gathers(self) -> list[fx.Node]:
@@ -146,18 +150,22 @@ class Facts:
         return [node for node in self.collectives if node.target is ops.all_gather]
 
     def aliases(self, wait: fx.Node) -> list[fx.Node]:
-        """Every node whose value shares storage with what `wait` returned."""
-        found = [user for user in wait.users if ops.is_unpack(user)]
-        seen = set(found)
-        for node in found:  # grows while it is walked
+        """Every node whose value shares storage with a result of `wait`."""
+        values = [user for user in wait.users if ops.is_unpack(user)]
+        seen = set(values)
+        for node in values:  # grows while it is walked
             for user in node.users:
                 if user not in seen and node in alias_inputs(user):
                     seen.add(user)
-                    found.append(user)
-        return found
+                    values.append(user)
+        return values
 
     def fail(self, rule: str, node: fx.Node | None, text: str) -> NoReturn:
-        """Raise for `node`, or for the program as a whole."""
+        """Raise the error for `node`, or for the whole program.
+
+        Raises:
+            VerifyError: always.
+        """
         lines = [f"after pass {self.after!r} the program breaks the rule {rule!r}: {text}"]
         if node is not None:
             unit = node.meta.get("unit", "?")
@@ -168,7 +176,7 @@ class Facts:
         raise VerifyError("\n".join(lines))
 
     def around(self, node: fx.Node) -> list[str]:
-        """The dump around `node`: two lines before and after it."""
+        """The lines of the dump from two before `node` to two after it."""
         at = self.place.get(node)
         if at is None:
             return []
@@ -177,36 +185,37 @@ class Facts:
 
 
 class Signatures:
-    """Shapes and dtypes, of which each tensor is asked once, however many passes there are."""
+    """A cache of shapes and dtypes: each tensor is asked once, however many passes there are."""
 
     def __init__(self) -> None:
-        # With the tensor, so that no other gets its identity.
-        self._known: dict[int, tuple[torch.Tensor, Signature]] = {}
+        # Holding the tensor keeps its id from being used again.
+        self._by_id: dict[int, tuple[torch.Tensor, Signature]] = {}
 
     def of(self, val: Any) -> Signature:
-        """See `signature`."""
-        known = self._known.get(id(val))
-        if known is not None:
-            return known[1]
-        found = signature(val)
+        """The signature of `val`; see `signature`."""
+        entry = self._by_id.get(id(val))
+        if entry is not None:
+            return entry[1]
+        result = signature(val)
         if isinstance(val, torch.Tensor):
-            self._known[id(val)] = val, found
-        return found
+            self._by_id[id(val)] = val, result
+        return result
 
 
 def reads_of(
     nodes: Iterable[fx.Node], signatures: Signatures
 ) -> dict[fx.Node, tuple[Signature, ...]]:
     """Shape and dtype of each input of the compute nodes among `nodes`."""
-    # Of every value once, since many read it; what collectives give is picked from, not read.
-    of = {
+    # Each value is asked once, since many nodes read it. Results of collectives are never read as
+    # they are: an unpack picks from them.
+    by_value = {
         node: signatures.of(node.meta.get("val"))
         for node in nodes
         if not ops.is_collective(node) and node.target is not ops.wait
     }
     return {
-        node: tuple([of.get(value, ()) for value in node.all_input_nodes])
-        for node in of
+        node: tuple([by_value.get(value, ()) for value in node.all_input_nodes])
+        for node in by_value
         if ops.is_compute(node)
     }
 

@@ -1,4 +1,4 @@
-"""Rules on the graph itself: where its ends stand, which phase may read which."""
+"""Rules on the graph: the places of inputs and results, the metadata, the phases, the tables."""
 
 from __future__ import annotations
 
@@ -22,25 +22,25 @@ def check_layout(facts: Facts) -> None:
         *(entry.node for entry in program.inputs),
         *(entry.tangent for entry in program.outputs if entry.tangent is not None),
     ]
-    found = [node for node in facts.nodes if node.op == "placeholder"]
-    for wanted, node in zip(expected, found, strict=False):
-        if wanted is not node:
-            facts.fail("layout", node, f"the tables expect placeholder %{wanted.name} here")
-    if len(expected) != len(found):
+    placeholders = [node for node in facts.nodes if node.op == "placeholder"]
+    for entry, node in zip(expected, placeholders, strict=False):
+        if entry is not node:
+            facts.fail("layout", node, f"the tables expect placeholder %{entry.name} here")
+    if len(expected) != len(placeholders):
         facts.fail(
             "layout",
             None,
-            f"the tables name {len(expected)} placeholders, the graph has {len(found)}",
+            f"the tables name {len(expected)} placeholders, the graph has {len(placeholders)}",
         )
     rank = {"placeholder": 0, FORWARD: 1, BACKWARD: 2, "output": 3}
     latest = 0
     for node in facts.nodes:
-        part = node.op if node.op in rank else node.meta.get("phase")
-        if part not in rank:
-            facts.fail("layout", node, f"its phase is {part!r}, not {FORWARD!r} or {BACKWARD!r}")
-        if rank[part] < latest:
-            facts.fail("layout", node, f"{part} nodes must stand before what is above it")
-        latest = rank[part]
+        kind = node.op if node.op in rank else node.meta.get("phase")
+        if kind not in rank:
+            facts.fail("layout", node, f"its phase is {kind!r}, not {FORWARD!r} or {BACKWARD!r}")
+        if rank[kind] < latest:
+            facts.fail("layout", node, f"{kind} nodes must stand before what is above it")
+        latest = rank[kind]
     if latest != rank["output"] or sum(node.op == "output" for node in facts.nodes) != 1:
         facts.fail("layout", facts.nodes[-1], "the graph must end in its one output")
     results = program.results()
@@ -62,7 +62,7 @@ _NEEDED = frozenset({"val", "phase", "fqn", "unit"})
 
 
 def check_metadata(facts: Facts) -> None:
-    """Every node says its value, phase, module and unit; its inputs stand before it."""
+    """Every node has its value, phase, module and unit in `meta`, and stands behind its inputs."""
     for index, node in enumerate(facts.nodes):
         if node.op == "call_function" and not node.meta.keys() >= _NEEDED:
             missing = ", ".join(sorted(_NEEDED - node.meta.keys()))
@@ -76,26 +76,26 @@ def check_metadata(facts: Facts) -> None:
 
 
 def check_phases(facts: Facts) -> None:
-    """Forward, and what it returns, reads nothing of backward; tangents are backward's."""
+    """Forward neither reads nor returns a value of backward; tangents belong to backward."""
     tangents = {entry.tangent for entry in facts.program.outputs}
 
-    def of_backward(value: fx.Node) -> bool:
+    def in_backward(value: fx.Node) -> bool:
         return value in tangents or (
             value.op == "call_function" and value.meta["phase"] == BACKWARD
         )
 
     for node in facts.program.nodes(FORWARD):
         for value in node.all_input_nodes:
-            if of_backward(value):
+            if in_backward(value):
                 facts.fail("phases", node, f"it is in forward and reads %{value.name} of backward")
     results = facts.program.results()
     for value in chain(results.outputs, results.mutations):
-        if isinstance(value, fx.Node) and of_backward(value):
+        if isinstance(value, fx.Node) and in_backward(value):
             facts.fail("phases", value, "it is in backward, but forward returns it")
 
 
 def check_tables(facts: Facts) -> None:
-    """The tables are as they were before the pass."""
+    """A pass leaves the tables as they were."""
     if facts.reference is None:
         return
     for table, entries in tables_of(facts.program).items():
@@ -110,12 +110,12 @@ def check_tables(facts: Facts) -> None:
 
 
 def check_unchanged(facts: Facts) -> None:
-    """What a node reads has the shapes and dtypes it had before the pass; so have the results."""
+    """Inputs of nodes, and results of the step, have the shapes and dtypes they had before."""
     if facts.reference is None:
         return
-    was_read = facts.reference.reads
+    earlier = facts.reference.reads
     for node, now in facts.reads.items():
-        before = was_read.get(node, now)
+        before = earlier.get(node, now)
         if now != before:
             facts.fail("unchanged", node, f"it reads {now}, and read {before} before the pass")
     results = facts.program.results()
@@ -131,5 +131,5 @@ def check_unchanged(facts: Facts) -> None:
 def _entry_text(entry: Any) -> str:
     if entry is None:
         return "not there"
-    parts = ((f.name, getattr(entry, f.name)) for f in fields(entry) if f.compare)
-    return f"({', '.join(f'{name}={argument_text(part)}' for name, part in parts)})"
+    shown = ((f.name, getattr(entry, f.name)) for f in fields(entry) if f.compare)
+    return f"({', '.join(f'{name}={argument_text(value)}' for name, value in shown)})"

@@ -1,4 +1,4 @@
-"""Rules on a mesh of two dimensions: which ranks a collective joins, and the averages of shards."""
+"""Rules on the groups of ranks: who joins a collective, averages over replicas, smaller groups."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from graphshard.verify.facts import Facts
 
 
 def check_groups(facts: Facts) -> None:
-    """A collective joins ranks of a group that the mesh has and that its kind is meant for."""
+    """A collective joins a group that the mesh has and that this kind of collective may join."""
     for node in facts.collectives:
         op, group = ops.OPS[node.target], ops.group_of(node)
         allowed = op.groups_with_replicas if facts.plan.replicas > 1 else op.groups
@@ -30,26 +30,26 @@ def check_groups(facts: Facts) -> None:
 def averaged_by(facts: Facts, reduced_by: Mapping[str, fx.Node]) -> dict[str, fx.Node]:
     """By parameter, the all_reduce that averages its reduced shards over the replicas.
 
-    Each takes what `reduced_by` names for the parameter returned. From `Stage.AVERAGED`
-    on, every reduced shard has one, or is kept for a later one.
+    Its operand must be a result of the reduce that `reduced_by` has for the parameter. From
+    `Stage.AVERAGED` on, every reduced shard has one, or is kept for a later one.
     """
-    found: dict[str, fx.Node] = {}
+    averages: dict[str, fx.Node] = {}
     for node in facts.collectives:
         if ops.group_of(node) != ops.REPLICATE:
             continue
         params = params_of(node)
         for name, operand in zip(params, operands_of(node), strict=True):
-            if name in found:
+            if name in averages:
                 facts.fail(
-                    "replicas", node, f"{name!r} is averaged here and by %{found[name].name}"
+                    "replicas", node, f"{name!r} is averaged here and by %{averages[name].name}"
                 )
             if not _is_reduced_shard(operand, name, reduced_by.get(name)):
                 facts.fail("replicas", node, f"%{operand.name} is no reduced shard of {name!r}")
-            found[name] = node
+            averages[name] = node
         _check_returned(facts, node, params)
     if facts.plan.replicas > 1 and Stage.AVERAGED in facts.done:
-        _check_all_averaged(facts, reduced_by, found)
-    return found
+        _check_all_averaged(facts, reduced_by, averages)
+    return averages
 
 
 def _is_reduced_shard(operand: fx.Node, name: str, reduce: fx.Node | None) -> bool:
@@ -71,11 +71,11 @@ def _check_returned(facts: Facts, node: fx.Node, params: tuple[str, ...]) -> Non
 
 
 def _check_all_averaged(
-    facts: Facts, reduced_by: Mapping[str, fx.Node], found: Mapping[str, fx.Node]
+    facts: Facts, reduced_by: Mapping[str, fx.Node], averages: Mapping[str, fx.Node]
 ) -> None:
-    kept = {param_of(node) for node in facts.nodes if node.target is ops.keep}
+    accumulated = {param_of(node) for node in facts.nodes if node.target is ops.keep}
     for name, reduce in reduced_by.items():
-        if name not in found and name not in kept and ops.is_scatter(reduce):
+        if name not in averages and name not in accumulated and ops.is_scatter(reduce):
             facts.fail(
                 "replicas",
                 reduce,
@@ -85,7 +85,7 @@ def _check_all_averaged(
 
 
 def check_reshards(facts: Facts) -> None:
-    """A `reshard` takes a full parameter of its unit and is read by gathers of its group only."""
+    """A `reshard` takes a full parameter of its unit, and only gathers of its group read it."""
     for node in facts.nodes:
         if node.op != "call_function" or node.target is not ops.reshard:
             continue
@@ -96,18 +96,18 @@ def check_reshards(facts: Facts) -> None:
             facts.fail("operands", node, "a reshard takes one tensor, and says unit and param")
         if facts.plan.unit_of_param(str(name)) != unit:
             facts.fail("operands", node, f"{name!r} is not a parameter of unit {unit!r}")
-        asked = facts.plan.unit(str(unit)).options.reshard_ranks
-        if ranks != asked:
+        planned = facts.plan.unit(str(unit)).options.reshard_ranks
+        if ranks != planned:
             facts.fail(
-                "reshards", node, f"it keeps parts for groups of {ranks} ranks; the plan: {asked}"
+                "reshards", node, f"it keeps parts for groups of {ranks} ranks; the plan: {planned}"
             )
         if not _is_full(full, str(name)):
             facts.fail("reshards", node, f"%{full.name} is not the full value of {name!r}")
         dtype = full.meta["val"].dtype
         expected = (facts.plan.layouts[str(name)].over(int(ranks)).shard_shape, dtype)  # type: ignore
         if signature(node.meta["val"]) != expected:
-            found = signature(node.meta["val"])
-            facts.fail("shapes", node, f"it is {found}, and must be {expected}")
+            shape = signature(node.meta["val"])
+            facts.fail("shapes", node, f"it is {shape}, and must be {expected}")
         for user in node.users:
             if user.target is not ops.all_gather or ops.group_of(user) != ops.RESHARD:
                 facts.fail(
@@ -116,7 +116,7 @@ def check_reshards(facts: Facts) -> None:
 
 
 def _is_full(node: fx.Node, name: str) -> bool:
-    """Whether `node` is the parameter `name` as a gather of its shards returned it."""
+    """Whether `node` is the full parameter `name`, picked from a gather of its shards."""
     if not ops.is_unpack(node):
         return False
     gather = ops.collective_of(node)

@@ -1,4 +1,4 @@
-"""Rules on memory: what is gathered is freed once and not read afterwards; all fits the budget."""
+"""Rules on memory: gathered values are freed once and not read afterwards; the budget holds."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from graphshard.verify.facts import Facts
 
 
 def check_frees(facts: Facts) -> None:
-    """What a gather returned is freed once; nothing else is freed."""
+    """The result of a gather is freed once, nothing else is; from `Stage.FREED` on, each is."""
     for wait, frees in facts.frees.items():
         gather = ops.collective_of(wait)
         if gather.target is not ops.all_gather:
@@ -61,7 +61,7 @@ def check_lifetimes(facts: Facts) -> None:
 def check_releases(facts: Facts) -> None:
     """A parameter is released once and not read afterwards.
 
-    That it stands before the free of its gather is what `check_lifetimes` asks of every reader.
+    `check_lifetimes` makes sure that a release stands before the free of its gather.
     """
     by_parameter: dict[fx.Node, fx.Node] = {}
     for release in (node for node in facts.nodes if node.target is ops.release):
@@ -85,7 +85,11 @@ def check_releases(facts: Facts) -> None:
 
 
 def _released(facts: Facts, release: fx.Node) -> fx.Node:
-    """The parameter that is released."""
+    """The full parameter that `release` releases.
+
+    Raises:
+        VerifyError: it takes anything else than a parameter gathered in its own phase.
+    """
     picked = release.args[0] if release.args else None
     if not isinstance(picked, fx.Node) or not ops.is_unpack(picked):
         facts.fail("releases", release, "release must take what a wait on an all_gather gave")
@@ -103,10 +107,10 @@ def _released(facts: Facts, release: fx.Node) -> fx.Node:
 
 
 def check_budget(facts: Facts) -> None:
-    """What a step holds at once never passes the policy's budget; see `graphshard.step_memory`.
+    """The bytes that a step holds at once stay within `memory_budget` of the policy, in bytes.
 
-    A program that is being scheduled by cost has to keep it once `Overlap` ran, another one once
-    `ReleaseEarly` did.
+    A program that is scheduled by cost keeps the budget from `Stage.SCHEDULED` on, any other from
+    `Stage.RELEASED` on. `graphshard.program.storages` counts the bytes.
     """
     budget = facts.plan.policy.memory_budget
     by_cost = facts.plan.policy.schedule == "overlap" or facts.program.budget is not None
@@ -117,14 +121,14 @@ def check_budget(facts: Facts) -> None:
     peak = max(live, default=0)
     if peak > budget:
         place = live.index(peak)
-        held: dict[tuple[str, str], int] = {}
+        sizes: dict[tuple[str, str], int] = {}
         for storage in storages.held_at(place):
             key = storage.kind, storage.unit
-            held[key] = held.get(key, 0) + storage.size
+            sizes[key] = sizes.get(key, 0) + storage.size
         facts.fail(
             "budget",
             facts.nodes[place],
             f"the step holds {peak:,} bytes here, more than memory_budget={budget:,} "
-            f"({held_text(held)}); recompute more, make smaller units, prefetch less, or raise "
+            f"({held_text(sizes)}); recompute more, make smaller units, prefetch less, or raise "
             "the budget",
         )

@@ -1,26 +1,26 @@
-"""Rule on meaning: a rewritten program computes what the captured one computes.
+"""Value numbers, by which a rewritten program is compared with the captured one.
 
-Every value gets a number, equal for two values exactly when they are found to be the same: the same
-operator on the same arguments, down to the ends of the program. This is global value numbering
-(Alpern, Wegman and Zadeck, "Detecting Equality of Variables in Programs", 1988) by hash-consing, in
-one walk. What passes may do follows from a few equations:
+Two values have one number if they are the same operator on arguments with the same numbers, down to
+the inputs of the program. This is global value numbering (Alpern, Wegman and Zadeck, "Detecting
+Equality of Variables in Programs", 1988) by hash-consing, in one walk. A few equations say which
+rewrites keep a number:
 
     a shard or kept part, and what a gather of it returns      the parameter
     clone(x), x on another device                              x
     a cast of x, by whichever operator                         cast(x, dtype); x, if that is its own
-    dropout(x, p) in training                                  x * mask * scale (see `Recompute`)
-    what a reduce returns                                      its operand, reduced (once more)
-    a gradient to which a kept one is added (see `Accumulate`) that gradient; 0, if there was none
-    what is kept                                               the operand of the reduce left out
-    columns of an embedding's gradient                         see `graphshard.column_values`
+    dropout(x, p) in training                                  x * mask * scale
+    a result of a reduce                                       its operand, reduced (once more)
+    a gradient to which a kept one is added                    that gradient; 0, if there was none
+    a kept gradient                                            the operand of the reduce left out
+    columns of an embedding's gradient                         see `of_columns`
 
-One difference is let through, and only where the plan asks for it: one cast before the reduce of a
-gradient and one after, as it is rounded elsewhere then (see `graphshard.passes.precision`); to
-which dtypes, `graphshard.verify_precision` checks.
+One difference is allowed, and only where the plan asks for it: a gradient may be cast before its
+reduce and once more behind it, so that it is rounded at other places. `check_precision` checks the
+dtypes.
 
-So a view, a cast or a whole region that is computed again has the number of the original. What
-draws random numbers or writes into its operands cannot be computed again, left out, or moved past
-another such: these are the captured program's, in its order.
+So a view, a cast or a whole region that is computed again has the number of the original. Nodes
+that draw random numbers or write into their operands are the captured ones in the captured order:
+no pass may repeat, drop or reorder them.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ import operator
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cache
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import fx
@@ -41,10 +41,6 @@ from graphshard.program.program import Program
 from graphshard.recompute.regions import dropped
 from graphshard.torch_private.compat import SYMBOLIC
 
-if TYPE_CHECKING:
-    pass
-
-
 _aten = torch.ops.aten
 
 
@@ -52,7 +48,7 @@ REDUCED = "reduced"
 
 
 COLUMNS = "columns"
-"""What keys of values begin with that no operator computes."""
+"""The first item in keys of values that no operator of the program computes."""
 
 
 def of_columns(values: Values, node: fx.Node) -> Number | None:
@@ -70,21 +66,21 @@ def of_columns(values: Values, node: fx.Node) -> Number | None:
     wholes: set[Number] = set()
     end = 0
     for piece in pieces:
-        part = _columns(values, values.keys[values.of_node[piece]][1])
-        if part is None or part[1] != end:
+        columns = _columns(values, values.keys[values.of_node[piece]][1])
+        if columns is None or columns[1] != end:
             return None
-        wholes.add(part[0])
-        end = part[2]
+        wholes.add(columns[0])
+        end = columns[2]
     return values.intern((REDUCED, wholes.pop())) if len(wholes) == 1 else None
 
 
 def _of_embedding(values: Values, node: fx.Node) -> Number | None:
-    """The number of an embedding's gradient, if the gradient it is given is some columns."""
-    part: Any = node.args[0]
-    if part.target is not _aten.slice.Tensor or len(part.args) != 4:
+    """The number of an embedding's gradient that is computed from columns of its operand."""
+    columns: Any = node.args[0]
+    if columns.target is not _aten.slice.Tensor or len(columns.args) != 4:
         return None
-    source, dim, start, stop = part.args
-    if dim != part.meta["val"].dim() - 1:
+    source, dim, start, stop = columns.args
+    if dim != columns.meta["val"].dim() - 1:
         return None
     args = (values.number(source), *map(values.number, node.args[1:]))
     whole = values.intern((node.target, args, values.number(node.kwargs)))
@@ -110,12 +106,12 @@ def _of_sum(values: Values, node: fx.Node) -> Number | None:
 
 
 def _columns(values: Values, number: Number) -> tuple[Number, int, int] | None:
-    """Of what `number` is some columns, and of which, if it is."""
+    """The value that `number` is columns of, the first column, and the one behind the last."""
     key = values.keys[number] if isinstance(number, int) else ()
     return (key[1], key[2], key[3]) if key[:1] == (COLUMNS,) else None
 
 
-# Operators that an equation of `verify_values`, or of `column_values`, is about.
+# Operators that one of the equations is about.
 _WITH_EQUATIONS = frozenset(
     {
         _aten._to_copy.default,
@@ -139,9 +135,10 @@ def is_plain(target: Any) -> bool:
 
 @dataclass(frozen=True, slots=True)
 class Known:
-    """What a node was numbered from. Arguments of nodes are replaced, and never changed.
+    """The arguments that a node was numbered from: nodes get new arguments, never changed ones.
 
-    plain: no equation is about its operator, so that its number follows from nothing else.
+    Attributes:
+        plain: no equation is about the operator, so equal arguments give an equal number.
     """
 
     target: Any
@@ -154,7 +151,7 @@ class Known:
     plain: bool
 
     def is_of(self, node: fx.Node, numbers: Mapping[fx.Node, Any]) -> bool:
-        """Whether `node` has the operator and arguments it had, and these their numbers."""
+        """Whether `node` has the same operator and arguments, and these the same `numbers`."""
         same = node.args is self.args and node.kwargs is self.kwargs and node.target is self.target
         return same and [numbers[value] for value in self.inputs] == self.numbers
 
@@ -172,9 +169,9 @@ Number = Any  # an int for a node's value, a tuple for a constant
 class Values:
     """The number of every value of a program.
 
-    `keys` and `by_key` grow with each program numbered from the same capture, so that its numbers
-    can be compared with the captured ones. So does `known`: what passes left alone is not put
-    together again.
+    `keys`, `by_key` and `known` are shared by all programs numbered from the same capture. So their
+    numbers can be compared with the captured ones, and nodes that passes left alone are not
+    numbered again.
     """
 
     keys: list[Key] = field(default_factory=list)
@@ -235,19 +232,23 @@ class Values:
         return (type(value), value)
 
     def reductions(self, number: Number) -> list[Number]:
-        """The numbers of what `number` is once reduced, and reduced again: as far as it is."""
-        found = []
+        """The numbers of the value `number` reduced once, twice and so on, if there are any."""
+        reduced = []
         while (number := self.by_key.get((REDUCED, number))) is not None:
-            found.append(number)
-        return found
+            reduced.append(number)
+        return reduced
 
     def explains(
         self, param: str, now: Number, was: Number, *, settled: bool, recast: bool
     ) -> bool:
         """Whether the gradient `was` may have become `now`: reduced, kept, or with a kept one.
 
-        `settled`: zeros were only made to add a kept gradient to. `recast`: it may be cast to be
-        reduced otherwise than it was cast when captured.
+        Args:
+            param: FQN of its parameter.
+            now: its number in the rewritten program.
+            was: its number in the captured program.
+            settled: zeros may stand in for a missing gradient only to add a kept one to them.
+            recast: the plan lets it be cast for its reduce.
         """
         if param in self.kept:
             of, kept = self.kept[param]
@@ -268,7 +269,7 @@ class Values:
         return made and (plain != now or not settled)
 
     def _behind_reduces(self, number: Number) -> tuple[Number, int]:
-        """What was reduced to `number`, with nothing in between, and how often."""
+        """The operand of the consecutive reduces that end in `number`, and how many they are."""
         reduces = 0
         while isinstance(number, int) and self.keys[number][0] == REDUCED:
             number = self.keys[number][1]
@@ -276,27 +277,24 @@ class Values:
         return number, reduces
 
     def _is_recast(self, operand: Number, was: Number) -> bool:
-        """Whether what is reduced is `was`, or what that was cast from, or one cast of either.
-
-        In which dtypes, `check_precision` says.
-        """
+        """Whether `operand` and `was` are equal but for one cast of each; see `check_precision`."""
         return bool({operand, self._uncast(operand)} & {was, self._uncast(was)})
 
     def _uncast(self, number: Number) -> Number:
-        """What `number` was cast from, or itself."""
+        """The operand of the cast that `number` is; `number` itself, if it is none."""
         if isinstance(number, int) and self.keys[number][0] is ops.cast:
             return self.keys[number][1][0]
         return number
 
     def _before_reduce(self, number: Number) -> Number:
-        """The operand of the first reduce behind a gradient; it, if nothing is reduced."""
-        found, current = number, number
+        """The operand of the first reduce behind a gradient; `number`, if nothing is reduced."""
+        operand, current = number, number
         while isinstance(current, int) and self.keys[current][0] in (REDUCED, ops.cast):
             kind, inner = self.keys[current][:2]
             current = inner[0] if kind is ops.cast else inner
             if kind == REDUCED:
-                found = current
-        return found
+                operand = current
+        return operand
 
     def _without_kept(self, number: Number) -> Number:
         if not isinstance(number, int):
@@ -381,7 +379,7 @@ class Values:
         self._set(node, self.intern(key))
 
     def intern(self, key: Key) -> int:
-        """The number of the value that `key` stands for."""
+        """The number of the value with the key `key`, a new one if it has none yet."""
         number = self.by_key.setdefault(key, len(self.keys))
         if number == len(self.keys):
             self.keys.append(key)

@@ -12,21 +12,22 @@ from graphshard.program import ops
 from graphshard.program.collective import operands_of, param_of, params_of
 from graphshard.verify.facts import Facts
 
-Move = tuple[fx.Node, fx.Node, str, torch.dtype]  # the node, what it moves, how to say it, in what
+Move = tuple[fx.Node, fx.Node, str, torch.dtype]
+"""A node, the value that it moves, the words for that in an error, and the dtype planned."""
 
 
 def check_precision(facts: Facts) -> None:
-    """What is gathered, reduced, kept and returned of a parameter is in its layout's dtypes.
+    """Parameters are gathered, and gradients reduced, kept and returned, in their layout's dtypes.
 
-    The rule on values lets a gradient be rounded elsewhere than when captured (`Precision` moves
-    the casts of one); this one says to what.
+    `check_values` lets casts of a gradient move to another place than the captured one; this rule
+    checks the dtypes that they cast to.
     """
-    for node, moved, what, wanted in _moves(facts):
-        if moved.meta["val"].dtype != wanted:
+    for node, moved, text, dtype in _moves(facts):
+        if moved.meta["val"].dtype != dtype:
             facts.fail(
                 "precision",
                 node,
-                f"{what} in {moved.meta['val'].dtype}, and the plan says {wanted}",
+                f"{text} in {moved.meta['val'].dtype}, and the plan says {dtype}",
             )
 
 
@@ -42,8 +43,8 @@ def _moves(facts: Facts) -> Iterator[Move]:
                 yield node, operand, f"it moves {param!r}", _in_transit(node, layouts[param])
     for entry, end in zip(facts.program.params, facts.program.results().grads, strict=True):
         if isinstance(end, fx.Node):
-            told = f"the gradient of {entry.fqn!r} is returned"
-            yield end, end, told, layouts[entry.fqn].grad_dtype
+            text = f"the gradient of {entry.fqn!r} is returned"
+            yield end, end, text, layouts[entry.fqn].grad_dtype
 
 
 def _in_transit(collective: fx.Node, layout: ParamLayout) -> torch.dtype:

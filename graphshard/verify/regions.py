@@ -1,4 +1,4 @@
-"""Rules on regions: compiling one moves nothing across communication, and changes no value."""
+"""Rule on regions: compiling one moves no compute across communication, and changes no value."""
 
 from __future__ import annotations
 
@@ -11,10 +11,11 @@ from graphshard.verify.facts import Facts
 
 
 def check_regions(facts: Facts) -> None:
-    """A region's nodes may be compiled, are of one unit and phase, and stand together.
+    """The nodes of a region may be compiled, have one unit and phase, and stand together.
 
-    Between its first and its last node stands nothing but sizes and what is picked from elsewhere,
-    and that needs nothing the region computes. A release of a region has nodes of it on both sides.
+    Only sizes, and values picked from results of other nodes, may stand between its first and its
+    last node, and they must not need a value of the region. A release that belongs to a region has
+    nodes of it on both sides.
     """
     table = facts.program.regions
     marked = [node for node in facts.nodes if REGION in node.meta]
@@ -26,15 +27,15 @@ def check_regions(facts: Facts) -> None:
     releases = {node for node in marked if node.target is ops.release}
     for region in regions_in(facts.program.graph):
         numbers.append(region.number)
-        own = [node for node in region.nodes if picks_from(node) is None]
-        _check_nodes(facts, region, own)
-        _check_between(facts, region, own)
+        nodes = [node for node in region.nodes if picks_from(node) is None]
+        _check_nodes(facts, region, nodes)
+        _check_between(facts, region, nodes)
         releases.difference_update(region.releases)
         for node in region.releases:
-            if not facts.place[own[0]] < facts.place[node] < facts.place[own[-1]]:
+            if not facts.place[nodes[0]] < facts.place[node] < facts.place[nodes[-1]]:
                 facts.fail("regions", node, f"it does not stand among region {region.number}")
         for value in region.inputs:
-            if facts.place[value] > facts.place[own[-1]]:
+            if facts.place[value] > facts.place[nodes[-1]]:
                 facts.fail("regions", value, f"region {region.number} needs it before")
     if numbers != list(range(len(table.forms))):
         facts.fail("regions", None, f"the table has other regions than the graph: {numbers}")
@@ -42,20 +43,20 @@ def check_regions(facts: Facts) -> None:
         facts.fail("regions", node, "it is said to be of a region that there is not")
 
 
-def _check_nodes(facts: Facts, region: Region, own: list[fx.Node]) -> None:
-    for node in own:
+def _check_nodes(facts: Facts, region: Region, nodes: list[fx.Node]) -> None:
+    for node in nodes:
         if not may_join(node):
             facts.fail("regions", node, f"it cannot be compiled in region {region.number}")
         for key in ("unit", "phase"):
-            was, now = own[0].meta[key], node.meta[key]
+            was, now = nodes[0].meta[key], node.meta[key]
             if was != now:
                 text = f"region {region.number} is of {key} {was!r}, this node of {now!r}"
                 facts.fail("regions", node, text)
 
 
-def _check_between(facts: Facts, region: Region, own: list[fx.Node]) -> None:
+def _check_between(facts: Facts, region: Region, nodes: list[fx.Node]) -> None:
     inside = {*region.nodes, *region.releases}
-    for node in facts.nodes[facts.place[own[0]] : facts.place[own[-1]]]:
+    for node in facts.nodes[facts.place[nodes[0]] : facts.place[nodes[-1]]]:
         if node in inside:
             continue
         if ops.is_unpack(node) or not (picks_from(node) is not None or is_size(node)):

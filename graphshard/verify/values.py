@@ -1,4 +1,4 @@
-"""graphshard/verify/values.py."""
+"""Rule on meaning: a rewritten program returns the values that the captured one returns."""
 
 from __future__ import annotations
 
@@ -16,7 +16,12 @@ if TYPE_CHECKING:
 
 
 def check_values(facts: Facts) -> None:
-    """The step returns the values it returned when captured; gradients may be reduced since."""
+    """The step returns the captured values; gradients may be reduced, kept, or cast as planned.
+
+    Values are compared by their numbers, see `graphshard.verify.numbering`. From `Stage.CAST` on, a
+    gradient may be cast for its reduce. From `Stage.ACCUMULATED` on, zeros may stand in for a
+    missing gradient only where a kept one is added to them.
+    """
     captured = None if facts.reference is None else facts.reference.values
     if captured is None:
         return
@@ -49,31 +54,31 @@ def _may_be_recast(facts: Facts, param: str) -> bool:
 def _check_effects(facts: Facts, captured: Values, values: Values) -> None:
     for now, was in zip_longest(values.effects, captured.effects):
         if now is not was:
-            found = "nothing" if now is None else f"%{now.name}"
-            wanted = "nothing" if was is None else f"%{was.name}"
+            name = "nothing" if now is None else f"%{now.name}"
+            expected = "nothing" if was is None else f"%{was.name}"
             facts.fail(
                 "same values",
                 now or facts.program.output_node,
-                f"{found} stands where {wanted} did when captured among what draws random numbers "
+                f"{name} stands where {expected} did when captured among what draws random numbers "
                 "or writes into its operands, which a pass may not add, drop or reorder",
             )
 
 
 def _blame(
-    facts: Facts, captured: Values, values: Values, what: str, end: Any, numbers: tuple[Any, Any]
+    facts: Facts, captured: Values, values: Values, result: str, end: Any, numbers: tuple[Any, Any]
 ) -> NoReturn:
     """Name the first node behind `end` that computes what the captured program does not."""
-    known = set(captured.of_node.values())
+    numbers_then = set(captured.of_node.values())
     for node in _behind(end, facts):
         if not ops.is_compute(node):
             continue
         number = values.of_node[node]
-        if number in known or values.name[number] != node.name:
+        if number in numbers_then or values.name[number] != node.name:
             continue
         facts.fail(
             "same values",
             node,
-            f"{what} is not what was captured, as this node computes something new: "
+            f"{result} is not what was captured, as this node computes something new: "
             f"{_difference(node, captured, values)}",
         )
     now, was = numbers
@@ -81,20 +86,20 @@ def _blame(
     facts.fail(
         "same values",
         node,
-        f"{what} is {values.text(now)}, and was {captured.text(was)} when captured",
+        f"{result} is {values.text(now)}, and was {captured.text(was)} when captured",
     )
 
 
 def _behind(end: Any, facts: Facts) -> list[fx.Node]:
-    """Every node that `end` is computed from, and itself, in order."""
-    found = {end} if isinstance(end, fx.Node) else set()
-    stack = list(found)
+    """`end` and every node that it is computed from, in order."""
+    nodes = {end} if isinstance(end, fx.Node) else set()
+    stack = list(nodes)
     while stack:
         for value in stack.pop().all_input_nodes:
-            if value not in found:
-                found.add(value)
+            if value not in nodes:
+                nodes.add(value)
                 stack.append(value)
-    return sorted(found, key=facts.place.__getitem__)
+    return sorted(nodes, key=facts.place.__getitem__)
 
 
 def _difference(node: fx.Node, captured: Values, values: Values) -> str:
