@@ -13,7 +13,6 @@ from torch import fx
 from graphshard.errors import VerifyError
 from graphshard.planning.plan import ShardingPlan
 from graphshard.program import ops
-from graphshard.program.aliases import alias_inputs
 from graphshard.program.collective import Collective
 from graphshard.program.program import ParamEntry, Program, Signature, signature, signatures
 from graphshard.program.text import node_line
@@ -143,17 +142,6 @@ class Facts:
     def gathers(self) -> list[fx.Node]:
         """Every all_gather, in order."""
         return [node for node in self.collectives if node.target is ops.all_gather]
-
-    def aliases(self, wait: fx.Node) -> list[fx.Node]:
-        """Every node whose value shares storage with what `wait` returned."""
-        found = [user for user in wait.users if ops.is_unpack(user)]
-        seen = set(found)
-        for node in found:  # grows while it is walked
-            for user in node.users:
-                if user not in seen and node in alias_inputs(user):
-                    seen.add(user)
-                    found.append(user)
-        return found
 
     def fail(self, rule: str, node: fx.Node | None, text: str) -> NoReturn:
         """Raise for `node`, or for the program as a whole."""
