@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from math import prod
 from typing import ClassVar
 
 from torch import fx
@@ -11,10 +10,11 @@ from torch import fx
 from graphshard.errors import PassError
 from graphshard.planning.plan import ShardingPlan
 from graphshard.program import ops
-from graphshard.program.aliases import aliases_of, gather_waits, unpacks
+from graphshard.program.aliases import gather_waits, unpacks, uses_of
 from graphshard.program.edit import insert_node
 from graphshard.program.pass_protocol import Pass, Stage
 from graphshard.program.program import BACKWARD, Program
+from graphshard.program.storages import bytes_of
 
 
 @dataclass(frozen=True)
@@ -38,7 +38,6 @@ class ReleaseEarly(Pass):
         Raises:
             PassError: parameters are released already.
         """
-        place = {node: index for index, node in enumerate(program.graph.nodes)}
         sites: list[tuple[fx.Node, fx.Node]] = []
         for wait in gather_waits(program):
             free = next((user for user in wait.users if user.target is ops.free), None)
@@ -47,8 +46,8 @@ class ReleaseEarly(Pass):
             for picked in unpacks(wait):
                 if any(user.target is ops.release for user in picked.users):
                     raise PassError(f"pass {self.name}: {picked.name} is released already")
-                last = max(_readers(picked), key=place.__getitem__, default=picked)
-                if self._is_large(picked) and _makes_something(last, free):
+                last = max(uses_of(picked))
+                if bytes_of(picked.meta["val"]) >= self.min_bytes and _makes_something(last, free):
                     sites.append((last, picked))
         for last, picked in sites:
             with program.graph.inserting_after(last):
@@ -62,17 +61,6 @@ class ReleaseEarly(Pass):
                     phase=BACKWARD,
                     val=None,
                 )
-
-    def _is_large(self, picked: fx.Node) -> bool:
-        val = picked.meta["val"]
-        return prod(val.shape) * val.dtype.itemsize >= self.min_bytes
-
-
-def _readers(picked: fx.Node) -> list[fx.Node]:
-    """What reads the storage of a gathered parameter, and what ends a collective that does."""
-    readers = [reader for value in aliases_of(picked) for reader in (value, *value.users)]
-    ends = [wait for one in readers if ops.is_collective(one) for wait in one.users]
-    return readers + ends
 
 
 def _makes_something(last: fx.Node, free: fx.Node) -> bool:

@@ -21,8 +21,9 @@ from graphshard.errors import CostError
 from graphshard.planning.layout import ParamLayout
 from graphshard.planning.plan import ShardingPlan
 from graphshard.program import ops, packing
+from graphshard.program.aliases import unpacks, uses_of
 from graphshard.program.annotations import Budget
-from graphshard.program.collective import Collective
+from graphshard.program.collective import Collective, operands_of, wait_of
 from graphshard.program.program import Program
 from graphshard.program.sizes import is_contiguous
 from graphshard.program.storages import KINDS, Storage, bytes_of, storages_of
@@ -84,7 +85,7 @@ def buffers_of(program: Program, backend: str) -> Iterator[Storage]:
             if node.target is ops.arrive or _on_host(node):
                 continue
             stays = node in returned
-            ends = () if stays else _uses(node)
+            ends = () if stays else uses_of(node)
             yield make(node, size, GRADIENTS if stays else BUFFERS, ends=ends)
 
 
@@ -115,17 +116,19 @@ class _Maker:
 def _of_gather(node: fx.Node, program: Program, backend: str, make: _Maker) -> Iterator[Storage]:
     """Small shards travel in one message: a copy of them, and what it is received in."""
     ranks = ranks_of(node, program)
-    shards = [operand.meta["val"] for operand in node.args[0]]  # type: ignore[union-attr]
+    shards = [operand.meta["val"] for operand in operands_of(node)]
     moved = sum(_packed(shards, [bytes_of(s) for s in shards], packing.GATHER_BELOW[backend]))
     if moved and ranks > 1:
-        wait = next(user for user in node.users if user.target is ops.wait)
+        wait = wait_of(node)
+        assert wait is not None
         yield make(node, moved * (1 + ranks), BUFFERS, ends=[wait])
 
 
 def _of_reduce(
     node: fx.Node, program: Program, backend: str, make: _Maker, returned: set[fx.Node]
 ) -> Iterator[Storage]:
-    wait = next(user for user in node.users if user.target is ops.wait)
+    wait = wait_of(node)
+    assert wait is not None
     results = wait.meta["val"]
     ranks = ranks_of(node, program)
     op = ops.OPS[node.target]
@@ -154,9 +157,9 @@ def _of_reduce(
         # The copy that is reduced in place, and handed out, outlives what it was copied from.
         yield make(node, given, BUFFERS, ends=[node])
         first, late = wait, 1
-    unpacked = [user for user in wait.users if ops.is_unpack(user)]
+    unpacked = unpacks(wait)
     stays = any(user in returned for user in unpacked)
-    ends = [] if stays else [end for user in unpacked for end in _uses(user)] or [wait]
+    ends = [] if stays else uses_of(*unpacked) or [wait]
     kind = GRADIENTS if stays else BUFFERS
     yield make(node, given, kind, first=first, late=late, ends=ends)
 
@@ -167,7 +170,7 @@ def _sent(node: fx.Node, whole: list[int], backend: str) -> tuple[int, int]:
 
     Gradients are padded, put into the order of the ranks, and packed into one message if small.
     """
-    operands = [operand.meta["val"] for operand in node.args[0]]  # type: ignore[union-attr]
+    operands = [operand.meta["val"] for operand in operands_of(node)]
     dims = Collective.of(node).dims
     copied = longer = 0
     for operand, dim, size in zip(operands, dims, whole, strict=True):
@@ -203,15 +206,6 @@ def _on_host(node: fx.Node) -> bool:
         assert isinstance(source, fx.Node)
         node = source
     return False
-
-
-def _uses(node: fx.Node) -> Iterator[fx.Node]:
-    """`node` and what it is needed for: by a collective that reads it, up to its wait."""
-    yield node
-    for user in node.users:
-        if user.op == "call_function":
-            yield user
-            yield from (other for other in user.users if other.target in (ops.wait, ops.arrive))
 
 
 SHARDS = "shards"

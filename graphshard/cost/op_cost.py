@@ -17,7 +17,6 @@ from typing import Any
 
 import torch
 from torch import Tensor, fx
-from torch.utils._pytree import tree_map
 from torch.utils.flop_counter import conv_flop_count, flop_registry
 
 from graphshard.cost import attention_work
@@ -106,7 +105,7 @@ _VIEW = OpCost("free", 0, 0, torch.float32, (VIEW,))
 def op_cost(node: fx.Node) -> OpCost:
     """The cost of a compute node of a program; of any other, and of views, nothing.
 
-    AccumulatedGrads with the node and for nodes equal to it (see `graphshard.cost.per_node`).
+    Kept with the node and for nodes equal to it (see `graphshard.cost.per_node`).
     """
     if getattr(node.target, "overloadpacket", None) is None:
         return FREE  # communication, picking out a result, arithmetic on sizes
@@ -120,14 +119,12 @@ def _computed(node: fx.Node) -> OpCost:
     results = list(_tensors(node.meta.get("val")))
     if not results:
         return FREE
-    operands = [
-        tensor for value in node.all_input_nodes for tensor in _tensors(value.meta.get("val"))
-    ]
-    moved = sum(map(_bytes, results))
+    operands = _operands(node)
+    moved = sum(map(_stored_bytes, results))
     if packet in _PICKS:
         moved *= 2
         operands = operands[1:]
-    moved += sum(map(_bytes, operands))
+    moved += sum(map(_stored_bytes, operands))
     floats = [t.dtype for t in (*operands, *results) if t.dtype.is_floating_point]
     dtype = floats[0] if floats else torch.float32
     flops = _flops(packet, node)
@@ -147,26 +144,38 @@ def _kind(packet: Any, flops: int) -> str:
 
 
 def _flops(packet: Any, node: fx.Node) -> int:
+    """FLOPs of the kernel that runs."""
     if packet is _aten._grouped_mm:
         return _grouped_flops(*(_shapes(n.meta["val"]) for n in (*node.args[:2], node)))  # type: ignore[union-attr]
-    forward, backward = packet in attention_work.FORWARD, packet in attention_work.BACKWARD
-    count = flop_registry.get(packet)
-    if count is None and not forward and not backward:
-        return 0
-    args: Any = fx.map_arg(node.args, lambda n: _shapes(n.meta.get("val")))
-    if forward:
-        return _causal(node, attention_work.forward_flops(*args[:3]))
-    if backward:
-        return _causal(node, attention_work.backward_flops(*args[1:4]))
+    if packet in attention_work.FORWARD:
+        return _causal(node, _counted_flops(packet, node))
+    if packet in attention_work.BACKWARD:
+        shapes = _shapes_of_arguments(node.args[1:4])
+        return _causal(node, attention_work.backward_flops(*shapes))
     if packet is _aten.convolution_backward:
         # Torch counts a grouped weight's gradient once per group. Each gradient costs one forward.
+        args = _shapes_of_arguments(node.args)
         grad, operand, weight = args[:3]
         transposed, mask = args[7], args[10]
         once = conv_flop_count(operand, weight, grad, transposed=transposed)
         return int((bool(mask[0]) + bool(mask[1])) * once)
-    kwargs: Any = fx.map_arg(node.kwargs, lambda n: _shapes(n.meta.get("val")))
-    assert count is not None
+    return _counted_flops(packet, node)
+
+
+def _counted_flops(packet: Any, node: fx.Node) -> int:
+    """FLOPs by torch's counter, attention without a mask; 0 for operators it does not know."""
+    if packet in attention_work.FORWARD:
+        return attention_work.forward_flops(*_shapes_of_arguments(node.args[:3]))
+    count = flop_registry.get(packet)
+    if count is None:
+        return 0
+    args, kwargs = _shapes_of_arguments(node.args), _shapes_of_arguments(node.kwargs)
     return int(count(*args, **kwargs, out_val=_shapes(node.meta["val"])))
+
+
+def _shapes_of_arguments(arguments: Any) -> Any:
+    """Arguments of a node, with the shape of each tensor in its place."""
+    return fx.map_arg(arguments, lambda value: _shapes(value.meta.get("val")))
 
 
 def _grouped_flops(left: torch.Size, right: torch.Size, result: torch.Size) -> int:
@@ -177,16 +186,16 @@ def _grouped_flops(left: torch.Size, right: torch.Size, result: torch.Size) -> i
 
 
 def _shapes(value: Any) -> Any:
-    """`value` with the sizes of tensors in their place; symbolic ones as in the call captured."""
+    """A value with shapes for tensors, each symbolic size as in the call captured."""
     if isinstance(value, torch.Tensor):
         return torch.Size([size_hint(size) for size in value.shape])
     if isinstance(value, (list, tuple)):
         return type(value)(map(_shapes, value))
-    return value
+    return size_hint(value) if isinstance(value, torch.SymInt) else value
 
 
 def _causal(node: fx.Node, flops: int) -> int:
-    """LoweredGraph of `flops` under a causal mask, whose blocks above the diagonal are skipped."""
+    """FLOPs under a causal mask, whose blocks above the diagonal are skipped."""
     for argument, value in _arguments(node):
         if argument == "is_causal":
             return flops // 2 if value else flops
@@ -202,8 +211,8 @@ def _arguments(node: fx.Node) -> Iterator[tuple[str, Any]]:
             yield argument.name, node.kwargs.get(argument.name, argument.default_value)
 
 
-def _bytes(tensor: torch.Tensor) -> int:
-    """Bytes behind `tensor`: of an expanded one those that are there."""
+def _stored_bytes(tensor: Tensor) -> int:
+    """Bytes in memory behind `tensor`: an expanded dimension counts once."""
     sizes = zip(tensor.shape, tensor.stride(), strict=True)
     numel = prod(
         size_hint(size) for size, stride in sizes if not (type(stride) is int and stride == 0)
@@ -211,7 +220,12 @@ def _bytes(tensor: torch.Tensor) -> int:
     return numel * tensor.dtype.itemsize
 
 
-def _tensors(value: Any) -> Iterator[torch.Tensor]:
+def _operands(node: fx.Node) -> list[Tensor]:
+    """The tensors that `node` reads."""
+    return [tensor for value in node.all_input_nodes for tensor in _tensors(value.meta.get("val"))]
+
+
+def _tensors(value: Any) -> Iterator[Tensor]:
     if isinstance(value, torch.Tensor):
         yield value
     elif isinstance(value, (list, tuple)):
@@ -232,38 +246,6 @@ def cost_of(node: fx.Node) -> int:
     """
     if node.target is getitem or alias_inputs(node):
         return 0
-    moved = sum(bytes_of(tensor) for tensor in _tensors_in(node.meta.get("val")))
-    moved += sum(
-        bytes_of(tensor)
-        for source in node.all_input_nodes
-        for tensor in _tensors_in(source.meta.get("val"))
-    )
-    return _flops_of_node(node) + FLOPS_PER_BYTE * moved
-
-
-def _flops_of_node(node: fx.Node) -> int:
+    tensors = [*_tensors(node.meta.get("val")), *_operands(node)]
     packet = getattr(node.target, "overloadpacket", None)
-    if packet in attention_work.FORWARD:
-        operands: Any = node.args[:3]
-        return attention_work.forward_flops(*(_concrete(n.meta["val"]).shape for n in operands))
-    formula = flop_registry.get(packet)
-    if formula is None:
-        return 0
-    args, kwargs = fx.map_arg((node.args, node.kwargs), lambda n: n.meta["val"])
-    found = tree_map(_concrete, (args, kwargs, node.meta["val"]))
-    return int(formula(*found[0], **found[1], out_val=found[2]))
-
-
-def _concrete(value: Any) -> Any:
-    """`value` with the sizes of the call captured: to ask a symbol would be to fix it."""
-    if isinstance(value, Tensor):
-        return torch.empty([size_hint(size) for size in value.shape], device="meta")
-    return size_hint(value) if isinstance(value, torch.SymInt) else value
-
-
-def _tensors_in(val: Any) -> Iterator[Tensor]:
-    if isinstance(val, Tensor):
-        yield val
-    elif isinstance(val, (tuple, list)):
-        for part in val:
-            yield from _tensors_in(part)
+    return _counted_flops(packet, node) + FLOPS_PER_BYTE * sum(map(bytes_of, tensors))

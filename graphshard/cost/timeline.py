@@ -11,12 +11,13 @@ compute goes slower while it is under way, by the hardware's `contention`.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any
 
 from torch import fx
 
+from graphshard.cost.clocks import Clocks
 from graphshard.cost.collective_cost import ranks_of
 from graphshard.cost.fused import fused_costs
 from graphshard.cost.op_cost import op_cost
@@ -88,11 +89,6 @@ class Timeline:
     recomputed_flops: int  # those of them that forward did before
 
 
-class _Clocks(dict[str, float]):
-    def __missing__(self, stream: str) -> float:
-        return 0.0
-
-
 def timeline_of(
     program: Program,
     plan: ShardingPlan,
@@ -110,7 +106,7 @@ def timeline_of(
         tuple(walk.spans),
         tuple(walk.transfers),
         tuple(walk.at),
-        max(walk.clock.values(), default=0.0),
+        walk.clocks.end,
         walk.flops,
         walk.recomputed_flops,
     )
@@ -122,12 +118,11 @@ class _Walk:
     ) -> None:
         self.program, self.plan, self.hardware, self.tf32 = program, plan, hardware, tf32
         self.fused = fused_costs(program)
-        self.clock = _Clocks()
+        self.clocks = Clocks(hardware.contention)
         self.spans: list[Span] = []
         self.transfers: list[Transfer] = []
         self.at: list[float] = []
         self.flops = self.recomputed_flops = 0
-        self._busy_until = 0.0  # when the last collective or copy launched so far will be done
         self._under_way: dict[fx.Node, tuple[Span, int, Span | None]] = {}
         self._run: tuple[str, str, float, int] | None = None  # unit, phase, start, place
         self._last_on: dict[str, Span] = {}
@@ -145,7 +140,7 @@ class _Walk:
                 self._start(place, node, bytes_of(node.meta["val"]))
             elif ops.op_name(node) is None or node.target in STREAMED:
                 self._compute(place, node)
-        self.at.append(self.clock[COMPUTE])
+        self.at.append(self.clocks.now)
 
     def close(self) -> None:
         self._end_run()
@@ -167,21 +162,16 @@ class _Walk:
         if not seconds:
             return
         unit, phase = node.meta.get("unit", ""), node.meta["phase"]
-        now = self.clock[COMPUTE]
         if self._run is None or self._run[:2] != (unit, phase):
             self._end_run()
-            self._run = (unit, phase, now, place)
-        taken, contended = self.hardware.contention, self._busy_until - now
-        if taken and contended > 0:
-            done = contended * (1 - taken)  # seconds of work that get done meanwhile
-            seconds = seconds / (1 - taken) if done >= seconds else contended + seconds - done
-        self.clock[COMPUTE] = now + seconds
+            self._run = (unit, phase, self.clocks.now, place)
+        self.clocks.compute(seconds)
 
     def _end_run(self) -> None:
         if self._run is None:
             return
         unit, phase, start, place = self._run
-        end = self.clock[COMPUTE]
+        end = self.clocks.now
         self.spans.append(Span(COMPUTE, COMPUTE, unit, phase, start, start, end, place))
         self._run = None
 
@@ -190,13 +180,11 @@ class _Walk:
     def _start(self, place: int, node: fx.Node, moved: int) -> None:
         stream, op = stream_of(node), str(ops.op_name(node))
         seconds = node_seconds(node, self.program, self.hardware)
-        issued = self.clock[COMPUTE]
-        free_at = self.clock[stream]
-        start = max(issued, free_at)
+        issued = self.clocks.now
+        start = max(issued, self.clocks.ends.get(stream, 0.0))
+        end = self.clocks.launch(stream, seconds)
         unit, phase = str(node.meta.get("unit", "")), node.meta["phase"]
-        span = Span(stream, op, unit, phase, issued, start, start + seconds, place)
-        self.clock[stream] = span.end
-        self._busy_until = max(self._busy_until, span.end)
+        span = Span(stream, op, unit, phase, issued, start, end, place)
         self.spans.append(span)
         behind = self._last_on.get(stream) if start > issued else None
         self._last_on[stream] = span
@@ -208,11 +196,11 @@ class _Walk:
         if found is None:
             return
         span, moved, behind = found
-        now = self.clock[COMPUTE]
+        now = self.clocks.now
         exposed = max(0.0, span.end - now)
         if exposed:
             self._end_run()
-            self.clock[COMPUTE] = span.end
+            self.clocks.wait(span.end)
         is_copy = ops.is_transfer(node)
         self.transfers.append(
             Transfer(
@@ -227,8 +215,3 @@ class _Walk:
                 behind,
             )
         )
-
-
-def collectives(program: Program) -> Iterator[fx.Node]:
-    """Every collective of `program`, in order."""
-    return (node for node in program.nodes() if ops.is_collective(node))

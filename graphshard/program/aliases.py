@@ -220,17 +220,36 @@ def storage_root(node: fx.Node) -> fx.Node:
     return node
 
 
-def aliases_of(root: fx.Node) -> list[fx.Node]:
-    """`root` and every value that shares its storage, in order of the graph."""
-    found = {root: None}
-    stack = [root]
+def aliases_of(*roots: fx.Node) -> list[fx.Node]:
+    """`roots` and every value that shares a storage with one of them, in order of the graph."""
+    aliases = set(roots)
+    stack = list(roots)
     while stack:
         node = stack.pop()
         for user in node.users:
-            if user not in found and node in alias_inputs(user):
-                found[user] = None
+            if user not in aliases and node in alias_inputs(user):
+                aliases.add(user)
                 stack.append(user)
-    return sorted(found)
+    return sorted(aliases)
+
+
+def uses_of(*roots: fx.Node) -> list[fx.Node]:
+    """Every node that the storages of `roots` must outlive.
+
+    These are the aliases of `roots`, the nodes that read one of them, and, for a collective or a
+    copy between device and host that does, the `wait` or `arrive` that ends it. The program's
+    output is not among them.
+    """
+    uses = dict.fromkeys(aliases_of(*roots))
+    for value in list(uses):
+        for user in value.users:
+            if user.op == "call_function":
+                uses[user] = None
+                uses.update((end, None) for end in user.users if end.target in _ENDS)
+    return list(uses)
+
+
+_ENDS = (ops.wait, ops.arrive)
 
 
 def is_dense(value: fx.Node) -> bool:

@@ -13,7 +13,7 @@ from graphshard.cost.collective_cost import collective_seconds, saturating_bytes
 from graphshard.cost.op_cost import op_cost
 from graphshard.hardware.hardware import Hardware
 from graphshard.program import ops
-from graphshard.program.aliases import Source, alias_inputs
+from graphshard.program.aliases import Source, unpacks, uses_of
 from graphshard.program.program import Program
 from graphshard.program.storages import bytes_of
 
@@ -76,24 +76,8 @@ def readers_of(
 
 
 def last_use(wait: fx.Node) -> fx.Node:
-    """The last node before which nothing that `wait` of a gather returned may be freed.
-
-    A collective uses its operands until its own wait.
-    """
-    aliases = [user for user in wait.users if ops.is_unpack(user)]
-    seen = set(aliases)
-    found: list[fx.Node] = [wait, *aliases]
-    for value in aliases:  # grows while it is walked
-        for user in value.users:
-            if user.op != "call_function":
-                continue
-            found.append(user)
-            if ops.is_collective(user):
-                found += (other for other in user.users if other.target is ops.wait)
-            if user not in seen and value in alias_inputs(user):
-                seen.add(user)
-                aliases.append(user)
-    return max(found)
+    """The last node that uses a parameter which `wait` of an all_gather returned."""
+    return max(wait, *uses_of(*unpacks(wait)))
 
 
 def clusters(

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 
 from torch import fx
 
+from graphshard.cost.clocks import Clocks
 from graphshard.cost.memory import bytes_held
 from graphshard.cost.streams import local_seconds, node_seconds, stream_of
 from graphshard.cost.timeline import timeline_of
@@ -60,9 +61,7 @@ class Orders:
 
     def seconds(self, order: Sequence[fx.Node]) -> float:
         """Seconds of forward and backward (see `graphshard.cost.timeline`)."""
-        now = busy_until = 0.0
-        taken = self.budget.hardware.contention
-        clock: dict[str, float] = {}
+        clocks = Clocks(self.budget.hardware.contention)
         done: dict[fx.Node, float] = {}
         steps = self.steps
         for node in order:
@@ -72,20 +71,12 @@ class Orders:
             kind, seconds, stream, source = step
             if kind == _AWAIT:
                 assert source is not None
-                now = max(now, done.get(source, 0.0))
+                clocks.wait(done.get(source, 0.0))
                 continue
-            if seconds:
-                contended = busy_until - now
-                if taken and contended > 0:
-                    worked = contended * (1 - taken)
-                    longer = contended + seconds - worked
-                    seconds = seconds / (1 - taken) if worked >= seconds else longer
-                now += seconds
+            clocks.compute(seconds)
             if kind == _LAUNCH:
-                end = max(now, clock.get(stream, 0.0)) + self.cost[node]
-                clock[stream] = done[node] = end
-                busy_until = max(busy_until, end)
-        return max([now, *clock.values()])
+                done[node] = clocks.launch(stream, self.cost[node])
+        return clocks.end
 
 
 def budget_of(program: Program) -> Budget:

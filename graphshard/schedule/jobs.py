@@ -15,8 +15,9 @@ from torch import fx
 from graphshard.cost.streams import local_seconds, stream_of
 from graphshard.planning.plan import ShardingPlan
 from graphshard.program import ops
-from graphshard.program.aliases import alias_inputs, transfers_after, transfers_into, unpacks
+from graphshard.program.aliases import transfers_after, transfers_into, unpacks, uses_of
 from graphshard.program.annotations import Budget
+from graphshard.program.collective import wait_of
 from graphshard.program.program import BACKWARD, Program
 
 
@@ -135,7 +136,8 @@ class _Maker:
         reads: dict[fx.Node, int] = {}
         waiting: dict[fx.Node, list[fx.Node]] = {}
         for free in frees:
-            uses = set(_uses(free))
+            wait = free.all_input_nodes[0]
+            uses = {wait, *uses_of(*unpacks(wait))}
             if free.meta["phase"] == BACKWARD and border:
                 uses.add(frame[border - 1])
             reads[free] = len(uses)
@@ -166,7 +168,8 @@ class _Maker:
         return job
 
     def _claim_wait(self, job: Job) -> None:
-        (wait,) = (user for user in job.collective.users if user.target is ops.wait)
+        wait = wait_of(job.collective)
+        assert wait is not None
         picked = unpacks(wait)
         further = dict.fromkeys(n for one in picked for n in transfers_after(one))
         own = [n for n in sorted(further) if n not in self.job_of]
@@ -199,24 +202,3 @@ class _Maker:
                         other.followers.append(job)
         readers = [at[user] for node in job.wait for user in node.users if user in at]
         job.need = min([stop, *readers])
-
-
-def _uses(free: fx.Node) -> Iterable[fx.Node]:
-    """What must stand before `free`: all that reads what it frees or a view of it, and of a
-    collective that does, its wait.
-    """
-    wait = free.all_input_nodes[0]
-    aliases = [user for user in wait.users if ops.is_unpack(user)]
-    seen = set(aliases)
-    yield wait
-    yield from aliases
-    for value in aliases:  # grows while it is walked
-        for user in value.users:
-            if user.op != "call_function":
-                continue
-            yield user
-            if ops.is_collective(user):
-                yield from (other for other in user.users if other.target is ops.wait)
-            if user not in seen and value in alias_inputs(user):
-                seen.add(user)
-                aliases.append(user)

@@ -19,6 +19,7 @@ from dataclasses import dataclass, field
 
 from torch import Tensor, fx
 
+from graphshard.cost.clocks import Clocks
 from graphshard.cost.streams import stream_of
 from graphshard.program import ops
 from graphshard.schedule.jobs import Job, Tasks
@@ -79,8 +80,6 @@ class _Walk:
     rule: Rule
     held: Bytes | None
     order: list[fx.Node] = field(default_factory=list)
-    now: float = 0.0
-    busy_until: float = 0.0  # when all that is launched will be done
 
     def __post_init__(self) -> None:
         tasks = self.tasks
@@ -88,7 +87,7 @@ class _Walk:
         self.ideal = [0.0]  # when compute reaches each place if it never waits
         for seconds in tasks.seconds:
             self.ideal.append(self.ideal[-1] + seconds)
-        self.clock: dict[str, float] = {}
+        self.clocks = Clocks(tasks.contention)
         self.live = None if self.held is None else self.held.least.clone()
         self.gathers = deque(job for job in tasks.jobs if job.is_gather)
         self.reduces = {
@@ -159,7 +158,7 @@ class _Walk:
             self._emit(arrival)
         self.order.append(tasks.tail)
         most = 0 if self.live is None else _most(self.live)
-        return Placed(self.order, max([self.now, *self.clock.values()]), most)
+        return Placed(self.order, self.clocks.end, most)
 
     def _cross(self) -> None:
         """End what forward gathers for backward: what is under way cannot be kept."""
@@ -172,35 +171,20 @@ class _Walk:
         self.order.append(node)
         if node.target in ops.COPIES:
             stream = stream_of(node)
-            self.copied[node] = self._occupy(stream, self.tasks.cost[node])
+            self.copied[node] = self.clocks.launch(stream, self.tasks.cost[node])
         elif node.target is ops.arrive:
-            self.now = max(self.now, self.copied[node.all_input_nodes[0]])
+            self.clocks.wait(self.copied[node.all_input_nodes[0]])
         else:
-            self._work(self.tasks.cost[node])
+            self.clocks.compute(self.tasks.cost[node])
         for free in self.tasks.frees.get(node, ()):
             self.reads[free] -= 1
             if not self.reads[free]:
                 self._emit(free)
 
-    def _work(self, seconds: float) -> None:
-        """Compute goes on for `seconds`, or longer where communication slows it."""
-        taken, contended = self.tasks.contention, self.busy_until - self.now
-        if seconds and taken and contended > 0:
-            done = contended * (1 - taken)
-            seconds = seconds / (1 - taken) if done >= seconds else contended + seconds - done
-        self.now += seconds
-
-    def _occupy(self, stream: str, seconds: float) -> float:
-        """Launch something on `stream`; when it will be done."""
-        done = max(self.now, self.clock.get(stream, 0.0)) + seconds
-        self.clock[stream] = done
-        self.busy_until = max(self.busy_until, done)
-        return done
-
     def _settle(self, index: int) -> None:
         """End the reduces that are done, or may be held no longer."""
         for flight in list(self.flights):
-            if self.now >= flight.done or flight.until <= index or self.minimal:
+            if self.clocks.now >= flight.done or flight.until <= index or self.minimal:
                 self._end(flight, index)
 
     def _issue(self, index: int) -> None:
@@ -247,15 +231,15 @@ class _Walk:
         if self.ideal[index + 1] <= self.latest[job]:
             return False
         waits = [done for other, done in self.gathered.items() if other.need == index]
-        reached = max([self.now, *waits]) + self.tasks.seconds[index]  # the next place
-        return self.clock.get(job.stream, 0.0) < reached
+        reached = max([self.clocks.now, *waits]) + self.tasks.seconds[index]  # the next place
+        return self.clocks.ends.get(job.stream, 0.0) < reached
 
     def _goes_before(self, job: Job, reduce: Job | None, index: int) -> bool:
         """Whether a gather would be late if `reduce`, which is ready, went before it."""
         if reduce is None or reduce.stream != job.stream or self.rule.guard == NONE:
             return False
-        behind = self.now - self.ideal[index]
-        free_at = max(self.now, self.clock.get(job.stream, 0.0)) + reduce.seconds
+        behind = self.clocks.now - self.ideal[index]
+        free_at = max(self.clocks.now, self.clocks.ends.get(job.stream, 0.0)) + reduce.seconds
         limit = self.latest[job]
         if self.rule.guard == OWN:
             limit = self.ideal[job.need] - job.seconds
@@ -280,10 +264,10 @@ class _Walk:
         for node in job.issue[:-1]:
             self._emit(node)
         self.order.append(job.collective)
-        self.gathered[job] = self._occupy(job.stream, job.seconds)
+        self.gathered[job] = self.clocks.launch(job.stream, job.seconds)
 
     def _end_gather(self, job: Job) -> None:
-        self.now = max(self.now, self.gathered.pop(job))
+        self.clocks.wait(self.gathered.pop(job))
         self._finish(job)
 
     def _finish(self, job: Job) -> None:
@@ -302,9 +286,9 @@ class _Walk:
         self.reduces[job.queue].popleft()
         for node in job.issue[:-1]:
             self._emit(node)
-        self._work(job.local)
+        self.clocks.compute(job.local)
         self.order.append(job.collective)
-        done = self._occupy(job.stream, job.seconds)
+        done = self.clocks.launch(job.stream, job.seconds)
         flight = _Flight(job, done, job.need)
         self.flights.append(flight)
         if self.minimal:
@@ -312,7 +296,9 @@ class _Walk:
             return
         if self.live is None or self.held is None:
             return
-        until = min(job.need, bisect_left(self.ideal, done - self.now + self.ideal[index], index))
+        until = min(
+            job.need, bisect_left(self.ideal, done - self.clocks.now + self.ideal[index], index)
+        )
         while self._over(job, index, until) == index and len(self.flights) > 1:
             self._end(self.flights[0], index)  # launched earlier, so done earlier
         if flight not in self.flights:
@@ -337,7 +323,7 @@ class _Walk:
         self.flights.remove(flight)
         if self.live is not None and flight.reserved > index:
             self.live[index : flight.reserved] -= flight.job.held
-        self.now = max(self.now, flight.done)
+        self.clocks.wait(flight.done)
         self._finish(flight.job)
         for follower in flight.job.followers:
             queue = self.reduces[follower.queue]

@@ -13,7 +13,6 @@ from torch import fx
 from graphshard.errors import VerifyError
 from graphshard.planning.plan import ShardingPlan
 from graphshard.program import ops
-from graphshard.program.aliases import alias_inputs
 from graphshard.program.collective import Collective
 from graphshard.program.pass_protocol import Stage
 from graphshard.program.program import ParamEntry, Program, Signature, signature, signatures
@@ -148,17 +147,6 @@ class Facts:
     def gathers(self) -> list[fx.Node]:
         """Every all_gather, in order."""
         return [node for node in self.collectives if node.target is ops.all_gather]
-
-    def aliases(self, wait: fx.Node) -> list[fx.Node]:
-        """Every node whose value shares storage with a result of `wait`."""
-        values = [user for user in wait.users if ops.is_unpack(user)]
-        seen = set(values)
-        for node in values:  # grows while it is walked
-            for user in node.users:
-                if user not in seen and node in alias_inputs(user):
-                    seen.add(user)
-                    values.append(user)
-        return values
 
     def fail(self, rule: str, node: fx.Node | None, text: str) -> NoReturn:
         """Raise the error for `node`, or for the whole program.

@@ -40,7 +40,7 @@ def check_lifetimes(facts: Facts) -> None:
             continue
         freed = facts.place[frees[0]]
         late: list[tuple[int, fx.Node, fx.Node]] = []
-        for value in facts.aliases(wait):
+        for value in aliases_of(*unpacks(wait)):
             late += [
                 (facts.place[last], last, value)
                 for user in (value, *value.users)
