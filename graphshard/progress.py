@@ -17,7 +17,7 @@ from rich.text import Text
 
 
 class Stages(Protocol):
-    """Whoever shows how far the work is; see `graphshard.inspect.progress.Progress`."""
+    """Whoever shows how far the work is; see `graphshard.progress.Progress`."""
 
     def stage(self, name: str, total: int | None = None) -> AbstractContextManager[None]:
         """A stage of the work, of `total` steps where that is known."""

@@ -25,7 +25,7 @@ from graphshard.torch_private.inductor import draws_as_eager
 
 @dataclass(frozen=True)
 class FormRegions(Pass):
-    """Number the regions of a finished program (see `graphshard.regions`).
+    """Number the regions of a finished program (see `graphshard.program.regions`).
 
     A region goes as far as nodes of one unit that may be compiled stand together; a unit's end ends
     it too, so that a model whose forward communicates nothing still has a region per block. A

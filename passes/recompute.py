@@ -39,7 +39,7 @@ class Recompute(Pass):
     the random stream is eager's.
 
     The idea is that of "Training Deep Nets with Sublinear Memory Cost" (arXiv:1604.06174) and of
-    torch.utils.checkpoint; what `selective` keeps, see `graphshard.heavy_ops`.
+    torch.utils.checkpoint; what `selective` keeps, see `graphshard.cost.op_cost`.
 
     Args:
         units: every call of every unit but the root is a region.

@@ -109,7 +109,7 @@ def capture(
             CPU, and `program.notes` says so.
         grad: forward and backward (of what requires gradients), or a forward-only program.
         names: for each tensor of the call (in the order of `take_apart`) its dynamic dimensions,
-            of sizes of at least 2; see `graphshard.dynamic`.
+            of sizes of at least 2; see `graphshard.capture.dynamic`.
         entry: what of the model is called.
         precisions: what is computed in another dtype than its own. None: nothing is.
 

@@ -197,7 +197,7 @@ class TrainingMethods(TreeModule):
         `kind(sharded.parameter_groups(rule), **options)` in every respect, its values to the bit,
         but for the time of a step: an operator on a DTensor costs tens of microseconds of the host,
         and inside of `step` there is none. Groups and `state_dict()` hold DTensors; in
-        `optimizer.state` are this rank's parts of them. See `graphshard.runtime.local_steps`.
+        `optimizer.state` are this rank's parts of them. See `graphshard.training.local_steps`.
 
             optim = sharded.optimizer(torch.optim.AdamW, lr=3e-4, fused=True)
 

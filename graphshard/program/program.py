@@ -14,7 +14,7 @@ Every node but the output carries in `meta`:
     "phase"  "forward" or "backward"
     "fqn"    the module it came from ("" is the root)
     "unit"   the FQN of the innermost unit around that module (set once a plan is known)
-    "region" the number of the region it is compiled in, if it is (see `graphshard.regions`)
+    "region" the number of the region it is compiled in, if it is (see `graphshard.program.regions`)
 """
 
 from __future__ import annotations

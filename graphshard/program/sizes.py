@@ -114,7 +114,7 @@ class Sizes:
             raise PassError(
                 f"pass {who} decided by a symbolic size ({self._text(self._settled)}), which holds "
                 "for some calls of the program and not for others; compare sizes by "
-                "graphshard.sizes.same_sizes, or take graphshard.sizes.hint of them"
+                "graphshard.program.sizes.same_sizes, or take graphshard.program.sizes.hint of them"
             )
 
     def _specialised(self, size: Size, number: Any, what: str) -> str:

@@ -184,7 +184,7 @@ class Storage:
     parameter that is to be reduced; returned by the step; or none of these.
 
     In another order of the same nodes it is born where `first` stands, `late` places behind it, and
-    dies with the last of `ends`, `over` places behind that: see `graphshard.schedule.lives`.
+    dies with the last of `ends`, `over` places behind that: see `graphshard.schedule.memory`.
     """
 
     node: fx.Node

@@ -1,4 +1,4 @@
-"""The part of `graphshard.torch_compat` that is about traces, for torch 2.11 to 2.13."""
+"""The part of `graphshard.torch_private.compat` that is about traces, for torch 2.11 to 2.13."""
 
 from __future__ import annotations
 

@@ -65,7 +65,7 @@ def test_a_broken_program_can_still_be_read() -> None:
 def test_text_is_the_same_in_every_process() -> None:
     script = (
         "import toy_programs as toys\n"
-        "from graphshard.inspect.text import full_text\n"
+        "from graphshard.program.text import full_text\n"
         "program, _ = toys.rewritten(toys.nested)\n"
         "print(str(program) + full_text(program), end='')"
     )
