@@ -45,7 +45,7 @@ class FlatCalls:
     def take_apart(
         self, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> tuple[list[Tensor], Structure]:
-        """As `graphshard.capture.structure.take_apart` does; calls of one form get the same structure.
+        """As `graphshard.capture.structure.take_apart`; calls of one form get one structure.
 
         Raises:
             CaptureError: an argument cannot be taken apart.

@@ -82,7 +82,7 @@ class Best:
 def best_order(program: Program, plan: ShardingPlan, budget: Budget, *, lean: bool = False) -> Best:
     """The best order of the nodes of a finished `program`: its own, if no other is preferred.
 
-    A few rules of the list scheduler (see `graphshard.schedule.list_scheduler`) are tried, and the best
+    A few rules of the list scheduler (`graphshard.schedule.list_scheduler`) are tried, and the best
     order by simulation is taken that keeps the budget. If that is not faster than what is there (or
     as fast and smaller), only frees are moved. With `lean`, of those that take as long the one is
     taken that holds the least for sharding's sake.
