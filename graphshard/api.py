@@ -36,7 +36,7 @@ from graphshard.progress import Progress, Stages
 from graphshard.runtime.group import find_group
 from graphshard.torch_private.inductor import require_inductor
 from graphshard.tune.auto_policy import AutoPolicy
-from graphshard.tune.tuner import searched, wants_groups
+from graphshard.tune.tuner import needs_groups, search_plan
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
@@ -107,11 +107,11 @@ def compile(  # noqa: A001  # as torch.compile
     if not isinstance(policy, AutoPolicy):
         require_policy(policy)
     sizes = Dynamic.of(model, dynamic)
-    group = find_group(mesh, device, alone=_device_of(model), hybrid=wants_groups(policy))
+    group = find_group(mesh, device, alone=_device_of(model), hybrid=needs_groups(policy))
     group.check = os.environ.get("GRAPHSHARD_CHECK") == "1" if check is None else check
     progress = progress or Progress()
     if isinstance(policy, AutoPolicy):
-        policy = searched(
+        policy = search_plan(
             policy.on(group.device),
             model,
             example_inputs,
@@ -186,7 +186,7 @@ def plan(
         world_size = torch.Size(shape or (1,)).numel()
     progress = progress or Progress()
     if isinstance(policy, AutoPolicy):
-        found = searched(
+        found = search_plan(
             policy,
             model,
             example_inputs,

@@ -136,6 +136,7 @@ MOVED = {
     "tune.command": "cli.tune",
     "tune.outcome": "tune.tuning",
     "tune.resolve": "tune.tuner",
+    "tune.shallow": "tune.extrapolate",
     "unit_options": "planning.options",
     "value_memo": "verify.numbering",
     "verify_columns": "verify.collectives",
