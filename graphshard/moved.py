@@ -122,6 +122,7 @@ MOVED = {
     "sizes": "program.sizes",
     "snapshot": "pipeline",
     "state.methods": "module.state",
+    "state.slots": "state.state_tensors",
     "step_memory": "program.storages",
     "storages": "program.aliases",
     "strategy": "policy.strategy",

@@ -137,9 +137,7 @@ def test_the_frontier_and_the_reasons(simulator, grid):
         assert one.seconds <= other.seconds
         assert one.peak > other.peak
     why = reasons(search, winner)
-    assert any(
-        f" of {graphshard.format.human_bytes(budget)}" in w for w in why.values()
-    )
+    assert any(f" of {graphshard.format.human_bytes(budget)}" in w for w in why.values())
     assert any("slower" in w for w in why.values())
     assert any(name.startswith("strategy=") for name in why)
     assert any(name.startswith("recompute=") for name in why)
