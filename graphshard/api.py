@@ -1,4 +1,4 @@
-"""The entry points: the stages in order, nothing else."""
+"""The entry points `compile`, `plan` and `simulate`: each runs the stages in order."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ from graphshard.progress import Progress, Stages
 from graphshard.runtime.group import find_group
 from graphshard.torch_private.inductor import require_inductor
 from graphshard.tune.auto_policy import AutoPolicy
-from graphshard.tune.tuner import searched, wants_groups
+from graphshard.tune.tuner import needs_groups, search_plan
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
@@ -56,44 +56,43 @@ def compile(  # noqa: A001  # as torch.compile
     check: bool | None = None,
     progress: Stages | None = None,
 ) -> ShardedModule:
-    """Shard `model` over the ranks of `mesh`; every rank calls this alike.
+    """Shard `model` over the ranks of `mesh`; every rank must call this with the same arguments.
 
     Args:
-        model: on meta or with real weights; stays as it is. Real weights are sharded; a model on
+        model: on meta or with real weights; it is not changed. Real weights are sharded; a model on
             meta gets values by `init_weights`, `load_full_state_dict` or a checkpoint.
-        policy: which parameters are gathered together, and when; an `AutoPolicy` is searched first,
-            which needs example inputs.
-        example_inputs: positional arguments of a call, real, meta or fake tensors among them, to
+        policy: chooses the units and their options; an `AutoPolicy` is searched first, which needs
+            example inputs.
+        example_inputs: positional arguments of a call (tensors may be real, meta or fake), to
             capture a program at once. None: programs are captured when a call needs one.
         example_kwargs: keyword arguments of that call.
-        mesh: of one dimension, or for the HYBRID strategies of two: parameters are replicated over
-            the first and sharded over the last. None: the default process group (for a HYBRID
-            strategy the ranks of a node, as LOCAL_WORLD_SIZE or the number of CUDA devices says,
-            share the shards), or a single rank if there is none.
-        device: where the model runs. None: on the mesh's kind of device; without a mesh on the
-            current CUDA device under NCCL, on the CPU under other backends, and on a single rank
-            without a process group where the model is (from meta: the CPU).
-        backend: what runs compute. "eager": torch, operator by operator; "inductor": Inductor
-            compiles what stands between collectives, waits and frees, region by region, each
-            structure once, and random numbers still come from torch's own generators. The first
-            call takes the longer for it, unless its cache on disk knows the regions. One that it
-            cannot compile runs operator by operator, and the plan says which and why.
-        dynamic: dimensions whose size may differ from call to call, by argument of the forward (or
-            path of a tensor in a nested one), with a name: {"input_ids": {0: "batch", 1: "seq"}}.
-            One program serves all sizes of at least 2 it is right for; dimensions of one name have
-            one size in a call. None: each shape has a program of its own.
-        passes: applied after the default ones, in order.
-        check: poison freed storage and check every value's shape and dtype. None: if the
+        mesh: a mesh of one dimension, or for the HYBRID strategies of two: parameters are
+            replicated over the first and sharded over the last. None: the default process group, or
+            a single rank if there is none; for a HYBRID strategy the ranks of a node (by
+            LOCAL_WORLD_SIZE or the number of CUDA devices) form a shard group.
+        device: the device to run on. None: the mesh's kind of device. Without a mesh: the current
+            CUDA device under NCCL, the CPU under other backends, and without a process group the
+            model's own device (the CPU for a model on meta).
+        backend: runs compute. "eager": torch, operator by operator. "inductor": Inductor compiles
+            the regions between collectives, waits and frees, each structure once; random numbers
+            still come from torch's own generators. Its first call takes longer, unless the disk
+            cache has the regions. A region that cannot be compiled runs operator by operator, and
+            the plan says which and why.
+        dynamic: names of dimensions whose size may differ between calls, by argument of the forward
+            (or path of a tensor in a nested one): {"input_ids": {0: "batch", 1: "seq"}}. One
+            program serves all valid sizes of at least 2; dimensions of one name have one size in a
+            call. None: a program per shape.
+        passes: passes to apply after the default ones, in order.
+        check: poison freed storage and check every value's shape and dtype. None: only if the
             environment variable GRAPHSHARD_CHECK is 1.
-        progress: told of each stage. None: a bar on stderr, if that is a terminal.
+        progress: shows each stage. None: a bar on stderr, if that is a terminal.
 
     Raises:
-        PolicyError: the policy, the mesh and the model do not fit; or `backend` is unknown, or
-            another argument is not of the kind above.
+        PolicyError: the policy, the mesh and the model do not fit, or an argument is invalid.
         PlanError: the model cannot be planned, or this is called in inference mode.
-        CaptureError, PassError, VerifyError: its program cannot be made, given example inputs; a
-            model that fixes a size asked to be dynamic is such a case.
-        UnsupportedTorchError: this torch compiles otherwise than "inductor" knows.
+        CaptureError, PassError, VerifyError: no program can be made for the example inputs, for
+            example because the model fixes a dynamic size.
+        UnsupportedTorchError: `backend="inductor"` does not support this version of torch.
     """
     last = backend_passes(backend)
     if last:
@@ -107,11 +106,11 @@ def compile(  # noqa: A001  # as torch.compile
     if not isinstance(policy, AutoPolicy):
         require_policy(policy)
     sizes = Dynamic.of(model, dynamic)
-    group = find_group(mesh, device, alone=_device_of(model), hybrid=wants_groups(policy))
+    group = find_group(mesh, device, alone=_device_of(model), hybrid=needs_groups(policy))
     group.check = os.environ.get("GRAPHSHARD_CHECK") == "1" if check is None else check
     progress = progress or Progress()
     if isinstance(policy, AutoPolicy):
-        policy = searched(
+        policy = search_plan(
             policy.on(group.device),
             model,
             example_inputs,
@@ -152,31 +151,31 @@ def plan(
     passes: Sequence[PassLike] = (),
     progress: Stages | None = None,
 ) -> ShardingPlan:
-    """The plan `compile` would follow, made with no process group and no parameter memory.
+    """Return the plan that `compile` would make, without process group or parameter memory.
 
-    It is that of ranks over NCCL: over Gloo, in FSDP's order, `compile` waits for each reduce
-    before it goes on, so that less is held there.
+    It is the plan for NCCL. Over Gloo with schedule "fsdp", `compile` waits for each reduce at
+    once, which needs less memory.
 
     Args:
-        model: on meta or with real weights; stays as it is.
-        policy: which parameters are gathered together, and when; an `AutoPolicy` is searched first,
-            which needs example inputs.
+        model: on meta or with real weights; it is not changed.
+        policy: chooses the units and their options; an `AutoPolicy` is searched first, which needs
+            example inputs.
         world_size: number of ranks. None: that of `mesh_shape`, or 1.
-        mesh_shape: their arrangement, `(ranks,)` or, for the HYBRID strategies, `(replicas, ranks
-            to shard over)`. None: `(world_size,)`.
-        example_inputs: as for `compile`; with them the step is captured, rewritten and verified,
-            and `plan.program` is the rewritten program, else it is None.
+        mesh_shape: the mesh of the ranks, `(ranks,)` or, for the HYBRID strategies, `(replicas,
+            ranks to shard over)`. None: `(world_size,)`.
+        example_inputs: as for `compile`. With them the step is captured, rewritten and verified,
+            and `plan.program` is the rewritten program; otherwise it is None.
         example_kwargs: keyword arguments of that call.
-        device: where the program is to run.
-        backend: as for `compile`; the program then shows its regions, and nothing is compiled.
+        device: the device that the program will run on.
+        backend: as for `compile`; the program shows its regions, but nothing is compiled.
         dynamic: as for `compile`.
-        passes: applied after the default ones, in order.
-        progress: told of each stage. None: a bar on stderr, if that is a terminal.
+        passes: passes to apply after the default ones, in order.
+        progress: shows each stage. None: a bar on stderr, if that is a terminal.
 
     Raises:
-        PolicyError, PlanError: the policy, the mesh and the model do not fit, or another argument
-            is not of the kind above.
-        CaptureError, PassError, VerifyError: the program cannot be made, given example inputs.
+        PolicyError, PlanError: the policy, the mesh and the model do not fit, or an argument is
+            invalid.
+        CaptureError, PassError, VerifyError: no program can be made for the example inputs.
     """
     _check_arguments(model, example_inputs, example_kwargs, passes)
     backend_passes(backend)  # checks it
@@ -186,7 +185,7 @@ def plan(
         world_size = torch.Size(shape or (1,)).numel()
     progress = progress or Progress()
     if isinstance(policy, AutoPolicy):
-        found = searched(
+        tuned_plan = search_plan(
             policy,
             model,
             example_inputs,
@@ -197,15 +196,15 @@ def plan(
             progress=progress,
         )
         if sizes is None and not passes and backend == "eager":
-            return found
-        policy = found.policy
+            return tuned_plan
+        policy = tuned_plan.policy
     with progress.stage("plan"):
-        made = make_plan(model, policy, world_size=world_size, mesh_shape=shape)
-        made = replace(made, backend=backend)
+        sharding_plan = make_plan(model, policy, world_size=world_size, mesh_shape=shape)
+        sharding_plan = replace(sharding_plan, backend=backend)
     if example_inputs is None and example_kwargs is None:
-        return made
+        return sharding_plan
     return with_program(
-        made,
+        sharding_plan,
         model,
         example_inputs,
         example_kwargs,
@@ -232,27 +231,26 @@ def simulate(
     backend: str | None = None,
     tf32: bool = False,
 ) -> Estimate:
-    """Predict time and memory of a training step, with no process group and no cluster.
+    """Estimate time and memory of a training step, without process group or cluster.
 
     Args:
         what: one of
 
             a model (on meta or not), with a policy or plan, a number of ranks and example inputs;
-            a plan that has a program, or one that has none, with its `model` and example inputs;
-            a sharded module: of its programs the one captured last that trains and reduces its
-            gradients, or the one for the example inputs, captured if need be;
-            a rewritten program, such as one of `ShardedModule.programs`: its own mesh, its shards
-            as its placeholders show them. Parameters that no collective serves count as the
-            root's; with its `plan` they count where they belong.
-        policy: for a model. One with schedule="overlap" and no hardware is timed on `hardware`.
+            a plan with a program, or one without, together with its `model` and example inputs;
+            a sharded module: its program for the example inputs, captured if needed, or without
+            inputs the last captured one that trains and reduces gradients;
+            a rewritten program, such as one of `ShardedModule.programs`. Without its `plan`,
+            parameters that no collective moves count as the root's.
+        policy: for a model. A schedule="overlap" without hardware uses `hardware`.
         hardware: a preset's name, a file of `graphshard calibrate`, or a `Hardware`.
         world_size: number of ranks, for a model.
-        mesh_shape: their arrangement, for a model.
-        gpus_per_node: ranks on a node. None: as `hardware` says; 8 in the presets of GPUs.
+        mesh_shape: the mesh of the ranks, for a model.
+        gpus_per_node: ranks on a node. None: as in `hardware`; 8 in the presets of GPUs.
         example_inputs: positional arguments of a call.
         example_kwargs: keyword arguments of that call.
-        model: of a plan that has no program.
-        plan: of a program, or for a model.
+        model: the model of a plan without a program.
+        plan: the plan of a program, or for a model.
         optimizer: "adamw" (foreach), "adamw-fused", "sgd", "sgd-momentum" or "none".
         backend: "nccl" or "gloo", which need different buffers. None: by the hardware's kind.
         tf32: float32 matrix products run as TF32.
@@ -261,20 +259,22 @@ def simulate(
         CostError: there is no program to simulate, or an argument is unknown or has no effect.
         PlanError, PolicyError, CaptureError: the model cannot be planned or captured.
     """
-    described = Hardware.load(hardware)
+    machine = Hardware.load(hardware)
     if gpus_per_node is not None:
         if not is_int(gpus_per_node) or gpus_per_node < 1:
             raise CostError(f"gpus_per_node must be 1 rank or more; got {gpus_per_node!r}")
-        described = described.with_(gpus_per_node=gpus_per_node)
+        machine = machine.with_(gpus_per_node=gpus_per_node)
     if policy is not None and policy.schedule == "overlap" and policy.hardware is None:
-        policy = replace(policy, hardware=described)
-    request = Request(model, plan, policy, world_size, mesh_shape, example_inputs, example_kwargs)
-    plan = planned(what, request)
-    return estimate_of(plan, described, optimizer=optimizer, backend=backend, tf32=tf32)
+        policy = replace(policy, hardware=machine)
+    arguments = SimulationArguments(
+        model, plan, policy, world_size, mesh_shape, example_inputs, example_kwargs
+    )
+    plan = plan_to_simulate(what, arguments)
+    return estimate_of(plan, machine, optimizer=optimizer, backend=backend, tf32=tf32)
 
 
 def with_program(
-    made: ShardingPlan,
+    sharding_plan: ShardingPlan,
     model: nn.Module,
     example_inputs: Sequence[Any] | None,
     example_kwargs: Mapping[str, Any] | None,
@@ -284,9 +284,9 @@ def with_program(
     passes: Sequence[PassLike] = (),
     progress: Stages | None = None,
 ) -> ShardingPlan:
-    """The plan `made` for `model` with the program of a call, captured, rewritten and verified.
+    """Capture a call of `model`, rewrite and verify it, and return the plan with the program.
 
-    The arguments are those of `plan`; `sizes` are those that are symbols.
+    The other arguments are those of `plan`; `sizes` holds the dynamic sizes.
 
     Raises:
         CaptureError, PassError, VerifyError: the program cannot be made.
@@ -303,14 +303,14 @@ def with_program(
             kwargs,
             device=device,
             grad=torch.is_grad_enabled(),
-            precisions=made.precisions,
+            precisions=sharding_plan.precisions,
             names=names,
         ).program
-    made = with_capture_warnings(made, program)
-    program.stale = made.stale_after_step
-    every = (*default_passes(made.policy), *passes, *backend_passes(made.backend))
-    run_passes(program, made, every, progress=progress)
-    return replace(made, program=program)
+    sharding_plan = with_capture_warnings(sharding_plan, program)
+    program.stale = sharding_plan.stale_after_step
+    every = (*default_passes(sharding_plan.policy), *passes, *backend_passes(sharding_plan.backend))
+    run_passes(program, sharding_plan, every, progress=progress)
+    return replace(sharding_plan, program=program)
 
 
 def _check_arguments(
@@ -373,8 +373,8 @@ _INPUTS = "give example_inputs or example_kwargs, a call of the model, to captur
 
 
 @dataclass(frozen=True)
-class Request:
-    """The arguments of a simulation that say which program is meant."""
+class SimulationArguments:
+    """The arguments of `simulate` that determine the program."""
 
     model: nn.Module | None = None
     plan: ShardingPlan | None = None
@@ -386,54 +386,54 @@ class Request:
 
     @property
     def has_inputs(self) -> bool:
-        """Whether there is a call to capture a model from."""
+        """Whether there are example inputs to capture a model with."""
         return self.example_inputs is not None or self.example_kwargs is not None
 
     def refuse(self, what: str, **reasons: str) -> None:
-        """Refuse each argument named in `reasons` that was given.
+        """Refuse the arguments named in `reasons`.
 
         Raises:
-            CostError: one was; says why it has no place beside `what`.
+            CostError: one of them is not None; says why `what` does not take it.
         """
         for name, why in reasons.items():
             if getattr(self, name) is not None:
                 raise CostError(f"{name} has no place in a simulation of {what}: {why}")
 
 
-def planned(what: Any, request: Request) -> ShardingPlan:
-    """The plan and program that `what` stands for; see `graphshard.simulate`.
+def plan_to_simulate(what: Any, arguments: SimulationArguments) -> ShardingPlan:
+    """Return the plan, with its program, that `what` stands for; see `graphshard.simulate`.
 
     Raises:
-        CostError: no program follows from the arguments, or one of them has no effect.
+        CostError: the arguments determine no program, or one of them has no effect.
         PlanError, PolicyError, CaptureError: the model cannot be planned or captured.
     """
     match what:
         case Program():
-            return _of_program(what, request)
+            return _plan_of_program(what, arguments)
         case ShardedModule():
-            return _of_sharded(what, request)
+            return _plan_of_sharded(what, arguments)
         case ShardingPlan():
-            return _of_plan(what, request)
+            return _with_its_program(what, arguments)
         case nn.Module():
-            return _of_model(what, request)
+            return _plan_of_model(what, arguments)
     raise CostError(
         "simulate takes a model, a program, a plan or a sharded module; got a "
         f"{type(what).__name__}"
     )
 
 
-def _of_program(program: Program, request: Request) -> ShardingPlan:
-    made = "it is captured and rewritten already"
-    request.refuse(
+def _plan_of_program(program: Program, arguments: SimulationArguments) -> ShardingPlan:
+    why = "it is captured and rewritten already"
+    arguments.refuse(
         "a program",
-        model=made,
-        policy=made,
-        example_inputs=made,
-        example_kwargs=made,
+        model=why,
+        policy=why,
+        example_inputs=why,
+        example_kwargs=why,
         world_size="the program is for the mesh it was rewritten for",
         mesh_shape="the program is for the mesh it was rewritten for",
     )
-    plan = request.plan
+    plan = arguments.plan
     if plan is None:
         return plan_of(program)
     if plan.mesh_shape != program.mesh_shape:
@@ -450,68 +450,68 @@ def _of_program(program: Program, request: Request) -> ShardingPlan:
     return replace(plan, program=program)
 
 
-def _of_sharded(sharded: ShardedModule, request: Request) -> ShardingPlan:
-    made = "it has its own"
-    request.refuse(
-        "a sharded module", model=made, plan=made, policy=made, world_size=made, mesh_shape=made
+def _plan_of_sharded(sharded: ShardedModule, arguments: SimulationArguments) -> ShardingPlan:
+    why = "it has its own"
+    arguments.refuse(
+        "a sharded module", model=why, plan=why, policy=why, world_size=why, mesh_shape=why
     )
-    if request.has_inputs:
+    if arguments.has_inputs:
         program = sharded.capture(
-            tuple(request.example_inputs or ()), dict(request.example_kwargs or {})
+            tuple(arguments.example_inputs or ()), dict(arguments.example_kwargs or {})
         )
     elif sharded.programs:
-        program = _to_train(sharded.programs)
+        program = _training_program(sharded.programs)
     else:
         raise CostError(f"the sharded module has captured no program yet; {_INPUTS}")
     return replace(sharded.plan, program=program)
 
 
-def _to_train(programs: Sequence[Program]) -> Program:
-    """The last program that trains and reduces its gradients; else that trains; else the last."""
+def _training_program(programs: Sequence[Program]) -> Program:
+    """Return the last program that trains and reduces, else that trains, else the last one."""
     trains = [program for program in programs if program.grad]
     reduces = [p for p in trains if not any(node.target is ops.keep for node in p.nodes())]
     return (reduces or trains or list(programs))[-1]
 
 
-def _of_plan(plan: ShardingPlan, request: Request) -> ShardingPlan:
-
-    made = "the plan is made already; simulate the model for another one"
-    request.refuse("a plan", plan=made, policy=made, world_size=made, mesh_shape=made)
+def _with_its_program(plan: ShardingPlan, arguments: SimulationArguments) -> ShardingPlan:
+    why = "the plan is made already; simulate the model for another one"
+    arguments.refuse("a plan", plan=why, policy=why, world_size=why, mesh_shape=why)
     if plan.program is not None:
-        made = "the plan has a program"
-        request.refuse("a plan", model=made, example_inputs=made, example_kwargs=made)
+        why = "the plan has a program"
+        arguments.refuse("a plan", model=why, example_inputs=why, example_kwargs=why)
         return plan
-    if request.model is None or not request.has_inputs:
+    if arguments.model is None or not arguments.has_inputs:
         raise CostError(
             "there is no program to simulate yet: the plan was made without example inputs; give "
             "them to graphshard.plan or graphshard.compile, or pass model= and example_inputs= here"
         )
-    return with_program(plan, request.model, request.example_inputs, request.example_kwargs)
+    return with_program(plan, arguments.model, arguments.example_inputs, arguments.example_kwargs)
 
 
-def _of_model(model: nn.Module, request: Request) -> ShardingPlan:
-
-    request.refuse("a model", model="it is what is simulated")
-    if not request.has_inputs:
+def _plan_of_model(model: nn.Module, arguments: SimulationArguments) -> ShardingPlan:
+    arguments.refuse("a model", model="it is what is simulated")
+    if not arguments.has_inputs:
         raise CostError(f"a model is simulated on a call of it; {_INPUTS}")
-    if request.plan is not None:
-        made = "the plan is made already"
-        request.refuse("a model by a plan", policy=made, world_size=made, mesh_shape=made)
-        if request.plan.program is not None:
+    if arguments.plan is not None:
+        why = "the plan is made already"
+        arguments.refuse("a model by a plan", policy=why, world_size=why, mesh_shape=why)
+        if arguments.plan.program is not None:
             raise CostError("the plan has a program already; simulate the plan itself")
-        return with_program(request.plan, model, request.example_inputs, request.example_kwargs)
-    if request.policy is None:
+        return with_program(
+            arguments.plan, model, arguments.example_inputs, arguments.example_kwargs
+        )
+    if arguments.policy is None:
         raise CostError("a model is simulated under a policy (or a plan); give policy=")
-    if request.world_size is None and request.mesh_shape is None:
+    if arguments.world_size is None and arguments.mesh_shape is None:
         raise CostError(
             "a model is simulated on a number of ranks; give world_size= (1 for a single device) "
             "or mesh_shape="
         )
     return plan(
         model,
-        request.policy,
-        world_size=request.world_size,
-        mesh_shape=request.mesh_shape,
-        example_inputs=request.example_inputs,
-        example_kwargs=request.example_kwargs,
+        arguments.policy,
+        world_size=arguments.world_size,
+        mesh_shape=arguments.mesh_shape,
+        example_inputs=arguments.example_inputs,
+        example_kwargs=arguments.example_kwargs,
     )

@@ -26,16 +26,16 @@ def user_line(trace: TracebackType | None) -> str | None:
 
 
 def user_line_of(stack: Iterable[traceback.FrameSummary]) -> str | None:
-    """As `user_line`, of a stack: the innermost frame last."""
-    found = None
+    """As `user_line`, for a stack with the innermost frame last."""
+    user_frame = None
     for frame in stack:
         inside_library = frame.filename.startswith(_LIBRARIES[:2]) or frame.filename.startswith("<")
         if not inside_library and frame.filename != contextlib.__file__:
-            found = frame
-    if found is None or found.lineno is None:
+            user_frame = frame
+    if user_frame is None or user_frame.lineno is None:
         return None
-    source = linecache.getline(found.filename, found.lineno).strip()
-    return f"{found.filename}:{found.lineno} in {found.name}: {source}"
+    source = linecache.getline(user_frame.filename, user_frame.lineno).strip()
+    return f"{user_frame.filename}:{user_frame.lineno} in {user_frame.name}: {source}"
 
 
 class GraphshardError(Exception):
@@ -43,7 +43,7 @@ class GraphshardError(Exception):
 
 
 class PolicyError(GraphshardError):
-    """A policy asks for something the model or the mesh cannot give, or contradicts itself."""
+    """A policy does not fit the model or the mesh, or contradicts itself."""
 
 
 class PlanError(GraphshardError):
@@ -55,7 +55,7 @@ class CaptureError(GraphshardError):
 
 
 class FixedSizeError(CaptureError):
-    """The model fixes a size that was asked to be dynamic. `size` is the name it was given."""
+    """The model fixes a size that was declared dynamic; `size` is the dynamic size's name."""
 
     def __init__(self, message: str, size: str) -> None:
         super().__init__(message)
@@ -94,4 +94,4 @@ class UnsupportedTorchError(GraphshardError):
 
 
 class CostError(GraphshardError):
-    """A cost cannot be told: the hardware is not described, or the question makes no sense."""
+    """A cost cannot be estimated: the hardware is not described, or the arguments do not fit."""

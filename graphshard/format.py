@@ -1,4 +1,4 @@
-"""Numbers and lists as people read them."""
+"""Format numbers, lists and tables for people."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import Generic, TypeVar
 
 
 def human_bytes(number: float) -> str:
-    """`number` bytes in binary units, two decimals from KiB on: "512 B", "1.50 KiB"."""
+    """Format `number` bytes in binary units, two decimals from KiB on: "512 B", "1.50 KiB"."""
     if abs(number) < 1024:
         return f"{number:.0f} B"
     value = float(number)
@@ -21,7 +21,7 @@ def human_bytes(number: float) -> str:
 
 
 def human_seconds(value: float) -> str:
-    """A duration with three digits: "1.23 s", "45.6 ms", "789 us"."""
+    """Format `value` seconds with three digits: "1.23 s", "45.6 ms", "789 us"."""
     if value >= 1:
         return f"{value:.3g} s" if value < 1000 else f"{value:,.0f} s"
     if value >= 1e-3:
@@ -30,7 +30,7 @@ def human_seconds(value: float) -> str:
 
 
 def human_count(number: float) -> str:
-    """`number` things in powers of a thousand, two decimals from K on: "999", "6.74B"."""
+    """Format a count in powers of a thousand, two decimals from K on: "999", "6.74B"."""
     if abs(number) < 1000:
         return f"{number:.0f}"
     value = float(number)
@@ -42,13 +42,13 @@ def human_count(number: float) -> str:
 
 
 def some_of(names: Sequence[str], joint: str = ", ", shown: int = 4) -> str:
-    """The first `shown` of `names` and how many more there are: "a, b and 3 more"."""
+    """Return the first `shown` of `names` and the number of others: "a, b and 3 more"."""
     more = len(names) - shown
     return joint.join(names[:shown]) + (f" and {more} more" if more > 0 else "")
 
 
 def mesh_text(shape: Sequence[int]) -> str:
-    """A mesh of ranks: "8", "2 x 8 (replicate x shard)"."""
+    """Format the shape of a mesh of ranks: "8", "2 x 8 (replicate x shard)"."""
     sizes = " x ".join(map(str, shape))
     return f"{sizes} (replicate x shard)" if len(shape) == 2 else sizes
 
@@ -63,7 +63,7 @@ UNITS |= {f"{p}iB": 1024 ** (i + 1) for i, p in enumerate("KMGT")}
 
 
 def bytes_in(text: str) -> int:
-    """Bytes in "1500000", "2GiB", "1.5 GB" and the like.
+    """Parse a number of bytes, such as "1500000", "2GiB" or "1.5 GB".
 
     Raises:
         ValueError: `text` is no number followed by one of `UNITS`.
@@ -81,7 +81,7 @@ Facts = TypeVar("Facts", bound=Hashable)
 
 @dataclass(frozen=True)
 class Folded(Generic[Facts]):
-    """One line: `count` entries whose names differ only in an index, and whose facts are equal."""
+    """One line for `count` rows whose names differ only in an index, and whose facts are equal."""
 
     name: str
     facts: Facts
@@ -91,9 +91,9 @@ class Folded(Generic[Facts]):
 def fold(rows: Sequence[tuple[str, Facts]]) -> list[Folded[Facts]]:
     """Fold runs of equal layers in `rows` of (dotted name, facts), keeping their order.
 
-    Consecutive rows that share the path up to and with their first index form a layer. Layers that
-    follow one another fold if their indices do too and they have the same rows with equal facts;
-    the rows within a layer are folded first, so nested repetition folds as well.
+    Consecutive rows that share the path up to and including their first index form a layer.
+    Consecutive layers with consecutive indices fold if they have the same rows with equal facts.
+    The rows within a layer are folded too, so nested repetition folds as well.
     """
     folded: list[Folded[Facts]] = []
     start = 0
@@ -123,7 +123,7 @@ def fold(rows: Sequence[tuple[str, Facts]]) -> list[Folded[Facts]]:
 def _layer(
     rows: Sequence[tuple[str, Facts]], start: int, prefix: str, index: int
 ) -> tuple[list[tuple[str, Facts]], int]:
-    """The rows from `start` on under `prefix.index`, named from there, and where they end."""
+    """Return the rows from `start` on under `prefix.index`, renamed relative to it, and the end."""
     layer: list[tuple[str, Facts]] = []
     for name, facts in (rows[at] for at in range(start, len(rows))):
         split = _split(name)
@@ -134,7 +134,7 @@ def _layer(
 
 
 def _split(name: str) -> tuple[str, int, str] | None:
-    """`name` around its first index: ("model.layers", 3, "mlp"); None if it has no index."""
+    """Split `name` at its first index: ("model.layers", 3, "mlp"); None if it has no index."""
     parts = name.split(".")
     for position, part in enumerate(parts):
         if part.isdecimal() and str(int(part)) == part:
@@ -146,7 +146,7 @@ _WIDTH = 100
 
 
 def table(heading: Sequence[str], rows: Sequence[Sequence[str]]) -> Iterator[str]:
-    """The lines of a table: its heading, a rule, its rows."""
+    """Yield the lines of a table: its heading, a rule, its rows."""
     widths = [max(len(row[i]) for row in (heading, *rows)) for i in range(len(heading))]
 
     def line(row: Sequence[str]) -> str:
@@ -160,7 +160,7 @@ def table(heading: Sequence[str], rows: Sequence[Sequence[str]]) -> Iterator[str
 
 
 def sentence(text: str, indent: str = "") -> str:
-    """`text` in lines of at most 100 columns, those after the first indented further."""
+    """Wrap `text` to lines of at most 100 columns; lines after the first are indented further."""
     return textwrap.fill(
         text,
         _WIDTH,

@@ -1,7 +1,7 @@
 """PyTorch Lightning: `Trainer(strategy=GraphShardStrategy(policy))`.
 
-Needs the extra `lightning`. Lightning starts the ranks, feeds them and steps the optimizers; the
-modules a LightningModule holds are compiled in its place, so `training_step` calls sharded modules.
+Needs the extra `lightning`. Lightning starts the ranks, feeds them and steps the optimizers. The
+child modules of the LightningModule are compiled, so `training_step` calls sharded modules.
 """
 
 from __future__ import annotations
@@ -39,31 +39,30 @@ except ImportError as error:
     ) from error
 
 
-_REST = "rest.pt"  # of a sharded checkpoint: everything but parameters and optimizer states
+_REST = "rest.pt"  # the part of a sharded checkpoint without parameters and optimizer states
 
 
 class GraphShardStrategy(DDPStrategy):
-    """Trains a LightningModule whose modules are sharded by graphshard.
+    """Train a LightningModule with child modules sharded by graphshard.
 
-    Every child module of the LightningModule that has parameters is compiled under `policy` and
-    takes the child's place, before `configure_optimizers` runs. Precision, accumulation, gradient
-    clipping, logging and callbacks are Lightning's own; `Trainer(precision="bf16-mixed")` works by
-    autocast, `policy.mixed_precision` by graphshard.
+    Every child module with parameters is compiled under `policy` and replaced by its sharded
+    module before `configure_optimizers` runs. Precision, accumulation, gradient clipping, logging
+    and callbacks remain Lightning's; `Trainer(precision="bf16-mixed")` uses autocast,
+    `policy.mixed_precision` graphshard's casts.
 
     Args:
-        policy: which parameters are gathered together, and when.
+        policy: chooses the units and their options.
         modules: the attributes to compile, such as ("generator", "critic"). None: every child with
             parameters.
-        sharded_checkpoint: write checkpoints as a folder with every rank's own part, rather than as
-            one file with everything, which rank 0 writes. Either can be loaded on any number of
-            ranks.
-        compile_options: passed on to `graphshard.compile` (`backend`, `passes`, `check`, `mesh`).
-        **kwargs: of Lightning's own `DDPStrategy` (`process_group_backend`, `timeout`,
+        sharded_checkpoint: write a checkpoint as a folder with every rank's shards, instead of one
+            full file from rank 0. Both can be loaded on any number of ranks.
+        compile_options: options of `graphshard.compile` (`backend`, `passes`, `check`, `mesh`).
+        **kwargs: options of Lightning's `DDPStrategy` (`process_group_backend`, `timeout`,
             `start_method`).
 
     Raises:
-        PolicyError: `policy` is none, or `modules` names something that is no child module.
-        PlanError: a child cannot be compiled, or parameters lie outside of all children.
+        PolicyError: `policy` is no policy, or `modules` names something that is no child module.
+        PlanError: a child cannot be compiled, or parameters are outside all children.
     """
 
     strategy_name = "graphshard"
@@ -90,7 +89,7 @@ class GraphShardStrategy(DDPStrategy):
     # -- setting up ------------------------------------------------------------------------------
 
     def setup(self, trainer: Any) -> None:
-        """Compile the modules, then let Lightning make the optimizers over their shards."""
+        """Compile the modules, then let Lightning make the optimizers of their shards."""
         assert self.accelerator is not None
         self.accelerator.setup(trainer)
         module = self.lightning_module
@@ -112,18 +111,16 @@ class GraphShardStrategy(DDPStrategy):
                     f"{name} is a {type(child).__name__}, which never runs itself; put it into a "
                     "module with a forward, or shard other modules by GraphShardStrategy(modules=)"
                 )
-            where: dict[str, Any] = (
-                {} if "mesh" in self._compile_options else {"device": self.root_device}
-            )
-            setattr(
-                module, name, compile_module(child, self.policy, **where, **self._compile_options)
-            )
+            options = dict(self._compile_options)
+            if "mesh" not in options:
+                options.setdefault("device", self.root_device)
+            setattr(module, name, compile_module(child, self.policy, **options))
         inside = tuple(f"{name}." for name in names)
         outside = [name for name, _ in module.named_parameters() if not name.startswith(inside)]
         if outside:
             raise PlanError(
                 f"parameter {outside[0]!r} is in none of the sharded modules {list(names)}, so "
-                "nobody would average its gradients; put it into a child module, or name the "
+                "its gradients would not be averaged; put it into a child module, or name the "
                 "module it is in"
             )
         for name, other in module.named_children():
@@ -145,13 +142,13 @@ class GraphShardStrategy(DDPStrategy):
         return list(self._modules)
 
     def configure_ddp(self) -> None:
-        """Nothing: gradients are averaged by the programs."""
+        """Do nothing: the programs average gradients."""
 
     def model_to_device(self) -> None:
-        """Nothing: shards are made on the device."""
+        """Do nothing: shards are made on the device."""
 
     def teardown(self) -> None:
-        """Leave the shards where they are: another loop may follow on the same module."""
+        """Tear down all but the shards, since another loop may use the same module."""
         assert self.cluster_environment is not None
         assert self.accelerator is not None
         self.cluster_environment.teardown()
@@ -163,32 +160,32 @@ class GraphShardStrategy(DDPStrategy):
 
     @property
     def restore_checkpoint_after_setup(self) -> bool:
-        """A checkpoint is loaded into the shards, so they have to be there."""
+        """True: a checkpoint is loaded into shards, which `setup` makes."""
         return True
 
     @property
     def lightning_restore_optimizer(self) -> bool:
-        """Optimizer states are loaded by `load_checkpoint`."""
+        """False: `load_checkpoint` loads optimizer states."""
         return False
 
     def lightning_module_state_dict(self) -> dict[str, Any]:
-        """The state dict to save: full on rank 0, or every rank's DTensors."""
+        """Return the state dict to save: full on rank 0, or every rank's DTensors."""
         assert self.lightning_module is not None
         if self._sharded_checkpoint:
             return self.lightning_module.state_dict()
         return full_state(self.lightning_module)
 
     def optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
-        """The optimizer's state by parameter name: full on rank 0; a sharded one is saved apart."""
+        """Return the full optimizer state by parameter name on rank 0; {} if saved sharded."""
         if self._sharded_checkpoint:
             return {}
         assert self.lightning_module is not None
-        return full_optimizer_state(self.lightning_module, _plain(optimizer))
+        return full_optimizer_state(self.lightning_module, _unwrapped(optimizer))
 
     def save_checkpoint(
         self, checkpoint: dict[str, Any], filepath: Any, storage_options: Any = None
     ) -> None:
-        """Write one file on rank 0, or a folder with a part of every rank."""
+        """Write one full file on rank 0, or a folder with every rank's shards."""
         path = Path(self.broadcast(filepath))
         if not self._sharded_checkpoint:
             if self.is_global_zero and path.is_dir():
@@ -198,7 +195,7 @@ class GraphShardStrategy(DDPStrategy):
         assert self.lightning_module is not None
         checkpoint.pop("state_dict", None)
         checkpoint.pop("optimizer_states", None)
-        save_sharded(path, self.lightning_module, list(map(_plain, self.optimizers)))
+        save_sharded(path, self.lightning_module, list(map(_unwrapped, self.optimizers)))
         if self.is_global_zero:
             torch.save(checkpoint, path / _REST)
         self.barrier()
@@ -206,14 +203,14 @@ class GraphShardStrategy(DDPStrategy):
     def load_checkpoint(
         self, checkpoint_path: Any, weights_only: bool | None = None
     ) -> dict[str, Any]:
-        """Load either kind into the shards and the optimizers.
+        """Load a full or sharded checkpoint into the shards and the optimizers.
 
         Raises:
             CheckpointError: there is no such checkpoint, or it is of another model.
         """
         path = Path(self.broadcast(checkpoint_path))
         assert self.lightning_module is not None
-        module, optimizers = self.lightning_module, list(map(_plain, self.optimizers))
+        module, optimizers = self.lightning_module, list(map(_unwrapped, self.optimizers))
         if path.is_dir():
             load_sharded(path, module, optimizers)
             return torch.load(path / _REST, map_location="cpu", weights_only=bool(weights_only))
@@ -230,19 +227,19 @@ class GraphShardStrategy(DDPStrategy):
         return checkpoint
 
     def load_model_state_dict(self, checkpoint: Mapping[str, Any], strict: bool = True) -> None:
-        """Nothing: `load_checkpoint` did it."""
+        """Do nothing: `load_checkpoint` has loaded it."""
 
     def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:
-        """Nothing: `load_checkpoint` did it."""
+        """Do nothing: `load_checkpoint` has loaded it."""
 
     # -- stepping --------------------------------------------------------------------------------
 
     def pre_backward(self, closure_loss: Tensor) -> None:
-        """Nothing has to be prepared."""
+        """Do nothing."""
 
     def post_backward(self, closure_loss: Tensor) -> None:
-        """Nothing is left to do."""
+        """Do nothing."""
 
 
-def _plain(optimizer: Any) -> Optimizer:
+def _unwrapped(optimizer: Any) -> Optimizer:
     return optimizer._optimizer if isinstance(optimizer, LightningOptimizer) else optimizer

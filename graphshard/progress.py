@@ -1,4 +1,4 @@
-"""How far long work is, as a bar on a terminal, and how long each stage of it took."""
+"""Show the progress of long work as bars on a terminal, and record the time of each stage."""
 
 from __future__ import annotations
 
@@ -17,20 +17,20 @@ from rich.text import Text
 
 
 class Stages(Protocol):
-    """Whoever shows how far the work is; see `graphshard.progress.Progress`."""
+    """Receives the progress of work; see `Progress`."""
 
     def stage(self, name: str, total: int | None = None) -> AbstractContextManager[None]:
-        """A stage of the work, of `total` steps where that is known."""
+        """Enter a stage of the work with `total` steps, if their number is known."""
         ...
 
     def advance(self) -> None:
-        """One step of the innermost stage is done."""
+        """Count one step of the innermost stage as done."""
         ...
 
 
 @dataclass
 class StageTime:
-    """How long one stage took; `depth` is the number of stages around it."""
+    """The seconds of one stage; `depth` is the number of stages around it."""
 
     name: str
     depth: int
@@ -38,11 +38,10 @@ class StageTime:
 
 
 class Progress:
-    """Stages, nested as the work is: a bar for each while it runs, its seconds afterwards.
+    """Nested stages of work: shows a bar for each while it runs, and records its seconds.
 
     Args:
-        visible: draw bars on stderr. None: only where stderr is a terminal, and only by rank 0
-            where there are ranks.
+        visible: show bars on stderr. None: only if stderr is a terminal, and only on rank 0.
     """
 
     def __init__(self, visible: bool | None = None) -> None:
@@ -56,7 +55,7 @@ class Progress:
 
     @contextmanager
     def stage(self, name: str, total: int | None = None) -> Iterator[None]:
-        """A stage of the work, of `total` steps where that is known (see `advance`)."""
+        """Run a stage of the work with `total` steps, if their number is known (see `advance`)."""
         entry = StageTime(name, self._depth, 0.0)
         self.times.append(entry)
         self._depth += 1
@@ -70,13 +69,13 @@ class Progress:
             self._hide()
 
     def advance(self) -> None:
-        """One step of the innermost stage is done."""
+        """Count one step of the innermost stage as done."""
         if self._bars is not None:
             self._bars.advance(self._open[-1])
             self._bars.refresh()
 
     def report(self) -> str:
-        """The times, a line per stage, seconds first."""
+        """Return the times as text: a line per stage, seconds first."""
         return "\n".join(f"{t.seconds:8.2f} s  {'  ' * t.depth}{t.name}" for t in self.times)
 
     def _show(self, name: str, total: int | None) -> None:
@@ -89,8 +88,8 @@ class Progress:
                 _Steps(),
                 TimeElapsedColumn(),
                 console=Console(stderr=True),
-                transient=True,  # nothing is left behind among the program's own output
-                redirect_stdout=False,  # which rich would send to stderr, too
+                transient=True,  # leave nothing among the program's own output
+                redirect_stdout=False,  # rich would send stdout to stderr
             )
             self._bars.start()
         self._open.append(self._bars.add_task("  " * len(self._open) + name, total=total))
@@ -105,7 +104,7 @@ class Progress:
 
 
 class _Steps(ProgressColumn):
-    """Steps done of all, where all is known."""
+    """A column with the number of steps done of all, if that is known."""
 
     def render(self, task: Task) -> Text:
         return Text("" if task.total is None else f"{task.completed:.0f}/{task.total:.0f}")

@@ -23,9 +23,9 @@ class Overlap(Pass):
     keep their order among each other, and reduces theirs. Copies of activations to the host and
     back stay among compute where they are; those of shards are issued with the gather before.
 
-    The order is the best that `graphshard.schedule.search` finds, and of those that take as long
-    the one that holds the least of unsharded parameters, gradients on their way and buffers. If that is
-    the one there was, the program says so.
+    The order is the best that `graphshard.schedule.search` finds. Among orders that take as long it
+    is the one that holds the fewest bytes of unsharded parameters, gradients to reduce and buffers.
+    If no order is better than FSDP's, the program stays as it is and notes that.
     """
 
     establishes: ClassVar[Stage] = Stage.SCHEDULED

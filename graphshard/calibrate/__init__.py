@@ -1,1 +1,1 @@
-"""Measuring the present machine and group, for a hardware file that simulations read."""
+"""Measure this machine and its ranks, for a hardware file that simulations read."""

@@ -1,7 +1,7 @@
-"""Timing many small works in turn, until their times agree.
+"""Time many small benchmarks in rounds, until their times agree.
 
-All works are timed once per round, so that a machine that drifts drifts for all alike. What counts
-is the median over rounds: a disturbed round costs nothing. Works whose times are spread go on for
+Every benchmark is timed once per round, so that a drift of the machine affects all alike, and the
+median over rounds counts, so that a disturbed round has no effect. Benchmarks whose times vary get
 more rounds, up to a cap.
 """
 
@@ -17,35 +17,35 @@ import torch
 
 
 class Work(Protocol):
-    """What is timed.
+    """A piece of work to time.
 
-    group: its kind, for progress. wall: time passes, not only this thread's work, as where ranks
-    wait for each other.
+    group: its kind, for reports. wall: whether to use wall time instead of this thread's CPU time,
+    as for ranks that wait for each other.
     """
 
     group: str
     wall: bool
 
     def run(self, times: int) -> None:
-        """Do it `times` times, one after the other."""
+        """Run it `times` times, one after the other."""
 
 
 class Ranks(Protocol):
-    """The ranks that measure together (see `graphshard.runtime.group.Group`)."""
+    """The ranks that measure together, such as a `graphshard.runtime.group.Group`."""
 
     size: int
 
     def everyones(self, value: Any) -> list[Any]:
-        """The `value` of every rank, in order."""
+        """Return the `value` of every rank, in order."""
 
 
 @dataclass(frozen=True)
 class Effort:
     """How long to measure.
 
-    least, most: rounds. spread: relative interquartile range at which a work is done. piece:
-    seconds that one timing of a work should take at least. budget: seconds after which no further
-    round begins once `least` are done.
+    least, most: number of rounds. spread: a benchmark is done at this relative interquartile range.
+    piece: least seconds of one timing. budget: seconds after which no round begins, once `least`
+    rounds are done.
     """
 
     least: int = 5
@@ -56,23 +56,23 @@ class Effort:
 
 
 QUICK = Effort(least=3, most=3, piece=1e-4, budget=5.0)
-"""For a rough idea."""
+"""The effort for a rough estimate."""
 
 
 @dataclass
 class Timing:
-    """What was measured of one work: seconds of each round."""
+    """The measured seconds of one benchmark, for each round."""
 
     rounds: list[float] = field(default_factory=list)
 
     @property
     def seconds(self) -> float:
-        """The median."""
+        """The median over rounds."""
         return median(self.rounds)
 
     @property
     def spread(self) -> float:
-        """The interquartile range, as a part of the median."""
+        """The interquartile range, as a fraction of the median."""
         if len(self.rounds) < 3:
             return 0.0
         low, _, high = quantiles(self.rounds, n=4, method="inclusive")
@@ -81,28 +81,28 @@ class Timing:
 
 @dataclass(frozen=True)
 class Watch:
-    """Times work on `device`."""
+    """A stopwatch for benchmarks on `device`."""
 
     device: torch.device
 
     def __call__(self, work: Work, times: int) -> float:
-        """Seconds per run of `work`, over `times` runs.
+        """Return the seconds per run of `work`, over `times` runs.
 
-        On one CPU thread this is the thread's own time, which other processes cannot take.
+        On one CPU thread this is the thread's CPU time, which other processes do not affect.
         """
-        own = self.device.type == "cpu" and not work.wall and torch.get_num_threads() == 1
-        clock = time.thread_time if own else time.perf_counter
-        clocked = getattr(work, "clocked", None)
-        if clocked is not None:  # only a part of it counts
-            return float(clocked(times, clock))
-        self.settle()
+        in_thread = self.device.type == "cpu" and not work.wall and torch.get_num_threads() == 1
+        clock = time.thread_time if in_thread else time.perf_counter
+        timed_run = getattr(work, "timed_run", None)
+        if timed_run is not None:  # it times a part of itself
+            return float(timed_run(times, clock))
+        self.synchronize()
         begin = clock()
         work.run(times)
-        self.settle()
+        self.synchronize()
         return (clock() - begin) / times
 
-    def settle(self) -> None:
-        """Wait for what was launched on an accelerator."""
+    def synchronize(self) -> None:
+        """Wait for all kernels on an accelerator."""
         if self.device.type == "cuda":
             torch.cuda.synchronize(self.device)
 
@@ -114,41 +114,41 @@ def measure(
     effort: Effort,
     done: Callable[[], None] = lambda: None,
 ) -> list[Timing]:
-    """Time `works` on all `ranks` at once, each rank in the same order.
+    """Time `works` on all `ranks` at once, in the same order on each rank.
 
     Args:
-        works: what to time.
-        watch: how.
-        ranks: who takes part.
-        effort: for how long.
+        works: the benchmarks.
+        watch: the stopwatch.
+        ranks: the ranks that take part.
+        effort: how long to measure.
         done: called after each timing.
 
     Returns:
-        One per work; its seconds are the mean over the ranks' medians.
+        One timing per benchmark, averaged over ranks.
     """
     begin = time.perf_counter()
     counts = []
     with torch.no_grad():
         for work in works:
-            work.run(1)  # whatever happens once
-            once = max(watch(work, 1), 1e-7)
-            counts.append(max(1, round(effort.piece / once)))
+            work.run(1)  # warm up
+            seconds = max(watch(work, 1), 1e-7)
+            counts.append(max(1, round(effort.piece / seconds)))
             done()
         counts = [max(each) for each in zip(*ranks.everyones(counts), strict=True)]
         timings = [Timing() for _ in works]
-        left = list(range(len(works)))
+        remaining = list(range(len(works)))
         for turn in range(effort.most):
-            for index in left:
+            for index in remaining:
                 timings[index].rounds.append(watch(works[index], counts[index]))
                 done()
             if turn + 1 < effort.least:
                 continue
-            spread = [i for i in left if timings[i].spread > effort.spread]
+            spread = [i for i in remaining if timings[i].spread > effort.spread]
             late = time.perf_counter() - begin > effort.budget
-            heard = ranks.everyones((spread, late))
-            # Ranks agree on what comes next: some of it they do together.
-            left = sorted({index for wanted, _ in heard for index in wanted})
-            if not left or any(is_late for _, is_late in heard):
+            reports = ranks.everyones((spread, late))
+            # All ranks must go on with the same benchmarks: some include collectives.
+            remaining = sorted({index for indices, _ in reports for index in indices})
+            if not remaining or any(is_late for _, is_late in reports):
                 break
     return _mean_over(ranks, timings)
 

@@ -1,7 +1,7 @@
-"""The operands that probed operators are called with: like those of a training step.
+"""Operands for the measured operators, like those of a training step.
 
-A function makes them of a `Draw` and a size: elements of the largest, or what the name of its
-argument says.
+Each function makes them from an `OperandFactory` and a size: the number of elements of the largest
+operand (`numel`), or what the parameter's name says (`tokens`, `n`).
 """
 
 from __future__ import annotations
@@ -19,22 +19,22 @@ aten = torch.ops.aten
 Operands = tuple[Any, ...]
 
 
-Make = Callable[["Draw", int], Operands]
+MakeOperands = Callable[["OperandFactory", int], Operands]
 
 
 _POOL = 1 << 24
-"""Elements of a pool on a CPU; the largest operand has half of them."""
+"""Elements of the pool on a CPU; the largest operand has half as many."""
 
 
-class Draw:
-    """Makes operands of one dtype on one device: parts of one pool of random numbers.
+class OperandFactory:
+    """Makes read-only random operands of one dtype on one device, as views of one pool.
 
-    Each part begins where the last one ended, so that what is made one after the other lies apart,
-    and many operands take no more memory than the pool. They are only to be read.
+    Each view begins where the last one ended, so that successive operands do not overlap, and many
+    operands need no more memory than the pool.
 
     Args:
-        dtype: of what is drawn.
-        device: where.
+        dtype: of the operands.
+        device: of the operands.
     """
 
     def __init__(self, dtype: torch.dtype, device: torch.device) -> None:
@@ -44,20 +44,20 @@ class Draw:
         self._next = 0
 
     def __call__(self, *shape: int) -> Tensor:
-        """Random numbers, `shape`, contiguous."""
+        """Return a contiguous tensor of random numbers with this shape."""
         count = prod(shape)
         if self._next + count > self._pool.numel():
             self._next = 0
-        part = self._pool[self._next : self._next + count].view(shape)
+        operand = self._pool[self._next : self._next + count].view(shape)
         self._next += -(-count // 64) * 64
-        return part
+        return operand
 
     def like(self, tensor: Tensor) -> Tensor:
-        """Random numbers of its shape, contiguous."""
+        """Return a contiguous tensor of random numbers with the shape of `tensor`."""
         return self(*tensor.shape)
 
     def indices(self, count: int, below: int) -> Tensor:
-        """Random int64 indices, `(count,)`."""
+        """Return random int64 indices below `below`, of shape `(count,)`."""
         return torch.randint(below, (count,), device=self.device)
 
 
@@ -67,75 +67,78 @@ _WIDTH = 512
 _HEADS, _HEAD = 8, 64
 
 
-def _rows(draw: Draw, numel: int) -> Tensor:
-    """Activations, `(tokens, width)`."""
+def _rows(draw: OperandFactory, numel: int) -> Tensor:
+    """Return activations of shape `(tokens, width)`."""
     width = min(_WIDTH, numel)
     return draw(numel // width, width)
 
 
-def pair(draw: Draw, numel: int) -> Operands:
-    """Two of the same shape."""
+def pair(draw: OperandFactory, numel: int) -> Operands:
+    """Make two operands of the same shape."""
     return _rows(draw, numel), _rows(draw, numel)
 
 
-def single(*rest: Any) -> Make:
-    """One, and `rest`."""
+def single(*rest: Any) -> MakeOperands:
+    """Make one operand, followed by the arguments `rest`."""
     return lambda draw, numel: (_rows(draw, numel), *rest)
 
 
-def _by_head(draw: Draw, numel: int) -> Tensor:
-    """Queries as attention has them, `(batch, heads, tokens, head)`, strided."""
+def _by_head(draw: OperandFactory, numel: int) -> Tensor:
+    """Return strided queries as in attention, of shape `(batch, heads, tokens, head)`."""
     tokens = max(1, numel // (_HEADS * _HEAD))
     return draw(1, tokens, _HEADS, _HEAD).transpose(1, 2)
 
 
-def product(transposed: int) -> Make:
-    """Square operands, as forward (right one transposed), or the two products of backward."""
+def product(transposed: int) -> MakeOperands:
+    """Make square matrices, the `transposed`-th one transposed (0: none).
 
-    def make(draw: Draw, n: int) -> Operands:
+    Forward transposes the right one; the two products of backward transpose the left one or none.
+    """
+
+    def make(draw: OperandFactory, n: int) -> Operands:
         left, right = draw(n, n), draw(n, n)
         return (left.t() if transposed == 1 else left, right.t() if transposed == 2 else right)
 
     return make
 
 
-def products(draw: Draw, n: int) -> Operands:
-    """Scores of `n` heads of 128 tokens."""
+def products(draw: OperandFactory, n: int) -> Operands:
+    """Make the operands of the scores of `n` heads of 128 tokens."""
     return draw(n, 128, _HEAD), draw(n, _HEAD, 128)
 
 
-def grouped(transposed: bool) -> Make:
-    """Tokens over 8 experts, `(tokens, width)` by `(8, width, width)`."""
+def grouped(transposed: bool) -> MakeOperands:
+    """Make tokens for 8 experts: `(tokens, width)` by `(8, width, width)`."""
 
-    def make(draw: Draw, tokens: int) -> Operands:
+    def make(draw: OperandFactory, tokens: int) -> Operands:
         experts = draw(8, _WIDTH, 256).transpose(1, 2) if transposed else draw(8, 256, _WIDTH)
         return draw(tokens, 256), experts, _ends(draw, tokens)
 
     return make
 
 
-def grouped_weights(draw: Draw, tokens: int) -> Operands:
-    """The experts' gradients: tokens by tokens, group by group."""
+def grouped_weights(draw: OperandFactory, tokens: int) -> Operands:
+    """Make the operands of the experts' weight gradients: tokens by tokens, in groups."""
     return draw(tokens, 256).t(), draw(tokens, _WIDTH), _ends(draw, tokens)
 
 
-def _ends(draw: Draw, tokens: int) -> Tensor:
+def _ends(draw: OperandFactory, tokens: int) -> Tensor:
     return torch.arange(1, 9, device=draw.device, dtype=torch.int32) * (tokens // 8)
 
 
-def _heads(draw: Draw, tokens: int) -> list[Tensor]:
+def _heads(draw: OperandFactory, tokens: int) -> list[Tensor]:
     return [draw(1, tokens, _HEADS, _HEAD).transpose(1, 2) for _ in range(3)]
 
 
-def attention(causal: bool) -> Make:
-    """Query, key and value, and what scaled dot-product attention is told."""
+def attention(causal: bool) -> MakeOperands:
+    """Make query, key and value, and the other arguments of scaled dot-product attention."""
     return lambda draw, tokens: (*_heads(draw, tokens), 0.0, causal)
 
 
-def attention_backward(causal: bool) -> Make:
-    """What its backward reads, as the CPU's kernel gives it."""
+def attention_backward(causal: bool) -> MakeOperands:
+    """Make the operands of attention's backward, with the results of the CPU's kernel."""
 
-    def make(draw: Draw, tokens: int) -> Operands:
+    def make(draw: OperandFactory, tokens: int) -> Operands:
         q, k, v = _heads(draw, tokens)
         out, lse = aten._scaled_dot_product_flash_attention_for_cpu(q, k, v, 0.0, causal)
         return draw.like(out), q, k, v, out, lse, 0.0, causal
@@ -143,26 +146,26 @@ def attention_backward(causal: bool) -> Make:
     return make
 
 
-def cuda_attention_backward(causal: bool) -> Make:
-    """What its backward reads, as the accelerator's kernel gives it."""
+def cuda_attention_backward(causal: bool) -> MakeOperands:
+    """Make the operands of attention's backward, with the results of the accelerator's kernel."""
 
-    def make(draw: Draw, tokens: int) -> Operands:
+    def make(draw: OperandFactory, tokens: int) -> Operands:
         q, k, v = _heads(draw, tokens)
-        made = aten._scaled_dot_product_flash_attention(q, k, v, 0.0, causal)
-        out, lse, cum_q, cum_k, max_q, max_k, seed, offset = made[:8]
+        results = aten._scaled_dot_product_flash_attention(q, k, v, 0.0, causal)
+        out, lse, cum_q, cum_k, max_q, max_k, seed, offset = results[:8]
         grad = draw.like(out)
         return (grad, q, k, v, out, lse, cum_q, cum_k, max_q, max_k, 0.0, causal, seed, offset)
 
     return make
 
 
-def images(window: int, group_width: int = 0, stride: int = 1) -> Make:
-    """Images and filters of a stage of a pyramid: 64 channels of 56 x 56 pixels to 512 of 7 x 7.
+def images(window: int, group_width: int = 0, stride: int = 1) -> MakeOperands:
+    """Make images and filters of a ResNet stage, from 64 channels of 56 x 56 to 512 of 7 x 7.
 
-    A size is `4 * batch + stage`; 0 is one pixel, as where channels are weighed.
+    The size is `4 * batch + stage`; size 0 is a single pixel, as in squeeze-and-excitation.
     """
 
-    def make(draw: Draw, size: int) -> Operands:
+    def make(draw: OperandFactory, size: int) -> Operands:
         batch, stage = divmod(size, 4)
         channels, side = (64 << stage, 56 >> stage) if batch else (64, 1)
         groups = channels // group_width if group_width else 1
@@ -176,11 +179,11 @@ def images(window: int, group_width: int = 0, stride: int = 1) -> Make:
     return make
 
 
-def images_backward(*kind: int) -> Make:
-    """What the backward of a convolution of `images` reads."""
+def images_backward(*kind: int) -> MakeOperands:
+    """Make the operands of the backward of a convolution of `images`."""
     forward = images(*kind)
 
-    def make(draw: Draw, size: int) -> Operands:
+    def make(draw: OperandFactory, size: int) -> Operands:
         images, filters, _, *rest = forward(draw, size)
         grad = draw.like(aten.convolution(images, filters, None, *rest))
         return grad, images, filters, None, *rest, [True, True, False]
@@ -188,104 +191,104 @@ def images_backward(*kind: int) -> Make:
     return make
 
 
-def normed(draw: Draw, numel: int) -> Operands:
-    """A layer norm's."""
+def normed(draw: OperandFactory, numel: int) -> Operands:
+    """Make the operands of a layer norm."""
     x = _rows(draw, numel)
     scale = draw(x.shape[1])
     return x, [x.shape[1]], scale, scale, 1e-5
 
 
-def normed_backward(draw: Draw, numel: int) -> Operands:
-    """Those of a layer norm's backward."""
+def normed_backward(draw: OperandFactory, numel: int) -> Operands:
+    """Make the operands of a layer norm's backward."""
     x, shape, scale, bias, epsilon = normed(draw, numel)
     _, mean, deviation = aten.native_layer_norm(x, shape, scale, bias, epsilon)
     return draw.like(x), x, shape, mean, deviation, scale, bias, [True, True, True]
 
 
-def _batch(draw: Draw, numel: int) -> Tensor:
-    """Feature maps, `(4, channels, 16, 16)`."""
+def _batch(draw: OperandFactory, numel: int) -> Tensor:
+    """Return feature maps of shape `(4, channels, 16, 16)`."""
     return draw(4, max(1, numel // 1024), 16, 16)
 
 
-def batch_normed(draw: Draw, numel: int) -> Operands:
-    """A batch norm's, in training."""
+def batch_normed(draw: OperandFactory, numel: int) -> Operands:
+    """Make the operands of a batch norm in training mode."""
     x = _batch(draw, numel)
     ones = torch.ones(x.shape[1], device=draw.device)
     return x, ones, ones, ones.clone(), ones.clone(), True, 0.1, 1e-5
 
 
-def batch_normed_backward(draw: Draw, numel: int) -> Operands:
-    """Those of a batch norm's backward."""
+def batch_normed_backward(draw: OperandFactory, numel: int) -> Operands:
+    """Make the operands of a batch norm's backward."""
     x, scale, _, mean, variance, train, _, epsilon = batch_normed(draw, numel)
     grad = draw.like(x)
     return grad, x, scale, mean, variance, mean, variance, train, epsilon, [True, True, True]
 
 
-def softmax_backward(draw: Draw, numel: int) -> Operands:
-    """Those of a softmax's backward."""
+def softmax_backward(draw: OperandFactory, numel: int) -> Operands:
+    """Make the operands of a softmax's backward."""
     x = _rows(draw, numel)
     return draw.like(x), x.softmax(-1), -1, draw.dtype
 
 
-def dropped(draw: Draw, numel: int) -> Operands:
-    """Those of a dropout's backward."""
+def dropped(draw: OperandFactory, numel: int) -> Operands:
+    """Make the operands of a dropout's backward."""
     grad = _rows(draw, numel)
     return grad, torch.rand_like(grad, dtype=torch.float32) < 0.9, 1.1
 
 
-def picked(draw: Draw, numel: int) -> Operands:
-    """An embedding's."""
+def picked(draw: OperandFactory, numel: int) -> Operands:
+    """Make the operands of an embedding."""
     rows = max(1, numel // _WIDTH)
     return draw(2048, min(_WIDTH, numel)), draw.indices(rows, 2048)
 
 
-def indexed(draw: Draw, numel: int) -> Operands:
-    """An index's."""
+def indexed(draw: OperandFactory, numel: int) -> Operands:
+    """Make the operands of an indexing."""
     table, rows = picked(draw, numel)
     return table, [rows]
 
 
-def put(draw: Draw, numel: int) -> Operands:
-    """An index_put's, of rows in another order."""
+def put(draw: OperandFactory, numel: int) -> Operands:
+    """Make the operands of an index_put of permuted rows."""
     x = _rows(draw, numel)
     return x, [torch.randperm(len(x), device=draw.device)], draw.like(x)
 
 
-def embedded_backward(draw: Draw, numel: int) -> Operands:
-    """Those of an embedding's backward."""
+def embedded_backward(draw: OperandFactory, numel: int) -> Operands:
+    """Make the operands of an embedding's backward."""
     rows = max(1, numel // _WIDTH)
     return draw(rows, min(_WIDTH, numel)), draw.indices(rows, rows), rows, -1, False
 
 
-def rotated(draw: Draw, numel: int) -> Operands:
-    """LoweredGraph of each head by its position's angle, as rotary embeddings multiply."""
+def rotated(draw: OperandFactory, numel: int) -> Operands:
+    """Make half of each head and the angles of its positions, as rotary embeddings multiply."""
     x = _by_head(draw, 2 * numel)[..., : _HEAD // 2]
     return x, draw(x.shape[2], _HEAD // 2)
 
 
-def joined(draw: Draw, numel: int) -> Operands:
-    """A cat's: two halves, as rotary embeddings join them."""
+def joined(draw: OperandFactory, numel: int) -> Operands:
+    """Make two halves of heads to concatenate, as in rotary embeddings."""
     return [_by_head(draw, numel // 2), _by_head(draw, numel // 2)], -1
 
 
-def sliced_back(draw: Draw, numel: int) -> Operands:
-    """Those of a slice's backward."""
+def sliced_back(draw: OperandFactory, numel: int) -> Operands:
+    """Make the operands of a slice's backward."""
     x = _rows(draw, numel // 2)
     return x, [2 * x.shape[0], x.shape[1]], 0, 0, x.shape[0], 1
 
 
-def moved_heads(draw: Draw, numel: int) -> Operands:
-    """Activations by head, not contiguous."""
+def moved_heads(draw: OperandFactory, numel: int) -> Operands:
+    """Make activations by head that are not contiguous."""
     return (_by_head(draw, numel),)
 
 
-def pooled(draw: Draw, numel: int) -> Operands:
-    """A max pool's."""
+def pooled(draw: OperandFactory, numel: int) -> Operands:
+    """Make the operands of a max pool."""
     return _batch(draw, numel), [3, 3], [2, 2], [1, 1]
 
 
-def pooled_backward(draw: Draw, numel: int) -> Operands:
-    """Those of a max pool's backward."""
+def pooled_backward(draw: OperandFactory, numel: int) -> Operands:
+    """Make the operands of a max pool's backward."""
     x, window, step, pad = pooled(draw, numel)
     out, where = aten.max_pool2d_with_indices(x, window, step, pad)
     return draw.like(out), x, window, step, pad, [1, 1], False, where

@@ -1,4 +1,4 @@
-"""What a step takes besides its operators: Python, autograd, tickets between ranks."""
+"""Measure the overhead of a step besides its operators: Python, autograd, checks between ranks."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ _LAYERS = 12
 
 
 class _Tiny(nn.Module):
-    """Layers whose operators take no longer than their calls."""
+    """Layers so small that their operators take no longer than the calls."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -34,37 +34,37 @@ class _Tiny(nn.Module):
 
 
 _COLD = 1 << 18
-"""Elements of a copy that leaves no second-level cache as it was."""
+"""Elements of a copy that flushes a second-level cache."""
 
 
 @dataclass
 class Calls:
-    """`count` views after a copy that leaves no cache as it was; only they are timed."""
+    """`count` views after a copy that flushes the cache; only the views are timed."""
 
     count: int
     group: str = "overhead"
     wall: bool = False
 
     def run(self, times: int) -> None:
-        """Copy and take views, time after time."""
-        self.clocked(times, time.perf_counter)
+        """Copy and take views, `times` times."""
+        self.timed_run(times, time.perf_counter)
 
-    def clocked(self, times: int, clock: Callable[[], float]) -> float:
-        """Seconds per view."""
-        given = torch.ones(_COLD).view(512, -1)
-        taken = 0.0
+    def timed_run(self, times: int, clock: Callable[[], float]) -> float:
+        """Return the seconds per view."""
+        matrix = torch.ones(_COLD).view(512, -1)
+        seconds = 0.0
         for _ in range(times):
-            view = torch.ops.aten.clone.default(given)
+            view = torch.ops.aten.clone.default(matrix)
             begin = clock()
             for _ in range(self.count):
                 view = torch.ops.aten.t.default(view)
-            taken += clock() - begin
-        return taken / times / self.count
+            seconds += clock() - begin
+        return seconds / times / self.count
 
 
 @dataclass
 class TinyStep:
-    """Forward and backward of a sharded model that has next to nothing to compute."""
+    """Forward and backward of a sharded model with next to no compute."""
 
     device: torch.device
     wall: bool
@@ -82,14 +82,14 @@ class TinyStep:
         )
 
     def run(self, times: int) -> None:
-        """Step after step, without an optimizer."""
+        """Run `times` steps without an optimizer."""
         for _ in range(times):
             with torch.enable_grad():
                 self.module(self._x).backward()
             for param in self.module.parameters():
                 param.grad = None
 
-    def beyond(self, seconds: float, hardware: Hardware) -> float:
-        """What of a step's `seconds` the nodes do not explain, on `hardware` as measured so far."""
+    def overhead(self, seconds: float, hardware: Hardware) -> float:
+        """Return how many of a step's `seconds` exceed the estimate on `hardware`."""
         estimate = simulate(self.module, hardware=hardware, optimizer="none")
         return max(0.0, seconds - estimate.step_seconds)

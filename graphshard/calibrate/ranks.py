@@ -1,7 +1,7 @@
-"""What a calibration does between ranks: its group, the collectives it times, and optimizers.
+"""The ranks of a calibration, and its benchmarks of collectives, optimizers and host copies.
 
-Collectives are those of a lowered program (see `lower.kind_of`), so what is measured is what a step
-does: copies, packing and averaging included.
+The collectives are those of a lowered program (see `lower.kind_of`), so copies, packing and
+averaging are measured too.
 """
 
 from __future__ import annotations
@@ -35,18 +35,18 @@ _TIMEOUT = timedelta(minutes=5)
 
 @contextmanager
 def joined(device: torch.device) -> Iterator[Group]:
-    """The group of the ranks that torchrun started, or a single rank where nothing did.
+    """Join the ranks that torchrun started, or make a group of one rank without torchrun.
 
-    A process group that exists already is used and left as it is.
+    An existing process group is used and not destroyed.
 
     Args:
-        device: where to measure: "cuda" with NCCL, "cpu" with Gloo.
+        device: the device to measure: "cuda" with NCCL, "cpu" with Gloo.
 
     Raises:
         CostError: this build of torch has no backend for the ranks.
     """
-    ours = not (dist.is_available() and dist.is_initialized())
-    if ours and int(os.environ.get("WORLD_SIZE", "1")) > 1:
+    creates_group = not (dist.is_available() and dist.is_initialized())
+    if creates_group and int(os.environ.get("WORLD_SIZE", "1")) > 1:
         backend = "nccl" if device.type == "cuda" else "gloo"
         if not (dist.is_available() and dist.is_backend_available(backend)):
             raise CostError(
@@ -55,17 +55,17 @@ def joined(device: torch.device) -> Iterator[Group]:
             )
         dist.init_process_group(backend, timeout=_TIMEOUT)
     else:
-        ours = False
+        creates_group = False
     try:
         yield find_group(None, device, alone=device)
     finally:
-        if ours:
+        if creates_group:
             dist.destroy_process_group()
 
 
 @dataclass(frozen=True)
-class Places:
-    """Where the ranks are. `within`: those on this rank's host; `between`: one of each host."""
+class HostGroups:
+    """The hosts of the ranks, with groups of the ranks on this host, and of one rank per host."""
 
     hosts: int
     per_host: int
@@ -73,10 +73,10 @@ class Places:
     between: Group | None
 
 
-def places(group: Group) -> Places:
-    """Find out which ranks share a host, and make the groups to measure within and between hosts.
+def host_groups(group: Group) -> HostGroups:
+    """Find the ranks of each host, and make groups to measure within and between hosts.
 
-    Every rank makes them at the same point.
+    Every rank must call this at the same point.
 
     Raises:
         CostError: the hosts have different numbers of ranks.
@@ -93,23 +93,23 @@ def places(group: Group) -> Places:
         )
     per_host = sizes.pop()
     if len(members) == 1:
-        return Places(1, per_host, group if group.size > 1 else None, None)
-    own = members[hosts[group.rank]]
-    turn = own.index(group.rank)
-    across = [ranks[turn] for ranks in members.values()]
-    return Places(
+        return HostGroups(1, per_host, group if group.size > 1 else None, None)
+    within = members[hosts[group.rank]]
+    local_rank = within.index(group.rank)
+    between = [ranks[local_rank] for ranks in members.values()]
+    return HostGroups(
         len(members),
         per_host,
-        _part(own, group) if per_host > 1 else None,
-        _part(across, group),
+        _subgroup(within, group) if per_host > 1 else None,
+        _subgroup(between, group),
     )
 
 
-def _part(ranks: list[int], group: Group) -> Group:
-    made = subgroup(ranks, group.process_group)
+def _subgroup(ranks: list[int], group: Group) -> Group:
+    process_group = subgroup(ranks, group.process_group)
     return Group(
-        made,
-        dist.get_rank(made),
+        process_group,
+        dist.get_rank(process_group),
         len(ranks),
         group.device,
         backend=group.backend,
@@ -119,7 +119,7 @@ def _part(ranks: list[int], group: Group) -> Group:
 
 @dataclass
 class TimedCollective:
-    """One collective of `tensors` parameters that have `size` bytes in all, from launch to free."""
+    """A collective on `tensors` parameters of `size` bytes in all, from launch to free."""
 
     op: Any
     ranks: Group
@@ -127,13 +127,12 @@ class TimedCollective:
     size: int
     group: str = "collectives"
     wall: bool = True
-    _call: Callable[[], Any] = field(init=False, repr=False)
-    _done: Callable[[Any], None] = field(init=False, repr=False)
+    _launch: Callable[[], Any] = field(init=False, repr=False)
 
     def __post_init__(self) -> None:
         n = self.ranks.size
         rows = max(1, self.size // (4 * self.tensors * n))
-        self.size = rows * 4 * self.tensors * n  # as it is moved
+        self.size = rows * 4 * self.tensors * n  # rounded to whole shards
         layouts = [
             ParamLayout(
                 f"p{i}",
@@ -153,38 +152,33 @@ class TimedCollective:
         if op.gives is op.takes:
             self.size = rows * 4 * self.tensors  # shards are moved
         numel = rows * n if whole else rows
-        given = [torch.ones(numel, device=self.ranks.device) for _ in layouts]
-        self._call = lambda: collective(given)
-        self._done = _end
+        tensors = [torch.ones(numel, device=self.ranks.device) for _ in layouts]
+        self._launch = lambda: collective(tensors)
 
     @property
     def name(self) -> str:
-        """Of the collective."""
+        """The collective's name."""
         return str(self.op.__name__)
 
     def start(self) -> Any:
-        """Launch it."""
-        return self._call()
+        """Launch it and return its pending result."""
+        return self._launch()
 
     def finish(self, pending: Any) -> None:
-        """Wait for it, and free what it gathered."""
-        self._done(pending)
+        """Wait for it, and free gathered tensors."""
+        results = wait(pending)
+        if isinstance(results, Gathered):
+            free(results)
 
     def run(self, times: int) -> None:
-        """Launch and finish it, time after time."""
+        """Launch and finish it, `times` times."""
         for _ in range(times):
             self.finish(self.start())
 
 
-def _end(pending: Any) -> None:
-    results = wait(pending)
-    if isinstance(results, Gathered):
-        free(results)
-
-
 @dataclass
 class TimedCompute:
-    """Matrix products, alone or while `under` is under way: what communication takes from them."""
+    """Matrix products, alone or while the collective `under` is under way."""
 
     product: Tensor
     count: int
@@ -193,7 +187,7 @@ class TimedCompute:
     wall: bool = True
 
     def run(self, times: int) -> None:
-        """`count` products, time after time."""
+        """Compute `count` products, `times` times."""
         for _ in range(times):
             pending = None if self.under is None else self.under.start()
             for _ in range(self.count):
@@ -216,14 +210,14 @@ class TimedOptimizer:
     _step: Callable[[], Any] = field(init=False, repr=False)
 
     def __post_init__(self) -> None:
-        made = [self._parameter() for _ in range(self.tensors)]
-        for param in made:
+        params = [self._parameter() for _ in range(self.tensors)]
+        for param in params:
             param.grad = torch.ones_like(param)
-        self._step = self.make(made).step
+        self._step = self.make(params).step
 
     @property
     def size(self) -> int:
-        """Bytes of the shards."""
+        """Bytes of this rank's shards."""
         return 4 * self.tensors * self.numel
 
     def _parameter(self) -> nn.Parameter:
@@ -233,14 +227,14 @@ class TimedOptimizer:
         return nn.Parameter(DTensor.from_local(local, self.ranks.mesh, [ShardDim(0)]))
 
     def run(self, times: int) -> None:
-        """Step after step."""
+        """Run `times` steps."""
         for _ in range(times):
             self._step()
 
 
 @dataclass
 class HostCopy:
-    """A copy of `size` bytes from the device to the host and back, as offloading makes them."""
+    """A copy of `size` bytes from the device to the host and back, as offloading does."""
 
     device: torch.device
     size: int
@@ -249,8 +243,8 @@ class HostCopy:
     name: str = "to_host, to_device"
 
     def run(self, times: int) -> None:
-        """There and back, time after time."""
-        given = torch.ones(self.size // 4, device=self.device)
+        """Copy to the host and back, `times` times."""
+        tensor = torch.ones(self.size // 4, device=self.device)
         for _ in range(times):
-            there = arrive(to_host(given))
-            arrive(to_device(there, device=self.device))
+            on_host = arrive(to_host(tensor))
+            arrive(to_device(on_host, device=self.device))

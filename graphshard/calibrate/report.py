@@ -1,4 +1,4 @@
-"""What a calibration found, as text."""
+"""The text of a calibration's results."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from graphshard.calibrate.run import Calibration, Row
 
 
 def report(calibration: Calibration) -> str:
-    """A table: each operator, collective and optimizer at its largest size, and the figures."""
+    """Return a table of each operator, collective and optimizer, and the hardware's figures."""
     return "\n".join(_lines(calibration))
 
 
@@ -61,7 +61,7 @@ def _rate(row: Row) -> str:
 
 
 def _time(seconds: float) -> str:
-    """Seconds with a unit, to three digits."""
+    """Return seconds as text with a unit, to three digits."""
     for unit, factor in (("s", 1.0), ("ms", 1e3), ("us", 1e6)):
         if seconds * factor >= 1:
             return f"{seconds * factor:.3g} {unit}"

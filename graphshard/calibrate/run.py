@@ -1,4 +1,4 @@
-"""A calibration from end to end: what is measured, and the hardware it makes."""
+"""Run a calibration from end to end: measure everything, and make a `Hardware` of it."""
 
 from __future__ import annotations
 
@@ -15,14 +15,14 @@ from torch import nn
 
 from graphshard.calibrate.measure import Effort, Timing, Watch, measure
 from graphshard.calibrate.overhead import Calls, TinyStep
-from graphshard.calibrate.probes import Shot, shots
+from graphshard.calibrate.probes import SizedProbe, sized_probes
 from graphshard.calibrate.ranks import (
     HostCopy,
-    Places,
+    HostGroups,
     TimedCollective,
     TimedCompute,
     TimedOptimizer,
-    places,
+    host_groups,
 )
 from graphshard.cost.collective_cost import BETWEEN_NODES
 from graphshard.cost.op_cost import VIEW
@@ -48,7 +48,7 @@ _VIEWS = 8
 
 
 _CACHED = {"cpu": 2**20, "cuda": 2**27}
-"""Bytes moved beyond which caches hold too little of it to matter, by kind of device."""
+"""Operators that move this many bytes do not fit in caches, by kind of device."""
 
 
 _NUMELS = (1 << 8, 1 << 14, 1 << 18, 1 << 20)
@@ -64,9 +64,9 @@ _OPTIMIZERS: Mapping[str, Callable[[list[nn.Parameter]], torch.optim.Optimizer]]
 
 @dataclass(frozen=True)
 class Row:
-    """One line of what was measured.
+    """One measurement.
 
-    amount: FLOPs or bytes. spread: relative interquartile range. rate: amount per second.
+    amount: FLOPs or bytes. seconds: median. spread: relative interquartile range.
     """
 
     group: str
@@ -77,13 +77,13 @@ class Row:
 
     @property
     def rate(self) -> float:
-        """FLOPs or bytes a second."""
+        """FLOPs or bytes per second."""
         return self.amount / self.seconds
 
 
 @dataclass(frozen=True)
 class Calibration:
-    """The hardware, and the measurements it was made from."""
+    """The hardware, and the measurements that it was made from."""
 
     hardware: Hardware
     rows: tuple[Row, ...]
@@ -102,73 +102,73 @@ def calibrate(
     """Measure this rank's device and the network between the ranks of `group`, all ranks at once.
 
     Args:
-        group: the ranks; every one of them calls this at the same point.
+        group: the ranks; each of them must call this at the same point.
         effort: how long to measure.
-        dtypes: to measure products, attention and copies in, besides float32.
-        like: the preset whose figures stand for what cannot be measured here: other dtypes, and
-            the network on a single rank. None: the one that is most like the device.
-        name: of the hardware. None: the device and the backend.
-        share: of the sizes of each operator to measure.
-        progress: a bar.
+        dtypes: dtypes besides float32 to measure products, attention and copies in.
+        like: the preset for figures that cannot be measured here: other dtypes, and the network on
+            a single rank. None: the preset most like the device.
+        name: the name of the hardware. None: the device and the backend.
+        share: the fraction of each operator's sizes to measure.
+        progress: a progress bar.
 
     Returns:
-        The same on every rank.
+        The same calibration on every rank.
 
     Raises:
         CostError: there is no preset `like`, or hosts have different numbers of ranks.
     """
     effort, progress = effort or Effort(), progress or Progress(visible=False)
     base = Hardware.load(like or _nearest(group.device))
-    where = places(group)
+    hosts = host_groups(group)
     watch = Watch(group.device)
 
     def timed(title: str, works: Sequence[Any]) -> list[Timing]:
         with progress.stage(title, total=len(works) * (1 + effort.least)):
             return measure(works, watch, group, effort, progress.advance)
 
-    compute = list(shots(group.device, tuple(dtypes), share=share))
+    compute = list(sized_probes(group.device, tuple(dtypes), share=share))
     rows = _rows(compute, timed("operators", compute))
     del compute
     updates = list(_updates(group, share))
-    rows += _rows(updates, took := timed("optimizers", updates))
-    lines = _lines(updates, took, lambda work: (1, work.tensors, work.size))
+    rows += _rows(updates, timings := timed("optimizers", updates))
+    lines = _lines(updates, timings, lambda work: (1, work.tensors, work.size))
     del updates
     contention = 0.0
-    for part, ending in ((where.within, ""), (where.between, BETWEEN_NODES)):
-        if part is None:
+    for subgroup, ending in ((hosts.within, ""), (hosts.between, BETWEEN_NODES)):
+        if subgroup is None:
             continue
         moves = [
-            TimedCollective(op, part, count, size)
+            TimedCollective(op, subgroup, count, size)
             for op in _OPERATIONS
             for size in _COLLECTIVE_BYTES[: max(3, round(share * len(_COLLECTIVE_BYTES)))]
             for count in _TENSORS
         ]
-        rows += _rows(moves, took := timed(f"collectives{ending}", moves), ending)
-        found = _lines(moves, took, partial(_ring, part.size))
-        lines |= {f"{op}{ending}": line for op, line in found.items()}
-        contention = max(contention, _contention(part, timed))
-    host: float | None = None
+        rows += _rows(moves, timings := timed(f"collectives{ending}", moves), ending)
+        ring_lines = _lines(moves, timings, partial(_ring, subgroup.size))
+        lines |= {f"{op}{ending}": line for op, line in ring_lines.items()}
+        contention = max(contention, _contention(subgroup, timed))
+    host_bandwidth: float | None = None
     if group.device.type == "cuda":
         copies = [HostCopy(group.device, 1 << 26)]
-        took = timed("host copies", copies)
-        rows += _rows(copies, took)
-        host = 2 * copies[0].size / took[0].seconds
+        timings = timed("host copies", copies)
+        rows += _rows(copies, timings)
+        host_bandwidth = 2 * copies[0].size / timings[0].seconds
     curves = _curves(rows)
-    if group.device.type == "cpu":  # an accelerator goes on computing while the host takes views
+    if group.device.type == "cpu":  # on an accelerator, views overlap compute
         (view,) = timed("views", [Calls(_VIEWS)])
         rows.append(Row("overhead", VIEW, 1.0, view.seconds, view.spread))
         curves[VIEW] = ((1.0, view.seconds),)
-    hardware = _hardware(group, base, where, curves, lines, contention, name, host)
-    tiny = TinyStep(group.device, wall=group.size > 1)
-    (step,) = timed("overhead", [tiny])
-    overhead = tiny.beyond(step.seconds, hardware)
+    hardware = _hardware(group, base, hosts, curves, lines, contention, name, host_bandwidth)
+    tiny_step = TinyStep(group.device, wall=group.size > 1)
+    (step,) = timed("overhead", [tiny_step])
+    overhead = tiny_step.overhead(step.seconds, hardware)
     rows.append(Row("overhead", "step", 1.0, max(overhead, 1e-9), step.spread))
     hardware = group.everyones(_rounded(hardware.with_(step_overhead=overhead).to_dict()))[0]
     return Calibration(Hardware(**hardware), tuple(rows))
 
 
 def _rounded(figures: Any) -> Any:
-    """`figures` to four digits, which is more than a measurement is worth."""
+    """Round all numbers in `figures` to four digits, more than measurements are exact to."""
     if isinstance(figures, float):
         return float(f"{figures:.4g}")
     if isinstance(figures, (list, tuple)):
@@ -179,12 +179,12 @@ def _rounded(figures: Any) -> Any:
 
 
 def _nearest(device: torch.device) -> str:
-    """The preset that is most like `device`."""
+    """Return the name of the preset most like `device`."""
     if device.type != "cuda":
         return "cpu-gloo"
-    described = torch.cuda.get_device_name(device).lower()
-    kinds = {"b200": "b200", "h200": "h200", "h100": "h100-sxm", "a100": "a100-80gb"}
-    return next((preset for part, preset in kinds.items() if part in described), "h100-sxm")
+    device_name = torch.cuda.get_device_name(device).lower()
+    presets = {"b200": "b200", "h200": "h200", "h100": "h100-sxm", "a100": "a100-80gb"}
+    return next((preset for chip, preset in presets.items() if chip in device_name), "h100-sxm")
 
 
 def _updates(group: Group, share: float) -> Iterator[TimedOptimizer]:
@@ -195,7 +195,7 @@ def _updates(group: Group, share: float) -> Iterator[TimedOptimizer]:
 
 
 def _ring(ranks: int, work: TimedCollective) -> Sequence[float]:
-    """Hops, tensors, and bytes that pass a rank (see `collective_cost`)."""
+    """Return the hops, the tensors and the bytes that pass a rank (see `collective_cost`)."""
     return ranks - 1, work.tensors, (ranks - 1) / ranks * work.size
 
 
@@ -203,8 +203,8 @@ def _rows(works: Sequence[Any], timings: Sequence[Timing], ending: str = "") -> 
     return [
         Row(
             work.group,
-            f"{work.curve if isinstance(work, Shot) else work.name}{ending}",
-            float(work.amount if isinstance(work, Shot) else work.size),
+            f"{work.curve if isinstance(work, SizedProbe) else work.name}{ending}",
+            float(work.amount if isinstance(work, SizedProbe) else work.size),
             timing.seconds,
             timing.spread,
         )
@@ -213,44 +213,46 @@ def _rows(works: Sequence[Any], timings: Sequence[Timing], ending: str = "") -> 
 
 
 def _curves(rows: Sequence[Row]) -> dict[str, Points]:
-    """By operator: the mean of what was measured at an amount, over amounts."""
-    found: dict[str, dict[float, list[float]]] = defaultdict(lambda: defaultdict(list))
+    """Return each operator's curve: the mean seconds at each amount."""
+    by_operator: dict[str, dict[float, list[float]]] = defaultdict(lambda: defaultdict(list))
     for row in rows:
         if row.group == "operators":
-            found[row.name][row.amount].append(row.seconds)
+            by_operator[row.name][row.amount].append(row.seconds)
     return {
-        name: ascending([(amount, sum(took) / len(took)) for amount, took in points.items()])
-        for name, points in found.items()
+        name: ascending(
+            [(amount, sum(seconds) / len(seconds)) for amount, seconds in points.items()]
+        )
+        for name, points in by_operator.items()
     }
 
 
 def _lines(
     works: Sequence[Any], timings: Sequence[Timing], features: Callable[[Any], Sequence[float]]
 ) -> dict[str, tuple[float, ...]]:
-    """By name: the line through what was measured."""
+    """Return the fitted line of each benchmark, by name."""
     points: dict[str, list[tuple[Sequence[float], float]]] = defaultdict(list)
     for work, timing in zip(works, timings, strict=True):
         points[work.name].append((features(work), timing.seconds))
     return {
-        name: fit_line([row for row, _ in found], [seconds for _, seconds in found])
-        for name, found in points.items()
+        name: fit_line([row for row, _ in measurements], [seconds for _, seconds in measurements])
+        for name, measurements in points.items()
     }
 
 
 def _contention(group: Group, timed: Callable[[str, Sequence[Any]], list[Timing]]) -> float:
-    """The part of compute's speed that a gather takes: what it adds to products it runs under."""
+    """Return the fraction of compute's speed that a gather under way takes from products."""
     gather = TimedCollective(ops.all_gather, group, 1, 8192 * _KIB)
     product = torch.ones(256, 256, device=group.device)
-    one = TimedCompute(product, 20, None)
-    alone, once = timed("contention", [gather, one])
-    # About twice as many products as the gather lasts.
-    count = max(20, round(40 * alone.seconds / once.seconds))
+    products = TimedCompute(product, 20, None)
+    gather_alone, products_alone = timed("contention", [gather, products])
+    # Products that take about twice as long as the gather.
+    count = max(20, round(40 * gather_alone.seconds / products_alone.seconds))
     count = max(group.everyones(count))
-    by_itself, together = timed(
+    without, during = timed(
         "contention", [TimedCompute(product, count, None), TimedCompute(product, count, gather)]
     )
-    taken = (together.seconds - by_itself.seconds) / alone.seconds
-    return min(1.0, max(0.0, taken))
+    slowdown = (during.seconds - without.seconds) / gather_alone.seconds
+    return min(1.0, max(0.0, slowdown))
 
 
 def _device_name(device: torch.device) -> str:
@@ -260,7 +262,7 @@ def _device_name(device: torch.device) -> str:
 
 
 def _memory(device: torch.device, per_host: int) -> int:
-    """Bytes of the device, or a rank's part of its host's."""
+    """Return the memory in bytes of the device, or a rank's share of its host's memory."""
     if device.type == "cuda":
         return int(torch.cuda.get_device_properties(device).total_memory)
     return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") // per_host
@@ -269,15 +271,15 @@ def _memory(device: torch.device, per_host: int) -> int:
 def _hardware(
     group: Group,
     base: Hardware,
-    where: Places,
+    hosts: HostGroups,
     curves: Mapping[str, Points],
     lines: dict[str, tuple[float, ...]],
     contention: float,
     name: str | None,
-    host: float | None,
+    host_bandwidth: float | None,
 ) -> Hardware:
-    """The figures of a calibration; what was not measured is `base`'s, and `source` says so."""
-    kind = group.device.type
+    """Return the calibrated hardware; `base` gives unmeasured figures, and `source` names them."""
+    device_type = group.device.type
     flops = dict(base.flops)
     for curve, points in curves.items():
         family, _, dtype = curve.partition(".")
@@ -292,25 +294,27 @@ def _hardware(
             figures[f"{figure}_latency"] = max(line[0], 1e-9)
         else:
             unmeasured.append(f"the network {'within' if not ending else 'between'} nodes")
-    if kind == "cpu" and "intra_bandwidth" in figures and "inter_bandwidth" not in figures:
+    if device_type == "cpu" and "intra_bandwidth" in figures and "inter_bandwidth" not in figures:
         figures["inter_bandwidth"] = figures["intra_bandwidth"]
         figures["inter_latency"] = figures["intra_latency"]
-    # What lies in no cache; of sizes that would, the largest.
+    # Sizes that fit in no cache, or else the largest size.
     streams = [curves["add"], curves["clone"]]
-    large = [p for points in streams for p in points if p[0] >= _CACHED[kind]]
+    large = [p for points in streams for p in points if p[0] >= _CACHED[device_type]]
     large = large or [points[-1] for points in streams]
     bandwidth = max(amount / seconds for amount, seconds in large)
     ranks = f"{group.size} ranks" if group.size > 1 else "one rank"
-    hosts = "" if where.hosts == 1 else f" on {where.hosts} hosts"
-    threads = f", {torch.get_num_threads()} thread(s) each" if kind == "cpu" else ""
+    on_hosts = "" if hosts.hosts == 1 else f" on {hosts.hosts} hosts"
+    threads = f", {torch.get_num_threads()} thread(s) each" if device_type == "cpu" else ""
     device = _device_name(group.device)
     return Hardware(
-        name=name or f"{kind}-{'nccl' if kind == 'cuda' else 'gloo'}",
+        name=name or f"{device_type}-{'nccl' if device_type == 'cuda' else 'gloo'}",
         flops=flops,
-        memory_bytes=_memory(group.device, where.per_host),
+        memory_bytes=_memory(group.device, hosts.per_host),
         memory_bandwidth=bandwidth,
         launch_floor=min(seconds for _, seconds in curves["add"]),
-        gpus_per_node=where.per_host if kind == "cuda" or where.hosts > 1 else base.gpus_per_node,
+        gpus_per_node=hosts.per_host
+        if device_type == "cuda" or hosts.hosts > 1
+        else base.gpus_per_node,
         **{
             "intra_bandwidth": base.intra_bandwidth,
             "intra_latency": base.intra_latency,
@@ -318,10 +322,11 @@ def _hardware(
             "inter_latency": base.inter_latency,
         }
         | figures,
-        host_bandwidth=host or bandwidth / 2,  # a CPU's copy reads and writes the same memory
+        host_bandwidth=host_bandwidth
+        or bandwidth / 2,  # a CPU's copy reads and writes the same memory
         efficiency=dict.fromkeys(KINDS, 1.0),
-        about=f"{device}, {ranks}{hosts}{threads}",
-        source=f"graphshard calibrate, {ranks}{hosts}{threads}, torch {torch.__version__}"
+        about=f"{device}, {ranks}{on_hosts}{threads}",
+        source=f"graphshard calibrate, {ranks}{on_hosts}{threads}, torch {torch.__version__}"
         + (f"; of {base.name}, as not measured: {', '.join(unmeasured)}" if unmeasured else ""),
         contention=contention,
         curves=curves,

@@ -1,4 +1,4 @@
-"""`graphshard calibrate`: its arguments, the ranks it starts, and what it prints and writes."""
+"""`graphshard calibrate`: its arguments, the ranks it starts, and its output."""
 
 from __future__ import annotations
 
@@ -75,10 +75,10 @@ def add_calibrate(commands: Any) -> None:
 
 
 def run_calibrate(options: argparse.Namespace, progress: Progress) -> str:
-    """What was measured, as a table; nothing from ranks that only take part.
+    """Calibrate and return the measurements as a table; "" on ranks other than 0.
 
     Raises:
-        CostError: an argument makes no sense here, or a rank failed.
+        CostError: an argument does not fit this machine, or a rank failed.
         OSError: the file cannot be written.
     """
     dtypes = [_dtype(name) for name in options.dtypes.split(",") if name not in ("", "none")]
@@ -92,7 +92,7 @@ def run_calibrate(options: argparse.Namespace, progress: Progress) -> str:
     if device.type == "cpu":
         torch.set_num_threads(_threads(options.threads, _local_ranks()))
     with joined(device) as group:
-        found = calibrate(
+        calibration = calibrate(
             group,
             effort=QUICK if options.quick else Effort(),
             dtypes=dtypes,
@@ -104,9 +104,9 @@ def run_calibrate(options: argparse.Namespace, progress: Progress) -> str:
     if int(os.environ.get("RANK", "0")):
         return ""
     if options.out is None:
-        return report(found)
-    found.hardware.save(options.out)
-    return f"{report(found)}\n{options.out}"
+        return report(calibration)
+    calibration.hardware.save(options.out)
+    return f"{report(calibration)}\n{options.out}"
 
 
 def _dtype(name: str) -> torch.dtype:
@@ -115,20 +115,20 @@ def _dtype(name: str) -> torch.dtype:
     return _DTYPES[name]
 
 
-def _device(asked: str | None) -> torch.device:
-    if asked == "cuda" and not torch.cuda.is_available():
+def _device(requested: str | None) -> torch.device:
+    if requested == "cuda" and not torch.cuda.is_available():
         raise CostError("there is no CUDA device here; measure the CPU with --device cpu")
-    if (asked or ("cuda" if torch.cuda.is_available() else "cpu")) == "cpu":
+    if (requested or ("cuda" if torch.cuda.is_available() else "cpu")) == "cpu":
         return torch.device("cpu")
     device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0")))
     torch.cuda.set_device(device)
     return device
 
 
-def _threads(asked: int | None, ranks: int) -> int:
-    if asked is not None and asked < 1:
-        raise CostError(f"--threads must be 1 or more; got {asked}")
-    return asked or max(1, (os.cpu_count() or 1) // ranks)
+def _threads(requested: int | None, ranks: int) -> int:
+    if requested is not None and requested < 1:
+        raise CostError(f"--threads must be 1 or more; got {requested}")
+    return requested or max(1, (os.cpu_count() or 1) // ranks)
 
 
 def _local_ranks() -> int:
@@ -136,7 +136,7 @@ def _local_ranks() -> int:
 
 
 def _require_writable(path: Path) -> None:
-    """Fail before the minutes of measuring, not after them; leaves what is there as it was."""
+    """Raise before measuring if `path` cannot be written; an existing file is not changed."""
     existed = path.exists()
     with path.open("a"):
         pass
@@ -145,7 +145,7 @@ def _require_writable(path: Path) -> None:
 
 
 def _with_ranks(options: argparse.Namespace) -> str:
-    """Start the ranks by torchrun, each with these arguments, and let them print."""
+    """Start the ranks by torchrun with these arguments; they print the output."""
     if options.ranks < 1:
         raise CostError(f"--ranks must be 1 or more; got {options.ranks}")
     if "RANK" in os.environ:
@@ -165,9 +165,9 @@ def _with_ranks(options: argparse.Namespace) -> str:
     launcher = ["-m", "torch.distributed.run", "--standalone"]
     command = [f"--nproc-per-node={options.ranks}", "-m", "graphshard", "calibrate", *arguments]
     sys.stdout.flush()
-    ended = subprocess.run(
+    completed = subprocess.run(
         [sys.executable, *launcher, *command], env={**os.environ, "OMP_NUM_THREADS": threads}
     )
-    if ended.returncode:
+    if completed.returncode:
         raise CostError("a rank failed while measuring; its error is above")
     return ""

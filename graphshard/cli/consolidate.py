@@ -1,4 +1,4 @@
-"""`graphshard consolidate DIR OUT`: a sharded checkpoint into safetensors."""
+"""`graphshard consolidate DIR OUT`: convert a sharded checkpoint to safetensors."""
 
 from __future__ import annotations
 
@@ -50,19 +50,19 @@ def add_consolidate(commands: Any, parse_bytes: Callable[[str], int]) -> None:
 
 
 def run_consolidate(options: argparse.Namespace, progress: Progress) -> str:
-    """The files written, a line each, and what was left out."""
+    """Convert the checkpoint; return the written files, one per line, and the left-out keys."""
     if options.out.suffix in (".bin", ".pt", ".pth"):
         raise CheckpointError(f"{options.out} must be a .safetensors file or a directory")
     with progress.stage("read the metadata"):
-        work = plan_consolidation(
+        consolidation = plan_consolidation(
             options.source,
             options.out,
             key=options.key,
             max_shard_bytes=options.max_shard_size,
             dtype=_DTYPES.get(options.dtype),
         )
-    with progress.stage("write tensors", total=len(work.tensors)):
-        lines = [str(path) for path in work.run(progress.advance)]
-    if work.left_out:
-        lines.append(f"left out, since they are no tensors: {some_of(work.left_out)}")
+    with progress.stage("write tensors", total=len(consolidation.tensors)):
+        lines = [str(path) for path in consolidation.run(progress.advance)]
+    if consolidation.left_out:
+        lines.append(f"left out, since they are no tensors: {some_of(consolidation.left_out)}")
     return "\n".join(lines)

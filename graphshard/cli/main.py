@@ -1,7 +1,7 @@
-"""The command line: plan a model for any world size, or dump its rewritten program. No ranks.
+"""The command line: plan, dump, simulate and tune a model for any world size, without ranks.
 
-Exit codes: 0 done; 1 the model's own code failed; 2 the request cannot be met (a GraphshardError,
-or wrong arguments); 130 interrupted.
+Exit codes: 0 done; 1 the model's own code or a file failed; 2 a GraphshardError or wrong arguments;
+130 interrupted.
 """
 
 from __future__ import annotations
@@ -36,8 +36,8 @@ from graphshard.cli.policy import (
     policies_of,
     policy_of,
 )
-from graphshard.cli.simulate import add_compare, add_simulate, shown_comparison, shown_estimate
-from graphshard.cli.tune import add_tune, tuned
+from graphshard.cli.simulate import add_compare, add_simulate, comparison_text, estimate_text
+from graphshard.cli.tune import add_tune, search_policy
 from graphshard.errors import GraphshardError, PlanError, PolicyError
 from graphshard.inspect.dump import dump_program
 from graphshard.planning.plan import ShardingPlan
@@ -58,24 +58,24 @@ verified.
 
 
 class ModelCodeError(Exception):
-    """The user's factory raised; the cause is its own exception."""
+    """The user's factory raised; `__cause__` is its exception."""
 
 
 @dataclass(frozen=True)
-class Subject:
-    """What a factory returned: a model on the meta device and example inputs, if it has any."""
+class ModelAndInputs:
+    """The result of a factory: a model on the meta device, and example inputs or None."""
 
     model: nn.Module
     args: tuple[Any, ...] | None = None
     kwargs: dict[str, Any] = field(default_factory=dict)
 
 
-def load_subject(spec: str) -> Subject:
-    """Import and call the factory `spec` names (see `FACTORY_HELP`).
+def load_model(spec: str) -> ModelAndInputs:
+    """Import and call the factory `spec`, "pkg.module:function" (see `FACTORY_HELP`).
 
     Raises:
-        PlanError: there is no such factory, or it returned something else than described.
-        ModelCodeError: importing or calling it raised.
+        PlanError: there is no such factory, or its result has none of the allowed forms.
+        ModelCodeError: importing or calling it raised an error.
     """
     module_name, colon, attribute = spec.partition(":")
     if not (module_name and colon and attribute):
@@ -101,17 +101,17 @@ def load_subject(spec: str) -> Subject:
             result = factory()
     except Exception as error:
         raise ModelCodeError(f"{spec} failed when called on the meta device") from error
-    return _subject(spec, result)
+    return _model_and_inputs(spec, result)
 
 
-def _subject(spec: str, result: object) -> Subject:
+def _model_and_inputs(spec: str, result: object) -> ModelAndInputs:
     if isinstance(result, nn.Module):
-        return Subject(result)
+        return ModelAndInputs(result)
     match result:
         case (nn.Module() as model, (tuple() | list()) as args):
-            return Subject(model, tuple(args))
+            return ModelAndInputs(model, tuple(args))
         case (nn.Module() as model, (tuple() | list()) as args, dict() as kwargs):
-            return Subject(model, tuple(args), kwargs)
+            return ModelAndInputs(model, tuple(args), kwargs)
     raise PlanError(
         f"{spec} must return a model, (model, args) or (model, args, kwargs), args a tuple and "
         f"kwargs a dict; it returned {_describe(result)}"
@@ -125,7 +125,7 @@ def _describe(result: object) -> str:
 
 
 def build_parser() -> argparse.ArgumentParser:
-    """The parser of all commands."""
+    """Return the parser of all commands."""
     parser = argparse.ArgumentParser(
         prog="graphshard", description="Plan and inspect sharded training steps, without ranks."
     )
@@ -201,28 +201,28 @@ def _add_command(
 
 def _plan(
     options: argparse.Namespace,
-    subject: Subject,
+    loaded: ModelAndInputs,
     progress: Progress,
-    asked: tuple[Policy, str] | None = None,
+    policy_and_backend: tuple[Policy, str] | None = None,
 ) -> ShardingPlan:
-    policy, backend = asked or (policy_of(options), backend_of(options))
+    policy, backend = policy_and_backend or (policy_of(options), backend_of(options))
     return graphshard.plan(
-        subject.model,
+        loaded.model,
         policy,
         backend=backend,
         world_size=options.world_size,
         mesh_shape=options.mesh,
-        example_inputs=subject.args,
-        example_kwargs=subject.kwargs or None,
+        example_inputs=loaded.args,
+        example_kwargs=loaded.kwargs or None,
         progress=progress,
     )
 
 
 def run_plan(options: argparse.Namespace, progress: Progress) -> RenderableType:
-    """`graphshard plan`: the plan, as asked for."""
+    """Run `graphshard plan`; return the plan as text, table or JSON."""
     with progress.stage("build the model"):
-        subject = load_subject(options.factory)
-    plan = _plan(options, subject, progress)
+        loaded = load_model(options.factory)
+    plan = _plan(options, loaded, progress)
     if options.json:
         return json.dumps(plan.to_dict(), indent=2)
     if sys.stdout.isatty():
@@ -230,59 +230,63 @@ def run_plan(options: argparse.Namespace, progress: Progress) -> RenderableType:
     return plan.text(unfold=options.unfold)
 
 
-def _subject_to_capture(options: argparse.Namespace, progress: Progress, purpose: str) -> Subject:
+def _load_with_inputs(
+    options: argparse.Namespace, progress: Progress, purpose: str
+) -> ModelAndInputs:
     with progress.stage("build the model"):
-        subject = load_subject(options.factory)
-    if subject.args is None:
+        loaded = load_model(options.factory)
+    if loaded.args is None:
         raise PlanError(
             f"a {purpose} needs example inputs: let {options.factory} return (model, args) or "
             "(model, args, kwargs)"
         )
-    return subject
+    return loaded
 
 
 def run_simulate(options: argparse.Namespace, progress: Progress) -> str:
-    """`graphshard simulate`: the estimate, and the files asked for."""
-    plan = _plan(options, _subject_to_capture(options, progress, "simulation"), progress)
+    """Run `graphshard simulate`; write the requested files and return the estimate."""
+    plan = _plan(options, _load_with_inputs(options, progress, "simulation"), progress)
     with progress.stage("simulate"):
-        return shown_estimate(plan, options)
+        return estimate_text(plan, options)
 
 
 def run_compare(options: argparse.Namespace, progress: Progress) -> str:
-    """`graphshard compare`: the estimates of two policies side by side."""
+    """Run `graphshard compare`; return the estimates of two policies side by side."""
     if len(options.policy) != 2:
         raise PolicyError(f"two policies are compared; --policy was given {len(options.policy)}x")
     policies = policies_of(options)
-    subject = _subject_to_capture(options, progress, "comparison")
-    plans = [_plan(options, subject, progress, asked) for asked in policies]
+    loaded = _load_with_inputs(options, progress, "comparison")
+    plans = [
+        _plan(options, loaded, progress, policy_and_backend) for policy_and_backend in policies
+    ]
     with progress.stage("simulate"):
-        return shown_comparison(plans, options.policy, options)
+        return comparison_text(plans, options.policy, options)
 
 
 def run_tune(options: argparse.Namespace, progress: Progress) -> RenderableType:
-    """`graphshard tune`: the policy found, and why it is that one."""
-    subject = _subject_to_capture(options, progress, "search")
-    found = tuned(subject.model, subject.args or (), subject.kwargs, options, progress)
-    return json.dumps(found.to_dict(), indent=2) if options.json else str(found)
+    """Run `graphshard tune`; return the policy, and why others are not better."""
+    loaded = _load_with_inputs(options, progress, "search")
+    tuning = search_policy(loaded.model, loaded.args or (), loaded.kwargs, options, progress)
+    return json.dumps(tuning.to_dict(), indent=2) if options.json else str(tuning)
 
 
 def run_dump(options: argparse.Namespace, progress: Progress) -> str:
-    """`graphshard dump`: the paths written, a line each."""
-    plan = _plan(options, _subject_to_capture(options, progress, "dump"), progress)
-    assert plan.program is not None  # there were example inputs
+    """Run `graphshard dump`; return the paths of the written files, one per line."""
+    plan = _plan(options, _load_with_inputs(options, progress, "dump"), progress)
+    assert plan.program is not None  # since there are example inputs
     with progress.stage("write the files"):
         return "\n".join(map(str, dump_program(plan.program, plan, options.out)))
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run the command line `argv` (default: the process's own); the exit code."""
+    """Run the command line `argv` (None: that of the process) and return the exit code."""
     options = build_parser().parse_args(argv)
     progress = Progress()
     try:
         with progress.stage("total"):
             result = options.run(options, progress)
         if isinstance(result, str):
-            if result:  # a rank that only takes part has nothing to say
+            if result:  # empty on ranks other than 0 of a calibration
                 print(result)
         else:
             Console().print(result)
@@ -295,7 +299,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         return _fail(message, 1, debug=options.debug)
     except KeyboardInterrupt:
         return 130
-    except BrokenPipeError:  # the reader went away, as `head` does: not an error of ours
+    except BrokenPipeError:  # the reader closed the pipe, as `head` does
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
     except OSError as error:
         return _fail(f"a file cannot be read or written: {error}", 1, debug=options.debug)

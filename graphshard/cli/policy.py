@@ -1,4 +1,4 @@
-"""Policies as the command line writes them."""
+"""Parse policies from the command line."""
 
 from __future__ import annotations
 
@@ -35,10 +35,10 @@ _DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
 
 
 def parse_policy(text: str, **fields: Any) -> Policy:
-    """The policy that `text` (see `POLICY_HELP`) and the fields of `Policy` describe.
+    """Return the policy of `text` (see `POLICY_HELP`), with these fields of `Policy`.
 
     Raises:
-        PolicyError: `text` is none of the forms, or a field has a value outside its range.
+        PolicyError: `text` has none of the forms, or a field has an invalid value.
     """
     kind, colon, argument = text.partition(":")
     if kind in ("accelerate", "deepspeed") and argument:
@@ -46,12 +46,12 @@ def parse_policy(text: str, **fields: Any) -> Policy:
         return replace(read(argument), **fields)
     if kind == "size" and colon:
         try:
-            least = float(argument)
+            min_num_params = float(argument)
         except ValueError:
-            least = float("nan")
-        if not least.is_integer():
+            min_num_params = float("nan")
+        if not min_num_params.is_integer():
             raise PolicyError(f"size:N takes a whole number of parameters; got {argument!r}")
-        return SizePolicy(min_num_params=int(least), **fields)
+        return SizePolicy(min_num_params=int(min_num_params), **fields)
     if kind == "block":
         return BlockPolicy([c.strip() for c in argument.split(",") if c.strip()], **fields)
     raise PolicyError(
@@ -61,22 +61,23 @@ def parse_policy(text: str, **fields: Any) -> Policy:
 
 
 def parse_unit(text: str) -> tuple[str, dict[str, Any]]:
-    """The entry of a `ModulePolicy` that "PATTERN" or "PATTERN:KEY=VALUE,..." describes."""
+    """Parse "PATTERN" or "PATTERN:KEY=VALUE,KEY=VALUE" as an entry of a `ModulePolicy`."""
     pattern, _, rest = text.partition(":")
-    wanted: dict[str, Any] = {}
-    for part in filter(None, rest.split(",")):
-        key, equals, value = part.partition("=")
+    overrides: dict[str, Any] = {}
+    for assignment in filter(None, rest.split(",")):
+        key, equals, value = assignment.partition("=")
         if not equals:
             raise argparse.ArgumentTypeError(
-                f"{part!r} in {text!r} is no override: write KEY=VALUE, as in strategy=NO_SHARD"
+                f"{assignment!r} in {text!r} is no override: write KEY=VALUE, as in "
+                "strategy=NO_SHARD"
             )
         plain = {"true": True, "false": False}.get(value.lower(), value)
-        wanted[key.strip().replace("-", "_")] = int(value) if value.isdecimal() else plain
-    return pattern, wanted
+        overrides[key.strip().replace("-", "_")] = int(value) if value.isdecimal() else plain
+    return pattern, overrides
 
 
 def parse_bytes(text: str) -> int:
-    """Bytes in "1500000", "2GiB", "1.5 GB" and the like."""
+    """Parse a number of bytes, such as "1500000", "2GiB" or "1.5 GB"."""
     try:
         return bytes_in(text)
     except ValueError as error:
@@ -84,7 +85,7 @@ def parse_bytes(text: str) -> int:
 
 
 def parse_mesh(text: str) -> tuple[int, ...]:
-    """The mesh shape in "8" or "2x4"."""
+    """Parse a mesh shape, such as "8" or "2x4"."""
     try:
         return tuple(int(size) for size in text.split("x"))
     except ValueError:
@@ -92,7 +93,7 @@ def parse_mesh(text: str) -> tuple[int, ...]:
 
 
 def parse_reshard(text: str) -> bool | int:
-    """What becomes of a unit after forward, in "true", "false" or a number of ranks."""
+    """Parse `reshard_after_forward`: "true", "false" or a number of ranks."""
     if text in ("true", "false"):
         return text == "true"
     try:
@@ -105,7 +106,7 @@ def parse_reshard(text: str) -> bool | int:
 
 def add_policy_fields(command: argparse.ArgumentParser) -> None:
     """Add the arguments for the fields of a policy to `command`."""
-    # Left out of the namespace unless given, so that the defaults are the policy's own.
+    # An argument that is not given is left out of the namespace, so the policy's default applies.
     fields = command.add_argument_group("policy fields")
     unset: Any = argparse.SUPPRESS
     fields.add_argument("--strategy", choices=[s.value for s in Strategy], default=unset)
@@ -120,6 +121,13 @@ def add_policy_fields(command: argparse.ArgumentParser) -> None:
     )
     fields.add_argument("--backward-prefetch", choices=["pre", "post", "none"], default=unset)
     fields.add_argument("--forward-prefetch", type=int, metavar="N", default=unset)
+    fields.add_argument(
+        "--all-reduce-below",
+        type=parse_bytes,
+        metavar="BYTES",
+        default=unset,
+        help="average units with fewer bytes of gradients by one all_reduce, e.g. 64KiB",
+    )
     fields.add_argument(
         "--reshard-after-forward",
         type=parse_reshard,
@@ -170,7 +178,7 @@ def add_policy_fields(command: argparse.ArgumentParser) -> None:
 
 
 def add_hardware(command: argparse.ArgumentParser) -> None:
-    """Add the argument for what a schedule is timed on, where nothing else asks for hardware."""
+    """Add the argument for the hardware of schedule "overlap"."""
     command.add_argument(
         "--hardware",
         metavar="NAME|FILE",
@@ -180,7 +188,7 @@ def add_hardware(command: argparse.ArgumentParser) -> None:
 
 
 def add_backend(command: argparse.ArgumentParser) -> None:
-    """Add the argument for what runs compute."""
+    """Add the argument for the backend that runs compute."""
     command.add_argument(
         "--backend",
         choices=list(BACKENDS),
@@ -191,7 +199,7 @@ def add_backend(command: argparse.ArgumentParser) -> None:
 
 
 def backend_of(options: argparse.Namespace) -> str:
-    """What `options` ask to run compute."""
+    """Return the backend in `options`, or the default one."""
     return str(getattr(options, "backend", BACKENDS[0]))
 
 
@@ -199,6 +207,7 @@ _POLICY_FIELDS = (
     "strategy",
     "backward_prefetch",
     "forward_prefetch",
+    "all_reduce_below",
     "reshard_after_forward",
     "reshard_root",
     "recompute",
@@ -212,54 +221,58 @@ _POLICY_FIELDS = (
 
 
 def fields_of(options: argparse.Namespace) -> dict[str, Any]:
-    """The fields of a policy that the arguments `add_policy_fields` added give, by name."""
-    given = vars(options)
-    fields: dict[str, Any] = {name: given[name] for name in _POLICY_FIELDS if name in given}
+    """Return the policy fields in `options`, which `add_policy_fields` defines, by name."""
+    values = vars(options)
+    fields: dict[str, Any] = {name: values[name] for name in _POLICY_FIELDS if name in values}
     if fields.get("backward_prefetch") == "none":
         fields["backward_prefetch"] = None
-    # `graphshard simulate`, `compare` and `tune` take it in any case: what they predict for.
-    predicts = given.get("command") in ("simulate", "compare", "tune")
-    for_policy = not predicts or fields.get("schedule") == "overlap"
-    if "hardware" in given and for_policy:
-        fields["hardware"] = given["hardware"]
+    # For `graphshard simulate`, `compare` and `tune`, --hardware is what they estimate for.
+    estimates = values.get("command") in ("simulate", "compare", "tune")
+    for_policy = not estimates or fields.get("schedule") == "overlap"
+    if "hardware" in values and for_policy:
+        fields["hardware"] = values["hardware"]
     if "recompute" in fields:
         fields["recompute"] = fields["recompute"].split(",")
-    param, reduced = (_DTYPES.get(given.get(f"{kind}_dtype", "")) for kind in ("param", "reduce"))
-    if param or reduced:
-        fields["mixed_precision"] = MixedPrecision(param_dtype=param, reduce_dtype=reduced)
+    param_dtype = _DTYPES.get(values.get("param_dtype", ""))
+    reduce_dtype = _DTYPES.get(values.get("reduce_dtype", ""))
+    if param_dtype or reduce_dtype:
+        fields["mixed_precision"] = MixedPrecision(param_dtype, reduce_dtype)
     return fields
 
 
 def units_of(options: argparse.Namespace) -> Policy | None:
-    """The policy that chooses the units `options` ask for; None if they ask for none."""
-    entries = getattr(options, "unit", None)
-    base = None if options.policy is None else parse_policy(options.policy)
-    return ModulePolicy(dict(entries), base=base) if entries else base
+    """Return the policy that chooses the units in `options`; None if they name no units."""
+    if options.policy is None and not getattr(options, "unit", None):
+        return None
+    return _policy_with(options, {})
 
 
 def policy_of(options: argparse.Namespace) -> Policy:
-    """The policy that the arguments `add_policy_fields` added ask for."""
-    fields = fields_of(options)
+    """Return the policy in `options`, with the fields that `add_policy_fields` defines."""
+    return _policy_with(options, fields_of(options))
+
+
+def _policy_with(options: argparse.Namespace, fields: dict[str, Any]) -> Policy:
     entries = getattr(options, "unit", None)
     if not entries:
         return parse_policy(options.policy, **fields)
-    return ModulePolicy(dict(entries), base=parse_policy(options.policy), **fields)
+    base = None if options.policy is None else parse_policy(options.policy)
+    return ModulePolicy(dict(entries), base=base, **fields)
 
 
 def policies_of(options: argparse.Namespace) -> list[tuple[Policy, str]]:
-    """The policies in the texts of `options.policy`, each with fields of its own behind it, and
-    with the backend that is to run it.
+    """Return the policies in the texts of `options.policy`, each with its backend.
 
-    "block:Block --recompute units" is the policy block:Block, computed again in backward; fields
-    that `options` has besides are those of every policy that does not give them.
+    A text may have fields after the policy, as in "block:Block --recompute units". Other fields in
+    `options` apply to every policy that does not set them.
     """
-    found = []
+    policies = []
     for text in options.policy:
         parser = argparse.ArgumentParser(prog=f'--policy "{text}"', add_help=False)
         parser.add_argument("policy")
         add_policy_fields(parser)
         add_backend(parser)
-        own = argparse.Namespace(**{k: v for k, v in vars(options).items() if k != "policy"})
-        given = parser.parse_args(shlex.split(text), own)
-        found.append((policy_of(given), backend_of(given)))
-    return found
+        shared = argparse.Namespace(**{k: v for k, v in vars(options).items() if k != "policy"})
+        merged = parser.parse_args(shlex.split(text), shared)
+        policies.append((policy_of(merged), backend_of(merged)))
+    return policies

@@ -1,4 +1,4 @@
-"""`graphshard simulate` and `compare`: their arguments, and what they print and write."""
+"""`graphshard simulate` and `compare`: their arguments and their output."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from graphshard.planning.plan import ShardingPlan
 
 
 def add_hardware_options(command: argparse.ArgumentParser) -> None:
-    """Add what a step is timed on, and how, to `command`."""
+    """Add the arguments for the hardware, the optimizer and TF32 to `command`."""
     command.add_argument(
         "--hardware",
         required=True,
@@ -43,13 +43,13 @@ def add_simulate(command: argparse.ArgumentParser) -> None:
 
 
 def add_compare(command: argparse.ArgumentParser) -> None:
-    """Add the arguments of `graphshard compare` to `command`, but for those of the policies."""
+    """Add the arguments of `graphshard compare`, except those of the policies, to `command`."""
     add_hardware_options(command)
     command.add_argument("--json", action="store_true", help="print both estimates as JSON")
 
 
-def shown_estimate(plan: ShardingPlan, options: argparse.Namespace) -> str:
-    """The estimate for the program of `plan`, as text; writes the files asked for."""
+def estimate_text(plan: ShardingPlan, options: argparse.Namespace) -> str:
+    """Return the estimate for the program of `plan` as text, and write the requested files."""
     estimate = _estimate(plan, options)
     if options.trace:
         estimate.save_trace(options.trace)
@@ -58,15 +58,15 @@ def shown_estimate(plan: ShardingPlan, options: argparse.Namespace) -> str:
     return json.dumps(estimate.to_dict(), indent=2) if options.json else str(estimate)
 
 
-def shown_comparison(
+def comparison_text(
     plans: Sequence[ShardingPlan], texts: Sequence[str], options: argparse.Namespace
 ) -> str:
-    """The estimates for the programs of two plans side by side, as text."""
+    """Return the estimates for the programs of two plans side by side, as text."""
     comparison = compare(*(_estimate(plan, options) for plan in plans))
     if options.json:
         return json.dumps(comparison.to_dict(), indent=2)
-    called = [f"{name}: {text}" for name, text in zip(comparison.names, texts, strict=True)]
-    return "\n".join([*called, str(comparison)])
+    legend = [f"{name}: {text}" for name, text in zip(comparison.names, texts, strict=True)]
+    return "\n".join([*legend, str(comparison)])
 
 
 def _estimate(plan: ShardingPlan, options: argparse.Namespace) -> Estimate:

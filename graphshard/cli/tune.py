@@ -1,4 +1,4 @@
-"""`graphshard tune`: its arguments, and what it prints."""
+"""`graphshard tune`: its arguments and its search."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from graphshard.progress import Stages
 from graphshard.tune.auto_policy import AUTO, SEARCHED, AutoPolicy
 from graphshard.tune.tuning import Tuning
 
-_SAID = ("mixed_precision", "ignored", "cuda_graph", "sync_module_states", *SEARCHED)
+_FIELDS = ("mixed_precision", "ignored", "cuda_graph", "sync_module_states", *SEARCHED)
 
 
 def add_tune(command: argparse.ArgumentParser) -> None:
@@ -32,11 +32,11 @@ def add_tune(command: argparse.ArgumentParser) -> None:
 
 
 def auto_policy_of(options: argparse.Namespace) -> AutoPolicy:
-    """What `options` leave open, and what they fix."""
-    given, units = fields_of(options), units_of(options)
-    fixed = {name: given[name] for name in _SAID if name in given}
+    """Return the `AutoPolicy` in `options`; fields that are not given are searched."""
+    fields, units = fields_of(options), units_of(options)
+    fixed = {name: fields[name] for name in _FIELDS if name in fields}
     return AutoPolicy(
-        memory_budget=given.get("memory_budget"),
+        memory_budget=fields.get("memory_budget"),
         hardware=options.hardware,
         gpus_per_node=options.gpus_per_node,
         optimizer=options.optimizer,
@@ -45,14 +45,14 @@ def auto_policy_of(options: argparse.Namespace) -> AutoPolicy:
     )
 
 
-def tuned(
+def search_policy(
     model: nn.Module,
     args: Sequence[Any],
     kwargs: Mapping[str, Any],
     options: argparse.Namespace,
     progress: Stages,
 ) -> Tuning:
-    """What the search finds."""
+    """Search for the fastest policy that fits, as `options` ask."""
     return auto_policy_of(options).tune(
         model,
         example_inputs=args,

@@ -1,4 +1,4 @@
-"""What was measured, as curves and lines: interpolated where between, fitted where straight."""
+"""Measured times as curves, which are interpolated, and as fitted lines."""
 
 from __future__ import annotations
 
@@ -10,25 +10,24 @@ from math import exp, log
 import torch
 
 Points = tuple[tuple[float, float], ...]
-"""(amount, seconds), both positive and both ascending."""
+"""Pairs of (FLOPs or bytes, seconds), both positive; amounts ascend, seconds never descend."""
 
 
 _HUBER = 0.1
-"""Relative errors beyond this pull on a fit by their size, not by its square."""
+"""Relative errors above this count linearly in a fit instead of squared."""
 
 
 _ROUNDS = 10
 
 
 def seconds_at(points: Points, amount: float) -> float:
-    """Seconds for `amount`, by interpolation between the logarithms of measured points.
+    """Return the seconds for `amount`, interpolated between logarithms of measured points.
 
-    Below the first point it takes as long as there (a floor), above the last one longer in
-    proportion.
+    Below the first point the time is constant (a floor); above the last point it is proportional.
 
     Args:
         points: one or more, by ascending amount.
-        amount: FLOPs or bytes, as the points were measured in.
+        amount: FLOPs or bytes, the unit of the points' amounts.
     """
     first, last = points[0], points[-1]
     if amount <= first[0]:
@@ -44,62 +43,63 @@ def seconds_at(points: Points, amount: float) -> float:
 
 
 def ascending(points: Sequence[tuple[float, float]]) -> Points:
-    """`points` by amount, where none takes less time than one of a smaller amount.
+    """Sort `points` by amount and raise each time to the longest of any smaller amount.
 
-    Timings of small amounts are all floor and noise, and may come out in any order.
+    Timings of small amounts are mostly floor and noise, so their order is arbitrary.
     """
-    found: dict[float, float] = {}
+    seconds_of: dict[float, float] = {}
     slowest = 0.0
     for amount, seconds in sorted(points):
         slowest = max(slowest, seconds)
-        found[amount] = slowest
-    return tuple(found.items())
+        seconds_of[amount] = slowest
+    return tuple(seconds_of.items())
 
 
 def fit_line(rows: Sequence[Sequence[float]], seconds: Sequence[float]) -> tuple[float, ...]:
-    """Coefficients, none negative, by which `rows` give `seconds` with small relative errors.
+    """Fit non-negative coefficients so that `rows @ coefficients` is close to `seconds`.
 
-    Least squares of relative errors with Huber's weights, by iterated re-weighting (Holland and
-    Welsch, "Robust regression using iteratively reweighted least-squares", 1977): timings differ by
-    orders of magnitude, and some were disturbed. A coefficient that would be negative is zero; of
-    all choices of those the best is taken, which is exact for the two or three there are.
+    Least squares of relative errors with Huber weights, by iterated reweighting (Holland and
+    Welsch 1977), since timings differ by orders of magnitude and some were disturbed. Every subset
+    of coefficients is tried as the non-zero ones, which is exact for the two or three used here.
 
     Args:
-        rows: one per measurement: what each coefficient is multiplied by.
-        seconds: what each took, positive.
+        rows: one per measurement: the factors of the coefficients.
+        seconds: the time of each measurement, positive.
 
     Returns:
-        One coefficient per column.
+        One coefficient per column, each 0 or more.
     """
-    taken = torch.tensor(seconds, dtype=torch.float64)
-    table = torch.tensor([list(row) for row in rows], dtype=torch.float64) / taken[:, None]
+    times = torch.tensor(seconds, dtype=torch.float64)
+    table = torch.tensor([list(row) for row in rows], dtype=torch.float64) / times[:, None]
     columns = table.shape[1]
     scale = table.abs().amax(0).clamp_min(1e-300)  # so that no column is lost in another's rounding
-    best, least = (0.0,) * columns, float("inf")
+    best, least_loss = (0.0,) * columns, float("inf")
     for count in range(1, columns + 1):
         for chosen in combinations(range(columns), count):
-            kept = list(chosen)
-            found = _reweighted(table[:, kept] / scale[kept])
-            if (found < 0).any():
+            columns_kept = list(chosen)
+            coefficients = _reweighted(table[:, columns_kept] / scale[columns_kept])
+            if (coefficients < 0).any():
                 continue
-            loss = _huber((table[:, kept] / scale[kept]) @ found - 1)
-            if loss < least:
-                least = loss
-                parts = dict(zip(kept, (found / scale[kept]).tolist(), strict=True))
-                best = tuple(parts.get(column, 0.0) for column in range(columns))
+            loss = _huber((table[:, columns_kept] / scale[columns_kept]) @ coefficients - 1)
+            if loss < least_loss:
+                least_loss = loss
+                by_column = dict(
+                    zip(columns_kept, (coefficients / scale[columns_kept]).tolist(), strict=True)
+                )
+                best = tuple(by_column.get(column, 0.0) for column in range(columns))
     return best
 
 
 def _reweighted(table: torch.Tensor) -> torch.Tensor:
-    """The coefficients by which the rows of `table` come nearest to 1."""
+    """Return the coefficients that bring the rows of `table` closest to 1."""
     weights = torch.ones(len(table), dtype=torch.float64)
-    found = torch.zeros(table.shape[1], dtype=torch.float64)
+    coefficients = torch.zeros(table.shape[1], dtype=torch.float64)
     for _ in range(_ROUNDS):
         root = weights.sqrt()[:, None]
-        found = torch.linalg.lstsq(table * root, root, driver="gelsd").solution[:, 0]
-        errors = (table @ found - 1).abs()
+        coefficients = torch.linalg.lstsq(table * root, root, driver="gelsd").solution[:, 0]
+        errors = (table @ coefficients - 1).abs()
         weights = (_HUBER / errors.clamp_min(1e-12)).clamp_max(1.0)
-    return found
+    return coefficients
 
 
 def _huber(errors: torch.Tensor) -> float:

@@ -1,4 +1,4 @@
-"""The machines a program is to run on, as numbers: presets, files, and what they must hold."""
+"""Descriptions of machines as numbers: presets, files, and their checks."""
 
 from __future__ import annotations
 
@@ -51,16 +51,17 @@ class Hardware:
         host_bandwidth: between a device and its host.
         efficiency: by kind ("matmul", "attention", "convolution", "bandwidth", "network", "host"),
             the fraction of the peak that large operations reach.
-        about: what it is.
-        source: where the figures come from.
-        contention: the part of compute's speed that a collective or host copy under way takes.
+        about: a text that describes the machine.
+        source: a text on the origin of the figures.
+        contention: the fraction of compute's speed lost while a collective or host copy is under
+            way.
         step_overhead: seconds of a step besides its nodes and its optimizer.
-        curves: by operator ("matmul", "gelu_backward", "view", ...; "matmul.bfloat16" in another
-            dtype than float32): (FLOPs, or bytes read and written; seconds), ascending. An operator
-            with a curve takes what the curve says.
+        curves: by operator ("matmul", "gelu_backward", "view"; "matmul.bfloat16" in a dtype other
+            than float32): ascending pairs of (FLOPs, or bytes read and written; seconds). An
+            operator with a curve takes the curve's time.
         lines: by collective ("all_gather", "reduce_scatter", "all_reduce"; "all_gather.inter"
             between nodes): seconds per hop of a ring, per tensor, and per byte that passes a rank;
-            by optimizer ("adamw", ...): seconds per step, per tensor, and per byte of its shards.
+            by optimizer ("adamw"): seconds per step, per tensor, and per byte of its shards.
 
     Raises:
         CostError: a figure is missing, or not a positive number.
@@ -87,7 +88,7 @@ class Hardware:
 
     @property
     def is_host(self) -> bool:
-        """Whether ranks compute on the host, over Gloo: then there is nowhere to offload to."""
+        """Whether ranks compute on the host, over Gloo, so that offloading is pointless."""
         return "gloo" in self.name
 
     def __post_init__(self) -> None:
@@ -141,19 +142,19 @@ class Hardware:
                 )
 
     def matmul_flops(self, dtype: torch.dtype, *, tf32: bool = False) -> float:
-        """Peak FLOP/s of matrix products in `dtype`; that of float32 for a dtype not listed."""
+        """Peak FLOP/s of matrix products in `dtype`, or in float32 if `dtype` is not listed."""
         return self.flops.get(dtype_name(dtype, tf32=tf32), self.flops["float32"])
 
     def with_(self, **changes: Any) -> Hardware:
-        """A copy with some figures changed, such as `gpus_per_node=4`."""
+        """Return a copy with some figures changed, such as `gpus_per_node=4`."""
         return replace(self, **changes)
 
     def save(self, path: str | os.PathLike[str]) -> None:
-        """Write it as JSON, to be read by `load`."""
+        """Write it as a JSON file for `load`."""
         data = self.to_dict()
         long = {name: data.pop(name) for name in ("curves", "lines")}
         lines = [f'  "{name}": {json.dumps(value)}' for name, value in data.items()]
-        for name, table in long.items():  # a line for each, which people can read and compare
+        for name, table in long.items():  # one row per line, so that people can compare them
             rows = ",\n".join(f'    "{key}": {json.dumps(row)}' for key, row in table.items())
             lines.append(f'  "{name}": {{\n{rows}\n  }}' if rows else f'  "{name}": {{}}')
         Path(path).write_text("{\n" + ",\n".join(lines) + "\n}\n", encoding="utf-8")
@@ -166,11 +167,10 @@ class Hardware:
 
     @classmethod
     def load(cls, what: str | os.PathLike[str] | Hardware) -> Hardware:
-        """A preset by name, or what `save` or `graphshard calibrate` wrote.
+        """Return a preset by name, or read a file written by `save` or `graphshard calibrate`.
 
         Raises:
-            CostError: there is neither a preset nor a file of that name, or the file is no
-                description of hardware.
+            CostError: there is no preset or file of that name, or the file describes no hardware.
         """
         if isinstance(what, Hardware):
             return what
@@ -196,7 +196,7 @@ class Hardware:
 
 
 def dtype_name(dtype: torch.dtype, *, tf32: bool = False) -> str:
-    """What `Hardware` calls `dtype`: "tfloat32" for float32 products under TF32, one "float8"."""
+    """The name of `dtype` in `Hardware`: "tfloat32" for float32 under TF32, "float8" for any."""
     name = "tfloat32" if tf32 and dtype is torch.float32 else str(dtype).removeprefix("torch.")
     return "float8" if name.startswith("float8") else name
 
@@ -210,7 +210,7 @@ def _ascends(points: tuple[tuple[float, ...], ...]) -> bool:
 
 
 def preset_names() -> tuple[str, ...]:
-    """The names `Hardware.load` knows."""
+    """The names of the presets that `Hardware.load` accepts."""
     return tuple(_presets())
 
 
@@ -219,20 +219,22 @@ def _presets() -> dict[str, Hardware]:
     folder = resources.files("graphshard.hardware")
     tables = tomllib.loads(folder.joinpath("presets.toml").read_text(encoding="utf-8"))
     common = tables.pop("efficiency")
-    found = {name: _from_table(name, {"efficiency": common} | t) for name, t in tables.items()}
+    presets = {
+        name: _from_table(name, {"efficiency": common} | table) for name, table in tables.items()
+    }
     for entry in sorted(folder.iterdir(), key=lambda entry: entry.name):
         name, dot, ending = entry.name.rpartition(".")
         if dot and ending == "json":  # as `graphshard calibrate --out` wrote it
-            found[name] = _from_table(name, json.loads(entry.read_text(encoding="utf-8")))
-    return found
+            presets[name] = _from_table(name, json.loads(entry.read_text(encoding="utf-8")))
+    return presets
 
 
 def _from_table(name: str, table: Any) -> Hardware:
     if not isinstance(table, dict):
         raise CostError(f"hardware {name!r} must be a table of figures; got {table!r}")
-    known = {f.name for f in fields(Hardware)}
+    field_names = {f.name for f in fields(Hardware)}
     for key in table:
-        if key not in known:
+        if key not in field_names:
             raise CostError(f"hardware {name!r} has an unknown figure {key!r}")
     for key in ("flops", "efficiency", "curves", "lines"):
         if key in table and not isinstance(table[key], dict):

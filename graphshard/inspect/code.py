@@ -1,4 +1,4 @@
-"""An fx graph as a Python file that can be read, imported and stepped through."""
+"""Write an fx graph as a Python file that can be read, imported and stepped through."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Any
 
 from torch import fx
 
-# Names in fx's generated code that no import brings.
+# Names in fx's generated code that cannot be imported.
 _DEFINED = {
     "inf": 'inf = float("inf")',
     "nan": 'nan = float("nan")',
@@ -17,10 +17,10 @@ _DEFINED = {
 
 
 def graph_source(graph: fx.Graph, function: str, explanation: str) -> str:
-    """Python source of a module that defines `function`, which does what `graph` does.
+    """Return the Python source of a module with a function that computes `graph`.
 
     Args:
-        graph: its placeholders become the parameters, in order.
+        graph: its placeholders become the function's parameters, in order.
         function: the name of the function.
         explanation: the module's docstring.
     """
@@ -36,11 +36,11 @@ def graph_source(graph: fx.Graph, function: str, explanation: str) -> str:
 
 
 def _binding(name: str, value: Any) -> str:
-    """The line that makes the global `name` stand for `value`."""
+    """Return the line that binds the global `name` to `value`."""
     if name in _DEFINED:
         return _DEFINED[name]
     module = value.__name__ if isinstance(value, types.ModuleType) else value.__module__
     if isinstance(value, types.ModuleType):
         return f"import {module}" if module == name else f"import {module} as {name}"
-    known = value.__qualname__
-    return f"from {module} import {known}" + ("" if known == name else f" as {name}")
+    qualname = value.__qualname__
+    return f"from {module} import {qualname}" + ("" if qualname == name else f" as {name}")

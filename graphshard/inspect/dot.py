@@ -1,4 +1,4 @@
-"""A program's schedule as a graph: what must wait for what. For networkx and for Graphviz."""
+"""A program's schedule as a dependency graph, for networkx and Graphviz."""
 
 from __future__ import annotations
 
@@ -21,13 +21,14 @@ _SHAPES = {COMPUTE: "box", **{op.name: op.drawn_as for op in ops.OPS.values()}}
 
 
 def schedule_graph(program: Program) -> nx.DiGraph:
-    """The events of `program.timeline()` as the nodes 0, 1, 2, ... of a directed acyclic graph.
+    """Return the events of `program.timeline()` as numbered nodes of a directed acyclic graph.
 
     Nodes have the attributes `op`, `unit`, `phase` (see `Event`) and `stream`: "communication" for
-    what starts a collective (with the name of its group unless that is the shards', as each has a
-    communicator of its own), "copy" for what moves between host and device, "compute" for all else.
-    An edge means that its end cannot start before its beginning; it has the attributes `order` (the
-    two follow each other on one stream) and `data` (one uses what the other made).
+    launches of collectives (followed by the group's name, unless it is that of the shards, since
+    each group has its own communicator), "copy" for copies between host and device, and "compute"
+    for all others. The end of an edge cannot start before its beginning. Edges have the attributes
+    `order` (both events are on one stream, one after the other) and `data` (the end uses a result
+    of the beginning).
     """
     graph = nx.DiGraph()
     event_of: dict[fx.Node, int] = {}
@@ -41,8 +42,8 @@ def schedule_graph(program: Program) -> nx.DiGraph:
         event_of |= dict.fromkeys(nodes, index)
     for node, consumer in event_of.items():
         for source in node.all_input_nodes:
-            made = source.args[0] if ops.is_unpack(source) else source
-            producer = event_of.get(made, consumer)  # type: ignore[arg-type]
+            producer_node = source.args[0] if ops.is_unpack(source) else source
+            producer = event_of.get(producer_node, consumer)  # type: ignore[arg-type]
             if producer == consumer:
                 continue
             order = graph.has_edge(producer, consumer) and graph.edges[producer, consumer]["order"]
@@ -58,7 +59,7 @@ def _stream(node: fx.Node) -> str:
 
 
 def dot_text(graph: nx.DiGraph) -> str:
-    """`schedule_graph(...)` in the DOT language: phases as boxes, data solid, order dotted."""
+    """Return a `schedule_graph` in the DOT language: phases as boxes, data solid, order dotted."""
     lines = ["digraph schedule {", "  rankdir=TB;", '  node [fontname="monospace"];']
     for phase in dict.fromkeys(phase for _, phase in graph.nodes(data="phase")):
         lines += [f"  subgraph {_quote('cluster_' + phase)} {{", f"    label={_quote(phase)};"]

@@ -1,4 +1,4 @@
-"""Files for debugging: the plan, the rewritten program, and the Python that ranks run."""
+"""Write files for debugging: the plan, the rewritten program, and the Python that ranks run."""
 
 from __future__ import annotations
 
@@ -35,33 +35,33 @@ itself, set these names to functions of your own; see graphshard.ops for what ea
 def dump_program(
     program: Program, plan: ShardingPlan, directory: str | os.PathLike[str]
 ) -> list[Path]:
-    """Write what there is to see of `program` into `directory`, made if needed.
+    """Write `program` and `plan` as files into `directory`, which is created if needed.
 
     schedule.txt   events, compute collapsed per unit
     program.txt    every node
-    forward.py     what a rank computes in forward, as Python
-    backward.py    and in backward (not for a forward-only program)
+    forward.py     a rank's forward as Python
+    backward.py    a rank's backward as Python (not for a forward-only program)
     plan.json      `plan.to_dict()`
     schedule.dot   `schedule_graph(program)` for Graphviz
 
-    The same program and plan give the same bytes. Each file appears whole or not at all, so all
-    ranks may write to one directory.
+    The same program and plan give the same bytes. Files are written atomically, so all ranks may
+    write to one directory.
 
     Returns:
-        The paths written, in the order above.
+        The paths of the files, in the order above.
 
     Raises:
         OSError: a file cannot be written.
     """
-    halves = cut(program)
-    meaning = dict(_meanings(program, plan))
+    phases = cut(program)
+    meanings = dict(_meanings(program, plan))
     files = {
         "schedule.txt": schedule_text(program),
         "program.txt": full_text(program),
-        "forward.py": _source("forward", halves.forward, meaning, plan.world_size),
+        "forward.py": _source("forward", phases.forward, meanings, plan.world_size),
     }
-    if halves.backward is not None:
-        files["backward.py"] = _source("backward", halves.backward, meaning, plan.world_size)
+    if phases.backward is not None:
+        files["backward.py"] = _source("backward", phases.backward, meanings, plan.world_size)
     files["plan.json"] = json.dumps(plan.to_dict(), indent=2) + "\n"
     files["schedule.dot"] = dot_text(schedule_graph(program))
     return _write(Path(directory), files)
@@ -70,11 +70,15 @@ def dump_program(
 def dump_programs(
     programs: Sequence[Program], plan: ShardingPlan, directory: str | os.PathLike[str]
 ) -> list[Path]:
-    """`dump_program` for each of `programs`: the first into `directory` itself, those of
-    further signatures into program_1, program_2, ... below it, in the order they were captured.
+    """Call `dump_program` for each of `programs`, in the order of capture.
+
+    The first is written into `directory`, the others into program_1, program_2 and so on below it.
+
+    Returns:
+        The paths of all files.
 
     Raises:
-        RuntimeStateError: nothing was captured yet.
+        RuntimeStateError: no program was captured yet.
         OSError: a file cannot be written.
     """
     if not programs:
@@ -84,26 +88,26 @@ def dump_programs(
         )
     paths = []
     for index, program in enumerate(programs):
-        where = Path(directory) / f"program_{index}" if index else Path(directory)
-        paths += dump_program(program, plan, where)
+        folder = Path(directory) / f"program_{index}" if index else Path(directory)
+        paths += dump_program(program, plan, folder)
     return paths
 
 
-def _source(phase: str, graph: fx.Graph, meaning: Mapping[str, str], world_size: int) -> str:
+def _source(phase: str, graph: fx.Graph, meanings: Mapping[str, str], world_size: int) -> str:
     placeholders = graph.find_nodes(op="placeholder")
     rows = [
-        (node.name, _type(node.meta.get("val")), meaning.get(node.name, "kept from forward"))
+        (node.name, _type(node.meta.get("val")), meanings.get(node.name, "kept from forward"))
         for node in placeholders
     ]
     names, types = (max((len(row[column]) for row in rows), default=0) for column in (0, 1))
-    taken = [f"    {name:<{names}}  {type_:<{types}}  {what}" for name, type_, what in rows]
+    parameters = [f"    {name:<{names}}  {type_:<{types}}  {what}" for name, type_, what in rows]
     explanation = "\n".join(
         [
             f"The {phase} of one step, the same on each rank of {world_size}.",
             "",
             f"{phase}() takes, in order:",
             "",
-            *taken,
+            *parameters,
             "",
             _FORWARD_RETURNS if phase == "forward" else _BACKWARD_RETURNS,
             "",
@@ -115,11 +119,11 @@ def _source(phase: str, graph: fx.Graph, meaning: Mapping[str, str], world_size:
 
 
 def _meanings(program: Program, plan: ShardingPlan) -> Iterator[tuple[str, str]]:
-    """What each placeholder of the program stands for, by its name."""
+    """Yield the name and the meaning of each placeholder of the program."""
     for param in program.params:
-        part = ", this rank's shard" if _is_shard(param, program, plan) else ""
-        where = ", on the host" if plan.policy.offloads("params") and not param.ignored else ""
-        yield param.node.name, f"parameter {' = '.join(param.names)}{part}{where}"
+        shard = ", this rank's shard" if _is_shard(param, program, plan) else ""
+        host = ", on the host" if plan.policy.offloads("params") and not param.ignored else ""
+        yield param.node.name, f"parameter {' = '.join(param.names)}{shard}{host}"
     for buffer in program.buffers:
         yield buffer.node.name, f"{'constant' if buffer.constant else 'buffer'} {buffer.fqn}"
     for entry in program.inputs:
@@ -142,11 +146,11 @@ def _write(directory: Path, files: Mapping[str, str]) -> list[Path]:
     paths = []
     for name, text in files.items():
         path = directory / name
-        part = directory / f".{name}.{uuid.uuid4().hex}"
+        temporary = directory / f".{name}.{uuid.uuid4().hex}"
         try:
-            part.write_text(text, encoding="utf-8")
-            part.replace(path)
+            temporary.write_text(text, encoding="utf-8")
+            temporary.replace(path)
         finally:
-            part.unlink(missing_ok=True)
+            temporary.unlink(missing_ok=True)
         paths.append(path)
     return paths

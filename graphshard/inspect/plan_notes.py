@@ -1,4 +1,4 @@
-"""What a captured step saves, recomputes and holds, for plans."""
+"""Notes for a plan on its captured step: memory, and collectives placed by cost."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from graphshard.program.storages import storages_of
 
 
 def memory_dict(program: Program) -> dict[str, Any]:
-    """Bytes saved from forward to backward by unit, operators recomputed, the most bytes held."""
+    """Return bytes saved for backward by unit, the number of recomputed ops, and peak bytes."""
     storages = storages_of(program)
     return {
         "saved_bytes": dict(sorted(storages.saved_by_unit().items())),
@@ -27,7 +27,7 @@ def memory_dict(program: Program) -> dict[str, Any]:
 
 
 def memory_notes(program: Program) -> Iterator[tuple[str, str]]:
-    """The same in sentences, each with its title."""
+    """Yield the facts of `memory_dict` as sentences, each with its title."""
     facts = memory_dict(program)
     saved: dict[str, int] = facts["saved_bytes"]
     if saved:
@@ -44,50 +44,52 @@ def memory_notes(program: Program) -> Iterator[tuple[str, str]]:
 
 
 def moved_notes(plan: ShardingPlan) -> Iterator[tuple[str, str]]:
-    """Which units are gathered or reduced in parts or together, and which stay unsharded, if the
-    plan's program is scheduled by cost.
+    """Yield notes on a program scheduled by cost, each with its title.
+
+    They name units that are gathered or reduced in parts or together, or that stay unsharded.
     """
     program = plan.program
     if program is None or program.budget is None:
         return
     for is_of_kind, verb in ((ops.is_gather, "gathered"), (ops.is_scatter, "reduced")):
-        found = [node for node in program.nodes() if is_of_kind(node)]
+        collectives = [node for node in program.nodes() if is_of_kind(node)]
         for unit in plan.units:
-            parts = _parts(found, unit.fqn)
+            parts = _parts(collectives, unit.fqn)
             if len(parts) > 1:
-                told = "; ".join(some_of(part) for part in parts)
-                yield "apart", f"{unit.fqn or '(root)'} is {verb} in {len(parts)} parts: {told}"
-        together = [c for c in map(Collective.of, found) if c.several_units]
+                names = "; ".join(some_of(part) for part in parts)
+                yield "apart", f"{unit.fqn or '(root)'} is {verb} in {len(parts)} parts: {names}"
+        together = [c for c in map(Collective.of, collectives) if c.several_units]
         if together:
             most = max(len(set(collective.units)) for collective in together)
             times = {1: "once", 2: "twice"}.get(len(together), f"{len(together)} times")
             yield "together", f"{times} neighbours are {verb} together, {most} units at most"
-    kept = _kept(program, plan)
-    if kept:
-        names = [line.name or "(root)" for line in fold([(unit, ()) for unit in kept])]
-        yield "unsharded", f"{', '.join(names)} from forward to backward, not gathered again"
+    unsharded = _kept_unsharded(program, plan)
+    if unsharded:
+        lines = fold([(unit, ()) for unit in unsharded])
+        units = ", ".join(line.name or "(root)" for line in lines)
+        yield "unsharded", f"{units} from forward to backward, not gathered again"
 
 
 def _parts(collectives: Sequence[fx.Node], unit: str) -> list[list[str]]:
-    """The parameters moved by each of a unit's collectives in one phase, if they are not alike."""
-    found: dict[str, dict[tuple[str, ...], None]] = {FORWARD: {}, BACKWARD: {}}
+    """Return the distinct sets of parameters that a unit's collectives move in one phase."""
+    by_phase: dict[str, dict[tuple[str, ...], None]] = {FORWARD: {}, BACKWARD: {}}
     for node in collectives:
         collective = Collective.of(node)
         if not collective.several_units and collective.unit == unit:
             names, columns = collective.params, collective.columns
             if columns is not None:
                 names = tuple(f"columns {columns[0]}:{columns[1]} of {name}" for name in names)
-            found[node.meta["phase"]][names] = None
-    parts = found[FORWARD] if len(found[FORWARD]) > 1 else found[BACKWARD]
+            by_phase[node.meta["phase"]][names] = None
+    parts = by_phase[FORWARD] if len(by_phase[FORWARD]) > 1 else by_phase[BACKWARD]
     return list(map(list, parts))
 
 
-def _kept(program: Program, plan: ShardingPlan) -> list[str]:
-    """Units that are kept from forward to backward although the plan reshards them."""
-    found: dict[str, None] = {}
+def _kept_unsharded(program: Program, plan: ShardingPlan) -> list[str]:
+    """Return units that are kept from forward to backward although the plan reshards them."""
+    units: set[str] = set()
     for wait in gather_waits(program):
         unit = str(wait.meta["unit"])
         freed = [user.meta["phase"] for user in wait.users if user.target is ops.free]
         if plan.unit(unit).options.reshard and [wait.meta["phase"], *freed] == [FORWARD, BACKWARD]:
-            found[unit] = None
-    return [unit.fqn for unit in plan.units if unit.fqn in found]
+            units.add(unit)
+    return [unit.fqn for unit in plan.units if unit.fqn in units]

@@ -1,4 +1,4 @@
-"""A sharding plan for people (plain text, a rich table) and for programs (plain data)."""
+"""A sharding plan as plain text, as a rich table, and as plain data."""
 
 from __future__ import annotations
 
@@ -23,13 +23,13 @@ from graphshard.policy.strategy import Strategy
 COLUMNS = ("unit", "class", "units", "params", "numel", "sharded", "unsharded", "padding")
 
 
-OWN = "own options"  # a further column, where units have options other than the policy's
+OWN = "own options"  # a column only if units have options other than the policy's
 
 
 _LEFT_ALIGNED = 2  # of the columns
 
 
-_ALWAYS_SHOWN = ("backward_prefetch", "forward_prefetch")  # of the options; others if chosen
+_ALWAYS_SHOWN = ("backward_prefetch", "forward_prefetch")  # options shown even with defaults
 
 
 _LEGEND = """\
@@ -38,7 +38,7 @@ a line of several units gives the numbers of one"""
 
 
 class _Facts(NamedTuple):
-    """What a line says about a unit; units fold only if all of it is equal."""
+    """The facts of a unit's line; units fold only if all of them are equal."""
 
     module_class: str
     params: int
@@ -46,13 +46,13 @@ class _Facts(NamedTuple):
     sharded: int
     unsharded: int
     padding: int
-    own: str = ""  # the options that are not the policy's
+    own: str = ""  # the options that differ from the policy's
 
 
 def plan_text(plan: ShardingPlan, *, unfold: bool = False) -> str:
-    """The plan as plain text that is the same in every process.
+    """Return the plan as plain text that is the same in every process.
 
-    Equal layers share one line (`layers.0-79.mlp`); `unfold` gives every unit a line of its own.
+    Equal layers share one line (`layers.0-79.mlp`); `unfold` prints every unit on its own line.
     """
     columns = _columns(plan)
     rows = [columns, *(_cells(line) for line in _lines(plan, unfold)), _total(plan)]
@@ -66,7 +66,7 @@ def plan_text(plan: ShardingPlan, *, unfold: bool = False) -> str:
 
 
 def plan_table(plan: ShardingPlan, *, unfold: bool = False) -> RenderableType:
-    """The content of `plan_text` for a terminal, in colours, to be printed by rich."""
+    """Return the content of `plan_text` as a coloured table for rich to print."""
     header = Text("\n").join(
         Text.assemble((f"{name:<9} ", "dim"), value) if name else Text(value, style="bold")
         for name, value in _header(plan)
@@ -92,7 +92,7 @@ def plan_table(plan: ShardingPlan, *, unfold: bool = False) -> RenderableType:
 
 
 def plan_dict(plan: ShardingPlan, units: bool = True) -> dict[str, Any]:
-    """The plan as plain data, ready for JSON; sizes in elements and bytes, never folded.
+    """Return the plan as plain data, ready for JSON; sizes in elements and bytes, never folded.
 
     `units=False` leaves out the list of units.
     """
@@ -152,15 +152,15 @@ def _header(plan: ShardingPlan) -> Iterator[tuple[str, str]]:
     )
     policy = plan.policy
     shared = policy.shared_options()
-    by_cost = policy.schedule == "overlap"  # prefetch then says nothing
-    shown = {name: shared[name] for name in _ALWAYS_SHOWN if not by_cost}
-    shown |= policy.chosen_options()
+    by_cost = policy.schedule == "overlap"  # prefetch options then have no effect
+    options = {name: shared[name] for name in _ALWAYS_SHOWN if not by_cost}
+    options |= policy.chosen_options()
     strategy = shared["strategy"]
-    shown.pop("strategy", None)
+    options.pop("strategy", None)
     yield "policy", f"{type(policy).__name__}{_options(policy.own_options())}"
     mesh = mesh_text(plan.mesh_shape)
     yield "sharding", f"{strategy}, world size {plan.world_size}, mesh {mesh}"
-    yield "schedule", ", ".join(f"{name}={value}" for name, value in shown.items())
+    yield "schedule", ", ".join(f"{name}={value}" for name, value in options.items())
     if plan.backend != "eager":
         regions = None if plan.program is None else plan.program.regions
         yield "backend", plan.backend + ("" if regions is None else f", regions: {regions}")
@@ -183,8 +183,8 @@ def _lines(plan: ShardingPlan, unfold: bool) -> list[Folded[_Facts]]:
 
 
 def _columns(plan: ShardingPlan) -> tuple[str, ...]:
-    some = any(_facts(unit, plan).own for unit in plan.units)
-    return (*COLUMNS, OWN) if some else COLUMNS
+    any_own = any(_facts(unit, plan).own for unit in plan.units)
+    return (*COLUMNS, OWN) if any_own else COLUMNS
 
 
 def _is_words(column: int) -> bool:
@@ -204,11 +204,11 @@ def _facts(unit: Unit, plan: ShardingPlan) -> _Facts:
 
 
 def _usual(unit: Unit, plan: ShardingPlan) -> UnitOptions:
-    """The options of `unit` if nothing were other for it than the policy's own fields say."""
+    """Return the options that `unit` would have without overrides."""
     options = options_of(plan.policy, unit.fqn, {})
     try:
         return fitted(options, unit.fqn, plan.mesh_shape)
-    except GraphshardError:  # every unit has another strategy than the policy, which fits no mesh
+    except GraphshardError:  # the policy's strategy does not fit the mesh; all units override it
         return options
 
 
@@ -280,21 +280,21 @@ def _notes(plan: ShardingPlan) -> Iterator[tuple[str, str]]:
 
 
 def _placements(plan: ShardingPlan) -> Iterator[tuple[str, str]]:
-    """What is not simply split along dim 0, and why not."""
+    """Yield notes on parameters that are not simply split along dim 0, with the reason."""
     named: dict[str, list[str]] = {}
     for unit in plan.units:
         for layout in unit.layouts:
             named.setdefault(_placement(unit, layout), []).append(
                 f"{layout.fqn} {list(layout.shape)}" if layout.shape else layout.fqn
             )
-    for kind, said in (
+    for kind, reason in (
         ("replicated", " (no dimension to shard)"),
         ("copied", ": every rank keeps them whole"),
         *((kind, "") for kind in sorted(named) if kind.startswith("dim ")),
         ("padded", ": no dimension divides, and copies on every rank would cost more"),
     ):
         if kind in named:
-            yield kind.replace("copied", "replicated"), f"{some_of(named[kind])}{said}"
+            yield kind.replace("copied", "replicated"), f"{some_of(named[kind])}{reason}"
 
 
 def _placement(unit: Unit, layout: ParamLayout) -> str:
@@ -306,11 +306,11 @@ def _placement(unit: Unit, layout: ParamLayout) -> str:
 
 
 def _resharded(plan: ShardingPlan) -> Iterator[tuple[str, str]]:
-    """By size of the groups that keep parameters sharded after forward, the units they keep."""
+    """Yield notes on units resharded to groups after forward, by the size of the groups."""
     ranks_of = {unit.fqn: unit.options.reshard_ranks for unit in plan.units}
     for ranks in sorted({ranks for ranks in ranks_of.values() if ranks}):
         units = [unit for unit in plan.units if ranks_of[unit.fqn] == ranks]
-        kept = sum(
+        shard_bytes = sum(
             layout.over(ranks).full_bytes // ranks
             for unit in units
             for layout in unit.layouts
@@ -321,5 +321,5 @@ def _resharded(plan: ShardingPlan) -> Iterator[tuple[str, str]]:
         yield (
             "resharded",
             f"{some_of(names)} to groups of {ranks} ranks, each rank keeping up to "
-            f"{human_bytes(kept)} between forward and backward",
+            f"{human_bytes(shard_bytes)} between forward and backward",
         )

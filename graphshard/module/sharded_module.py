@@ -27,7 +27,7 @@ from graphshard.runtime.fingerprint import Agreement
 from graphshard.runtime.group import Group
 from graphshard.runtime.lowered import Bindings
 from graphshard.runtime.resident import make_shards, watch_state_dicts
-from graphshard.state.load import take_over
+from graphshard.state.load import take_model_values
 from graphshard.training.scaler import let_scalers_agree
 
 
@@ -63,7 +63,9 @@ class ShardedModule(StateMethods, TrainingMethods):
         shards = make_shards(plan.layouts, group, named, on_host=plan.policy.offloads("params"))
         build_sharded_tree(self, model, shards, group.device, modes)
         bindings = Bindings(plan, group, shards, _buffer_homes(self), Agreement(group))
-        on_meta = take_over(self, model, bindings, from_first=plan.policy.sync_module_states)
+        on_meta = take_model_values(
+            self, model, bindings, from_first=plan.policy.sync_module_states
+        )
         watch_state_dicts(self, shards)
         programs = Programs(meta_model_of(model), self, modes, bindings, passes, dynamic)
         self._graphshard = _State(bindings, programs, on_meta)

@@ -17,7 +17,7 @@ from graphshard.state import load, save
 from graphshard.state.checkpoints import background_group, load_checkpoint, save_checkpoint
 from graphshard.state.matching import KeyRules
 from graphshard.state.optim import optimizer_state_dict
-from graphshard.state.optim_load import prepare
+from graphshard.state.optim_load import prepare_load
 
 if TYPE_CHECKING:
     from graphshard.module.internals import _State
@@ -107,7 +107,9 @@ class StateMethods(nn.Module):
                 changed.
         """
         state = self._graphshard
-        load.load(self, state.bindings, lambda: load.of_mapping(state_dict) if state_dict else None)
+        load.load(
+            self, state.bindings, lambda: load.state_dict_source(state_dict) if state_dict else None
+        )
         state.fill_buffers()
 
     def load_local_state_dict(self, state_dict: Mapping[str, Tensor]) -> None:
@@ -170,7 +172,7 @@ class StateMethods(nn.Module):
             CheckpointError: a parameter is missing or unknown, or a tensor has another shape or
                 kind of dtype than its parameter; nothing was changed.
         """
-        prepare(self, self._graphshard.bindings, optim, state_dict, form=kind)()
+        prepare_load(self, self._graphshard.bindings, optim, state_dict, form=kind)()
 
     # -- checkpoints ----------------------------------------------------------------------------
 
@@ -274,7 +276,7 @@ class StateMethods(nn.Module):
         found = load.load(
             self,
             state.bindings,
-            lambda: load.of_files(path) if mine else None,
+            lambda: load.files_source(path) if mine else None,
             strict=strict,
             rules=rules,
         )

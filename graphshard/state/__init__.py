@@ -1,1 +1,1 @@
-"""Values in and out of a sharded module: state dicts, optimizer state, files."""
+"""Save and load a sharded module: state dicts, optimizer state, checkpoint files."""

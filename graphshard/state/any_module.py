@@ -1,6 +1,6 @@
-"""State of a module some of whose children are sharded, and of its optimizers.
+"""Save and load a module with sharded children, and its optimizers.
 
-By torch.distributed.checkpoint, which knows the shards as the DTensors they are.
+The shards are DTensors, so torch.distributed.checkpoint handles them.
 """
 
 from __future__ import annotations
@@ -28,32 +28,34 @@ _FULL = StateDictOptions(full_state_dict=True, cpu_offload=True)
 
 
 def full_state(module: nn.Module) -> dict[str, Any]:
-    """Full tensors by name, on the host of rank 0; empty elsewhere. Every rank calls it."""
+    """Return full CPU tensors by name on rank 0, and {} elsewhere; every rank must call this."""
     return get_model_state_dict(module, options=_FULL)
 
 
 def full_optimizer_state(module: nn.Module, optimizer: Optimizer) -> dict[str, Any]:
-    """The optimizer's state by parameter name, full, on rank 0; empty elsewhere."""
+    """Return the optimizer's full state by parameter name on rank 0, and {} elsewhere."""
     return get_optimizer_state_dict(module, optimizer, options=_FULL)
 
 
 def load_full_state(module: nn.Module, state: Mapping[str, Any], *, strict: bool) -> None:
-    """Take each rank's part of full tensors, given on every rank.
+    """Load each rank's part of the full tensors `state`, which every rank must pass.
 
     Raises:
         CheckpointError: names or shapes do not fit.
     """
-    own = module.state_dict()
+    tensors = module.state_dict()
     for name, value in state.items():
-        if name in own and tuple(value.shape) != tuple(own[name].shape):
+        if name in tensors and tuple(value.shape) != tuple(tensors[name].shape):
             raise CheckpointError(
                 f"{name!r} has shape {list(value.shape)} in the checkpoint and "
-                f"{list(own[name].shape)} in the model"
+                f"{list(tensors[name].shape)} in the model"
             )
-    odd = sorted(own.keys() ^ state.keys())
-    if strict and odd:
-        where = "the checkpoint has not" if odd[0] in own else "the model has not"
-        raise CheckpointError(f"{odd[0]!r} is a name that {where}; load with strict=False to pass")
+    mismatched = sorted(tensors.keys() ^ state.keys())
+    if strict and mismatched:
+        lacking = "checkpoint" if mismatched[0] in tensors else "model"
+        raise CheckpointError(
+            f"the {lacking} has no {mismatched[0]!r}; load with strict=False to ignore it"
+        )
     options = StateDictOptions(full_state_dict=True, strict=strict)
     set_model_state_dict(module, dict(state), options=options)
 
@@ -61,21 +63,21 @@ def load_full_state(module: nn.Module, state: Mapping[str, Any], *, strict: bool
 def load_full_optimizer_state(
     module: nn.Module, optimizer: Optimizer, state: Mapping[str, Any]
 ) -> None:
-    """Take each rank's part of a full state by parameter name, given on every rank."""
+    """Load each rank's part of a full state by parameter name, which every rank must pass."""
     options = StateDictOptions(full_state_dict=True)
     set_optimizer_state_dict(module, optimizer, optim_state_dict=dict(state), options=options)
 
 
 def save_sharded(path: Path, module: nn.Module, optimizers: Sequence[Optimizer]) -> None:
-    """Write every rank's part of the module and the optimizers into the folder `path`."""
+    """Write every rank's shards of the module and the optimizers into the folder `path`."""
     save(_sharded(module, optimizers), checkpoint_id=path, planner=RankZeroFirst())
 
 
 def load_sharded(path: Path, module: nn.Module, optimizers: Sequence[Optimizer]) -> None:
-    """Read what `save_sharded` wrote, on any number of ranks.
+    """Load a folder written by `save_sharded`, on any number of ranks.
 
     Raises:
-        CheckpointError: the folder is none of a checkpoint, or of another model.
+        CheckpointError: the folder holds no checkpoint, or one of another model.
     """
     state = _sharded(module, optimizers)
     try:

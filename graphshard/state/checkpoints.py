@@ -1,7 +1,7 @@
-"""Whole training states in a directory of torch.distributed.checkpoint: checked, then taken over.
+"""Save and load training states as torch.distributed.checkpoint (DCP) directories.
 
-The directory is one that any program of torch can read: {"model": state dict, "optim": optimizer
-state by names, "rng": {rank: random state}}.
+Loading checks everything before it changes anything. Any torch program can read the directory:
+{"model": state dict, "optim": optimizer state by names, "rng": {rank: random state}}.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from graphshard.runtime.group import Group
 from graphshard.runtime.lowered import Bindings
 from graphshard.state.dcp import (
     RankZeroFirst,
-    Stored,
+    StoredCheckpoint,
     cause_of,
     empty_like,
     nested,
@@ -33,8 +33,15 @@ from graphshard.state.dcp import (
 )
 from graphshard.state.matching import Match, match
 from graphshard.state.optim import optimizer_state_dict
-from graphshard.state.optim_load import STEP, prepare
-from graphshard.state.slots import Slot, agree, by_name, everyones, put, region_of, slots_of
+from graphshard.state.optim_load import STEP, prepare_load
+from graphshard.state.state_tensors import (
+    StateTensor,
+    all_gather_objects,
+    by_name,
+    raise_together,
+    region_of,
+    state_tensors_of,
+)
 from graphshard.torch_private import compat as torch_compat
 
 RNG = "rng"
@@ -48,7 +55,17 @@ def save_checkpoint(
     *,
     background: Any,
 ) -> Future[Any] | None:
-    """Write model, optimizer and random state; with the process group `background`, meanwhile.
+    """Write model, optimizer and random state.
+
+    Args:
+        module: the sharded module.
+        bindings: its shards.
+        path: the directory.
+        optim: an optimizer of its parameters, or None.
+        background: a process group to write with in the background; None: write before returning.
+
+    Returns:
+        A future of the write in the background, or None.
 
     Raises:
         CheckpointError: on every rank, if one cannot write.
@@ -62,14 +79,14 @@ def save_checkpoint(
     state[RNG] = {str(group.rank): _random_state(group)}
     try:
         if background is not None:
-            saved: Any = async_save(
+            future: Any = async_save(
                 state, checkpoint_id=path, process_group=background, planner=RankZeroFirst()
             )
-            return saved
+            return future
         alone = group.process_group is None
         world = _world(group)
         save(state, checkpoint_id=path, process_group=world, no_dist=alone, planner=RankZeroFirst())
-    except (Exception, CheckpointException) as error:  # a BaseException, that
+    except (Exception, CheckpointException) as error:  # CheckpointException is a BaseException
         raise CheckpointError(f"writing {path} failed: {cause_of(error)}") from error
     return None
 
@@ -82,69 +99,81 @@ def load_checkpoint(
     *,
     strict: bool,
 ) -> Match:
-    """Check and read everything, then take it over.
+    """Check and read the whole checkpoint, then load it.
+
+    Args:
+        module: the sharded module.
+        bindings: its shards.
+        path: the directory.
+        optim: an optimizer of its parameters to load too, or None.
+        strict: refuse missing and unexpected keys of the model.
+
+    Returns:
+        The matched, missing and unexpected keys of the model.
 
     Raises:
-        CheckpointError: on every rank, if the checkpoint is damaged or does not fit; nothing was
-            changed.
+        CheckpointError: on every rank, if the checkpoint is damaged or does not fit; the module
+            and the optimizer are unchanged.
     """
     group = bindings.group
-    slots = slots_of(module, bindings)
-    problem, stored, found = None, None, Match()
+    state_tensors = state_tensors_of(module, bindings)
+    problem, stored, matched = None, None, Match()
     values: dict[str, Any] = {}
-    optimizer: dict[str, Any] = {}
+    optim_values: dict[str, Any] = {}
     try:
         stored = open_checkpoint(path)
-        keys = stored.below(stored.prefix_of(by_name(slots)))
-        described = {}
+        keys = stored.below(stored.prefix_of(by_name(state_tensors)))
+        infos = {}
         for name, key in keys.items():
             entry = stored.tensor(key)
             assert entry is not None
-            described[name] = (tuple(entry.size), entry.properties.dtype)
-        found = match(slots, described, strict=strict)
+            infos[name] = (tuple(entry.size), entry.properties.dtype)
+        matched = match(state_tensors, infos, strict=strict)
         values = {
-            keys[found.keys[slot.name]]: _staged(slot) for slot in slots if slot.name in found.keys
+            keys[matched.keys[state_tensor.name]]: _staging_tensor(state_tensor)
+            for state_tensor in state_tensors
+            if state_tensor.name in matched.keys
         }
         if optim is not None:
-            optimizer = _staged_optimizer(stored, slots)
+            optim_values = _optimizer_staging(stored, state_tensors)
     except CheckpointError as error:
         problem = str(error)
-    agree(group, problem)
+    raise_together(group, problem)
     assert stored is not None
 
-    random = _staged_random(stored, group)
-    everything = {**values, **optimizer, **random}
+    random_states = _random_staging(stored, group)
+    entries = {**values, **optim_values, **random_states}
     try:
-        read_entries(stored, everything, group.process_group)
+        read_entries(stored, entries, group.process_group)
     except CheckpointError as error:
         problem = str(error)
-    agree(group, problem)
+    raise_together(group, problem)
     commit: Callable[[], None] | None = None
     if optim is not None:
-        commit = prepare(
-            module, bindings, optim, _optimizer_dict(stored, everything, optimizer), form=None
+        commit = prepare_load(
+            module, bindings, optim, _optimizer_dict(stored, entries, optim_values), form=None
         )
-    for slot in slots:
-        if slot.name in found.keys:
-            value = everything[keys[found.keys[slot.name]]]
-            part = torch_compat.local_tensor(value) if isinstance(value, DTensor) else value
-            put(slot.local, slot.region, part, region_of(value))
-            slot.filled()
+    for state_tensor in state_tensors:
+        if state_tensor.name in matched.keys:
+            value = entries[keys[matched.keys[state_tensor.name]]]
+            local = torch_compat.local_tensor(value) if isinstance(value, DTensor) else value
+            state_tensor.write(local, region_of(value))
+            state_tensor.mark_filled()
     if commit is not None:
         commit()
-    _take_random(random and everything, stored, group)
-    return found
+    _load_random_state(random_states and entries, stored, group)
+    return matched
 
 
-def _staged(slot: Slot) -> Tensor:
-    """Memory on the CPU to read a slot's part into."""
-    local = torch.empty_like(slot.local, device="cpu")
-    if isinstance(slot.tensor, DTensor):
-        return torch_compat.dtensor_like(slot.tensor, local)
+def _staging_tensor(state_tensor: StateTensor) -> Tensor:
+    """Return CPU memory to read this rank's part of a tensor into."""
+    local = torch.empty_like(state_tensor.local, device="cpu")
+    if isinstance(state_tensor.tensor, DTensor):
+        return torch_compat.dtensor_like(state_tensor.tensor, local)
     return local
 
 
-def _optimizer_prefix(stored: Stored) -> tuple[str, ...] | None:
+def _optimizer_prefix(stored: StoredCheckpoint) -> tuple[str, ...] | None:
     for path in stored.paths.values():
         for depth in range(min(2, len(path) - 1)):
             if path[depth] == "param_groups":
@@ -152,41 +181,45 @@ def _optimizer_prefix(stored: Stored) -> tuple[str, ...] | None:
     return None
 
 
-def _staged_optimizer(stored: Stored, slots: list[Slot]) -> dict[str, Any]:
+def _optimizer_staging(
+    stored: StoredCheckpoint, state_tensors: list[StateTensor]
+) -> dict[str, Any]:
     prefix = _optimizer_prefix(stored)
     if prefix is None:
         raise CheckpointError(
             f'{stored.folder} has no optimizer state by names (no "param_groups"); load it '
             "without optim"
         )
-    named = by_name(slots)
-    staged: dict[str, Any] = {}
+    named = by_name(state_tensors)
+    staging: dict[str, Any] = {}
     for key, path in stored.paths.items():
         if path[: len(prefix)] != prefix or path[len(prefix)] not in ("state", "param_groups"):
             continue
         entry = stored.tensor(key)
         rest = path[len(prefix) :]
         if entry is None:
-            staged[key] = None
+            staging[key] = None
             continue
-        slot = named.get(rest[1]) if len(rest) == 3 else None
-        like_param = slot is not None and rest[2] != STEP and tuple(entry.size) == slot.shape
-        if slot is not None and like_param and isinstance(slot.tensor, DTensor):
-            staged[key] = _staged(slot)
+        state_tensor = named.get(rest[1]) if len(rest) == 3 else None
+        like_param = (
+            state_tensor is not None and rest[2] != STEP and tuple(entry.size) == state_tensor.shape
+        )
+        if state_tensor is not None and like_param and isinstance(state_tensor.tensor, DTensor):
+            staging[key] = _staging_tensor(state_tensor)
         else:
-            staged[key] = empty_like(entry)
-    return staged
+            staging[key] = empty_like(entry)
+    return staging
 
 
 def _optimizer_dict(
-    stored: Stored, everything: Mapping[str, Any], keys: Mapping[str, Any]
+    stored: StoredCheckpoint, entries: Mapping[str, Any], keys: Mapping[str, Any]
 ) -> dict[str, Any]:
     prefix = _optimizer_prefix(stored) or ()
-    tree: Any = nested({key: everything[key] for key in keys}, stored.paths)
+    tree: Any = nested({key: entries[key] for key in keys}, stored.paths)
     for name in prefix:
         tree = tree[name]
     groups = tree["param_groups"]
-    if isinstance(groups, dict):  # lists are saved as dicts of numbers
+    if isinstance(groups, dict):  # DCP saves a list as a dict by index
         groups = [groups[number] for number in sorted(groups, key=int)]
     return {"state": tree.get("state", {}), "param_groups": groups}
 
@@ -201,21 +234,21 @@ def _random_state(group: Group) -> dict[str, Tensor]:
     return state
 
 
-def _staged_random(stored: Stored, group: Group) -> dict[str, Any]:
-    """What to read of random states: all ranks', if they were as many as now."""
-    found = {key: path for key, path in stored.paths.items() if path[0] == RNG and len(path) == 3}
-    if len({path[1] for path in found.values()}) != group.size:
+def _random_staging(stored: StoredCheckpoint, group: Group) -> dict[str, Any]:
+    """Return memory to read all ranks' random states into; {} if their number has changed."""
+    paths = {key: path for key, path in stored.paths.items() if path[0] == RNG and len(path) == 3}
+    if len({path[1] for path in paths.values()}) != group.size:
         return {}
-    return {key: empty_like(entry) for key in found if (entry := stored.tensor(key)) is not None}
+    return {key: empty_like(entry) for key in paths if (entry := stored.tensor(key)) is not None}
 
 
-def _take_random(everything: Mapping[str, Any], stored: Stored, group: Group) -> None:
-    own = {
-        path[2]: everything[key]
+def _load_random_state(entries: Mapping[str, Any], stored: StoredCheckpoint, group: Group) -> None:
+    states = {
+        path[2]: entries[key]
         for key, path in stored.paths.items()
-        if key in everything and path[:2] == (RNG, str(group.rank))
+        if key in entries and path[:2] == (RNG, str(group.rank))
     }
-    if not own:
+    if not states:
         if group.rank == 0 and any(path[0] == RNG for path in stored.paths.values()):
             warnings.warn(
                 f"random states were not restored, since {stored.folder} was written by another "
@@ -223,13 +256,13 @@ def _take_random(everything: Mapping[str, Any], stored: Stored, group: Group) ->
                 stacklevel=4,
             )
         return
-    torch.set_rng_state(own["cpu"])
-    if "cuda" in own and group.device.type == "cuda":
-        torch.cuda.set_rng_state(own["cuda"], group.device)
+    torch.set_rng_state(states["cpu"])
+    if "cuda" in states and group.device.type == "cuda":
+        torch.cuda.set_rng_state(states["cuda"], group.device)
 
 
 def _world(group: Group) -> Any:
-    """The process group to coordinate by; None for all ranks there are."""
+    """Return the process group that coordinates a save; None for the default group."""
     process_group = group.process_group
     if process_group is None or group.size == dist.get_world_size():
         return None
@@ -237,8 +270,12 @@ def _world(group: Group) -> Any:
 
 
 def background_group(group: Group) -> Any:
-    """A process group of its own, for saving while the ranks train."""
+    """Return a new Gloo process group for saving while the ranks train.
+
+    Raises:
+        CheckpointError: there is no process group.
+    """
     if group.process_group is None:
         raise CheckpointError("saving in the background needs a process group; there is one rank")
-    ranks = everyones(group, dist.get_rank())
+    ranks = all_gather_objects(group, dist.get_rank())
     return dist.new_group(ranks, backend="gloo")

@@ -1,4 +1,4 @@
-"""A sharded checkpoint of torch.distributed into safetensors, one tensor in memory at a time."""
+"""Convert a torch.distributed checkpoint to safetensors, one tensor in memory at a time."""
 
 from __future__ import annotations
 
@@ -11,27 +11,27 @@ import torch
 from torch import Tensor
 
 from graphshard.errors import CheckpointError
-from graphshard.state.dcp import Stored, empty_like, open_checkpoint, read_entries
+from graphshard.state.dcp import StoredCheckpoint, empty_like, open_checkpoint, read_entries
 from graphshard.state.files import Target, write_files
 
 
 @dataclass(frozen=True)
 class Consolidation:
-    """What is to be merged; made by `plan_consolidation`, which reads metadata only.
+    """A conversion to run; `plan_consolidation` makes it from metadata alone.
 
     tensors: shape and dtype to write, by name.
-    keys: where each lies in the checkpoint.
-    left_out: entries below the same key that are no tensors.
+    keys: key of each tensor in the checkpoint, by name.
+    left_out: keys of entries that are no tensors.
     """
 
-    stored: Stored
+    stored: StoredCheckpoint
     target: Target
     tensors: dict[str, tuple[tuple[int, ...], torch.dtype]]
     keys: dict[str, str]
     left_out: tuple[str, ...]
 
     def run(self, advance: Callable[[], None] = lambda: None) -> list[Path]:
-        """Write the files, calling `advance` after each tensor; returns their paths.
+        """Write the files and return their paths; call `advance` after each tensor.
 
         Raises:
             CheckpointError: something cannot be read or written.
@@ -41,9 +41,9 @@ class Consolidation:
             key = self.keys[name]
             entry = self.stored.tensor(key)
             assert entry is not None
-            into = {key: empty_like(entry)}
-            read_entries(self.stored, into)
-            yield into[key].to(self.tensors[name][1])
+            tensors = {key: empty_like(entry)}
+            read_entries(self.stored, tensors)
+            yield tensors[key].to(self.tensors[name][1])
             advance()
 
         try:
@@ -60,19 +60,20 @@ def plan_consolidation(
     max_shard_bytes: int | None = None,
     dtype: torch.dtype | None = None,
 ) -> Consolidation:
-    """Find what to merge from directory `source` into `out`, a .safetensors file or a directory.
+    """Plan the conversion of the directory `source` to `out`, from metadata alone.
 
     Args:
-        source: written by torch.distributed.checkpoint.
-        out: see above.
-        key: of the dict that holds the model, such as "model". None: "model" if there is one, the
-            only key if there is one, else all there is.
-        max_shard_bytes: of one file, unless a single tensor takes more. None: one file.
-        dtype: of floating point values. None: as they are.
+        source: a directory written by torch.distributed.checkpoint.
+        out: a .safetensors file or a directory.
+        key: the key of the dict that holds the model, such as "model". None: "model" if it exists,
+            else the only key if there is just one, else the whole checkpoint.
+        max_shard_bytes: the most bytes of one file, unless a single tensor takes more. None: one
+            file.
+        dtype: the dtype of written floating point tensors. None: unchanged.
 
     Raises:
-        CheckpointError: it is no checkpoint, is damaged, or has no such key or no tensors there;
-            or one file was named and several are needed.
+        CheckpointError: `source` is no checkpoint, is damaged, or has no such key or no tensors
+            there; or `out` names one file and several are needed.
     """
     stored = open_checkpoint(source)
     prefix = _prefix(stored, key)
@@ -80,30 +81,30 @@ def plan_consolidation(
     if not keys:
         raise CheckpointError(f"{source} holds no tensors{f' below {key!r}' if key else ''}")
     tensors = {}
-    for name, at in keys.items():
-        entry = stored.tensor(at)
+    for name, stored_key in keys.items():
+        entry = stored.tensor(stored_key)
         assert entry is not None
-        own = entry.properties.dtype
-        wanted = dtype if dtype is not None and own.is_floating_point else own
-        tensors[name] = (tuple(entry.size), wanted)
+        stored_dtype = entry.properties.dtype
+        casts = dtype is not None and stored_dtype.is_floating_point
+        tensors[name] = (tuple(entry.size), dtype if dtype and casts else stored_dtype)
     left_out = tuple(
-        at
-        for at, path in stored.paths.items()
-        if path[: len(prefix)] == prefix and stored.tensor(at) is None
+        stored_key
+        for stored_key, path in stored.paths.items()
+        if path[: len(prefix)] == prefix and stored.tensor(stored_key) is None
     )
     target = Target(Path(out), max_shard_bytes)
     target.assign(tensors)
     return Consolidation(stored, target, tensors, keys, left_out)
 
 
-def _prefix(stored: Stored, key: str | None) -> tuple[str, ...]:
-    above = stored.prefixes()
+def _prefix(stored: StoredCheckpoint, key: str | None) -> tuple[str, ...]:
+    prefixes = stored.prefixes()
     if key is not None:
-        if (key,) not in above:
-            known = ", ".join(repr(p[0]) for p in above if p) or "none"
-            raise CheckpointError(f"{stored.folder} has no key {key!r}; its keys are: {known}")
+        if (key,) not in prefixes:
+            key_names = ", ".join(repr(p[0]) for p in prefixes if p) or "none"
+            raise CheckpointError(f"{stored.folder} has no key {key!r}; its keys are: {key_names}")
         return (key,)
-    if ("model",) in above:
+    if ("model",) in prefixes:
         return ("model",)
     at_top = any(len(path) == 1 for path in stored.paths.values())
-    return above[1] if len(above) == 2 and not at_top else ()
+    return prefixes[1] if len(prefixes) == 2 and not at_top else ()

@@ -1,7 +1,7 @@
-"""What lies in a directory of torch.distributed.checkpoint (DCP): read from its metadata alone.
+"""Read directories of torch.distributed.checkpoint (DCP).
 
-Such a directory holds `.metadata`, a pickle that says which tensors there are and in which bytes of
-which file each chunk of them lies, and a `.distcp` file per rank that wrote it.
+Such a directory holds a `.distcp` file per rank that wrote it, and `.metadata`, a pickle with the
+tensors and the file and byte range of each of their chunks.
 """
 
 from __future__ import annotations
@@ -29,14 +29,14 @@ METADATA = ".metadata"
 
 
 class RankZeroFirst(DefaultSavePlanner):
-    """Writes the plain tensors every rank has as they are on rank 0.
+    """A save planner that takes plain tensors, which every rank has, from rank 0.
 
-    Buffers and ignored parameters may differ between ranks; torch takes each from the rank with the
-    least to write, so that a checkpoint would mix the statistics of several.
+    Buffers and ignored parameters may differ between ranks. torch takes each from the rank with the
+    least to write, so its checkpoints would mix the statistics of several ranks.
     """
 
     def create_global_plan(self, all_plans: list[SavePlan]) -> tuple[list[SavePlan], Metadata]:
-        """Which rank writes what; called on the coordinator with every rank's items."""
+        """Assign items to ranks; called on the coordinator with every rank's items."""
         first = {item.index for item in all_plans[0].items if item.type is WriteItemType.TENSOR}
         rest = [
             replace(plan, items=[item for item in plan.items if item.index not in first])
@@ -46,10 +46,10 @@ class RankZeroFirst(DefaultSavePlanner):
 
 
 @dataclass(frozen=True)
-class Stored:
-    """A checkpoint whose files were found to be all there.
+class StoredCheckpoint:
+    """A checkpoint directory whose files are all complete.
 
-    paths: where each entry lay in the nested dict that was saved, by its key.
+    paths: the path of each entry in the nested dict that was saved, by the entry's key.
     """
 
     folder: Path
@@ -57,12 +57,12 @@ class Stored:
     paths: Mapping[str, tuple[str, ...]]
 
     def tensor(self, key: str) -> TensorStorageMetadata | None:
-        """Shape and dtype of an entry; None if it is no tensor."""
+        """The metadata (with shape and dtype) of an entry; None if it is no tensor."""
         entry = self.metadata.state_dict_metadata[key]
         return entry if isinstance(entry, TensorStorageMetadata) else None
 
     def below(self, prefix: tuple[str, ...]) -> dict[str, str]:
-        """Keys of the tensors in the dict at `prefix`, by their names there, dots between."""
+        """Keys of the tensors in the dict at `prefix`, by their dotted names in that dict."""
         return {
             ".".join(path[len(prefix) :]): key
             for key, path in self.paths.items()
@@ -70,24 +70,24 @@ class Stored:
         }
 
     def prefixes(self) -> list[tuple[str, ...]]:
-        """Where a model may lie: at the top, or under one of the top's own keys."""
+        """The prefixes that may hold a model: (), and each top-level key of a dict."""
         return [(), *dict.fromkeys(path[:1] for path in self.paths.values() if len(path) > 1)]
 
     def prefix_of(self, names: Collection[str]) -> tuple[str, ...]:
-        """The prefix below which most of `names` are."""
-        wanted = set(names)
-        # The top only if nothing else has more: with prefixes it has the names, but under them.
-        ways = sorted(self.prefixes(), key=lambda prefix: prefix != ("model",))
-        return max(ways, key=lambda prefix: len(wanted & set(self.below(prefix))))
+        """The prefix whose dict has the most of `names`; "model" wins ties."""
+        name_set = set(names)
+        prefixes = sorted(self.prefixes(), key=lambda prefix: prefix != ("model",))
+        return max(prefixes, key=lambda prefix: len(name_set & set(self.below(prefix))))
 
 
-def open_checkpoint(path: str | os.PathLike[str]) -> Stored:
-    """The checkpoint in directory `path`; reads its metadata and the sizes of its files.
+def open_checkpoint(path: str | os.PathLike[str]) -> StoredCheckpoint:
+    """Open the checkpoint in directory `path`: read its metadata and the sizes of its files.
 
-    Unpickles the metadata, as torch does: open only checkpoints you trust.
+    The metadata is unpickled, as torch does: open only checkpoints you trust.
 
     Raises:
-        CheckpointError: there is none, or a file is damaged, missing or cut off; names it.
+        CheckpointError: there is no checkpoint, or a file is damaged, missing or cut off; names
+            the file.
     """
     folder = Path(path)
     file = folder / METADATA
@@ -108,16 +108,16 @@ def open_checkpoint(path: str | os.PathLike[str]) -> Stored:
     sizes: dict[str, int] = {}
     for index, info in storage:
         if info.relative_path not in sizes:
-            part = folder / info.relative_path
-            if not part.is_file():
-                raise CheckpointError(f"{part} is missing; {index.fqn!r} lies in it")
-            sizes[info.relative_path] = part.stat().st_size
+            data_file = folder / info.relative_path
+            if not data_file.is_file():
+                raise CheckpointError(f"{data_file} is missing; {index.fqn!r} lies in it")
+            sizes[info.relative_path] = data_file.stat().st_size
         if info.offset + info.length > sizes[info.relative_path]:
             raise CheckpointError(
                 f"{folder / info.relative_path} is cut off: {index.fqn!r} ends at byte "
                 f"{info.offset + info.length} and the file at {sizes[info.relative_path]}"
             )
-    return Stored(folder, metadata, paths)
+    return StoredCheckpoint(folder, metadata, paths)
 
 
 def _paths(metadata: Metadata) -> dict[str, tuple[str, ...]]:
@@ -126,16 +126,16 @@ def _paths(metadata: Metadata) -> dict[str, tuple[str, ...]]:
     return {key: tuple(map(str, nested.get(key, (key,)))) for key in keys}
 
 
-def read_entries(stored: Stored, into: dict[str, Any], group: Any = None) -> None:
-    """Read entries into the tensors of `into`, by key; what is no tensor is put there.
+def read_entries(stored: StoredCheckpoint, into: dict[str, Any], group: Any = None) -> None:
+    """Read the entries with the keys of `into`: into its tensors, or as new values if no tensors.
 
     Args:
         stored: the checkpoint.
-        into: the same keys on every rank.
-        group: the process group of the ranks that call this; None: this process alone.
+        into: tensors or None, by key; the same keys on every rank.
+        group: the process group of the ranks that call this. None: this process alone.
 
     Raises:
-        CheckpointError: something cannot be read.
+        CheckpointError: an entry cannot be read.
     """
     try:
         with _quiet():
@@ -143,19 +143,19 @@ def read_entries(stored: Stored, into: dict[str, Any], group: Any = None) -> Non
             alone = group is None
             group = None if alone or group.size() == dist.get_world_size() else group
             load(into, storage_reader=reader, process_group=group, no_dist=alone)
-    except (Exception, CheckpointException) as error:  # torch wraps what went wrong on each rank
+    except (Exception, CheckpointException) as error:  # torch wraps the errors of all ranks
         raise CheckpointError(f"{stored.folder} cannot be read: {cause_of(error)}") from error
 
 
 class _Reader(FileSystemReader):
-    """Reads with metadata that was read before."""
+    """A reader that reuses metadata that was already read."""
 
-    def __init__(self, stored: Stored) -> None:
+    def __init__(self, stored: StoredCheckpoint) -> None:
         super().__init__(stored.folder)
         self._stored = stored
 
     def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
-        """As it is known."""
+        """Return the metadata of the open checkpoint."""
         metadata = self._stored.metadata
         if metadata.storage_meta is not None:
             metadata.storage_meta.load_id = self.load_id
@@ -163,7 +163,7 @@ class _Reader(FileSystemReader):
 
 
 def cause_of(error: BaseException) -> str:
-    """What went wrong on the first rank that failed."""
+    """Return the error of the first rank that failed, in one line."""
     failures = getattr(error, "failures", None)
     if failures:
         rank, (cause, _) = sorted(failures.items())[0]
@@ -178,23 +178,23 @@ def _first_line(error: BaseException) -> str:
 @contextmanager
 def _quiet() -> Iterator[None]:
     with warnings.catch_warnings():
-        # That a single process loads is meant.
+        # Loading in a single process is intended.
         warnings.filterwarnings("ignore", message="torch.distributed is disabled")
         yield
 
 
 def nested(entries: Mapping[str, Any], paths: Mapping[str, Sequence[str]]) -> dict[str, Any]:
-    """`entries` as the nested dict at `paths`."""
+    """Return `entries` as a nested dict, each at its path in `paths`."""
     root: dict[str, Any] = {}
     for key, value in entries.items():
-        *above, last = paths[key]
-        place = root
-        for name in above:
-            place = place.setdefault(name, {})
-        place[last] = value
+        *parents, last = paths[key]
+        parent = root
+        for name in parents:
+            parent = parent.setdefault(name, {})
+        parent[last] = value
     return root
 
 
 def empty_like(entry: TensorStorageMetadata) -> torch.Tensor:
-    """A tensor for an entry, on the CPU."""
+    """Return an uninitialized CPU tensor of an entry's shape and dtype."""
     return torch.empty(entry.size, dtype=entry.properties.dtype)

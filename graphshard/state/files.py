@@ -1,4 +1,4 @@
-"""Safetensors checkpoints as they lie on disk: one file, a directory, or an index of several."""
+"""Safetensors checkpoints on disk: one file, a directory, or an index of several files."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from graphshard.errors import CheckpointError
-from graphshard.state.raw import Entry, Writer, read_header
+from graphshard.state.raw import StoredTensor, Writer, read_header
 
 NAME = "model.safetensors"
 
@@ -24,36 +24,39 @@ INDEX = "model.safetensors.index.json"
 Shapes = Mapping[str, tuple[Sequence[int], torch.dtype]]
 
 
-def open_files(path: str | os.PathLike[str]) -> dict[str, Entry]:
-    """Every tensor of the checkpoint at `path`, by name; reads headers only.
+def open_files(path: str | os.PathLike[str]) -> dict[str, StoredTensor]:
+    """Return every tensor of the checkpoint at `path` by name; read headers only.
 
     Args:
         path: a .safetensors file; an index (.json) as transformers writes it; or a directory with
             `model.safetensors.index.json`, `model.safetensors`, or one other .safetensors file.
 
     Raises:
-        CheckpointError: there is none, or a file is missing, cut off or damaged; names it.
+        CheckpointError: there is no checkpoint, or a file is missing, cut off or damaged; names
+            the file.
     """
-    place = Path(path)
-    if place.is_dir():
-        place = _in_directory(place)
-    if not place.is_file():
-        raise CheckpointError(f"there is no checkpoint at {place}")
-    if place.suffix != ".json":
-        return read_header(place)
+    file_or_index = Path(path)
+    if file_or_index.is_dir():
+        file_or_index = _in_directory(file_or_index)
+    if not file_or_index.is_file():
+        raise CheckpointError(f"there is no checkpoint at {file_or_index}")
+    if file_or_index.suffix != ".json":
+        return read_header(file_or_index)
     try:
-        weight_map = json.loads(place.read_text())["weight_map"]
-        files = {
-            name: read_header(place.parent / name) for name in dict.fromkeys(weight_map.values())
-        }
+        weight_map = json.loads(file_or_index.read_text())["weight_map"]
+        folder = file_or_index.parent
+        files = {name: read_header(folder / name) for name in dict.fromkeys(weight_map.values())}
     except (KeyError, TypeError, AttributeError, ValueError) as error:
         raise CheckpointError(
-            f"{place} is no index of safetensors files: it lacks a weight_map from tensors to files"
+            f"{file_or_index} is no index of safetensors files: it lacks a weight_map from tensors "
+            "to files"
         ) from error
     entries = {}
     for name, file in weight_map.items():
         if name not in files[file]:
-            raise CheckpointError(f"{place} says that {name!r} is in {file}, which lacks it")
+            raise CheckpointError(
+                f"{file_or_index} says that {name!r} is in {file}, which lacks it"
+            )
         entries[name] = files[file][name]
     return entries
 
@@ -62,22 +65,22 @@ def _in_directory(folder: Path) -> Path:
     for name in (INDEX, NAME):
         if (folder / name).is_file():
             return folder / name
-    found = sorted(folder.glob("*.safetensors"))
-    if len(found) == 1:
-        return found[0]
+    files = sorted(folder.glob("*.safetensors"))
+    if len(files) == 1:
+        return files[0]
     indices = sorted(folder.glob("*.safetensors.index.json"))
     if len(indices) == 1:
         return indices[0]
-    if found:
+    if files:
         raise CheckpointError(
-            f"{folder} holds {len(found)} .safetensors files and no index; name the file to load"
+            f"{folder} holds {len(files)} .safetensors files and no index; name the file to load"
         )
     hint = ""
     if (folder / ".metadata").is_file():
         hint = "; it is a checkpoint of torch.distributed: use load_checkpoint"
     elif any(folder.glob("*.bin")):
         hint = (
-            "; what it holds is pickled (.bin), which cannot be read in parts: convert it with "
+            "; it holds pickled tensors (.bin), which cannot be read in parts: convert them with "
             "transformers' save_pretrained"
         )
     raise CheckpointError(f"{folder} holds no .safetensors file{hint}")
@@ -85,62 +88,62 @@ def _in_directory(folder: Path) -> Path:
 
 @dataclass(frozen=True)
 class Target:
-    """Where a checkpoint is to be written: a file or a directory."""
+    """The file or directory to write a checkpoint to."""
 
     path: Path
     max_shard_bytes: int | None = None
 
     def assign(self, tensors: Shapes) -> dict[str, list[str]]:
-        """The tensors of each file, in order; several files only in a directory.
+        """Return the names of the tensors of each file, in order.
 
         Raises:
             CheckpointError: one file was named, and the tensors take more than `max_shard_bytes`.
         """
         limit = self.max_shard_bytes
-        parts: list[list[str]] = [[]]
-        size = 0
+        files: list[list[str]] = [[]]
+        file_bytes = 0
         for name, (shape, dtype) in tensors.items():
-            this = prod(shape) * dtype.itemsize
-            if limit is not None and parts[-1] and size + this > limit:
-                parts.append([])
-                size = 0
-            parts[-1].append(name)
-            size += this
-        if len(parts) == 1:
-            return {self.path.name if self.single else NAME: parts[0]}
+            tensor_bytes = prod(shape) * dtype.itemsize
+            if limit is not None and files[-1] and file_bytes + tensor_bytes > limit:
+                files.append([])
+                file_bytes = 0
+            files[-1].append(name)
+            file_bytes += tensor_bytes
+        if len(files) == 1:
+            return {self.path.name if self.single else NAME: files[0]}
         if self.single:
             raise CheckpointError(
-                f"{self.path.name} names one file, and {len(parts)} are needed to keep each below "
+                f"{self.path.name} names one file, and {len(files)} are needed to keep each below "
                 f"{limit} bytes; name a directory"
             )
         stem, suffix = NAME.split(".")
-        count = len(parts)
-        return {f"{stem}-{i:05}-of-{count:05}.{suffix}": names for i, names in enumerate(parts, 1)}
+        count = len(files)
+        return {f"{stem}-{i:05}-of-{count:05}.{suffix}": names for i, names in enumerate(files, 1)}
 
     @property
     def single(self) -> bool:
-        """Whether it is one file."""
+        """Whether the target is one file."""
         return self.path.suffix == ".safetensors"
 
     @property
     def folder(self) -> Path:
-        """The directory of its files."""
+        """The directory of the files."""
         return self.path.parent if self.single else self.path
 
 
 def write_files(
     target: Target, tensors: Shapes, value: Callable[[str], Iterator[Tensor]]
 ) -> list[Path]:
-    """Write a checkpoint, tensor by tensor; returns its files.
+    """Write a checkpoint tensor by tensor and return its files.
 
     Args:
-        target: where.
-        tensors: shape and dtype of each, by name, in order.
-        value: the tensor of a name, whole or in pieces of rows, in its dtype.
+        target: the file or directory.
+        tensors: shape and dtype of each tensor by name, in the order to write.
+        value: yields the tensor of a name in its dtype, whole or in pieces of rows.
 
     Raises:
         CheckpointError: see `Target.assign` and `Writer`.
-        OSError: a file cannot be written; files that were complete by then are left.
+        OSError: a file cannot be written; files completed before it remain.
     """
     files = target.assign(tensors)
     target.folder.mkdir(parents=True, exist_ok=True)
@@ -150,7 +153,7 @@ def write_files(
             for name in names:
                 for piece in value(name):
                     writer.write(piece)
-                    del piece  # not to be held while the next is made
+                    del piece  # free it before the next one is made
         except BaseException:
             writer.abandon()
             raise
@@ -159,7 +162,7 @@ def write_files(
     if len(files) > 1:
         written.append(_write_index(target.folder, files, tensors))
     elif not target.single:
-        # Else a reader would prefer the index that an earlier, larger checkpoint left here.
+        # A reader would prefer an index that an earlier, larger checkpoint left here.
         (target.folder / INDEX).unlink(missing_ok=True)
     return written
 

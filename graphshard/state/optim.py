@@ -1,9 +1,9 @@
-"""Optimizer state by parameter names: sharded, whole or local, and back again.
+"""Optimizer state by parameter names: sharded, full or local.
 
 The form is that of torch.distributed.checkpoint.state_dict:
 `{"state": {name: {"exp_avg": ..., "step": ...}}, "param_groups": [{"params": [names], ...}]}`.
-A tensor of its parameter's shape is laid out as the parameter is; all else ("step", the row and
-column statistics of a factored optimizer) is the same on every rank.
+A tensor with its parameter's shape is laid out as the parameter; other values ("step", the row and
+column statistics of a factored optimizer) are the same on every rank.
 """
 
 from __future__ import annotations
@@ -14,7 +14,13 @@ import torch
 from torch import Tensor, nn
 
 from graphshard.runtime.lowered import Bindings
-from graphshard.state.slots import Slot, agree, gathered, local_of, slots_of
+from graphshard.state.state_tensors import (
+    StateTensor,
+    gather_full,
+    local_of,
+    raise_together,
+    state_tensors_of,
+)
 from graphshard.training.local_steps import state_of
 
 KINDS = ("sharded", "full", "local")
@@ -29,26 +35,34 @@ def optimizer_state_dict(
     rank0_only: bool,
     cpu: bool,
 ) -> dict[str, Any]:
-    """The state of `optim` by parameter names.
+    """Return the state of `optim` by parameter names.
+
+    Args:
+        module: the sharded module.
+        bindings: its shards.
+        optim: an optimizer of its parameters.
+        form: "sharded" (DTensors), "full" or "local" (this rank's parts).
+        rank0_only: return {} on other ranks; for form "full".
+        cpu: move tensors to the CPU; for form "full".
 
     Raises:
-        CheckpointError: on every rank, if it holds a parameter that is not the module's.
+        CheckpointError: on every rank, if the optimizer has a parameter that is not the module's.
     """
     group = bindings.group
     problem = None if form in KINDS else f"kind must be one of {', '.join(KINDS)}; got {form!r}"
-    slots: dict[int, Slot] = {}
+    state_tensors: dict[int, StateTensor] = {}
     if problem is None:
-        slots, problem = slots_of_optimizer(module, bindings, optim)
-    agree(group, problem)
+        state_tensors, problem = state_tensors_of_optimizer(module, bindings, optim)
+    raise_together(group, problem)
     keep = form != "full" or group.rank == 0 or not rank0_only
 
-    def given(value: Any) -> Any:
+    def in_form(value: Any) -> Any:
         if not isinstance(value, Tensor) or form == "sharded":
             return value
         if form == "local":
             return local_of(value)
-        whole = gathered(value, group)
-        return whole.cpu() if keep and cpu else whole if keep else None
+        full = gather_full(value, group)
+        return full.cpu() if keep and cpu else full if keep else None
 
     state = {}
     groups = []
@@ -56,24 +70,27 @@ def optimizer_state_dict(
         for param in param_group["params"]:
             if param in optim.state:
                 entries = state_of(optim, param).items()
-                # In the order of the groups, which is the same on every rank.
-                state[slots[id(param)].name] = {key: given(value) for key, value in entries}
-        names = [slots[id(param)].name for param in param_group["params"]]
+                # Gathers follow the order of the groups, which is the same on every rank.
+                name = state_tensors[id(param)].name
+                state[name] = {key: in_form(value) for key, value in entries}
+        names = [state_tensors[id(param)].name for param in param_group["params"]]
         groups.append({**param_group, "params": names})
     return {"state": state, "param_groups": groups} if keep else {}
 
 
-def slots_of_optimizer(
+def state_tensors_of_optimizer(
     module: nn.Module, bindings: Bindings, optim: torch.optim.Optimizer
-) -> tuple[dict[int, Slot], str | None]:
-    """The module's slots by the identity of their tensors, and what is wrong with `optim`."""
-    slots = {id(slot.tensor): slot for slot in slots_of(module, bindings)}
+) -> tuple[dict[int, StateTensor], str | None]:
+    """Return the module's tensors by `id`, and a problem if `optim` has other parameters."""
+    state_tensors = {
+        id(state_tensor.tensor): state_tensor for state_tensor in state_tensors_of(module, bindings)
+    }
     for index, param_group in enumerate(optim.param_groups):
         for position, param in enumerate(param_group["params"]):
-            if id(param) not in slots:
-                return slots, (
+            if id(param) not in state_tensors:
+                return state_tensors, (
                     f"parameter {position} of the optimizer's group {index}, of shape "
                     f"{list(param.shape)}, is not the sharded module's; make the optimizer from "
                     "sharded.parameters()"
                 )
-    return slots, None
+    return state_tensors, None

@@ -1,7 +1,7 @@
-"""Optimizer state by parameter names back into an optimizer; its form is that of `state.optim`.
+"""Load optimizer state by parameter names; its form is described in `graphshard.state.optim`.
 
-All of it is checked on all ranks first. Then it is built for this rank and handed to the
-optimizer's own `load_state_dict`.
+It is checked on all ranks first, then built for this rank and passed to the optimizer's own
+`load_state_dict`.
 """
 
 from __future__ import annotations
@@ -17,18 +17,25 @@ from graphshard.errors import CheckpointError
 from graphshard.format import some_of
 from graphshard.runtime.group import Group
 from graphshard.runtime.lowered import Bindings
-from graphshard.state.optim import KINDS, slots_of_optimizer
-from graphshard.state.slots import Slot, everyones, first_problem, kind, pieces, put
+from graphshard.state.optim import KINDS, state_tensors_of_optimizer
+from graphshard.state.state_tensors import (
+    StateTensor,
+    all_gather_objects,
+    copy_overlap,
+    dtype_kind,
+    split_region,
+    uses_rank_zero,
+)
 from graphshard.torch_private import compat as torch_compat
 
 STEP = "step"
 
 
-Described = dict[str, Any]
-"""Settings of each group; of each parameter, its key in the checkpoint and its entries."""
+StateInfo = dict[str, Any]
+"""Settings of each parameter group, and each parameter's key in the checkpoint and its entries."""
 
 
-def prepare(
+def prepare_load(
     module: nn.Module,
     bindings: Bindings,
     optim: torch.optim.Optimizer,
@@ -36,115 +43,125 @@ def prepare(
     *,
     form: str | None,
 ) -> Callable[[], None]:
-    """Check `state_dict` on all ranks; what is returned then puts it into `optim`.
+    """Check `state_dict` on all ranks and return a function that loads it into `optim`.
 
     Args:
         module: the sharded module.
         bindings: its shards.
-        optim: of its parameters.
-        state_dict: as `optimizer_state_dict` or torch's `get_optimizer_state_dict` gives it; whole
-            ones also on rank 0 only.
-        form: "local" for what is local; otherwise a tensor of its parameter's shape is whole.
+        optim: an optimizer of its parameters.
+        state_dict: as from `optimizer_state_dict` or torch's `get_optimizer_state_dict`; a full one
+            may be on rank 0 alone.
+        form: "local" for local state; otherwise a tensor of its parameter's shape is full.
 
     Raises:
-        CheckpointError: on every rank, if one's does not fit; nothing was changed.
+        CheckpointError: on every rank, if a rank's state does not fit; nothing was changed.
     """
     group = bindings.group
     problem: str | None = None
-    described: Described = {}
-    slots: dict[int, Slot] = {}
+    info: StateInfo = {}
+    state_tensors: dict[int, StateTensor] = {}
     if form is not None and form not in KINDS:
         problem = f"kind must be one of {', '.join(KINDS)}; got {form!r}"
     else:
-        slots, problem = slots_of_optimizer(module, bindings, optim)
-    checker = _Checker(optim, slots, local=form == "local")
+        state_tensors, problem = state_tensors_of_optimizer(module, bindings, optim)
+    checker = _Checker(optim, state_tensors, local=form == "local")
     if problem is None and state_dict:
         try:
-            described = checker.check(state_dict)
+            info = checker.check(state_dict)
         except CheckpointError as error:
             problem = str(error)
-    reports = everyones(group, (not state_dict, problem, described))
-    without = [rank for rank, (nothing, _, _) in enumerate(reports) if nothing]
-    from_first = group.size > 1 and len(without) == group.size - 1 and 0 not in without
-    problems = [reported for _, reported, _ in reports]
-    if without and not from_first and not any(problems):
-        problems[without[0]] = (
-            "the optimizer's state dict is empty; pass it on every rank, or on rank 0 with None "
-            "on all others"
-        )
-    worst = first_problem(group, problems[:1] if from_first else problems)
-    if worst is not None:
-        raise CheckpointError(worst)
-    taker = _Taker(group, reports[0][2] if from_first else described, state_dict or {}, from_first)
-    return lambda: optim.load_state_dict(taker.by_index(optim, slots, local=form == "local"))
+    from_first = uses_rank_zero(
+        group,
+        not state_dict,
+        problem,
+        if_empty="the optimizer's state dict is empty; pass it on every rank, or on rank 0 with "
+        "None on all others",
+    )
+    if from_first:
+        info = all_gather_objects(group, info)[0]
+    builder = _StateBuilder(group, info, state_dict or {}, from_first)
+    local = form == "local"
+    return lambda: optim.load_state_dict(builder.by_index(optim, state_tensors, local=local))
 
 
 class _Checker:
-    """Says what is wrong with an optimizer's state dict."""
+    """Checks that a state dict fits an optimizer."""
 
     def __init__(
-        self, optim: torch.optim.Optimizer, slots: Mapping[int, Slot], *, local: bool
+        self, optim: torch.optim.Optimizer, state_tensors: Mapping[int, StateTensor], *, local: bool
     ) -> None:
         self.optim = optim
-        self.slots = slots
+        self.state_tensors = state_tensors
         self.local = local
 
-    def check(self, state_dict: Mapping[str, Any]) -> Described:
-        """What rank 0 tells the others of it.
+    def check(self, state_dict: Mapping[str, Any]) -> StateInfo:
+        """Return the settings and entries of `state_dict`, without its tensors.
 
         Raises:
             CheckpointError: it does not fit.
         """
         state, groups = self._parts(state_dict)
         group_of = {name: i for i, group in enumerate(groups) for name in group["params"]}
-        held = [
-            [self.slots[id(param)] for param in group["params"]]
+        by_group = [
+            [self.state_tensors[id(param)] for param in group["params"]]
             for group in self.optim.param_groups
         ]
-        self._require_known((*group_of, *state), [slot for group in held for slot in group])
+        self._require_known(
+            (*group_of, *state), [state_tensor for group in by_group for state_tensor in group]
+        )
         settings = []
-        for position, mine in enumerate(held):
-            theirs = self._group_for(position, mine, group_of)
-            settings.append({} if theirs is None else _without_params(groups[theirs]))
+        for position, group_tensors in enumerate(by_group):
+            saved_group = self._group_for(position, group_tensors, group_of)
+            settings.append({} if saved_group is None else _without_params(groups[saved_group]))
         entries = {}
-        for slot in (slot for group in held for slot in group):
-            key = next((name for name in slot.names if name in state), None)
+        for state_tensor in (state_tensor for group in by_group for state_tensor in group):
+            key = next((name for name in state_tensor.names if name in state), None)
             if key is not None:
-                entries[slot.name] = (key, dict(self._entries(slot, state[key])))
+                entries[state_tensor.name] = (key, dict(self._entries(state_tensor, state[key])))
         return {"settings": settings, "entries": entries}
 
-    def _require_known(self, names: Sequence[object], held: Sequence[Slot]) -> None:
-        every = {name for slot in self.slots.values() for name in slot.names}
-        trained = {name for slot in held for name in slot.names}
+    def _require_known(
+        self, names: Sequence[object], trained_tensors: Sequence[StateTensor]
+    ) -> None:
+        module_names = {
+            name for state_tensor in self.state_tensors.values() for name in state_tensor.names
+        }
+        trained_names = {name for state_tensor in trained_tensors for name in state_tensor.names}
         for name in names:
             if not isinstance(name, str):
                 raise CheckpointError(
                     f"parameters are numbers ({name!r}) in the optimizer's state dict; they must "
                     "be names, as torch.distributed.checkpoint.state_dict gives them"
                 )
-            if name not in trained:
-                lacks = "this optimizer does not train" if name in every else "the model has not"
+            if name not in trained_names:
+                lacks = (
+                    "this optimizer does not train" if name in module_names else "the model has not"
+                )
                 raise CheckpointError(f"the optimizer's state dict has {name!r}, which {lacks}")
 
     def _group_for(
-        self, position: int, mine: Sequence[Slot], group_of: Mapping[str, int]
+        self, position: int, group_tensors: Sequence[StateTensor], group_of: Mapping[str, int]
     ) -> int | None:
-        """The checkpoint's group that has the parameters of the optimizer's group `position`."""
-        found: int | None = None
-        for slot in mine:
-            theirs = next((group_of[name] for name in slot.names if name in group_of), None)
-            if theirs is None:
+        """Return the index of the saved group that matches the optimizer's group `position`.
+
+        None if that group is empty.
+        """
+        saved_group: int | None = None
+        for state_tensor in group_tensors:
+            group = next((group_of[name] for name in state_tensor.names if name in group_of), None)
+            if group is None:
                 raise CheckpointError(
-                    f"the optimizer's state dict has no {slot.name!r} in any parameter group"
+                    f"the optimizer's state dict has no {state_tensor.name!r} in any parameter "
+                    "group"
                 )
-            if found not in (None, theirs):
+            if saved_group not in (None, group):
                 raise CheckpointError(
-                    f"{slot.name!r} is in group {theirs} of the checkpoint, and others of the "
-                    f"optimizer's group {position} are in its group {found}; group the parameters "
-                    "as they were saved"
+                    f"{state_tensor.name!r} is in group {group} of the checkpoint, and others of "
+                    f"the optimizer's group {position} are in its group {saved_group}; group the "
+                    "parameters as they were saved"
                 )
-            found = theirs
-        return found
+            saved_group = group
+        return saved_group
 
     def _parts(self, state_dict: Mapping[str, Any]) -> tuple[Mapping[str, Any], list[Any]]:
         state, groups = state_dict.get("state", {}), state_dict.get("param_groups")
@@ -156,60 +173,63 @@ class _Checker:
             )
         return state, groups or []
 
-    def _entries(self, slot: Slot, state: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
+    def _entries(
+        self, state_tensor: StateTensor, state: Mapping[str, Any]
+    ) -> Iterator[tuple[str, Any]]:
         for key, value in state.items():
-            label = f"{slot.name!r}.{key}"
+            label = f"{state_tensor.name!r}.{key}"
             if not isinstance(value, Tensor):
                 yield key, value
                 continue
             shape = tuple(value.shape)
-            whole = key != STEP and shape == slot.shape and not self.local
-            part = key != STEP and self.local and value.shape == slot.local.shape
-            if isinstance(value, DTensor) and not whole:
+            is_full = key != STEP and shape == state_tensor.shape and not self.local
+            is_local = key != STEP and self.local and value.shape == state_tensor.local.shape
+            if isinstance(value, DTensor) and not is_full:
                 raise CheckpointError(
                     f"{label} is a DTensor of shape {list(shape)}, its parameter's is "
-                    f"{list(slot.shape)}"
+                    f"{list(state_tensor.shape)}"
                 )
-            if not (whole or part) and not _extends(shape, slot.shape):
+            if not (is_full or is_local) and not _extends(shape, state_tensor.shape):
+                expected = state_tensor.local.shape if self.local else state_tensor.shape
                 raise CheckpointError(
                     f"{label} has shape {list(shape)} in the optimizer's state dict, its "
-                    f"parameter has {list(slot.local.shape if self.local else slot.shape)}"
+                    f"parameter has {list(expected)}"
                 )
-            if (whole or part) and kind(value.dtype) != kind(slot.dtype):
+            if (is_full or is_local) and dtype_kind(value.dtype) != dtype_kind(state_tensor.dtype):
                 raise CheckpointError(
                     f"{label} is {value.dtype} in the optimizer's state dict, its parameter is "
-                    f"{slot.dtype}"
+                    f"{state_tensor.dtype}"
                 )
-            if isinstance(value, DTensor) and not _laid_out_alike(value, slot.tensor):
+            if isinstance(value, DTensor) and not _laid_out_alike(value, state_tensor.tensor):
                 raise CheckpointError(
                     f"{label} is placed {value.placements} on {value.device_mesh}, its parameter "
                     "is not; pass the full state"
                 )
-            yield key, _Tensor(shape, value.dtype, like_param=whole or part)
+            yield key, _TensorInfo(shape, value.dtype, like_param=is_full or is_local)
 
 
 def _without_params(group: Mapping[str, Any]) -> dict[str, Any]:
     return {key: value for key, value in group.items() if key != "params"}
 
 
-def _laid_out_alike(value: DTensor, held: Tensor) -> bool:
+def _laid_out_alike(value: DTensor, module_tensor: Tensor) -> bool:
     return (
-        isinstance(held, DTensor)
-        and value.device_mesh == held.device_mesh
-        and value.placements == held.placements
+        isinstance(module_tensor, DTensor)
+        and value.device_mesh == module_tensor.device_mesh
+        and value.placements == module_tensor.placements
     )
 
 
-def _extends(shape: tuple[int, ...], whole: tuple[int, ...]) -> bool:
-    """Whether a tensor of `shape` extends to `whole`: a number, or of size 1 along some dims."""
-    if len(shape) > len(whole):
+def _extends(shape: tuple[int, ...], full_shape: tuple[int, ...]) -> bool:
+    """Whether `shape` can be expanded to `full_shape`: a number, or size 1 along some dims."""
+    if len(shape) > len(full_shape):
         return shape == (1,)
-    pairs = zip(reversed(shape), reversed(whole), strict=False)
+    pairs = zip(reversed(shape), reversed(full_shape), strict=False)
     return all(size in (1, full) for size, full in pairs)
 
 
-class _Tensor:
-    """A tensor of a checkpoint as other ranks hear of it."""
+class _TensorInfo:
+    """Shape and dtype of a saved tensor; `like_param` if it is laid out as its parameter."""
 
     def __init__(self, shape: tuple[int, ...], dtype: torch.dtype, *, like_param: bool) -> None:
         self.shape = shape
@@ -217,72 +237,78 @@ class _Tensor:
         self.like_param = like_param
 
 
-class _Taker:
-    """Builds the state of this rank from what was checked."""
+class _StateBuilder:
+    """Builds the optimizer state of this rank from a checked state dict."""
 
     def __init__(
-        self, group: Group, described: Described, state_dict: Mapping[str, Any], from_first: bool
+        self, group: Group, info: StateInfo, state_dict: Mapping[str, Any], from_first: bool
     ) -> None:
         self.group = group
-        self.described = described
+        self.info = info
         self.state = state_dict.get("state", {})
         self.from_first = from_first
 
     def by_index(
-        self, optim: torch.optim.Optimizer, slots: Mapping[int, Slot], *, local: bool
+        self, optim: torch.optim.Optimizer, state_tensors: Mapping[int, StateTensor], *, local: bool
     ) -> dict[str, Any]:
-        """The state as `optim.load_state_dict` takes it, by the number of each parameter."""
+        """Return the state for `optim.load_state_dict`, by the index of each parameter."""
         state: dict[int, Any] = {}
         groups: list[dict[str, Any]] = []
         count = 0
-        for mine, settings in zip(optim.param_groups, self.described["settings"], strict=True):
-            numbers = range(count, count + len(mine["params"]))
+        for param_group, settings in zip(optim.param_groups, self.info["settings"], strict=True):
+            numbers = range(count, count + len(param_group["params"]))
             count = numbers.stop
-            for number, param in zip(numbers, mine["params"], strict=True):
-                slot = slots[id(param)]
-                if slot.name in self.described["entries"]:
-                    key, entries = self.described["entries"][slot.name]
+            for number, param in zip(numbers, param_group["params"], strict=True):
+                state_tensor = state_tensors[id(param)]
+                if state_tensor.name in self.info["entries"]:
+                    key, entries = self.info["entries"][state_tensor.name]
                     state[number] = {
-                        name: self._value(slot, key, name, what, local=local)
-                        if isinstance(what, _Tensor)
-                        else what
-                        for name, what in entries.items()
+                        name: self._value(state_tensor, key, name, info, local=local)
+                        if isinstance(info, _TensorInfo)
+                        else info
+                        for name, info in entries.items()
                     }
-            groups.append({**_without_params(mine), **settings, "params": list(numbers)})
+            groups.append({**_without_params(param_group), **settings, "params": list(numbers)})
         return {"state": state, "param_groups": groups}
 
-    def _value(self, slot: Slot, key: str, name: str, what: _Tensor, *, local: bool) -> Tensor:
+    def _value(
+        self, state_tensor: StateTensor, key: str, name: str, info: _TensorInfo, *, local: bool
+    ) -> Tensor:
         value = None if self.from_first and self.group.rank else self.state[key][name]
-        if not what.like_param:
-            return self._same(value, what)
+        if not info.like_param:
+            return self._same(value, info)
         if isinstance(value, DTensor):
             return value
-        held = slot.local
-        dtype = slot.dtype if slot.dtype.is_floating_point else what.dtype
+        local_param = state_tensor.local
+        dtype = state_tensor.dtype if state_tensor.dtype.is_floating_point else info.dtype
         if local:
             assert value is not None
-            part = value.detach().to(held.device, dtype, copy=True)
+            local_value = value.detach().to(local_param.device, dtype, copy=True)
         else:
-            part = self._part(slot, value, dtype)
-        if not isinstance(slot.tensor, DTensor):
-            return part
-        return torch_compat.dtensor_like(slot.tensor, part)
+            local_value = self._part(state_tensor, value, dtype)
+        if not isinstance(state_tensor.tensor, DTensor):
+            return local_value
+        return torch_compat.dtensor_like(state_tensor.tensor, local_value)
 
-    def _same(self, value: Tensor | None, what: _Tensor) -> Tensor:
+    def _same(self, value: Tensor | None, info: _TensorInfo) -> Tensor:
         if self.from_first:
-            return self.group.from_first(value, what.shape, what.dtype).cpu().clone()
+            return self.group.from_first(value, info.shape, info.dtype).cpu().clone()
         assert value is not None
         return value.detach().clone()
 
-    def _part(self, slot: Slot, value: Tensor | None, dtype: torch.dtype) -> Tensor:
-        """This rank's part of a whole tensor."""
+    def _part(self, state_tensor: StateTensor, value: Tensor | None, dtype: torch.dtype) -> Tensor:
+        """Return this rank's part of a full tensor."""
         if not self.from_first:
             assert value is not None
-            part = value.detach()[slot.region]
-            return part.to(slot.local.device, dtype, copy=True).contiguous()
-        own = torch.empty_like(slot.local, dtype=dtype)
-        for where in pieces(tuple(slice(0, size) for size in slot.shape), dtype.itemsize):
-            sizes = [part.stop - part.start for part in where]
-            sent = value[where] if value is not None else None
-            put(own, slot.region, self.group.from_first(sent, sizes, dtype), where)
-        return own
+            values = value.detach()[state_tensor.region]
+            return values.to(state_tensor.local.device, dtype, copy=True).contiguous()
+        local = torch.empty_like(state_tensor.local, dtype=dtype)
+        for piece in split_region(
+            tuple(slice(0, size) for size in state_tensor.shape), dtype.itemsize
+        ):
+            sizes = [rows.stop - rows.start for rows in piece]
+            piece_values = value[piece] if value is not None else None
+            copy_overlap(
+                local, state_tensor.region, self.group.from_first(piece_values, sizes, dtype), piece
+            )
+        return local

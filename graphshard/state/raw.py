@@ -1,9 +1,9 @@
-"""The safetensors file format, read and written piece by piece.
+"""Read and write the safetensors file format piece by piece.
 
-A file is 8 bytes (length of the header, little endian), a JSON header that gives each tensor's
-dtype, shape and byte range, and the tensors' bytes, row by row. So any part of a tensor can be read
-by its offset, and a file can be written tensor by tensor once all shapes are known; nothing here
-ever holds more than one piece. Source: https://github.com/huggingface/safetensors#format.
+A file is 8 bytes (length of the header, little endian), a JSON header with each tensor's dtype,
+shape and byte range, and the tensors' bytes, row by row. So any region of a tensor can be read by
+its offset, and a file can be written tensor by tensor once all shapes are known. See
+https://github.com/huggingface/safetensors#format.
 """
 
 from __future__ import annotations
@@ -24,6 +24,7 @@ from torch import Tensor
 from graphshard.errors import CheckpointError
 
 Region = tuple[slice, ...]
+"""A part of a tensor: a slice with start and stop per dim."""
 
 
 _DTYPES = {
@@ -53,8 +54,8 @@ _LENGTH_BYTES = 8
 
 
 @dataclass(frozen=True)
-class Entry:
-    """A tensor in a file; `start` is where its bytes begin, counted from the file's."""
+class StoredTensor:
+    """A tensor in a file; its bytes begin at offset `start` of the file."""
 
     file: Path
     shape: tuple[int, ...]
@@ -63,18 +64,16 @@ class Entry:
 
     @property
     def bytes(self) -> int:
-        """Bytes it takes."""
+        """Number of its bytes."""
         return prod(self.shape) * self.dtype.itemsize
 
     def read(self, region: Region) -> Tensor:
-        """The part of it that `region` cuts out (a slice per dim), on the CPU.
-
-        Only that part is read, in as few runs of bytes as its dims allow.
+        """Read the part of it in `region` to the CPU, and no other bytes.
 
         Raises:
             CheckpointError: the file ends before the part does.
         """
-        sizes = [part.stop - part.start for part in region]
+        sizes = [dim.stop - dim.start for dim in region]
         result = torch.empty(sizes, dtype=self.dtype)
         if result.numel() == 0:
             return result
@@ -91,7 +90,7 @@ class Entry:
 
 
 def _runs(shape: Sequence[int], region: Region) -> Iterator[tuple[int, int]]:
-    """The runs of elements (first, count) that lie together in the file."""
+    """Yield the contiguous runs of elements in `region` as (first, count)."""
     last = max(
         (d for d, size in enumerate(shape) if (region[d].start, region[d].stop) != (0, size)),
         default=0,
@@ -107,17 +106,17 @@ def _runs(shape: Sequence[int], region: Region) -> Iterator[tuple[int, int]]:
 
 
 def memory_of(tensor: Tensor) -> memoryview:
-    """The bytes of a contiguous CPU tensor, which is not copied."""
+    """Return a view of the bytes of a contiguous CPU tensor."""
     array = (ctypes.c_char * (tensor.numel() * tensor.itemsize)).from_address(tensor.data_ptr())
     return memoryview(array).cast("B")
 
 
-def read_header(file: Path) -> dict[str, Entry]:
-    """The tensors in `file`, by name.
+def read_header(file: Path) -> dict[str, StoredTensor]:
+    """Return the tensors in `file` by name.
 
     Raises:
-        CheckpointError: it is no safetensors file, is shorter than its header says, or holds a
-            dtype torch has not.
+        CheckpointError: it is no safetensors file, is shorter than its header says, or has a dtype
+            unknown to torch.
     """
     try:
         size = file.stat().st_size
@@ -125,7 +124,7 @@ def read_header(file: Path) -> dict[str, Entry]:
             length = int.from_bytes(stream.read(_LENGTH_BYTES), "little")
             if length > size - _LENGTH_BYTES:
                 raise CheckpointError(
-                    f"{file} is no complete safetensors file: its header is said to take {length} "
+                    f"{file} is no complete safetensors file: its header should take {length} "
                     f"bytes and the file has {size}; copy it again"
                 )
             header = json.loads(stream.read(length))
@@ -144,15 +143,15 @@ def read_header(file: Path) -> dict[str, Entry]:
         ) from error
 
 
-def _entry(file: Path, name: str, info: Mapping[str, Any], base: int, size: int) -> Entry:
+def _entry(file: Path, name: str, info: Mapping[str, Any], base: int, size: int) -> StoredTensor:
     if info["dtype"] not in _DTYPES:
         raise CheckpointError(f"{name!r} in {file} has dtype {info['dtype']}, unknown to torch")
     start, stop = info["data_offsets"]
-    entry = Entry(file, tuple(info["shape"]), _DTYPES[info["dtype"]], base + start)
+    entry = StoredTensor(file, tuple(info["shape"]), _DTYPES[info["dtype"]], base + start)
     if entry.bytes != stop - start:
         raise CheckpointError(
-            f"{name!r} in {file} is said to be {info['dtype']} {list(entry.shape)} in "
-            f"{stop - start} bytes, which do not agree; the file is damaged"
+            f"the header of {file} gives {name!r} {stop - start} bytes, which do not agree with "
+            f"{info['dtype']} {list(entry.shape)}; the file is damaged"
         )
     if base + stop > size:
         raise CheckpointError(
@@ -163,16 +162,16 @@ def _entry(file: Path, name: str, info: Mapping[str, Any], base: int, size: int)
 
 
 class Writer:
-    """Writes a file tensor by tensor, in the order its header gives.
+    """Writes a file tensor by tensor, in the order of its header.
 
-    The file has another name until it is complete, so none is ever left half written.
+    The file has a temporary name until it is complete, so no half-written file remains.
 
     Args:
-        file: what to write.
-        tensors: shape and dtype of each, by name, in order.
+        file: the path of the file.
+        tensors: shape and dtype of each tensor by name, in the order to write.
 
     Raises:
-        CheckpointError: the format has no such dtype.
+        CheckpointError: the format does not support a dtype.
     """
 
     def __init__(
@@ -189,20 +188,20 @@ class Writer:
         text = json.dumps(header, separators=(",", ":")).encode()
         text += b" " * (-len(text) % 8)
         self.file = file
-        self._part = file.with_name(f"{file.name}.part")
-        self._stream: IO[bytes] = self._part.open("wb")
+        self._unfinished = file.with_name(f"{file.name}.part")
+        self._stream: IO[bytes] = self._unfinished.open("wb")
         self._stream.write(len(text).to_bytes(_LENGTH_BYTES, "little") + text)
 
     def write(self, tensor: Tensor) -> None:
-        """The next tensor, or the next rows of it, in its dtype."""
+        """Write the next tensor, or its next rows, in its dtype."""
         self._stream.write(memory_of(tensor.detach().cpu().contiguous()))
 
     def close(self) -> None:
-        """Give the file its name."""
+        """Finish the file and give it its name."""
         self._stream.close()
-        os.replace(self._part, self.file)
+        os.replace(self._unfinished, self.file)
 
     def abandon(self) -> None:
-        """Remove what was written."""
+        """Remove the unfinished file."""
         self._stream.close()
-        self._part.unlink(missing_ok=True)
+        self._unfinished.unlink(missing_ok=True)

@@ -1,4 +1,4 @@
-"""Values out of shards: state dicts of whole or local tensors, and safetensors files."""
+"""Save a sharded module: state dicts of full or local tensors, and safetensors files."""
 
 from __future__ import annotations
 
@@ -14,62 +14,81 @@ from torch import Tensor, nn
 from graphshard.errors import CheckpointError
 from graphshard.runtime.lowered import Bindings
 from graphshard.state.files import Target, write_files
-from graphshard.state.slots import Slot, agree, by_name, gathered, slots_of
+from graphshard.state.state_tensors import (
+    StateTensor,
+    by_name,
+    gather_full,
+    raise_together,
+    state_tensors_of,
+)
 
 
 def full_state_dict(
     module: nn.Module, bindings: Bindings, *, rank0_only: bool, cpu: bool
 ) -> dict[str, Tensor]:
-    """The whole of everything in `module.state_dict()`, gathered tensor by tensor."""
+    """Return `module.state_dict()` with full tensors, gathered one by one.
+
+    Args:
+        module: the sharded module.
+        bindings: its shards.
+        rank0_only: return {} on all other ranks.
+        cpu: move each full tensor to the CPU.
+    """
     group = bindings.group
     keep = group.rank == 0 or not rank0_only
-    slots = by_name(slots_of(module, bindings))
-    whole: dict[str, Tensor] = {}
+    state_tensors = by_name(state_tensors_of(module, bindings))
+    full_tensors: dict[str, Tensor] = {}
     state: dict[str, Tensor] = {}
     for name in module.state_dict(keep_vars=True):
-        slot = slots[name]
-        if slot.name not in whole:
-            full = gathered(slot.tensor, group)
+        state_tensor = state_tensors[name]
+        if state_tensor.name not in full_tensors:
+            full = gather_full(state_tensor.tensor, group)
             # A tied parameter is one tensor under all its names.
-            whole[slot.name] = full.cpu() if keep and cpu else full if keep else full.new_empty(0)
-        state[name] = whole[slot.name]
+            full_tensors[state_tensor.name] = (
+                full.cpu() if keep and cpu else full if keep else full.new_empty(0)
+            )
+        state[name] = full_tensors[state_tensor.name]
     return state if keep else {}
 
 
 def local_state_dict(module: nn.Module, bindings: Bindings) -> dict[str, Tensor]:
-    """What this rank stores of everything in `module.state_dict()`; shares its memory."""
-    slots = by_name(slots_of(module, bindings))
-    return {name: slots[name].local.detach() for name in module.state_dict(keep_vars=True)}
+    """Return this rank's part of every tensor in `module.state_dict()`; memory is shared."""
+    state_tensors = by_name(state_tensors_of(module, bindings))
+    return {name: state_tensors[name].local.detach() for name in module.state_dict(keep_vars=True)}
 
 
 def load_local_state_dict(
     module: nn.Module, bindings: Bindings, state_dict: dict[str, Tensor]
 ) -> None:
-    """Take back what `local_state_dict` gave on a group of the same size.
+    """Load a state dict from `local_state_dict` on a group of the same size.
 
     Raises:
-        CheckpointError: on every rank, if one's does not fit; nothing was changed.
+        CheckpointError: on every rank, if a rank's does not fit; nothing was changed.
     """
-    slots = [slot for slot in slots_of(module, bindings) if slot.persistent]
+    state_tensors = [
+        state_tensor
+        for state_tensor in state_tensors_of(module, bindings)
+        if state_tensor.persistent
+    ]
     problem = None
-    for slot in slots:
-        value = state_dict.get(slot.name)
+    for state_tensor in state_tensors:
+        value = state_dict.get(state_tensor.name)
         if not isinstance(value, Tensor):
-            problem = problem or f"the local state dict has no tensor {slot.name!r}"
-        elif value.shape != slot.local.shape or value.dtype != slot.dtype:
+            problem = problem or f"the local state dict has no tensor {state_tensor.name!r}"
+        elif value.shape != state_tensor.local.shape or value.dtype != state_tensor.dtype:
             problem = problem or (
-                f"{slot.name!r} is {value.dtype} {list(value.shape)} in the local state dict and "
-                f"{slot.dtype} {list(slot.local.shape)} on this rank; local state goes back to as "
-                "many ranks as it came from, state_dict() to any number"
+                f"{state_tensor.name!r} is {value.dtype} {list(value.shape)} in the local state "
+                f"dict and {state_tensor.dtype} {list(state_tensor.local.shape)} on this rank; "
+                "load local state on as many ranks as saved it, or use state_dict() for any number"
             )
-    unexpected = next((name for name in state_dict if name not in by_name(slots)), None)
+    unexpected = next((name for name in state_dict if name not in by_name(state_tensors)), None)
     if unexpected is not None:
         problem = problem or f"the local state dict has {unexpected!r}, which the model has not"
-    agree(bindings.group, problem)
+    raise_together(bindings.group, problem)
     with torch.no_grad():
-        for slot in slots:
-            slot.local.copy_(state_dict[slot.name])
-            slot.filled()
+        for state_tensor in state_tensors:
+            state_tensor.local.copy_(state_dict[state_tensor.name])
+            state_tensor.mark_filled()
 
 
 def save_safetensors(
@@ -80,15 +99,33 @@ def save_safetensors(
     max_shard_bytes: int | None = None,
     dtype: torch.dtype | None = None,
 ) -> list[Path]:
-    """Write the whole model by rank 0, gathered tensor by tensor; a tied parameter once.
+    """Write the full model from rank 0, gathered tensor by tensor; a tied parameter once.
+
+    Args:
+        module: the sharded module.
+        bindings: its shards.
+        path: a .safetensors file or a directory.
+        max_shard_bytes: the most bytes of one file, unless a single tensor takes more. None: one
+            file.
+        dtype: the dtype of written floating point tensors. None: unchanged.
+
+    Returns:
+        The written files on rank 0; [] elsewhere.
 
     Raises:
         CheckpointError: on every rank, if rank 0 cannot write.
     """
     group = bindings.group
-    slots = {slot.name: slot for slot in slots_of(module, bindings) if slot.persistent}
-    order = [name for name in module.state_dict(keep_vars=True) if name in slots]
-    tensors = {name: (slots[name].shape, _saved_dtype(slots[name], dtype)) for name in order}
+    state_tensors = {
+        state_tensor.name: state_tensor
+        for state_tensor in state_tensors_of(module, bindings)
+        if state_tensor.persistent
+    }
+    order = [name for name in module.state_dict(keep_vars=True) if name in state_tensors]
+    tensors = {
+        name: (state_tensors[name].shape, _saved_dtype(state_tensors[name], dtype))
+        for name in order
+    }
     target = Target(Path(path), max_shard_bytes)
     written: list[Path] = []
     problem = None
@@ -96,21 +133,23 @@ def save_safetensors(
 
     def value(name: str) -> Iterator[Tensor]:
         next(pending)
-        yield gathered(slots[name].tensor, group).to(tensors[name][1])
+        yield gather_full(state_tensors[name].tensor, group).to(tensors[name][1])
 
     if group.rank == 0:
         try:
             written = write_files(target, tensors, value)
         except (OSError, CheckpointError) as error:
             problem = f"writing {path} failed: {error}"
-    for name in pending:  # on rank 0 what is left after a failure, for the others' sake
-        gathered(slots[name].tensor, group)
-    agree(group, problem)
+    for name in pending:  # other ranks take part in every gather; rank 0 too after a failure
+        gather_full(state_tensors[name].tensor, group)
+    raise_together(group, problem)
     return written
 
 
-def _saved_dtype(slot: Slot, dtype: torch.dtype | None) -> torch.dtype:
-    return dtype if dtype is not None and slot.dtype.is_floating_point else slot.dtype
+def _saved_dtype(state_tensor: StateTensor, dtype: torch.dtype | None) -> torch.dtype:
+    return (
+        dtype if dtype is not None and state_tensor.dtype.is_floating_point else state_tensor.dtype
+    )
 
 
 def save_pretrained(
@@ -122,7 +161,7 @@ def save_pretrained(
     max_shard_bytes: int | None,
     dtype: torch.dtype | None,
 ) -> list[Path]:
-    """Configuration and weights of a transformers `model`, as `from_pretrained` reads them.
+    """Write the configuration and weights of a transformers `model` for `from_pretrained`.
 
     Raises:
         CheckpointError: on every rank, if the model has no configuration or rank 0 cannot write.
@@ -134,10 +173,10 @@ def save_pretrained(
             f"save_pretrained is for models of transformers, which have a config; "
             f"{type(model).__name__} has none; use save_safetensors"
         )
-    agree(group, problem)
+    raise_together(group, problem)
     if group.rank == 0:
         problem = _save_config(model, Path(path), dtype)
-    agree(group, problem)
+    raise_together(group, problem)
     return save_safetensors(module, bindings, path, max_shard_bytes=max_shard_bytes, dtype=dtype)
 
 

@@ -1,1 +1,1 @@
-"""Finding a policy: what to try, what it would cost, and what to make of that."""
+"""Find the fastest policy that fits in memory: candidates, their simulation, and the search."""

@@ -1,4 +1,4 @@
-"""`AutoPolicy`: leave what a policy decides to a search by simulation."""
+"""`AutoPolicy`: let a search by simulation choose a policy's fields."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ from graphshard.cost.memory import OPTIMIZERS
 from graphshard.errors import PolicyError
 from graphshard.format import bytes_in
 from graphshard.hardware.hardware import Hardware
-from graphshard.policy.base import Policy
-from graphshard.policy.fields import is_int
+from graphshard.policy.base import Policy, require_units_only
+from graphshard.policy.fields import Check, check_fields, is_int
 from graphshard.policy.precision import MixedPrecision
 from graphshard.policy.recompute import RecomputeChoice
 
@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 
 
 AUTO = "auto"
-"""What a field holds that is to be searched."""
+"""The value of a field that is searched."""
 
 
 SEARCHED = (
@@ -42,32 +42,46 @@ SEARCHED = (
 """The fields that may be "auto"."""
 
 
+_CHECKS: dict[str, Check] = {
+    "memory_budget": (
+        lambda value: value is None or (is_int(value) and value > 0),
+        'a positive number of bytes, a text such as "70GiB", or None',
+    ),
+    "gpus_per_node": (
+        lambda value: value is None or (is_int(value) and value >= 1),
+        "1 rank or more",
+    ),
+    "optimizer": (lambda value: value in OPTIMIZERS, f"one of {', '.join(OPTIMIZERS)}"),
+}
+
+
 @dataclass(frozen=True)
 class AutoPolicy:
-    """The policy under which a step is fastest, by simulation, in the memory there is.
+    """A request for the policy with the fastest simulated step that fits in memory.
 
-    `tune` finds it; `graphshard.compile` and `graphshard.plan` do so first where they are given
-    this for a policy. What it finds is an ordinary, explicit policy, which prints as code. The same
-    model, inputs, mesh and hardware always give the same policy, so all ranks find the same.
+    `tune` searches for it; `graphshard.compile` and `graphshard.plan` do so when their policy is an
+    `AutoPolicy`. The result is an ordinary, explicit policy, which prints as code. The same model,
+    inputs, mesh and hardware always give the same policy, so all ranks get the same one.
 
     Args:
-        memory_budget: the most bytes a rank's device may hold at any point of a step, in all
+        memory_budget: the most bytes a rank's device may hold in all at any point of a step
             (`Estimate.peak_bytes`): a number, or a text such as "70GiB". None: the hardware's
-            memory. What the framework, its libraries and fragmentation take besides is not counted,
-            so leave room for it.
-        hardware: a preset's name, a hardware file, or a `graphshard.Hardware`. None: "h100-sxm", or
-            where `compile` runs on the CPU "cpu-gloo".
-        gpus_per_node: ranks on a node. None: as the hardware says.
-        optimizer: whose states count: "adamw", "adamw-fused", "sgd", "sgd-momentum" or "none".
+            memory. Memory of the framework and its libraries and fragmentation are not counted, so
+            leave room for them.
+        hardware: a preset's name, a hardware file, or a `graphshard.Hardware`. None: "cpu-gloo"
+            where `compile` runs on the CPU, else "h100-sxm".
+        gpus_per_node: ranks on a node. None: as in the hardware.
+        optimizer: the optimizer whose states count: "adamw", "adamw-fused", "sgd", "sgd-momentum"
+            or "none".
         mixed_precision: as in a policy. It changes the numbers, so it is never searched.
-        units: a policy that chooses the units and says nothing else, to fix them.
+        units: a policy that chooses the units and sets nothing else, to fix them.
         strategy, reshard_after_forward, reshard_root, backward_prefetch, forward_prefetch,
             recompute, offload, schedule: as in a policy, to fix them; "auto" searches each.
         ignored, cuda_graph, sync_module_states, notes: as in a policy.
 
     Raises:
-        PolicyError: a field has a value outside its range.
-        CostError: there is no such hardware.
+        PolicyError: a field has an invalid value.
+        CostError: the hardware is unknown.
     """
 
     memory_budget: int | str | None = None
@@ -96,26 +110,13 @@ class AutoPolicy:
                 object.__setattr__(self, "memory_budget", bytes_in(budget))
             except ValueError as error:
                 raise PolicyError(f"memory_budget: {error}") from None
-            budget = self.memory_budget
-        if budget is not None and (not is_int(budget) or budget <= 0):  # type: ignore[operator]
-            raise PolicyError(
-                "memory_budget must be a positive number of bytes, a text such as "
-                f'"70GiB", or None; got {self.memory_budget!r}'
-            )
-        if self.gpus_per_node is not None and (
-            not is_int(self.gpus_per_node) or self.gpus_per_node < 1
-        ):
-            raise PolicyError(f"gpus_per_node must be 1 rank or more; got {self.gpus_per_node!r}")
-        if self.optimizer not in OPTIMIZERS:
-            raise PolicyError(
-                f"optimizer must be one of {', '.join(OPTIMIZERS)}; got {self.optimizer!r}"
-            )
+        check_fields(self, _CHECKS)
         if not is_auto(self.units):
             self._check_units()
         if not is_auto(self.recompute) and RecomputeChoice.of(self.recompute).budget:
             raise PolicyError(
-                'recompute="budget" fits a step in what a policy says, and here that is searched; '
-                'leave recompute="auto", which tries budgets too'
+                'recompute="budget" fits a step in the memory_budget of a policy, which is '
+                'searched here; leave recompute="auto", which tries budgets too'
             )
         Policy(**self.fixed())  # checks each value
         Hardware.load(self.hardware or "h100-sxm")
@@ -127,26 +128,18 @@ class AutoPolicy:
                 f'units must be a policy that chooses them, or "auto"; got {units!r}; write '
                 "units=graphshard.BlockPolicy({Block})"
             )
-        chosen = [*units.chosen_options(), *(["notes"] if units.notes else [])]
-        if chosen:
-            raise PolicyError(
-                f"units chooses units and nothing else, but it sets {', '.join(chosen)}; give that "
-                "to the AutoPolicy itself"
-            )
+        require_units_only(units, "units", "AutoPolicy")
 
     def fixed(self) -> dict[str, Any]:
         """The fields of a policy that are not searched, by name."""
-        shared = {field.name for field in fields(Policy)}
-        own = {field.name: getattr(self, field.name) for field in fields(self)}
-        own = {k: v for k, v in own.items() if k in shared and not is_auto(v)}
-        del own["hardware"]
-        own.pop("memory_budget")
-        return own
+        names = {field.name for field in fields(Policy)} - {"hardware", "memory_budget"}
+        values = {f.name: getattr(self, f.name) for f in fields(self) if f.name in names}
+        return {name: value for name, value in values.items() if not is_auto(value)}
 
     def budget(self, hardware: Hardware) -> int:
-        """The bytes a device of `hardware` may hold."""
-        given = self.memory_budget
-        return given if isinstance(given, int) else hardware.memory_bytes
+        """The bytes that a device of `hardware` may hold."""
+        budget = self.memory_budget
+        return budget if isinstance(budget, int) else hardware.memory_bytes
 
     def described(self) -> Hardware:
         """The hardware to simulate."""
@@ -156,7 +149,7 @@ class AutoPolicy:
         return hardware
 
     def on(self, device: torch.device) -> AutoPolicy:
-        """This, for a model that runs on `device`: its hardware is said."""
+        """Return this policy with the hardware set for a model that runs on `device`."""
         if self.hardware is not None or device.type != "cpu":
             return self
         return replace(self, hardware="cpu-gloo")
@@ -175,18 +168,18 @@ class AutoPolicy:
         """Search, with no process group and no memory for parameters.
 
         Args:
-            model: on meta or with real weights; stays as it is.
+            model: on meta or with real weights; it is not changed.
             example_inputs: positional arguments of a call: real, meta or fake.
             example_kwargs: keyword arguments of that call.
             world_size: number of ranks. None: that of `mesh_shape`.
-            mesh_shape: `(ranks,)`, or `(replicas, ranks to shard over)`, for which a HYBRID
-                strategy is found. None: `(world_size,)`.
-            device: where the model is to run.
-            progress: told of each stage. None: a bar on stderr, if that is a terminal.
+            mesh_shape: `(ranks,)`, or `(replicas, ranks to shard over)` for a HYBRID strategy.
+                None: `(world_size,)`.
+            device: the device that the model will run on.
+            progress: shows each stage. None: a bar on stderr, if that is a terminal.
 
         Raises:
-            PolicyError: nothing that may be chosen fits; says what would. Or there are no example
-                inputs, or no number of ranks.
+            PolicyError: no policy fits in memory (the message says what would), or there are no
+                example inputs, or no number of ranks.
             PlanError, CaptureError: the model cannot be planned or captured.
         """
         from graphshard.tune.tuner import tune
@@ -204,5 +197,5 @@ class AutoPolicy:
 
 
 def is_auto(value: Any) -> bool:
-    """Whether a field is left to the search."""
+    """Whether the value of a field leaves it to the search."""
     return isinstance(value, str) and value == AUTO

@@ -1,4 +1,4 @@
-"""The blocks of a model: modules repeated side by side, and the ways to make units of a model."""
+"""The blocks of a model (its repeated modules), and policies that choose its units."""
 
 from __future__ import annotations
 
@@ -15,15 +15,15 @@ from graphshard.policy.tree import ModuleTree
 from graphshard.policy.units import BlockPolicy, SizePolicy
 
 _HEAVY = 0.1
-"""A child that holds this part of its block's parameters, or more, may be a unit."""
+"""A child with at least this share of its block's parameters may be a unit."""
 
 
 _LARGE = 0.25
-"""A module outside of all blocks that holds this many parameters, in blocks, may be a unit."""
+"""A module outside all blocks with at least this share of a block's parameters may be a unit."""
 
 
 _SIZES = 3
-"""Thresholds of `SizePolicy` tried, at most."""
+"""The most thresholds of `SizePolicy` that are tried."""
 
 
 @dataclass(frozen=True)
@@ -37,18 +37,18 @@ class Blocks:
         """The outermost repeated modules, in module order."""
         named = set(getattr(self.tree.modules[""], "_no_split_modules", None) or ())
         count = Counter(type(module).__name__ for module in self.tree.modules.values())
-        found: list[str] = []
+        blocks: list[str] = []
         for fqn, module in self.tree.modules.items():
             parent = self.tree.parent.get(fqn)
-            if parent is None or not self.numel[fqn] or _holds(module):
+            if parent is None or not self.numel[fqn] or _is_container(module):
                 continue
             listed = isinstance(self.tree.modules[parent], (nn.ModuleList, nn.Sequential))
             repeated = count[type(module).__name__] > 1 and any(module.children())
             if not (listed and repeated) and type(module).__name__ not in named:
                 continue
-            if not any(self.tree.is_below(fqn, outer) for outer in found):
-                found.append(fqn)
-        return tuple(found)
+            if not any(self.tree.is_below(fqn, outer) for outer in blocks):
+                blocks.append(fqn)
+        return tuple(blocks)
 
     @cached_property
     def numel(self) -> dict[str, int]:
@@ -62,19 +62,19 @@ class Blocks:
 
     @cached_property
     def parts(self) -> tuple[str, ...]:
-        """Classes of the blocks' children that hold much of a block and have children, sorted."""
-        found = set()
+        """Names of classes of the blocks' large children that have children, sorted."""
+        classes = set()
         for fqn in self.fqns:
             for child in self._children(fqn):
                 module = self.tree.modules[child]
                 heavy = self.numel[child] >= _HEAVY * self.numel[fqn]
-                if heavy and any(module.children()) and not _holds(module):
-                    found.add(self._class(child))
-        return tuple(sorted(found - set(self.classes)))
+                if heavy and any(module.children()) and not _is_container(module):
+                    classes.add(self._class(child))
+        return tuple(sorted(classes - set(self.classes)))
 
     @cached_property
     def large(self) -> tuple[str, ...]:
-        """Leaves outside of all blocks with parameters enough to be units, in module order."""
+        """Leaf modules outside all blocks that are large enough to be units, in module order."""
         if not self.fqns:
             return ()
         least = _LARGE * max(self.numel[fqn] for fqn in self.fqns)
@@ -93,7 +93,7 @@ class Blocks:
         return [inner for inner, parent in self.tree.parent.items() if parent == fqn]
 
     def unit_choices(self) -> list[Policy]:
-        """Policies that choose other units each, the likeliest first; at least one."""
+        """Policies that each choose different units, the likeliest first; at least one."""
         choices: list[Policy] = list(self._by_class())
         biggest = max((self.numel[fqn] for fqn in self.fqns), default=self.numel[""])
         sizes = sorted({n for n in self.numel.values() if 0 < n <= biggest}, reverse=True)
@@ -127,8 +127,8 @@ class Blocks:
         return not any(o != fqn and self.tree.is_below(fqn, o) for o in chosen)
 
 
-def _holds(module: nn.Module) -> bool:
-    """Whether `module` only holds others and never runs itself."""
+def _is_container(module: nn.Module) -> bool:
+    """Whether `module` only holds other modules and never runs itself."""
     return (
         isinstance(module, (nn.ModuleList, nn.ModuleDict))
         and type(module).forward is nn.Module.forward

@@ -1,4 +1,4 @@
-"""A model's step, captured once for all choices of units that make the same program."""
+"""Captured programs of one model, shared by all choices of units that give the same program."""
 
 from __future__ import annotations
 
@@ -20,15 +20,18 @@ from graphshard.program.program import Program
 
 
 class Captures:
-    """Programs of one call of `model`, by what the units have to do with them.
+    """Captured programs of one call of `model`, shared between plans where possible.
 
-    Units matter to a captured program only where mixed precision casts what goes into or comes out
-    of them. So the step is captured with casts at the root alone, and it is seen which modules get
-    inputs that a unit would cast. For units that are none of these, the program is the same: no
-    cast would change anything at the first of them, so nothing differs before the second, and so
-    on. Units that share which of these they are share a program, too, as a cast leaves less to be
-    cast behind it. Those of a precision that casts outputs or is not the same everywhere have one
-    of their own.
+    Units change a captured program only through the casts of mixed precision. The step is first
+    captured with casts at the root alone, noting the modules whose inputs a unit would cast. Plans
+    with the same units among those modules share a program. A precision that casts outputs, or
+    differs between units, gets a program per plan. See README.md.
+
+    Args:
+        model: on any device.
+        args: positional arguments of the call.
+        kwargs: keyword arguments of the call.
+        device: the device to capture for.
     """
 
     def __init__(
@@ -40,58 +43,58 @@ class Captures:
     ) -> None:
         self.model, self.args, self.kwargs = model, tuple(args), dict(kwargs)
         self.device = device
-        self._plain: Program | None = None
+        self._shared: Program | None = None  # with casts at the root alone
         self._may_share = True
         self._cast: frozenset[str] = frozenset()  # modules at which a unit would cast
-        self._own: dict[Any, Program] = {}
+        self._by_units: dict[tuple[str, ...], Program] = {}
 
     def of(self, plan: ShardingPlan) -> Program:
-        """The captured program for `plan`; not to be edited.
+        """Return the captured program for `plan`; the caller must not edit it.
 
         Raises:
             CaptureError: the step cannot be captured.
         """
-        plain = self._shared(plan)
-        if plain is None:
-            return self._captured(plan, tuple(unit.fqn for unit in plan.units))
+        shared = self._shared_program(plan)
+        if shared is None:
+            return self._of_units(plan, tuple(unit.fqn for unit in plan.units))
         casting = tuple(unit.fqn for unit in plan.units if unit.fqn in self._cast)
-        return self._captured(plan, casting) if casting else plain
+        return self._of_units(plan, casting) if casting else shared
 
     def like(self, plan: ShardingPlan) -> Program:
-        """A captured program that differs from that of `plan` by casts alone, if there is one."""
-        return self._shared(plan) or self.of(plan)
+        """Return a captured program that may differ from that of `plan` by casts alone."""
+        return self._shared_program(plan) or self.of(plan)
 
-    def _shared(self, plan: ShardingPlan) -> Program | None:
-        """The program with casts at the root alone, for a plan that may have it."""
+    def _shared_program(self, plan: ShardingPlan) -> Program | None:
+        """The program with casts at the root alone; None if `plan` cannot use it."""
         if not _same_everywhere(plan.precisions):
             return None
-        if self._plain is None and self._may_share:
+        if self._shared is None and self._may_share:
             try:
-                self._plain = self._at_the_root(plan.precisions)
-            except CaptureError:  # without casts at units it does not run
+                self._shared = self._capture_root_casts(plan.precisions)
+            except CaptureError:  # the model does not run without casts at units
                 self._may_share = False
-        return self._plain
+        return self._shared
 
     @property
     def count(self) -> int:
-        """How many programs were captured."""
-        return (self._plain is not None) + len(self._own)
+        """Number of captured programs."""
+        return (self._shared is not None) + len(self._by_units)
 
-    def _captured(self, plan: ShardingPlan, key: tuple[str, ...]) -> Program:
-        if key not in self._own:
-            self._own[key] = self._capture(plan.precisions)
-        return self._own[key]
+    def _of_units(self, plan: ShardingPlan, units: tuple[str, ...]) -> Program:
+        if units not in self._by_units:
+            self._by_units[units] = self._capture(plan.precisions)
+        return self._by_units[units]
 
-    def _at_the_root(self, precisions: Precisions | None) -> Program:
+    def _capture_root_casts(self, precisions: Precisions | None) -> Program:
         if precisions is None:
             return self._capture(None)
-        seen: set[str] = set()
+        cast_modules: set[str] = set()
         precision = precisions.units[""]
         assert precision is not None
-        wanted = precision.param_dtype if precision.cast_forward_inputs else None
-        with _noting(self.model, wanted, seen):
+        dtype = precision.param_dtype if precision.cast_forward_inputs else None
+        with _recording_casts(self.model, dtype, cast_modules):
             program = self._capture(replace(precisions, units={"": precision}))
-        self._cast = frozenset(seen - {""})
+        self._cast = frozenset(cast_modules - {""})
         return program
 
     def _capture(self, precisions: Precisions | None) -> Program:
@@ -103,12 +106,12 @@ class Captures:
             precisions=precisions,
         ).program
         for node in program.nodes():
-            op_cost(node)  # copies of the program begin with what is known of its nodes
+            op_cost(node)  # copies of the program keep the cached costs of its nodes
         return program
 
 
 def _same_everywhere(precisions: Precisions | None) -> bool:
-    """Whether units share one precision, which casts no outputs."""
+    """Whether all units share one precision that casts no outputs."""
     if precisions is None:
         return True
     kinds = set(precisions.units.values())
@@ -117,17 +120,19 @@ def _same_everywhere(precisions: Precisions | None) -> bool:
 
 
 @contextlib.contextmanager
-def _noting(model: nn.Module, wanted: torch.dtype | None, seen: set[str]) -> Iterator[None]:
-    """Add to `seen` the modules of `model` whose inputs a cast to `wanted` would change."""
-    if wanted is None:
+def _recording_casts(
+    model: nn.Module, dtype: torch.dtype | None, cast_modules: set[str]
+) -> Iterator[None]:
+    """Add the FQNs of modules whose inputs a cast to `dtype` would change to `cast_modules`."""
+    if dtype is None:
         yield
         return
 
     def hook(fqn: str) -> Any:
         def before(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-            given = (args, kwargs)
-            if cast_all(given, wanted) is not given:
-                seen.add(fqn)
+            inputs = (args, kwargs)
+            if cast_all(inputs, dtype) is not inputs:
+                cast_modules.add(fqn)
 
         return before
 

@@ -1,4 +1,4 @@
-"""Why the policies next to the chosen one are not better, each in a sentence."""
+"""Why policies next to the chosen one are not better, and what would make a step fit."""
 
 from __future__ import annotations
 
@@ -13,89 +13,91 @@ from graphshard.policy.base import Policy
 from graphshard.policy.code import value_code
 from graphshard.tune.auto_policy import AUTO, is_auto
 from graphshard.tune.bounds import Bounds
+from graphshard.tune.extrapolate import Extrapolator
 from graphshard.tune.search import Search
-from graphshard.tune.shallow import Shallow
-from graphshard.tune.space import Candidate, Group, Sharding, Space
-from graphshard.tune.tuning import Outcome
+from graphshard.tune.space import Candidate, CandidateGroup, Sharding, Space
+from graphshard.tune.tuning import CandidateResult
 
 Neighbour = tuple[str, Candidate]
 
 
 _SAME = 5e-4
-"""Times are called equal that differ by no more than this part."""
+"""Times that differ by at most this share count as equal."""
 
 
-def reasons(search: Search, winner: Outcome) -> dict[str, str]:
-    """By what is other, what that would cost."""
-    shown: dict[str, str] = {}
-    own = search.quick.outcome(winner.candidate) if search.shallow else winner
-    if own is None:
-        own = winner
+def reasons(search: Search, winner: CandidateResult) -> dict[str, str]:
+    """Return why each neighbour of the winner is not better, by the field in which it differs."""
+    reason_of: dict[str, str] = {}
+    comparable = search.evaluator.result(winner.candidate) if search.extrapolator else winner
+    if comparable is None:
+        comparable = winner
     for name, candidate in _neighbours(search, winner.candidate):
-        if name in shown:
+        if name in reason_of:
             continue
         bound = search.bounds.get(candidate.group)
         if bound is not None and not bound.possible:
             continue
         if bound is not None and bound.bytes > search.budget:
             need = f"needs at least {human_bytes(bound.bytes)} of {human_bytes(search.budget)}"
-            shown[name] = need
+            reason_of[name] = need
             continue
-        outcome = search.whole.get(candidate)
-        base = winner if outcome is not None else own
-        if outcome is None and candidate.group != winner.candidate.group:
-            outcome, base = _alike(search, candidate, winner, own)
-        outcome = outcome or search.quick.outcome(candidate)
-        if outcome is not None:
-            shown[name] = _why(outcome, base, winner, search.budget)
-    return shown
+        result = search.full_results.get(candidate)
+        base = winner if result is not None else comparable
+        if result is None and candidate.group != winner.candidate.group:
+            result, base = _comparable(search, candidate, winner, comparable)
+        result = result or search.evaluator.result(candidate)
+        if result is not None:
+            reason_of[name] = _why(result, base, search.budget)
+    return reason_of
 
 
-def _alike(
-    search: Search, candidate: Candidate, winner: Outcome, own: Outcome
-) -> tuple[Outcome | None, Outcome]:
-    """Outcomes of two groups, to be compared: where not all of all groups are tried, of gathers
-    issued in the way that was, unless the other seems no slower so.
+def _comparable(
+    search: Search, candidate: Candidate, winner: CandidateResult, winner_result: CandidateResult
+) -> tuple[CandidateResult | None, CandidateResult]:
+    """Return results of the candidate's and the winner's group that can be compared.
+
+    A search that is not exhaustive has tried one way to issue gathers for most groups: compare
+    results of that way if the candidate's group is slower with it.
     """
     probe = search.space.probes(winner.candidate.group)[0]
-    mine = None if search.exhaustive else search.quick.outcome(probe)
-    if mine is not None:
-        found = search.quick.outcome(replace(probe, group=candidate.group))
-        if found is not None and found.seconds > mine.seconds * (1 + _SAME):
-            return found, mine
-    return search.quick.outcome(candidate), own
+    winner_probe = None if search.exhaustive else search.evaluator.result(probe)
+    if winner_probe is not None:
+        other_probe = search.evaluator.result(replace(probe, group=candidate.group))
+        if other_probe is not None and other_probe.seconds > winner_probe.seconds * (1 + _SAME):
+            return other_probe, winner_probe
+    return search.evaluator.result(candidate), winner_result
 
 
-def _why(outcome: Outcome, base: Outcome, winner: Outcome, budget: int) -> str:
-    about = "" if outcome.whole else "about "
-    if outcome.peak > budget:
-        most = max(outcome.at_peak, key=lambda kind: outcome.at_peak[kind])
+def _why(result: CandidateResult, base: CandidateResult, budget: int) -> str:
+    about = "" if result.whole else "about "
+    if result.peak > budget:
+        most = max(result.at_peak, key=lambda kind: result.at_peak[kind])
         return (
-            f"needs {about}{human_bytes(outcome.peak)} of {human_bytes(budget)}, "
-            f"{human_bytes(outcome.at_peak[most])} of it {most}"
+            f"needs {about}{human_bytes(result.peak)} of {human_bytes(budget)}, "
+            f"{human_bytes(result.at_peak[most])} of it {most}"
         )
-    longer = outcome.seconds / base.seconds - 1
+    longer = result.seconds / base.seconds - 1
     if abs(longer) < _SAME:
-        more = outcome.peak - base.peak
+        more = result.peak - base.peak
         same = f"as fast, and needs {human_bytes(abs(more))} {'more' if more > 0 else 'less'}"
         return "makes no difference" if not more else same
     text = f"{about}{abs(longer):.1%} {'slower' if longer > 0 else 'faster'}"
-    compute, exposed = outcome.compute - base.compute, outcome.exposed - base.exposed
+    compute, exposed = result.compute - base.compute, result.exposed - base.exposed
     if compute > exposed:
         return f"{text}, {human_seconds(compute)} more of compute" if compute > 0 else text
-    if outcome.exposed > 0:
-        return f"{text}, {human_seconds(outcome.exposed)} of communication exposed"
+    if result.exposed > 0:
+        return f"{text}, {human_seconds(result.exposed)} of communication exposed"
     return text
 
 
 def _neighbours(search: Search, candidate: Candidate) -> Iterator[Neighbour]:
-    """Candidates that differ from `candidate` in one thing, named by it."""
-    yield from _issued_otherwise(search, candidate)
+    """Yield candidates that differ from `candidate` in one field, with a text of that field."""
+    yield from _other_issues(search, candidate)
     for name, group in _other_groups(search, candidate.group):
         yield name, replace(candidate, group=group)
 
 
-def _issued_otherwise(search: Search, candidate: Candidate) -> Iterator[Neighbour]:
+def _other_issues(search: Search, candidate: Candidate) -> Iterator[Neighbour]:
     for other in search.space.candidates(candidate.group):
         if other.schedule != candidate.schedule:
             if candidate.schedule == "fsdp" or (other.backward, other.forward) == ("pre", 0):
@@ -106,23 +108,23 @@ def _issued_otherwise(search: Search, candidate: Candidate) -> Iterator[Neighbou
             yield f"forward_prefetch={other.forward}", other
 
 
-def _other_groups(search: Search, group: Group) -> Iterator[tuple[str, Group]]:
+def _other_groups(search: Search, group: CandidateGroup) -> Iterator[tuple[str, CandidateGroup]]:
     for index, units in enumerate(search.space.unit_choices):
         if index != group.units:
             yield f"units {_plain(units)}", replace(group, units=index)
-    for found in _groups_like(search, group):
-        yield _sharding(found.sharding), found
+    for other in _groups_like(search, group):
+        yield _sharding(other.sharding), other
     for recompute in search.space.recomputes:
         if recompute != group.recompute:
-            said = value_code(Policy(recompute=recompute).recompute, named=True)
-            yield f"recompute={said}", replace(group, recompute=recompute, budget=None)
-    for found in search.bounds:
-        if found == replace(group, offload=found.offload) and found != group:
-            yield f"offload={sorted(found.offload or ()) or None!r}", found
+            code = value_code(Policy(recompute=recompute).recompute, named=True)
+            yield f"recompute={code}", replace(group, recompute=recompute, budget=None)
+    for other in search.bounds:
+        if other == replace(group, offload=other.offload) and other != group:
+            yield f"offload={sorted(other.offload or ()) or None!r}", other
 
 
-def _groups_like(search: Search, group: Group) -> Iterator[Group]:
-    """The groups with another sharding of the same units."""
+def _groups_like(search: Search, group: CandidateGroup) -> Iterator[CandidateGroup]:
+    """Return the groups with another sharding of the same units."""
     shardings = dict.fromkeys(g.sharding for g in search.bounds if g.units == group.units)
     return (replace(group, sharding=other) for other in shardings if other != group.sharding)
 
@@ -132,18 +134,18 @@ def _plain(units: Policy) -> str:
 
 
 def _sharding(sharding: Sharding) -> str:
-    said = [f"strategy={sharding.strategy.value}"]
+    fields = [f"strategy={sharding.strategy.value}"]
     if sharding.reshard is not None:
-        said.append(f"reshard_after_forward={sharding.reshard!r}")
-    if sharding.root:
-        said.append("reshard_root=True")
-    if sharding.kept:
-        said.append("the last block kept")
-    return ", ".join(said)
+        fields.append(f"reshard_after_forward={sharding.reshard!r}")
+    if sharding.reshard_root:
+        fields.append("reshard_root=True")
+    if sharding.kept_blocks:
+        fields.append("the last block kept")
+    return ", ".join(fields)
 
 
 _TRIED = 4
-"""Groups of the least bounds that are simulated to find the least memory."""
+"""Groups with the smallest bounds that are simulated to find the least memory."""
 
 
 _DOUBLINGS = 8
@@ -153,86 +155,88 @@ _ON_RANKS = (SHARDS, OPTIMIZER)
 
 
 def advice(search: Search) -> str:
-    """Why nothing fits in the budget of `search`, and what would."""
+    """Return a text on why no policy fits in the budget of `search`, and what would fit."""
     least = _least(search)
     budget = human_bytes(search.budget)
     if least is None:
-        return f"nothing that may be chosen can be simulated in {budget}; fix fewer fields"
-    held = sorted(least.at_peak.items(), key=lambda item: -item[1])
-    parts = ", ".join(f"{human_bytes(size)} {kind}" for kind, size in held[:3] if size)
+        return f"no policy that may be chosen can be simulated in {budget}; fix fewer fields"
+    at_peak = sorted(least.at_peak.items(), key=lambda item: -item[1])
+    parts = ", ".join(f"{human_bytes(size)} {kind}" for kind, size in at_peak[:3] if size)
     policy = search.space.policy(least.candidate)
     about = "" if least.whole else "about "
     lines = [
         f"nothing fits in {budget}: the least that was found is {about}{human_bytes(least.peak)}, "
         f"under {policy!r}; at its peak it holds {parts}",
-        *_what_would(search, least),
+        *_remedies(search, least),
     ]
     return "\n".join(lines)
 
 
-def _what_would(search: Search, least: Outcome) -> Iterator[str]:
-    """Sentences on what would make it fit."""
+def _remedies(search: Search, least: CandidateResult) -> Iterator[str]:
+    """Yield sentences on what would make a step fit."""
     for name in ("recompute", "offload", "strategy", "units"):
         if not is_auto(getattr(search.space.auto, name)):
-            freed = _least(_in(search, _space(search, name)))
-            if freed is not None and freed.peak <= search.budget:
-                policy = _space(search, name).policy(freed.candidate)
-                yield f"it would with {name} left open: {human_bytes(freed.peak)} under {policy!r}"
+            smallest = _least(_search_in(search, _space(search, name)))
+            if smallest is not None and smallest.peak <= search.budget:
+                policy = _space(search, name).policy(smallest.candidate)
+                size = human_bytes(smallest.peak)
+                yield f"it would with {name} left open: {size} under {policy!r}"
     ranks = _ranks_that_fit(search, least)
     if ranks is not None:
-        count, outcome = ranks
-        yield f"it would on {count:,} ranks: {human_bytes(outcome.peak)} under the same policy"
+        count, result = ranks
+        yield f"it would on {count:,} ranks: {human_bytes(result.peak)} under the same policy"
     elif sum(least.at_peak.get(kind, 0) for kind in _ON_RANKS) < search.budget:
         yield (
             "more ranks would not do, as what does not fit is not sharded; a smaller batch or "
-            "shorter sequences would make activations smaller, smaller units what is gathered"
+            "shorter sequences would make activations smaller, and smaller units the gathered "
+            "parameters"
         )
     else:
         yield "a smaller batch, or devices with more memory, would help"
 
 
-def _space(search: Search, freed: str) -> Space:
-    """The space in which the field `freed` is searched as well."""
-    values: dict[str, Any] = {freed: AUTO}
+def _space(search: Search, name: str) -> Space:
+    """Return the space in which the field `name` is searched as well."""
+    values: dict[str, Any] = {name: AUTO}
     return replace(search.space, auto=replace(search.space.auto, **values))
 
 
-def _in(search: Search, space: Space) -> Search:
-    """The same search in another space."""
-    return Search(search.simulator.within(space), _shallow(search, space), search.budget)
+def _search_in(search: Search, space: Space) -> Search:
+    """Return the same search in another space."""
+    return Search(search.simulator.in_space(space), _extrapolator(search, space), search.budget)
 
 
-def _shallow(search: Search, space: Space) -> Shallow | None:
-    return None if search.shallow is None else search.shallow.within(space)
+def _extrapolator(search: Search, space: Space) -> Extrapolator | None:
+    return None if search.extrapolator is None else search.extrapolator.in_space(space)
 
 
-def _least(search: Search) -> Outcome | None:
-    """What needs the least memory of what was tried, and of the groups that may need the least."""
+def _least(search: Search) -> CandidateResult | None:
+    """Return the result with the least memory, after trying the groups with the least bounds."""
     bounds = Bounds(search.simulator)
     groups = search.space.groups()
-    found = {group: search.bounds.get(group) or bounds.of(group) for group in groups}
-    possible = [group for group in groups if found[group].possible]
-    # Of equal bounds the later groups recompute and offload more.
+    bound_of = {group: search.bounds.get(group) or bounds.of(group) for group in groups}
+    possible = [group for group in groups if bound_of[group].possible]
+    # Among groups with equal bounds, later ones recompute and offload more.
     possible.reverse()
-    order = sorted(possible, key=lambda group: found[group].bytes)
+    order = sorted(possible, key=lambda group: bound_of[group].bytes)
     candidates = [
         candidate
         for group in order[:_TRIED]
         for candidate in search.space.candidates(group)
         if candidate.forward == 0
     ]
-    tried = [search.quick.outcome(candidate) for candidate in candidates]
-    outcomes = [*search.tried.values(), *(o for o in tried if o is not None)]
-    return min(outcomes, key=lambda outcome: outcome.peak, default=None)
+    tried = [search.evaluator.result(candidate) for candidate in candidates]
+    results = [*search.results.values(), *(o for o in tried if o is not None)]
+    return min(results, key=lambda result: result.peak, default=None)
 
 
-def _ranks_that_fit(search: Search, least: Outcome) -> tuple[int, Outcome] | None:
-    """How many ranks the policy that needs the least would fit on, doubling those there are."""
+def _ranks_that_fit(search: Search, least: CandidateResult) -> tuple[int, CandidateResult] | None:
+    """Return a number of ranks on which the smallest policy fits, by doubling, and its result."""
     mesh = search.space.mesh_shape
     for _ in range(_DOUBLINGS):
         mesh = (*mesh[:-1], 2 * mesh[-1])
-        other = _in(search, replace(search.space, mesh_shape=mesh))
-        outcome = other.quick.outcome(least.candidate)
-        if outcome is not None and outcome.peak <= search.budget:
-            return prod(mesh), outcome
+        other = _search_in(search, replace(search.space, mesh_shape=mesh))
+        result = other.evaluator.result(least.candidate)
+        if result is not None and result.peak <= search.budget:
+            return prod(mesh), result
     return None

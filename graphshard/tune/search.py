@@ -1,4 +1,4 @@
-"""The search: groups in the order of their bounds, then budgets, then the best of them whole."""
+"""The search: groups in the order of their bounds, then budgets, then the best in full."""
 
 from __future__ import annotations
 
@@ -10,123 +10,127 @@ from typing import Protocol
 
 from graphshard.progress import Stages
 from graphshard.tune.bounds import Bound, Bounds
-from graphshard.tune.shallow import Shallow, shallow_of
+from graphshard.tune.extrapolate import Extrapolator, extrapolator_of
 from graphshard.tune.simulator import Simulator
-from graphshard.tune.space import RUNGS, Candidate, Group, Ladder, rounded
-from graphshard.tune.tuning import Outcome
+from graphshard.tune.space import BUDGET_STEPS, BudgetRange, Candidate, CandidateGroup, rounded
+from graphshard.tune.tuning import CandidateResult
 
 EXHAUSTIVE = 1_500
-"""Nodes of a captured program up to which every group that its bounds allow is simulated."""
+"""A search is exhaustive if the captured program has at most this many nodes.
+
+It then simulates every group that its bounds allow.
+"""
 
 
 _FINALISTS = 4
-"""Candidates simulated whole after shallow models found them, until one of them fits."""
+"""Candidates with extrapolated results that are simulated in full, at least until one fits."""
 
 
 _EXPANDED = 3
-"""Groups of which all candidates are tried where not all of all groups are."""
+"""Groups whose candidates are all tried if the search is not exhaustive."""
 
 
-_WORTH = 2e-3
-"""The part of a step's time that a drawn out one must gain to be simulated whole, too."""
+_MIN_GAIN = 2e-3
+"""Extrapolated candidates are simulated in full only if they are faster by this share."""
 
 
-_LADDERS = 2
-"""Groups for which budgets are tried where not all are."""
+_BUDGETED = 2
+"""Groups for which budgets are tried if the search is not exhaustive."""
 
 
 _FRONTIER = 2
-"""Further candidates, of less memory, simulated whole to show the frontier."""
+"""More candidates, with less memory, that are simulated in full to show the frontier."""
 
 
 _SLACK = 1.02
-"""A drawn out peak may be this much above the budget and its candidate still be tried."""
+"""Candidates are simulated in full if their extrapolated peak is at most this times the budget."""
 
 
-class Quick(Protocol):
-    """What outcomes are asked of first: the model, or smaller ones like it."""
+class Evaluator(Protocol):
+    """Gives results of candidates: a `Simulator` of the model, or an `Extrapolator`."""
 
-    def outcomes(self, group: Group) -> list[Outcome]:
-        """Of all candidates of `group`."""
+    def results(self, group: CandidateGroup) -> list[CandidateResult]:
+        """Return the results of all possible candidates of `group`."""
         ...
 
-    def outcome(self, candidate: Candidate) -> Outcome | None:
-        """Of `candidate`, None if the model cannot be sharded so."""
+    def result(self, candidate: Candidate) -> CandidateResult | None:
+        """Return the result of `candidate`; None if the model cannot be sharded so."""
         ...
 
-    def rung(self, ladder: Ladder, step: int) -> Outcome | None:
-        """Of the rung `step` of `ladder`."""
+    def at_budget(self, budgets: BudgetRange, step: int) -> CandidateResult | None:
+        """Return the result at `step` of `BUDGET_STEPS` steps through `budgets`."""
         ...
 
-    def sweep(self) -> None:
-        """Collect what is not needed any more."""
+    def collect_garbage(self) -> None:
+        """Collect unreachable objects of recent simulations."""
         ...
 
 
 @dataclass
 class Search:
-    """One search in `budget` bytes.
+    """One search for the fastest candidate within `budget` bytes.
 
-    tried: every outcome, by candidate, first those drawn out of smaller models. whole: those of the
-    model itself. bounds: of each group. too_large, too_slow, impossible: groups that were not
-    simulated, as their bound is past the budget, or no better than what was found, or the model
-    cannot be sharded so.
+    results: by candidate, extrapolated if there is an `extrapolator`. full_results: those of the
+    full model, by candidate. bounds: of each group. too_large, too_slow, impossible: groups that
+    were not simulated, because their bound exceeds the budget or the best time, or because the
+    model cannot be sharded so.
     """
 
     simulator: Simulator
-    shallow: Shallow | None
+    extrapolator: Extrapolator | None
     budget: int
     progress: Stages | None = None
-    tried: dict[Candidate, Outcome] = field(default_factory=dict)
-    whole: dict[Candidate, Outcome] = field(default_factory=dict)
-    bounds: dict[Group, Bound] = field(default_factory=dict)
-    too_large: list[Group] = field(default_factory=list)
-    too_slow: list[Group] = field(default_factory=list)
-    impossible: list[Group] = field(default_factory=list)
+    results: dict[Candidate, CandidateResult] = field(default_factory=dict)
+    full_results: dict[Candidate, CandidateResult] = field(default_factory=dict)
+    bounds: dict[CandidateGroup, Bound] = field(default_factory=dict)
+    too_large: list[CandidateGroup] = field(default_factory=list)
+    too_slow: list[CandidateGroup] = field(default_factory=list)
+    impossible: list[CandidateGroup] = field(default_factory=list)
 
     def __post_init__(self) -> None:
         self.space = self.simulator.space
-        self.quick: Quick = self.shallow or self.simulator
+        self.evaluator: Evaluator = self.extrapolator or self.simulator
         program = self.simulator.captures.like(self.simulator.plan(self._first()))
-        self.exhaustive = self.shallow is None and len(program.graph.nodes) <= EXHAUSTIVE
+        self.exhaustive = self.extrapolator is None and len(program.graph.nodes) <= EXHAUSTIVE
 
     @classmethod
     def of(cls, simulator: Simulator, budget: int) -> Search:
-        """A search with smaller models, if `simulator` has a large one of many equal blocks."""
+        """Return a search that extrapolates if the model is large, with many equal blocks."""
         space = simulator.space
         plan = simulator.plan(space.candidates(space.groups()[0])[0])
-        large = len(simulator.captures.like(plan).graph.nodes) > EXHAUSTIVE
-        shallow = shallow_of(simulator.model, simulator.captures, space) if large else None
-        return cls(simulator, shallow, budget)
+        extrapolator = None
+        if len(simulator.captures.like(plan).graph.nodes) > EXHAUSTIVE:
+            extrapolator = extrapolator_of(simulator.model, simulator.captures, space)
+        return cls(simulator, extrapolator, budget)
 
     def _first(self) -> Candidate:
         return next(iter(self.space.candidates(self.space.groups()[0])))
 
-    def run(self) -> Outcome | None:
-        """The fastest candidate that fits, simulated whole; None if none was found that fits."""
-        self._coarse()
-        self._ladders()
-        if self.shallow is None:
-            self.whole = dict(self.tried)
-            return self.best(self.whole.values())
-        return self._finals()
+    def run(self) -> CandidateResult | None:
+        """Return the fastest candidate that fits, simulated in full; None if none fits."""
+        self._simulate_groups()
+        self._simulate_budgets()
+        if self.extrapolator is None:
+            self.full_results = dict(self.results)
+            return self.best(self.full_results.values())
+        return self._simulate_finalists()
 
-    def best(self, outcomes: Iterable[Outcome], slack: float = 1.0) -> Outcome | None:
-        """The fastest of `outcomes` that fits; of equally fast ones the smallest, then the first.
+    def best(self, results: Iterable[CandidateResult]) -> CandidateResult | None:
+        """Return the fastest of `results` that fits; ties go to the smaller, then the first.
 
-        Times that differ by a millionth are equal.
+        Times that differ by a millionth count as equal.
         """
-        fitting = [outcome for outcome in outcomes if outcome.peak <= slack * self.budget]
+        fitting = [result for result in results if result.peak <= self.budget]
         if not fitting:
             return None
-        fastest = min(outcome.seconds for outcome in fitting)
-        equal = [o for o in fitting if o.seconds <= fastest * (1 + 1e-6)]
-        return min(equal, key=lambda outcome: outcome.peak)
+        fastest = min(result.seconds for result in fitting)
+        equal = [result for result in fitting if result.seconds <= fastest * (1 + 1e-6)]
+        return min(equal, key=lambda result: result.peak)
 
     # -- every group, by its bound --------------------------------------------------------------
 
-    def _coarse(self) -> None:
-        bounds = Bounds(self.simulator, self.shallow)
+    def _simulate_groups(self) -> None:
+        bounds = Bounds(self.simulator, self.extrapolator)
         groups = self.space.groups()
         with self._stage("bounds", len(groups)):
             for group in groups:
@@ -136,42 +140,44 @@ class Search:
         with self._stage("simulate candidates", len(order)):
             for group in order:
                 self._advance()
-                if (self.exhaustive or self.space.plain(group)) and self._worth(group):
-                    self._try(self._probed(group))
-                    self.quick.sweep()
+                if (self.exhaustive or self.space.is_default(group)) and self._is_promising(group):
+                    self._record(self._probe(group))
+                    self.evaluator.collect_garbage()
         if not self.exhaustive:
             self._expand()
 
-    def _probed(self, group: Group) -> list[Outcome]:
-        """The outcomes of `group`; where not all are tried, of gathers one unit ahead."""
+    def _probe(self, group: CandidateGroup) -> list[CandidateResult]:
+        """Return all results of `group` if exhaustive, else that of its likeliest candidate."""
         if self.exhaustive:
-            return self.quick.outcomes(group)
-        found = [self.quick.outcome(candidate) for candidate in self.space.probes(group)]
-        return [outcome for outcome in found if outcome is not None]
+            return self.evaluator.results(group)
+        results = [self.evaluator.result(candidate) for candidate in self.space.probes(group)]
+        return [result for result in results if result is not None]
 
     def _expand(self) -> None:
-        """Try what is close to the best so far: other shardings, then all ways to issue gathers."""
-        for group in self._leading():
+        """Try neighbours of the best so far: other shardings, then all ways to issue gathers."""
+        for group in self._leading_groups():
             for other in self.bounds:
-                same = replace(other, sharding=group.sharding) == group
-                near = other.sharding.strategy is group.sharding.strategy
-                if same and near and not self.space.plain(other) and self._worth(other):
-                    self._try(self._probed(other))
-                    self.quick.sweep()
-        for group in self._leading():
-            self._try(self.quick.outcomes(group))
-            self.quick.sweep()
+                same_rest = replace(other, sharding=group.sharding) == group
+                same_strategy = other.sharding.strategy is group.sharding.strategy
+                if not (same_rest and same_strategy) or self.space.is_default(other):
+                    continue
+                if self._is_promising(other):
+                    self._record(self._probe(other))
+                    self.evaluator.collect_garbage()
+        for group in self._leading_groups():
+            self._record(self.evaluator.results(group))
+            self.evaluator.collect_garbage()
 
-    def _leading(self) -> list[Group]:
-        """The groups of the fastest that may fit."""
-        ranked = sorted(self.tried.values(), key=lambda outcome: (outcome.seconds, outcome.peak))
-        fitting = [outcome for outcome in ranked if outcome.peak <= _SLACK * self.budget]
-        return list(dict.fromkeys(outcome.candidate.group for outcome in fitting))[:_EXPANDED]
+    def _leading_groups(self) -> list[CandidateGroup]:
+        """The groups of the fastest candidates that may fit."""
+        ranked = sorted(self.results.values(), key=lambda result: (result.seconds, result.peak))
+        fitting = [result for result in ranked if result.peak <= _SLACK * self.budget]
+        return list(dict.fromkeys(result.candidate.group for result in fitting))[:_EXPANDED]
 
-    def _worth(self, group: Group) -> bool:
-        """Whether `group` may hold what is better than all tried, and why not, if not."""
+    def _is_promising(self, group: CandidateGroup) -> bool:
+        """Whether a candidate of `group` may be the best; record the reason if not."""
         bound = self.bounds[group]
-        best = self.best(self.tried.values())
+        best = self.best(self.results.values())
         if not bound.possible:
             self.impossible.append(group)
         elif bound.bytes > self.budget:
@@ -182,119 +188,122 @@ class Search:
             return True
         return False
 
-    def _try(self, outcomes: Iterable[Outcome]) -> None:
-        for outcome in outcomes:
-            self.tried[outcome.candidate] = outcome
+    def _record(self, results: Iterable[CandidateResult]) -> None:
+        for result in results:
+            self.results[result.candidate] = result
 
     # -- budgets ----------------------------------------------------------------------------------
 
-    def _ladders(self) -> None:
-        """Recompute a part: where nothing recomputed does not fit, and all of it takes longer."""
+    def _simulate_budgets(self) -> None:
+        """Try partial recomputation of groups that do not fit without recomputation."""
         if not self.space.tries_budgets:
             return
-        wanted = [group for group in self.bounds if self._climbs(group)]
-        with self._stage("simulate budgets", len(wanted)):
+        groups = [group for group in self.bounds if self._needs_budgets(group)]
+        with self._stage("simulate budgets", len(groups)):
             ranked: list[tuple[float, int, Candidate]] = []
-            for index, group in enumerate(wanted):
+            for index, group in enumerate(groups):
                 self._advance()
-                outcomes = self._probed(group)
-                self._try(outcomes)
-                self.quick.sweep()
-                plain = [o for o in outcomes if o.candidate.schedule == "fsdp"] or outcomes
-                plain = [outcome for outcome in plain if outcome.peak <= self.budget]
-                if plain:  # no rung holds less
-                    best = min(plain, key=lambda o: (o.seconds, o.peak))
+                results = self._probe(group)
+                self._record(results)
+                self.evaluator.collect_garbage()
+                plain = [r for r in results if r.candidate.schedule == "fsdp"] or results
+                plain = [result for result in plain if result.peak <= self.budget]
+                if plain:  # full recomputation has the lowest peak
+                    best = min(plain, key=lambda result: (result.seconds, result.peak))
                     ranked.append((best.seconds, index, best.candidate))
             ranked.sort(key=lambda entry: entry[:2])
-            for _, _, candidate in ranked if self.exhaustive else ranked[:_LADDERS]:
-                self._climb(self.space.ladder(candidate))
-                self.quick.sweep()
+            for _, _, candidate in ranked if self.exhaustive else ranked[:_BUDGETED]:
+                self._search_budgets(self.space.budgets(candidate))
+                self.evaluator.collect_garbage()
 
-    def _climb(self, ladder: Ladder) -> None:
-        """Try the rungs of `ladder`; where not all are tried, to find the highest that fits.
+    def _search_budgets(self, budgets: BudgetRange) -> None:
+        """Try every step of `budgets` if exhaustive, else bisect for the highest that fits.
 
-        No rung is faster than recomputing nothing.
+        Skip if recomputing nothing fits or is too slow, since no budget is faster than that.
         """
-        most, best = self.quick.outcome(ladder.most), self.best(self.tried.values())
-        if most is None or most.peak <= self.budget:
+        fastest = self.evaluator.result(budgets.recompute_none)
+        best = self.best(self.results.values())
+        if fastest is None or fastest.peak <= self.budget:
             return
-        if best is not None and most.seconds >= best.seconds:
+        if best is not None and fastest.seconds >= best.seconds:
             return
-        low, high = 1, RUNGS
+        low, high = 1, BUDGET_STEPS
         while low < high:
             step = high - 1 if self.exhaustive else (low + high) // 2
-            outcome = self.quick.rung(ladder, step)
-            if outcome is not None:
-                self.tried[outcome.candidate] = outcome
-            if self.exhaustive or outcome is None or outcome.peak > self.budget:
+            result = self.evaluator.at_budget(budgets, step)
+            if result is not None:
+                self.results[result.candidate] = result
+            if self.exhaustive or result is None or result.peak > self.budget:
                 high = step
             else:
                 low = step + 1
 
-    def _climbs(self, group: Group) -> bool:
-        """Whether budgets of `group`, which recomputes all, may be better than what was found."""
-        if group.recompute != self.space.everything or not self.bounds[group].possible:
+    def _needs_budgets(self, group: CandidateGroup) -> bool:
+        """Whether `group` recomputes everything and its budgets may be better than the best."""
+        if group.recompute != self.space.recompute_all or not self.bounds[group].possible:
             return False
         if group.offload is not None and "activations" in group.offload:
             return False
-        if not self.exhaustive and not self.space.plain(group):
+        if not self.exhaustive and not self.space.is_default(group):
             return False
-        none = self.bounds.get(replace(group, recompute=None))
-        best = self.best(self.tried.values())
-        return none is not None and (best is None or none.seconds <= best.seconds)
+        bound = self.bounds.get(replace(group, recompute=None))
+        best = self.best(self.results.values())
+        return bound is not None and (best is None or bound.seconds <= best.seconds)
 
-    # -- the model itself -------------------------------------------------------------------------
+    # -- the full model ---------------------------------------------------------------------------
 
-    def _finals(self) -> Outcome | None:
-        ranked = sorted(self.tried.values(), key=lambda outcome: (outcome.seconds, outcome.peak))
-        likely = [outcome for outcome in ranked if outcome.peak <= _SLACK * self.budget]
-        self.simulator.estimates = {}  # that of the winner is handed out
+    def _simulate_finalists(self) -> CandidateResult | None:
+        ranked = sorted(self.results.values(), key=lambda result: (result.seconds, result.peak))
+        likely = [result for result in ranked if result.peak <= _SLACK * self.budget]
+        self.simulator.estimates = {}  # keep estimates: the winner's is part of the `Tuning`
         with self._stage("simulate the best whole"):
-            for count, outcome in enumerate(likely):
-                best = self.best(self.whole.values())
+            for count, result in enumerate(likely):
+                best = self.best(self.full_results.values())
                 if best is not None and (
-                    count >= _FINALISTS or outcome.seconds >= best.seconds * (1 - _WORTH)
+                    count >= _FINALISTS or result.seconds >= best.seconds * (1 - _MIN_GAIN)
                 ):
                     break
-                self._confirm(outcome)
-            best = self.best(self.whole.values())
+                self._simulate_near(result)
+            best = self.best(self.full_results.values())
             if best is not None:
-                for outcome in self._smaller(ranked, best):
-                    self._confirm(outcome, fit=False)
+                for result in self._smaller_results(ranked, best):
+                    self._simulate_near(result, fit=False)
         return best
 
-    def _confirm(self, outcome: Outcome, *, fit: bool = True) -> None:
-        """Simulate whole what was drawn out; move a budget to where the step just fits."""
-        candidate = outcome.candidate
-        found = self._simulated(candidate)
+    def _simulate_near(self, result: CandidateResult, *, fit: bool = True) -> None:
+        """Simulate an extrapolated candidate in full; with `fit`, adjust its budget to fit."""
+        candidate = result.candidate
+        full_result = self._simulate_full(candidate)
         for _ in range(3):
             budget = candidate.group.budget
-            if not fit or budget is None or found is None:
+            if not fit or budget is None or full_result is None:
                 return
-            left = self.budget - found.peak
+            left = self.budget - full_result.peak
             if 0 <= left <= 0.01 * self.budget:
                 return
-            moved = rounded(budget + left - (self.budget // 1000 if left < 0 else 0))
-            candidate = replace(candidate, group=replace(candidate.group, budget=moved))
-            found = self._simulated(candidate)
+            new_budget = rounded(budget + left - (self.budget // 1000 if left < 0 else 0))
+            candidate = replace(candidate, group=replace(candidate.group, budget=new_budget))
+            full_result = self._simulate_full(candidate)
 
-    def _simulated(self, candidate: Candidate) -> Outcome | None:
-        found = self.simulator.outcome(candidate)
+    def _simulate_full(self, candidate: Candidate) -> CandidateResult | None:
+        result = self.simulator.result(candidate)
         gc.collect(1)
-        if found is not None:
-            self.whole[candidate] = found
-        return found
+        if result is not None:
+            self.full_results[candidate] = result
+        return result
 
-    def _smaller(self, ranked: list[Outcome], best: Outcome) -> Iterator[Outcome]:
-        """Some of those drawn out that need less memory than any faster one, evenly chosen."""
-        frontier: list[Outcome] = []
-        for outcome in ranked:
-            if outcome.peak < min([best.peak, *(o.peak for o in frontier)]) * 0.98:
-                frontier.append(outcome)
+    def _smaller_results(
+        self, ranked: list[CandidateResult], best: CandidateResult
+    ) -> Iterator[CandidateResult]:
+        """Yield some extrapolated results that need less memory than all faster ones."""
+        frontier: list[CandidateResult] = []
+        for result in ranked:
+            if result.peak < min([best.peak, *(o.peak for o in frontier)]) * 0.98:
+                frontier.append(result)
         step = max(1, -(-len(frontier) // _FRONTIER))
         yield from reversed(frontier[::-1][::step])
 
-    # -- shown ------------------------------------------------------------------------------------
+    # -- progress ---------------------------------------------------------------------------------
 
     def _stage(self, name: str, total: int | None = None) -> AbstractContextManager[None]:
         return nullcontext() if self.progress is None else self.progress.stage(name, total)
@@ -304,10 +313,10 @@ class Search:
             self.progress.advance()
 
 
-def frontier_of(outcomes: Iterable[Outcome]) -> list[Outcome]:
-    """Those that no other beats in both time and memory, the fastest first."""
-    found: list[Outcome] = []
-    for outcome in sorted(outcomes, key=lambda outcome: (outcome.seconds, outcome.peak)):
-        if not found or outcome.peak < found[-1].peak:
-            found.append(outcome)
-    return found
+def frontier_of(results: Iterable[CandidateResult]) -> list[CandidateResult]:
+    """Return the results that no other beats in both time and memory, the fastest first."""
+    frontier: list[CandidateResult] = []
+    for result in sorted(results, key=lambda result: (result.seconds, result.peak)):
+        if not frontier or result.peak < frontier[-1].peak:
+            frontier.append(result)
+    return frontier

@@ -1,4 +1,4 @@
-"""Simulating candidates: from a captured program, through the passes, to time and memory."""
+"""Simulate candidates: run the passes on a captured program and estimate time and memory."""
 
 from __future__ import annotations
 
@@ -22,22 +22,33 @@ from graphshard.program.pass_protocol import PassLike, RehearsingPass, apply_pas
 from graphshard.program.program import Program
 from graphshard.program.spans import assign_units
 from graphshard.tune.captures import Captures
-from graphshard.tune.space import RUNGS, Candidate, Group, Ladder, Space, rounded
-from graphshard.tune.tuning import Outcome
+from graphshard.tune.space import (
+    BUDGET_STEPS,
+    BudgetRange,
+    Candidate,
+    CandidateGroup,
+    Space,
+    rounded,
+)
+from graphshard.tune.tuning import CandidateResult
 
 
 @dataclass
-class _Started:
-    """A program after the passes that do not depend on where gathers are issued."""
+class _Prefix:
+    """A program after the first passes, up to those that issue gathers."""
 
     key: Any
     program: Program
 
 
 class Simulator:
-    """Candidates for one model, each simulated once.
+    """Simulates candidates for one model, each once; their programs are not verified.
 
-    Not verified: that is left to whoever keeps one.
+    Args:
+        model: on any device.
+        captures: its captured programs.
+        space: the candidates.
+        blocks: FQNs of the model's blocks.
     """
 
     def __init__(
@@ -45,31 +56,31 @@ class Simulator:
     ) -> None:
         self.model, self.captures, self.space, self.blocks = model, captures, space, blocks
         self.simulated = 0
-        self.known: dict[Candidate, Outcome | None] = {}
-        self._by_program: dict[Any, Outcome] = {}
-        self.estimates: dict[Candidate, Estimate] | None = None  # filled if it is a dictionary
-        self._several = False
-        self._started: _Started | None = None
+        self.results_of: dict[Candidate, CandidateResult | None] = {}
+        self._by_program: dict[Any, CandidateResult] = {}
+        self.estimates: dict[Candidate, Estimate] | None = None  # a dict to keep estimates
+        self._keep_prefix = False
+        self._prefix: _Prefix | None = None
         self._memo: tuple[Any, list[Any]] | None = None
 
-    def within(self, space: Space) -> Simulator:
-        """The same for candidates of another space."""
+    def in_space(self, space: Space) -> Simulator:
+        """Return a simulator of the same model for candidates of another space."""
         return Simulator(self.model, self.captures, space, self.blocks)
 
-    def outcomes(self, group: Group) -> list[Outcome]:
-        """Those of all candidates of `group` that can be had."""
-        self._several = True  # after the first, most of each program is there
-        found = list(map(self.outcome, self.space.candidates(group)))
-        self._several, self._started = False, None
-        return [outcome for outcome in found if outcome is not None]
+    def results(self, group: CandidateGroup) -> list[CandidateResult]:
+        """Return the results of all possible candidates of `group`."""
+        self._keep_prefix = True  # the candidates share the program after the first passes
+        results = list(map(self.result, self.space.candidates(group)))
+        self._keep_prefix, self._prefix = False, None
+        return [result for result in results if result is not None]
 
-    def outcome(self, candidate: Candidate) -> Outcome | None:
-        """That of `candidate`; None if the model cannot be sharded so."""
-        if candidate not in self.known:
-            self.known[candidate] = self._outcome(candidate)
-        return self.known[candidate]
+    def result(self, candidate: Candidate) -> CandidateResult | None:
+        """Return the result of `candidate`; None if the model cannot be sharded so."""
+        if candidate not in self.results_of:
+            self.results_of[candidate] = self._simulate(candidate)
+        return self.results_of[candidate]
 
-    def _outcome(self, candidate: Candidate) -> Outcome | None:
+    def _simulate(self, candidate: Candidate) -> CandidateResult | None:
         try:
             plan = self.plan(candidate)
             captured = self.captures.of(plan)
@@ -77,42 +88,42 @@ class Simulator:
             key = (id(captured), plan.units, plan.recomputed, plan.ignored, passes)
             if key not in self._by_program:
                 estimate = self.estimate(plan, captured, passes)
-                self._by_program[key] = Outcome.of(candidate, estimate)
+                self._by_program[key] = CandidateResult.of(candidate, estimate)
                 if self.estimates is not None:
                     self.estimates[candidate] = estimate
         except (CaptureError, PolicyError, PlanError, PassError):
             return None
-        found = replace(self._by_program[key], candidate=candidate)
+        result = replace(self._by_program[key], candidate=candidate)
         budget = plan.policy.memory_budget
-        if budget is not None and found.step_bytes > budget:
-            return None  # recomputing all it may is not enough: the program would be refused
-        return found
+        if budget is not None and result.step_bytes > budget:
+            return None  # even full recomputation does not fit: verify would refuse the program
+        return result
 
-    def rung(self, ladder: Ladder, step: int) -> Outcome | None:
-        """That of the rung `step` of `ladder`, of those between 0 and `RUNGS`."""
-        ends = self.ends(ladder)
-        if ends is None:
+    def at_budget(self, budgets: BudgetRange, step: int) -> CandidateResult | None:
+        """Return the result at `step` of `BUDGET_STEPS` steps through `budgets`."""
+        limits = self.budget_limits(budgets)
+        if limits is None:
             return None
-        low, high = ends
-        return self.outcome(ladder.rung(rounded(low + (high - low) * step // RUNGS)))
+        low, high = limits
+        return self.result(budgets.candidate(rounded(low + (high - low) * step // BUDGET_STEPS)))
 
-    def ends(self, ladder: Ladder) -> tuple[int, int] | None:
-        """Bytes with all regions recomputed, and with none; None if that saves nothing."""
-        least, most = self.outcome(ladder.least), self.outcome(ladder.most)
-        if least is None or most is None or least.step_bytes >= most.step_bytes:
+    def budget_limits(self, budgets: BudgetRange) -> tuple[int, int] | None:
+        """Bytes with all regions recomputed and with none; None if recomputation saves nothing."""
+        low, high = self.result(budgets.recompute_all), self.result(budgets.recompute_none)
+        if low is None or high is None or low.step_bytes >= high.step_bytes:
             return None
-        return least.step_bytes, most.step_bytes
+        return low.step_bytes, high.step_bytes
 
-    def sweep(self) -> None:
-        """Collect what is not needed any more."""
+    def collect_garbage(self) -> None:
+        """Collect unreachable objects of recent simulations."""
         gc.collect(1)
 
     def plan(self, candidate: Candidate) -> ShardingPlan:
-        """The plan of `candidate`, without a program."""
+        """Return the plan of `candidate`, without a program."""
         return self.plan_of(self.space.policy(candidate, self.blocks))
 
     def plan_of(self, policy: Policy) -> ShardingPlan:
-        """The plan of `policy`, without a program."""
+        """Return the plan of `policy`, without a program."""
         mesh = self.space.mesh_shape
         ranks = 1
         for size in mesh:
@@ -122,38 +133,38 @@ class Simulator:
     def estimate(
         self, plan: ShardingPlan, captured: Program, passes: Sequence[PassLike] | None = None
     ) -> Estimate:
-        """Rewrite a copy of `captured` by `plan` and simulate it."""
+        """Rewrite a copy of `captured` for `plan` and simulate it."""
         passes = default_passes(plan.policy) if passes is None else passes
         self.simulated += 1
-        program = self._rewritten(plan, captured, passes)
+        program = self._rewrite(plan, captured, passes)
         return estimate_of(
             replace(plan, program=program),
             self.space.hardware,
             optimizer=self.space.auto.optimizer,
         )
 
-    def _rewritten(
+    def _rewrite(
         self, plan: ShardingPlan, captured: Program, passes: Sequence[PassLike]
     ) -> Program:
         cut = len(passes)
-        if self._several:
+        if self._keep_prefix:
             cut = next(i for i, step in enumerate(passes) if isinstance(step, Prefetch))
         head = [(step, passes[place + 1 :]) for place, step in enumerate(passes[:cut])]
         tried = [one.rehearsed(rest) for one, rest in head if isinstance(one, RehearsingPass)]
         kinds = (tuple(passes[:cut]), tuple(tried))
         key = (id(captured), plan.units, plan.recomputed, plan.ignored, *kinds)
-        if self._started is None or self._started.key != key:
-            self._started = None
+        if self._prefix is None or self._prefix.key != key:
+            self._prefix = None
             program = captured.copy()
             program.stale = plan.stale_after_step
             assign_units(program, plan)
             for step, following in head:
                 with_memo = self._with_memo(step, following, captured, plan)
                 apply_pass(with_memo, program, plan, following)
-            if not self._several:
+            if not self._keep_prefix:
                 return program
-            self._started = _Started(key, program)
-        program = self._started.program.copy()
+            self._prefix = _Prefix(key, program)
+        program = self._prefix.program.copy()
         apply_passes(passes[cut:], program, plan)
         return program
 
@@ -164,7 +175,7 @@ class Simulator:
         captured: Program,
         plan: ShardingPlan,
     ) -> PassLike:
-        """Budgets for one plan share what does not depend on them; the last plan's is kept."""
+        """Give `RecomputeToBudget` a memo shared by all budgets of one plan; keep the last one."""
         if not isinstance(step, RecomputeToBudget):
             return step
         rest = step.rehearsed(following)
@@ -175,8 +186,8 @@ class Simulator:
 
 
 @contextmanager
-def without_collecting() -> Iterator[None]:
-    """Keep Python's collector from walking what stays; `Simulator.sweep` collects what goes."""
+def without_garbage_collection() -> Iterator[None]:
+    """Disable automatic garbage collection; `Simulator.collect_garbage` collects instead."""
     enabled, frozen = gc.isenabled(), gc.get_freeze_count()
     if not frozen:
         gc.collect()

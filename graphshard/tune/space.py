@@ -1,4 +1,4 @@
-"""What is tried: candidates, in groups that share all but where gathers are issued."""
+"""The search space: candidate policies, in groups that differ only in where gathers are issued."""
 
 from __future__ import annotations
 
@@ -20,62 +20,65 @@ _PLAIN = "fsdp"
 
 @dataclass(frozen=True)
 class Sharding:
-    """What becomes of parameters after forward; `kept`: of how many last blocks they stay."""
+    """How parameters are sharded and freed.
+
+    `reshard` is `reshard_after_forward`; the last `kept_blocks` blocks are not freed after forward.
+    """
 
     strategy: Strategy
     reshard: bool | int | None = None
-    root: bool = False
-    kept: int = 0
+    reshard_root: bool = False
+    kept_blocks: int = 0
 
 
 @dataclass(frozen=True)
-class Group:
-    """Candidates that are alike but for `backward_prefetch`, `forward_prefetch` and `schedule`."""
+class CandidateGroup:
+    """Candidates that differ only in `backward_prefetch`, `forward_prefetch` and `schedule`."""
 
-    units: int  # which of `Space.unit_choices`
+    units: int  # index in `Space.unit_choices`
     sharding: Sharding
     recompute: Any = None
     offload: frozenset[str] | None = None
-    budget: int | None = None  # of recompute "budget", in bytes as a policy counts them
+    budget: int | None = None  # bytes of `Policy.memory_budget`, for recompute "budget"
 
 
 @dataclass(frozen=True)
 class Candidate:
-    """A policy to try: a group and how its gathers are issued."""
+    """A policy to try: a group, and where its gathers are issued."""
 
-    group: Group
+    group: CandidateGroup
     backward: str | None = "pre"
     forward: int = 0
     schedule: str = _PLAIN
 
 
-RUNGS = 10
-"""Budgets tried between recomputing everything and nothing, less one."""
+BUDGET_STEPS = 10
+"""Steps between recomputing everything and nothing; an exhaustive search tries each budget."""
 
 
 @dataclass(frozen=True)
-class Ladder:
-    """Candidates alike but for how much they recompute: all that may be, nothing, and between."""
+class BudgetRange:
+    """Candidates that differ only in recomputation: from everything, by budgets, to nothing."""
 
-    least: Candidate
-    most: Candidate
-    words: frozenset[str]  # of `recompute` in between
+    recompute_all: Candidate
+    recompute_none: Candidate
+    recompute: frozenset[str]  # the field of candidates in between
 
-    def rung(self, budget: int) -> Candidate:
-        """The candidate that recomputes as little as makes a step fit in `budget` bytes."""
-        group = replace(self.most.group, recompute=self.words, budget=budget)
-        return replace(self.most, group=group)
+    def candidate(self, budget: int) -> Candidate:
+        """Return the candidate that recomputes just enough for a step to fit in `budget` bytes."""
+        group = replace(self.recompute_none.group, recompute=self.recompute, budget=budget)
+        return replace(self.recompute_none, group=group)
 
 
 def rounded(budget: int) -> int:
-    """`budget` to whole MiB, where that changes little."""
+    """Round `budget` bytes down to whole MiB if it is 256 MiB or more."""
     mib = 1 << 20
     return budget if budget < 256 * mib else budget // mib * mib
 
 
 @dataclass(frozen=True)
 class Space:
-    """All that `auto` leaves open for a model of these `blocks` on ranks of `mesh_shape`."""
+    """All policies that `auto` allows for a model of these `blocks` on a mesh of `mesh_shape`."""
 
     auto: AutoPolicy
     blocks: Blocks
@@ -85,12 +88,18 @@ class Space:
     # -- from candidates to policies -------------------------------------------------------------
 
     def policy(self, candidate: Candidate, blocks: Sequence[str] | None = None) -> Policy:
-        """The explicit policy of `candidate`; `blocks`, those of a model with fewer of them."""
+        """Return the explicit policy of `candidate`.
+
+        Args:
+            candidate: of this space.
+            blocks: FQNs of the blocks of a shallower model to make the policy for. None: the
+                space's own.
+        """
         group, sharding = candidate.group, candidate.group.sharding
         values: dict[str, Any] = {
             "strategy": sharding.strategy,
             "reshard_after_forward": sharding.reshard,
-            "reshard_root": sharding.root,
+            "reshard_root": sharding.reshard_root,
             "recompute": group.recompute,
             "offload": group.offload,
             "memory_budget": group.budget,
@@ -102,9 +111,9 @@ class Space:
         else:
             values["hardware"] = self.hardware
         values = self._fixed | values
-        if not sharding.kept:
+        if not sharding.kept_blocks:
             return replace(self.unit_choices[group.units], **values)
-        last = (self.blocks.fqns if blocks is None else blocks)[-sharding.kept :]
+        last = (self.blocks.fqns if blocks is None else blocks)[-sharding.kept_blocks :]
         entries: dict[type | str, Mapping[str, Any]] = {}
         base: Policy | None = self.unit_choices[group.units]
         if isinstance(base, ModulePolicy):
@@ -117,12 +126,12 @@ class Space:
     def _fixed(self) -> dict[str, Any]:
         return self.auto.fixed()
 
-    # -- what there is to choose -----------------------------------------------------------------
+    # -- the choices -----------------------------------------------------------------------------
 
-    def groups(self) -> list[Group]:
-        """Every group but those of recompute "budget", the likeliest of each kind first."""
+    def groups(self) -> list[CandidateGroup]:
+        """Return every group without budgets, the likeliest first."""
         return [
-            Group(units, sharding, recompute, offload)
+            CandidateGroup(units, sharding, recompute, offload)
             for offload in self._offloads
             for recompute in self.recomputes
             for units, choice in enumerate(self.unit_choices)
@@ -130,24 +139,24 @@ class Space:
             if self._possible(sharding, offload)
         ]
 
-    def candidates(self, group: Group) -> list[Candidate]:
-        """The ways to issue the gathers of `group`."""
+    def candidates(self, group: CandidateGroup) -> list[Candidate]:
+        """Return the candidates of `group`: the ways to issue its gathers."""
         schedules = ["fsdp", "overlap"] if is_auto(self.auto.schedule) else [self.auto.schedule]
-        found = []
+        candidates = []
         for schedule in schedules:
             if schedule != _PLAIN:
-                found.append(Candidate(group, schedule=schedule))
+                candidates.append(Candidate(group, schedule=schedule))
                 continue
-            found += [Candidate(group, *p) for p in self._prefetches(group.sharding)]
-        return found
+            candidates += [Candidate(group, *p) for p in self._prefetches(group.sharding)]
+        return candidates
 
-    def plain(self, group: Group) -> bool:
-        """Whether the root and the last block are treated as they are by default, or as fixed."""
+    def is_default(self, group: CandidateGroup) -> bool:
+        """Whether the root and the last block have their default, or fixed, resharding."""
         fixed = not is_auto(self.auto.reshard_root)
-        return not group.sharding.kept and (fixed or not group.sharding.root)
+        return not group.sharding.kept_blocks and (fixed or not group.sharding.reshard_root)
 
-    def probes(self, group: Group) -> list[Candidate]:
-        """The candidate of `group` that is likely among its best, and soon simulated."""
+    def probes(self, group: CandidateGroup) -> list[Candidate]:
+        """Return a candidate of `group` that is likely among its best, in a list of one."""
         candidates = self.candidates(group)
         likely = [c for c in candidates if (c.backward, c.forward) == ("pre", 1)]
         plain = [c for c in candidates if c.schedule == _PLAIN]
@@ -155,29 +164,30 @@ class Space:
 
     @cached_property
     def unit_choices(self) -> list[Policy]:
-        """Policies that choose units."""
+        """The policies that choose the units."""
         if isinstance(self.auto.units, Policy):
             return [self.auto.units]
         return self.blocks.unit_choices()
 
     @property
     def tries_budgets(self) -> bool:
-        """Whether parts of the activations may be recomputed, as a budget asks."""
+        """Whether recompute "budget" may be tried."""
         return is_auto(self.auto.recompute)
 
-    def ladder(self, candidate: Candidate) -> Ladder:
-        """From `candidate`, which recomputes all it may, to one that recomputes nothing."""
-        most = replace(candidate, group=replace(candidate.group, recompute=None))
-        return Ladder(candidate, most, frozenset({"budget", *self.blocks.classes}))
+    def budgets(self, candidate: Candidate) -> BudgetRange:
+        """Return the range from `candidate`, which recomputes everything, to no recomputation."""
+        recompute_none = replace(candidate, group=replace(candidate.group, recompute=None))
+        recompute = frozenset({"budget", *self.blocks.classes})
+        return BudgetRange(candidate, recompute_none, recompute)
 
     @property
-    def everything(self) -> frozenset[str]:
-        """The `recompute` that saves the most."""
+    def recompute_all(self) -> frozenset[str]:
+        """The value of `recompute` that saves the most memory."""
         return frozenset(self.regions)
 
     @property
     def regions(self) -> tuple[str, ...]:
-        """What is recomputed by itself: classes of blocks, or "units" where there are none."""
+        """The recomputed regions: classes of blocks, or "units" if there are no blocks."""
         return self.blocks.classes or ("units",)
 
     @cached_property
@@ -185,16 +195,15 @@ class Space:
         """Values of `recompute` without budgets, the least work first."""
         if not is_auto(self.auto.recompute):
             return [Policy(recompute=self._fixed["recompute"]).recompute]
-        whole = self.everything
-        found: list[Any] = [None, frozenset({"selective", *self.blocks.classes})]
-        found += [frozenset({part}) for part in self.blocks.parts]
-        return [*found, whole]
+        selective = frozenset({"selective", *self.blocks.classes})
+        parts = [frozenset({part}) for part in self.blocks.parts]
+        return [None, selective, *parts, self.recompute_all]
 
     @cached_property
     def _offloads(self) -> list[frozenset[str] | None]:
         if not is_auto(self.auto.offload):
-            given = Policy(offload=self.auto.offload).offload
-            return [given]  # type: ignore[list-item]
+            offload = Policy(offload=self.auto.offload).offload
+            return [offload]  # type: ignore[list-item]
         if self.hardware.is_host:
             return [None]
         params, activations = frozenset({"params"}), frozenset({"activations"})
@@ -217,26 +226,26 @@ class Space:
                         continue
                     yield Sharding(strategy, reshard, root)
                     if last and reshard is None and is_auto(self.auto.reshard_after_forward):
-                        yield Sharding(strategy, reshard, root, kept=1)
+                        yield Sharding(strategy, reshard, root, kept_blocks=1)
 
     def _is(self, value: Any) -> bool:
         return self.auto.reshard_after_forward is value
 
     def _reshards(self) -> list[bool | int | None]:
         """Values of `reshard_after_forward` under a strategy that frees parameters."""
-        given = self.auto.reshard_after_forward
-        if not is_auto(given):
-            return [given]  # type: ignore[list-item]
+        reshard = self.auto.reshard_after_forward
+        if not is_auto(reshard):
+            return [reshard]  # type: ignore[list-item]
         node, ranks = self.hardware.gpus_per_node, self.mesh_shape[-1]
         return [None, node] if node < ranks and ranks % node == 0 and node > 1 else [None]
 
     def _matches(self, reshard: Any, root: bool) -> bool:
-        """Whether what is fixed allows these values."""
+        """Whether the fixed fields allow these values."""
         auto = self.auto
         if not is_auto(auto.reshard_root) and auto.reshard_root != root:
             return False
-        given = auto.reshard_after_forward
-        return is_auto(given) or (given is reshard or (given == reshard and type(given) is int))
+        fixed = auto.reshard_after_forward
+        return is_auto(fixed) or (fixed is reshard or (fixed == reshard and type(fixed) is int))
 
     def _allowed(self, strategy: Strategy) -> bool:
         if self.mesh_shape == (1,) and strategy is not Strategy.NO_SHARD:
@@ -251,10 +260,10 @@ class Space:
         return not (offloaded and sharding.strategy is Strategy.SHARD_OPTIMIZER)
 
     def _prefetches(self, sharding: Sharding) -> list[tuple[str | None, int]]:
-        """Where gathers may be issued; one way only in a phase in which there are none."""
+        """Return the prefetch options; only one in a phase without gathers."""
         auto = self.auto
-        again = sharding.strategy.frees_after_forward and sharding.reshard is not False
-        backward: Sequence[Any] = ("pre", "post", None) if again else ("pre",)
+        regathers = sharding.strategy.frees_after_forward and sharding.reshard is not False
+        backward: Sequence[Any] = ("pre", "post", None) if regathers else ("pre",)
         forward: Sequence[Any] = (0,) if sharding.strategy is Strategy.NO_SHARD else (0, 1, 2)
         if not is_auto(auto.backward_prefetch):
             backward = (auto.backward_prefetch,)

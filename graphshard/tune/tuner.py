@@ -1,4 +1,4 @@
-"""The stages of tuning, in order: capture, search, verify what was found, say why."""
+"""The stages of tuning, in order: capture, search, compare the neighbours, verify the winner."""
 
 from __future__ import annotations
 
@@ -27,9 +27,9 @@ from graphshard.tune.blocks import Blocks
 from graphshard.tune.captures import Captures
 from graphshard.tune.reasons import advice, reasons
 from graphshard.tune.search import Search, frontier_of
-from graphshard.tune.simulator import Simulator, without_collecting
+from graphshard.tune.simulator import Simulator, without_garbage_collection
 from graphshard.tune.space import Space
-from graphshard.tune.tuning import Outcome, Tried, Tuning
+from graphshard.tune.tuning import CandidateResult, PolicyResult, Tuning
 from graphshard.verify.rules import verify
 
 
@@ -62,7 +62,7 @@ def tune(
             simulator = Simulator(model, captures, space, space.blocks.fqns)
             first = space.candidates(space.groups()[0])[0]
             captures.like(simulator.plan(first))
-        with without_collecting():
+        with without_garbage_collection():
             search = Search.of(simulator, auto.budget(space.hardware))
             search.progress = progress
             winner = search.run()
@@ -84,42 +84,46 @@ def _mesh(
     return checked_mesh(ranks, shape, Policy(strategy=strategy))
 
 
-def _tuning(search: Search, winner: Outcome, why: Mapping[str, str], progress: Stages) -> Tuning:
+def _tuning(
+    search: Search, winner: CandidateResult, why: Mapping[str, str], progress: Stages
+) -> Tuning:
     space = search.space
 
-    def tried(outcome: Outcome) -> Tried:
-        policy = space.policy(outcome.candidate)
-        return Tried(policy, outcome.seconds, outcome.peak, outcome.whole)
+    def policy_result(result: CandidateResult) -> PolicyResult:
+        policy = space.policy(result.candidate)
+        return PolicyResult(policy, result.seconds, result.peak, result.whole)
 
-    everything = {**search.tried, **search.whole}.values()
-    ranked = sorted(everything, key=lambda outcome: (outcome.seconds, outcome.peak))
-    estimate = _verified(search, winner, progress)
+    results = {**search.results, **search.full_results}.values()
+    ranked = sorted(results, key=lambda result: (result.seconds, result.peak))
+    estimate = _verify(search, winner, progress)
     policy = estimate.plan.policy
-    frontier = frontier_of(search.whole.values())
-    shallow = search.shallow
-    simulations = search.simulator.simulated + (0 if shallow is None else shallow.simulated)
+    frontier = frontier_of(search.full_results.values())
+    extrapolator = search.extrapolator
+    simulations = search.simulator.simulated
+    if extrapolator is not None:
+        simulations += extrapolator.simulated
     skipped = {
         "too large": len(search.too_large),
         "too slow": len(search.too_slow),
         "impossible": len(search.impossible),
     }
-    known = len({outcome.candidate.group for outcome in everything})
+    simulated_groups = len({result.candidate.group for result in results})
     return Tuning(
         policy=policy,
         estimate=estimate,
         memory_budget=search.budget,
-        frontier=tuple(map(tried, frontier)),
-        tried=tuple(map(tried, ranked)),
+        frontier=tuple(map(policy_result, frontier)),
+        tried=tuple(map(policy_result, ranked)),
         reasons=dict(why),
-        groups={"simulated": known, **skipped},
+        groups={"simulated": simulated_groups, **skipped},
         simulations=simulations,
     )
 
 
-def _verified(search: Search, winner: Outcome, progress: Stages) -> Estimate:
-    """The estimate of the policy found, on a program that is verified.
+def _verify(search: Search, winner: CandidateResult, progress: Stages) -> Estimate:
+    """Return the estimate of the winner's policy, after verifying its program.
 
-    That is done once, after all passes: compiling with the policy does it after every pass.
+    It is verified once, after all passes; `compile` with the policy verifies after every pass.
     """
     simulator, space = search.simulator, search.space
     estimate = (simulator.estimates or {}).get(winner.candidate)
@@ -133,14 +137,14 @@ def _verified(search: Search, winner: Outcome, progress: Stages) -> Estimate:
     return replace(estimate, plan=replace(plan, program=estimate.program))
 
 
-def wants_groups(policy: Policy | AutoPolicy) -> bool:
+def needs_groups(policy: Policy | AutoPolicy) -> bool:
     """Whether `policy` needs a mesh of two dimensions."""
     if isinstance(policy, AutoPolicy) and is_auto(policy.strategy):
         return False
     return Strategy(policy.strategy).hybrid
 
 
-def searched(
+def search_plan(
     auto: AutoPolicy,
     model: nn.Module,
     example_inputs: Sequence[Any] | None,
@@ -151,18 +155,18 @@ def searched(
     device: torch.device | str,
     progress: Stages,
 ) -> ShardingPlan:
-    """The plan, with its program, of the policy that a search finds, which has a note of it.
+    """Search a policy and return its plan with its program; a note in the policy says so.
 
     Raises:
-        PolicyError: there are no example inputs to search with, or nothing fits.
-        PlanError: the model cannot be planned, or is not to be trained.
+        PolicyError: there are no example inputs to search with, or no policy fits.
+        PlanError: the model cannot be planned, or is in eval mode, or gradients are disabled.
     """
     if not model.training or not torch.is_grad_enabled():
         raise PlanError(
             "AutoPolicy looks for the fastest training step; call model.train() first, and not in "
             "torch.no_grad(), or give an explicit policy"
         )
-    found = tune(
+    tuning = tune(
         auto,
         model,
         example_inputs,
@@ -172,8 +176,8 @@ def searched(
         device=device,
         progress=progress,
     )
-    policy = replace(found.policy, notes=(*found.policy.notes, _note(found)))
-    return replace(found.plan, policy=policy)
+    policy = replace(tuning.policy, notes=(*tuning.policy.notes, _note(tuning)))
+    return replace(tuning.plan, policy=policy)
 
 
 def _note(tuning: Tuning) -> str:

@@ -1,4 +1,4 @@
-"""What a search found: the policy, and why it is that one."""
+"""The result of tuning: the policy, its estimate, and why the others are not better."""
 
 from __future__ import annotations
 
@@ -18,11 +18,11 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True)
-class Tried:
-    """A policy that was simulated: seconds a step, bytes at the peak.
+class PolicyResult:
+    """The seconds of a step and the peak bytes of a simulated policy.
 
-    whole: the model itself was simulated; if not, the figures were drawn out from those of the same
-    model with fewer blocks.
+    whole: whether the full model was simulated; if not, the figures are extrapolated from models
+    with fewer blocks.
     """
 
     policy: Policy
@@ -44,32 +44,37 @@ class Tried:
 class Tuning:
     """The result of `AutoPolicy.tune`.
 
-    policy: the policy found, explicit. estimate: of a step under it; its plan has the program,
-    verified. memory_budget: bytes it had to fit in. frontier: of the policies simulated whole those
-    that no other beats in both time and memory, the fastest first. tried: all that were simulated,
-    the fastest first. reasons: why policies that differ from this one in one thing are not better,
-    by that thing. groups: of the kinds of policies there are (each with several ways to issue
-    gathers) how many were simulated, and how many were not because they cannot fit ("too large"),
-    cannot be faster ("too slow"), or are impossible.
+    Attributes:
+        policy: the chosen policy, explicit.
+        estimate: the estimate of a step under it; its plan has the verified program.
+        memory_budget: the bytes it had to fit in.
+        frontier: the policies simulated in full that no other beats in both time and memory, the
+            fastest first.
+        tried: all simulated policies, the fastest first.
+        reasons: why policies that differ in one field are not better, by that field.
+        groups: number of groups of policies (each with several ways to issue gathers) that were
+            "simulated", and that were skipped because they cannot fit ("too large"), cannot be
+            faster ("too slow"), or are "impossible".
+        simulations: number of simulated programs.
     """
 
     policy: Policy
     estimate: Estimate
     memory_budget: int
-    frontier: tuple[Tried, ...]
-    tried: tuple[Tried, ...]
+    frontier: tuple[PolicyResult, ...]
+    tried: tuple[PolicyResult, ...]
     reasons: Mapping[str, str]
     groups: Mapping[str, int]
     simulations: int
 
     @property
     def plan(self) -> ShardingPlan:
-        """The plan under the policy, with its program."""
+        """The plan of the policy, with its program."""
         return self.estimate.plan
 
     @property
     def code(self) -> str:
-        """The policy as code to paste: `import graphshard` (and torch) and this make it again."""
+        """The policy as code; evaluate it after `import graphshard, torch`."""
         return repr(self.policy)
 
     def to_dict(self) -> dict[str, Any]:
@@ -120,12 +125,12 @@ class Tuning:
 
 
 @dataclass(frozen=True)
-class Outcome:
-    """Time and memory of a step under one candidate: seconds and bytes.
+class CandidateResult:
+    """The seconds and bytes of a step under one candidate.
 
-    step_bytes: the most it holds at once as `Policy.memory_budget` counts. at_peak: what is held at
-    the peak, by category. whole: the model itself was simulated; if not, the figures were drawn out
-    from those of the same model with fewer blocks.
+    peak: peak bytes. compute, communication: seconds. step_bytes: peak bytes as
+    `Policy.memory_budget` counts them. valley: least bytes. at_peak: bytes at the peak by category.
+    whole: whether the full model was simulated; if not, the figures are extrapolated.
     """
 
     candidate: Candidate
@@ -144,8 +149,8 @@ class Outcome:
         return max(0.0, self.seconds - self.compute)
 
     @classmethod
-    def of(cls, candidate: Candidate, estimate: Estimate) -> Outcome:
-        """What `estimate` says."""
+    def of(cls, candidate: Candidate, estimate: Estimate) -> CandidateResult:
+        """Return the result of `candidate` from its `estimate`."""
         points = estimate.memory.points
         return cls(
             candidate,
@@ -158,8 +163,8 @@ class Outcome:
             dict(estimate.memory.peak.by_category),
         )
 
-    def drawn_out(self, deeper: Outcome, share: float) -> Outcome:
-        """The line through this and `deeper`, followed `share` times their distance past this."""
+    def extrapolated(self, deeper: CandidateResult, share: float) -> CandidateResult:
+        """Extrapolate linearly by `share` times the difference between this result and `deeper`."""
 
         def line(a: float, b: float) -> float:
             return a + share * (b - a)
@@ -169,7 +174,7 @@ class Outcome:
             kind: max(0, round(line(self.at_peak.get(kind, 0), deeper.at_peak.get(kind, 0))))
             for kind in kinds
         }
-        return Outcome(
+        return CandidateResult(
             self.candidate,
             line(self.seconds, deeper.seconds),
             round(line(self.peak, deeper.peak)),

@@ -16,7 +16,7 @@ from simulations import node_of
 
 import graphshard
 from graphshard.calibrate.measure import Effort, Timing, Watch, measure
-from graphshard.calibrate.probes import shots
+from graphshard.calibrate.probes import sized_probes
 from graphshard.calibrate.ranks import joined
 from graphshard.calibrate.report import report
 from graphshard.calibrate.run import calibrate
@@ -173,7 +173,7 @@ def test_the_cpu_preset_is_a_calibration():
 
 
 def test_relatives_are_measured():
-    measured = {shot.curve for shot in shots(CPU, (), share=0.1)}
+    measured = {probe.curve for probe in sized_probes(CPU, (), share=0.1)}
     assert set(RELATIVES.values()) | {ELEMENTWISE} <= measured
 
 
@@ -219,7 +219,7 @@ def test_a_timing_is_its_median():
 
 
 def test_shots_count_as_op_cost_does():
-    found = {(s.curve, s.amount) for s in shots(CPU, (torch.bfloat16,), share=0.1)}
+    found = {(s.curve, s.amount) for s in sized_probes(CPU, (torch.bfloat16,), share=0.1)}
     assert ("matmul", 2 * 16**3) in found
     assert ("matmul.bfloat16", 2 * 64**3) in found
     assert ("add", 3 * 4 * 1024) in found

@@ -16,7 +16,7 @@ from torch import nn
 
 import graphshard
 from graphshard.errors import CheckpointError, RuntimeStateError
-from graphshard.state import slots
+from graphshard.state import state_tensors
 from graphshard.state.files import open_files
 from graphshard.state.raw import Writer, read_header
 
@@ -92,7 +92,7 @@ def test_what_is_no_checkpoint_is_said(tmp_path: Path) -> None:
     with pytest.raises(CheckpointError, match=r"holds no \.safetensors file$"):
         open_files(tmp_path)
     (tmp_path / "pytorch_model.bin").touch()
-    with pytest.raises(CheckpointError, match="is pickled"):
+    with pytest.raises(CheckpointError, match="holds pickled tensors"):
         open_files(tmp_path)
     for name in ("a", "b"):
         save_file({name: torch.ones(1)}, tmp_path / f"{name}.safetensors")
@@ -154,14 +154,14 @@ def takes_pieces(rank: int) -> None:
     sharded = graphshard.compile(model, BLOCK)
     sharded.save_safetensors(folder / "x.safetensors")
     torch.distributed.barrier()
-    size, slots.PIECE_BYTES = slots.PIECE_BYTES, 300
+    size, state_tensors.PIECE_BYTES = state_tensors.PIECE_BYTES, 300
     try:
         for way in ("each", "first"):
             again = graphshard.compile(on_meta(TiedGPT), BLOCK)
             again.load_safetensors(folder, read=way)
             assert_same(full_state(again), full_state(model))
     finally:
-        slots.PIECE_BYTES = size
+        state_tensors.PIECE_BYTES = size
 
 
 def casts_and_renames(rank: int) -> None:

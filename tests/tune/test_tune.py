@@ -20,12 +20,12 @@ from graphshard.policy.tree import ModuleTree
 from graphshard.tune import search as searching
 from graphshard.tune.blocks import Blocks
 from graphshard.tune.bounds import Bounds
+from graphshard.tune.extrapolate import extrapolator_of
 from graphshard.tune.reasons import advice, reasons
 from graphshard.tune.search import Search, frontier_of
-from graphshard.tune.shallow import shallow_of
 from graphshard.tune.simulator import Simulator
 from graphshard.tune.space import Candidate
-from graphshard.tune.tuning import Outcome
+from graphshard.tune.tuning import CandidateResult
 
 
 @pytest.fixture(scope="module")
@@ -86,14 +86,14 @@ def test_bounds_hold_and_do_prune(simulator, grid):
     bounds = Bounds(simulator)
     for group in simulator.space.groups():
         bound = bounds.of(group)
-        for outcome in simulator.outcomes(group):
-            assert bound.seconds <= outcome.seconds * (1 + 1e-9)
-            assert bound.bytes <= outcome.peak
+        for result in simulator.results(group):
+            assert bound.seconds <= result.seconds * (1 + 1e-9)
+            assert bound.bytes <= result.peak
     search = Search(simulator, None, int(1.01 * min(peak for _, peak in grid)))
     search.run()
     assert search.too_large
     quick = replace(simulator.space, hardware=Hardware.load("h100-sxm"))
-    roomy = Search(simulator.within(quick), None, 1 << 40)
+    roomy = Search(simulator.in_space(quick), None, 1 << 40)
     roomy.run()
     assert roomy.too_slow
 
@@ -113,17 +113,17 @@ def test_more_memory_is_never_slower(simulator, grid, parts):
 def test_a_part_is_recomputed_where_that_is_enough(simulator):
     def smallest(recompute):
         groups = [g for g in simulator.space.groups() if g.recompute == recompute]
-        outcomes = [o for group in groups for o in simulator.outcomes(group)]
-        return min(outcomes, key=lambda outcome: outcome.peak)
+        results = [o for group in groups for o in simulator.results(group)]
+        return min(results, key=lambda result: result.peak)
 
-    none, whole = smallest(None), smallest(simulator.space.everything)
+    none, whole = smallest(None), smallest(simulator.space.recompute_all)
     search = Search(simulator, None, (none.peak + whole.peak) // 2)
     winner = search.run()
     assert winner is not None
     policy = simulator.space.policy(winner.candidate)
     assert policy.recompute is not None
     assert winner.seconds < whole.seconds
-    rungs = [o for o in search.tried.values() if o.candidate.group.budget]
+    rungs = [o for o in search.results.values() if o.candidate.group.budget]
     assert rungs
     assert all(o.step_bytes <= o.candidate.group.budget for o in rungs)
 
@@ -133,7 +133,7 @@ def test_the_frontier_and_the_reasons(simulator, grid):
     search = Search(simulator, None, budget)
     winner = search.run()
     assert winner is not None
-    frontier = frontier_of(search.whole.values())
+    frontier = frontier_of(search.full_results.values())
     for one, other in pairwise(frontier):
         assert one.seconds <= other.seconds
         assert one.peak > other.peak
@@ -213,16 +213,16 @@ def deep(**fields) -> Simulator:
 
 def test_deeper_models_follow_from_shallow_ones():
     simulator = deep(recompute={"Block"})
-    shallow = shallow_of(simulator.model, simulator.captures, simulator.space)
-    assert shallow is not None
+    extrapolator = extrapolator_of(simulator.model, simulator.captures, simulator.space)
+    assert extrapolator is not None
     for group in simulator.space.groups():
-        for drawn in shallow.outcomes(group):
-            whole = simulator.outcome(drawn.candidate)
-            assert isinstance(whole, Outcome)
-            assert drawn.seconds == pytest.approx(whole.seconds, rel=0.01)
-            assert drawn.peak == pytest.approx(whole.peak, rel=0.03)
-            assert not drawn.whole
-    assert shallow_of(*_with_captures(gpt(layers=4))) is None
+        for extrapolated in extrapolator.results(group):
+            whole = simulator.result(extrapolated.candidate)
+            assert isinstance(whole, CandidateResult)
+            assert extrapolated.seconds == pytest.approx(whole.seconds, rel=0.01)
+            assert extrapolated.peak == pytest.approx(whole.peak, rel=0.03)
+            assert not extrapolated.whole
+    assert extrapolator_of(*_with_captures(gpt(layers=4))) is None
 
 
 @pytest.mark.slow
@@ -231,17 +231,17 @@ def test_deeper_models_follow_from_shallow_ones():
 def test_what_shallow_models_find_is_simulated_whole_and_as_good(part, monkeypatch):
     monkeypatch.setattr(searching, "EXHAUSTIVE", 0)
     simulator = deep()
-    everything = [o for group in simulator.space.groups() for o in simulator.outcomes(group)]
+    everything = [o for group in simulator.space.groups() for o in simulator.results(group)]
     low, high = min(o.peak for o in everything), max(o.peak for o in everything)
     search = Search.of(simulator, int(low + part * (high - low)))
-    assert search.shallow is not None
+    assert search.extrapolator is not None
     winner = search.run()
     assert winner is not None
     assert winner.whole
     assert winner.peak <= search.budget
     fitting = [o.seconds for o in everything if o.peak <= search.budget]
     assert winner.seconds <= min(fitting) * 1.005
-    assert all(o.whole for o in search.whole.values())
+    assert all(o.whole for o in search.full_results.values())
 
 
 def _with_captures(made):
@@ -256,12 +256,12 @@ def _with_captures(made):
 def test_it_is_as_good_as_all_there_is(name, hardware):
     model, inputs = gpt() if name == "gpt" else llama()
     simulator = simulator_of(model, inputs, AutoPolicy(hardware=hardware, schedule="fsdp"), ranks=8)
-    everything = [o for group in simulator.space.groups() for o in simulator.outcomes(group)]
-    peaks = [outcome.peak for outcome in everything]
+    everything = [o for group in simulator.space.groups() for o in simulator.results(group)]
+    peaks = [result.peak for result in everything]
     for part in (0.0, 0.05, 0.1, 0.2, 0.4, 0.7, 1.0):
         budget = int(min(peaks) + part * (max(peaks) - min(peaks)))
         winner = Search(simulator, None, budget).run()
         assert winner is not None
         assert winner.peak <= budget
-        best = min(outcome.seconds for outcome in everything if outcome.peak <= budget)
+        best = min(result.seconds for result in everything if result.peak <= budget)
         assert winner.seconds <= best * (1 + 1e-6)
