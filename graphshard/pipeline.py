@@ -46,7 +46,7 @@ from graphshard.program.pass_protocol import Pass, PassLike, Stage, apply_pass, 
 from graphshard.program.program import Program
 from graphshard.program.spans import assign_units
 from graphshard.progress import Stages
-from graphshard.torch_private.gc_pause import collections_off, only_new_collected
+from graphshard.torch_private.gc_pause import collect_only_new, pause_collections
 from graphshard.verify.facts import Reference
 from graphshard.verify.numbering import Values
 from graphshard.verify.rules import RULES, rules_of, verify
@@ -214,7 +214,7 @@ def run_passes(
         PassError: a pass met what it cannot rewrite, or failed; names the pass.
         VerifyError: the program broke a rule before the first pass or after one; names it.
     """
-    with only_new_collected():
+    with collect_only_new():
         return _run(program, plan, passes, watcher, progress)
 
 
@@ -227,7 +227,7 @@ def _run(
 ) -> list[PassTiming]:
     timings: list[PassTiming] = []
     assign_units(program, plan)
-    with _stage(progress, "verify"), collections_off():
+    with _stage(progress, "verify"), pause_collections():
         checks = _Checks(program, plan)
     with _stage(progress, "passes", len(passes)):
         for place, step in enumerate(passes):
@@ -235,7 +235,7 @@ def _run(
             with _stage(progress, step.name):
                 _apply(step, program, plan, passes[place + 1 :])
             applied = time.perf_counter()
-            with _stage(progress, "verify"), collections_off():
+            with _stage(progress, "verify"), pause_collections():
                 checks.after(step)
             timings.append(PassTiming(step.name, applied - start, time.perf_counter() - applied))
             if watcher is not None:

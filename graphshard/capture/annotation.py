@@ -1,4 +1,4 @@
-"""What traced nodes are told about where they came from: module names and checkpoint regions."""
+"""Annotations of traced nodes: the module and the checkpoint region each of them came from."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ KEEP = "recompute_keep"
 
 
 @contextlib.contextmanager
-def named_nodes(model: nn.Module) -> Iterator[None]:
+def annotate_nodes(model: nn.Module) -> Iterator[None]:
     """Annotate traced nodes with the FQN of the module that made them, and the calls around it.
 
     "calls" is a tuple of (module FQN, call number) from the root inwards: a module that is used

@@ -1,7 +1,8 @@
-"""Operators traced whole, as eager runs them, where torch's rules for tracing take them apart.
+"""Tracing the operators that eager runs, where torch or transformers would trace others.
 
-By such a rule interpolation becomes indexing: other numbers, and more memory and time. BatchNorm
-keeps its rule: its operators do not say that they write running statistics.
+Torch's tracing rules decompose interpolation into indexing, which gives other numbers and takes
+more memory and time. BatchNorm keeps its rule, since the schemas of its operators do not declare
+that they write running statistics.
 """
 
 from __future__ import annotations
@@ -60,7 +61,7 @@ def eager_kernels() -> Iterator[None]:
 
 
 def _interpolate(operator: Any, x: Tensor, size: Sequence[int] | None, *options: Any) -> Any:
-    """What ATen does for `aten.upsample_*.vec`, but that it fixes sizes that are symbols."""
+    """Interpolate as ATen does for `aten.upsample_*.vec`, which would fix symbolic sizes."""
     *align_corners, scales = options
     if size is None:
         size = [
@@ -73,8 +74,9 @@ def _interpolate(operator: Any, x: Tensor, size: Sequence[int] | None, *options:
 def interpolation_gradient(
     grad_output: Tensor, output_size: Sequence[Any], input_size: Sequence[Any], *_: Any
 ) -> Tensor:
-    """An empty tensor like what one of `INTERPOLATION_BACKWARDS` gives; torch's own rule for that
-    takes no sizes that are symbols.
+    """An empty tensor like the result of one of `INTERPOLATION_BACKWARDS`.
+
+    Torch's own rule for that takes no symbolic sizes.
     """
     return grad_output.new_empty(input_size)
 
@@ -83,11 +85,11 @@ _TRANSFORMERS = "transformers.utils.import_utils"
 
 
 @contextlib.contextmanager
-def eager_ways() -> Iterator[None]:
-    """Let transformers take the tensors of a trace for those of eager.
+def transformers_as_in_eager() -> Iterator[None]:
+    """Make transformers run the same code on the tensors of a trace as on those of eager.
 
-    It asks whether a tensor is fake, and if so makes a mask where eager needs none: other bits,
-    and more memory. What it asks torch (is this a compilation?) has torch's own answer.
+    For a fake tensor it materializes an attention mask where eager needs none, which changes the
+    numbers and takes more memory. `torch.compiler.is_compiling()` is left as it is.
     """
     module: Any = sys.modules.get(_TRANSFORMERS)
     if not hasattr(module, "is_fake_tensor"):
@@ -123,11 +125,20 @@ def stacked_layer_dropout() -> Iterator[None]:
         for start in range(0, num_layers * directions, directions):
             if start and train and dropout:
                 x = torch.dropout(x, dropout, train=True)
-            own = slice(start, start + directions)
-            x, found = stack(
-                x, hidden[own], params[own], has_biases, 1, 0.0, train, bidirectional, False, layer
+            one_layer = slice(start, start + directions)
+            x, layer_hidden = stack(
+                x,
+                hidden[one_layer],
+                params[one_layer],
+                has_biases,
+                1,
+                0.0,
+                train,
+                bidirectional,
+                False,
+                layer,
             )
-            last_hidden += found
+            last_hidden += layer_hidden
         return (x.transpose(0, 1) if batch_first else x), last_hidden
 
     with patched(_RULES, "_rnn_helper", with_dropout):
@@ -135,9 +146,9 @@ def stacked_layer_dropout() -> Iterator[None]:
 
 
 def lstm_layer_with_workspace(*args: Any) -> tuple[Tensor, ...]:
-    """An LSTM layer of oneDNN with its workspace, which ATen makes in grad mode only.
+    """Run `aten.mkldnn_rnn_layer` (oneDNN's LSTM) in grad mode, where ATen makes its workspace.
 
-    Arguments and results are those of `aten.mkldnn_rnn_layer`.
+    Arguments and results are those of the operator.
     """
     with torch.enable_grad():
         return tuple(torch.ops.aten.mkldnn_rnn_layer.default(*args))

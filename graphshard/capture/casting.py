@@ -1,4 +1,4 @@
-"""Mixed precision as capture makes it: what a forward sees in another dtype than it is kept in.
+"""Mixed precision in a capture: casts of parameters, buffers, inputs and outputs.
 
 Capture traces the step on full parameters, so every cast is a node of the program. Later passes
 only move casts (see `graphshard.passes.precision`).
@@ -41,8 +41,8 @@ def cast_all(value: Any, dtype: torch.dtype) -> Any:
 
 def _cast_leaf(leaf: Any, dtype: torch.dtype) -> Any:
     if isinstance(leaf, Tensor | PackedSequence):
-        found = leaf.data.dtype if isinstance(leaf, PackedSequence) else leaf.dtype
-        return leaf if not found.is_floating_point or found == dtype else leaf.to(dtype)
+        dtype_now = leaf.data.dtype if isinstance(leaf, PackedSequence) else leaf.dtype
+        return leaf if not dtype_now.is_floating_point or dtype_now == dtype else leaf.to(dtype)
     if isinstance(leaf, set):
         return {cast_all(entry, dtype) for entry in leaf}
     if dataclasses.is_dataclass(leaf) and not isinstance(leaf, type):
@@ -54,7 +54,7 @@ def _cast_leaf(leaf: Any, dtype: torch.dtype) -> Any:
 
 @contextlib.contextmanager
 def cast_at_units(model: nn.Module, precisions: Precisions | None) -> Iterator[None]:
-    """Cast what goes into and comes out of the units of `model`, and of its BatchNorms."""
+    """Cast the inputs and outputs of the units of `model`, and of its BatchNorms."""
     if precisions is None:
         yield
         return
@@ -63,13 +63,13 @@ def cast_at_units(model: nn.Module, precisions: Precisions | None) -> Iterator[N
         if keeps_its_dtype(module):
             if precisions.around(fqn) is None:
                 continue
-            before, after = _own_dtype(module)
+            before, after = _hooks_for_dtype_of(module)
         else:
             precision = precisions.units.get(fqn)
             if precision is None:
                 continue
-            wanted = precision.param_dtype if precision.cast_forward_inputs else None
-            before, after = _dtypes(wanted, precision.output_dtype)
+            input_dtype = precision.param_dtype if precision.cast_forward_inputs else None
+            before, after = _hooks_for_dtypes(input_dtype, precision.output_dtype)
         removable.append(module.register_forward_pre_hook(before, prepend=True, with_kwargs=True))
         removable.append(module.register_forward_hook(after))
     try:
@@ -79,7 +79,7 @@ def cast_at_units(model: nn.Module, precisions: Precisions | None) -> Iterator[N
             hook.remove()
 
 
-def _dtypes(inputs: torch.dtype | None, outputs: torch.dtype | None) -> tuple[Any, Any]:
+def _hooks_for_dtypes(inputs: torch.dtype | None, outputs: torch.dtype | None) -> tuple[Any, Any]:
     def before(_: nn.Module, args: Args, kwargs: Kwargs) -> tuple[Args, Kwargs] | None:
         return None if inputs is None else cast_all((args, kwargs), inputs)
 
@@ -89,29 +89,30 @@ def _dtypes(inputs: torch.dtype | None, outputs: torch.dtype | None) -> tuple[An
     return before, after
 
 
-def _own_dtype(module: nn.Module) -> tuple[Any, Any]:
-    """Hooks that cast inputs to what `module` has parameters or buffers of, and outputs back."""
+def _hooks_for_dtype_of(module: nn.Module) -> tuple[Any, Any]:
+    """Hooks that cast inputs to the dtype of the state of `module`, and outputs back."""
     state = (*module.parameters(recurse=False), *module.buffers(recurse=False))
-    own = next((t.dtype for t in state if t.is_floating_point()), torch.float32)
-    given: list[torch.dtype] = []  # by each call under way
+    module_dtype = next((t.dtype for t in state if t.is_floating_point()), torch.float32)
+    input_dtypes: list[torch.dtype] = []  # a stack: one for each call under way
 
     def before(_: nn.Module, args: Args, kwargs: Kwargs) -> tuple[Args, Kwargs]:
         leaves = pytree.tree_leaves((args, kwargs))
         floats = [x.dtype for x in leaves if isinstance(x, Tensor) and x.is_floating_point()]
-        given.append(floats[0] if floats else own)
-        return cast_all((args, kwargs), own)
+        input_dtypes.append(floats[0] if floats else module_dtype)
+        return cast_all((args, kwargs), module_dtype)
 
     def after(_: nn.Module, __: Args, output: Any) -> Any:
-        return cast_all(output, given.pop())
+        return cast_all(output, input_dtypes.pop())
 
     return before, after
 
 
-def settle_casts(program: Program, precisions: Precisions | None) -> None:
-    """Put each parameter's cast before its first use, its gradient's right after what it casts.
+def place_casts(program: Program, precisions: Precisions | None) -> None:
+    """Move each parameter's cast before its first use, and its gradient's after its operand.
 
-    Autograd orders nodes by when forward met them, so the casts made before all else would stand at
-    the two ends of the program, and no gradient be known before the end of backward.
+    The casts are made before the forward, and autograd orders nodes by the forward. Left in place
+    they would stand at both ends of the program, so that no gradient would be ready before the end
+    of backward.
     """
     if precisions is None:
         return

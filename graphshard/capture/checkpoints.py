@@ -1,9 +1,9 @@
-"""Calls of `torch.utils.checkpoint` while tracing: AOT would drop them; here they leave tags.
+"""Tagging nodes that are traced under `torch.utils.checkpoint`, whose calls AOT would drop.
 
-A node inside gets the numbers of the calls around it. A selective checkpoint (`context_fn` made by
-`create_selective_checkpoint_contexts`) is asked about each operator, as in eager, and what it wants
-saved is tagged too. What was drawn at random is saved in any case, so `preserve_rng_state` has
-nothing to preserve.
+Each node is tagged with the numbers of the checkpointed calls around it. The policy of a selective
+checkpoint (`context_fn` made by `create_selective_checkpoint_contexts`) is asked about each
+operator, as in eager, and the results that it wants saved are tagged too. Random numbers are always
+saved, so `preserve_rng_state` has nothing to preserve.
 """
 
 from __future__ import annotations
@@ -28,8 +28,8 @@ _CHECKPOINTING = "torch.utils.checkpoint"
 
 
 @contextlib.contextmanager
-def tagged_checkpoint_regions() -> Iterator[None]:
-    """Tag what runs under `torch.utils.checkpoint`.
+def tag_checkpoint_regions() -> Iterator[None]:
+    """Tag the nodes traced under `torch.utils.checkpoint`.
 
     Raises:
         CaptureError: from inside, for contexts that cannot be carried into a graph.
@@ -81,7 +81,7 @@ def tagged_checkpoint_regions() -> Iterator[None]:
 
 
 def _selection(context_fn: Any) -> contextlib.AbstractContextManager[Any]:
-    """A context that tags what the contexts of a checkpoint would save."""
+    """A context that tags the results which the contexts of a checkpoint would save."""
     if context_fn is None:
         return contextlib.nullcontext()
     contexts: tuple[Any, Any] = context_fn()
@@ -99,11 +99,11 @@ def _selection(context_fn: Any) -> contextlib.AbstractContextManager[Any]:
 
 
 class _KeepTags(TorchDispatchMode):
-    """Asks the policy of a selective checkpoint about each operator, and tags what it saves."""
+    """Asks the policy of a selective checkpoint about each operator, and tags saved results."""
 
     @classmethod
     def ignore_compile_internals(cls) -> bool:
-        """That this mode may stand above the tracer's own."""
+        """True, so that this mode may stand above the tracer's own."""
         return True
 
     def __init__(self, policy: Callable[..., Any]) -> None:

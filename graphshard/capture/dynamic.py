@@ -20,8 +20,10 @@ Names = Mapping[int, str]
 
 
 Strides = tuple[Any, ...] | None
-"""How a tensor of dynamic sizes lies in memory; None if contiguous. By dimension: 0 or 1; another
-dimension, whose stride times size it is; or None for anything else."""
+"""How a tensor of dynamic sizes lies in memory: None if contiguous, else one entry for each dim.
+
+An entry is "0" or "1", the stride itself; the number of another dim, whose stride times size it is;
+or None for any other stride."""
 
 
 _POSITIONAL = re.compile(r"args\[(\d+)\](.*)", re.DOTALL)
@@ -46,16 +48,16 @@ class Dynamic:
     parameters: tuple[str, ...]  # of forward, without *args and **kwargs
     rest: str | None  # the name of *args
     takes_any: bool  # has *args or **kwargs
-    _found: dict[Structure, tuple[Names, ...]] = field(default_factory=dict, compare=False)
+    _resolved: dict[Structure, tuple[Names, ...]] = field(default_factory=dict, compare=False)
 
     @classmethod
-    def of(cls, model: nn.Module, asked: object) -> Dynamic | None:
-        """What the user asked for, or None if nothing.
+    def of(cls, model: nn.Module, dynamic_argument: object) -> Dynamic | None:
+        """The user's `dynamic` argument, checked; None if it names no dimension.
 
         Raises:
-            PolicyError: it is no such mapping, or names what the model's forward does not take.
+            PolicyError: it is no such mapping, or names an argument that forward does not take.
         """
-        arguments = _checked(asked)
+        arguments = _check_mapping(dynamic_argument)
         if not arguments:
             return None
         parameters: list[str] = []
@@ -89,11 +91,11 @@ class Dynamic:
             PolicyError: an argument holds several tensors or none, or lacks a dimension; or
                 dimensions of one name differ in size.
         """
-        found = self._found.get(structure)
-        if found is None:
-            found = self._found[structure] = self._resolve(tensors, structure)
+        names = self._resolved.get(structure)
+        if names is None:
+            names = self._resolved[structure] = self._resolve(tensors, structure)
         first: dict[str, tuple[int, int, int]] = {}  # size, tensor, dimension by name
-        for index, dims in enumerate(found):
+        for index, dims in enumerate(names):
             shape = tensors[index].shape
             for dim, name in dims.items():
                 if dim >= len(shape):
@@ -106,19 +108,19 @@ class Dynamic:
                         f"{labels[index]} {name!r}, but in this call their sizes are {size} and "
                         f"{shape[dim]}; give sizes that may differ different names"
                     )
-        return found
+        return names
 
     def of_example(
         self, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> tuple[tuple[Any, ...], dict[str, Any], tuple[Names, ...]]:
-        """An example's arguments, their dynamic sizes at least 2, and where these are."""
+        """(args, kwargs, dynamic dimensions) of an example, with dynamic sizes of at least 2."""
         tensors, structure = take_apart((args, kwargs), name=CALL)
         names = self.names(tensors, structure)
-        args, kwargs = structure.build(grown(tensors, names))
+        args, kwargs = structure.build(enlarge_small_dims(tensors, names))
         return args, kwargs, names
 
     def labels(self, structure: Structure) -> tuple[str, ...]:
-        """Each tensor's path with the parameter's name in front: "batch['ids']"."""
+        """The path of each tensor, beginning with the parameter's name: "batch['ids']"."""
         return tuple(map(self._label, structure.paths))
 
     def _label(self, path: str) -> str:
@@ -133,7 +135,7 @@ class Dynamic:
 
     def _resolve(self, tensors: Sequence[Tensor], structure: Structure) -> tuple[Names, ...]:
         labels = self.labels(structure)
-        found: list[dict[int, str]] = [{} for _ in tensors]
+        names: list[dict[int, str]] = [{} for _ in tensors]
         for name, dims in self.arguments.items():
             matches = [i for i, both in enumerate(zip(labels, structure.paths, strict=True))
                        if name in both]  # fmt: skip
@@ -145,12 +147,12 @@ class Dynamic:
                 at = dim + tensors[index].ndim if dim < 0 else dim
                 if not 0 <= at < tensors[index].ndim:
                     self._refuse_dim(name, dim, tensors[index])
-                if found[index].setdefault(at, size) != size:
+                if names[index].setdefault(at, size) != size:
                     raise PolicyError(
-                        f"dynamic gives dim {at} of {name} two names, {found[index][at]!r} and "
+                        f"dynamic gives dim {at} of {name} two names, {names[index][at]!r} and "
                         f"{size!r}; give it one"
                     )
-        return tuple(found)
+        return tuple(names)
 
     def _refuse_unless_absent(
         self, name: str, labels: Sequence[str], tensors: Sequence[Tensor], structure: Structure
@@ -188,13 +190,13 @@ class Dynamic:
         )
 
 
-def _checked(asked: object) -> dict[str, dict[int, str]]:
-    if asked is None:
+def _check_mapping(dynamic_argument: object) -> dict[str, dict[int, str]]:
+    if dynamic_argument is None:
         return {}
     rule = "dynamic must map names of the forward's arguments to {dimension: name}"
-    if not isinstance(asked, Mapping):
-        raise PolicyError(f"{rule}, {_EXAMPLE}; got {asked!r}")
-    for argument, dims in asked.items():
+    if not isinstance(dynamic_argument, Mapping):
+        raise PolicyError(f"{rule}, {_EXAMPLE}; got {dynamic_argument!r}")
+    for argument, dims in dynamic_argument.items():
         if not isinstance(argument, str) or not isinstance(dims, Mapping):
             raise PolicyError(f"{rule}, {_EXAMPLE}; got {argument!r}: {dims!r}")
         for dim, name in dims.items():
@@ -203,17 +205,17 @@ def _checked(asked: object) -> dict[str, dict[int, str]]:
                     f"{rule}, a name being letters, digits and underscores, {_EXAMPLE}; got "
                     f"{argument!r}: {dict(dims)!r}"
                 )
-    return {argument: dict(dims) for argument, dims in asked.items() if dims}
+    return {argument: dict(dims) for argument, dims in dynamic_argument.items() if dims}
 
 
 # -- shapes of a call -----------------------------------------------------------------------------
 
 
-def growing(tensors: Sequence[Tensor], names: Sequence[Names]) -> tuple[Names, ...]:
-    """Of `names`, the dimensions whose size in this call is at least 2.
+def dims_above_one(tensors: Sequence[Tensor], names: Sequence[Names]) -> tuple[Names, ...]:
+    """The dimensions in `names` whose size in this call is at least 2.
 
-    A size of 1 may broadcast, and one of 0 leaves nothing to compute: code takes other paths there,
-    so such calls have programs of their own, in which it is fixed.
+    A size of 1 may broadcast, and a size of 0 leaves nothing to compute. Code takes other paths
+    then, so such calls have programs of their own, in which the size is fixed.
     """
     return tuple(
         {dim: name for dim, name in dims.items() if tensor.shape[dim] > 1}
@@ -221,25 +223,25 @@ def growing(tensors: Sequence[Tensor], names: Sequence[Names]) -> tuple[Names, .
     )
 
 
-def without(names: Sequence[Names], left_out: Collection[str]) -> tuple[Names, ...]:
-    """`names` but for those in `left_out`."""
+def drop_names(names: Sequence[Names], unwanted: Collection[str]) -> tuple[Names, ...]:
+    """`names` without those in `unwanted`."""
     return tuple(
-        {dim: name for dim, name in dims.items() if name not in left_out} for dims in names
+        {dim: name for dim, name in dims.items() if name not in unwanted} for dims in names
     )
 
 
-def grown(tensors: Sequence[Tensor], names: Sequence[Names]) -> list[Tensor]:
-    """An example's tensors; those with a dynamic size below 2 replaced by empty, larger ones."""
-    taken = {size for tensor in tensors for size in tensor.shape}
+def enlarge_small_dims(tensors: Sequence[Tensor], names: Sequence[Names]) -> list[Tensor]:
+    """The tensors of an example; one with a dynamic size below 2 becomes a larger, empty one."""
+    used_sizes = {size for tensor in tensors for size in tensor.shape}
     sizes: dict[str, int] = {}
     result: list[Tensor] = []
     for tensor, dims in zip(tensors, names, strict=True):
         shape = list(tensor.shape)
         for dim, name in dims.items():
             if shape[dim] < 2 and name not in sizes:
-                # A size nothing else has, lest the model's code take two sizes for one.
-                sizes[name] = next(n for n in range(2, len(taken) + 3) if n not in taken)
-                taken.add(sizes[name])
+                # No other dimension has this size, so that the model cannot confuse two sizes.
+                sizes[name] = next(n for n in range(2, len(used_sizes) + 3) if n not in used_sizes)
+                used_sizes.add(sizes[name])
             shape[dim] = sizes.get(name, shape[dim])
         if shape == list(tensor.shape):
             result.append(tensor)
@@ -250,21 +252,21 @@ def grown(tensors: Sequence[Tensor], names: Sequence[Names]) -> list[Tensor]:
 
 
 def strides_of(tensor: Tensor) -> Strides:
-    """How `tensor` lies in memory, said without its sizes."""
+    """How `tensor` lies in memory, independent of its sizes; see `Strides`."""
     if tensor.is_contiguous():
         return None
     shape, strides = tensor.shape, tensor.stride()
-    found: list[Any] = []
+    pattern: list[Any] = []
     for stride in strides:
         if stride in (0, 1):
-            found.append(str(stride))
+            pattern.append(str(stride))
             continue
         inner = [
             dim for dim, other in enumerate(strides)
             if 0 < other < stride and other * shape[dim] == stride
         ]  # fmt: skip
-        found.append(inner[0] if inner else None)
-    return tuple(found)
+        pattern.append(inner[0] if inner else None)
+    return tuple(pattern)
 
 
 def symbolic_shapes(
@@ -298,14 +300,14 @@ def _symbolic_strides(
     pattern = strides_of(tensor)
     if pattern is None:
         return contiguous_strides(shape)
-    found: dict[int, Any] = {}
+    by_dim: dict[int, Any] = {}
     for dim in sorted(range(tensor.ndim), key=tensor.stride):
         entry = pattern[dim]
         if isinstance(entry, str):
-            found[dim] = int(entry)
+            by_dim[dim] = int(entry)
         elif entry is not None:
-            found[dim] = found[entry] * shape[entry]
+            by_dim[dim] = by_dim[entry] * shape[entry]
         else:
             name = re.sub(r"\W+", "_", label).strip("_") + f"_stride_{dim}"
-            found[dim] = sizes.new(name, tensor.stride(dim), input=index, dim=dim, is_stride=True)
-    return [found[dim] for dim in range(tensor.ndim)]
+            by_dim[dim] = sizes.new(name, tensor.stride(dim), input=index, dim=dim, is_stride=True)
+    return [by_dim[dim] for dim in range(tensor.ndim)]

@@ -2,7 +2,7 @@
 
 The joint graph comes from AOTAutograd over FakeTensors that claim the execution device (the meta
 device itself would change the graph: attention decomposes, some gradients vanish). Parameters of
-the module are only asked for shape, stride and dtype, so a model on meta works, of any size.
+the module are only asked for shape, stride and dtype, so a model on meta of any size works.
 """
 
 from __future__ import annotations
@@ -16,31 +16,35 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from graphshard.capture.annotation import named_nodes
-from graphshard.capture.as_eager import eager_kernels, eager_ways, stacked_layer_dropout
-from graphshard.capture.casting import cast_at_units, settle_casts
-from graphshard.capture.checkpoints import tagged_checkpoint_regions
+from graphshard.capture.annotation import annotate_nodes
+from graphshard.capture.as_eager import (
+    eager_kernels,
+    stacked_layer_dropout,
+    transformers_as_in_eager,
+)
+from graphshard.capture.casting import cast_at_units, place_casts
+from graphshard.capture.checkpoints import tag_checkpoint_regions
 from graphshard.capture.dynamic import Names, strides_of, symbolic_shapes
-from graphshard.capture.errors import explained
+from graphshard.capture.errors import explain_errors
 from graphshard.capture.fake_mode import constant_folding_fake_mode
 from graphshard.capture.joint import program_of_joint
-from graphshard.capture.side_effects import WriteError, own_randomness
+from graphshard.capture.side_effects import WriteError, restore_random_state
 from graphshard.capture.structure import CALL, Structure, take_apart
-from graphshard.capture.traced_module import MAIN, Entry, TracedModel
+from graphshard.capture.traced_module import MAIN_ENTRY, EntryPoint, TracedModel
 from graphshard.errors import CaptureError
 from graphshard.policy.precision import Precisions
 from graphshard.program.program import Program
 from graphshard.program.sizes import Sizes
 from graphshard.torch_private import compat as torch_compat
 from graphshard.torch_private import trace as torch_trace
-from graphshard.torch_private.gc_pause import collections_off
+from graphshard.torch_private.gc_pause import pause_collections
 
 _NO_NAMES: Names = {}
 
 
 @dataclass(frozen=True)
 class Capture:
-    """A captured program and the ways in and out of it."""
+    """A captured program, and the structures of its inputs and of its result."""
 
     program: Program
     inputs: Structure
@@ -56,10 +60,10 @@ class Capture:
 
 
 def signature_of(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, ...]:
-    """What of a call's arguments a captured program depends on, hashable.
+    """The properties of a call's arguments that a captured program depends on, hashable.
 
-    Of tensors: shape, dtype, device type, requires_grad, and strides where not contiguous. Of
-    everything else: its value, or for functions, classes and modules their identity.
+    A tensor counts by shape, dtype, device type, requires_grad, and strides if it is not
+    contiguous. Functions, classes and modules count by identity, everything else by value.
 
     Raises:
         CaptureError: an argument cannot be taken apart.
@@ -70,9 +74,9 @@ def signature_of(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, ..
 def signature_of_parts(
     tensors: Sequence[Tensor], structure: Structure, names: Sequence[Names] | None = None
 ) -> tuple[Any, ...]:
-    """`signature_of` a call that `take_apart` has taken apart already.
+    """`signature_of` a call that `take_apart` has flattened already.
 
-    Of dimensions in `names` the name counts in place of the size.
+    A dimension in `names` counts by its name instead of its size.
     """
     if names is None:
         return tuple(map(_tensor_key, tensors)), structure
@@ -96,7 +100,7 @@ def capture(
     device: str | torch.device = "cpu",
     grad: bool = True,
     names: Sequence[Names] | None = None,
-    entry: Entry = MAIN,
+    entry: EntryPoint = MAIN_ENTRY,
     precisions: Precisions | None = None,
 ) -> Capture:
     """Trace one step of `model` into a `Program`.
@@ -110,8 +114,8 @@ def capture(
         grad: forward and backward (of what requires gradients), or a forward-only program.
         names: for each tensor of the call (in the order of `take_apart`) its dynamic dimensions,
             of sizes of at least 2; see `graphshard.capture.dynamic`.
-        entry: what of the model is called.
-        precisions: what is computed in another dtype than its own. None: nothing is.
+        entry: the module or method of the model that is called.
+        precisions: the tensors to compute in another dtype. None: none.
 
     Raises:
         CaptureError: the step cannot be one graph; names the user's source line and what to do.
@@ -125,7 +129,7 @@ def capture(
             raise
         first = error
     # Many models look at no values where `torch.compiler.is_compiling()` is true.
-    with torch_trace.compiling():
+    with torch_trace.claim_compiling():
         try:
             captured = _capture_as_is_or_functional(*example)
         except CaptureError as error:
@@ -174,17 +178,17 @@ def _trace_and_rebuild(
     model: nn.Module,
     args: tuple[Any, ...],
     kwargs: dict[str, Any],
-    wanted: torch.device,
+    target: torch.device,
     grad: bool,
     names: Sequence[Names] | None,
-    entry: Entry,
+    entry: EntryPoint,
     precisions: Precisions | None,
     *,
     functional: bool,
 ) -> Capture:
-    traced_on = wanted
+    traced_on = target
     notes: list[str] = []
-    if wanted.type == "cuda" and not torch_compat.has_cuda_build():
+    if target.type == "cuda" and not torch_compat.has_cuda_build():
         traced_on = torch.device("cpu")
         notes.append(
             "captured on cpu for cuda: units, schedule and sizes hold, compute nodes may differ"
@@ -208,7 +212,11 @@ def _trace_and_rebuild(
     ]
     plain = contextlib.nullcontext if functional else mode.no_writes.watching
     traced = TracedModel(model, fake, inputs, grad, entry, precisions, plain)
-    with explained(model), own_randomness() as generators, cast_at_units(model, precisions):
+    with (
+        explain_errors(model),
+        restore_random_state() as generators,
+        cast_at_units(model, precisions),
+    ):
         joint = _trace(traced, model, fakes, grad, functional)
     if not functional:
         mode.no_writes.require(joint.graph)
@@ -216,7 +224,7 @@ def _trace_and_rebuild(
     program = program_of_joint(
         joint, traced, inputs, needs_grad, training=model.training, sizes=sizes
     )
-    settle_casts(program, precisions)
+    place_casts(program, precisions)
     _check_gradients(program, traced)
     if sizes is not None:
         sizes.settle(inputs.paths)
@@ -237,7 +245,7 @@ def _trace_and_rebuild(
             stacklevel=4,
         )
     program.notes = tuple(notes)
-    program.capture_device, program.device = traced_on.type, wanted.type
+    program.capture_device, program.device = traced_on.type, target.type
     assert traced.result is not None
     return Capture(program, inputs, traced.result)
 
@@ -249,15 +257,15 @@ def _trace(
     with contextlib.ExitStack() as stack:
         stack.enter_context(torch.set_grad_enabled(grad))
         stack.enter_context(torch_trace.preserve_node_meta()())
-        stack.enter_context(named_nodes(model))
-        stack.enter_context(tagged_checkpoint_regions())
+        stack.enter_context(annotate_nodes(model))
+        stack.enter_context(tag_checkpoint_regions())
         stack.enter_context(stacked_layer_dropout())
         stack.enter_context(eager_kernels())
-        stack.enter_context(eager_ways())
-        stack.enter_context(torch_trace.checks_as_operators())
+        stack.enter_context(transformers_as_in_eager())
+        stack.enter_context(torch_trace.keep_matrix_checks())
         stack.enter_context(_quiet())
-        stack.enter_context(collections_off())
-        stack.enter_context(torch_trace.lean_graphs())
+        stack.enter_context(pause_collections())
+        stack.enter_context(torch_trace.leave_out_descriptions())
         joint = export(
             stack,
             traced,
@@ -278,7 +286,7 @@ def _quiet() -> Iterator[None]:
 
 
 def _check_gradients(program: Program, traced: TracedModel) -> None:
-    """A gradient that autograd would give but the graph lacks is lost; never train without it."""
+    """Refuse a graph that lacks a gradient which autograd would compute."""
     grads = program.results().grads
     for index, (param, gradient) in enumerate(zip(program.params, grads, strict=True)):
         if gradient is None and index in traced.reachable and param.requires_grad and program.grad:

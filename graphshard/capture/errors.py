@@ -1,4 +1,4 @@
-"""Turning what a trace raises into a `CaptureError` at the user's own source line."""
+"""Turning the errors of a trace into a `CaptureError` that names the user's source line."""
 
 from __future__ import annotations
 
@@ -12,8 +12,12 @@ from graphshard.torch_private import trace as torch_trace
 
 
 @contextlib.contextmanager
-def explained(model: nn.Module) -> Iterator[None]:
-    """Raise whatever goes wrong inside as a `CaptureError` that names a line and a remedy."""
+def explain_errors(model: nn.Module) -> Iterator[None]:
+    """Re-raise any error as a `CaptureError` that names a line of the user's and a remedy.
+
+    Raises:
+        CaptureError: for any exception inside but other errors of graphshard, which pass through.
+    """
     try:
         yield
     except GraphshardError as error:

@@ -1,4 +1,4 @@
-"""The fake tensors of capture: no storage, yet constants can be asked for their value."""
+"""The fake tensors of capture: without storage, but constants among them can be evaluated."""
 
 from __future__ import annotations
 
@@ -23,8 +23,12 @@ from graphshard.torch_private.compat import SYMBOLIC
 _MAX_CONSTANT_NUMEL = 1 << 24
 
 
+class _UnknownValueError(Exception):
+    """A fake tensor depends on more than constants, or is too large to be evaluated."""
+
+
 class _Recipes:
-    """How each fake tensor that depends on constants alone was made."""
+    """The operator and arguments that made each fake tensor which depends on constants alone."""
 
     def __init__(self) -> None:
         self._made_by = WeakTensorKeyDictionary()
@@ -60,7 +64,13 @@ class _Recipes:
                 del self._made_by[value]
 
     def recipe(self, tensor: Tensor) -> _Recipe:
-        """How to make `tensor`; KeyError if something it depends on was overwritten."""
+        """The operators that make `tensor`.
+
+        Raises:
+            _UnknownValueError: a tensor that it depends on was overwritten.
+        """
+        if tensor not in self._made_by:
+            raise _UnknownValueError
         func, args, kwargs = self._made_by[tensor]
 
         def inner(value: Any) -> Any:
@@ -78,10 +88,10 @@ class _Recipe:
     kwargs: Any
 
     def evaluate(self, number: Callable[[Any], Any]) -> Tensor:
-        """The value; `number` tells what a symbolic size is.
+        """The value; `number` gives the value of a symbolic size.
 
         Raises:
-            KeyError: the value is too large to be made.
+            _UnknownValueError: it has too many elements.
         """
 
         def real(value: Any) -> Any:
@@ -92,7 +102,7 @@ class _Recipe:
         args, kwargs = tree_map(real, (self.args, self.kwargs))
         result: Tensor = self.func(*args, **kwargs)
         if result.numel() > _MAX_CONSTANT_NUMEL:
-            raise KeyError
+            raise _UnknownValueError
         return result
 
     def item(self, number: Callable[[Any], Any]) -> Any:
@@ -101,7 +111,7 @@ class _Recipe:
             return self.evaluate(number).item()
 
     def is_symbolic(self) -> bool:
-        """Whether a symbolic size is among what the value depends on."""
+        """Whether the value depends on a symbolic size."""
         return any(
             leaf.is_symbolic() if isinstance(leaf, _Recipe) else isinstance(leaf, SYMBOLIC)
             for leaf in tree_leaves((self.args, self.kwargs))
@@ -136,7 +146,7 @@ def constant_folding_fake_mode(sizes: Sizes | None = None) -> Any:
             kwargs = kwargs or {}
             self.no_writes.meet(func)
             if func is ask and args[0] in self._recipes:
-                with contextlib.suppress(KeyError):
+                with contextlib.suppress(_UnknownValueError):
                     return self._answer(self._recipes.recipe(args[0]))
             if func is grouped and args[0].dtype != torch.bfloat16:
                 with self:

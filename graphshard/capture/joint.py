@@ -48,7 +48,7 @@ def program_of_joint(
     training: bool,
     sizes: Sizes | None = None,
 ) -> Program:
-    """Rebuild the joint graph under readable names, in table order, and read off its tables.
+    """Rebuild the joint graph with readable names, in table order, and fill the tables.
 
     With symbolic `sizes`, each size is computed by one node, in forward where it can be.
 
@@ -121,7 +121,7 @@ class _Builder:
 
     def _params(self) -> tuple[ParamEntry, ...]:
         entries = []
-        for index, owner in enumerate(self.traced.param_owners):
+        for index, owner in enumerate(self.traced.model_params):
             node = self._placeholder(("param", index), f"p_{owner.fqn}", _module(owner.fqn))
             tensor = owner.tensor
             entries.append(
@@ -144,7 +144,7 @@ class _Builder:
                 owner.names,
                 self._placeholder(("buffer", index), f"b_{owner.fqn}", _module(owner.fqn)),
             )
-            for index, owner in enumerate(self.traced.buffer_owners)
+            for index, owner in enumerate(self.traced.model_buffers)
         )
 
     def _constants(self) -> tuple[BufferEntry, ...]:
@@ -218,21 +218,21 @@ class _Builder:
             # Nodes that accumulate gradients carry no name; they belong to what ran before.
             fqn = (old.meta.get("custom") or {}).get(FQN, fqn)
             if size_nodes is None:
-                self.new[old] = self._copied(old, fqn)
+                self.new[old] = self._copy_node(old, fqn)
                 continue
             size = size_nodes.before(old, self.new, fqn, _phase(old))
-            self.new[old] = self._copied(old, fqn) if size is None else size
+            self.new[old] = self._copy_node(old, fqn) if size is None else size
             size_nodes.after(self.new[old])
         if size_nodes is not None:
             size_nodes.finish()
 
-    def _copied(self, old: fx.Node, fqn: str) -> fx.Node:
+    def _copy_node(self, old: fx.Node, fqn: str) -> fx.Node:
         target = _ALWAYS_A_COPY.get(old.target, old.target)
         node = self.graph.create_node("call_function", target, name=old.name)
         # Given to `create_node`, every argument would be looked through for what is no argument.
         node.args = fx.map_arg(old.args, self.new.__getitem__)
-        if said := _said(old):
-            node.kwargs = fx.map_arg(said, self.new.__getitem__)
+        if kwargs := _explicit_kwargs(old):
+            node.kwargs = fx.map_arg(kwargs, self.new.__getitem__)
         node.meta = {"val": old.meta.get("val"), "phase": _phase(old), FQN: fqn}
         custom = old.meta.get("custom") or {}
         for key in (CALLS, REGION, KEEP):
@@ -252,7 +252,7 @@ class _Builder:
         results = Results(
             outputs=[None] * len(paths),
             mutations=[],
-            grads=[None] * len(self.traced.param_owners),
+            grads=[None] * len(self.traced.model_params),
             input_grads=[None] * len(self.inputs.paths),
         )
         mutations: list[MutationEntry] = []
@@ -285,13 +285,13 @@ class _Builder:
         target = self.new[self.ends[kind, index]]
         if kind == "buffer":
             self._refuse_shared_memory(index)
-            return MutationEntry(kind, self.traced.buffer_owners[index].fqn, target)
+            return MutationEntry(kind, self.traced.model_buffers[index].fqn, target)
         if kind == "param":
             self._refuse_differentiable_mutation(desc)
         return MutationEntry(kind, self.inputs.paths[index], target)
 
     def _refuse_shared_memory(self, index: int) -> None:
-        owners = self.traced.buffer_owners
+        owners = self.traced.model_buffers
         changed = owners[index]
         for other in owners:
             if other is not changed and _storage(other.tensor) == _storage(changed.tensor):
@@ -304,13 +304,13 @@ class _Builder:
         kind, index = _end_key(desc, self.desc)
         if kind == "param":
             raise CaptureError(
-                f"the forward changes parameter {self.traced.param_owners[index].fqn!r} in place; "
+                f"the forward changes parameter {self.traced.model_params[index].fqn!r} in place; "
                 "a sharded parameter is only lent to the forward, so keep such state in a buffer"
             )
         if kind == "buffer":
             raise CaptureError(
                 f"the forward writes a value that carries a gradient into buffer "
-                f"{self.traced.buffer_owners[index].fqn!r}; detach it first"
+                f"{self.traced.model_buffers[index].fqn!r}; detach it first"
             )
         raise CaptureError(
             f"the forward changes input {self.inputs.paths[index]} in place while its gradient is "
@@ -318,8 +318,8 @@ class _Builder:
         )
 
 
-def _said(node: fx.Node) -> dict[str, Any]:
-    """The keyword arguments of a node, but for a None that would be there without being said."""
+def _explicit_kwargs(node: fx.Node) -> dict[str, Any]:
+    """The keyword arguments of a node, without a None that is the default anyway."""
     if all(value is not None for value in node.kwargs.values()):
         return dict(node.kwargs)
     schema = getattr(node.target, "_schema", None)

@@ -1,6 +1,6 @@
-"""What a forward does to Python state while it is traced: noticed, and undone.
+"""Side effects of a forward on Python state during a trace: they are reported and undone.
 
-A captured program keeps the values it saw and repeats no assignment, so such code must be said.
+A captured program keeps the values it saw and repeats no assignment, so the user must be told.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ _MISSING = object()
 
 
 class _Before:
-    """A module's attributes as they were, with the contents of plain containers among them."""
+    """A copy of a module's attributes, and of the contents of plain containers among them."""
 
     def __init__(self, fqn: str, module: nn.Module) -> None:
         self.prefix = f"{fqn}." if fqn else ""
@@ -74,7 +74,7 @@ class _Before:
 
 
 @contextlib.contextmanager
-def own_state(model: nn.Module) -> Iterator[list[str]]:
+def restore_module_state(model: nn.Module) -> Iterator[list[str]]:
     """Restore every module's attributes on leaving; the list then names those that were changed."""
     before = [_Before(fqn, module) for fqn, module in model.named_modules()]
     changes: list[str] = []
@@ -88,7 +88,7 @@ def own_state(model: nn.Module) -> Iterator[list[str]]:
 
 
 @contextlib.contextmanager
-def own_randomness() -> Iterator[list[str]]:
+def restore_random_state() -> Iterator[list[str]]:
     """Restore the random states of Python and numpy; the list then names those that were used."""
     numpy = sys.modules.get("numpy")
     python_state = random.getstate()
@@ -122,14 +122,14 @@ def _content_differs(before: Any, after: Any) -> bool:
 
 
 def _flat(items: dict[Any, Any]) -> list[Any]:
-    return [part for item in items.items() for part in item]
+    return [key_or_value for item in items.items() for key_or_value in item]
 
 
 _ASSIGN: Any = torch.Tensor.data.__set__  # type: ignore[attr-defined]
 
 
 class NoDataAssignments(TorchFunctionMode):
-    """While this holds, what is assigned to `.data` of a tensor is refused: it would be lost.
+    """Inside this mode an assignment to `.data` of a tensor is refused, since it would be lost.
 
     Args:
         names: of parameters and buffers, by identity.
@@ -143,7 +143,7 @@ class NoDataAssignments(TorchFunctionMode):
     def __torch_function__(
         self, func: Any, types: Any, args: Any = (), kwargs: Mapping[str, Any] | None = None
     ) -> Any:
-        """Whatever `func` gives, unless it is the assignment."""
+        """Call `func`, unless it is the assignment."""
         if func == _ASSIGN:
             self._error = self._refusal(args[0])
             raise self._error
@@ -157,10 +157,10 @@ class NoDataAssignments(TorchFunctionMode):
         )
 
     def require(self) -> None:
-        """See that nothing was refused, if the model caught the error.
+        """Raise the refusal again, if the model caught it.
 
         Raises:
-            CaptureError: something was.
+            CaptureError: an assignment was refused.
         """
         if self._error is not None:
             raise self._error
@@ -180,11 +180,13 @@ _UNSAID = frozenset(
 
 
 class WriteError(Exception):
-    """A trace that must not write does. Nobody sees this: the step is traced in another way."""
+    """An operator writes in place in a trace without functionalization, which is then repeated with
+    it; users never see this error.
+    """
 
 
 class NoWrites:
-    """Ends a trace where it was `watching`, if an operator wrote meanwhile."""
+    """Ends a trace, where it was `watching`, if an operator wrote in place."""
 
     def __init__(self) -> None:
         self._watches = False
@@ -192,10 +194,13 @@ class NoWrites:
 
     @contextlib.contextmanager
     def watching(self, watches: bool = True) -> Iterator[None]:
-        """Watch, or look away: the operators that a fake kernel is made of may write.
+        """Watch, or look away: the operators inside a fake kernel may write.
+
+        A forward that writes is run to its end before it is refused, since it may have changed
+        Python state which it will restore.
 
         Raises:
-            WriteError: once what was watched is done, if something in it wrote.
+            WriteError: at the end, if an operator wrote.
         """
         before, self._watches = self._watches, watches
         try:
@@ -206,16 +211,15 @@ class NoWrites:
             raise WriteError
 
     def meet(self, operator: Any) -> None:
-        """Called with each operator, before it runs."""
+        """Note an operator that is about to run."""
         if self._watches and _writes(operator):
             self._met = True
 
     def require(self, graph: fx.Graph) -> None:
-        """See that nothing in a finished trace wrote: autograd's own operators come by when nobody
-        watches.
+        """Check a finished trace for writes: autograd's own operators run outside of `watching`.
 
         Raises:
-            WriteError: something did.
+            WriteError: an operator writes in place.
         """
         if self._met or any(_writes(node.target) for node in graph.nodes):
             raise WriteError

@@ -1,4 +1,4 @@
-"""Taking the tensors (and symbolic sizes) out of nested values and putting them back.
+"""Taking tensors (and symbolic sizes) out of nested values and putting them back.
 
 Containers that torch's pytree knows (tuples, lists, dicts, transformers' ModelOutput, ...) are
 flattened by it. Any other object (a transformers cache, a user's batch class) is pickled with
@@ -47,7 +47,7 @@ class _Hole:
 
 @dataclass(frozen=True, eq=False)
 class _Same:
-    """An object that counts by identity; holding it keeps its identity from being used again."""
+    """An object compared by identity, and kept alive so that no other gets its id."""
 
     value: Any
 
@@ -130,22 +130,22 @@ class Structure:
     def paths(self) -> tuple[str, ...]:
         """Where each tensor is, e.g. "args[0]['ids']"."""
         numbered = pytree.tree_unflatten(range(len(self.leaves)), self.spec)
-        found = []
+        paths = []
         for (key_path, _), (_, leaf) in zip(
             pytree.tree_flatten_with_path(numbered)[0], self.leaves, strict=True
         ):
             path = _readable(self.name, key_path)
             if isinstance(leaf, _Hole):
-                found.append(path)
+                paths.append(path)
             elif isinstance(leaf, _Opaque):
-                found += [f"{path}<{leaf.type_name}>[{i}]" for i in range(len(leaf.holes))]
-        return tuple(found)
+                paths += [f"{path}<{leaf.type_name}>[{i}]" for i in range(len(leaf.holes))]
+        return tuple(paths)
 
 
 def take_apart(value: Any, *, name: str) -> tuple[list[Tensor], Structure]:
     """Flatten `value` into its tensors and the structure around them.
 
-    In what a model with symbolic sizes returns, sizes count as tensors.
+    Symbolic sizes among the results of a model count as tensors.
 
     Args:
         value: any nest of containers, tensors and other objects.
@@ -157,20 +157,20 @@ def take_apart(value: Any, *, name: str) -> tuple[list[Tensor], Structure]:
     """
     leaves, spec = pytree.tree_flatten(value)
     tensors: list[Any] = []
-    kept: list[tuple[type, Any]] = []
+    stand_ins: list[tuple[type, Any]] = []
     for leaf in leaves:
         if isinstance(leaf, _TAKEN_OUT):
-            kept.append((_Hole, _Hole(len(tensors))))
+            stand_ins.append((_Hole, _Hole(len(tensors))))
             tensors.append(leaf)
         elif isinstance(leaf, _PLAIN):
-            kept.append((type(leaf), leaf))
+            stand_ins.append((type(leaf), leaf))
         elif isinstance(leaf, _BY_REFERENCE):
-            kept.append((_Same, _Same(leaf)))
+            stand_ins.append((_Same, _Same(leaf)))
         else:
-            found, opaque = _freeze(leaf, name, start=len(tensors))
-            kept.append((_Opaque, opaque))
-            tensors.extend(found)
-    return tensors, Structure(name, spec, tuple(kept))
+            inner_tensors, opaque = _freeze(leaf, name, start=len(tensors))
+            stand_ins.append((_Opaque, opaque))
+            tensors.extend(inner_tensors)
+    return tensors, Structure(name, spec, tuple(stand_ins))
 
 
 def _freeze(obj: Any, name: str, start: int) -> tuple[list[Tensor], _Opaque]:

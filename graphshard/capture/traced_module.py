@@ -1,4 +1,4 @@
-"""Making a module traceable without touching it for good: fake weights, its own state put back.
+"""Tracing a module on fake weights, and restoring its state afterwards.
 
 A `TracedModel` stands in for the user's module during capture. Its parameters are FakeTensors, one
 per distinct parameter of the module (a tied one once, so that autograd itself sums its gradients,
@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from graphshard.capture.casting import cast_all
-from graphshard.capture.side_effects import NoDataAssignments, own_state
+from graphshard.capture.side_effects import NoDataAssignments, restore_module_state
 from graphshard.capture.structure import CALL, Structure, take_apart
 from graphshard.errors import CaptureError
 from graphshard.policy.precision import Precisions, keeps_its_dtype
@@ -28,8 +28,8 @@ which code of the model may still reach."""
 
 
 @dataclass(frozen=True)
-class Owner:
-    """One distinct parameter or buffer: all its names, the first one first."""
+class NamedTensor:
+    """One distinct parameter or buffer with all its names, in module order."""
 
     names: tuple[str, ...]
     tensor: Tensor
@@ -40,31 +40,31 @@ class Owner:
         return self.names[0]
 
 
-def owners(named: Iterable[tuple[str, Tensor]]) -> list[Owner]:
+def named_tensors(named: Iterable[tuple[str, Tensor]]) -> list[NamedTensor]:
     """Group (name, tensor) pairs by tensor, in order of first appearance."""
     names: dict[int, list[str]] = {}
     tensors: dict[int, Tensor] = {}
     for name, tensor in named:
         names.setdefault(id(tensor), []).append(name)
         tensors[id(tensor)] = tensor
-    return [Owner(tuple(names[key]), tensors[key]) for key in names]
+    return [NamedTensor(tuple(names[key]), tensors[key]) for key in names]
 
 
 @dataclass(frozen=True)
-class Entry:
-    """What of a model is called: the module of this FQN, or a method of it other than forward."""
+class EntryPoint:
+    """The method that a program captures: of the module of this FQN, forward or another one."""
 
     module: str = ""
     method: str = "forward"
 
     @staticmethod
-    def of_method(path: str) -> Entry:
+    def of_method(path: str) -> EntryPoint:
         """The method at `path`, e.g. "encode" or "encoder.encode"."""
         module, _, method = path.rpartition(".")
-        return Entry(module, method)
+        return EntryPoint(module, method)
 
     def call(self, model: nn.Module, args: Any, kwargs: Any) -> Any:
-        """What `model` returns when called here."""
+        """Call `model` at this entry point."""
         module = model.get_submodule(self.module)
         if self.method == "forward":
             return module(*args, **kwargs)
@@ -76,7 +76,7 @@ class Entry:
         return path.removesuffix(".forward")
 
 
-MAIN = Entry()
+MAIN_ENTRY = EntryPoint()
 """The model's own forward."""
 
 
@@ -85,7 +85,7 @@ class TracedModel(nn.Module):
 
     After a trace, `result` is the structure of the module's return value, `state_changes` names the
     attributes its forward assigned, and `reachable` the parameters autograd connects to an output.
-    Where tensors are not functionalized the module is called in the context that `plain` makes.
+    A call whose tensors are not functionalized runs in the context that `plain` makes.
     """
 
     def __init__(
@@ -94,19 +94,19 @@ class TracedModel(nn.Module):
         make_fake: Callable[[Tensor], Tensor],
         inputs: Structure,
         grad: bool,
-        entry: Entry = MAIN,
+        entry: EntryPoint = MAIN_ENTRY,
         precisions: Precisions | None = None,
         plain: Callable[[], AbstractContextManager[Any]] = nullcontext,
     ) -> None:
         super().__init__()
-        self.param_owners = owners(model.named_parameters(remove_duplicate=False))
-        self.buffer_owners = owners(model.named_buffers(remove_duplicate=False))
-        for index, owner in enumerate(self.param_owners):
-            wanted = grad and owner.tensor.requires_grad
-            fake = nn.Parameter(make_fake(owner.tensor), requires_grad=wanted)
+        self.model_params = named_tensors(model.named_parameters(remove_duplicate=False))
+        self.model_buffers = named_tensors(model.named_buffers(remove_duplicate=False))
+        for index, named in enumerate(self.model_params):
+            needs_grad = grad and named.tensor.requires_grad
+            fake = nn.Parameter(make_fake(named.tensor), requires_grad=needs_grad)
             self.register_parameter(f"p{index}", fake)
-        for index, owner in enumerate(self.buffer_owners):
-            self.register_buffer(f"b{index}", make_fake(owner.tensor))
+        for index, named in enumerate(self.model_buffers):
+            self.register_buffer(f"b{index}", make_fake(named.tensor))
         self._inputs = inputs
         self._entry = entry
         self._precisions = precisions
@@ -118,42 +118,42 @@ class TracedModel(nn.Module):
 
     def weights(self) -> Iterator[tuple[str, Tensor]]:
         """The module's parameters and buffers, and those of the model it is a copy of."""
-        for owner in (*self.param_owners, *self.buffer_owners):
-            yield owner.fqn, owner.tensor
+        for named in (*self.model_params, *self.model_buffers):
+            yield named.fqn, named.tensor
         for name, reference in vars(self._model[0]).get(ORIGINALS, ()):
             tensor = reference()
             if tensor is not None:
                 yield name, tensor
 
     def forward(self, *tensors: Tensor) -> list[Tensor]:
-        """The module's tensor outputs, each cut loose from what it aliases."""
+        """The module's tensor outputs, each a tensor of its own instead of an alias."""
         model = self._model[0]
         args, kwargs = self._inputs.build(tensors)
-        params = [getattr(self, f"p{i}") for i in range(len(self.param_owners))]
-        buffers = [getattr(self, f"b{i}") for i in range(len(self.buffer_owners))]
+        params = [getattr(self, f"p{i}") for i in range(len(self.model_params))]
+        buffers = [getattr(self, f"b{i}") for i in range(len(self.model_buffers))]
         names = {
-            id(p): f"parameter {o.fqn!r}" for o, p in zip(self.param_owners, params, strict=True)
+            id(p): f"parameter {o.fqn!r}" for o, p in zip(self.model_params, params, strict=True)
         }
         names |= {
-            id(b): f"buffer {o.fqn!r}" for o, b in zip(self.buffer_owners, buffers, strict=True)
+            id(b): f"buffer {o.fqn!r}" for o, b in zip(self.model_buffers, buffers, strict=True)
         }
         assignments = NoDataAssignments(names)
         is_plain = not any(map(torch_trace.is_functional, (*params, *buffers, *tensors)))
-        with own_state(model) as changes, self._plain() if is_plain else nullcontext():
-            lent = self._cast_params(params)
-            shown = self._cast_buffers(model, buffers)
-            _install(model, self.param_owners, lent)
-            _install(model, self.buffer_owners, shown)
+        with restore_module_state(model) as changes, self._plain() if is_plain else nullcontext():
+            cast_params = self._cast_params(params)
+            cast_buffers = self._cast_buffers(model, buffers)
+            _install(model, self.model_params, cast_params)
+            _install(model, self.model_buffers, cast_buffers)
             with assignments:
                 output = self._entry.call(model, args, kwargs)
             assignments.require()
-            self._refuse_changed_params(params, lent)
-            self._write_back_buffers(model, buffers, shown)
+            self._refuse_changed_params(params, cast_params)
+            self._write_back_buffers(model, buffers, cast_buffers)
         self.state_changes = tuple(changes)
         self._refuse_changed_inputs(args, kwargs)
-        found, self.result = take_apart(output, name="out")
-        self.reachable = _reachable(found, params)
-        return list(map(_cut_loose, found))
+        results, self.result = take_apart(output, name="out")
+        self.reachable = _reachable(results, params)
+        return list(map(_own_tensor, results))
 
     def _cast_params(self, params: list[Tensor]) -> list[Tensor]:
         """Each parameter in the dtype it is computed in.
@@ -162,44 +162,44 @@ class TracedModel(nn.Module):
         """
         if self._precisions is None:
             return params
-        dtypes = [self._precisions.params.get(owner.fqn) for owner in self.param_owners]
+        dtypes = [self._precisions.params.get(named.fqn) for named in self.model_params]
         return [p if d is None else p.to(d) for p, d in zip(params, dtypes, strict=True)]
 
     def _cast_buffers(self, model: nn.Module, buffers: list[Tensor]) -> list[Tensor]:
         if self._precisions is None:
             return buffers
-        shown = []
-        for owner, buffer in zip(self.buffer_owners, buffers, strict=True):
-            home = owner.fqn.rpartition(".")[0]
+        cast_buffers = []
+        for named, buffer in zip(self.model_buffers, buffers, strict=True):
+            home = named.fqn.rpartition(".")[0]
             precision = self._precisions.around(home)
             dtype = None if precision is None else precision.buffer_dtype
             if dtype is None or keeps_its_dtype(model.get_submodule(home)):
-                shown.append(buffer)
+                cast_buffers.append(buffer)
             else:
-                shown.append(cast_all(buffer, dtype))
-        return shown
+                cast_buffers.append(cast_all(buffer, dtype))
+        return cast_buffers
 
-    def _refuse_changed_params(self, params: list[Tensor], lent: list[Tensor]) -> None:
-        for owner, param, cast in zip(self.param_owners, params, lent, strict=True):
+    def _refuse_changed_params(self, params: list[Tensor], cast_params: list[Tensor]) -> None:
+        for named, param, cast in zip(self.model_params, params, cast_params, strict=True):
             if cast is not param and cast._version:
                 raise CaptureError(
-                    f"the forward changes parameter {owner.fqn!r} in place; a parameter in mixed "
+                    f"the forward changes parameter {named.fqn!r} in place; a parameter in mixed "
                     "precision is only lent to the forward as a copy, so keep such state in a "
                     "buffer"
                 )
 
     def _write_back_buffers(
-        self, model: nn.Module, buffers: list[Tensor], shown: list[Tensor]
+        self, model: nn.Module, buffers: list[Tensor], cast_buffers: list[Tensor]
     ) -> None:
         # `self.running = new` replaces the buffer object; the new value must outlive the step. So
         # must one written in place into what was shown in another dtype.
-        for owner, buffer, lent in zip(self.buffer_owners, buffers, shown, strict=True):
-            current = _member(model, owner.fqn)
-            if current is lent and (lent is buffer or not lent._version):
+        for named, buffer, cast in zip(self.model_buffers, buffers, cast_buffers, strict=True):
+            current = _member(model, named.fqn)
+            if current is cast and (cast is buffer or not cast._version):
                 continue
             if not isinstance(current, Tensor) or current.shape != buffer.shape:
                 raise CaptureError(
-                    f"the forward assigned buffer {owner.fqn!r} something of another shape; "
+                    f"the forward assigned buffer {named.fqn!r} something of another shape; "
                     "a buffer must keep its shape to be carried from step to step"
                 )
             with torch.no_grad():
@@ -214,14 +214,14 @@ class TracedModel(nn.Module):
             )
 
 
-def _cut_loose(value: Any) -> Any:
+def _own_tensor(value: Any) -> Any:
     # A size of the model's dynamic inputs may be among what it returns.
     return torch.ops.graphshard.output(value) if isinstance(value, Tensor) else value
 
 
-def _install(model: nn.Module, found: list[Owner], values: list[Tensor]) -> None:
-    for owner, value in zip(found, values, strict=True):
-        for name in owner.names:
+def _install(model: nn.Module, targets: list[NamedTensor], values: list[Tensor]) -> None:
+    for target, value in zip(targets, values, strict=True):
+        for name in target.names:
             module_fqn, _, attribute = name.rpartition(".")
             module = model.get_submodule(module_fqn)
             table: dict[str, Any] = (
@@ -239,21 +239,21 @@ def _reachable(results: list[Any], params: list[Tensor]) -> frozenset[int]:
     """Numbers of the parameters that autograd's own (not a user's Function) nodes lead back to."""
     index = {id(param): i for i, param in enumerate(params)}
     outputs = [t for t in results if isinstance(t, Tensor)]
-    found = {index[id(t)] for t in outputs if id(t) in index and t.requires_grad}
+    reached = {index[id(t)] for t in outputs if id(t) in index and t.requires_grad}
     stack = [t.grad_fn for t in outputs if t.grad_fn is not None]
     seen = set(stack)
     while stack:
         node = stack.pop()
         variable = getattr(node, "variable", None)
         if variable is not None and id(variable) in index:
-            found.add(index[id(variable)])
+            reached.add(index[id(variable)])
         if isinstance(node, torch.autograd.function.BackwardCFunction):
             continue  # a user's Function may give no gradient on purpose
         for following, _ in node.next_functions:
             if following is not None and following not in seen:
                 seen.add(following)
                 stack.append(following)
-    return frozenset(found)
+    return frozenset(reached)
 
 
 # -- outputs --------------------------------------------------------------------------------------

@@ -1,4 +1,4 @@
-"""graphshard/module/internals.py."""
+"""The state of a sharded module besides its parameters and buffers."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from graphshard.training.unsharded import Unsharded
 
 
 class _State:
-    """What a sharded module knows besides its parameters, apart from the model's own names."""
+    """Shards, programs and flags, under one attribute so as not to clash with the model's names."""
 
     def __init__(
         self,

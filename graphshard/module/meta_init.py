@@ -1,4 +1,4 @@
-"""Initial values for a model that was built on the meta device, one unit at a time.
+"""Initializing a model that was built on the meta device, one unit at a time.
 
 Every rank computes the same full values from the same seed, keeps its shard and drops the rest, so
 nothing is sent and no rank ever holds more than one unit's full parameters.
@@ -29,8 +29,7 @@ def initialize(model: nn.Module, bindings: Bindings, on_meta: Collection[str], s
     For each unit its parameters and buffers are put, full size and without values, into `model`.
     Then the modules that hold them, and the modules around those, initialise themselves, inner ones
     first as `nn.Module.apply` does: `reset_parameters()`, then the `_init_weights(module)` of the
-    nearest module above that has it. What belongs to other units is on meta meanwhile, where
-    writing does nothing.
+    nearest module above that has it. Other units are on meta meanwhile, where writes do nothing.
 
     Args:
         model: the code; its parameters are on meta, before and after.
@@ -71,7 +70,7 @@ def initialize(model: nn.Module, bindings: Bindings, on_meta: Collection[str], s
 
 @dataclass(frozen=True)
 class _Place:
-    """Where a module holds a parameter or buffer, and what was there."""
+    """The place where a module holds a parameter or buffer, and the meta tensor there."""
 
     name: str
     holder: dict[str, Any]
@@ -91,14 +90,14 @@ class _Place:
 
 
 def _initializers(modules: Modules) -> dict[nn.Module, list[Initializer]]:
-    """How each module is initialised, in order."""
-    found: dict[nn.Module, list[Initializer]] = {}
+    """The functions that initialize each module, in order."""
+    by_module: dict[nn.Module, list[Initializer]] = {}
     from_above: dict[str, Any] = {"": None}
     for fqn, module in modules.items():  # a parent comes before its children
-        own = getattr(module, "reset_parameters", None) or getattr(
+        reset = getattr(module, "reset_parameters", None) or getattr(
             module, "_reset_parameters", None
         )
-        calls = [own] if callable(own) and _arguments(own) == 0 else []
+        calls = [reset] if callable(reset) and _arguments(reset) == 0 else []
         for_all = getattr(module, "_init_weights", None)
         count = _arguments(for_all) if callable(for_all) else -1
         if count == 0:
@@ -106,8 +105,8 @@ def _initializers(modules: Modules) -> dict[nn.Module, list[Initializer]]:
         from_above[fqn] = for_all if count == 1 else from_above[_module_of(fqn)]
         if from_above[fqn] is not None:
             calls.append(_applied(from_above[fqn], module))
-        found.setdefault(module, calls)
-    return found
+        by_module.setdefault(module, calls)
+    return by_module
 
 
 def _applied(function: Callable[[nn.Module], Any], module: nn.Module) -> Initializer:
@@ -123,13 +122,13 @@ def _arguments(function: Callable[..., Any]) -> int:
 
 def _inner_first(modules: Modules, fqns: Collection[str]) -> Iterator[str]:
     """`fqns` and all modules around them, children before parents, else in module order."""
-    wanted = {""}
+    selected = {""}
     for fqn in fqns:
         while fqn:
-            wanted.add(fqn)
+            selected.add(fqn)
             fqn = _module_of(fqn)
     pending: list[str] = []
-    for fqn in (fqn for fqn in modules if fqn in wanted):
+    for fqn in (fqn for fqn in modules if fqn in selected):
         while pending and not (fqn + ".").startswith(pending[-1] + "." if pending[-1] else ""):
             yield pending.pop()
         pending.append(fqn)
@@ -154,7 +153,7 @@ def _without_values(meta: Tensor, device: torch.device) -> Tensor:
 
 
 def _missing(dtype: torch.dtype) -> float | int | bool:
-    """Stands for "no value yet"."""
+    """The number that stands for "no value yet"."""
     if dtype.is_floating_point or dtype.is_complex:
         return float("nan")
     return True if dtype is torch.bool else torch.iinfo(dtype).max

@@ -1,4 +1,4 @@
-"""The model as it is kept for later captures: its code and structure, no parameter memory."""
+"""The copy of a model on meta that captures trace: code and structure, no parameter memory."""
 
 from __future__ import annotations
 
@@ -17,8 +17,8 @@ from graphshard.capture.traced_module import ORIGINALS
 def meta_model_of(model: nn.Module) -> nn.Module:
     """A copy of `model` with its parameters and buffers on meta.
 
-    What the forward does to Python attributes then happens to the copy. Attributes that cannot be
-    copied (locks, process groups, generators) are shared with the model.
+    The forward then changes Python attributes of the copy. Attributes that cannot be copied (locks,
+    process groups, generators) are shared with the model.
     """
     twins = {id(tensor): twin for tensor, twin in _on_meta(model)}
     try:
@@ -62,10 +62,10 @@ def _copied_by_attribute(model: nn.Module, memo: dict[int, Any]) -> nn.Module:
 
 
 @contextlib.contextmanager
-def in_state(
+def set_flags(
     model: nn.Module, training: Sequence[bool], requires_grad: Mapping[str, bool]
 ) -> Iterator[None]:
-    """`model` with the given `training` flags (in module order) and `requires_grad` (by name)."""
+    """Set `training` (in module order) and `requires_grad` (by name) of `model` for a while."""
     modules = list(model.modules())
     params = dict(model.named_parameters())
     before = [module.training for module in modules], [p.requires_grad for p in params.values()]

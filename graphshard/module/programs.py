@@ -1,4 +1,4 @@
-"""The programs of a module: one for each signature it was called with, captured when met."""
+"""The programs of a module: one for each signature of its calls, captured at the first of them."""
 
 from __future__ import annotations
 
@@ -11,13 +11,19 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from graphshard.capture.dynamic import Dynamic, Names, growing, grown, without
+from graphshard.capture.dynamic import (
+    Dynamic,
+    Names,
+    dims_above_one,
+    drop_names,
+    enlarge_small_dims,
+)
 from graphshard.capture.entry import Capture, capture, signature_of_parts
 from graphshard.capture.structure import CALL, Structure, take_apart
-from graphshard.capture.traced_module import MAIN, Entry
+from graphshard.capture.traced_module import MAIN_ENTRY, EntryPoint
 from graphshard.errors import FixedSizeError
 from graphshard.format import some_of
-from graphshard.module.meta_model import in_state
+from graphshard.module.meta_model import set_flags
 from graphshard.module.sharded_tree import Modes, training_flags
 from graphshard.pipeline import run_passes, with_capture_warnings
 from graphshard.program.pass_protocol import PassLike
@@ -28,7 +34,7 @@ from graphshard.runtime.resident import ResidentShard
 from graphshard.runtime.shards import distinct
 from graphshard.runtime.step import Step
 from graphshard.torch_private import compat as torch_compat
-from graphshard.torch_private.gc_pause import only_new_collected
+from graphshard.torch_private.gc_pause import collect_only_new
 
 _TENSORS = (Tensor, nn.Parameter)
 
@@ -37,15 +43,15 @@ _PLAIN = frozenset({type(None), bool, int, float, str})
 
 
 class FlatCalls:
-    """The structures of the calls met so far, by their form."""
+    """A cache of the structures of calls without nested arguments."""
 
     def __init__(self) -> None:
-        self._known: dict[tuple[Any, ...], Structure] = {}
+        self._by_form: dict[tuple[Any, ...], Structure] = {}
 
     def take_apart(
         self, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> tuple[list[Tensor], Structure]:
-        """As `graphshard.capture.structure.take_apart`; calls of one form get one structure.
+        """Flatten a call as `graphshard.capture.structure.take_apart` does, faster for known forms.
 
         Raises:
             CaptureError: an argument cannot be taken apart.
@@ -61,10 +67,10 @@ class FlatCalls:
                 form += (kind, value)  # with the type: True is not 1
             else:
                 return take_apart((args, kwargs), name=CALL)
-        structure = self._known.get(tuple(form))
+        structure = self._by_form.get(tuple(form))
         if structure is None:
             tensors, structure = take_apart((args, kwargs), name=CALL)
-            self._known[tuple(form)] = structure
+            self._by_form[tuple(form)] = structure
         return tensors, structure
 
 
@@ -75,7 +81,7 @@ MANY = 8
 
 
 RECENT = 4
-"""Signatures that a call is compared with first: those of a loop's forwards take turns."""
+"""The number of recent signatures that a call is compared with first."""
 
 
 _OTHERS = "arguments that are no tensors"
@@ -124,14 +130,14 @@ class Programs:
         self._calls = FlatCalls()
         self._captures: dict[Any, list[Capture]] = {}  # several for symbolic sizes that differ
         self._fixed: dict[Any, set[str]] = {}  # names of sizes that were fixed for some calls
-        self._entry = MAIN  # what the call at hand calls
+        self._entry = MAIN_ENTRY  # of the call at hand
         self._described: list[dict[str, str]] = []
         self._training: tuple[int, tuple[bool, ...]] = (-1, ())
         self._shards = distinct(bindings.shards)
         self._resident = [s for s in self._shards if isinstance(s, ResidentShard)]
 
     def step_for(
-        self, args: tuple[Any, ...], kwargs: dict[str, Any], entry: Entry = MAIN
+        self, args: tuple[Any, ...], kwargs: dict[str, Any], entry: EntryPoint = MAIN_ENTRY
     ) -> tuple[Step, list[Tensor]]:
         """The program for a call of `entry`, captured if new, and the call's tensors.
 
@@ -145,13 +151,13 @@ class Programs:
         if device.type != "cpu":  # as on cpu, an input that lies elsewhere would be an error
             tensors = [t.to(device, non_blocking=True) for t in tensors]
         names = None
-        if self.dynamic is not None and entry == MAIN:
-            names = growing(tensors, self.dynamic.names(tensors, structure))
+        if self.dynamic is not None and entry == MAIN_ENTRY:
+            names = dims_above_one(tensors, self.dynamic.names(tensors, structure))
         self._entry = entry
         try:
             return self._step(tensors, structure, names), tensors
         finally:
-            self._entry = MAIN
+            self._entry = MAIN_ENTRY
 
     def capture_example(
         self, args: tuple[Any, ...], kwargs: dict[str, Any], progress: Stages | None = None
@@ -162,7 +168,7 @@ class Programs:
         names = None
         if self.dynamic is not None:
             names = self.dynamic.names(tensors, structure)
-            tensors = grown(tensors, names)
+            tensors = enlarge_small_dims(tensors, names)
         return self._step(tensors, structure, names, progress)
 
     def _step(
@@ -174,16 +180,16 @@ class Programs:
     ) -> Step:
         key = self._key(tensors, structure, names)
         if names is None:
-            for known, recent in self._recent:  # comparing takes less time than hashing
-                if known == key:
+            for signature, recent in self._recent:  # comparing takes less time than hashing
+                if signature == key:
                     return recent
         key, index = self._find(key, tensors, structure, names)
         step = self.steps.get((key, index))
         if step is None:
             described = _description(tensors, structure, key)
-            trained = (s.layout.fqn for s in self._shards if s.param.requires_grad)
-            described[_TRAINED] = "\n".join(trained)
-            with only_new_collected():
+            trainable = (s.layout.fqn for s in self._shards if s.param.requires_grad)
+            described[_TRAINED] = "\n".join(trainable)
+            with collect_only_new():
                 if index is None:
                     key, index = self._trace(tensors, structure, names, described, progress)
                 step = self._rewrite(key, index, progress)
@@ -199,20 +205,20 @@ class Programs:
         structure: Structure,
         names: Sequence[Names] | None,
     ) -> tuple[tuple[Any, ...], int | None]:
-        """The signature of a call, and the number of the capture that is right for its sizes.
+        """The signature of a call, and the index of the capture that fits its sizes, if any.
 
-        Another signature than `key` where some of `names` are of sizes that are fixed for it.
+        The signature differs from `key` if some of the sizes in `names` are fixed for this call.
         """
         for index, captured in enumerate(self._captures.get(key[:-1], ())):
             sizes = captured.program.sizes
             if sizes is None or sizes.admits(sizes.values(tensors)):
                 return key, index
         if names is not None and key[:-1] in self._fixed:
-            fewer = without(names, self._fixed[key[:-1]])
+            fewer = drop_names(names, self._fixed[key[:-1]])
             other = self._key(tensors, structure, fewer)
-            other, found = self._find(other, tensors, structure, fewer)
-            if found is not None:
-                return other, found
+            other, other_index = self._find(other, tensors, structure, fewer)
+            if other_index is not None:
+                return other, other_index
         return key, None
 
     def _real(self, tensor: Tensor) -> Tensor:
@@ -239,7 +245,7 @@ class Programs:
             _settings(),
             tuple([shard.param.requires_grad for shard in self._shards]),
             self._entry,
-            # What programs of one capture differ in comes last.
+            # The last entry tells apart programs of one capture.
             (
                 tuple([shard.stale for shard in self._resident]),
                 self.bindings.kept.mode() if torch.is_grad_enabled() else REDUCED,
@@ -254,7 +260,7 @@ class Programs:
         described: dict[str, str],
         progress: Stages | None,
     ) -> tuple[tuple[Any, ...], int]:
-        """Capture a call; the result as `_find` would give it."""
+        """Capture a call; returns the same as `_find`."""
         key = self._key(tensors, structure, names)
         captures = self._captures.get(key[:-1], [])
         for captured in captures[-1:]:
@@ -267,9 +273,9 @@ class Programs:
         except FixedSizeError as error:
             if names is None or not captures:
                 raise
-            # It takes any size in general, but for this one it has a way of its own.
+            # The model takes any size in general, but handles this one in another way.
             self._fixed.setdefault(key[:-1], set()).add(error.size)
-            fewer = without(names, {error.size})
+            fewer = drop_names(names, {error.size})
             return self._trace(tensors, structure, fewer, described, progress)
         self._captures[key[:-1]] = [*captures, captured]
         return key, len(captures)
@@ -283,7 +289,7 @@ class Programs:
     ) -> Capture:
         bindings = self.bindings
         requires_grad = {name: s.param.requires_grad for name, s in bindings.shards.items()}
-        state = in_state(self.meta_model, self._training[1], requires_grad)
+        state = set_flags(self.meta_model, self._training[1], requires_grad)
         with progress.stage("capture"), state:
             return capture(
                 self.meta_model,
@@ -297,7 +303,7 @@ class Programs:
             )
 
     def _rewrite(self, key: tuple[Any, ...], index: int, progress: Stages | None) -> Step:
-        """A program of what was captured, for what is to be gathered and reduced now."""
+        """Rewrite a copy of a capture for the parameters to gather and gradients to reduce now."""
         bindings = self.bindings
         are_stale: tuple[bool, ...]
         mode: Mode
@@ -308,7 +314,7 @@ class Programs:
             shard for shard, is_stale in zip(self._resident, are_stale, strict=True) if is_stale
         ]
         captured.program.stale = frozenset(shard.layout.fqn for shard in stale)
-        if self.plan.program is None and self._entry == MAIN:
+        if self.plan.program is None and self._entry == MAIN_ENTRY:
             plan = with_capture_warnings(bindings.plan, captured.program)
             self.plan = replace(plan, program=captured.program)
         passes = passes_for(self.passes, mode)
@@ -321,7 +327,7 @@ class Programs:
     # -- telling the user -----------------------------------------------------------------------
 
     def _say(self, described: dict[str, str]) -> None:
-        """Say once what a further capture was for; warn when there is no end of them."""
+        """Log the reason of a further capture once; warn if there are more than `MANY`."""
         stale = described.pop(_STALE, None)
         if self._described and described == self._described[-1]:
             # The same call, before or after the parameters changed: nothing to do about it.
@@ -357,7 +363,7 @@ class Programs:
 
 
 def _change(what: str, was: str | None, now: str | None) -> str:
-    """In which way a call differs from the last one."""
+    """The difference between a call and the last one, for the log."""
     if what == _OTHERS:
         return what
     if what == _SIZES:
@@ -365,11 +371,11 @@ def _change(what: str, was: str | None, now: str | None) -> str:
     if what != _TRAINED:
         return f"{what}: {was} -> {now}"
     before, after = (dict.fromkeys((each or "").splitlines()) for each in (was, now))
-    said = {
+    changes = {
         "now trained": [name for name in after if name not in before],
         "now frozen": [name for name in before if name not in after],
     }
-    return "; ".join(f"{how}: {some_of(names)}" for how, names in said.items() if names)
+    return "; ".join(f"{how}: {some_of(names)}" for how, names in changes.items() if names)
 
 
 def _settings() -> tuple[Any, ...]:

@@ -10,7 +10,7 @@ from typing import Any
 from torch import fx, nn
 
 from graphshard.capture.dynamic import Dynamic
-from graphshard.capture.traced_module import MAIN
+from graphshard.capture.traced_module import MAIN_ENTRY
 from graphshard.errors import RuntimeStateError
 from graphshard.inspect.dump import dump_programs
 from graphshard.module.internals import _State
@@ -80,7 +80,7 @@ class ShardedModule(StateMethods, TrainingMethods):
             RuntimeStateError: parameters have no values yet.
             CollectiveError: another rank failed, or the ranks disagree.
         """
-        return self._run(MAIN, args, kwargs)
+        return self._run(MAIN_ENTRY, args, kwargs)
 
     # -- looking --------------------------------------------------------------------------------
 

@@ -1,4 +1,4 @@
-"""The module tree that holds the shards: the model's structure and names, none of its code."""
+"""The module tree that holds the shards: the model's structure and names without its code."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ class TreeModule(nn.Module):
         self.__dict__["_graphshard_modes"].version += 1
 
     def extra_repr(self) -> str:
-        """As the model's own module describes itself."""
+        """The description that the model's own module gives."""
         return self.__dict__["_graphshard_repr"]
 
     def _get_name(self) -> str:
@@ -52,7 +52,7 @@ class TreePart(TreeModule):
     """A module below the root: it holds values, and is never called by itself."""
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        """Refused.
+        """Refuse the call.
 
         Raises:
             RuntimeStateError: always.
@@ -82,7 +82,7 @@ class TreePart(TreeModule):
 
 
 class TreeContainer(TreePart):
-    """A list, sequence or dict of modules, which is looked into as the model's own is."""
+    """A list, sequence or dict of modules, indexed and iterated as the model's own is."""
 
     def __len__(self) -> int:
         return len(self._modules)
@@ -101,13 +101,13 @@ class TreeContainer(TreePart):
         return self.__dict__["_graphshard_kind"]
 
 
-def _part_of(original: nn.Module, modes: Modes) -> TreePart:
+def _tree_module_for(original: nn.Module, modes: Modes) -> TreePart:
     containers = (nn.ModuleList, nn.ModuleDict, nn.Sequential)
     if not isinstance(original, containers):
         return TreePart(original, modes)
-    part = TreeContainer(original, modes)
-    part.__dict__["_graphshard_kind"] = type(original)
-    return part
+    container = TreeContainer(original, modes)
+    container.__dict__["_graphshard_kind"] = type(original)
+    return container
 
 
 def build_sharded_tree(
@@ -128,7 +128,7 @@ def build_sharded_tree(
         mine.__dict__["_graphshard_fqn"] = fqn
         for name, child in original._modules.items():
             if child is not None and child not in modules:
-                modules[child] = _part_of(child, modes)
+                modules[child] = _tree_module_for(child, modes)
             # Not add_module: the root has attributes of its own, which a child's name may equal.
             mine._modules[name] = None if child is None else modules[child]
         for name, param in original._parameters.items():

@@ -69,7 +69,7 @@ class StateMethods(nn.Module):
         return save.full_state_dict(self, state.bindings, rank0_only=rank0_only, cpu=cpu)
 
     def local_state_dict(self) -> dict[str, Tensor]:
-        """What this rank stores, as plain tensors under the model's names; not copied.
+        """This rank's shards and buffers as plain tensors under the model's names; not copied.
 
         A sharded parameter gives its shard, without padding; an empty one where this rank has no
         part of it. Fits only a group of the same size and plan.
@@ -89,8 +89,8 @@ class StateMethods(nn.Module):
                 of a dtype is not the model's; nothing was changed.
         """
         state = self._graphshard
-        own = load.load_state_dict(self, state.bindings, state_dict, strict=strict)
-        result = super().load_state_dict(own, strict=strict, assign=assign)
+        local_values = load.load_state_dict(self, state.bindings, state_dict, strict=strict)
+        result = super().load_state_dict(local_values, strict=strict, assign=assign)
         for shard in state.shards:
             shard.current()
         return result
@@ -113,7 +113,7 @@ class StateMethods(nn.Module):
         state.fill_buffers()
 
     def load_local_state_dict(self, state_dict: Mapping[str, Tensor]) -> None:
-        """Take back what `local_state_dict` gave on as many ranks, with the same plan.
+        """Load the result of `local_state_dict` of as many ranks with the same plan.
 
         Raises:
             CheckpointError: a name, shape or dtype is not this rank's; nothing was changed.
@@ -204,10 +204,10 @@ class StateMethods(nn.Module):
         group = None
         if background:
             # One of its own: two threads may not share a group.
-            kept = vars(self)
-            if "_graphshard_background" not in kept:
-                kept["_graphshard_background"] = background_group(bindings.group)
-            group = kept["_graphshard_background"]
+            attributes = vars(self)
+            if "_graphshard_background" not in attributes:
+                attributes["_graphshard_background"] = background_group(bindings.group)
+            group = attributes["_graphshard_background"]
         return save_checkpoint(self, bindings, path, optim, background=group)
 
     def load_checkpoint(
@@ -239,9 +239,9 @@ class StateMethods(nn.Module):
                 does not fit; nothing was changed.
         """
         state = self._graphshard
-        found = load_checkpoint(self, state.bindings, path, optim, strict=strict)
+        matching = load_checkpoint(self, state.bindings, path, optim, strict=strict)
         state.fill_buffers()
-        return found.missing, found.unexpected
+        return matching.missing, matching.unexpected
 
     # -- safetensors ----------------------------------------------------------------------------
 
@@ -271,17 +271,17 @@ class StateMethods(nn.Module):
         state = self._graphshard
         if read not in ("each", "first"):
             raise RuntimeStateError(f'read must be "each" or "first"; got {read!r}')
-        mine = read == "each" or state.bindings.group.rank == 0
+        reads = read == "each" or state.bindings.group.rank == 0
         rules = KeyRules.of(state.programs.meta_model)
-        found = load.load(
+        matching = load.load(
             self,
             state.bindings,
-            lambda: load.files_source(path) if mine else None,
+            lambda: load.files_source(path) if reads else None,
             strict=strict,
             rules=rules,
         )
         state.fill_buffers()
-        return found.missing, found.unexpected
+        return matching.missing, matching.unexpected
 
     def save_safetensors(
         self,

@@ -8,12 +8,12 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from graphshard.capture.traced_module import Entry
+from graphshard.capture.traced_module import EntryPoint
 from graphshard.errors import PolicyError, RuntimeStateError
 from graphshard.module.sharded_tree import TreeModule
 from graphshard.passes.accumulate import GRADIENT, SHARD
 from graphshard.training.clip import clip_grad_norm
-from graphshard.training.local_steps import Made, require_elementwise, step_locally
+from graphshard.training.local_steps import AnyOptimizer, require_elementwise, step_locally
 from graphshard.training.param_groups import Rule, parameter_groups
 
 
@@ -34,7 +34,7 @@ class TrainingMethods(TreeModule):
         meta_model = self._graphshard.programs.meta_model
         if fqn not in dict(meta_model.named_modules(remove_duplicate=False)):
             raise PolicyError(f"submodule_forward: the model has no module {fqn!r}")
-        return self._run(Entry(fqn), args, kwargs)
+        return self._run(EntryPoint(fqn), args, kwargs)
 
     def call_method(self, name: str, *args: Any, **kwargs: Any) -> Any:
         """Call a method of the model other than forward, as a program of its own.
@@ -51,13 +51,13 @@ class TrainingMethods(TreeModule):
                 loop must call the sharded module itself.
             RuntimeStateError, CollectiveError: as when calling the whole module.
         """
-        entry = Entry.of_method(name)
+        entry = EntryPoint.of_method(name)
         modules = dict(self._graphshard.programs.meta_model.named_modules(remove_duplicate=False))
         if not callable(getattr(modules.get(entry.module), entry.method, None)):
             raise PolicyError(f"call_method: the model has no method {name!r}")
         return self._run(entry, args, kwargs)
 
-    def _run(self, entry: Entry, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    def _run(self, entry: EntryPoint, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         state = self._graphshard
         if not state.ready:
             self._refuse_unsharded()
@@ -117,15 +117,15 @@ class TrainingMethods(TreeModule):
                 "the module to drop what was kept"
             )
         group = state.bindings.group
-        own = [shard.param for shard in state.shards if shard.layout.ignored]
+        ignored = [shard.param for shard in state.shards if shard.layout.ignored]
         return clip_grad_norm(
             [shard.param for shard in state.shards if not shard.layout.ignored],
-            own,
+            ignored,
             max_norm,
             norm_type,
             error_if_nonfinite=error_if_nonfinite,
             foreach=foreach,
-            groups=(group.process_group,) if own and group.size > 1 else (),
+            groups=(group.process_group,) if ignored and group.size > 1 else (),
             device=group.device,
         )
 
@@ -133,8 +133,8 @@ class TrainingMethods(TreeModule):
     def no_sync(self, *, all_reduce_only: bool = False) -> Iterator[None]:
         """Calls inside keep their gradients on this rank, for the next call outside to reduce.
 
-        What counts is where the forward is called; its backward may run anywhere. The backward of
-        the first call outside adds what was kept to its own gradients and reduces the sum, so
+        The place of the forward call counts; its backward may run anywhere. The backward of the
+        first call outside adds what was kept to its own gradients and reduces the sum, so
         `.grad` has the whole step's then, and nothing of what is kept before. Without this each
         backward reduces into the shard: more communication, less memory. `plan` says the bytes of
         both; kept gradients are whole, in the dtype they are reduced in. Each kind of call is a
@@ -186,12 +186,12 @@ class TrainingMethods(TreeModule):
 
     def optimizer(
         self,
-        kind: Callable[..., Made],
+        kind: Callable[..., AnyOptimizer],
         rule: Rule | None = None,
         *,
         elementwise: bool | None = None,
         **options: Any,
-    ) -> Made:
+    ) -> AnyOptimizer:
         """An optimizer of the trainable parameters that steps on this rank's plain tensors.
 
         `kind(sharded.parameter_groups(rule), **options)` in every respect, its values to the bit,
@@ -214,10 +214,12 @@ class TrainingMethods(TreeModule):
         """
         if isinstance(kind, type):
             require_elementwise(kind, elementwise)
-        made = kind(self.parameter_groups(rule), **options)
-        return self.step_locally(made, elementwise=elementwise)
+        optimizer = kind(self.parameter_groups(rule), **options)
+        return self.step_locally(optimizer, elementwise=elementwise)
 
-    def step_locally(self, optimizer: Made, *, elementwise: bool | None = None) -> Made:
+    def step_locally(
+        self, optimizer: AnyOptimizer, *, elementwise: bool | None = None
+    ) -> AnyOptimizer:
         """`optimizer`, made of `parameters()` by somebody else, as `optimizer()` would make it.
 
         The same object. To be called before a learning rate scheduler is made of it.
@@ -255,7 +257,7 @@ class TrainingMethods(TreeModule):
             RuntimeStateError: a parameter has no values yet, or is unsharded already.
         """
         state = self._graphshard
-        shards = state.unsharded.chosen(modules)
+        shards = state.unsharded.select(modules)
         state.require_values(self)
         state.ready = False
         try:

@@ -102,7 +102,7 @@ class AllGather(Collective):
             inputs, outputs = [], []
             for message in messages:
                 if message.packed:
-                    parts = torch_compat.flattened([tensors[i] for i in message.indices])
+                    parts = torch_compat.flat_copy([tensors[i] for i in message.indices])
                     whole = parts.new_empty(self.group.size * message.numel)
                     pending.packed.append(whole)
                     inputs.append(parts)

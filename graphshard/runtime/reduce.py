@@ -114,7 +114,9 @@ class ReduceScatter(Collective):
         """The gradients of a message, one rank's parts after the other's, as one flat tensor."""
         if not message.packed:
             return grads[message.indices[0]].view(-1)
-        return torch_compat.by_rank([grads[i] for i in message.indices], self.group.size).view(-1)
+        return torch_compat.rows_by_rank([grads[i] for i in message.indices], self.group.size).view(
+            -1
+        )
 
     def divided(self, sent: Tensor) -> Tensor:
         """`sent` as it is moved."""

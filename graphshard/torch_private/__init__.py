@@ -1,1 +1,1 @@
-"""What graphshard uses of torch that is private, checked against the version that is installed."""
+"""The private API of torch that graphshard uses, checked against the installed version."""

@@ -69,7 +69,7 @@ def grouped_mm_output(
 
 
 def operator_call(operator: Any) -> Any:
-    """What calling an operator of torch.ops comes to, without the call in Python around it."""
+    """The function behind an operator of torch.ops, without the Python call around it."""
     plain = type(operator) is type(torch.ops.aten.add.Tensor)
     return getattr(operator, "_op", operator) if plain else operator
 
@@ -90,9 +90,9 @@ _SHAPES = "torch.fx.experimental.symbolic_shapes"
 
 
 def shape_environment(guards: list[Any], names: dict[Any, Any]) -> Any:
-    """A ShapeEnv, which appends to `guards` whatever code that looks at a symbolic size decides.
+    """A ShapeEnv that appends each decision made on a symbolic size to `guards`.
 
-    `names` is what `size_names` gives for sizes made in it.
+    `size_names` gives `names` for the sizes made in it.
     """
     environment = private(_SHAPES, "ShapeEnv")(duck_shape=False)
     environment.graphshard_names = names
@@ -120,11 +120,11 @@ def size_of_expression(environment: Any, expression: Any, hint: int) -> torch.Sy
 
 
 SYMBOLIC = (torch.SymInt, torch.SymFloat, torch.SymBool)
-"""What torch has for a number that differs from call to call."""
+"""Torch's types of numbers that differ from call to call."""
 
 
 def size_expression(size: Any) -> Any:
-    """The sympy expression of a symbolic size, after what is known by now."""
+    """The sympy expression of a symbolic size, simplified by the guards so far."""
     return size.node.expr
 
 
@@ -134,7 +134,7 @@ def number_or_expression(size: Any) -> Any:
 
 
 def same_sizes(left: Iterable[Any], right: Iterable[Any]) -> bool:
-    """Whether two shapes (or strides) are the same for every call; decides nothing."""
+    """Whether two shapes (or strides) are the same for every call; adds no guard."""
     left, right = tuple(left), tuple(right)
     return len(left) == len(right) and all(
         number_or_expression(a) == number_or_expression(b) for a, b in zip(left, right, strict=True)
@@ -142,12 +142,12 @@ def same_sizes(left: Iterable[Any], right: Iterable[Any]) -> bool:
 
 
 def size_names(size: Any) -> dict[Any, Any]:
-    """From the symbols of a symbolic size to those the user knows."""
+    """The user's name for each symbol of a symbolic size."""
     return getattr(size.node.shape_env, "graphshard_names", {})
 
 
 def size_hint(size: Any) -> Any:
-    """A number, or of a symbolic one its value in the example; asking leaves no guard."""
+    """A number itself, or a symbolic size's value in the example; adds no guard."""
     return size.node.hint if hasattr(size, "node") else size
 
 
@@ -157,7 +157,7 @@ def python_of_sizes(expression: Any) -> str:
 
 
 def size_functions() -> dict[str, Any]:
-    """What names in `python_of_sizes` stand for."""
+    """The functions that `python_of_sizes` calls, by name."""
     return dict(private(_SHAPES, "SYMPY_INTERP"))
 
 
@@ -180,7 +180,7 @@ def group_backend(group: Any, device: torch.device) -> str:
 
 
 def group_timeout(group: Any, device: torch.device) -> timedelta:
-    """After how long a collective of `group` on `device` fails; 30 minutes where it never does."""
+    """The time after which a collective of `group` on `device` fails; 30 minutes if none is set."""
     options = getattr(_backend(group, device), "options", None)
     return getattr(options, "_timeout", timedelta(minutes=30))
 
@@ -197,11 +197,11 @@ def _backend(group: Any, device: torch.device) -> Any:
 # -- sharded parameters ---------------------------------------------------------------------------
 
 local_tensor = attrgetter("_local_tensor")
-"""A rank's part of a DTensor, itself and not a view of it (which is all `to_local` gives)."""
+"""The local tensor of a DTensor itself; `to_local` gives a view of it."""
 
 
 def set_local_tensor(dtensor: Any, local: torch.Tensor) -> None:
-    """Make `local`, of the same values, the part of `dtensor` that this rank stores."""
+    """Replace the local tensor of `dtensor` by `local`, which has the same values."""
     local_tensor(dtensor)
     dtensor._local_tensor = local
 
@@ -276,13 +276,13 @@ def module_hooks(module: torch.nn.Module) -> list[Any]:
 
 
 def tensor_hooks(param: torch.Tensor) -> Sequence[Any]:
-    """What `param.register_hook` was given, in order."""
+    """The hooks of `param.register_hook`, in order."""
     hooks = param._backward_hooks
     return list(hooks.values()) if hooks else ()
 
 
 def post_accumulate_hooks(param: torch.Tensor) -> Sequence[Any]:
-    """What `param.register_post_accumulate_grad_hook` was given, in order."""
+    """The hooks of `param.register_post_accumulate_grad_hook`, in order."""
     hooks = getattr(param, "_post_accumulate_grad_hooks", None)
     return list(hooks.values()) if hooks else ()
 
@@ -291,9 +291,9 @@ def post_accumulate_hooks(param: torch.Tensor) -> Sequence[Any]:
 
 
 def release_saved_tensors(ctx: Any) -> None:
-    """Let go of what `ctx` saved, unless the caller of backward asked to retain the graph.
+    """Drop the tensors that `ctx` saved, unless the caller of backward retains the graph.
 
-    Without it every saved tensor lives to the end of backward, whatever else drops it.
+    Otherwise `ctx` keeps each of them to the end of backward.
 
     Raises:
         UnsupportedTorchError: this torch cannot.
@@ -336,22 +336,24 @@ def foreach_multiply(tensors: list[torch.Tensor], factor: torch.Tensor) -> None:
     private("torch", "_foreach_mul_")(tensors, factor.to(tensors[0].dtype))
 
 
-def flattened(tensors: list[torch.Tensor]) -> torch.Tensor:
-    """A copy of all `tensors`, of one dtype, one after the other; in half the time of `cat`."""
+def flat_copy(tensors: list[torch.Tensor]) -> torch.Tensor:
+    """One 1-D copy of all `tensors`, of one dtype, in order; takes half the time of `cat`."""
     flat: torch.Tensor = private("torch._C._nn", "flatten_dense_tensors")(tensors)
     return flat
 
 
-def by_rank(tensors: list[torch.Tensor], ranks: int) -> torch.Tensor:
-    """A copy `(ranks, n)` of all `tensors`, of one dtype: each split along dim 0 in as many parts,
-    padded with zeros to equal ones, of which each row has one after the other.
+def rows_by_rank(tensors: list[torch.Tensor], ranks: int) -> torch.Tensor:
+    """A copy of all `tensors`, of one dtype, as a matrix `(ranks, n)` with a row for each rank.
+
+    Each tensor is split along dim 0 into `ranks` pieces, padded with zeros to equal size. A row
+    holds one piece of every tensor, in order.
     """
     rows: torch.Tensor = private("torch", "_chunk_cat")(tensors, 0, ranks)
     return rows
 
 
 def owned_region(dtensor: Any) -> tuple[slice, ...]:
-    """Which part of the whole this rank stores of `dtensor`: a slice per dim, empty ones too."""
+    """The region of `dtensor` that this rank stores: a slice for each dim, perhaps empty."""
     compute = private("torch.distributed.tensor._utils", "compute_local_shape_and_global_offset")
     sizes, offsets = compute(dtensor.shape, dtensor.device_mesh, dtensor.placements)
     return tuple(slice(o, o + s) for s, o in zip(sizes, offsets, strict=True))
@@ -366,16 +368,16 @@ def selective_checkpoint_mode() -> Any:
 
 
 def selective_checkpoint_ignores() -> Any:
-    """Operators a selective checkpoint is never asked about."""
+    """The operators that the policy of a selective checkpoint does not decide on."""
     return private("torch.utils.checkpoint", "SAC_IGNORED_OPS")
 
 
 def selective_checkpoint_output(out: Any) -> dict[str, Any]:
-    """The argument by which a policy is told an operator's result, where this torch tells it."""
+    """Keyword arguments that pass an operator's result to a policy, if this torch does."""
     context = private("torch.utils.checkpoint", "SelectiveCheckpointContext")
     return {"op_output": out} if "op_output" in signature(context.__init__).parameters else {}
 
 
 def end_allocation(pool: Any) -> None:
-    """Let the allocator of the current device take memory from `pool`, a graph's, no longer."""
+    """Stop the allocator of the current device from taking memory of a graph's `pool`."""
     private("torch._C", "_cuda_endAllocateToPool")(torch.cuda.current_device(), pool)

@@ -1,14 +1,15 @@
-"""Inductor's C++ kernels of many graphs in few files, for torch 2.11 to 2.13.
+"""Compiling Inductor's C++ kernels of many graphs in few files, for torch 2.11 to 2.13.
 
-Kernels are put off until all graphs are known, equal ones are made once, and the rest are joined in
-files that are compiled at once; wherever anything differs from the expected, kernels are compiled
-one by one. See README.md.
+Inductor compiles each kernel in a file of its own. Here kernels are deferred until all graphs are
+lowered; equal ones are compiled once, and the rest are joined in few files. If joining fails,
+kernels are compiled one by one, as Inductor does, and the log says why. See README.md.
 """
 
 from __future__ import annotations
 
 import contextlib
 import importlib
+import logging
 import re
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
@@ -16,6 +17,8 @@ from inspect import signature
 from typing import Any
 
 from graphshard.torch_private.patches import patched
+
+logger = logging.getLogger("graphshard")
 
 Kernel = tuple[tuple[str, ...], str]
 """The C++ types of a kernel's arguments, and its source: includes, and one function "kernel"."""
@@ -45,22 +48,22 @@ _ENTRY = "return graphshard_calls[parse_arg<int64_t>(args, 0)](args);"
 
 
 class Kernels:
-    """The kernels of graphs that are compiled one after the other; `make` compiles them.
+    """The deferred kernels of graphs that are lowered one after the other; `make` compiles them.
 
     All ranks of a host that compile the same graphs, in whatever order, make the same files, which
     they find in Inductor's cache on disk.
     """
 
-    _failed = False  # of any, ever: code that one graph has made serves others of the process, too
+    _failed = False  # of any kernel of the process, since graphs share compiled code
 
     def __init__(self) -> None:
-        self._late: dict[Kernel, _Late] = {}
-        self._places: list[tuple[dict[str, Any], str, _Late]] = []
-        self._of_graph: list[_Late] | None = None
+        self._late: dict[Kernel, _DeferredKernel] = {}
+        self._places: list[tuple[dict[str, Any], str, _DeferredKernel]] = []
+        self._of_graph: list[_DeferredKernel] | None = None
 
     @contextlib.contextmanager
     def put_off(self) -> Iterator[None]:
-        """While this holds, for one graph, its kernels are left to be made."""
+        """Defer the kernels of one graph, which is lowered inside the context."""
         self._of_graph = None
         owner = importlib.import_module(_MODULE).AsyncCompile
         single, wait = owner.cpp_pybinding, owner.wait
@@ -68,25 +71,27 @@ class Kernels:
             yield
             return
 
-        def late(compiler: Any, argtypes: Sequence[str], source_code: str) -> Any:
+        def defer(compiler: Any, argtypes: Sequence[str], source_code: str) -> Any:
             if not _can_join(source_code):
                 return single(compiler, argtypes, source_code)
             kernel = tuple(argtypes), source_code
-            return self._late.setdefault(kernel, _Late(kernel, partial(single, compiler)))
+            return self._late.setdefault(kernel, _DeferredKernel(kernel, partial(single, compiler)))
 
-        def waited(compiler: Any, scope: dict[str, Any]) -> None:
+        def wait_and_note(compiler: Any, scope: dict[str, Any]) -> None:
             wait(compiler, scope)
-            found = {name: value for name, value in scope.items() if isinstance(value, _Late)}
-            self._of_graph = [*(self._of_graph or ()), *found.values()]
-            self._places.extend((scope, name, late) for name, late in found.items())
+            deferred = {
+                name: value for name, value in scope.items() if isinstance(value, _DeferredKernel)
+            }
+            self._of_graph = [*(self._of_graph or ()), *deferred.values()]
+            self._places.extend((scope, name, kernel) for name, kernel in deferred.items())
 
-        with patched(owner, "cpp_pybinding", late), patched(owner, "wait", waited):
+        with patched(owner, "cpp_pybinding", defer), patched(owner, "wait", wait_and_note):
             yield
 
     def of_graph(self) -> Callable[[], None]:
-        """A check of what the last graph was compiled to, for when `make` has run.
+        """A check of the last graph's kernels, to call after `make`.
 
-        It raises whatever the compiler said of a kernel.
+        It raises the compiler's error if one of them could not be compiled.
         """
         kernels = self._of_graph
 
@@ -100,32 +105,35 @@ class Kernels:
         return check
 
     def make(self) -> None:
-        """Compile what was put off; one that the compiler refuses stands back, see `of_graph`."""
+        """Compile the deferred kernels; a check of `of_graph` raises the error of a refused one."""
         # The order of sources is one that every rank has.
-        waiting = [late for _, late in sorted(self._late.items()) if not late.is_made]
+        waiting = [kernel for _, kernel in sorted(self._late.items()) if not kernel.is_made]
         files = max(1, min(_threads(), len(waiting) // _LEAST_IN_A_FILE))
-        parts = [waiting[at::files] for at in range(files)]
-        for part, load in [(part, _started(part)) for part in parts]:
+        batches = [waiting[at::files] for at in range(files)]
+        for batch, load in [(batch, _start_compiling(batch)) for batch in batches]:
             if load is None:
                 continue
-            with contextlib.suppress(Exception):  # one by one they may be compiled
+            try:
                 call = load()
-                for number, late in enumerate(part):
-                    late.function = partial(call, number)
-        for late in waiting:
-            late.make_alone()
-        for scope, name, late in self._places:
-            scope[name] = late.function or late
+            except Exception as error:  # whatever a compiler raises
+                _log_failure(error)
+                continue
+            for number, kernel in enumerate(batch):
+                kernel.function = partial(call, number)
+        for kernel in waiting:
+            kernel.make_alone()
+        for scope, name, kernel in self._places:
+            scope[name] = kernel.function or kernel
         self._late.clear()
         self._places.clear()
 
 
-class _Late:
-    """A kernel that is not compiled yet; who calls it all the same has it made by itself.
+class _DeferredKernel:
+    """A kernel that is not compiled yet; calling it compiles it alone.
 
     Args:
-        kernel: it.
-        single: compiles one as Inductor does: from the types of its arguments, and its source.
+        kernel: its argument types and source.
+        single: compiles one kernel as Inductor does, from argument types and source.
     """
 
     def __init__(self, kernel: Kernel, single: Callable[[Sequence[str], str], Any]) -> None:
@@ -136,11 +144,11 @@ class _Late:
 
     @property
     def is_made(self) -> bool:
-        """Whether there is nothing left to do."""
+        """Whether it is compiled, or was refused."""
         return self.function is not None or self.error is not None
 
     def make_alone(self) -> None:
-        """Compile it as Inductor does, unless it was tried before."""
+        """Compile it as Inductor does, unless that was tried before."""
         if self.is_made:
             return
         try:
@@ -167,28 +175,36 @@ def _can_join(source: str) -> bool:
     return _threads() > 1 and _ALONE.match(source) is not None and source.count('extern "C"') == 1
 
 
-def _started(part: Sequence[_Late]) -> Callable[[], Callable[..., None]] | None:
-    """What waits for the function that calls one of these kernels by number, or raises.
+def _start_compiling(batch: Sequence[_DeferredKernel]) -> Callable[[], Callable[..., None]] | None:
+    """Start to compile one file of these kernels.
 
-    The file is being compiled meanwhile. None: they are to be made one by one.
+    Returns:
+        A function that waits for the file and gives the function that calls one of the kernels by
+        number, or raises the compiler's error. None if they must be compiled one by one.
     """
-    if len(part) < 2:
+    if len(batch) < 2:
         return None
-    with contextlib.suppress(Exception):
+    try:
         cache = importlib.import_module("torch._inductor.codecache").CppPythonBindingsCodeCache
         submit = importlib.import_module(_MODULE).AsyncCompile.submit
-        source = joined([late.kernel for late in part], cache.suffix_template)
+        source = join_sources([kernel.kernel for kernel in batch], cache.suffix_template)
         load = cache.load_async(source, submit_fn=submit)
-        return lambda: getattr(load(), cache.entry_function)
-    return None
+    except Exception as error:  # private API of Inductor, or whatever its compiler raises
+        _log_failure(error)
+        return None
+    return lambda: getattr(load(), cache.entry_function)
 
 
-def joined(kernels: Sequence[Kernel], template: str) -> str:
+def _log_failure(error: Exception) -> None:
+    logger.info("graphshard compiles C++ kernels one by one: %s: %s", type(error).__name__, error)
+
+
+def join_sources(kernels: Sequence[Kernel], template: str) -> str:
     """The source of a module whose function "kernel" calls one of `kernels`, by number.
 
     Args:
         kernels: each becomes `kernel_0`, `kernel_1` and so on.
-        template: Inductor's, of what makes a C++ function one of Python.
+        template: Inductor's template that binds a C++ function to Python.
     """
     parts = []
     calls = []

@@ -1,4 +1,4 @@
-"""Keeping Python's garbage collector from walking what planning makes again and again."""
+"""Pausing or restricting Python's garbage collector while many objects are made."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ _RARELY = (50_000, 5, 5)
 
 
 @contextmanager
-def collections_off() -> Iterator[None]:
-    """No collections inside: for code that makes many objects that stay, few of them in cycles.
+def pause_collections() -> Iterator[None]:
+    """Make no collections inside: for code that makes many lasting objects and few cycles.
 
     See README.md for the time it saves.
     """
@@ -26,14 +26,13 @@ def collections_off() -> Iterator[None]:
 
 
 @contextmanager
-def only_new_collected() -> Iterator[None]:
-    """Collections inside look at what is made inside alone.
+def collect_only_new() -> Iterator[None]:
+    """Collect inside, rarely, only objects that were made inside.
 
-    Passes leave cycles (a trial is a whole copy of a graph), which must be collected; but what was
-    there before, a captured graph and all of torch, is a million objects that each full collection
-    would walk. They are frozen meanwhile. And they are rare: a pass over a large graph makes a few
-    objects per node, that stay. Where somebody froze the heap already nothing is done, since
-    thawing is of all or nothing.
+    Passes leave cycles (a trial is a whole copy of a graph), which must be collected. The objects
+    from before, a captured graph and all of torch, are a million, which each full collection would
+    walk, so they are frozen meanwhile. Nothing is done if the heap is frozen already, since it can
+    only be unfrozen as a whole.
     """
     if gc.get_freeze_count():
         yield

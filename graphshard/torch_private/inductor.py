@@ -1,4 +1,4 @@
-"""The part of `graphshard.torch_private.compat` that touches Inductor, for torch 2.11 to 2.13."""
+"""Torch's private API for compiling graphs with Inductor, for torch 2.11 to 2.13."""
 
 from __future__ import annotations
 
@@ -32,8 +32,8 @@ _RANDOM_ORDER = "_chain_random_ops_for_ordering"
 
 
 SETTINGS = {
-    # Random numbers come from torch's own generators, as in eager. What it costs: a draw is a
-    # kernel of its own, which nothing is fused with, and whose mask is written to memory.
+    # Random numbers come from torch's own generators, as in eager. Each draw is then a kernel of
+    # its own: nothing is fused with it, and its mask is written to memory.
     "fallback_random": True,
     # Regions of one form share a compiled function, whose results must not be overwritten by its
     # next call.
@@ -50,15 +50,15 @@ Compiled = Callable[[list[Any]], Sequence[Any]]
 def draws_as_eager() -> bool:
     """Whether compiled code draws random numbers in the order, and in the layout, eager does.
 
-    What sees to it came with torch 2.13; before, `fallback_random` draws each operator's numbers
-    from torch's own generator, but in an order of Inductor's.
+    Torch 2.13 keeps the order; before, `fallback_random` draws each operator's numbers from torch's
+    own generator, but in an order of Inductor's.
     """
     passes = importlib.import_module("torch._inductor.fx_passes.post_grad")
     return hasattr(passes, _RANDOM_ORDER)
 
 
 def require_inductor() -> None:
-    """Check that this torch has what compiling a region needs.
+    """Check that this torch can compile a region.
 
     Raises:
         UnsupportedTorchError: it does not.
@@ -80,7 +80,7 @@ def compiling(environment: Any, kernels: Kernels) -> Iterator[Any]:
 
     Args:
         environment: the ShapeEnv of the sizes. Inductor's cache on disk is not used without one.
-        kernels: what is left to be made before the compiled graph may be called.
+        kernels: collects the kernels to make before the compiled graph may be called.
     """
     guards = importlib.import_module("torch._guards")
     config = importlib.import_module("torch._inductor.config")
@@ -104,7 +104,7 @@ def compile_graph(graph: fx.GraphModule, inputs: Sequence[Any], mode: Any) -> Co
     Args:
         graph: of operators that write nowhere; it is traced, and stays as it is.
         inputs: FakeTensors of `mode`, and symbolic sizes.
-        mode: what `compiling` gave.
+        mode: the FakeTensorMode of `compiling`.
 
     Raises:
         Exception: whatever Inductor, or the compiler it calls, raises.
@@ -127,10 +127,10 @@ def compile_graph(graph: fx.GraphModule, inputs: Sequence[Any], mode: Any) -> Co
 
 
 class _Decomposed(fx.Interpreter):
-    """Runs operators of which some will be made of others, whose results may lie otherwise."""
+    """Runs a graph whose operators may be decomposed, with results of other strides."""
 
     def call_function(self, target: Any, args: Any, kwargs: Any) -> Any:
-        """A view of what need not lie as it did becomes a copy where it must."""
+        """Call an operator; a view becomes a copy if the strides of its operand changed."""
         if target is torch.ops.aten.view.default:
             target = torch.ops.aten.reshape.default
         return super().call_function(target, args, kwargs)

@@ -41,11 +41,11 @@ class _Patch:
 
     @property
     def owner(self) -> Any:
-        """What is patched; None once it is gone."""
+        """The patched object; None once it is gone."""
         return self._owner()
 
     def value(self) -> Any:
-        """What the owner itself holds now; a class holds descriptors."""
+        """The value that the owner itself holds now; a class holds descriptors."""
         owner = self.owner
         if isinstance(owner, set):
             return self.name if self.name in owner else _MISSING

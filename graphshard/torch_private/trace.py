@@ -1,4 +1,4 @@
-"""The part of `graphshard.torch_private.compat` that is about traces, for torch 2.11 to 2.13."""
+"""Torch's private API for tracing, for torch 2.11 to 2.13."""
 
 from __future__ import annotations
 
@@ -21,15 +21,16 @@ def joint_graph_exporter() -> Any:
 
 
 def is_functional(tensor: torch.Tensor) -> bool:
-    """Whether `tensor` is one of those that stand for others while writes are traced."""
+    """Whether `tensor` is a FunctionalTensor."""
     kind = private("torch._subclasses.functional_tensor", "FunctionalTensor")
     return isinstance(tensor, kind)
 
 
 @contextlib.contextmanager
-def lean_graphs() -> Iterator[None]:
-    """Let a trace leave out what takes a tenth of its time: code of graphs that nobody calls, and
-    on each node a second description of its value.
+def leave_out_descriptions() -> Iterator[None]:
+    """Skip code of graphs that nobody calls, and a second description of each node's value.
+
+    Both together take a tenth of the time of a trace.
     """
     lazily = private("torch.fx._lazy_graph_module", "_use_lazy_graph_module")(True)
     tracer = "torch.fx.experimental.proxy_tensor"
@@ -38,14 +39,14 @@ def lean_graphs() -> Iterator[None]:
 
 
 def descriptors() -> Any:
-    """The module of classes that say what each end of a joint graph is."""
+    """The module of classes that describe the inputs and outputs of a joint graph."""
     private("torch._functorch._aot_autograd.descriptors", "GradAOTOutput")
     return importlib.import_module("torch._functorch._aot_autograd.descriptors")
 
 
 @contextlib.contextmanager
 def tracing_rules(rules: Mapping[Any, Callable[..., Any] | None]) -> Iterator[None]:
-    """Trace through each of these operators by this function; None: by its own kernels alone."""
+    """Trace each of these operators by the given function; None: by its own kernels alone."""
     keys = (torch._C.DispatchKey.Autograd, torch._C.DispatchKey.CompositeImplicitAutograd)
     with contextlib.ExitStack() as stack:
         for op, rule in rules.items():
@@ -60,7 +61,7 @@ def tracing_rules(rules: Mapping[Any, Callable[..., Any] | None]) -> Iterator[No
 
 
 @contextlib.contextmanager
-def compiling() -> Iterator[None]:
+def claim_compiling() -> Iterator[None]:
     """Answer `torch.compiler.is_compiling()` with True."""
     with patched("torch.compiler", "_is_compiling_flag", True):
         yield
@@ -87,7 +88,7 @@ def preserve_node_meta() -> Any:
 
 
 def without_dispatch_modes() -> Any:
-    """The context in which no dispatch mode sees what tensors do."""
+    """The context in which no dispatch mode sees the operators on tensors."""
     return torch._C._DisableTorchDispatch()
 
 
@@ -98,11 +99,11 @@ def traced_graph() -> Any:
 
 
 @contextlib.contextmanager
-def checks_as_operators() -> Iterator[None]:
-    """Trace what raises on a bad matrix as any other operator, and keep it though nobody reads it.
+def keep_matrix_checks() -> Iterator[None]:
+    """Trace `_linalg_check_errors`, which raises on a bad matrix, and keep it though it is unused.
 
-    Torch 2.13 threads tokens through it, for which its own fake tensors have no rule; before, it
-    was dropped from a trace.
+    Torch 2.13 threads effect tokens through it, for which its fake tensors have no rule; earlier
+    versions drop it from a trace.
     """
     registry = private("torch._library.simple_registry", "singleton")
     unread = private("torch.fx.node", "_side_effectful_functions")

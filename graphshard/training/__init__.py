@@ -1,1 +1,1 @@
-"""What a training loop needs beside a step: clipping, scaling, optimizers, full weights."""
+"""The parts of a training loop beside a step: clipping, scaling, optimizers, full weights."""

@@ -1,9 +1,9 @@
 """Clipping gradients by their norm over all parameters and ranks.
 
-The norm is that of one process which holds every gradient whole. What a rank holds of a sharded
-gradient counts as its part; a replicated gradient, equal on its ranks, counts once; gradients that
-nobody reduces (of ignored parameters) may differ, and count by their mean over the ranks, so that
-every rank scales its shards by the same number.
+The norm is that of one process which holds every gradient whole. Each shard of a gradient counts; a
+replicated gradient, equal on its ranks, counts once. Gradients that are not reduced (of ignored
+parameters) may differ and count by their mean over the ranks, so that every rank scales its shards
+by the same number.
 """
 
 from __future__ import annotations
@@ -61,15 +61,15 @@ def clip_grad_norm(
     for param in params:
         if param.grad is not None:
             by_meshes.setdefault(_sharded_over(param.grad), []).append(_local(param.grad))
-    own = [param.grad for param in unreduced if param.grad is not None]
-    grads = [grad for each in by_meshes.values() for grad in each] + own
+    unreduced_grads = [param.grad for param in unreduced if param.grad is not None]
+    grads = [grad for each in by_meshes.values() for grad in each] + unreduced_grads
     dtype = torch.float64 if any(g.dtype == torch.float64 for g in grads) else torch.float32
     norm = _Norm(norm_type, dtype, foreach, device)
     parts = [norm.over(norm.local(each), process_groups) for process_groups, each in
              by_meshes.items()]  # fmt: skip
-    if own or groups:
+    if unreduced_grads or groups:
         # Every rank takes part, since any may hold gradients that others do not.
-        parts.append(norm.over(norm.local(own), groups, mean=True))
+        parts.append(norm.over(norm.local(unreduced_grads), groups, mean=True))
     total = norm.of(torch.stack(parts)) if parts else torch.zeros((), dtype=dtype, device=device)
     if error_if_nonfinite and not bool(total.isfinite()):
         raise RuntimeStateError(
@@ -81,7 +81,7 @@ def clip_grad_norm(
 
 
 class _Norm:
-    """The p-norm of tensors on this rank, and of this rank's part with those of others."""
+    """The p-norm of tensors on this rank, and on the ranks of groups."""
 
     def __init__(
         self, p: float, dtype: torch.dtype, foreach: bool | None, device: torch.device
@@ -137,10 +137,10 @@ def _local(grad: Tensor) -> Tensor:
 
 
 def _by_device(tensors: Iterable[Tensor]) -> Iterable[list[Tensor]]:
-    found: dict[Any, list[Tensor]] = {}
+    by_kind: dict[Any, list[Tensor]] = {}
     for tensor in tensors:
-        found.setdefault((tensor.device, tensor.dtype), []).append(tensor)
-    return found.values()
+        by_kind.setdefault((tensor.device, tensor.dtype), []).append(tensor)
+    return by_kind.values()
 
 
 def _scale(grads: Iterable[Tensor], factor: Tensor, foreach: bool | None) -> None:

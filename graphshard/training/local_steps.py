@@ -1,15 +1,14 @@
 """Optimizers that step on plain tensors instead of DTensors, with the same values.
 
-An operator on a DTensor takes tens of microseconds on the host where one on a plain tensor takes a
-few, and an optimizer may issue ten or more for each parameter. But what AdamW or SGD make of an
-element depends on that element, its gradient and its state alone, so a rank may as well step on the
-local tensors. Here an optimizer made of DTensors stays one: its groups hold them, `zero_grad`,
-clipping, gradient scalers, schedulers, hooks and checkpoints see them. Only inside of `step` its
-groups hold plain parameters that share the memory of the local tensors, their gradients that of the
-gradients' local tensors; nothing is copied. Foreach and fused kernels take them as they are.
+An operator on a DTensor takes tens of microseconds on the host, one on a plain tensor a few, and an
+optimizer may issue ten or more for each parameter. AdamW and SGD update each element from its own
+value, gradient and state alone, so a rank can step on its local tensors instead. The optimizer's
+groups hold the DTensors, so `zero_grad`, clipping, gradient scalers, schedulers, hooks and
+checkpoints see them. Only inside `step` the groups hold plain parameters, which share the memory of
+the local tensors, and so do their gradients. Foreach and fused kernels take them as they are.
 
-Its state is kept as local tensors. `state_dict()` gives them as DTensors, laid out as their
-parameters are, and `load_state_dict` takes such: so checkpoints are those of an ordinary optimizer.
+The optimizer's state holds local tensors. `state_dict()` gives them as DTensors, laid out as their
+parameters, and `load_state_dict` takes DTensors, so checkpoints are those of any other optimizer.
 """
 
 from __future__ import annotations
@@ -32,20 +31,20 @@ ELEMENTWISE = (
     "Adadelta", "Adagrad", "Adam", "AdamW", "Adamax", "ASGD", "NAdam", "RAdam", "RMSprop", "Rprop",
     "SGD",
 )  # fmt: skip
-"""Classes of torch.optim that update each element by itself."""
+"""Classes of torch.optim that update each element independently of all others."""
 
 
 NOT_ELEMENTWISE = ("Adafactor", "LBFGS", "Muon", "SparseAdam")
-"""Those that look at a whole tensor: its shape, its norm, its rows."""
+"""Classes of torch.optim that use a whole tensor: its shape, its norm or its rows."""
 
 
 _STEP = "step"
 
 
-_LENT = "_graphshard_lent"
+_LOCAL_TWIN = "_graphshard_lent"
 
 
-Made = TypeVar("Made", bound=Optimizer)
+AnyOptimizer = TypeVar("AnyOptimizer", bound=Optimizer)
 
 
 def require_elementwise(kind: type[Optimizer], elementwise: bool | None) -> None:
@@ -53,7 +52,7 @@ def require_elementwise(kind: type[Optimizer], elementwise: bool | None) -> None
 
     Args:
         kind: the class.
-        elementwise: what the user says of it; None: it must be one of `ELEMENTWISE`.
+        elementwise: whether the user says so; None: it must be one of `ELEMENTWISE`.
 
     Raises:
         PolicyError: they may not, or nobody says that they may.
@@ -64,8 +63,8 @@ def require_elementwise(kind: type[Optimizer], elementwise: bool | None) -> None
             f"something else; make it of the DTensors, torch.optim.{kind.__name__}("
             "sharded.parameters()), or step on full ones: see sharded.full_parameters()"
         )
-    known = any(kind is getattr(torch.optim, name, None) for name in ELEMENTWISE)
-    if not (known if elementwise is None else elementwise):
+    is_known = any(kind is getattr(torch.optim, name, None) for name in ELEMENTWISE)
+    if not (is_known if elementwise is None else elementwise):
         raise PolicyError(
             f"whether {kind.__module__}.{kind.__name__} updates every element by itself is not "
             f"known, as it is of {', '.join(ELEMENTWISE)} of torch.optim; if it does, say "
@@ -73,10 +72,10 @@ def require_elementwise(kind: type[Optimizer], elementwise: bool | None) -> None
         )
 
 
-def step_locally(optimizer: Made, elementwise: bool | None = None) -> Made:
+def step_locally(optimizer: AnyOptimizer, elementwise: bool | None = None) -> AnyOptimizer:
     """Let `optimizer`, made of DTensors, step on their local tensors from now on.
 
-    The same object is returned. Costs no memory. Of an optimizer without DTensors nothing changes.
+    Returns the same object. Takes no memory. An optimizer without DTensors stays as it is.
 
     Args:
         optimizer: of a class that updates each element by itself; it may have state already.
@@ -87,7 +86,7 @@ def step_locally(optimizer: Made, elementwise: bool | None = None) -> Made:
             scheduler say, which must come after.
     """
     kind: Any = type(optimizer)
-    if issubclass(kind, _Stepping):
+    if issubclass(kind, _LocalStepping):
         return optimizer
     require_elementwise(kind, elementwise)
     if _STEP in vars(optimizer):
@@ -98,27 +97,27 @@ def step_locally(optimizer: Made, elementwise: bool | None = None) -> Made:
     if not any(isinstance(param, DTensor) for param in _params(optimizer)):
         return optimizer
     optimizer.state = defaultdict(
-        dict, {param: _kept(param, state) for param, state in optimizer.state.items()}
+        dict, {param: _local_state(param, state) for param, state in optimizer.state.items()}
     )
-    stepping: Any = _stepping(kind)
+    stepping: Any = _local_class(kind)
     patched_for_good(optimizer, "__class__", stepping)
     torch_compat.rewrap_step(optimizer)
-    optimizer.register_state_dict_post_hook(_shown_state_dict)
-    optimizer.register_load_state_dict_pre_hook(_kept_state_dict)
+    optimizer.register_state_dict_post_hook(_dtensor_state_dict)
+    optimizer.register_load_state_dict_pre_hook(_local_state_dict)
     return optimizer
 
 
 def state_of(optimizer: Optimizer, param: Tensor) -> Mapping[str, Any]:
-    """The state that `optimizer` has of `param`, with DTensors if that is one."""
+    """The state of `param` in `optimizer`, as DTensors if `param` is one."""
     state = optimizer.state[param]
-    return _shown(param, state) if isinstance(optimizer, _Stepping) else state
+    return _dtensor_state(param, state) if isinstance(optimizer, _LocalStepping) else state
 
 
 # -- stepping -------------------------------------------------------------------------------------
 
 
-class _Stepping(Optimizer):
-    """What `step_locally` makes of an optimizer's class."""
+class _LocalStepping(Optimizer):
+    """Base of the classes that `step_locally` gives to optimizers."""
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         raise RuntimeStateError(
@@ -128,69 +127,70 @@ class _Stepping(Optimizer):
 
 
 @cache
-def _stepping(kind: type[Optimizer]) -> type[Optimizer]:
+def _local_class(kind: type[Optimizer]) -> type[Optimizer]:
     """A class like `kind` whose `step` is on local tensors."""
-    own = kind.step
+    original_step: Any = kind.step
     # Optimizers run the hooks of a step in a wrapper around it; ours gets one of its own.
-    own = getattr(own, "__wrapped__", own) if getattr(own, "hooked", False) else own
+    if getattr(original_step, "hooked", False):
+        original_step = getattr(original_step, "__wrapped__", original_step)
 
     def step(self: Optimizer, closure: Any = None, **kwargs: Any) -> Any:
         loss = None
         if closure is not None:  # which computes gradients, and zeroes them, of the DTensors
             with torch.enable_grad():
                 loss = closure()
-        _step_on_local(self, own, kwargs)
+        _step_on_local(self, original_step, kwargs)
         return loss
 
-    step.__doc__ = own.__doc__
-    return type(kind.__name__, (_Stepping, kind), {_STEP: step, "__module__": kind.__module__})
+    step.__doc__ = original_step.__doc__
+    return type(kind.__name__, (_LocalStepping, kind), {_STEP: step, "__module__": kind.__module__})
 
 
-def _step_on_local(optimizer: Optimizer, own: Any, kwargs: dict[str, Any]) -> None:
+def _step_on_local(optimizer: Optimizer, original_step: Any, kwargs: dict[str, Any]) -> None:
     state, groups = optimizer.state, optimizer.param_groups
-    shown = [group["params"] for group in groups]
+    dtensors = [group["params"] for group in groups]
     local_state: defaultdict[Tensor, Any] = defaultdict(dict)
-    lent: list[tuple[Tensor, Tensor]] = []
+    twins: list[tuple[Tensor, Tensor]] = []
     try:
-        local = [[_lent(param, lent) for param in params] for params in shown]
-        for param, part in lent:
-            known = state.get(param)
-            if known is not None:
-                local_state[part] = known
-        for group, parts in zip(groups, local, strict=True):
-            group["params"] = parts
+        twins_by_group = [[_local_twin(param, twins) for param in params] for params in dtensors]
+        for param, twin in twins:
+            param_state = state.get(param)
+            if param_state is not None:
+                local_state[twin] = param_state
+        for group, group_twins in zip(groups, twins_by_group, strict=True):
+            group["params"] = group_twins
         optimizer.state = local_state
-        own(optimizer, **kwargs)
+        original_step(optimizer, **kwargs)
     finally:
-        for group, params in zip(groups, shown, strict=True):
+        for group, params in zip(groups, dtensors, strict=True):
             group["params"] = params
         optimizer.state = state
-        for param, part in lent:
-            if part is not param:
-                part.grad = None  # or it would outlive the DTensor's
-            if part in local_state:
-                state[param] = local_state[part]
+        for param, twin in twins:
+            if twin is not param:
+                twin.grad = None  # or it would outlive the DTensor's
+            if twin in local_state:
+                state[param] = local_state[twin]
 
 
-def _lent(param: Tensor, lent: list[tuple[Tensor, Tensor]]) -> Tensor:
-    """What is stepped on for `param`; adds the pair to `lent`."""
+def _local_twin(param: Tensor, twins: list[tuple[Tensor, Tensor]]) -> Tensor:
+    """The plain parameter to step on for `param`; adds (param, it) to `twins`."""
     if not isinstance(param, DTensor):
-        lent.append((param, param))
+        twins.append((param, param))
         return param
     local = torch_compat.local_tensor(param)
-    known = getattr(param, _LENT, None)
-    if known is None or known[0] is not local:  # somebody may have put another in its place
-        known = (local, nn.Parameter(local, requires_grad=param.requires_grad))
-        setattr(param, _LENT, known)
-    part: Tensor = known[1]
-    lent.append((param, part))
+    pair = getattr(param, _LOCAL_TWIN, None)
+    if pair is None or pair[0] is not local:  # somebody may have put another in its place
+        pair = (local, nn.Parameter(local, requires_grad=param.requires_grad))
+        setattr(param, _LOCAL_TWIN, pair)
+    twin: Tensor = pair[1]
+    twins.append((param, twin))
     grad = param.grad
     if grad is not None:
-        own = _local_grad(param, grad)
-        if own.dtype != part.dtype:
-            torch_compat.set_grad_dtype(part, own.dtype)
-        part.grad = own
-    return part
+        local_grad = _local_grad(param, grad)
+        if local_grad.dtype != twin.dtype:
+            torch_compat.set_grad_dtype(twin, local_grad.dtype)
+        twin.grad = local_grad
+    return twin
 
 
 def _local_grad(param: DTensor, grad: Tensor) -> Tensor:
@@ -212,8 +212,8 @@ def _params(optimizer: Optimizer) -> list[Tensor]:
     return [param for group in optimizer.param_groups for param in group["params"]]
 
 
-def _shown(param: Tensor, state: Mapping[str, Any]) -> dict[str, Any]:
-    """The local `state` of `param` with a DTensor for what is laid out as it."""
+def _dtensor_state(param: Tensor, state: Mapping[str, Any]) -> dict[str, Any]:
+    """`state` of `param` with each tensor that is laid out like `param` as a DTensor."""
     if not isinstance(param, DTensor):
         return dict(state)
     shape = torch_compat.local_tensor(param).shape
@@ -225,17 +225,17 @@ def _shown(param: Tensor, state: Mapping[str, Any]) -> dict[str, Any]:
     }
 
 
-def _kept(param: Tensor, state: Mapping[str, Any]) -> dict[str, Any]:
-    """The `state` of `param` with local tensors for its DTensors.
+def _local_state(param: Tensor, state: Mapping[str, Any]) -> dict[str, Any]:
+    """`state` of `param` with each DTensor replaced by its local tensor.
 
     Raises:
         CheckpointError: a tensor is laid out otherwise than the parameter.
     """
     if not isinstance(param, DTensor):
         return dict(state)
-    kept = {}
+    local_state = {}
     for key, value in state.items():
-        kept[key] = value
+        local_state[key] = value
         if isinstance(value, DTensor):
             alike = value.device_mesh == param.device_mesh and value.placements == param.placements
             if not alike or value.shape != param.shape:
@@ -245,7 +245,7 @@ def _kept(param: Tensor, state: Mapping[str, Any]) -> dict[str, Any]:
                     f"{list(param.shape)}, is placed {param.placements} on {param.device_mesh}; "
                     "load it with sharded.load_optimizer_state_dict"
                 )
-            kept[key] = torch_compat.local_tensor(value)
+            local_state[key] = torch_compat.local_tensor(value)
         elif isinstance(value, Tensor) and key != _STEP and value.numel() > 1:
             local = torch_compat.local_tensor(param)
             if value.shape != local.shape:
@@ -254,18 +254,20 @@ def _kept(param: Tensor, state: Mapping[str, Any]) -> dict[str, Any]:
                     f"this rank's part of it is {list(local.shape)}; load it with "
                     "sharded.load_optimizer_state_dict"
                 )
-    return kept
+    return local_state
 
 
-def _shown_state_dict(optimizer: Optimizer, state_dict: dict[str, Any]) -> dict[str, Any]:
-    return _converted(optimizer, state_dict, _shown)
+def _dtensor_state_dict(optimizer: Optimizer, state_dict: dict[str, Any]) -> dict[str, Any]:
+    return _convert_state_dict(optimizer, state_dict, _dtensor_state)
 
 
-def _kept_state_dict(optimizer: Optimizer, state_dict: dict[str, Any]) -> dict[str, Any]:
-    return _converted(optimizer, state_dict, _kept)
+def _local_state_dict(optimizer: Optimizer, state_dict: dict[str, Any]) -> dict[str, Any]:
+    return _convert_state_dict(optimizer, state_dict, _local_state)
 
 
-def _converted(optimizer: Optimizer, state_dict: dict[str, Any], convert: Any) -> dict[str, Any]:
+def _convert_state_dict(
+    optimizer: Optimizer, state_dict: dict[str, Any], convert: Any
+) -> dict[str, Any]:
     """`state_dict` with the state of each parameter converted; parameters are numbers there."""
     numbers = [number for group in state_dict["param_groups"] for number in group["params"]]
     params = dict(zip(numbers, _params(optimizer), strict=False))

@@ -66,8 +66,8 @@ def _as_function(
     if callable(rule):
         return rule
     pairs = []
-    given: Sequence[Any] = rule
-    for pair in given:
+    rules: Sequence[Any] = rule
+    for pair in rules:
         if not isinstance(pair, tuple) or len(pair) != 2 or not isinstance(pair[0], str):
             raise PolicyError(
                 "rule must be a function of (name, parameter), or hold pairs of a regular "

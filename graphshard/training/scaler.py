@@ -24,12 +24,12 @@ from graphshard.torch_private.patches import replace_dtensor_handler
 
 @cache
 def let_scalers_agree() -> None:
-    """Take over how DTensors are looked through for infinities, in this process, once."""
+    """Replace the search for infinities in DTensors in this process, once."""
     replace_dtensor_handler(torch_compat.find_infinities(), _find_infinities)
 
 
 def _find_infinities(
-    torchs_own: Any, op: Any, args: Sequence[Any], kwargs: Mapping[str, Any]
+    torch_handler: Any, op: Any, args: Sequence[Any], kwargs: Mapping[str, Any]
 ) -> None:
     """`op(grads, found, inverse_scale)` with `found` the maximum over all ranks and gradients."""
     grads: list[Tensor] = args[0]
@@ -43,7 +43,7 @@ def _find_infinities(
     for dtensors in by_mesh.values():
         # Those sharded over the most dimensions first, since only the first one counts.
         dtensors.sort(key=lambda grad: sum(isinstance(p, Replicate) for p in grad.placements))
-        torchs_own(op, (dtensors, *args[1:]), kwargs)
+        torch_handler(op, (dtensors, *args[1:]), kwargs)
         first = dtensors[0]
         for dim, placement in enumerate(first.placements):
             # Of replicated gradients alike on all ranks; whether plain ones are among those of

@@ -32,7 +32,7 @@ class Unsharded:
         self._twins: dict[str, nn.Parameter] = {}
 
     def twin(self, shard: Shard) -> nn.Parameter:
-        """The full parameter: empty outside of the context. Itself, if it is plain."""
+        """The full parameter, empty outside of the context; a plain parameter itself."""
         if not isinstance(shard.param, DTensor):
             return shard.param
         fqn = shard.layout.fqn
@@ -45,7 +45,7 @@ class Unsharded:
         self._twins[fqn].requires_grad_(shard.param.requires_grad)
         return self._twins[fqn]
 
-    def chosen(self, modules: str | Iterable[str] | None) -> list[Shard]:
+    def select(self, modules: str | Iterable[str] | None) -> list[Shard]:
         """The shards of the parameters in `modules` (FQNs), or all.
 
         Raises:
@@ -53,14 +53,14 @@ class Unsharded:
         """
         if modules is None:
             return self.shards
-        wanted = (modules,) if isinstance(modules, str) else tuple(modules)
-        found = {}
-        for module in wanted:
+        fqns = (modules,) if isinstance(modules, str) else tuple(modules)
+        by_fqn = {}
+        for module in fqns:
             inside = [s for s in self.shards if any(_inside(n, module) for n in s.layout.names)]
             if not inside:
                 raise PolicyError(f"unsharded: no module or parameter of the model is {module!r}")
-            found.update({shard.layout.fqn: shard for shard in inside})
-        return list(found.values())
+            by_fqn.update({shard.layout.fqn: shard for shard in inside})
+        return list(by_fqn.values())
 
     def context(
         self, shards: list[Shard], *, writeback: bool, with_grads: bool, rank0_only: bool
@@ -83,7 +83,7 @@ class Unsharded:
                 "context out"
             )
         sharded = [shard for shard in shards if isinstance(shard.param, DTensor)]
-        taken: list[tuple[Shard, nn.Parameter, Any]] = []
+        opened: list[tuple[Shard, nn.Parameter, Any]] = []
         self.open |= names
         if with_grads:
             self.with_grads |= {shard.layout.fqn for shard in sharded}
@@ -100,7 +100,7 @@ class Unsharded:
                     twin.untyped_storage().resize_(full.untyped_storage().nbytes())
                     twin.copy_(full)
                 _set_grad(twin, full_grad)
-                taken.append((shard, twin, shard.param))
+                opened.append((shard, twin, shard.param))
                 for holder, name in shard.homes:
                     holder[name] = twin
             yield {
@@ -109,7 +109,7 @@ class Unsharded:
                 for name in shard.layout.names
             }
         finally:
-            for shard, twin, param in taken:
+            for shard, twin, param in opened:
                 self._split(shard, twin, param, writeback=writeback, with_grads=with_grads)
             self.open -= names
             self.with_grads -= names
@@ -127,9 +127,9 @@ class Unsharded:
             if twin.grad is None:
                 param.grad = None
             elif param.grad is None:
-                part = shard.part_of(twin.grad).to(shard.local.device)
-                part = part.clone(memory_format=torch.contiguous_format)
-                _set_grad(param, shard.as_dtensor(part))
+                grad_part = shard.part_of(twin.grad).to(shard.local.device)
+                grad_part = grad_part.clone(memory_format=torch.contiguous_format)
+                _set_grad(param, shard.as_dtensor(grad_part))
             else:
                 torch_compat.local_tensor(param.grad).copy_(shard.part_of(twin.grad))
         twin.grad = None
@@ -144,7 +144,7 @@ def _set_grad(param: nn.Parameter, grad: Tensor | None) -> None:
 
 
 def _full(shard: Shard, tensor: Any) -> Tensor:
-    """All of a DTensor, gathered where the ranks can and then put where its parts lie."""
+    """The full tensor of a DTensor: gathered on the group's device, returned on the DTensor's."""
     local = torch_compat.local_tensor(tensor)
     there = torch_compat.dtensor_like(tensor, local.to(shard.group.device))
     return there.full_tensor().to(local.device)

@@ -25,7 +25,7 @@ from toy_programs import (
 
 import graphshard
 from graphshard import BlockPolicy, MixedPrecision
-from graphshard.capture.casting import settle_casts
+from graphshard.capture.casting import place_casts
 from graphshard.capture.entry import capture
 from graphshard.errors import CaptureError, PassError, VerifyError
 from graphshard.pipeline import default_passes, run_passes
@@ -62,7 +62,7 @@ class MixedToy(Toy):
         self.grads = {n: self.op(cast_op, g, F32, module=n) for n, g in self.grads.items()}
         self.params = self.stored
         program = super().finish(output, **options)
-        settle_casts(program, Precisions({}, dict.fromkeys(self.params, BF16)))
+        place_casts(program, Precisions({}, dict.fromkeys(self.params, BF16)))
         return program
 
 

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 from torch._inductor import async_compile, codecache
 
-from graphshard.torch_private.cpp_kernels import Kernels, joined
+from graphshard.torch_private.cpp_kernels import Kernels, join_sources
 
 TEMPLATE = "{extra_parse_arg}; entry {entry_func} of {arg_len}: {{ {call_entry_func} }}"
 
@@ -24,7 +24,7 @@ ARGTYPES = ("const float*", "int64_t")
 
 
 def test_one_source_calls_kernels_by_number():
-    source = joined([(ARGTYPES, kernel("x")), (ARGTYPES[:1], kernel("kernel(1)"))], TEMPLATE)
+    source = join_sources([(ARGTYPES, kernel("x")), (ARGTYPES[:1], kernel("kernel(1)"))], TEMPLATE)
     assert 'extern "C"  void  kernel_0(const float* a, int64_t n)\n{x}' in source
     assert 'extern "C"  void  kernel_1(const float* a, int64_t n)\n{kernel(1)}' in source
     assert "kernel_0(parse_arg<float*>(args, 1), parse_arg<int64_t>(args, 2));" in source

@@ -15,7 +15,7 @@ from examples.benchmarks import scaling
 from graphshard.cost.op_cost import op_cost
 from graphshard.hardware.hardware import Hardware
 from graphshard.schedule.clusters import Work
-from graphshard.torch_private.gc_pause import collections_off, only_new_collected
+from graphshard.torch_private.gc_pause import collect_only_new, pause_collections
 
 
 class Cycle:
@@ -34,12 +34,12 @@ class Cycle:
 def test_what_was_there_is_not_walked_while_passes_run_and_is_afterwards() -> None:
     gc.collect()
     Cycle()
-    with only_new_collected():
+    with collect_only_new():
         assert gc.get_freeze_count() > 0
         Cycle()
         gc.collect()
         assert Cycle.alive == 1
-        with only_new_collected():
+        with collect_only_new():
             pass
         assert gc.get_freeze_count() > 0  # of the outer one
     assert gc.get_freeze_count() == 0
@@ -51,7 +51,7 @@ def test_a_heap_that_somebody_froze_stays_frozen() -> None:
     gc.freeze()
     try:
         frozen = gc.get_freeze_count()
-        with only_new_collected():
+        with collect_only_new():
             assert gc.get_freeze_count() <= frozen
         assert gc.get_freeze_count() > 0
     finally:
@@ -59,12 +59,12 @@ def test_a_heap_that_somebody_froze_stays_frozen() -> None:
 
 
 def test_collections_go_on_after_an_error() -> None:
-    for paused in (only_new_collected, collections_off):
+    for paused in (collect_only_new, pause_collections):
         with pytest.raises(ZeroDivisionError), paused():
             raise ZeroDivisionError
         assert gc.get_freeze_count() == 0
         assert gc.isenabled()
-    with collections_off():
+    with pause_collections():
         assert not gc.isenabled()
     assert gc.isenabled()
 
