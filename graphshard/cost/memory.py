@@ -26,7 +26,7 @@ from graphshard.program.annotations import Budget
 from graphshard.program.collective import Collective, operands_of, wait_of
 from graphshard.program.program import Program
 from graphshard.program.sizes import is_contiguous
-from graphshard.program.storages import KINDS, Storage, bytes_of, storages_of
+from graphshard.program.storages import KINDS, Storage, bytes_of, node_bytes, storages_of
 
 
 def bytes_held(program: Program, plan: ShardingPlan, of_policy: bool, backend: str) -> int:
@@ -74,9 +74,9 @@ def buffers_of(program: Program, backend: str) -> Iterator[Storage]:
         elif node.target is ops.all_gather:
             yield from _of_gather(node, program, backend, make)
         elif node.target is ops.keep:
-            yield make(node, bytes_of(node.meta["val"]), KEPT, ends=())
+            yield make(node, node_bytes(node), KEPT, ends=())
         elif ops.is_transfer(node):
-            size = bytes_of(node.meta["val"])
+            size = node_bytes(node)
             if node.target is ops.add_kept:
                 # Added in place to what an earlier backward kept, which counts on as the sum.
                 yield make(node, size, KEPT, first=None, ends=[node], over=-1)
@@ -337,7 +337,7 @@ def resident_bytes(
     trained = sum(_own_bytes(layout) for layout in layouts if layout.requires_grad)
     states = 0 if optimizer is None else int(optimizer.states * trained)
     ends = [entry.node for entry in program.buffers] + [entry.node for entry in program.inputs]
-    held = sum(_bytes(node) for node in ends)
+    held = sum(map(node_bytes, ends))
     if plan.policy.offloads("params"):
         return {INPUTS: held}, shards + states
     return {SHARDS: shards, OPTIMIZER: states, INPUTS: held}, 0
@@ -350,8 +350,3 @@ def _own_bytes(layout: ParamLayout) -> int:
     start, stop = layout.rows(0)
     rest = prod(layout.shape) // max(1, layout.shape[0])
     return (stop - start) * rest * layout.dtype.itemsize
-
-
-def _bytes(node: fx.Node) -> int:
-    val = node.meta.get("val")
-    return bytes_of(val) if isinstance(val, torch.Tensor) else 0

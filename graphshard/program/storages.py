@@ -13,7 +13,6 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
-from math import prod
 from operator import getitem
 
 import torch
@@ -71,7 +70,7 @@ def saved_storages(program: Program, plan: ShardingPlan) -> list[Saved]:
 
 def gathered_bytes(gather: fx.Node, program: Program) -> int:
     """Bytes of the buffers an all_gather fills, padding included."""
-    return _ranks(gather, program) * sum(map(_bytes, operands_of(gather)))
+    return _ranks(gather, program) * sum(map(node_bytes, operands_of(gather)))
 
 
 def new_bytes(gather: fx.Node, program: Program) -> int:
@@ -82,7 +81,7 @@ def new_bytes(gather: fx.Node, program: Program) -> int:
 def released_bytes(release: fx.Node, program: Program) -> int:
     """Bytes that a `release` gives back, padding included."""
     gather, index = ops.released(release)
-    return _ranks(gather, program) * _bytes(operands_of(gather)[index])
+    return _ranks(gather, program) * node_bytes(operands_of(gather)[index])
 
 
 def copied_bytes(gather: fx.Node, program: Program) -> int:
@@ -94,7 +93,7 @@ def copied_bytes(gather: fx.Node, program: Program) -> int:
     if ranks == 1:
         return 0
     split = zip(operands_of(gather), Collective.of(gather).dims, strict=True)
-    return max((_bytes(shard) * ranks for shard, dim in split if dim), default=0)
+    return max((node_bytes(shard) * ranks for shard, dim in split if dim), default=0)
 
 
 def _ranks(gather: fx.Node, program: Program) -> int:
@@ -118,7 +117,7 @@ def live_unsharded(program: Program) -> Iterator[tuple[fx.Node, int]]:
             held[node] = new_bytes(node, program)
             live += held[node]
         elif node.target is ops.reshard:
-            held[node] = _bytes(node)
+            held[node] = node_bytes(node)
             live += held[node]
         elif node.target is ops.release:
             size = released_bytes(node, program)
@@ -144,11 +143,6 @@ def _parts_over(program: Program) -> dict[fx.Node, list[fx.Node]]:
             for wait in last.users:
                 over.setdefault(wait, []).append(part)
     return over
-
-
-def _bytes(node: fx.Node) -> int:
-    val = node.meta["val"]
-    return prod(val.shape) * val.dtype.itemsize
 
 
 PARAMETERS = "unsharded parameters"
@@ -245,6 +239,12 @@ def bytes_of(tensor: Tensor) -> int:
     return size
 
 
+def node_bytes(node: fx.Node) -> int:
+    """Bytes of the tensor that `node` gives, as `bytes_of`; 0 if it gives none, or several."""
+    val = node.meta.get("val")
+    return bytes_of(val) if isinstance(val, Tensor) else 0
+
+
 def storages_of(program: Program) -> Storages:
     """The storages of `program`, captured or rewritten."""
     return _Walk(program).run()
@@ -308,7 +308,7 @@ class _Walk:
             self._gathers(node)
             self.of_params.add(node)
         elif node.target is ops.reshard:
-            self.of_node[node] = (self._new(node, bytes_of(node.meta["val"]), PARAMETERS),)
+            self.of_node[node] = (self._new(node, node_bytes(node), PARAMETERS),)
         elif ops.is_transfer(node):
             self._transfers(node)
         elif ops.op_name(node) is not None or ops.is_unpack(node):
@@ -350,12 +350,12 @@ class _Walk:
         if node.target is ops.arrive:
             self._passes_on(node)
         elif node.target is ops.to_device:
-            size = bytes_of(source.meta["val"])
+            size = node_bytes(source)
             self.of_node[node] = (self._new(node, size, FETCHED),)
         elif node.target is not ops.to_host and not ops.is_reduced(source):
             param = ops.origin(node) in self.of_params
             kind = PARAMETERS if param else AT_WORK
-            self.of_node[node] = (self._new(node, bytes_of(node.meta["val"]), kind),)
+            self.of_node[node] = (self._new(node, node_bytes(node), kind),)
 
     def _passes_on(self, node: fx.Node) -> None:
         """A wait, an unpacking, a free: the storages of a gather, none of a reduce.
