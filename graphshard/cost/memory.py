@@ -26,7 +26,15 @@ from graphshard.program.annotations import Budget
 from graphshard.program.collective import Collective, operands_of, wait_of
 from graphshard.program.program import Program
 from graphshard.program.sizes import is_contiguous
-from graphshard.program.storages import KINDS, Storage, bytes_of, node_bytes, storages_of
+from graphshard.program.storages import (
+    END,
+    KINDS,
+    Storage,
+    bytes_of,
+    changes,
+    node_bytes,
+    storages_of,
+)
 
 
 def bytes_held(program: Program, plan: ShardingPlan, of_policy: bool, backend: str) -> int:
@@ -58,10 +66,6 @@ GRADIENTS = "gradients"
 
 
 KEPT = "gradients kept by no_sync"
-
-
-END = 1 << 60
-"""Where a storage dies that outlives the step."""
 
 
 def buffers_of(program: Program, backend: str) -> Iterator[Storage]:
@@ -311,21 +315,13 @@ def memory_of(
 
 
 def _walk(storages: Iterable[Storage], resident: Mapping[str, int]) -> Iterator[Point]:
-    events: list[tuple[int, int, Storage]] = []
-    for storage in storages:
-        if storage.size:
-            # What a node's operands hold is given back once it has run, with its results there.
-            events.append((storage.born, 1, storage))
-            if storage.dies < END:
-                events.append((storage.dies + 1, -1, storage))
-    events.sort(key=lambda event: event[:2])
     live = Counter(resident)
-    total = sum(live.values())
-    for index, (place, sign, storage) in enumerate(events):
-        live[storage.kind] += sign * storage.size
-        total += sign * storage.size
-        if index + 1 == len(events) or events[index + 1][0] != place:
-            yield Point(place, total, dict(live))
+    for place, gone, new in changes(storages):
+        for storage in gone:
+            live[storage.kind] -= storage.size
+        for storage in new:
+            live[storage.kind] += storage.size
+        yield Point(place, live.total(), dict(live))
 
 
 def resident_bytes(

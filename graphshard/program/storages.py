@@ -11,7 +11,7 @@ the host, and what an operator allocates and drops inside.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from operator import getitem
 
@@ -166,6 +166,10 @@ RETURNED = "returned"
 AT_WORK = "at work"
 
 
+END = 1 << 60
+"""The place where a storage dies that outlives the step."""
+
+
 KINDS = (PARAMETERS, SAVED, RECOMPUTED, FETCHED, GRADIENTS, RETURNED, AT_WORK)
 
 
@@ -178,7 +182,7 @@ class Storage:
     parameter that is to be reduced; returned by the step; or none of these.
 
     In another order of the same nodes it is born where `first` stands, `late` places behind it, and
-    dies with the last of `ends`, `over` places behind that: see `graphshard.schedule.lives`.
+    dies with the last of `ends`, `over` places behind that: see `graphshard.schedule.memory`.
     """
 
     node: fx.Node
@@ -212,15 +216,12 @@ class Storages:
 
     def live(self) -> list[int]:
         """By place, the bytes that live while the node there runs."""
-        change = [0] * (len(self.place) + 1)
-        for storage in self.all:
-            change[storage.born] += storage.size
-            change[storage.dies + 1] -= storage.size
-        total, live = 0, []
-        for difference in change[:-1]:
-            total += difference
-            live.append(total)
-        return live
+        total = 0
+        live: list[int] = []
+        for place, gone, new in changes(self.all):
+            live += [total] * (place - len(live))
+            total += sum(storage.size for storage in new) - sum(storage.size for storage in gone)
+        return live + [total] * (len(self.place) - len(live))
 
     def saved_by_unit(self) -> Counter[str]:
         """Bytes of activations kept from forward to backward, by the unit that computed them."""
@@ -229,6 +230,22 @@ class Storages:
             if storage.kind == SAVED:
                 found[storage.unit] += storage.size
         return found
+
+
+def changes(storages: Iterable[Storage]) -> Iterator[tuple[int, list[Storage], list[Storage]]]:
+    """Each place at which what is alive changes, with the storages gone by then and those born.
+
+    A storage is gone at the place behind that of its last use, and never if it outlives the step.
+    Those of no bytes are left out.
+    """
+    by_place: dict[int, tuple[list[Storage], list[Storage]]] = {}
+    for storage in storages:
+        if storage.size:
+            by_place.setdefault(storage.born, ([], []))[1].append(storage)
+            if storage.dies < END:
+                by_place.setdefault(storage.dies + 1, ([], []))[0].append(storage)
+    for place in sorted(by_place):
+        yield place, *by_place[place]
 
 
 def bytes_of(tensor: Tensor) -> int:
