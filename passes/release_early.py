@@ -14,7 +14,7 @@ from graphshard.program.aliases import gather_waits, unpacks, uses_of
 from graphshard.program.edit import insert_node
 from graphshard.program.pass_protocol import Pass, Stage
 from graphshard.program.program import BACKWARD, Program
-from graphshard.program.storages import bytes_of
+from graphshard.program.storages import node_bytes
 
 
 @dataclass(frozen=True)
@@ -47,7 +47,7 @@ class ReleaseEarly(Pass):
                 if any(user.target is ops.release for user in picked.users):
                     raise PassError(f"pass {self.name}: {picked.name} is released already")
                 last = max(uses_of(picked))
-                if bytes_of(picked.meta["val"]) >= self.min_bytes and _makes_something(last, free):
+                if node_bytes(picked) >= self.min_bytes and _makes_something(last, free):
                     sites.append((last, picked))
         for last, picked in sites:
             with program.graph.inserting_after(last):

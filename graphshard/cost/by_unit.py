@@ -6,11 +6,11 @@ from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
-from graphshard.cost.memory import END, MemoryCurve
+from graphshard.cost.memory import MemoryCurve
 from graphshard.cost.streams import COMPUTE
 from graphshard.cost.timeline import Timeline, Transfer
 from graphshard.planning.plan import ShardingPlan
-from graphshard.program.storages import Storage
+from graphshard.program.storages import END, Storage, changes
 
 
 @dataclass(frozen=True)
@@ -90,22 +90,19 @@ def _intervals(
     category: str, storages: Iterable[Storage], at: Sequence[float], until: float
 ) -> list[Held]:
     """The times over which some of `storages` live, and the most bytes that do at once."""
-    changes: dict[int, list[int]] = defaultdict(lambda: [0, 0])  # by place: born there, freed there
-    for storage in storages:
-        changes[storage.born][0] += storage.size
-        changes[storage.dies + 1 if storage.dies < END else END][1] += storage.size
-    found: list[Held] = []
+    intervals: list[Held] = []
     live = most = start = 0
-    for place in sorted(changes):
-        born, freed = changes[place]
-        before, live = live, live - freed
-        if before and not live and not born:
-            found.append(_held(category, most, start, place, at, until))
-        if born and not before:
+    for place, gone, new in changes(storages):
+        before, live = live, live - sum(storage.size for storage in gone)
+        if before and not live and not new:
+            intervals.append(_held(category, most, start, place, at, until))
+        if new and not before:
             start, most = place, 0
-        live += born
+        live += sum(storage.size for storage in new)
         most = max(most, live)
-    return found
+    if live:  # what outlives the step
+        intervals.append(_held(category, most, start, END, at, until))
+    return intervals
 
 
 def _held(

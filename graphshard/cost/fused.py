@@ -21,7 +21,7 @@ from graphshard.program import ops
 from graphshard.program.aliases import is_view_op
 from graphshard.program.program import Program
 from graphshard.program.regions import Region, picks_from, regions_in, viewed
-from graphshard.program.storages import bytes_of
+from graphshard.program.storages import node_bytes
 
 _STREAMS = ("add",)
 """The measured curve of a fused kernel: that of elementwise arithmetic."""
@@ -64,11 +64,11 @@ def _kernel(nodes: list[fx.Node]) -> OpCost:
         for value in node.all_input_nodes:
             owner = _owner(value)
             if _maker(owner) not in inside and isinstance(value.meta.get("val"), Tensor):
-                size = bytes_of(value.meta["val"])
-                reads[owner] = max(reads.get(owner, 0), min(size, _size(owner)))
+                size = node_bytes(value)
+                reads[owner] = max(reads.get(owner, 0), min(size, node_bytes(owner)))
         for value in _values(node):
             if _read_outside(value, inside):
-                moved += bytes_of(value.meta["val"])
+                moved += node_bytes(value)
     floats = [n.meta["val"].dtype for n in (*reads, *nodes) if isinstance(n.meta["val"], Tensor)]
     floats = [dtype for dtype in floats if dtype.is_floating_point]
     dtype = floats[0] if floats else torch.float32
@@ -94,11 +94,6 @@ def _owner(value: fx.Node) -> fx.Node:
     while (base := viewed(value)) is not None:
         value = base
     return value
-
-
-def _size(value: fx.Node) -> int:
-    val = value.meta.get("val")
-    return bytes_of(val) if isinstance(val, Tensor) else 0
 
 
 def _values(node: fx.Node) -> list[fx.Node]:

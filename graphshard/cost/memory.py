@@ -26,7 +26,15 @@ from graphshard.program.annotations import Budget
 from graphshard.program.collective import Collective, operands_of, wait_of
 from graphshard.program.program import Program
 from graphshard.program.sizes import is_contiguous
-from graphshard.program.storages import KINDS, Storage, bytes_of, storages_of
+from graphshard.program.storages import (
+    END,
+    KINDS,
+    Storage,
+    bytes_of,
+    changes,
+    node_bytes,
+    storages_of,
+)
 
 
 def bytes_held(program: Program, plan: ShardingPlan, of_policy: bool, backend: str) -> int:
@@ -60,10 +68,6 @@ GRADIENTS = "gradients"
 KEPT = "gradients kept by no_sync"
 
 
-END = 1 << 60
-"""Where a storage dies that outlives the step."""
-
-
 def buffers_of(program: Program, backend: str) -> Iterator[Storage]:
     """Storages of collectives and of gradients reduced or kept, in the order they are made."""
     make = _Maker({node: index for index, node in enumerate(program.graph.nodes)})
@@ -74,9 +78,9 @@ def buffers_of(program: Program, backend: str) -> Iterator[Storage]:
         elif node.target is ops.all_gather:
             yield from _of_gather(node, program, backend, make)
         elif node.target is ops.keep:
-            yield make(node, bytes_of(node.meta["val"]), KEPT, ends=())
+            yield make(node, node_bytes(node), KEPT, ends=())
         elif ops.is_transfer(node):
-            size = bytes_of(node.meta["val"])
+            size = node_bytes(node)
             if node.target is ops.add_kept:
                 # Added in place to what an earlier backward kept, which counts on as the sum.
                 yield make(node, size, KEPT, first=None, ends=[node], over=-1)
@@ -316,21 +320,13 @@ def memory_of(
 
 
 def _walk(storages: Iterable[Storage], resident: Mapping[str, int]) -> Iterator[Point]:
-    events: list[tuple[int, int, Storage]] = []
-    for storage in storages:
-        if storage.size:
-            # What a node's operands hold is given back once it has run, with its results there.
-            events.append((storage.born, 1, storage))
-            if storage.dies < END:
-                events.append((storage.dies + 1, -1, storage))
-    events.sort(key=lambda event: event[:2])
     live = Counter(resident)
-    total = sum(live.values())
-    for index, (place, sign, storage) in enumerate(events):
-        live[storage.kind] += sign * storage.size
-        total += sign * storage.size
-        if index + 1 == len(events) or events[index + 1][0] != place:
-            yield Point(place, total, dict(live))
+    for place, gone, new in changes(storages):
+        for storage in gone:
+            live[storage.kind] -= storage.size
+        for storage in new:
+            live[storage.kind] += storage.size
+        yield Point(place, live.total(), dict(live))
 
 
 def resident_bytes(
@@ -342,7 +338,7 @@ def resident_bytes(
     trained = sum(_own_bytes(layout) for layout in layouts if layout.requires_grad)
     states = 0 if optimizer is None else int(optimizer.states * trained)
     ends = [entry.node for entry in program.buffers] + [entry.node for entry in program.inputs]
-    held = sum(_bytes(node) for node in ends)
+    held = sum(map(node_bytes, ends))
     if plan.policy.offloads("params"):
         return {INPUTS: held}, shards + states
     return {SHARDS: shards, OPTIMIZER: states, INPUTS: held}, 0
@@ -355,8 +351,3 @@ def _own_bytes(layout: ParamLayout) -> int:
     start, stop = layout.rows(0)
     rest = prod(layout.shape) // max(1, layout.shape[0])
     return (stop - start) * rest * layout.dtype.itemsize
-
-
-def _bytes(node: fx.Node) -> int:
-    val = node.meta.get("val")
-    return bytes_of(val) if isinstance(val, torch.Tensor) else 0

@@ -15,7 +15,7 @@ from graphshard.hardware.hardware import Hardware
 from graphshard.program import ops
 from graphshard.program.collective import operands_of
 from graphshard.program.program import Program
-from graphshard.program.storages import bytes_of
+from graphshard.program.storages import node_bytes
 
 COMPUTE, FROM_HOST, TO_HOST = "compute", "copies from host", "copies to host"
 
@@ -44,9 +44,9 @@ def node_seconds(
         return collective_seconds(op.moves, moved, shape, hardware, tensors=tensors)
     if node.target in ops.COPIES:
         bandwidth = hardware.host_bandwidth * hardware.efficiency["host"]
-        return hardware.launch_floor + bytes_of(node.meta["val"]) / bandwidth
+        return hardware.launch_floor + node_bytes(node) / bandwidth
     if node.target in STREAMED:
-        moved = sum(bytes_of(n.meta["val"]) for n in (node, *_read(node)))
+        moved = sum(map(node_bytes, (node, *_read(node))))
         return _copy_seconds(moved, hardware)
     if ops.op_name(node) is not None:
         return 0.0
@@ -70,7 +70,7 @@ def _copy_seconds(moved: int, hardware: Hardware) -> float:
 
 def moved_bytes(collective: fx.Node, program: Program) -> int:
     """Bytes of the full tensors that `collective` gathers, scatters or reduces."""
-    total = sum(bytes_of(operand.meta["val"]) for operand in operands_of(collective))
+    total = sum(map(node_bytes, operands_of(collective)))
     return total * ranks_of(collective, program) if collective.target is ops.all_gather else total
 
 

@@ -33,7 +33,7 @@ from graphshard.hardware.hardware import Hardware
 from graphshard.planning.plan import ShardingPlan
 from graphshard.program import ops
 from graphshard.program.program import Program
-from graphshard.program.storages import bytes_of
+from graphshard.program.storages import node_bytes
 
 
 @dataclass(frozen=True)
@@ -137,7 +137,7 @@ class _Walk:
             elif node.target is ops.arrive:
                 self._finish(place, node.args[0])
             elif node.target in ops.COPIES:
-                self._start(place, node, bytes_of(node.meta["val"]))
+                self._start(place, node, node_bytes(node))
             elif ops.op_name(node) is None or node.target in STREAMED:
                 self._compute(place, node)
         self.at.append(self.clocks.now)

@@ -11,9 +11,8 @@ the host, and what an operator allocates and drops inside.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
-from math import prod
 from operator import getitem
 
 import torch
@@ -71,7 +70,7 @@ def saved_storages(program: Program, plan: ShardingPlan) -> list[Saved]:
 
 def gathered_bytes(gather: fx.Node, program: Program) -> int:
     """Bytes of the buffers an all_gather fills, padding included."""
-    return _ranks(gather, program) * sum(map(_bytes, operands_of(gather)))
+    return _ranks(gather, program) * sum(map(node_bytes, operands_of(gather)))
 
 
 def new_bytes(gather: fx.Node, program: Program) -> int:
@@ -82,7 +81,7 @@ def new_bytes(gather: fx.Node, program: Program) -> int:
 def released_bytes(release: fx.Node, program: Program) -> int:
     """Bytes that a `release` gives back, padding included."""
     gather, index = ops.released(release)
-    return _ranks(gather, program) * _bytes(operands_of(gather)[index])
+    return _ranks(gather, program) * node_bytes(operands_of(gather)[index])
 
 
 def copied_bytes(gather: fx.Node, program: Program) -> int:
@@ -94,7 +93,7 @@ def copied_bytes(gather: fx.Node, program: Program) -> int:
     if ranks == 1:
         return 0
     split = zip(operands_of(gather), Collective.of(gather).dims, strict=True)
-    return max((_bytes(shard) * ranks for shard, dim in split if dim), default=0)
+    return max((node_bytes(shard) * ranks for shard, dim in split if dim), default=0)
 
 
 def _ranks(gather: fx.Node, program: Program) -> int:
@@ -118,7 +117,7 @@ def live_unsharded(program: Program) -> Iterator[tuple[fx.Node, int]]:
             held[node] = new_bytes(node, program)
             live += held[node]
         elif node.target is ops.reshard:
-            held[node] = _bytes(node)
+            held[node] = node_bytes(node)
             live += held[node]
         elif node.target is ops.release:
             size = released_bytes(node, program)
@@ -146,11 +145,6 @@ def _parts_over(program: Program) -> dict[fx.Node, list[fx.Node]]:
     return over
 
 
-def _bytes(node: fx.Node) -> int:
-    val = node.meta["val"]
-    return prod(val.shape) * val.dtype.itemsize
-
-
 PARAMETERS = "unsharded parameters"
 
 
@@ -170,6 +164,10 @@ RETURNED = "returned"
 
 
 AT_WORK = "at work"
+
+
+END = 1 << 60
+"""The place where a storage dies that outlives the step."""
 
 
 KINDS = (PARAMETERS, SAVED, RECOMPUTED, FETCHED, GRADIENTS, RETURNED, AT_WORK)
@@ -218,15 +216,12 @@ class Storages:
 
     def live(self) -> list[int]:
         """By place, the bytes that live while the node there runs."""
-        change = [0] * (len(self.place) + 1)
-        for storage in self.all:
-            change[storage.born] += storage.size
-            change[storage.dies + 1] -= storage.size
-        total, live = 0, []
-        for difference in change[:-1]:
-            total += difference
-            live.append(total)
-        return live
+        total = 0
+        live: list[int] = []
+        for place, gone, new in changes(self.all):
+            live += [total] * (place - len(live))
+            total += sum(storage.size for storage in new) - sum(storage.size for storage in gone)
+        return live + [total] * (len(self.place) - len(live))
 
     def saved_by_unit(self) -> Counter[str]:
         """Bytes of activations kept from forward to backward, by the unit that computed them."""
@@ -237,12 +232,34 @@ class Storages:
         return found
 
 
+def changes(storages: Iterable[Storage]) -> Iterator[tuple[int, list[Storage], list[Storage]]]:
+    """Each place at which what is alive changes, with the storages gone by then and those born.
+
+    A storage is gone at the place behind that of its last use, and never if it outlives the step.
+    Those of no bytes are left out.
+    """
+    by_place: dict[int, tuple[list[Storage], list[Storage]]] = {}
+    for storage in storages:
+        if storage.size:
+            by_place.setdefault(storage.born, ([], []))[1].append(storage)
+            if storage.dies < END:
+                by_place.setdefault(storage.dies + 1, ([], []))[0].append(storage)
+    for place in sorted(by_place):
+        yield place, *by_place[place]
+
+
 def bytes_of(tensor: Tensor) -> int:
     """Bytes of the elements of `tensor`; a symbolic size counts as in the call captured."""
     size = tensor.dtype.itemsize
     for length in tensor.shape:
         size *= size_hint(length)
     return size
+
+
+def node_bytes(node: fx.Node) -> int:
+    """Bytes of the tensor that `node` gives, as `bytes_of`; 0 if it gives none, or several."""
+    val = node.meta.get("val")
+    return bytes_of(val) if isinstance(val, Tensor) else 0
 
 
 def storages_of(program: Program) -> Storages:
@@ -308,7 +325,7 @@ class _Walk:
             self._gathers(node)
             self.of_params.add(node)
         elif node.target is ops.reshard:
-            self.of_node[node] = (self._new(node, bytes_of(node.meta["val"]), PARAMETERS),)
+            self.of_node[node] = (self._new(node, node_bytes(node), PARAMETERS),)
         elif ops.is_transfer(node):
             self._transfers(node)
         elif ops.op_name(node) is not None or ops.is_unpack(node):
@@ -350,12 +367,12 @@ class _Walk:
         if node.target is ops.arrive:
             self._passes_on(node)
         elif node.target is ops.to_device:
-            size = bytes_of(source.meta["val"])
+            size = node_bytes(source)
             self.of_node[node] = (self._new(node, size, FETCHED),)
         elif node.target is not ops.to_host and not ops.is_reduced(source):
             param = ops.origin(node) in self.of_params
             kind = PARAMETERS if param else AT_WORK
-            self.of_node[node] = (self._new(node, bytes_of(node.meta["val"]), kind),)
+            self.of_node[node] = (self._new(node, node_bytes(node), kind),)
 
     def _passes_on(self, node: fx.Node) -> None:
         """A wait, an unpacking, a free: the storages of a gather, none of a reduce.
