@@ -7,7 +7,6 @@ The DTensor that the optimizer sees is a view of this rank's rows of a buffer of
 
 from __future__ import annotations
 
-import sys
 import weakref
 from collections.abc import Collection, Mapping
 from typing import Any
@@ -20,6 +19,7 @@ from graphshard.errors import PlanError
 from graphshard.planning.layout import ParamLayout
 from graphshard.runtime.group import Group
 from graphshard.runtime.shards import Shard
+from graphshard.torch_private import compat as torch_compat
 
 
 class ResidentShard(Shard):
@@ -32,7 +32,6 @@ class ResidentShard(Shard):
         self.full = torch.empty(0)
         self._current: tuple[int, ...] | None = None  # `_trace` when all rows were, if ever
         self._grad: weakref.ref[Tensor] | None = None  # that backward left
-        self._handed: list[Tensor] = []
         super().__init__(layout, group, model_param)
 
     @property
@@ -51,18 +50,18 @@ class ResidentShard(Shard):
 
     def gathered(self) -> None:
         """Note that all rows are current now."""
-        # What nobody else refers to any more: this list, the variable, and the argument do.
-        self._handed = [tensor for tensor in self._handed if sys.getrefcount(tensor) > 3]
         self._current = self._trace()
         self._note_grad()
 
-    def hand_out(self, tensor: Tensor) -> None:
-        """Watch `tensor`, which shares the memory of the parameter's part: it may be written to."""
-        if not any(tensor is known for known in (self.local, *self._handed)):
-            was_current = self._current == self._trace()
-            self._handed.append(tensor)
-            if was_current:
-                self._current = self._trace()
+    def hand_out(self, value: DTensor) -> None:
+        """Let writes into `value`, which a state dict holds, be seen.
+
+        A detached DTensor has a local tensor with a version counter of its own. One that is
+        detached from `local` shares its counter, as do all views of it, however long they live.
+        """
+        shown, local = self.local_of(value), self.local
+        if shown is not local and shown.device == local.device and shown.is_set_to(local):
+            torch_compat.set_local_tensor(value, self.local.detach())
 
     def filled(self) -> None:
         """See `Shard.filled`; what other ranks were given for their rows is not known here."""
@@ -82,7 +81,7 @@ class ResidentShard(Shard):
         self._grad = None if grad is None else weakref.ref(grad)
 
     def _trace(self) -> tuple[int, ...]:
-        return (*self.changes(), self.local._version, *(t._version for t in self._handed))
+        return (*self.changes(), self.local._version)
 
     # -- layout -------------------------------------------------------------------------------
 
@@ -113,7 +112,7 @@ def watch_state_dicts(module: nn.Module, shards: Mapping[str, Shard]) -> None:
         for name, shard in resident.items():
             value = state.get(prefix + name)
             if isinstance(value, DTensor):
-                shard.hand_out(shard.local_of(value))
+                shard.hand_out(value)
 
     module.register_state_dict_post_hook(hand_out)
 
