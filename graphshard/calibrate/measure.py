@@ -16,8 +16,8 @@ from typing import Any, Protocol
 import torch
 
 
-class Work(Protocol):
-    """A piece of work to time.
+class Benchmark(Protocol):
+    """An operation to time.
 
     group: its kind, for reports. wall: whether to use wall time instead of this thread's CPU time,
     as for ranks that wait for each other.
@@ -85,19 +85,21 @@ class Watch:
 
     device: torch.device
 
-    def __call__(self, work: Work, times: int) -> float:
-        """Return the seconds per run of `work`, over `times` runs.
+    def __call__(self, benchmark: Benchmark, times: int) -> float:
+        """Return the seconds per run of `benchmark`, over `times` runs.
 
         On one CPU thread this is the thread's CPU time, which other processes do not affect.
         """
-        in_thread = self.device.type == "cpu" and not work.wall and torch.get_num_threads() == 1
+        in_thread = (
+            self.device.type == "cpu" and not benchmark.wall and torch.get_num_threads() == 1
+        )
         clock = time.thread_time if in_thread else time.perf_counter
-        timed_run = getattr(work, "timed_run", None)
+        timed_run = getattr(benchmark, "timed_run", None)
         if timed_run is not None:  # it times a part of itself
             return float(timed_run(times, clock))
         self.synchronize()
         begin = clock()
-        work.run(times)
+        benchmark.run(times)
         self.synchronize()
         return (clock() - begin) / times
 
@@ -108,16 +110,16 @@ class Watch:
 
 
 def measure(
-    works: Sequence[Work],
+    benchmarks: Sequence[Benchmark],
     watch: Watch,
     ranks: Ranks,
     effort: Effort,
     done: Callable[[], None] = lambda: None,
 ) -> list[Timing]:
-    """Time `works` on all `ranks` at once, in the same order on each rank.
+    """Time `benchmarks` on all `ranks` at once, in the same order on each rank.
 
     Args:
-        works: the benchmarks.
+        benchmarks: the operations to time.
         watch: the stopwatch.
         ranks: the ranks that take part.
         effort: how long to measure.
@@ -129,17 +131,17 @@ def measure(
     begin = time.perf_counter()
     counts = []
     with torch.no_grad():
-        for work in works:
-            work.run(1)  # warm up
-            seconds = max(watch(work, 1), 1e-7)
+        for benchmark in benchmarks:
+            benchmark.run(1)  # warm up
+            seconds = max(watch(benchmark, 1), 1e-7)
             counts.append(max(1, round(effort.piece / seconds)))
             done()
         counts = [max(each) for each in zip(*ranks.everyones(counts), strict=True)]
-        timings = [Timing() for _ in works]
-        remaining = list(range(len(works)))
+        timings = [Timing() for _ in benchmarks]
+        remaining = list(range(len(benchmarks)))
         for turn in range(effort.most):
             for index in remaining:
-                timings[index].rounds.append(watch(works[index], counts[index]))
+                timings[index].rounds.append(watch(benchmarks[index], counts[index]))
                 done()
             if turn + 1 < effort.least:
                 continue

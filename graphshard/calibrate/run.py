@@ -122,16 +122,16 @@ def calibrate(
     hosts = host_groups(group)
     watch = Watch(group.device)
 
-    def timed(title: str, works: Sequence[Any]) -> list[Timing]:
-        with progress.stage(title, total=len(works) * (1 + effort.least)):
-            return measure(works, watch, group, effort, progress.advance)
+    def timed(title: str, benchmarks: Sequence[Any]) -> list[Timing]:
+        with progress.stage(title, total=len(benchmarks) * (1 + effort.least)):
+            return measure(benchmarks, watch, group, effort, progress.advance)
 
     compute = list(sized_probes(group.device, tuple(dtypes), share=share))
     rows = _rows(compute, timed("operators", compute))
     del compute
     updates = list(_updates(group, share))
     rows += _rows(updates, timings := timed("optimizers", updates))
-    lines = _lines(updates, timings, lambda work: (1, work.tensors, work.size))
+    lines = _lines(updates, timings, lambda benchmark: (1, benchmark.tensors, benchmark.size))
     del updates
     contention = 0.0
     for subgroup, ending in ((hosts.within, ""), (hosts.between, BETWEEN_NODES)):
@@ -194,21 +194,21 @@ def _updates(group: Group, share: float) -> Iterator[TimedOptimizer]:
                 yield TimedOptimizer(name, make, tensors, numel, group)
 
 
-def _ring(ranks: int, work: TimedCollective) -> Sequence[float]:
+def _ring(ranks: int, benchmark: TimedCollective) -> Sequence[float]:
     """Return the hops, the tensors and the bytes that pass a rank (see `collective_cost`)."""
-    return ranks - 1, work.tensors, (ranks - 1) / ranks * work.size
+    return ranks - 1, benchmark.tensors, (ranks - 1) / ranks * benchmark.size
 
 
-def _rows(works: Sequence[Any], timings: Sequence[Timing], ending: str = "") -> list[Row]:
+def _rows(benchmarks: Sequence[Any], timings: Sequence[Timing], ending: str = "") -> list[Row]:
     return [
         Row(
-            work.group,
-            f"{work.curve if isinstance(work, SizedProbe) else work.name}{ending}",
-            float(work.amount if isinstance(work, SizedProbe) else work.size),
+            benchmark.group,
+            f"{benchmark.curve if isinstance(benchmark, SizedProbe) else benchmark.name}{ending}",
+            float(benchmark.amount if isinstance(benchmark, SizedProbe) else benchmark.size),
             timing.seconds,
             timing.spread,
         )
-        for work, timing in zip(works, timings, strict=True)
+        for benchmark, timing in zip(benchmarks, timings, strict=True)
     ]
 
 
@@ -227,12 +227,12 @@ def _curves(rows: Sequence[Row]) -> dict[str, Points]:
 
 
 def _lines(
-    works: Sequence[Any], timings: Sequence[Timing], features: Callable[[Any], Sequence[float]]
+    benchmarks: Sequence[Any], timings: Sequence[Timing], features: Callable[[Any], Sequence[float]]
 ) -> dict[str, tuple[float, ...]]:
     """Return the fitted line of each benchmark, by name."""
     points: dict[str, list[tuple[Sequence[float], float]]] = defaultdict(list)
-    for work, timing in zip(works, timings, strict=True):
-        points[work.name].append((features(work), timing.seconds))
+    for benchmark, timing in zip(benchmarks, timings, strict=True):
+        points[benchmark.name].append((features(benchmark), timing.seconds))
     return {
         name: fit_line([row for row, _ in measurements], [seconds for _, seconds in measurements])
         for name, measurements in points.items()
