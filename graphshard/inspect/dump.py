@@ -27,10 +27,9 @@ Returns [gradients of parameters, gradients of inputs], None where there is none
 
 
 _BINDINGS = """\
-The functions imported from graphshard.program.ops name the communication and cannot be called as
-they are: on a rank the runtime puts the collectives of the unit in their place. To run this file
-by itself, set these names to functions of your own; see graphshard.program.ops for what each has
-to do."""
+The functions imported from graphshard.ops name the communication and cannot be called as they
+are: on a rank the runtime puts the collectives of the unit in their place. To run this file by
+itself, set these names to functions of your own; see graphshard.ops for what each has to do."""
 
 
 def dump_program(

@@ -74,8 +74,8 @@ def load(path: Path) -> ModuleType:
         "free": lambda gathered: None,
     }
     for name, function in alone.items():
-        if hasattr(module, f"graphshard_program_ops_{name}"):
-            setattr(module, f"graphshard_program_ops_{name}", function)
+        if hasattr(module, f"graphshard_ops_{name}"):
+            setattr(module, f"graphshard_ops_{name}", function)
     return module
 
 

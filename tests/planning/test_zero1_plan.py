@@ -85,7 +85,7 @@ def test_a_unit_may_be_of_that_kind_beside_others():
         ({"offload": "params"}, {}, "unit .root.: strategy SHARD_OPTIMIZER keeps whole"),
         ({"mixed_precision": MixedPrecision(torch.bfloat16)}, {}, "a param_dtype of mixed"),
         ({"reshard_after_forward": True}, {}, "SHARD_OPTIMIZER keeps parameters"),
-        ({}, {"blocks.0": {"placement": {"w": 1}}}, "'blocks.0.w' .* which are along dim 0"),
+        ({}, {"blocks.0": {"placement": {"w": 1}}}, "'blocks.0.w' .* so it splits dim 0"),
     ],
 )
 def test_what_does_not_go_with_it_is_refused(fields, modules, said):

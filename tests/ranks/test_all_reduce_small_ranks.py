@@ -10,9 +10,9 @@ import pytest
 import torch
 import torch.distributed as dist
 from mesh_parity import GPT, by_one_process, mesh_of, near
+from models import Odd
 from parity import by_graphshard, difference
 from ranks import Checks
-from runtime_models import Odd
 
 import graphshard
 from graphshard import BlockPolicy, MixedPrecision, SizePolicy
