@@ -16,7 +16,7 @@ from graphshard.planning.plan import ShardingPlan
 from graphshard.program.program import RECOMPUTED, Program
 from graphshard.program.storages import storages_of
 from graphshard.recompute.min_cut import Choice
-from graphshard.recompute.peak import Held, Moves, PeakModel
+from graphshard.recompute.peak import Moves, PeakModel, ShardingBytes
 from graphshard.recompute.problem import Frontiers, RegionProblem, forward_cost, region_problems
 from graphshard.recompute.regions import Reads, reads_of_calls
 
@@ -91,7 +91,7 @@ class RecomputeToBudget:
                 for node in problem.recomputed(ladder[-1])
             }
             rehearsed = self._rehearsed(program, plan, targets, most)
-            held = Held.of(program, rehearsed, RECOMPUTED)
+            held = ShardingBytes.of(program, rehearsed, RECOMPUTED)
             model = PeakModel(program, storages, [problem.reads for problem in problems], held)
             return _Search(model, problems, choices)
 

@@ -10,7 +10,7 @@ from graphshard.hardware.hardware import Hardware
 from graphshard.planning.plan import ShardingPlan
 from graphshard.program.annotations import DEFAULT_HARDWARE, Budget
 from graphshard.program.program import Program
-from graphshard.schedule.memory import Lives
+from graphshard.schedule.memory import Lifetimes
 from graphshard.schedule.search import Step
 
 
@@ -41,4 +41,4 @@ class SetBudget:
             held = bytes_held(whole, plan, budget.of_policy, budget.backend)
             budget = replace(budget, bytes=held)
         order = list(whole.graph.nodes)
-        program.budget = replace(budget, room=Lives.of(whole, budget).sharding_bytes(order))
+        program.budget = replace(budget, room=Lifetimes.of(whole, budget).sharding_bytes(order))
