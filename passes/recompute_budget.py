@@ -23,7 +23,7 @@ from graphshard.program.pass_protocol import (
 from graphshard.program.program import RECOMPUTED, Program
 from graphshard.program.storages import storages_of
 from graphshard.recompute.min_cut import Choice
-from graphshard.recompute.peak import Held, Moves, PeakModel
+from graphshard.recompute.peak import Moves, PeakModel, ShardingBytes
 from graphshard.recompute.problem import Frontiers, RegionProblem, forward_cost, region_problems
 from graphshard.recompute.regions import Reads, reads_of_calls
 
@@ -106,7 +106,7 @@ class RecomputeToBudget(RehearsingPass):
                 for problem, ladder in zip(problems, choices, strict=True)
                 for node in problem.recomputed(ladder[-1])
             }
-            held = Held.of(program, after_all(most), RECOMPUTED)
+            held = ShardingBytes.of(program, after_all(most), RECOMPUTED)
             model = PeakModel(program, storages, [problem.reads for problem in problems], held)
             return _Search(model, problems, choices)
 

@@ -12,7 +12,7 @@ from graphshard.planning.plan import ShardingPlan
 from graphshard.program.annotations import DEFAULT_HARDWARE, Budget
 from graphshard.program.pass_protocol import PassLike, apply_passes
 from graphshard.program.program import Program
-from graphshard.schedule.memory import Lives
+from graphshard.schedule.memory import Lifetimes
 
 
 @dataclass(frozen=True)
@@ -38,4 +38,4 @@ class SetBudget(ByCost):
             held = bytes_held(whole, plan, budget.of_policy, budget.backend)
             budget = replace(budget, bytes=held)
         order = list(whole.graph.nodes)
-        program.budget = replace(budget, room=Lives.of(whole, budget).sharding_bytes(order))
+        program.budget = replace(budget, room=Lifetimes.of(whole, budget).sharding_bytes(order))

@@ -1,4 +1,4 @@
-"""What each unit of a plan costs: its times, and what it holds and when."""
+"""The cost of each unit of a plan: its seconds, and the bytes it holds over time."""
 
 from __future__ import annotations
 

@@ -3,9 +3,8 @@
 Ring algorithms move (n-1)/n of the gathered bytes through every rank; a ring over several nodes has
 as many parallel rings as ranks of the group on a node, each through another network card, so the
 slowest link is the smaller of a device's own and the group's share of its node's network. An
-all_reduce takes the faster of a ring and a double binary tree. After Thakur, Rabenseifner and Gropp
-("Optimization of Collective Communication Operations in MPICH", 2005) and NCCL's own model of ring
-and tree steps.
+all_reduce takes the faster of a ring and a double binary tree (literature: README.md of this
+folder).
 
 Small messages lose to latency: a ring of n ranks needs n-1 hops whatever it moves, which is the
 knee that makes gathers of small units inefficient. Calibrated hardware has lines of its own for

@@ -20,8 +20,8 @@ from graphshard.program.storages import node_bytes
 COMPUTE, FROM_HOST, TO_HOST = "compute", "copies from host", "copies to host"
 
 
-STREAMED = ops.targets(lambda op: op.streams_bytes)
-"""What the program does to one tensor on the compute stream, at the speed of memory."""
+MEMORY_BOUND = ops.targets(lambda op: op.streams_bytes)
+"""Ops of the vocabulary that copy or cast one tensor on the compute stream."""
 
 
 def stream_of(node: fx.Node) -> str:
@@ -45,7 +45,7 @@ def node_seconds(
     if node.target in ops.COPIES:
         bandwidth = hardware.host_bandwidth * hardware.efficiency["host"]
         return hardware.launch_floor + node_bytes(node) / bandwidth
-    if node.target in STREAMED:
+    if node.target in MEMORY_BOUND:
         moved = sum(map(node_bytes, (node, *_read(node))))
         return _copy_seconds(moved, hardware)
     if ops.op_name(node) is not None:
@@ -75,5 +75,5 @@ def moved_bytes(collective: fx.Node, program: Program) -> int:
 
 
 def _read(node: fx.Node) -> list[fx.Node]:
-    """What a node of `STREAMED` reads; of what it takes a part, nothing but that part."""
+    """The values that a node of `MEMORY_BOUND` reads; a `reshard` reads the part it keeps."""
     return [node] if node.target is ops.reshard else list(node.all_input_nodes)

@@ -23,7 +23,7 @@ from graphshard.cost.fused import fused_costs
 from graphshard.cost.op_cost import op_cost
 from graphshard.cost.streams import (
     COMPUTE,
-    STREAMED,
+    MEMORY_BOUND,
     local_seconds,
     moved_bytes,
     node_seconds,
@@ -138,7 +138,7 @@ class _Walk:
                 self._finish(place, node.args[0])
             elif node.target in ops.COPIES:
                 self._start(place, node, node_bytes(node))
-            elif ops.op_name(node) is None or node.target in STREAMED:
+            elif ops.op_name(node) is None or node.target in MEMORY_BOUND:
                 self._compute(place, node)
         self.at.append(self.clocks.now)
 
@@ -148,7 +148,7 @@ class _Walk:
     # -- compute ----------------------------------------------------------------------------------
 
     def _compute(self, place: int, node: fx.Node) -> None:
-        if node.target in STREAMED:
+        if node.target in MEMORY_BOUND:
             seconds = node_seconds(node, self.program, self.hardware)
         else:
             cost = self.fused.get(node) or op_cost(node)

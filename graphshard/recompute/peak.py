@@ -1,8 +1,8 @@
-"""How many bytes a step would hold at most, for each choice of what its regions recompute.
+"""The most bytes that a step would hold, for each choice of values that its regions recompute.
 
-Without rewriting the program: reads of a region's values move from the values to copies of them,
-which is a few intervals more and others that end earlier. What gathered parameters and full
-gradients add was measured once, on a copy that went through the passes.
+The program is not rewritten for it. A region that recomputes a value adds the lifetime of a copy
+and ends that of the value earlier. Gathered parameters and full gradients are measured once, on a
+copy of the program that went through all passes.
 """
 
 from __future__ import annotations
@@ -25,8 +25,8 @@ in the second half of the gap before their reader, and communication in the firs
 
 
 @dataclass(frozen=True)
-class Held:
-    """Bytes of unsharded parameters and full gradients, as a step function of places.
+class ShardingBytes:
+    """Bytes of unsharded parameters and full gradients by place, as a step function.
 
     `apart` names the storages (node and part) that are counted here and not by the places of the
     captured program, and `gone` the nodes of it that the passes took away, such as the casts of
@@ -39,8 +39,8 @@ class Held:
     gone: frozenset[str] = frozenset()
 
     @classmethod
-    def of(cls, program: Program, rewritten: Program, issued: str) -> Held:
-        """What `rewritten`, made from `program` by all passes, holds of the two.
+    def of(cls, program: Program, rewritten: Program, issued: str) -> ShardingBytes:
+        """Measure a program that all passes have rewritten.
 
         Args:
             program: the program whose places count.
@@ -98,7 +98,7 @@ class Held:
 
 @dataclass
 class Moves:
-    """What recomputing a part of one region changes.
+    """The changes to lifetimes when a part of one region is recomputed.
 
     last: (number of a storage, place of a use of it); born, dies, size: of the copies' storages.
     """
@@ -140,7 +140,7 @@ class PeakModel:
     """The bytes of a program under choices for its regions."""
 
     def __init__(
-        self, program: Program, storages: Storages, regions: Sequence[Reads], held: Held
+        self, program: Program, storages: Storages, regions: Sequence[Reads], held: ShardingBytes
     ) -> None:
         self.storages = storages
         self.order = storages.place
@@ -182,7 +182,7 @@ class PeakModel:
         return torch.tensor(last, dtype=torch.float64)
 
     def moves(self, reads: Reads, again: Set[fx.Node]) -> Moves:
-        """What it changes to issue the nodes of `again` once more in backward."""
+        """The changes if the nodes of `again` are issued once more in backward."""
         moves = Moves(self, again)
         issues: Mapping[fx.Node, list[fx.Node]] = dict(
             placed(reads, again.__contains__, self.order)

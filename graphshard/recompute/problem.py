@@ -193,5 +193,5 @@ def alias_view(node: fx.Node) -> bool:
 
 
 def forward_cost(program: Program) -> int:
-    """What all of forward costs, by `graphshard.cost.op_cost.cost_of`."""
+    """FLOPs of all of forward, by `graphshard.cost.op_cost.cost_of`."""
     return sum(cost_of(node) for node in program.nodes(FORWARD) if is_compute(node))

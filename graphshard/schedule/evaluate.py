@@ -1,4 +1,4 @@
-"""What each order of the same nodes costs: as `score_of` finds it, but for many orders quickly."""
+"""The seconds and bytes of many orders of the same nodes, equal to those of `score_of`."""
 
 from __future__ import annotations
 
@@ -16,13 +16,13 @@ from graphshard.planning.plan import ShardingPlan
 from graphshard.program import ops
 from graphshard.program.annotations import Budget, Score
 from graphshard.program.program import Program
-from graphshard.schedule.memory import Lives
+from graphshard.schedule.memory import Lifetimes
 
 _COMPUTE, _LAUNCH, _AWAIT = range(3)
 
 
 @dataclass(frozen=True)
-class Orders:
+class OrderScorer:
     """Scores orders of the nodes of a program, which stays as it is.
 
     cost: by node, its seconds on its stream. steps: by node, what the walk does there, for those
@@ -30,13 +30,13 @@ class Orders:
     """
 
     budget: Budget
-    lives: Lives
+    lifetimes: Lifetimes
     cost: Mapping[fx.Node, float]
     steps: Mapping[fx.Node, tuple[int, float, str, fx.Node | None]]
 
     @classmethod
-    def of(cls, program: Program, plan: ShardingPlan, budget: Budget) -> Orders:
-        """Of `program`, timed on the hardware of `budget` and with the bytes that count there."""
+    def of(cls, program: Program, plan: ShardingPlan, budget: Budget) -> OrderScorer:
+        """A scorer for `program`, with the seconds and the bytes that count in `budget`."""
         hardware = budget.hardware
         cost = {node: node_seconds(node, program, hardware) for node in program.nodes()}
         steps: dict[fx.Node, tuple[int, float, str, fx.Node | None]] = {}
@@ -52,11 +52,11 @@ class Orders:
                 steps[node] = _AWAIT, 0.0, "", node.all_input_nodes[0]
             elif seconds:
                 steps[node] = _COMPUTE, seconds, "", None
-        return cls(budget, Lives.of(program, budget), cost, steps)
+        return cls(budget, Lifetimes.of(program, budget), cost, steps)
 
     def score(self, order: Sequence[fx.Node]) -> Score:
         """Seconds of forward and backward and the most bytes held, of all nodes in this order."""
-        held = self.lives.live(self.lives.places(order))
+        held = self.lifetimes.live(self.lifetimes.places(order))
         return Score(self.seconds(order), max(0, int(held.max())))
 
     def seconds(self, order: Sequence[fx.Node]) -> float:

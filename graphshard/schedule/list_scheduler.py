@@ -1,14 +1,15 @@
 """The list scheduler: one walk over the compute of a step that emits all other nodes around it.
 
 Machines are the compute stream, whose order is fixed, and one per communicator, first in first out.
+
 At each place of the frame the walk knows both clocks. It ends the reduces that are done, launches
 those whose operands are there, and issues each gather where its latest start has come: latest
-starts are found backwards from the deadlines (where the results are read), as for one machine with
-deadlines and fixed order (Lawler, 1973), the reduces in between being counted as work that must fit
-too. A gather that would not start later for it is issued later. What a gather takes earlier, or a
-reduce holds longer, than it must is reserved in a table of bytes by place, never above the budget:
-where the ideal place breaks that, the next place that keeps it is taken; a reduce that may not be
-held until it is done is waited for where its bytes are needed.
+starts are found backwards from the deadlines (where the results are read), the reduces in between
+being counted as work that must fit too (literature: README.md of this folder). A gather that would
+not start later for it is issued later. What a gather takes earlier, or a reduce holds longer, than
+it must is reserved in a table of bytes by place, never above the budget: where the ideal place
+breaks that, the next place that keeps it is taken; a reduce that may not be held until it is done
+is waited for where its bytes are needed.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""How many bytes each order of the same nodes holds, without bringing them into that order."""
+"""The bytes that a program would hold with its nodes in another order."""
 
 from __future__ import annotations
 
@@ -19,14 +19,17 @@ _SHARDING = frozenset({PARAMETERS, GRADIENTS, BUFFERS})
 
 
 @dataclass(frozen=True)
-class Lives:
-    """The storages of a program that count in a budget, by the nodes that bound their lives.
+class Lifetimes:
+    """The storages of a program that count in a budget, by the nodes that bound their lifetimes.
 
-    Nodes are numbers, those of `number`. Of each storage: size in bytes; the node it is born with
-    (-1: with the step) and how many places behind that; the nodes one of which is its last, those
-    of `ends` whose `owner` it is, and how many places behind that. Storages that outlive the step
-    come last and have no ends. All are int64 but `sharding`: whether it is there for sharding's
-    sake, an unsharded parameter, a gradient to reduce, or a buffer of a collective.
+    Storages that outlive the step come last and have no ends. Tensors are int64, one entry per
+    storage, unless said otherwise.
+
+    number: by node, its number in the tensors. size: in bytes. first: the node at which the storage
+    is born; -1 for the beginning of the step. late: places behind `first`. ends: the nodes that use
+    storages, for all of them in a row. owner: by entry of `ends`, the index of the storage. over:
+    places behind the last of its ends at which a storage dies; for those with ends. sharding: bool,
+    whether it is an unsharded parameter, a gradient to reduce, or a buffer of a collective.
     """
 
     number: Mapping[fx.Node, int]
@@ -39,8 +42,8 @@ class Lives:
     sharding: Tensor
 
     @classmethod
-    def of(cls, program: Program, budget: Budget) -> Lives:
-        """Those of `program`, whatever order its nodes stand in."""
+    def of(cls, program: Program, budget: Budget) -> Lifetimes:
+        """The lifetimes of the storages of `program` that count in `budget`."""
         number = {node: index for index, node in enumerate(program.graph.nodes)}
         storages = list(storages_of(program).all)
         if not budget.of_policy:
@@ -87,7 +90,7 @@ class Lives:
         return change.cumsum(0)[: len(places)]
 
     def sharding_bytes(self, order: Iterable[fx.Node]) -> int:
-        """The most bytes held at once in `order` for sharding's sake."""
+        """The most bytes of `sharding` held at once in `order`."""
         return int(self.live(self.places(order), sharding=True).max())
 
 
@@ -99,33 +102,35 @@ def _number(storage: Storage, number: Mapping[fx.Node, int]) -> int:
     return -1 if storage.first is None else number[storage.first]
 
 
-def least_held(order: Sequence[fx.Node], lives: Lives, tasks: Tasks, budget: Budget) -> Bytes:
+def least_bytes(
+    order: Sequence[fx.Node], lifetimes: Lifetimes, tasks: Tasks, budget: Budget
+) -> Bytes:
     """The bytes at each place of the frame in an `order` in which all jobs stand at their least.
 
     Also writes to each job the bytes it holds from an earlier launch (a gather) or up to a later
     wait (a reduce).
     """
-    places = lives.places(order)
+    places = lifetimes.places(order)
     count = len(places)
-    least = by_frame(lives.live(places), places, lives, tasks)
-    born, dies = lives.spans(places)
+    least = bytes_by_frame(lifetimes.live(places), places, lifetimes, tasks)
+    born, dies = lifetimes.spans(places)
     starting, ending = torch.zeros((2, count + 2), dtype=torch.int64)
-    starting.index_add_(0, born, lives.size)
-    ending.index_add_(0, dies, lives.size[: len(dies)])
+    starting.index_add_(0, born, lifetimes.size)
+    ending.index_add_(0, dies, lifetimes.size[: len(dies)])
     for job in tasks.jobs:
         if job.is_gather:
-            job.held = int(starting[places[_numbers((*job.fetch, *job.issue), lives)]].sum())
+            job.held = int(starting[places[_numbers((*job.fetch, *job.issue), lifetimes)]].sum())
         else:
-            job.held = int(ending[places[_numbers(job.wait[:1], lives)]].sum())
+            job.held = int(ending[places[_numbers(job.wait[:1], lifetimes)]].sum())
     return Bytes(least, torch.full_like(least, budget.bytes))
 
 
-def by_frame(held: Tensor, places: Tensor, lives: Lives, tasks: Tasks) -> Tensor:
+def bytes_by_frame(held: Tensor, places: Tensor, lifetimes: Lifetimes, tasks: Tasks) -> Tensor:
     """The bytes `held` at each place of an order, by place of the frame.
 
     What is alive between two nodes of the frame counts at the second.
     """
-    frame = places[_numbers(tasks.frame, lives)]
+    frame = places[_numbers(tasks.frame, lifetimes)]
     owner = torch.zeros(len(places), dtype=torch.int64)
     owner[frame] = 1
     # A node's place in the frame is the number of frame nodes before it.
@@ -134,5 +139,5 @@ def by_frame(held: Tensor, places: Tensor, lives: Lives, tasks: Tasks) -> Tensor
     return found.scatter_reduce_(0, owner, held, "amax")
 
 
-def _numbers(nodes: Iterable[fx.Node], lives: Lives) -> Tensor:
-    return torch.tensor([lives.number[node] for node in nodes], dtype=torch.int64)
+def _numbers(nodes: Iterable[fx.Node], lifetimes: Lifetimes) -> Tensor:
+    return torch.tensor([lifetimes.number[node] for node in nodes], dtype=torch.int64)

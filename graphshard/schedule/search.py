@@ -1,4 +1,4 @@
-"""The best order of a program's nodes that is found, without bringing them into it."""
+"""The search for the best order of a program's nodes; the program itself stays as it is."""
 
 from __future__ import annotations
 
@@ -12,47 +12,49 @@ from graphshard.planning.plan import ShardingPlan
 from graphshard.program.annotations import Budget, Score
 from graphshard.program.pass_protocol import PassLike, apply_passes
 from graphshard.program.program import Program
-from graphshard.schedule.evaluate import Orders, budget_of
+from graphshard.schedule.evaluate import OrderScorer, budget_of
 from graphshard.schedule.jobs import Tasks
 from graphshard.schedule.list_scheduler import CHAIN, MINIMAL, NONE, OWN, Bytes, Placed, Rule, place
-from graphshard.schedule.memory import by_frame, least_held
+from graphshard.schedule.memory import bytes_by_frame, least_bytes
 
 SLACK = 1e-3
-"""The part of a step's time by which a leaner order may take longer."""
+"""The part of a step's time by which a order_holding_less order may take longer."""
 
 
 _NEAR = 64  # the bisection ends within such a part of what is held
 
 
-def leaner(
+def order_holding_less(
     order: list[fx.Node],
     seconds: float,
     tasks: Tasks,
-    orders: Orders,
+    scorer: OrderScorer,
     held: Bytes,
     rule: Rule,
 ) -> tuple[list[fx.Node], Score]:
-    """An order like `order` that holds the least for sharding's sake; itself, if none holds less.
+    """An order as fast as allowed that holds the fewest bytes because of sharding, by bisection.
+
+    Such bytes are unsharded parameters, gradients to reduce, and buffers of collectives.
 
     Args:
         order: of all nodes.
         seconds: how long an order may take.
         tasks: what is placed.
-        orders: scores them.
+        scorer: gives the seconds and the bytes of an order.
         held: what the list scheduler may take without this.
         rule: how it decides.
     """
-    found, score = order, orders.score(order)
-    lives = orders.lives
-    places = lives.places(place(tasks, Rule(MINIMAL)).order)
-    own = by_frame(lives.live(places, sharding=True), places, lives, tasks)
+    found, score = order, scorer.score(order)
+    lifetimes = scorer.lifetimes
+    places = lifetimes.places(place(tasks, Rule(MINIMAL)).order)
+    own = bytes_by_frame(lifetimes.live(places, sharding=True), places, lifetimes, tasks)
     others = held.least - own
-    most, least = lives.sharding_bytes(order), int(own.max())
+    most, least = lifetimes.sharding_bytes(order), int(own.max())
     while most - least > most // _NEAR:
         middle = (most + least) // 2
         placed = place(tasks, rule, Bytes(held.least, torch.minimum(held.most, others + middle)))
-        trial = orders.score(placed.order)
-        bytes_now = lives.sharding_bytes(placed.order)
+        trial = scorer.score(placed.order)
+        bytes_now = lifetimes.sharding_bytes(placed.order)
         if trial.seconds <= seconds and trial.bytes <= score.bytes and bytes_now < most:
             found, score, most = placed.order, trial, bytes_now
         else:
@@ -82,33 +84,33 @@ class Best:
 def best_order(program: Program, plan: ShardingPlan, budget: Budget, *, lean: bool = False) -> Best:
     """The best order of the nodes of a finished `program`: its own, if no other is preferred.
 
-    A few rules of the list scheduler (`graphshard.schedule.list_scheduler`) are tried, and the best
-    order by simulation is taken that keeps the budget. If that is not faster than what is there (or
-    as fast and smaller), only frees are moved. With `lean`, of those that take as long the one is
-    taken that holds the least for sharding's sake.
+        The list scheduler (see `graphshard.schedule.list_scheduler`) tries a few rules, and the best
+    order by simulation that keeps the budget is taken. If that is not faster than the present order
+    (or as fast and smaller), only frees are moved. With `lean`, the one that holds the fewest bytes
+    because of sharding is taken of those as fast.
     """
     as_it_is = list(program.graph.nodes)
-    orders = Orders.of(program, plan, budget)
-    before = orders.score(as_it_is)
-    tasks = Tasks.of(program, plan, budget, orders.cost)
+    scorer = OrderScorer.of(program, plan, budget)
+    before = scorer.score(as_it_is)
+    tasks = Tasks.of(program, plan, budget, scorer.cost)
     least = place(tasks, Rule(MINIMAL))
-    held = least_held(least.order, orders.lives, tasks, budget)
+    held = least_bytes(least.order, scorer.lifetimes, tasks, budget)
     for rule, placed in (*_ranked(tasks, held)[:_TRIES], (Rule(), least)):
         chosen = rule
-        found, score = placed.order, orders.score(placed.order)
+        found, score = placed.order, scorer.score(placed.order)
         if budget.allows(score):
             break
     if not budget.prefers(score, before):
         found = tasks.with_early_frees(as_it_is)
-        score = orders.score(found)
+        score = scorer.score(found)
     if not budget.prefers(score, before):
         found, score = as_it_is, before
     if lean:
         # Whoever says how many bytes there are wants time for them.
         slack = 0.0 if budget.of_policy else SLACK
         longest = max(score.seconds, min(score.seconds * (1 + slack), before.seconds))
-        found, score = leaner(found, longest, tasks, orders, held, chosen)
-    return Best(found, score, found is not as_it_is, orders.lives.sharding_bytes(found))
+        found, score = order_holding_less(found, longest, tasks, scorer, held, chosen)
+    return Best(found, score, found is not as_it_is, scorer.lifetimes.sharding_bytes(found))
 
 
 def _ranked(tasks: Tasks, held: Bytes) -> list[tuple[Rule, Placed]]:

@@ -25,10 +25,10 @@ from graphshard.pipeline import default_passes, run_passes
 from graphshard.program.annotations import Budget
 from graphshard.program.pass_protocol import Pass
 from graphshard.program.program import Program
-from graphshard.schedule.evaluate import Orders, score_of
+from graphshard.schedule.evaluate import OrderScorer, score_of
 from graphshard.schedule.jobs import Tasks
 from graphshard.schedule.list_scheduler import MINIMAL, Rule, place
-from graphshard.schedule.memory import least_held
+from graphshard.schedule.memory import least_bytes
 from graphshard.schedule.search import SLACK, best_order
 
 
@@ -293,17 +293,17 @@ def test_the_walk_and_the_simulation_agree(build: Any, fields: dict[str, Any]) -
     program, plan = toys.rewritten(build, Policy(**fields), mesh=mesh)
     machine = UNIT.with_(contention=0.25)
     program.budget = Budget(10**9, machine, of_policy=False)
-    orders = Orders.of(program, plan, program.budget)
-    tasks = Tasks.of(program, plan, program.budget, orders.cost)
+    scorer = OrderScorer.of(program, plan, program.budget)
+    tasks = Tasks.of(program, plan, program.budget, scorer.cost)
     least = place(tasks, Rule(MINIMAL))
-    held = least_held(least.order, orders.lives, tasks, program.budget)
+    held = least_bytes(least.order, scorer.lifetimes, tasks, program.budget)
     for placed in (least, place(tasks, Rule(), held)):
         assert sorted(placed.order) == list(program.graph.nodes), "none is lost, none twice"
         for node in placed.order[:-1]:
             program.output_node.prepend(node)
         timeline = timeline_of(program, plan, machine)
         assert placed.seconds == pytest.approx(timeline.seconds)
-        assert orders.score(placed.order) == score_of(program, plan), (
+        assert scorer.score(placed.order) == score_of(program, plan), (
             "for the order, and once in it"
         )
     assert placed.bytes >= score_of(program, plan).bytes * 0.8
