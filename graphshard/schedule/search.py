@@ -84,7 +84,7 @@ class Best:
 def best_order(program: Program, plan: ShardingPlan, budget: Budget, *, lean: bool = False) -> Best:
     """The best order of the nodes of a finished `program`: its own, if no other is preferred.
 
-        The list scheduler (see `graphshard.schedule.list_scheduler`) tries a few rules, and the best
+    The list scheduler (`graphshard.schedule.list_scheduler`) tries a few rules, and the best
     order by simulation that keeps the budget is taken. If that is not faster than the present order
     (or as fast and smaller), only frees are moved. With `lean`, the one that holds the fewest bytes
     because of sharding is taken of those as fast.
