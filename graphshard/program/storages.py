@@ -13,6 +13,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
+from itertools import accumulate
 from operator import getitem
 
 import torch
@@ -100,51 +101,6 @@ def _ranks(gather: fx.Node, program: Program) -> int:
     return Collective.of(gather).ranks or program.shard_size
 
 
-def live_unsharded(program: Program) -> Iterator[tuple[fx.Node, int]]:
-    """Every node with the bytes of gathered parameters alive once it is issued.
-
-    Buffers live from their all_gather to their release or free, whatever reads them; the parts that
-    a `reshard` keeps of them live to the end of the last gather that reads them. What ranks store
-    whole anyway does not count. At its wait a gather holds, for a moment, one value more (see
-    `copied_bytes`).
-    """
-    live = 0
-    held: dict[fx.Node, int] = {}
-    over = _parts_over(program)
-    for node in program.nodes():
-        gone: list[fx.Node] = []
-        if node.target is ops.all_gather:
-            held[node] = new_bytes(node, program)
-            live += held[node]
-        elif node.target is ops.reshard:
-            held[node] = node_bytes(node)
-            live += held[node]
-        elif node.target is ops.release:
-            size = released_bytes(node, program)
-            held[ops.released(node)[0]] -= size
-            live -= size
-        elif node.target is ops.free:
-            gone = [ops.collective_of(node)]
-        copied = 0
-        if node.target is ops.wait and ops.collective_of(node).target is ops.all_gather:
-            copied = copied_bytes(ops.collective_of(node), program)
-            gone = over.get(node, [])
-        for one in gone:
-            live -= held.pop(one, 0)
-        yield node, live + copied
-
-
-def _parts_over(program: Program) -> dict[fx.Node, list[fx.Node]]:
-    """By wait, the parts that a `reshard` kept and nobody needs after it."""
-    over: dict[fx.Node, list[fx.Node]] = {}
-    for part in program.nodes():
-        if part.target is ops.reshard and part.users:
-            last = max(part.users)
-            for wait in last.users:
-                over.setdefault(wait, []).append(part)
-    return over
-
-
 PARAMETERS = "unsharded parameters"
 
 
@@ -223,6 +179,30 @@ class Storages:
             total += sum(storage.size for storage in new) - sum(storage.size for storage in gone)
         return live + [total] * (len(self.place) - len(live))
 
+    def live_unsharded(self) -> list[int]:
+        """By place, the bytes of gathered parameters that live once the node there is issued.
+
+        Buffers live from their all_gather to their release or free, whatever reads them; the parts
+        that a `reshard` keeps live to the end of the last gather that reads them. The copies that
+        ranks store anyway do not count. At its wait a gather holds, for a moment, one value more
+        (see `copied_bytes`).
+        """
+        end = len(self.place)
+        change = [0] * (end + 1)
+        for storage in self.all:
+            if storage.node.target is ops.all_gather:
+                freed = storage.ends[0].target in (ops.free, ops.release)
+                gone = storage.dies if freed else end
+            elif storage.node.target is ops.reshard:
+                gone = storage.dies if len(storage.ends) > 1 else end
+            elif storage.node.target is ops.wait:
+                gone = storage.born + 1
+            else:
+                continue
+            change[storage.born] += storage.size
+            change[gone] -= storage.size
+        return list(accumulate(change[:end]))
+
     def saved_by_unit(self) -> Counter[str]:
         """Bytes of activations kept from forward to backward, by the unit that computed them."""
         found: Counter[str] = Counter()
@@ -230,6 +210,16 @@ class Storages:
             if storage.kind == SAVED:
                 found[storage.unit] += storage.size
         return found
+
+
+def live_unsharded(program: Program) -> Iterator[tuple[fx.Node, int]]:
+    """Every node with the bytes of gathered parameters alive once it is issued.
+
+    See `Storages.live_unsharded`.
+    """
+    storages = storages_of(program)
+    live = storages.live_unsharded()
+    return ((node, live[storages.place[node]]) for node in program.nodes())
 
 
 def changes(storages: Iterable[Storage]) -> Iterator[tuple[int, list[Storage], list[Storage]]]:

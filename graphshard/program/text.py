@@ -18,7 +18,7 @@ from graphshard.program.collective import Collective, OneTensor, operands_of, pa
 from graphshard.program.program import BACKWARD, COMPUTE, FORWARD, RECOMPUTED, Program
 from graphshard.program.regions import shown
 from graphshard.program.sizes import size_text
-from graphshard.program.storages import SAVED, gathered_bytes, live_unsharded, storages_of
+from graphshard.program.storages import SAVED, Storages, gathered_bytes, storages_of
 from graphshard.torch_private.compat import SYMBOLIC
 
 _SHORT_DTYPES = {
@@ -46,8 +46,9 @@ def schedule_text(program: Program) -> str:
     """
     rows: list[tuple[str, str, str, str] | str] = []
     phase = ""
-    live = dict(live_unsharded(program))
-    saved = _saved_by_node(program)
+    storages = storages_of(program)
+    live = storages.live_unsharded()
+    saved = _saved_by_node(storages)
     for event, nodes in program.timeline():
         if event.phase != phase:
             phase = event.phase
@@ -57,7 +58,9 @@ def schedule_text(program: Program) -> str:
             detail = ", ".join([_compute(nodes, saved), *shown(nodes, program.regions)])
         else:
             detail = _communication(nodes, program)
-        rows.append((f"{live[nodes[-1]]:,}", event.op, unit_label(event.unit), detail))
+        rows.append(
+            (f"{live[storages.place[nodes[-1]]]:,}", event.op, unit_label(event.unit), detail)
+        )
     heading = ("live bytes", "event", "unit", "")
     return "\n".join([*_header(program), "", *_table(heading, rows)]) + "\n"
 
@@ -230,9 +233,9 @@ def _compute(nodes: list[fx.Node], saved: Mapping[fx.Node, int]) -> str:
     return detail + (f", releases {_count(len(released), 'param')}" if released else "")
 
 
-def _saved_by_node(program: Program) -> dict[fx.Node, int]:
+def _saved_by_node(storages: Storages) -> dict[fx.Node, int]:
     found: dict[fx.Node, int] = {}
-    for storage in storages_of(program).all:
+    for storage in storages.all:
         if storage.kind == SAVED:
             found[storage.node] = found.get(storage.node, 0) + storage.size
     return found
