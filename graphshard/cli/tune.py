@@ -12,7 +12,8 @@ from graphshard.cli.policy import fields_of, units_of
 from graphshard.cost.memory import OPTIMIZERS
 from graphshard.hardware.hardware import preset_names
 from graphshard.progress import Stages
-from graphshard.tune.auto_policy import AUTO, SEARCHED, AutoPolicy
+from graphshard.tune.auto_policy import AutoPolicy
+from graphshard.tune.request import AUTO, SEARCHED
 from graphshard.tune.tuning import Tuning
 
 _FIELDS = ("mixed_precision", "ignored", "cuda_graph", "sync_module_states", *SEARCHED)

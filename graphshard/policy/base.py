@@ -12,6 +12,7 @@ from torch import Tensor, nn
 
 from graphshard.errors import CostError, PolicyError
 from graphshard.hardware.hardware import Hardware
+from graphshard.policy.code import PrintsAsCode
 from graphshard.policy.fields import FLAG, Check, check_fields, is_int
 from graphshard.policy.precision import MixedPrecision
 from graphshard.policy.recompute import RecomputeChoice, as_field
@@ -58,7 +59,7 @@ _CHECKS: dict[str, Check] = {
 
 
 @dataclass(frozen=True, kw_only=True, repr=False)
-class Policy:
+class Policy(PrintsAsCode):
     """The fields that all policies share.
 
     Derive your own policy from this class and define `select`, which names the units' modules.
@@ -257,12 +258,6 @@ class Policy:
         """The policy as plain data, ready for JSON: its class name as "kind", and every field."""
         values = {f.name: plain_of(getattr(self, f.name)) for f in fields(self)}
         return {"kind": type(self).__name__, **values}
-
-    def __repr__(self) -> str:
-        """The policy as code (see `graphshard.policy.code`)."""
-        from graphshard.policy.code import policy_code
-
-        return policy_code(self)
 
 
 def _entries(value: Mapping[Any, Any]) -> str:

@@ -11,14 +11,20 @@ import torch
 from torch import Tensor, nn
 
 from graphshard.hardware.hardware import Hardware, preset_names
-from graphshard.policy.base import Policy
 from graphshard.policy.precision import MixedPrecision
 
 _NAMED = ("classes", "recompute")
 """Fields in which a class may be given by its name."""
 
 
-def policy_code(policy: Policy) -> str:
+class PrintsAsCode:
+    """A dataclass of the policy kind: its `repr` is the code that makes an equal one."""
+
+    def __repr__(self) -> str:
+        return policy_code(self)
+
+
+def policy_code(policy: Any) -> str:
     """Return an expression that `eval` turns into an equal policy after `import graphshard, torch`.
 
     Fields with default values are left out. A class is written as its name where the field takes
@@ -35,7 +41,7 @@ def policy_code(policy: Policy) -> str:
     return f"{_prefix(type(policy))}{type(policy).__name__}({', '.join(arguments)})"
 
 
-def _in_call_order(policy: Policy) -> list[Field[Any]]:
+def _in_call_order(policy: Any) -> list[Field[Any]]:
     """The fields in the order of `__init__`: the class's own by position, then the shared ones."""
     return sorted(fields(policy), key=lambda field: field.kw_only is True)
 
@@ -73,7 +79,7 @@ def _hardware_code(value: Hardware) -> str:
 
 
 _CODES: tuple[tuple[Any, Callable[[Any], str]], ...] = (
-    (Policy, policy_code),
+    (PrintsAsCode, policy_code),
     (MixedPrecision, _precision_code),
     (Hardware, _hardware_code),
     (os.PathLike, lambda value: repr(os.fspath(value))),

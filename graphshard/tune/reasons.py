@@ -11,9 +11,9 @@ from graphshard.cost.memory import OPTIMIZER, SHARDS
 from graphshard.format import human_bytes, human_seconds
 from graphshard.policy.base import Policy
 from graphshard.policy.code import value_code
-from graphshard.tune.auto_policy import AUTO, is_auto
 from graphshard.tune.bounds import Bounds
 from graphshard.tune.extrapolate import Extrapolator
+from graphshard.tune.request import AUTO, is_auto
 from graphshard.tune.search import Search
 from graphshard.tune.space import Candidate, CandidateGroup, Sharding, Space
 from graphshard.tune.tuning import CandidateResult

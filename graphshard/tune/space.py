@@ -12,8 +12,8 @@ from graphshard.hardware.hardware import Hardware
 from graphshard.policy.base import Policy
 from graphshard.policy.by_module import ModulePolicy
 from graphshard.policy.strategy import Strategy
-from graphshard.tune.auto_policy import AutoPolicy, is_auto
 from graphshard.tune.blocks import Blocks
+from graphshard.tune.request import PolicyRequest, is_auto
 
 _PLAIN = "fsdp"
 
@@ -80,7 +80,7 @@ def rounded(budget: int) -> int:
 class Space:
     """All policies that `auto` allows for a model of these `blocks` on a mesh of `mesh_shape`."""
 
-    auto: AutoPolicy
+    auto: PolicyRequest
     blocks: Blocks
     mesh_shape: tuple[int, ...]
     hardware: Hardware

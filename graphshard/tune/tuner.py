@@ -22,10 +22,10 @@ from graphshard.policy.strategy import Strategy
 from graphshard.policy.tree import ModuleTree
 from graphshard.program.pass_protocol import stages_of
 from graphshard.progress import Progress, Stages
-from graphshard.tune.auto_policy import AutoPolicy, is_auto
 from graphshard.tune.blocks import Blocks
 from graphshard.tune.captures import Captures
 from graphshard.tune.reasons import advice, reasons
+from graphshard.tune.request import PolicyRequest, is_auto
 from graphshard.tune.search import Search, frontier_of
 from graphshard.tune.simulator import Simulator, without_garbage_collection
 from graphshard.tune.space import Space
@@ -34,7 +34,7 @@ from graphshard.verify.rules import verify
 
 
 def tune(
-    auto: AutoPolicy,
+    auto: PolicyRequest,
     model: nn.Module,
     example_inputs: Sequence[Any] | None,
     example_kwargs: Mapping[str, Any] | None,
@@ -74,7 +74,7 @@ def tune(
 
 
 def _mesh(
-    auto: AutoPolicy, world_size: int | None, mesh_shape: Sequence[int] | None
+    auto: PolicyRequest, world_size: int | None, mesh_shape: Sequence[int] | None
 ) -> tuple[int, ...]:
     if world_size is None and mesh_shape is None:
         raise PolicyError("AutoPolicy needs a number of ranks; give world_size= or mesh_shape=")
@@ -137,15 +137,15 @@ def _verify(search: Search, winner: CandidateResult, progress: Stages) -> Estima
     return replace(estimate, plan=replace(plan, program=estimate.program))
 
 
-def needs_groups(policy: Policy | AutoPolicy) -> bool:
+def needs_groups(policy: Policy | PolicyRequest) -> bool:
     """Whether `policy` needs a mesh of two dimensions."""
-    if isinstance(policy, AutoPolicy) and is_auto(policy.strategy):
+    if isinstance(policy, PolicyRequest) and is_auto(policy.strategy):
         return False
     return Strategy(policy.strategy).hybrid
 
 
 def search_plan(
-    auto: AutoPolicy,
+    auto: PolicyRequest,
     model: nn.Module,
     example_inputs: Sequence[Any] | None,
     example_kwargs: Mapping[str, Any] | None,

@@ -54,14 +54,11 @@ LINE = (
 LATE: dict[tuple[str, str], str] = {
     ("planning.plan", "inspect.plan_text"): "a plan prints itself",
     ("planning.plan", "program.program"): "the type of ShardingPlan.program",
-    ("policy.base", "policy.code"): "a policy prints itself",
     ("program.program", "program.text"): "a program prints itself",
     ("cost.estimate", "cost.text"): "an estimate prints itself",
     ("cost.estimate", "cost.trace"): "Estimate.save_trace",
     ("cost.estimate", "cost.plot"): "Estimate.plot",
     ("cost.compare", "cost.text"): "a comparison prints itself",
-    ("tune.auto_policy", "tune.tuner"): "AutoPolicy.tune",
-    ("tune.auto_policy", "tune.tuning"): "the type that AutoPolicy.tune returns",
 }
 """Imports inside functions or for type checkers that go up, or would close a circle of files."""
 
