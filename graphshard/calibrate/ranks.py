@@ -26,7 +26,7 @@ from graphshard.policy.placement import SHARDED
 from graphshard.program import ops
 from graphshard.runtime.collectives import Operand, wait
 from graphshard.runtime.gather import Gathered, free
-from graphshard.runtime.group import Group, find_group, subgroup
+from graphshard.runtime.group import Group, find_group, new_process_group
 from graphshard.runtime.host_copies import arrive, to_device, to_host
 from graphshard.runtime.lower import kind_of
 
@@ -106,7 +106,7 @@ def places(group: Group) -> Places:
 
 
 def _part(ranks: list[int], group: Group) -> Group:
-    made = subgroup(ranks, group.process_group)
+    made = new_process_group(ranks, group.process_group)
     return Group(
         made,
         dist.get_rank(made),

@@ -242,7 +242,7 @@ class Programs:
             # What programs of one capture differ in comes last.
             (
                 tuple([shard.stale for shard in self._resident]),
-                self.bindings.kept.mode() if torch.is_grad_enabled() else REDUCED,
+                self.bindings.accumulated.mode() if torch.is_grad_enabled() else REDUCED,
             ),
         )
 

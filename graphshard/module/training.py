@@ -109,8 +109,8 @@ class TrainingMethods(TreeModule):
                 "would be clipped; clip before it, or call torch.nn.utils.clip_grad_norm_ on the "
                 "parameters inside"
             )
-        if state.bindings.kept.tensors:
-            _, name = min(state.bindings.kept.tensors)
+        if state.bindings.accumulated.tensors:
+            _, name = min(state.bindings.accumulated.tensors)
             raise RuntimeStateError(
                 f"the gradient of {name!r} is kept by no_sync() and not reduced yet, so the norm "
                 "would miss it; clip after a backward outside of no_sync(), or call zero_grad() on "
@@ -150,20 +150,20 @@ class TrainingMethods(TreeModule):
             RuntimeStateError: from a backward outside, if one of a call before it inside has not
                 run, whose gradient would miss the reduce.
         """
-        with self._graphshard.bindings.kept.no_sync(SHARD if all_reduce_only else GRADIENT):
+        with self._graphshard.bindings.accumulated.no_sync(SHARD if all_reduce_only else GRADIENT):
             yield
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """As `nn.Module.zero_grad`; drops gradients kept by `no_sync()`, too."""
         if set_to_none:  # without a walk over all modules
             for shard in self._graphshard.shards:
-                for holder, name in shard.homes:
+                for holder, name in shard.holders:
                     param = holder.get(name)
                     if param is not None:
                         param.grad = None
         else:
             super().zero_grad(set_to_none)
-        self._graphshard.bindings.kept.drop()
+        self._graphshard.bindings.accumulated.clear()
 
     def parameter_groups(self, rule: Rule | None = None) -> list[dict[str, Any]]:
         """The trainable parameters in groups that any torch optimizer can take.

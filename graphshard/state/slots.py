@@ -75,7 +75,7 @@ class Slot:
     def filled(self) -> None:
         """Note that it has values now."""
         if self.shard is not None:
-            self.shard.filled()
+            self.shard.note_values()
 
 
 def slots_of(module: nn.Module, bindings: Bindings) -> list[Slot]:

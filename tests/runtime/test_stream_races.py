@@ -22,7 +22,7 @@ from graphshard.planning.plan import ShardingPlan
 from graphshard.program import ops, packing
 from graphshard.program.aliases import gather_waits
 from graphshard.program.program import Program
-from graphshard.runtime.collectives import Collective, Pending
+from graphshard.runtime.collectives import BoundCollective, Pending
 from graphshard.runtime.host_copies import Copy
 from graphshard.runtime.streams import Launched
 
@@ -170,13 +170,13 @@ def test_a_launch_that_does_not_wait_for_compute_shows(monkeypatch: pytest.Monke
 
 
 def test_operands_let_go_of_at_the_launch_show(monkeypatch: pytest.MonkeyPatch) -> None:
-    start = Collective.start
+    start = BoundCollective.start
 
-    def forgetful(self: Collective, pending: Pending, *args: Any) -> None:
+    def forgetful(self: BoundCollective, pending: Pending, *args: Any) -> None:
         start(self, pending, *args)
         pending.operands = [torch.empty(0) for _ in pending.operands]
 
-    monkeypatch.setattr(Collective, "start", forgetful)
+    monkeypatch.setattr(BoundCollective, "start", forgetful)
     races = watched(RecordedCuda(), steps=1, mixed_precision=FP16)
     assert any(found.startswith("free on compute gives back") for found in races.found)
 
@@ -207,7 +207,7 @@ def test_what_is_dropped_is_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
             model(*batch).backward()
             races = stack.enter_context(Races(cuda))
             patch = stack.enter_context(pytest.MonkeyPatch.context())
-            patch.setattr(Collective, "wait", raises)
+            patch.setattr(BoundCollective, "wait", raises)
             with pytest.raises(RuntimeError, match="in between"):
                 model(*batch)
         return races
