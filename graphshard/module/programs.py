@@ -174,8 +174,8 @@ class Programs:
     ) -> Step:
         key = self._key(tensors, structure, names)
         if names is None:
-            for known, recent in self._recent:  # comparing takes less time than hashing
-                if known == key:
+            for recent_key, recent in self._recent:  # comparing takes less time than hashing
+                if recent_key == key:
                     return recent
         key, index = self._find(key, tensors, structure, names)
         step = self.steps.get((key, index))
@@ -210,9 +210,9 @@ class Programs:
         if names is not None and key[:-1] in self._fixed:
             fewer = without(names, self._fixed[key[:-1]])
             other = self._key(tensors, structure, fewer)
-            other, found = self._find(other, tensors, structure, fewer)
-            if found is not None:
-                return other, found
+            other, other_index = self._find(other, tensors, structure, fewer)
+            if other_index is not None:
+                return other, other_index
         return key, None
 
     def _real(self, tensor: Tensor) -> Tensor:
@@ -365,11 +365,11 @@ def _change(what: str, was: str | None, now: str | None) -> str:
     if what != _TRAINED:
         return f"{what}: {was} -> {now}"
     before, after = (dict.fromkeys((each or "").splitlines()) for each in (was, now))
-    said = {
+    changes = {
         "now trained": [name for name in after if name not in before],
         "now frozen": [name for name in before if name not in after],
     }
-    return "; ".join(f"{how}: {some_of(names)}" for how, names in said.items() if names)
+    return "; ".join(f"{how}: {some_of(names)}" for how, names in changes.items() if names)
 
 
 def _settings() -> tuple[Any, ...]:
@@ -389,7 +389,7 @@ def _description(
     tensors: Sequence[Tensor], structure: Structure, key: tuple[Any, ...]
 ) -> dict[str, str]:
     signature, training, grad, autocast, settings, _, entry, (stale, mode) = key
-    keeps, *taken = mode
+    accumulates, *accumulated = mode
     paths = structure.paths
     described = {
         path: f"[{', '.join(map(str, shape))}] {str(t.dtype)[6:]}"
@@ -403,7 +403,11 @@ def _description(
     described["autocast"] = str(autocast)
     described["torch's settings"] = str(settings)
     described["gradients of parameters"] = (
-        f"kept as {keeps}s" if keeps else "reduced with kept ones" if any(taken) else "reduced"
+        f"accumulated as {accumulates}s"
+        if accumulates
+        else "reduced with accumulated ones"
+        if any(accumulated)
+        else "reduced"
     )
     if stale:
         described[_STALE] = str(sum(stale))

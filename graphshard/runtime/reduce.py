@@ -142,7 +142,7 @@ class ReduceScatter(BoundCollective):
         raise NotImplementedError
 
     def average(self, sent: Tensor, received: Tensor) -> Tensor:
-        """This rank's part of the average, flat, once `received` is complete."""
+        """The average of this rank's shards in a message, flat, once `received` is complete."""
         raise NotImplementedError
 
     def results(self, pending: Pending) -> list[Tensor]:
@@ -152,9 +152,9 @@ class ReduceScatter(BoundCollective):
         for messages in self.launches:
             for message in messages:
                 flat = self.average(*next(sent_and_received))
-                for i, part in zip(message.indices, split_message(flat, message), strict=True):
+                for i, shard in zip(message.indices, split_message(flat, message), strict=True):
                     shape = self.shapes[i]
-                    shards[i] = part if shape is None else part.view(shape)
+                    shards[i] = shard if shape is None else shard.view(shape)
         return shards
 
 
@@ -213,10 +213,10 @@ class ReduceScatterByAllReduce(ReduceScatter):
             self.start(pending, launch, [flat], self.averaging[flat.dtype].options)
 
     def average(self, sent: Tensor, received: Tensor) -> Tensor:
-        """A copy of this rank's part, so that the memory of the whole is given back."""
+        """A copy of this rank's shards, so that the memory of all gradients is given back."""
         after = self.averaging[received.dtype].divide_after
-        part = received.view(self.group.size, -1)[self.group.rank].clone()
-        return part if after == 1 else part.div_(after)
+        shards = received.view(self.group.size, -1)[self.group.rank].clone()
+        return shards if after == 1 else shards.div_(after)
 
 
 class AllReduce(BoundCollective):
@@ -256,9 +256,9 @@ class AllReduce(BoundCollective):
             after = self.averaging[flat.dtype].divide_after
             if after != 1:
                 flat.div_(after)
-            for i, part in zip(message.indices, split_message(flat, message), strict=True):
+            for i, grad in zip(message.indices, split_message(flat, message), strict=True):
                 shape = self.shapes[i]
-                grads[i] = part if shape is None else part.view(shape)
+                grads[i] = grad if shape is None else grad.view(shape)
         return grads
 
 

@@ -165,9 +165,9 @@ class Step:
                 inputs[self._input_index[entry.name]].copy_(value)
 
     def detach_shared(self, outputs: list[Any]) -> list[Any]:
-        """`outputs`, with differentiable tensors detached that are inputs or other outputs as well.
+        """`outputs`, with an alias of each differentiable one that is an argument or another one.
 
-        Autograd can then set the `grad_fn` of each.
+        So autograd can set the `grad_fn` of each.
         """
         for index in self._shared_outputs:
             outputs[index] = outputs[index].detach()
@@ -208,7 +208,7 @@ class Step:
             program = self.program.copy()
             drop = DropUnusedTangents(frozenset(missing))
             drop.apply(program, self.bindings.plan)
-            if program.regions is not None:  # of nodes that are gone now
+            if program.regions is not None:  # which have nodes that were dropped
                 fell_back = program.regions.fell_back
                 FormRegions().apply(program, self.bindings.plan)
                 program.regions = replace(program.regions, fell_back=fell_back)
@@ -259,7 +259,7 @@ class _Call:
 
     saved_others: values saved for backward besides the tensors that autograd saves; None before
         forward and after backward.
-    versions: of the parameters that backward reads, when forward ran.
+    versions: counts of changes to the parameters that backward reads, after forward.
     grad_keys: the gradients that its backward accumulates instead of reducing them.
     replayed: its forward was a replay of a CUDA graph.
     """
@@ -283,7 +283,7 @@ class _Call:
         step = self.step
         bindings = step.bindings
         if step.forward_graph.fingerprint.lines:
-            # With the backward that follows: ranks may differ in that alone.
+            # Compared with the backward that follows, since ranks may differ in that alone.
             bindings.agreement.require(step.fingerprint)
         with _no_autocast(bindings.group.device):
             outputs, mutations, tensors, self.saved_others = self._run_forward()
