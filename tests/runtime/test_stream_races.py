@@ -14,7 +14,7 @@ import torch.distributed as dist
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from models import Block, TiedGPT, tokens_of
-from stream_races import Races, RecordedCuda, recorded_lanes
+from stream_races import Races, RecordedCuda, recorded_streams
 from torch import fx
 
 import graphshard
@@ -66,7 +66,7 @@ class Training:
 
     def __init__(self, cuda: RecordedCuda, passes: Any = (), **fields: Any) -> None:
         self.cuda = cuda
-        with recorded_lanes(cuda):
+        with recorded_streams(cuda):
             torch.manual_seed(0)
             mesh = None
             if str(fields.get("strategy", "")).startswith("HYBRID"):
@@ -83,7 +83,7 @@ class Training:
         on_host = model.plan.policy.offloads("params")
         if on_host:
             races.lies_on_host(list(model.parameters()))
-        with recorded_lanes(self.cuda), races:
+        with recorded_streams(self.cuda), races:
             with model.no_sync() if accumulate else nullcontext():
                 loss = model(*self.batch)
                 if forward_only:
@@ -115,7 +115,7 @@ def test_no_strategy_races(options: dict[str, Any]) -> None:
     races = watched(cuda, **options)
     assert races.found == []
     assert races.accesses > 300
-    assert races.freed_behind_lanes > 5, "side streams were not used"
+    assert races.freed_behind_side_streams > 5, "side streams were not used"
     assert len(cuda.waits) > 10
     host = [wait for wait in cuda.waits if wait.startswith("the host waits")]
     # With parameters on the host, for copies in each direction, where forward and backward end.
@@ -201,7 +201,7 @@ def test_what_is_dropped_is_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
         raise RuntimeError("in between")
 
     def failed(cuda: RecordedCuda) -> Races:
-        with recorded_lanes(cuda), ExitStack() as stack:
+        with recorded_streams(cuda), ExitStack() as stack:
             model = graphshard.compile(TiedGPT(layers=3), graphshard.BlockPolicy(Block))
             batch = tokens_of(1, 0)
             model(*batch).backward()
@@ -214,7 +214,7 @@ def test_what_is_dropped_is_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
 
     races = failed(RecordedCuda())
     assert races.found == []
-    assert races.freed_behind_lanes
+    assert races.freed_behind_side_streams
     monkeypatch.setattr(Launched, "drop", lambda self: None)
     assert failed(RecordedCuda()).found
 
