@@ -126,7 +126,7 @@ def stand_in(sharded: graphshard.ShardedModule, seconds_of: Seconds | None = Non
     assert whole.backend == "fake", "a group of ranks that do exist"
     assert not sharded.programs, "captured already; compile it without example inputs"
     communicator = Communicator(whole.device, seconds_of)
-    for group in (whole, *whole.parts.values()):
+    for group in (whole, *whole.subgroups.values()):
         group.process_group = StandIn(group.rank, group.size, communicator)
     return communicator
 

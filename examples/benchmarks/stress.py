@@ -73,11 +73,11 @@ def in_program_order() -> Iterator[None]:
         SideStream.launch = launch  # type: ignore[method-assign]
 
 
-def _poisoning(releasing: Callable[[AllGather], Callable[[Tensor], None]]) -> Any:
-    """`releasing`, but what is released is poisoned first."""
+def _poisoning(release_for: Callable[[AllGather], Callable[[Tensor], None]]) -> Any:
+    """`release_for`, but what is released is poisoned first."""
 
     def poisoned(of: AllGather) -> Callable[[Tensor], None]:
-        release = releasing(of)
+        release = release_for(of)
 
         def poison_and_release(full: Tensor) -> None:
             gather.poison(full)
@@ -93,7 +93,7 @@ def stressed(device: torch.device, seed: int, most: float = 1e-4) -> Iterator[No
     """Inside, streams are delayed by up to `most` seconds at a time, and frees poison."""
     chance, delay = random.Random(seed), Delay(device)
     launch, join, free = SideStream.launch, Launched.join, AllGather.free
-    releasing = lower.releasing
+    release_for = lower.release_for
 
     def wait() -> None:
         if chance.random() < 0.5:
@@ -121,11 +121,11 @@ def stressed(device: torch.device, seed: int, most: float = 1e-4) -> Iterator[No
 
     SideStream.launch, Launched.join = delayed_launch, delayed_join  # type: ignore[method-assign]
     AllGather.free = poisoned_free  # type: ignore[method-assign]
-    lower.releasing = _poisoning(releasing)
+    lower.release_for = _poisoning(release_for)
     try:
         yield
     finally:
-        lower.releasing = releasing
+        lower.release_for = release_for
         SideStream.launch, Launched.join, AllGather.free = launch, join, free  # type: ignore
 
 

@@ -26,7 +26,7 @@ from graphshard.policy.placement import SHARDED
 from graphshard.program import ops
 from graphshard.runtime.collectives import Operand, wait
 from graphshard.runtime.gather import Gathered, free
-from graphshard.runtime.group import Group, find_group, subgroup
+from graphshard.runtime.group import Group, find_group, new_process_group
 from graphshard.runtime.host_copies import arrive, to_device, to_host
 from graphshard.runtime.lower import kind_of
 
@@ -106,7 +106,7 @@ def host_groups(group: Group) -> HostGroups:
 
 
 def _subgroup(ranks: list[int], group: Group) -> Group:
-    process_group = subgroup(ranks, group.process_group)
+    process_group = new_process_group(ranks, group.process_group)
     return Group(
         process_group,
         dist.get_rank(process_group),

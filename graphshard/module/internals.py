@@ -55,7 +55,7 @@ class _State:
             RuntimeStateError: one did not; names it.
         """
         for shard in self.shards:
-            if not shard.written():
+            if not shard.has_values():
                 raise RuntimeStateError(
                     f"parameter {shard.layout.fqn!r} has no values yet, since the model was on the "
                     "meta device; call init_weights(), load_full_state_dict(...), or load a "

@@ -248,7 +248,7 @@ class Programs:
             # The last entry tells apart programs of one capture.
             (
                 tuple([shard.stale for shard in self._resident]),
-                self.bindings.kept.mode() if torch.is_grad_enabled() else REDUCED,
+                self.bindings.accumulated.mode() if torch.is_grad_enabled() else REDUCED,
             ),
         )
 
@@ -395,7 +395,7 @@ def _description(
     tensors: Sequence[Tensor], structure: Structure, key: tuple[Any, ...]
 ) -> dict[str, str]:
     signature, training, grad, autocast, settings, _, entry, (stale, mode) = key
-    keeps, *taken = mode
+    accumulates, *accumulated = mode
     paths = structure.paths
     described = {
         path: f"[{', '.join(map(str, shape))}] {str(t.dtype)[6:]}"
@@ -409,7 +409,11 @@ def _description(
     described["autocast"] = str(autocast)
     described["torch's settings"] = str(settings)
     described["gradients of parameters"] = (
-        f"kept as {keeps}s" if keeps else "reduced with kept ones" if any(taken) else "reduced"
+        f"accumulated as {accumulates}s"
+        if accumulates
+        else "reduced with accumulated ones"
+        if any(accumulated)
+        else "reduced"
     )
     if stale:
         described[_STALE] = str(sum(stale))

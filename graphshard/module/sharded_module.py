@@ -112,7 +112,7 @@ class ShardedModule(StateMethods, TrainingMethods):
     def lowered(self) -> tuple[fx.GraphModule, ...]:
         """The Python that runs for `program`: forward, then each kind of backward met so far."""
         steps = list(self._graphshard.programs.steps.values())
-        return tuple(half.module for half in steps[-1].halves) if steps else ()
+        return tuple(graph.module for graph in steps[-1].lowered_graphs) if steps else ()
 
     def dump(self, directory: str | os.PathLike[str]) -> list[Path]:
         """Write programs and plan into `directory`; see `graphshard.inspect.dump`.

@@ -137,7 +137,7 @@ def build_sharded_tree(
                 continue
             shard = shards[f"{fqn}.{name}" if fqn else name]
             mine._parameters[name] = shard.param
-            shard.homes.append((mine._parameters, name))
+            shard.holders.append((mine._parameters, name))
         for name, buffer in original._buffers.items():
             if buffer is not None and buffer not in buffers:
                 buffers[buffer] = torch.empty_like(buffer, device=device)

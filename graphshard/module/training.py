@@ -98,8 +98,8 @@ class TrainingMethods(TreeModule):
 
         Raises:
             PolicyError: `norm_type` is not above 0.
-            RuntimeStateError: the norm is not finite, if `error_if_nonfinite`; gradients are kept
-                by `no_sync()`; or are full, inside of `unsharded(with_grads=True)`.
+            RuntimeStateError: the norm is not finite, if `error_if_nonfinite`; gradients are
+                accumulated by `no_sync()`, or full inside of `unsharded(with_grads=True)`.
         """
         state = self._graphshard
         if state.unsharded.with_grads:
@@ -109,12 +109,12 @@ class TrainingMethods(TreeModule):
                 "would be clipped; clip before it, or call torch.nn.utils.clip_grad_norm_ on the "
                 "parameters inside"
             )
-        if state.bindings.kept.tensors:
-            _, name = min(state.bindings.kept.tensors)
+        if state.bindings.accumulated.tensors:
+            _, name = min(state.bindings.accumulated.tensors)
             raise RuntimeStateError(
-                f"the gradient of {name!r} is kept by no_sync() and not reduced yet, so the norm "
-                "would miss it; clip after a backward outside of no_sync(), or call zero_grad() on "
-                "the module to drop what was kept"
+                f"the gradient of {name!r} is accumulated by no_sync() and not reduced yet, so "
+                "the norm would miss it; clip after a backward outside of no_sync(), or call "
+                "zero_grad() on the module to drop accumulated gradients"
             )
         group = state.bindings.group
         ignored = [shard.param for shard in state.shards if shard.layout.ignored]
@@ -131,39 +131,39 @@ class TrainingMethods(TreeModule):
 
     @contextmanager
     def no_sync(self, *, all_reduce_only: bool = False) -> Iterator[None]:
-        """Calls inside keep their gradients on this rank, for the next call outside to reduce.
+        """Accumulate gradients of calls inside on this rank; the next call outside reduces them.
 
-        The place of the forward call counts; its backward may run anywhere. The backward of the
-        first call outside adds what was kept to its own gradients and reduces the sum, so
-        `.grad` has the whole step's then, and nothing of what is kept before. Without this each
-        backward reduces into the shard: more communication, less memory. `plan` says the bytes of
-        both; kept gradients are whole, in the dtype they are reduced in. Each kind of call is a
-        program of its own. `sharded.zero_grad()` drops what was kept; an optimizer's own
-        `zero_grad()` knows nothing of it.
+        A call belongs to the context in which its forward runs; its backward may run anywhere. The
+        backward of the first call outside adds the accumulated gradients to its own and reduces the
+        sum. Until then `.grad` does not have them. Without this context each backward reduces into
+        the shard, with more communication and less memory; `plan` has the bytes of both.
+        Accumulated gradients are whole `(d0, ...)`, in the dtype they are reduced in. Calls inside
+        and outside run different programs. `sharded.zero_grad()` drops accumulated gradients; an
+        optimizer's own `zero_grad()` does not.
 
         Args:
-            all_reduce_only: reduce inside the rank's shard group all the same, and keep shards:
-                only the all_reduce over the replicas of a HYBRID strategy is put off.
+            all_reduce_only: reduce inside the rank's shard group all the same and accumulate
+                shards: only the all_reduce over the replicas of a HYBRID strategy is put off.
 
         Raises:
             PassError: from a call inside, with `all_reduce_only` where there are no replicas.
-            RuntimeStateError: from a backward outside, if one of a call before it inside has not
-                run, whose gradient would miss the reduce.
+            RuntimeStateError: from a backward outside, if the backward of an earlier call inside
+                has not run, so that the reduce would miss its gradients.
         """
-        with self._graphshard.bindings.kept.no_sync(SHARD if all_reduce_only else GRADIENT):
+        with self._graphshard.bindings.accumulated.no_sync(SHARD if all_reduce_only else GRADIENT):
             yield
 
     def zero_grad(self, set_to_none: bool = True) -> None:
-        """As `nn.Module.zero_grad`; drops gradients kept by `no_sync()`, too."""
+        """As `nn.Module.zero_grad`; also drops gradients accumulated by `no_sync()`."""
         if set_to_none:  # without a walk over all modules
             for shard in self._graphshard.shards:
-                for holder, name in shard.homes:
+                for holder, name in shard.holders:
                     param = holder.get(name)
                     if param is not None:
                         param.grad = None
         else:
             super().zero_grad(set_to_none)
-        self._graphshard.bindings.kept.drop()
+        self._graphshard.bindings.accumulated.clear()
 
     def parameter_groups(self, rule: Rule | None = None) -> list[dict[str, Any]]:
         """The trainable parameters in groups that any torch optimizer can take.

@@ -1,7 +1,8 @@
-"""Gradients that micro-batches keep on a rank until one of them reduces the sum.
+"""Gradients that micro-batches accumulate on a rank before one of them reduces the sum.
 
-What a call does with its gradients is settled at its forward and is part of its program; this holds
-the tensors in between, and knows which calls have yet to add to them.
+Whether a call accumulates or reduces its gradients is decided when its forward begins and is part
+of its program. `AccumulatedGrads` holds the tensors between the calls, and knows which calls have
+yet to run the backward that adds to them.
 """
 
 from __future__ import annotations
@@ -20,72 +21,83 @@ from graphshard.program import ops
 from graphshard.program.collective import OneTensor
 from graphshard.program.pass_protocol import PassLike
 
+GradKey = tuple[str, str]
+"""An accumulated tensor: its kind (GRADIENT, a full gradient, or SHARD, a reduced one) and FQN."""
+
+
 Mode = tuple[str | None, tuple[str, ...], tuple[str, ...]]
-"""What is kept, and the parameters whose kept gradients and kept shards are taken in."""
+"""How a program accumulates.
+
+The kind of gradient it accumulates (None: it reduces), the FQNs whose accumulated full gradients
+it adds to its own, and the FQNs whose accumulated shards it adds.
+"""
 
 
 REDUCED: Mode = (None, (), ())
 
 
-class KeepingCall(Protocol):
-    """A call whose backward keeps gradients."""
+class AccumulatingCall(Protocol):
+    """A call whose backward accumulates gradients; `grad_keys` says which."""
 
-    keeps: frozenset[tuple[str, str]]  # (what of it, FQN)
+    grad_keys: frozenset[GradKey]
 
 
 class AccumulatedGrads:
-    """This rank's kept gradients of one module."""
+    """The accumulated gradients of one module on this rank.
+
+    kind: GRADIENT or SHARD inside `no_sync`, None outside of it.
+    tensors: full gradients `(d0, ...)` or reduced shards `(ceil(d0/W), ...)`, in the dtype that
+        backward computes or reduces them in.
+    """
 
     def __init__(self) -> None:
-        self.keeping: str | None = None
-        self.tensors: dict[tuple[str, str], Tensor] = {}  # by (what of it, FQN)
-        self._to_come: list[weakref.ref[Any]] = []
+        self.kind: str | None = None
+        self.tensors: dict[GradKey, Tensor] = {}
+        self._pending: list[weakref.ref[Any]] = []
         self._paused = False
 
     @contextmanager
-    def no_sync(self, what: str) -> Iterator[None]:
-        """Forwards inside are of programs that keep."""
-        before, self.keeping = self.keeping, what
+    def no_sync(self, kind: str) -> Iterator[None]:
+        """Forwards that begin inside run programs that accumulate gradients of `kind`."""
+        before, self.kind = self.kind, kind
         try:
             yield
         finally:
-            self.keeping = before
+            self.kind = before
 
     def mode(self) -> Mode:
-        """What the program of a call that begins now must do."""
-        if self.keeping is None and not self.tensors and not self._to_come:
+        """The mode of the program that a call beginning now must run."""
+        if self.kind is None and not self.tensors and not self._pending:
             return REDUCED
         names: dict[str, set[str]] = {GRADIENT: set(), SHARD: set()}
-        for of, fqn in (*self.tensors, *(one for call in self.to_come() for one in call.keeps)):
-            names[of].add(fqn)
-        gradients = () if self.keeping == GRADIENT else tuple(sorted(names[GRADIENT]))
-        return (
-            self.keeping,
-            gradients,
-            tuple(sorted(names[SHARD])) if self.keeping is None else (),
-        )
+        pending = (key for call in self.pending_calls() for key in call.grad_keys)
+        for kind, fqn in (*self.tensors, *pending):
+            names[kind].add(fqn)
+        gradients = () if self.kind == GRADIENT else tuple(sorted(names[GRADIENT]))
+        shards = tuple(sorted(names[SHARD])) if self.kind is None else ()
+        return self.kind, gradients, shards
 
-    def to_come(self) -> list[KeepingCall]:
-        """Calls alive that have yet to keep what their backward computes, in order."""
-        alive = [(ref, ref()) for ref in self._to_come]
-        self._to_come = [ref for ref, call in alive if call is not None]
+    def pending_calls(self) -> list[AccumulatingCall]:
+        """Living calls whose backward has not begun, in the order of their forwards."""
+        alive = [(ref, ref()) for ref in self._pending]
+        self._pending = [ref for ref, call in alive if call is not None]
         return [call for _, call in alive if call is not None]
 
-    def expect(self, call: KeepingCall) -> None:
-        """Remember that the backward of `call` is to come."""
-        self._to_come.append(weakref.ref(call))
+    def add_pending(self, call: AccumulatingCall) -> None:
+        """Remember that the backward of `call` has yet to run."""
+        self._pending.append(weakref.ref(call))
 
-    def arrived(self, call: KeepingCall) -> None:
-        """The backward of `call` begins."""
-        self._to_come = [ref for ref in self._to_come if ref() is not call]
+    def remove_pending(self, call: AccumulatingCall) -> None:
+        """Note that the backward of `call` has run; a call that is not pending is ignored."""
+        self._pending = [ref for ref in self._pending if ref() is not call]
 
-    def require_arrived(self, calls: Iterable[weakref.ref[Any]]) -> None:
-        """Check that no earlier call has yet to keep what this backward is to reduce.
+    def require_not_pending(self, calls: Iterable[weakref.ref[Any]]) -> None:
+        """Check that none of the earlier `calls` is pending when a backward is about to reduce.
 
         Raises:
-            RuntimeStateError: one has.
+            RuntimeStateError: one is, so the reduce would miss its gradient.
         """
-        pending = self.to_come()
+        pending = self.pending_calls()
         if any(ref() in pending for ref in calls if ref() is not None):
             raise RuntimeStateError(
                 "a forward inside no_sync() came before this one and its backward has not run, so "
@@ -93,13 +105,16 @@ class AccumulatedGrads:
                 "inside no_sync() or both outside, or drop its output if it needs no backward"
             )
 
-    def drop(self) -> None:
-        """Forget what was kept."""
+    def clear(self) -> None:
+        """Drop all accumulated gradients."""
         self.tensors.clear()
 
     @contextmanager
     def paused(self) -> Iterator[None]:
-        """Nothing is kept or taken: a backward that is not to touch the parameters' gradients."""
+        """Neither add to the accumulated gradients nor use them inside.
+
+        For a backward that must not change the parameters' gradients (`torch.autograd.grad`).
+        """
         self._paused = True
         try:
             yield
@@ -110,41 +125,45 @@ class AccumulatedGrads:
         """Make `node`, a `keep` or `add_kept` of a lowered graph, a call on these tensors."""
         arguments = OneTensor.of(node)
         key = (str(arguments.kept_as), str(arguments.param))
-        bound = self._keep(key) if node.target is ops.keep else self._add(key)
+        bound = self._accumulate(key) if node.target is ops.keep else self._add_accumulated(key)
         bound.__name__ = bound.__qualname__ = str(ops.op_name(node))
         bound.__module__ = key[1].replace(".", "_")  # fx prints a call by these
         node.target, node.kwargs = bound, {}
 
-    def _keep(self, key: tuple[str, str]) -> Callable[[Tensor], Tensor]:
-        def keep(grad: Tensor) -> Tensor:
+    def _accumulate(self, key: GradKey) -> Callable[[Tensor], Tensor]:
+        """The function that adds a gradient to the accumulated one and returns the sum."""
+
+        def accumulate(grad: Tensor) -> Tensor:
             if self._paused:
                 return grad
             if key in self.tensors:
                 return self.tensors[key].add_(grad)
-            # A copy, as others may read what backward computed.
+            # A copy, since other nodes of backward may read the gradient as well.
             self.tensors[key] = grad.clone().contiguous()
             return self.tensors[key]
 
-        return keep
+        return accumulate
 
-    def _add(self, key: tuple[str, str]) -> Callable[[Tensor], Tensor]:
-        def add_kept(grad: Tensor) -> Tensor:
-            kept = None if self._paused else self.tensors.pop(key, None)
-            return grad if kept is None else kept.add_(grad)
+    def _add_accumulated(self, key: GradKey) -> Callable[[Tensor], Tensor]:
+        """The function that takes the accumulated gradient out and returns its sum with another."""
 
-        return add_kept
+        def add_accumulated(grad: Tensor) -> Tensor:
+            accumulated = None if self._paused else self.tensors.pop(key, None)
+            return grad if accumulated is None else accumulated.add_(grad)
+
+        return add_accumulated
 
 
 def passes_for(passes: Iterable[PassLike], mode: Mode) -> tuple[PassLike, ...]:
-    """`passes` for a program that keeps and takes what `mode` says."""
-    keep, add, add_shards = mode
-    both = frozenset(add) | frozenset(add_shards)
-    made: list[PassLike] = []
+    """`passes`, with the passes for accumulation set to `mode`."""
+    kind, gradients, shards = mode
+    fqns = frozenset(gradients) | frozenset(shards)
+    configured: list[PassLike] = []
     for step in passes:
         if isinstance(step, Accumulate):
-            made.append(Accumulate(keep, frozenset(add), frozenset(add_shards)))
+            configured.append(Accumulate(kind, frozenset(gradients), frozenset(shards)))
         elif isinstance(step, ZeroMissingGrads):
-            made.append(ZeroMissingGrads(frozenset() if keep == GRADIENT else both))
+            configured.append(ZeroMissingGrads(frozenset() if kind == GRADIENT else fqns))
         else:
-            made.append(step)
-    return tuple(made)
+            configured.append(step)
+    return tuple(configured)

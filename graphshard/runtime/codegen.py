@@ -1,4 +1,4 @@
-"""Code whose arguments come in one list, which it empties, and calls with little Python.
+"""Code generation for lowered graphs: arguments in one list, and cheap calls of operators.
 
 See README.md for the time that torch's own functions save over the operators of `torch.ops`.
 """
@@ -16,10 +16,10 @@ from graphshard.torch_private import compat as torch_compat
 
 
 class BoxedCodeGen(CodeGen):
-    """Code whose one argument is the list of all arguments, emptied on entry."""
+    """Generates a function of one list, the graph's arguments, which it empties on entry."""
 
     def gen_fn_def(self, free_vars: list[str], maybe_return_annotation: str, **_: Any) -> str:
-        """The head of the function: unpack the list, then empty it."""
+        """The first lines of the function, which unpack the list and empty it."""
         names = [name.partition(":")[0].partition("=")[0].strip() for name in free_vars]
         lines = [f"def forward(self, args){maybe_return_annotation}:"]
         if names:
@@ -59,7 +59,7 @@ _FUNCTIONS: dict[Any, Any] = {
     _aten.transpose.int: torch.transpose,
     _aten.unsqueeze.default: torch.unsqueeze,
 }
-"""Functions that take every argument of the operator, by place or by name, alike."""
+"""torch's functions by operator; each takes all the operator's arguments, by place and by name."""
 
 
 _METHODS: dict[Any, Any] = {
@@ -69,8 +69,8 @@ _METHODS: dict[Any, Any] = {
 
 
 def call_of(operator: Any) -> Any:
-    """What to call with the arguments of `operator`, one of torch.ops, in its place."""
+    """The function to call instead of `operator`, of `torch.ops`, with the same arguments."""
     function = _FUNCTIONS.get(operator)
-    if isinstance(function, BuiltinFunctionType):  # not one that Python code was put around
+    if isinstance(function, BuiltinFunctionType):  # not replaced by a wrapper in Python
         return function
     return _METHODS.get(operator) or torch_compat.operator_call(operator)

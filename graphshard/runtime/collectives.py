@@ -1,15 +1,12 @@
-"""What the collectives of a program have in common.
+"""The base of the collectives that a lowered program calls.
 
-Each collective node of a lowered program is one object, made once: it knows its unit and the layout
-of its parameters, so that a step only allocates, launches and waits. `gather.py` and `reduce.py`
-hold the kinds; nothing outside this package moves data between ranks.
+Each collective node of a lowered program is one `BoundCollective`, made once: it knows its unit and
+the layout of its parameters, so that a step only allocates, launches and waits. `gather.py`,
+`reduce.py` and `gloo_reduce.py` hold the subclasses; nothing outside this package moves data
+between ranks.
 
 On CUDA a collective is launched on the side stream of its group, and `wait` makes the compute
 stream wait for it; the host never waits. See README.md for why memory is safe.
-
-Gloo's works run on threads, which refer to what they moved until some time after `wait` returned: a
-moment, or as long as the thread is not scheduled. So Gloo is given aliases, and once a work is done
-these are pointed at nothing: memory goes back where the program says, not when a thread gets to it.
 """
 
 from __future__ import annotations
@@ -25,61 +22,70 @@ from torch import Tensor
 from graphshard.errors import CollectiveError
 from graphshard.planning.layout import ParamLayout
 from graphshard.program.packing import packed
+from graphshard.runtime.gloo import alias_tensors, empty_aliases
 from graphshard.runtime.group import Group
 from graphshard.runtime.streams import Launched
 
 
 @dataclass(frozen=True)
 class Operand:
-    """A parameter a collective moves, in the dtype it is moved in.
+    """A parameter that a collective moves, and the dtype in which it is moved.
 
-    made: its shard is a cast made for this gather, which keeps it no longer than it must.
+    temporary: its shard is a cast that only this gather reads, and is dropped at the launch.
     """
 
     layout: ParamLayout
     dtype: torch.dtype
-    made: bool = False
+    temporary: bool = False
 
     @property
     def shard_bytes(self) -> int:
-        """Bytes of one rank's padded part."""
+        """Bytes of one rank's shard, padding included."""
         return prod(self.layout.shard_shape) * self.dtype.itemsize
 
 
 class Pending:
-    """A launched collective: the works to wait for and what they read and write.
+    """A launched collective: the works to wait for, and the tensors they read and write.
 
-    launched: where it runs on a side stream, in place of works.
-    own: copies for this rank to make between its own tensors, as (to, from).
-    lent: the aliases of those tensors that the backend's threads refer to.
+    operands: tensors that the works read.
+    buffers: tensors that the works write, or that the results are made of.
+    packed: buffers of messages that hold several operands.
+    copies: copies between this rank's own tensors, as (target, source), made at the wait.
+    works: the works of the process group; empty on a side stream.
+    launched: the last launch on the side stream; None without one.
+    aliases: aliases of the tensors that Gloo's threads refer to.
     """
 
     __slots__ = (
-        "buffers", "collective", "launched", "lent", "operands", "own", "packed", "works"
+        "aliases", "buffers", "collective", "copies", "launched", "operands", "packed", "works"
     )  # fmt: skip
 
     def __init__(
-        self, collective: Collective, operands: list[Tensor], buffers: list[Tensor]
+        self, collective: BoundCollective, operands: list[Tensor], buffers: list[Tensor]
     ) -> None:
         self.collective = collective
         self.operands = operands
         self.buffers = buffers
         self.packed: list[Tensor] = []
-        self.own: list[tuple[Tensor, Tensor]] = []
+        self.copies: list[tuple[Tensor, Tensor]] = []
         self.works: list[Any] = []
-        self.launched: Launched | None = None  # the last of its launches
-        self.lent: list[Tensor] = []
+        self.launched: Launched | None = None
+        self.aliases: list[Tensor] = []
 
     def __del__(self) -> None:
         if self.launched is not None:
             self.launched.drop()
-        peers = self.collective.group.peers
-        if self.works and peers is not None:  # of a forward, say, whose backward never came
-            peers.drop(self.works)
+        pairwise = self.collective.group.pairwise
+        if self.works and pairwise is not None:  # e.g. of a forward whose backward never came
+            pairwise.abandon(self.works)
 
 
 def wait(pending: Pending) -> list[Tensor]:
-    """Finish `pending`: its results in operand order."""
+    """Wait for `pending` and return its results in operand order.
+
+    Raises:
+        CollectiveError: another rank died, failed or timed out.
+    """
     return pending.collective.wait(pending)
 
 
@@ -87,8 +93,8 @@ def wait(pending: Pending) -> list[Tensor]:
 wait.__module__ = "graphshard"
 
 
-class Collective:
-    """A collective of one node; subclasses say what is launched and what comes out."""
+class BoundCollective:
+    """The collective of one node; subclasses define what is launched and what it returns."""
 
     op = ""
 
@@ -102,29 +108,33 @@ class Collective:
         self.__module__ = unit.replace(".", "_") or "root"
 
     def __call__(self, tensors: Sequence[Tensor]) -> Pending:
-        """Start the collective on `tensors`, in operand order."""
+        """Start the collective on `tensors`, one per operand.
+
+        Raises:
+            CollectiveError: it could not be started.
+        """
         raise NotImplementedError
 
     def start(self, pending: Pending, launch: Callable[..., Any], *args: Any) -> None:
-        """Add the work of `launch(*args)`, a call of the process group, to `pending`.
+        """Call `launch(*args)`, a method of the process group, and add its work to `pending`.
 
         Raises:
-            CollectiveError: it failed.
+            CollectiveError: the call failed.
         """
         if self.group.backend == "gloo":
-            args = tuple(_lent(value, pending.lent) for value in args)
+            args = tuple(alias_tensors(value, pending.aliases) for value in args)
         side_stream = self.group.side_stream
         try:
             if side_stream is None:
                 pending.works.append(launch(*args))
             else:
-                pending.launched = side_stream.launch(_queued, launch, args)
+                pending.launched = side_stream.launch(_launch_and_wait, launch, args)
         except torch.OutOfMemoryError:
             raise
         except RuntimeError as error:
-            raise self.failed(
+            raise self.error(
                 "could not be started",
-                "if this says nothing of this rank, look for the first error in the logs of all "
+                "if the error is not about this rank, look for the first error in the logs of all "
                 "ranks",
                 error,
             ) from error
@@ -135,26 +145,25 @@ class Collective:
         sent: Sequence[Sequence[Tensor]],
         received: Sequence[Sequence[Tensor]],
     ) -> None:
-        """Add the works of an exchange with the peers to `pending`; see
-        `PairwiseExchange.exchange`.
+        """Start `PairwiseExchange.exchange(sent, received)` and add its works to `pending`.
 
         Raises:
             CollectiveError: another rank died, failed or timed out.
         """
-        assert self.group.peers is not None
+        assert self.group.pairwise is not None
         try:
-            pending.works += self.group.peers.exchange(sent, received)
+            pending.works += self.group.pairwise.exchange(sent, received)
         except RuntimeError as error:
-            raise self.left_alone(error) from error
+            raise self.peer_error(error) from error
 
     def wait(self, pending: Pending) -> list[Tensor]:
-        """Wait for what `__call__` launched and return the results in operand order.
+        """Wait for the works that `__call__` launched and return the results in operand order.
 
         Raises:
             CollectiveError: another rank died, failed or timed out.
         """
-        for to, own in pending.own:
-            to.copy_(own)
+        for target, source in pending.copies:
+            target.copy_(source)
         if pending.launched is not None:
             pending.launched.join()
             pending.launched = None
@@ -165,14 +174,13 @@ class Collective:
         except torch.OutOfMemoryError:
             raise
         except RuntimeError as error:
-            raise self.left_alone(error) from error
-        for alias in pending.lent:
-            alias.set_()  # type: ignore[call-overload]
+            raise self.peer_error(error) from error
+        empty_aliases(pending.aliases)
         return self.results(pending)
 
-    def left_alone(self, error: Exception) -> CollectiveError:
-        """The error to raise when another rank did not do its part."""
-        return self.failed(
+    def peer_error(self, error: Exception) -> CollectiveError:
+        """The error to raise when another rank did not take part."""
+        return self.error(
             "failed",
             "another rank died, raised an error, or did not get here within "
             f"{self.group.timeout.total_seconds():g} s; look for the first error in the logs "
@@ -181,63 +189,65 @@ class Collective:
         )
 
     def results(self, pending: Pending) -> list[Tensor]:
-        """What a finished collective yields."""
+        """The results of a finished collective, in operand order."""
         raise NotImplementedError
 
     def message(self, *indices: int) -> Message:
-        """The operands `indices`, moved together."""
+        """The message that moves the operands `indices`."""
         numels = [prod(self.operands[i].layout.shard_shape) for i in indices]
         return Message(indices, numels, sum(numels), packed=len(indices) > 1)
 
     def messages(self, pack_below: int, size: Callable[[Operand], int]) -> list[list[Message]]:
-        """Messages of each launch: one launch per dtype, in it one message per large operand and
-        one for all below `pack_below` bytes.
+        """The messages of each launch.
+
+        There is one launch per dtype. It has one message for each large operand, and one for all
+        operands together whose `size` is below `pack_below` (bytes).
         """
         dtypes = [operand.dtype for operand in self.operands]
         small = packed([size(operand) for operand in self.operands], dtypes, pack_below)
-        together = {i for indices in small for i in indices}
+        in_packs = {i for indices in small for i in indices}
         launches = []
         for dtype in sorted(set(dtypes), key=str):
-            alone = [i for i, d in enumerate(dtypes) if d is dtype and i not in together]
-            large = [self.message(i) for i in alone]
+            unpacked = [i for i, d in enumerate(dtypes) if d is dtype and i not in in_packs]
+            large = [self.message(i) for i in unpacked]
             launches.append(large + [self.message(*i) for i in small if dtypes[i[0]] is dtype])
         return launches
 
-    def failed(self, how: str, advice: str, error: Exception) -> CollectiveError:
-        """The error to raise when the collective failed with `error`."""
+    def error(self, how: str, advice: str, error: Exception) -> CollectiveError:
+        """The error to raise when the collective failed with `error`.
+
+        Args:
+            how: what went wrong, a verb phrase.
+            advice: where to look for the cause.
+            error: the original error, whose text ends the message.
+        """
         return CollectiveError(
             f"{self.op} of unit {self.unit or '(root)'} in {self.phase} {how} on rank "
             f"{self.group.rank} of {self.group.size}: {advice} ({error})"
         )
 
 
-def _queued(launch: Callable[..., Any], args: tuple[Any, ...]) -> None:
+def _launch_and_wait(launch: Callable[..., Any], args: tuple[Any, ...]) -> None:
     """Queue a collective on the current stream.
 
-    Its options say so (`asyncOp`); of a backend that uses a stream of its own all the same, the
-    current one waits here.
+    Its options (`asyncOp`) ask for that. Some backends use a stream of their own all the same, and
+    `wait` makes the current stream wait for theirs.
     """
     work = launch(*args)
     if work is not None:
         work.wait()
 
 
-def _lent(value: Any, lent: list[Tensor]) -> Any:
-    """An alias of the tensor `value`, of each in a list of them, added to `lent`; else `value`."""
-    if isinstance(value, Tensor):
-        lent.append(value.detach())
-        return lent[-1]
-    return [_lent(item, lent) for item in value] if isinstance(value, list) else value
-
-
 @dataclass(frozen=True)
 class Message:
-    """Operands that travel together.
+    """Operands that are moved as one tensor.
 
-    numels: the elements of each one's shard; `numel` is their sum.
+    indices: their places among the operands of the collective.
+    numels: elements of each operand's shard, padding included; `numel` is their sum.
+    packed: they are copied into one tensor; otherwise a single operand is read where it lies.
     """
 
     indices: tuple[int, ...]
     numels: list[int]
     numel: int
-    packed: bool  # copied together, rather than one tensor read where it lies
+    packed: bool

@@ -1,7 +1,7 @@
 """A step as two CUDA graphs: one for the kernels of its forward, one for those of its backward.
 
-Calls 1 and 2 run without graphs, the third is captured, later ones replay it. Inputs are copied to
-fixed addresses, results are cloned out of the graphs' pool. See README.md.
+The first two calls run without graphs, the third is captured, and later ones replay it. Inputs are
+copied to fixed addresses, and results are cloned out of the graphs' memory pool. See README.md.
 """
 
 from __future__ import annotations
@@ -24,37 +24,41 @@ logger = logging.getLogger("graphshard")
 
 
 WARM_UP = 2
+"""Calls of a program that run without graphs before the first capture."""
 
 
 Run = Callable[[list[Any]], Any]
 
 
 class Recorder:
-    """Captures what a function queues on a CUDA device."""
+    """Captures the work that functions queue on a CUDA device.
+
+    pool: the memory pool of all its graphs.
+    """
 
     def __init__(self) -> None:
         self.pool = torch.cuda.graph_pool_handle()
 
     def capture(self, run: Run, args: list[Any]) -> tuple[Callable[[], None], Any]:
-        """(what queues again all that `run(args)` queues, what `run` returned).
+        """(a function that queues the captured work again, the result of `run(args)`).
 
-        Nothing is executed yet. Only this thread is captured, since threads of NCCL ask for the
-        state of events meanwhile.
+        Nothing is executed yet. Only this thread is captured, since NCCL's threads query events
+        meanwhile.
         """
         graph, before = torch.cuda.CUDAGraph(), torch.cuda.current_stream()
         try:
             with torch.cuda.graph(graph, pool=self.pool, capture_error_mode="thread_local"):
                 result = run(args)
         except Exception:
-            self._leave(before)
+            self._restore(before)
             raise
         return graph.replay, result
 
-    def _leave(self, before: Any) -> None:
-        """Put right what torch leaves as it is when CUDA gives up a capture.
+    def _restore(self, before: Any) -> None:
+        """Restore torch's state after CUDA gave up a capture.
 
-        Its stream stays the current one, the allocator goes on as in a capture, and the generator
-        of random numbers refuses to draw any until another capture has come to an end.
+        torch leaves the capture's stream current and the allocator in capture mode, and its
+        generator of random numbers refuses to draw until another capture has ended.
         """
         if torch.cuda.current_stream() == before:
             return
@@ -64,23 +68,33 @@ class Recorder:
             torch.zeros(1, device=before.device)
 
 
-class _Graph:
-    """A captured half.
+class _CapturedGraph:
+    """A captured forward or backward.
 
-    lead: its leading arguments, read where they lie; static: the others, which are copied in.
+    static: tensors at fixed addresses into which the copied arguments are copied.
+    missing: which of the copied arguments were None at the capture.
+    addresses: of the arguments that are read where they lie.
+    replay: queues the captured work.
+    results: the results of the capture, which each replay overwrites.
+
+    Args:
+        recorder: captures.
+        run: the forward or backward.
+        in_place: its first arguments, which are read where they lie; the list is emptied.
+        copied: its other arguments.
     """
 
-    def __init__(self, recorder: Any, run: Run, lead: list[Any], moved: Sequence[Any]) -> None:
-        self.static = [_stays(value) for value in moved]
-        self.missing = [value is None for value in moved]
-        self.addresses = _addresses(lead)
-        args = [*lead, *self.static]
-        lead.clear()  # what is only in here goes as the half is done with it
+    def __init__(self, recorder: Any, run: Run, in_place: list[Any], copied: Sequence[Any]) -> None:
+        self.static = [_static_copy(value) for value in copied]
+        self.missing = [value is None for value in copied]
+        self.addresses = _addresses(in_place)
+        args = [*in_place, *self.static]
+        in_place.clear()  # so that `run` holds the last references and frees as it goes
         self.replay, self.results = recorder.capture(run, args)
 
-    def again(self, moved: Sequence[Any]) -> Any:
-        """Replay with other values of the arguments that are copied in."""
-        for static, value in zip(self.static, moved, strict=True):
+    def replay_with(self, copied: Sequence[Any]) -> Any:
+        """Replay with new values of the copied arguments and return the results."""
+        for static, value in zip(self.static, copied, strict=True):
             if isinstance(static, Tensor):
                 static.copy_(value)
         self.replay()
@@ -88,11 +102,13 @@ class _Graph:
 
 
 class Graphs:
-    """The graphs of one step, and which calls they run.
+    """The two graphs of one step; decides which calls replay them.
+
+    failed: a capture failed, and no later call is replayed.
 
     Args:
-        program: gets a remark if they cannot be captured after all.
-        recorder: makes what captures; another one in tests.
+        program: the step's program, which notes why its capture failed.
+        recorder: the class of the recorder; another one in tests.
     """
 
     def __init__(self, program: Program, recorder: Callable[[], Any] = Recorder) -> None:
@@ -101,15 +117,17 @@ class Graphs:
         self._make_recorder = recorder
         self._recorder: Any = None
         self._warm = 0
-        self._forward: _Graph | None = None
-        self._backward: _Graph | None = None
-        self._saved: list[Any] | None = None  # by the captured forward, until backward is captured
-        self._last: weakref.ref[Any] | None = None  # the call whose backward is to come
+        self._forward: _CapturedGraph | None = None
+        self._backward: _CapturedGraph | None = None
+        self._saved: list[Any] | None = None  # by the capture, until backward is captured
+        self._last: weakref.ref[Any] | None = None  # the last replayed call
 
-    def takes(self, call: Any, args: Sequence[Any], inputs: int) -> bool:
-        """Whether `call`, whose forward begins now with these arguments, is to be replayed.
+    def replays(self, args: Sequence[Any], inputs: int) -> bool:
+        """Whether a call whose forward begins with `args` is replayed (or captured).
 
-        The last `inputs` of them are inputs.
+        Args:
+            args: the arguments of forward.
+            inputs: how many of them, the last ones, are inputs of the model.
         """
         if self.failed:
             return False
@@ -117,26 +135,26 @@ class Graphs:
             self._warm += 1
             return False
         last = None if self._last is None else self._last()
-        if last is not None and last.others is not None:
+        if last is not None and last.saved_others is not None:  # its backward has not begun
             return False
-        lead = args[: len(args) - inputs]
-        if self._forward is not None and self._forward.addresses != _addresses(lead):
+        in_place = args[: len(args) - inputs]
+        if self._forward is not None and self._forward.addresses != _addresses(in_place):
             self._forward = self._backward = self._saved = self._recorder = None
         return True
 
     def forward(self, call: Any, run: Run, args: list[Any], inputs: int) -> tuple[Any, Any]:
-        """(outputs, values of mutations) of `call`.
+        """(outputs, values of mutations) of `call`, by a replay.
 
         Raises:
-            GraphsFailed: the half cannot be captured; run it as it is.
+            GraphsFailed: forward cannot be captured; run it without a graph.
         """
         split = len(args) - inputs
-        lead, moved = args[:split], args[split:]
+        in_place, copied = args[:split], args[split:]
         if self._forward is None:
             if self._recorder is None:
                 self._recorder = self._make_recorder()
             try:
-                self._forward = _Graph(self._recorder, run, lead, moved)
+                self._forward = _CapturedGraph(self._recorder, run, in_place, copied)
             except Exception as error:
                 self._give_up(error)
                 raise GraphsFailed from error
@@ -144,28 +162,28 @@ class Graphs:
             self._forward.results = (outputs, mutations)
             if self._backward is None and self.program.grad:
                 self._saved = [*tensors, *others]
-        outputs, mutations = self._forward.again(moved)
+        outputs, mutations = self._forward.replay_with(copied)
         self._last = weakref.ref(call)
         return [_cloned(value) for value in outputs], mutations
 
     def backward(self, run: Run, tangents: Sequence[Tensor | None]) -> tuple[Any, Any]:
-        """(gradients of parameters, gradients of inputs) of the call last replayed.
+        """(gradients of parameters, gradients of inputs) of the last replayed call.
 
         Raises:
-            RuntimeStateError: other outputs have gradients than when it was captured, or the half
-                cannot be captured.
+            RuntimeStateError: other outputs have gradients than at the capture, or backward cannot
+                be captured.
         """
         if self._backward is None:
             assert self._saved is not None
-            lead, self._saved = self._saved, None
+            saved, self._saved = self._saved, None
             try:
-                self._backward = _Graph(self._recorder, run, lead, tangents)
+                self._backward = _CapturedGraph(self._recorder, run, saved, tangents)
             except Exception as error:
                 self._give_up(error)
                 raise RuntimeStateError(
-                    "backward could not be captured as a CUDA graph, and what its forward saved is "
-                    f"gone with the attempt ({_cause(error)}); later steps run without graphs; to "
-                    "train this one, too, leave out cuda_graph=True"
+                    "backward could not be captured as a CUDA graph, and the attempt freed the "
+                    f"tensors that its forward saved ({_cause(error)}); later steps run without "
+                    "graphs; to train this step too, leave out cuda_graph=True"
                 ) from error
         if self._backward.missing != [t is None for t in tangents]:
             raise RuntimeStateError(
@@ -173,19 +191,19 @@ class Graphs:
                 "reached, since its kernels are captured; make the losses of all steps alike, or "
                 "leave cuda_graph=True out"
             )
-        grads, input_grads = self._backward.again(tangents)
+        grads, input_grads = self._backward.replay_with(tangents)
         return [_cloned(g) for g in grads], [_cloned(g) for g in input_grads]
 
     def _give_up(self, error: Exception) -> None:
         self.failed = True
         self._forward = self._backward = self._saved = self._recorder = None
-        first = _cause(error)
-        give_up_graphs(self.program, f"capture failed: {first}")
-        logger.warning("graphshard could not capture a step as CUDA graphs: %s", first)
+        cause = _cause(error)
+        note_no_graphs(self.program, f"capture failed: {cause}")
+        logger.warning("graphshard could not capture a step as CUDA graphs: %s", cause)
 
 
 def _cause(error: BaseException) -> str:
-    """The first line of what went wrong first: that a capture is at an end hides what ended it."""
+    """The first line of the error that came first, which the end of the capture hides."""
     while error.__context__ is not None:
         error = error.__context__
     lines = str(error).strip().splitlines()
@@ -196,14 +214,17 @@ class GraphsFailed(Exception):  # noqa: N818  # no error of the user's
     """A forward could not be captured."""
 
 
-def give_up_graphs(program: Program, why_not: str) -> None:
-    """Note on `program` that its step runs without CUDA graphs, and why."""
+def note_no_graphs(program: Program, why_not: str) -> None:
+    """Note on `program` that its step runs without CUDA graphs because of `why_not`."""
     assert program.cuda_graphs is not None
     program.cuda_graphs = replace(program.cuda_graphs, why_not=why_not)
 
 
 def graphs_of(program: Program, group: Group) -> Graphs | None:
-    """The graphs for a program that says it has them, unless its ranks cannot; then it says so."""
+    """The graphs of `program`; None if it has none.
+
+    Where `group` cannot run them, the program notes why.
+    """
     if program.cuda_graphs is None or program.cuda_graphs.why_not is not None:
         return None
     why_not = None
@@ -213,20 +234,20 @@ def graphs_of(program: Program, group: Group) -> Graphs | None:
         why_not = f"the host waits for the collectives of {group.backend}"
     if why_not is None:
         return Graphs(program)
-    give_up_graphs(program, why_not)
+    note_no_graphs(program, why_not)
     return None
 
 
-def _stays(value: Any) -> Any:
-    """A tensor of its own for the values of `value`, with its strides where they can be written."""
+def _static_copy(value: Any) -> Any:
+    """A copy of the tensor `value`, with its strides where each element has its own memory."""
     if not isinstance(value, Tensor):
         return value
     if any(
         stride == 0 and size > 1 for size, stride in zip(value.shape, value.stride(), strict=True)
     ):
         return value.detach().clone()
-    own = torch.empty_strided(value.size(), value.stride(), dtype=value.dtype, device=value.device)
-    return own.copy_(value.detach())
+    copy = torch.empty_strided(value.size(), value.stride(), dtype=value.dtype, device=value.device)
+    return copy.copy_(value.detach())
 
 
 def _cloned(value: Any) -> Any:
@@ -234,4 +255,5 @@ def _cloned(value: Any) -> Any:
 
 
 def _addresses(values: Sequence[Any]) -> list[int]:
+    """The data pointer of each tensor; 0 for other values."""
     return [value.data_ptr() if isinstance(value, Tensor) else 0 for value in values]

@@ -1,7 +1,7 @@
-"""Ranks agree on a program's sequence of collectives before they run it.
+"""Ranks compare a program's sequence of collectives before they run it.
 
-On Gloo they compare each time, elsewhere (NCCL) at a sequence's first use only: ranks that later
-diverge between sequences they all know are not noticed there. See README.md.
+On Gloo they compare each time; elsewhere (NCCL) only at a sequence's first use, so ranks that later
+diverge between sequences they have all run are not noticed. See README.md.
 """
 
 from __future__ import annotations
@@ -30,18 +30,18 @@ _POLL_SECONDS = 0.02
 
 @dataclass(frozen=True)
 class Fingerprint:
-    """What a graph does between ranks, one line per collective, independent of batch sizes."""
+    """The collectives of a graph, one line of text each, independent of batch sizes."""
 
     lines: tuple[str, ...]
 
     @staticmethod
     def of(graph: fx.Graph, plan: ShardingPlan) -> Fingerprint:
-        """The fingerprint of half a program."""
+        """The fingerprint of the forward or backward `graph` of a program."""
         return Fingerprint(tuple(_collective_lines(graph, plan)))
 
     @cached_property
     def digest(self) -> str:
-        """Equal exactly if the lines are."""
+        """The hexadecimal SHA-256 of the lines."""
         return hashlib.sha256("\n".join(self.lines).encode()).hexdigest()
 
     def __add__(self, other: Fingerprint) -> Fingerprint:
@@ -49,31 +49,35 @@ class Fingerprint:
 
 
 def _collective_lines(graph: fx.Graph, plan: ShardingPlan) -> Iterator[str]:
+    """Phase, operation, unit and ranks of each collective, with shape and dtype of its operands."""
     for node in graph.nodes:
         if ops.is_collective(node):
             collective = Collective.of(node)
-            moved = ", ".join(
+            operands = ", ".join(
                 f"{name} {list(plan.layouts[name].shape)} {str(o.meta['val'].dtype)[6:]}"
                 + (f" by dim {dim}" if (dim := plan.layouts[name].dim) else "")
                 + (f" columns {collective.columns}" if collective.columns is not None else "")
                 for name, o in zip(collective.params, operands_of(node), strict=True)
             )
             unit = collective.unit or "(root)"
-            over = _over(collective, plan)
-            yield f"{node.meta['phase']} {collective.op.name} of {unit} over {over}: {moved}"
+            ranks = _ranks(collective, plan)
+            yield f"{node.meta['phase']} {collective.op.name} of {unit} over {ranks}: {operands}"
 
 
-def _over(collective: Collective, plan: ShardingPlan) -> str:
+def _ranks(collective: Collective, plan: ShardingPlan) -> str:
     group = collective.group
     if group == ops.RESHARD:
         return f"groups of {collective.ranks} ranks"
     sizes = {ops.SHARD: plan.shard_size, ops.REPLICATE: plan.replicas, ops.ALL: plan.world_size}
-    named = f" along {group!r} of {plan.mesh_shape}" if len(plan.mesh_shape) > 1 else ""
-    return f"{sizes[group]} ranks{named}"
+    dimension = f" along {group!r} of {plan.mesh_shape}" if len(plan.mesh_shape) > 1 else ""
+    return f"{sizes[group]} ranks{dimension}"
 
 
 class Agreement:
-    """What the ranks of `group` agreed on for one module.
+    """Compares, for one module, the sequences of collectives that ranks are about to run.
+
+    agreed: digests of the sequences that all ranks have begun together.
+    turn: how often forward or backward with collectives began; equal on ranks that agree.
 
     Args:
         group: the ranks; nothing is compared on a single one.
@@ -82,42 +86,44 @@ class Agreement:
     def __init__(self, group: Group) -> None:
         self.group = group
         self.agreed: set[str] = set()
-        # Halves with collectives begun so far, forward or backward; equal on all ranks that agree.
         self.turn = 0
         self.module = 0
         self.store: Any = None
         # With the "fake" backend there are no other ranks.
         if group.size > 1 and group.backend != "fake":
-            # The number of modules this rank has made on the group, which names this one.
+            # This module is named by the number of modules that this rank compiled on the group.
             self.module = group.store.add(f"graphshard/modules/{group.rank}", 1)
             self.store = PrefixStore(f"graphshard/{self.module}", group.store)
 
     def require(self, fingerprint: Fingerprint) -> None:
-        """Return once every rank is known to begin the same half of a program now.
+        """Return once every rank is known to begin the same forward or backward.
 
         Args:
-            fingerprint: of what this rank is about to run.
+            fingerprint: of the graph that this rank is about to run.
 
         Raises:
-            FingerprintError: some rank is about to run another, on every rank alike.
+            FingerprintError: some rank is about to run another one; raised on every rank.
             CollectiveError: a rank did not get here within the group's timeout.
         """
         if self.store is None or not fingerprint.lines:
             return
         if self.group.backend == "gloo":
-            settled = self._same_tickets(fingerprint)
+            agreed = self._tickets_match(fingerprint)
         else:
-            settled = fingerprint.digest in self.agreed
+            agreed = fingerprint.digest in self.agreed
         self.turn += 1
-        if not settled:
+        if not agreed:
             self._compare(fingerprint)
             self.agreed.add(fingerprint.digest)
 
-    def _same_tickets(self, fingerprint: Fingerprint) -> bool:
-        """Whether every rank begins what this one does, by one collective all programs share."""
+    def _tickets_match(self, fingerprint: Fingerprint) -> bool:
+        """Whether every rank begins the same sequence, by one collective that all programs share.
+
+        A ticket is the module's number and the first digits of the digest.
+        """
         digest = int(fingerprint.digest[:_TICKET_DIGITS], 16)
         try:
-            tickets = self.group.numbers([self.module, digest])
+            tickets = self.group.gather_ints([self.module, digest])
         except RuntimeError as error:
             group = self.group
             first = fingerprint.lines[0].partition(":")[0]
@@ -138,6 +144,7 @@ class Agreement:
         return all(ticket == tickets[0] for ticket in tickets)
 
     def _compare(self, fingerprint: Fingerprint) -> None:
+        """Publish the sequence in the Store, wait for all others, and compare them."""
         size, rank, turn = self.group.size, self.group.rank, self.turn
         self.store.set(f"{turn}/{rank}/lines", "\n".join(fingerprint.lines))
         self.store.set(f"{turn}/{rank}/digest", fingerprint.digest)
@@ -163,7 +170,7 @@ class Agreement:
 
 
 def _difference(other: int, mine: Sequence[str], theirs: Sequence[str]) -> str:
-    """Rank 0 runs `mine`, rank `other` runs `theirs`."""
+    """The message for rank 0 running the lines `mine` and rank `other` running `theirs`."""
     end = "nothing more"
     longest = max(len(mine), len(theirs))
     for index in range(longest):

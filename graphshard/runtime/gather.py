@@ -9,13 +9,13 @@ from torch import Tensor
 
 from graphshard.planning.layout import ParamLayout
 from graphshard.program.packing import MOVABLE
-from graphshard.runtime.collectives import Collective, Operand, Pending
+from graphshard.runtime.collectives import BoundCollective, Operand, Pending
 from graphshard.runtime.group import Group, as_bytes, strides_of
 from graphshard.torch_private import compat as torch_compat
 
 
 class Gathered(list[Tensor]):
-    """What a gather yields: full parameters that can be freed together; None for those taken."""
+    """Full parameters `(d0, ...)` that a gather returns and `free` frees; None for taken ones."""
 
     __slots__ = ("collective",)
 
@@ -25,7 +25,7 @@ class Gathered(list[Tensor]):
 
 
 def free(gathered: Gathered) -> None:
-    """Give back the storage of what a gather yielded."""
+    """Give back the storage of all parameters that a gather returned."""
     gathered.collective.free(gathered)
 
 
@@ -34,45 +34,45 @@ free.__module__ = "graphshard"
 
 
 def take(gathered: Gathered, index: int) -> Tensor:
-    """One of the parameters, which the gather's list lets go of: it goes with its readers."""
+    """Take parameter `index` out of the gather's list, so that its last reader frees it."""
     full = gathered[index]
     gathered[index] = None  # type: ignore[call-overload]
     return full
 
 
 def release(full: Tensor) -> None:
-    """Give back the storage of one of the parameters that a gather yielded."""
+    """Give back the storage of one parameter that a gather returned."""
     full.untyped_storage().resize_(0)
 
 
 def poison(full: Tensor) -> None:
-    """In checking mode instead: fill it with what shows."""
+    """Fill a released parameter with NaN or the like: `release` in checking mode."""
     full.fill_(_poison(full.dtype))
 
 
 def leave(full: Tensor) -> None:
-    """On a single rank instead: it is the parameter itself, which stays."""
+    """Do nothing: `release` on a single rank, where it would free the parameter itself."""
 
 
 for _kind in (take, release, poison, leave):
     _kind.__module__ = "graphshard"
 
 
-def releasing(gather: AllGather) -> Callable[[Tensor], None]:
-    """What gives back one parameter of what `gather` yields."""
+def release_for(gather: AllGather) -> Callable[[Tensor], None]:
+    """The function that releases one parameter that `gather` returned."""
     if gather.group.check:
         return poison
     return leave if isinstance(gather, LocalGather) else release
 
 
-class AllGather(Collective):
-    """Gathers shards `(ceil(d0/W), ...)` into full parameters `(d0, ...)`.
+class AllGather(BoundCollective):
+    """Gathers shards `(ceil(d0/W), ...)` into full parameters `(d0, ...)`, in the operands' dtypes.
 
-    A shard that was made for it is copied to where it belongs in the full parameter at the launch,
-    sent from there, and gone; one that stays anyway is read where it lies.
+    A temporary shard is copied to its place in the full parameter at the launch and sent from
+    there, so that its memory is given back at once. Other shards are read where they lie.
 
-    A parameter split along another dim is copied out of its buffer at the wait, since the ranks'
-    parts of it do not lie one after the other.
+    A parameter split along another dim is copied out of its buffer at the wait, since the buffer
+    holds the ranks' shards one after the other.
     """
 
     op = "all_gather"
@@ -87,46 +87,46 @@ class AllGather(Collective):
             (shape, strides_of(shape), o.dtype)
             for shape, o in zip(shapes, self.operands, strict=True)
         ]
-        finish = [_finish(o.layout) for o in self.operands]
-        self.finish = [(i, what) for i, what in enumerate(finish) if what is not None]
-        alone = {m.indices[0] for launch in self.launches for m in launch if not m.packed}
-        self.made = [i for i, o in enumerate(self.operands) if o.made and i in alone]
+        from_buffer = [_from_buffer(o.layout) for o in self.operands]
+        self.from_buffer = [(i, f) for i, f in enumerate(from_buffer) if f is not None]
+        unpacked = {m.indices[0] for launch in self.launches for m in launch if not m.packed}
+        self.temporary = [i for i, o in enumerate(self.operands) if o.temporary and i in unpacked]
 
     def __call__(self, tensors: Sequence[Tensor]) -> Pending:
-        """Allocate the full buffers and start to fill them."""
+        """Allocate the full buffers and start to gather the shards `tensors` into them."""
         buffers = self.buffers(tensors)
-        held = [t for t, o in zip(tensors, self.operands, strict=True) if not o.made]
-        pending = Pending(self, held, buffers)
-        tensors = self._own(tensors, buffers)
+        lasting = [t for t, o in zip(tensors, self.operands, strict=True) if not o.temporary]
+        pending = Pending(self, lasting, buffers)
+        tensors = self._copy_temporary(tensors, buffers)
         for messages in self.launches:
             inputs, outputs = [], []
             for message in messages:
                 if message.packed:
-                    parts = torch_compat.flat_copy([tensors[i] for i in message.indices])
-                    whole = parts.new_empty(self.group.size * message.numel)
-                    pending.packed.append(whole)
-                    inputs.append(parts)
-                    outputs.append(whole)
+                    flat = torch_compat.flat_copy([tensors[i] for i in message.indices])
+                    gathered = flat.new_empty(self.group.size * message.numel)
+                    pending.packed.append(gathered)
+                    inputs.append(flat)
+                    outputs.append(gathered)
                 else:
                     inputs.append(tensors[message.indices[0]])
                     outputs.append(buffers[message.indices[0]])
-            if self.group.peers is None:
+            if self.group.pairwise is None:
                 self.launch(pending, inputs, outputs)
             else:
                 self.send(pending, inputs, outputs)
             pending.operands += inputs
         return pending
 
-    def _own(self, tensors: Sequence[Tensor], buffers: list[Tensor]) -> list[Tensor]:
-        """This rank's parts: `tensors`, of those made for this their copies in `buffers`."""
-        parts = list(tensors)
-        for index in self.made:
+    def _copy_temporary(self, tensors: Sequence[Tensor], buffers: list[Tensor]) -> list[Tensor]:
+        """The shards to send: `tensors`, temporary ones copied to their places in `buffers`."""
+        shards = list(tensors)
+        for index in self.temporary:
             shape = tensors[index].shape
-            parts[index] = buffers[index].view(self.group.size, *shape)[self.group.rank]
-        if self.made:
-            made = [tensors[index] for index in self.made]
-            torch._foreach_copy_([parts[index] for index in self.made], made)
-        return parts
+            shards[index] = buffers[index].view(self.group.size, *shape)[self.group.rank]
+        if self.temporary:
+            sources = [tensors[index] for index in self.temporary]
+            torch._foreach_copy_([shards[index] for index in self.temporary], sources)
+        return shards
 
     def launch(self, pending: Pending, inputs: list[Tensor], outputs: list[Tensor]) -> None:
         """Start one coalesced gather of `inputs`, of one dtype."""
@@ -136,16 +136,16 @@ class AllGather(Collective):
         self.start(pending, launch, outputs, inputs, self.options)
 
     def send(self, pending: Pending, inputs: list[Tensor], outputs: list[Tensor]) -> None:
-        """Start to send every rank `inputs`, and to receive its own where they go in `outputs`."""
+        """Start sending `inputs` to every other rank, and receiving theirs in `outputs`."""
         size, rank = self.group.size, self.group.rank
         received = [o.view(size, i.numel()).unbind() for i, o in zip(inputs, outputs, strict=True)]
-        self.exchange(pending, [(own,) * size for own in inputs], received)
-        for own, parts in zip(inputs, received, strict=True):
-            if parts[rank].data_ptr() != own.data_ptr():  # in place it is there already
-                pending.own.append((parts[rank], own.view(-1)))
+        self.exchange(pending, [(shard,) * size for shard in inputs], received)
+        for shard, by_rank in zip(inputs, received, strict=True):
+            if by_rank[rank].data_ptr() != shard.data_ptr():  # a copied shard lies there already
+                pending.copies.append((by_rank[rank], shard.view(-1)))
 
     def buffers(self, tensors: Sequence[Tensor]) -> list[Tensor]:
-        """What the shards `tensors` are gathered into, in operand order."""
+        """The buffers that the shards `tensors` are gathered into, in operand order."""
         device = self.group.device
         return [
             torch.empty_strided(shape, strides, dtype=dtype, device=device)
@@ -153,7 +153,7 @@ class AllGather(Collective):
         ]
 
     def results(self, pending: Pending) -> list[Tensor]:
-        """The full parameters: their buffers, prefix views of those where dim 0 was padded."""
+        """The full parameters `(d0, ...)`: their buffers, or prefix views of padded ones."""
         buffers = pending.buffers
         packed = iter(pending.packed)
         for messages in self.launches:
@@ -166,15 +166,15 @@ class AllGather(Collective):
                         dim=1,
                         out=[buffers[i].view(self.group.size, -1) for i in message.indices],
                     )
-        for index, finish in self.finish:
-            buffers[index] = finish(buffers[index])
+        for index, from_buffer in self.from_buffer:
+            buffers[index] = from_buffer(buffers[index])
         return Gathered(buffers, self)
 
     def free(self, gathered: Gathered) -> None:
-        """Give back the storage, whatever still refers to it.
+        """Give back the storage, even if tensors still refer to it.
 
-        In checking mode the storage is filled with NaN (integers: their largest value) and stays
-        until nothing refers to it, so that a use after this shows in the numbers.
+        In checking mode the storage is filled with NaN instead (integers: their largest value) and
+        stays until nothing refers to it, so that a later use shows in the results.
         """
         for tensor in gathered:
             if tensor is None:  # taken
@@ -186,32 +186,32 @@ class AllGather(Collective):
 
 
 class AllGatherInPlace(AllGather):
-    """Gathers rows into the buffer they are a part of, which each rank keeps.
+    """Gathers rows into a resident parameter's buffer, of which this rank's rows are a view.
 
-    In checking mode the other ranks' rows are poisoned first, so that one not gathered shows.
+    In checking mode the other ranks' rows are poisoned first, so that a missing row shows.
     """
 
     def buffers(self, tensors: Sequence[Tensor]) -> list[Tensor]:
-        """The padded buffers, which begin where the storage of the shards does."""
-        found = []
+        """The padded buffers, which begin where the storages of the shards begin."""
+        buffers = []
         for tensor, (shape, strides, _) in zip(tensors, self.shapes, strict=True):
             buffer = tensor.as_strided(shape, strides, 0)
             if self.group.check:
-                own = tensor.clone()
+                rows = tensor.clone()
                 buffer.fill_(_poison(buffer.dtype))
-                tensor.copy_(own)
-            found.append(buffer)
-        return found
+                tensor.copy_(rows)
+            buffers.append(buffer)
+        return buffers
 
 
-def _finish(layout: ParamLayout) -> Callable[[Tensor], Tensor] | None:
-    """What makes the parameter of its gathered buffer; None if it is that."""
+def _from_buffer(layout: ParamLayout) -> Callable[[Tensor], Tensor] | None:
+    """The function from a gathered buffer to the parameter; None if they are the same."""
     dim, shape = layout.dim, layout.shape
     if dim:
 
         def in_order(buffer: Tensor) -> Tensor:
             full = buffer.unflatten(0, (layout.world_size, -1)).movedim(0, dim).reshape(shape)
-            # Whatever still refers to the buffer (Gloo's views of its parts) lets go of it.
+            # Gloo's views of the buffer may still refer to it: free its storage.
             if full.untyped_storage().data_ptr() != buffer.untyped_storage().data_ptr():
                 buffer.untyped_storage().resize_(0)
             return full
@@ -223,16 +223,16 @@ def _finish(layout: ParamLayout) -> Callable[[Tensor], Tensor] | None:
 
 
 class LocalGather(AllGather):
-    """On a single rank the shard is the parameter: nothing moves, nothing may be freed."""
+    """The gather on a single rank: the shard is the parameter, and must not be freed."""
 
     def __call__(self, tensors: Sequence[Tensor]) -> Pending:
-        """The shards themselves, or copies that can be poisoned."""
+        """Take the shards themselves, or in checking mode copies that can be poisoned."""
         return Pending(
             self, [], [t.clone() for t in tensors] if self.group.check else list(tensors)
         )
 
     def results(self, pending: Pending) -> list[Tensor]:
-        """The full parameters."""
+        """The full parameters, in operand order."""
         return Gathered(pending.buffers, self)
 
     def free(self, gathered: Gathered) -> None:
@@ -242,18 +242,19 @@ class LocalGather(AllGather):
 
 
 def _poison(dtype: torch.dtype) -> float | int:
+    """NaN, True, or the largest integer of `dtype`."""
     if dtype.is_floating_point or dtype.is_complex:
         return float("nan")
     return 1 if dtype is torch.bool else torch.iinfo(dtype).max
 
 
 class Reshard:
-    """Copies this rank's part of k, `(ceil(d0/k), ...)`, out of a full parameter `(d0, ...)`.
+    """Copies this rank's shard `(ceil(d0/k), ...)` on k ranks out of a full parameter `(d0, ...)`.
 
-    Of one split along another dim, the part along that.
+    The shard is along another dim where the layout splits that one.
 
     Args:
-        layout: of the parameter on the `k` ranks.
+        layout: the parameter's layout on the `k` ranks.
         group: those ranks.
     """
 
@@ -265,11 +266,11 @@ class Reshard:
         self.__module__ = "graphshard"
 
     def __call__(self, full: Tensor) -> Tensor:
-        """A contiguous copy; zeros where the parameter ends before its part does."""
+        """A contiguous copy of the shard; zeros behind the end of the parameter."""
         start, stop = self.rows
         rows = full.narrow(self.layout.dim, start, stop - start)
         if stop - start == self.layout.padded_rows:
             return rows.clone(memory_format=torch.contiguous_format)
-        part = full.new_zeros(self.layout.shard_shape)  # padded along dim 0 only
-        part[: stop - start] = rows
-        return part
+        shard = full.new_zeros(self.layout.shard_shape)  # padded along dim 0 only
+        shard[: stop - start] = rows
+        return shard

@@ -1,7 +1,8 @@
-"""Sends and receives between the ranks of a Gloo group, for tensors in the host's memory.
+"""Moving tensors between the ranks of a Gloo group, which keeps them in the host's memory.
 
 A send reads a tensor where it lies and a receive writes it where it belongs, without the copies of
-Gloo's collectives. All ranks must call `exchange` in the same order. See README.md.
+Gloo's collectives. All ranks must call `exchange` in the same order. `gloo_reduce.py` averages
+gradients by such exchanges. See README.md.
 """
 
 from __future__ import annotations
@@ -13,66 +14,92 @@ from weakref import WeakKeyDictionary
 
 from torch import Tensor
 
-UP_TO = 8
-"""Ranks of a group whose gathers are sent. Each sends its shard to every other one, of which more
-passes between hosts than around Gloo's ring, and the messages of a step grow with the ranks."""
+MAX_RANKS = 8
+"""The most ranks of a group whose gathers are sent. Each rank sends its shard to every other one:
+on more ranks, more data passes between hosts than around Gloo's ring."""
 
 
 _TAGS = 1 << 30
-"""The first tag of ours, and their number; users' own are small."""
+"""The first tag of these exchanges, and how many there are; users' own tags are small."""
 
 
 _exchanges: WeakKeyDictionary[Any, Iterator[int]] = WeakKeyDictionary()
-"""By process group, the numbers of its exchanges to come."""
+"""By process group, the numbers of its next exchanges."""
 
 
 class PairwiseExchange:
-    """The other ranks of a group, and what was sent to them that nobody waited for.
+    """Sends and receives between this rank and every other rank of a group.
 
     Args:
         process_group: a Gloo group of at least two ranks.
-        rank: of this process in it.
+        rank: this process's rank in it.
         size: its number of ranks.
     """
 
     def __init__(self, process_group: Any, rank: int, size: int) -> None:
         self._process_group = process_group
-        # At each step every rank sends to one and receives from one.
+        # In each step a rank sends to one other rank and receives from another.
         self._steps = [((rank + i) % size, (rank - i) % size) for i in range(1, size)]
         self._exchanges = _exchanges.setdefault(process_group, count())
-        self._dropped: list[Any] = []
+        self._abandoned: list[Any] = []
 
     def exchange(
         self, sent: Sequence[Sequence[Tensor]], received: Sequence[Sequence[Tensor]]
     ) -> list[Any]:
         """Start sending `sent[m][r]` to each other rank r, and receiving `received[m][r]` from it.
 
-        Message m of one is what the other receives as its message m. What stands there for this
-        rank itself is left alone. Tensors are contiguous and of any dtype.
+        Args:
+            sent: by message and rank, contiguous tensors of any dtype. The entry of this rank
+                itself is ignored.
+            received: by message and rank, contiguous tensors to write. Message m of one rank is
+                message m of the other.
 
         Returns:
-            The works to wait for; until then nobody may write what is sent. They keep the tensors.
+            The works to wait for, which keep the tensors alive. Until then nobody may write `sent`.
 
         Raises:
-            RuntimeError: a rank died or did not get here in time.
+            RuntimeError: a rank died, or did not get here within the group's timeout.
         """
-        while self._dropped:
-            self._dropped.pop(0).wait()
+        while self._abandoned:
+            self._abandoned.pop(0).wait()
         tag = _TAGS + next(self._exchanges) % _TAGS
         group = self._process_group
         works = [
-            group.recv([parts[source]], source, tag)
+            group.recv([by_rank[source]], source, tag)
             for _, source in self._steps
-            for parts in received
+            for by_rank in received
         ]
         for target, _ in self._steps:
-            works += [group.send([parts[target]], target, tag) for parts in sent]
+            works += [group.send([by_rank[target]], target, tag) for by_rank in sent]
         return works
 
-    def drop(self, works: list[Any]) -> None:
-        """Take over `works` that nobody will wait for.
+    def abandon(self, works: list[Any]) -> None:
+        """Keep `works` that nobody will wait for, until the next exchange waits for them.
 
-        At a message whose sender or receiver is gone Gloo would stop, and never come to those
-        behind it. So they stay, and the next exchange waits for them.
+        Gloo would stop at a message whose sender or receiver is gone, and never reach the messages
+        behind it.
         """
-        self._dropped += works
+        self._abandoned += works
+
+
+def alias_tensors(value: Any, aliases: list[Tensor]) -> Any:
+    """`value` with an alias in place of each tensor in it; the aliases are added to `aliases`.
+
+    Gloo's threads refer to the tensors of a work until some time after its `wait` returned. So Gloo
+    is given aliases, which `empty_aliases` empties: memory is given back where the program says.
+
+    Args:
+        value: an argument of a collective: a tensor, a list (of lists) of them, or anything else,
+            which is returned as it is.
+        aliases: the list to extend.
+    """
+    if isinstance(value, Tensor):
+        aliases.append(value.detach())
+        return aliases[-1]
+    return [alias_tensors(item, aliases) for item in value] if isinstance(value, list) else value
+
+
+def empty_aliases(aliases: Sequence[Tensor]) -> None:
+    """Point `aliases` at no storage, once the work that uses them is done."""
+    for alias in aliases:
+        alias.set_()  # type: ignore[call-overload]

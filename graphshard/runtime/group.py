@@ -17,18 +17,18 @@ from graphshard.errors import PolicyError
 from graphshard.program import ops
 from graphshard.program.packing import GATHER_BELOW, MOVABLE, REDUCE_BELOW
 from graphshard.runtime import streams as side_streams
-from graphshard.runtime.gloo import UP_TO, PairwiseExchange
+from graphshard.runtime.gloo import MAX_RANKS, PairwiseExchange
 from graphshard.runtime.streams import SideStream
 from graphshard.torch_private import compat as torch_compat
 
 
 def movable(tensor: Tensor) -> Tensor:
-    """Contiguous `tensor`, as bytes if no backend is sure to know its dtype."""
+    """The contiguous `tensor`, viewed as flat bytes if a backend may not know its dtype."""
     return tensor if tensor.dtype in MOVABLE else as_bytes(tensor)
 
 
 def as_bytes(tensor: Tensor) -> Tensor:
-    """Contiguous `tensor` as bytes."""
+    """The contiguous `tensor`, viewed as flat uint8."""
     return tensor.view(-1).view(torch.uint8)
 
 
@@ -44,14 +44,18 @@ def strides_of(shape: Sequence[int]) -> tuple[int, ...]:
 
 @dataclass
 class Group:
-    """Ranks that communicate. `process_group` is None for a single rank without one.
+    """Ranks that communicate.
 
-    The group of all ranks also knows those of each dimension of its mesh.
-
+    process_group: None for a single rank without one.
+    rank, size: this process's rank in the group, and its number of ranks.
+    device: where this rank computes.
+    timeout: how long a rank waits for the others.
+    mesh: the mesh of all ranks, on the group of all ranks only.
+    check: poison memory instead of freeing it.
     mesh_shape: `(ranks,)`, or `(replicas, ranks to shard over)`.
-    check: poison what is freed.
-    peers: what gathers and reduces go through instead of the backend's collectives, if anything.
-    side stream: the stream its collectives run on; None where the host waits for them.
+    subgroups: by name, the groups of the mesh's dimensions and those of `within`.
+    pairwise: sends and receives in place of the backend's collectives; None to use these.
+    side_stream: the stream that collectives run on; None where the host waits for them.
     """
 
     process_group: Any
@@ -63,35 +67,35 @@ class Group:
     mesh: DeviceMesh | None = None
     check: bool = False
     mesh_shape: tuple[int, ...] = (1,)
-    parts: dict[str, Group] = field(default_factory=dict, repr=False)
-    peers: PairwiseExchange | None = field(default=None, repr=False)
+    subgroups: dict[str, Group] = field(default_factory=dict, repr=False)
+    pairwise: PairwiseExchange | None = field(default=None, repr=False)
     side_stream: SideStream | None = field(default=None, repr=False)
 
     def __post_init__(self) -> None:
-        # Gloo moves a device's tensors through the host, which waits for that.
+        # Gloo moves tensors of a device through the host, which waits for it.
         if self.side_stream is None and self.process_group is not None and self.backend != "gloo":
             self.side_stream = side_streams.new_side_stream(self.device)
 
     def named(self, name: str) -> Group:
-        """The group of this rank that a collective's `group` names; see `graphshard.ops`."""
-        part = self.parts.get(name)
-        if part is None:
+        """The group of this rank that a collective's `group` names; see `program.ops`."""
+        group = self.subgroups.get(name)
+        if group is None:
             return self
-        part.check = self.check
-        return part
+        group.check = self.check
+        return group
 
     def within(self, ranks: int) -> Group:
-        """The `ranks` neighbours of this rank, itself among them, in the group it shards over.
+        """The group of `ranks` neighbours, this rank among them, in the group it shards over.
 
-        Ranks must ask for it at the same point the first time.
+        Its process group is created at the first call, which all ranks must make at the same point.
         """
         name = f"{ops.RESHARD} {ranks}"
-        if name not in self.parts:
+        if name not in self.subgroups:
             process_group = self.shard.process_group
             members = dist.get_process_group_ranks(process_group)
             start = self.shard.rank // ranks * ranks
-            made = subgroup(members[start : start + ranks], process_group)
-            self.parts[name] = _group_of(made, self.device)
+            neighbours = new_process_group(members[start : start + ranks], process_group)
+            self.subgroups[name] = _group_of(neighbours, self.device)
         return self.named(name)
 
     @property
@@ -101,21 +105,30 @@ class Group:
 
     @property
     def pack_gather_below(self) -> int:
-        """Bytes of a shard below which a gather packs it."""
+        """Bytes of a shard below which a gather packs it with others."""
         return GATHER_BELOW.get(self.backend, 0)
 
     @property
     def pack_reduce_below(self) -> int:
-        """Bytes of a full gradient below which a reduce packs it."""
+        """Bytes of a full gradient below which a reduce packs it with others."""
         return REDUCE_BELOW.get(self.backend, 0)
 
     @property
     def store(self) -> Any:
-        """The Store the ranks share."""
+        """The `torch.distributed.Store` that the ranks share."""
         return torch_compat.group_store(self.process_group)
 
     def from_first(self, tensor: Tensor | None, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
-        """The first rank's `tensor`, of this shape and dtype on every rank, on every rank."""
+        """Broadcast the first rank's `tensor`.
+
+        Args:
+            tensor: on the first rank, the tensor; ignored on the others.
+            shape: the tensor's shape, on every rank.
+            dtype: the dtype of the result, on every rank.
+
+        Returns:
+            The tensor on this group's device, on every rank.
+        """
         if self.rank == 0:
             assert tensor is not None
             sent = tensor.detach().to(self.device, dtype).contiguous()
@@ -125,18 +138,21 @@ class Group:
             dist.broadcast(movable(sent), group=self.process_group, group_src=0)
         return sent
 
-    def numbers(self, own: Sequence[int]) -> list[list[int]]:
-        """The numbers `own` (of 64 bits) of every rank, in order; each gives equally many.
+    def gather_ints(self, values: Sequence[int]) -> list[list[int]]:
+        """The `values` of every rank, in rank order.
+
+        Args:
+            values: integers of 64 bits, equally many on each rank.
 
         Raises:
             RuntimeError: a rank died, or did not get here within the timeout.
         """
-        sent = torch.tensor(own, device=self.device)
-        received = sent.new_empty(self.size * len(own))
-        if self.peers is not None:
-            parts = received.view(self.size, -1).unbind()
-            parts[self.rank].copy_(sent)
-            for work in self.peers.exchange([[sent] * self.size], [parts]):
+        sent = torch.tensor(values, device=self.device)
+        received = sent.new_empty(self.size * len(values))
+        if self.pairwise is not None:
+            by_rank = received.view(self.size, -1).unbind()
+            by_rank[self.rank].copy_(sent)
+            for work in self.pairwise.exchange([[sent] * self.size], [by_rank]):
                 work.wait()
             return received.view(self.size, -1).tolist()
         # Not dist.all_gather_into_tensor: torch 2.13 renames it, and warns.
@@ -144,7 +160,7 @@ class Group:
         return received.view(self.size, -1).tolist()
 
     def everyones(self, value: Any) -> list[Any]:
-        """The `value` (anything that can be pickled) of every rank, in order."""
+        """The `value` of every rank, in rank order; it must be picklable."""
         values: list[Any] = [value] * self.size
         if self.size > 1:
             dist.all_gather_object(values, value, group=self.process_group)
@@ -164,50 +180,50 @@ def find_group(
         mesh: of one dimension, or of two: the first replicates, the last shards. Or None.
         device: where to run; None leaves it to the mesh or the group.
         alone: where a single rank without a group runs if `device` is None.
-        hybrid: without a mesh, make one of two dimensions: ranks of one node share the shards.
+        hybrid: without a mesh, make one of two dimensions that shards over the ranks of a node.
 
     Raises:
-        PolicyError: the mesh has more dimensions, or lies on another kind of device; or the ranks
-            of a node are asked for and not known.
+        PolicyError: the mesh has more than two dimensions or is on another kind of device, or
+            `hybrid` needs the number of ranks per node and it is not known.
     """
     if mesh is None and not (dist.is_available() and dist.is_initialized()):
-        where = _indexed(alone if device is None else device)
-        return Group(None, 0, 1, where, mesh_shape=(1, 1) if hybrid else (1,))
+        device = _indexed(alone if device is None else device)
+        return Group(None, 0, 1, device, mesh_shape=(1, 1) if hybrid else (1,))
     if mesh is None:
         by_nccl = torch.cuda.is_available() and "nccl" in dist.get_backend().lower()
-        wanted = torch.device(device or ("cuda" if by_nccl else "cpu"))
+        mesh_device = torch.device(device or ("cuda" if by_nccl else "cpu"))
         if hybrid:
-            sizes, names = _by_node(wanted), ("replicate", "shard")
-            mesh = init_device_mesh(wanted.type, sizes, mesh_dim_names=names)
+            sizes, names = _by_node(mesh_device), ("replicate", "shard")
+            mesh = init_device_mesh(mesh_device.type, sizes, mesh_dim_names=names)
         else:
-            mesh = init_device_mesh(wanted.type, (dist.get_world_size(),))
+            mesh = init_device_mesh(mesh_device.type, (dist.get_world_size(),))
     if mesh.ndim > 2:
         raise PolicyError(
             "parameters are sharded over the last dimension of a mesh and replicated over the "
             f"first; got one of {mesh.ndim} dimensions; pass one or two of them, such as "
             'mesh["replicate", "shard"]'
         )
-    where = _indexed(mesh.device_type if device is None else device)
-    if where.type != mesh.device_type:
+    device = _indexed(mesh.device_type if device is None else device)
+    if device.type != mesh.device_type:
         raise PolicyError(
-            f"the mesh lies on {mesh.device_type}, the model is to run on {where.type}; "
+            f"the mesh lies on {mesh.device_type}, the model is to run on {device.type}; "
             "make them agree"
         )
-    whole = replace(
-        _group_of(mesh.get_group(0) if mesh.ndim == 1 else _flat(mesh), where),
+    group = replace(
+        _group_of(mesh.get_group(0) if mesh.ndim == 1 else _flat(mesh), device),
         mesh=mesh,
         mesh_shape=tuple(mesh.shape),
     )
     if mesh.ndim == 2:
-        whole.parts[ops.REPLICATE] = _group_of(mesh.get_group(0), where)
-        whole.parts[ops.SHARD] = _group_of(mesh.get_group(1), where)
-    return whole
+        group.subgroups[ops.REPLICATE] = _group_of(mesh.get_group(0), device)
+        group.subgroups[ops.SHARD] = _group_of(mesh.get_group(1), device)
+    return group
 
 
 def _group_of(process_group: Any, device: torch.device) -> Group:
     rank, size = dist.get_rank(process_group), dist.get_world_size(process_group)
     backend = torch_compat.group_backend(process_group, device)
-    sends = backend == "gloo" and device.type == "cpu" and 1 < size <= UP_TO
+    by_sends = backend == "gloo" and device.type == "cpu" and 1 < size <= MAX_RANKS
     return Group(
         process_group,
         rank=rank,
@@ -215,26 +231,30 @@ def _group_of(process_group: Any, device: torch.device) -> Group:
         device=device,
         backend=backend,
         timeout=torch_compat.group_timeout(process_group, device),
-        peers=PairwiseExchange(process_group, rank, size) if sends else None,
+        pairwise=PairwiseExchange(process_group, rank, size) if by_sends else None,
     )
 
 
 def _by_node(device: torch.device) -> tuple[int, int]:
-    """(nodes, ranks per node), as torch's FSDP1 takes them where it is given no groups.
+    """(nodes, ranks per node), as torch's FSDP1 determines them when it gets no process groups.
 
     Raises:
-        PolicyError: the ranks of a node are not known, or differ.
+        PolicyError: the number of ranks per node is not known, or does not divide the world size.
     """
-    given = os.environ.get("LOCAL_WORLD_SIZE", "")
-    ranks = int(given) if given.isdecimal() else 0
+    local_world_size = os.environ.get("LOCAL_WORLD_SIZE", "")
+    ranks = int(local_world_size) if local_world_size.isdecimal() else 0
     if not ranks and device.type == "cuda":
         ranks = torch.cuda.device_count()
     world_size = dist.get_world_size()
     if not ranks or world_size % ranks:
-        known = f"each node has {ranks} of the {world_size}" if ranks else "no one says how many"
+        reason = (
+            f"each node has {ranks} of the {world_size}"
+            if ranks
+            else "the number of ranks per node is not known"
+        )
         raise PolicyError(
             "a HYBRID strategy without a mesh shards over the ranks of a node and replicates over "
-            f"the nodes, and {known}; start ranks with torchrun, which sets LOCAL_WORLD_SIZE, or "
+            f"the nodes, and {reason}; start ranks with torchrun, which sets LOCAL_WORLD_SIZE, or "
             "pass mesh=init_device_mesh(device, (replicas, ranks to shard over))"
         )
     return world_size // ranks, ranks
@@ -245,13 +265,17 @@ def _flat(mesh: DeviceMesh) -> Any:
     ranks = mesh.mesh.flatten().tolist()
     if len(ranks) == dist.get_world_size():
         return dist.group.WORLD
-    return subgroup(ranks, mesh.get_group(mesh.ndim - 1))
+    return new_process_group(ranks, mesh.get_group(mesh.ndim - 1))
 
 
-def subgroup(ranks: Sequence[int], like: Any) -> Any:
-    """A new process group of `ranks` (global ones, this rank among them), set up as `like`.
+def new_process_group(ranks: Sequence[int], like: Any) -> Any:
+    """Create a process group of `ranks`, with the backends of `like`.
 
-    Every one of them makes it, at the same point; no other rank takes part.
+    All of these ranks must call this at the same point; no other rank takes part.
+
+    Args:
+        ranks: global ranks, this rank among them.
+        like: an existing process group.
     """
     return dist.new_group(
         ranks=list(ranks),
@@ -262,7 +286,7 @@ def subgroup(ranks: Sequence[int], like: Any) -> Any:
 
 
 def _indexed(device: torch.device | str) -> torch.device:
-    """`device` with its number, as tensors on it say it."""
+    """`device` with its index, as the `device` of a tensor on it has."""
     device = torch.device(device)
     if device.type == "cuda" and device.index is None:
         return torch.device("cuda", torch.cuda.current_device())

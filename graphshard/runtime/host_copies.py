@@ -1,7 +1,7 @@
 """Copies between the device and the host, beside the compute.
 
-A tensor on its way is a `Copy` until the program's `arrive` node. On CUDA the host waits for
-copies only in `settle`, at the end of backward and of a forward without one, so code that
+A tensor in transit is a `Copy` until the program's `arrive` node. On CUDA the host waits for copies
+only in `wait_for_copies`, at the end of backward and of a forward without one. So code that
 overwrites parameters between a forward and its backward must synchronise the device first.
 Elsewhere each copy is made at once. See README.md for why memory is safe.
 """
@@ -18,17 +18,22 @@ from graphshard.runtime.streams import Launched, copy_stream
 
 
 class Copy:
-    """A copy under way: the new tensor, and what it is read from."""
+    """A copy in transit.
+
+    tensor: the new tensor.
+    source: the tensor that is read; None after `arrive`.
+    launched: the launch on a side stream; None where the copy is complete.
+    """
 
     __slots__ = ("launched", "source", "tensor")
 
     def __init__(self, tensor: Tensor, source: Tensor, launched: Launched | None = None) -> None:
         self.tensor = tensor
         self.source: Tensor | None = source
-        self.launched = launched  # None where the copy is made already
+        self.launched = launched
 
     def arrive(self) -> Tensor:
-        """Make the compute stream wait for the copy, let go of what it was read from."""
+        """Make the compute stream wait for the copy, drop its source, return the new tensor."""
         if self.launched is not None:
             self.launched.join()
             self.launched = None
@@ -41,34 +46,36 @@ class Copy:
 
 
 def to_host(tensor: Tensor) -> Copy:
-    """Start copying `tensor`, with its strides, to the host."""
+    """Start copying `tensor`, with its strides and dtype, to the host."""
     host = new_host(tensor)
     return Copy(host, tensor, _copy(host, tensor, tensor.device, "out"))
 
 
 def to_device(tensor: Tensor, *, device: torch.device) -> Copy:
-    """Start copying `tensor`, which lies on the host, to `device`, with its strides."""
+    """Start copying `tensor`, which is on the host, to `device`, with its strides and dtype."""
     new = torch.empty_strided(tensor.size(), tensor.stride(), dtype=tensor.dtype, device=device)
     return Copy(new, tensor, _copy(new, tensor, device, "in"))
 
 
 def new_host(like: Tensor) -> Tensor:
-    """An empty tensor on the host, laid out as `like`; pinned if that lies on a CUDA device."""
+    """An empty tensor on the host with the shape, strides and dtype of `like`.
+
+    Its memory is pinned if `like` is on a CUDA device.
+    """
     return torch.empty_strided(
         like.size(), like.stride(), dtype=like.dtype, device="cpu", pin_memory=like.is_cuda
     )
 
 
 def arrive(copy: Copy) -> Tensor:
-    """What was copied, for whatever is queued from here on."""
+    """The copied tensor, complete for all work that is queued from here on."""
     return copy.arrive()
 
 
-def settle(device: torch.device) -> None:
-    """Return once every copy between `device` and the host that `arrive`d is made.
+def wait_for_copies(device: torch.device) -> None:
+    """Return once every copy between `device` and the host is complete.
 
-    The host waits: from here on the CPU may read what went to the host, and overwrite what came
-    from there.
+    The host waits. Afterwards the CPU may read copies on the host and overwrite their sources.
     """
     for direction in ("in", "out"):
         side_stream = copy_stream(device, direction)
@@ -77,20 +84,20 @@ def settle(device: torch.device) -> None:
 
 
 def _copy(new: Tensor, source: Tensor, device: torch.device, direction: str) -> Launched | None:
-    """Copy on the side stream of `direction`; None if it is done."""
+    """Copy on the side stream of `direction` ("in" or "out"); None if the copy is complete."""
     side_stream = copy_stream(device, direction)
     if side_stream is None:
         new.copy_(source)
         return None
-    return side_stream.launch(_queued, new, source)
+    return side_stream.launch(_copy_async, new, source)
 
 
-def _queued(new: Tensor, source: Tensor) -> None:
+def _copy_async(new: Tensor, source: Tensor) -> None:
     new.copy_(source, non_blocking=True)
 
 
 def cast(tensor: Tensor, *, dtype: torch.dtype) -> Tensor:
-    """`tensor` in `dtype`."""
+    """`tensor` in `dtype`; itself if it has that dtype."""
     return tensor.to(dtype)
 
 
@@ -99,7 +106,7 @@ for _transfer in (cast, to_device, to_host, arrive):
 
 
 def bind_transfer(node: fx.Node, group: Group) -> None:
-    """Make `node`, a transfer of a lowered graph, the call of what moves or casts its tensor."""
+    """Make `node`, a transfer of a lowered graph, call the function that runs it on this rank."""
     if node.target is ops.cast:
         node.target, node.kwargs = cast, {"dtype": OneTensor.of(node).dtype}
     elif node.target is ops.to_host:

@@ -1,23 +1,23 @@
-"""Lowering: one half of a program becomes Python that ranks run.
+"""Lowering: forward or backward of a program becomes Python that ranks run.
 
-Vocabulary nodes turn into calls of their unit's bound collectives, so a step looks nothing up, and
-the generated code reads
+Each communication node becomes a call of a `BoundCollective`, so a step looks nothing up, and the
+generated code reads
 
     all_gather = blocks_0_all_gather([p_blocks_0_weight, p_blocks_0_bias]);
     wait = graphshard_wait(all_gather);
     mm = aten_mm_default(view, t);
 
-where `aten_mm_default` is what `torch.ops.aten.mm.default` calls, or what calls the same kernels
-for less (see `operator_calls`), found once and not at each step.
+where `aten_mm_default` is the operator behind `torch.ops.aten.mm.default`, or a faster function for
+the same kernels (see `codegen.call_of`), looked up once instead of at each step.
 
-Arguments come in one list, which the code empties: so nothing but the code itself keeps a saved
-activation alive, and it is gone after its last use. The same holds of a region, which is one call:
+Arguments come in one list, which the code empties. So only the code itself keeps a saved activation
+alive, and it is freed after its last use. The same holds for a region, which is one call:
 
     pack_4 = graphshard_pack(wait_full, linear);
     region_4 = graphshard_region_4(pack_4);
 
-A parameter that is released in a region is taken out of the gather's list when it is picked from
-it, so that the region's operands are the last to hold it:
+A parameter that is released inside a region is taken out of the gather's list when it is picked
+from it, so that the region's operands hold the last reference:
 
     weight_full = graphshard_take(wait, 0);
     pack_4 = graphshard_pack(weight_full, linear);  weight_full = linear = None
@@ -36,13 +36,12 @@ from torch import fx, nn
 from graphshard.planning.plan import ShardingPlan
 from graphshard.program import ops
 from graphshard.program.annotations import Regions
-from graphshard.program.collective import Collective as CollectiveArguments
-from graphshard.program.collective import OneTensor, operands_of
+from graphshard.program.collective import Collective, OneTensor, operands_of
 from graphshard.program.program import copy_node
 from graphshard.program.regions import Region, is_fixed, picks_from, regions_in
 from graphshard.runtime.accumulated import AccumulatedGrads
 from graphshard.runtime.codegen import BoxedCodeGen, call_of
-from graphshard.runtime.collectives import Collective, Operand, wait
+from graphshard.runtime.collectives import BoundCollective, Operand, wait
 from graphshard.runtime.gather import (
     AllGather,
     AllGatherInPlace,
@@ -50,15 +49,21 @@ from graphshard.runtime.gather import (
     Reshard,
     free,
     poison,
-    releasing,
+    release_for,
     take,
 )
+from graphshard.runtime.gloo_reduce import ReduceScatterByExchange, ReduceScatterByPairExchange
 from graphshard.runtime.group import Group
 from graphshard.runtime.host_copies import bind_transfer
-from graphshard.runtime.reduce import LocalReduce, reduce_kind
+from graphshard.runtime.reduce import (
+    AllReduce,
+    LocalReduce,
+    ReduceScatterByAllReduce,
+    ReduceScatterByReduce,
+)
 from graphshard.runtime.region import Forms, pack
 
-# At the start of a call: an operator may be named inside of a string, too.
+# Only where a call starts, since a string may contain an operator's name as well.
 _OPERATOR = re.compile(r"(?<== )torch\.ops\.(\w+)\.(\w+)\.(\w+)(?=\()")
 
 
@@ -66,25 +71,25 @@ def lower(
     graph: fx.Graph,
     plan: ShardingPlan,
     group: Group,
-    kept: AccumulatedGrads,
+    accumulated: AccumulatedGrads,
     forms: Forms,
     table: Regions | None = None,
 ) -> fx.GraphModule:
-    """`graph`, half of a program, bound to `group` and `kept`: call `.forward(all_arguments)`.
+    """A module whose `.forward(arguments)` runs `graph` on this rank.
 
     Args:
-        graph: half of a program.
-        plan: the program's.
+        graph: forward or backward of a program.
+        plan: the program's plan.
         group: the ranks.
-        kept: this rank's kept gradients.
-        forms: of the regions that were compiled so far.
+        accumulated: this rank's accumulated gradients.
+        forms: the forms of all regions that were lowered before; new ones are added.
         table: the program's regions, each of which becomes one call. None: it has none.
     """
     lowered = fx.Graph()
     new: dict[fx.Node, Any] = {}
     regions = regions_in(graph) if table is not None else []
     inside = {node for region in regions for node in (*region.nodes, *region.releases)}
-    taken = {node.args[0] for region in regions for node in region.releases}
+    released = {node.args[0] for region in regions for node in region.releases}
     ends = {_last(region): region for region in regions}
     for node in graph.nodes:
         if node in ends:
@@ -96,12 +101,12 @@ def lower(
                     poisoned.target = poison
         elif node not in inside:
             copied = new[node] = copy_node(lowered, node, new)
-            _bind(copied, node, plan, group, kept)
-            if node in taken and not group.check:
+            _bind(copied, node, plan, group, accumulated)
+            if node in released and not group.check:
                 copied.target = take
             if node.target is ops.release:
                 gather: Any = new[ops.released(node)[0]].target
-                copied.target = releasing(gather)
+                copied.target = release_for(gather)
     lowered.set_codegen(BoxedCodeGen())
     operators: dict[str, Any] = {}
     lowered.on_generate_code(lambda _: partial(_by_short_names, operators))
@@ -112,40 +117,44 @@ def lower(
 
 
 def _by_short_names(operators: dict[str, Any], lines: list[str]) -> list[str]:
-    """`lines` of code with one name for each of torch's operators, which it gets in `operators`.
+    """`lines` of code with a short global name in place of each of torch's operators.
 
-    Four look-ups and a call in Python less for each: a quarter of what calling one costs.
+    Each call saves four look-ups and a Python call that way; see README.md (codegen.py).
+
+    Args:
+        operators: gets the functions by those names.
+        lines: the code that fx generated.
     """
 
-    def short(found: re.Match[str]) -> str:
-        namespace, name, overload = found.groups()
+    def short_name(match: re.Match[str]) -> str:
+        namespace, name, overload = match.groups()
         operator = getattr(getattr(getattr(torch.ops, namespace), name), overload)
-        call, label = call_of(operator), "_".join(found.groups())
-        # One of another namespace may have the same label: it keeps its whole name.
-        return label if operators.setdefault(label, call) is call else found.group()
+        call, label = call_of(operator), "_".join(match.groups())
+        # Operators of two namespaces may have one label: the second keeps its whole name.
+        return label if operators.setdefault(label, call) is call else match.group()
 
-    return [_OPERATOR.sub(short, line) for line in lines]
+    return [_OPERATOR.sub(short_name, line) for line in lines]
 
 
 def _bind(
-    copied: fx.Node, node: fx.Node, plan: ShardingPlan, group: Group, kept: AccumulatedGrads
+    copied: fx.Node, node: fx.Node, plan: ShardingPlan, group: Group, accumulated: AccumulatedGrads
 ) -> None:
-    """Let `copied`, a copy of `node`, call what does on a rank what `node` says."""
+    """Make `copied`, the copy of `node` in the lowered graph, call the function that runs it."""
     if node.op == "placeholder":
-        # fx writes names in lower case and arguments as they are given: `b = B` would leave B
-        # referring to what the code drops as b.
+        # fx writes node names in lower case but arguments unchanged: `b = B` would leave B
+        # referring to a value that the code drops as b.
         copied.target = copied.name
     elif ops.is_collective(node):
-        copied.target = _bound(node, plan, group)
+        copied.target = _bound_collective(node, plan, group)
         copied.kwargs = {}
     elif node.target in (ops.keep, ops.add_kept):
-        kept.bind(copied)
+        accumulated.bind(copied)
     elif ops.is_transfer(node):
         bind_transfer(copied, group)
     elif node.target is ops.reshard:
-        taken = OneTensor.of(node)
-        ranks: Any = taken.ranks
-        layout = plan.layouts[str(taken.param)].over(ranks)
+        arguments = OneTensor.of(node)
+        ranks: Any = arguments.ranks
+        layout = plan.layouts[str(arguments.param)].over(ranks)
         copied.target, copied.kwargs = Reshard(layout, group.within(ranks)), {}
     elif node.target is ops.wait:
         copied.target = wait
@@ -154,17 +163,17 @@ def _bind(
 
 
 def _last(region: Region) -> fx.Node:
-    """Where `region` runs: at its last operator, behind all that it reads."""
+    """The last operator of `region`: the region runs in its place, after all its inputs."""
     return [node for node in region.nodes if picks_from(node) is None][-1]
 
 
 def _call_region(
     lowered: fx.Graph, region: Region, forms: Forms, table: Regions, new: dict[fx.Node, Any]
 ) -> None:
-    """Call `region`, and pick out what is read outside of it.
+    """Add to `lowered` the call of `region`, and the nodes that pick its results.
 
-    Its operands go in a list that is made before, so that the region, which empties it, is the last
-    to hold what is not used after it.
+    The operands are packed in a list before the call. The region empties the list, so it holds the
+    last references to operands that are not used afterwards.
     """
     phase = region.nodes[0].meta["phase"]
     operands = tuple(new[node] for node in region.inputs)
@@ -184,8 +193,8 @@ def _call_region(
         new[node] = picked
 
 
-def _bound(node: fx.Node, plan: ShardingPlan, group: Group) -> Collective:
-    collective = CollectiveArguments.of(node)
+def _bound_collective(node: fx.Node, plan: ShardingPlan, group: Group) -> BoundCollective:
+    collective = Collective.of(node)
     layouts = [plan.layouts[name] for name in collective.params]
     if collective.columns is not None:
         layouts = [layout.columns(*collective.columns) for layout in layouts]
@@ -196,7 +205,7 @@ def _bound(node: fx.Node, plan: ShardingPlan, group: Group) -> Collective:
         group = group.named(collective.group)
     op, unit, phase = collective.op, collective.unit, node.meta["phase"]
     operands = [
-        Operand(layout, value.meta["val"].dtype, made=op.gathers and value.target is ops.cast)
+        Operand(layout, value.meta["val"].dtype, temporary=op.gathers and value.target is ops.cast)
         for layout, value in zip(layouts, operands_of(node), strict=True)
     ]
     if group.size == 1 and op.reduces:
@@ -205,16 +214,29 @@ def _bound(node: fx.Node, plan: ShardingPlan, group: Group) -> Collective:
     return kind(group, unit, phase, operands)
 
 
-def kind_of(op: ops.Op, group: Group, *, in_place: bool = False) -> type[Collective]:
-    """The class that runs a collective over `group`, of more than one rank to reduce.
+def kind_of(op: ops.Op, group: Group, *, in_place: bool = False) -> type[BoundCollective]:
+    """The class that runs a collective over `group`.
 
     Args:
         op: the collective's row of the vocabulary.
-        group: the ranks.
-        in_place: the results of a gather are copies that ranks keep.
+        group: the ranks; at least two for a reduce.
+        in_place: a gather writes into the buffers of resident parameters.
     """
     if op.reduces:
-        return reduce_kind(op, group)
+        return _reduce_kind(op, group)
     if group.size == 1:
         return LocalGather
     return AllGatherInPlace if in_place else AllGather
+
+
+_REDUCES: dict[Any, type[BoundCollective]] = {
+    ops.reduce_scatter: ReduceScatterByReduce,
+    ops.all_reduce: AllReduce,
+    ops.all_reduce_shard: ReduceScatterByAllReduce,
+}
+
+
+def _reduce_kind(op: ops.Op, group: Group) -> type[BoundCollective]:
+    if op.target is ops.reduce_scatter and group.backend == "gloo":
+        return ReduceScatterByPairExchange if group.size == 2 else ReduceScatterByExchange
+    return _REDUCES[op.target]

@@ -1,4 +1,4 @@
-"""LoweredGraph of a program as a rank runs it, and what it runs on."""
+"""Forward or backward of a program as a rank runs it, and the state that it is bound to."""
 
 from __future__ import annotations
 
@@ -24,39 +24,52 @@ Runner = Callable[[list[Any]], Any]
 
 @dataclass
 class Bindings:
-    """What a step runs on: this rank's shards, by name, the module's buffers, by name, and the
-    gradients it keeps.
+    """The state of a module that its lowered programs read and write.
+
+    plan: the module's plan.
+    group: all ranks.
+    shards: this rank's shards by parameter name.
+    buffers: by buffer name, the dict that holds the module's buffer and its key there.
+    agreement: compares the ranks' collectives.
+    accumulated: gradients that were not reduced yet.
+    forms: the compiled forms of regions.
     """
 
     plan: ShardingPlan
     group: Group
     shards: Mapping[str, Shard]
-    buffers: Mapping[str, tuple[dict[str, Any], str]]  # the dict that holds it, its name there
+    buffers: Mapping[str, tuple[dict[str, Any], str]]
     agreement: Agreement
-    kept: AccumulatedGrads = field(default_factory=AccumulatedGrads)
+    accumulated: AccumulatedGrads = field(default_factory=AccumulatedGrads)
     forms: Forms = field(default_factory=Forms)
 
     def buffer(self, name: str) -> Tensor:
-        """The module's present buffer `name`."""
+        """The buffer `name` that the module has now."""
         holder, leaf = self.buffers[name]
         return holder[leaf]
 
 
 class LoweredGraph:
-    """LoweredGraph of a program, lowered: its code and the fingerprint of what it does between
-    ranks.
+    """Forward or backward of a program, lowered.
+
+    module: its code.
+    run: runs the code on a list of arguments, which it empties; with checks in checking mode.
+    fingerprint: its sequence of collectives.
+
+    Raises:
+        PlanError: it reduces a gradient that the ranks cannot average.
     """
 
     def __init__(self, graph: fx.Graph, bindings: Bindings, regions: Regions | None) -> None:
         require_reducible(graph, bindings.group)
         self.module = lower(
-            graph, bindings.plan, bindings.group, bindings.kept, bindings.forms, regions
+            graph, bindings.plan, bindings.group, bindings.accumulated, bindings.forms, regions
         )
         self.fingerprint = Fingerprint.of(graph, bindings.plan)
         check = bindings.group.check
         self.run: Runner = CheckedRun(self.module) if check else self.module.forward
 
     def forms(self) -> Iterator[Form]:
-        """What is compiled for its regions, each form once."""
+        """The forms of its regions, each once."""
         calls = (node.target for node in self.module.graph.nodes)
         return iter(dict.fromkeys(call.form for call in calls if isinstance(call, RegionCall)))

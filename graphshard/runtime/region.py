@@ -1,8 +1,8 @@
 """Compiled regions as the runtime calls them: one compiled function per form, one call per region.
 
-A form is compiled when it is first needed. Where that fails on a rank, for whatever reason, the
-form's own operators run there one by one: this is nobody's business but that rank's, since a region
-communicates nothing and gives the same values.
+A form is compiled when it is first needed. Where that fails on a rank, for whatever reason, that
+rank runs the form's operators one by one. Other ranks need not know, since a region communicates
+nothing and computes the same values either way.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ logger = logging.getLogger("graphshard")
 
 
 def pack(*values: Any) -> list[Any]:
-    """`values` in a list of its own, which alone holds them once the code has dropped its names."""
+    """`values` in a new list, which holds the last references once the code drops its names."""
     return list(values)
 
 
@@ -40,15 +40,15 @@ pack.__module__ = "graphshard"  # fx prints a call by it
 
 
 def _nothing() -> None:
-    """No kernels are waited for."""
+    """Check nothing: the form has no kernels to wait for."""
 
 
 def compile_all(forms: Sequence[Form], done: Callable[[], None] | None = None) -> None:
-    """Compile each of `forms` that is not compiled yet, in this order.
+    """Compile each of `forms` that was not tried yet, in this order.
 
     Args:
-        forms: to be compiled.
-        done: called after each, but for the C++ kernels that come last for all of them.
+        forms: the forms.
+        done: called after each form, before the C++ kernels of all forms are compiled together.
     """
     kernels = Kernels()
     for form in forms:
@@ -57,11 +57,15 @@ def compile_all(forms: Sequence[Form], done: Callable[[], None] | None = None) -
             done()
     kernels.make()
     for form in forms:
-        form.settle()
+        form.check_kernels()
 
 
 class Form:
-    """What regions of equal structure share: their operators, and the function compiled of them.
+    """The operators that regions of equal structure share, and the function compiled from them.
+
+    module: the operators, as code that takes a list and empties it.
+    failure: why the operators run one by one; None while they do not.
+    calls: the regions of this form.
 
     Args:
         region: any region of the form.
@@ -82,7 +86,7 @@ class Form:
         """Compile the operators, unless that was tried before.
 
         Args:
-            kernels: what to make before `settle` is called, and that before this form is.
+            kernels: collects C++ kernels, to be compiled before `check_kernels` is called.
         """
         if self._tried:
             return
@@ -93,8 +97,8 @@ class Form:
         except Exception as error:  # whatever a compiler raises
             self.fall_back(_reason(error))
 
-    def settle(self) -> None:
-        """The kernels are made: fall back if one of this form's cannot be."""
+    def check_kernels(self) -> None:
+        """Fall back if a kernel of this form could not be compiled."""
         try:
             self._check_kernels()
         except Exception as error:  # whatever a compiler raises
@@ -102,7 +106,7 @@ class Form:
         self._check_kernels = _nothing
 
     def fall_back(self, reason: str) -> None:
-        """Run the operators one by one from here on."""
+        """Run the operators one by one from now on, and note `reason` on all calls."""
         self._compiled, self.failure = None, reason
         logger.warning("graphshard runs a region operator by operator: %s", reason)
         for call in self.calls:
@@ -110,9 +114,12 @@ class Form:
 
     def _compile(self, kernels: Kernels) -> torch_inductor.Compiled:
         sizes = Sizes()
-        known: dict[Any, Any] = {}
+        symbols: dict[Any, Any] = {}
         with torch_inductor.compiling(sizes.environment, kernels) as mode:
-            inputs = [_like(val, index, sizes, known, mode) for index, val in enumerate(self._vals)]
+            inputs = [
+                _example_input(val, index, sizes, symbols, mode)
+                for index, val in enumerate(self._vals)
+            ]
             compiled = torch_inductor.compile_graph(self.module, inputs, mode)
         if sizes.symbols:
             sizes.settle([f"input {index}" for index in range(len(inputs))])
@@ -123,46 +130,46 @@ class Form:
         """The results for `args`, which is emptied."""
         if not self._tried:
             compile_all([self])
-        if self._compiled is None or not self._serves(args):
+        if self._compiled is None or not self._admits(args):
             return self.module.forward(args)
         if self._checked:
             return self._compiled(args)
-        return self._first(args)
+        return self._first_call(args)
 
-    def _serves(self, args: Sequence[Any]) -> bool:
-        """Whether what was compiled is right for the sizes of this call."""
+    def _admits(self, args: Sequence[Any]) -> bool:
+        """Whether the compiled function is valid for the sizes in `args`."""
         if self._sizes is None:
             return True
         return self._sizes.admits(tuple(args[: len(self._sizes.symbols)]))
 
-    def _first(self, args: list[Any]) -> Sequence[Any]:
-        """Run what was compiled, and see that its results share memory as the operators' would."""
+    def _first_call(self, args: list[Any]) -> Sequence[Any]:
+        """Call the compiled function; check that its results share memory as the operators' do."""
         assert self._compiled is not None
-        given = [_storage(arg) for arg in args]
+        storages = [_storage(arg) for arg in args]
         results = list(self._compiled(args))
         self._checked = True
-        owner: dict[int, Any] = {key.cdata: index for index, key in enumerate(given) if key}
+        root_of: dict[int, Any] = {key.cdata: index for index, key in enumerate(storages) if key}
         for index, (result, root) in enumerate(zip(results, self._roots, strict=True)):
             key = _storage(result).cdata
-            found = owner.setdefault(key, root)
-            expected = given[root].cdata if type(root) is int else None
-            if found != root and key != expected:
+            actual = root_of.setdefault(key, root)
+            expected = storages[root].cdata if type(root) is int else None
+            if actual != root and key != expected:
                 results[index] = result.clone()
                 if self.failure is None:
                     self.fall_back(
-                        f"a result of its compiled code, number {index}, shares memory that the "
-                        "operators' would not"
+                        f"result {index} of its compiled code shares memory that the result of "
+                        "its operators would not share"
                     )
         return results
 
 
 class RegionCall:
-    """One region of a lowered program: calls its form.
+    """One region of a lowered program, as the function that its code calls.
 
     Args:
-        form: of the region.
-        region: it.
-        table: where to note that it fell back.
+        form: the region's form.
+        region: the region.
+        table: the program's regions, which note why one fell back.
     """
 
     def __init__(self, form: Form, region: Region, table: Regions) -> None:
@@ -177,7 +184,7 @@ class RegionCall:
         )
         self.__name__ = self.__qualname__ = f"region_{region.number}"
         self.__module__ = "graphshard"  # fx prints a call by these
-        self._run = self._first
+        self._run = self._first_call
         form.calls.append(self)
         if form.failure is not None:
             self.note(form.failure)
@@ -187,13 +194,13 @@ class RegionCall:
         return self._run(args)
 
     def note(self, reason: str) -> None:
-        """Tell the program that this region runs operator by operator."""
+        """Note on the program why this region runs operator by operator."""
         self._table.fell_back[self._where] = reason
 
-    def _first(self, args: list[Any]) -> Sequence[Any]:
-        """Compiled code counts on the strides that capture saw."""
-        if wrong := self._wrong_strides(args):
-            self.note(wrong)
+    def _first_call(self, args: list[Any]) -> Sequence[Any]:
+        """Use the compiled code if the arguments have the strides that it was compiled for."""
+        if reason := self._wrong_strides(args):
+            self.note(reason)
             self._run = self.form.module.forward
             return self._run(args)
         results = self.form(args)
@@ -201,21 +208,21 @@ class RegionCall:
         return results
 
     def _wrong_strides(self, args: Sequence[Any]) -> str:
-        """What is wrong with the strides of `args`; nothing is held of these afterwards."""
+        """Why compiled code cannot take `args`; "" if it can. No reference to them is kept."""
         for arg, strides in zip(args, self._strides, strict=True):
-            if strides is not None and not _lies_as(arg, strides):
-                return f"it is given strides {tuple(arg.stride())}, and was captured for {strides}"
+            if strides is not None and not _has_strides(arg, strides):
+                return f"an input has strides {tuple(arg.stride())}, at capture it had {strides}"
         return ""
 
 
 class Forms:
-    """The forms of all programs of one module."""
+    """The forms of all programs of one module, so that equal regions are compiled once."""
 
     def __init__(self) -> None:
         self.by_structure: dict[Any, Form] = {}
 
     def call(self, region: Region, table: Regions) -> RegionCall:
-        """What runs for `region` of a program that has `table`."""
+        """The call for `region` of a program whose regions are `table`."""
         structure = form_of(region)
         form = self.by_structure.get(structure)
         if form is None:
@@ -224,12 +231,12 @@ class Forms:
 
 
 def _module_of(region: Region) -> tuple[fx.GraphModule, list[Any]]:
-    """The operators of `region` as code that takes a list and gives one, and its inputs' values."""
+    """(the operators of `region` as code from list to list, the `val` of each input)."""
     graph = fx.Graph()
     new: dict[fx.Node, Any] = {}
     vals = []
     for index, node in enumerate(region.inputs):
-        new[node] = graph.placeholder(f"given_{index}")
+        new[node] = graph.placeholder(f"input_{index}")
         vals.append(node.meta["val"])
     for node in region.nodes:
         copied = graph.node_copy(node, lambda n: new[n] if n in new else n.meta["val"])
@@ -241,7 +248,7 @@ def _module_of(region: Region) -> tuple[fx.GraphModule, list[Any]]:
 
 
 def _roots(region: Region) -> list[Any]:
-    """Of each output whose storage it lies in: the number of an input, or a node's own."""
+    """By output, the origin of its storage: the number of an input, or the node that allocates."""
     inputs = {node: index for index, node in enumerate(region.inputs)}
     inside = set(region.nodes)
     roots = []
@@ -253,8 +260,16 @@ def _roots(region: Region) -> list[Any]:
     return roots
 
 
-def _like(val: Any, index: int, sizes: Sizes, known: dict[Any, Any], mode: Any) -> Any:
-    """An example of an input: fake, with symbols of its own for those in `val`."""
+def _example_input(val: Any, index: int, sizes: Sizes, symbols: dict[Any, Any], mode: Any) -> Any:
+    """A fake input like `val`, with new symbols in place of those in `val`.
+
+    Args:
+        val: a tensor or a size.
+        index: the number of the input.
+        sizes: the new symbols.
+        symbols: the new symbol for each old one met so far.
+        mode: the FakeTensorMode.
+    """
 
     def size_of(size: Any, dim: int) -> Any:
         if not isinstance(size, SYMBOLIC):
@@ -262,10 +277,10 @@ def _like(val: Any, index: int, sizes: Sizes, known: dict[Any, Any], mode: Any) 
         expression = torch_compat.size_expression(size)
         hint = torch_compat.size_hint(size)
         if expression.is_symbol:
-            if expression not in known:
-                known[expression] = sizes.new(f"s{len(known)}", hint, input=index, dim=dim)
-            return known[expression]
-        renamed = {s: torch_compat.size_expression(known[s]) for s in expression.free_symbols}
+            if expression not in symbols:
+                symbols[expression] = sizes.new(f"s{len(symbols)}", hint, input=index, dim=dim)
+            return symbols[expression]
+        renamed = {s: torch_compat.size_expression(symbols[s]) for s in expression.free_symbols}
         return torch_compat.size_of_expression(
             sizes.environment, expression.xreplace(renamed), hint
         )
@@ -279,14 +294,14 @@ def _like(val: Any, index: int, sizes: Sizes, known: dict[Any, Any], mode: Any) 
 
 
 def _strides(val: Any) -> tuple[int, ...] | None:
-    """The strides that an input must have; None where they are not fixed."""
+    """The strides that an input must have; None if they are symbolic or it is no tensor."""
     if not isinstance(val, Tensor) or any(isinstance(s, SYMBOLIC) for s in val.stride()):
         return None
     return tuple(val.stride())
 
 
-def _lies_as(tensor: Tensor, strides: tuple[int, ...]) -> bool:
-    """Whether `tensor` has these strides, where they matter."""
+def _has_strides(tensor: Tensor, strides: tuple[int, ...]) -> bool:
+    """Whether `tensor` has `strides`, apart from dims of size 1."""
     if tensor.numel() == 0:
         return True
     sizes = tensor.shape
@@ -296,12 +311,12 @@ def _lies_as(tensor: Tensor, strides: tuple[int, ...]) -> bool:
 
 
 def _storage(value: Any) -> Any:
-    """A weak reference to a tensor's storage, whose identity it thereby keeps; None for numbers."""
+    """A weak reference to a tensor's storage, whose address is not reused; None for numbers."""
     return StorageWeakRef(value.untyped_storage()) if isinstance(value, Tensor) else None
 
 
 def _reason(error: Exception) -> str:
-    """The first line of what a compiler says that says something."""
+    """The first line of a compiler's error that is not blank, at most 200 characters."""
     if isinstance(error, FixedSizeError):
         return f"it is compiled for one value of {error.size} alone"
     lines = [line.strip() for line in str(error).splitlines() if line.strip()]
@@ -313,17 +328,17 @@ T = TypeVar("T")
 
 
 def compile_forms(forms: Sequence[Form], group: Group, progress: Stages) -> None:
-    """Compile all of `forms` that are not compiled yet, in the order of this rank."""
+    """Compile those of `forms` that were not tried yet, in the order of this rank."""
     with progress.stage("compile", len(forms)):
-        compile_all(turned(forms, *_place_on_host(group)), progress.advance)
+        compile_all(rotated(forms, *_rank_on_host(group)), progress.advance)
 
 
-def turned(forms: Sequence[T], rank: int, ranks: int) -> list[T]:
-    """`forms` in the order in which one of the `ranks` on a host compiles them.
+def rotated(forms: Sequence[T], rank: int, ranks: int) -> list[T]:
+    """`forms` in the order in which `rank` of the `ranks` on a host compiles them.
 
-    Their compilers keep what they make in one cache on disk. So ranks begin at different places,
-    every second one goes backwards, and each finds there what others made before it came to it.
-    Nobody waits for anybody: what is not there yet a rank makes itself.
+    The ranks' compilers share a cache on disk. So the ranks begin at different forms, every second
+    one goes backwards, and each finds in the cache the forms that others compiled before it gets
+    there. No rank waits for another: a form that is not in the cache it compiles itself.
     """
     pair, back = divmod(rank, 2)
     begin = (pair + back) * len(forms) // -(-ranks // 2)
@@ -331,8 +346,8 @@ def turned(forms: Sequence[T], rank: int, ranks: int) -> list[T]:
     return order[::-1] if back else order
 
 
-def _place_on_host(group: Group) -> tuple[int, int]:
-    """Which of the ranks of its host this one is; which of the group, where nobody says."""
+def _rank_on_host(group: Group) -> tuple[int, int]:
+    """(rank, number of ranks) on this host; in the group where torchrun's variables are not set."""
     rank, ranks = (os.environ.get(name, "") for name in ("LOCAL_RANK", "LOCAL_WORLD_SIZE"))
     if rank.isdecimal() and ranks.isdecimal() and int(rank) < int(ranks):
         return int(rank), int(ranks)

@@ -1,8 +1,8 @@
-"""SHARD_OPTIMIZER: parameters that every rank keeps whole, and updates its own rows of.
+"""SHARD_OPTIMIZER: every rank keeps all rows of a parameter and updates its own rows.
 
-The DTensor that the optimizer sees is a view of this rank's rows of a buffer of
-`W * ceil(d0/W)` rows. After an update the next program gathers the other rows. Writing through
-`param.data` without clearing gradients afterwards goes unnoticed. See README.md.
+The DTensor that the optimizer sees is a view of this rank's rows in a buffer of `W * ceil(d0/W)`
+rows. After an update the next program gathers the other rows. Writing through `param.data` without
+clearing gradients afterwards goes unnoticed. See README.md.
 """
 
 from __future__ import annotations
@@ -23,15 +23,15 @@ from graphshard.torch_private import compat as torch_compat
 
 
 class ResidentShard(Shard):
-    """A parameter of which this rank stores all, and owns a part.
+    """A parameter that this rank stores whole, of which it updates its own rows.
 
-    full: the padded buffer; `storage` and `local` are views of this rank's rows of it.
+    full: the buffer `(W * ceil(d0/W), ...)`; `storage` and `local` are views of this rank's rows.
     """
 
     def __init__(self, layout: ParamLayout, group: Group, model_param: nn.Parameter) -> None:
         self.full = torch.empty(0)
-        self._current: tuple[int, ...] | None = None  # `_trace` when all rows were, if ever
-        self._grad: weakref.ref[Tensor] | None = None  # that backward left
+        self._gathered_versions: tuple[int, ...] | None = None  # when all rows were current
+        self._grad: weakref.ref[Tensor] | None = None  # the `.grad` that backward left
         super().__init__(layout, group, model_param)
 
     @property
@@ -39,18 +39,18 @@ class ResidentShard(Shard):
         """Whether other ranks may have changed their rows since this one gathered them."""
         if self.layout.world_size == 1:
             return False
-        self.current()  # which finds out whether the parameter was replaced
-        seen = None if self._grad is None else self._grad()
-        return self._current != self._trace() or self.param.grad is not seen
+        self.current()  # adopts a parameter that the user put in place of ours
+        grad = None if self._grad is None else self._grad()
+        return self._gathered_versions != self._versions() or self.param.grad is not grad
 
-    def entering(self, stale: Collection[str]) -> Tensor:
-        """This rank's padded rows if it is `stale`, else the whole parameter."""
+    def program_input(self, stale: Collection[str]) -> Tensor:
+        """This rank's padded rows if the parameter is in `stale`, else the whole `(d0, ...)`."""
         rows = self.current()
         return rows if self.layout.fqn in stale else self.full.narrow(0, 0, self.layout.shape[0])
 
-    def gathered(self) -> None:
+    def note_gathered(self) -> None:
         """Note that all rows are current now."""
-        self._current = self._trace()
+        self._gathered_versions = self._versions()
         self._note_grad()
 
     def hand_out(self, value: DTensor) -> None:
@@ -63,24 +63,24 @@ class ResidentShard(Shard):
         if shown is not local and shown.device == local.device and shown.is_set_to(local):
             torch_compat.set_local_tensor(value, self.local.detach())
 
-    def filled(self) -> None:
-        """See `Shard.filled`; what other ranks were given for their rows is not known here."""
-        super().filled()
-        self._current = None
+    def note_values(self) -> None:
+        """See `Shard.note_values`; the other ranks' rows are stale, since they got values too."""
+        super().note_values()
+        self._gathered_versions = None
 
-    def accumulate(self, reduced: Tensor) -> None:
-        """See `Shard.accumulate`; a gradient alone changes no parameter."""
-        seen = None if self._grad is None else self._grad()
-        same = self.param.grad is seen
-        super().accumulate(reduced)
-        if same:
+    def add_to_grad(self, reduced: Tensor) -> None:
+        """See `Shard.add_to_grad`; a gradient by itself does not make rows stale."""
+        unchanged = self.param.grad is (None if self._grad is None else self._grad())
+        super().add_to_grad(reduced)
+        if unchanged:
             self._note_grad()
 
     def _note_grad(self) -> None:
         grad = self.param.grad
         self._grad = None if grad is None else weakref.ref(grad)
 
-    def _trace(self) -> tuple[int, ...]:
+    def _versions(self) -> tuple[int, ...]:
+        """Counts that change with every write to this rank's rows that can be noticed."""
         return (*self.changes(), self.local._version)
 
     # -- layout -------------------------------------------------------------------------------
@@ -91,46 +91,50 @@ class ResidentShard(Shard):
         rows = layout.padded_rows
         return self.full.narrow(0, self.group.shard.rank * rows, rows)
 
-    def _serves(self, local: Tensor) -> bool:
-        return False  # only a view of the buffer does
+    def _is_storage(self, local: Tensor) -> bool:
+        return False  # only a view of the buffer is
 
     def _adopt(self, param: nn.Parameter) -> None:
         super()._adopt(param)
-        self._current = None
+        self._gathered_versions = None
 
 
 def watch_state_dicts(module: nn.Module, shards: Mapping[str, Shard]) -> None:
-    """Let the resident ones of `shards`, by name, know what a `module.state_dict()` hands out.
+    """Let resident shards watch the tensors that `module.state_dict()` returns.
 
-    A checkpoint may be read straight into it, which leaves no trace on the parameter.
+    A checkpoint may be read straight into these, which does not change the parameter's version.
+
+    Args:
+        module: the sharded module.
+        shards: by parameter name.
     """
     resident = {name: s for name, s in shards.items() if isinstance(s, ResidentShard)}
     if not resident:
         return
 
-    def hand_out(_: nn.Module, state: dict[str, Any], prefix: str, __: Any) -> None:
+    def watch_values(_: nn.Module, state: dict[str, Any], prefix: str, __: Any) -> None:
         for name, shard in resident.items():
             value = state.get(prefix + name)
             if isinstance(value, DTensor):
                 shard.hand_out(value)
 
-    module.register_state_dict_post_hook(hand_out)
+    module.register_state_dict_post_hook(watch_values)
 
 
-class OwnParameter(Shard):
-    """The model's own `nn.Parameter` object: not split, not moved, its gradients this rank's own.
+class IgnoredParameter(Shard):
+    """An ignored parameter: the model's `nn.Parameter` object, whole, with unreduced gradients.
 
-    One on the meta device is replaced by a plain parameter on the device of the group, to be
-    given values as the others are.
+    One on the meta device is replaced by a plain parameter on the group's device, which gets its
+    values as sharded parameters do.
 
     Raises:
-        PlanError: it lies on another device than the group computes on.
+        PlanError: it is on another device than the group computes on.
     """
 
     def __init__(self, layout: ParamLayout, group: Group, model_param: nn.Parameter) -> None:
-        alone = Group(None, 0, 1, group.device, check=group.check)
+        single = Group(None, 0, 1, group.device, check=group.check)
         if model_param.device.type == "meta":
-            super().__init__(layout, alone, model_param)
+            super().__init__(layout, single, model_param)
             return
         if model_param.device != group.device:
             raise PlanError(
@@ -138,18 +142,18 @@ class OwnParameter(Shard):
                 f"policy leaves it, and the model runs on {group.device}; move it there first"
             )
         self.layout = layout
-        self.group = alone
+        self.group = single
         self.device = group.device
-        self.homes = []
+        self.holders = []
         self.ready = True
         self.rows = (0, 0)
         self.whole = True
         self.param = model_param
         self.local = self.storage = model_param.detach()
 
-    def accumulate(self, reduced: Tensor) -> None:
-        """See `Shard.accumulate`; of a copy, as others may read what backward computed."""
-        super().accumulate(reduced.clone(memory_format=torch.contiguous_format))
+    def add_to_grad(self, reduced: Tensor) -> None:
+        """See `Shard.add_to_grad`; adds a copy, since the gradient may be a value of backward."""
+        super().add_to_grad(reduced.clone(memory_format=torch.contiguous_format))
 
 
 def make_shards(
@@ -159,20 +163,23 @@ def make_shards(
     *,
     on_host: bool = False,
 ) -> dict[str, Shard]:
-    """One `Shard` per parameter, under each of its names.
+    """One `Shard` per parameter, by each of its names.
 
     Args:
-        layouts: by name, all names of a tied parameter leading to one layout.
+        layouts: by parameter name; all names of a tied parameter have one layout.
         group: all ranks.
         model_params: the model's parameters, by every name.
         on_host: see `Shard`; ignored parameters stay where they are.
+
+    Raises:
+        PlanError: a parameter is not contiguous, or an ignored one is on another device.
     """
     by_fqn: dict[str, Shard] = {}
     for layout in layouts.values():
         if layout.fqn not in by_fqn:
             param = model_params[layout.fqn]
             if layout.ignored:
-                by_fqn[layout.fqn] = OwnParameter(layout, group, param)
+                by_fqn[layout.fqn] = IgnoredParameter(layout, group, param)
             elif layout.resident:
                 by_fqn[layout.fqn] = ResidentShard(layout, group, param)
             else:

@@ -1,11 +1,11 @@
-"""What each rank stores of the parameters.
+"""The part of each parameter that a rank stores.
 
 A sharded parameter is a `DTensor(Shard(dim))`, and on a mesh of two dimensions a
-`DTensor(Replicate(), Shard(dim))`, laid out as FSDP2 lays it out, so that optimizers, gradient
-clipping and distributed checkpoints take it as it is. Along dim 0 rank r has rows
-[r * ceil(d0/W), (r+1) * ceil(d0/W)) of it, fewer or none at the end. Its local tensor is the prefix
-of a storage padded to ceil(d0/W) rows, and a gather sends that storage without a copy. Along
-another dim, which W divides, it is a contiguous tensor of its own shape.
+`DTensor(Replicate(), Shard(dim))`, laid out as in FSDP2, so that optimizers, gradient clipping and
+distributed checkpoints accept it unchanged. Along dim 0 rank r has rows
+[r * ceil(d0/W), (r+1) * ceil(d0/W)), fewer or none at the end. Its local tensor is the prefix of a
+storage padded to ceil(d0/W) rows, and a gather sends that storage without a copy. Along another
+dim, which W divides, the local tensor is contiguous and has no padding.
 """
 
 from __future__ import annotations
@@ -29,14 +29,14 @@ _STEPS = "_graphshard_steps"
 
 
 def count_steps(param: Tensor) -> None:
-    """Count from now on, where nobody does, the steps of any optimizer that has `param`."""
+    """Count the steps of any optimizer that has `param`, from the first call of this on."""
     _watch()
     if not hasattr(param, _STEPS):
         setattr(param, _STEPS, 0)
 
 
 def steps_of(param: Tensor) -> int:
-    """The steps counted so far in which `param` had a gradient."""
+    """The number of optimizer steps so far in which `param` had a gradient."""
     return getattr(param, _STEPS, 0)
 
 
@@ -53,16 +53,25 @@ def _count(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
                 setattr(param, _STEPS, steps + 1)
 
 
-Homes = list[tuple[dict[str, Any], str]]
+Holders = list[tuple[dict[str, Any], str]]
+"""The `_parameters` dicts that hold a parameter, with its key in each."""
 
 
 class Shard:
     """One parameter as this rank stores it.
 
+    holders: where modules hold the parameter; the first one counts.
+    ready: it is known to have values.
+    rows: the half-open range of the sharded dim that this rank owns; (0, 0) if it is not sharded.
+    whole: `local` is all of `storage`, without padding.
+    storage: this rank's padded rows `(ceil(d0/W), ...)`, in the parameter's dtype.
+    local: this rank's rows, a prefix of `storage`.
+    param: the `nn.Parameter` that the user sees.
+
     Args:
-        layout: how the parameter lies on the ranks.
+        layout: how the ranks share the parameter.
         group: all ranks; a parameter is sharded over `group.shard`.
-        model_param: the model's own parameter, of which the values are not read.
+        model_param: the model's own parameter; its values are not read.
         on_host: store it in the host's memory (pinned if the ranks compute on CUDA devices), so
             that its gradient and the optimizer's work are there too.
 
@@ -87,13 +96,12 @@ class Shard:
         self.layout = layout
         self.group = group
         self.device = torch.device("cpu") if on_host else group.device
-        self.homes: Homes = []  # the dicts that hold it, with its name there
+        self.holders: Holders = []
         self.ready = False
-        # The half-open range of the dim this rank owns, and whether that is all it stores.
         self.rows = layout.rows(group.shard.rank) if layout.sharded else (0, 0)
         self.whole = not layout.sharded or self.rows[1] - self.rows[0] == layout.padded_rows
         self.storage = self._new_storage()
-        self.local = self._owned(self.storage)
+        self.local = self._without_padding(self.storage)
         self.param = self._parameter(self.local)
         self._take_hooks(model_param)
         self.param.requires_grad_(layout.requires_grad)
@@ -101,63 +109,66 @@ class Shard:
         for name, value in vars(model_param).items():
             setattr(self.param, name, value)
         if model_param.device.type == "meta" and layout.dtype.is_floating_point:
-            self.local.fill_(float("nan"))  # see `written`
+            self.local.fill_(float("nan"))  # see `has_values`
 
     def current(self) -> Tensor:
-        """The padded storage to gather from, after whatever the user did to the parameter.
+        """The padded storage `(ceil(d0/W), ...)`; adopts a parameter that the user put in place.
 
         Raises:
-            RuntimeStateError: it was replaced by something of another layout, dtype or device.
+            RuntimeStateError: the new parameter has another shape, placement, dtype or device.
         """
-        holder, name = self.homes[0]
+        holder, name = self.holders[0]
         param = holder[name]
         if param is not self.param or self._local_of(param) is not self.local:
             self._adopt(param)
         return self.storage
 
-    def entering(self, stale: Collection[str]) -> Tensor:
-        """What a program takes that is to gather the parameters `stale`."""
+    def program_input(self, stale: Collection[str]) -> Tensor:
+        """The tensor that a program which gathers the parameters `stale` takes as its input."""
         return self.current()
 
     def changes(self) -> tuple[int, int]:
-        """Counts of what changes the parameter in place: its version, and optimizers' steps."""
+        """(the parameter's version, the optimizer steps so far): both count changes in place."""
         param = self.param
         return param._version, steps_of(param)
 
     def set_full(self, full: Tensor) -> None:
-        """Take this rank's part of `full`, the whole parameter on any device, in place."""
+        """Copy this rank's part of `full`, the whole parameter `(d0, ...)` on any device."""
         with torch.no_grad():
             self.local.copy_(self.part_of(full))
-        self.filled()
+        self.note_values()
 
-    def filled(self) -> None:
-        """Note that it has been given values, on every rank alike."""
+    def note_values(self) -> None:
+        """Note that the parameter got values on every rank."""
         self.ready = True
 
     def part_of(self, full: Tensor) -> Tensor:
-        """This rank's part of `full`, the whole parameter, as a view."""
+        """This rank's rows of `full`, the whole parameter `(d0, ...)`, as a view."""
         if not self.layout.sharded:
             return full
         start, stop = self.rows
         return full.narrow(self.layout.dim, start, stop - start)
 
     def as_dtensor(self, local: Tensor) -> Tensor:
-        """`local`, of this rank's shape, in the parameter's layout."""
+        """`local`, of the shape of this rank's rows, as a DTensor like the parameter.
+
+        Without a mesh the parameter is a plain tensor, and `local` is returned.
+        """
         if self.group.mesh is None:
             return local
         return torch_compat.dtensor_like(self.param, local)
 
-    def accumulate(self, reduced: Tensor) -> None:
-        """Add a reduced gradient, padding included, to `.grad`.
+    def add_to_grad(self, reduced: Tensor) -> None:
+        """Add a reduced gradient `(ceil(d0/W), ...)`, padding included, to `.grad`.
 
         Runs the parameter's hooks as autograd would: those of `register_hook` before, those of
         `register_post_accumulate_grad_hook` after.
         """
-        grad = reduced if self.whole else self._owned(reduced)
+        grad = reduced if self.whole else self._without_padding(reduced)
         param = self.param
         for tensor_hook in torch_compat.tensor_hooks(param):
-            changed = tensor_hook(self.as_dtensor(grad))
-            grad = grad if changed is None else self.local_of(changed)
+            replacement = tensor_hook(self.as_dtensor(grad))
+            grad = grad if replacement is None else self.local_of(replacement)
         before = param.grad
         if before is None:
             if grad.dtype is not self.layout.dtype:
@@ -169,14 +180,14 @@ class Shard:
             hook(param)
 
     def local_of(self, tensor: Tensor) -> Tensor:
-        """This rank's part of `tensor`, laid out as the parameter."""
+        """The local tensor of `tensor`, which is laid out as the parameter."""
         return tensor if self.group.mesh is None else torch_compat.local_tensor(tensor)
 
-    def written(self) -> bool:
-        """Whether the parameter has values: set here, or written in place by whoever loads it."""
+    def has_values(self) -> bool:
+        """Whether the parameter got values since it left the meta device, in whatever way."""
         if not self.ready:
-            self.current()  # which finds out whether the parameter was replaced
-            # A checkpoint is read into detached tensors, which leaves no other trace than values.
+            self.current()  # adopts a parameter that the user put in place of ours
+            # A checkpoint is read into detached tensors: only the values tell of it.
             self.ready |= not bool(self.local.isnan().all()) or self.local.numel() == 0
         return self.ready
 
@@ -184,7 +195,7 @@ class Shard:
         before = torch_compat.tensor_hooks(model_param)
         after = torch_compat.post_accumulate_hooks(model_param)
         if before or after:
-            self.param.requires_grad_()  # else none may be registered, though frozen ones keep them
+            self.param.requires_grad_()  # torch registers hooks on no other, but keeps them
         for hook in before:
             self.param.register_hook(hook)
         for hook in after:
@@ -198,7 +209,7 @@ class Shard:
         pinned = self.device.type == "cpu" and self.group.device.type == "cuda"
         return new(shape, dtype=dtype, device=self.device, pin_memory=pinned)
 
-    def _owned(self, padded: Tensor) -> Tensor:
+    def _without_padding(self, padded: Tensor) -> Tensor:
         return padded if self.whole else padded[: self.rows[1] - self.rows[0]]
 
     def _parameter(self, local: Tensor) -> nn.Parameter:
@@ -207,17 +218,17 @@ class Shard:
         placement: Placement = ShardDim(self.layout.dim) if self.layout.sharded else Replicate()
         placements = (*[Replicate()] * (self.group.mesh.ndim - 1), placement)
         shape = torch.Size(self.layout.shape)
-        # Made from a tensor elsewhere than its mesh, a DTensor would be moved there.
-        away = local.device.type != self.group.mesh.device_type
+        # `from_local` would move a tensor to the device of the mesh.
+        on_other_device = local.device.type != self.group.mesh.device_type
         dtensor = DTensor.from_local(
-            local.to("meta") if away else local,
+            local.to("meta") if on_other_device else local,
             self.group.mesh,
             placements,
             run_check=False,
             shape=shape,
             stride=strides_of(shape),
         )
-        if away:
+        if on_other_device:
             dtensor = torch_compat.dtensor_like(dtensor, local)
         param = nn.Parameter(dtensor, requires_grad=False)  # holds a view of local
         torch_compat.set_local_tensor(param, local)
@@ -226,19 +237,19 @@ class Shard:
     def _local_of(self, param: nn.Parameter) -> Tensor:
         if self.group.mesh is not None:
             return torch_compat.local_tensor(param)
-        # A plain parameter shares its storage with what was cut from it, unless it got another.
+        # A plain parameter has the storage of `local`, unless the user gave it another.
         return self.local if param.data_ptr() == self.local.data_ptr() else param.detach()
 
     def _adopt(self, param: nn.Parameter) -> None:
-        """Go on with a parameter or local tensor that the user put in place of ours."""
-        local = self._checked(param)
-        if self._serves(local):
+        """Use a parameter or local tensor that the user put in place of ours from now on."""
+        local = self._checked_local(param)
+        if self._is_storage(local):
             self.storage = local
         else:
             self.storage = self._new_storage()
             with torch.no_grad():
-                self._owned(self.storage).copy_(local)
-            local = self._owned(self.storage)
+                self._without_padding(self.storage).copy_(local)
+            local = self._without_padding(self.storage)
             if self.group.mesh is None:
                 param.data = local
             else:
@@ -247,36 +258,37 @@ class Shard:
         self.param = param
         count_steps(param)
         self.ready = True
-        for holder, name in self.homes:
+        for holder, name in self.holders:
             holder[name] = param
 
-    def _serves(self, local: Tensor) -> bool:
-        """Whether a gather can send `local` as it is."""
+    def _is_storage(self, local: Tensor) -> bool:
+        """Whether `local` can be the storage that a gather sends."""
         return local.is_contiguous() and local.shape == self.layout.shard_shape
 
-    def _checked(self, param: nn.Parameter) -> Tensor:
-        kept = "keep its shape, dtype, device and placement, or compile the model again"
+    def _checked_local(self, param: nn.Parameter) -> Tensor:
+        """The local tensor of `param`, if that has the layout of the parameter it replaces."""
+        advice = "keep its shape, dtype, device and placement, or compile the model again"
         name = self.layout.fqn
         if self.group.mesh is not None:
             if not isinstance(param, DTensor):
                 raise RuntimeStateError(
-                    f"parameter {name!r} was replaced by a plain tensor; {kept}"
+                    f"parameter {name!r} was replaced by a plain tensor; {advice}"
                 )
             if param.placements != self.param.placements:  # type: ignore[attr-defined]
                 raise RuntimeStateError(
-                    f"parameter {name!r} is now placed {param.placements}; {kept}"
+                    f"parameter {name!r} is now placed {param.placements}; {advice}"
                 )
         local = self._local_of(param).detach()
         expected = (self.layout.shape, self.layout.dtype, self.device)
-        found = (tuple(param.shape), local.dtype, local.device)
-        if found != expected:
+        actual = (tuple(param.shape), local.dtype, local.device)
+        if actual != expected:
             raise RuntimeStateError(
-                f"parameter {name!r} is now (shape, dtype, device) {found}, it was compiled as "
-                f"{expected}; {kept}"
+                f"parameter {name!r} is now (shape, dtype, device) {actual}, it was compiled as "
+                f"{expected}; {advice}"
             )
         return local
 
 
 def distinct(shards: Mapping[str, Shard]) -> list[Shard]:
-    """Each of `shards` once, a tied parameter's too, in order."""
+    """The shards of all parameters in order, that of a tied parameter once."""
     return list({id(shard): shard for shard in shards.values()}.values())

@@ -1,4 +1,4 @@
-"""One captured program on one rank: its forward, its backward, and what goes between them."""
+"""One captured program on one rank: its forward, its backward, and the values between them."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from graphshard.program.cut import cut, cut_backward
 from graphshard.program.program import Program
 from graphshard.progress import Progress, Stages
 from graphshard.runtime.cuda_graphs import GraphsFailed, graphs_of
-from graphshard.runtime.host_copies import settle
+from graphshard.runtime.host_copies import wait_for_copies
 from graphshard.runtime.lowered import Bindings, LoweredGraph
 from graphshard.runtime.region import compile_forms
 from graphshard.runtime.resident import ResidentShard
@@ -33,7 +33,7 @@ from graphshard.verify.rules import verify
 
 
 def tangent_strides(program: Program) -> Callable[[tuple[int, ...]], list[tuple[int, ...]]]:
-    """From a call's symbolic sizes to the strides of the tangents, as traced."""
+    """The function from a call's symbolic sizes to the strides each tangent was traced with."""
     strides = [o.tangent.meta["val"].stride() for o in program.outputs if o.tangent is not None]
     if program.sizes is None:
         return lambda sizes: strides
@@ -47,7 +47,7 @@ def tangent_strides(program: Program) -> Callable[[tuple[int, ...]], list[tuple[
 
 
 def with_stride(tensor: Tensor, stride: tuple[int, ...]) -> Tensor:
-    """A copy of `tensor` that lies as `stride` says."""
+    """A copy of `tensor` with these strides."""
     result = torch.empty_strided(tensor.shape, stride, dtype=tensor.dtype, device=tensor.device)
     return result.copy_(tensor)
 
@@ -55,42 +55,54 @@ def with_stride(tensor: Tensor, stride: tuple[int, ...]) -> Tensor:
 class Step:
     """A finished program, ready to run.
 
+    saved: the forward values that backward uses.
+    shards: aligned with the parameters of the program.
+    inputs_to_grad, differentiable: the inputs that get a gradient and the outputs that may have
+        one, as indices.
+    grad_keys: the gradients that its backward accumulates instead of reducing them.
+    cuda_graphs: None if it runs without them.
+
     Args:
-        capture: the way in and out of it.
+        capture: takes calls apart and puts their outputs together.
         program: `capture.program` after all passes.
-        bindings: what it runs on.
+        bindings: the state of the module.
+
+    Raises:
+        PlanError: it reduces a gradient that the ranks cannot average.
     """
 
     def __init__(self, capture: Capture, program: Program, bindings: Bindings) -> None:
         self.capture = capture
         self.program = program
         self.bindings = bindings
-        halves = cut(program)
-        self.crossings = halves.crossings
-        self.forward_half = LoweredGraph(halves.forward, bindings, program.regions)
-        self.fingerprint = self.forward_half.fingerprint
-        self._backward_halves: dict[tuple[int, ...], LoweredGraph] = {}
-        if halves.backward is not None:
-            full = LoweredGraph(halves.backward, bindings, program.regions)
-            self._backward_halves[()] = full
-            self.fingerprint = self.fingerprint + full.fingerprint
+        graphs = cut(program)
+        self.saved = graphs.crossings
+        self.forward_graph = LoweredGraph(graphs.forward, bindings, program.regions)
+        self.fingerprint = self.forward_graph.fingerprint
+        self._backward_graphs: dict[tuple[int, ...], LoweredGraph] = {}  # by tangents missing
+        if graphs.backward is not None:
+            backward = LoweredGraph(graphs.backward, bindings, program.regions)
+            self._backward_graphs[()] = backward
+            self.fingerprint = self.fingerprint + backward.fingerprint
         self.shards = [bindings.shards[p.fqn] for p in program.params]
         self.inputs_to_grad = [i for i, e in enumerate(program.inputs) if e.requires_grad]
         self.differentiable = [i for i, e in enumerate(program.outputs) if e.tangent is not None]
         self._tangent_strides = tangent_strides(program)
-        self._reread = _reread(self.shards, program, {c.name for c in self.crossings})
+        self._read_in_backward = _read_in_backward(
+            self.shards, program, {value.name for value in self.saved}
+        )
         resident = [shard for shard in self.shards if isinstance(shard, ResidentShard)]
         self._gathered = [shard for shard in resident if shard.layout.fqn in program.stale]
         self._input_index = {entry.path: index for index, entry in enumerate(program.inputs)}
-        self.keeps = frozenset(
+        self.grad_keys = frozenset(
             (str(OneTensor.of(node).kept_as), str(OneTensor.of(node).param))
             for node in program.nodes()
             if node.target is ops.keep
         )
-        self.graphs = graphs_of(program, bindings.group)
+        self.cuda_graphs = graphs_of(program, bindings.group)
         self._changes_inputs = any(m.kind == "input" for m in program.mutations)
         self._shared_outputs = _shared_outputs(program)
-        # On the device, so that autograd orders the gradients we set before what follows backward.
+        # On the device, so that autograd orders the gradients we set before the work that follows.
         self._anchor = torch.empty(0, device=bindings.group.device, requires_grad=True)
 
     def run(self, inputs: Sequence[Tensor]) -> Any:
@@ -100,33 +112,35 @@ class Step:
             inputs: aligned with `program.inputs`, on the device of the group.
 
         Raises:
-            CollectiveError: the ranks disagree, or one of them failed.
+            FingerprintError: the ranks are about to issue different collectives.
+            CollectiveError: another rank died, failed or timed out.
+            RuntimeStateError: an input shares memory with one that the forward changes.
         """
         if self._changes_inputs:
-            _require_apart(inputs, self.program)
+            _require_no_shared_memory(inputs, self.program)
         call = _Call(self, inputs)
         if not self.differentiable:
             with torch.no_grad():
                 call.forward()
-            self.settle()
+            self.wait_for_copies()
             return self.capture.unflatten_outputs(call.outputs)
-        wanted = [call.inputs[i] for i in self.inputs_to_grad]
-        tracked = _StepFunction.apply(call, self._anchor, *wanted)
+        inputs_to_grad = [call.inputs[i] for i in self.inputs_to_grad]
+        tracked = _StepFunction.apply(call, self._anchor, *inputs_to_grad)
         outputs, call.outputs = call.outputs, []
         for index, tensor in zip(self.differentiable, tracked, strict=True):
             outputs[index] = tensor
         return self.capture.unflatten_outputs(outputs)
 
     def compile(self, progress: Stages | None = None) -> None:
-        """Compile the regions of forward and, if it surely is the one to run, of backward.
+        """Compile the regions of forward, and of backward if there is one differentiable output.
 
-        Where the model has several differentiable outputs, those of backward are compiled once it
-        is known which of them get gradients.
+        With several outputs there is a backward for each set of them that gets gradients. Its
+        regions are compiled when it first runs.
         """
-        halves = [self.forward_half]
+        graphs = [self.forward_graph]
         if len(self.differentiable) == 1:
-            halves += self._backward_halves.values()
-        forms = dict.fromkeys(form for half in halves for form in half.forms())
+            graphs += self._backward_graphs.values()
+        forms = dict.fromkeys(form for graph in graphs for form in graph.forms())
         if not forms:
             return
         compile_forms([*forms], self.bindings.group, progress or Progress())
@@ -134,44 +148,47 @@ class Step:
     # -- forward ------------------------------------------------------------------------------
 
     def forward_args(self, inputs: Sequence[Tensor]) -> list[Any]:
-        """Shards, buffers and `inputs`, as the forward half takes them."""
+        """The arguments of the forward graph: shards, buffers and `inputs`."""
         stale = self.program.stale
-        args: list[Any] = [shard.entering(stale) for shard in self.shards]
+        args: list[Any] = [shard.program_input(stale) for shard in self.shards]
         for entry in self.program.buffers:
             args.append(entry.value if entry.constant else self.bindings.buffer(entry.fqn))
         args.extend(inputs)
         return args
 
     def write_mutations(self, values: Sequence[Tensor], inputs: Sequence[Tensor]) -> None:
-        """Give buffers and inputs the values that forward computed for them."""
+        """Write the values that forward computed for buffers and inputs into these."""
         for entry, value in zip(self.program.mutations, values, strict=True):
             if entry.kind == "buffer":
                 self.bindings.buffer(entry.name).copy_(value)
             else:
                 inputs[self._input_index[entry.name]].copy_(value)
 
-    def shared_outputs(self, outputs: list[Any]) -> list[Any]:
-        """`outputs` in which autograd may mark every differentiable tensor as its own."""
+    def detach_shared(self, outputs: list[Any]) -> list[Any]:
+        """`outputs`, with an alias of each differentiable one that is an argument or another one.
+
+        So autograd can set the `grad_fn` of each.
+        """
         for index in self._shared_outputs:
             outputs[index] = outputs[index].detach()
         return outputs
 
     def note_gathered(self) -> None:
-        """Tell the resident parameters that forward gathered that they are current."""
+        """Note that all rows of the resident parameters that forward gathered are current."""
         for shard in self._gathered:
-            shard.gathered()
+            shard.note_gathered()
 
     def versions(self) -> list[tuple[int, int]]:
-        """Counts of changes to the parameters that backward reads again."""
-        return [shard.changes() for shard in self._reread]
+        """Counts of changes to each parameter that backward reads as it is then."""
+        return [shard.changes() for shard in self._read_in_backward]
 
     def require_unchanged(self, versions: Sequence[tuple[int, int]]) -> None:
-        """Check that the parameters are as they were in forward.
+        """Check that the parameters that backward reads did not change since forward.
 
         Raises:
             RuntimeStateError: one was changed in place.
         """
-        for shard, version in zip(self._reread, versions, strict=True):
+        for shard, version in zip(self._read_in_backward, versions, strict=True):
             if shard.changes() != version:
                 raise RuntimeStateError(
                     f"parameter {shard.layout.fqn!r} was changed between a forward and its "
@@ -181,88 +198,95 @@ class Step:
 
     # -- backward -----------------------------------------------------------------------------
 
-    def backward_half(self, tangents: Sequence[Tensor | None]) -> LoweredGraph:
-        """The backward for the outputs that got a gradient, derived when met and kept."""
+    def backward_graph(self, tangents: Sequence[Tensor | None]) -> LoweredGraph:
+        """The backward for the outputs whose tangent is not None, lowered when first needed."""
         missing = tuple(
             index for index, t in zip(self.differentiable, tangents, strict=True) if t is None
         )
-        half = self._backward_halves.get(missing)
-        if half is None:
+        backward = self._backward_graphs.get(missing)
+        if backward is None:
             program = self.program.copy()
             drop = DropUnusedTangents(frozenset(missing))
             drop.apply(program, self.bindings.plan)
-            if program.regions is not None:  # there are other nodes now
+            if program.regions is not None:  # which have nodes that were dropped
                 fell_back = program.regions.fell_back
                 FormRegions().apply(program, self.bindings.plan)
                 program.regions = replace(program.regions, fell_back=fell_back)
             if program.sizes is not None:
                 program.sizes.require_settled(drop.name)
             verify(program, self.bindings.plan, after=drop.name)
-            half = LoweredGraph(
-                cut_backward(program, self.crossings), self.bindings, program.regions
+            backward = LoweredGraph(
+                cut_backward(program, self.saved), self.bindings, program.regions
             )
-            compile_forms([*half.forms()], self.bindings.group, Progress())
-            self._backward_halves[missing] = half
-        return half
+            compile_forms([*backward.forms()], self.bindings.group, Progress())
+            self._backward_graphs[missing] = backward
+        return backward
 
     def sizes_of(self, inputs: Sequence[Tensor]) -> tuple[int, ...]:
-        """What the program's symbolic sizes are in a call; () if it has none."""
+        """The values of the program's symbolic sizes in a call; () if it has none."""
         return () if self.program.sizes is None else self.program.sizes.values(inputs)
 
-    def as_traced(
+    def with_traced_strides(
         self, tangents: Sequence[Tensor | None], sizes: tuple[int, ...]
     ) -> list[Tensor | None]:
-        """`tangents` with the strides the program was traced for, at these `sizes`."""
+        """`tangents` with the strides that the program was traced with, for these `sizes`."""
         return [
             t if t is None or t.stride() == stride else with_stride(t, stride)
             for t, stride in zip(tangents, self._tangent_strides(sizes), strict=True)
         ]
 
-    def accumulate(self, grads: Sequence[Tensor | None]) -> None:
-        """Add reduced gradients to the parameters' `.grad` and run their hooks."""
-        self.settle()
+    def add_to_grads(self, grads: Sequence[Tensor | None]) -> None:
+        """Add reduced gradients, one per parameter, to the `.grad`s and run their hooks."""
+        self.wait_for_copies()
         with torch.no_grad():
             for shard, grad in zip(self.shards, grads, strict=True):
                 if grad is not None:
-                    shard.accumulate(grad)
+                    shard.add_to_grad(grad)
 
-    def settle(self) -> None:
-        """With parameters offloaded, return once the CPU may touch them and their gradients."""
+    def wait_for_copies(self) -> None:
+        """With parameters offloaded, return once the CPU may use them and their gradients."""
         if self.bindings.plan.policy.offloads("params"):
-            settle(self.bindings.group.device)
+            wait_for_copies(self.bindings.group.device)
 
     @property
-    def halves(self) -> tuple[LoweredGraph, ...]:
-        """The forward half and every backward half lowered so far."""
-        return (self.forward_half, *self._backward_halves.values())
+    def lowered_graphs(self) -> tuple[LoweredGraph, ...]:
+        """Forward, and every backward lowered so far."""
+        return (self.forward_graph, *self._backward_graphs.values())
 
 
 class _Call:
-    """One call of a step, from forward to backward."""
+    """One call of a step, from forward to backward.
+
+    saved_others: values saved for backward besides the tensors that autograd saves; None before
+        forward and after backward.
+    versions: counts of changes to the parameters that backward reads, after forward.
+    grad_keys: the gradients that its backward accumulates instead of reducing them.
+    replayed: its forward was a replay of a CUDA graph.
+    """
 
     def __init__(self, step: Step, inputs: Sequence[Tensor]) -> None:
         self.step = step
         self.inputs = list(inputs)
         self.sizes = step.sizes_of(inputs)
         self.outputs: list[Any] = []
-        self.others: list[Any] | None = None
+        self.saved_others: list[Any] | None = None
         self.versions: list[tuple[int, int]] = []
-        self.keeps = step.keeps
-        self.replayed = False  # its forward, as a CUDA graph
-        kept = step.bindings.kept
-        self._before = [weakref.ref(call) for call in kept.to_come()]  # which are to keep first
-        if self.keeps:
-            kept.expect(self)
+        self.grad_keys = step.grad_keys
+        self.replayed = False
+        accumulated = step.bindings.accumulated
+        self._earlier = [weakref.ref(call) for call in accumulated.pending_calls()]
+        if self.grad_keys:
+            accumulated.add_pending(self)
 
     def forward(self) -> list[Tensor]:
-        """Run forward; returns the tensors to save for backward."""
+        """Run forward and return the tensors that autograd saves for backward."""
         step = self.step
         bindings = step.bindings
-        if step.forward_half.fingerprint.lines:
-            # The backward to come is compared as well, since it shows what forward cannot.
+        if step.forward_graph.fingerprint.lines:
+            # Compared with the backward that follows, since ranks may differ in that alone.
             bindings.agreement.require(step.fingerprint)
         with _no_autocast(bindings.group.device):
-            outputs, mutations, tensors, self.others = self._computed()
+            outputs, mutations, tensors, self.saved_others = self._run_forward()
         step.note_gathered()
         step.write_mutations(mutations, self.inputs)
         self.outputs = list(outputs)
@@ -270,61 +294,73 @@ class _Call:
         self.inputs = []
         return tensors
 
-    def _computed(self) -> tuple[Any, Any, Any, Any]:
-        """What the forward half gives; of what it saves nothing if that stays in a graph's pool."""
+    def _run_forward(self) -> tuple[Any, Any, Any, Any]:
+        """(outputs, values of mutations, saved tensors, other saved values).
+
+        A replay saves nothing here: the values stay in the memory pool of the CUDA graphs.
+        """
         step = self.step
         args = step.forward_args(self.inputs)
-        graphs, inputs = step.graphs, len(self.inputs)
-        if graphs is not None and graphs.takes(self, args, inputs):
+        graphs, inputs = step.cuda_graphs, len(self.inputs)
+        if graphs is not None and graphs.replays(args, inputs):
             try:
-                outputs, mutations = graphs.forward(self, step.forward_half.run, args, inputs)
+                outputs, mutations = graphs.forward(self, step.forward_graph.run, args, inputs)
             except GraphsFailed:
                 args = step.forward_args(self.inputs)
             else:
                 self.replayed = True
                 return outputs, mutations, [], []
-        return step.forward_half.run(args)
+        return step.forward_graph.run(args)
 
     def backward(
-        self, saved: list[Any], tangents: Sequence[Tensor | None], accumulates: bool
+        self, saved: list[Any], tangents: Sequence[Tensor | None], sets_grads: bool
     ) -> list[Tensor | None]:
-        """Run backward on the tensors saved; returns the gradients of the inputs.
+        """Run backward and return the gradients of the inputs.
 
-        `accumulates`: add those of the parameters to their `.grad`, too.
+        Args:
+            saved: the tensors that autograd saved; the list is emptied.
+            tangents: the gradients of the differentiable outputs, None where there is none.
+            sets_grads: add the gradients of parameters to their `.grad`.
+
+        Raises:
+            RuntimeStateError: backward ran before, a parameter was changed since forward, or an
+                earlier call has yet to accumulate gradients that this backward reduces.
+            FingerprintError, CollectiveError: see `Step.run`.
         """
         step = self.step
-        if self.others is None:
+        if self.saved_others is None:
             raise RuntimeStateError(
                 "backward ran a second time through one forward of a sharded module, whose "
                 "gathered parameters are freed by then; call the module again before it"
             )
         step.require_unchanged(self.versions)
-        kept = step.bindings.kept
-        if not self.keeps:
-            kept.require_arrived(self._before)
-        half = step.backward_half(tangents)
-        step.bindings.agreement.require(half.fingerprint)
-        saved += self.others
-        traced = step.as_traced(tangents, self.sizes)
-        self.others = None
-        accumulating = contextlib.nullcontext() if accumulates else kept.paused()
-        with _no_autocast(step.bindings.group.device), accumulating:
-            if self.replayed and step.graphs is not None:
-                grads, input_grads = step.graphs.backward(half.run, traced)
+        accumulated = step.bindings.accumulated
+        if not self.grad_keys:
+            accumulated.require_not_pending(self._earlier)
+        backward = step.backward_graph(tangents)
+        step.bindings.agreement.require(backward.fingerprint)
+        saved += self.saved_others
+        tangents = step.with_traced_strides(tangents, self.sizes)
+        self.saved_others = None
+        accumulation = contextlib.nullcontext() if sets_grads else accumulated.paused()
+        with _no_autocast(step.bindings.group.device), accumulation:
+            if self.replayed and step.cuda_graphs is not None:
+                grads, input_grads = step.cuda_graphs.backward(backward.run, tangents)
             else:
-                saved += traced
-                grads, input_grads = half.run(saved)
-        kept.arrived(self)
-        if accumulates:
-            step.accumulate(grads)
+                saved += tangents
+                grads, input_grads = backward.run(saved)
+        accumulated.remove_pending(self)
+        if sets_grads:
+            step.add_to_grads(grads)
         return [input_grads[i] for i in step.inputs_to_grad]
 
 
 class _StepFunction(torch.autograd.Function):
-    """Stands in autograd's graph for a whole forward.
+    """A whole forward as one function of autograd.
 
-    Its inputs are an anchor, so that outputs require grad whatever the inputs are, and the inputs
-    that need gradients. The parameters are not among them: their gradients are set on the shards.
+    Its inputs are the model's inputs that need gradients, and an anchor, so that outputs require
+    grad even if no input does. Parameters are not among them: `Shard.add_to_grad` sets their
+    gradients.
     """
 
     @staticmethod
@@ -334,10 +370,10 @@ class _StepFunction(torch.autograd.Function):
         tensors = call.forward()
         ctx.call = call
         ctx.save_for_backward(*tensors)
-        outputs = step.shared_outputs(call.outputs)
+        outputs = step.detach_shared(call.outputs)
         tracked = tuple(outputs[i] for i in step.differentiable)
         for index in step.differentiable:
-            outputs[index] = None  # else the call would hold its own graph alive
+            outputs[index] = None  # or the call would keep its own autograd graph alive
         return tracked
 
     @staticmethod
@@ -348,30 +384,41 @@ class _StepFunction(torch.autograd.Function):
                 "without create_graph=True"
             )
         call: _Call = ctx.call
-        saved = list(ctx.saved_tensors) if call.others is not None else []
+        saved = list(ctx.saved_tensors) if call.saved_others is not None else []
         torch_compat.release_saved_tensors(ctx)
-        # The anchor stands for the parameters: autograd.grad asks for neither.
-        accumulates = torch_compat.engine_accumulates(ctx.next_functions[0][0])
-        return None, None, *call.backward(saved, tangents, accumulates)
+        # autograd.grad does not accumulate into the anchor, which stands for the parameters.
+        sets_grads = torch_compat.engine_accumulates(ctx.next_functions[0][0])
+        return None, None, *call.backward(saved, tangents, sets_grads)
 
 
-def _reread(shards: Sequence[Shard], program: Program, crossing: Collection[str]) -> list[Shard]:
-    """The parameters that backward reads as they are then: those it gets as they entered (shards
-    to gather again, copies that all ranks keep), and those gathered into such copies.
+def _read_in_backward(
+    shards: Sequence[Shard], program: Program, saved: Collection[str]
+) -> list[Shard]:
+    """The parameters whose storage backward reads, so that a change after forward would show.
+
+    These are inputs of the program that backward uses (shards to gather again, resident
+    parameters), and resident parameters that were gathered in place.
+
+    Args:
+        shards: of all parameters.
+        program: the program.
+        saved: names of the nodes that are saved for backward.
     """
-    names = {p.fqn for p in program.params if p.node.name in crossing}
+    names = {p.fqn for p in program.params if p.node.name in saved}
     for wait in gather_waits(program):
         gather = ops.collective_of(wait)
-        if wait.name in crossing and Collective.of(gather).in_place:
+        if wait.name in saved and Collective.of(gather).in_place:
             names.update(params_of(gather))
     return [shard for shard in shards if shard.layout.fqn in names]
 
 
-def _require_apart(inputs: Sequence[Tensor], program: Program) -> None:
+def _require_no_shared_memory(inputs: Sequence[Tensor], program: Program) -> None:
     """Check that no input shares memory with one that the forward changes in place.
 
+    In eager the change would show in the other input as well, and a program does not have that.
+
     Raises:
-        RuntimeStateError: one does; in eager, code would see the change through it.
+        RuntimeStateError: one does.
     """
     changed = {m.name for m in program.mutations if m.kind == "input"}
     seen: dict[int, str] = {}
@@ -385,7 +432,7 @@ def _require_apart(inputs: Sequence[Tensor], program: Program) -> None:
 
 
 def _shared_outputs(program: Program) -> list[int]:
-    """Differentiable outputs that are ends of the program, or other outputs as well."""
+    """Indices of differentiable outputs that are arguments of the program, or earlier outputs."""
     seen: set[Any] = {p.node for p in program.params} | {b.node for b in program.buffers}
     seen |= {i.node for i in program.inputs}
     shared = []
@@ -397,7 +444,7 @@ def _shared_outputs(program: Program) -> list[int]:
 
 
 def _no_autocast(device: torch.device) -> Any:
-    """The casts autocast made are in the program; it must not make them again."""
+    """A context without autocast, whose casts are in the program already."""
     if torch.is_autocast_enabled(device.type):
         return torch.autocast(device.type, enabled=False)
     return contextlib.nullcontext()

@@ -1,8 +1,9 @@
-"""CUDA streams beside the compute stream, and when memory that they use may be given back.
+"""CUDA streams beside the compute stream, and when the memory that they use may be given back.
 
-A side stream waits at a launch for all that compute was given so far; at a wait compute waits for
-the event behind the launched work. Tensors are allocated and given back on the compute stream only,
-after compute has waited for every use on a side stream. See README.md for why that is safe.
+At a launch a side stream waits for all work queued on the compute stream so far; at a wait the
+compute stream waits for the event recorded behind the launched work. Tensors are allocated and
+given back on the compute stream only, after it has waited for every use on a side stream. See
+README.md for why that is safe.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ import torch
 
 
 class Launched:
-    """What is behind a launch: the event after it, and the compute stream it was launched from."""
+    """A launch on a side stream: the event behind it, and the compute stream it came from."""
 
     __slots__ = ("_cuda", "compute", "event")
 
@@ -26,14 +27,14 @@ class Launched:
         self._cuda = cuda
 
     def join(self) -> None:
-        """Make the compute stream wait for it."""
+        """Make the current stream, which computes, wait for the launch."""
         self._cuda.current_stream(self.compute.device).wait_event(self.event)
 
     def drop(self) -> None:
-        """Make the stream it was launched from wait for it, whichever is current on this thread.
+        """Make the stream it was launched from wait for it, whichever stream is current.
 
-        Of a capture that CUDA gave up nothing runs, and there is no waiting for it; whatever else
-        ails the device, the next call says so.
+        An error is ignored: work in a failed CUDA graph capture never runs and cannot be waited
+        for, and any other error of the device is raised again by the next call.
         """
         with contextlib.suppress(RuntimeError):
             self.compute.wait_event(self.event)
@@ -44,7 +45,7 @@ class SideStream:
 
     Args:
         device: a CUDA device.
-        cuda: where streams come from; `torch.cuda`, but for a test that records what they are told.
+        cuda: the module that creates streams: `torch.cuda`, or a recording one in tests.
     """
 
     def __init__(self, device: torch.device, cuda: Any = torch.cuda) -> None:
@@ -53,7 +54,7 @@ class SideStream:
         self.stream = cuda.Stream(device)
 
     def launch(self, work: Callable[..., Any], *args: Any) -> Launched:
-        """Queue what `work(*args)` queues, after all that the compute stream was given so far."""
+        """Call `work(*args)` with this stream current, behind all work queued on compute so far."""
         compute = self.cuda.current_stream(self.device)
         self.stream.wait_stream(compute)
         with self.cuda.stream(self.stream):
@@ -61,18 +62,16 @@ class SideStream:
         return Launched(self.stream.record_event(), compute, self.cuda)
 
     def synchronize(self) -> None:
-        """Return once all of it is done: the host waits."""
+        """Return once all work on the stream is done; the host waits."""
         self.stream.synchronize()
 
 
 def new_side_stream(device: torch.device) -> SideStream | None:
-    """A side stream on `device`; None where the host computes, and what is launched is done by
-    then.
-    """
+    """A side stream on a CUDA `device`; None on the CPU, where work is done when it is called."""
     return SideStream(device) if device.type == "cuda" else None
 
 
 @cache
 def copy_stream(device: torch.device, direction: str) -> SideStream | None:
-    """The side stream of copies "in" from the host, or "out" to it."""
+    """The side stream for copies from the host ("in") or to it ("out"); None on the CPU."""
     return new_side_stream(device)

@@ -75,7 +75,7 @@ class StateTensor:
     def mark_filled(self) -> None:
         """Record that it has values."""
         if self.shard is not None:
-            self.shard.filled()
+            self.shard.note_values()
 
 
 def state_tensors_of(module: nn.Module, bindings: Bindings) -> list[StateTensor]:

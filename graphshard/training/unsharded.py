@@ -101,10 +101,10 @@ class Unsharded:
                     twin.copy_(full)
                 _set_grad(twin, full_grad)
                 opened.append((shard, twin, shard.param))
-                for holder, name in shard.homes:
+                for holder, name in shard.holders:
                     holder[name] = twin
             yield {
-                name: shard.homes[0][0][shard.homes[0][1]]
+                name: shard.holders[0][0][shard.holders[0][1]]
                 for shard in shards
                 for name in shard.layout.names
             }
@@ -117,7 +117,7 @@ class Unsharded:
     def _split(
         self, shard: Shard, twin: nn.Parameter, param: Any, *, writeback: bool, with_grads: bool
     ) -> None:
-        for holder, name in shard.homes:
+        for holder, name in shard.holders:
             holder[name] = param
         if writeback:
             with torch.no_grad():

@@ -247,9 +247,9 @@ def test_backward_keeps_no_activation_for_its_size():
         Sum(), graphshard.SizePolicy(1), example_inputs=(torch.randn(3, 5, 4),), dynamic={"x": IDS}
     )
     (step,) = sharded._graphshard.programs.steps.values()
-    saved = {c.name for c in step.crossings if c.tensor}
+    saved = {c.name for c in step.saved if c.tensor}
     assert all("view" in name or "in_args" in name for name in saved), saved  # lin's own input
-    assert {"batch", "seq"} <= {c.name for c in step.crossings if not c.tensor}
+    assert {"batch", "seq"} <= {c.name for c in step.saved if not c.tensor}
 
 
 class Positions(nn.Module):

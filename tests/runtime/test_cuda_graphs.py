@@ -1,6 +1,6 @@
 """Whole-step CUDA graphs: which programs have them, and what is done around a replay.
 
-The recorder here captures nothing: its replay runs the half again on the tensors it was captured
+The recorder here captures nothing: its replay runs the graph again on the tensors it was captured
 with, and writes what comes out over what came out then, as kernels at fixed addresses do.
 """
 

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 import graphshard
 from graphshard.errors import UnsupportedTorchError
-from graphshard.runtime.region import turned
+from graphshard.runtime.region import rotated
 from graphshard.torch_private import inductor as torch_inductor
 
 BLOCK = graphshard.BlockPolicy(Block)
@@ -96,12 +96,12 @@ def test_checks_and_poison_see_regions(monkeypatch):
 
 def test_ranks_of_a_host_compile_from_different_ends():
     forms = list("abcdefg")
-    assert turned(forms, 0, 1) == forms
-    assert turned(forms, 1, 2) == forms[::-1]
-    begins = [turned(forms, rank, 8) for rank in range(8)]
+    assert rotated(forms, 0, 1) == forms
+    assert rotated(forms, 1, 2) == forms[::-1]
+    begins = [rotated(forms, rank, 8) for rank in range(8)]
     assert all(sorted(order) == forms for order in begins)
     assert {order[0] for order in begins} == set(forms)
-    assert turned([], 1, 2) == []
+    assert rotated([], 1, 2) == []
 
 
 def test_what_cannot_be_compiled_falls_back_alone(monkeypatch):
@@ -188,7 +188,7 @@ def test_other_strides_than_captured_run_operator_by_operator(monkeypatch):
     call = next(n.target for n in sharded.lowered[0].graph.nodes if n.name == "region_0")
     vals = call.form._vals
     call([torch.zeros(val.shape).as_strided(val.shape, (0,) * val.dim()) for val in vals])
-    assert "it is given strides (0, 0, 0), and was captured for (112, 16, 1)" in str(sharded.plan)
+    assert "an input has strides (0, 0, 0), at capture it had (112, 16, 1)" in str(sharded.plan)
     assert call._run == call.form.module.forward
 
 

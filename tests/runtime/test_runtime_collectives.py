@@ -17,16 +17,11 @@ from torch.distributed.device_mesh import DeviceMesh
 from graphshard.errors import CollectiveError
 from graphshard.planning.layout import ParamLayout
 from graphshard.program import packing
-from graphshard.runtime.collectives import Collective, Operand, wait
+from graphshard.runtime.collectives import BoundCollective, Operand, wait
 from graphshard.runtime.gather import AllGather, AllGatherInPlace, Gathered, LocalGather, free
+from graphshard.runtime.gloo_reduce import ReduceScatterByExchange, ReduceScatterByPairExchange
 from graphshard.runtime.group import Group, find_group
-from graphshard.runtime.reduce import (
-    AllReduce,
-    LocalReduce,
-    ReduceScatterByExchange,
-    ReduceScatterByPairExchange,
-    ReduceScatterByReduce,
-)
+from graphshard.runtime.reduce import AllReduce, LocalReduce, ReduceScatterByReduce
 
 SHAPES = ((8, 3), (5,), (1, 4), (7, 2, 2), (16, 1))
 
@@ -71,8 +66,8 @@ def gathers(rank: int, group: Group | None = None) -> None:
 
 def by_the_backends_own(rank: int) -> None:
     """As in groups too large for every rank to send to every other."""
-    with mock.patch("graphshard.runtime.group.UP_TO", 1):
-        assert find_group(None, None).peers is None
+    with mock.patch("graphshard.runtime.group.MAX_RANKS", 1):
+        assert find_group(None, None).pairwise is None
         gathers(rank)
         mixed_dtypes(rank)
         reduces(rank)
@@ -178,7 +173,7 @@ def poisons(rank: int) -> None:
 
 def reduces(rank: int) -> None:
     group = find_group(None, None)
-    kinds: list[type[Collective]] = [ReduceScatterByReduce, ReduceScatterByExchange]
+    kinds: list[type[BoundCollective]] = [ReduceScatterByReduce, ReduceScatterByExchange]
     if group.size == 2:
         kinds.append(ReduceScatterByPairExchange)
     for dtype, tolerance in ((torch.float32, 1e-6), (torch.bfloat16, 2e-2), (torch.float64, 1e-12)):
@@ -277,7 +272,7 @@ def test_a_single_ranks_gradient_shares_nothing() -> None:
 
 def failing_launch(rank: int) -> str:
     group = find_group(None, None)
-    group.peers = None
+    group.pairwise = None
     params = operands(group.size, torch.float32)
     with mock.patch.dict(packing.GATHER_BELOW, gloo=0):
         gather = AllGather(group, "blocks.1", "backward", params)

@@ -15,17 +15,17 @@ import graphshard
 from graphshard.errors import RuntimeStateError
 from graphshard.planning.plan import ShardingPlan
 from graphshard.program.program import Program
-from graphshard.runtime.collectives import Collective, Pending
+from graphshard.runtime.collectives import BoundCollective, Pending
 
 HOARD: list[Any] = []
 
 
 def hoard(rank: int) -> None:
     """From now on collectives' arguments are referred to for ever; Gloo's threads do so a while."""
-    start = Collective.start
+    start = BoundCollective.start
 
     def hoarding(
-        self: Collective, pending: Pending, launch: Callable[..., Any], *args: Any
+        self: BoundCollective, pending: Pending, launch: Callable[..., Any], *args: Any
     ) -> None:
         def kept(*given: Any) -> Any:
             HOARD.append(given)
@@ -33,7 +33,7 @@ def hoard(rank: int) -> None:
 
         start(self, pending, kept, *args)
 
-    Collective.start = hoarding  # type: ignore[method-assign]
+    BoundCollective.start = hoarding  # type: ignore[method-assign]
 
 
 def forward_holds_one_unit_at_a_time(rank: int) -> None:

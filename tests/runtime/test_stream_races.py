@@ -14,7 +14,7 @@ import torch.distributed as dist
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from models import Block, TiedGPT, tokens_of
-from stream_races import Races, RecordedCuda, recorded_lanes
+from stream_races import Races, RecordedCuda, recorded_streams
 from torch import fx
 
 import graphshard
@@ -22,7 +22,7 @@ from graphshard.planning.plan import ShardingPlan
 from graphshard.program import ops, packing
 from graphshard.program.aliases import gather_waits
 from graphshard.program.program import Program
-from graphshard.runtime.collectives import Collective, Pending
+from graphshard.runtime.collectives import BoundCollective, Pending
 from graphshard.runtime.host_copies import Copy
 from graphshard.runtime.streams import Launched
 
@@ -66,7 +66,7 @@ class Training:
 
     def __init__(self, cuda: RecordedCuda, passes: Any = (), **fields: Any) -> None:
         self.cuda = cuda
-        with recorded_lanes(cuda):
+        with recorded_streams(cuda):
             torch.manual_seed(0)
             mesh = None
             if str(fields.get("strategy", "")).startswith("HYBRID"):
@@ -83,7 +83,7 @@ class Training:
         on_host = model.plan.policy.offloads("params")
         if on_host:
             races.lies_on_host(list(model.parameters()))
-        with recorded_lanes(self.cuda), races:
+        with recorded_streams(self.cuda), races:
             with model.no_sync() if accumulate else nullcontext():
                 loss = model(*self.batch)
                 if forward_only:
@@ -115,7 +115,7 @@ def test_no_strategy_races(options: dict[str, Any]) -> None:
     races = watched(cuda, **options)
     assert races.found == []
     assert races.accesses > 300
-    assert races.freed_behind_lanes > 5, "side streams were not used"
+    assert races.freed_behind_side_streams > 5, "side streams were not used"
     assert len(cuda.waits) > 10
     host = [wait for wait in cuda.waits if wait.startswith("the host waits")]
     # With parameters on the host, for copies in each direction, where forward and backward end.
@@ -170,13 +170,13 @@ def test_a_launch_that_does_not_wait_for_compute_shows(monkeypatch: pytest.Monke
 
 
 def test_operands_let_go_of_at_the_launch_show(monkeypatch: pytest.MonkeyPatch) -> None:
-    start = Collective.start
+    start = BoundCollective.start
 
-    def forgetful(self: Collective, pending: Pending, *args: Any) -> None:
+    def forgetful(self: BoundCollective, pending: Pending, *args: Any) -> None:
         start(self, pending, *args)
         pending.operands = [torch.empty(0) for _ in pending.operands]
 
-    monkeypatch.setattr(Collective, "start", forgetful)
+    monkeypatch.setattr(BoundCollective, "start", forgetful)
     races = watched(RecordedCuda(), steps=1, mixed_precision=FP16)
     assert any(found.startswith("free on compute gives back") for found in races.found)
 
@@ -201,20 +201,20 @@ def test_what_is_dropped_is_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
         raise RuntimeError("in between")
 
     def failed(cuda: RecordedCuda) -> Races:
-        with recorded_lanes(cuda), ExitStack() as stack:
+        with recorded_streams(cuda), ExitStack() as stack:
             model = graphshard.compile(TiedGPT(layers=3), graphshard.BlockPolicy(Block))
             batch = tokens_of(1, 0)
             model(*batch).backward()
             races = stack.enter_context(Races(cuda))
             patch = stack.enter_context(pytest.MonkeyPatch.context())
-            patch.setattr(Collective, "wait", raises)
+            patch.setattr(BoundCollective, "wait", raises)
             with pytest.raises(RuntimeError, match="in between"):
                 model(*batch)
         return races
 
     races = failed(RecordedCuda())
     assert races.found == []
-    assert races.freed_behind_lanes
+    assert races.freed_behind_side_streams
     monkeypatch.setattr(Launched, "drop", lambda self: None)
     assert failed(RecordedCuda()).found
 

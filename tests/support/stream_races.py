@@ -107,7 +107,7 @@ class Races(TorchDispatchMode):
         self.cuda = cuda
         self.found: list[str] = []
         self.accesses = 0
-        self.freed_behind_lanes = 0  # blocks given back that a side stream had used
+        self.freed_behind_side_streams = 0  # blocks given back that a side stream had used
         self._blocks: dict[int, _Block] = {}
         self._watches: dict[int, weakref.ref[torch.UntypedStorage]] = {}
         self._on_host: set[int] = set()
@@ -200,7 +200,7 @@ class Races(TorchDispatchMode):
             return
         wrote = [] if block.wrote is None else [block.wrote]
         used = [*wrote, *block.reads.items()]
-        self.freed_behind_lanes += any(name != block.home.name for name, _ in used)
+        self.freed_behind_side_streams += any(name != block.home.name for name, _ in used)
         for other in used:
             self._ordered(block.home, block, "free", other, "gives back what", "uses")
 
@@ -249,7 +249,7 @@ class Races(TorchDispatchMode):
 
 
 @contextmanager
-def recorded_lanes(cuda: RecordedCuda) -> Iterator[None]:
+def recorded_streams(cuda: RecordedCuda) -> Iterator[None]:
     """Inside, groups made and copies started on the CPU have side streams, recorded by `cuda`."""
     made, copying = side_streams.new_side_stream, side_streams.copy_stream
     found: dict[Any, SideStream] = {}

@@ -194,7 +194,7 @@ def other_parameters(rank: int) -> None:
         same_grads(sharded, reference.model, exact=exact())
         backward(sharded, rank, *features_of(rank, 1, 16), False)  # nothing is kept any more
         assert "add_kept" not in ops_of(sharded.program)
-        assert not sharded._graphshard.bindings.kept.tensors
+        assert not sharded._graphshard.bindings.accumulated.tensors
 
 
 def odd_parameters(rank: int) -> None:
@@ -225,7 +225,7 @@ def partial_backwards(rank: int) -> None:
             replica(*features_of(r, 1, 6))["pair"][1].sum().backward()
         with sharded.no_sync():
             sharded(*features_of(rank, 0, 6))["loss"].backward()
-        assert {name for _, name in sharded._graphshard.bindings.kept.tensors} == {
+        assert {name for _, name in sharded._graphshard.bindings.accumulated.tensors} == {
             "trunk.weight",
             "trunk.bias",
             "left.weight",
@@ -306,7 +306,7 @@ def dropped_and_refused(rank: int) -> None:
     sharded = compiled(gpt(1))
     with sharded.no_sync():
         backward(sharded, rank, *tokens_of(rank, 0))
-    with pytest.raises(RuntimeStateError, match=r"is kept by no_sync\(\) and not reduced yet"):
+    with pytest.raises(RuntimeStateError, match=r"is accumulated by no_sync\(\) and not"):
         sharded.clip_grad_norm_(1.0)
     sharded.zero_grad()
     backward(sharded, rank, *tokens_of(rank, 1))
@@ -325,11 +325,11 @@ def only_inputs(rank: int) -> None:
     (x,) = features_of(rank, 0, 16)
     with sharded.no_sync():
         torch.autograd.grad(sharded(x.requires_grad_()), x)
-        assert not sharded._graphshard.bindings.kept.tensors
+        assert not sharded._graphshard.bindings.accumulated.tensors
         sharded(x).backward()
-    kept = len(sharded._graphshard.bindings.kept.tensors)
+    kept = len(sharded._graphshard.bindings.accumulated.tensors)
     torch.autograd.grad(sharded(x), x)
-    assert len(sharded._graphshard.bindings.kept.tensors) == kept > 0
+    assert len(sharded._graphshard.bindings.accumulated.tensors) == kept > 0
 
 
 def ranks_must_agree(rank: int) -> None:
