@@ -196,7 +196,7 @@ class Step:
                 FormRegions().apply(program, self.bindings.plan)
                 program.regions = replace(program.regions, fell_back=fell_back)
             if program.sizes is not None:
-                program.sizes.require_settled(drop.name)
+                program.sizes.require_closed(drop.name)
             verify(program, self.bindings.plan, after=drop.name)
             half = LoweredGraph(
                 cut_backward(program, self.crossings), self.bindings, program.regions
