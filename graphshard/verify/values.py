@@ -64,9 +64,8 @@ def _check_effects(facts: Facts, captured: Values, values: Values) -> None:
             facts.fail(
                 "same values",
                 now or facts.program.output_node,
-                f"{name} stands where the captured program has {expected}, among the nodes that "
-                "draw random numbers or write into their operands, which a pass may not add, drop or "
-                "reorder",
+                f"{name} stands where {expected} did when captured; a pass may not add, drop or "
+                "reorder nodes that draw random numbers or write into their operands",
             )
 
 
