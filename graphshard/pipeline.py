@@ -1,4 +1,4 @@
-"""Running passes: in order, timed, each verified, each shown to whoever watches."""
+"""Choose the passes for a policy, and run them in order, each timed and verified."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ from graphshard.passes.split_reduces import SplitReduces
 from graphshard.passes.unshard import Unshard
 from graphshard.passes.zero_missing_grads import ZeroMissingGrads
 from graphshard.planning.plan import ShardingPlan
-from graphshard.planning.warnings import _names
+from graphshard.planning.warnings import subject_of
 from graphshard.policy.base import Policy
 from graphshard.policy.recompute import RecomputeChoice
 from graphshard.program.pass_protocol import Pass, PassLike, Stage, apply_pass, stages_of
@@ -53,7 +53,7 @@ from graphshard.verify.rules import RULES, rules_of, verify
 
 
 def with_capture_warnings(plan: ShardingPlan, program: Program) -> ShardingPlan:
-    """`plan` with warnings on what a captured program does with its parameters.
+    """Add warnings about parameters that the captured program does not use or train.
 
     Args:
         plan: the plan of the captured model.
@@ -65,43 +65,42 @@ def with_capture_warnings(plan: ShardingPlan, program: Program) -> ShardingPlan:
             unused.append(param.fqn)
         elif program.grad and param.requires_grad and grad is None:
             no_gradient.append(param.fqn)
-    found = []
+    warnings = []
     if unused:
-        found.append(
-            f"{_names('parameter', unused)} never used by the captured step, yet stored on the "
+        warnings.append(
+            f"{subject_of('parameter', unused)} never used by the captured step, yet stored on the "
             "ranks; remove what you do not need"
         )
     if no_gradient:
-        found.append(
-            f"{_names('trainable parameter', no_gradient)} used but no gradient reaches "
+        warnings.append(
+            f"{subject_of('trainable parameter', no_gradient)} used but no gradient reaches "
             f"{'it' if len(no_gradient) == 1 else 'them'}; set requires_grad=False, or look for a "
             "detach() or no_grad in the model"
         )
-    return replace(plan, warnings=(*plan.warnings, *found))
+    return replace(plan, warnings=(*plan.warnings, *warnings))
 
 
 Snapshot = Sequence[Any]
 
 
 def snapshot(program: Program) -> Snapshot | None:
-    """Everything of `program` that a pass may replace: its nodes in their order, and of each its
-    operator, arguments and notes; its tables.
+    """A shallow copy of a program's tables, nodes and their metadata, to detect changes by `equal`.
 
-    Two of them are `equal` if nothing was replaced in between. Arguments of nodes are, whenever
-    they change. None where something may change in place: symbolic sizes note what they are asked.
+    Every edit of a node's arguments replaces them, so comparing identities is enough. Returns None
+    for a program with symbolic sizes, whose guards change in place.
     """
     if program.sizes is not None:
         return None
-    held: list[Any] = [getattr(program, field.name) for field in fields(program)]
+    values: list[Any] = [getattr(program, field.name) for field in fields(program)]
     for node in program.graph.nodes:
-        held += (node, node.op, node.target, node.args, node.kwargs)
-        held += node.meta
-        held += node.meta.values()
-    return held
+        values += (node, node.op, node.target, node.args, node.kwargs)
+        values += node.meta
+        values += node.meta.values()
+    return values
 
 
 def equal(before: Snapshot | None, after: Snapshot | None) -> bool:
-    """Whether both are of one program in which nothing was replaced."""
+    """Whether nothing was replaced between two snapshots of one program."""
     if before is None or after is None or len(before) != len(after):
         return False
     return all(map(is_, before, after))
@@ -109,7 +108,7 @@ def equal(before: Snapshot | None, after: Snapshot | None) -> bool:
 
 @dataclass(frozen=True)
 class PassTiming:
-    """How long one pass and the check after it took, in seconds."""
+    """Seconds that one pass and the check after it took."""
 
     name: str
     seconds: float
@@ -117,17 +116,17 @@ class PassTiming:
 
 
 Watcher = Callable[[PassLike, Program], None]
-"""Called after each pass with it and the program, which must not be edited."""
+"""Called after each pass with the pass and the program, which it must not edit."""
 
 
 def default_passes(policy: Policy, *, waits_at_once: bool = False) -> tuple[Pass, ...]:
     """The passes that make a captured program a sharded one, in order.
 
     Args:
-        policy: what the user asks for.
-        waits_at_once: FSDP's order is the one it has where the host waits for every collective, as
-            over Gloo: no reduce is under way while backward goes on. With parameters offloaded one
-            is, as their gradients are copied to the host meanwhile.
+        policy: the user's policy.
+        waits_at_once: whether the host waits for every collective, as over Gloo. In FSDP's order no
+            reduce is then in flight while backward continues. With offloaded parameters one is, as
+            gradients are copied to the host meanwhile.
     """
     at_once = waits_at_once and policy.schedule == "fsdp" and not policy.offloads("params")
     choice = RecomputeChoice.of(policy.recompute)
@@ -158,11 +157,11 @@ def default_passes(policy: Policy, *, waits_at_once: bool = False) -> tuple[Pass
 
 
 BACKENDS = ("eager", "inductor")
-"""What may run a program's compute."""
+"""The backends that can run a program's compute."""
 
 
 def backend_passes(backend: str) -> tuple[Pass, ...]:
-    """The passes that make a finished program one for `backend`, after all others.
+    """The passes that prepare a finished program for `backend`, after all others.
 
     Raises:
         PolicyError: there is no such backend.
@@ -173,7 +172,7 @@ def backend_passes(backend: str) -> tuple[Pass, ...]:
 
 
 def _by_cost(policy: Policy) -> tuple[Pass, ...]:
-    """Releases, and the passes that improve a finished program by simulation, if that is wanted."""
+    """`ReleaseEarly`, and with `schedule="overlap"` the passes that decide by simulation."""
     if policy.schedule != "overlap":
         return (ReleaseEarly(),)
     hardware = None if policy.hardware is None else Hardware.load(policy.hardware)
@@ -205,14 +204,14 @@ def run_passes(
         plan: made for the same model.
         passes: applied in this order.
         watcher: called after each pass.
-        progress: told of each stage.
+        progress: shows each stage.
 
     Returns:
         Seconds per pass.
 
     Raises:
-        PassError: a pass met what it cannot rewrite, or failed; names the pass.
-        VerifyError: the program broke a rule before the first pass or after one; names it.
+        PassError: a pass failed or cannot rewrite the program; names the pass.
+        VerifyError: the program breaks a rule before the first pass or after a pass; names both.
     """
     with collect_only_new():
         return _run(program, plan, passes, watcher, progress)
@@ -250,21 +249,21 @@ class _Checks:
 
     def __init__(self, program: Program, plan: ShardingPlan) -> None:
         self.program, self.plan = program, plan
-        self.done = Stage.CAPTURED
-        facts = verify(program, plan, after="capture", done=self.done)
+        self.stages = Stage.CAPTURED
+        facts = verify(program, plan, after="capture", done=self.stages)
         self.captured = self.reference = Reference.of(program, facts=facts)
-        self.seen = snapshot(program)
+        self.last_snapshot = snapshot(program)
 
     def after(self, step: PassLike) -> None:
-        """Verify what `step` left.
+        """Verify the program after `step`.
 
-        Where it changed nothing every rule still holds, but for those that ask for more once it
-        has run: it may have missed what it is there for.
+        If the pass changed nothing, only the rules that require more from its stages on are
+        checked: the pass may have missed its purpose.
         """
-        before, self.seen = self.seen, snapshot(self.program)
-        unchanged = equal(before, self.seen)
+        before, self.last_snapshot = self.last_snapshot, snapshot(self.program)
+        unchanged = equal(before, self.last_snapshot)
         stages = stages_of(step)
-        self.done |= stages
+        self.stages |= stages
         rules = rules_of(stages) if unchanged else RULES
         if not rules:
             return
@@ -274,7 +273,7 @@ class _Checks:
             self.program,
             self.plan,
             after=step.name,
-            done=self.done,
+            done=self.stages,
             reference=reference,
             rules=rules,
         )
@@ -291,7 +290,7 @@ def _apply(
     try:
         apply_pass(step, program, plan, following)
         if program.sizes is not None:
-            program.sizes.require_settled(step.name)
+            program.sizes.require_closed(step.name)
     except GraphshardError as error:
         if step.name in str(error):
             raise

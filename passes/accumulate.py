@@ -1,4 +1,4 @@
-"""accumulate: gradients are kept on the rank for later, or what was kept goes into the reduce."""
+"""accumulate: accumulate gradients without a reduce, or reduce the accumulated ones."""
 
 from __future__ import annotations
 
@@ -24,17 +24,20 @@ SHARD = "shard"
 
 @dataclass(frozen=True)
 class Accumulate(Pass):
-    """Make the program of a micro-batch that is not the only one of its step.
+    """Make the program of one of several micro-batches in a step.
 
-    With the defaults nothing changes: every gradient is reduced and returned. A reduce whose
-    operands are kept is dropped with all that follows from it, and no gradient is returned. What is
-    kept has the dtype it is reduced in, so this runs after the casts were placed.
+    By default nothing changes: every gradient is reduced and returned. If gradients are
+    accumulated, a `keep` stands in place of each of their reduces, the nodes that follow the reduce
+    are dropped, and no gradient is returned. Gradients are accumulated in the dtype of their
+    reduce, so this pass stands behind `Precision`.
 
     Args:
-        keep: "gradient" keeps what would be reduced first, whole gradients; "shard" what would be
-            reduced over the replicas, after the reduce in the rank's own group; None keeps nothing.
-        add: FQNs of parameters with a kept gradient, which is taken into the reduce.
-        add_shards: the same for kept shards.
+        keep: "gradient" accumulates full gradients in place of every reduce. "shard" accumulates
+            the shards that the rank's shard group has averaged, in place of the reduce over
+            replicas. None reduces all gradients.
+        add: FQNs of parameters with an accumulated full gradient, to add before the reduce.
+        add_shards: FQNs of parameters with an accumulated shard, to add before the reduce over
+            replicas.
     """
 
     keep: str | None = None
@@ -46,15 +49,16 @@ class Accumulate(Pass):
         """See `Pass.apply`.
 
         Raises:
-            PassError: there is no such reduce, or a kept gradient has none to go into.
+            PassError: the program lacks the reduce to replace or to add to, or a node reads a
+                result of a reduce that is replaced.
         """
         if not (self.keep or self.add or self.add_shards):
             return
         first, second = _reduces(program)
         if self.keep == SHARD and not second:
             raise PassError(
-                f"pass {self.name}: no gradient is all-reduced over replicas, so none of its "
-                "shards can be kept for that; use no_sync() without all_reduce_only"
+                f"pass {self.name}: no gradient is all-reduced over replicas, so no shard can be "
+                "accumulated for that; use no_sync() without all_reduce_only"
             )
         if self.keep != GRADIENT:
             self._add(program, first, self.add, GRADIENT)
@@ -69,43 +73,46 @@ class Accumulate(Pass):
         missing = set(names)
         for reduce in reduces:
             operands, params = _operands(reduce)
-            added = [
+            sums = [
                 _insert(program, ops.add_kept, grad, reduce, name, of) if name in names else grad
                 for grad, name in zip(operands, params, strict=True)
             ]
-            reduce.args = (added,)
+            reduce.args = (sums,)
             missing -= set(params)
         if missing:
             raise PassError(
-                f"pass {self.name}: the kept {of} of {min(missing)!r} goes into no reduce of this "
-                "program"
+                f"pass {self.name}: the accumulated {of} of {min(missing)!r} goes into no reduce "
+                "of this program"
             )
 
     def _keep(self, program: Program, reduces: list[fx.Node]) -> None:
         results = program.results()
         place_of = {name: i for i, param in enumerate(program.params) for name in param.names}
-        kept = 0
+        accumulated_bytes = 0
         for reduce in reduces:
             operands, params = _operands(reduce)
             for grad, name in zip(operands, params, strict=True):
                 node = _insert(program, ops.keep, grad, reduce, name, str(self.keep))
-                kept += node.meta["val"].nbytes
+                accumulated_bytes += node.meta["val"].nbytes
                 results.grads[place_of[name]] = None
         program.set_results(results)
         for reduce in reduces:
-            _erase_with_what_follows(self, reduce)
+            _erase_with_followers(self, reduce)
         what = "unsharded gradients" if self.keep == GRADIENT else "shards of gradients"
-        program.notes = (*program.notes, f"keeps {kept:,} bytes of {what} on each rank (no_sync)")
+        program.notes = (
+            *program.notes,
+            f"keeps {accumulated_bytes:,} bytes of {what} on each rank (no_sync)",
+        )
 
 
 def _reduces(program: Program) -> tuple[list[fx.Node], list[fx.Node]]:
-    """Reduces of gradients as backward computes them, and of what such a reduce returned."""
+    """The reduces of gradients that backward computes, and the reduces of their results."""
     first: list[fx.Node] = []
     second: list[fx.Node] = []
     for node in program.nodes(BACKWARD):
         if node.target in ops.REDUCES:
-            again = all(map(ops.is_reduced, node.args[0]))  # type: ignore[arg-type]
-            (second if again else first).append(node)
+            of_results = all(map(ops.is_reduced, node.args[0]))  # type: ignore[arg-type]
+            (second if of_results else first).append(node)
     return first, second
 
 
@@ -130,16 +137,16 @@ def _insert(
         )
 
 
-def _erase_with_what_follows(owner: Accumulate, reduce: fx.Node) -> None:
-    found = [reduce]
-    for node in found:  # grows while it is walked
+def _erase_with_followers(owner: Accumulate, reduce: fx.Node) -> None:
+    nodes = [reduce]
+    for node in nodes:  # grows while it is walked
         for user in node.users:
             if ops.is_compute(user) or user.op == "output":
                 raise PassError(
-                    f"pass {owner.name}: {user.name} reads what {reduce.name} reduces, so it "
-                    "cannot be kept instead"
+                    f"pass {owner.name}: {user.name} reads a result of {reduce.name}, so its "
+                    "operand cannot be accumulated instead"
                 )
-            if user not in found:
-                found.append(user)
-    for node in sorted(found, reverse=True):
+            if user not in nodes:
+                nodes.append(user)
+    for node in sorted(nodes, reverse=True):
         node.graph.erase_node(node)

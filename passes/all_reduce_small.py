@@ -1,4 +1,4 @@
-"""all_reduce_small: units with few bytes of gradients are averaged by one all_reduce."""
+"""all_reduce_small: average small gradients by an all_reduce instead of a reduce_scatter."""
 
 from __future__ import annotations
 
@@ -17,11 +17,15 @@ from graphshard.program.program import BACKWARD, Program
 
 @dataclass(frozen=True)
 class AllReduceSmall(Pass):
-    """Put `all_reduce_shard` in place of each `reduce_scatter` of fewer than `below` bytes.
+    """Replace each `reduce_scatter` of fewer than `below` bytes by an `all_reduce_shard`.
 
-    A ring reduce_scatter takes a step for each rank; an all_reduce sums along a tree, in the
-    logarithm of that. Small gradients pay latency, so the fewer steps win although twice the bytes
-    move. The bytes are those of the full gradients in the dtype they are reduced in.
+    A ring reduce_scatter takes one step for each rank, but an all_reduce along a tree takes the
+    logarithm of that. The time of small gradients is latency, so fewer steps are faster although
+    twice the bytes move.
+
+    Args:
+        below: bytes of the full gradients of one reduce, in the dtype they are reduced in; at
+            least 1. Smaller ones are replaced.
     """
 
     below: int
@@ -46,12 +50,12 @@ def _bytes(reduce: fx.Node, plan: ShardingPlan) -> int:
 
 
 def _replace(program: Program, reduce: fx.Node) -> None:
-    arguments = replace(Collective.of(reduce), target=ops.all_reduce_shard)
-    name = f"{arguments.unit or 'root'}_{arguments.op.name}"
+    collective = replace(Collective.of(reduce), target=ops.all_reduce_shard)
+    name = f"{collective.unit or 'root'}_{collective.op.name}"
     with program.graph.inserting_before(reduce):
-        whole = program.graph.create_node(
-            "call_function", arguments.target, reduce.args, arguments.kwargs, name=name
+        all_reduce = program.graph.create_node(
+            "call_function", collective.target, reduce.args, collective.kwargs, name=name
         )
-    whole.meta.update(reduce.meta)
-    reduce.replace_all_uses_with(whole)
+    all_reduce.meta.update(reduce.meta)
+    reduce.replace_all_uses_with(all_reduce)
     program.graph.erase_node(reduce)

@@ -1,4 +1,4 @@
-"""by_cost: the passes that simulation decides about, and how one is kept only if it pays."""
+"""by_cost: base classes of passes that decide by simulating the step."""
 
 from __future__ import annotations
 
@@ -14,10 +14,10 @@ from graphshard.schedule.search import scheduled, tried
 
 
 class ByCost(RehearsingPass):
-    """A pass between `SetBudget` and `Overlap` that simulates the finished program."""
+    """A pass between `SetBudget` and `Overlap` that decides by simulating the finished program."""
 
     def rehearsed(self, following: Sequence[PassLike]) -> tuple[PassLike, ...]:
-        """The passes before `Overlap` that establish a stage: no program is finished without."""
+        """The later passes before `Overlap` that establish a stage, as a finished program needs."""
         rest: list[PassLike] = []
         for step in following:
             stages = stages_of(step)
@@ -30,28 +30,27 @@ class ByCost(RehearsingPass):
 
 @dataclass(frozen=True)
 class Candidate(ByCost):
-    """A pass that may be applied `only_if_faster`: if the program, once all is scheduled, is faster
-    by it, or as fast and smaller.
+    """A pass that can be applied only if it makes the scheduled step faster.
 
-    The program and a rewritten copy of it are compared, each in its best order. A copy that holds
-    more than the budget never wins. So a row of candidates makes nothing worse, each being tried on
-    what the ones before it left.
+    The program and a rewritten copy are compared, each in its best order. The copy wins if its step
+    is faster, or as fast with fewer bytes, and if it keeps the byte budget. So a sequence of
+    candidates never makes a step worse.
 
     Args:
-        only_if_faster: whether to compare, or to apply the pass in any case.
+        only_if_faster: compare first; False applies the pass in any case.
     """
 
     only_if_faster: bool = field(default=False, kw_only=True)
 
     @abstractmethod
     def apply(self, program: Program, plan: ShardingPlan) -> None:
-        """Edit `program` in place, in any case."""
+        """Edit `program` in place, without a comparison."""
 
     def apply_before(self, program: Program, plan: ShardingPlan, rest: Sequence[PassLike]) -> None:
         """See `RehearsingPass.apply_before`.
 
         Raises:
-            PassError: the program has no budget; or from `apply`.
+            PassError: the program has no budget (see `SetBudget`), or `apply` raises it.
         """
         if not self.only_if_faster:
             self.apply(program, plan)

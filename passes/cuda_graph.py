@@ -1,4 +1,4 @@
-"""Say of a finished program whether its step will be captured as CUDA graphs, or why not."""
+"""cuda_graph: note whether a finished program can be captured as CUDA graphs."""
 
 from __future__ import annotations
 
@@ -14,9 +14,9 @@ from graphshard.program.program import Program
 
 
 def why_no_graph(program: Program, plan: ShardingPlan) -> str | None:
-    """What of `program` keeps it from being captured as CUDA graphs; None if nothing does.
+    """The reason why `program` cannot be captured as CUDA graphs; None if it can.
 
-    A graph repeats the same kernels at the same addresses, with the host out of the way.
+    A graph replays the same kernels at the same addresses, without work on the host.
     """
     planned = program.device != program.capture_device
     if program.device != "cuda":
@@ -36,12 +36,12 @@ def why_no_graph(program: Program, plan: ShardingPlan) -> str | None:
 
 @dataclass(frozen=True)
 class CudaGraph(Pass):
-    """Notes on the program whether it can be captured, and changes nothing of its graph.
+    """Note on the program whether its step can be captured as CUDA graphs, or why not.
 
-    Whether a graph can be captured is decided by the finished program alone, so it is known with
-    the plan; `graphshard.runtime.cuda_graphs` captures it.
+    The graph does not change. The finished program alone decides, so the plan shows the answer
+    before any step runs. `graphshard.runtime.cuda_graphs` does the capture.
     """
 
     def apply(self, program: Program, plan: ShardingPlan) -> None:
-        """Note it."""
+        """Set `program.cuda_graphs`."""
         program.cuda_graphs = CudaGraphs(why_no_graph(program, plan), 2 if program.grad else 1)

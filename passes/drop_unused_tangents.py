@@ -1,4 +1,4 @@
-"""drop_unused_tangents: backward for outputs that got no gradient is not computed."""
+"""drop_unused_tangents: remove the work of backward for outputs that got no gradient."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from graphshard.torch_private.compat import same_sizes
 aten = torch.ops.aten
 
 
-# Of these only the shape and dtype of the input matter, so they are not linear in it.
+# Operators that use only the shape and dtype of their input, so they are not linear in it.
 _ONLY_SHAPE = frozenset(
     {
         aten.empty_like,
@@ -43,14 +43,14 @@ _ONLY_SHAPE = frozenset(
 class DropUnusedTangents(Pass):
     """Specialise a finished program to outputs whose gradients are undefined.
 
-    Backward is linear in the tangents: a node all of whose tangent-dependent inputs are zero is
-    zero, and as under autograd its undefined gradients are not computed, added or reduced. Where
-    one meets a defined gradient in an op other than a sum, zeros are made for it. A parameter whose
-    gradient is zero gets None; a reduce or gather nobody needs any more is not issued. Forward
-    stays as it is, and so do the placeholders of the tangents, which nothing reads.
+    Backward is linear in the tangents: a node is zero if all its inputs that depend on a tangent
+    are zero. As in autograd, such undefined gradients are not computed, added or reduced. Where an
+    undefined gradient meets a defined one in an op other than a sum, zeros are inserted. A
+    parameter whose gradient is zero gets None, and reduces and gathers without a reader are
+    dropped. Forward does not change, and the unused tangents remain as placeholders.
 
     Args:
-        unused: indices into `program.outputs`.
+        unused: indices into `program.outputs` of the outputs without a gradient.
     """
 
     unused: frozenset[int]
@@ -59,7 +59,8 @@ class DropUnusedTangents(Pass):
         """See `Pass.apply`.
 
         Raises:
-            PassError: an index names no output with a tangent, or backward still reads one.
+            PassError: an index names no output with a tangent, or backward still reads an unused
+                tangent.
         """
         tangents = {i: o.tangent for i, o in enumerate(program.outputs) if o.tangent is not None}
         wrong = sorted(self.unused - tangents.keys())
@@ -70,7 +71,7 @@ class DropUnusedTangents(Pass):
             )
         dropped = [tangents[index] for index in sorted(self.unused)]
         released = [node for node in program.nodes(BACKWARD) if node.target is ops.release]
-        for node in released:  # their last readers may go
+        for node in released:  # their last readers may be dropped
             program.graph.erase_node(node)
         zeros = _Zeros(program, set(tangents.values()), set(dropped))
         for node in list(program.nodes(BACKWARD)):
@@ -92,18 +93,18 @@ class DropUnusedTangents(Pass):
 
 
 class _Zeros:
-    """Which values are known to be zero, found by walking backward's nodes in order."""
+    """The values of backward that are zero, collected by visiting its nodes in order."""
 
     def __init__(self, program: Program, tangents: set[fx.Node], dropped: set[fx.Node]) -> None:
         self.program = program
-        self.dependent = tangents  # on any tangent
+        self.dependent = tangents  # values that depend on a tangent
         self.zero = dropped
-        self._made: dict[fx.Node, fx.Node] = {}
+        self._zeros_of: dict[fx.Node, fx.Node] = {}
 
     def visit(self, node: fx.Node) -> None:
         if not ops.is_compute(node) and not ops.is_transfer(node):
             return
-        if node.target is ops.add_kept:  # what was kept is not zero
+        if node.target is ops.add_kept:  # the accumulated gradient is not zero
             for value in node.all_input_nodes:
                 if value in self.zero:
                     node.replace_input_with(value, self._zeros(value, node))
@@ -126,7 +127,7 @@ class _Zeros:
 
     def _zeros(self, value: fx.Node, before: fx.Node) -> fx.Node:
         """Zeros with the shape, strides, dtype and device of `value`."""
-        if value not in self._made:
+        if value not in self._zeros_of:
             val: Tensor = value.meta["val"]
             place = {"unit": before.meta["unit"], "phase": BACKWARD}
             dense = is_contiguous(val)
@@ -135,7 +136,7 @@ class _Zeros:
                 shape = as_arguments(self.program, val.shape, **place)
                 strides = as_arguments(self.program, val.stride(), **place)
                 size = val.shape if dense else [_elements(val)]
-                made = insert_node(
+                zeros = insert_node(
                     self.program,
                     aten.zeros.default,
                     (as_arguments(self.program, size, **place),),
@@ -145,41 +146,41 @@ class _Zeros:
                     **place,
                 )
                 if not dense:
-                    made = insert_node(
+                    zeros = insert_node(
                         self.program,
                         aten.as_strided.default,
-                        (made, shape, strides),
+                        (zeros, shape, strides),
                         {},
                         name="undefined_zeros",
                         val=val,
                         **place,
                     )
-            self._made[value] = made
-        return self._made[value]
+            self._zeros_of[value] = zeros
+        return self._zeros_of[value]
 
 
 def _elements(val: Tensor) -> Any:
-    """How many elements from the first to the last of `val` in memory."""
+    """The number of elements of the memory from the first to the last element of `val`."""
     if any(type(size) is int and size == 0 for size in val.shape):
         return 0
     return 1 + sum((n - 1) * s for n, s in zip(val.shape, val.stride(), strict=True))
 
 
 def _other_summand(node: fx.Node, zero: set[fx.Node]) -> fx.Node | None:
-    """What a sum of it and a zero is, where the sum has the same shape, strides and dtype."""
+    """The value that equals the sum `node`, if its other summand is zero; None if there is none."""
     if node.target is not aten.add.Tensor or node.kwargs.get("alpha", 1) != 1:
         return None
     left, right = node.args[:2]
     other = right if left in zero else left
     if not isinstance(other, fx.Node):
         return None
-    mine, val = node.meta["val"], other.meta["val"]
-    same = signature(val) == signature(mine) and same_sizes(val.stride(), mine.stride())
+    sum_val, val = node.meta["val"], other.meta["val"]
+    same = signature(val) == signature(sum_val) and same_sizes(val.stride(), sum_val.stride())
     return other if same else None
 
 
 def _drop_results(program: Program, zero: set[fx.Node]) -> None:
-    """No gradient is reduced or returned that is known to be zero."""
+    """Remove gradients that are zero from reduces and results."""
     results = program.results()
     results.input_grads = [None if grad in zero else grad for grad in results.input_grads]
     dropped: set[fx.Node] = set()
@@ -201,10 +202,10 @@ def _drop_results(program: Program, zero: set[fx.Node]) -> None:
     program.set_results(results)
     for node in sorted(joined, reverse=True):
         program.graph.erase_node(node)
-    for wait, keep in reversed(partly):  # what reads a reduced shard goes before it
-        gone = [user for user in wait.users if user in dropped]
-        gone += [transfer for node in gone for transfer in transfers_after(node)]
-        for node in sorted(gone, reverse=True):
+    for wait, keep in reversed(partly):  # readers of a reduced shard are erased before it
+        erased = [user for user in wait.users if user in dropped]
+        erased += [transfer for node in erased for transfer in transfers_after(node)]
+        for node in sorted(erased, reverse=True):
             program.graph.erase_node(node)
         if keep:
             keep_operands(wait, keep)
@@ -212,21 +213,20 @@ def _drop_results(program: Program, zero: set[fx.Node]) -> None:
             reduce = ops.collective_of(wait)
             program.graph.erase_node(wait)
             program.graph.erase_node(reduce)
-
-            # The transfers of its operands are zero, and erased with the rest nobody reads.
+            # The transfers of its operands are zero; `_erase_dead` erases them.
 
 
 def _joined(program: Program, dropped: set[fx.Node]) -> set[fx.Node]:
-    """What pieces among `dropped` were put side by side to, and what takes that further."""
+    """The concatenations of pieces in `dropped`, with the transfers that follow them."""
     joined = [n for n in program.nodes(BACKWARD) if not dropped.isdisjoint(ops.joined(n))]
     return {one for node in joined for one in (node, *transfers_after(node))}
 
 
 def _erase_dead(program: Program) -> None:
-    """Erase backward's compute that nobody reads; never what draws random numbers or mutates."""
+    """Erase unread compute of backward, except nodes that draw random numbers or write."""
     for node in reversed(list(program.nodes(BACKWARD))):
-        kind = ops.is_compute(node) or ops.is_transfer(node)
-        if kind and not node.users and not ops.has_effect(node):
+        erasable = ops.is_compute(node) or ops.is_transfer(node)
+        if erasable and not node.users and not ops.has_effect(node):
             program.graph.erase_node(node)
 
 

@@ -1,4 +1,4 @@
-"""form_regions: compute between communication is put together, to be compiled as one."""
+"""form_regions: group the compute between communication into regions to compile."""
 
 from __future__ import annotations
 
@@ -25,18 +25,17 @@ from graphshard.torch_private.inductor import draws_as_eager
 
 @dataclass(frozen=True)
 class FormRegions(Pass):
-    """Number the regions of a finished program (see `graphshard.program.regions`).
+    """Number the regions of a finished program; see `graphshard.program.regions`.
 
-    A region goes as far as nodes of one unit that may be compiled stand together; a unit's end ends
-    it too, so that a model whose forward communicates nothing still has a region per block. A
-    stretch with a single operator in it stays as it is: there is nothing to fuse. The nodes of
-    sizes that stand among or behind their readers' regions move to the front of the program, since
-    compiled code needs every symbol; nothing else moves. A release with nodes of a region on both
-    sides of it is that region's; any other runs where it stands. Operators that draw random numbers
-    are in regions where this torch's Inductor draws the same ones for them.
+    A region is a maximal sequence of nodes of one unit that can be compiled. It ends with the unit,
+    so a forward without communication still has one region for each block. A sequence with fewer
+    than `least` operators is no region, since there is nothing to fuse. Nodes that read a symbolic
+    size off an input move to the front of the program, since compiled code needs every symbol;
+    nothing else moves. A release between two nodes of a region belongs to the region. Operators
+    that draw random numbers join a region if this torch's Inductor draws the same numbers as eager.
 
     Args:
-        least: operators, views left out, that a region has at least.
+        least: the fewest operators of a region, without views.
     """
 
     least: int = 2
@@ -54,23 +53,24 @@ class FormRegions(Pass):
 
 
 class _Forming:
-    """One walk that puts nodes together, and numbers what came together when it ends."""
+    """Forms regions in one walk over the nodes, and numbers each when it is complete."""
 
     def __init__(self, program: Program, least: int) -> None:
         self.least = least
         nodes = size_nodes(program.graph)
         self.symbol_of = {node: symbol for symbol, node in nodes.items()}
-        self.symbols = {s for s, node in nodes.items() if node.op == "placeholder"}  # met so far
+        # Symbols that have a node before the current one.
+        self.symbols = {s for s, node in nodes.items() if node.op == "placeholder"}
         self.fixed = program.sizes is None  # no size is symbolic
         self.takes_random = draws_as_eager()
         self.number = 0
         self.inside: dict[fx.Node, None] = {}
-        self.releases: list[fx.Node] = []  # among those inside
-        self.behind: list[fx.Node] = []  # releases behind the last of those inside
-        self.of: tuple[str, str] | None = None  # the unit and phase
+        self.releases: list[fx.Node] = []  # between nodes of the region
+        self.behind: list[fx.Node] = []  # releases behind the last node of the region
+        self.scope: tuple[str, str] | None = None  # unit and phase of the region
 
     def visit(self, node: fx.Node) -> None:
-        """Add `node` to the region being formed, end that, or let it pass by."""
+        """Add `node` to the current region, end the region before it, or skip the node."""
         if node in self.symbol_of:
             self.symbols.add(self.symbol_of[node])
         if node.target is ops.release:
@@ -81,32 +81,32 @@ class _Forming:
         if source is not None and source in self.inside:
             self.inside[node] = None
             return
-        if source is not None or is_size(node):  # passes by, unless it needs what is inside
+        if source is not None or is_size(node):  # skipped, unless it needs a result of the region
             if ops.is_unpack(node) or any(n in self.inside for n in node.all_input_nodes):
                 self.close()
             return
-        of = (node.meta["unit"], node.meta["phase"])
+        scope = (node.meta["unit"], node.meta["phase"])
         joins = may_join(node) and self._knows_sizes(node)
         joins = joins and (self.takes_random or not ops.is_random(node))
-        if not joins or of != self.of:
+        if not joins or scope != self.scope:
             self.close()
         if joins:
-            self.of = of
+            self.scope = scope
             self.inside[node] = None
             self.releases += self.behind
             self.behind = []
 
     def close(self) -> None:
-        """Number the nodes that came together, if they are enough."""
+        """End the current region, and number it if it has enough operators."""
         if sum(map(works, self.inside)) >= self.least:
             for node in (*self.inside, *self.releases):
                 node.meta[REGION] = self.number
             self.number += 1
-        self.inside, self.of = {}, None
+        self.inside, self.scope = {}, None
         self.releases, self.behind = [], []
 
     def _knows_sizes(self, node: fx.Node) -> bool:
-        """Whether every symbol in what `node` reads and gives has a node of its own before it."""
+        """Whether every symbol in the operands and results of `node` has a node before it."""
         if self.fixed:
             return True
         vals = [value.meta.get("val") for value in (node, *node.all_input_nodes)]
@@ -114,7 +114,7 @@ class _Forming:
 
 
 def _sizes_first(program: Program) -> None:
-    """Move the nodes that read a symbol off an input in front of all compute."""
+    """Move the nodes that read a symbolic size off an input before all compute."""
     if program.sizes is None:
         return
     ends = {node for node in program.graph.nodes if node.op == "placeholder"}

@@ -1,4 +1,4 @@
-"""insert_free: unsharded parameters are freed where the run that last uses them ends."""
+"""insert_free: free gathered parameters where the span that last uses them ends."""
 
 from __future__ import annotations
 
@@ -27,11 +27,11 @@ from graphshard.program.spans import (
 
 @dataclass(frozen=True)
 class InsertFree(Pass):
-    """Free what each gather holds at the end of the unit's run that uses it last.
+    """Free each gather at the end of the span of its unit that uses it last.
 
-    The end of the run, not the last use in it, as a module's parameters are freed when its forward
-    or its backward is over. Where several units end together the inner ones are freed, and reduced,
-    before the outer ones.
+    The `free` stands at the end of the span, not behind the last use in it: FSDP frees a module's
+    parameters when its forward or backward is over. Where several units end together, inner ones
+    are freed (and reduced) before outer ones.
     """
 
     establishes: ClassVar[Stage] = Stage.FREED
@@ -40,12 +40,12 @@ class InsertFree(Pass):
         """See `Pass.apply`.
 
         Raises:
-            PassError: what a gather returned is freed already, never used, or used outside the runs
-                of its unit.
+            PassError: a gather is freed already, never used, or used outside the spans of its
+                unit.
         """
         spans = find_spans(program, plan)
         last_use = _last_uses(spans)
-        kept = _only_kept(spans)
+        resharded = _spans_resharded(spans)
         sites: list[tuple[int, int, UnitSpan, fx.Node]] = []
         for wait in gather_waits(program):
             if Collective.of(ops.collective_of(wait)).in_place:
@@ -54,35 +54,35 @@ class InsertFree(Pass):
             if any(user.target is ops.free for user in wait.users):
                 raise PassError(f"pass {self.name}: {wait.name} of unit {unit!r} is freed already")
             use = last_use.get(wait)
-            run = kept.get(wait) if use is None else spans.around(unit, use)
-            if run is None:
+            span = resharded.get(wait) if use is None else spans.around(unit, use)
+            if span is None:
                 where = "never used" if use is None else f"used by {use.name}"
                 raise PassError(
-                    f"pass {self.name}: {wait.name} of unit {unit!r} is {where}, outside every run "
-                    "of its unit, so no place to free it is known"
+                    f"pass {self.name}: {wait.name} of unit {unit!r} is {where}, outside every "
+                    "span of its unit, so there is no place to free it"
                 )
-            sites.append((run.stop, -len(unit_ancestry(unit, plan)), run, wait))
+            sites.append((span.stop, -len(unit_ancestry(unit, plan)), span, wait))
         sites.sort(key=lambda site: site[:2])
-        for _, _, run, wait in sites:
-            parts = [
+        for _, _, span, wait in sites:
+            reshards = [
                 user for node in unpacks(wait) for user in node.users if user.target is ops.reshard
             ]
-            with program.graph.inserting_after(max([end_of(run, plan), *parts])):
+            with program.graph.inserting_after(max([end_of(span, plan), *reshards])):
                 insert_node(
                     program,
                     ops.free,
                     (wait,),
                     {},
-                    name=f"{run.unit or 'root'}_free",
-                    unit=run.unit,
-                    phase=run.phase,
+                    name=f"{span.unit or 'root'}_free",
+                    unit=span.unit,
+                    phase=span.phase,
                     val=None,
                 )
 
 
 def _last_uses(spans: UnitSpans) -> dict[fx.Node, fx.Node]:
-    """By wait, the last node that reads what it returned or anything derived from that."""
-    found: dict[fx.Node, fx.Node] = {}
+    """By wait, the last node that reads its results or a value derived from them."""
+    last_use: dict[fx.Node, fx.Node] = {}
     for value, source in spans.derived.items():
         if source.node.op == "placeholder":
             continue
@@ -91,17 +91,17 @@ def _last_uses(spans: UnitSpans) -> dict[fx.Node, fx.Node]:
         for user in value.users:
             if user.op != "call_function" or user.target is ops.reshard:
                 continue
-            best = found.get(wait)
-            if best is None or spans.position[user] > spans.position[best]:
-                found[wait] = user
-    return found
+            latest = last_use.get(wait)
+            if latest is None or spans.position[user] > spans.position[latest]:
+                last_use[wait] = user
+    return last_use
 
 
-def _only_kept(spans: UnitSpans) -> dict[fx.Node, UnitSpan]:
-    """By wait of which parts are kept for backward, the run it was gathered for."""
+def _spans_resharded(spans: UnitSpans) -> dict[fx.Node, UnitSpan]:
+    """By wait whose parameters a `reshard` reads, the span that it was gathered for."""
     return {
-        wait: run
-        for run, gather in gathers_by_span(spans).items()
+        wait: span
+        for span, gather in gathers_by_span(spans).items()
         for wait in gather.users
         if any(user.target is ops.reshard for node in unpacks(wait) for user in node.users)
     }

@@ -1,4 +1,4 @@
-"""merge_gathers: neighbouring units too small for the network share gathers and reduces."""
+"""merge_gathers: let neighbouring small units share gathers and reduces."""
 
 from __future__ import annotations
 
@@ -23,29 +23,26 @@ from graphshard.schedule.evaluate import budget_of
 from graphshard.schedule.search import Trial, scheduled
 
 SHARES = (0.5, 0.75, 0.9)
-"""Sizes to try, by the part of a collective's time in which bytes move rather than latency pass."""
+"""Limits to try: sizes at which this share of a collective's time is bandwidth, not latency."""
 
 
 ROOM = 0.6
-"""The part of what FSDP's order holds for sharding's sake that saving latency may take freely."""
+"""The share of the sharding memory of FSDP's order that merging may use at no price."""
 
 
 @dataclass(frozen=True)
 class MergeGathers(ByCost):
     """Merge the gathers of units that run one after the other, and their reduces.
 
-    A collective takes a time for each hop whatever it moves, so many small ones waste the network.
-    Neighbours are merged as long as what they move together stays within a limit. Merged
-    parameters are freed together, where the last unit among them ends, and full gradients wait for
-    the last one's. Where no collective is exposed nothing is merged; else the limits at which
-    bandwidth takes over from latency are tried, and of those by which the scheduled step is
-    faster within its budget the best is kept. So no gather becomes too large to hide. What is
-    merged is there at once. Without a `memory_budget`, what a step then holds for sharding's sake
-    beyond `ROOM` of what FSDP's order does, and beyond what it would unmerged, must be bought: a
-    part of the budget with as large a part of the time.
+    Every collective pays latency for each hop, so many small collectives waste the network.
+    Neighbours are merged while their bytes together stay within a limit. Merged parameters are
+    freed together, where the last of their units ends, and full gradients wait for the last of
+    them. Nothing is merged if no collective is exposed. Otherwise the limits at which bandwidth
+    exceeds latency are tried, and the one with the fastest scheduled step within the budget is
+    chosen; see README.md for the price of memory.
 
     Args:
-        limit: the most bytes of full tensors in a merged collective. None: chosen as above.
+        limit: the most bytes of full tensors in a merged collective. None chooses it.
     """
 
     limit: int | None = None
@@ -54,7 +51,7 @@ class MergeGathers(ByCost):
         """See `RehearsingPass.apply_before`.
 
         Raises:
-            PassError: the choice is left to this pass, and the program has no budget.
+            PassError: `limit` is None and the program has no budget; see `SetBudget`.
         """
         limit = self._chosen(program, plan, rest) if self.limit is None else self.limit
         if limit:
@@ -67,19 +64,19 @@ class MergeGathers(ByCost):
         plain = scheduled(program, plan, rest, lean=True)
         room = max(plain.sharding, int(ROOM * budget.room))
         best = plain.score
-        chosen, seen = 0, _issued(program)
+        chosen, collectives = 0, _issued(program)
         for limit in _limits(plain, plan):
             trial = program.copy()
             replace(self, limit=limit).apply(trial, plan)
-            if _issued(trial) == seen:
+            if _issued(trial) == collectives:
                 continue
-            seen = _issued(trial)
+            collectives = _issued(trial)
             merged = scheduled(trial, plan, rest, lean=True)
             score = merged.score
             if not budget.allows(score):
                 continue
-            gained = 1 - score.seconds / plain.score.seconds
-            if not budget.of_policy and merged.sharding - room > gained * budget.bytes:
+            time_saved = 1 - score.seconds / plain.score.seconds
+            if not budget.of_policy and merged.sharding - room > time_saved * budget.bytes:
                 continue
             if score.seconds < best.seconds and score.beats(best):
                 best, chosen = score, limit
@@ -88,12 +85,12 @@ class MergeGathers(ByCost):
 
 
 def _issued(program: Program) -> list[str]:
-    """The names of the collectives, by which programs merged differently can be told apart."""
+    """The names of the collectives, which differ if programs are merged differently."""
     return [node.name for node in program.nodes() if ops.is_collective(node)]
 
 
 def _limits(plain: Trial, plan: ShardingPlan) -> list[int]:
-    """Bytes at which a gather begins to use the network well; none if no gather is exposed."""
+    """Bytes at which a collective uses the network well; empty if none is exposed."""
     program, nodes = plain.program, plain.order
     hardware = budget_of(program).hardware
     exposed = {
@@ -120,30 +117,30 @@ def _merge_gathers(program: Program, limit: int) -> None:
 
 
 def _groups(waits: Sequence[fx.Node], program: Program, limit: int) -> Iterator[list[fx.Node]]:
-    """Gathers to be merged, by their waits: of units used one after the other."""
+    """Groups of gathers to merge, by their waits, of units used one after the other."""
     group: list[fx.Node] = []
     size = 0
     for wait in sorted(waits, key=ops.collective_of):
-        own = moved_bytes(ops.collective_of(wait), program)
-        if group and size + own <= limit and _follows(wait, group[-1]):
+        bytes_moved = moved_bytes(ops.collective_of(wait), program)
+        if group and size + bytes_moved <= limit and _follows(wait, group[-1]):
             group.append(wait)
-            size += own
+            size += bytes_moved
             continue
         yield group
-        group, size = [wait], own
+        group, size = [wait], bytes_moved
     yield group
 
 
 def _follows(wait: fx.Node, before: fx.Node) -> bool:
-    """Whether what `wait` returns may be gathered with what `before` does, and is used after it."""
-    kinds = [
+    """Whether the gather of `wait` can merge with that of `before`, and is used after it."""
+    signatures = [
         {key: value for key, value in ops.collective_of(one).kwargs.items() if key in _KINDS}
         for one in (before, wait)
     ]
-    ends = [user for one in (before, wait) for user in one.users if user.target is ops.free]
-    if kinds[0] != kinds[1] or len(ends) != 2:
+    frees = [user for one in (before, wait) for user in one.users if user.target is ops.free]
+    if signatures[0] != signatures[1] or len(frees) != 2:
         return False
-    if any(end.meta["phase"] != wait.meta["phase"] for end in ends):
+    if any(end.meta["phase"] != wait.meta["phase"] for end in frees):
         return False
     return last_use(before) < min(
         (user for node in unpacks(wait) for user in node.users), default=before
@@ -159,11 +156,11 @@ def _merge_reduces(program: Program, limit: int) -> None:
     scatters = [n for n in program.nodes(BACKWARD) if n.target is ops.reduce_scatter]
     for reduce in scatters:
         (wait,) = reduce.users
-        own = moved_bytes(reduce, program)
+        bytes_moved = moved_bytes(reduce, program)
         if Collective.of(reduce).columns is not None:
             group = []
-        elif group and size + own <= limit:
+        elif group and size + bytes_moved <= limit:
             join_reduces(program, group[-1], wait)
-            group, size = [wait], size + own
+            group, size = [wait], size + bytes_moved
         else:
-            group, size = [wait], own
+            group, size = [wait], bytes_moved

@@ -1,4 +1,4 @@
-"""offload_activations: what forward saves for backward waits on the host in between."""
+"""offload_activations: store saved activations on the host between forward and backward."""
 
 from __future__ import annotations
 
@@ -22,19 +22,16 @@ from graphshard.program.storages import Saved, saved_storages
 class OffloadActivations(Pass):
     """Copy each saved activation to the host after its last use in forward, and back in backward.
 
-    A step of a phase reaches from where one unit's run starts to where the next one's does. What is
-    last used in a step of forward is copied to the host at the step's end, and its memory on the
-    device is given back once the copy has arrived: at the end of the next step, so at most two
-    steps' activations are there at once. What is first used in a step of backward is back when the
-    step begins (`PrefetchCopies` issues the copy earlier). A storage is copied once: if several
-    views of it are saved, the views are made again in backward.
-
-    The idea is that of "vDNN: Virtualized Deep Neural Networks" (arXiv:1602.08124) and of
-    torch.autograd.graph.save_on_cpu.
+    A step of a phase lasts from the start of one unit's span to the start of the next one's. An
+    activation leaves at the end of the step of forward that last uses it. Its device memory is
+    freed when the copy arrives, at the end of the next step, so at most two steps' activations are
+    on the device at once. It is back at the start of the step of backward that first uses it;
+    `PrefetchCopies` issues that copy earlier. Each storage is copied once: views of it that are
+    saved are computed again in backward.
 
     Args:
-        min_bytes: what is smaller stays on the device, since a copy costs more than it frees
-            (torchtune's activation offloading has the same bound). Symbolic sizes count as large.
+        min_bytes: smaller activations stay on the device, since their copy costs more than it
+            frees. Symbolic sizes count as large.
     """
 
     min_bytes: int = 1024
@@ -43,7 +40,7 @@ class OffloadActivations(Pass):
         """See `Pass.apply`.
 
         Raises:
-            PassError: an activation still crosses on the device.
+            PassError: an activation is still saved on the device, or a saved value writes in place.
         """
         if not program.grad:
             return
@@ -55,7 +52,7 @@ class OffloadActivations(Pass):
         forward, backward = spans.steps(FORWARD), spans.steps(BACKWARD)
         hosts = _copy_out(program, spans, forward, copies)
         back = {c: _bring_back(program, spans, backward, c, hosts[c.value]) for c in copies}
-        for copied in copies:  # now that all of a step's copies arrive before its first node
+        for copied in copies:  # once all copies of a step arrive before its first node
             _use(program, copied, back[copied])
         note_copies(program, "activations", params=False)
         left = to_copy(program, plan, self.min_bytes)
@@ -68,23 +65,23 @@ class OffloadActivations(Pass):
 
 @dataclass(frozen=True)
 class Copied:
-    """A value to copy, and those that backward reads of it (it, or views of it)."""
+    """A value to copy, and the saved values (it, or views of it) that backward reads."""
 
     value: fx.Node
     saved: tuple[fx.Node, ...]
 
 
 def to_copy(program: Program, plan: ShardingPlan, min_bytes: int) -> list[Copied]:
-    """The values of forward to keep on the host, in order of the graph.
+    """The values of forward to copy to the host, in order of the graph.
 
-    Of a storage either what owns it, or if that is less, each saved view by itself.
+    For each storage this is its owner, or each saved view by itself if that is fewer bytes.
     """
-    found: list[Copied] = []
+    copies: list[Copied] = []
     for saved in saved_storages(program, plan):
         size = nbytes(saved.root)
         if size is None or size >= min_bytes:
-            found += _of_storage(saved)
-    return sorted(found, key=lambda copied: copied.value)
+            copies += _of_storage(saved)
+    return sorted(copies, key=lambda copied: copied.value)
 
 
 def _of_storage(saved: Saved) -> list[Copied]:
@@ -101,7 +98,7 @@ def _of_storage(saved: Saved) -> list[Copied]:
 
 
 def _settle_picks(program: Program, plan: ShardingPlan) -> None:
-    """Pick in forward what is picked out of a forward result (it runs there anyway)."""
+    """Move picks from a forward result to forward, where they run anyway."""
     for saved in saved_storages(program, plan):
         for node in saved.values:
             if node.meta["phase"] == BACKWARD:
@@ -119,7 +116,7 @@ def _step_of(spans: UnitSpans, steps: Sequence[fx.Node], place: int) -> int:
 def _copy_out(
     program: Program, spans: UnitSpans, steps: Sequence[fx.Node], copies: Sequence[Copied]
 ) -> dict[fx.Node, fx.Node]:
-    """Copy to the host, by step; what is on the host, by copied value."""
+    """Insert the copies to the host, step by step; returns the host value by copied value."""
     by_step: dict[int, list[fx.Node]] = {}
     for copied in copies:
         last = spans.position[copied.value]
@@ -156,7 +153,7 @@ def _copy_out(
 def _bring_back(
     program: Program, spans: UnitSpans, steps: Sequence[fx.Node], copied: Copied, host: fx.Node
 ) -> fx.Node:
-    """Copy to the device before the step of backward that first uses it; what arrived there."""
+    """Copy a value back before the step of backward that first uses it; returns the arrival."""
     uses = _uses(copied)
     place = spans.position[uses[0][0] if uses else program.output_node]
     with program.graph.inserting_before(steps[_step_of(spans, steps, place)]):
@@ -166,49 +163,51 @@ def _bring_back(
 
 
 def _uses(copied: Copied) -> list[tuple[fx.Node, fx.Node]]:
-    """(node of backward, what it reads of the copied value), in order."""
-    found = [
+    """Pairs (node of backward, saved value that it reads), in order."""
+    uses = [
         (user, value)
         for value in copied.saved
         for user in value.users
         if user.op == "call_function" and user.meta["phase"] == BACKWARD
     ]
-    return sorted(found, key=lambda use: use[0])
+    return sorted(uses, key=lambda use: use[0])
 
 
 def _use(program: Program, copied: Copied, back: fx.Node) -> None:
-    """Let backward read what came back; drop the views in forward that only backward read."""
+    """Redirect backward to the arrived value; drop views in forward that only backward read."""
     results = program.results()
-    ends = [end for end in (*results.grads, *results.input_grads) if end in copied.saved]
-    again = {copied.value: back}
+    returned = [end for end in (*results.grads, *results.input_grads) if end in copied.saved]
+    arrived = {copied.value: back}
     for user, value in _uses(copied):
-        user.replace_input_with(value, _made_again(program, value, again, before=user))
-    for end in ends:
-        _made_again(program, end, again, before=program.output_node)
-    results.grads = [again.get(end, end) if end in ends else end for end in results.grads]
-    results.input_grads = [again.get(e, e) if e in ends else e for e in results.input_grads]
+        user.replace_input_with(value, _view_again(program, value, arrived, before=user))
+    for end in returned:
+        _view_again(program, end, arrived, before=program.output_node)
+    results.grads = [arrived.get(end, end) if end in returned else end for end in results.grads]
+    results.input_grads = [arrived.get(e, e) if e in returned else e for e in results.input_grads]
     program.set_results(results)
     views = aliases_of(storage_root(copied.value))
     erase_dead(view for view in views if view is not copied.value and not ops.writes(view))
 
 
-def _made_again(
-    program: Program, value: fx.Node, again: dict[fx.Node, fx.Node], *, before: fx.Node
+def _view_again(
+    program: Program, value: fx.Node, arrived: dict[fx.Node, fx.Node], *, before: fx.Node
 ) -> fx.Node:
-    """`value`, a view of what came back, made again before a node unless it was already."""
-    if value not in again:
+    """The view `value` of the arrived value, computed again before a node if not done yet."""
+    if value not in arrived:
         if ops.writes(value):
             raise PassError(
                 f"{value.name} writes into a value that backward reads, which cannot be done again "
                 "there; save a copy of it instead"
             )
         base = alias_inputs(value)[0]
-        new = _made_again(program, base, again, before=before)
+        arrived_base = _view_again(program, base, arrived, before=before)
         with program.graph.inserting_before(before):
-            again[value] = program.graph.node_copy(value, lambda n: new if n is base else n)
+            arrived[value] = program.graph.node_copy(
+                value, lambda n: arrived_base if n is base else n
+            )
         unit = before.meta.get("unit", value.meta["unit"])
-        again[value].meta = {**value.meta, "phase": BACKWARD, "unit": unit}
-    return again[value]
+        arrived[value].meta = {**value.meta, "phase": BACKWARD, "unit": unit}
+    return arrived[value]
 
 
 def _computes(node: fx.Node, phase: str) -> bool:

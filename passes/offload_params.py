@@ -1,4 +1,4 @@
-"""offload_params: parameters and gradients lie on the host, and so does the optimizer's work."""
+"""offload_params: keep parameters, gradients and the optimizer's work on the host."""
 
 from __future__ import annotations
 
@@ -16,19 +16,17 @@ from graphshard.program.program import BACKWARD, FORWARD, ParamEntry, Program
 from graphshard.program.spans import find_spans
 
 COPIED = "parameters and gradients"
-"""What the note on the program says is copied."""
+"""The start of the note on the program about copied bytes."""
 
 
 @dataclass(frozen=True)
 class OffloadParams(Pass):
-    """Copy each shard to the device before it is gathered, and each reduced gradient to the host.
+    """Copy each shard to the device before its gather, and each reduced gradient to the host.
 
-    A parameter that every rank holds whole is copied where forward first runs code that needs it,
-    and is on the device until its last use. What is gathered is on the device as without offload,
-    so the largest unit's peak stays; shards, gradients and the optimizer's state leave. A gradient
-    is on its way to the host until the next unit's is sent (see `PrefetchCopies`).
-
-    As fully_shard's CPUOffloadPolicy and "ZeRO-Offload" (arXiv:2101.06840) have it.
+    A replicated parameter is copied before the step of forward that first uses it, and stays on the
+    device until its last use. Gathered parameters are on the device as without offload, so the peak
+    of the largest unit does not change; shards, gradients and optimizer state move to the host. The
+    copy of a gradient arrives where the next unit's is sent; see `PrefetchCopies`.
     """
 
     establishes: ClassVar[Stage] = Stage.OFFLOADED
@@ -37,7 +35,7 @@ class OffloadParams(Pass):
         """See `Pass.apply`.
 
         Raises:
-            PassError: a parameter is still read where it lies, or offloaded already.
+            PassError: a parameter is on the host already, or is read without a copy to the device.
         """
         for param in _moved(program):
             if any(user.target is ops.to_device for user in param.node.users):
@@ -63,20 +61,20 @@ class OffloadParams(Pass):
 
 
 def _moved(program: Program) -> list[ParamEntry]:
-    """The parameters that lie on the host: all but ignored ones, which nothing moves."""
+    """The parameters on the host: all but ignored ones, which never move."""
     return [param for param in program.params if not param.ignored]
 
 
 def _bring_shards(program: Program, param: ParamEntry, unit: str) -> None:
-    """Copy the shard before each gather, and before the cast that the gather reads, if any."""
+    """Copy the shard to the device before each gather, and before the gather's cast, if any."""
     for user in list(param.node.users):
         with program.graph.inserting_before(user):
-            here = _bring(program, param, unit, user.meta["phase"])
-        user.replace_input_with(param.node, here)
+            on_device = _bring(program, param, unit, user.meta["phase"])
+        user.replace_input_with(param.node, on_device)
 
 
 def _bring_whole(program: Program, plan: ShardingPlan, param: ParamEntry, unit: str) -> None:
-    """Copy the parameter before the step that first uses it."""
+    """Copy the whole parameter to the device before the step that first uses it."""
     users = sorted(param.node.users)
     before, phase = users[0], FORWARD
     if before.op == "output":
@@ -87,9 +85,9 @@ def _bring_whole(program: Program, plan: ShardingPlan, param: ParamEntry, unit: 
         steps = [n for n in spans.steps(phase) if spans.position[n] <= spans.position[before]]
         before = steps[-1] if steps else before
     with program.graph.inserting_before(before):
-        here = _bring(program, param, unit, phase)
+        on_device = _bring(program, param, unit, phase)
     for user in users:
-        user.replace_input_with(param.node, here)
+        user.replace_input_with(param.node, on_device)
 
 
 def _bring(program: Program, param: ParamEntry, unit: str, phase: str) -> fx.Node:
@@ -100,7 +98,7 @@ def _bring(program: Program, param: ParamEntry, unit: str, phase: str) -> fx.Nod
 
 
 def _send_gradients(program: Program, plan: ShardingPlan) -> None:
-    """Copy each gradient to the host after whatever reduced and cast it."""
+    """Copy each gradient to the host after its reduce and cast."""
     results = program.results()
     for index, (param, grad) in enumerate(zip(program.params, results.grads, strict=True)):
         if grad is None or param.ignored:

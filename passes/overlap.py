@@ -1,4 +1,4 @@
-"""overlap: communication stands where it costs the least time that the byte budget allows."""
+"""overlap: place communication where the step is fastest within the byte budget."""
 
 from __future__ import annotations
 
@@ -11,21 +11,22 @@ from graphshard.program.program import Program
 from graphshard.schedule.evaluate import budget_of
 from graphshard.schedule.search import best_order
 
-_KEPT = "FSDP's order is kept, as no other was found to be faster or smaller"
+_UNCHANGED = "FSDP's order is kept, as no other was found to be faster or smaller"
 
 
 @dataclass(frozen=True)
 class Overlap(Pass):
     """Place every gather, wait, free and reduce by estimated times, within the budget.
 
-    Gathers are issued as late as still hides them; reduces are launched where their last operand is
-    computed and waited for where they are done; values are freed behind their last use. Gathers
-    keep their order among each other, and reduces theirs. Copies of activations to the host and
-    back stay among compute where they are; those of shards are issued with the gather before.
+    Gathers are issued as late as possible while compute still hides them. Reduces are launched
+    where their last operand is computed and waited for where they finish. Parameters are freed
+    behind their last use. The order of gathers does not change, nor that of reduces. Copies of
+    activations stay between the same compute nodes; copies of shards are issued with the gather
+    before.
 
-    The order is the best that `graphshard.schedule.search` finds. Among orders that take as long it
-    is the one that holds the fewest bytes of unsharded parameters, gradients to reduce and buffers.
-    If no order is better than FSDP's, the program stays as it is and notes that.
+    The order is the best that `graphshard.schedule.search` finds. Among equally fast orders it is
+    the one with the lowest peak of unsharded parameters, gradients to reduce and communication
+    buffers. If FSDP's order is as good, it stays, and the program's `budget` says so.
     """
 
     establishes: ClassVar[Stage] = Stage.SCHEDULED
@@ -38,7 +39,7 @@ class Overlap(Pass):
         """
         budget = budget_of(program)
         best = best_order(program, plan, budget, lean=True)
-        kept = None if best.changed else _KEPT
+        kept = None if best.changed else _UNCHANGED
         program.budget = replace(budget, kept=kept, best=best.score, sharding=best.sharding)
         if not best.changed:
             return

@@ -1,4 +1,4 @@
-"""partial_reshard: between forward and backward small groups of ranks keep parameters in parts."""
+"""partial_reshard: keep parameters sharded over small groups between forward and backward."""
 
 from __future__ import annotations
 
@@ -36,43 +36,47 @@ from graphshard.program.spans import (
 
 @dataclass(frozen=True)
 class PartialReshard(Pass):
-    """Backward gathers from a small group what the group's ranks kept of forward's gather.
+    """Gather parameters in backward from a group of k ranks that kept them from forward.
 
-    For units that the plan reshards to k ranks. Where the last forward run that gathered a
-    parameter ends, each rank copies its one of k parts out of the full value; backward's gathers
-    join the k ranks only, as ranks of one node do under ZeRO++'s hpZ (arXiv:2306.10209) and under
-    `reshard_after_forward=k` of torch's `fully_shard`. In exchange 1/k of the unit stays on each
-    rank from forward to backward.
+    The pass applies to units with `reshard_after_forward=k`. At the end of the last forward span
+    that gathers a parameter, a `reshard` copies this rank's one of k parts out of the full value,
+    and backward gathers these parts within the k ranks only. In exchange 1/k of the unit stays on
+    each rank from forward to backward.
     """
 
     def apply(self, program: Program, plan: ShardingPlan) -> None:
         """See `Pass.apply`.
 
         Raises:
-            PassError: backward reads a parameter that no gather in forward has.
+            PassError: backward reads a parameter that no gather in forward returns.
         """
         if not any(unit.options.reshard_ranks for unit in plan.units):
             return
         spans = find_spans(program, plan)
         entries = entries_by_name(program)
-        kept = _Kept(self, program, plan, spans)
-        wanted = {
+        reshards = _Reshards(self, program, plan, spans)
+        spans_by_unit = {
             unit: spans_served(unit, BACKWARD, readers, spans)
             for unit, readers in readers_by_unit(spans).items()
             if plan.unit(unit).options.reshard_ranks
         }
-        kept.insert((unit, name) for unit, s in wanted.items() for _, used, _ in s for name in used)
-        for unit, served in wanted.items():
-            for run, params, inside in served:
+        reshards.insert(
+            (unit, name)
+            for unit, served in spans_by_unit.items()
+            for _, used, _ in served
+            for name in used
+        )
+        for unit, served in spans_by_unit.items():
+            for span, params, inside in served:
                 values = insert_gather(
                     program,
                     plan,
                     unit,
                     params,
                     entries=entries,
-                    before=run.first,
+                    before=span.first,
                     phase=BACKWARD,
-                    parts=kept.parts,
+                    parts=reshards.parts,
                 )
                 rewire(inside, spans.derived, values, unit=unit)
         erase_dead(node for node in spans.derived if node.op != "placeholder")
@@ -80,25 +84,25 @@ class PartialReshard(Pass):
             prune_gather(wait)
 
 
-class _Kept:
-    """What ranks keep of each parameter, in `parts` once inserted."""
+class _Reshards:
+    """Inserts the reshards; `parts` holds them by parameter."""
 
     def __init__(
         self, owner: PartialReshard, program: Program, plan: ShardingPlan, spans: UnitSpans
     ) -> None:
         self.owner, self.program, self.plan = owner, program, plan
         self.parts: dict[str, fx.Node] = {}
-        run_of = {gather: run for run, gather in gathers_by_span(spans).items()}
+        span_of = {gather: span for span, gather in gathers_by_span(spans).items()}
         self.latest: dict[str, tuple[fx.Node, UnitSpan]] = {}
         for node, source in spans.derived.items():  # in graph order
             if source.node is node and ops.is_unpack(node):
-                self.latest[source.param] = node, run_of[ops.collective_of(node)]
+                self.latest[source.param] = node, span_of[ops.collective_of(node)]
 
-    def insert(self, wanted: Iterable[tuple[str, str]]) -> None:
-        """A `reshard` of each (unit, parameter), inner units first where several end together."""
+    def insert(self, params: Iterable[tuple[str, str]]) -> None:
+        """Insert a `reshard` for each (unit, parameter); inner units first where several end."""
         place = {name: index for index, name in enumerate(self.plan.layouts)}
         sites: list[tuple[int, int, int, str, str]] = []
-        for unit, name in set(wanted):
+        for unit, name in set(params):
             if name not in self.latest:
                 raise PassError(
                     f"pass {self.owner.name}: backward reads {name!r} of unit {unit!r}, which no "
@@ -107,11 +111,11 @@ class _Kept:
             depth = len(unit_ancestry(unit, self.plan))
             sites.append((self.latest[name][1].stop, -depth, place[name], unit, name))
         for _, _, _, unit, name in sorted(sites):
-            full, run = self.latest[name]
+            full, span = self.latest[name]
             ranks = self.plan.unit(unit).options.reshard_ranks
             assert ranks is not None
             shape = self.plan.layouts[name].over(ranks).shard_shape
-            with self.program.graph.inserting_after(end_of(run, self.plan)):
+            with self.program.graph.inserting_after(end_of(span, self.plan)):
                 self.parts[name] = insert_node(
                     self.program,
                     ops.reshard,
@@ -119,6 +123,6 @@ class _Kept:
                     {"ranks": ranks, "unit": unit, "param": name},
                     name=f"{name}_part",
                     unit=unit,
-                    phase=run.phase,
+                    phase=span.phase,
                     val=fake_like(full.meta["val"], shape),
                 )

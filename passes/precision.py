@@ -1,4 +1,4 @@
-"""precision: shards are cast before they are gathered, gradients to what they are reduced in."""
+"""precision: cast shards before their gather, and gradients before and after their reduce."""
 
 from __future__ import annotations
 
@@ -22,10 +22,10 @@ from graphshard.program.program import Program
 class Precision(Pass):
     """Move the casts of mixed precision to where they save bytes.
 
-    Capture cast the full parameter after it is gathered; here its shard is cast before, so that
-    half the bytes travel. A gradient is cast to what the plan reduces it in right before it is
-    reduced, and its shard, or the whole where that stays replicated, to the dtype the optimizer is
-    to find after that.
+    The captured program casts the full parameter behind its gather. This pass casts the shard
+    before the gather instead, so half the bytes are sent. A gradient is cast to the plan's reduce
+    dtype right before its reduce, and the result to the dtype that the optimizer expects right
+    behind it.
     """
 
     establishes: ClassVar[Stage] = Stage.CAST
@@ -34,7 +34,7 @@ class Precision(Pass):
         """See `Pass.apply`.
 
         Raises:
-            PassError: a parameter is read in a dtype other than the plan says.
+            PassError: a parameter is read, moved or returned in another dtype than the plan says.
         """
         if plan.precisions is None:
             return
@@ -53,25 +53,25 @@ class Precision(Pass):
             gathers = node.target is ops.all_gather
             for name, operand in _operands(node).items():
                 layout = plan.layouts[name]
-                wanted = layout.compute_dtype if gathers else layout.reduce_dtype
-                found = operand.meta["val"].dtype
-                if found != wanted:
+                expected = layout.compute_dtype if gathers else layout.reduce_dtype
+                dtype = operand.meta["val"].dtype
+                if dtype != expected:
                     raise PassError(
-                        f"pass {self.name}: {node.name} moves {name!r} in {found}; the plan says "
-                        f"{wanted}"
+                        f"pass {self.name}: {node.name} moves {name!r} in {dtype}; the plan says "
+                        f"{expected}"
                     )
         for param, grad in zip(program.params, program.results().grads, strict=True):
-            wanted = plan.layouts[param.fqn].grad_dtype
-            if isinstance(grad, fx.Node) and grad.meta["val"].dtype != wanted:
+            expected = plan.layouts[param.fqn].grad_dtype
+            if isinstance(grad, fx.Node) and grad.meta["val"].dtype != expected:
                 raise PassError(
                     f"pass {self.name}: the gradient of {param.fqn!r} is returned in "
-                    f"{grad.meta['val'].dtype}; the plan says {wanted}"
+                    f"{grad.meta['val'].dtype}; the plan says {expected}"
                 )
 
 
 @dataclass
 class _Gather:
-    """The rewrite of one gather, which `wait` ends."""
+    """The rewrite of the gather that `wait` ends."""
 
     program: Program
     plan: ShardingPlan
@@ -87,16 +87,16 @@ class _Gather:
             dtype = self.plan.layouts[name].compute_dtype
             if full.meta["val"].dtype == dtype:
                 continue
-            values[index] = self._cast_no_more(full, name, dtype)
+            values[index] = self._drop_cast(full, name, dtype)
             if shards[name].meta["val"].dtype != dtype:
-                shards[name] = _inserted_cast(
+                shards[name] = _insert_cast(
                     self.program, shards[name], dtype, name, gather, before=gather
                 )
         self.wait.meta["val"] = values
         gather.args = (list(shards.values()),)
 
-    def _cast_no_more(self, full: fx.Node, name: str, dtype: torch.dtype) -> Any:
-        """Let who read the cast of `full` read `full`; its new value."""
+    def _drop_cast(self, full: fx.Node, name: str, dtype: torch.dtype) -> Any:
+        """Redirect readers of the cast of `full` to `full`; returns its FakeTensor in `dtype`."""
         casts = [user for user in full.users if cast_dtype(user) == dtype]
         parts = [user for user in full.users if user.target is ops.reshard]
         others = [user.name for user in full.users if user not in casts and user not in parts]
@@ -108,12 +108,12 @@ class _Gather:
         for cast in casts:
             cast.replace_all_uses_with(full)
             self.program.graph.erase_node(cast)
-        for node in (full, *parts):  # parts are kept as they were gathered
+        for node in (full, *parts):  # parts have the dtype of the gather
             node.meta["val"] = fake_as(node.meta["val"], dtype)
         return full.meta["val"]
 
 
-def _inserted_cast(
+def _insert_cast(
     program: Program,
     tensor: fx.Node,
     dtype: torch.dtype,
@@ -121,7 +121,7 @@ def _inserted_cast(
     collective: fx.Node,
     before: fx.Node,
 ) -> fx.Node:
-    """`tensor`, of `param`, cast to `dtype` before the node `before`, for `collective`."""
+    """Insert a cast of `tensor`, the shard or gradient of `param`, before the node `before`."""
     unit = collective.meta["unit"]
     with program.graph.inserting_before(before):
         return insert_node(
@@ -144,22 +144,22 @@ def _operands(collective: fx.Node) -> dict[str, fx.Node]:
 
 
 def _cast_operands(program: Program, plan: ShardingPlan, reduce: fx.Node) -> None:
-    """Reduce in the plan's dtype: the gradient as it was computed, cast if that is another."""
+    """Reduce gradients in the plan's dtype, cast from the dtype they were computed in."""
     (wait,) = reduce.users
     grads = _operands(reduce)
     for name, grad in grads.items():
-        wanted = plan.layouts[name].reduce_dtype
+        dtype = plan.layouts[name].reduce_dtype
         computed = grad
         if cast_dtype(grad) is not None and grad.target is not ops.cast:
             source: fx.Node = grad.args[0]  # type: ignore[assignment]
             if source.meta["val"].dtype == plan.layouts[name].compute_dtype:
                 computed = source
-        if computed.meta["val"].dtype != wanted:
-            computed = _inserted_cast(program, computed, wanted, name, reduce, before=reduce)
+        if computed.meta["val"].dtype != dtype:
+            computed = _insert_cast(program, computed, dtype, name, reduce, before=reduce)
         grads[name] = computed
-    was: list[fx.Node] = reduce.args[0]  # type: ignore[assignment]
+    old_operands: list[fx.Node] = reduce.args[0]  # type: ignore[assignment]
     reduce.args = (list(grads.values()),)
-    for grad in was:
+    for grad in old_operands:
         if not grad.users:
             program.graph.erase_node(grad)
     vals = [
@@ -172,16 +172,16 @@ def _cast_operands(program: Program, plan: ShardingPlan, reduce: fx.Node) -> Non
 
 
 def _cast_results(program: Program, plan: ShardingPlan) -> None:
-    """Return each reduced gradient in the dtype the optimizer is to find."""
+    """Cast each reduced gradient to the dtype that the optimizer expects."""
     results = program.results()
     for index, param in enumerate(program.params):
         grad = results.grads[index]
-        wanted = plan.layouts[param.fqn].grad_dtype
-        if not isinstance(grad, fx.Node) or grad.meta["val"].dtype == wanted:
+        dtype = plan.layouts[param.fqn].grad_dtype
+        if not isinstance(grad, fx.Node) or grad.meta["val"].dtype == dtype:
             continue
         after = grad.next
         while ops.is_unpack(after) or ops.is_transfer(after):
             after = after.next
         reduce = ops.collective_of(grad)
-        results.grads[index] = _inserted_cast(program, grad, wanted, param.fqn, reduce, after)
+        results.grads[index] = _insert_cast(program, grad, dtype, param.fqn, reduce, after)
     program.set_results(results)

@@ -1,4 +1,4 @@
-"""prefetch: gathers are issued ahead of their use, behind the compute that is to hide them."""
+"""prefetch: issue gathers ahead of their use, so that compute hides them."""
 
 from __future__ import annotations
 
@@ -20,15 +20,16 @@ from graphshard.program.spans import UnitSpan, find_spans, gathers_by_span
 
 @dataclass(frozen=True)
 class Prefetch(Pass):
-    """Move gathers to where the policy wants them issued; their order among each other stays.
+    """Issue gathers where the policy asks for, without changing their order.
 
-    Runs are taken in the order of their first compute node, the root's among them; runs that start
-    together count as one.
+    Spans of units, including the root's, are ordered by their first compute node. Spans that start
+    at the same node count as one.
 
     Args:
-        backward: "pre" issues a run's gather before the compute of the run before it; "post" after
-            that compute, before its gradients are reduced; None at the run itself.
-        forward: how many runs ahead a gather is issued in forward.
+        backward: "pre" issues the gather of a span before the compute of the previous span. "post"
+            issues it after that compute, before the reduce of its gradients. None issues it at the
+            start of its own span.
+        forward: number of spans ahead that a gather is issued in forward.
     """
 
     backward: str | None = "pre"
@@ -38,7 +39,7 @@ class Prefetch(Pass):
         """See `Pass.apply`.
 
         Raises:
-            PassError: a gather serves no run of its unit.
+            PassError: a gather serves no span of its unit.
         """
         spans = find_spans(program, plan)
         gathers = gathers_by_span(spans)
@@ -48,15 +49,15 @@ class Prefetch(Pass):
         if unserved:
             node = min(unserved, key=spans.position.__getitem__)
             raise PassError(
-                f"pass {self.name}: {node.name} of unit {Collective.of(node).unit!r} serves no run "
-                "of its unit; gather only what the unit's own compute reads"
+                f"pass {self.name}: {node.name} of unit {Collective.of(node).unit!r} serves no "
+                "span of its unit; gather only parameters that the unit's own compute reads"
             )
 
         def sequence(phase: str) -> list[UnitSpan]:
             return [
-                run
-                for run in spans.in_order
-                if run.phase == phase and (run in gathers or not run.unit)
+                span
+                for span in spans.in_order
+                if span.phase == phase and (span in gathers or not span.unit)
             ]
 
         forward, backward = sequence(FORWARD), sequence(BACKWARD)
@@ -72,39 +73,39 @@ def _issue_before_compute(
 ) -> None:
     """Issue each gather right before the first compute node `ahead` steps earlier.
 
-    Runs that start at one node (a unit and one inside it) are one step: issuing the inner gather
-    where the outer run starts would hide nothing of it.
+    Spans that start at one node (a unit and one inside it) are one step, since no compute between
+    them could hide the inner gather.
     """
     if not ahead:
         return
-    after_own: dict[str, int] = {}  # by unit, the step after its last run so far
+    earliest: dict[str, int] = {}  # by unit, the step after its latest span
     firsts: list[fx.Node] = []  # by step
-    latest = 0  # where the gather before was issued: none overtakes another
-    for step, (_, group) in enumerate(groupby(sequence, key=lambda run: run.start)):
+    latest = 0  # step of the previous gather, which none may overtake
+    for step, (_, group) in enumerate(groupby(sequence, key=lambda span: span.start)):
         spans = list(group)
         firsts.append(spans[0].first)
-        for run in spans:
-            # Never while the unit's previous run still holds its parameters: that is twice the
-            # memory, and hides nothing more.
-            at = max(step - ahead, after_own.get(run.unit, 0), latest)
-            if run in gathers:
-                latest = at
-                if at < step:
-                    for node in _issued(gathers[run]):
-                        firsts[at].prepend(node)
-            after_own[run.unit] = step + 1
+        for span in spans:
+            # Not while the previous span of the unit still holds its parameters: that takes twice
+            # the memory and hides nothing more.
+            target = max(step - ahead, earliest.get(span.unit, 0), latest)
+            if span in gathers:
+                latest = target
+                if target < step:
+                    for node in _issued(gathers[span]):
+                        firsts[target].prepend(node)
+            earliest[span.unit] = step + 1
 
 
 def _issue_after_compute(sequence: Sequence[UnitSpan], gathers: dict[UnitSpan, fx.Node]) -> None:
-    """Issue each gather right after the compute of the run before it, if that is over by then."""
-    for before, run in pairwise(sequence):
-        if run in gathers and before.stop < run.start and before.unit != run.unit:
+    """Issue each gather right after the compute of the previous span, if that ends before it."""
+    for before, span in pairwise(sequence):
+        if span in gathers and before.stop < span.start and before.unit != span.unit:
             last = before.last
-            for node in _issued(gathers[run]):
+            for node in _issued(gathers[span]):
                 last.append(node)
                 last = node
 
 
 def _issued(gather: fx.Node) -> list[fx.Node]:
-    """What is issued with `gather`: the transfers of its shards, then it."""
+    """The nodes that issue `gather`: the transfers of its shards, then the gather."""
     return [*transfers_into(gather), gather]

@@ -1,4 +1,4 @@
-"""prefetch_copies: copies to the device are issued ahead of their use, behind compute."""
+"""prefetch_copies: issue copies to the device ahead of their use, so that compute hides them."""
 
 from __future__ import annotations
 
@@ -18,19 +18,19 @@ from graphshard.program.spans import UnitSpans, find_spans
 
 @dataclass(frozen=True)
 class PrefetchCopies(Pass):
-    """Issue each copy to the device a step before it must have arrived; let gradients arrive late.
+    """Issue each copy to the device one step ahead, and wait for gradients late.
 
-    A step reaches from where one unit's run starts to where the next one's does. Where a step
-    starts gathers are issued first, then copies for later, and what the step needs arrives last.
-    A shard arrives where its gather is issued.
+    A step lasts from the start of one unit's span to the start of the next one's. At the start of a
+    step, gathers are issued first, then copies for later steps, and the copies that the step needs
+    arrive last. A shard arrives where its gather is issued.
 
-    A gradient that goes to the host arrives, and its memory on the device is given back, where the
-    next unit's gradients are sent; the last unit's at the end.
+    The copy of a gradient to the host arrives, and its device memory is freed, where the next
+    unit's gradients are sent; that of the last unit arrives at the end.
 
     Args:
-        backward: "pre" issues what a step of backward needs before the compute of the step before
-            it; "post" activations after that compute (shards, which are small, before it); None
-            where it is needed. In forward it is always "pre".
+        backward: "pre" issues the copies for a step of backward before the compute of the previous
+            step. "post" issues activations after that compute, and shards, which are small, before
+            it. None issues them where they are needed. Forward always uses "pre".
     """
 
     backward: str | None = "pre"
@@ -71,21 +71,21 @@ def _let_gradients_arrive(program: Program) -> None:
 def _copies_by_step(
     program: Program, spans: UnitSpans, firsts: Sequence[fx.Node], phase: str
 ) -> dict[int, list[fx.Node]]:
-    """Copies to the device by the step before whose first node they arrive, in order."""
+    """Copies to the device in order, by the step that they arrive before."""
     places = [spans.position[first] for first in firsts]
-    found: dict[int, list[fx.Node]] = {}
+    by_step: dict[int, list[fx.Node]] = {}
     for copy in program.nodes(phase):
         if copy.target is ops.to_device:
             (arrive,) = copy.users
             step = sum(place < spans.position[arrive] for place in places)
-            found.setdefault(step, []).append(copy)
-    found.pop(len(firsts), None)  # they arrive after all compute
-    return found
+            by_step.setdefault(step, []).append(copy)
+    by_step.pop(len(firsts), None)  # copies that arrive after all compute
+    return by_step
 
 
-def _put_before(node: fx.Node, moved: Sequence[fx.Node]) -> None:
-    for one in moved:
-        node.prepend(one)
+def _put_before(node: fx.Node, nodes: Sequence[fx.Node]) -> None:
+    for each in nodes:
+        node.prepend(each)
 
 
 def _last_compute_before(first: fx.Node) -> fx.Node:

@@ -1,4 +1,4 @@
-"""recompute: what a region computed in forward is computed again in backward, not saved."""
+"""recompute: compute activations again in backward instead of saving them."""
 
 from __future__ import annotations
 
@@ -29,22 +29,19 @@ from graphshard.recompute.regions import (
 
 @dataclass(frozen=True)
 class Recompute(Pass):
-    """Recompute the regions the model checkpoints, and those the policy names.
+    """Recompute the regions that the model checkpoints, and those that the policy names.
 
-    A region is one call of its module. Before a backward node of a region that reads its values,
-    the forward nodes they come from are issued again, as far as they were not yet, from the
-    region's inputs, which stay saved. So a region that backward enters at several places is
-    recomputed part by part, each when it is needed. Random operators are not issued again: what
-    they drew is saved (of a dropout only the mask), so backward sees the same random numbers, and
-    the random stream is eager's.
-
-    The idea is that of "Training Deep Nets with Sublinear Memory Cost" (arXiv:1604.06174) and of
-    torch.utils.checkpoint; what `selective` keeps, see `graphshard.cost.op_cost`.
+    A region is one call of a module. Its inputs stay saved. Before a backward node that reads a
+    value of the region, the forward nodes that compute the value are issued again, unless they were
+    already. So a region that backward enters at several places is recomputed in parts, each where
+    it is needed. Random operators are not issued again: their results are saved (only the mask, for
+    dropout), so backward sees the same random numbers and the random stream equals eager's.
 
     Args:
         units: every call of every unit but the root is a region.
-        classes: so is every call of the modules in `plan.recomputed`.
-        selective: keep the results of matrix products, convolutions and attention.
+        classes: every call of the modules in `plan.recomputed` is a region.
+        selective: save the results of matrix products, convolutions and attention; see
+            `graphshard.recompute.regions`.
     """
 
     units: bool = False
@@ -52,11 +49,11 @@ class Recompute(Pass):
     selective: bool = False
 
     def apply(self, program: Program, plan: ShardingPlan) -> None:
-        """Edit `program` in place, before parameters are unsharded.
+        """Edit `program` in place, before `Unshard`.
 
         Raises:
-            PassError: a backward node still reads what its region should have recomputed, or no
-                module that the policy wants recomputed is called.
+            PassError: a backward node still reads a value that its region recomputes, or no module
+                that the policy recomputes is called.
         """
         recompute_checkpoints(program, self.name)
         targets = {unit.fqn for unit in plan.units if unit.fqn} if self.units else set()
@@ -77,10 +74,10 @@ class Recompute(Pass):
 
 
 def recompute_checkpoints(program: Program, name: str) -> None:
-    """Recompute the calls of `torch.utils.checkpoint`, the innermost first.
+    """Recompute the calls of `torch.utils.checkpoint`, innermost first.
 
     Raises:
-        PassError: a backward node still reads what its region should have recomputed.
+        PassError: a backward node still reads a value that its region recomputes.
     """
     order = {node: place for place, node in enumerate(program.graph.nodes)}
     for depth in reversed(range(deepest(program))):
@@ -97,10 +94,17 @@ def recompute_checkpoints(program: Program, name: str) -> None:
 def rewrite(
     program: Program, reads: Reads, again: Keeps, order: dict[fx.Node, int], name: str
 ) -> None:
-    """Issue again what `again` says of one region, and check that every reader was rewritten.
+    """Issue the nodes of one region again, and redirect backward to them.
+
+    Args:
+        program: edited in place.
+        reads: the region, and the backward nodes that read its values.
+        again: whether to issue a node again.
+        order: position of every node.
+        name: name of the pass, for errors.
 
     Raises:
-        PassError: one was not.
+        PassError: a reader was not redirected.
     """
     issue_again(program.graph, reads, placed(reads, again, order))
     for user, values in reads.by_user.items():
@@ -110,10 +114,10 @@ def rewrite(
 
 
 def require_calls(program: Program, plan: ShardingPlan) -> None:
-    """Raise unless some module of the classes the policy recomputes is called.
+    """Check that a module of the classes that the policy recomputes is called.
 
     Raises:
-        PassError: none is.
+        PassError: none is called.
     """
     if program.grad and not _any_call(program.nodes(FORWARD), plan.recomputed):
         raise PassError(
@@ -128,15 +132,15 @@ def _any_call(nodes: Iterable[fx.Node], targets: Collection[str]) -> bool:
 
 @dataclass(frozen=True)
 class _Inside:
-    """Whether a node of one call is to be issued again."""
+    """Whether to issue a node of one call again."""
 
     reads: Reads
     targets: Collection[str]
-    wanted: Keeps
+    chosen: Keeps
 
     def __call__(self, node: fx.Node) -> bool:
         return (
             not checkpoints(node)
             and call_of(node, self.targets) == self.reads.region
-            and self.wanted(node)
+            and self.chosen(node)
         )

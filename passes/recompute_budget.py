@@ -1,4 +1,4 @@
-"""recompute to a budget: as little is computed again as makes the step fit."""
+"""recompute_budget: recompute as little as makes the step fit a byte budget."""
 
 from __future__ import annotations
 
@@ -30,18 +30,18 @@ from graphshard.recompute.regions import Reads, reads_of_calls
 
 @dataclass(frozen=True)
 class RecomputeToBudget(RehearsingPass):
-    """Recompute what costs least, so that the step never holds more than `budget` bytes.
+    """Recompute the cheapest values so that the step never holds more than `budget` bytes.
 
-    A region is a call of a unit or of a class named, or the root's own code. Minimum cuts give its
-    choices between saving everything and saving the fewest bytes; regions take their next choice in
-    the order of cost (FLOPs) per byte saved until the budget holds. See README.md of
+    A region is a call of a unit or of a named class, or the root's own code. Minimum cuts give each
+    region's choices between saving all values and saving the fewest bytes. Regions take their next
+    choice in the order of FLOPs per byte saved until the budget holds. See README.md of
     `graphshard/recompute`.
 
     Args:
-        budget: bytes.
+        budget: peak memory of a step in bytes.
         classes: the calls of the modules in `plan.recomputed` are the regions.
-        memo: where what does not depend on the budget is kept, for passes that differ in nothing
-            else and are applied to copies of one program.
+        memo: an empty list that caches the rehearsal, for passes that differ only in `budget` and
+            are applied to copies of one program.
     """
 
     budget: int
@@ -50,7 +50,7 @@ class RecomputeToBudget(RehearsingPass):
     name: ClassVar[str] = "recompute"
 
     def rehearsed(self, following: Sequence[PassLike]) -> tuple[PassLike, ...]:
-        """The passes that decide what parameters and gradients hold: up to `Stage.FREED`."""
+        """The passes that decide how long parameters and gradients live: up to `Stage.FREED`."""
         for place, step in enumerate(following):
             if Stage.FREED in stages_of(step):
                 return tuple(following[: place + 1])
@@ -60,8 +60,8 @@ class RecomputeToBudget(RehearsingPass):
         """See `RehearsingPass.apply_before`.
 
         Raises:
-            PolicyError: the step holds more than the budget even if all that may is recomputed;
-                says the least budget found that would do.
+            PolicyError: no choice fits the budget; the error names the smallest budget found that
+                would.
             PassError: see `Recompute`.
         """
         recompute_checkpoints(program, self.name)
@@ -77,7 +77,7 @@ class RecomputeToBudget(RehearsingPass):
     def _rehearsal(
         self, program: Program, plan: ShardingPlan, targets: set[str], rest: Sequence[PassLike]
     ) -> _Rehearsal:
-        """The rehearsal, on a copy, that the choice for any budget follows from."""
+        """The rehearsal that decides the choice for any budget; cached in `memo`, if given."""
         if self.memo is None:
             return self._rehearse(program, plan, targets, rest)
         if not self.memo:
@@ -88,7 +88,7 @@ class RecomputeToBudget(RehearsingPass):
         self, program: Program, plan: ShardingPlan, targets: set[str], rest: Sequence[PassLike]
     ) -> _Rehearsal:
         def after_all(again: Set[str]) -> Program:
-            """A copy in which the nodes of the names `again` are recomputed, after all passes."""
+            """A copy of the program that recomputes the nodes named in `again`, after `rest`."""
             copy = program.copy()
             self._issue_again(copy, targets, again)
             apply_passes(rest, copy, plan)
@@ -113,43 +113,49 @@ class RecomputeToBudget(RehearsingPass):
         return _Rehearsal(plain, forward_cost(program), search)
 
     def _issue_again(self, program: Program, targets: set[str], again: Set[str]) -> None:
-        """Recompute the nodes of the names `again`."""
+        """Recompute the nodes named in `again`."""
         order = {node: place for place, node in enumerate(program.graph.nodes)}
         for reads in list(reads_of_calls(program, targets)):
             rewrite(program, reads, lambda node: node.name in again, order, self.name)
 
 
 class _Rehearsal:
-    """What a step holds with nothing recomputed, and the search for what has to be."""
+    """The peak of a step that recomputes nothing, and the search for values to recompute.
+
+    Args:
+        plain: peak bytes of that step.
+        forward: FLOPs of forward.
+        search: makes the search.
+    """
 
     def __init__(self, plain: int, forward: int, search: Callable[[], _Search]) -> None:
         self.plain, self.forward, self._make = plain, forward, search
 
     @cached_property
     def search(self) -> _Search:
-        """Made when a budget needs it."""
+        """The search, made when a budget first needs it."""
         return self._make()
 
     def choice(self, budget: int) -> tuple[frozenset[str], str]:
-        """The names of the nodes to issue again for `budget`, and a note that says what it costs.
+        """The names of the nodes to recompute for `budget`, and a note on the cost.
 
         Raises:
-            PolicyError: nothing will do.
+            PolicyError: no choice fits the budget.
         """
         if self.plain <= budget:
             return frozenset(), _note(budget, self.plain, "nothing is recomputed for it")
         search = self.search
-        found = search.least_that_fits(budget)
-        if found is None:
+        steps = search.least_that_fits(budget)
+        if steps is None:
             raise PolicyError(
                 f"the step cannot do with memory_budget={budget:,} bytes, whatever is "
                 f"recomputed; {search.least:,} would do. Raise the budget, make "
                 "smaller units, prefetch less, or use a smaller batch"
             )
         share = (
-            f"{search.cost(found) / max(self.forward, 1):.1%} of forward's work is done once more"
+            f"{search.cost(steps) / max(self.forward, 1):.1%} of forward's work is done once more"
         )
-        return search.names(found), _note(budget, search.peak(found), share)
+        return search.names(steps), _note(budget, search.peak(steps), share)
 
 
 def _note(budget: int, peak: int, done: str) -> str:
@@ -157,7 +163,7 @@ def _note(budget: int, peak: int, done: str) -> str:
 
 
 class _Search:
-    """States of all regions, from saving everything, each one step of one region further."""
+    """A sequence of states from saving all values; each step takes one region's next choice."""
 
     def __init__(
         self,
@@ -185,7 +191,7 @@ class _Search:
         return levels
 
     def names(self, steps: int) -> frozenset[str]:
-        """The names of the nodes recomputed after so many steps."""
+        """The names of the nodes recomputed after the first `steps` steps."""
         chosen = zip(self.problems, self.levels(steps), self.choices, strict=True)
         return frozenset(
             node.name
@@ -194,12 +200,12 @@ class _Search:
         )
 
     def cost(self, steps: int) -> int:
-        """What is recomputed after so many steps, in FLOPs."""
+        """FLOPs recomputed after the first `steps` steps."""
         pairs = zip(self.choices, self.levels(steps), strict=True)
         return sum(ladder[level].cost for ladder, level in pairs)
 
     def peak(self, steps: int) -> int:
-        """The most bytes held after so many steps."""
+        """Peak bytes after the first `steps` steps."""
         if steps not in self._peaks:
             levels = enumerate(self.levels(steps))
             self._peaks[steps] = self.model.peak([self._moved(*level) for level in levels])
@@ -215,20 +221,21 @@ class _Search:
 
     @cached_property
     def _samples(self) -> list[int]:
-        """States tried when the last one, which saves the fewest bytes, does not hold the least.
+        """Numbers of steps to try if the last state, which saves the fewest bytes, does not fit.
 
-        It need not, since what is recomputed is held too: of a large region all at once.
+        The last state may not have the lowest peak, since recomputed values are held too, for a
+        large region all at once.
         """
         count = len(self.steps)
         return sorted({*range(0, count, max(1, count // 48)), count})
 
     @property
     def least(self) -> int:
-        """The fewest bytes any of the states tried holds."""
+        """The lowest peak bytes among the states tried."""
         return min(map(self.peak, self._samples))
 
     def least_that_fits(self, budget: int) -> int | None:
-        """The number of steps after which the step fits in `budget`, None if it never does."""
+        """The fewest steps after which the peak fits in `budget`; None if it never does."""
         last = len(self.steps)
         if self.peak(last) > budget:
             return next((n for n in self._samples if self.peak(n) <= budget), None)

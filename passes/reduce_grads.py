@@ -1,4 +1,4 @@
-"""reduce_grads: each unit's gradients are averaged over the ranks in one reduce."""
+"""reduce_grads: average the gradients of each unit over the ranks in one reduce."""
 
 from __future__ import annotations
 
@@ -18,11 +18,12 @@ from graphshard.program.spans import find_spans, unit_ancestry
 
 @dataclass(frozen=True)
 class ReduceGrads(Pass):
-    """One reduce_scatter per unit (one all_reduce over all ranks for its replicated parameters).
+    """Reduce the gradients of each unit by one reduce_scatter.
 
-    It stands where the unit's last backward run ends and all its gradients are known. A parameter
-    used in several runs has its gradients summed first, so it is reduced once. Gradients of
-    ignored parameters stay as they are.
+    Gradients of replicated parameters are reduced by one all_reduce over all ranks. The reduce
+    stands where the last backward span of the unit ends and all its gradients are computed. The
+    gradients of a parameter used in several spans are summed first, so each is reduced once.
+    Gradients of ignored parameters do not change.
     """
 
     establishes: ClassVar[Stage] = Stage.REDUCED
@@ -76,9 +77,9 @@ class ReduceGrads(Pass):
 def _sites(
     program: Program, plan: ShardingPlan, place_of: dict[str, int]
 ) -> list[tuple[fx.Node, str, dict[str, fx.Node]]]:
-    """By unit with gradients: the node to reduce after, the unit, the full gradients by parameter.
+    """For each unit: the node to reduce after, the unit, and its full gradients by parameter.
 
-    In the order to reduce in: of units that end together the inner ones come first.
+    The list is in the order to reduce in; inner units come first where several end together.
     """
     grads_of_params = program.results().grads
     spans = find_spans(program, plan)
@@ -86,11 +87,11 @@ def _sites(
     border = spans.position[program.first_backward()] - 1
     sites: list[tuple[int, int, str, dict[str, fx.Node]]] = []
     for unit in plan.units:
-        known = [name for name in unit.params if name in place_of]
-        grads = {name: grads_of_params[place_of[name]] for name in known}
+        names = [name for name in unit.params if name in place_of]
+        grads = {name: grads_of_params[place_of[name]] for name in names}
         grads = {name: grad for name, grad in grads.items() if grad is not None}
         if grads:
-            ends = [run.stop for run in spans.of(unit.fqn, BACKWARD)[-1:]]
+            ends = [span.stop for span in spans.of(unit.fqn, BACKWARD)[-1:]]
             last = max(border, *ends, *(spans.position[grad] for grad in grads.values()))
             sites.append((last, -len(unit_ancestry(unit.fqn, plan)), unit.fqn, grads))
     sites.sort(key=lambda site: site[:2])

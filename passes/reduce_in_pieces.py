@@ -1,4 +1,4 @@
-"""reduce_in_pieces: an embedding's gradient is made, and reduced, some columns at a time."""
+"""reduce_in_pieces: compute and reduce an embedding's gradient some columns at a time."""
 
 from __future__ import annotations
 
@@ -24,26 +24,26 @@ aten = torch.ops.aten
 
 
 MOST = 8
-"""More pieces than this save little more memory, and each costs some launches."""
+"""The most pieces; more save little memory, and each costs kernel launches."""
 
 
 @dataclass(frozen=True)
 class ReduceInPieces(Candidate):
-    """Compute the gradient of an embedding's weight, rows x width, in pieces of its columns.
+    """Compute the gradient of an embedding's weight `(rows, width)` in pieces of columns.
 
-    A gradient is as large as the vocabulary however few tokens a batch has. A piece needs only its
-    columns of the gradient of what was looked up, so it is made while the one before it is reduced,
-    and two pieces are there at once instead of the whole. Rows are split over ranks and columns are
-    not, so a rank's shard is the pieces it gets side by side. Sums are over the same numbers in the
+    The gradient has as many rows as the vocabulary, however few tokens a batch has. A piece needs
+    only its columns of the looked-up gradient, so each is computed while the previous one is
+    reduced, and two pieces are in memory at once instead of the whole. Ranks split the rows, so a
+    rank's shard is the concatenation of its reduced pieces. Sums are over the same numbers in the
     same order.
 
-    Of a tied parameter the sum of what its other uses give, which is there whole, and what the
-    embedding gives is made and reduced so, instead of three whole gradients. Those to which a kept
-    one is added, or which are averaged over replicas as well, stay whole.
+    For a tied parameter, the sum of the embedding's gradient and the full gradient of its other
+    uses is computed and reduced in pieces, which avoids two more full gradients. Gradients that an
+    accumulated one is added to, or that are averaged over replicas too, stay whole.
 
     Args:
-        pieces: how many to make; 2 or more. None: as many as are large enough to use the network
-            well, 8 at most.
+        pieces: number of pieces, 2 or more. None: as many as are large enough to use the network
+            well, at most 8.
     """
 
     pieces: int | None = None
@@ -52,8 +52,8 @@ class ReduceInPieces(Candidate):
         """See `Pass.apply`.
 
         Raises:
-            PassError: the number is left to this pass, and the program has no budget, which says
-                what it is timed on.
+            PassError: `pieces` is None and the program has no budget, which names the hardware; see
+                `SetBudget`.
         """
         if plan.replicas > 1:
             return
@@ -62,19 +62,19 @@ class ReduceInPieces(Candidate):
             params = params_of(reduce)
             operands: Sequence[fx.Node] = reduce.args[0]  # type: ignore[assignment]
             for name, grad in list(zip(params, operands, strict=True)):
-                made = ops.origin(grad)
+                full = ops.origin(grad)
                 if (
-                    not _is_made_for(made, grad)
-                    or _lookup(made) is None
+                    not _leads_only_to(full, grad)
+                    or _lookup(full) is None
                     or plan.layouts[name].dim
-                    or _is_part(reduce)
+                    or _is_piece(reduce)
                 ):
                     continue
-                size = made.meta["val"].numel() * grad.meta["val"].dtype.itemsize
+                size = full.meta["val"].numel() * grad.meta["val"].dtype.itemsize
                 pieces = self.pieces or self._number(program, reduce, size)
-                pieces = min(pieces, made.meta["val"].shape[-1])
+                pieces = min(pieces, full.meta["val"].shape[-1])
                 if pieces > 1:
-                    _Pieces(program, reduce, made, pieces).insert(name)
+                    _Pieces(program, reduce, full, pieces).insert(name)
 
     @staticmethod
     def _number(program: Program, reduce: fx.Node, size: int) -> int:
@@ -83,42 +83,42 @@ class ReduceInPieces(Candidate):
         return min(MOST, size // max(1, saturating_bytes(shape, hardware)))
 
 
-def _is_part(reduce: fx.Node) -> bool:
+def _is_piece(reduce: fx.Node) -> bool:
     return Collective.of(reduce).columns is not None
 
 
-def _lookup(made: fx.Node) -> fx.Node | None:
-    """The embedding's gradient that `made` is, or ends a sum with; None if there is none."""
-    if made.target is aten.embedding_dense_backward.default:
-        return made
-    if made.target is not aten.add.Tensor or made.kwargs or len(made.args) != 2:
+def _lookup(full: fx.Node) -> fx.Node | None:
+    """The embedding's gradient that `full` is or adds to another value; None if neither."""
+    if full.target is aten.embedding_dense_backward.default:
+        return full
+    if full.target is not aten.add.Tensor or full.kwargs or len(full.args) != 2:
         return None
-    found = None
-    for value in made.args:
-        if not isinstance(value, fx.Node) or value.meta["val"].shape != made.meta["val"].shape:
+    lookup = None
+    for value in full.args:
+        if not isinstance(value, fx.Node) or value.meta["val"].shape != full.meta["val"].shape:
             return None
         if value.target is aten.embedding_dense_backward.default and len(value.users) == 1:
-            found = value
-    return found
+            lookup = value
+    return lookup
 
 
-def _is_made_for(made: fx.Node, grad: fx.Node) -> bool:
-    """Whether the gradient `grad` is `made`, cast at most, which nobody else reads."""
+def _leads_only_to(full: fx.Node, grad: fx.Node) -> bool:
+    """Whether `grad` is `full` or a cast of it, and nothing else reads `full`."""
     node = grad
-    while node is not made:
+    while node is not full:
         if node.target is not ops.cast or len(node.users) > 1:
             return False
         node = node.all_input_nodes[0]
-    return len(made.users) == 1
+    return len(full.users) == 1
 
 
 @dataclass
 class _Pieces:
-    """The rewrite of one gradient, which `made` computes and `reduce` reduces."""
+    """The rewrite of one gradient, which `full` computes and `reduce` reduces."""
 
     program: Program
     reduce: fx.Node
-    made: fx.Node
+    full: fx.Node
     number: int
 
     def insert(self, name: str) -> None:
@@ -128,13 +128,13 @@ class _Pieces:
             wait = take_operands(self.program, wait, [params.index(name)])
         reduce = ops.collective_of(wait)
         (whole,) = unpacks(wait)
-        width: int = self.made.meta["val"].shape[-1]
+        width: int = self.full.meta["val"].shape[-1]
         bounds = [width * piece // self.number for piece in range(self.number + 1)]
         shards: list[fx.Node] = []
-        before: fx.Node | None = None  # the wait of the piece before
+        before: fx.Node | None = None  # the wait of the previous piece
         for index, columns in enumerate(pairwise(bounds)):
-            # The first is made where the whole was, behind what is under way there.
-            grad = self._made(self.made, columns, self.made if not index else reduce)
+            # The first piece is computed in place of the full gradient.
+            grad = self._piece(self.full, columns, self.full if not index else reduce)
             if before is not None:
                 for node in (before, *unpacks(before)):
                     reduce.prepend(node)
@@ -144,22 +144,22 @@ class _Pieces:
         transfers = transfers_into(reduce)
         for node in (whole, wait, reduce):
             self.program.graph.erase_node(node)
-        erase_dead([*self.made.all_input_nodes, self.made, *transfers])
+        erase_dead([*self.full.all_input_nodes, self.full, *transfers])
 
-    def _made(self, made: fx.Node, columns: tuple[int, int], before: fx.Node) -> fx.Node:
-        """These columns of `made`, the embedding's gradient or a sum with it."""
+    def _piece(self, full: fx.Node, columns: tuple[int, int], before: fx.Node) -> fx.Node:
+        """Compute some columns of `full`, the embedding's gradient or a sum with it."""
         with self.program.graph.inserting_before(before):
-            if made.target is not aten.embedding_dense_backward.default:
-                parts = tuple(
-                    self._made(value, columns, before)
-                    if value is _lookup(made)
+            if full.target is not aten.embedding_dense_backward.default:
+                terms = tuple(
+                    self._piece(value, columns, before)
+                    if value is _lookup(full)
                     else self._columns(value, columns)
-                    for value in made.all_input_nodes
+                    for value in full.all_input_nodes
                 )
-                return self._op(made.target, parts, "columns")
-            grad, *rest = made.args
-            part = self._columns(grad, columns)
-            return self._op(made.target, (part, *rest), "columns_grad")
+                return self._op(full.target, terms, "columns")
+            grad, *rest = full.args
+            slices = self._columns(grad, columns)
+            return self._op(full.target, (slices, *rest), "columns_grad")
 
     def _columns(self, value: Any, columns: tuple[int, int]) -> fx.Node:
         last = value.meta["val"].dim() - 1
@@ -167,53 +167,53 @@ class _Pieces:
 
     def _op(self, target: Any, args: tuple[Any, ...], name: str) -> fx.Node:
         vals: Any = fx.map_arg(args, lambda node: node.meta["val"])
-        with self.made.meta["val"].fake_mode:
+        with self.full.meta["val"].fake_mode:
             val = target(*vals)
-        meta = self.made.meta
+        meta = self.full.meta
         place = {"unit": meta["unit"], "phase": meta["phase"]}
         node = insert_node(
-            self.program, target, args, {}, name=f"{self.made.name}_{name}", val=val, **place
+            self.program, target, args, {}, name=f"{self.full.name}_{name}", val=val, **place
         )
         node.meta = {**meta, "val": val}
         return node
 
     def _cast(self, grad: fx.Node, reduce: fx.Node) -> fx.Node:
-        """`grad`, the gradient of some columns, in the dtype it is reduced in."""
+        """Cast `grad`, the gradient of some columns, as the full gradient is cast."""
         for cast in transfers_into(reduce):
             with self.program.graph.inserting_before(reduce):
-                again = self.program.graph.node_copy(
+                cast_piece = self.program.graph.node_copy(
                     cast, {cast.all_input_nodes[0]: grad}.__getitem__
                 )
             with grad.meta["val"].fake_mode:
                 val = grad.meta["val"].to(OneTensor.of(cast).dtype)
-            again.meta = {**cast.meta, "val": val}
-            grad = again
+            cast_piece.meta = {**cast.meta, "val": val}
+            grad = cast_piece
         return grad
 
     def _reduced(
         self, reduce: fx.Node, wait: fx.Node, grad: fx.Node, columns: tuple[int, int]
     ) -> fx.Node:
-        """A reduce of `grad`, which stands for these columns, as `reduce` is; its wait."""
+        """Reduce `grad`, the gradient of these columns, as `reduce` does; returns the wait."""
         graph = self.program.graph
         with graph.inserting_before(reduce):
-            part = graph.node_copy(reduce)
-            part.args, part.kwargs = (
+            piece = graph.node_copy(reduce)
+            piece.args, piece.kwargs = (
                 ([grad],),
                 replace(Collective.of(reduce), columns=columns).kwargs,
             )
-            part.meta = dict(reduce.meta)
+            piece.meta = dict(reduce.meta)
         shape = wait.meta["val"][0].shape
         val = fake_like(wait.meta["val"][0], (*shape[:-1], columns[1] - columns[0]))
         with graph.inserting_before(wait):
-            own = graph.node_copy(wait, lambda _: part)
-            own.meta = {**wait.meta, "val": [val]}
+            piece_wait = graph.node_copy(wait, lambda _: piece)
+            piece_wait.meta = {**wait.meta, "val": [val]}
             (whole,) = unpacks(wait)
-            picked = graph.node_copy(whole, lambda _: own)
-            picked.meta = {**whole.meta, "val": val}
-        return own
+            result = graph.node_copy(whole, lambda _: piece_wait)
+            result.meta = {**whole.meta, "val": val}
+        return piece_wait
 
     def _joined(self, whole: fx.Node, shards: list[fx.Node]) -> None:
-        """Let who reads `whole` read the `shards` side by side."""
+        """Redirect readers of `whole` to the concatenation of `shards`."""
         with self.program.graph.inserting_before(whole):
             joined = insert_node(
                 self.program,

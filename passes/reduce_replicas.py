@@ -1,4 +1,4 @@
-"""reduce_replicas: reduced shards are averaged over the groups of ranks that hold equal ones."""
+"""reduce_replicas: average reduced shards over the replicas."""
 
 from __future__ import annotations
 
@@ -19,16 +19,14 @@ from graphshard.program.program import Program
 
 @dataclass(frozen=True)
 class ReduceReplicas(Pass):
-    """On a mesh of two dimensions, one all_reduce over its first after each reduce_scatter.
+    """On a two-dimensional mesh, insert an all_reduce over replicas behind each reduce_scatter.
 
-    It takes the shards that the reduce_scatter's wait returned, so it cannot be launched before
-    them. `SinkWaits` moves that wait, and the all_reduce with it, behind the compute of the unit
-    that runs next in backward; the all_reduce's own wait goes to the end. So a reduce_scatter hides
-    behind the next unit, an all_reduce behind those after it, and each communicator has one
-    collective under way at a time, issued in one order by all ranks.
-
-    The averages of equally large groups are averaged, so the result is the average over all ranks
-    (HYBRID_SHARD in "PyTorch FSDP", arXiv:2304.11277, section 3.2.2).
+    The all_reduce takes the shards that the wait of the reduce_scatter returns. `SinkWaits` moves
+    that wait, with the all_reduce, behind the compute of the next unit in backward, and the wait of
+    the all_reduce to the end. So the next unit hides the reduce_scatter and later units hide the
+    all_reduce, and each communicator has one collective in flight, issued in the same order on all
+    ranks. The groups are equally large, so averaging their averages gives the average over all
+    ranks.
     """
 
     establishes: ClassVar[Stage] = Stage.AVERAGED
@@ -37,7 +35,7 @@ class ReduceReplicas(Pass):
         """See `Pass.apply`.
 
         Raises:
-            PassError: a reduced shard is averaged over the replicas already.
+            PassError: a node reads a reduced shard already, as after a first run of this pass.
         """
         if plan.replicas == 1:
             return

@@ -1,4 +1,4 @@
-"""regather: backward gathers its parameters again instead of keeping them from forward."""
+"""regather: gather parameters again in backward instead of keeping them from forward."""
 
 from __future__ import annotations
 
@@ -15,32 +15,32 @@ from graphshard.program.spans import find_spans, readers_by_unit, spans_served
 
 @dataclass(frozen=True)
 class Regather(Pass):
-    """Give each backward run of a unit its own gather, so that forward's can be freed.
+    """Insert a gather before each backward span of a unit, so that forward's can be freed.
 
-    Views, casts and copies of a parameter made in forward are made again from the new gather.
-    Other values computed from parameters are saved like any activation. Units that the plan does
-    not reshard after forward, or that `PartialReshard` did, stay as they are.
+    Views, casts and copies of a parameter in forward are computed again from the new gather. Other
+    values computed from parameters are saved like any activation. Units that the plan does not
+    reshard after forward, or that `PartialReshard` handled, do not change.
     """
 
     def apply(self, program: Program, plan: ShardingPlan) -> None:
         """See `Pass.apply`.
 
         Raises:
-            PassError: a use in backward is outside every run of its unit.
+            PassError: a use in backward is outside every span of its unit.
         """
         spans = find_spans(program, plan)
         entries = entries_by_name(program)
         for unit, readers in readers_by_unit(spans).items():
             if plan.unit(unit).options.reshard is not True:
                 continue
-            for run, params, inside in spans_served(unit, BACKWARD, readers, spans):
+            for span, params, inside in spans_served(unit, BACKWARD, readers, spans):
                 values = insert_gather(
                     program,
                     plan,
                     unit,
                     params,
                     entries=entries,
-                    before=run.first,
+                    before=span.first,
                     phase=BACKWARD,
                 )
                 rewire(inside, spans.derived, values, unit=unit)

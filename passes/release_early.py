@@ -1,4 +1,4 @@
-"""release_early: in backward a large parameter goes as soon as nothing reads it any more."""
+"""release_early: free large parameters in backward right behind their last reader."""
 
 from __future__ import annotations
 
@@ -19,14 +19,15 @@ from graphshard.program.storages import node_bytes
 
 @dataclass(frozen=True)
 class ReleaseEarly(Pass):
-    """Release parameters one by one in backward, ahead of the free of their unit.
+    """Release parameters one by one in backward, ahead of the `free` of their unit.
 
-    Backward reads a weight last to carry the gradient on, and makes the weight's own gradient next:
-    released in between, the one makes room for the other, and a unit in backward holds little more
-    than its parameters instead of those and as many gradients. No collective moves.
+    Backward last reads a weight to compute the gradient of the input, and then computes the
+    gradient of the weight. A release in between lets the gradient take the place of the weight, so
+    a unit in backward holds little more than its parameters, instead of twice as much. No
+    collective moves.
 
     Args:
-        min_bytes: what is smaller waits for the free.
+        min_bytes: smaller parameters wait for the `free`.
     """
 
     min_bytes: int = 128 * 1024
@@ -43,28 +44,28 @@ class ReleaseEarly(Pass):
             free = next((user for user in wait.users if user.target is ops.free), None)
             if free is None or not wait.meta["phase"] == free.meta["phase"] == BACKWARD:
                 continue
-            for picked in unpacks(wait):
-                if any(user.target is ops.release for user in picked.users):
-                    raise PassError(f"pass {self.name}: {picked.name} is released already")
-                last = max(uses_of(picked))
-                if node_bytes(picked) >= self.min_bytes and _makes_something(last, free):
-                    sites.append((last, picked))
-        for last, picked in sites:
+            for full in unpacks(wait):
+                if any(user.target is ops.release for user in full.users):
+                    raise PassError(f"pass {self.name}: {full.name} is released already")
+                last = max(uses_of(full))
+                if node_bytes(full) >= self.min_bytes and _computes_between(last, free):
+                    sites.append((last, full))
+        for last, full in sites:
             with program.graph.inserting_after(last):
                 insert_node(
                     program,
                     ops.release,
-                    (picked,),
+                    (full,),
                     {},
-                    name=f"{picked.name}_release",
-                    unit=picked.meta["unit"],
+                    name=f"{full.name}_release",
+                    unit=full.meta["unit"],
                     phase=BACKWARD,
                     val=None,
                 )
 
 
-def _makes_something(last: fx.Node, free: fx.Node) -> bool:
-    """Whether anything is computed between the last reader and the free."""
+def _computes_between(last: fx.Node, free: fx.Node) -> bool:
+    """Whether a compute node stands between the last reader and the free."""
     node = last.next
     while node is not free:
         if ops.is_compute(node):

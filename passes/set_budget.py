@@ -1,4 +1,4 @@
-"""set_budget: what the passes that follow may hold at once, and what they are timed on."""
+"""set_budget: set the byte budget and the hardware for the passes that simulate."""
 
 from __future__ import annotations
 
@@ -17,11 +17,11 @@ from graphshard.schedule.memory import Lifetimes
 
 @dataclass(frozen=True)
 class SetBudget(ByCost):
-    """Take the policy's memory_budget, or what the program holds as it is: in FSDP's order.
+    """Set `program.budget` from the policy's `memory_budget`, or the peak bytes of FSDP's order.
 
     Args:
-        hardware: what to time on. None: "h100-sxm" for a program captured for CUDA, "cpu-gloo" for
-            one captured for the CPU.
+        hardware: the hardware to time on. None: "h100-sxm" for a program captured for CUDA,
+            "cpu-gloo" for one captured for the CPU.
     """
 
     hardware: Hardware | None = None
@@ -30,12 +30,12 @@ class SetBudget(ByCost):
         """See `RehearsingPass.apply_before`."""
         default = DEFAULT_HARDWARE.get(program.capture_device, DEFAULT_HARDWARE["cuda"])
         hardware = self.hardware or Hardware.load(default)
-        most = plan.policy.memory_budget
-        budget = Budget(most or 0, hardware, of_policy=most is not None)
-        whole = program.copy() if rest else program
-        apply_passes(rest, whole, plan)
-        if most is None:
-            held = bytes_held(whole, plan, budget.of_policy, budget.backend)
-            budget = replace(budget, bytes=held)
-        order = list(whole.graph.nodes)
-        program.budget = replace(budget, room=Lifetimes.of(whole, budget).sharding_bytes(order))
+        limit = plan.policy.memory_budget
+        budget = Budget(limit or 0, hardware, of_policy=limit is not None)
+        finished = program.copy() if rest else program
+        apply_passes(rest, finished, plan)
+        if limit is None:
+            peak = bytes_held(finished, plan, budget.of_policy, budget.backend)
+            budget = replace(budget, bytes=peak)
+        order = list(finished.graph.nodes)
+        program.budget = replace(budget, room=Lifetimes.of(finished, budget).sharding_bytes(order))

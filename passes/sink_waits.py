@@ -1,4 +1,4 @@
-"""sink_waits: each wait moves down to where its result is needed, or its memory is."""
+"""sink_waits: move each wait down to where its result, or its memory, is needed."""
 
 from __future__ import annotations
 
@@ -16,16 +16,16 @@ from graphshard.program.program import Program
 
 @dataclass(frozen=True)
 class SinkWaits(Pass):
-    """Wait for a gather right before its first use, for a reduce_scatter when memory asks for it.
+    """Move the wait of a gather before its first use, and that of a reduce down as far as allowed.
 
-    A reduce_scatter still under way holds its unit's full gradients. Its wait stands before the
-    reduce_scatter that would put more than the allowed number under way; all others, and those of
-    all_reduces, whose results are kept anyway, stand at the end of backward. An all_reduce of what
-    a wait returns is launched right behind it.
+    A reduce_scatter in flight holds the full gradients of its unit. Its wait stands before the
+    reduce_scatter that would exceed `max_reduces_in_flight`, or at the end of backward. Waits of
+    all_reduces stand at the end too, as their results stay in memory anyway. An all_reduce of the
+    results of a wait is launched right behind the wait.
 
     Args:
-        max_reduces_in_flight: how many units' full gradients may wait to be reduced while backward
-            goes on. 0: each reduce_scatter is waited for at once.
+        max_reduces_in_flight: number of reduce_scatters that may be in flight while backward
+            continues. 0: each is waited for at once.
     """
 
     max_reduces_in_flight: int = 1
@@ -39,50 +39,52 @@ class SinkWaits(Pass):
 
     def apply(self, program: Program, plan: ShardingPlan) -> None:
         """See `Pass.apply`."""
-        place = {node: index for index, node in enumerate(program.graph.nodes)}
+        position = {node: index for index, node in enumerate(program.graph.nodes)}
         waits = [node for node in program.nodes() if node.target is ops.wait]
         scatters: list[fx.Node] = []
         reductions: list[fx.Node] = []
         for wait in waits:
             target = ops.collective_of(wait).target
             if target is ops.all_gather:
-                _sink_gather(wait, place)
+                _sink_gather(wait, position)
             else:
                 reductions.append(wait)
                 if ops.is_scatter(ops.collective_of(wait)):
                     scatters.append(wait)
-        # What is not under way yet is launched before anything is waited for at the end.
+        # At the end, launch all all_reduces over replicas before waiting for any of them.
         reductions.sort(key=lambda w: ops.group_of(ops.collective_of(w)) == ops.REPLICATE)
         limit = self.max_reduces_in_flight
-        before: dict[fx.Node, fx.Node] = {
+        later_issue: dict[fx.Node, fx.Node] = {
             wait: _issue_of(later) for wait, later in zip(scatters, scatters[limit:], strict=False)
         }
         if not limit:
-            reductions = [wait for wait in reductions if wait not in before]
+            reductions = [wait for wait in reductions if wait not in later_issue]
         for wait in reductions:
-            _move(wait, before.get(wait, program.output_node))
+            _move(wait, later_issue.get(wait, program.output_node))
 
 
 def _issue_of(wait: fx.Node) -> fx.Node:
-    """The first node of what `wait` waits for: the transfers of its operands, or it."""
+    """The first node that issues the collective of `wait`: a transfer of an operand, or itself."""
     collective = ops.collective_of(wait)
     return next(iter(transfers_into(collective)), collective)
 
 
-def _sink_gather(wait: fx.Node, place: dict[fx.Node, int]) -> None:
+def _sink_gather(wait: fx.Node, position: dict[fx.Node, int]) -> None:
     picked = unpacks(wait)
     users = [user for node in picked for user in node.users]
     if not users:
         return
-    first = min(users, key=place.__getitem__)
-    # A gather first used in backward is waited for in forward: what is under way cannot be saved.
+    first = min(users, key=position.__getitem__)
+    # A gather first used in backward ends in forward, since a pending value cannot be saved.
     if first.op == "call_function" and first.meta["phase"] == wait.meta["phase"]:
         _move(wait, first)
 
 
 def _move(wait: fx.Node, before: fx.Node) -> None:
     picked = unpacks(wait)
-    further = {transfer for one in picked for transfer in transfers_after(one)}
-    further |= {n for one in (*picked, *further) for n in one.users if ops.is_collective(n)}
-    for node in (wait, *picked, *sorted(further)):
+    followers = {transfer for result in picked for transfer in transfers_after(result)}
+    followers |= {
+        n for result in (*picked, *followers) for n in result.users if ops.is_collective(n)
+    }
+    for node in (wait, *picked, *sorted(followers)):
         before.prepend(node)

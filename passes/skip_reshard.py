@@ -1,4 +1,4 @@
-"""skip_reshard: chosen units stay whole from forward to backward, their re-gather is dropped."""
+"""skip_reshard: keep chosen units unsharded from forward to backward."""
 
 from __future__ import annotations
 
@@ -23,12 +23,12 @@ from graphshard.schedule.evaluate import budget_of
 from graphshard.schedule.search import Trial, scheduled, tried
 
 MAX_TRIALS = 8
-"""How many programs are scheduled and simulated at most to find out how many units to keep."""
+"""The most programs to schedule and simulate for the choice of units."""
 
 
 @dataclass(frozen=True)
 class Pair:
-    """The last gather of some parameters in forward and the first in backward, by their waits."""
+    """The last gather of a unit in forward and the first in backward, by their waits."""
 
     unit: str
     forward: fx.Node
@@ -37,15 +37,15 @@ class Pair:
 
 @dataclass(frozen=True)
 class SkipReshard(ByCost):
-    """Drop the first backward gather of chosen units: forward's is freed after backward's last use.
+    """Drop the first backward gather of chosen units, and free forward's gather in backward.
 
-    Selective unshard: what `reshard_after_forward=False` does to a unit, for those where it pays.
-    Units whose gather in backward is exposed are taken in the order of seconds exposed per byte
-    kept, the later first among equals, as long as the scheduled step gets faster by it and holds no
-    more than its budget. As a rule these are the last blocks, which backward begins with.
+    This is `reshard_after_forward=False` for the units where it pays. Units whose backward gather
+    is exposed are ranked by exposed seconds per byte kept, later ones first among equals. They are
+    chosen while the scheduled step gets faster and keeps its budget. Usually these are the last
+    blocks, with which backward begins.
 
     Args:
-        units: FQNs of the units to keep. None: chosen as above.
+        units: FQNs of the units to keep unsharded. None chooses them.
     """
 
     units: tuple[str, ...] | None = None
@@ -54,12 +54,12 @@ class SkipReshard(ByCost):
         """See `RehearsingPass.apply_before`.
 
         Raises:
-            PassError: a unit to be kept is not gathered again in backward; or the choice is left to
-                this pass, and the program has no budget.
+            PassError: a unit in `units` is not gathered again in backward; or `units` is None and
+                the program has no budget (see `SetBudget`).
         """
         pairs = pairs_of(program)
         if self.units is None:
-            kept = self._chosen(program, plan, list(pairs.values()), rest)
+            chosen = self._chosen(program, plan, list(pairs.values()), rest)
         else:
             missing = [unit for unit in self.units if unit not in pairs]
             if missing:
@@ -67,8 +67,8 @@ class SkipReshard(ByCost):
                     f"pass {self.name}: unit {missing[0]!r} is not gathered in forward and again "
                     f"in backward; those that are: {sorted(pairs)}"
                 )
-            kept = [pairs[unit] for unit in self.units]
-        for pair in kept:
+            chosen = [pairs[unit] for unit in self.units]
+        for pair in chosen:
             _keep(program, pair)
 
     def _chosen(
@@ -80,29 +80,29 @@ class SkipReshard(ByCost):
         plain = scheduled(program, plan, rest)
         best = plain.score
         ranked = self._ranked(plain, plan, {pair.unit for pair in pairs})
-        kept: list[str] = []
+        chosen: list[str] = []
         step, trials = 1, 0
         while ranked and step and trials < MAX_TRIALS:
-            more = ranked[:step]
-            trial = tried(replace(self, units=(*kept, *more)), program, plan, rest)
+            candidates = ranked[:step]
+            trial = tried(replace(self, units=(*chosen, *candidates)), program, plan, rest)
             assert trial is not None
             score = trial.score
             trials += 1
             if budget.allows(score) and score.seconds < best.seconds and score.beats(best):
-                kept += more
+                chosen += candidates
                 ranked = ranked[step:]
                 best, step = score, step * 2
             else:
                 step = min(step, len(ranked)) // 2
-        if kept:
-            names = ", ".join(kept)
+        if chosen:
+            names = ", ".join(chosen)
             program.notes = (*program.notes, f"{names} stay unsharded from forward to backward")
         program.budget = replace(budget, best=best)
-        return [pair for pair in pairs if pair.unit in kept]
+        return [pair for pair in pairs if pair.unit in chosen]
 
     @staticmethod
     def _ranked(plain: Trial, plan: ShardingPlan, units: set[str]) -> list[str]:
-        """Those of `units` whose gather in backward is exposed, the best to keep first."""
+        """The units whose gather in backward is exposed, the best to keep first."""
         program, nodes = plain.program, plain.order
         hardware = budget_of(program).hardware
         value: dict[str, tuple[float, int]] = {}
@@ -116,12 +116,13 @@ class SkipReshard(ByCost):
 
 
 def pairs_of(program: Program) -> dict[str, Pair]:
-    """By unit, its last gather in forward and its first in backward, if that has no parameter more.
+    """By unit, its last gather in forward and its first in backward.
 
-    Gathers into copies that ranks keep anyway are left out.
+    The backward gather has no parameter that the forward one lacks. Gathers into copies that ranks
+    keep anyway are left out.
     """
     forward: dict[str, fx.Node] = {}
-    found: dict[str, Pair] = {}
+    pairs: dict[str, Pair] = {}
     for wait in gather_waits(program):
         gather = ops.collective_of(wait)
         unit = Collective.of(gather).unit
@@ -129,11 +130,11 @@ def pairs_of(program: Program) -> dict[str, Pair]:
             continue
         if wait.meta["phase"] == FORWARD:
             forward[unit] = wait
-        elif unit in forward and unit not in found:
-            before = forward[unit]
-            if _freed_in_forward(before) and _params(wait) <= _params(before):
-                found[unit] = Pair(unit, before, wait)
-    return found
+        elif unit in forward and unit not in pairs:
+            forward_wait = forward[unit]
+            if _freed_in_forward(forward_wait) and _params(wait) <= _params(forward_wait):
+                pairs[unit] = Pair(unit, forward_wait, wait)
+    return pairs
 
 
 def _params(wait: fx.Node) -> set[str]:
@@ -145,17 +146,17 @@ def _freed_in_forward(wait: fx.Node) -> bool:
 
 
 def _keep(program: Program, pair: Pair) -> None:
-    """Let what read the backward gather of `pair` read the forward one."""
+    """Redirect readers of the backward gather of `pair` to the forward one."""
     graph = program.graph
     names = params_of(ops.collective_of(pair.forward))
     gather = ops.collective_of(pair.backward)
-    again = params_of(gather)
-    known = {names[node.args[1]]: node for node in unpacks(pair.forward)}  # type: ignore[index]
+    backward_names = params_of(gather)
+    values = {names[node.args[1]]: node for node in unpacks(pair.forward)}  # type: ignore[index]
     for node in unpacks(pair.backward):
-        name = again[node.args[1]]  # type: ignore[index]
-        if name not in known:
+        name = backward_names[node.args[1]]  # type: ignore[index]
+        if name not in values:
             with graph.inserting_after(pair.forward):
-                known[name] = insert_node(
+                values[name] = insert_node(
                     program,
                     operator.getitem,
                     (pair.forward, names.index(name)),
@@ -165,7 +166,7 @@ def _keep(program: Program, pair: Pair) -> None:
                     phase=FORWARD,
                     val=node.meta["val"],
                 )
-        node.replace_all_uses_with(known[name])
+        node.replace_all_uses_with(values[name])
         graph.erase_node(node)
     for node in [user for user in pair.forward.users if user.target is ops.free]:
         graph.erase_node(node)
@@ -176,6 +177,6 @@ def _keep(program: Program, pair: Pair) -> None:
     transfers = transfers_into(gather)
     graph.erase_node(gather)
     erase_dead(transfers)
-    for part in shards:
-        if part.target is ops.reshard and not part.users:
-            graph.erase_node(part)
+    for shard in shards:
+        if shard.target is ops.reshard and not shard.users:
+            graph.erase_node(shard)

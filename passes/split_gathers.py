@@ -1,4 +1,4 @@
-"""split_gathers: parameters of a unit that are used far apart are gathered and freed apart."""
+"""split_gathers: gather and free parameters of a unit separately if they are used far apart."""
 
 from __future__ import annotations
 
@@ -26,10 +26,10 @@ Use = tuple[int, fx.Node]
 
 @dataclass
 class Piece:
-    """Parameters gathered together, and the nodes that are to read them from that gather."""
+    """Parameters to gather together, and the nodes that read them from that gather."""
 
-    first: int  # the group of uses they are gathered for
-    last: int  # the one after which they are freed
+    first: int  # the group of uses before which they are gathered
+    last: int  # the group of uses after which they are freed
     params: list[int]
     readers: list[fx.Node]
 
@@ -38,20 +38,20 @@ class Piece:
 class SplitGathers(Candidate):
     """Give each group of uses of a unit's parameters a gather, a wait and a free of its own.
 
-    Two uses are far apart if the compute of other units between them takes as long as the gather of
-    what the later one needs, so that it can hide there. So the root's embedding is freed after its
-    lookup, and the head is gathered while the last block spans, instead of both staying from the
-    first operator to the last. The same holds for any unit with others inside it.
+    Two uses are far apart if the compute of other units between them can hide the gather for the
+    later use. So the root's embedding is freed after its lookup, and the head is gathered while the
+    last block computes, instead of both staying in memory for the whole phase. The same holds for
+    any unit with units inside it.
 
-    A parameter used in several groups stays from the first to the last, or is gathered `again` for
-    each where that adds no collective, or is worth one. It is not gathered again in backward if its
-    unit's strategy keeps it from forward.
+    A parameter used in several groups stays from the first to the last group. With `again` it is
+    gathered for each group, where that adds no collective or its bytes are worth one. It is not
+    gathered again in backward if its unit's strategy keeps it from forward.
 
     Args:
         again: whether parameters used in several groups are gathered for each.
         apart: seconds of other units' compute that make two uses far apart. None: see above.
-        alone: bytes from which on parameters are worth a gather of their own. None: where half of
-            its time is latency.
+        alone: bytes from which parameters are worth a gather of their own. None: the bytes at which
+            half of the gather's time is latency.
     """
 
     again: bool = False
@@ -62,8 +62,8 @@ class SplitGathers(Candidate):
         """See `Pass.apply`.
 
         Raises:
-            PassError: the program has no budget, which says what it is timed on; or a use was left
-                behind.
+            PassError: the program has no budget, which names the hardware (see `SetBudget`); or a
+                node still reads the old gather.
         """
         work = Work(program, budget_of(program).hardware)
         spans = find_spans(program, plan)
@@ -99,7 +99,7 @@ class SplitGathers(Candidate):
         if len(groups) == 1:
             return []
         pieces = self._served(groups, wait, plan, work)
-        return self._small_ones_joined(pieces, wait, work)
+        return self._join_small(pieces, wait, work)
 
     def _alone(self, wait: fx.Node, params: Iterable[int], work: Work) -> bool:
         """Whether these parameters are worth a gather of their own."""
@@ -111,33 +111,33 @@ class SplitGathers(Candidate):
     def _served(
         self, groups: list[list[Use]], wait: fx.Node, plan: ShardingPlan, work: Work
     ) -> list[Piece]:
-        """One piece for each parameter and group of uses it is gathered for."""
+        """One piece for each parameter, and for each further group that it is gathered for."""
         gather = ops.collective_of(wait)
         home: dict[int, Piece] = {}
         pieces: list[Piece] = []
         for place, group in enumerate(groups):
             phase = min(reader for _, reader in group).meta["phase"]
             used = sorted({index for index, _ in group})
-            old = [index for index in used if index in home]
-            again = self.again and _may_go(gather, phase, plan)
-            worth = len(old) < len(used) or self._alone(wait, old, work)
-            fresh = old if again and worth else []
+            gathered = [index for index in used if index in home]
+            may_repeat = self.again and _may_be_freed(gather, phase, plan)
+            worth = len(gathered) < len(used) or self._alone(wait, gathered, work)
+            repeated = gathered if may_repeat and worth else []
             for index in used:
-                if index not in home or index in fresh:
+                if index not in home or index in repeated:
                     home[index] = Piece(place, place, [index], [])
                     pieces.append(home[index])
                 home[index].last = place
-                home[index].readers += [reader for one, reader in group if one == index]
+                home[index].readers += [reader for other, reader in group if other == index]
         return pieces
 
-    def _small_ones_joined(self, pieces: list[Piece], wait: fx.Node, work: Work) -> list[Piece]:
-        """Pieces of one life together, those not worth a gather with one that lives longer."""
+    def _join_small(self, pieces: list[Piece], wait: fx.Node, work: Work) -> list[Piece]:
+        """Join pieces with the same lifetime, and small pieces with one that lives longer."""
         by_life: dict[tuple[int, int], Piece] = {}
         for piece in sorted(pieces, key=lambda piece: (piece.first, -piece.last)):
             life = piece.first, piece.last
-            longer = [known for known in by_life if known[0] == piece.first]
-            alike = [i for p in pieces if (p.first, p.last) == life for i in p.params]
-            if life not in by_life and longer and not self._alone(wait, alike, work):
+            longer = [other for other in by_life if other[0] == piece.first]
+            params = [i for p in pieces if (p.first, p.last) == life for i in p.params]
+            if life not in by_life and longer and not self._alone(wait, params, work):
                 life = longer[-1]
             if life in by_life:
                 by_life[life].params += piece.params
@@ -147,19 +147,21 @@ class SplitGathers(Candidate):
         return list(by_life.values())
 
 
-def _may_go(gather: fx.Node, phase: str, plan: ShardingPlan) -> bool:
-    """Whether what `gather` gathered may be freed before it is used in `phase`."""
+def _may_be_freed(gather: fx.Node, phase: str, plan: ShardingPlan) -> bool:
+    """Whether the results of `gather` may be freed before a use in `phase`."""
     options = plan.unit(Collective.of(gather).unit).options
     if gather.meta["phase"] == phase or options.reshard is not False:
         return True
-    # The root stays only because backward, as a rule, begins with it.
-    asked = plan.policy.reshard_after_forward is False
-    return not Collective.of(gather).unit and options.strategy.frees_after_forward and not asked
+    # By default the root stays only because backward usually begins with it.
+    policy_keeps = plan.policy.reshard_after_forward is False
+    return (
+        not Collective.of(gather).unit and options.strategy.frees_after_forward and not policy_keeps
+    )
 
 
 @dataclass
 class _Split:
-    """The rewrite of one gather, which `wait` ends."""
+    """The rewrite of the gather that `wait` ends."""
 
     owner: SplitGathers
     program: Program
@@ -170,10 +172,10 @@ class _Split:
     def into(self, pieces: list[Piece]) -> None:
         gather = ops.collective_of(self.wait)
         for piece in sorted(pieces, key=lambda piece: min(piece.readers)):
-            self._gathered(piece, gather)
-        left = {self.wait, *self.wait.users}
-        own = [value for value, source in self.spans.derived.items() if source.node in left]
-        erase_dead(own)
+            self._insert(piece, gather)
+        replaced = {self.wait, *self.wait.users}
+        derived = [value for value, source in self.spans.derived.items() if source.node in replaced]
+        erase_dead(derived)
         remaining = [user for user in self.wait.users if user.target is not ops.free]
         if remaining:
             raise PassError(
@@ -186,7 +188,7 @@ class _Split:
             self.program.graph.erase_node(node)
         erase_dead(transfers)
 
-    def _gathered(self, piece: Piece, gather: fx.Node) -> None:
+    def _insert(self, piece: Piece, gather: fx.Node) -> None:
         readers = sorted(set(piece.readers))
         phase = readers[0].meta["phase"]
         wait, values = gather_again(
@@ -199,15 +201,15 @@ class _Split:
         )
         names = params_of(gather)
         by_name = {names[index]: value for index, value in values.items()}
-        derived = self._of_this(names[index] for index in values)
-        for one in (FORWARD, BACKWARD):
-            now = [reader for reader in readers if reader.meta["phase"] == one]
-            rewire(now, derived, by_name, unit=Collective.of(gather).unit)
+        derived = self._derived_from(names[index] for index in values)
+        for phase_read in (FORWARD, BACKWARD):
+            in_phase = [reader for reader in readers if reader.meta["phase"] == phase_read]
+            rewire(in_phase, derived, by_name, unit=Collective.of(gather).unit)
         if not Collective.of(gather).in_place:
             insert_free(self.program, wait, after=last_use(wait))
 
-    def _of_this(self, params: Iterable[str]) -> Mapping[fx.Node, Source]:
-        """The values that stand on this gather's results for `params`."""
+    def _derived_from(self, params: Iterable[str]) -> Mapping[fx.Node, Source]:
+        """The values derived from this gather's results for `params`."""
         names = set(params)
         return {
             value: source
@@ -216,7 +218,7 @@ class _Split:
         }
 
     def _step_before(self, reader: fx.Node) -> fx.Node:
-        """Where the last other unit's run before `reader` starts, for compute to hide a gather."""
+        """The first node of the step before `reader`, whose compute hides a gather issued there."""
         place = self.spans.position
         steps = self.spans.steps(reader.meta["phase"])
         earlier = [step for step in steps if place[step] < place[reader]]

@@ -1,4 +1,4 @@
-"""split_reduces: gradients of a unit that are ready far apart are reduced, or kept, apart."""
+"""split_reduces: reduce gradients of a unit separately if they are ready far apart."""
 
 from __future__ import annotations
 
@@ -23,13 +23,11 @@ from graphshard.schedule.evaluate import budget_of
 class SplitReduces(Candidate):
     """Give each group of gradients that are ready together a reduce of its own, at its producer.
 
-    Two gradients are far apart if the compute of other units between them takes as long as the
-    reduce of the earlier one, so that it can hide there. So the head's gradient is reduced when
-    backward begins and does not wait, whole, for the embedding's, which comes last. The wait stands
-    before the next reduce_scatter, and averages over replicas are split alike.
-
-    A gradient that is kept for a later micro-batch instead is added to what is kept where it is
-    ready.
+    Two gradients are far apart if the compute of other units between them can hide the reduce of
+    the earlier one. So the head's gradient is reduced when backward begins, and does not stay in
+    memory until the embedding's gradient is computed at the end. The wait stands before the next
+    reduce_scatter, and averages over replicas are split in the same way. A gradient that is
+    accumulated instead of reduced is accumulated where it is ready.
 
     Args:
         apart: seconds of other units' compute that make two gradients far apart. None: see above.
@@ -41,10 +39,10 @@ class SplitReduces(Candidate):
         """See `Pass.apply`.
 
         Raises:
-            PassError: the program has no budget, which says what it is timed on.
+            PassError: the program has no budget, which names the hardware; see `SetBudget`.
         """
         work = Work(program, budget_of(program).hardware)
-        _keep_at_once(program, work)
+        _accumulate_early(program, work)
         firsts = [node for node in program.nodes(BACKWARD) if _is_first(node)]
         for reduce in firsts:
             (wait,) = reduce.users
@@ -54,7 +52,7 @@ class SplitReduces(Candidate):
                 _split(program, wait, [operands[index] for index in group])
 
     def _groups(self, reduce: fx.Node, operands: Sequence[fx.Node], work: Work) -> list[list[int]]:
-        """Indices of operands, in groups in the order in which they are ready."""
+        """Groups of operands, by index, in the order in which they are ready."""
         unit = Collective.of(reduce).unit
         ready = [(work.place[ops.origin(grad)], index) for index, grad in enumerate(operands)]
 
@@ -67,79 +65,79 @@ class SplitReduces(Candidate):
 
 
 def _is_first(node: fx.Node) -> bool:
-    """Whether `node` reduces gradients as backward computes them."""
+    """Whether `node` is the first reduce of its gradients."""
     return node.target in ops.REDUCES and not any(map(ops.is_reduced, node.args[0]))  # type: ignore[arg-type]
 
 
 def _split(program: Program, wait: fx.Node, grads: Sequence[fx.Node]) -> None:
-    """Reduce `grads`, operands of the reduce that `wait` ends, apart, and where they are ready."""
-    old = ops.collective_of(wait)
-    now: Sequence[fx.Node] = old.args[0]  # type: ignore[assignment]
-    own = take_operands(program, wait, (i for i, grad in enumerate(now) if grad in grads))
-    reduce = ops.collective_of(own)
-    averaged = _averages_apart(program, own)
-    at = max(map(ops.origin, grads))
+    """Move `grads`, operands of the reduce that `wait` ends, to a reduce where they are ready."""
+    collective = ops.collective_of(wait)
+    operands: Sequence[fx.Node] = collective.args[0]  # type: ignore[assignment]
+    new_wait = take_operands(program, wait, (i for i, grad in enumerate(operands) if grad in grads))
+    reduce = ops.collective_of(new_wait)
+    averaged = _split_averages(program, new_wait)
+    last = max(map(ops.origin, grads))
     for node in issue_of(reduce):
-        at.append(node)
-        at = node
+        last.append(node)
+        last = node
     if reduce.target is not ops.reduce_scatter:
-        return  # what is averaged whole is waited for at the end, as before
+        return  # the wait of an all_reduce stays at the end
     scatters = [n for n in program.nodes(BACKWARD) if n.target is ops.reduce_scatter]
     index = scatters.index(reduce)
     if index:
         (before,) = scatters[index - 1].users
         if before > reduce:
-            _move(before, _issued_first(reduce))
-    _move(own, _issued_first(scatters[index + 1]), averaged)
+            _move_wait(before, _issued_first(reduce))
+    _move_wait(new_wait, _issued_first(scatters[index + 1]), averaged)
 
 
-def _averages_apart(program: Program, wait: fx.Node) -> list[fx.Node]:
-    """Give what `wait` of a reduce returns an average over the replicas of its own, if it has one.
+def _split_averages(program: Program, wait: fx.Node) -> list[fx.Node]:
+    """Split the averages over replicas, so that the results of `wait` have one of their own.
 
-    Returns what launches it.
+    Returns the all_reduces of these results; none if they are not averaged over replicas.
     """
-    further = [node for one in unpacks(wait) for node in (one, *transfers_after(one))]
-    averages = {user for node in further for user in node.users if user.target is ops.all_reduce}
-    found: list[fx.Node] = []
+    results = [node for result in unpacks(wait) for node in (result, *transfers_after(result))]
+    averages = {user for node in results for user in node.users if user.target is ops.all_reduce}
+    all_reduces: list[fx.Node] = []
     for average in sorted(averages):
-        (end,) = average.users
+        (average_wait,) = average.users
         operands: Sequence[fx.Node] = average.args[0]  # type: ignore[assignment]
-        take = [index for index, operand in enumerate(operands) if operand in further]
-        if len(take) < len(operands):
-            average = ops.collective_of(take_operands(program, end, take))
-        found.append(average)
-    return found
+        indices = [index for index, operand in enumerate(operands) if operand in results]
+        if len(indices) < len(operands):
+            average = ops.collective_of(take_operands(program, average_wait, indices))
+        all_reduces.append(average)
+    return all_reduces
 
 
 def _issued_first(collective: fx.Node) -> fx.Node:
     return issue_of(collective)[0]
 
 
-def _move(wait: fx.Node, before: fx.Node, averages: Sequence[fx.Node] | None = None) -> None:
-    """Wait for a reduce before the node `before`; what is done with its results follows.
+def _move_wait(wait: fx.Node, before: fx.Node, averages: Sequence[fx.Node] | None = None) -> None:
+    """Move the wait of a reduce, and the nodes that process its results, before a node.
 
-    Gradients on their way to the host arrive where they did.
+    Copies of gradients to the host arrive at the same place as before.
     """
     picked = unpacks(wait)
-    further = {node for one in picked for node in transfers_after(one)}
+    followers = {node for result in picked for node in transfers_after(result)}
     if averages is None:
-        users = {user for node in (*picked, *further) for user in node.users}
+        users = {user for node in (*picked, *followers) for user in node.users}
         averages = [user for user in users if user.target is ops.all_reduce]
-    late = {node for node in further if node.target is ops.arrive}
-    late |= {node for one in late for node in transfers_after(one)}
-    for node in (wait, *picked, *sorted(further - late), *sorted(averages)):
+    arrivals = {node for node in followers if node.target is ops.arrive}
+    arrivals |= {node for result in arrivals for node in transfers_after(result)}
+    for node in (wait, *picked, *sorted(followers - arrivals), *sorted(averages)):
         before.prepend(node)
 
 
-def _keep_at_once(program: Program, work: Work) -> None:
-    """Keep each whole gradient where it is ready, if other units compute before it is kept."""
+def _accumulate_early(program: Program, work: Work) -> None:
+    """Move each `keep` of a full gradient to its producer, if other units compute in between."""
     for keep in [node for node in program.nodes(BACKWARD) if node.target is ops.keep]:
         chain = [keep]
         while not ops.is_compute(source := chain[-1].all_input_nodes[0]):
             if not ops.is_transfer(source):
                 break
             chain.append(source)
-        if not ops.is_compute(source):  # but what a reduce returned: a shard
+        if not ops.is_compute(source):  # a shard that a reduce returned
             continue
         if work.of_others(keep.meta["unit"], work.place[source], work.place[keep]):
             for node in chain:

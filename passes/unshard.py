@@ -1,4 +1,4 @@
-"""unshard: parameters become shards, gathered once for each forward run of their unit."""
+"""unshard: replace parameters by shards, gathered for each forward span of their unit."""
 
 from __future__ import annotations
 
@@ -36,11 +36,11 @@ from graphshard.program.spans import (
 
 @dataclass(frozen=True)
 class Unshard(Pass):
-    """Replace each sharded parameter by its shard and a gather before each run that needs it.
+    """Replace each sharded parameter by its shard, and gather it before each span that needs it.
 
-    Uses in backward are pointed at the last forward gather: what is kept from forward to backward
-    is for `Regather` to decide. A unit that the plan does not reshard after forward is gathered in
-    its first forward run only, for the whole step.
+    Uses in backward read the last gather of forward; `Regather` decides what backward gathers
+    again. A unit that the plan does not reshard after forward is gathered once, before its first
+    forward span, for the whole step.
     """
 
     establishes: ClassVar[Stage] = Stage.GATHERED
@@ -49,7 +49,8 @@ class Unshard(Pass):
         """See `Pass.apply`.
 
         Raises:
-            PassError: a parameter's unit never runs in forward although backward needs it.
+            PassError: the program is unsharded already; a unit that backward reads has no node in
+                forward; or a parameter is read outside the spans of its unit.
         """
         if any(gather_waits(program)):
             raise PassError(f"pass {self.name}: the program is unsharded already; run it once")
@@ -65,7 +66,7 @@ class Unshard(Pass):
                 user = next(u for u in node.users if u.target is not ops.all_gather)
                 raise PassError(
                     f"pass {self.name}: parameter {source.param!r} of unit {source.unit!r} is "
-                    f"still read whole by node {user.name}; every use must be inside a run of "
+                    f"still read whole by node {user.name}; every use must be inside a span of "
                     "its unit"
                 )
         for param in program.params:
@@ -91,45 +92,45 @@ class _Unit:
         backward = [node for node in self.readers if node.meta["phase"] == BACKWARD]
         backward_params = params_read(backward, self.spans.derived, self.unit)
         if not served and backward_params:
-            served = self._runs_without_uses(backward_params)
+            served = self._last_span(backward_params)
         if not self.plan.unit(self.unit).options.reshard and served:
-            run, _, _ = served[0]
-            everything = params_read(self.readers, self.spans.derived, self.unit)
-            later = [node for node in self.readers if self.spans.position[node] >= run.start]
-            self._rewire(later, self._gather(run, everything))
+            span, _, _ = served[0]
+            all_params = params_read(self.readers, self.spans.derived, self.unit)
+            later = [node for node in self.readers if self.spans.position[node] >= span.start]
+            self._rewire(later, self._gather(span, all_params))
             return
         latest: dict[str, fx.Node] = {}
-        settled: list[fx.Node] = []
-        for index, (run, params, inside) in enumerate(served):
+        rewired: list[fx.Node] = []
+        for index, (span, params, inside) in enumerate(served):
             if index == len(served) - 1:
                 missing = backward_params - {p for _, used, _ in served for p in used}
                 params = params | missing
-            values = self._gather(run, params)
+            values = self._gather(span, params)
             latest.update(values)
-            settled += self._rewire(inside, values)
-        self._rewire(backward, latest, settled)
+            rewired += self._rewire(inside, values)
+        self._rewire(backward, latest, rewired)
 
-    def _gather(self, run: UnitSpan, params: Iterable[str]) -> dict[str, fx.Node]:
+    def _gather(self, span: UnitSpan, params: Iterable[str]) -> dict[str, fx.Node]:
         return insert_gather(
             self.program,
             self.plan,
             self.unit,
             params,
             entries=self.entries,
-            before=run.first,
-            phase=run.phase,
+            before=span.first,
+            phase=span.phase,
         )
 
     def _rewire(
         self,
         readers: Iterable[fx.Node],
         values: Mapping[str, fx.Node],
-        settled: Iterable[fx.Node] = (),
+        rewired: Iterable[fx.Node] = (),
     ) -> list[fx.Node]:
-        return rewire(readers, self.spans.derived, values, unit=self.unit, settled=settled)
+        return rewire(readers, self.spans.derived, values, unit=self.unit, rewired=rewired)
 
-    def _runs_without_uses(self, params: set[str]) -> list[Served]:
-        """The unit's last forward run, to gather what only backward reads."""
+    def _last_span(self, params: set[str]) -> list[Served]:
+        """The unit's last forward span, to gather parameters that only backward reads."""
         spans = self.spans.of(self.unit, FORWARD)
         if not spans:
             raise PassError(
@@ -141,12 +142,12 @@ class _Unit:
 
 
 def _copy_returned(program: Program, plan: ShardingPlan) -> None:
-    """Return copies of parameters that the step returns: their storage will be freed."""
+    """Let the step return copies of parameters, since the storage of these will be freed."""
     derived = derived_values(program, plan)
     results = program.results()
     copies: dict[tuple[fx.Node, str], fx.Node] = {}
 
-    def copied(value: object, phase: str, before: fx.Node) -> object:
+    def copy_of(value: object, phase: str, before: fx.Node) -> object:
         if not isinstance(value, fx.Node) or value not in derived:
             return value
         if (value, phase) not in copies:
@@ -164,8 +165,8 @@ def _copy_returned(program: Program, plan: ShardingPlan) -> None:
         return copies[value, phase]
 
     border, end = program.first_backward(), program.output_node
-    results.outputs = [copied(v, FORWARD, border) for v in results.outputs]
-    results.mutations = [copied(v, FORWARD, border) for v in results.mutations]
-    results.grads = [copied(v, BACKWARD, end) for v in results.grads]
-    results.input_grads = [copied(v, BACKWARD, end) for v in results.input_grads]
+    results.outputs = [copy_of(v, FORWARD, border) for v in results.outputs]
+    results.mutations = [copy_of(v, FORWARD, border) for v in results.mutations]
+    results.grads = [copy_of(v, BACKWARD, end) for v in results.grads]
+    results.input_grads = [copy_of(v, BACKWARD, end) for v in results.input_grads]
     program.set_results(results)

@@ -1,6 +1,4 @@
-"""zero_missing_grads: a parameter this program gives no gradient gets zeros, to add a kept one
-to.
-"""
+"""zero_missing_grads: insert zero gradients, to which accumulated ones are added."""
 
 from __future__ import annotations
 
@@ -20,13 +18,13 @@ _zeros = torch.ops.aten.zeros.default
 
 @dataclass(frozen=True)
 class ZeroMissingGrads(Pass):
-    """Give those of `params` without a gradient one of zeros, before gradients are reduced.
+    """Insert a zero gradient for each of `params` that has none, before gradients are reduced.
 
-    So a gradient that an earlier micro-batch kept is reduced by this program, although its own
+    So this program reduces a gradient that earlier micro-batches accumulated, even if its own
     micro-batch does not use the parameter. The zeros stand where the parameter's unit ends.
 
     Args:
-        params: FQNs of the parameters with a kept gradient.
+        params: FQNs of the parameters with an accumulated gradient.
     """
 
     params: frozenset[str] = frozenset()

@@ -227,7 +227,7 @@ def _trace_and_rebuild(
     place_casts(program, precisions)
     _check_gradients(program, traced)
     if sizes is not None:
-        sizes.settle(inputs.paths)
+        sizes.close_guards(inputs.paths)
     if generators:
         drawn = " and ".join(generators)
         notes.append(f"random numbers drawn from {drawn} in forward are baked in")

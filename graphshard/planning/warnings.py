@@ -12,26 +12,26 @@ from graphshard.planning.plan import ShardingPlan
 from graphshard.policy.strategy import Strategy
 
 LARGE_UNIT_FACTOR = 8
-"""Warn of units with this many times the elements of the median unit.
+"""Warn of units with more than this many times the elements of the median unit.
 
-The root of a decoder under a block policy has two to six times those of the median unit (its
-embeddings), which is normal; LLaMA-7B under SizePolicy(1e8) has a remainder unit with sixteen
-times, which doubles the peak.
+The root of a decoder (its embeddings) normally has two to six times as many under a BlockPolicy.
+LLaMA-7B under SizePolicy(1e8) has a remainder unit with sixteen times as many, which doubles the
+peak.
 """
 
 
 PADDING_SHARE = 0.1
-"""Warn of padding above this share of a unit's bytes, if it is also above `PADDING_BYTES`."""
+"""Warn of padding above this share of a unit's bytes that also exceeds `PADDING_BYTES`."""
 
 
 PADDING_BYTES = 2**20
 
 
-_WHOLE = (Strategy.NO_SHARD, Strategy.SHARD_OPTIMIZER)  # no gather needs new memory
+_WHOLE = (Strategy.NO_SHARD, Strategy.SHARD_OPTIMIZER)  # gathers need no new memory
 
 
 def plan_warnings(plan: ShardingPlan) -> tuple[str, ...]:
-    """Return the warnings about a plan alone, before anything is captured."""
+    """The warnings about a plan before capture, one sentence each."""
     return (
         *_no_units(plan),
         *_large_units(plan),
@@ -41,17 +41,17 @@ def plan_warnings(plan: ShardingPlan) -> tuple[str, ...]:
 
 
 def reshard_warnings(requested: Mapping[str, UnitOptions]) -> Iterator[str]:
-    """Warn of units whose requested options reshard them to groups of one rank."""
+    """Warn of units whose options reshard them to groups of one rank."""
     units = [unit or "(root)" for unit, options in requested.items() if options.reshard_ranks == 1]
     if units:
         yield (
-            f"{_names('unit', units)} kept unsharded between forward and backward, as a group of "
-            "one rank keeps whole parameters; say reshard_after_forward=False"
+            f"{subject_of('unit', units)} kept unsharded between forward and backward, as a group "
+            "of one rank keeps whole parameters; say reshard_after_forward=False"
         )
 
 
 def _no_units(plan: ShardingPlan) -> Iterator[str]:
-    # A model whose parameters are all in one module could not be split anyway.
+    # A model with all its parameters in one module cannot be split.
     holders = {name.rpartition(".")[0] for name in plan.units[0].params}
     if len(plan.units) == 1 and len(holders) > 1:
         yield (
@@ -64,7 +64,7 @@ def _no_units(plan: ShardingPlan) -> Iterator[str]:
 def _large_units(plan: ShardingPlan) -> Iterator[str]:
     """Warn of units far larger than the median unit.
 
-    The root is compared too, but left out of the median, as it holds the remaining parameters.
+    The root is compared too, but the median leaves it out, as it holds the remaining parameters.
     """
     sizes = [unit.numel for unit in plan.units if unit.fqn and unit.numel]
     if not sizes:
@@ -97,8 +97,8 @@ def _empty_units(plan: ShardingPlan) -> Iterator[str]:
     empty = [unit.fqn for unit in plan.units if unit.fqn and not unit.layouts]
     if empty:
         yield (
-            f"{_names('unit', empty)} without parameters: the modules have none, or only ones that "
-            "units below own or that are tied to modules elsewhere; choose other modules"
+            f"{subject_of('unit', empty)} without parameters: the modules have none, or only ones "
+            "that units below own or that are tied to modules elsewhere; choose other modules"
         )
 
 
@@ -118,6 +118,6 @@ def _wasteful(unit: Unit) -> bool:
     return unit.padding_bytes > max(PADDING_BYTES, PADDING_SHARE * unit.unsharded_bytes)
 
 
-def _names(what: str, names: Sequence[str]) -> str:
-    """Return the subject and verb of a sentence: `units a, b, c, d and 3 more are`."""
-    return f"{what}s {some_of(names)} are" if len(names) > 1 else f"{what} {names[0]} is"
+def subject_of(noun: str, names: Sequence[str]) -> str:
+    """The subject and verb of a sentence: "units a, b, c, d and 3 more are"."""
+    return f"{noun}s {some_of(names)} are" if len(names) > 1 else f"{noun} {names[0]} is"

@@ -1,4 +1,4 @@
-"""What a program scheduled by cost is bound by: bytes, and the hardware it is timed on."""
+"""Results of single passes that a program carries: regions, byte budget, CUDA graphs."""
 
 from __future__ import annotations
 
@@ -11,11 +11,14 @@ from graphshard.hardware.hardware import Hardware
 
 @dataclass(frozen=True)
 class Regions:
-    """The regions of a program, for whoever wants to know of them.
+    """Summary of the compiled regions of a program.
 
-    forms: of each region the number of the first one of its form. counts: the operators in each,
-    views left out. left: the operators in none. fell_back: why some regions run operator by
-    operator although they should be compiled, by what they are; known once they were to run.
+    Attributes:
+        forms: for each region, the number of the first region of the same form.
+        counts: for each region, its number of operators without views.
+        left: number of operators in no region, without views.
+        fell_back: the reason for each region that is not compiled but runs operator by operator,
+            by the region's label; filled when the regions are compiled.
     """
 
     forms: tuple[int, ...]
@@ -25,23 +28,23 @@ class Regions:
 
     @property
     def distinct(self) -> int:
-        """How many forms there are."""
+        """The number of different forms."""
         return len(set(self.forms))
 
     def __str__(self) -> str:
-        """As the plan says it: so many of so many operators, how many distinct, what fell back."""
-        said = [
+        """One line for the plan: regions, operators, distinct forms, and fallbacks."""
+        texts = [
             f"{len(self.forms):,} of {sum(self.counts):,} operators, {self.distinct:,} distinct",
             f"{self.left:,} operators in none",
         ]
         by_reason: dict[str, list[str]] = {}
         for where, reason in self.fell_back.items():
             by_reason.setdefault(reason, []).append(where)
-        said += [f"{some_of(where)} fell back: {why}" for why, where in by_reason.items()]
-        return "; ".join(said)
+        texts += [f"{some_of(where)} fell back: {why}" for why, where in by_reason.items()]
+        return "; ".join(texts)
 
     def to_dict(self) -> dict[str, Any]:
-        """The same as plain data."""
+        """The summary as plain data, ready for JSON."""
         return {
             "regions": len(self.forms),
             "distinct": self.distinct,
@@ -52,12 +55,12 @@ class Regions:
 
 
 DEFAULT_HARDWARE = {"cuda": "h100-sxm", "cpu": "cpu-gloo"}
-"""What a step is timed on if the policy does not say, by the kind of device it was captured for."""
+"""The hardware preset for timing if the policy names none, by the type of the captured device."""
 
 
 @dataclass(frozen=True)
 class Score:
-    """How good a program is: seconds of forward and backward, and the most bytes held at once."""
+    """The quality of a program: seconds of forward and backward, and peak bytes."""
 
     seconds: float
     bytes: int
@@ -65,7 +68,7 @@ class Score:
     def beats(self, other: Score) -> bool:
         """Whether this is faster than `other`, or as fast and smaller.
 
-        Times that differ by a billionth are equal: they are sums in another order.
+        Times within a billionth count as equal, since they are sums in different orders.
         """
         slack = 1e-9 * max(self.seconds, other.seconds)
         if abs(self.seconds - other.seconds) > slack:
@@ -75,10 +78,10 @@ class Score:
 
 @dataclass(frozen=True)
 class CudaGraphs:
-    """Whether a step is captured as CUDA graphs, and why not."""
+    """Whether a step is captured as CUDA graphs, or the reason why not."""
 
-    why_not: str | None  # None: it is
-    graphs: int = 2  # forward, and backward where there is one
+    why_not: str | None  # None if it is captured
+    graphs: int = 2  # forward, and backward if there is one
 
     def __str__(self) -> str:
         if self.why_not is not None:
@@ -88,17 +91,20 @@ class CudaGraphs:
 
 @dataclass(frozen=True)
 class Budget:
-    """The most bytes a step may hold at once while it is scheduled, and what it is timed on.
+    """The byte budget that scheduling must keep, and the hardware that steps are timed on.
 
-    bytes: with `of_policy`, the policy's memory_budget, which counts what that field says.
-        Otherwise what the same program needs in FSDP's order, counted as in
-        `graphshard.cost.memory` without what stays between steps: communication buffers and reduced
-        gradients too.
-    kept: why the program stands in FSDP's order all the same, None if it does not.
-    best: the score that `Overlap` would reach with the program as it is, None if not known.
-    room: the most bytes that the program in FSDP's order holds at once for sharding's sake:
-        unsharded parameters, gradients to reduce and (but with `of_policy`) buffers of collectives.
-    sharding: the most that the program `Overlap` made holds so; None before that.
+    Attributes:
+        bytes: the most bytes that a step may hold at once. With `of_policy`, the policy's
+            `memory_budget`, counted as that field says. Otherwise the peak of the same program in
+            FSDP's order, counted as in `graphshard.cost.memory` without the memory that stays
+            between steps, but with communication buffers and reduced gradients.
+        hardware: the hardware to time on.
+        of_policy: whether the policy sets `memory_budget`.
+        kept: why the program stays in FSDP's order; None if it does not.
+        best: the score that `Overlap` would reach with the program as it is; None if unknown.
+        room: peak bytes that sharding adds to the program in FSDP's order: unsharded parameters,
+            gradients to reduce and, without `of_policy`, communication buffers.
+        sharding: the same peak in the order that `Overlap` chose; None before that.
     """
 
     bytes: int
@@ -111,17 +117,18 @@ class Budget:
 
     @property
     def backend(self) -> str:
-        """The backend whose buffers count."""
+        """The communication backend whose buffers are counted."""
         return "gloo" if "gloo" in self.hardware.name else "nccl"
 
     def allows(self, score: Score) -> bool:
-        """Whether a program of this score keeps the budget."""
+        """Whether a program with this score keeps the budget."""
         return score.bytes <= self.bytes
 
     def prefers(self, score: Score, other: Score) -> bool:
-        """Whether a program of `score` is to be taken instead of one of `other`.
+        """Whether a program with `score` is better than one with `other`.
 
-        Keeping the budget comes first, then time, then bytes; where both break it, bytes alone.
+        A program within the budget beats one above it. Within the budget time decides, then bytes;
+        above it, bytes alone.
         """
         if self.allows(score) and self.allows(other):
             return score.beats(other)

@@ -1,5 +1,6 @@
-"""Typed views of the vocabulary's nodes: the arguments that a node carries, and putting it into a
-graph. Nothing else reads them by name.
+"""Typed access to the arguments of vocabulary nodes, and the insertion of collectives.
+
+No other module reads these arguments by name.
 """
 
 from __future__ import annotations
@@ -23,14 +24,14 @@ class Collective:
 
     Attributes:
         target: the op's function.
-        unit: FQN of the unit it serves, the first operand's if they are of several units.
-        params: FQNs of the parameters, one per operand.
-        named_group: the group it names; None where it names none.
-        ranks: size of the group, for the group "reshard".
-        columns: start and end along the last dim, where it moves some columns of one gradient.
+        unit: FQN of the unit it serves; with several units, that of the first operand.
+        params: FQNs of the parameters, one for each operand.
+        named_group: the group that the node names; None if it names none.
+        ranks: size of a "reshard" group.
+        columns: start and end along the last dim, for a reduce of some columns of one gradient.
         units: FQN of the unit of each operand.
-        dims: the dim each parameter is split along.
-        in_place: its results are the copies that ranks keep.
+        dims: the dim that each parameter is split along.
+        in_place: whether the results are the whole copies that ranks keep.
     """
 
     target: Any
@@ -52,28 +53,28 @@ class Collective:
 
     @classmethod
     def of(cls, node: fx.Node) -> Collective:
-        """The arguments of the collective `node`; None for a required one that it lacks."""
+        """Read the arguments of the collective `node`; a missing required one is None."""
         arguments: dict[str, Any] = {"unit": None, "params": None, **node.kwargs}
         return cls(node.target, named_group=arguments.pop("group", None), **arguments)
 
     @property
     def op(self) -> Op:
-        """Its row of the vocabulary."""
+        """The op in the vocabulary."""
         return OPS[self.target]
 
     @property
     def group(self) -> str:
-        """The ranks it joins."""
+        """The group that it joins; "shard" by default."""
         return self.named_group or ops.SHARD
 
     @property
     def several_units(self) -> bool:
-        """Whether its operands are of more than one unit."""
+        """Whether its operands belong to more than one unit."""
         return len(set(self.units)) > 1
 
     @property
     def kwargs(self) -> dict[str, Any]:
-        """As a node carries them: defaults are left out."""
+        """The keyword arguments of its node, without defaults."""
         written: dict[str, Any] = {"unit": self.unit, "params": self.params}
         if self.named_group is not None:
             written["group"] = self.named_group
@@ -90,7 +91,7 @@ class Collective:
         return written
 
     def pick(self, indices: Iterable[int]) -> Collective:
-        """The same collective of the operands at `indices` alone."""
+        """The same collective of only the operands at `indices`."""
         chosen = list(indices)
         units = tuple(self.units[index] for index in chosen)
         return replace(
@@ -102,7 +103,7 @@ class Collective:
         )
 
     def __add__(self, other: Collective) -> Collective:
-        """One collective of the operands of both."""
+        """A collective of the operands of both."""
         return replace(
             self,
             params=self.params + other.params,
@@ -113,14 +114,14 @@ class Collective:
 
 @dataclass(frozen=True)
 class OneTensor:
-    """The arguments of a node that takes one tensor: a transfer, a keep or a reshard.
+    """The arguments of a node that takes one tensor: a transfer, a `keep` or a `reshard`.
 
     Attributes:
         target: the op's function.
         unit: FQN of the unit.
         param: FQN of the parameter whose shard or gradient it takes; None for an activation.
-        dtype: the dtype a cast gives.
-        kept_as: "gradient" or "shard", for what is kept of a gradient.
+        dtype: the dtype that a cast returns.
+        kept_as: "gradient" or "shard", the form in which a gradient is accumulated.
         ranks: size of the groups, for a reshard.
     """
 
@@ -133,50 +134,50 @@ class OneTensor:
 
     @classmethod
     def of(cls, node: fx.Node) -> OneTensor:
-        """The arguments of `node`; None for a required one that it lacks."""
+        """Read the arguments of `node`; a missing required one is None."""
         arguments: dict[str, Any] = {"unit": None, "param": None, **node.kwargs}
         return cls(node.target, kept_as=arguments.pop("of", None), **arguments)
 
 
 def fault_in(node: fx.Node) -> str | None:
-    """The fault in the arguments of a collective or a node of one tensor; None if there is none."""
-    said = node.kwargs
+    """Describe the fault in the arguments of a vocabulary node; None if there is none."""
+    arguments = node.kwargs
     if not ops.is_collective(node):
-        param = said.get("param", 0)
-        named = isinstance(said.get("unit"), str) and (param is None or isinstance(param, str))
+        param = arguments.get("param", 0)
+        named = isinstance(arguments.get("unit"), str) and (param is None or isinstance(param, str))
         return None if named else f"{ops.op_name(node)} must say its unit and its param"
-    unit, params = said.get("unit"), said.get("params")
+    unit, params = arguments.get("unit"), arguments.get("params")
     if not isinstance(unit, str) or not isinstance(params, (tuple, list)):
         return "a collective must say its unit and its params"
     operands = operands_of(node)
     if not operands or len(operands) != len(params):
         return f"{len(operands)} operands for {len(params)} parameters"
-    units = said.get("units", (unit,) * len(params))
+    units = arguments.get("units", (unit,) * len(params))
     if not isinstance(units, (tuple, list)) or len(units) != len(params) or unit != units[0]:
         return "a collective of several units names one per parameter"
     return None
 
 
 def param_of(node: fx.Node) -> str | None:
-    """FQN of the parameter that a node of one tensor says; None if it says none."""
+    """FQN of the parameter that a node of one tensor names; None if it names none."""
     name: Any = node.kwargs.get("param")
     return name if isinstance(name, str) else None
 
 
 def params_of(collective: fx.Node) -> tuple[str, ...]:
-    """FQNs of the parameters whose shards or gradients a collective moves, by operand."""
+    """FQNs of the parameters that a collective moves, one for each operand."""
     names: Any = collective.kwargs["params"]
     return tuple(names)
 
 
 def operands_of(collective: fx.Node) -> list[fx.Node]:
-    """The values that a collective moves, in the order of its parameters."""
+    """The operands of a collective, in the order of its parameters."""
     operands: Any = collective.args[0]
     return list(operands)
 
 
 def wait_of(collective: fx.Node) -> fx.Node | None:
-    """The `wait` that ends a collective; None while there is none."""
+    """The `wait` that ends a collective; None if there is none yet."""
     return next((user for user in collective.users if user.target is ops.wait), None)
 
 
@@ -190,19 +191,19 @@ def insert_collective(
     wait: fx.Node,
     phase: str,
 ) -> tuple[fx.Node, list[fx.Node]]:
-    """Insert a collective, its wait, and a node for each of its results.
+    """Insert a collective, its wait, and a node that picks each result.
 
     Args:
         program: edited in place.
         collective: the node's arguments.
-        operands: in the order of its parameters.
-        vals: the results as FakeTensors, likewise.
-        issue: the node before which it is launched.
-        wait: the node before which its results are there.
-        phase: of all new nodes.
+        operands: one for each parameter, in order.
+        vals: the results as FakeTensors, one for each parameter.
+        issue: the node to insert the collective before.
+        wait: the node to insert the wait before.
+        phase: the phase of all new nodes.
 
     Returns:
-        The wait, and the results.
+        The wait, and the results in order.
     """
     label, gathers = collective.unit or "root", collective.op.gathers
     whole, each = ("full", "full") if gathers else ("reduced", "grad")

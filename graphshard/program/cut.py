@@ -1,9 +1,9 @@
-"""Cutting a finished program into what runs in forward and what runs in backward.
+"""Cut a finished program into a forward graph and a backward graph.
 
-The cut comes after every pass, so what crosses it is read off the program and decided by nobody:
-a forward value is kept for backward exactly if a backward node (or a gradient) uses it. A gathered
-parameter kept over the border crosses as the list its `wait` returned, since its `free` needs the
-whole list, and is unpacked again on the other side.
+The cut comes after every pass, so the program alone decides which values cross it: a forward value
+is saved exactly if a backward node or a returned gradient reads it. A gathered parameter that stays
+until backward crosses as the list that its `wait` returned, since its `free` needs the whole list;
+backward picks the parameter from that list again.
 """
 
 from __future__ import annotations
@@ -25,10 +25,12 @@ from graphshard.program.size_nodes import symbol_nodes
 
 @dataclass(frozen=True)
 class Crossing:
-    """A forward value that backward uses.
+    """A forward value that backward reads.
 
-    tensor: an activation, input or buffer, which autograd keeps and checks; otherwise a shard, a
-    gathered parameter or a part of one, or a plain number, which the runtime keeps as it is.
+    Attributes:
+        name: the name of its node.
+        tensor: True for an activation, input or buffer, which autograd saves and checks. False for
+            a shard, a gathered parameter or part of one, or a number, which the runtime holds.
     """
 
     name: str
@@ -37,12 +39,14 @@ class Crossing:
 
 @dataclass(frozen=True)
 class Cut:
-    """The two halves of a program, still in the graph vocabulary.
+    """The forward and backward graphs of a program, still with ops of the vocabulary.
 
-    forward   placeholders: parameters, buffers and constants, inputs, in table order;
-              output: [outputs, mutations, tensors that cross, others that cross]
-    backward  placeholders: tensors that cross, others that cross, tangents, in order;
-              output: [gradients of parameters, gradients of inputs]; None if forward-only
+    Attributes:
+        forward: placeholders are parameters, buffers and constants, and inputs, in the order of
+            the tables. Returns [outputs, mutations, crossing tensors, other crossing values].
+        backward: placeholders are crossing tensors, other crossing values, and tangents. Returns
+            [gradients of parameters, gradients of inputs]. None for a forward-only program.
+        crossings: the values that cross, in the order forward computes them.
     """
 
     forward: fx.Graph
@@ -51,10 +55,10 @@ class Cut:
 
 
 def cut(program: Program) -> Cut:
-    """Split `program`, which stays as it is.
+    """Cut `program`, which is not changed.
 
     Raises:
-        GraphshardError: a forward node reads what only backward computes.
+        GraphshardError: a forward node reads a value that only backward computes.
     """
     crossings = tuple(_crossings(program)) if program.grad else ()
     backward = cut_backward(program, crossings) if program.grad else None
@@ -62,9 +66,9 @@ def cut(program: Program) -> Cut:
 
 
 def cut_backward(program: Program, crossings: Sequence[Crossing]) -> fx.Graph:
-    """The backward half of `program`, to run after a forward that saves `crossings`.
+    """The backward graph of `program`, to run after a forward graph that saves `crossings`.
 
-    `program` may be a specialised copy that no longer has or uses some of them.
+    `program` may be a specialised copy that no longer contains or reads some of them.
     """
     by_name = {node.name: node for node in program.graph.nodes}
     graph = fx.Graph()
@@ -79,8 +83,8 @@ def cut_backward(program: Program, crossings: Sequence[Crossing]) -> fx.Graph:
         if entry.tangent is not None:
             new[entry.tangent] = graph.node_copy(entry.tangent)
     for node in program.nodes():
-        kept_unpack = ops.is_unpack(node) and node.args[0] in new and node not in new
-        if not _runs_in_forward(node) or kept_unpack:
+        unpacks_crossing = ops.is_unpack(node) and node.args[0] in new and node not in new
+        if not _runs_in_forward(node) or unpacks_crossing:
             new[node] = copy_node(graph, node, new)
     results = program.results()
     mapped = fx.map_arg([results.grads, results.input_grads], new.__getitem__)
@@ -89,7 +93,7 @@ def cut_backward(program: Program, crossings: Sequence[Crossing]) -> fx.Graph:
 
 
 def in_calling_order(crossings: Sequence[Crossing]) -> list[Crossing]:
-    """Tensors first, then the others: the order of backward's placeholders."""
+    """Order `crossings` as backward's placeholders: tensors first, then the others."""
     return [c for c in crossings if c.tensor] + [c for c in crossings if not c.tensor]
 
 
@@ -102,17 +106,19 @@ def _forward(program: Program, crossings: Sequence[Crossing]) -> fx.Graph:
     for node in (*ends, *program.nodes()):
         if not _runs_in_forward(node):
             continue
-        late = [source.name for source in node.all_input_nodes if source not in new]
-        if late:
-            raise GraphshardError(f"forward node {node.name} reads backward's {', '.join(late)}")
+        from_backward = [source.name for source in node.all_input_nodes if source not in new]
+        if from_backward:
+            raise GraphshardError(
+                f"forward node {node.name} reads backward's {', '.join(from_backward)}"
+            )
         new[node] = copy_node(graph, node, new)
         by_name[node.name] = node
     overwritten = _overwritten(program)
 
-    def leaving(node: fx.Node) -> fx.Node:
+    def returned(node: fx.Node) -> fx.Node:
         if node not in overwritten:
             return new[node]
-        # The caller writes the new value over this storage once forward has returned.
+        # The caller overwrites this storage with the new value after forward.
         copied = graph.call_function(torch.ops.aten.clone.default, (new[node],))
         copied.meta = {**node.meta, "phase": FORWARD}
         copied.meta.pop(REGION, None)
@@ -120,15 +126,15 @@ def _forward(program: Program, crossings: Sequence[Crossing]) -> fx.Graph:
 
     results = program.results()
     order = in_calling_order(crossings)
-    tensors = [leaving(by_name[c.name]) for c in order if c.tensor]
+    tensors = [returned(by_name[c.name]) for c in order if c.tensor]
     others = [new[by_name[c.name]] for c in order if not c.tensor]
-    outputs = fx.map_arg(results.outputs, leaving)
+    outputs = fx.map_arg(results.outputs, returned)
     graph.output([outputs, fx.map_arg(results.mutations, new.__getitem__), tensors, others])
     return graph
 
 
 def saved_nodes(program: Program) -> list[fx.Node]:
-    """What backward uses of forward, in the order of the graph."""
+    """The forward nodes whose values backward reads, in the order of the graph."""
     used: set[fx.Node] = set()
     for node in (*program.nodes(BACKWARD), program.output_node):
         if node.op == "output":
@@ -140,24 +146,24 @@ def saved_nodes(program: Program) -> list[fx.Node]:
             sources = node.all_input_nodes
         for source in sources:
             if _runs_in_forward(source):
-                used.add(_kept_as(source))
-    # A backward derived later, for outputs without a gradient, may need any size.
+                used.add(_crossing_node(source))
+    # A backward specialised later to outputs without gradients may need any size.
     used |= {node for node in symbol_nodes(program).values() if _runs_in_forward(node)}
     return [node for node in program.graph.nodes if node in used]
 
 
 def _crossings(program: Program) -> Iterator[Crossing]:
-    """What backward uses of forward, in the order forward computes it."""
-    kept_whole = {entry.node for entry in program.params}
-    kept_whole |= {entry.node for entry in program.buffers if entry.constant}
-    kept_whole |= {node for node in program.nodes() if node.target is ops.reshard}
+    """The forward values that backward reads, in the order forward computes them."""
+    untracked = {entry.node for entry in program.params}
+    untracked |= {entry.node for entry in program.buffers if entry.constant}
+    untracked |= {node for node in program.nodes() if node.target is ops.reshard}
     for node in saved_nodes(program):
-        is_tensor = isinstance(node.meta.get("val"), Tensor) and node not in kept_whole
+        is_tensor = isinstance(node.meta.get("val"), Tensor) and node not in untracked
         yield Crossing(node.name, is_tensor)
 
 
-def _kept_as(node: fx.Node) -> fx.Node:
-    """The node that crosses so that backward has `node`: for a gathered parameter, its `wait`."""
+def _crossing_node(node: fx.Node) -> fx.Node:
+    """The node that crosses in place of `node`: the `wait`, for a gathered parameter."""
     if ops.is_unpack(node) and ops.collective_of(node).target is ops.all_gather:
         source = node.args[0]
         assert isinstance(source, fx.Node)
@@ -170,8 +176,8 @@ def _runs_in_forward(node: fx.Node) -> bool:
         return node.meta["phase"] == FORWARD
     if node.meta["phase"] == FORWARD:
         return True
-    # A tuple cannot be saved, so its elements are picked where it is computed. What is picked from
-    # a kept gather is picked again in backward (see `_kept_as`).
+    # A tuple cannot be saved, so its elements are picked in forward. Parameters are picked from a
+    # gather that crosses in backward again (see `_crossing_node`).
     return node.target is operator.getitem and (
         isinstance(node.args[0], fx.Node)
         and not ops.is_unpack(node)
@@ -180,12 +186,12 @@ def _runs_in_forward(node: fx.Node) -> bool:
 
 
 def _overwritten(program: Program) -> set[fx.Node]:
-    """Values whose storage a mutation overwrites right after forward."""
-    found = {entry.target for entry in program.mutations}
+    """Nodes whose storage a mutation overwrites right after forward."""
+    overwritten = {entry.target for entry in program.mutations}
     for node in program.nodes():
-        if any(source in found for source in alias_inputs(node)):
-            found.add(node)
-    return found
+        if any(source in overwritten for source in alias_inputs(node)):
+            overwritten.add(node)
+    return overwritten
 
 
 def _without_unused_unpacks(graph: fx.Graph) -> fx.Graph:

@@ -1,4 +1,4 @@
-"""The few edits passes make: insert a gather or a reduce, point uses at it, drop what is dead."""
+"""Edits that passes share: insert, split, merge and drop collectives, and redirect readers."""
 
 from __future__ import annotations
 
@@ -28,18 +28,18 @@ from graphshard.program.program import ParamEntry, Program
 
 
 def fake_like(like: Any, shape: Sequence[int], stride: Sequence[int] | None = None) -> torch.Tensor:
-    """A FakeTensor on the device and in the mode of `like`, contiguous unless `stride` is given."""
+    """A FakeTensor of `shape` like `like`, contiguous unless `stride` is given."""
     strides = None if stride is None else tuple(stride)
     return _fake(like.fake_mode, tuple(shape), strides, like.dtype, like.device)
 
 
 def fake_on(like: Any, device: str | torch.device) -> torch.Tensor:
-    """A FakeTensor as `like`, on another device."""
+    """A FakeTensor like `like`, on another device."""
     return _fake(like.fake_mode, like.shape, like.stride(), like.dtype, torch.device(device))
 
 
 def fake_as(like: Any, dtype: torch.dtype) -> torch.Tensor:
-    """A FakeTensor as `like`, of another dtype."""
+    """A FakeTensor like `like`, of another dtype."""
     return _fake(like.fake_mode, like.shape, like.stride(), dtype, like.device)
 
 
@@ -50,20 +50,20 @@ def _fake(
     dtype: torch.dtype,
     device: torch.device,
 ) -> torch.Tensor:
-    """One FakeTensor of `mode` for all that are asked for alike: passes make thousands of few."""
-    made: dict[Any, torch.Tensor] = vars(mode).setdefault("_graphshard_made", {})
+    """A FakeTensor of `mode`, cached, as passes ask for the same few thousands of times."""
+    fakes: dict[Any, torch.Tensor] = vars(mode).setdefault("_graphshard_fakes", {})
     key = tuple(shape), None if stride is None else tuple(stride), dtype, device
     numbers = all(type(number) is int for number in (*shape, *(stride or ())))
-    if numbers and key in made:
-        return made[key]
+    if numbers and key in fakes:
+        return fakes[key]
     with mode:
         if stride is None:
-            found = torch.empty(tuple(shape), dtype=dtype, device=device)
+            fake = torch.empty(tuple(shape), dtype=dtype, device=device)
         else:
-            found = torch.empty_strided(tuple(shape), tuple(stride), dtype=dtype, device=device)
+            fake = torch.empty_strided(tuple(shape), tuple(stride), dtype=dtype, device=device)
     if numbers:
-        made[key] = found
-    return found
+        fakes[key] = fake
+    return fake
 
 
 def entries_by_name(program: Program) -> dict[str, ParamEntry]:
@@ -82,9 +82,9 @@ def insert_node(
     phase: str,
     val: Any,
 ) -> fx.Node:
-    """A node of `unit` at the graph's insertion point.
+    """Insert a node of `unit` at the graph's insertion point.
 
-    fx drops a number that ends a name, so `name` should end in a word: "layers.1_free".
+    `name` should end in a word, as in "layers.1_free", since fx strips a number at the end.
     """
     node = program.graph.create_node("call_function", target, args, kwargs, name=name)
     node.meta.update(val=val, phase=phase, fqn=unit, unit=unit)
@@ -101,16 +101,16 @@ def insert_copy(
     param: str | None = None,
     unit: str | None = None,
 ) -> fx.Node:
-    """A `to_host`, `to_device` or `arrive` of `source`, at the graph's insertion point.
+    """Insert a `to_host`, `to_device` or `arrive` of `source` at the graph's insertion point.
 
     Args:
-        program: what is rewritten.
+        program: edited in place.
         target: the vocabulary function.
-        source: what is copied, or the copy to arrive.
-        name: of the node; see `insert_node`.
-        phase: of the node.
-        param: the parameter whose shard or gradient it is; None for an activation.
-        unit: whose it is; None for the unit of `source`.
+        source: the node to copy; for an `arrive`, the pending copy.
+        name: name of the new node; see `insert_node`.
+        phase: phase of the new node.
+        param: FQN of the parameter whose shard or gradient is copied; None for an activation.
+        unit: FQN of its unit; None for the unit of `source`.
     """
     val = source.meta["val"]
     if target is not ops.arrive:
@@ -123,20 +123,25 @@ def insert_copy(
 
 
 def note_copies(program: Program, what: str, *, params: bool) -> None:
-    """Note on the program how much one step copies between host and device, of `params` or not.
+    """Note on the program how many bytes a step copies between host and device.
 
-    A note on the same from before is replaced.
+    Replaces an earlier note that starts with `what`.
+
+    Args:
+        program: gets the note.
+        what: the copied values, as text.
+        params: count copies of parameters and gradients, or else those of activations.
     """
-    said = []
+    texts = []
     for target, where in ((ops.to_device, "to the device"), (ops.to_host, "to the host")):
         copies = [
             node
             for node in program.nodes()
             if node.target is target and (param_of(node) is not None) == params
         ]
-        said.append(f"{bytes_text(copies)} bytes in {len(copies):,} copies {where}")
+        texts.append(f"{bytes_text(copies)} bytes in {len(copies):,} copies {where}")
     others = tuple(note for note in program.notes if not note.startswith(f"{what}: "))
-    program.notes = (*others, f"{what}: {', '.join(said)}, each step")
+    program.notes = (*others, f"{what}: {', '.join(texts)}, each step")
 
 
 def insert_gather(
@@ -150,12 +155,16 @@ def insert_gather(
     phase: str,
     parts: Mapping[str, fx.Node] | None = None,
 ) -> dict[str, fx.Node]:
-    """One all_gather, its wait and its tensors before `before`: the full value by parameter.
+    """Insert one all_gather of `params` and its wait before the node `before`.
 
-    With `parts`, what `reshard` kept of each parameter is gathered in its group.
+    With `parts`, the operands are these results of `reshard` (by parameter) instead of the shards,
+    and the gather joins a "reshard" group.
+
+    Returns:
+        The full value by parameter.
     """
-    wanted = set(params)
-    names = tuple(name for name in plan.unit(unit).params if name in wanted)
+    chosen = set(params)
+    names = tuple(name for name in plan.unit(unit).params if name in chosen)
     shards = [(entries[name].node if parts is None else parts[name]) for name in names]
     group = None if parts is None else ops.RESHARD
     collective = _collective(plan, ops.all_gather, unit, names, group)
@@ -180,9 +189,20 @@ def insert_reduce(
     phase: str,
     group: str | None = None,
 ) -> tuple[dict[str, fx.Node], fx.Node]:
-    """One reduce of `grads` (the full gradient and the reduced shape, by parameter) after `after`.
+    """Insert one reduce and its wait after the node `after`.
 
-    Returns the reduced gradient by parameter, and the last node inserted.
+    Args:
+        program: edited in place.
+        plan: says how parameters are laid out.
+        target: the vocabulary function.
+        unit: FQN of the unit.
+        grads: the gradient to reduce and the shape of the result, by parameter.
+        after: the node to insert after.
+        phase: phase of the new nodes.
+        group: name of the group; None for the default.
+
+    Returns:
+        The reduced gradient by parameter, and the last node inserted.
     """
     shards = [fake_like(grad.meta["val"], shape) for grad, shape in grads.values()]
     _, reduced = insert_collective(
@@ -200,7 +220,7 @@ def insert_reduce(
 def _collective(
     plan: ShardingPlan, target: Any, unit: str, names: tuple[str, ...], group: str | None
 ) -> Collective:
-    """A collective of the parameters `names` of `unit`, laid out as the plan says."""
+    """The collective of the parameters `names` of `unit`, with their layouts in the plan."""
     layouts = [plan.layouts[name] for name in names]
     return Collective(
         target,
@@ -219,55 +239,64 @@ def rewire(
     values: Mapping[str, fx.Node],
     *,
     unit: str,
-    settled: Iterable[fx.Node] = (),
+    rewired: Iterable[fx.Node] = (),
 ) -> list[fx.Node]:
-    """Point `readers` (in graph order) at `values`, the full value by parameter.
+    """Redirect `readers` to `values`, the full value by parameter.
 
-    A reader that is itself a view or cast of a parameter stays where it is, over its new value.
-    Other views and casts the readers need are computed again right before them, except those in
-    `settled`, which stay. Returns the views and casts that now stand on `values`.
+    A reader that is itself a view or cast of a parameter stays in place and reads the new value.
+    Other views and casts that the readers need are computed again right before them.
+
+    Args:
+        readers: nodes that read parameters or values derived from them, in graph order.
+        derived: every value derived from a parameter, with its source.
+        values: the full value by parameter.
+        unit: FQN of the parameters' unit.
+        rewired: views and casts that read `values` already.
+
+    Returns:
+        The views and casts that this call redirected.
     """
-    local: dict[fx.Node, fx.Node] = {node: node for node in settled}
-    kept: list[fx.Node] = []
+    current: dict[fx.Node, fx.Node] = {node: node for node in rewired}
+    redirected: list[fx.Node] = []
 
     def resolve(value: fx.Node, before: fx.Node) -> fx.Node:
-        if value in local:
-            return local[value]
+        if value in current:
+            return current[value]
         source = derived[value]
         if source.base is None:
             return values[source.param]
         base = resolve(source.base, before)
-        stale = tensor_inputs(value)[0]  # may stand on another gather by now
+        stale = tensor_inputs(value)[0]  # may read another gather by now
         with before.graph.inserting_before(before):
-            again = before.graph.node_copy(value, lambda n: base if n is stale else n)
-        again.meta = {**value.meta, "phase": before.meta["phase"], "unit": unit}
-        local[value] = again
-        return again
+            copied = before.graph.node_copy(value, lambda n: base if n is stale else n)
+        copied.meta = {**value.meta, "phase": before.meta["phase"], "unit": unit}
+        current[value] = copied
+        return copied
 
     for reader in readers:
         for value in reader.all_input_nodes:
             source = derived.get(value)
             if source is None or source.param not in values:
                 continue
-            now = resolve(value, reader)
-            if now is not value:
-                reader.replace_input_with(value, now)
-        own = derived.get(reader)
-        if own is not None and own.param in values:
-            local[reader] = reader
-            kept.append(reader)
-    return kept
+            replacement = resolve(value, reader)
+            if replacement is not value:
+                reader.replace_input_with(value, replacement)
+        reader_source = derived.get(reader)
+        if reader_source is not None and reader_source.param in values:
+            current[reader] = reader
+            redirected.append(reader)
+    return redirected
 
 
 def erase_dead(nodes: Iterable[fx.Node]) -> None:
-    """Erase those of `nodes` (in graph order) that nobody reads."""
+    """Erase the nodes in `nodes` (in graph order) that nothing reads."""
     for node in reversed(list(nodes)):
         if not node.users:
             node.graph.erase_node(node)
 
 
 def prune_gather(wait: fx.Node) -> None:
-    """Drop from a gather the parameters whose full value nobody reads, and it with the last."""
+    """Remove unread parameters from a gather, or the whole gather if all are unread."""
     gather = ops.collective_of(wait)
     used = [node for node in unpacks(wait) if node.users]
     if len(used) == len(wait.meta["val"]):
@@ -288,7 +317,7 @@ def prune_gather(wait: fx.Node) -> None:
 
 
 def keep_operands(wait: fx.Node, keep: Sequence[int]) -> None:
-    """Leave a collective with the operands at `keep` only, and renumber what unpacks it."""
+    """Remove all operands but those at `keep` from the collective that `wait` ends."""
     collective = ops.collective_of(wait)
     operands = operands_of(collective)
     transfers = transfers_into(collective)
@@ -302,7 +331,7 @@ def keep_operands(wait: fx.Node, keep: Sequence[int]) -> None:
 
 
 def issue_of(collective: fx.Node) -> list[fx.Node]:
-    """What is issued with `collective`: the transfers of its operands, then it."""
+    """The nodes that issue `collective`: the transfers of its operands, then the collective."""
     return [*transfers_into(collective), collective]
 
 
@@ -315,15 +344,15 @@ def gather_again(
     waited: fx.Node,
     phase: str,
 ) -> tuple[fx.Node, dict[int, fx.Node]]:
-    """Another gather of some of the parameters that `wait` returns, as its own gather has them.
+    """Gather some of the parameters that `wait` returns a second time.
 
     Args:
-        program: what is rewritten.
-        wait: of the gather to be repeated.
-        indices: of its operands, in order.
-        issued: the node to issue it before.
-        waited: the node to wait for it before.
-        phase: of the new nodes.
+        program: edited in place.
+        wait: the wait of the gather to repeat.
+        indices: indices of the operands to gather, in order.
+        issued: the node to insert the gather before.
+        waited: the node to insert its wait before.
+        phase: phase of the new nodes.
 
     Returns:
         The new wait, and the new full value by index.
@@ -332,7 +361,7 @@ def gather_again(
     operands = operands_of(gather)
     with program.graph.inserting_before(issued):
         shards = [_copied(program, operands[index], phase) for index in indices]
-    again, values = insert_collective(
+    new_wait, values = insert_collective(
         program,
         Collective.of(gather).pick(indices),
         shards,
@@ -341,23 +370,23 @@ def gather_again(
         wait=waited,
         phase=phase,
     )
-    return again, dict(zip(indices, values, strict=True))
+    return new_wait, dict(zip(indices, values, strict=True))
 
 
 def _copied(program: Program, operand: fx.Node, phase: str) -> fx.Node:
-    """`operand` with its transfers made again, at the insertion point."""
+    """Copy the transfers of `operand` to the insertion point; returns the last of them."""
     if not ops.is_transfer(operand):
         return operand
     source = operand.args[0]
     assert isinstance(source, fx.Node)
     base = _copied(program, source, phase)
-    again = program.graph.node_copy(operand, lambda node: base if node is source else node)
-    again.meta = {**operand.meta, "phase": phase}
-    return again
+    copied = program.graph.node_copy(operand, lambda node: base if node is source else node)
+    copied.meta = {**operand.meta, "phase": phase}
+    return copied
 
 
 def insert_free(program: Program, wait: fx.Node, after: fx.Node) -> fx.Node:
-    """Free what `wait` of a gather returned right after the node `after`."""
+    """Insert a `free` of the gather that `wait` ends, right after the node `after`."""
     unit = wait.meta["unit"]
     with program.graph.inserting_after(after):
         return insert_node(
@@ -373,15 +402,15 @@ def insert_free(program: Program, wait: fx.Node, after: fx.Node) -> fx.Node:
 
 
 def take_operands(program: Program, wait: fx.Node, take: Iterable[int]) -> fx.Node:
-    """Give the operands at `take` a collective and a wait of their own, right before the old ones.
+    """Move the operands at `take` into a new collective and wait, right before the old ones.
 
-    What picks their results picks them from the new wait, which is returned.
+    Nodes that pick their results pick them from the new wait, which is returned.
     """
     indices = sorted(set(take))
     collective = ops.collective_of(wait)
     operands = operands_of(collective)
     picked = {node.args[1]: node for node in unpacks(wait)}
-    apart, results = insert_collective(
+    new_wait, results = insert_collective(
         program,
         Collective.of(collective).pick(indices),
         [operands[index] for index in indices],
@@ -393,55 +422,56 @@ def take_operands(program: Program, wait: fx.Node, take: Iterable[int]) -> fx.No
     for position, (index, result) in enumerate(zip(indices, results, strict=True)):
         program.graph.erase_node(result)
         if index in picked:
-            picked[index].args = (apart, position)
+            picked[index].args = (new_wait, position)
     keep_operands(wait, [index for index in range(len(operands)) if index not in indices])
-    return apart
+    return new_wait
 
 
 def join_gathers(program: Program, first: fx.Node, second: fx.Node) -> None:
-    """Let the gather that `first` waits for gather what `second`'s does, too.
+    """Merge the gather that `second` ends into the earlier one that `first` ends.
 
-    It is issued and waited for where the earlier one is. All of it is freed where `second` is.
+    The merged gather is issued and waited for in place of the earlier one. All its parameters are
+    freed where those of `second` are.
     """
-    into, gather = ops.collective_of(first), ops.collective_of(second)
+    merged, gather = ops.collective_of(first), ops.collective_of(second)
     for node in issue_of(gather)[:-1]:
-        into.prepend(node)
+        merged.prepend(node)
     offset = len(first.meta["val"])
-    into.kwargs = (Collective.of(into) + Collective.of(gather)).kwargs
-    into.args = ([*operands_of(into), *operands_of(gather)],)
+    merged.kwargs = (Collective.of(merged) + Collective.of(gather)).kwargs
+    merged.args = ([*operands_of(merged), *operands_of(gather)],)
     first.meta["val"] = [*first.meta["val"], *second.meta["val"]]
-    after = first
+    last = first
     for node in unpacks(second):
         node.args = (first, offset + node.args[1])  # type: ignore[operator]
-        after.append(node)
-        after = node
+        last.append(node)
+        last = node
     for node in [user for user in first.users if user.target is ops.free]:
         program.graph.erase_node(node)
     for node in [user for user in second.users if user.target is ops.free]:
         node.args = (first,)
-        node.meta["unit"] = into.meta["unit"]
+        node.meta["unit"] = merged.meta["unit"]
     for node in (second, gather):
         program.graph.erase_node(node)
 
 
 def join_reduces(program: Program, first: fx.Node, second: fx.Node) -> None:
-    """Let the reduce that `second` waits for reduce what `first`'s does, too: the later of the two.
+    """Merge the reduce that `first` ends into the later one that `second` ends.
 
-    What is done with the earlier one's results follows the later wait.
+    The nodes that process the earlier results move behind the later wait.
     """
-    reduce, into = ops.collective_of(first), ops.collective_of(second)
+    reduce, merged = ops.collective_of(first), ops.collective_of(second)
     offset = len(operands_of(reduce))
     for node in unpacks(second):
         node.args = (second, offset + node.args[1])  # type: ignore[operator]
     second.meta["val"] = [*first.meta["val"], *second.meta["val"]]
-    into.kwargs = (Collective.of(reduce) + Collective.of(into)).kwargs
-    into.args = ([*operands_of(reduce), *operands_of(into)],)
-    into.meta["unit"] = second.meta["unit"] = reduce.meta["unit"]
+    merged.kwargs = (Collective.of(reduce) + Collective.of(merged)).kwargs
+    merged.args = ([*operands_of(reduce), *operands_of(merged)],)
+    merged.meta["unit"] = second.meta["unit"] = reduce.meta["unit"]
     picked = unpacks(first)
-    after = second
+    last = second
     for node in [node for node in (*picked, *follow_ups(picked)) if node < second]:
-        after.append(node)
-        after = node
+        last.append(node)
+        last = node
     for node in picked:
         node.args = (second, node.args[1])
     for node in (first, reduce):
@@ -449,9 +479,10 @@ def join_reduces(program: Program, first: fx.Node, second: fx.Node) -> None:
 
 
 def follow_ups(picked: Sequence[fx.Node]) -> list[fx.Node]:
-    """What is done right away with the results `picked` of a reduce, in order: transfers, keeps,
-    and averages over the replicas, which are launched then and waited for later.
+    """The nodes that process the results `picked` of a reduce, in order.
+
+    They are the transfers, the `keep`s, and the averages over replicas, which are waited for later.
     """
-    further = {node for one in picked for node in transfers_after(one)}
-    users = {user for node in (*picked, *further) for user in node.users}
-    return sorted(further | {user for user in users if ops.is_collective(user)})
+    transfers = {node for one in picked for node in transfers_after(one)}
+    users = {user for node in (*picked, *transfers) for user in node.users}
+    return sorted(transfers | {user for user in users if ops.is_collective(user)})

@@ -1,41 +1,45 @@
-"""The graph vocabulary: the communication nodes that passes insert and the runtime executes.
+"""The vocabulary: the communication ops that passes insert into a program and the runtime executes.
 
-In a program these functions are only the `target` of `call_function` nodes; the runtime replaces
-each by the bound operation of its unit when it lowers the program, so calling one directly is an
-error. Every collective node carries keyword arguments:
+In a program an op is the `target` of a `call_function` node. Lowering replaces it by an operation
+that is bound to its unit, so calling one of these functions directly raises an error.
 
-    unit    the FQN of the unit it serves ("" is the root)
-    params  the FQNs of the parameters its operands belong to, in operand order
-    group   the ranks it joins; left out on a mesh of one dimension, where they are all of them:
-            "shard"      (also if left out) those along the last dimension of the mesh
-            "replicate"  those along the first, which hold equal shards
-            "all"        the whole mesh
-            "reshard"    `ranks` neighbours among those of "shard" (an all_gather only)
-    ranks   the number of them, with "reshard"
-    dims    the dim each parameter is split along, in operand order; left out if all are dim 0
-    units   the FQN of the unit of each operand, if they are of several, `unit` being the first's
-    columns  (a reduce_scatter's of one operand) where it starts and ends along the last dim: the
-            operand and the result are these columns of the gradient and of its shard, of which
-            all are there, from one reduce or another; left out for a whole gradient
-    in_place  (a gather's) True: its results are the whole copies that ranks keep (SHARD_OPTIMIZER),
-            of which the shards are parts, and are never freed; left out where buffers are new
+A collective takes a list of operands, one for each parameter, and these keyword arguments:
 
-Shapes, for a group of W ranks and a parameter of shape (d0, ...):
+    unit      FQN of the unit that it serves ("" is the root)
+    params    FQNs of the parameters, one for each operand
+    group     the ranks that take part; omitted for "shard"
+                "shard"      the ranks along the last dimension of the mesh: all, if it has only one
+                "replicate"  the ranks along the first dimension, which hold equal shards
+                "all"        every rank of the mesh
+                "reshard"    `ranks` neighbours within the "shard" group (all_gather only)
+    ranks     size of a "reshard" group
+    dims      the dim that each parameter is split along, one for each operand; omitted if all are 0
+    units     FQN of the unit of each operand; omitted if all are `unit`, which is the first of them
+    columns   (start, end) along the last dim (reduce_scatter with one operand only): the operand
+              holds these columns of the full gradient, and the result the same columns of the
+              shard. Other reduces cover the other columns. Omitted for a whole gradient
+    in_place  True for a gather that refreshes the whole copies which ranks keep (SHARD_OPTIMIZER).
+              Shards are slices of these copies, which are never freed. Omitted for new buffers
 
-    shard   (ceil(d0 / W), ...)   one rank's padded part along dim 0
-    full    (d0, ...)             the parameter itself, a prefix view of the gathered buffer
+The collective returns a pending value, its `wait` returns the list of results, and `getitem` nodes
+pick single tensors from that list.
 
-Along another dim k the shard is (d0, ..., dk / W, ...); W divides dk. A gather's `wait` copies the
-full value out of the buffer, which goes away right then; a reduce sends a copy of the gradient in
-the order of the ranks.
+Shapes, for a group of W ranks and a parameter of shape (d0, d1, ...):
 
-Transfers say in which dtype, and on which device, one tensor is: a parameter's shard on its way
-into a collective, a gradient on its way out of one, an activation between forward and backward.
-They say their unit, and their parameter (None for an activation):
+    full    (d0, d1, ...)             the parameter itself, or its gradient
+    shard   (ceil(d0 / W), d1, ...)   the part of one rank, padded with rows if W does not divide d0
+
+A parameter split along another dim k has shards (d0, ..., dk / W, ...); W divides dk. The `wait`
+of a gather copies the full tensors out of the communication buffer and drops the buffer. A reduce
+sends a copy of the gradients, arranged by rank.
+
+A transfer changes the dtype or the device of one tensor: of a parameter's shard before a gather, of
+a gradient before or after a reduce, or of an activation between forward and backward. It carries
+`unit` and `param` (None for an activation). The full chains are:
 
     shard       placeholder -> to_device -> arrive -> cast -> all_gather
     gradient    full gradient -> cast -> reduce_scatter -> wait -> cast -> to_host -> arrive
-    activation  computed -> to_host -> arrive -> kept for backward -> to_device -> arrive -> used
+    activation  computed -> to_host -> arrive -> saved for backward -> to_device -> arrive -> used
 """
 
 from __future__ import annotations
@@ -58,39 +62,39 @@ SHARD, REPLICATE, ALL, RESHARD = "shard", "replicate", "all", "reshard"
 
 
 class Kind(enum.Enum):
-    """How the readers of a program treat an op."""
+    """What an op does; passes, checks and the runtime treat ops of one kind alike."""
 
     COLLECTIVE = "moves data between ranks"
     WAIT = "ends a collective"
-    FREE = "gives storage back"
+    FREE = "frees storage"
     TRANSFER = "changes the dtype or device of one tensor, or adds to it"
     COPY = "a transfer between host and device"
-    PART = "keeps a part of a gathered parameter"
-    KEEP = "adds to the gradients that stay on this rank"
+    PART = "copies this rank's part of a gathered parameter"
+    KEEP = "adds to the gradients accumulated on this rank"
 
 
 class Value(enum.Enum):
-    """The shapes that operands and results of a collective have, by the parameter's layout."""
+    """The shape of a collective's operand or result, by the layout of its parameter."""
 
-    FULL = "the parameter's own shape"
-    SHARD = "one rank's padded part; the whole of a replicated parameter"
+    FULL = "the shape of the parameter itself"
+    SHARD = "the padded part of one rank; the whole tensor, if the parameter is replicated"
 
 
 @dataclass(frozen=True)
 class Op:
-    """One op of the vocabulary: all that text, cost, storages, verify and lowering ask of it.
+    """One op of the vocabulary, with the traits that dumps, cost, checks and lowering read.
 
     Attributes:
         target: the function that nodes call.
         kind: see `Kind`.
         takes: shape of each operand, for a collective.
         gives: shape of each result, for a collective.
-        moves: the collective of the backend that moves the bytes, and whose time it takes
-            ("all_gather", "reduce_scatter" or "all_reduce"), for a collective.
-        groups: the groups it may join on a mesh of one dimension.
-        groups_with_replicas: likewise on a mesh of two dimensions.
-        streams_bytes: it reads and writes its tensor on the compute stream at the memory's speed.
-        drawn_as: its shape in the drawn schedule (Graphviz).
+        moves: for a collective, the backend's collective that moves its bytes and sets its time:
+            "all_gather", "reduce_scatter" or "all_reduce".
+        groups: the groups that it may join on a mesh of one dimension.
+        groups_with_replicas: the groups that it may join on a mesh of two dimensions.
+        streams_bytes: it runs on the compute stream, bound by memory bandwidth.
+        drawn_as: the Graphviz shape of its nodes in a drawn schedule.
     """
 
     target: Callable[..., Any]
@@ -105,22 +109,22 @@ class Op:
 
     @property
     def name(self) -> str:
-        """As schedules, dumps and errors show it."""
+        """The name that schedules, dumps and errors show."""
         return self.target.__name__
 
     @property
     def is_transfer(self) -> bool:
-        """Whether it takes one tensor on its way into or out of a collective, or to the host."""
+        """Whether it casts, copies or adds to one tensor, as part of a chain of transfers."""
         return self.kind in (Kind.TRANSFER, Kind.COPY)
 
     @property
     def gathers(self) -> bool:
-        """Whether it makes full parameters of shards."""
+        """Whether it gathers shards into full parameters."""
         return self.takes is Value.SHARD and self.gives is Value.FULL
 
     @property
     def scatters(self) -> bool:
-        """Whether it averages full gradients and leaves each rank its shard."""
+        """Whether it averages full gradients and returns the shard of this rank."""
         return self.takes is Value.FULL and self.gives is Value.SHARD
 
     @property
@@ -130,7 +134,7 @@ class Op:
 
     @property
     def in_runs(self) -> bool:
-        """Whether nodes of it that follow each other in one unit are one event of a schedule."""
+        """Whether consecutive nodes of this op in one unit form one event of a schedule."""
         return self.is_transfer or self.kind in (Kind.PART, Kind.KEEP)
 
 
@@ -139,13 +143,13 @@ OPS: dict[Any, Op] = {}
 
 
 def _op(kind: Kind, **traits: Any) -> Callable[[_F], _F]:
-    """Enter a function into the vocabulary; its parameters are the op's typed arguments."""
+    """Add the decorated function to the vocabulary; its parameters are the op's arguments."""
 
     def enter(function: _F) -> _F:
         function.__module__ = "graphshard.ops"  # as dumped code imports it
         OPS[function] = Op(function, kind, **traits)
-        # Without this, fx drops nodes whose result nobody reads: every free. A transfer nobody
-        # reads may go.
+        # fx drops nodes whose result nobody reads, such as every free, unless they have a side
+        # effect. An unread transfer may be dropped.
         if not OPS[function].is_transfer:
             fx.node.has_side_effect(function)
         return function
@@ -176,7 +180,10 @@ def all_gather(
     group: str = SHARD,
     ranks: int | None = None,
 ) -> Any:
-    """Start gathering `shards` (each `(ceil(d0/W), ...)`) over the group; gives a pending value."""
+    """Start gathering `shards`, each `(ceil(d0/W), ...)`, over the group.
+
+    Returns a pending value; its `wait` returns the full tensors, each `(d0, ...)`.
+    """
     _only_in_graphs("all_gather")
 
 
@@ -191,7 +198,10 @@ def all_gather(
 def reduce_scatter(
     grads: Sequence[Tensor], *, unit: str, params: tuple[str, ...], group: str = SHARD
 ) -> Any:
-    """Start averaging full gradients `(d0, ...)` over the group, each rank keeping its shard."""
+    """Start averaging full gradients, each `(d0, ...)`, over the group.
+
+    Returns a pending value; its `wait` returns this rank's shards, each `(ceil(d0/W), ...)`.
+    """
     _only_in_graphs("reduce_scatter")
 
 
@@ -206,8 +216,10 @@ def reduce_scatter(
 def all_reduce(
     grads: Sequence[Tensor], *, unit: str, params: tuple[str, ...], group: str = SHARD
 ) -> Any:
-    """Start averaging over the group what each of its ranks has in equal shape: the gradients of
-    replicated parameters, or reduced shards over the "replicate" group.
+    """Start averaging gradients over the group, in which all ranks have equal shapes.
+
+    The gradients are those of replicated parameters, or reduced shards over the "replicate" group.
+    Returns a pending value; its `wait` returns tensors of the same shapes.
     """
     _only_in_graphs("all_reduce")
 
@@ -223,80 +235,82 @@ def all_reduce(
 def all_reduce_shard(
     grads: Sequence[Tensor], *, unit: str, params: tuple[str, ...], group: str = SHARD
 ) -> Any:
-    """Start averaging full gradients `(d0, ...)` over the group by one all_reduce of a copy of
-    them all, each rank keeping its shard of it.
+    """Start averaging full gradients, each `(d0, ...)`, by one all_reduce of a copy of them all.
+
+    Returns a pending value; its `wait` returns this rank's shards, as that of `reduce_scatter`.
     """
     _only_in_graphs("all_reduce_shard")
 
 
 @_op(Kind.WAIT, drawn_as="diamond")
 def wait(pending: Any) -> list[Tensor]:
-    """Finish a pending collective: a list of its results in operand order."""
+    """Finish a pending collective; returns its results, one for each operand."""
     _only_in_graphs("wait")
 
 
 @_op(Kind.FREE, drawn_as="cds")
 def free(gathered: list[Tensor]) -> None:
-    """Give back the storage of what a gather's `wait` returned, whatever still refers to it."""
+    """Free the storage of all tensors that a gather's `wait` returned, even if referenced."""
     _only_in_graphs("free")
 
 
 @_op(Kind.FREE)
 def release(full: Tensor) -> None:
-    """Give back the storage of one parameter of what a gather's `wait` returned, before its free.
+    """Free the storage of one gathered parameter, ahead of the `free` of its whole gather.
 
-    It is the node that picks the parameter out of the `wait`, in the phase that frees the rest. In
-    a region (see `graphshard.program.regions`) it goes with the last operator there that reads it.
+    `full` is the node that picks the parameter from the gather's `wait`, in the phase of the
+    `free`. In a compiled region (see `graphshard.program.regions`) the storage is freed after the
+    last operator of the region that reads it.
     """
     _only_in_graphs("release")
 
 
 @_op(Kind.PART, streams_bytes=True, drawn_as="parallelogram")
 def reshard(full: Tensor, *, ranks: int, unit: str, param: str) -> Tensor:
-    """A copy of this rank's part `(ceil(d0/ranks), ...)` of the gathered `param`, to be kept."""
+    """Copy this rank's part `(ceil(d0/ranks), ...)` of the gathered `param`, to gather it again."""
     _only_in_graphs("reshard")
 
 
 @_op(Kind.TRANSFER, streams_bytes=True, drawn_as="parallelogram")
 def cast(tensor: Tensor, *, dtype: torch.dtype, unit: str, param: str | None) -> Tensor:
-    """`tensor`, the shard or a gradient of `param`, in `dtype`."""
+    """Cast `tensor`, the shard or a gradient of `param`, to `dtype`."""
     _only_in_graphs("cast")
 
 
 @_op(Kind.COPY, drawn_as="parallelogram")
 def to_device(tensor: Tensor, *, unit: str, param: str | None) -> Any:
-    """Start copying `tensor`, which lies on the host, to the device that computes."""
+    """Start copying `tensor` from the host to the compute device; returns a pending copy."""
     _only_in_graphs("to_device")
 
 
 @_op(Kind.COPY, drawn_as="parallelogram")
 def to_host(tensor: Tensor, *, unit: str, param: str | None) -> Any:
-    """Start copying `tensor`, which lies on the device that computes, to the host."""
+    """Start copying `tensor` from the compute device to the host; returns a pending copy."""
     _only_in_graphs("to_host")
 
 
 @_op(Kind.TRANSFER, drawn_as="diamond")
 def arrive(copy: Any, *, unit: str, param: str | None) -> Tensor:
-    """What `to_device` or `to_host` copied, for whatever runs from here on.
+    """Finish a pending copy; returns the copied tensor.
 
-    From here on, too, the memory that was copied may be given to someone else.
+    From here on the memory of the source may be reused.
     """
     _only_in_graphs("arrive")
 
 
 @_op(Kind.KEEP, streams_bytes=True, drawn_as="cylinder")
 def keep(grad: Tensor, *, unit: str, param: str, of: str) -> Tensor:
-    """Add `grad` to what this rank keeps of `param`'s gradient; gives all of it.
+    """Add `grad` to the gradient of `param` accumulated on this rank; returns the sum.
 
-    `of` says what is kept: "gradient", whole and not reduced, or "shard", averaged in this rank's
-    group but not over the replicas.
+    `of` is "gradient" for a full gradient before any reduce, or "shard" for a shard that is
+    averaged within its shard group but not over the replicas.
     """
     _only_in_graphs("keep")
 
 
 @_op(Kind.TRANSFER, streams_bytes=True, drawn_as="cylinder")
 def add_kept(grad: Tensor, *, unit: str, param: str, of: str) -> Tensor:
-    """`grad` plus what this rank kept of `param`'s gradient (see `keep`), which is taken away."""
+    """Return `grad` plus the accumulated gradient of `param` (see `keep`), and drop the latter."""
     _only_in_graphs("add_kept")
 
 
@@ -304,7 +318,7 @@ _Function = type(wait)
 
 
 def targets(trait: Callable[[Op], bool]) -> frozenset[Any]:
-    """The functions of the ops that have a trait."""
+    """The functions of all ops for which `trait` is true."""
     return frozenset(target for target, op in OPS.items() if trait(op))
 
 
@@ -318,7 +332,7 @@ TRANSFERS = targets(lambda op: op.is_transfer)
 
 def op_of(node: fx.Node) -> Op | None:
     """The op of the vocabulary that `node` calls, None if it calls none."""
-    # An operator of torch has a hash in Python: its type tells sooner.
+    # Torch operators are hashed in Python, so comparing types first is faster.
     return OPS.get(node.target) if type(node.target) is _Function else None
 
 
@@ -339,17 +353,17 @@ def is_gather(node: fx.Node) -> bool:
 
 
 def is_scatter(node: fx.Node) -> bool:
-    """Whether `node` starts averaging full gradients, each rank keeping its shard."""
+    """Whether `node` starts averaging full gradients into shards."""
     return type(node.target) is _Function and node.target in SCATTERS
 
 
 def is_transfer(node: fx.Node) -> bool:
-    """Whether `node` moves, casts or adds to one tensor on its way into or out of a collective."""
+    """Whether `node` casts, copies or adds to one tensor; see `Op.is_transfer`."""
     return type(node.target) is _Function and node.target in TRANSFERS
 
 
 def origin(node: fx.Node) -> fx.Node:
-    """What `node` is before all transfers: `node` itself, if it is no transfer."""
+    """The node at the start of the chain of transfers that ends in `node`."""
     while is_transfer(node):
         source = node.args[0]
         assert isinstance(source, fx.Node)
@@ -358,12 +372,12 @@ def origin(node: fx.Node) -> fx.Node:
 
 
 def group_of(node: fx.Node) -> str:
-    """The group whose ranks the collective `node` joins."""
+    """The name of the group that the collective `node` joins."""
     return str(node.kwargs.get("group", SHARD))
 
 
 def is_unpack(node: fx.Node) -> bool:
-    """Whether `node` picks one tensor out of a `wait`."""
+    """Whether `node` picks one result from a `wait`."""
     if node.target is not operator.getitem:
         return False
     source = node.args[0]
@@ -371,35 +385,37 @@ def is_unpack(node: fx.Node) -> bool:
 
 
 def is_reduced(node: fx.Node) -> bool:
-    """Whether `node` is what a reduce returned, through whatever transfers."""
+    """Whether `node` is a result of a reduce, possibly after transfers."""
     node = origin(node)
     node = next(iter(joined(node)), node)
     return is_unpack(node) and collective_of(node).target in REDUCES
 
 
 def joined(node: fx.Node) -> list[fx.Node]:
-    """The reduced pieces, column by column, that `node` puts side by side; none if it does not."""
+    """The reduced pieces of columns that `node` concatenates; empty for any other node."""
     if node.target is not torch.ops.aten.cat.default:
         return []
     pieces = node.all_input_nodes
-    parts = (is_unpack(piece) and "columns" in collective_of(piece).kwargs for piece in pieces)
-    return pieces if all(parts) else []
+    are_columns = (
+        is_unpack(piece) and "columns" in collective_of(piece).kwargs for piece in pieces
+    )
+    return pieces if all(are_columns) else []
 
 
 def is_random(node: fx.Node) -> bool:
     """Whether `node` draws random numbers.
 
-    Attention operators are tagged as random whatever their arguments; without dropout they are not.
+    Torch tags attention operators as random in any case; without dropout they are not.
     """
     if torch.Tag.nondeterministic_seeded not in getattr(node.target, "tags", ()):
         return False
     schema = getattr(node.target, "_schema", None)
     for position, argument in enumerate(schema.arguments if schema is not None else ()):
         if argument.name == "dropout_p":
-            given = (
+            dropout = (
                 node.args[position] if position < len(node.args) else node.kwargs.get("dropout_p")
             )
-            return bool(argument.default_value if given is None else given)
+            return bool(argument.default_value if dropout is None else dropout)
     return True
 
 
@@ -410,12 +426,12 @@ def writes(node: fx.Node) -> bool:
 
 
 def has_effect(node: fx.Node) -> bool:
-    """Whether `node` does more than give its value: draws random numbers, or writes."""
+    """Whether `node` draws random numbers or writes, besides returning its value."""
     return is_random(node) or writes(node)
 
 
 def is_compute(node: fx.Node) -> bool:
-    """Whether `node` is the model's own work: no placeholder, no output, no communication."""
+    """Whether `node` is the model's own compute: no placeholder, output or vocabulary op."""
     target = node.target
     if node.op != "call_function" or (type(target) is _Function and target in VOCABULARY):
         return False
@@ -423,16 +439,16 @@ def is_compute(node: fx.Node) -> bool:
 
 
 def released(node: fx.Node) -> tuple[fx.Node, int]:
-    """The all_gather whose operand a `release` gives back, and the operand's index."""
-    picked = node.args[0]
-    assert isinstance(picked, fx.Node)
-    index = picked.args[1]
+    """The all_gather whose result a `release` frees, and the index of that result."""
+    full = node.args[0]
+    assert isinstance(full, fx.Node)
+    index = full.args[1]
     assert isinstance(index, int)
-    return collective_of(picked), index
+    return collective_of(full), index
 
 
 def collective_of(node: fx.Node) -> fx.Node:
-    """The collective a `wait`, `free` or unpacking node belongs to (or the collective itself).
+    """The collective that a `wait`, a `free` or a picked result belongs to, or `node` itself.
 
     Raises:
         GraphshardError: `node` belongs to no collective.

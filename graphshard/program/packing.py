@@ -1,7 +1,7 @@
-"""Which tensors of a collective are copied together into one message.
+"""Which tensors of a collective are packed into one message.
 
-Small tensors cost more by their number than by their bytes; large ones are moved where they lie.
-The bounds below were measured, see README.md. torch's "fake" group stands for a group of NCCL.
+The cost of small tensors is their number, not their bytes; large tensors are sent without a copy.
+The bounds were measured, see README.md. torch's "fake" group stands for an NCCL group.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ from collections.abc import Sequence
 
 import torch
 
-# What every backend can move and, where it is no integer, add up.
+# Dtypes that every backend can gather and, except integers, reduce.
 MOVABLE = frozenset(
     {
         torch.float64,
@@ -35,9 +35,12 @@ REDUCE_BELOW = {"gloo": 128 * 1024, "nccl": 64 * 1024, "fake": 64 * 1024}
 
 
 def packed(sizes: Sequence[int], dtypes: Sequence[torch.dtype], below: int) -> list[list[int]]:
-    """Indices of the tensors, of these sizes in bytes, that travel together: a list per dtype.
+    """The indices of tensors to pack together: one list for each dtype with two or more.
 
-    Only what is below `below` bytes does, if there are two of a dtype, and any backend moves that.
+    Args:
+        sizes: bytes of each tensor.
+        dtypes: dtype of each tensor; dtypes that some backend cannot move are never packed.
+        below: only tensors of fewer bytes are packed.
     """
     by_dtype: dict[torch.dtype, list[int]] = {}
     for index, (size, dtype) in enumerate(zip(sizes, dtypes, strict=True)):

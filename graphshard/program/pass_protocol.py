@@ -1,4 +1,4 @@
-"""A pass and the stages that passes establish; see `graphshard/passes`."""
+"""The interface of a pass, and the stages that passes establish; see README.md of `passes`."""
 
 from __future__ import annotations
 
@@ -13,34 +13,34 @@ from graphshard.program.program import Program
 
 
 class Stage(Flag):
-    """Facts that hold of a program from some pass on; the checker asks more for each of them."""
+    """Facts about a program that passes establish, and that the checker then requires."""
 
     CAPTURED = 0
     """No pass has run."""
     GATHERED = auto()
-    """Sharded parameters enter as shards, and only gathers read these."""
+    """Sharded parameters enter as shards, which only gathers read."""
     REDUCED = auto()
     """The gradient of each trainable parameter is reduced exactly once, and returned."""
     AVERAGED = auto()
     """Gradients that were reduced within one shard group are averaged over the replicas."""
     CAST = auto()
-    """Gathers, reduces, kept gradients and results have the dtypes that the plan says."""
+    """Gathers, reduces, accumulated gradients and results have the dtypes of the plan."""
     ACCUMULATED = auto()
-    """Micro-batches keep their gradients, or add the kept ones, as far as this program should."""
+    """This micro-batch accumulates its gradients, or adds the accumulated ones, where it should."""
     OFFLOADED = auto()
-    """Parameters lie on the host, and so do the gradients that the step returns."""
+    """Parameters are on the host, and so are the gradients that the step returns."""
     FREED = auto()
     """The result of every gather is freed."""
     RELEASED = auto()
-    """Backward releases large parameters early; in FSDP's order the memory budget holds now."""
+    """Backward releases large parameters early. In FSDP's order the memory budget holds now."""
     SCHEDULED = auto()
-    """Communication is placed by cost; a program scheduled so keeps its memory budget now."""
+    """Communication is placed by cost. A program scheduled by cost keeps its memory budget now."""
 
 
 class PassLike(Protocol):
-    """Everything that the pipeline asks of a pass: an object with a `name` and an `apply`.
+    """The least that the pipeline needs of a pass: a `name` and an `apply`.
 
-    A pass of one's own may also have the attributes `establishes` and `changes_values` of `Pass`.
+    The attributes `establishes` and `changes_values` of `Pass` are optional.
     """
 
     @property
@@ -54,17 +54,17 @@ class PassLike(Protocol):
 
 
 class Pass(ABC):
-    """A rewrite: a frozen dataclass with its arguments as fields, and `apply`.
+    """A rewrite of a program: a frozen dataclass with its arguments as fields, and `apply`.
 
-    A pass must not change the values that the step computes: each one that it returns is compared
-    with the captured program's. No field of a pass holds another pass.
+    A pass must preserve the values that the step returns: each is compared with the captured
+    program's. No field of a pass holds another pass.
 
     Attributes:
         name: shown in timings, dumps and errors; the class's name in snake_case, unless the class
-            says another.
-        establishes: the stages that a program has reached once the pass ran.
-        changes_values: whether the pass changes values knowingly, say to round or to scale them;
-            later passes must then keep the new ones.
+            sets another.
+        establishes: the stages that a program has reached after the pass.
+        changes_values: whether the pass changes values on purpose, for example to round or scale
+            them; later passes must then preserve the new values.
     """
 
     name: ClassVar[str]
@@ -82,29 +82,28 @@ class Pass(ABC):
 
 
 class RehearsingPass(Pass):
-    """A pass that decides by trying, on a copy, some of the passes that come after it.
+    """A pass that decides by applying some of the passes after it to a copy of the program.
 
-    Whoever runs a row of passes hands over the ones that follow (see `apply_pass`), so that no pass
-    holds another one.
+    `apply_pass` hands it the passes that follow, so that no pass holds another one.
     """
 
     @abstractmethod
     def rehearsed(self, following: Sequence[PassLike]) -> tuple[PassLike, ...]:
-        """The passes to try, chosen from `following`: all that come after this one, in order."""
+        """The passes to rehearse, chosen from `following`, which are all later passes in order."""
 
     @abstractmethod
     def apply_before(self, program: Program, plan: ShardingPlan, rest: Sequence[PassLike]) -> None:
-        """Edit `program` in place as `apply` does; `rest` are the passes to try on a copy."""
+        """Edit `program` in place; `rest` are the passes to rehearse on a copy."""
 
     def apply(self, program: Program, plan: ShardingPlan) -> None:
-        """Edit `program` in place, as if no pass came after this one; see `apply_before`."""
+        """Edit `program` in place, with no passes to rehearse; see `apply_before`."""
         self.apply_before(program, plan, ())
 
 
 def apply_pass(
     step: PassLike, program: Program, plan: ShardingPlan, following: Sequence[PassLike] = ()
 ) -> None:
-    """Apply `step`, and hand it those of the passes `following` it that it rehearses."""
+    """Apply `step`; a rehearsing pass also gets the passes it chooses from `following`."""
     if isinstance(step, RehearsingPass):
         step.apply_before(program, plan, step.rehearsed(following))
     else:
@@ -112,13 +111,13 @@ def apply_pass(
 
 
 def apply_passes(passes: Sequence[PassLike], program: Program, plan: ShardingPlan) -> None:
-    """Apply `passes` in order, without checks in between."""
+    """Apply `passes` in order, without verification."""
     for place, step in enumerate(passes):
         apply_pass(step, program, plan, passes[place + 1 :])
 
 
 def stages_of(*passes: PassLike) -> Stage:
-    """The stages that a program has reached after `passes`."""
+    """The stages that `passes` establish together."""
     reached = Stage.CAPTURED
     for step in passes:
         reached |= getattr(step, "establishes", Stage.CAPTURED)

@@ -1,20 +1,20 @@
-"""The program: one `fx.Graph` holding a whole step, with tables that say what each end of it means.
+"""The program: one `fx.Graph` that holds a whole step, and tables that describe its ends.
 
-Layout of the graph, kept by every pass:
+Every pass preserves this layout of the graph:
 
     placeholders   parameters, buffers, constants, inputs, tangents, in the order of the tables
     forward        nodes with meta["phase"] == "forward"
     backward       nodes with meta["phase"] == "backward" (none in a forward-only program)
-    output         four lists: outputs, mutations, grads, input_grads, aligned with
-                   `Program.outputs`, `.mutations`, `.params`, `.inputs`; None where none
+    output         four lists: outputs, mutations, grads, input_grads, one value for each entry of
+                   `Program.outputs`, `.mutations`, `.params`, `.inputs`; None for no value
 
 Every node but the output carries in `meta`:
 
     "val"    its value as a FakeTensor (or a tuple or list of them, or a plain number, or None)
     "phase"  "forward" or "backward"
-    "fqn"    the module it came from ("" is the root)
-    "unit"   the FQN of the innermost unit around that module (set once a plan is known)
-    "region" the number of the region it is compiled in, if it is (see `graphshard.program.regions`)
+    "fqn"    the FQN of the module it came from ("" is the root)
+    "unit"   the FQN of the innermost unit around that module (set once there is a plan)
+    "region" the number of the region it is compiled in, if any (see `graphshard.program.regions`)
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ from graphshard.program.annotations import Budget, CudaGraphs, Regions
 from graphshard.program.sizes import Sizes
 
 RECOMPUTED = "recomputed"
-"""In the meta of each node that computes again what forward computed."""
+"""The key of `node.meta` on nodes of backward that recompute a value of forward."""
 
 
 Signature = tuple[Any, ...]
@@ -42,7 +42,7 @@ _INT = frozenset({int})
 
 
 def signatures(values: list[Any]) -> tuple[Signature, ...]:
-    """Shape and dtype of each of a list of nodes (or of None)."""
+    """Shape and dtype of each node in a list; entries may be None."""
     return tuple(
         signature(value.meta.get("val")) if isinstance(value, fx.Node) else (value is None,)
         for value in values
@@ -50,7 +50,7 @@ def signatures(values: list[Any]) -> tuple[Signature, ...]:
 
 
 def signature(val: Any) -> Signature:
-    """Shape and dtype of a value, comparable without asking symbolic sizes anything."""
+    """Shape and dtype of a value, to compare values without adding a guard on symbolic sizes."""
     if isinstance(val, torch.Tensor):
         shape: tuple[Any, ...] = tuple(val.shape)
         if not _INT.issuperset(map(type, shape)):
@@ -68,16 +68,17 @@ BACKWARD = "backward"
 
 
 COMPUTE = "compute"
-"""The `op` of an event that is the model's own work."""
+"""The `op` of an event of the model's own compute."""
 
 
 @dataclass(frozen=True)
 class Event:
     """One line of a schedule.
 
-    op is "compute" or a vocabulary name ("all_gather", "wait", "free", "reduce_scatter",
-    "all_reduce", "cast", "to_device", "to_host", "arrive", "keep", "add_kept"); unit a unit's FQN;
-    phase "forward" or "backward".
+    Attributes:
+        op: "compute", or the name of an op of the vocabulary, such as "all_gather".
+        unit: FQN of the unit; "" is the root.
+        phase: "forward" or "backward".
     """
 
     op: str
@@ -90,16 +91,16 @@ class Event:
 
 @dataclass(frozen=True)
 class ParamEntry:
-    """A parameter of the program; a tied parameter has one entry with all its names."""
+    """A parameter of the program; a tied parameter is one entry with all its names."""
 
     fqn: str
-    names: tuple[str, ...]  # every name it goes by, fqn first
+    names: tuple[str, ...]  # all its FQNs, `fqn` first
     shape: tuple[int, ...]
     stride: tuple[int, ...]
     dtype: torch.dtype
     requires_grad: bool
     node: fx.Node
-    ignored: bool = False  # in no unit: whole on every rank, its gradient that rank's own
+    ignored: bool = False  # in no unit: whole on every rank, its gradient is not reduced
 
     @property
     def numel(self) -> int:
@@ -109,18 +110,18 @@ class ParamEntry:
 
 @dataclass(frozen=True)
 class BufferEntry:
-    """A buffer of the model (`constant` False) or a plain tensor the model closes over (True)."""
+    """A buffer of the model, or (`constant`) a plain tensor that the model closes over."""
 
     fqn: str
     names: tuple[str, ...]
     node: fx.Node
     constant: bool = False
-    value: torch.Tensor | None = field(default=None, compare=False)  # itself, for a constant
+    value: torch.Tensor | None = field(default=None, compare=False)  # the tensor, for a constant
 
 
 @dataclass(frozen=True)
 class InputEntry:
-    """A tensor the caller passes; `path` is how the user wrote it, e.g. "args[0]"."""
+    """A tensor that the caller passes; `path` names it as the user does, such as "args[0]"."""
 
     path: str
     node: fx.Node
@@ -129,7 +130,7 @@ class InputEntry:
 
 @dataclass(frozen=True)
 class OutputEntry:
-    """A tensor the model returns; `tangent` is its gradient's placeholder, None if it has none."""
+    """A tensor that the model returns; `tangent` is the placeholder of its gradient, or None."""
 
     path: str
     tangent: fx.Node | None
@@ -137,7 +138,7 @@ class OutputEntry:
 
 @dataclass(frozen=True)
 class MutationEntry:
-    """A buffer or input whose new value the forward computes; `target` is its placeholder."""
+    """A buffer or input that forward updates; `target` is its placeholder."""
 
     kind: str  # "buffer" | "input"
     name: str  # buffer FQN or input path
@@ -160,7 +161,7 @@ class Results:
 
 @dataclass
 class Program:
-    """A captured or rewritten step. Passes edit `graph` in place; the tables name its ends."""
+    """A captured or rewritten step. Passes edit `graph` in place; the tables describe its ends."""
 
     graph: fx.Graph
     params: tuple[ParamEntry, ...]
@@ -170,26 +171,26 @@ class Program:
     mutations: tuple[MutationEntry, ...]
     training: bool
     grad: bool  # False: a forward-only program
-    capture_device: str = "cpu"  # whose operators were traced
-    device: str = "cpu"  # that it runs on
+    capture_device: str = "cpu"  # the device whose operators were traced
+    device: str = "cpu"  # the device it runs on
     mesh_shape: tuple[int, ...] = (1,)  # (ranks,) or (replicas, ranks to shard over)
-    # Parameters of which ranks keep all (SHARD_OPTIMIZER) and other ranks have changed their parts:
-    # they enter as shards and are gathered. The others of that kind enter whole.
+    # Resident parameters (SHARD_OPTIMIZER) whose rows on other ranks changed since the last gather:
+    # they enter as shards and are gathered. Other resident parameters enter whole.
     stale: frozenset[str] = frozenset()
-    notes: tuple[str, ...] = field(default=())  # what a reader of the dump must know
-    sizes: Sizes | None = None  # the symbolic ones; None if every size is a number
-    budget: Budget | None = None  # what it is scheduled in, if by cost
-    cuda_graphs: CudaGraphs | None = None  # whether it is captured as graphs, if that was asked
-    regions: Regions | None = None  # what of it is compiled; None if it runs operator by operator
+    notes: tuple[str, ...] = field(default=())  # sentences for the reader of a dump
+    sizes: Sizes | None = None  # symbolic sizes; None if all are numbers
+    budget: Budget | None = None  # set if it is scheduled by cost
+    cuda_graphs: CudaGraphs | None = None  # set by `CudaGraph`
+    regions: Regions | None = None  # compiled regions, if any
 
     @property
     def world_size(self) -> int:
-        """All ranks."""
+        """The number of ranks."""
         return prod(self.mesh_shape)
 
     @property
     def shard_size(self) -> int:
-        """Ranks that a sharded parameter is split over."""
+        """The number of ranks that a sharded parameter is split over."""
         return self.mesh_shape[-1]
 
     # -- ends ---------------------------------------------------------------------------------
@@ -200,9 +201,9 @@ class Program:
         return self.graph.output_node()
 
     def results(self) -> Results:
-        """The output node's lists, as fresh mutable lists (see `set_results`)."""
+        """Copies of the output node's lists; write them back by `set_results`."""
         return Results(
-            *(list(part) for part in cast("tuple[list[Any], ...]", self.output_node.args[0]))
+            *(list(values) for values in cast("tuple[list[Any], ...]", self.output_node.args[0]))
         )
 
     def set_results(self, results: Results) -> None:
@@ -210,7 +211,7 @@ class Program:
         self.output_node.args = results.as_args()
 
     def nodes(self, phase: str | None = None) -> Iterator[fx.Node]:
-        """All `call_function` nodes in order, of one phase if given."""
+        """All `call_function` nodes in order, or those of one phase."""
         for node in self.graph.nodes:
             if node.op == "call_function" and (phase is None or node.meta["phase"] == phase):
                 yield node
@@ -224,10 +225,11 @@ class Program:
     # -- views --------------------------------------------------------------------------------
 
     def timeline(self) -> Iterator[tuple[Event, list[fx.Node]]]:
-        """Every event with its nodes: communication one by one, runs of a unit's compute as one.
+        """Every event with its nodes.
 
-        So are runs of a unit's transfers of one kind, and of reshards. A release belongs to the
-        compute before it. The nodes that pick results out of a `wait` belong to no event.
+        A communication node is an event of its own. Consecutive compute nodes of one unit form one
+        event, and so do consecutive transfers of one op, and reshards. A release belongs to the
+        compute before it. The nodes that pick results from a `wait` belong to no event.
         """
         event: Event | None = None
         nodes: list[fx.Node] = []
@@ -240,12 +242,12 @@ class Program:
                 continue
             op = ops.op_of(node)
             name = COMPUTE if op is None else op.name
-            found = Event(name, node.meta.get("unit", ""), node.meta["phase"])
+            current = Event(name, node.meta.get("unit", ""), node.meta["phase"])
             merges = op is None or op.in_runs
-            if event is not None and (found != event or not merges):
+            if event is not None and (current != event or not merges):
                 yield event, nodes
                 nodes = []
-            event = found
+            event = current
             nodes.append(node)
         if event is not None:
             yield event, nodes
@@ -255,10 +257,10 @@ class Program:
         return [event for event, _ in self.timeline()]
 
     def copy(self) -> Program:
-        """An independent program: another graph, tables that point into it."""
+        """An independent copy: a new graph, and tables that point into it."""
         graph, remap = _copied(self.graph)
 
-        def moved(node: fx.Node | None) -> fx.Node | None:
+        def remapped(node: fx.Node | None) -> fx.Node | None:
             return None if node is None else remap[node]
 
         return replace(
@@ -267,7 +269,7 @@ class Program:
             params=tuple(replace(p, node=remap[p.node]) for p in self.params),
             buffers=tuple(replace(b, node=remap[b.node]) for b in self.buffers),
             inputs=tuple(replace(i, node=remap[i.node]) for i in self.inputs),
-            outputs=tuple(replace(o, tangent=moved(o.tangent)) for o in self.outputs),
+            outputs=tuple(replace(o, tangent=remapped(o.tangent)) for o in self.outputs),
             mutations=tuple(replace(m, target=remap[m.target]) for m in self.mutations),
         )
 
@@ -278,22 +280,22 @@ class Program:
 
 
 def _copied(graph: fx.Graph) -> tuple[fx.Graph, dict[fx.Node, fx.Node]]:
-    """A copy of `graph`, whose nodes share their values with it, and its nodes by those of `graph`.
+    """A copy of `graph`, and a map from each node to its copy; nodes share their values.
 
-    `Graph.graph_copy` copies `meta` twice, and each node as `Graph.node_copy` does.
+    `Graph.graph_copy` is slower: it copies `meta` twice, and copies nodes by `Graph.node_copy`.
     """
-    made = fx.Graph(tracer_cls=graph._tracer_cls)
+    copied = fx.Graph(tracer_cls=graph._tracer_cls)
     remap: dict[fx.Node, fx.Node] = {}
     for node in graph.nodes:
-        remap[node] = copy_node(made, node, remap)
-    return made, remap
+        remap[node] = copy_node(copied, node, remap)
+    return copied, remap
 
 
 def copy_node(graph: fx.Graph, node: fx.Node, new: Mapping[fx.Node, Any]) -> fx.Node:
-    """Append `node` to `graph`, reading for each node what `new` has for it.
+    """Append a copy of `node` to `graph`, with its operands replaced through the map `new`.
 
-    `Graph.node_copy` takes twice the time: it looks through every argument for symbolic sizes. An
-    argument set afterwards is not looked through.
+    `Graph.node_copy` takes twice as long, as it searches every argument for symbolic sizes.
+    Setting the arguments afterwards avoids the search.
     """
     copied = graph.create_node(node.op, node.target, name=node.name, type_expr=node.type)
     copied.args = fx.map_arg(node.args, new.__getitem__)

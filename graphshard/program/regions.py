@@ -1,18 +1,19 @@
-"""Regions: the stretches of a program's compute that are compiled, each as one function.
+"""Regions: stretches of compute that are compiled, each as one function.
 
-A region holds compute nodes of one unit and one phase that stand next to each other: of the
-vocabulary nothing but releases stands among them, so compiling them moves nothing across a
-collective, a wait, a free or a transfer. Its number is in the nodes' `meta["region"]`. Two regions
-have one form if they are equal in structure: operators, constants, shapes, strides, dtypes,
-devices, and what of it is read outside. A form is compiled once, whatever the depth of the model.
+A region is a sequence of compute nodes of one unit and one phase. Between them stand no vocabulary
+ops but releases, so compiling a region moves nothing across a collective, a wait, a free or a
+transfer. `meta["region"]` of each node holds the region's number. Two regions have the same form if
+their structure is equal: operators, constants, shapes, strides, dtypes, devices, and which results
+are read outside. Each form is compiled once, whatever the depth of the model.
 
-Three kinds of nodes among those of a region do not belong to it, as they need nothing it computes:
-sizes, what is picked from a `wait` or from an operator left outside, and nodes that run elsewhere.
+Three kinds of nodes may stand between a region's nodes without being part of it, as they need no
+result of it: nodes that compute sizes, nodes that pick results of a `wait` or of an operator
+outside, and nodes that run elsewhere.
 
-A `release` among them is the region's, and is not compiled. Nobody but the region's operands then
-holds the parameter any more, and compiled code drops each operand behind its last use, as the
-operators one by one do: so memory goes back there, in whatever order a compiler puts them. Where a
-parameter is released makes no difference to a form.
+A `release` between a region's nodes belongs to the region but is not compiled. At that point the
+region's operands hold the last reference to the parameter, and compiled code drops each operand
+after its last use, as eager operators do. So the memory is freed in the region, in whatever order
+the compiler chooses. Releases make no difference to a form.
 """
 
 from __future__ import annotations
@@ -40,7 +41,7 @@ REGION = "region"
 _aten = torch.ops.aten
 
 
-# Torch's own fake kernel of the first takes bfloat16 alone; the second reads a storage by offsets.
+# Torch's fake kernel of the first accepts only bfloat16; the second reads a storage by offsets.
 _LEFT_OUT = frozenset({_aten._grouped_mm, _aten.as_strided})
 
 
@@ -51,9 +52,13 @@ _BY_DATA = (torch.Tag.data_dependent_output, torch.Tag.dynamic_output_shape)
 class Region:
     """One region of a graph.
 
-    inputs: what it reads, the sizes first: every symbol of a size in it is among them, numbers that
-    are the same in every call are not. outputs: what of it is read outside, those left out too.
-    releases: those that stand among its nodes.
+    Attributes:
+        number: its number in the graph.
+        nodes: its nodes in order.
+        inputs: the nodes that it reads, sizes first. They include a node for every symbol of a
+            size, and no numbers that are the same in every call.
+        outputs: its nodes that are read outside, without such numbers.
+        releases: the releases that stand between its nodes.
     """
 
     number: int
@@ -67,14 +72,14 @@ class Region:
 
 
 def works(node: fx.Node) -> bool:
-    """Whether `node` is an operator that does more than look at what there is."""
+    """Whether `node` is an operator that computes, rather than views or picks, a value."""
     return ops.is_compute(node) and not (
         node.target is operator.getitem or is_view_op(node.target) or not _is_operator(node)
     )
 
 
 def may_join(node: fx.Node) -> bool:
-    """Whether `node` may be compiled: it writes nowhere, and gives tensors of known sizes."""
+    """Whether `node` may be compiled: it writes to no operand and returns plain tensors."""
     if not ops.is_compute(node) or not _is_operator(node) or ops.writes(node):
         return False
     target: Any = node.target
@@ -86,20 +91,20 @@ def may_join(node: fx.Node) -> bool:
     if isinstance(val, (tuple, list)):
         return all(
             user.target is operator.getitem
-            and (_is_plain(part := user.meta.get("val")) or is_fixed(part) or not user.users)
+            and (_is_plain(picked := user.meta.get("val")) or is_fixed(picked) or not user.users)
             for user in node.users
         )
     return _is_plain(val)
 
 
 def picks_from(node: fx.Node) -> fx.Node | None:
-    """The node whose results `node` picks one of, if it does that."""
+    """The node from whose results `node` picks one; None if it does not pick."""
     source = node.args[0] if node.target is operator.getitem else None
     return source if isinstance(source, fx.Node) else None
 
 
 def viewed(node: fx.Node) -> fx.Node | None:
-    """The value that `node` is a view of, or one of several views; None if it is a value's own."""
+    """The value that `node` is a view of; None if it is no view."""
     source = picks_from(node) or node
     bases = alias_inputs(source) if is_view_op(source.target) else []
     return bases[0] if bases else None
@@ -110,12 +115,12 @@ def _is_operator(node: fx.Node) -> bool:
 
 
 def _is_plain(val: Any) -> bool:
-    """A tensor of the usual kind."""
+    """Whether a value is a strided tensor that is not quantized."""
     return isinstance(val, Tensor) and val.layout is torch.strided and not val.is_quantized
 
 
 def is_fixed(val: Any) -> bool:
-    """A value that is the same in every call: a plain number, or None."""
+    """Whether a value is the same in every call: a plain number, or None."""
     return val is None or type(val) in (int, float, bool)
 
 
@@ -127,63 +132,63 @@ def _is_operand(val: Any) -> bool:
 
 
 def regions_in(graph: fx.Graph) -> list[Region]:
-    """The regions of a graph, a whole program's or that of one half of it, in order.
+    """The regions of a graph in order; the graph is a whole program's, or that of one phase.
 
-    What is picked from a result of a region belongs to it, wherever it stands.
+    A node that picks from a result of a region belongs to the region, wherever it stands.
     """
-    found: dict[int, list[fx.Node]] = {}
-    member: dict[fx.Node, int] = {}
+    nodes_by_region: dict[int, list[fx.Node]] = {}
+    region_of: dict[fx.Node, int] = {}
     releases: dict[int, list[fx.Node]] = {}
     for node in graph.nodes:
         source = picks_from(node)
-        number = member.get(source) if source is not None else node.meta.get(REGION)
+        number = region_of.get(source) if source is not None else node.meta.get(REGION)
         if number is None or node.op != "call_function":
             continue
         if node.target is ops.release:
             releases.setdefault(number, []).append(node)
         else:
-            member[node] = number
-            found.setdefault(number, []).append(node)
+            region_of[node] = number
+            nodes_by_region.setdefault(number, []).append(node)
     sizes = size_nodes(graph)
     return [
-        _region(number, nodes, releases.get(number, []), member, sizes)
-        for number, nodes in sorted(found.items())
+        _region(number, nodes, releases.get(number, []), region_of, sizes)
+        for number, nodes in sorted(nodes_by_region.items())
     ]
 
 
 def size_nodes(graph: fx.Graph) -> dict[Any, fx.Node]:
-    """The first node of `graph` that is one symbol of a size, by torch's symbol."""
-    found: dict[Any, fx.Node] = {}
+    """The first node for each symbol of a size, by torch's symbol."""
+    by_symbol: dict[Any, fx.Node] = {}
     for node in graph.nodes:
         val = node.meta.get("val")
         if isinstance(val, torch.SymInt):
             expression = torch_compat.size_expression(val)
             if expression.is_symbol:
-                found.setdefault(expression, node)
-    return found
+                by_symbol.setdefault(expression, node)
+    return by_symbol
 
 
 def symbols_of(val: Any) -> list[Any]:
-    """The symbols in the sizes of a value, in the order they are met."""
+    """The symbols in the sizes of a value, in the order of their first occurrence."""
     if isinstance(val, Tensor):
         numbers: Iterable[Any] = (*val.shape, *val.stride())
     else:
         numbers = val if isinstance(val, (tuple, list)) else (val,)
-    found: dict[Any, None] = {}
+    symbols: dict[Any, None] = {}
     for number in numbers:
         if isinstance(number, (Tensor, tuple, list)):
-            found.update(dict.fromkeys(symbols_of(number)))
+            symbols.update(dict.fromkeys(symbols_of(number)))
         elif isinstance(number, SYMBOLIC):
             expression = torch_compat.size_expression(number)
-            found.update(dict.fromkeys(sorted(expression.free_symbols, key=str)))
-    return list(found)
+            symbols.update(dict.fromkeys(sorted(expression.free_symbols, key=str)))
+    return list(symbols)
 
 
 def _region(
     number: int,
     nodes: list[fx.Node],
     releases: list[fx.Node],
-    member: Mapping[fx.Node, int],
+    region_of: Mapping[fx.Node, int],
     sizes: Mapping[Any, fx.Node],
 ) -> Region:
     inside = set(nodes)
@@ -201,7 +206,7 @@ def _region(
     outputs = [
         node
         for node in nodes
-        if any(member.get(user) != number for user in node.users)
+        if any(region_of.get(user) != number for user in node.users)
         and not is_fixed(node.meta.get("val"))
     ]
     return Region(number, tuple(nodes), tuple(inputs), tuple(outputs), tuple(releases))
@@ -211,7 +216,7 @@ def _region(
 
 
 def form_of(region: Region) -> tuple[Any, ...]:
-    """What a region is compiled from: equal for regions that one compiled function serves."""
+    """A hashable key that is equal for regions that one compiled function can serve."""
     names: dict[fx.Node, tuple[str, int]] = {}
     symbols: dict[Any, Any] = {}
     inputs = []
@@ -234,7 +239,7 @@ def _shape_of(val: Any, symbols: dict[Any, Any]) -> tuple[Any, ...]:
 
 
 def _renamed(size: Any, symbols: dict[Any, Any]) -> Any:
-    """A size in which symbols are called by the order in which they are met."""
+    """A size as text, with its symbols renamed in the order of their first occurrence."""
     if not isinstance(size, SYMBOLIC):
         return size
     expression = torch_compat.size_expression(size)
@@ -244,7 +249,7 @@ def _renamed(size: Any, symbols: dict[Any, Any]) -> Any:
 
 
 def _constant(value: Any, names: Mapping[fx.Node, tuple[str, int]]) -> Any:
-    """An argument, hashable, and with its type, as 1 is not 1.0."""
+    """An argument as a hashable value that includes its type, as 1 and 1.0 differ."""
     if isinstance(value, fx.Node):
         return names[value] if value in names else _constant(value.meta["val"], names)
     if isinstance(value, (list, tuple)):
@@ -257,7 +262,7 @@ def _constant(value: Any, names: Mapping[fx.Node, tuple[str, int]]) -> Any:
 
 
 def table_of(graph: fx.Graph, nodes: Iterable[fx.Node]) -> Regions:
-    """The regions of a program's graph as a table; `nodes` are all its operators."""
+    """Summarize the regions of a program's graph; `nodes` are all its `call_function` nodes."""
     first: dict[Any, int] = {}
     forms, counts = [], []
     for region in regions_in(graph):
@@ -267,7 +272,7 @@ def table_of(graph: fx.Graph, nodes: Iterable[fx.Node]) -> Regions:
 
 
 def shown(nodes: Iterable[fx.Node], table: Regions | None) -> Iterator[str]:
-    """The regions that `nodes` are of, as text: "region 2", "region 5 like 2"."""
+    """The regions that contain `nodes`, as text: "region 2", "region 5 like 2"."""
     numbers = Counter(node.meta[REGION] for node in nodes if REGION in node.meta)
     for number in numbers:
         form = number if table is None else table.forms[number]

@@ -1,9 +1,8 @@
-"""The nodes that compute symbolic sizes: one for each size, and new ones where a pass needs them.
+"""The nodes that compute symbolic sizes: one for each size, and more where a pass needs them.
 
-A trace asks tensors for their sizes wherever it is; in backward that would keep a whole activation
-for the sake of a number. So a size is taken from an input of the program, in forward, where it is
-first needed, and every later node of the same size reads that number, which crosses to backward as
-such.
+A trace reads sizes off whichever tensor is at hand. In backward that would save a whole activation
+for one number. So each size is read off an input of the program, in forward, where it is first
+needed. Every later node of the same size reads that number, which is what crosses to backward.
 """
 
 from __future__ import annotations
@@ -36,31 +35,31 @@ _ASKING = frozenset(
 
 
 class SizeNodes:
-    """Gives the nodes of a joint graph's symbolic sizes while it is copied in order.
+    """Inserts the nodes of symbolic sizes while a joint graph is copied in order.
 
     Args:
-        graph: being built; has its placeholders, and no other nodes.
-        sizes: the program's symbols.
-        inputs: the placeholders they are taken from.
+        graph: the new graph, with placeholders and no other nodes yet.
+        sizes: the symbols of the program.
+        inputs: the placeholders of inputs, to read sizes off.
     """
 
     def __init__(self, graph: fx.Graph, sizes: Sizes, inputs: Sequence[fx.Node]) -> None:
         self.graph = graph
         self.sizes = sizes
         self.inputs = inputs
-        self.known: dict[tuple[type, Any], fx.Node] = {}
+        self.by_size: dict[tuple[type, Any], fx.Node] = {}
         self.last_forward: fx.Node = next(iter(reversed(graph.nodes)))
 
     def before(
         self, old: fx.Node, new: Mapping[fx.Node, Any], fqn: str, phase: str
     ) -> fx.Node | None:
-        """The node that stands for `old`, if its value is a size that has one or can have one."""
+        """The new node for `old`, if its value is a size that has a node or can get one."""
         if not is_size(old):
             return None
         value = old.meta["val"]
         key = _key(value)
-        if key in self.known:
-            return self.known[key]
+        if key in self.by_size:
+            return self.by_size[key]
         for size in self.sizes.symbols:
             if key == (torch.SymInt, size.symbol):
                 return self._symbol(size, fqn, phase)
@@ -73,21 +72,21 @@ class SizeNodes:
         return None
 
     def after(self, node: fx.Node) -> None:
-        """Note the node that stands for the one just copied."""
+        """Record the node that was just copied."""
         if is_size(node):
-            self.known.setdefault(_key(node.meta["val"]), node)
+            self.by_size.setdefault(_key(node.meta["val"]), node)
         elif node.meta["phase"] == FORWARD:
             self.last_forward = node
 
     def finish(self) -> None:
-        """Make nodes for the symbols nothing needed so far: a later pass may.
+        """Insert nodes for the symbols that no node needed, since a later pass may need them.
 
         Raises:
-            CaptureError: a size stands in the graph that no node computes.
+            CaptureError: the graph holds a size that no node computes.
         """
         for size in self.sizes.symbols:
             key = torch.SymInt, size.symbol
-            if key not in self.known and torch_compat.size_expression(size.value) == size.symbol:
+            if key not in self.by_size and torch_compat.size_expression(size.value) == size.symbol:
                 self._symbol(size, "", BACKWARD)
         for node in self.graph.nodes:
             for leaf in torch.utils._pytree.tree_leaves((node.args, node.kwargs)):
@@ -102,17 +101,17 @@ class SizeNodes:
         args = self.inputs[size.input], size.dim
         if phase == BACKWARD:
             return self._in_forward(target, args, size.name, fqn, size.value)
-        return self._made(target, args, size.name, fqn, size.value)
+        return self._insert(target, args, size.name, fqn, size.value)
 
     def _in_forward(self, target: Any, args: Any, name: str, fqn: str, value: Any) -> fx.Node:
-        """A node behind forward's last."""
+        """Insert a node after the last node of forward."""
         with self.graph.inserting_after(self.last_forward):
-            return self._made(target, args, name, fqn, value)
+            return self._insert(target, args, name, fqn, value)
 
-    def _made(self, target: Any, args: Any, name: str, fqn: str, value: Any) -> fx.Node:
+    def _insert(self, target: Any, args: Any, name: str, fqn: str, value: Any) -> fx.Node:
         node = self.graph.create_node("call_function", target, args, {}, name=name)
         node.meta = {"val": value, "phase": FORWARD, "fqn": fqn}
-        self.known[_key(value)] = node
+        self.by_size[_key(value)] = node
         return node
 
 
@@ -124,25 +123,25 @@ def _key(value: Any) -> tuple[type, Any]:
 
 
 def symbol_nodes(program: Program) -> dict[Any, fx.Node]:
-    """The nodes of `program` that are one symbol each, by torch's symbol."""
-    found: dict[Any, fx.Node] = {}
+    """The first node for each symbol of a size in `program`, by torch's symbol."""
+    by_symbol: dict[Any, fx.Node] = {}
     for node in program.nodes():
         if is_size(node):
             expression = torch_compat.size_expression(node.meta["val"])
             if expression.is_symbol:
-                found.setdefault(expression, node)
-    return found
+                by_symbol.setdefault(expression, node)
+    return by_symbol
 
 
 def as_arguments(
     program: Program, sizes: Sequence[Any], *, unit: str, phase: str
 ) -> list[int | fx.Node]:
-    """`sizes` as arguments of a node at the graph's insertion point: numbers, or nodes for symbols.
+    """Turn `sizes` into arguments of a node: numbers, or nodes for symbolic sizes.
 
-    Nodes that compute with symbols are made there.
+    Nodes that compute with symbols are inserted at the graph's insertion point.
 
     Raises:
-        PassError: a size is made of symbols by an operator this cannot write.
+        PassError: a size applies an operator to symbols that no node can compute.
     """
     symbols = symbol_nodes(program) if any(isinstance(s, SYMBOLIC) for s in sizes) else {}
 
@@ -151,7 +150,7 @@ def as_arguments(
             return int(expression)
         if expression in symbols:
             return symbols[expression]
-        operands = [node_of(part) for part in expression.args]
+        operands = [node_of(operand) for operand in expression.args]
         operation = _OPERATIONS.get(expression.func.__name__)
         if operation is None or not operands:
             raise PassError(f"no node can compute the size {expression}")

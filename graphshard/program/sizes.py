@@ -1,10 +1,10 @@
-"""Symbolic sizes: the symbols of a program, what capture assumed of them, and their text.
+"""Symbolic sizes: the symbols of a program, the guards on them, and their text.
 
-A size named in `dynamic` is one symbol in the whole program. Whatever the model's code or an
-operator decides by looking at it (a comparison, a broadcast, divisibility) becomes a guard; the
-program is right for exactly the calls whose sizes fulfil all of them. So are answers that capture
-computed from constants of such sizes, say whether a mask built by arange is causal: they are
-computed again for the sizes of a call.
+A size named in `dynamic` is one symbol in the whole program. Every decision based on it by the
+model's code or an operator (a comparison, a broadcast, a divisibility test) becomes a guard, and
+the program is valid for exactly the calls whose sizes fulfil all guards. Capture may also decide
+by values computed from constants of such sizes, for example whether a mask built by arange is
+causal. These answers are computed again for the sizes of each call.
 """
 
 from __future__ import annotations
@@ -22,12 +22,12 @@ from graphshard.errors import FixedSizeError, PassError, user_line_of
 from graphshard.torch_private import compat as torch_compat
 from graphshard.torch_private.compat import SYMBOLIC, same_sizes
 
-_ADMITTED = 4096  # calls of so many different sizes are remembered to have been checked
+_ADMITTED = 4096  # results of checks that are cached, one for each tuple of sizes
 
 
 @dataclass(frozen=True)
 class Size:
-    """One symbol, and where a call's value of it is found: a dimension (or stride) of an input."""
+    """One symbol, and the dimension (or stride) of an input that holds its value in a call."""
 
     name: str
     symbol: Any  # torch's
@@ -35,86 +35,87 @@ class Size:
     input: int
     dim: int
     is_stride: bool = False
-    others: tuple[tuple[int, int], ...] = ()  # (input, dim) that have the same size
+    others: tuple[tuple[int, int], ...] = ()  # more (input, dim) of the same size
 
     def of(self, tensors: Sequence[Tensor]) -> int:
-        """Its value in a call."""
+        """Its value for the tensors of a call."""
         tensor = tensors[self.input]
         return tensor.stride(self.dim) if self.is_stride else tensor.shape[self.dim]
 
 
 class Guards(list[Any]):
-    """The guards of a ShapeEnv, each with the line of the user's code that asked."""
+    """The guards of a ShapeEnv, each with the line of user code that caused it."""
 
     def __init__(self) -> None:
         super().__init__()
         self.lines: list[str | None] = []
 
     def append(self, guard: Any) -> None:
-        """Keep `guard`, and where it comes from."""
+        """Add `guard`, with the line of user code that is running."""
         self.lines.append(user_line_of(traceback.extract_stack()))
         super().append(guard)
 
 
 @dataclass(frozen=True)
 class Answer:
-    """What capture was told when it asked for a value made of constants of symbolic sizes."""
+    """A value that capture decided by, computed from constants of symbolic sizes."""
 
-    evaluate: Callable[[Callable[[Any], Any]], Any]  # given what turns a size into a number
+    evaluate: Callable[[Callable[[Any], Any]], Any]  # takes a function from sizes to numbers
     value: Any
 
 
 class Sizes:
-    """The symbolic sizes of one program and everything assumed of them."""
+    """The symbolic sizes of one program and all assumptions on them."""
 
     def __init__(self) -> None:
         self.guards = Guards()
-        self.names: dict[Any, Any] = {}  # from torch's symbols to those the user knows
+        self.names: dict[Any, Any] = {}  # the user's names by torch's symbols
         self.environment = torch_compat.shape_environment(self.guards, self.names)
         self.symbols: tuple[Size, ...] = ()
         self.answers: list[Answer] = []
-        self._settled = -1
+        self._closed_at = -1
         self._fulfils: Callable[..., tuple[Any, ...]] | None = None
         self._admitted: dict[tuple[int, ...], bool] = {}
 
     def new(self, name: str, hint: int, **place: Any) -> torch.SymInt:
-        """A size of at least 2 under a symbol of its own; `place` as the fields of `Size`."""
+        """Create a symbol for a size of at least 2; `place` holds further fields of `Size`."""
         value = torch_compat.new_size(self.environment, name, hint)
         symbol = torch_compat.size_expression(value)
         self.names[symbol] = sympy.Symbol(name, positive=True, integer=True)
         self.symbols += (Size(name, symbol, value, **place),)
         return value
 
-    # -- what was assumed ---------------------------------------------------------------------
+    # -- assumptions --------------------------------------------------------------------------
 
-    def settle(self, paths: Sequence[str]) -> None:
-        """Close the list of guards: from here on nobody may decide by a symbolic size.
+    def close_guards(self, paths: Sequence[str]) -> None:
+        """Close the list of guards: from here on no code may decide by a symbolic size.
 
         Args:
-            paths: what the user calls the inputs, for an error.
+            paths: the user's names of the inputs, for errors.
 
         Raises:
-            FixedSizeError: the model works for one value of a size only.
+            FixedSizeError: the model works for only one value of a size.
         """
         for size in self.symbols:
             number = torch_compat.size_expression(size.value)
             if number.is_number and not size.is_stride:
                 what = f"dim {size.dim} of {paths[size.input]} ({size.name})"
                 raise FixedSizeError(self._specialised(size, number, what), size.name)
-        self._settled = len(self.guards)
+        self._closed_at = len(self.guards)
         self._fulfils = self.evaluator([sympy.And(*(g.expr for g in self.guards))])
 
-    def require_settled(self, who: str) -> None:
-        """Check that no guard came since `settle`.
+    def require_closed(self, who: str) -> None:
+        """Check that no guard was added since `close_guards`.
 
         Raises:
-            PassError: one did, so the program would be wrong for calls it was promised for.
+            PassError: one was, so the program would be wrong for some calls that it admits.
         """
-        if len(self.guards) != self._settled:
+        if len(self.guards) != self._closed_at:
             raise PassError(
-                f"pass {who} decided by a symbolic size ({self._text(self._settled)}), which holds "
-                "for some calls of the program and not for others; compare sizes by "
-                "graphshard.program.sizes.same_sizes, or take graphshard.program.sizes.hint of them"
+                f"pass {who} decided by a symbolic size ({self._text(self._closed_at)}), which "
+                "holds for some calls of the program and not for others; compare sizes by "
+                "graphshard.torch_private.compat.same_sizes, or take "
+                "graphshard.program.sizes.hint of them"
             )
 
     def _specialised(self, size: Size, number: Any, what: str) -> str:
@@ -140,13 +141,13 @@ class Sizes:
         return tuple([size.of(tensors) for size in self.symbols])
 
     def admits(self, values: tuple[int, ...]) -> bool:
-        """Whether the program is right for a call of these sizes."""
-        known = self._admitted.get(values)
-        if known is None:
+        """Whether the program is valid for a call of these sizes."""
+        admitted = self._admitted.get(values)
+        if admitted is None:
             if len(self._admitted) >= _ADMITTED:
                 self._admitted.clear()
-            known = self._admitted[values] = self._check(values)
-        return known
+            admitted = self._admitted[values] = self._check(values)
+        return admitted
 
     def _check(self, values: tuple[int, ...]) -> bool:
         assert self._fulfils is not None
@@ -155,13 +156,13 @@ class Sizes:
         return not any(self._wrong(answer, values) for answer in self.answers)
 
     def broken(self, values: tuple[int, ...]) -> str:
-        """The sizes of a call and the guards they do not fulfil, as text."""
-        found = [
+        """Describe the sizes of a call and the guards that they break."""
+        broken = [
             index
             for index, guard in enumerate(self.guards)
             if not self.evaluator([guard.expr])(*values)[0]
         ]
-        texts = [self._text(index) for index in found]
+        texts = [self._text(index) for index in broken]
         if not texts:
             texts = ["a value computed from sizes alone to be what it was"]
         called = ", ".join(f"{s.name}={v}" for s, v in zip(self.symbols, values, strict=True))
@@ -175,12 +176,12 @@ class Sizes:
     def _wrong(self, answer: Answer, values: tuple[int, ...]) -> bool:
         try:
             now = answer.evaluate(lambda size: self.evaluator([size])(*values)[0])
-        except Exception:  # too large, or what the model's code would raise: capture will tell
+        except Exception:  # too large, or an error of the model's code, which capture reports
             return True
         return bool(now != answer.value or type(now) is not type(answer.value))
 
     def evaluator(self, expressions: Sequence[Any]) -> Callable[..., tuple[Any, ...]]:
-        """A function from `values(...)` to those of sizes, plain numbers or sympy expressions."""
+        """Compile a function from `values(...)` to the values of sizes, numbers or expressions."""
         symbols = ", ".join(size.symbol.name for size in self.symbols)
         results = "".join(
             f"{torch_compat.python_of_sizes(torch_compat.number_or_expression(e))}, "
@@ -194,13 +195,13 @@ class Sizes:
     # -- text ---------------------------------------------------------------------------------
 
     def header(self, paths: Sequence[str]) -> list[str]:
-        """Lines for a dump: every size with where it is found, and what was assumed of them."""
+        """Lines for a dump: each size and its dimensions, then the guards."""
         lines = []
         for size in self.symbols:
             places = [(size.input, size.dim), *size.others]
             kind = "stride" if size.is_stride else "dim"
-            found = ", ".join(f"{kind} {dim} of {paths[index]}" for index, dim in places)
-            lines.append(f"size {size.name}: {found}; at least 2")
+            dims = ", ".join(f"{kind} {dim} of {paths[index]}" for index, dim in places)
+            lines.append(f"size {size.name}: {dims}; at least 2")
         texts = dict.fromkeys(expression_text(g.expr, self.names) for g in self.guards)
         lines += [f"guard: {text}" for text in texts]
         if self.answers:
@@ -209,7 +210,7 @@ class Sizes:
 
 
 def expression_text(expression: Any, names: Mapping[Any, Any]) -> str:
-    """A sympy expression in the user's names, as Python: "batch*seq"."""
+    """A sympy expression as Python in the user's names, such as "batch*seq"."""
     return torch_compat.python_of_sizes(expression.xreplace(dict(names)))
 
 
@@ -221,28 +222,28 @@ def size_text(size: Any) -> str:
 
 
 def hint(size: Any) -> Any:
-    """The value of a size in the example call, asked for without deciding anything by it."""
+    """The value of a size in the example call, without adding a guard."""
     return torch_compat.size_hint(size)
 
 
-def number_of(size: Any, numbers: dict[Any, int], found: int | None) -> Any:
-    """What `size` is where symbols stand for `numbers`.
+def number_of(size: Any, numbers: dict[Any, int], observed: int | None) -> Any:
+    """Evaluate `size` with the values of symbols in `numbers`.
 
-    A symbol met for the first time stands for `found` from then on. With other symbols in it that
-    were not met, the size is taken to be `found`.
+    A bare symbol without a value gets the value `observed`, which is added to `numbers`. An
+    expression with a symbol without a value evaluates to `observed`.
     """
     if not isinstance(size, SYMBOLIC):
         return size
     expression = torch_compat.size_expression(size)
-    if expression.is_symbol and found is not None:
-        return numbers.setdefault(expression, found)
+    if expression.is_symbol and observed is not None:
+        return numbers.setdefault(expression, observed)
     if not expression.free_symbols <= numbers.keys():
-        return found
+        return observed
     return int(expression.xreplace(numbers))
 
 
 def contiguous_strides(shape: Sequence[Any]) -> list[Any]:
-    """The strides of a contiguous tensor; decides nothing."""
+    """The strides of a contiguous tensor of `shape`; adds no guard."""
     strides: list[Any] = []
     step: Any = 1
     for size in reversed(shape):
@@ -252,7 +253,7 @@ def contiguous_strides(shape: Sequence[Any]) -> list[Any]:
 
 
 def is_contiguous(value: Tensor) -> bool:
-    """As the tensor's own method, but decides nothing by a symbolic size."""
+    """As `Tensor.is_contiguous`, but adds no guard on symbolic sizes."""
     if any(isinstance(size, SYMBOLIC) for size in (*value.shape, *value.stride())):
         return same_sizes(value.stride(), contiguous_strides(value.shape))
     return value.is_contiguous()

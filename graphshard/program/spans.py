@@ -1,9 +1,10 @@
-"""UnitSpans: the spans of the program in which a unit is at work.
+"""Unit spans: the stretches of the program in which a unit is at work.
 
-A unit's positions are its own compute nodes, those of units nested in it, and nodes of other units
-that read its parameters. Two positions belong to one run unless a node between them belongs to a
-unit that is neither nested in this one nor around it. So code of the root between two uses of a
-block does not end the block's run, a sibling block does, and the root has one run per phase.
+A unit is at work at its own compute nodes, at those of units nested in it, and at nodes of other
+units that read its parameters. Two such nodes belong to one span unless between them stands a node
+of a unit that is neither nested in this one nor around it. So code of the root between two uses of
+a block does not end the block's span, but a sibling block does, and the root has one span for each
+phase.
 """
 
 from __future__ import annotations
@@ -22,7 +23,16 @@ from graphshard.program.program import BACKWARD, FORWARD, Program
 
 @dataclass(frozen=True)
 class UnitSpan:
-    """One span of one unit: `first` and `last` are compute nodes, `start` and `stop` places."""
+    """One span of one unit.
+
+    Attributes:
+        unit: FQN of the unit.
+        phase: "forward" or "backward".
+        first: the first compute node.
+        last: the last compute node.
+        start: position of `first` in the graph.
+        stop: position of `last` in the graph.
+    """
 
     unit: str
     phase: str
@@ -34,32 +44,32 @@ class UnitSpan:
 
 @dataclass(frozen=True)
 class UnitSpans:
-    """All runs of a program, and what they were found from. Stale once the graph is edited."""
+    """All spans of a program, and the maps they were computed from; stale after an edit."""
 
-    in_order: tuple[UnitSpan, ...]  # by first node; of runs that start together, the outer first
+    in_order: tuple[UnitSpan, ...]  # by first node; the outer first where several start
     position: Mapping[fx.Node, int]  # of every node of the graph
     derived: Mapping[fx.Node, Source]
     by_unit: Mapping[tuple[str, str], tuple[UnitSpan, ...]]  # (unit, phase)
 
     def of(self, unit: str, phase: str) -> tuple[UnitSpan, ...]:
-        """The runs of `unit` in `phase`, in order."""
+        """The spans of `unit` in `phase`, in order."""
         return self.by_unit.get((unit, phase), ())
 
     def steps(self, phase: str) -> list[fx.Node]:
-        """The first node of each step of `phase`: where a unit's run starts, a step does."""
-        return list(dict.fromkeys(run.first for run in self.in_order if run.phase == phase))
+        """The first node of each step of `phase`; a step starts wherever a span does."""
+        return list(dict.fromkeys(span.first for span in self.in_order if span.phase == phase))
 
     def around(self, unit: str, node: fx.Node) -> UnitSpan | None:
-        """The run of `unit` that spans `node`, if any."""
+        """The span of `unit` that contains `node`; None if there is none."""
         place = self.position[node]
-        for run in self.of(unit, node.meta["phase"]):
-            if run.start <= place <= run.stop:
-                return run
+        for span in self.of(unit, node.meta["phase"]):
+            if span.start <= place <= span.stop:
+                return span
         return None
 
 
 def assign_units(program: Program, plan: ShardingPlan) -> None:
-    """Tell `program` what the plan knows of its nodes and parameters.
+    """Set the unit of every node of `program`, and its mesh shape and ignored parameters.
 
     Writes meta["unit"], the innermost unit around meta["fqn"], on every node but the output.
     """
@@ -79,7 +89,7 @@ def assign_units(program: Program, plan: ShardingPlan) -> None:
 
 
 def find_spans(program: Program, plan: ShardingPlan) -> UnitSpans:
-    """All runs of `program`, in one walk."""
+    """Compute all spans of `program` in one walk."""
     derived = derived_values(program, plan)
     position = {node: place for place, node in enumerate(program.graph.nodes)}
     ancestry: dict[str, tuple[str, ...]] = {}
@@ -112,50 +122,50 @@ def find_spans(program: Program, plan: ShardingPlan) -> UnitSpans:
         UnitSpan(s.unit, s.phase, s.first, s.last, position[s.first], position[s.last])
         for s in closed
     ]
-    spans.sort(key=lambda run: (run.start, -run.stop, len(run.unit), run.unit))
+    spans.sort(key=lambda span: (span.start, -span.stop, len(span.unit), span.unit))
     by_unit: dict[tuple[str, str], list[UnitSpan]] = {}
-    for run in spans:
-        by_unit.setdefault((run.unit, run.phase), []).append(run)
+    for span in spans:
+        by_unit.setdefault((span.unit, span.phase), []).append(span)
     return UnitSpans(
         tuple(spans), position, derived, {key: tuple(value) for key, value in by_unit.items()}
     )
 
 
 def unit_ancestry(unit: str, plan: ShardingPlan) -> tuple[str, ...]:
-    """`unit` and the units around it, the root first."""
+    """`unit` and the units around it, from the root inwards."""
     chain = [unit]
     while chain[-1]:
         chain.append(plan.unit_of_module(chain[-1].rpartition(".")[0]))
     return tuple(reversed(chain))
 
 
-def end_of(run: UnitSpan, plan: ShardingPlan) -> fx.Node:
-    """The run's last compute node, or what ends it and the units inside it right after that."""
-    node = run.last
-    while _ends(node.next, run, plan):
+def end_of(span: UnitSpan, plan: ShardingPlan) -> fx.Node:
+    """The last node of a span, with the frees and reduces of inner units that follow it."""
+    node = span.last
+    while _ends(node.next, span, plan):
         node = node.next
     return node
 
 
-def _ends(node: fx.Node, run: UnitSpan, plan: ShardingPlan) -> bool:
-    """Whether `node` frees, reduces or keeps for a unit inside the run's, or keeps for its own."""
-    if node.op != "call_function" or ops.is_compute(node) or node.meta["phase"] != run.phase:
+def _ends(node: fx.Node, span: UnitSpan, plan: ShardingPlan) -> bool:
+    """Whether `node` frees, reduces or accumulates for a unit inside the span's, or reshards."""
+    if node.op != "call_function" or ops.is_compute(node) or node.meta["phase"] != span.phase:
         return False
     unit = node.meta["unit"]
     if node.target is ops.reshard:
-        return plan.is_nested(unit, run.unit)
+        return plan.is_nested(unit, span.unit)
     if ops.is_transfer(node):
-        if ops.origin(node).op == "placeholder":  # of a shard, to be gathered
+        if ops.origin(node).op == "placeholder":  # a shard on its way to a gather
             return False
     elif (
         node.target not in (ops.free, ops.keep) and ops.collective_of(node).target is ops.all_gather
     ):
         return False
-    return unit != run.unit and plan.is_nested(unit, run.unit)
+    return unit != span.unit and plan.is_nested(unit, span.unit)
 
 
 def gathers_by_span(spans: UnitSpans) -> dict[UnitSpan, fx.Node]:
-    """The all_gather issued for each run, in the run's own phase."""
+    """The all_gather that serves each span, where both are in the same phase."""
     first_reader: dict[fx.Node, fx.Node | None] = {}
     for node, source in spans.derived.items():
         if source.node is not node or not ops.is_unpack(node):
@@ -165,45 +175,46 @@ def gathers_by_span(spans: UnitSpans) -> dict[UnitSpan, fx.Node]:
         for reader in node.users:
             if not ops.is_compute(reader) or reader.meta["phase"] != gather.meta["phase"]:
                 continue
-            best = first_reader[gather]
-            if best is None or spans.position[reader] < spans.position[best]:
+            earliest = first_reader[gather]
+            if earliest is None or spans.position[reader] < spans.position[earliest]:
                 first_reader[gather] = reader
-    found: dict[UnitSpan, fx.Node] = {}
+    gather_of: dict[UnitSpan, fx.Node] = {}
     for gather, first in first_reader.items():
         unit = Collective.of(gather).unit
         if first is not None:
-            run = spans.around(unit, first)
+            span = spans.around(unit, first)
         else:  # gathered in forward, read in backward only
             later = spans.of(unit, gather.meta["phase"])
-            run = next((r for r in later if r.start > spans.position[gather]), None)
-        if run is not None:
-            found[run] = gather
-    return found
+            span = next((r for r in later if r.start > spans.position[gather]), None)
+        if span is not None:
+            gather_of[span] = gather
+    return gather_of
 
 
 Served = tuple[UnitSpan, set[str], list[fx.Node]]
-"""A run, the parameters of its unit used in it, and the nodes in it that read them, in order."""
+"""A span, the parameters of its unit used in it, and the nodes in it that read them, in order."""
 
 
 def readers_by_unit(spans: UnitSpans) -> dict[str, list[fx.Node]]:
-    """Every compute node that reads a full parameter or something derived from one, by unit.
+    """By unit, the compute nodes that read a full parameter or a value derived from one.
 
-    Outer units come first, so that of gathers issued at one place the outer unit's is the first.
+    Outer units come first, so that the outer unit's gather is the first of those issued at one
+    node.
     """
-    found: dict[str, dict[fx.Node, None]] = {}
+    readers: dict[str, dict[fx.Node, None]] = {}
     for value, source in spans.derived.items():
         for user in value.users:
             if user.op == "call_function" and user.meta["phase"] in (FORWARD, BACKWARD):
-                found.setdefault(source.unit, {})[user] = None
+                readers.setdefault(source.unit, {})[user] = None
     place = spans.position
-    outer_first = sorted(found, key=lambda unit: unit.count(".") + bool(unit))
-    return {unit: sorted(found[unit], key=place.__getitem__) for unit in outer_first}
+    outer_first = sorted(readers, key=lambda unit: unit.count(".") + bool(unit))
+    return {unit: sorted(readers[unit], key=place.__getitem__) for unit in outer_first}
 
 
 def params_read(
     readers: Iterable[fx.Node], derived: Mapping[fx.Node, Source], unit: str
 ) -> set[str]:
-    """Parameters of `unit` that `readers` compute with; taking a view of one does not count."""
+    """Parameters of `unit` that `readers` compute with; views of parameters do not count."""
     return {
         derived[value].param
         for node in readers
@@ -214,20 +225,20 @@ def params_read(
 
 
 def spans_served(unit: str, phase: str, readers: list[fx.Node], spans: UnitSpans) -> list[Served]:
-    """The runs of `unit` in `phase` in which some parameter of it is used."""
+    """The spans of `unit` in `phase` in which a parameter of the unit is used."""
     served: list[Served] = []
     place = spans.position
     rest = iter([node for node in readers if node.meta["phase"] == phase])
     node = next(rest, None)
-    for run in spans.of(unit, phase):
+    for span in spans.of(unit, phase):
         inside: list[fx.Node] = []
-        while node is not None and place[node] <= run.stop:
-            if place[node] >= run.start:
+        while node is not None and place[node] <= span.stop:
+            if place[node] >= span.start:
                 inside.append(node)
             node = next(rest, None)
         params = params_read(inside, spans.derived, unit)
         if params:
-            served.append((run, params, inside))
+            served.append((span, params, inside))
     return served
 
 
@@ -242,8 +253,8 @@ class _OpenSpan:
 def _read_units(node: fx.Node, derived: Mapping[fx.Node, Source]) -> list[str]:
     """Units whose parameters `node` reads.
 
-    A view of a parameter that nothing has gathered yet does not count: it may stand far from the
-    code that needs it, and is derived again where it is needed.
+    A view of a parameter that is not gathered yet does not count: it may stand far from the code
+    that needs it, and is derived again at that code.
     """
     units: list[str] = []
     for value in node.all_input_nodes:

@@ -1,4 +1,4 @@
-"""A program as stable text: its schedule, or every node. No addresses, times or hash order."""
+"""A program as stable text: its schedule, or every node; no addresses, times or hash order."""
 
 from __future__ import annotations
 
@@ -38,11 +38,11 @@ _SHORT_DTYPES = {
 
 
 def schedule_text(program: Program) -> str:
-    """The program's events: communication one by one, compute collapsed per unit.
+    """The program's events, one on each line; see `Program.timeline`.
 
     The first column is the bytes of unsharded parameters alive after the event. Compute in forward
-    says how many bytes of what it computes are saved for backward, compute in backward how many of
-    its operators were computed in forward already.
+    shows the bytes it computes that are saved for backward, and compute in backward the number of
+    operators that are recomputed.
     """
     rows: list[tuple[str, str, str, str] | str] = []
     phase = ""
@@ -66,7 +66,7 @@ def schedule_text(program: Program) -> str:
 
 
 def full_text(program: Program) -> str:
-    """Every node of the program on a line of its own, with dtype, shape, phase and module."""
+    """Every node of the program, one on each line, with dtype, shape, phase and module."""
     lines = [*_header(program), ""]
     roles = dict(_roles(program))
     phase = ""
@@ -83,7 +83,7 @@ def full_text(program: Program) -> str:
 
 
 def node_line(node: fx.Node) -> str:
-    """One node: %name : dtype[shape] = op(arguments)  # phase module."""
+    """One node as text: %name : dtype[shape] = op(arguments)  # phase module."""
     if node.op == "output":
         return f"return {argument_text(node.args[0])}"
     call = f"{node.op} {node.target}" if node.op != "call_function" else _call(node)
@@ -93,7 +93,7 @@ def node_line(node: fx.Node) -> str:
 
 
 def value_text(val: Any) -> str:
-    """The dtype and shape of a node's value: "f32[2, 3]", "(f32[2], None)", "None"."""
+    """The dtype and shape of a value: "f32[2, 3]", "(f32[2], None)", "None"."""
     if isinstance(val, torch.Tensor):
         return f"{dtype_text(val.dtype)}[{', '.join(map(size_text, val.shape))}]"
     if isinstance(val, (tuple, list)):
@@ -104,12 +104,12 @@ def value_text(val: Any) -> str:
 
 
 def dtype_text(dtype: torch.dtype) -> str:
-    """A short name, as "f32"."""
+    """A short name of a dtype, such as "f32"."""
     return _SHORT_DTYPES.get(dtype, str(dtype).removeprefix("torch."))
 
 
 def unit_label(unit: str) -> str:
-    """A unit's FQN, "(root)" for the root."""
+    """The FQN of a unit, or "(root)"."""
     return unit or "(root)"
 
 
@@ -139,7 +139,7 @@ def _call(node: fx.Node) -> str:
 
 
 def target_text(target: Any) -> str:
-    """What a node calls: "aten.mm", "all_gather"."""
+    """The name of a node's target: "aten.mm", "all_gather"."""
     if target in ops.VOCABULARY:
         return str(target.__name__)
     if hasattr(target, "overloadpacket"):
@@ -196,7 +196,7 @@ def _communication(nodes: list[fx.Node], program: Program) -> str:
 
 
 def _over(collective: Collective) -> str:
-    """What a collective's line says besides bytes and shapes."""
+    """The group, columns and further units of a collective, as text."""
     over = f" over {collective.named_group}" if collective.named_group is not None else ""
     if collective.ranks is not None:
         over = f" over groups of {collective.ranks}"
@@ -226,19 +226,19 @@ def _compute(nodes: list[fx.Node], saved: Mapping[fx.Node, int]) -> str:
     computed = [node for node in nodes if node.target is not ops.release]
     released = [node.args[0] for node in nodes if node.target is ops.release]
     detail = _count(len(computed), "op")
-    again = sum(RECOMPUTED in node.meta for node in nodes)
-    kept = sum(saved.get(node, 0) for node in nodes)
-    detail += f", {again:,} recomputed" if again else ""
-    detail += f", saves {kept:,} bytes" if kept else ""
+    recomputed = sum(RECOMPUTED in node.meta for node in nodes)
+    saved_bytes = sum(saved.get(node, 0) for node in nodes)
+    detail += f", {recomputed:,} recomputed" if recomputed else ""
+    detail += f", saves {saved_bytes:,} bytes" if saved_bytes else ""
     return detail + (f", releases {_count(len(released), 'param')}" if released else "")
 
 
 def _saved_by_node(storages: Storages) -> dict[fx.Node, int]:
-    found: dict[fx.Node, int] = {}
+    saved: dict[fx.Node, int] = {}
     for storage in storages.all:
         if storage.kind == SAVED:
-            found[storage.node] = found.get(storage.node, 0) + storage.size
-    return found
+            saved[storage.node] = saved.get(storage.node, 0) + storage.size
+    return saved
 
 
 def _values(nodes: Iterable[fx.Node]) -> list[torch.Tensor]:
@@ -261,7 +261,7 @@ def _table(
 
 
 def _roles(program: Program) -> Iterator[tuple[fx.Node, str]]:
-    """What each placeholder stands for."""
+    """Each placeholder with the text of its entry in the tables."""
     for param in program.params:
         ties = f", also {', '.join(param.names[1:])}" if len(param.names) > 1 else ""
         frozen = "" if param.requires_grad else ", frozen"
@@ -278,7 +278,7 @@ def _roles(program: Program) -> Iterator[tuple[fx.Node, str]]:
 
 
 def _ends(program: Program) -> Iterator[str]:
-    """The output node's lists, a value per line."""
+    """The output node's lists, one value on each line."""
     results = program.results()
     for output, value in zip(program.outputs, results.outputs, strict=True):
         yield f"output {output.path or '(the result)'} = {argument_text(value)}"

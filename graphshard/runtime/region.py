@@ -122,7 +122,7 @@ class Form:
             ]
             compiled = torch_inductor.compile_graph(self.module, inputs, mode)
         if sizes.symbols:
-            sizes.settle([f"input {index}" for index in range(len(inputs))])
+            sizes.close_guards([f"input {index}" for index in range(len(inputs))])
             self._sizes = sizes
         return compiled
 

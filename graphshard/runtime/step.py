@@ -213,7 +213,7 @@ class Step:
                 FormRegions().apply(program, self.bindings.plan)
                 program.regions = replace(program.regions, fell_back=fell_back)
             if program.sizes is not None:
-                program.sizes.require_settled(drop.name)
+                program.sizes.require_closed(drop.name)
             verify(program, self.bindings.plan, after=drop.name)
             backward = LoweredGraph(
                 cut_backward(program, self.saved), self.bindings, program.regions

@@ -1,26 +1,23 @@
 """Value numbers, by which a rewritten program is compared with the captured one.
 
-Two values have one number if they are the same operator on arguments with the same numbers, down to
-the inputs of the program. This is global value numbering (Alpern, Wegman and Zadeck, "Detecting
-Equality of Variables in Programs", 1988) by hash-consing, in one walk. A few equations say which
-rewrites keep a number:
+Two values have the same number if the same operator computes them from arguments with the same
+numbers, down to the inputs of the program (global value numbering; see README.md). These equations
+say which rewrites preserve a number:
 
-    a shard or kept part, and what a gather of it returns      the parameter
+    a shard, its resharded part, and a gather of either        the parameter
     clone(x), x on another device                              x
-    a cast of x, by whichever operator                         cast(x, dtype); x, if that is its own
+    a cast of x, by any operator                               cast(x, dtype), or x if no change
     dropout(x, p) in training                                  x * mask * scale
-    a result of a reduce                                       its operand, reduced (once more)
-    a gradient to which a kept one is added                    that gradient; 0, if there was none
-    a kept gradient                                            the operand of the reduce left out
-    columns of an embedding's gradient                         see `of_columns`
+    a result of a reduce                                       reduced(operand)
+    a gradient plus an accumulated one                         that gradient, or 0 if it was missing
+    an accumulated gradient                                    the operand of the dropped reduce
+    columns of an embedding's gradient                         see `number_of_columns`
 
-One difference is allowed, and only where the plan asks for it: a gradient may be cast before its
-reduce and once more behind it, so that it is rounded at other places. `check_precision` checks the
-dtypes.
+One difference is allowed where the plan asks for it: a gradient may be cast before its reduce and
+behind it, and so be rounded at other places. `check_precision` checks the dtypes.
 
-So a view, a cast or a whole region that is computed again has the number of the original. Nodes
-that draw random numbers or write into their operands are the captured ones in the captured order:
-no pass may repeat, drop or reorder them.
+So a view, a cast or a region that is computed again has the number of the original. Nodes that draw
+random numbers or write into their operands must be the captured ones in the captured order.
 """
 
 from __future__ import annotations
@@ -48,16 +45,17 @@ REDUCED = "reduced"
 
 
 COLUMNS = "columns"
-"""The first item in keys of values that no operator of the program computes."""
+"""The first items of the keys of values that no operator of the program computes."""
 
 
-def of_columns(values: Values, node: fx.Node) -> Number | None:
-    """The number of some columns of a gradient, or of a whole one made of columns."""
+def number_of_columns(values: Values, node: fx.Node) -> Number | None:
+    """The number of columns of a gradient, or of a concatenation of columns; None for others."""
     if node.target is _aten.embedding_dense_backward.default:
         return _of_embedding(values, node)
-    if node.target is ops.cast and (part := _columns(values, values.number(node.args[0]))):
+    if node.target is ops.cast and (operand := _columns(values, values.number(node.args[0]))):
         dtype = values.number(OneTensor.of(node).dtype)
-        return values.intern((COLUMNS, values.intern((ops.cast, (part[0], dtype), ())), *part[1:]))
+        whole = values.intern((ops.cast, (operand[0], dtype), ()))
+        return values.intern((COLUMNS, whole, *operand[1:]))
     if node.target is _aten.add.Tensor:
         return _of_sum(values, node)
     pieces = ops.joined(node)
@@ -75,7 +73,7 @@ def of_columns(values: Values, node: fx.Node) -> Number | None:
 
 
 def _of_embedding(values: Values, node: fx.Node) -> Number | None:
-    """The number of an embedding's gradient that is computed from columns of its operand."""
+    """The number of an embedding's gradient computed from columns of its operand."""
     columns: Any = node.args[0]
     if columns.target is not _aten.slice.Tensor or len(columns.args) != 4:
         return None
@@ -89,29 +87,33 @@ def _of_embedding(values: Values, node: fx.Node) -> Number | None:
 
 
 def _of_sum(values: Values, node: fx.Node) -> Number | None:
-    """The number of a sum of the same columns of two values, one of them an embedding's."""
-    parts = [_columns(values, values.number(value)) for value in node.args]
-    if len(parts) != 2 or node.kwargs or parts.count(None) != 1:
+    """The number of a sum of the same columns of two values, one an embedding's gradient."""
+    columns_of = [_columns(values, values.number(value)) for value in node.args]
+    if len(columns_of) != 2 or node.kwargs or columns_of.count(None) != 1:
         return None
-    known = parts[0] or parts[1]
-    other: Any = node.args[parts.index(None)]
-    assert known is not None
-    wanted = [other.meta["val"].dim() - 1, *known[1:]] if isinstance(other, fx.Node) else []
-    if not wanted or other.target is not _aten.slice.Tensor or list(other.args[1:]) != wanted:
+    columns = columns_of[0] or columns_of[1]
+    other: Any = node.args[columns_of.index(None)]
+    assert columns is not None
+    slice_args = [other.meta["val"].dim() - 1, *columns[1:]] if isinstance(other, fx.Node) else []
+    if (
+        not slice_args
+        or other.target is not _aten.slice.Tensor
+        or list(other.args[1:]) != slice_args
+    ):
         return None
     whole = values.number(other.args[0])
-    args = (known[0], whole) if parts[0] else (whole, known[0])
+    args = (columns[0], whole) if columns_of[0] else (whole, columns[0])
     total = values.intern((node.target, args, ()))
-    return values.intern((COLUMNS, total, *known[1:]))
+    return values.intern((COLUMNS, total, *columns[1:]))
 
 
 def _columns(values: Values, number: Number) -> tuple[Number, int, int] | None:
-    """The value that `number` is columns of, the first column, and the one behind the last."""
+    """The whole value, start and end, if `number` is columns of a value; None otherwise."""
     key = values.keys[number] if isinstance(number, int) else ()
     return (key[1], key[2], key[3]) if key[:1] == (COLUMNS,) else None
 
 
-# Operators that one of the equations is about.
+# Operators that appear in one of the equations.
 _WITH_EQUATIONS = frozenset(
     {
         _aten._to_copy.default,
@@ -129,16 +131,26 @@ _Operator = type(_aten.add.Tensor)
 
 @cache
 def is_plain(target: Any) -> bool:
-    """Whether no equation but that of equal operators on equal arguments holds for `target`."""
+    """Whether `target` is an ordinary operator, which appears in no equation."""
     return isinstance(target, _Operator) and target not in _WITH_EQUATIONS
 
 
 @dataclass(frozen=True, slots=True)
-class Known:
-    """The arguments that a node was numbered from: nodes get new arguments, never changed ones.
+class Numbered:
+    """A node's number with the operator and arguments that it follows from, for reuse.
+
+    An edit replaces a node's arguments and never changes them in place, so comparing identities is
+    enough.
 
     Attributes:
-        plain: no equation is about the operator, so equal arguments give an equal number.
+        target: the operator.
+        args: positional arguments of the node.
+        kwargs: keyword arguments of the node.
+        inputs: the nodes among the arguments.
+        numbers: the numbers of `inputs`.
+        number: the number of the node.
+        effect: whether the node draws random numbers or writes.
+        plain: whether the operator is ordinary; equal arguments then give an equal number.
     """
 
     target: Any
@@ -151,12 +163,12 @@ class Known:
     plain: bool
 
     def is_of(self, node: fx.Node, numbers: Mapping[fx.Node, Any]) -> bool:
-        """Whether `node` has the same operator and arguments, and these the same `numbers`."""
+        """Whether `node` has this operator and these arguments, and they have the same numbers."""
         same = node.args is self.args and node.kwargs is self.kwargs and node.target is self.target
         return same and [numbers[value] for value in self.inputs] == self.numbers
 
 
-_WITH_KEPT = "with kept"
+_PLUS_ACCUMULATED = "plus accumulated"
 
 
 Key = tuple[Any, ...]
@@ -169,35 +181,49 @@ Number = Any  # an int for a node's value, a tuple for a constant
 class Values:
     """The number of every value of a program.
 
-    `keys`, `by_key` and `known` are shared by all programs numbered from the same capture. So their
-    numbers can be compared with the captured ones, and nodes that passes left alone are not
-    numbered again.
+    All programs numbered from the same capture share `keys`, `by_key` and `memo`. So their numbers
+    can be compared, and unchanged nodes are not numbered again.
+
+    Attributes:
+        keys: the key of each number: operator and numbers of arguments.
+        by_key: the number of each key.
+        of_node: the number of each node.
+        name: for each number, the name of its first node.
+        effects: nodes that draw random numbers or write, in order.
+        accumulated: by parameter, "gradient" or "shard" and the number of what is accumulated.
+        ends: the numbers of the values in each list of the output node.
+        memo: the numbers of ordinary operators, by node.
     """
 
     keys: list[Key] = field(default_factory=list)
     by_key: dict[Key, int] = field(default_factory=dict)
     of_node: dict[fx.Node, int] = field(default_factory=dict)
-    name: dict[int, str] = field(default_factory=dict)  # of the first node of each number
+    name: dict[int, str] = field(default_factory=dict)
     effects: list[fx.Node] = field(default_factory=list)
-    kept: dict[str, tuple[str, int]] = field(default_factory=dict)  # by parameter: what of it
-    ends: dict[str, list[Number]] = field(default_factory=dict)  # by list of the output node
-    known: dict[fx.Node, Known] = field(default_factory=dict)
+    accumulated: dict[str, tuple[str, int]] = field(default_factory=dict)
+    ends: dict[str, list[Number]] = field(default_factory=dict)
+    memo: dict[fx.Node, Numbered] = field(default_factory=dict)
 
     @classmethod
     def of(cls, program: Program, captured: Values | None = None) -> Values:
-        """Number the values of `program`, which keeps the rules on its graph and collectives."""
+        """Number the values of `program`, which must keep the rules on its graph and collectives.
+
+        Args:
+            program: is only read.
+            captured: values of the captured program, whose numbers are reused.
+        """
         values = cls() if captured is None else cls._like(captured)
         values._enter_tables(program)
         for node in program.nodes():
-            known = values.known.get(node)
-            if known is not None and known.plain and known.is_of(node, values.of_node):
-                values._take(node, known)
+            numbered = values.memo.get(node)
+            if numbered is not None and numbered.plain and numbered.is_of(node, values.of_node):
+                values._reuse(node, numbered)
             elif ops.op_name(node) is None or ops.is_transfer(node) or node.target is ops.reshard:
                 values._visit(node)
             elif node.target is ops.keep:
                 number = values.of_node[node.args[0]]  # type: ignore[index]
-                kept = OneTensor.of(node)
-                values.kept[str(kept.param)] = (str(kept.kept_as), number)
+                arguments = OneTensor.of(node)
+                values.accumulated[str(arguments.param)] = (str(arguments.kept_as), number)
         for name, ends in vars(program.results()).items():
             values.ends[name] = [values.number(end) for end in ends]
         return values
@@ -207,18 +233,18 @@ class Values:
             self._enter(entry.node, ("param", entry.fqn))
         for buffer in program.buffers:
             self._enter(buffer.node, ("buffer", buffer.fqn))
-        for given in program.inputs:
-            self._enter(given.node, ("input", given.path))
+        for source in program.inputs:
+            self._enter(source.node, ("input", source.path))
         for index, output in enumerate(program.outputs):
             if output.tangent is not None:
                 self._enter(output.tangent, ("tangent", index))
 
     @classmethod
     def _like(cls, captured: Values) -> Values:
-        return cls(captured.keys, captured.by_key, known=captured.known)
+        return cls(captured.keys, captured.by_key, memo=captured.memo)
 
     def number(self, value: Any) -> Number:
-        """The number of an argument: a node's, or a constant with its type, as 1 is not 1.0."""
+        """The number of a node, or a constant argument with its type, as 1 and 1.0 differ."""
         if isinstance(value, fx.Node):
             return self.of_node[value]
         if isinstance(value, (list, tuple)):
@@ -228,48 +254,49 @@ class Values:
         if isinstance(value, slice):
             return tuple(map(self.number, (value.start, value.stop, value.step)))
         if isinstance(value, (float, *SYMBOLIC)):
-            return (type(value), repr(value))  # tells 0.0 from -0.0, and asks a symbol nothing
+            return (type(value), repr(value))  # 0.0 differs from -0.0; adds no guard on symbols
         return (type(value), value)
 
     def reductions(self, number: Number) -> list[Number]:
-        """The numbers of the value `number` reduced once, twice and so on, if there are any."""
+        """The numbers of the value `number` reduced once, twice and so on, as far as they exist."""
         reduced = []
         while (number := self.by_key.get((REDUCED, number))) is not None:
             reduced.append(number)
         return reduced
 
     def explains(
-        self, param: str, now: Number, was: Number, *, settled: bool, recast: bool
+        self, param: str, now: Number, was: Number, *, zeros_need_sum: bool, recast: bool
     ) -> bool:
-        """Whether the gradient `was` may have become `now`: reduced, kept, or with a kept one.
+        """Whether passes may rewrite the gradient `was` to `now`: reduced, accumulated, or cast.
 
         Args:
             param: FQN of its parameter.
             now: its number in the rewritten program.
             was: its number in the captured program.
-            settled: zeros may stand in for a missing gradient only to add a kept one to them.
-            recast: the plan lets it be cast for its reduce.
+            zeros_need_sum: whether zeros may replace a missing gradient only where an accumulated
+                one is added to them.
+            recast: whether the plan lets it be cast for its reduce.
         """
-        if param in self.kept:
-            of, kept = self.kept[param]
-            plain = self._without_kept(kept)
+        if param in self.accumulated:
+            form, number = self.accumulated[param]
+            plain = self._without_accumulated(number)
             if recast:
                 operand, reduces = self._behind_reduces(plain)
-                return reduces == (of == "shard") and self._is_recast(operand, was)
+                return reduces == (form == "shard") and self._is_recast(operand, was)
             operand = self._before_reduce(was)
-            return plain == (operand if of == "gradient" else self.by_key.get((REDUCED, operand)))
-        plain = self._without_kept(now)
+            return plain == (operand if form == "gradient" else self.by_key.get((REDUCED, operand)))
+        plain = self._without_accumulated(now)
         if plain == was or plain in self.reductions(was):
             return True
         if recast:
             operand, reduces = self._behind_reduces(self._uncast(plain))
             if reduces and self._is_recast(operand, was):
                 return True
-        made = was == self.number(None) and self._is_zeros(self._before_reduce(plain))
-        return made and (plain != now or not settled)
+        replaces_missing = was == self.number(None) and self._is_zeros(self._before_reduce(plain))
+        return replaces_missing and (plain != now or not zeros_need_sum)
 
     def _behind_reduces(self, number: Number) -> tuple[Number, int]:
-        """The operand of the consecutive reduces that end in `number`, and how many they are."""
+        """The operand of the consecutive reduces that end in `number`, and their count."""
         reduces = 0
         while isinstance(number, int) and self.keys[number][0] == REDUCED:
             number = self.keys[number][1]
@@ -277,17 +304,17 @@ class Values:
         return number, reduces
 
     def _is_recast(self, operand: Number, was: Number) -> bool:
-        """Whether `operand` and `was` are equal but for one cast of each; see `check_precision`."""
+        """Whether `operand` and `was` are equal up to one cast of each; see `check_precision`."""
         return bool({operand, self._uncast(operand)} & {was, self._uncast(was)})
 
     def _uncast(self, number: Number) -> Number:
-        """The operand of the cast that `number` is; `number` itself, if it is none."""
+        """The operand of a cast, or `number` itself if it is no cast."""
         if isinstance(number, int) and self.keys[number][0] is ops.cast:
             return self.keys[number][1][0]
         return number
 
     def _before_reduce(self, number: Number) -> Number:
-        """The operand of the first reduce behind a gradient; `number`, if nothing is reduced."""
+        """The operand of the first reduce of a gradient, or `number` itself if there is none."""
         operand, current = number, number
         while isinstance(current, int) and self.keys[current][0] in (REDUCED, ops.cast):
             kind, inner = self.keys[current][:2]
@@ -296,17 +323,17 @@ class Values:
                 operand = current
         return operand
 
-    def _without_kept(self, number: Number) -> Number:
+    def _without_accumulated(self, number: Number) -> Number:
         if not isinstance(number, int):
             return number
         key = self.keys[number]
-        if key[0] == _WITH_KEPT:
-            return self._without_kept(key[1])
+        if key[0] == _PLUS_ACCUMULATED:
+            return self._without_accumulated(key[1])
         if key[0] == REDUCED:
-            return self.intern((REDUCED, self._without_kept(key[1])))
+            return self.intern((REDUCED, self._without_accumulated(key[1])))
         if key[0] is ops.cast:
             source, dtype = key[1]
-            return self.intern((ops.cast, (self._without_kept(source), dtype), ()))
+            return self.intern((ops.cast, (self._without_accumulated(source), dtype), ()))
         return number
 
     def _is_zeros(self, number: Number) -> bool:
@@ -317,12 +344,12 @@ class Values:
     def _visit(self, node: fx.Node) -> None:
         if is_plain(node.target):
             self._compute(node)
-        elif (number := of_columns(self, node)) is not None:
+        elif (number := number_of_columns(self, node)) is not None:
             self._set(node, number)
         elif ops.is_unpack(node):
             self._unpack(node)
         elif node.target is ops.add_kept:
-            self._enter(node, (_WITH_KEPT, self.number(node.args[0])))
+            self._enter(node, (_PLUS_ACCUMULATED, self.number(node.args[0])))
         elif node.target in (*ops.COPIES, ops.arrive, ops.reshard):
             self._set(node, self.number(node.args[0]))
         elif (dtype := cast_dtype(node)) is not None:
@@ -343,19 +370,19 @@ class Values:
             self._compute(node)
 
     def _compute(self, node: fx.Node) -> None:
-        """Number `node` by its operator and arguments."""
+        """Number `node` by its operator and arguments, from the memo if possible."""
         of_node = self.of_node
-        known = self.known.get(node)
-        if known is None or not known.is_of(node, of_node):
-            known = self.known[node] = self._put_together(node)
-        self._take(node, known)
+        numbered = self.memo.get(node)
+        if numbered is None or not numbered.is_of(node, of_node):
+            numbered = self.memo[node] = self._numbered(node)
+        self._reuse(node, numbered)
 
-    def _take(self, node: fx.Node, known: Known) -> None:
-        if known.effect:
+    def _reuse(self, node: fx.Node, numbered: Numbered) -> None:
+        if numbered.effect:
             self.effects.append(node)
-        self._set(node, known.number)
+        self._set(node, numbered.number)
 
-    def _put_together(self, node: fx.Node) -> Known:
+    def _numbered(self, node: fx.Node) -> Numbered:
         key: Key = (node.target, self.number(node.args), self.number(node.kwargs))
         effect = ops.has_effect(node)
         if effect:
@@ -364,7 +391,7 @@ class Values:
         numbers = [self.of_node[value] for value in inputs]
         number = self.intern(key)
         plain = is_plain(node.target)
-        return Known(node.target, node.args, node.kwargs, inputs, numbers, number, effect, plain)
+        return Numbered(node.target, node.args, node.kwargs, inputs, numbers, number, effect, plain)
 
     def _unpack(self, node: fx.Node) -> None:
         collective = ops.collective_of(node)
@@ -379,7 +406,7 @@ class Values:
         self._set(node, self.intern(key))
 
     def intern(self, key: Key) -> int:
-        """The number of the value with the key `key`, a new one if it has none yet."""
+        """The number of the value with this key, a new one for a new key."""
         number = self.by_key.setdefault(key, len(self.keys))
         if number == len(self.keys):
             self.keys.append(key)
@@ -390,13 +417,13 @@ class Values:
         self.name.setdefault(number, node.name)
 
     def text(self, number: Number) -> str:
-        """A value as an error shows it: "%name", "reduced %name", a constant, a list."""
+        """A value as errors show it: "%name", "reduced %name", a constant, a list."""
         if isinstance(number, int):
             kind, *operands = self.keys[number]
             if kind == REDUCED:
                 return f"reduced {self.text(operands[0])}"
-            if kind == _WITH_KEPT:
-                return f"{self.text(operands[0])} with what was kept"
+            if kind == _PLUS_ACCUMULATED:
+                return f"{self.text(operands[0])} plus the accumulated gradient"
             return f"%{self.name[number]}"
         if len(number) == 2 and isinstance(number[0], type):
             return str(number[1])

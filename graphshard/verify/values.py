@@ -1,4 +1,4 @@
-"""Rule on meaning: a rewritten program returns the values that the captured one returns."""
+"""The rule that a rewritten program returns the values of the captured one."""
 
 from __future__ import annotations
 
@@ -16,11 +16,16 @@ if TYPE_CHECKING:
 
 
 def check_values(facts: Facts) -> None:
-    """The step returns the captured values; gradients may be reduced, kept, or cast as planned.
+    """Check that the step returns the captured values.
 
-    Values are compared by their numbers, see `graphshard.verify.numbering`. From `Stage.CAST` on, a
-    gradient may be cast for its reduce. From `Stage.ACCUMULATED` on, zeros may stand in for a
-    missing gradient only where a kept one is added to them.
+    Gradients may be reduced, accumulated, or cast as the plan says. Values are compared by their
+    numbers; see `graphshard.verify.numbering`. From `Stage.CAST` on, a gradient may be cast for its
+    reduce. From `Stage.ACCUMULATED` on, zeros may replace a missing gradient only where an
+    accumulated one is added to them.
+
+    Raises:
+        VerifyError: a value differs, or random or writing nodes changed; names the first node that
+            computes something new.
     """
     captured = None if facts.reference is None else facts.reference.values
     if captured is None:
@@ -28,7 +33,7 @@ def check_values(facts: Facts) -> None:
     values = Values.of(facts.program, captured)
     _check_effects(facts, captured, values)
     program, results = facts.program, facts.program.results()
-    settled = Stage.ACCUMULATED in facts.done
+    zeros_need_sum = Stage.ACCUMULATED in facts.done
     for kind, ends, names in (
         ("output", results.outputs, [entry.path for entry in program.outputs]),
         ("mutation", results.mutations, [entry.name for entry in program.mutations]),
@@ -41,13 +46,13 @@ def check_values(facts: Facts) -> None:
             recast = kind == "grad" and _may_be_recast(facts, name)
             if now != was and (
                 kind != "grad"
-                or not values.explains(name, now, was, settled=settled, recast=recast)
+                or not values.explains(name, now, was, zeros_need_sum=zeros_need_sum, recast=recast)
             ):
                 _blame(facts, captured, values, f"{kind} {name!r}", end, (now, was))
 
 
 def _may_be_recast(facts: Facts, param: str) -> bool:
-    """Whether the plan lets a gradient differ by the rounding of another dtype to reduce it in."""
+    """Whether the plan allows a gradient to be rounded to another dtype for its reduce."""
     return Stage.CAST in facts.done and facts.plan.layouts[param].precision is not None
 
 
@@ -59,26 +64,26 @@ def _check_effects(facts: Facts, captured: Values, values: Values) -> None:
             facts.fail(
                 "same values",
                 now or facts.program.output_node,
-                f"{name} stands where {expected} did when captured among what draws random numbers "
-                "or writes into its operands, which a pass may not add, drop or reorder",
+                f"{name} stands where {expected} did when captured; a pass may not add, drop or "
+                "reorder nodes that draw random numbers or write into their operands",
             )
 
 
 def _blame(
     facts: Facts, captured: Values, values: Values, result: str, end: Any, numbers: tuple[Any, Any]
 ) -> NoReturn:
-    """Name the first node behind `end` that computes what the captured program does not."""
-    numbers_then = set(captured.of_node.values())
+    """Raise an error at the first node behind `end` that computes a value not captured."""
+    captured_numbers = set(captured.of_node.values())
     for node in _behind(end, facts):
         if not ops.is_compute(node):
             continue
         number = values.of_node[node]
-        if number in numbers_then or values.name[number] != node.name:
+        if number in captured_numbers or values.name[number] != node.name:
             continue
         facts.fail(
             "same values",
             node,
-            f"{result} is not what was captured, as this node computes something new: "
+            f"{result} differs from the captured program, as this node computes something new: "
             f"{_difference(node, captured, values)}",
         )
     now, was = numbers
@@ -91,7 +96,7 @@ def _blame(
 
 
 def _behind(end: Any, facts: Facts) -> list[fx.Node]:
-    """`end` and every node that it is computed from, in order."""
+    """`end` and all nodes that it depends on, in order."""
     nodes = {end} if isinstance(end, fx.Node) else set()
     stack = list(nodes)
     while stack:

@@ -97,7 +97,7 @@ def test_replicated_and_unused_parameters() -> None:
 def test_a_kept_gradient_without_a_reduce_is_an_error() -> None:
     program = toys.odd_params()
     plan = toys.make_toy_plan(program, toys.UNITS[toys.odd_params])
-    with pytest.raises(PassError, match=r"kept gradient of 'a.unused' goes into no reduce"):
+    with pytest.raises(PassError, match=r"accumulated gradient of 'a.unused' goes into no reduce"):
         run_passes(program, plan, [*default_passes(plan.policy)[:-4], Accumulate(add=BOTH)])
     program = toys.blocks()
     plan = toys.make_toy_plan(program, toys.UNITS[toys.blocks])

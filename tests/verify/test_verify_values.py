@@ -227,17 +227,17 @@ def test_constants_are_told_apart_by_type_and_sign() -> None:
     assert values.number(float("nan")) == values.number(float("nan"))
 
 
-def test_only_what_passes_changed_is_put_together_again(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_only_changed_nodes_are_numbered_again(monkeypatch: pytest.MonkeyPatch) -> None:
     program = toys.blocks()
     captured = Values.of(program)
     visited: list[str] = []
-    original = Values._put_together
+    original = Values._numbered
 
     def noted(values: Values, node: fx.Node) -> Any:
         visited.append(node.name)
         return original(values, node)
 
-    monkeypatch.setattr(Values, "_put_together", noted)
+    monkeypatch.setattr(Values, "_numbered", noted)
     again = Values.of(program, captured)
     assert not visited
     assert again.of_node == captured.of_node
