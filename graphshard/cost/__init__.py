@@ -1,1 +1,1 @@
-"""What a program costs in time and memory, from its graph and a description of the hardware."""
+"""Predict the time and memory of a training step from its program and the hardware."""

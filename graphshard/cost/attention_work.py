@@ -1,7 +1,7 @@
 """FLOPs of fused attention, from the shapes of its operands.
 
-As torch's own counter has them (`torch.utils.flop_counter`), which before 2.13 refuses keys and
-values of fewer heads than the queries, as grouped-query attention has them.
+They equal those of `torch.utils.flop_counter`, which before torch 2.13 refuses grouped-query
+attention, where keys and values have fewer heads than the queries.
 """
 
 from __future__ import annotations
@@ -32,25 +32,30 @@ BACKWARD = frozenset(
         _aten._scaled_dot_product_cudnn_attention_backward,
     }
 )
-"""Those whose first operands are the gradient of the result, query, key and value."""
+"""Operators whose first operands are the gradient of the result, query, key and value."""
 
 
 def forward_flops(query: Sequence[int], key: Sequence[int], value: Sequence[int]) -> int:
-    """Of two products: queries by keys, and scores by values; nothing is taken off for a mask.
+    """Count the FLOPs of two products, queries by keys and scores by values, without a mask.
 
     Args:
-        query: the shape `(batch, heads, tokens, width)`.
-        key: `(batch, heads or fewer, tokens, width)`; each is shared by as many of the queries.
-        value: likewise, of another width perhaps.
+        query: its shape `(batch, heads, tokens, width)`.
+        key: its shape `(batch, key heads, key tokens, width)`; a key head serves the same number
+            of query heads.
+        value: its shape `(batch, key heads, key tokens, value width)`.
     """
     return 2 * _scores(query, key) * (query[3] + value[3])
 
 
 def backward_flops(query: Sequence[int], key: Sequence[int], value: Sequence[int]) -> int:
-    """Of five products, as FlashAttention computes the scores again; see `forward_flops`."""
+    """Count the FLOPs of five products, as FlashAttention recomputes the scores.
+
+    The arguments are those of `forward_flops`.
+    """
     return 2 * _scores(query, key) * (3 * query[3] + 2 * value[3])
 
 
 def _scores(query: Sequence[int], key: Sequence[int]) -> int:
+    """The number of attention scores."""
     batch, heads, tokens, _ = query
     return batch * heads * tokens * key[2]

@@ -14,11 +14,11 @@ from graphshard.program.storages import END, Storage, changes
 
 
 @dataclass(frozen=True)
-class Held:
-    """Bytes of one category that a unit holds without a pause, from `start` to `end`.
+class HoldingPeriod:
+    """A period over which a unit holds bytes of one category without a pause.
 
-    bytes are the most it holds at once between them; times are seconds after the step began, the
-    end that of the whole step for what outlives it.
+    `bytes` is the maximum held at once in it. `start` and `end` are seconds after the step began;
+    a period of storages that outlive the step ends with the step.
     """
 
     category: str
@@ -29,11 +29,12 @@ class Held:
 
 @dataclass(frozen=True)
 class UnitEstimate:
-    """What one unit costs.
+    """The cost of one unit in a step.
 
-    Seconds of its compute and of its collectives, those that compute had to wait for (`exposed`);
-    the collectives and host copies themselves, in order; the bytes it holds at the step's peak, by
-    category; and what the step allocates for it, and when it holds that.
+    fqn: the unit's module, "" for the root. compute, communication: seconds of its compute nodes,
+    and of its collectives and host copies. exposed: seconds compute waits for them. transfers: its
+    collectives and host copies, in order. at_peak: bytes it holds at the step's peak, by category.
+    held: the periods over which it holds storages that the step allocates.
     """
 
     fqn: str
@@ -42,21 +43,30 @@ class UnitEstimate:
     exposed: float
     transfers: tuple[Transfer, ...]
     at_peak: Mapping[str, int]
-    held: tuple[Held, ...]
+    held: tuple[HoldingPeriod, ...]
 
     def most(self, category: str) -> int:
-        """The most bytes of `category` it holds at once."""
-        return max((held.bytes for held in self.held if held.category == category), default=0)
+        """The maximum bytes of `category` that it holds at once."""
+        periods = (period for period in self.held if period.category == category)
+        return max((period.bytes for period in periods), default=0)
 
     def seconds_held(self, category: str) -> float:
-        """How long it holds anything of `category`."""
-        return sum(held.end - held.start for held in self.held if held.category == category)
+        """Seconds for which it holds any bytes of `category`."""
+        periods = (period for period in self.held if period.category == category)
+        return sum(period.end - period.start for period in periods)
 
 
 def units_of(
     plan: ShardingPlan, timeline: Timeline, memory: MemoryCurve, step_seconds: float
 ) -> tuple[UnitEstimate, ...]:
-    """The units of `plan`, in its order."""
+    """Estimate each unit of `plan`, in the plan's order.
+
+    Args:
+        plan: the plan of the program.
+        timeline: of the program.
+        memory: of the program.
+        step_seconds: the whole step, the optimizer included.
+    """
     compute: dict[str, float] = defaultdict(float)
     for span in timeline.spans:
         if span.stream == COMPUTE:
@@ -77,36 +87,36 @@ def units_of(
             tuple(transfers[unit.fqn]),
             memory.by_unit.get(unit.fqn, {}),
             tuple(
-                held
-                for category, alike in storages[unit.fqn].items()
-                for held in _intervals(category, alike, timeline.at, step_seconds)
+                period
+                for category, same_kind in storages[unit.fqn].items()
+                for period in _periods(category, same_kind, timeline.at, step_seconds)
             ),
         )
         for unit in plan.units
     )
 
 
-def _intervals(
-    category: str, storages: Iterable[Storage], at: Sequence[float], until: float
-) -> list[Held]:
-    """The times over which some of `storages` live, and the most bytes that do at once."""
-    intervals: list[Held] = []
+def _periods(
+    category: str, storages: Iterable[Storage], at: Sequence[float], step_end: float
+) -> list[HoldingPeriod]:
+    """The periods over which any of `storages` is alive; `at`: seconds by place."""
+    periods: list[HoldingPeriod] = []
     live = most = start = 0
     for place, gone, new in changes(storages):
         before, live = live, live - sum(storage.size for storage in gone)
         if before and not live and not new:
-            intervals.append(_held(category, most, start, place, at, until))
+            periods.append(_period(category, most, start, place, at, step_end))
         if new and not before:
             start, most = place, 0
         live += sum(storage.size for storage in new)
         most = max(most, live)
-    if live:  # what outlives the step
-        intervals.append(_held(category, most, start, END, at, until))
-    return intervals
+    if live:  # storages that outlive the step
+        periods.append(_period(category, most, start, END, at, step_end))
+    return periods
 
 
-def _held(
-    category: str, most: int, born: int, freed: int, at: Sequence[float], until: float
-) -> Held:
+def _period(
+    category: str, most: int, born: int, freed: int, at: Sequence[float], step_end: float
+) -> HoldingPeriod:
     start = at[born - 1] if born else 0.0
-    return Held(category, most, start, at[freed - 1] if freed <= len(at) else until)
+    return HoldingPeriod(category, most, start, at[freed - 1] if freed <= len(at) else step_end)

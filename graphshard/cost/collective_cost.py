@@ -1,15 +1,8 @@
-"""How long a collective takes: latency per hop and bytes over the slowest link (α-β).
+"""Seconds of a collective: latency per hop, and bytes over the slowest link (α-β).
 
-Ring algorithms move (n-1)/n of the gathered bytes through every rank; a ring over several nodes has
-as many parallel rings as ranks of the group on a node, each through another network card, so the
-slowest link is the smaller of a device's own and the group's share of its node's network. An
-all_reduce takes the faster of a ring and a double binary tree (literature: README.md of this
-folder).
-
-Small messages lose to latency: a ring of n ranks needs n-1 hops whatever it moves, which is the
-knee that makes gathers of small units inefficient. Calibrated hardware has lines of its own for
-each collective, as the runtime issues it: seconds per hop, per tensor, and per byte that passes a
-rank.
+All collectives are modelled as rings; an all_reduce takes the faster of a ring and a double binary
+tree. Calibrated hardware replaces the model by a measured line for each collective: seconds per
+hop, per tensor, and per byte that passes a rank. See README.md for the model and its sources.
 """
 
 from __future__ import annotations
@@ -26,12 +19,12 @@ from graphshard.program.collective import Collective
 from graphshard.program.program import Program
 
 BETWEEN_NODES = ".inter"
-"""Ends the name of a line that was measured between nodes."""
+"""Suffix of the name of a line measured between nodes."""
 
 
 @dataclass(frozen=True)
 class GroupShape:
-    """The ranks of a collective: `size` of them on `nodes` nodes, equally many on each."""
+    """The number of ranks of a collective (`size`), spread evenly over `nodes` nodes."""
 
     size: int
     nodes: int
@@ -45,20 +38,23 @@ class GroupShape:
 def group_shape(
     group: str, mesh_shape: tuple[int, ...], gpus_per_node: int, reshard: int = 0
 ) -> GroupShape:
-    """Where the ranks of a program's group lie, given that neighbours share nodes.
+    """The shape of a program's group, where neighbouring ranks share a node.
 
     Args:
-        group: as collective nodes name it: "shard", "replicate", "all", or "reshard".
+        group: its name in collective nodes: "shard", "replicate", "all", or "reshard".
         mesh_shape: `(ranks,)`, or `(replicas, ranks to shard over)`.
         gpus_per_node: ranks on a node.
-        reshard: ranks of a partial reshard's groups.
+        reshard: ranks of each group of a partial reshard.
+
+    Raises:
+        CostError: the name of the group is unknown.
     """
     shard = mesh_shape[-1]
     world = shard * (mesh_shape[0] if len(mesh_shape) > 1 else 1)
     if group == ops.REPLICATE:
         replicas = world // shard
-        apart = max(1, gpus_per_node // shard)  # replicas that share a node
-        return GroupShape(replicas, max(1, ceil(replicas / apart)))
+        on_a_node = max(1, gpus_per_node // shard)  # replicas that share a node
+        return GroupShape(replicas, max(1, ceil(replicas / on_a_node)))
     size = {ops.SHARD: shard, ops.ALL: world, "reshard": reshard or shard}.get(group)
     if size is None:
         raise CostError(f"no group of ranks is called {group!r}")
@@ -68,14 +64,14 @@ def group_shape(
 def collective_seconds(
     op: str, moved: int, shape: GroupShape, hardware: Hardware, *, tensors: int = 1
 ) -> float:
-    """The time from launch to finish of one collective with nothing else on its links.
+    """Seconds from launch to finish of one collective with nothing else on its links.
 
     Args:
         op: "all_gather", "reduce_scatter" or "all_reduce".
         moved: bytes of the full (gathered, or not yet scattered) tensors.
-        shape: its ranks.
+        shape: the ranks that take part.
         hardware: the machines.
-        tensors: how many it moves; counts where that was measured.
+        tensors: how many tensors it moves; only measured lines depend on it.
     """
     n = shape.size
     if n <= 1:
@@ -84,7 +80,7 @@ def collective_seconds(
     if line is not None:
         fixed, tensor, byte = line
         return fixed + tensors * tensor + moved * byte
-    ring = _hops(shape, hardware) + (n - 1) / n * moved / _bandwidth(shape, hardware)
+    ring = _hop_seconds(shape, hardware) + (n - 1) / n * moved / _bandwidth(shape, hardware)
     if op != "all_reduce":
         return hardware.launch_floor + ring
     tree = 2 * (_tree_latency(shape, hardware) + moved / _bandwidth(shape, hardware))
@@ -92,26 +88,29 @@ def collective_seconds(
 
 
 def saturating_bytes(shape: GroupShape, hardware: Hardware, share: float = 0.9) -> int:
-    """Bytes a gather must move for latency to take no more than `1 - share` of its time."""
+    """Bytes of full tensors at which a gather spends `share` of its time moving bytes.
+
+    The rest of its time is latency.
+    """
     n = shape.size
     if n <= 1:
         return 0
     line = _line("all_gather", shape, hardware)
     if line is not None:
         return int((line[0] + line[1]) * share / (1 - share) / line[2]) if line[2] else 0
-    fixed = hardware.launch_floor + _hops(shape, hardware)
+    fixed = hardware.launch_floor + _hop_seconds(shape, hardware)
     return int(fixed * share / (1 - share) * _bandwidth(shape, hardware) * n / (n - 1))
 
 
 def _line(op: str, shape: GroupShape, hardware: Hardware) -> tuple[float, float, float] | None:
-    """Seconds for a call, each tensor and each byte moved, as measured; None if it was not."""
+    """Measured seconds per call, per tensor and per byte; None if there is no measurement."""
     within = hardware.lines.get(op)
     if within is None:
         return None
     hop, tensor, byte = within
-    hops, passing = shape.size - 1, (shape.size - 1) / shape.size
+    hops, fraction = shape.size - 1, (shape.size - 1) / shape.size
     if shape.nodes == 1:
-        return hops * hop, tensor, passing * byte
+        return hops * hop, tensor, fraction * byte
     between = hardware.lines.get(f"{op}{BETWEEN_NODES}")
     if between is None:
         return None
@@ -120,10 +119,11 @@ def _line(op: str, shape: GroupShape, hardware: Hardware) -> tuple[float, float,
     if shape.per_node > 1:
         slowest = max(slowest, byte)
     fixed = (hops - across) * hop + across * between[0]
-    return fixed, max(tensor, between[1]), passing * slowest
+    return fixed, max(tensor, between[1]), fraction * slowest
 
 
 def _bandwidth(shape: GroupShape, hardware: Hardware) -> float:
+    """Bytes a second over the slowest link of the ring."""
     slowest = hardware.intra_bandwidth
     if shape.nodes > 1:
         across = hardware.inter_bandwidth * shape.per_node
@@ -131,7 +131,8 @@ def _bandwidth(shape: GroupShape, hardware: Hardware) -> float:
     return slowest * hardware.efficiency["network"]
 
 
-def _hops(shape: GroupShape, hardware: Hardware) -> float:
+def _hop_seconds(shape: GroupShape, hardware: Hardware) -> float:
+    """Latency of all hops of the ring, in seconds."""
     across = shape.nodes - 1
     within = shape.size - 1 - across
     return within * hardware.intra_latency + across * hardware.inter_latency
@@ -143,12 +144,12 @@ def _tree_latency(shape: GroupShape, hardware: Hardware) -> float:
 
 
 def ranks_of(collective: fx.Node, program: Program) -> int:
-    """The number of ranks that join `collective`."""
+    """The number of ranks that take part in `collective`."""
     return shape_of(collective, program, gpus_per_node=1 << 30).size
 
 
 def shape_of(collective: fx.Node, program: Program, gpus_per_node: int) -> GroupShape:
-    """The ranks of `collective` and the nodes they lie on."""
+    """The number of ranks and nodes that take part in `collective`."""
     arguments = Collective.of(collective)
     group = arguments.named_group or (ops.ALL if collective.target is ops.all_reduce else ops.SHARD)
     return group_shape(group, program.mesh_shape, gpus_per_node, arguments.ranks or 0)

@@ -1,4 +1,4 @@
-"""Two estimates side by side: what differs, and why."""
+"""Compare two estimates: their differences, and the reasons for them."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Comparison:
-    """Two estimates of steps, and what they are called."""
+    """Two estimates of a step under two names."""
 
     a: Estimate
     b: Estimate
@@ -36,12 +36,12 @@ class Comparison:
 
     @cached_property
     def policy_differences(self) -> Mapping[str, tuple[str, str]]:
-        """Fields of the policies that differ, each as text; "" where one has none."""
+        """Policy fields with different values, as text; "" where a policy lacks the field."""
         fields = []
         for estimate in (self.a, self.b):
             policy = estimate.plan.policy
-            own = {"policy": type(policy).__name__} | policy.own_options()
-            fields.append(own | policy.shared_options())
+            options = {"policy": type(policy).__name__} | policy.own_options()
+            fields.append(options | policy.shared_options())
         one, other = fields
         return {
             name: (one.get(name, ""), other.get(name, ""))
@@ -51,11 +51,11 @@ class Comparison:
 
     @cached_property
     def causes(self) -> tuple[Mapping[tuple[str, str, str], Cause], ...]:
-        """Of each estimate, what exposes communication, by op, phase and kind of reason."""
+        """The causes of exposed communication of each estimate, by op, phase and reason kind."""
         return tuple(map(causes_of, (self.a, self.b)))
 
     def to_dict(self) -> dict[str, Any]:
-        """Both estimates as plain data, ready for JSON, and the policies' differences."""
+        """Both estimates and the differences of their policies as plain data, ready for JSON."""
         return {
             "names": list(self.names),
             "estimates": [self.a.to_dict(), self.b.to_dict()],
@@ -74,21 +74,21 @@ class Comparison:
 
 
 def compare(a: Estimate, b: Estimate, *, names: tuple[str, str] = ("A", "B")) -> Comparison:
-    """What differs between two estimates, such as of one model under two policies.
+    """Compare two estimates, for example of one model under two policies.
 
     Args:
-        a: from `graphshard.simulate`.
-        b: likewise; what it has more or less is said of it.
-        names: what to call them.
+        a: an estimate from `graphshard.simulate`, the baseline.
+        b: another estimate; the differences are those of `b` relative to `a`.
+        names: the names of `a` and `b` in texts.
 
     Raises:
-        CostError: one of them is no estimate, or they have one name.
+        CostError: an argument is not an estimate, or both names are equal.
     """
-    for given in (a, b):
-        if not isinstance(given, Estimate):
+    for estimate in (a, b):
+        if not isinstance(estimate, Estimate):
             raise CostError(
                 "compare takes two estimates, as graphshard.simulate returns them; got a "
-                f"{type(given).__name__}"
+                f"{type(estimate).__name__}"
             )
     if len(set(names)) != 2:
         raise CostError(f"two estimates are compared under two names; got {names!r}")

@@ -1,4 +1,4 @@
-"""What a step will cost: `estimate_of` a plan with a program."""
+"""The predicted time and memory of a training step."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ import torch
 
 from graphshard.cost.by_unit import UnitEstimate, units_of
 from graphshard.cost.memory import OPTIMIZERS, MemoryCurve, memory_of
-from graphshard.cost.reasons import Reason, Reasons, told
+from graphshard.cost.reasons import Reason, Reasons, reasons_text
 from graphshard.cost.streams import COMPUTE
 from graphshard.cost.timeline import Timeline, Transfer, timeline_of
 from graphshard.errors import CostError
@@ -27,9 +27,11 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Estimate:
-    """Time and memory of one training step on one rank, as predicted.
+    """Predicted time and memory of one training step on one rank, in seconds and bytes.
 
-    All times are seconds, all sizes bytes.
+    plan, program: the plan and its rewritten program. hardware: the machine. optimizer: a name of
+    `graphshard.cost.memory.OPTIMIZERS`. timeline: when each stream is busy. memory: bytes alive
+    over the step. optimizer_seconds: the optimizer's update.
     """
 
     plan: ShardingPlan
@@ -44,40 +46,41 @@ class Estimate:
 
     @property
     def step_seconds(self) -> float:
-        """Forward, backward and the optimizer's step."""
+        """Seconds of forward, backward, the optimizer's update and the overhead of a step."""
         return self.timeline.seconds + self.optimizer_seconds + self.hardware.step_overhead
 
     @property
     def compute_seconds(self) -> float:
-        """Compute alone, the optimizer's step and the step's overhead included."""
+        """Seconds of compute, with the optimizer's update and the overhead of a step."""
         spans = self.timeline.spans
-        own = sum(span.seconds for span in spans if span.stream == COMPUTE)
-        return own + self.optimizer_seconds + self.hardware.step_overhead
+        seconds = sum(span.seconds for span in spans if span.stream == COMPUTE)
+        return seconds + self.optimizer_seconds + self.hardware.step_overhead
 
     @property
     def communication_seconds(self) -> float:
-        """All collectives and host copies, hidden or not."""
+        """Seconds of all collectives and host copies, hidden or exposed."""
         return sum(transfer.span.seconds for transfer in self.timeline.transfers)
 
     @property
     def exposed_seconds(self) -> float:
-        """Communication that compute waits for."""
+        """Seconds for which compute waits for communication."""
         return self.step_seconds - self.compute_seconds
 
     @property
     def flops(self) -> int:
-        """Of one rank's step, as the program computes it (recomputation included)."""
+        """FLOPs of one step on one rank, recomputation included."""
         return self.timeline.flops
 
     @property
     def tflops_per_gpu(self) -> float:
-        """FLOPs a second on one device, in units of 1e12."""
+        """TFLOP/s on one device, recomputation included."""
         return self.flops / self.step_seconds / 1e12 if self.step_seconds else 0.0
 
     @property
     def mfu(self) -> float:
-        """Model FLOPs utilisation: FLOPs a second, those of recomputation not counted, as a part of
-        the hardware's peak in the dtype most FLOPs are in ("PaLM", arXiv:2204.02311, appendix B).
+        """Model FLOPs utilisation: FLOP/s without recomputation, as a fraction of the peak.
+
+        The peak is that of the dtype with the most FLOPs ("PaLM", arXiv:2204.02311, appendix B).
         """
         useful = self.flops - self.timeline.recomputed_flops
         peak = self.hardware.matmul_flops(self._main_dtype)
@@ -97,38 +100,38 @@ class Estimate:
 
     @property
     def peak_bytes(self) -> int:
-        """The most that is alive at once."""
+        """The maximum bytes alive at once."""
         return self.memory.peak.bytes
 
     @property
     def valley_bytes(self) -> int:
-        """What stays alive between steps, after gradients are set to None."""
+        """Bytes alive between steps, after gradients are set to None."""
         return self.memory.valley
 
     @property
     def fits(self) -> bool:
-        """Whether the peak is within the device's memory."""
+        """Whether the peak is at most the device's memory."""
         return self.peak_bytes <= self.hardware.memory_bytes
 
     # -- by unit ----------------------------------------------------------------------------------
 
     @cached_property
     def units(self) -> tuple[UnitEstimate, ...]:
-        """The units in the plan's order."""
+        """The estimate of each unit, in the plan's order."""
         return units_of(self.plan, self.timeline, self.memory, self.step_seconds)
 
     @property
     def transfers(self) -> Sequence[Transfer]:
-        """Every collective and host copy, in the order compute waits for them."""
+        """All collectives and host copies, in the order compute waits for them."""
         return self.timeline.transfers
 
     def reasons(self, transfer: Transfer) -> tuple[Reason, ...]:
-        """Why compute waits for `transfer`, with the seconds each cause is to blame for."""
+        """The reasons why compute waits for `transfer`, each with its seconds."""
         return self._reasons.of(transfer)
 
     def why(self, transfer: Transfer) -> str:
-        """The reasons as text, "" if compute does not wait for `transfer`."""
-        return told(self.reasons(transfer))
+        """The reasons as text; "" if compute does not wait for `transfer`."""
+        return reasons_text(self.reasons(transfer))
 
     @cached_property
     def _reasons(self) -> Reasons:
@@ -137,26 +140,37 @@ class Estimate:
     def with_hardware(
         self, hardware: Hardware | str | os.PathLike[str], *, backend: str | None = None
     ) -> Estimate:
-        """The same step on other hardware."""
+        """Estimate the same step on other hardware.
+
+        Args:
+            hardware: a machine, the name of a preset, or the path of a file.
+            backend: "nccl" or "gloo"; by default the backend that suits the hardware.
+
+        Raises:
+            CostError: the backend or the hardware is unknown.
+        """
         plan = replace(self.plan, program=self.program)
         return estimate_of(plan, Hardware.load(hardware), optimizer=self.optimizer, backend=backend)
 
     # -- shown ------------------------------------------------------------------------------------
 
     def to_dict(self) -> dict[str, Any]:
-        """The estimate as plain data, ready for JSON."""
+        """The estimate as plain data, ready for JSON; times in seconds, sizes in bytes."""
         from graphshard.cost.text import estimate_dict
 
         return estimate_dict(self)
 
     def save_trace(self, path: str | os.PathLike[str]) -> None:
-        """Write a trace that Perfetto and chrome://tracing open: streams and a memory counter."""
+        """Write a trace of streams and memory for Perfetto or chrome://tracing."""
         from graphshard.cost.trace import write_trace
 
         write_trace(self, path)
 
     def plot(self, path: str | os.PathLike[str]) -> None:
         """Draw streams and live memory over the step; needs the extra `plot` (matplotlib).
+
+        Args:
+            path: the file to write; its suffix names the format (svg, png, pdf).
 
         Raises:
             CostError: matplotlib is missing.
@@ -184,10 +198,17 @@ def estimate_of(
     backend: str | None = None,
     tf32: bool = False,
 ) -> Estimate:
-    """What a step of the program of `plan` costs on `hardware`; see `graphshard.simulate`.
+    """Estimate a step of the program of `plan` on `hardware`; see `graphshard.simulate`.
+
+    Args:
+        plan: a plan with a rewritten program.
+        hardware: the machine of each rank.
+        optimizer: a name of `graphshard.cost.memory.OPTIMIZERS`.
+        backend: "nccl" or "gloo"; by default "gloo" on hosts and "nccl" elsewhere.
+        tf32: whether float32 products run in TF32.
 
     Raises:
-        CostError: the plan has no program, or an argument is unknown.
+        CostError: the plan has no program, or the optimizer or backend is unknown.
     """
     program = plan.program
     if program is None:
@@ -209,7 +230,7 @@ def estimate_of(
 
 
 def optimizer_seconds(plan: ShardingPlan, hardware: Hardware, optimizer: str) -> float:
-    """The update streams parameters, gradients and states once, and writes them again."""
+    """Seconds of the update, which reads and writes parameters, gradients and states once."""
     layouts = {id(layout): layout for layout in plan.layouts.values()}.values()
     sizes = [layout.shard_bytes for layout in layouts if layout.requires_grad]
     trained = sum(sizes)

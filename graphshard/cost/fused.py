@@ -1,11 +1,9 @@
-"""What compute costs in compiled regions: operators that are fused read and write memory once.
+"""The cost of compute in compiled regions, where a fused kernel reads and writes memory once.
 
-Matrix products, convolutions, attention and draws of random numbers stay kernels of their own. The
-other operators of a region form one kernel between two such stages: those behind equally many of
-them in a row. What such a kernel reads from elsewhere counts once, what is read outside of it once
-more, and what stays inside counts nothing. The model knows nothing of what Inductor may decide
-otherwise, such as to split a kernel at a reduction of another shape; a region that fell back to
-single operators is counted as compiled.
+Matrix products, convolutions, attention and random draws stay separate kernels. All other operators
+of a region that have the same number of separate kernels before them form one fused kernel. Its
+cost is the bytes it reads from outside and the bytes that are read outside of it. See README.md for
+the limits of this model.
 """
 
 from __future__ import annotations
@@ -24,16 +22,16 @@ from graphshard.program.regions import Region, picks_from, regions_in, viewed
 from graphshard.program.storages import node_bytes
 
 _STREAMS = ("add",)
-"""The measured curve of a fused kernel: that of elementwise arithmetic."""
+"""The measured curve of a fused kernel, which is that of elementwise arithmetic."""
 
 
 def fused_costs(program: Program) -> Mapping[fx.Node, OpCost]:
-    """The cost of every node in a region of `program`; a kernel's stands at its last operator."""
-    found: dict[fx.Node, OpCost] = {}
+    """The cost of each node in a region of `program`; a kernel's cost is at its last operator."""
+    costs: dict[fx.Node, OpCost] = {}
     if program.regions is not None:
         for region in regions_in(program.graph):
-            found.update(_costs(region))
-    return found
+            costs.update(_costs(region))
+    return costs
 
 
 def _costs(region: Region) -> dict[fx.Node, OpCost]:
@@ -43,10 +41,10 @@ def _costs(region: Region) -> dict[fx.Node, OpCost]:
     costs: dict[fx.Node, OpCost] = {}
     for node in region.nodes:
         read = [value for value in node.all_input_nodes if value in inside]
-        behind = (stage[value] + _stands_alone(_maker(value)) for value in read)
+        behind = (stage[value] + _is_separate(_operator_of(value)) for value in read)
         stage[node] = max(behind, default=0)
         costs[node] = FREE
-        if _stands_alone(node):
+        if _is_separate(node):
             costs[node] = op_cost(node)
         elif _computes(node):
             kernels.setdefault(stage[node], []).append(node)
@@ -56,17 +54,17 @@ def _costs(region: Region) -> dict[fx.Node, OpCost]:
 
 
 def _kernel(nodes: list[fx.Node]) -> OpCost:
-    """The cost of `nodes` as one kernel."""
+    """The cost of `nodes` as one fused kernel."""
     inside = set(nodes)
     reads: dict[fx.Node, int] = {}
     moved = 0
     for node in nodes:
         for value in node.all_input_nodes:
-            owner = _owner(value)
-            if _maker(owner) not in inside and isinstance(value.meta.get("val"), Tensor):
+            base = _base(value)
+            if _operator_of(base) not in inside and isinstance(value.meta.get("val"), Tensor):
                 size = node_bytes(value)
-                reads[owner] = max(reads.get(owner, 0), min(size, node_bytes(owner)))
-        for value in _values(node):
+                reads[base] = max(reads.get(base, 0), min(size, node_bytes(base)))
+        for value in _results(node):
             if _read_outside(value, inside):
                 moved += node_bytes(value)
     floats = [n.meta["val"].dtype for n in (*reads, *nodes) if isinstance(n.meta["val"], Tensor)]
@@ -79,34 +77,34 @@ def _computes(node: fx.Node) -> bool:
     return node.target is not operator.getitem and not is_view_op(node.target)
 
 
-def _stands_alone(node: fx.Node) -> bool:
-    """Whether a node is a kernel of its own in a region, too."""
+def _is_separate(node: fx.Node) -> bool:
+    """Whether `node` stays a separate kernel in a region."""
     return node.op == "call_function" and (ops.is_random(node) or op_cost(node).flops > 0)
 
 
-def _maker(value: fx.Node) -> fx.Node:
-    """The operator whose result `value` is."""
+def _operator_of(value: fx.Node) -> fx.Node:
+    """The operator that returns `value`."""
     return picks_from(value) or value
 
 
-def _owner(value: fx.Node) -> fx.Node:
-    """The value that a view is of."""
+def _base(value: fx.Node) -> fx.Node:
+    """The value that `value` is a view of, or itself."""
     while (base := viewed(value)) is not None:
         value = base
     return value
 
 
-def _values(node: fx.Node) -> list[fx.Node]:
-    """The tensors that `node` gives."""
+def _results(node: fx.Node) -> list[fx.Node]:
+    """The nodes of the tensors that `node` returns."""
     if isinstance(node.meta.get("val"), Tensor):
         return [node]
     return [user for user in node.users if isinstance(user.meta.get("val"), Tensor)]
 
 
 def _read_outside(value: fx.Node, inside: set[fx.Node]) -> bool:
-    """Whether anything but the kernel reads `value`, or a view of it."""
+    """Whether a node outside the kernel reads `value` or a view of it."""
     for user in value.users:
-        looks = picks_from(user) is value or viewed(user) is value
-        if _read_outside(user, inside) if looks else user not in inside:
+        aliases = picks_from(user) is value or viewed(user) is value
+        if _read_outside(user, inside) if aliases else user not in inside:
             return True
     return False

@@ -1,8 +1,8 @@
-"""How many bytes are alive on a rank at every point of a training step, and what holds them.
+"""Bytes alive on a rank at each point of a training step, and the storages that hold them.
 
-The state between steps (shards, optimizer states, buffers, what the user holds of the batch) is
-alive throughout. The step adds what its program allocates (see `storages`), then the reduced
-gradients, then what the optimizer's update needs.
+The state between steps (shards, optimizer states, buffers and inputs) is alive throughout. The step
+adds the storages of its program (see `graphshard.program.storages`), the reduced gradients, and the
+temporaries of the optimizer's update.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ from graphshard.program.storages import (
 
 
 def bytes_held(program: Program, plan: ShardingPlan, of_policy: bool, backend: str) -> int:
-    """The most bytes a finished `program` holds at once; see `Budget.bytes`."""
+    """The maximum bytes that a finished `program` holds at once, counted as in `Budget.bytes`."""
     if of_policy:
         return max(storages_of(program).live(), default=0)
     memory = memory_of(program, plan, optimizer="none", backend=backend)
@@ -46,56 +46,59 @@ def bytes_held(program: Program, plan: ShardingPlan, of_policy: bool, backend: s
 
 
 def held_by_place(program: Program, plan: ShardingPlan, budget: Budget) -> list[int]:
-    """By place of a node, the bytes a finished program holds there that count in `budget`."""
+    """By place in the graph, the bytes of a finished program that count in `budget`."""
     if budget.of_policy:
         return storages_of(program).live()
     memory = memory_of(program, plan, optimizer="none", backend=budget.backend)
     points = iter([*memory.points[1:], None])
-    held, point, here = [], next(points), memory.valley
+    bytes_by_place, point, live = [], next(points), memory.valley
     for place in range(len(program.graph.nodes)):
         while point is not None and point.place <= place:
-            here, point = point.bytes, next(points)
-        held.append(here - memory.valley)
-    return held
+            live, point = point.bytes, next(points)
+        bytes_by_place.append(live - memory.valley)
+    return bytes_by_place
 
 
 BUFFERS = "communication buffers"
 
 
-GRADIENTS = "gradients"
+SHARD_GRADIENTS = "gradients"
 
 
-KEPT = "gradients kept by no_sync"
+ACCUMULATED = "gradients kept by no_sync"
 
 
 def buffers_of(program: Program, backend: str) -> Iterator[Storage]:
-    """Storages of collectives and of gradients reduced or kept, in the order they are made."""
-    make = _Maker({node: index for index, node in enumerate(program.graph.nodes)})
+    """Storages of collectives and of reduced or accumulated gradients, in the order allocated.
+
+    `backend` is "nccl" or "gloo".
+    """
+    new_storage = _StorageFactory({node: index for index, node in enumerate(program.graph.nodes)})
     returned = {grad for grad in program.results().grads if grad is not None}
     for node in program.nodes():
         if node.target in ops.REDUCES:
-            yield from _of_reduce(node, program, backend, make, returned)
+            yield from _reduce_storages(node, program, backend, new_storage, returned)
         elif node.target is ops.all_gather:
-            yield from _of_gather(node, program, backend, make)
+            yield from _gather_storages(node, program, backend, new_storage)
         elif node.target is ops.keep:
-            yield make(node, node_bytes(node), KEPT, ends=())
+            yield new_storage(node, node_bytes(node), ACCUMULATED, ends=())
         elif ops.is_transfer(node):
             size = node_bytes(node)
             if node.target is ops.add_kept:
-                # Added in place to what an earlier backward kept, which counts on as the sum.
-                yield make(node, size, KEPT, first=None, ends=[node], over=-1)
+                # Added in place to the accumulated gradient, which then counts as the sum.
+                yield new_storage(node, size, ACCUMULATED, first=None, ends=[node], over=-1)
             if ops.origin(node) is node or not _is_reduced(node):
                 continue
             if node.target is ops.arrive or _on_host(node):
                 continue
             stays = node in returned
             ends = () if stays else uses_of(node)
-            yield make(node, size, GRADIENTS if stays else BUFFERS, ends=ends)
+            yield new_storage(node, size, SHARD_GRADIENTS if stays else BUFFERS, ends=ends)
 
 
 @dataclass(frozen=True)
-class _Maker:
-    """Makes storages that live between some nodes, in the order in which those stand now."""
+class _StorageFactory:
+    """Creates storages that live from a node to the last of others; `place`: by node."""
 
     place: Mapping[fx.Node, int]
 
@@ -117,20 +120,27 @@ class _Maker:
         return Storage(node, size, born, dies, kind, first=first, late=late, ends=last, over=over)
 
 
-def _of_gather(node: fx.Node, program: Program, backend: str, make: _Maker) -> Iterator[Storage]:
-    """Small shards travel in one message: a copy of them, and what it is received in."""
+def _gather_storages(
+    node: fx.Node, program: Program, backend: str, new_storage: _StorageFactory
+) -> Iterator[Storage]:
+    """The message that small shards are packed into, and the buffer that receives it."""
     ranks = ranks_of(node, program)
     shards = [operand.meta["val"] for operand in operands_of(node)]
     moved = sum(_packed(shards, [bytes_of(s) for s in shards], packing.GATHER_BELOW[backend]))
     if moved and ranks > 1:
         wait = wait_of(node)
         assert wait is not None
-        yield make(node, moved * (1 + ranks), BUFFERS, ends=[wait])
+        yield new_storage(node, moved * (1 + ranks), BUFFERS, ends=[wait])
 
 
-def _of_reduce(
-    node: fx.Node, program: Program, backend: str, make: _Maker, returned: set[fx.Node]
+def _reduce_storages(
+    node: fx.Node,
+    program: Program,
+    backend: str,
+    new_storage: _StorageFactory,
+    returned: set[fx.Node],
 ) -> Iterator[Storage]:
+    """The buffers of a reduce and the gradients it returns; `returned`: gradients of the step."""
     wait = wait_of(node)
     assert wait is not None
     results = wait.meta["val"]
@@ -138,71 +148,72 @@ def _of_reduce(
     op = ops.OPS[node.target]
     scattered = op.moves == "reduce_scatter" and ranks > 1
     exchanged = scattered and backend == "gloo" and ranks > 2
-    given = sum(map(bytes_of, results))
+    result_bytes = sum(map(bytes_of, results))
     first, late = node, 0
     if scattered:
-        copied, longer = _sent(node, [bytes_of(r) * ranks for r in results], backend)
-        if copied:  # what it was copied from is gone once the reduce is launched
-            yield make(node, copied, BUFFERS, ends=[node])
-        if longer:
-            yield make(node, longer, BUFFERS, late=1, ends=[wait])
+        copied, padding = _send_bytes(node, [bytes_of(r) * ranks for r in results], backend)
+        if copied:  # the copied operands are freed once the reduce is launched
+            yield new_storage(node, copied, BUFFERS, ends=[node])
+        if padding:
+            yield new_storage(node, padding, BUFFERS, late=1, ends=[wait])
         if exchanged:
-            yield make(node, given * ranks, BUFFERS, ends=[wait])
+            yield new_storage(node, result_bytes * ranks, BUFFERS, ends=[wait])
             first = wait
         elif backend == "gloo":
             halves = [bytes_of(r) for r in results if r.dtype is torch.float16]
-            if halves:  # added up in float32
-                yield make(wait, 2 * max(halves), BUFFERS, ends=[wait])
+            if halves:  # summed in float32
+                yield new_storage(wait, 2 * max(halves), BUFFERS, ends=[wait])
     elif op.scatters and ranks > 1:
         # A copy of the full gradients is reduced in place; each rank copies its shards out of it.
-        yield make(node, given * ranks, BUFFERS, ends=[node])
+        yield new_storage(node, result_bytes * ranks, BUFFERS, ends=[node])
         first = wait
     else:
-        # The copy that is reduced in place, and handed out, outlives what it was copied from.
-        yield make(node, given, BUFFERS, ends=[node])
+        # The copy that is reduced in place and returned outlives the gradient it was copied from.
+        yield new_storage(node, result_bytes, BUFFERS, ends=[node])
         first, late = wait, 1
     unpacked = unpacks(wait)
     stays = any(user in returned for user in unpacked)
     ends = [] if stays else uses_of(*unpacked) or [wait]
-    kind = GRADIENTS if stays else BUFFERS
-    yield make(node, given, kind, first=first, late=late, ends=ends)
+    kind = SHARD_GRADIENTS if stays else BUFFERS
+    yield new_storage(node, result_bytes, kind, first=first, late=late, ends=ends)
 
 
-def _sent(node: fx.Node, whole: list[int], backend: str) -> tuple[int, int]:
-    """Bytes of the copies that are made of the operands of a reduce_scatter, and of how much more
-    is sent than they hold; `whole` is what is sent of each.
+def _send_bytes(node: fx.Node, sizes: list[int], backend: str) -> tuple[int, int]:
+    """Bytes of the copies of a reduce_scatter's operands, and bytes of padding in them.
 
-    Gradients are padded, put into the order of the ranks, and packed into one message if small.
+    Gradients are padded, ordered by rank, and packed into one message if small. `sizes` has the
+    padded bytes of each operand.
     """
     operands = [operand.meta["val"] for operand in operands_of(node)]
     dims = Collective.of(node).dims
-    copied = longer = 0
-    for operand, dim, size in zip(operands, dims, whole, strict=True):
+    copied = padding = 0
+    for operand, dim, size in zip(operands, dims, sizes, strict=True):
         if dim or size != bytes_of(operand) or not is_contiguous(operand):
             copied += size
-            longer += size - bytes_of(operand)
-    packed = _packed(operands, whole, packing.REDUCE_BELOW[backend])
+            padding += size - bytes_of(operand)
+    packed = _packed(operands, sizes, packing.REDUCE_BELOW[backend])
     divided = [
         size
-        for operand, size in zip(operands, whole, strict=True)
+        for operand, size in zip(operands, sizes, strict=True)
         if operand.dtype is torch.float16 and backend != "gloo"
     ]
-    return copied + sum(packed) + sum(divided), longer
+    return copied + sum(packed) + sum(divided), padding
 
 
 def _packed(tensors: list[torch.Tensor], sizes: list[int], below: int) -> list[int]:
-    """Of the bytes `sizes` of some tensors, those that travel in a message with others."""
+    """The entries of `sizes` (bytes of `tensors`) that are packed into messages with others."""
     messages = packing.packed(sizes, [tensor.dtype for tensor in tensors], below)
     return [sizes[i] for indices in messages for i in indices]
 
 
 def _is_reduced(node: fx.Node) -> bool:
+    """Whether `node` comes from the result of a reduce."""
     origin = ops.origin(node)
     return ops.is_unpack(origin) and ops.collective_of(origin).target in ops.REDUCES
 
 
 def _on_host(node: fx.Node) -> bool:
-    """Whether `node`, or what it was made from, was copied to the host."""
+    """Whether `node`, or the value it was transferred from, was copied to the host."""
     while ops.is_transfer(node):
         if node.target is ops.to_host:
             return True
@@ -218,18 +229,30 @@ SHARDS = "shards"
 OPTIMIZER = "optimizer"
 
 
-STEP = "optimizer's step"
+OPTIMIZER_STEP = "optimizer's step"
 
 
 INPUTS = "inputs and buffers"
 
 
-CATEGORIES = (SHARDS, *KINDS, BUFFERS, GRADIENTS, KEPT, OPTIMIZER, STEP, INPUTS)
+CATEGORIES = (
+    SHARDS,
+    *KINDS,
+    BUFFERS,
+    SHARD_GRADIENTS,
+    ACCUMULATED,
+    OPTIMIZER,
+    OPTIMIZER_STEP,
+    INPUTS,
+)
 
 
 @dataclass(frozen=True)
 class OptimizerCost:
-    """What an optimizer keeps and needs, in multiples of the shard's bytes."""
+    """Memory of an optimizer, in multiples of the bytes of the trained shards.
+
+    states: kept between steps. temporary: alive during the update.
+    """
 
     states: float
     temporary: float
@@ -239,7 +262,7 @@ OPTIMIZERS: Mapping[str, OptimizerCost] = {
     "none": OptimizerCost(0, 0),
     "sgd": OptimizerCost(0, 0),
     "sgd-momentum": OptimizerCost(1, 0),
-    # foreach implementations (torch's default on accelerators) hold one list of temporaries.
+    # The foreach implementation (torch's default on accelerators) holds one list of temporaries.
     "adamw": OptimizerCost(2, 1),
     "adamw-fused": OptimizerCost(2, 0),
 }
@@ -247,7 +270,7 @@ OPTIMIZERS: Mapping[str, OptimizerCost] = {
 
 @dataclass(frozen=True)
 class Point:
-    """The bytes alive once the node at `place` runs, by category."""
+    """The bytes alive when the node at `place` has run, in total and by category."""
 
     place: int
     bytes: int
@@ -256,11 +279,12 @@ class Point:
 
 @dataclass
 class MemoryCurve:
-    """Bytes alive over a step, on the device.
+    """Bytes alive on the device over a step.
 
-    peak: the point with the most. valley: bytes alive between steps. holders: the storages alive at
-    the peak, largest first. points: one for every place where something is allocated or freed.
-    storages: all that the step allocates.
+    valley: bytes alive between steps. peak: the point with the most bytes. holders: the storages
+    alive at the peak, largest first. points: one for each place where a storage is allocated or
+    freed. host: bytes kept on the host between steps. by_unit: bytes at the peak, by unit and
+    category. storages: all storages that the step allocates.
     """
 
     valley: int
@@ -268,38 +292,39 @@ class MemoryCurve:
     peak: Point
     holders: tuple[Storage, ...]
     points: tuple[Point, ...]
-    host: int = 0  # bytes kept on the host between steps
-    by_unit: Mapping[str, Mapping[str, int]] = field(default_factory=dict)  # at the peak
+    host: int = 0
+    by_unit: Mapping[str, Mapping[str, int]] = field(default_factory=dict)
     storages: tuple[Storage, ...] = ()
 
 
 def memory_of(
     program: Program, plan: ShardingPlan, *, optimizer: str = "adamw", backend: str = "nccl"
 ) -> MemoryCurve:
-    """The memory of a training step in which gradients are set to None after each step.
+    """Bytes over a training step, if gradients are set to None after each step.
 
     Args:
-        program: rewritten.
+        program: a rewritten program.
         plan: the plan it was rewritten by.
         optimizer: "adamw", "adamw-fused", "sgd", "sgd-momentum" or "none".
         backend: "nccl" or "gloo".
 
     Raises:
-        CostError: the optimizer is not known.
+        CostError: the optimizer is unknown.
     """
     if optimizer not in OPTIMIZERS:
         raise CostError(f"optimizer must be one of {', '.join(OPTIMIZERS)}; got {optimizer!r}")
     storages = [*storages_of(program).all, *buffers_of(program, backend)]
-    resident, host = resident_bytes(program, plan, OPTIMIZERS[optimizer] if program.grad else None)
+    optimizer_cost = OPTIMIZERS[optimizer] if program.grad else None
+    resident, host = resident_bytes(program, plan, optimizer_cost)
     at_rest = Point(0, sum(resident.values()), resident)
-    points = [at_rest, *_walk(storages, resident)]
+    points = [at_rest, *_points(storages, resident)]
     after = Counter(resident)
     for storage in storages:
         if storage.dies >= END:
             after[storage.kind] += storage.size
-    step = int(OPTIMIZERS[optimizer].temporary * after[GRADIENTS])
-    if program.grad and step:
-        after[STEP] += step
+    temporary = int(OPTIMIZERS[optimizer].temporary * after[SHARD_GRADIENTS])
+    if program.grad and temporary:
+        after[OPTIMIZER_STEP] += temporary
         points.append(Point(len(program.graph.nodes), sum(after.values()), dict(after)))
     peak = max(points, key=lambda point: point.bytes)
     alive = [s for s in storages if s.size and s.born <= peak.place <= s.dies]
@@ -319,7 +344,8 @@ def memory_of(
     )
 
 
-def _walk(storages: Iterable[Storage], resident: Mapping[str, int]) -> Iterator[Point]:
+def _points(storages: Iterable[Storage], resident: Mapping[str, int]) -> Iterator[Point]:
+    """One point for each place where a storage is allocated or freed."""
     live = Counter(resident)
     for place, gone, new in changes(storages):
         for storage in gone:
@@ -332,20 +358,23 @@ def _walk(storages: Iterable[Storage], resident: Mapping[str, int]) -> Iterator[
 def resident_bytes(
     program: Program, plan: ShardingPlan, optimizer: OptimizerCost | None
 ) -> tuple[dict[str, int], int]:
-    """Bytes a rank holds between steps: on the device by category, and on the host."""
+    """Bytes a rank holds between steps, on the device by category, and on the host.
+
+    `optimizer` is None without training.
+    """
     layouts = {id(layout): layout for layout in plan.layouts.values()}.values()
     shards = sum(layout.shard_bytes for layout in layouts)
-    trained = sum(_own_bytes(layout) for layout in layouts if layout.requires_grad)
+    trained = sum(_unpadded_bytes(layout) for layout in layouts if layout.requires_grad)
     states = 0 if optimizer is None else int(optimizer.states * trained)
     ends = [entry.node for entry in program.buffers] + [entry.node for entry in program.inputs]
-    held = sum(map(node_bytes, ends))
+    inputs = sum(map(node_bytes, ends))
     if plan.policy.offloads("params"):
-        return {INPUTS: held}, shards + states
-    return {SHARDS: shards, OPTIMIZER: states, INPUTS: held}, 0
+        return {INPUTS: inputs}, shards + states
+    return {SHARDS: shards, OPTIMIZER: states, INPUTS: inputs}, 0
 
 
-def _own_bytes(layout: ParamLayout) -> int:
-    """The first rank's part without padding, which is what an optimizer keeps states of."""
+def _unpadded_bytes(layout: ParamLayout) -> int:
+    """Bytes of the first rank's shard without padding, for which an optimizer keeps states."""
     if not layout.sharded:
         return layout.numel * layout.dtype.itemsize
     start, stop = layout.rows(0)

@@ -1,10 +1,9 @@
-"""How long one compute node takes: a roofline of its FLOPs and its bytes, above a launch floor, or
-what was measured of its like.
+"""Seconds of one compute node: a roofline of FLOPs and bytes, or a measured curve.
 
-FLOPs come from torch's own registry (`torch.utils.flop_counter`), bytes from the shapes of what a
-node reads and writes. An op that only makes a view, or picks out a result, costs nothing. Attention
-is charged as the fused kernel that runs on an accelerator, also where it was traced as the CPU's.
-Calibrated hardware has curves of seconds by operator, which hold all of it: floor, cache and peak.
+FLOPs come from torch's registry (`torch.utils.flop_counter`), and bytes from the shapes of the
+tensors that a node reads and writes. Views and selections of one result cost nothing. Attention
+costs what the fused kernel of an accelerator does, even if it was traced on the CPU. Calibrated
+hardware has curves of seconds by operator, which include launch, cache and peak effects.
 """
 
 from __future__ import annotations
@@ -34,21 +33,21 @@ _aten = torch.ops.aten
 _CONVOLUTIONS = {_aten.convolution, _aten.convolution_backward, _aten._convolution}
 
 
-# Reads of its first operand only what its result has.
-_PICKS = {_aten.embedding, _aten.index, _aten.gather, _aten.index_select}
+# Operators that read only the elements of their first operand that they return.
+_SELECTIONS = {_aten.embedding, _aten.index, _aten.gather, _aten.index_select}
 
 
 VIEW = "view"
-"""The curve of an operator that makes a view: a call without work."""
+"""The name of the curve of a view, which is a call without a kernel."""
 
 
 @dataclass(frozen=True)
 class OpCost:
-    """What one node costs.
+    """The cost of one node.
 
-    kind: "matmul", "attention", "convolution", "bandwidth", or "free" (a view). `flops` are those
-    of the algorithm that runs, `moved` bytes read and written, `dtype` what is computed in,
-    `curves` the names of measured curves that hold for it, the best first.
+    kind: "matmul", "attention", "convolution", "bandwidth", or "free" (a view). flops: those of the
+    algorithm that runs. moved: bytes read and written. dtype: the dtype of the computation. curves:
+    names of measured curves that apply, the best first.
     """
 
     kind: str
@@ -58,7 +57,10 @@ class OpCost:
     curves: tuple[str, ...] = ()
 
     def seconds(self, hardware: Hardware, *, tf32: bool = False) -> float:
-        """The time on one device of `hardware`: as measured, or else the roofline."""
+        """Seconds on one device of `hardware`, by a measured curve or else by the roofline.
+
+        `tf32` says whether float32 products run in TF32.
+        """
         if hardware.curves:
             measured = self._measured(hardware, tf32)
             if measured is not None:
@@ -74,10 +76,10 @@ class OpCost:
         return max(streamed, computed, hardware.launch_floor)
 
     def _measured(self, hardware: Hardware, tf32: bool) -> float | None:
-        """By the best curve there is; None without one.
+        """Seconds by the best measured curve; None without one.
 
-        Products in another dtype than float32 have curves of their own or none. What streams bytes
-        follows float32's, if its dtype was not measured.
+        Products in another dtype than float32 need a curve of that dtype. Operators without FLOPs
+        use the float32 curve if their dtype was not measured.
         """
         if self.kind == "free":
             points = hardware.curves.get(VIEW) if self.curves else None
@@ -91,7 +93,7 @@ class OpCost:
             if points is not None:
                 seconds = seconds_at(points, amount)
                 stream = hardware.curves.get("add")
-                # A product may be so thin that its operands take longer to read than to multiply.
+                # The operands of a thin product may take longer to read than to multiply.
                 return max(seconds, seconds_at(stream, self.moved)) if stream else seconds
         return None
 
@@ -103,16 +105,17 @@ _VIEW = OpCost("free", 0, 0, torch.float32, (VIEW,))
 
 
 def op_cost(node: fx.Node) -> OpCost:
-    """The cost of a compute node of a program; of any other, and of views, nothing.
+    """The cost of a compute node of a program; `FREE` for other nodes.
 
-    Kept with the node and for nodes equal to it (see `graphshard.cost.per_node`).
+    It is cached for the node and for equal nodes (see `graphshard.cost.per_node`).
     """
     if getattr(node.target, "overloadpacket", None) is None:
-        return FREE  # communication, picking out a result, arithmetic on sizes
+        return FREE  # communication, selecting one of several results, arithmetic on sizes
     return _op_cost(node)
 
 
 def _computed(node: fx.Node) -> OpCost:
+    """The cost of a call of an ATen operator."""
     if is_view_op(node.target):
         return _VIEW
     packet = node.target.overloadpacket  # type: ignore[union-attr]
@@ -121,7 +124,7 @@ def _computed(node: fx.Node) -> OpCost:
         return FREE
     operands = _operands(node)
     moved = sum(map(_stored_bytes, results))
-    if packet in _PICKS:
+    if packet in _SELECTIONS:
         moved *= 2
         operands = operands[1:]
     moved += sum(map(_stored_bytes, operands))
@@ -144,7 +147,7 @@ def _kind(packet: Any, flops: int) -> str:
 
 
 def _flops(packet: Any, node: fx.Node) -> int:
-    """FLOPs of the kernel that runs."""
+    """FLOPs of the kernel that runs on an accelerator."""
     if packet is _aten._grouped_mm:
         return _grouped_flops(*(_shapes(n.meta["val"]) for n in (*node.args[:2], node)))  # type: ignore[union-attr]
     if packet in attention_work.FORWARD:
@@ -153,7 +156,7 @@ def _flops(packet: Any, node: fx.Node) -> int:
         shapes = _shapes_of_arguments(node.args[1:4])
         return _causal(node, attention_work.backward_flops(*shapes))
     if packet is _aten.convolution_backward:
-        # Torch counts a grouped weight's gradient once per group. Each gradient costs one forward.
+        # Torch counts the gradient of a grouped weight once per group. Each costs one forward.
         args = _shapes_of_arguments(node.args)
         grad, operand, weight = args[:3]
         transposed, mask = args[7], args[10]
@@ -163,7 +166,7 @@ def _flops(packet: Any, node: fx.Node) -> int:
 
 
 def _counted_flops(packet: Any, node: fx.Node) -> int:
-    """FLOPs by torch's counter, attention without a mask; 0 for operators it does not know."""
+    """FLOPs by torch's counter, attention without a mask; 0 for operators it does not count."""
     if packet in attention_work.FORWARD:
         return attention_work.forward_flops(*_shapes_of_arguments(node.args[:3]))
     count = flop_registry.get(packet)
@@ -174,19 +177,19 @@ def _counted_flops(packet: Any, node: fx.Node) -> int:
 
 
 def _shapes_of_arguments(arguments: Any) -> Any:
-    """Arguments of a node, with the shape of each tensor in its place."""
+    """The arguments of a node, with each tensor replaced by its shape."""
     return fx.map_arg(arguments, lambda value: _shapes(value.meta.get("val")))
 
 
 def _grouped_flops(left: torch.Size, right: torch.Size, result: torch.Size) -> int:
-    """Of products over groups of rows, which torch does not count: each row is in one group."""
-    if len(left) == len(right) == 2:  # a weight's gradient, stacked by group
+    """FLOPs of `_grouped_mm`, which torch does not count; each row belongs to one group."""
+    if len(left) == len(right) == 2:  # the gradient of a weight, stacked by group
         return int(2 * prod(left) * right[-1])
     return int(2 * prod(result) * left[-1])
 
 
 def _shapes(value: Any) -> Any:
-    """A value with shapes for tensors, each symbolic size as in the call captured."""
+    """`value` with tensors replaced by shapes, and symbolic sizes by those of the captured call."""
     if isinstance(value, torch.Tensor):
         return torch.Size([size_hint(size) for size in value.shape])
     if isinstance(value, (list, tuple)):
@@ -195,7 +198,7 @@ def _shapes(value: Any) -> Any:
 
 
 def _causal(node: fx.Node, flops: int) -> int:
-    """FLOPs under a causal mask, whose blocks above the diagonal are skipped."""
+    """`flops` halved if the mask is causal, since kernels skip blocks above the diagonal."""
     for argument, value in _arguments(node):
         if argument == "is_causal":
             return flops // 2 if value else flops
@@ -203,6 +206,7 @@ def _causal(node: fx.Node, flops: int) -> int:
 
 
 def _arguments(node: fx.Node) -> Iterator[tuple[str, Any]]:
+    """Names and values of the arguments of an ATen call, defaults included."""
     schema: Any = node.target._schema  # type: ignore[union-attr]
     for position, argument in enumerate(schema.arguments):
         if position < len(node.args):
@@ -212,7 +216,7 @@ def _arguments(node: fx.Node) -> Iterator[tuple[str, Any]]:
 
 
 def _stored_bytes(tensor: Tensor) -> int:
-    """Bytes in memory behind `tensor`: an expanded dimension counts once."""
+    """Bytes of memory behind `tensor`, where an expanded dimension counts once."""
     sizes = zip(tensor.shape, tensor.stride(), strict=True)
     numel = prod(
         size_hint(size) for size, stride in sizes if not (type(stride) is int and stride == 0)
@@ -226,6 +230,7 @@ def _operands(node: fx.Node) -> list[Tensor]:
 
 
 def _tensors(value: Any) -> Iterator[Tensor]:
+    """The tensors of a value, which may be a nested list or tuple."""
     if isinstance(value, torch.Tensor):
         yield value
     elif isinstance(value, (list, tuple)):
@@ -234,15 +239,14 @@ def _tensors(value: Any) -> Iterator[Tensor]:
 
 
 FLOPS_PER_BYTE = 200
-"""What moving a byte costs, in FLOPs: the balance of bf16 arithmetic to memory bandwidth, which is
-156 on an A100 (312 TFLOP/s, 2.0 TB/s) and 295 on an H100 SXM (989 TFLOP/s, 3.35 TB/s)."""
+"""FLOPs that take as long as moving one byte, in bf16; see README.md of recompute."""
 
 
-def cost_of(node: fx.Node) -> int:
-    """What computing `node` costs, in FLOPs: its own, and those its memory traffic is worth.
+def equivalent_flops(node: fx.Node) -> int:
+    """The cost of computing `node` in FLOPs, with `FLOPS_PER_BYTE` for each byte of its tensors.
 
-    Own FLOPs are those of torch's flop counter; operators it does not know have none. Views and
-    picking out a result are free.
+    The operator's FLOPs are those of torch's counter, 0 if it does not count the operator. Views
+    and selections of one result cost 0.
     """
     if node.target is getitem or alias_inputs(node):
         return 0

@@ -1,8 +1,7 @@
-"""Which measured curve an operator follows, where the hardware has any.
+"""The measured curves that apply to an operator.
 
-A calibrated file holds, by operator, how long it took over a range of sizes. It holds some of them:
-an operator that was not measured follows the one that works most like it, and what has no relative
-either follows plain elementwise arithmetic ("add").
+A calibrated file has curves of seconds over sizes for some operators. An operator without a curve
+uses that of the most similar measured operator, or that of elementwise addition ("add").
 """
 
 from __future__ import annotations
@@ -53,34 +52,34 @@ _LIKE = {
 
 
 RELATIVES = {name: like for like, names in _LIKE.items() for name in (like, *names)}
-"""The operator whose curve stands for one, by name."""
+"""By operator name, the operator whose curve is used for it."""
 
 
 ELEMENTWISE = "add"
-"""What everything else follows."""
+"""The curve of all other operators."""
 
 
 STRIDED = ".strided"
-"""Ends the name of a curve of operands that are not contiguous."""
+"""Suffix of a curve that was measured with non-contiguous operands."""
 
 
 _BY_LAYOUT = {ELEMENTWISE, "clone", "gelu", "silu"}
 
 
 def curves_of(packet: Any, kind: str, node: fx.Node) -> tuple[str, ...]:
-    """Names of the curves an operator may follow, the best first.
+    """Names of the curves that apply to an operator, the best first.
 
     Args:
         packet: the operator, an `OpOverloadPacket`.
-        kind: of its cost (see `OpCost`).
-        node: its call.
+        kind: the kind of its cost (see `OpCost`).
+        node: the call of the operator.
     """
     name = _name(packet)
     if kind == "attention":
         family = "attention_backward" if name.endswith("_backward") else "attention"
         return (f"{family}.causal", family) if _is_causal(node) else (family,)
     if kind == "convolution":
-        return _convolution(name, node)
+        return _convolution_curves(name, node)
     if kind == "matmul":
         if name in ("bmm", "baddbmm"):
             return ("bmm", "matmul")
@@ -100,13 +99,13 @@ def _is_causal(node: fx.Node) -> bool:
     schema: Any = node.target._schema  # type: ignore[union-attr]
     for position, argument in enumerate(schema.arguments):
         if argument.name == "is_causal":
-            given = node.args[position] if position < len(node.args) else None
-            return bool(node.kwargs.get("is_causal", given))
+            positional = node.args[position] if position < len(node.args) else None
+            return bool(node.kwargs.get("is_causal", positional))
     return False
 
 
-def _convolution(name: str, node: fx.Node) -> tuple[str, ...]:
-    """By what the library's algorithms differ in: size of the window, stride and groups."""
+def _convolution_curves(name: str, node: fx.Node) -> tuple[str, ...]:
+    """Curves by window size, stride and groups, on which libraries choose their algorithm."""
     family = "convolution_backward" if name.endswith("_backward") else "convolution"
     backward = family == "convolution_backward"
     weight: Any = node.args[2 if backward else 1]
@@ -121,7 +120,7 @@ def _convolution(name: str, node: fx.Node) -> tuple[str, ...]:
 
 
 def _strided(node: fx.Node) -> bool:
-    """Whether an operand that is as large as the result does not lie in one piece."""
+    """Whether an operand with at least as many dimensions as the result is not contiguous."""
     result = node.meta.get("val")
     if not isinstance(result, torch.Tensor):
         return False

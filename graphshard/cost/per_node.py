@@ -1,10 +1,9 @@
-"""Costs that are computed once: per node while its values stay, and once for equal operations.
+"""A cache of costs, per node and per equal operation.
 
-A plan is simulated many times, by passes that try one order or another of the same program and by
-searches over policies. Copies of a program share the values (`meta["val"]`) of its nodes, so what
-was found for a node is kept in its `meta`, with the values it was found for, and holds for its
-copies. Models repeat their layers, so what is new is looked up by operator, shapes, strides, dtypes
-and constants before it is computed.
+A program is simulated many times. Copies of a program share the values (`meta["val"]`) of its
+nodes, so a cost is stored in a node's `meta` with the values it was computed from, and stays valid
+for copies of the node. Models repeat layers, so a new node is first looked up by operator, shapes,
+strides, dtypes and constants.
 """
 
 from __future__ import annotations
@@ -20,55 +19,57 @@ from torch import fx
 Cost = TypeVar("Cost")
 
 
-_KEPT = 1 << 16  # distinct operations; a model has some hundred
+_MAX_OPERATIONS = 1 << 16  # a model has some hundred distinct operations
 
 
 def once_per_operation(key: str, cost: Callable[[fx.Node], Cost]) -> Callable[[fx.Node], Cost]:
-    """`cost`, a function of a node's target, constants and values, computed once for equal ones.
+    """Cache `cost`, a function of a node's target, constants and values.
 
     Args:
-        key: of `node.meta`, where the cost of a node is kept.
-        cost: what to compute.
+        key: the key of `node.meta` under which the cost of a node is stored.
+        cost: the function to cache.
     """
     by_form: dict[Any, Cost] = {}
 
     @wraps(cost)
-    def of(node: fx.Node) -> Cost:
+    def cached(node: fx.Node) -> Cost:
         values = [node.target, node.meta.get("val")]
         values += [value.meta.get("val") for value in node.all_input_nodes]
-        kept = node.meta.get(key)
+        entry = node.meta.get(key)
         if (
-            kept is not None
-            and _same(kept[0], values)
-            and _agree(kept[1], node.args)
-            and (not node.kwargs or _agree(kept[2], _named(node)))
+            entry is not None
+            and _same(entry[0], values)
+            and _agree(entry[1], node.args)
+            and (not node.kwargs or _agree(entry[2], _keywords(node)))
         ):
-            return cast("Cost", kept[3])
+            return cast("Cost", entry[3])
         form = _form_of(node)
-        found = None if form is None else by_form.get(form)
-        if found is None:
-            found = cost(node)
+        result = None if form is None else by_form.get(form)
+        if result is None:
+            result = cost(node)
             if form is not None:
-                if len(by_form) >= _KEPT:
+                if len(by_form) >= _MAX_OPERATIONS:
                     by_form.clear()
-                by_form[form] = found
-        constants = tuple(map(_constant, node.args)), tuple(map(_constant, _named(node)))
-        node.meta[key] = (values, *constants, found)
-        return found
+                by_form[form] = result
+        constants = tuple(map(_constant, node.args)), tuple(map(_constant, _keywords(node)))
+        node.meta[key] = (values, *constants, result)
+        return result
 
-    return of
+    return cached
 
 
 def _same(values: list[Any], others: list[Any]) -> bool:
+    """Whether both lists hold the same objects."""
     return len(values) == len(others) and all(map(is_, values, others))
 
 
-def _named(node: fx.Node) -> tuple[Any, ...]:
+def _keywords(node: fx.Node) -> tuple[Any, ...]:
+    """Names and values of the keyword arguments of `node`."""
     return (*node.kwargs, *node.kwargs.values())
 
 
 def _constant(arg: Any) -> Any:
-    """`arg` with `_VALUE` for each value in it."""
+    """`arg` with each node in it replaced by `_VALUE`."""
     if isinstance(arg, fx.Node):
         return _VALUE
     return tuple(map(_constant, arg)) if isinstance(arg, (list, tuple)) else arg
@@ -78,7 +79,7 @@ _VALUE = object()
 
 
 def _agree(constants: tuple[Any, ...], args: Collection[Any]) -> bool:
-    """Whether `args` have these constants; as `_constant` makes them, but with nothing made."""
+    """Whether `_constant` of each of `args` equals `constants`, without building it."""
     if len(constants) != len(args):
         return False
     for constant, arg in zip(constants, args, strict=True):
@@ -94,7 +95,7 @@ def _agree(constants: tuple[Any, ...], args: Collection[Any]) -> bool:
 
 
 def _form_of(node: fx.Node) -> Any:
-    """What the cost of `node` depends on, hashable; None where a size is symbolic."""
+    """A hashable key of all that the cost of `node` depends on; None if a size is symbolic."""
     try:
         form = node.target, _form(node.args), _form(node.kwargs), _form(node.meta.get("val"))
         hash(form)

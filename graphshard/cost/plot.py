@@ -1,4 +1,4 @@
-"""An estimate as a picture: streams over time, and below them live memory by category."""
+"""Draw an estimate: streams over time, and below them live memory by category."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ _COLOURS = {
 _EXPOSED, _OPTIMIZER, _OTHER = "#e45756", "#79706e", "#bab0ac"
 
 
-# From what stays longest, at the bottom, to what goes first.
+# From the longest-lived category, at the bottom, to the shortest-lived.
 _CATEGORIES = {
     "shards": "#2f4b7c",
     "optimizer": "#665191",
@@ -47,11 +47,11 @@ _CATEGORIES = {
 }
 
 
-_LEAST = 0.001  # of the peak, for a category to be drawn
+_MIN_SHARE = 0.001  # a category is drawn if it reaches this fraction of the peak
 
 
 def draw(estimate: Estimate, path: str | os.PathLike[str]) -> None:
-    """Draw `estimate` into a file whose ending names its format (svg, png, pdf).
+    """Draw `estimate` into a file whose suffix names its format (svg, png, pdf).
 
     Raises:
         CostError: matplotlib is missing.
@@ -85,22 +85,22 @@ def _kind(span: Span) -> str:
 def _draw_streams(axes: Any, estimate: Estimate, scale: float) -> None:
     spans = estimate.timeline.spans
     names = list(dict.fromkeys([COMPUTE, *(span.stream for span in spans)]))
-    rows: dict[str, list[tuple[float, float, int]]] = {}  # by what it is
+    rows: dict[str, list[tuple[float, float, int]]] = {}  # by legend entry
     for span in spans:
         place = names.index(span.stream)
         rows.setdefault(_kind(span), []).append((span.start, span.seconds, place))
     rows["compute waits"] = [(t.waited_at, t.exposed, 0) for t in estimate.transfers if t.exposed]
     rows["optimizer"] = [(estimate.timeline.seconds, estimate.optimizer_seconds, 0)]
-    for what, bars in rows.items():
-        colour = {"compute waits": _EXPOSED, "optimizer": _OPTIMIZER}.get(what)
-        label = what
+    for entry, bars in rows.items():
+        colour = {"compute waits": _EXPOSED, "optimizer": _OPTIMIZER}.get(entry)
+        label = entry
         for place in range(len(names)):
-            here = [(start * scale, long * scale) for start, long, at in bars if at == place]
-            if here:
+            row = [(start * scale, long * scale) for start, long, at in bars if at == place]
+            if row:
                 axes.broken_barh(
-                    here,
+                    row,
                     (place - 0.4, 0.8),
-                    facecolors=colour or _COLOURS.get(what, _OTHER),
+                    facecolors=colour or _COLOURS.get(entry, _OTHER),
                     edgecolor="white",
                     linewidth=0.2,
                     label=label,
@@ -115,7 +115,7 @@ def _draw_memory(axes: Any, estimate: Estimate, scale: float) -> None:
     steps = list(memory_steps(estimate))
     steps.append((estimate.step_seconds, dict(estimate.memory.valley_by_category)))
     most = {name: max(held.get(name, 0) for _, held in steps) for name in _CATEGORIES}
-    names = [name for name in _CATEGORIES if most[name] > _LEAST * estimate.peak_bytes]
+    names = [name for name in _CATEGORIES if most[name] > _MIN_SHARE * estimate.peak_bytes]
     times = [at * scale for at, _ in steps]
     layers = [[held.get(name, 0) / 2**30 for _, held in steps] for name in names]
     colours = [_CATEGORIES[name] for name in names]

@@ -1,7 +1,7 @@
-"""The plan that a rewritten program shows: which parameters are sharded, over what, in which units.
+"""Read a sharding plan off a rewritten program that has none.
 
-For a program that stands alone. Its placeholders say what a rank stores, its collectives which
-parameters go together, and its table of parameters what their full shapes are.
+Placeholders say what a rank stores, collectives which parameters form a unit, and the table of
+parameters their full shapes.
 """
 
 from __future__ import annotations
@@ -23,34 +23,36 @@ from graphshard.program.program import ParamEntry, Program
 
 
 class PolicyOfProgram(Policy):
-    """What of a policy a program shows: what lies on the host. Its other fields mean nothing."""
+    """The policy of a plan read off a program. Only `offload` is meaningful."""
 
 
 def plan_of(program: Program) -> ShardingPlan:
-    """The sharding plan of `program`, rewritten or just captured (then nothing is sharded).
+    """The sharding plan of `program`; in a captured program no parameter is sharded.
 
-    Its policy is a `PolicyOfProgram`: which options led to the program cannot be read off it.
+    Its policy is a `PolicyOfProgram`, as the options that led to the program cannot be read off it.
     """
-    served = {name: use for use in map(_Use, _collectives(program)) for name in use.params}
-    gathered = {
-        name: use
-        for use in map(_Use, _collectives(program))
-        if use.node.target is ops.all_gather
-        for name in use.params
+    by_param = {
+        name: served for served in map(_Served, _collectives(program)) for name in served.params
     }
-    owned: dict[str, list[ParamLayout]] = {"": []}
+    gathers = {
+        name: served
+        for served in map(_Served, _collectives(program))
+        if served.node.target is ops.all_gather
+        for name in served.params
+    }
+    by_unit: dict[str, list[ParamLayout]] = {"": []}
     ignored: list[ParamLayout] = []
     for param in program.params:
-        layout = _layout(param, program, served.get(param.fqn), gathered.get(param.fqn))
+        layout = _layout(param, program, by_param.get(param.fqn), gathers.get(param.fqn))
         if layout.ignored:
             ignored.append(layout)
         else:
-            use = served.get(param.fqn)
-            owned.setdefault(use.unit[param.fqn] if use else "", []).append(layout)
+            served = by_param.get(param.fqn)
+            by_unit.setdefault(served.unit[param.fqn] if served else "", []).append(layout)
     options = _options(program)
     units = tuple(
         Unit(fqn, "", tuple(layouts), options.get(fqn, UnitOptions()))
-        for fqn, layouts in owned.items()
+        for fqn, layouts in by_unit.items()
     )
     copied = [node for node in program.nodes() if node.target in ops.COPIES]
     offload = {"activations" if param_of(n) is None else "params" for n in copied}
@@ -64,8 +66,8 @@ def plan_of(program: Program) -> ShardingPlan:
     )
 
 
-class _Use:
-    """A collective, and the parameters it serves."""
+class _Served:
+    """A collective and the parameters it gathers or whose gradients it reduces."""
 
     def __init__(self, node: fx.Node) -> None:
         collective = Collective.of(node)
@@ -85,22 +87,23 @@ def _collectives(program: Program) -> Iterator[fx.Node]:
 
 
 def _layout(
-    param: ParamEntry, program: Program, served: _Use | None, gathered: _Use | None
+    param: ParamEntry, program: Program, served: _Served | None, gather: _Served | None
 ) -> ParamLayout:
+    """The layout of a parameter, by its last collective (`served`) and its all_gather."""
     stored: torch.Tensor = param.node.meta["val"]
     scattered = served is not None and ops.is_scatter(served.node)
-    sharded = gathered is not None or scattered
+    sharded = gather is not None or scattered
     whole = tuple(stored.shape) == param.shape
     resident = sharded and (
-        gathered.in_place if gathered is not None else whole and program.shard_size > 1
+        gather.in_place if gather is not None else whole and program.shard_size > 1
     )
-    computed = None if gathered is None else gathered.dtype[param.fqn]
-    reduced = None if served is None else served.dtype[param.fqn]
+    param_dtype = None if gather is None else gather.dtype[param.fqn]
+    reduce_dtype = None if served is None else served.dtype[param.fqn]
     precision = MixedPrecision(
-        param_dtype=computed if computed != param.dtype else None,
-        reduce_dtype=reduced if param.requires_grad else None,
+        param_dtype=param_dtype if param_dtype != param.dtype else None,
+        reduce_dtype=reduce_dtype if param.requires_grad else None,
     )
-    use = gathered or served
+    collective = gather or served
     placement = IGNORED if param.ignored else SHARDED if sharded else REPLICATED
     return ParamLayout(
         fqn=param.fqn,
@@ -110,17 +113,17 @@ def _layout(
         requires_grad=param.requires_grad,
         placement=placement,
         world_size=program.shard_size,
-        dim=use.dim[param.fqn] if use is not None and sharded else 0,
+        dim=collective.dim[param.fqn] if collective is not None and sharded else 0,
         resident=resident,
         precision=precision if param.dtype.is_floating_point else None,
     )
 
 
 def _options(program: Program) -> dict[str, UnitOptions]:
-    """By unit, the groups of ranks that keep it in parts after forward."""
-    found: dict[str, UnitOptions] = {}
+    """The options of each unit that is resharded over smaller groups of ranks."""
+    options: dict[str, UnitOptions] = {}
     for node in _collectives(program):
         collective = Collective.of(node)
         if collective.ranks is not None:
-            found[collective.unit] = UnitOptions(reshard=collective.ranks)
-    return found
+            options[collective.unit] = UnitOptions(reshard=collective.ranks)
+    return options

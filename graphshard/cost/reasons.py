@@ -1,10 +1,9 @@
-"""Why compute waits for a collective: what kept it from starting earlier, or its wait from being
-later.
+"""The reasons why compute waits for a collective.
 
-An exposed collective ends after compute needs it. Part of that may be that its communicator was
-busy when it was issued; without that part, the place where it is issued is to blame, and what holds
-it there is found by looking at the nodes between it and the compute before it. Each reason names
-its obstacle: with that out of the way, compute passes the wait earlier.
+An exposed collective ends after compute needs its result, because its communicator was busy when it
+was issued, or because it was issued too late. For a late issue, the nodes between it and the
+compute before it are searched for the obstacle. Each reason names its obstacle: without it, compute
+would pass the wait earlier.
 """
 
 from __future__ import annotations
@@ -12,7 +11,6 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
-from typing import TYPE_CHECKING
 
 from torch import fx
 
@@ -27,15 +25,13 @@ from graphshard.program.collective import param_of, params_of
 from graphshard.program.program import FORWARD, Program
 from graphshard.program.storages import new_bytes
 
-if TYPE_CHECKING:
-    pass
-
 
 @dataclass(frozen=True)
 class Cause:
-    """Exposed seconds that one estimate has for one kind of reason: of an op in a phase.
+    """The exposed seconds of one estimate for one op, phase and kind of reason.
 
-    count collectives or copies are exposed for it; `worst` is the one that is most.
+    seconds: the sum over `count` collectives or copies. worst: the one with the most seconds.
+    reason: the reason of `worst`.
     """
 
     op: str
@@ -48,7 +44,7 @@ class Cause:
 
     @property
     def text(self) -> str:
-        """The reason of the worst, by itself."""
+        """The text of `reason`."""
         return f"besides, {self.reason.text}" if self.reason.next else self.reason.text
 
 
@@ -67,40 +63,40 @@ HELD = "held"  # the unit's previous gather is not freed yet
 ORDER = "order"  # a gather that stands before it is held
 
 
-BUDGET = "budget"  # of bytes, of a program scheduled by cost
+BUDGET = "budget"  # the byte budget of a program scheduled by cost
 
 
-POLICY = "policy"  # the prefetch asked for
+POLICY = "policy"  # the prefetch that the policy asks for
 
 
 ARRIVES = "arrives"  # its shards come from the host
 
 
-GRADIENTS = "gradients"  # computed right before it
+GRADIENTS = "gradients"  # its gradients are computed right before it
 
 
-PLACED = "placed"  # compute stands between its operands and it, for no reason known
+PLACED = "placed"  # compute stands between its operands and it
 
 
 IN_FLIGHT = "in flight"  # it is waited for before another reduce
 
 
-RESULT = "result"  # of the collective it works on
+RESULT = "result"  # it needs the result of another collective
 
 
 END = "end"  # nothing runs after it
 
 
-_LITTLE = 0.02  # of a collective's time or exposure: not worth telling
+_NEGLIGIBLE = 0.02  # the fraction of a collective's time or exposure that is not reported
 
 
 @dataclass(frozen=True)
 class Reason:
-    """One cause of a collective being exposed.
+    """One reason why a collective is exposed.
 
-    kind: one of this module's names. seconds: how much of the exposure it explains. obstacle: the
-    name of the node in the way, "" if no single one is. text: the cause, to stand after "since".
-    next: it would be in the way once the reason before it is not.
+    kind: a constant of this module. seconds: the part of the exposure it explains. obstacle: the
+    name of the node in the way; "" if there is no single one. text: the reason as a clause that
+    follows "since". next: whether it takes effect only without the reason before it.
     """
 
     kind: str
@@ -111,12 +107,12 @@ class Reason:
 
 
 class Reasons:
-    """The reasons for every transfer of a timeline.
+    """The reasons for every exposed transfer of a timeline.
 
     Args:
-        program: what was timed.
+        program: a rewritten program.
         plan: the plan it was rewritten by.
-        timeline: of `program`.
+        timeline: the timeline of `program`.
     """
 
     def __init__(self, program: Program, plan: ShardingPlan, timeline: Timeline) -> None:
@@ -124,65 +120,66 @@ class Reasons:
         self.nodes = list(program.graph.nodes)
 
     def of(self, transfer: Transfer) -> tuple[Reason, ...]:
-        """Why compute waits for `transfer`; nothing if it does not.
+        """The reasons why compute waits for `transfer`; empty if it does not.
 
-        A second reason is what would be in the way next, were the first out of it.
+        A second reason is the obstacle that remains without the first.
         """
         if not transfer.exposed:
             return ()
-        found = []
+        reasons = []
         span, stalls = transfer.span, self._stalls(transfer)
-        # When it would be issued did compute not stand still right before that.
+        # The time of issue if compute did not wait right before it.
         issued = span.issued - sum(stall.exposed for stall in stalls)
         alone = max(0.0, issued + span.seconds - transfer.waited_at)
-        if alone < _LITTLE * transfer.exposed:
+        if alone < _NEGLIGIBLE * transfer.exposed:
             alone = 0.0
-        elif alone > (1 - _LITTLE) * transfer.exposed:
+        elif alone > (1 - _NEGLIGIBLE) * transfer.exposed:
             alone = transfer.exposed
         queued = transfer.exposed - alone
         if queued:
-            found.append(self._behind(transfer, stalls, queued))
+            reasons.append(self._behind(transfer, stalls, queued))
         if alone:
-            found.append(replace(self._late(transfer, alone), next=bool(found)))
-        return tuple(found)
+            reasons.append(replace(self._late(transfer, alone), next=bool(reasons)))
+        return tuple(reasons)
 
     def _stalls(self, transfer: Transfer) -> list[Transfer]:
-        """What compute waits for between the last compute before `transfer` and its issue."""
+        """The transfers compute waits for between the compute before `transfer` and its issue."""
         _, gap = self._gap(self.nodes[transfer.span.place])
         places = {self.place[node] for node in gap}
         return [stall for place in places for stall in self._stalls_at.get(place, ())]
 
     @cached_property
     def _stalls_at(self) -> Mapping[int, list[Transfer]]:
-        found: dict[int, list[Transfer]] = {}
+        by_place: dict[int, list[Transfer]] = {}
         for transfer in self.timeline.transfers:
             if transfer.exposed:
-                found.setdefault(transfer.waited_place, []).append(transfer)
-        return found
+                by_place.setdefault(transfer.waited_place, []).append(transfer)
+        return by_place
 
     def _behind(self, transfer: Transfer, stalls: list[Transfer], seconds: float) -> Reason:
+        """The reason of `seconds` that a transfer waits for earlier ones."""
         ends = [stall.span for stall in stalls]
         span = transfer.behind or max(ends, key=lambda span: span.end)
         node = self.nodes[span.place]
-        what = _named(span.name, span.unit)
+        earlier = _op_of_unit(span.name, span.unit)
         if node in _moved_with(self.nodes[transfer.span.place]):
             return Reason(ARRIVES, seconds, node.name, "its shards must arrive from the host first")
         if span.stream != transfer.span.stream:
-            text = f"compute waits for the {what} before it issues it"
+            text = f"compute waits for the {earlier} before it issues it"
             return Reason(BEHIND, seconds, node.name, text)
-        text = f"its stream is busy with the {what}"
+        text = f"its stream is busy with the {earlier}"
         queue = self._queue(span)
         if len(queue) > 1:
             first = queue[0]
             took = human_seconds(span.end - first.start)
             text += (
-                f", the last of {len(queue)} in a row since the {_named(first.name, first.unit)}, "
-                f"which take {took} together"
+                f", the last of {len(queue)} in a row since the "
+                f"{_op_of_unit(first.name, first.unit)}, which take {took} together"
             )
         return Reason(BEHIND, seconds, node.name, text)
 
     def _queue(self, last: Span) -> list[Span]:
-        """What ran on the stream of `last` without a pause up to it."""
+        """The spans that ran without a pause on the stream of `last`, up to `last`."""
         queue = [last]
         spans = self._by_stream[last.stream]
         place = spans.index(last)
@@ -193,39 +190,42 @@ class Reasons:
 
     @cached_property
     def _by_stream(self) -> Mapping[str, list[Span]]:
-        found: dict[str, list[Span]] = {}
+        by_stream: dict[str, list[Span]] = {}
         for span in self.timeline.spans:
-            found.setdefault(span.stream, []).append(span)
-        return found
+            by_stream.setdefault(span.stream, []).append(span)
+        return by_stream
 
-    # -- what holds a collective where it stands --------------------------------------------------
+    # -- obstacles of late gathers and copies -----------------------------------------------------
 
     def _late(self, transfer: Transfer, seconds: float) -> Reason:
+        """The reason of `seconds` that a transfer is issued too late."""
         node = self.nodes[transfer.span.place]
         if node.target in ops.REDUCES:
             return self._late_reduce(node, transfer, seconds)
-        kind, obstacle, text = self._holds_back(node)
+        kind, obstacle, text = self._obstacle(node)
         ahead = transfer.waited_at - transfer.span.issued
         took = human_seconds(transfer.span.seconds)
-        if ahead > _LITTLE * transfer.span.seconds:
+        if ahead > _NEGLIGIBLE * transfer.span.seconds:
             text += f", {human_seconds(ahead)} before its use, and it takes {took}"
         return Reason(kind, seconds, obstacle, text)
 
-    def _holds_back(self, node: fx.Node) -> tuple[str, str, str]:
-        """What keeps a gather, or a copy to the device, from standing before the last compute."""
+    def _obstacle(self, node: fx.Node) -> tuple[str, str, str]:
+        """Kind, obstacle and text of why a gather, or a copy to the device, is not issued before
+        the last compute.
+        """
         before, gap = self._gap(node)
-        gathers = node.target is ops.all_gather
+        is_gather = node.target is ops.all_gather
         if before is None:
             return START, "", "the step begins with it, and nothing runs before that could hide it"
-        params = set(_params(node)) if gathers else set()
+        params = set(_params(node)) if is_gather else set()
         for free in gap:
             if free.target is ops.free and params & set(_params(ops.collective_of(free))):
-                held = ops.collective_of(free)
+                gather = ops.collective_of(free)
                 return (
                     HELD,
                     free.name,
                     "before that the unit's previous gather is still held, and it would be in "
-                    f"memory twice (until {held.name} is freed)",
+                    f"memory twice (until {gather.name} is freed)",
                 )
         if before.meta["phase"] == FORWARD != node.meta["phase"]:
             return (
@@ -233,18 +233,20 @@ class Reasons:
                 self.program.first_backward().name,
                 "backward begins with it, and is not begun before forward is over",
             )
-        for other in gap if gathers else ():
-            if other.target is ops.all_gather and self._holds_back(other)[0] in (HELD, ORDER):
+        for other in gap if is_gather else ():
+            if other.target is ops.all_gather and self._obstacle(other)[0] in (HELD, ORDER):
                 return (
                     ORDER,
                     other.name,
-                    f"gathers keep their order, and the {_of(other)} before it is held back",
+                    f"gathers keep their order, and the {_op_text(other)} before it is held back",
                 )
-        if not gathers:
+        if not is_gather:
             return POLICY, "", "copies are issued one step ahead"
         budget = self.program.budget
         if budget is not None and budget.kept is None:
-            above = self._held[self.place[before]] + new_bytes(node, self.program) - budget.bytes
+            above = (
+                self._budgeted[self.place[before]] + new_bytes(node, self.program) - budget.bytes
+            )
             if above > 0:
                 return (
                     BUDGET,
@@ -256,13 +258,14 @@ class Reasons:
         return POLICY, "", self._by_policy(node)
 
     @cached_property
-    def _held(self) -> Sequence[int]:
-        """By place, what counts in the budget."""
+    def _budgeted(self) -> Sequence[int]:
+        """By place, the bytes that count in the budget."""
         budget = self.program.budget
         assert budget is not None
         return held_by_place(self.program, self.plan, budget)
 
     def _by_policy(self, node: fx.Node) -> str:
+        """The policy's prefetch that places a gather, as a clause."""
         policy = self.plan.policy
         if isinstance(policy, PolicyOfProgram):
             return "it is issued where the program has it"
@@ -280,9 +283,9 @@ class Reasons:
         )
 
     def _gap(self, node: fx.Node) -> tuple[fx.Node | None, list[fx.Node]]:
-        """The last node before `node` that takes compute's time, and those between, in order.
+        """The last node before `node` that takes compute time, and the nodes between, in order.
 
-        Casts of what `node` moves are issued with it.
+        Casts of the operands of `node` are issued with it and count as between.
         """
         with_it = _moved_with(node)
         gap: list[fx.Node] = []
@@ -293,7 +296,7 @@ class Reasons:
         return None, gap[::-1]
 
     def _takes_time(self, node: fx.Node) -> bool:
-        """Whether compute is at work on `node` for more than no time."""
+        """Whether `node` takes compute time."""
         return self._seconds_of(node) > 0
 
     def _seconds_of(self, node: fx.Node) -> float:
@@ -304,12 +307,13 @@ class Reasons:
 
     @cached_property
     def place(self) -> Mapping[fx.Node, int]:
-        """Of every node, its index in the graph."""
+        """By node, its index in the graph."""
         return {node: index for index, node in enumerate(self.nodes)}
 
     # -- reduces ----------------------------------------------------------------------------------
 
     def _late_reduce(self, node: fx.Node, transfer: Transfer, seconds: float) -> Reason:
+        """The reason of `seconds` that a reduce ends too late."""
         took = human_seconds(transfer.span.seconds)
         source = max(map(ops.origin, node.all_input_nodes), key=self.place.__getitem__)
         ready = self.place[source]
@@ -320,11 +324,12 @@ class Reasons:
         )
         if ops.is_unpack(source):
             source = ops.collective_of(source)
-            kind, obstacle, since = RESULT, source.name, f"it needs the result of the {_of(source)}"
+            since = f"it needs the result of the {_op_text(source)}"
+            kind, obstacle = RESULT, source.name
         with_it = _moved_with(node)
         between = [n for n in self.nodes[ready + 1 : transfer.span.place] if n not in with_it]
         late = sum(map(self._seconds_of, between))
-        if late > _LITTLE * transfer.span.seconds:
+        if late > _NEGLIGIBLE * transfer.span.seconds:
             before, _ = self._gap(node)
             assert before is not None
             kind, obstacle = PLACED, before.name
@@ -334,14 +339,14 @@ class Reasons:
         following = self._after_wait(transfer.waited_place)
         if following is None:
             ahead = transfer.waited_at - transfer.span.issued
-            little = ahead <= _LITTLE * transfer.span.seconds
-            where = "with it" if little else f"{human_seconds(ahead)} after it is issued"
+            negligible = ahead <= _NEGLIGIBLE * transfer.span.seconds
+            where = "with it" if negligible else f"{human_seconds(ahead)} after it is issued"
             text = f"the step ends {where}, and it takes {took}: {since}"
             return Reason(kind if kind == PLACED else END, seconds, obstacle, text)
         if following.target in ops.REDUCES:
             text = (
-                f"it takes {took} and is waited for before the {_of(following)} is issued, so that "
-                "one unit's full gradients are under way at a time"
+                f"it takes {took} and is waited for before the {_op_text(following)} is issued, "
+                "so that one unit's full gradients are under way at a time"
             )
             return Reason(IN_FLIGHT, seconds, following.name, text)
         if not any(_comes_from(value, node) for value in following.all_input_nodes):
@@ -354,9 +359,9 @@ class Reasons:
         return Reason(kind, seconds, obstacle, text)
 
     def _after_wait(self, place: int) -> fx.Node | None:
-        """What the wait at `place` stands in front of: a reduce or compute; None at the end.
+        """The next reduce or compute after the wait at `place`; None at the end of the step.
 
-        Casts of what it returns are no such thing, nor are those of what is sent next.
+        Casts of its results, or of the operands of the next collective, do not count.
         """
         if place > self._last_compute:
             return None
@@ -367,13 +372,13 @@ class Reasons:
 
     @cached_property
     def _last_compute(self) -> int:
-        """The place of the last node that computes for more than no time."""
+        """The place of the last compute node that takes time."""
         places = (self.place[n] for n in self.nodes if ops.is_compute(n) and self._takes_time(n))
         return max(places, default=0)
 
 
 def _comes_from(value: fx.Node, collective: fx.Node) -> bool:
-    """Whether `value` is what `collective` returned, or a cast or copy of it."""
+    """Whether `value` is a result of `collective`, or a cast or copy of one."""
     source = ops.origin(value)
     return ops.is_unpack(source) and ops.collective_of(source) is collective
 
@@ -383,8 +388,8 @@ def _moved_with(node: fx.Node) -> set[fx.Node]:
     return set(transfers_into(node)) if ops.is_collective(node) else set()
 
 
-def told(reasons: Sequence[Reason]) -> str:
-    """The reasons as a sentence's end, with their shares if there are several."""
+def reasons_text(reasons: Sequence[Reason]) -> str:
+    """The reasons as the end of a sentence, with the seconds of each if there are several."""
     if not reasons:
         return ""
     if len(reasons) == 1:
@@ -396,15 +401,16 @@ def told(reasons: Sequence[Reason]) -> str:
 
 
 def _params(node: fx.Node) -> tuple[str, ...]:
+    """The parameters that a collective or a host copy moves."""
     if node.target in ops.COPIES:
         param = param_of(node)
         return () if param is None else (param,)
     return params_of(node)
 
 
-def _of(node: fx.Node) -> str:
-    return _named(str(ops.op_name(node)), str(node.meta.get("unit", "")))
+def _op_text(node: fx.Node) -> str:
+    return _op_of_unit(str(ops.op_name(node)), str(node.meta.get("unit", "")))
 
 
-def _named(op: str, unit: str) -> str:
+def _op_of_unit(op: str, unit: str) -> str:
     return f"{op} of {unit or '(root)'}"

@@ -1,7 +1,7 @@
-"""How long each node of a program takes, and on which stream.
+"""Seconds of each node of a program, and the stream it occupies.
 
-One clock per stream, as the runtime has them: compute; one per communicator, which the gathers and
-reduces of one group of ranks share; and one for copies in each direction between device and host.
+The streams are those of the runtime: compute, one per communicator (shared by the gathers and
+reduces of a group of ranks), and one for each direction of copies between device and host.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ COMPUTE, FROM_HOST, TO_HOST = "compute", "copies from host", "copies to host"
 
 
 MEMORY_BOUND = ops.targets(lambda op: op.streams_bytes)
-"""Ops of the vocabulary that copy or cast one tensor on the compute stream."""
+"""Ops of graphshard that copy or cast one tensor on the compute stream."""
 
 
 def stream_of(node: fx.Node) -> str:
@@ -36,7 +36,10 @@ def stream_of(node: fx.Node) -> str:
 def node_seconds(
     node: fx.Node, program: Program, hardware: Hardware, *, tf32: bool = False
 ) -> float:
-    """The seconds `node` occupies its stream, with nothing else on it; 0.0 for what takes none."""
+    """Seconds that `node` occupies its stream, with nothing else on it; 0.0 for nodes without work.
+
+    `tf32` says whether float32 products run in TF32.
+    """
     if ops.is_collective(node):
         shape = shape_of(node, program, hardware.gpus_per_node)
         op, tensors = ops.OPS[node.target], len(operands_of(node))
@@ -46,7 +49,7 @@ def node_seconds(
         bandwidth = hardware.host_bandwidth * hardware.efficiency["host"]
         return hardware.launch_floor + node_bytes(node) / bandwidth
     if node.target in MEMORY_BOUND:
-        moved = sum(map(node_bytes, (node, *_read(node))))
+        moved = sum(map(node_bytes, (node, *_operands(node))))
         return _copy_seconds(moved, hardware)
     if ops.op_name(node) is not None:
         return 0.0
@@ -54,9 +57,9 @@ def node_seconds(
 
 
 def local_seconds(collective: fx.Node, program: Program, hardware: Hardware) -> float:
-    """The seconds of compute that launching `collective` takes.
+    """Seconds of compute that launching `collective` takes.
 
-    A single rank's gradients are copied, since `.grad` shares its storage with nothing.
+    The gradients of a single rank are copied, since `.grad` must not share a storage.
     """
     if collective.target not in ops.REDUCES or ranks_of(collective, program) > 1:
         return 0.0
@@ -64,16 +67,16 @@ def local_seconds(collective: fx.Node, program: Program, hardware: Hardware) -> 
 
 
 def _copy_seconds(moved: int, hardware: Hardware) -> float:
-    """The seconds to copy on the device, `moved` bytes read and written."""
+    """Seconds of a copy on the device that reads and writes `moved` bytes together."""
     return OpCost("bandwidth", 0, moved, torch.float32, ("clone", "add")).seconds(hardware)
 
 
 def moved_bytes(collective: fx.Node, program: Program) -> int:
     """Bytes of the full tensors that `collective` gathers, scatters or reduces."""
-    total = sum(map(node_bytes, operands_of(collective)))
-    return total * ranks_of(collective, program) if collective.target is ops.all_gather else total
+    size = sum(map(node_bytes, operands_of(collective)))
+    return size * ranks_of(collective, program) if collective.target is ops.all_gather else size
 
 
-def _read(node: fx.Node) -> list[fx.Node]:
-    """The values that a node of `MEMORY_BOUND` reads; a `reshard` reads the part it keeps."""
+def _operands(node: fx.Node) -> list[fx.Node]:
+    """The values that a node of `MEMORY_BOUND` reads; a `reshard` reads only the part it keeps."""
     return [node] if node.target is ops.reshard else list(node.all_input_nodes)

@@ -1,4 +1,4 @@
-"""An estimate for people (plain text) and for programs (plain data)."""
+"""Estimates and comparisons as plain text, and estimates as plain data."""
 
 from __future__ import annotations
 
@@ -18,38 +18,38 @@ if TYPE_CHECKING:
 
 
 def causes_of(estimate: Estimate) -> dict[tuple[str, str, str], Cause]:
-    """What exposes the communication of `estimate`, the worst first."""
-    found: dict[tuple[str, str, str], list[tuple[Reason, Transfer]]] = defaultdict(list)
+    """The causes of exposed communication, by op, phase and reason kind, the longest first."""
+    by_kind: dict[tuple[str, str, str], list[tuple[Reason, Transfer]]] = defaultdict(list)
     for transfer in estimate.transfers:
         for reason in estimate.reasons(transfer):
-            found[transfer.op, transfer.span.phase, reason.kind].append((reason, transfer))
+            by_kind[transfer.op, transfer.span.phase, reason.kind].append((reason, transfer))
     causes = []
-    for (op, phase, kind), alike in found.items():
-        reason, worst = max(alike, key=lambda pair: pair[0].seconds)
-        total = sum(each.seconds for each, _ in alike)
-        causes.append(Cause(op, phase, kind, total, len(alike), worst, reason))
+    for (op, phase, kind), pairs in by_kind.items():
+        reason, worst = max(pairs, key=lambda pair: pair[0].seconds)
+        seconds = sum(each.seconds for each, _ in pairs)
+        causes.append(Cause(op, phase, kind, seconds, len(pairs), worst, reason))
     causes.sort(key=lambda cause: -cause.seconds)
     return {(cause.op, cause.phase, cause.kind): cause for cause in causes}
 
 
-def sent(estimate: Estimate) -> tuple[Counter[str], Counter[str]]:
-    """By op, how many collectives and copies a step has, and the bytes of their full tensors."""
-    numbers: Counter[str] = Counter()
-    moved: Counter[str] = Counter()
+def transfer_totals(estimate: Estimate) -> tuple[Counter[str], Counter[str]]:
+    """By op, the number of collectives and copies, and the bytes of their full tensors."""
+    counts: Counter[str] = Counter()
+    sizes: Counter[str] = Counter()
     for transfer in estimate.transfers:
-        numbers[transfer.op] += 1
-        moved[transfer.op] += transfer.bytes
-    return numbers, moved
+        counts[transfer.op] += 1
+        sizes[transfer.op] += transfer.bytes
+    return counts, sizes
 
 
-_SENTENCES = 6
+_MAX_EXPOSED_LINES = 6
 
 
-_LEAST = 0.002  # of the step, for a cause to be told
+_MIN_SHARE = 0.002  # a cause or difference is shown above this fraction of the step or peak
 
 
 def estimate_text(estimate: Estimate) -> str:
-    """The estimate as stable plain text: totals, memory at the peak, units, what is exposed."""
+    """The estimate as stable text: totals, memory at the peak, units, exposed communication."""
     return "\n".join(
         [
             *_head(estimate),
@@ -63,7 +63,7 @@ def estimate_text(estimate: Estimate) -> str:
 
 
 def estimate_dict(estimate: Estimate) -> dict[str, Any]:
-    """The estimate as plain data, ready for JSON: seconds and bytes."""
+    """The estimate as plain data, ready for JSON; times in seconds, sizes in bytes."""
     return {
         "hardware": estimate.hardware.to_dict(),
         "optimizer": estimate.optimizer,
@@ -89,7 +89,7 @@ def estimate_dict(estimate: Estimate) -> dict[str, Any]:
                 "communication_seconds": unit.communication,
                 "exposed_seconds": unit.exposed,
                 "at_peak": dict(unit.at_peak),
-                "held": [vars(held) for held in unit.held],
+                "held": [vars(period) for period in unit.held],
             }
             for unit in estimate.units
         ],
@@ -194,42 +194,39 @@ def _facts(unit: UnitEstimate) -> _UnitFacts:
 
 
 def _exposed(estimate: Estimate) -> Iterator[str]:
-    """What is to blame for exposed communication, causes of one kind together, the worst first."""
+    """The causes of exposed communication, the longest first."""
     causes = causes_of(estimate).values()
-    worst = [cause for cause in causes if cause.seconds > _LEAST * estimate.step_seconds]
-    if worst:
+    shown = [cause for cause in causes if cause.seconds > _MIN_SHARE * estimate.step_seconds]
+    if shown:
         yield ""
         yield f"why {human_seconds(estimate.exposed_seconds)} of communication are exposed:"
-    for cause in worst[:_SENTENCES]:
+    for cause in shown[:_MAX_EXPOSED_LINES]:
         unit = cause.worst.span.unit or "(root)"
-        many, share = unit, ""
+        units, share = unit, ""
         if cause.count > 1:
-            many += f" and {cause.count - 1} more"
+            units += f" and {cause.count - 1} more"
             share = f"; {human_seconds(cause.reason.seconds)} of it in {unit}"
         yield sentence(
-            f"{human_seconds(cause.seconds)}: {cause.op} of {many} in {cause.phase}: "
+            f"{human_seconds(cause.seconds)}: {cause.op} of {units} in {cause.phase}: "
             f"{cause.text}{share}",
             "  ",
         )
 
 
-_LEAST_CAUSE = 0.002  # of the step, for a difference to be told
+_MAX_DIFFERENCES = 5
 
 
-_CAUSES = 5
-
-
-_SAME = 0.0005  # of a number, for a difference that would round to nothing
+_SAME = 0.0005  # a relative difference below this would round to zero
 
 
 def compare_text(both: Comparison) -> str:
-    """What differs between two estimates: the policies, the numbers, and why."""
+    """The differences between two estimates: policies, numbers, and reasons."""
     return "\n".join(
         [
             *_compared_head(both),
             "",
             *table(("", *both.names, "difference"), list(_rows(both))),
-            *_why(both),
+            *_differences(both),
         ]
     )
 
@@ -271,14 +268,14 @@ def _rows(both: Comparison) -> Iterator[Row]:
             yield _row(f"  {category}", one, other, human_bytes)
     yield _row("between steps", a.valley_bytes, b.valley_bytes, human_bytes)
     yield _row("units", len(a.plan.units), len(b.plan.units), lambda v: f"{v:,.0f}")
-    (numbers_a, moved_a), (numbers_b, moved_b) = sent(a), sent(b)
-    for op in {**numbers_a, **numbers_b}:
-        yield _row(op, numbers_a[op], numbers_b[op], lambda v: f"{v:,.0f}")
-        yield _row("  bytes", moved_a[op], moved_b[op], human_bytes)
+    (counts_a, sizes_a), (counts_b, sizes_b) = transfer_totals(a), transfer_totals(b)
+    for op in {**counts_a, **counts_b}:
+        yield _row(op, counts_a[op], counts_b[op], lambda v: f"{v:,.0f}")
+        yield _row("  bytes", sizes_a[op], sizes_b[op], human_bytes)
 
 
-def _row(name: str, one: float, other: float, shown: Callable[[float], str]) -> Row:
-    return name, shown(one), shown(other), _change(one, other)
+def _row(name: str, one: float, other: float, as_text: Callable[[float], str]) -> Row:
+    return name, as_text(one), as_text(other), _change(one, other)
 
 
 def _change(one: float, other: float) -> str:
@@ -291,10 +288,11 @@ def _change(one: float, other: float) -> str:
     return f"{other / one - 1:+.1%}"
 
 
-def _why(both: Comparison) -> Iterator[str]:
+def _differences(both: Comparison) -> Iterator[str]:
+    """The largest differences in time and memory, with their reasons."""
     a, b = both.a, both.b
     first, second = both.names
-    gained, least = both.faster_by, _LEAST_CAUSE * max(a.step_seconds, b.step_seconds)
+    gained, least = both.faster_by, _MIN_SHARE * max(a.step_seconds, b.step_seconds)
     yield ""
     if abs(gained) <= least:
         yield f"{second} is as fast as {first}."
@@ -312,15 +310,17 @@ def _why(both: Comparison) -> Iterator[str]:
         change = (one.seconds if one else 0.0) - (other.seconds if other else 0.0)
         changes.append((change, one, other))
     changes.sort(key=lambda entry: -abs(entry[0]))
-    for change, one, other in changes[:_CAUSES]:
+    for change, one, other in changes[:_MAX_DIFFERENCES]:
         if abs(change) > least:
-            told = _told(both, one, other)
-            yield sentence(f"{human_seconds(abs(change))} {_more(change)} waiting: {told}", "  ")
+            reason = _difference_text(both, one, other)
+            yield sentence(f"{human_seconds(abs(change))} {_more(change)} waiting: {reason}", "  ")
     saved = both.smaller_by
-    if abs(saved) > _LEAST_CAUSE * a.peak_bytes:
+    if abs(saved) > _MIN_SHARE * a.peak_bytes:
         than = "below" if saved > 0 else "above"
-        parts = _categories(both)
-        yield sentence(f"{second}'s peak is {human_bytes(abs(saved))} {than} {first}'s: {parts}")
+        categories = _categories(both)
+        yield sentence(
+            f"{second}'s peak is {human_bytes(abs(saved))} {than} {first}'s: {categories}"
+        )
     for name, estimate in zip(both.names, (a, b), strict=True):
         if not estimate.fits:
             yield (
@@ -340,8 +340,8 @@ def _recomputed(both: Comparison) -> str:
     )
 
 
-def _told(both: Comparison, one: Cause | None, other: Cause | None) -> str:
-    """What the two wait for, for one kind of reason; why, in the words of who waits longer."""
+def _difference_text(both: Comparison, one: Cause | None, other: Cause | None) -> str:
+    """The waits of both estimates for one kind of reason, explained by the longer one."""
     first = _seconds(one) >= _seconds(other)
     worse, name = (one, both.names[0]) if first else (other, both.names[1])
     assert worse is not None
@@ -359,11 +359,12 @@ def _seconds(cause: Cause | None) -> float:
 
 
 def _categories(both: Comparison) -> str:
+    """The categories whose bytes at the peak differ most."""
     peaks = [estimate.memory.peak.by_category for estimate in (both.a, both.b)]
     change = {c: peaks[1].get(c, 0) - peaks[0].get(c, 0) for c in {**peaks[0], **peaks[1]}}
     largest = sorted(change, key=lambda c: -abs(change[c]))[:3]
     return ", ".join(
         f"{'+' if change[c] > 0 else '-'}{human_bytes(abs(change[c]))} {c}"
         for c in largest
-        if abs(change[c]) > _LEAST_CAUSE * both.a.peak_bytes
+        if abs(change[c]) > _MIN_SHARE * both.a.peak_bytes
     )

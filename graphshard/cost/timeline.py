@@ -1,12 +1,9 @@
-"""One walk over a finished program: when everything happens, and what is alive meanwhile.
+"""The timeline of a finished program, from one walk with a clock for each stream.
 
-Each stream has a clock. Compute nodes run one after the other. A collective starts once its
-communicator is free and compute has reached the place where it is issued; its `wait` holds compute
-until it is done, and what it holds is exposed communication. So it is with copies between device
-and host, one stream for each direction, and `arrive`. This is how the runtime issues them: the
-other streams wait for compute where something is launched, and nothing else. Where communication
-needs what compute runs on (the cores of a CPU, an accelerator's multiprocessors and memory),
-compute goes slower while it is under way, by the hardware's `contention`.
+Compute nodes run one after the other. A collective starts once its communicator is free and compute
+has reached the place that issues it. Its `wait` stops compute until it ends; that time is exposed
+communication. Copies between device and host work alike, with `arrive` and one stream for each
+direction. The runtime issues them in the same way. See README.md for contention.
 """
 
 from __future__ import annotations
@@ -38,9 +35,10 @@ from graphshard.program.storages import node_bytes
 
 @dataclass(frozen=True)
 class Span:
-    """Something that occupies a stream, from `start` to `end` seconds after the step began.
+    """A period of work on a stream, from `start` to `end` seconds after the step began.
 
-    issued: when compute reached the place that issues it. `name` is an op or a run of compute.
+    name: an op, or `COMPUTE` for compute nodes of one unit and phase in a row. issued: seconds
+    after which compute reached the place that issues it.
     """
 
     stream: str
@@ -54,16 +52,17 @@ class Span:
 
     @property
     def seconds(self) -> float:
-        """How long it takes."""
+        """Its duration in seconds."""
         return self.end - self.start
 
 
 @dataclass(frozen=True)
 class Transfer:
-    """A collective or a host copy, and what of it compute had to wait for.
+    """A collective or a copy between device and host.
 
-    bytes are those of the full tensors; `exposed` seconds of compute standing still at its wait.
-    behind: what the stream was busy with when it was issued, None if it started at once.
+    bytes: those of the full tensors. waited_at: seconds after which compute reached its wait.
+    exposed: seconds compute waited there. behind: the span its stream was busy with when it was
+    issued; None if it started at once.
     """
 
     span: Span
@@ -72,21 +71,25 @@ class Transfer:
     ranks: int
     bytes: int
     waited_at: float
-    waited_place: int  # of the node that waits, in the program
+    waited_place: int  # of the waiting node in the program
     exposed: float
     behind: Span | None
 
 
 @dataclass(frozen=True)
 class Timeline:
-    """A program's step in time; `at` says when compute passes each place of the graph."""
+    """The timeline of a program's step, in seconds.
+
+    at: by place in the graph, when compute has passed the node. seconds: the whole step without the
+    optimizer. recomputed_flops: the part of `flops` that repeats forward.
+    """
 
     spans: tuple[Span, ...]
     transfers: tuple[Transfer, ...]
     at: tuple[float, ...]
     seconds: float
     flops: int
-    recomputed_flops: int  # those of them that forward did before
+    recomputed_flops: int
 
 
 def timeline_of(
@@ -97,7 +100,15 @@ def timeline_of(
     tf32: bool = False,
     order: Iterable[fx.Node] | None = None,
 ) -> Timeline:
-    """The timeline of one step, without the optimizer's; with its nodes in `order` if given."""
+    """The timeline of one step without the optimizer's update.
+
+    Args:
+        program: a finished program.
+        plan: the plan it was rewritten by.
+        hardware: the machine of each rank.
+        tf32: whether float32 products run in TF32.
+        order: the order of all nodes, if not that of the graph.
+    """
     walk = _Walk(program, plan, hardware, tf32)
     for place, node in enumerate(program.graph.nodes if order is None else order):
         walk.visit(place, node)
@@ -130,7 +141,7 @@ class _Walk:
     def visit(self, place: int, node: fx.Node) -> None:
         if node.op == "call_function":
             if ops.is_collective(node):
-                self._work(place, node, local_seconds(node, self.program, self.hardware))
+                self._occupy_compute(place, node, local_seconds(node, self.program, self.hardware))
                 self._start(place, node, moved_bytes(node, self.program))
             elif node.target is ops.wait:
                 self._finish(place, ops.collective_of(node))
@@ -155,10 +166,10 @@ class _Walk:
             self.flops += cost.flops
             self.recomputed_flops += cost.flops if node.meta.get("recomputed") else 0
             seconds = cost.seconds(self.hardware, tf32=self.tf32)
-        self._work(place, node, seconds)
+        self._occupy_compute(place, node, seconds)
 
-    def _work(self, place: int, node: fx.Node, seconds: float) -> None:
-        """Compute is at `node` for `seconds`, or longer where communication slows it."""
+    def _occupy_compute(self, place: int, node: fx.Node, seconds: float) -> None:
+        """Run `node` on the compute stream for `seconds`, or longer under contention."""
         if not seconds:
             return
         unit, phase = node.meta.get("unit", ""), node.meta["phase"]
@@ -191,11 +202,11 @@ class _Walk:
         self._under_way[node] = (span, moved, behind)
 
     def _finish(self, place: int, node: Any) -> None:
-        """Compute waits for the collective or copy `node`."""
-        found = self._under_way.pop(node, None)
-        if found is None:
+        """Make compute wait for the collective or copy `node`."""
+        under_way = self._under_way.pop(node, None)
+        if under_way is None:
             return
-        span, moved, behind = found
+        span, moved, behind = under_way
         now = self.clocks.now
         exposed = max(0.0, span.end - now)
         if exposed:

@@ -1,7 +1,6 @@
-"""An estimate as a trace: one row per stream, a counter of live memory by category.
+"""Write an estimate as a trace: one row per stream, and a counter of live memory by category.
 
-The format is Chrome's "Trace Event Format", which Perfetto (ui.perfetto.dev) and chrome://tracing
-open.
+The format is Chrome's "Trace Event Format", for Perfetto (ui.perfetto.dev) and chrome://tracing.
 """
 
 from __future__ import annotations
@@ -16,7 +15,7 @@ if TYPE_CHECKING:
     from graphshard.cost.estimate import Estimate
 
 
-_MICRO = 1e6
+_MICROSECONDS = 1e6  # in a second
 
 
 def write_trace(estimate: Estimate, path: str | os.PathLike[str]) -> None:
@@ -29,9 +28,9 @@ def _events(estimate: Estimate) -> Iterator[dict[str, Any]]:
     timeline = estimate.timeline
     streams = {span.stream: None for span in timeline.spans}
     numbers = {name: number for number, name in enumerate(streams)}
-    yield _named("process_name", f"predicted step on {estimate.hardware.name}", 0)
+    yield _name_event("process_name", f"predicted step on {estimate.hardware.name}", 0)
     for name, number in numbers.items():
-        yield _named("thread_name", name, number)
+        yield _name_event("thread_name", name, number)
     details = {transfer.span: transfer for transfer in timeline.transfers}
     for span in timeline.spans:
         transfer = details.get(span)
@@ -40,7 +39,7 @@ def _events(estimate: Estimate) -> Iterator[dict[str, Any]]:
             args |= {
                 "bytes": transfer.bytes,
                 "ranks": transfer.ranks,
-                "exposed_us": transfer.exposed * _MICRO,
+                "exposed_us": transfer.exposed * _MICROSECONDS,
                 "reason": estimate.why(transfer),
             }
         yield {
@@ -49,22 +48,22 @@ def _events(estimate: Estimate) -> Iterator[dict[str, Any]]:
             "ph": "X",
             "pid": 0,
             "tid": numbers[span.stream],
-            "ts": span.start * _MICRO,
-            "dur": span.seconds * _MICRO,
+            "ts": span.start * _MICROSECONDS,
+            "dur": span.seconds * _MICROSECONDS,
             "args": args,
         }
     for at, by_category in memory_steps(estimate):
         counts = {name: size for name, size in by_category.items() if size}
-        yield {"name": "live bytes", "ph": "C", "pid": 0, "ts": at * _MICRO, "args": counts}
+        yield {"name": "live bytes", "ph": "C", "pid": 0, "ts": at * _MICROSECONDS, "args": counts}
 
 
 def memory_steps(estimate: Estimate) -> Iterator[tuple[float, dict[str, int]]]:
-    """When the live bytes change, and to what, by category."""
+    """The times in seconds at which live bytes change, with the new bytes by category."""
     at = estimate.timeline.at
     for point in estimate.memory.points:
-        when = at[point.place] if point.place < len(at) else estimate.timeline.seconds
-        yield when, dict(point.by_category)
+        seconds = at[point.place] if point.place < len(at) else estimate.timeline.seconds
+        yield seconds, dict(point.by_category)
 
 
-def _named(what: str, name: str, thread: int) -> dict[str, Any]:
-    return {"name": what, "ph": "M", "pid": 0, "tid": thread, "args": {"name": name}}
+def _name_event(kind: str, name: str, thread: int) -> dict[str, Any]:
+    return {"name": kind, "ph": "M", "pid": 0, "tid": thread, "args": {"name": name}}

@@ -8,7 +8,7 @@ from functools import cached_property
 
 from torch import Tensor, fx
 
-from graphshard.cost.op_cost import FLOPS_PER_BYTE, cost_of
+from graphshard.cost.op_cost import FLOPS_PER_BYTE, equivalent_flops
 from graphshard.planning.plan import ShardingPlan
 from graphshard.program.aliases import alias_inputs, derived_values
 from graphshard.program.ops import is_compute
@@ -176,7 +176,7 @@ class _Build:
         if dropped(node) is not None:  # its input times the mask, read and written
             own = _own(node, self.storages)
             return 2 * FLOPS_PER_BYTE * sum(storage.size for storage in own)
-        return cost_of(node)
+        return equivalent_flops(node)
 
 
 def _own(node: fx.Node, storages: Storages) -> Iterator[Storage]:
@@ -193,5 +193,5 @@ def alias_view(node: fx.Node) -> bool:
 
 
 def forward_cost(program: Program) -> int:
-    """FLOPs of all of forward, by `graphshard.cost.op_cost.cost_of`."""
-    return sum(cost_of(node) for node in program.nodes(FORWARD) if is_compute(node))
+    """FLOPs of all of forward, by `graphshard.cost.op_cost.equivalent_flops`."""
+    return sum(equivalent_flops(node) for node in program.nodes(FORWARD) if is_compute(node))

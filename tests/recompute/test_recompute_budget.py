@@ -11,7 +11,7 @@ from models import CASES
 from torch import nn
 
 import graphshard
-from graphshard.cost.op_cost import cost_of
+from graphshard.cost.op_cost import equivalent_flops
 from graphshard.errors import PolicyError, VerifyError
 from graphshard.pipeline import default_passes, run_passes
 from graphshard.policy.units import Policy
@@ -26,7 +26,9 @@ def peak(program: Program) -> int:
 
 def work(program: Program) -> int:
     """What computing again costs, in FLOPs."""
-    return sum(cost_of(node) for node in program.nodes(BACKWARD) if RECOMPUTED in node.meta)
+    return sum(
+        equivalent_flops(node) for node in program.nodes(BACKWARD) if RECOMPUTED in node.meta
+    )
 
 
 class Wide(nn.Module):
