@@ -469,7 +469,9 @@ def _plan_of_sharded(sharded: ShardedModule, arguments: SimulationArguments) -> 
 def _training_program(programs: Sequence[Program]) -> Program:
     """Return the last program that trains and reduces, else that trains, else the last one."""
     trains = [program for program in programs if program.grad]
-    reduces = [p for p in trains if not any(node.target is ops.keep for node in p.nodes())]
+    reduces = [
+        p for p in trains if not any(node.target is ops.accumulate_grad for node in p.nodes())
+    ]
     return (reduces or trains or list(programs))[-1]
 
 

@@ -27,9 +27,9 @@ class Accumulate(Pass):
     """Make the program of one of several micro-batches in a step.
 
     By default nothing changes: every gradient is reduced and returned. If gradients are
-    accumulated, a `keep` stands in place of each of their reduces, the nodes that follow the reduce
-    are dropped, and no gradient is returned. Gradients are accumulated in the dtype of their
-    reduce, so this pass stands behind `Precision`.
+    accumulated, an `accumulate_grad` stands in place of each of their reduces, the nodes that
+    follow the reduce are dropped, and no gradient is returned. Gradients are accumulated in the
+    dtype of their reduce, so this pass stands behind `Precision`.
 
     Args:
         keep: "gradient" accumulates full gradients in place of every reduce. "shard" accumulates
@@ -74,7 +74,9 @@ class Accumulate(Pass):
         for reduce in reduces:
             operands, params = _operands(reduce)
             sums = [
-                _insert(program, ops.add_kept, grad, reduce, name, of) if name in names else grad
+                _insert(program, ops.add_accumulated, grad, reduce, name, of)
+                if name in names
+                else grad
                 for grad, name in zip(operands, params, strict=True)
             ]
             reduce.args = (sums,)
@@ -92,7 +94,7 @@ class Accumulate(Pass):
         for reduce in reduces:
             operands, params = _operands(reduce)
             for grad, name in zip(operands, params, strict=True):
-                node = _insert(program, ops.keep, grad, reduce, name, str(self.keep))
+                node = _insert(program, ops.accumulate_grad, grad, reduce, name, str(self.keep))
                 accumulated_bytes += node.meta["val"].nbytes
                 results.grads[place_of[name]] = None
         program.set_results(results)
@@ -130,7 +132,7 @@ def _insert(
             target,
             (grad,),
             {"unit": unit, "param": param, "of": of},
-            name=f"{param}_{'kept' if target is ops.keep else 'with_kept'}",
+            name=f"{param}_{'' if target is ops.accumulate_grad else 'with_'}accumulated",
             unit=unit,
             phase=BACKWARD,
             val=grad.meta["val"],

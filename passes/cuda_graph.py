@@ -26,7 +26,7 @@ def why_no_graph(program: Program, plan: ShardingPlan) -> str | None:
     if program.sizes is not None:
         return "its sizes are symbolic"
     for node in program.nodes():
-        if node.target in (ops.keep, ops.add_kept):
+        if node.target in (ops.accumulate_grad, ops.add_accumulated):
             return "gradients are kept from one call to another (no_sync)"
         value = node.meta.get("val")
         if not planned and isinstance(value, torch.Tensor) and value.device.type == "cpu":

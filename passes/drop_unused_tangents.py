@@ -104,7 +104,7 @@ class _Zeros:
     def visit(self, node: fx.Node) -> None:
         if not ops.is_compute(node) and not ops.is_transfer(node):
             return
-        if node.target is ops.add_kept:  # the accumulated gradient is not zero
+        if node.target is ops.add_accumulated:  # the accumulated gradient is not zero
             for value in node.all_input_nodes:
                 if value in self.zero:
                     node.replace_input_with(value, self._zeros(value, node))
@@ -196,7 +196,7 @@ def _drop_results(program: Program, zero: set[fx.Node]) -> None:
     joined = _joined(program, dropped)
     dropped |= joined
     for node in list(program.nodes(BACKWARD)):
-        if node.target is ops.keep and node.args[0] in zero:
+        if node.target is ops.accumulate_grad and node.args[0] in zero:
             program.graph.erase_node(node)
     results.grads = [None if grad in dropped else grad for grad in results.grads]
     program.set_results(results)

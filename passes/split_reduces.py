@@ -130,8 +130,11 @@ def _move_wait(wait: fx.Node, before: fx.Node, averages: Sequence[fx.Node] | Non
 
 
 def _accumulate_early(program: Program, work: Work) -> None:
-    """Move each `keep` of a full gradient to its producer, if other units compute in between."""
-    for keep in [node for node in program.nodes(BACKWARD) if node.target is ops.keep]:
+    """Move each `accumulate_grad` of a full gradient to its producer.
+
+    It stays where it is if no other unit computes in between.
+    """
+    for keep in [node for node in program.nodes(BACKWARD) if node.target is ops.accumulate_grad]:
         chain = [keep]
         while not ops.is_compute(source := chain[-1].all_input_nodes[0]):
             if not ops.is_transfer(source):

@@ -80,11 +80,11 @@ def buffers_of(program: Program, backend: str) -> Iterator[Storage]:
             yield from _reduce_storages(node, program, backend, new_storage, returned)
         elif node.target is ops.all_gather:
             yield from _gather_storages(node, program, backend, new_storage)
-        elif node.target is ops.keep:
+        elif node.target is ops.accumulate_grad:
             yield new_storage(node, node_bytes(node), ACCUMULATED, ends=())
         elif ops.is_transfer(node):
             size = node_bytes(node)
-            if node.target is ops.add_kept:
+            if node.target is ops.add_accumulated:
                 # Added in place to the accumulated gradient, which then counts as the sum.
                 yield new_storage(node, size, ACCUMULATED, first=None, ends=[node], over=-1)
             if ops.origin(node) is node or not _is_reduced(node):

@@ -132,7 +132,7 @@ def transfers_after(node: fx.Node) -> list[fx.Node]:
     """The transfers that take `node` further, those that take them further, and what keeps them."""
 
     def followed(user: fx.Node) -> bool:
-        return ops.is_transfer(user) or user.target is ops.keep
+        return ops.is_transfer(user) or user.target is ops.accumulate_grad
 
     found = list(filter(followed, node.users))
     for each in found:  # grows while it is walked

@@ -114,7 +114,7 @@ class Collective:
 
 @dataclass(frozen=True)
 class OneTensor:
-    """The arguments of a node that takes one tensor: a transfer, a `keep` or a `reshard`.
+    """The arguments of a node that takes one tensor: transfers, `accumulate_grad` and `reshard`.
 
     Attributes:
         target: the op's function.

@@ -317,7 +317,7 @@ def prune_gather(wait: fx.Node) -> None:
 
 
 def keep_operands(wait: fx.Node, keep: Sequence[int]) -> None:
-    """Remove all operands but those at `keep` from the collective that `wait` ends."""
+    """Remove all operands but those at `accumulate_grad` from the collective that `wait` ends."""
     collective = ops.collective_of(wait)
     operands = operands_of(collective)
     transfers = transfers_into(collective)
@@ -481,7 +481,8 @@ def join_reduces(program: Program, first: fx.Node, second: fx.Node) -> None:
 def follow_ups(picked: Sequence[fx.Node]) -> list[fx.Node]:
     """The nodes that process the results `picked` of a reduce, in order.
 
-    They are the transfers, the `keep`s, and the averages over replicas, which are waited for later.
+    They are the transfers, each `accumulate_grad`, and the averages over replicas, which are waited
+    for later.
     """
     transfers = {node for one in picked for node in transfers_after(one)}
     users = {user for node in (*picked, *transfers) for user in node.users}

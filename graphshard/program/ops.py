@@ -70,7 +70,7 @@ class Kind(enum.Enum):
     TRANSFER = "changes the dtype or device of one tensor, or adds to it"
     COPY = "a transfer between host and device"
     PART = "copies this rank's part of a gathered parameter"
-    KEEP = "adds to the gradients accumulated on this rank"
+    ACCUMULATE = "adds to the gradients accumulated on this rank"
 
 
 class Value(enum.Enum):
@@ -135,7 +135,7 @@ class Op:
     @property
     def in_runs(self) -> bool:
         """Whether consecutive nodes of this op in one unit form one event of a schedule."""
-        return self.is_transfer or self.kind in (Kind.PART, Kind.KEEP)
+        return self.is_transfer or self.kind in (Kind.PART, Kind.ACCUMULATE)
 
 
 OPS: dict[Any, Op] = {}
@@ -298,20 +298,20 @@ def arrive(copy: Any, *, unit: str, param: str | None) -> Tensor:
     _only_in_graphs("arrive")
 
 
-@_op(Kind.KEEP, streams_bytes=True, drawn_as="cylinder")
-def keep(grad: Tensor, *, unit: str, param: str, of: str) -> Tensor:
+@_op(Kind.ACCUMULATE, streams_bytes=True, drawn_as="cylinder")
+def accumulate_grad(grad: Tensor, *, unit: str, param: str, of: str) -> Tensor:
     """Add `grad` to the gradient of `param` accumulated on this rank; returns the sum.
 
     `of` is "gradient" for a full gradient before any reduce, or "shard" for a shard that is
     averaged within its shard group but not over the replicas.
     """
-    _only_in_graphs("keep")
+    _only_in_graphs("accumulate_grad")
 
 
 @_op(Kind.TRANSFER, streams_bytes=True, drawn_as="cylinder")
-def add_kept(grad: Tensor, *, unit: str, param: str, of: str) -> Tensor:
-    """Return `grad` plus the accumulated gradient of `param` (see `keep`), and drop the latter."""
-    _only_in_graphs("add_kept")
+def add_accumulated(grad: Tensor, *, unit: str, param: str, of: str) -> Tensor:
+    """Return `grad` plus the gradient that `accumulate_grad` left of `param`, which is dropped."""
+    _only_in_graphs("add_accumulated")
 
 
 _Function = type(wait)

@@ -158,7 +158,8 @@ def _ends(node: fx.Node, span: UnitSpan, plan: ShardingPlan) -> bool:
         if ops.origin(node).op == "placeholder":  # a shard on its way to a gather
             return False
     elif (
-        node.target not in (ops.free, ops.keep) and ops.collective_of(node).target is ops.all_gather
+        node.target not in (ops.free, ops.accumulate_grad)
+        and ops.collective_of(node).target is ops.all_gather
     ):
         return False
     return unit != span.unit and plan.is_nested(unit, span.unit)

@@ -370,7 +370,7 @@ class _Walk:
         What a reduce returns is a gradient's shard, which stays as the parameter's `.grad`.
         """
         source = node.args[0] if node.args else None
-        if isinstance(source, fx.Node) and node.target is not ops.keep:
+        if isinstance(source, fx.Node) and node.target is not ops.accumulate_grad:
             self.of_node.setdefault(node, self.of_node.get(source, ()))
             if node.target is ops.wait and source.target is ops.all_gather:
                 copied = copied_bytes(source, self.program)

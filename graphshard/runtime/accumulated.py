@@ -122,10 +122,14 @@ class AccumulatedGrads:
             self._paused = False
 
     def bind(self, node: fx.Node) -> None:
-        """Make `node`, a `keep` or `add_kept` of a lowered graph, a call on these tensors."""
+        """Make `node`, an `accumulate_grad` or `add_accumulated`, a call on these tensors."""
         arguments = OneTensor.of(node)
         key = (str(arguments.kept_as), str(arguments.param))
-        bound = self._accumulate(key) if node.target is ops.keep else self._add_accumulated(key)
+        bound = (
+            self._accumulate(key)
+            if node.target is ops.accumulate_grad
+            else self._add_accumulated(key)
+        )
         bound.__name__ = bound.__qualname__ = str(ops.op_name(node))
         bound.__module__ = key[1].replace(".", "_")  # fx prints a call by these
         node.target, node.kwargs = bound, {}

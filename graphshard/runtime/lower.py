@@ -147,7 +147,7 @@ def _bind(
     elif ops.is_collective(node):
         copied.target = _bound_collective(node, plan, group)
         copied.kwargs = {}
-    elif node.target in (ops.keep, ops.add_kept):
+    elif node.target in (ops.accumulate_grad, ops.add_accumulated):
         accumulated.bind(copied)
     elif ops.is_transfer(node):
         bind_transfer(copied, group)

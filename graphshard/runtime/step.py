@@ -97,7 +97,7 @@ class Step:
         self.grad_keys = frozenset(
             (str(OneTensor.of(node).kept_as), str(OneTensor.of(node).param))
             for node in program.nodes()
-            if node.target is ops.keep
+            if node.target is ops.accumulate_grad
         )
         self.cuda_graphs = graphs_of(program, bindings.group)
         self._changes_inputs = any(m.kind == "input" for m in program.mutations)

@@ -242,7 +242,7 @@ def _check_operand(facts: Facts, reduce: fx.Node, operand: fx.Node, layout: Para
 
 def _check_returned(facts: Facts, reduced_by: dict[str, fx.Node], pieces: Pieces) -> None:
     grads = facts.program.results().grads
-    accumulated = {param_of(node) for node in facts.nodes if node.target is ops.keep}
+    accumulated = {param_of(node) for node in facts.nodes if node.target is ops.accumulate_grad}
     for param, grad in zip(facts.program.params, grads, strict=True):
         if grad is None and param.fqn in accumulated:
             continue

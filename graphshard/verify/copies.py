@@ -119,14 +119,14 @@ def _source(node: fx.Node) -> fx.Node:
     return source
 
 
-def check_kept(facts: Facts) -> None:
+def check_accumulated(facts: Facts) -> None:
     """A program keeps all gradients for a later micro-batch, or none, as their reduces take them.
 
     A program that keeps shards still reduces the gradients of replicated parameters.
     """
     keeps: dict[str, fx.Node] = {}
     for node in facts.nodes:
-        if node.target not in (ops.keep, ops.add_kept):
+        if node.target not in (ops.accumulate_grad, ops.add_accumulated):
             continue
         arguments = OneTensor.of(node)
         param, of = arguments.param, arguments.kept_as
@@ -136,17 +136,21 @@ def check_kept(facts: Facts) -> None:
         layout = facts.plan.layouts[str(param)]
         shape = {"gradient": layout.shape, "shard": layout.shard_shape}.get(str(of))
         if len(node.args) != 1 or signature(node.args[0].meta["val"])[0] != shape:  # type: ignore
-            facts.fail("kept", node, f"its operand is no {of!r} of {param!r}, of shape {shape}")
-        if node.target is ops.keep:
+            facts.fail(
+                "accumulated", node, f"its operand is no {of!r} of {param!r}, of shape {shape}"
+            )
+        if node.target is ops.accumulate_grad:
             if str(param) in keeps:
-                facts.fail("kept", node, f"%{keeps[str(param)].name} keeps {param!r} already")
+                facts.fail(
+                    "accumulated", node, f"%{keeps[str(param)].name} keeps {param!r} already"
+                )
             keeps[str(param)] = node
     for entry, grad in zip(facts.program.params, facts.program.results().grads, strict=True):
         sharded = facts.plan.layouts[entry.fqn].sharded
         whole = any(OneTensor.of(node).kept_as == "gradient" for node in keeps.values())
         if keeps and grad is not None and not entry.ignored and (whole or sharded):
             facts.fail(
-                "kept",
+                "accumulated",
                 grad,
                 f"the gradient of {entry.fqn!r} is returned, but those of others are kept",
             )

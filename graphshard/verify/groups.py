@@ -73,7 +73,7 @@ def _check_returned(facts: Facts, node: fx.Node, params: tuple[str, ...]) -> Non
 def _check_all_averaged(
     facts: Facts, reduced_by: Mapping[str, fx.Node], averages: Mapping[str, fx.Node]
 ) -> None:
-    accumulated = {param_of(node) for node in facts.nodes if node.target is ops.keep}
+    accumulated = {param_of(node) for node in facts.nodes if node.target is ops.accumulate_grad}
     for name, reduce in reduced_by.items():
         if name not in averages and name not in accumulated and ops.is_scatter(reduce):
             facts.fail(

@@ -220,7 +220,7 @@ class Values:
                 values._reuse(node, numbered)
             elif ops.op_name(node) is None or ops.is_transfer(node) or node.target is ops.reshard:
                 values._visit(node)
-            elif node.target is ops.keep:
+            elif node.target is ops.accumulate_grad:
                 number = values.of_node[node.args[0]]  # type: ignore[index]
                 arguments = OneTensor.of(node)
                 values.accumulated[str(arguments.param)] = (str(arguments.kept_as), number)
@@ -348,7 +348,7 @@ class Values:
             self._set(node, number)
         elif ops.is_unpack(node):
             self._unpack(node)
-        elif node.target is ops.add_kept:
+        elif node.target is ops.add_accumulated:
             self._enter(node, (_PLUS_ACCUMULATED, self.number(node.args[0])))
         elif node.target in (*ops.COPIES, ops.arrive, ops.reshard):
             self._set(node, self.number(node.args[0]))

@@ -34,7 +34,7 @@ def check_precision(facts: Facts) -> None:
 def _moves(facts: Facts) -> Iterator[Move]:
     layouts = facts.plan.layouts
     for node in facts.nodes:
-        if node.target in (ops.keep, ops.add_kept):
+        if node.target in (ops.accumulate_grad, ops.add_accumulated):
             param = str(param_of(node))
             grad: fx.Node = node.args[0]  # type: ignore[assignment]
             yield node, grad, f"it takes the gradient of {param!r}", layouts[param].reduce_dtype

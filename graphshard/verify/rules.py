@@ -21,7 +21,7 @@ from graphshard.verify.collectives import (
     check_transfers,
     check_waits,
 )
-from graphshard.verify.copies import check_copies, check_kept
+from graphshard.verify.copies import check_accumulated, check_copies
 from graphshard.verify.facts import Facts, Reference
 from graphshard.verify.graph import (
     check_layout,
@@ -63,7 +63,7 @@ RULES: tuple[Rule, ...] = (
     Rule("copies", check_copies, stricter=Stage.OFFLOADED),
     Rule("shards", check_shards, since=Stage.GATHERED),
     Rule("gathers", check_gathers),
-    Rule("kept", check_kept),
+    Rule("accumulated", check_accumulated),
     Rule("reshards", check_reshards),
     Rule("waits", check_waits),
     Rule("reduces", check_reduces, since=Stage.REDUCED, stricter=Stage.AVERAGED),

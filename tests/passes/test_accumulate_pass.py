@@ -40,7 +40,8 @@ def backward_ops(program: Program) -> list[tuple[str, str]]:
     return [
         (event.op, event.unit)
         for event in program.schedule()
-        if event.phase == "backward" and event.op in ("keep", "add_kept", "reduce_scatter")
+        if event.phase == "backward"
+        and event.op in ("accumulate_grad", "add_accumulated", "reduce_scatter")
     ]
 
 
@@ -51,12 +52,12 @@ def every_name(program: Program) -> tuple[str, ...]:
 def test_what_is_kept_is_not_reduced() -> None:
     program, _ = rewritten(keep="gradient")
     units = ["layers.2", "layers.1", "layers.0", ""]
-    assert backward_ops(program) == [("keep", unit) for unit in units]
+    assert backward_ops(program) == [("accumulate_grad", unit) for unit in units]
     assert all(grad is None for grad in program.results().grads)
     numel = sum(param.numel for param in program.params)
     (note,) = program.notes
     assert note == f"keeps {4 * numel:,} bytes of unsharded gradients on each rank (no_sync)"
-    assert "keep  " in str(program)
+    assert "accumulate_grad  " in str(program)
 
 
 def test_what_is_kept_is_not_noted_as_copied_to_the_host() -> None:
@@ -77,18 +78,18 @@ def test_what_was_kept_goes_into_the_reduce() -> None:
     program, plan = rewritten(add=names)
     units = ["layers.2", "layers.1", "layers.0", ""]
     assert backward_ops(program) == [
-        (op, unit) for unit in units for op in ("add_kept", "reduce_scatter")
+        (op, unit) for unit in units for op in ("add_accumulated", "reduce_scatter")
     ]
     verify(program, plan, after="the test")
 
 
 def test_replicated_and_unused_parameters() -> None:
     program, _ = rewritten(toys.odd_params, keep="gradient")
-    kept = {n.kwargs["param"] for n in program.nodes() if n.target is ops.keep}
+    kept = {n.kwargs["param"] for n in program.nodes() if n.target is ops.accumulate_grad}
     assert {"a.gain", "gain", "embed.weight"} <= kept
     assert "a.unused" not in kept
     program, _ = rewritten(toys.odd_params, add=("a.unused", "gain"))
-    added = {n.kwargs["param"] for n in program.nodes() if n.target is ops.add_kept}
+    added = {n.kwargs["param"] for n in program.nodes() if n.target is ops.add_accumulated}
     assert added == {"a.unused", "gain"}
     graded = {p.fqn for p, g in zip(program.params, program.results().grads, strict=True) if g}
     assert "a.unused" in graded
@@ -117,7 +118,7 @@ def broken(program: Program, plan: ShardingPlan, reference: Reference | None = N
 
 
 def keeps(program: Program) -> list[fx.Node]:
-    return [node for node in program.nodes() if node.target is ops.keep]
+    return [node for node in program.nodes() if node.target is ops.accumulate_grad]
 
 
 def test_verify_sees_what_is_kept_wrongly() -> None:

@@ -57,27 +57,27 @@ def test_averages_over_replicas_are_split_alike() -> None:
 
 def test_kept_gradients_are_kept_where_they_are_ready() -> None:
     program, _ = finer(toys.blocks, *ALL_FINER, mode=("gradient", (), ()), same=False)
-    assert events(program, BACKWARD, "run", "keep") == (
-        "run root, keep head, run layers.2, keep 2, run layers.1, keep 1, run layers.0, keep 0, "
-        "run root, keep embed"
+    assert events(program, BACKWARD, "run", "accumulate_grad") == (
+        "run root, accumulate_grad head, run layers.2, accumulate_grad 2, run layers.1, "
+        "accumulate_grad 1, run layers.0, accumulate_grad 0, run root, accumulate_grad embed"
     )
     policy = Policy(strategy="HYBRID_SHARD")
     for mode, expected in (
         (
             ("shard", (), ()),
-            "reduce head, keep head, reduce 2, keep 2, reduce 1, keep 1, reduce 0, keep 0, "
-            "reduce embed, keep embed",
+            "reduce head, accumulate_grad head, reduce 2, accumulate_grad 2, reduce 1, "
+            "accumulate_grad 1, reduce 0, accumulate_grad 0, reduce embed, accumulate_grad embed",
         ),
         (
             (None, ("head.weight",), ("embed.weight",)),
-            "add_kept head, reduce head, reduce 2, reduce 1, reduce 0, reduce embed, "
-            "add_kept embed",
+            "add_accumulated head, reduce head, reduce 2, reduce 1, reduce 0, reduce embed, "
+            "add_accumulated embed",
         ),
     ):
         program, _ = finer(
             toys.blocks, *ALL_FINER, policy=policy, mesh=(2, 2), mode=mode, same=False
         )
-        assert events(program, BACKWARD, "reduce", "keep", "add_kept") == expected
+        assert events(program, BACKWARD, "reduce", "accumulate_grad", "add_accumulated") == expected
 
 
 def test_gradients_are_cast_and_sent_to_the_host_as_before() -> None:

@@ -54,10 +54,13 @@ def kept_is_one_process_s(rank: int) -> None:
             reference.step()
         same_params(sharded, reference.model, exact=exact())
         reduce = "all_reduce" if strategy == "NO_SHARD" else "reduce_scatter"
-        kinds = [ops_of(program) & {"keep", "add_kept", reduce} for program in sharded.programs]
-        assert {"keep"} in kinds
-        assert {"add_kept", reduce} in kinds
-        assert all(kind in ({"keep"}, {"add_kept", reduce}) for kind in kinds)
+        kinds = [
+            ops_of(program) & {"accumulate_grad", "add_accumulated", reduce}
+            for program in sharded.programs
+        ]
+        assert {"accumulate_grad"} in kinds
+        assert {"add_accumulated", reduce} in kinds
+        assert all(kind in ({"accumulate_grad"}, {"add_accumulated", reduce}) for kind in kinds)
 
 
 def kept_is_fully_shard_s(rank: int) -> None:
@@ -127,11 +130,16 @@ def only_all_reduce_put_off(rank: int) -> None:
     for ours, other in zip(sharded.parameters(), theirs.parameters(), strict=True):
         torch.testing.assert_close(full(ours.grad), full(other.grad), rtol=1e-5, atol=1e-8)
     keep, add = sharded.programs
-    assert ops_of(keep) & {"keep", "add_kept", "reduce_scatter", "all_reduce"} == {
-        "keep",
+    assert ops_of(keep) & {
+        "accumulate_grad",
+        "add_accumulated",
+        "reduce_scatter",
+        "all_reduce",
+    } == {
+        "accumulate_grad",
         "reduce_scatter",
     }
-    assert ops_of(add) >= {"add_kept", "reduce_scatter", "all_reduce"}
+    assert ops_of(add) >= {"add_accumulated", "reduce_scatter", "all_reduce"}
     assert "bytes of shards of gradients" in str(keep)
     sharded.zero_grad()
     first, second, third = batches
@@ -193,7 +201,7 @@ def other_parameters(rank: int) -> None:
         backward(sharded, rank, *features_of(rank, 1, 16), False)
         same_grads(sharded, reference.model, exact=exact())
         backward(sharded, rank, *features_of(rank, 1, 16), False)  # nothing is kept any more
-        assert "add_kept" not in ops_of(sharded.program)
+        assert "add_accumulated" not in ops_of(sharded.program)
         assert not sharded._graphshard.bindings.accumulated.tensors
 
 
@@ -311,7 +319,7 @@ def dropped_and_refused(rank: int) -> None:
     sharded.zero_grad()
     backward(sharded, rank, *tokens_of(rank, 1))
     (_, program) = sharded.programs
-    assert "add_kept" not in ops_of(program)
+    assert "add_accumulated" not in ops_of(program)
     fresh = compiled(gpt(1))
     backward(fresh, rank, *tokens_of(rank, 1))
     for ours, theirs in zip(sharded.parameters(), fresh.parameters(), strict=True):
