@@ -240,7 +240,7 @@ def _launch_and_wait(launch: Callable[..., Any], args: tuple[Any, ...]) -> None:
 
 @dataclass(frozen=True)
 class Message:
-    """Operands that are moved as one tensor.
+    """One operand, or several that are moved as one tensor.
 
     indices: their places among the operands of the collective.
     numels: elements of each operand's shard, padding included; `numel` is their sum.

@@ -49,6 +49,7 @@ class Group:
     process_group: None for a single rank without one.
     rank, size: this process's rank in the group, and its number of ranks.
     device: where this rank computes.
+    backend: the backend for that device, such as "gloo"; "none" without a process group.
     timeout: how long a rank waits for the others.
     mesh: the mesh of all ranks, on the group of all ranks only.
     check: poison memory instead of freeing it.
@@ -77,7 +78,7 @@ class Group:
             self.side_stream = side_streams.new_side_stream(self.device)
 
     def named(self, name: str) -> Group:
-        """The group of this rank that a collective's `group` names; see `program.ops`."""
+        """The subgroup that a collective's `group` names; this group if there is none."""
         group = self.subgroups.get(name)
         if group is None:
             return self

@@ -83,7 +83,7 @@ class Form:
         self.calls: list[RegionCall] = []
 
     def compile(self, kernels: Kernels) -> None:
-        """Compile the operators, unless that was tried before.
+        """Compile the operators, unless that was tried before; fall back if it fails.
 
         Args:
             kernels: collects C++ kernels, to be compiled before `check_kernels` is called.
@@ -231,7 +231,7 @@ class Forms:
 
 
 def _module_of(region: Region) -> tuple[fx.GraphModule, list[Any]]:
-    """(the operators of `region` as code from list to list, the `val` of each input)."""
+    """(a module with the operators of `region`, from list to list, the `val` of each input)."""
     graph = fx.Graph()
     new: dict[fx.Node, Any] = {}
     vals = []

@@ -79,7 +79,8 @@ class Step:
         self.saved = graphs.crossings
         self.forward_graph = LoweredGraph(graphs.forward, bindings, program.regions)
         self.fingerprint = self.forward_graph.fingerprint
-        self._backward_graphs: dict[tuple[int, ...], LoweredGraph] = {}  # by tangents missing
+        # By the indices of outputs without a gradient.
+        self._backward_graphs: dict[tuple[int, ...], LoweredGraph] = {}
         if graphs.backward is not None:
             backward = LoweredGraph(graphs.backward, bindings, program.regions)
             self._backward_graphs[()] = backward
@@ -229,7 +230,7 @@ class Step:
     def with_traced_strides(
         self, tangents: Sequence[Tensor | None], sizes: tuple[int, ...]
     ) -> list[Tensor | None]:
-        """`tangents` with the strides that the program was traced with, for these `sizes`."""
+        """`tangents`, copied where their strides differ from the traced ones for these `sizes`."""
         return [
             t if t is None or t.stride() == stride else with_stride(t, stride)
             for t, stride in zip(tangents, self._tangent_strides(sizes), strict=True)
