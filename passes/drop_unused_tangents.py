@@ -219,7 +219,7 @@ def _drop_results(program: Program, zero: set[fx.Node]) -> None:
 def _joined(program: Program, dropped: set[fx.Node]) -> set[fx.Node]:
     """The concatenations of pieces in `dropped`, with the transfers that follow them."""
     joined = [n for n in program.nodes(BACKWARD) if not dropped.isdisjoint(ops.joined(n))]
-    return {one for node in joined for one in (node, *transfers_after(node))}
+    return {each for node in joined for each in (node, *transfers_after(node))}
 
 
 def _erase_dead(program: Program) -> None:

@@ -134,10 +134,10 @@ def _groups(waits: Sequence[fx.Node], program: Program, limit: int) -> Iterator[
 def _follows(wait: fx.Node, before: fx.Node) -> bool:
     """Whether the gather of `wait` can merge with that of `before`, and is used after it."""
     signatures = [
-        {key: value for key, value in ops.collective_of(one).kwargs.items() if key in _KINDS}
-        for one in (before, wait)
+        {key: value for key, value in ops.collective_of(each).kwargs.items() if key in _KINDS}
+        for each in (before, wait)
     ]
-    frees = [user for one in (before, wait) for user in one.users if user.target is ops.free]
+    frees = [user for each in (before, wait) for user in each.users if user.target is ops.free]
     if signatures[0] != signatures[1] or len(frees) != 2:
         return False
     if any(end.meta["phase"] != wait.meta["phase"] for end in frees):

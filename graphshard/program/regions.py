@@ -68,7 +68,7 @@ class Region:
     releases: tuple[fx.Node, ...]
 
 
-# -- what may be in a region ----------------------------------------------------------------------
+# -- nodes of a region ----------------------------------------------------------------------------
 
 
 def works(node: fx.Node) -> bool:

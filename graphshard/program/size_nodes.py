@@ -2,7 +2,7 @@
 
 A trace reads sizes off whichever tensor is at hand. In backward that would save a whole activation
 for one number. So each size is read off an input of the program, in forward, where it is first
-needed. Every later node of the same size reads that number, which is what crosses to backward.
+needed. Every later node of the same size reads that number, and only the number is saved.
 """
 
 from __future__ import annotations

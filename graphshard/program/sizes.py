@@ -99,8 +99,8 @@ class Sizes:
         for size in self.symbols:
             number = torch_compat.size_expression(size.value)
             if number.is_number and not size.is_stride:
-                what = f"dim {size.dim} of {paths[size.input]} ({size.name})"
-                raise FixedSizeError(self._specialised(size, number, what), size.name)
+                dim_text = f"dim {size.dim} of {paths[size.input]} ({size.name})"
+                raise FixedSizeError(self._specialised(size, number, dim_text), size.name)
         self._closed_at = len(self.guards)
         self._fulfils = self.evaluator([sympy.And(*(g.expr for g in self.guards))])
 
@@ -117,7 +117,7 @@ class Sizes:
                 "graphshard.sizes.same_sizes, or take graphshard.sizes.hint of them"
             )
 
-    def _specialised(self, size: Size, number: Any, what: str) -> str:
+    def _specialised(self, size: Size, number: Any, dim_text: str) -> str:
         line = where = None
         for guard, at in zip(self.guards, self.guards.lines, strict=True):
             if size.symbol in guard.expr.free_symbols:
@@ -127,7 +127,7 @@ class Sizes:
         reason = f", by {expression_text(line, self.names)}" if line is not None else ""
         at = f"\n  at {where}" if where else ""
         return (
-            f"{what} was asked to be dynamic, but the model fixes it to {number}{reason}; leave it "
+            f"{dim_text} was asked to be dynamic, but the model fixes it to {number}{reason}; leave it "
             "out of dynamic, have the model take any size there (len(x) and int(x.shape[0]) fix a "
             "size, x.shape[0] does not), or, if it takes others than this, capture with an example "
             f"of another size{at}"

@@ -289,5 +289,5 @@ def _ends(program: Program) -> Iterator[str]:
             yield f"gradient of {entry.path} = {argument_text(value)}"
 
 
-def _count(number: int, what: str) -> str:
-    return f"{number:,} {what}" + ("" if number == 1 else "s")
+def _count(number: int, noun: str) -> str:
+    return f"{number:,} {noun}" + ("" if number == 1 else "s")
