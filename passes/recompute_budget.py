@@ -129,12 +129,12 @@ class _Rehearsal:
     """
 
     def __init__(self, plain: int, forward: int, search: Callable[[], _Search]) -> None:
-        self.plain, self.forward, self._make = plain, forward, search
+        self.plain, self.forward, self._make_search = plain, forward, search
 
     @cached_property
     def search(self) -> _Search:
         """The search, made when a budget first needs it."""
-        return self._make()
+        return self._make_search()
 
     def choice(self, budget: int) -> tuple[frozenset[str], str]:
         """The names of the nodes to recompute for `budget`, and a note on the cost.
@@ -208,10 +208,10 @@ class _Search:
         """Peak bytes after the first `steps` steps."""
         if steps not in self._peaks:
             levels = enumerate(self.levels(steps))
-            self._peaks[steps] = self.model.peak([self._moved(*level) for level in levels])
+            self._peaks[steps] = self.model.peak([self._moves_of(*level) for level in levels])
         return self._peaks[steps]
 
-    def _moved(self, region: int, level: int) -> Moves:
+    def _moves_of(self, region: int, level: int) -> Moves:
         if (region, level) not in self._moves:
             problem: RegionProblem = self.problems[region]
             reads: Reads = problem.reads

@@ -100,7 +100,7 @@ class Sizes:
             number = torch_compat.size_expression(size.value)
             if number.is_number and not size.is_stride:
                 dim_text = f"dim {size.dim} of {paths[size.input]} ({size.name})"
-                raise FixedSizeError(self._specialised(size, number, dim_text), size.name)
+                raise FixedSizeError(self._fixed_size_text(size, number, dim_text), size.name)
         self._closed_at = len(self.guards)
         self._fulfils = self.evaluator([sympy.And(*(g.expr for g in self.guards))])
 
@@ -117,7 +117,7 @@ class Sizes:
                 "graphshard.sizes.same_sizes, or take graphshard.sizes.hint of them"
             )
 
-    def _specialised(self, size: Size, number: Any, dim_text: str) -> str:
+    def _fixed_size_text(self, size: Size, number: Any, dim_text: str) -> str:
         line = where = None
         for guard, at in zip(self.guards, self.guards.lines, strict=True):
             if size.symbol in guard.expr.free_symbols:
@@ -127,10 +127,10 @@ class Sizes:
         reason = f", by {expression_text(line, self.names)}" if line is not None else ""
         at = f"\n  at {where}" if where else ""
         return (
-            f"{dim_text} was asked to be dynamic, but the model fixes it to {number}{reason}; leave it "
-            "out of dynamic, have the model take any size there (len(x) and int(x.shape[0]) fix a "
-            "size, x.shape[0] does not), or, if it takes others than this, capture with an example "
-            f"of another size{at}"
+            f"{dim_text} was asked to be dynamic, but the model fixes it to {number}{reason}; "
+            "leave it out of dynamic, have the model take any size there (len(x) and "
+            "int(x.shape[0]) fix a size, x.shape[0] does not), or, if it takes others than this, "
+            f"capture with an example of another size{at}"
         )
 
     # -- calls --------------------------------------------------------------------------------
@@ -152,7 +152,7 @@ class Sizes:
         assert self._fulfils is not None
         if min(values, default=2) < 2 or not self._fulfils(*values)[0]:
             return False
-        return not any(self._wrong(answer, values) for answer in self.answers)
+        return not any(self._differs(answer, values) for answer in self.answers)
 
     def broken(self, values: tuple[int, ...]) -> str:
         """Describe the sizes of a call and the guards that they break."""
@@ -172,7 +172,7 @@ class Sizes:
         text = expression_text(self.guards[index].expr, self.names)
         return text + (f", at {line}" if line else "")
 
-    def _wrong(self, answer: Answer, values: tuple[int, ...]) -> bool:
+    def _differs(self, answer: Answer, values: tuple[int, ...]) -> bool:
         try:
             now = answer.evaluate(lambda size: self.evaluator([size])(*values)[0])
         except Exception:  # too large, or an error of the model's code, which capture reports
