@@ -1,8 +1,8 @@
 """Symbolic sizes: the symbols of a program, the guards on them, and their text.
 
-A size named in `dynamic` is one symbol in the whole program. Every decision based on it by the
-model's code or an operator (a comparison, a broadcast, a divisibility test) becomes a guard, and
-the program is valid for exactly the calls whose sizes fulfil all guards. Capture may also decide
+A size named in `dynamic` is one symbol in the whole program. If the model's code or an operator
+decides by it (a comparison, a broadcast, a divisibility test), the decision becomes a guard. The
+program is valid for exactly the calls whose sizes fulfil all guards. Capture may also decide
 by values computed from constants of such sizes, for example whether a mask built by arange is
 causal. These answers are computed again for the sizes of each call.
 """
