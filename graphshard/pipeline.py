@@ -245,7 +245,7 @@ def _run(
 
 
 class _Checks:
-    """Verifies a program before its first pass and after each, against what it was before."""
+    """Verifies a program before its first pass, and after each against the state before it."""
 
     def __init__(self, program: Program, plan: ShardingPlan) -> None:
         self.program, self.plan = program, plan

@@ -100,10 +100,10 @@ class Accumulate(Pass):
         program.set_results(results)
         for reduce in reduces:
             _erase_with_followers(self, reduce)
-        what = "unsharded gradients" if self.keep == GRADIENT else "shards of gradients"
+        form = "unsharded gradients" if self.keep == GRADIENT else "shards of gradients"
         program.notes = (
             *program.notes,
-            f"keeps {accumulated_bytes:,} bytes of {what} on each rank (no_sync)",
+            f"keeps {accumulated_bytes:,} bytes of {form} on each rank (no_sync)",
         )
 
 

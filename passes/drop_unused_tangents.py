@@ -193,7 +193,7 @@ def _drop_results(program: Program, zero: set[fx.Node]) -> None:
             for user in [user for user in wait.users if user.args[1] not in keep]:
                 dropped.update((user, *transfers_after(user)))
             partly.append((wait, keep))
-    joined = _joined(program, dropped)
+    joined = _concatenations(program, dropped)
     dropped |= joined
     for node in list(program.nodes(BACKWARD)):
         if node.target is ops.accumulate_grad and node.args[0] in zero:
@@ -216,10 +216,10 @@ def _drop_results(program: Program, zero: set[fx.Node]) -> None:
             # The transfers of its operands are zero; `_erase_dead` erases them.
 
 
-def _joined(program: Program, dropped: set[fx.Node]) -> set[fx.Node]:
+def _concatenations(program: Program, dropped: set[fx.Node]) -> set[fx.Node]:
     """The concatenations of pieces in `dropped`, with the transfers that follow them."""
     joined = [n for n in program.nodes(BACKWARD) if not dropped.isdisjoint(ops.joined(n))]
-    return {one for node in joined for one in (node, *transfers_after(node))}
+    return {each for node in joined for each in (node, *transfers_after(node))}
 
 
 def _erase_dead(program: Program) -> None:

@@ -53,24 +53,24 @@ class MergeGathers(ByCost):
         Raises:
             PassError: `limit` is None and the program has no budget; see `SetBudget`.
         """
-        limit = self._chosen(program, plan, rest) if self.limit is None else self.limit
+        limit = self._choose_limit(program, plan, rest) if self.limit is None else self.limit
         if limit:
             _merge_gathers(program, limit)
             _merge_reduces(program, limit)
 
-    def _chosen(self, program: Program, plan: ShardingPlan, rest: Sequence[PassLike]) -> int:
+    def _choose_limit(self, program: Program, plan: ShardingPlan, rest: Sequence[PassLike]) -> int:
         """The best limit; 0 if merging gains nothing."""
         budget = budget_of(program)
         plain = scheduled(program, plan, rest, lean=True)
         room = max(plain.sharding, int(ROOM * budget.room))
         best = plain.score
-        chosen, collectives = 0, _issued(program)
+        chosen, collectives = 0, _collective_names(program)
         for limit in _limits(plain, plan):
             trial = program.copy()
             replace(self, limit=limit).apply(trial, plan)
-            if _issued(trial) == collectives:
+            if _collective_names(trial) == collectives:
                 continue
-            collectives = _issued(trial)
+            collectives = _collective_names(trial)
             merged = scheduled(trial, plan, rest, lean=True)
             score = merged.score
             if not budget.allows(score):
@@ -84,7 +84,7 @@ class MergeGathers(ByCost):
         return chosen
 
 
-def _issued(program: Program) -> list[str]:
+def _collective_names(program: Program) -> list[str]:
     """The names of the collectives, which differ if programs are merged differently."""
     return [node.name for node in program.nodes() if ops.is_collective(node)]
 
@@ -122,7 +122,7 @@ def _groups(waits: Sequence[fx.Node], program: Program, limit: int) -> Iterator[
     size = 0
     for wait in sorted(waits, key=ops.collective_of):
         bytes_moved = moved_bytes(ops.collective_of(wait), program)
-        if group and size + bytes_moved <= limit and _follows(wait, group[-1]):
+        if group and size + bytes_moved <= limit and _can_merge(wait, group[-1]):
             group.append(wait)
             size += bytes_moved
             continue
@@ -131,13 +131,13 @@ def _groups(waits: Sequence[fx.Node], program: Program, limit: int) -> Iterator[
     yield group
 
 
-def _follows(wait: fx.Node, before: fx.Node) -> bool:
+def _can_merge(wait: fx.Node, before: fx.Node) -> bool:
     """Whether the gather of `wait` can merge with that of `before`, and is used after it."""
     signatures = [
-        {key: value for key, value in ops.collective_of(one).kwargs.items() if key in _KINDS}
-        for one in (before, wait)
+        {key: value for key, value in ops.collective_of(each).kwargs.items() if key in _SIGNATURE}
+        for each in (before, wait)
     ]
-    frees = [user for one in (before, wait) for user in one.users if user.target is ops.free]
+    frees = [user for each in (before, wait) for user in each.users if user.target is ops.free]
     if signatures[0] != signatures[1] or len(frees) != 2:
         return False
     if any(end.meta["phase"] != wait.meta["phase"] for end in frees):
@@ -147,7 +147,7 @@ def _follows(wait: fx.Node, before: fx.Node) -> bool:
     )
 
 
-_KINDS = ("group", "ranks", "in_place")
+_SIGNATURE = ("group", "ranks", "in_place")
 
 
 def _merge_reduces(program: Program, limit: int) -> None:

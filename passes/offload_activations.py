@@ -44,16 +44,16 @@ class OffloadActivations(Pass):
         """
         if not program.grad:
             return
-        _settle_picks(program, plan)
+        _pick_in_forward(program, plan)
         copies = to_copy(program, plan, self.min_bytes)
         if not copies:
             return
         spans = find_spans(program, plan)
         forward, backward = spans.steps(FORWARD), spans.steps(BACKWARD)
-        hosts = _copy_out(program, spans, forward, copies)
-        back = {c: _bring_back(program, spans, backward, c, hosts[c.value]) for c in copies}
+        hosts = _copy_to_host(program, spans, forward, copies)
+        back = {c: _copy_back(program, spans, backward, c, hosts[c.value]) for c in copies}
         for copied in copies:  # once all copies of a step arrive before its first node
-            _use(program, copied, back[copied])
+            _redirect_backward(program, copied, back[copied])
         note_copies(program, "activations", params=False)
         left = to_copy(program, plan, self.min_bytes)
         if left:
@@ -80,11 +80,11 @@ def to_copy(program: Program, plan: ShardingPlan, min_bytes: int) -> list[Copied
     for saved in saved_storages(program, plan):
         size = nbytes(saved.root)
         if size is None or size >= min_bytes:
-            copies += _of_storage(saved)
+            copies += _copies_of(saved)
     return sorted(copies, key=lambda copied: copied.value)
 
 
-def _of_storage(saved: Saved) -> list[Copied]:
+def _copies_of(saved: Saved) -> list[Copied]:
     whole = Copied(saved.root, saved.values)
     if saved.values == (saved.root,):
         return [whole]
@@ -97,7 +97,7 @@ def _of_storage(saved: Saved) -> list[Copied]:
     return [whole]
 
 
-def _settle_picks(program: Program, plan: ShardingPlan) -> None:
+def _pick_in_forward(program: Program, plan: ShardingPlan) -> None:
     """Move picks from a forward result to forward, where they run anyway."""
     for saved in saved_storages(program, plan):
         for node in saved.values:
@@ -113,7 +113,7 @@ def _step_of(spans: UnitSpans, steps: Sequence[fx.Node], place: int) -> int:
     return max(0, sum(spans.position[first] <= place for first in steps) - 1)
 
 
-def _copy_out(
+def _copy_to_host(
     program: Program, spans: UnitSpans, steps: Sequence[fx.Node], copies: Sequence[Copied]
 ) -> dict[fx.Node, fx.Node]:
     """Insert the copies to the host, step by step; returns the host value by copied value."""
@@ -150,11 +150,11 @@ def _copy_out(
     return hosts
 
 
-def _bring_back(
+def _copy_back(
     program: Program, spans: UnitSpans, steps: Sequence[fx.Node], copied: Copied, host: fx.Node
 ) -> fx.Node:
     """Copy a value back before the step of backward that first uses it; returns the arrival."""
-    uses = _uses(copied)
+    uses = _backward_uses(copied)
     place = spans.position[uses[0][0] if uses else program.output_node]
     with program.graph.inserting_before(steps[_step_of(spans, steps, place)]):
         name = copied.value.name
@@ -162,7 +162,7 @@ def _bring_back(
         return insert_copy(program, ops.arrive, copy, name=f"{name}_back", phase=BACKWARD)
 
 
-def _uses(copied: Copied) -> list[tuple[fx.Node, fx.Node]]:
+def _backward_uses(copied: Copied) -> list[tuple[fx.Node, fx.Node]]:
     """Pairs (node of backward, saved value that it reads), in order."""
     uses = [
         (user, value)
@@ -173,12 +173,12 @@ def _uses(copied: Copied) -> list[tuple[fx.Node, fx.Node]]:
     return sorted(uses, key=lambda use: use[0])
 
 
-def _use(program: Program, copied: Copied, back: fx.Node) -> None:
+def _redirect_backward(program: Program, copied: Copied, back: fx.Node) -> None:
     """Redirect backward to the arrived value; drop views in forward that only backward read."""
     results = program.results()
     returned = [end for end in (*results.grads, *results.input_grads) if end in copied.saved]
     arrived = {copied.value: back}
-    for user, value in _uses(copied):
+    for user, value in _backward_uses(copied):
         user.replace_input_with(value, _view_again(program, value, arrived, before=user))
     for end in returned:
         _view_again(program, end, arrived, before=program.output_node)

@@ -37,7 +37,7 @@ class OffloadParams(Pass):
         Raises:
             PassError: a parameter is on the host already, or is read without a copy to the device.
         """
-        for param in _moved(program):
+        for param in _offloaded_params(program):
             if any(user.target is ops.to_device for user in param.node.users):
                 raise PassError(
                     f"pass {self.name}: parameter {param.fqn!r} is on the host already; run the "
@@ -45,13 +45,13 @@ class OffloadParams(Pass):
                 )
             unit = plan.unit_of_param(param.fqn)
             if plan.layouts[param.fqn].sharded:
-                _bring_shards(program, param, unit)
+                _copy_shards_in(program, param, unit)
             elif param.node.users:
-                _bring_whole(program, plan, param, unit)
+                _copy_whole_in(program, plan, param, unit)
             param.node.meta["val"] = fake_on(param.node.meta["val"], "cpu")
-        _send_gradients(program, plan)
+        _copy_gradients_out(program, plan)
         note_copies(program, COPIED, params=True)
-        for param in _moved(program):
+        for param in _offloaded_params(program):
             for user in param.node.users:
                 if user.target is not ops.to_device:
                     raise PassError(
@@ -60,20 +60,20 @@ class OffloadParams(Pass):
                     )
 
 
-def _moved(program: Program) -> list[ParamEntry]:
+def _offloaded_params(program: Program) -> list[ParamEntry]:
     """The parameters on the host: all but ignored ones, which never move."""
     return [param for param in program.params if not param.ignored]
 
 
-def _bring_shards(program: Program, param: ParamEntry, unit: str) -> None:
+def _copy_shards_in(program: Program, param: ParamEntry, unit: str) -> None:
     """Copy the shard to the device before each gather, and before the gather's cast, if any."""
     for user in list(param.node.users):
         with program.graph.inserting_before(user):
-            on_device = _bring(program, param, unit, user.meta["phase"])
+            on_device = _insert_copy_in(program, param, unit, user.meta["phase"])
         user.replace_input_with(param.node, on_device)
 
 
-def _bring_whole(program: Program, plan: ShardingPlan, param: ParamEntry, unit: str) -> None:
+def _copy_whole_in(program: Program, plan: ShardingPlan, param: ParamEntry, unit: str) -> None:
     """Copy the whole parameter to the device before the step that first uses it."""
     users = sorted(param.node.users)
     before, phase = users[0], FORWARD
@@ -85,19 +85,19 @@ def _bring_whole(program: Program, plan: ShardingPlan, param: ParamEntry, unit: 
         steps = [n for n in spans.steps(phase) if spans.position[n] <= spans.position[before]]
         before = steps[-1] if steps else before
     with program.graph.inserting_before(before):
-        on_device = _bring(program, param, unit, phase)
+        on_device = _insert_copy_in(program, param, unit, phase)
     for user in users:
         user.replace_input_with(param.node, on_device)
 
 
-def _bring(program: Program, param: ParamEntry, unit: str, phase: str) -> fx.Node:
+def _insert_copy_in(program: Program, param: ParamEntry, unit: str, phase: str) -> fx.Node:
     name = param.fqn
     place = {"phase": phase, "param": name, "unit": unit}
     copy = insert_copy(program, ops.to_device, param.node, name=f"{name}_to_device", **place)
     return insert_copy(program, ops.arrive, copy, name=f"{name}_on_device", **place)
 
 
-def _send_gradients(program: Program, plan: ShardingPlan) -> None:
+def _copy_gradients_out(program: Program, plan: ShardingPlan) -> None:
     """Copy each gradient to the host after its reduce and cast."""
     results = program.results()
     for index, (param, grad) in enumerate(zip(program.params, results.grads, strict=True)):

@@ -39,9 +39,9 @@ class PartialReshard(Pass):
     """Gather parameters in backward from a group of k ranks that kept them from forward.
 
     The pass applies to units with `reshard_after_forward=k`. At the end of the last forward span
-    that gathers a parameter, a `reshard` copies this rank's one of k parts out of the full value,
-    and backward gathers these parts within the k ranks only. In exchange 1/k of the unit stays on
-    each rank from forward to backward.
+    that gathers a parameter, a `reshard` copies one of k parts out of the full value. Backward
+    gathers these parts within the k ranks. In exchange 1/k of the unit stays on each rank from
+    forward to backward.
     """
 
     def apply(self, program: Program, plan: ShardingPlan) -> None:

@@ -11,8 +11,8 @@ from torch import fx
 from graphshard.errors import PassError
 from graphshard.planning.plan import ShardingPlan
 from graphshard.program import ops
-from graphshard.program.aliases import transfers_into
 from graphshard.program.collective import Collective
+from graphshard.program.edit import issue_of
 from graphshard.program.pass_protocol import Pass
 from graphshard.program.program import BACKWARD, FORWARD, Program
 from graphshard.program.spans import UnitSpan, find_spans, gathers_by_span
@@ -91,7 +91,7 @@ def _issue_before_compute(
             if span in gathers:
                 latest = target
                 if target < step:
-                    for node in _issued(gathers[span]):
+                    for node in issue_of(gathers[span]):
                         firsts[target].prepend(node)
             earliest[span.unit] = step + 1
 
@@ -101,11 +101,6 @@ def _issue_after_compute(sequence: Sequence[UnitSpan], gathers: dict[UnitSpan, f
     for before, span in pairwise(sequence):
         if span in gathers and before.stop < span.start and before.unit != span.unit:
             last = before.last
-            for node in _issued(gathers[span]):
+            for node in issue_of(gathers[span]):
                 last.append(node)
                 last = node
-
-
-def _issued(gather: fx.Node) -> list[fx.Node]:
-    """The nodes that issue `gather`: the transfers of its shards, then the gather."""
-    return [*transfers_into(gather), gather]

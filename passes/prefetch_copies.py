@@ -55,10 +55,10 @@ class PrefetchCopies(Pass):
             for step, copies in by_step.items():
                 activations = [c for c in copies if param_of(c) is None]
                 _put_before(firsts[step], [next(iter(copy.users)) for copy in activations])
-        _let_gradients_arrive(program)
+        _delay_gradient_arrivals(program)
 
 
-def _let_gradients_arrive(program: Program) -> None:
+def _delay_gradient_arrivals(program: Program) -> None:
     sent = [n for n in program.nodes(BACKWARD) if n.target is ops.to_host]
     groups = [list(group) for _, group in groupby(sent, key=lambda node: node.meta["unit"])]
     later = [*(group[0] for group in groups[1:]), program.output_node]

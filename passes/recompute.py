@@ -63,13 +63,13 @@ class Recompute(Pass):
         if not targets:
             return
 
-        def again(node: fx.Node) -> bool:
+        def is_chosen(node: fx.Node) -> bool:
             return recomputable(node) and not (self.selective and is_compute_intensive(node))
 
         order = {node: place for place, node in enumerate(program.graph.nodes)}
         regions = list(reads_of_calls(program, targets))
         for reads in regions:
-            inside = _Inside(reads, targets, again)
+            inside = _Inside(reads, targets, is_chosen)
             rewrite(program, reads, inside, order, self.name)
 
 
@@ -83,33 +83,33 @@ def recompute_checkpoints(program: Program, name: str) -> None:
     for depth in reversed(range(deepest(program))):
         for reads in list(reads_of_checkpoints(program, depth)):
 
-            def again(node: fx.Node, reads: Reads = reads, depth: int = depth) -> bool:
+            def is_chosen(node: fx.Node, reads: Reads = reads, depth: int = depth) -> bool:
                 chain = checkpoints(node)
                 inside = len(chain) > depth and chain[depth] == reads.region
                 return inside and recomputable(node) and not kept_by_model(node)
 
-            rewrite(program, reads, again, order, name)
+            rewrite(program, reads, is_chosen, order, name)
 
 
 def rewrite(
-    program: Program, reads: Reads, again: Keeps, order: dict[fx.Node, int], name: str
+    program: Program, reads: Reads, chosen: Keeps, order: dict[fx.Node, int], name: str
 ) -> None:
     """Issue the nodes of one region again, and redirect backward to them.
 
     Args:
         program: edited in place.
         reads: the region, and the backward nodes that read its values.
-        again: whether to issue a node again.
+        chosen: whether to issue a node again.
         order: position of every node.
         name: name of the pass, for errors.
 
     Raises:
         PassError: a reader was not redirected.
     """
-    issue_again(program.graph, reads, placed(reads, again, order))
+    issue_again(program.graph, reads, placed(reads, chosen, order))
     for user, values in reads.by_user.items():
         for value in values:
-            if again(value) and value in user.all_input_nodes:
+            if chosen(value) and value in user.all_input_nodes:
                 raise PassError(f"pass {name}: {user.name} still reads {value.name} from forward")
 
 

@@ -70,8 +70,8 @@ class RecomputeToBudget(RehearsingPass):
         if self.classes:
             require_calls(program, plan)
         targets = set(plan.recomputed) if self.classes else {unit.fqn for unit in plan.units}
-        again, note = self._rehearsal(program, plan, targets, rest).choice(self.budget)
-        self._issue_again(program, targets, again)
+        names, note = self._rehearsal(program, plan, targets, rest).choice(self.budget)
+        self._issue_again(program, targets, names)
         program.notes = (*program.notes, note)
 
     def _rehearsal(
@@ -87,10 +87,10 @@ class RecomputeToBudget(RehearsingPass):
     def _rehearse(
         self, program: Program, plan: ShardingPlan, targets: set[str], rest: Sequence[PassLike]
     ) -> _Rehearsal:
-        def after_all(again: Set[str]) -> Program:
-            """A copy of the program that recomputes the nodes named in `again`, after `rest`."""
+        def after_all(names: Set[str]) -> Program:
+            """A copy of the program that recomputes the nodes with these names, after `rest`."""
             copy = program.copy()
-            self._issue_again(copy, targets, again)
+            self._issue_again(copy, targets, names)
             apply_passes(rest, copy, plan)
             return copy
 
@@ -101,22 +101,22 @@ class RecomputeToBudget(RehearsingPass):
             problems = region_problems(program, plan, targets, storages)
             frontiers = Frontiers()
             choices = [frontiers.of(problem.problem) for problem in problems]
-            most = {
+            all_names = {
                 node.name
                 for problem, ladder in zip(problems, choices, strict=True)
                 for node in problem.recomputed(ladder[-1])
             }
-            held = ShardingBytes.of(program, after_all(most), RECOMPUTED)
-            model = PeakModel(program, storages, [problem.reads for problem in problems], held)
+            fixed = ShardingBytes.of(program, after_all(all_names), RECOMPUTED)
+            model = PeakModel(program, storages, [problem.reads for problem in problems], fixed)
             return _Search(model, problems, choices)
 
         return _Rehearsal(plain, forward_cost(program), search)
 
-    def _issue_again(self, program: Program, targets: set[str], again: Set[str]) -> None:
-        """Recompute the nodes named in `again`."""
+    def _issue_again(self, program: Program, targets: set[str], names: Set[str]) -> None:
+        """Recompute the nodes with these names."""
         order = {node: place for place, node in enumerate(program.graph.nodes)}
         for reads in list(reads_of_calls(program, targets)):
-            rewrite(program, reads, lambda node: node.name in again, order, self.name)
+            rewrite(program, reads, lambda node: node.name in names, order, self.name)
 
 
 class _Rehearsal:
@@ -129,12 +129,12 @@ class _Rehearsal:
     """
 
     def __init__(self, plain: int, forward: int, search: Callable[[], _Search]) -> None:
-        self.plain, self.forward, self._make = plain, forward, search
+        self.plain, self.forward, self._make_search = plain, forward, search
 
     @cached_property
     def search(self) -> _Search:
         """The search, made when a budget first needs it."""
-        return self._make()
+        return self._make_search()
 
     def choice(self, budget: int) -> tuple[frozenset[str], str]:
         """The names of the nodes to recompute for `budget`, and a note on the cost.
@@ -148,9 +148,9 @@ class _Rehearsal:
         steps = search.least_that_fits(budget)
         if steps is None:
             raise PolicyError(
-                f"the step cannot do with memory_budget={budget:,} bytes, whatever is "
-                f"recomputed; {search.least:,} would do. Raise the budget, make "
-                "smaller units, prefetch less, or use a smaller batch"
+                f"the step does not fit memory_budget={budget:,} bytes, whatever is recomputed; "
+                f"the smallest budget found that fits is {search.least:,} bytes. Raise the budget, "
+                "make smaller units, prefetch less, or use a smaller batch"
             )
         share = (
             f"{search.cost(steps) / max(self.forward, 1):.1%} of forward's work is done once more"
@@ -208,15 +208,15 @@ class _Search:
         """Peak bytes after the first `steps` steps."""
         if steps not in self._peaks:
             levels = enumerate(self.levels(steps))
-            self._peaks[steps] = self.model.peak([self._moved(*level) for level in levels])
+            self._peaks[steps] = self.model.peak([self._moves_of(*level) for level in levels])
         return self._peaks[steps]
 
-    def _moved(self, region: int, level: int) -> Moves:
+    def _moves_of(self, region: int, level: int) -> Moves:
         if (region, level) not in self._moves:
             problem: RegionProblem = self.problems[region]
             reads: Reads = problem.reads
-            again = problem.recomputed(self.choices[region][level])
-            self._moves[region, level] = self.model.moves(reads, again)
+            recomputed = problem.recomputed(self.choices[region][level])
+            self._moves[region, level] = self.model.moves(reads, recomputed)
         return self._moves[region, level]
 
     @cached_property

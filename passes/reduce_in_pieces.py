@@ -138,9 +138,9 @@ class _Pieces:
             if before is not None:
                 for node in (before, *unpacks(before)):
                     reduce.prepend(node)
-            before = self._reduced(reduce, wait, self._cast(grad, reduce), columns)
+            before = self._reduce_piece(reduce, wait, self._cast(grad, reduce), columns)
             shards += unpacks(before)
-        self._joined(whole, shards)
+        self._concatenate(whole, shards)
         transfers = transfers_into(reduce)
         for node in (whole, wait, reduce):
             self.program.graph.erase_node(node)
@@ -156,16 +156,16 @@ class _Pieces:
                     else self._columns(value, columns)
                     for value in full.all_input_nodes
                 )
-                return self._op(full.target, terms, "columns")
+                return self._insert_op(full.target, terms, "columns")
             grad, *rest = full.args
-            slices = self._columns(grad, columns)
-            return self._op(full.target, (slices, *rest), "columns_grad")
+            grad_columns = self._columns(grad, columns)
+            return self._insert_op(full.target, (grad_columns, *rest), "columns_grad")
 
     def _columns(self, value: Any, columns: tuple[int, int]) -> fx.Node:
         last = value.meta["val"].dim() - 1
-        return self._op(aten.slice.Tensor, (value, last, *columns), "columns")
+        return self._insert_op(aten.slice.Tensor, (value, last, *columns), "columns")
 
-    def _op(self, target: Any, args: tuple[Any, ...], name: str) -> fx.Node:
+    def _insert_op(self, target: Any, args: tuple[Any, ...], name: str) -> fx.Node:
         vals: Any = fx.map_arg(args, lambda node: node.meta["val"])
         with self.full.meta["val"].fake_mode:
             val = target(*vals)
@@ -190,7 +190,7 @@ class _Pieces:
             grad = cast_piece
         return grad
 
-    def _reduced(
+    def _reduce_piece(
         self, reduce: fx.Node, wait: fx.Node, grad: fx.Node, columns: tuple[int, int]
     ) -> fx.Node:
         """Reduce `grad`, the gradient of these columns, as `reduce` does; returns the wait."""
@@ -212,7 +212,7 @@ class _Pieces:
             result.meta = {**whole.meta, "val": val}
         return piece_wait
 
-    def _joined(self, whole: fx.Node, shards: list[fx.Node]) -> None:
+    def _concatenate(self, whole: fx.Node, shards: list[fx.Node]) -> None:
         """Redirect readers of `whole` to the concatenation of `shards`."""
         with self.program.graph.inserting_before(whole):
             joined = insert_node(

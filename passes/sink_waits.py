@@ -9,7 +9,8 @@ from torch import fx
 from graphshard.errors import PassError
 from graphshard.planning.plan import ShardingPlan
 from graphshard.program import ops
-from graphshard.program.aliases import transfers_after, transfers_into, unpacks
+from graphshard.program.aliases import transfers_after, unpacks
+from graphshard.program.edit import issue_of
 from graphshard.program.pass_protocol import Pass
 from graphshard.program.program import Program
 
@@ -55,18 +56,18 @@ class SinkWaits(Pass):
         reductions.sort(key=lambda w: ops.group_of(ops.collective_of(w)) == ops.REPLICATE)
         limit = self.max_reduces_in_flight
         later_issue: dict[fx.Node, fx.Node] = {
-            wait: _issue_of(later) for wait, later in zip(scatters, scatters[limit:], strict=False)
+            wait: _first_issued(later)
+            for wait, later in zip(scatters, scatters[limit:], strict=False)
         }
         if not limit:
             reductions = [wait for wait in reductions if wait not in later_issue]
         for wait in reductions:
-            _move(wait, later_issue.get(wait, program.output_node))
+            _move_wait(wait, later_issue.get(wait, program.output_node))
 
 
-def _issue_of(wait: fx.Node) -> fx.Node:
+def _first_issued(wait: fx.Node) -> fx.Node:
     """The first node that issues the collective of `wait`: a transfer of an operand, or itself."""
-    collective = ops.collective_of(wait)
-    return next(iter(transfers_into(collective)), collective)
+    return issue_of(ops.collective_of(wait))[0]
 
 
 def _sink_gather(wait: fx.Node, position: dict[fx.Node, int]) -> None:
@@ -77,10 +78,10 @@ def _sink_gather(wait: fx.Node, position: dict[fx.Node, int]) -> None:
     first = min(users, key=position.__getitem__)
     # A gather first used in backward ends in forward, since a pending value cannot be saved.
     if first.op == "call_function" and first.meta["phase"] == wait.meta["phase"]:
-        _move(wait, first)
+        _move_wait(wait, first)
 
 
-def _move(wait: fx.Node, before: fx.Node) -> None:
+def _move_wait(wait: fx.Node, before: fx.Node) -> None:
     picked = unpacks(wait)
     followers = {transfer for result in picked for transfer in transfers_after(result)}
     followers |= {

@@ -59,7 +59,7 @@ class SkipReshard(ByCost):
         """
         pairs = pairs_of(program)
         if self.units is None:
-            chosen = self._chosen(program, plan, list(pairs.values()), rest)
+            chosen = self._choose(program, plan, list(pairs.values()), rest)
         else:
             missing = [unit for unit in self.units if unit not in pairs]
             if missing:
@@ -69,9 +69,9 @@ class SkipReshard(ByCost):
                 )
             chosen = [pairs[unit] for unit in self.units]
         for pair in chosen:
-            _keep(program, pair)
+            _redirect_backward(program, pair)
 
-    def _chosen(
+    def _choose(
         self, program: Program, plan: ShardingPlan, pairs: list[Pair], rest: Sequence[PassLike]
     ) -> list[Pair]:
         budget = budget_of(program)
@@ -79,7 +79,7 @@ class SkipReshard(ByCost):
             return []
         plain = scheduled(program, plan, rest)
         best = plain.score
-        ranked = self._ranked(plain, plan, {pair.unit for pair in pairs})
+        ranked = self._rank(plain, plan, {pair.unit for pair in pairs})
         chosen: list[str] = []
         step, trials = 1, 0
         while ranked and step and trials < MAX_TRIALS:
@@ -101,7 +101,7 @@ class SkipReshard(ByCost):
         return [pair for pair in pairs if pair.unit in chosen]
 
     @staticmethod
-    def _ranked(plain: Trial, plan: ShardingPlan, units: set[str]) -> list[str]:
+    def _rank(plain: Trial, plan: ShardingPlan, units: set[str]) -> list[str]:
         """The units whose gather in backward is exposed, the best to keep first."""
         program, nodes = plain.program, plain.order
         hardware = budget_of(program).hardware
@@ -145,7 +145,7 @@ def _freed_in_forward(wait: fx.Node) -> bool:
     return any(user.target is ops.free and user.meta["phase"] == FORWARD for user in wait.users)
 
 
-def _keep(program: Program, pair: Pair) -> None:
+def _redirect_backward(program: Program, pair: Pair) -> None:
     """Redirect readers of the backward gather of `pair` to the forward one."""
     graph = program.graph
     names = params_of(ops.collective_of(pair.forward))

@@ -98,17 +98,17 @@ class SplitGathers(Candidate):
         groups = clusters(uses, gap, enough)[::-1]
         if len(groups) == 1:
             return []
-        pieces = self._served(groups, wait, plan, work)
+        pieces = self._pieces_by_group(groups, wait, plan, work)
         return self._join_small(pieces, wait, work)
 
-    def _alone(self, wait: fx.Node, params: Iterable[int], work: Work) -> bool:
+    def _worth_a_gather(self, wait: fx.Node, params: Iterable[int], work: Work) -> bool:
         """Whether these parameters are worth a gather of their own."""
         size = bytes_moved(wait, params)
         if self.alone is None:
             return not work.too_small(ops.collective_of(wait), size)
         return size >= self.alone
 
-    def _served(
+    def _pieces_by_group(
         self, groups: list[list[Use]], wait: fx.Node, plan: ShardingPlan, work: Work
     ) -> list[Piece]:
         """One piece for each parameter, and for each further group that it is gathered for."""
@@ -120,7 +120,7 @@ class SplitGathers(Candidate):
             used = sorted({index for index, _ in group})
             gathered = [index for index in used if index in home]
             may_repeat = self.again and _may_be_freed(gather, phase, plan)
-            worth = len(gathered) < len(used) or self._alone(wait, gathered, work)
+            worth = len(gathered) < len(used) or self._worth_a_gather(wait, gathered, work)
             repeated = gathered if may_repeat and worth else []
             for index in used:
                 if index not in home or index in repeated:
@@ -137,7 +137,7 @@ class SplitGathers(Candidate):
             life = piece.first, piece.last
             longer = [other for other in by_life if other[0] == piece.first]
             params = [i for p in pieces if (p.first, p.last) == life for i in p.params]
-            if life not in by_life and longer and not self._alone(wait, params, work):
+            if life not in by_life and longer and not self._worth_a_gather(wait, params, work):
                 life = longer[-1]
             if life in by_life:
                 by_life[life].params += piece.params

@@ -122,14 +122,14 @@ def insert_copy(
     )
 
 
-def note_copies(program: Program, what: str, *, params: bool) -> None:
+def note_copies(program: Program, subject: str, *, params: bool) -> None:
     """Note on the program how many bytes a step copies between host and device.
 
-    Replaces an earlier note that starts with `what`.
+    Replaces an earlier note that starts with `subject`.
 
     Args:
         program: gets the note.
-        what: the copied values, as text.
+        subject: the copied values, as text.
         params: count copies of parameters and gradients, or else those of activations.
     """
     texts = []
@@ -140,8 +140,8 @@ def note_copies(program: Program, what: str, *, params: bool) -> None:
             if node.target is target and (param_of(node) is not None) == params
         ]
         texts.append(f"{bytes_text(copies)} bytes in {len(copies):,} copies {where}")
-    others = tuple(note for note in program.notes if not note.startswith(f"{what}: "))
-    program.notes = (*others, f"{what}: {', '.join(texts)}, each step")
+    others = tuple(note for note in program.notes if not note.startswith(f"{subject}: "))
+    program.notes = (*others, f"{subject}: {', '.join(texts)}, each step")
 
 
 def insert_gather(
@@ -484,6 +484,6 @@ def follow_ups(picked: Sequence[fx.Node]) -> list[fx.Node]:
     They are the transfers, each `accumulate_grad`, and the averages over replicas, which are waited
     for later.
     """
-    transfers = {node for one in picked for node in transfers_after(one)}
+    transfers = {node for result in picked for node in transfers_after(result)}
     users = {user for node in (*picked, *transfers) for user in node.users}
     return sorted(transfers | {user for user in users if ops.is_collective(user)})

@@ -68,7 +68,7 @@ class Region:
     releases: tuple[fx.Node, ...]
 
 
-# -- what may be in a region ----------------------------------------------------------------------
+# -- nodes of a region ----------------------------------------------------------------------------
 
 
 def works(node: fx.Node) -> bool:
@@ -271,7 +271,7 @@ def table_of(graph: fx.Graph, nodes: Iterable[fx.Node]) -> Regions:
     return Regions(tuple(forms), tuple(counts), sum(map(works, nodes)) - sum(counts))
 
 
-def shown(nodes: Iterable[fx.Node], table: Regions | None) -> Iterator[str]:
+def region_labels(nodes: Iterable[fx.Node], table: Regions | None) -> Iterator[str]:
     """The regions that contain `nodes`, as text: "region 2", "region 5 like 2"."""
     numbers = Counter(node.meta[REGION] for node in nodes if REGION in node.meta)
     for number in numbers:

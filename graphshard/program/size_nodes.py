@@ -2,7 +2,7 @@
 
 A trace reads sizes off whichever tensor is at hand. In backward that would save a whole activation
 for one number. So each size is read off an input of the program, in forward, where it is first
-needed. Every later node of the same size reads that number, which is what crosses to backward.
+needed. Every later node of the same size reads that number, and only the number is saved.
 """
 
 from __future__ import annotations
@@ -62,11 +62,11 @@ class SizeNodes:
             return self.by_size[key]
         for size in self.sizes.symbols:
             if key == (torch.SymInt, size.symbol):
-                return self._symbol(size, fqn, phase)
+                return self._insert_symbol(size, fqn, phase)
         if phase == BACKWARD and old.target in _ASKING:
             operands = [new[operand] for operand in old.all_input_nodes]
             if all(operand.meta["phase"] == FORWARD for operand in operands):
-                return self._in_forward(
+                return self._insert_in_forward(
                     old.target, (operands[0], *old.args[1:]), old.name, "", value
                 )
         return None
@@ -87,7 +87,7 @@ class SizeNodes:
         for size in self.sizes.symbols:
             key = torch.SymInt, size.symbol
             if key not in self.by_size and torch_compat.size_expression(size.value) == size.symbol:
-                self._symbol(size, "", BACKWARD)
+                self._insert_symbol(size, "", BACKWARD)
         for node in self.graph.nodes:
             for leaf in torch.utils._pytree.tree_leaves((node.args, node.kwargs)):
                 if isinstance(leaf, SYMBOLIC):
@@ -96,14 +96,16 @@ class SizeNodes:
                         "which no node computes; leave it out of dynamic"
                     )
 
-    def _symbol(self, size: Any, fqn: str, phase: str) -> fx.Node:
+    def _insert_symbol(self, size: Any, fqn: str, phase: str) -> fx.Node:
         target = _aten.sym_stride.int if size.is_stride else _aten.sym_size.int
         args = self.inputs[size.input], size.dim
         if phase == BACKWARD:
-            return self._in_forward(target, args, size.name, fqn, size.value)
+            return self._insert_in_forward(target, args, size.name, fqn, size.value)
         return self._insert(target, args, size.name, fqn, size.value)
 
-    def _in_forward(self, target: Any, args: Any, name: str, fqn: str, value: Any) -> fx.Node:
+    def _insert_in_forward(
+        self, target: Any, args: Any, name: str, fqn: str, value: Any
+    ) -> fx.Node:
         """Insert a node after the last node of forward."""
         with self.graph.inserting_after(self.last_forward):
             return self._insert(target, args, name, fqn, value)

@@ -1,8 +1,8 @@
 """Symbolic sizes: the symbols of a program, the guards on them, and their text.
 
-A size named in `dynamic` is one symbol in the whole program. Every decision based on it by the
-model's code or an operator (a comparison, a broadcast, a divisibility test) becomes a guard, and
-the program is valid for exactly the calls whose sizes fulfil all guards. Capture may also decide
+A size named in `dynamic` is one symbol in the whole program. If the model's code or an operator
+decides by it (a comparison, a broadcast, a divisibility test), the decision becomes a guard. The
+program is valid for exactly the calls whose sizes fulfil all guards. Capture may also decide
 by values computed from constants of such sizes, for example whether a mask built by arange is
 causal. These answers are computed again for the sizes of each call.
 """
@@ -99,8 +99,8 @@ class Sizes:
         for size in self.symbols:
             number = torch_compat.size_expression(size.value)
             if number.is_number and not size.is_stride:
-                what = f"dim {size.dim} of {paths[size.input]} ({size.name})"
-                raise FixedSizeError(self._specialised(size, number, what), size.name)
+                dim_text = f"dim {size.dim} of {paths[size.input]} ({size.name})"
+                raise FixedSizeError(self._fixed_size_text(size, number, dim_text), size.name)
         self._closed_at = len(self.guards)
         self._fulfils = self.evaluator([sympy.And(*(g.expr for g in self.guards))])
 
@@ -118,7 +118,7 @@ class Sizes:
                 "graphshard.program.sizes.hint of them"
             )
 
-    def _specialised(self, size: Size, number: Any, what: str) -> str:
+    def _fixed_size_text(self, size: Size, number: Any, dim_text: str) -> str:
         line = where = None
         for guard, at in zip(self.guards, self.guards.lines, strict=True):
             if size.symbol in guard.expr.free_symbols:
@@ -128,10 +128,10 @@ class Sizes:
         reason = f", by {expression_text(line, self.names)}" if line is not None else ""
         at = f"\n  at {where}" if where else ""
         return (
-            f"{what} was asked to be dynamic, but the model fixes it to {number}{reason}; leave it "
-            "out of dynamic, have the model take any size there (len(x) and int(x.shape[0]) fix a "
-            "size, x.shape[0] does not), or, if it takes others than this, capture with an example "
-            f"of another size{at}"
+            f"{dim_text} was asked to be dynamic, but the model fixes it to {number}{reason}; "
+            "leave it out of dynamic, have the model take any size there (len(x) and "
+            "int(x.shape[0]) fix a size, x.shape[0] does not), or, if it takes others than this, "
+            f"capture with an example of another size{at}"
         )
 
     # -- calls --------------------------------------------------------------------------------
@@ -153,7 +153,7 @@ class Sizes:
         assert self._fulfils is not None
         if min(values, default=2) < 2 or not self._fulfils(*values)[0]:
             return False
-        return not any(self._wrong(answer, values) for answer in self.answers)
+        return not any(self._differs(answer, values) for answer in self.answers)
 
     def broken(self, values: tuple[int, ...]) -> str:
         """Describe the sizes of a call and the guards that they break."""
@@ -173,7 +173,7 @@ class Sizes:
         text = expression_text(self.guards[index].expr, self.names)
         return text + (f", at {line}" if line else "")
 
-    def _wrong(self, answer: Answer, values: tuple[int, ...]) -> bool:
+    def _differs(self, answer: Answer, values: tuple[int, ...]) -> bool:
         try:
             now = answer.evaluate(lambda size: self.evaluator([size])(*values)[0])
         except Exception:  # too large, or an error of the model's code, which capture reports

@@ -16,7 +16,7 @@ from graphshard.program import ops
 from graphshard.program.aliases import bytes_text
 from graphshard.program.collective import Collective, OneTensor, operands_of, param_of, wait_of
 from graphshard.program.program import BACKWARD, COMPUTE, FORWARD, RECOMPUTED, Program
-from graphshard.program.regions import shown
+from graphshard.program.regions import region_labels
 from graphshard.program.sizes import size_text
 from graphshard.program.storages import SAVED, Storages, gathered_bytes, storages_of
 from graphshard.torch_private.compat import SYMBOLIC
@@ -55,7 +55,7 @@ def schedule_text(program: Program) -> str:
             rows.append(phase)
         compute = event.op == COMPUTE
         if compute:
-            detail = ", ".join([_compute(nodes, saved), *shown(nodes, program.regions)])
+            detail = ", ".join([_compute(nodes, saved), *region_labels(nodes, program.regions)])
         else:
             detail = _communication(nodes, program)
         rows.append(
@@ -88,7 +88,7 @@ def node_line(node: fx.Node) -> str:
         return f"return {argument_text(node.args[0])}"
     call = f"{node.op} {node.target}" if node.op != "call_function" else _call(node)
     where = f"{node.meta.get('phase', '?')} {node.meta.get('fqn') or '(root)'}"
-    where += "".join(f", {region}" for region in shown([node], None))
+    where += "".join(f", {region}" for region in region_labels([node], None))
     return f"%{node.name} : {value_text(node.meta.get('val'))} = {call}  # {where}"
 
 
@@ -292,5 +292,5 @@ def _ends(program: Program) -> Iterator[str]:
             yield f"gradient of {entry.path} = {argument_text(value)}"
 
 
-def _count(number: int, what: str) -> str:
-    return f"{number:,} {what}" + ("" if number == 1 else "s")
+def _count(number: int, noun: str) -> str:
+    return f"{number:,} {noun}" + ("" if number == 1 else "s")

@@ -190,7 +190,7 @@ class Values:
         of_node: the number of each node.
         name: for each number, the name of its first node.
         effects: nodes that draw random numbers or write, in order.
-        accumulated: by parameter, "gradient" or "shard" and the number of what is accumulated.
+        accumulated: by parameter, "gradient" or "shard", and the number that a `keep` takes.
         ends: the numbers of the values in each list of the output node.
         memo: the numbers of ordinary operators, by node.
     """

@@ -70,9 +70,9 @@ def program_of(**fields) -> Program:
 
 
 def least_budget() -> int:
-    with pytest.raises(PolicyError, match=r"cannot do with memory_budget=1 bytes") as raised:
+    with pytest.raises(PolicyError, match=r"does not fit memory_budget=1 bytes") as raised:
         program_of(recompute="budget", memory_budget=1)
-    found = re.search(r"([\d,]+) would do", str(raised.value))
+    found = re.search(r"fits is ([\d,]+) bytes", str(raised.value))
     assert found
     return int(found[1].replace(",", ""))
 
