@@ -12,18 +12,18 @@ from graphshard.planning.plan import ShardingPlan
 from graphshard.program.pass_protocol import Pass
 from graphshard.program.program import FORWARD, Program
 from graphshard.recompute.regions import (
-    Keeps,
+    NodePredicate,
     Reads,
     call_of,
+    checkpoint_depth,
     checkpoints,
-    deepest,
     is_compute_intensive,
     issue_again,
-    kept_by_model,
-    placed,
+    plan_issues,
     reads_of_calls,
     reads_of_checkpoints,
     recomputable,
+    saved_by_model,
 )
 
 
@@ -83,26 +83,26 @@ def recompute_checkpoints(program: Program, name: str) -> None:
         PassError: a backward node still reads what its region should have recomputed.
     """
     order = {node: place for place, node in enumerate(program.graph.nodes)}
-    for depth in reversed(range(deepest(program))):
+    for depth in reversed(range(checkpoint_depth(program))):
         for reads in list(reads_of_checkpoints(program, depth)):
 
             def again(node: fx.Node, reads: Reads = reads, depth: int = depth) -> bool:
                 chain = checkpoints(node)
                 inside = len(chain) > depth and chain[depth] == reads.region
-                return inside and recomputable(node) and not kept_by_model(node)
+                return inside and recomputable(node) and not saved_by_model(node)
 
             rewrite(program, reads, again, order, name)
 
 
 def rewrite(
-    program: Program, reads: Reads, again: Keeps, order: dict[fx.Node, int], name: str
+    program: Program, reads: Reads, again: NodePredicate, order: dict[fx.Node, int], name: str
 ) -> None:
     """Issue again what `again` says of one region, and check that every reader was rewritten.
 
     Raises:
         PassError: one was not.
     """
-    issue_again(program.graph, reads, placed(reads, again, order))
+    issue_again(program.graph, reads, plan_issues(reads, again, order))
     for user, values in reads.by_user.items():
         for value in values:
             if again(value) and value in user.all_input_nodes:
@@ -132,7 +132,7 @@ class _Inside:
 
     reads: Reads
     targets: Collection[str]
-    wanted: Keeps
+    wanted: NodePredicate
 
     def __call__(self, node: fx.Node) -> bool:
         return (

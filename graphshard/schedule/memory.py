@@ -11,11 +11,11 @@ from torch import Tensor, fx
 from graphshard.cost.memory import BUFFERS, buffers_of
 from graphshard.program.annotations import Budget
 from graphshard.program.program import Program
-from graphshard.program.storages import GRADIENTS, PARAMETERS, Storage, storages_of
+from graphshard.program.storages import FULL_GRADIENTS, PARAMETERS, Storage, storages_of
 from graphshard.schedule.jobs import Tasks
 from graphshard.schedule.list_scheduler import Bytes
 
-_SHARDING = frozenset({PARAMETERS, GRADIENTS, BUFFERS})
+_SHARDING = frozenset({PARAMETERS, FULL_GRADIENTS, BUFFERS})
 
 
 @dataclass(frozen=True)
