@@ -15,7 +15,7 @@ from graphshard.program.collective import Collective
 from graphshard.program.edit import issue_of, take_operands
 from graphshard.program.program import BACKWARD, Program
 from graphshard.program.storages import bytes_of
-from graphshard.schedule.clusters import Work, clusters
+from graphshard.schedule.clusters import ComputeTimes, clusters
 from graphshard.schedule.evaluate import budget_of
 
 
@@ -43,7 +43,7 @@ class SplitReduces(Candidate):
         Raises:
             PassError: the program has no budget, which says what it is timed on.
         """
-        work = Work(program, budget_of(program).hardware)
+        work = ComputeTimes(program, budget_of(program).hardware)
         _keep_at_once(program, work)
         firsts = [node for node in program.nodes(BACKWARD) if _is_first(node)]
         for reduce in firsts:
@@ -53,7 +53,9 @@ class SplitReduces(Candidate):
             for group in groups[:-1]:
                 _split(program, wait, [operands[index] for index in group])
 
-    def _groups(self, reduce: fx.Node, operands: Sequence[fx.Node], work: Work) -> list[list[int]]:
+    def _groups(
+        self, reduce: fx.Node, operands: Sequence[fx.Node], work: ComputeTimes
+    ) -> list[list[int]]:
         """Indices of operands, in groups in the order in which they are ready."""
         unit = Collective.of(reduce).unit
         ready = [(work.place[ops.origin(grad)], index) for index, grad in enumerate(operands)]
@@ -61,9 +63,11 @@ class SplitReduces(Candidate):
         def enough(group: Sequence[int]) -> float:
             if self.apart is not None:
                 return self.apart
-            return work.moved(reduce, sum(bytes_of(operands[i].meta["val"]) for i in group))
+            return work.collective_seconds(
+                reduce, sum(bytes_of(operands[i].meta["val"]) for i in group)
+            )
 
-        return clusters(sorted(ready), lambda *between: work.of_others(unit, *between), enough)
+        return clusters(sorted(ready), lambda *between: work.outside_unit(unit, *between), enough)
 
 
 def _is_first(node: fx.Node) -> bool:
@@ -131,7 +135,7 @@ def _move(wait: fx.Node, before: fx.Node, averages: Sequence[fx.Node] | None = N
         before.prepend(node)
 
 
-def _keep_at_once(program: Program, work: Work) -> None:
+def _keep_at_once(program: Program, work: ComputeTimes) -> None:
     """Keep each whole gradient where it is ready, if other units compute before it is kept."""
     for keep in [node for node in program.nodes(BACKWARD) if node.target is ops.keep]:
         chain = [keep]
@@ -141,6 +145,6 @@ def _keep_at_once(program: Program, work: Work) -> None:
             chain.append(source)
         if not ops.is_compute(source):  # but what a reduce returned: a shard
             continue
-        if work.of_others(keep.meta["unit"], work.place[source], work.place[keep]):
+        if work.outside_unit(keep.meta["unit"], work.place[source], work.place[keep]):
             for node in chain:
                 source.append(node)

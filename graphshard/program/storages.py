@@ -441,16 +441,16 @@ class _Walk:
                         storage.kind = RETURNED
 
 
-def held_text(held: Mapping[tuple[str, str], int], shown: int = 3) -> str:
+def held_text(sizes: Mapping[tuple[str, str], int], shown: int = 3) -> str:
     """Bytes by kind and unit as text: "saved for backward 640: layers.1 384, layers.0 256".
 
     Args:
-        held: bytes by kind and unit.
+        sizes: bytes by kind and unit.
         shown: the maximum number of units to name for each kind, the largest first.
     """
     texts = []
     for kind in KINDS:
-        of_kind = {unit: size for (k, unit), size in held.items() if k == kind and size}
+        of_kind = {unit: size for (k, unit), size in sizes.items() if k == kind and size}
         if not of_kind:
             continue
         ranked = sorted(of_kind.items(), key=lambda item: (-item[1], item[0]))
