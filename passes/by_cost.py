@@ -10,7 +10,7 @@ from graphshard.planning.plan import ShardingPlan
 from graphshard.program.pass_protocol import PassLike, RehearsingPass, Stage, stages_of
 from graphshard.program.program import Program
 from graphshard.schedule.evaluate import budget_of
-from graphshard.schedule.search import scheduled, tried
+from graphshard.schedule.search import trial_after, trial_of
 
 
 class ByCost(RehearsingPass):
@@ -56,10 +56,10 @@ class Candidate(ByCost):
             self.apply(program, plan)
             return
         budget = budget_of(program)
-        trial = tried(self, program, plan, rest)
+        trial = trial_after(self, program, plan, rest)
         if trial is None:
             return
-        best = budget.best or scheduled(program, plan, rest).score
+        best = budget.best or trial_of(program, plan, rest).score
         if budget.prefers(trial.score, best):
             self.apply(program, plan)
             best = trial.score

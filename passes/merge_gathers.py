@@ -20,7 +20,7 @@ from graphshard.program.pass_protocol import PassLike
 from graphshard.program.program import BACKWARD, FORWARD, Program
 from graphshard.schedule.clusters import last_use
 from graphshard.schedule.evaluate import budget_of
-from graphshard.schedule.search import Trial, scheduled
+from graphshard.schedule.search import Trial, trial_of
 
 SHARES = (0.5, 0.75, 0.9)
 """Limits to try: sizes at which this share of a collective's time is bandwidth, not latency."""
@@ -61,7 +61,7 @@ class MergeGathers(ByCost):
     def _choose_limit(self, program: Program, plan: ShardingPlan, rest: Sequence[PassLike]) -> int:
         """The best limit; 0 if merging gains nothing."""
         budget = budget_of(program)
-        plain = scheduled(program, plan, rest, lean=True)
+        plain = trial_of(program, plan, rest, fewest_bytes=True)
         room = max(plain.sharding, int(ROOM * budget.room))
         best = plain.score
         chosen, collectives = 0, _collective_names(program)
@@ -71,7 +71,7 @@ class MergeGathers(ByCost):
             if _collective_names(trial) == collectives:
                 continue
             collectives = _collective_names(trial)
-            merged = scheduled(trial, plan, rest, lean=True)
+            merged = trial_of(trial, plan, rest, fewest_bytes=True)
             score = merged.score
             if not budget.allows(score):
                 continue

@@ -15,7 +15,7 @@ from graphshard.program.edit import erase_dead, insert_copy, note_copies
 from graphshard.program.pass_protocol import Pass
 from graphshard.program.program import BACKWARD, FORWARD, Program
 from graphshard.program.spans import UnitSpans, find_spans
-from graphshard.program.storages import Saved, saved_storages
+from graphshard.program.storages import SavedStorage, saved_storages
 
 
 @dataclass(frozen=True)
@@ -84,7 +84,7 @@ def to_copy(program: Program, plan: ShardingPlan, min_bytes: int) -> list[Copied
     return sorted(copies, key=lambda copied: copied.value)
 
 
-def _copies_of(saved: Saved) -> list[Copied]:
+def _copies_of(saved: SavedStorage) -> list[Copied]:
     whole = Copied(saved.root, saved.values)
     if saved.values == (saved.root,):
         return [whole]

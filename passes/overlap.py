@@ -38,7 +38,7 @@ class Overlap(Pass):
             PassError: the program has no budget; see `SetBudget`.
         """
         budget = budget_of(program)
-        best = best_order(program, plan, budget, lean=True)
+        best = best_order(program, plan, budget, fewest_bytes=True)
         kept = None if best.changed else _UNCHANGED
         program.budget = replace(budget, kept=kept, best=best.score, sharding=best.sharding)
         if not best.changed:

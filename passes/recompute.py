@@ -12,18 +12,18 @@ from graphshard.planning.plan import ShardingPlan
 from graphshard.program.pass_protocol import Pass
 from graphshard.program.program import FORWARD, Program
 from graphshard.recompute.regions import (
-    Keeps,
+    NodePredicate,
     Reads,
     call_of,
+    checkpoint_depth,
     checkpoints,
-    deepest,
     is_compute_intensive,
     issue_again,
-    kept_by_model,
-    placed,
+    plan_issues,
     reads_of_calls,
     reads_of_checkpoints,
     recomputable,
+    saved_by_model,
 )
 
 
@@ -80,19 +80,19 @@ def recompute_checkpoints(program: Program, name: str) -> None:
         PassError: a backward node still reads a value that its region recomputes.
     """
     order = {node: place for place, node in enumerate(program.graph.nodes)}
-    for depth in reversed(range(deepest(program))):
+    for depth in reversed(range(checkpoint_depth(program))):
         for reads in list(reads_of_checkpoints(program, depth)):
 
             def is_chosen(node: fx.Node, reads: Reads = reads, depth: int = depth) -> bool:
                 chain = checkpoints(node)
                 inside = len(chain) > depth and chain[depth] == reads.region
-                return inside and recomputable(node) and not kept_by_model(node)
+                return inside and recomputable(node) and not saved_by_model(node)
 
             rewrite(program, reads, is_chosen, order, name)
 
 
 def rewrite(
-    program: Program, reads: Reads, chosen: Keeps, order: dict[fx.Node, int], name: str
+    program: Program, reads: Reads, chosen: NodePredicate, order: dict[fx.Node, int], name: str
 ) -> None:
     """Issue the nodes of one region again, and redirect backward to them.
 
@@ -106,7 +106,7 @@ def rewrite(
     Raises:
         PassError: a reader was not redirected.
     """
-    issue_again(program.graph, reads, placed(reads, chosen, order))
+    issue_again(program.graph, reads, plan_issues(reads, chosen, order))
     for user, values in reads.by_user.items():
         for value in values:
             if chosen(value) and value in user.all_input_nodes:
@@ -136,7 +136,7 @@ class _Inside:
 
     reads: Reads
     targets: Collection[str]
-    chosen: Keeps
+    chosen: NodePredicate
 
     def __call__(self, node: fx.Node) -> bool:
         return (

@@ -23,7 +23,7 @@ from graphshard.program.pass_protocol import (
 from graphshard.program.program import RECOMPUTED, Program
 from graphshard.program.storages import storages_of
 from graphshard.recompute.min_cut import Choice
-from graphshard.recompute.peak import Moves, PeakModel, ShardingBytes
+from graphshard.recompute.peak import LifetimeChanges, PeakModel, ShardingBytes
 from graphshard.recompute.problem import Frontiers, RegionProblem, forward_cost, region_problems
 from graphshard.recompute.regions import Reads, reads_of_calls
 
@@ -180,7 +180,7 @@ class _Search:
             for before, after in pairwise(ladder)
         ]
         self.steps = [region for _, region in sorted(steps)]
-        self._moves: dict[tuple[int, int], Moves] = {}
+        self._moves: dict[tuple[int, int], LifetimeChanges] = {}
         self._peaks: dict[int, int] = {}
 
     def levels(self, steps: int) -> list[int]:
@@ -211,12 +211,12 @@ class _Search:
             self._peaks[steps] = self.model.peak([self._moves_of(*level) for level in levels])
         return self._peaks[steps]
 
-    def _moves_of(self, region: int, level: int) -> Moves:
+    def _moves_of(self, region: int, level: int) -> LifetimeChanges:
         if (region, level) not in self._moves:
             problem: RegionProblem = self.problems[region]
             reads: Reads = problem.reads
             recomputed = problem.recomputed(self.choices[region][level])
-            self._moves[region, level] = self.model.moves(reads, recomputed)
+            self._moves[region, level] = self.model.changes(reads, recomputed)
         return self._moves[region, level]
 
     @cached_property

@@ -20,7 +20,7 @@ from graphshard.program.pass_protocol import PassLike
 from graphshard.program.program import BACKWARD, FORWARD, Program
 from graphshard.program.storages import new_bytes
 from graphshard.schedule.evaluate import budget_of
-from graphshard.schedule.search import Trial, scheduled, tried
+from graphshard.schedule.search import Trial, trial_after, trial_of
 
 MAX_TRIALS = 8
 """The most programs to schedule and simulate for the choice of units."""
@@ -77,14 +77,14 @@ class SkipReshard(ByCost):
         budget = budget_of(program)
         if not pairs:
             return []
-        plain = scheduled(program, plan, rest)
+        plain = trial_of(program, plan, rest)
         best = plain.score
         ranked = self._rank(plain, plan, {pair.unit for pair in pairs})
         chosen: list[str] = []
         step, trials = 1, 0
         while ranked and step and trials < MAX_TRIALS:
             candidates = ranked[:step]
-            trial = tried(replace(self, units=(*chosen, *candidates)), program, plan, rest)
+            trial = trial_after(replace(self, units=(*chosen, *candidates)), program, plan, rest)
             assert trial is not None
             score = trial.score
             trials += 1

@@ -17,7 +17,7 @@ from graphshard.program.collective import Collective, params_of
 from graphshard.program.edit import erase_dead, gather_again, insert_free, note_copies, rewire
 from graphshard.program.program import BACKWARD, FORWARD, Program
 from graphshard.program.spans import UnitSpans, find_spans
-from graphshard.schedule.clusters import Work, bytes_moved, clusters, last_use, readers_of
+from graphshard.schedule.clusters import ComputeTimes, bytes_moved, clusters, last_use, readers_of
 from graphshard.schedule.evaluate import budget_of
 
 Use = tuple[int, fx.Node]
@@ -65,7 +65,7 @@ class SplitGathers(Candidate):
             PassError: the program has no budget, which names the hardware (see `SetBudget`); or a
                 node still reads the old gather.
         """
-        work = Work(program, budget_of(program).hardware)
+        work = ComputeTimes(program, budget_of(program).hardware)
         spans = find_spans(program, plan)
         for wait in list(gather_waits(program)):
             pieces = self._pieces(wait, plan, work, spans)
@@ -75,7 +75,7 @@ class SplitGathers(Candidate):
             note_copies(program, COPIED, params=True)
 
     def _pieces(
-        self, wait: fx.Node, plan: ShardingPlan, work: Work, spans: UnitSpans
+        self, wait: fx.Node, plan: ShardingPlan, work: ComputeTimes, spans: UnitSpans
     ) -> list[Piece]:
         gather = ops.collective_of(wait)
         unit = Collective.of(gather).unit
@@ -90,10 +90,10 @@ class SplitGathers(Candidate):
         def enough(group: Sequence[Use]) -> float:
             if self.apart is not None:
                 return self.apart
-            return work.moved(gather, bytes_moved(wait, (index for index, _ in group)))
+            return work.collective_seconds(gather, bytes_moved(wait, (index for index, _ in group)))
 
         def gap(start: int, stop: int) -> float:
-            return work.of_others(unit, start, stop)
+            return work.outside_unit(unit, start, stop)
 
         groups = clusters(uses, gap, enough)[::-1]
         if len(groups) == 1:
@@ -101,15 +101,15 @@ class SplitGathers(Candidate):
         pieces = self._pieces_by_group(groups, wait, plan, work)
         return self._join_small(pieces, wait, work)
 
-    def _worth_a_gather(self, wait: fx.Node, params: Iterable[int], work: Work) -> bool:
+    def _worth_a_gather(self, wait: fx.Node, params: Iterable[int], work: ComputeTimes) -> bool:
         """Whether these parameters are worth a gather of their own."""
         size = bytes_moved(wait, params)
         if self.alone is None:
-            return not work.too_small(ops.collective_of(wait), size)
+            return not work.is_latency_bound(ops.collective_of(wait), size)
         return size >= self.alone
 
     def _pieces_by_group(
-        self, groups: list[list[Use]], wait: fx.Node, plan: ShardingPlan, work: Work
+        self, groups: list[list[Use]], wait: fx.Node, plan: ShardingPlan, work: ComputeTimes
     ) -> list[Piece]:
         """One piece for each parameter, and for each further group that it is gathered for."""
         gather = ops.collective_of(wait)
@@ -130,7 +130,7 @@ class SplitGathers(Candidate):
                 home[index].readers += [reader for other, reader in group if other == index]
         return pieces
 
-    def _join_small(self, pieces: list[Piece], wait: fx.Node, work: Work) -> list[Piece]:
+    def _join_small(self, pieces: list[Piece], wait: fx.Node, work: ComputeTimes) -> list[Piece]:
         """Join pieces with the same lifetime, and small pieces with one that lives longer."""
         by_life: dict[tuple[int, int], Piece] = {}
         for piece in sorted(pieces, key=lambda piece: (piece.first, -piece.last)):

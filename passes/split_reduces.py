@@ -15,7 +15,7 @@ from graphshard.program.collective import Collective
 from graphshard.program.edit import issue_of, take_operands
 from graphshard.program.program import BACKWARD, Program
 from graphshard.program.storages import bytes_of
-from graphshard.schedule.clusters import Work, clusters
+from graphshard.schedule.clusters import ComputeTimes, clusters
 from graphshard.schedule.evaluate import budget_of
 
 
@@ -41,7 +41,7 @@ class SplitReduces(Candidate):
         Raises:
             PassError: the program has no budget, which names the hardware; see `SetBudget`.
         """
-        work = Work(program, budget_of(program).hardware)
+        work = ComputeTimes(program, budget_of(program).hardware)
         _accumulate_early(program, work)
         firsts = [node for node in program.nodes(BACKWARD) if _is_first(node)]
         for reduce in firsts:
@@ -51,7 +51,9 @@ class SplitReduces(Candidate):
             for group in groups[:-1]:
                 _split(program, wait, [operands[index] for index in group])
 
-    def _groups(self, reduce: fx.Node, operands: Sequence[fx.Node], work: Work) -> list[list[int]]:
+    def _groups(
+        self, reduce: fx.Node, operands: Sequence[fx.Node], work: ComputeTimes
+    ) -> list[list[int]]:
         """Groups of operands, by index, in the order in which they are ready."""
         unit = Collective.of(reduce).unit
         ready = [(work.place[ops.origin(grad)], index) for index, grad in enumerate(operands)]
@@ -59,9 +61,11 @@ class SplitReduces(Candidate):
         def enough(group: Sequence[int]) -> float:
             if self.apart is not None:
                 return self.apart
-            return work.moved(reduce, sum(bytes_of(operands[i].meta["val"]) for i in group))
+            return work.collective_seconds(
+                reduce, sum(bytes_of(operands[i].meta["val"]) for i in group)
+            )
 
-        return clusters(sorted(ready), lambda *between: work.of_others(unit, *between), enough)
+        return clusters(sorted(ready), lambda *between: work.outside_unit(unit, *between), enough)
 
 
 def _is_first(node: fx.Node) -> bool:
@@ -129,7 +133,7 @@ def _move_wait(wait: fx.Node, before: fx.Node, averages: Sequence[fx.Node] | Non
         before.prepend(node)
 
 
-def _accumulate_early(program: Program, work: Work) -> None:
+def _accumulate_early(program: Program, work: ComputeTimes) -> None:
     """Move each `accumulate_grad` of a full gradient to its producer.
 
     It stays where it is if no other unit computes in between.
@@ -142,6 +146,6 @@ def _accumulate_early(program: Program, work: Work) -> None:
             chain.append(source)
         if not ops.is_compute(source):  # a shard that a reduce returned
             continue
-        if work.of_others(keep.meta["unit"], work.place[source], work.place[keep]):
+        if work.outside_unit(keep.meta["unit"], work.place[source], work.place[keep]):
             for node in chain:
                 source.append(node)

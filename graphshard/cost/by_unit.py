@@ -102,8 +102,8 @@ def _periods(
     """The periods over which any of `storages` is alive; `at`: seconds by place."""
     periods: list[HoldingPeriod] = []
     live = most = start = 0
-    for place, gone, new in changes(storages):
-        before, live = live, live - sum(storage.size for storage in gone)
+    for place, freed, new in changes(storages):
+        before, live = live, live - sum(storage.size for storage in freed)
         if before and not live and not new:
             periods.append(_period(category, most, start, place, at, step_end))
         if new and not before:

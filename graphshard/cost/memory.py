@@ -347,8 +347,8 @@ def memory_of(
 def _points(storages: Iterable[Storage], resident: Mapping[str, int]) -> Iterator[Point]:
     """One point for each place where a storage is allocated or freed."""
     live = Counter(resident)
-    for place, gone, new in changes(storages):
-        for storage in gone:
+    for place, freed, new in changes(storages):
+        for storage in freed:
             live[storage.kind] -= storage.size
         for storage in new:
             live[storage.kind] += storage.size

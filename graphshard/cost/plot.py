@@ -114,10 +114,10 @@ def _draw_streams(axes: Any, estimate: Estimate, scale: float) -> None:
 def _draw_memory(axes: Any, estimate: Estimate, scale: float) -> None:
     steps = list(memory_steps(estimate))
     steps.append((estimate.step_seconds, dict(estimate.memory.valley_by_category)))
-    most = {name: max(held.get(name, 0) for _, held in steps) for name in _CATEGORIES}
+    most = {name: max(live.get(name, 0) for _, live in steps) for name in _CATEGORIES}
     names = [name for name in _CATEGORIES if most[name] > _MIN_SHARE * estimate.peak_bytes]
     times = [at * scale for at, _ in steps]
-    layers = [[held.get(name, 0) / 2**30 for _, held in steps] for name in names]
+    layers = [[live.get(name, 0) / 2**30 for _, live in steps] for name in names]
     colours = [_CATEGORIES[name] for name in names]
     axes.stackplot(times, layers, labels=names, colors=colours, step="post")
     peak = estimate.peak_bytes / 2**30

@@ -1,10 +1,10 @@
-"""Which values share a parameter's storage, and which can be had again from it for little.
+"""Values that share a parameter's storage, and values that are cheap to derive from it.
 
 Two relations, both read off a graph in one walk:
 
-    alias      shares storage with its input: a view. Must not be used after the storage is freed.
-    derived    a view, a cast or a plain copy of one parameter: cheap to compute again from a newly
-               gathered parameter, and as large as the parameter to keep.
+    alias      a view that shares storage with its input; not used after the storage is freed.
+    derived    a view, a cast or a plain copy of one parameter; cheap to compute again from a newly
+               gathered parameter, and as large to save as the parameter.
 """
 
 from __future__ import annotations
@@ -28,12 +28,12 @@ from graphshard.torch_private.compat import SYMBOLIC
 aten = torch.ops.aten
 
 
-# Returns a view of its input although its schema says nothing of an alias.
+# Operators that return a view of their input although their schema declares no alias.
 _UNDECLARED_VIEWS = frozenset({aten._unsafe_view.default})
 
 
-# Not views, but no more than the parameter's own elements in another dtype or order.
-COPIES = frozenset(
+# Operators that return the elements of their input in another dtype or order.
+COPYING_OPS = frozenset(
     {
         aten._to_copy.default,
         aten.clone.default,
@@ -44,7 +44,7 @@ COPIES = frozenset(
 
 @cache
 def is_view_op(target: Any) -> bool:
-    """Whether calling `target` gives a view of its first argument."""
+    """Whether `target` returns a view of its first argument."""
     if target in _UNDECLARED_VIEWS:
         return True
     schema = getattr(target, "_schema", None)
@@ -52,7 +52,7 @@ def is_view_op(target: Any) -> bool:
 
 
 def tensor_inputs(node: fx.Node) -> list[fx.Node]:
-    """The inputs of `node` that are not plain numbers (sizes may be nodes too)."""
+    """The inputs of `node` that are not numbers (sizes may be nodes too)."""
     return [a for a in node.all_input_nodes if not isinstance(a.meta.get("val"), _NUMBERS)]
 
 
@@ -60,7 +60,7 @@ _NUMBERS = (int, float, bool, *SYMBOLIC)
 
 
 def nbytes(value: fx.Node) -> int | None:
-    """Bytes of a value's own elements; None if a size is symbolic."""
+    """Bytes of the elements of `value`, a tensor; None if a size is symbolic."""
     val: torch.Tensor = value.meta["val"]
     count = 1
     for size in val.shape:
@@ -71,7 +71,7 @@ def nbytes(value: fx.Node) -> int | None:
 
 
 def bytes_text(values: Iterable[fx.Node]) -> str:
-    """Bytes of the elements of `values` together, e.g. "1,024"; "96*batch" if symbolic."""
+    """Bytes of all elements of `values` as text, e.g. "1,024", or "96*batch" if symbolic."""
     total: Any = 0
     for value in values:
         size: Any = value.meta["val"].dtype.itemsize
@@ -82,23 +82,23 @@ def bytes_text(values: Iterable[fx.Node]) -> str:
 
 
 def alias_inputs(node: fx.Node) -> list[fx.Node]:
-    """The inputs whose storage the value of `node` may share (empty for most nodes)."""
+    """The inputs whose storage the value of `node` may share; empty for most nodes."""
     if node.op != "call_function":
         return []
     if node.target is operator.getitem:
         source = node.args[0]
-        # Picking from a multi-output op yields that op's own tensor; it is an alias exactly when
-        # the op's result is, which the walk over aliases already knows.
+        # A selected result is an alias exactly if the result of the operator is one, which a walk
+        # over aliases has found before.
         return [source] if isinstance(source, fx.Node) else []
     if not is_view_op(node.target):
         return []
-    # Every aten view op views its first argument.
+    # Every view operator of ATen views its first argument.
     first = node.args[0] if node.args else next(iter(node.kwargs.values()), None)
     return [first] if isinstance(first, fx.Node) else []
 
 
 def cast_dtype(node: fx.Node) -> torch.dtype | None:
-    """The dtype `node` casts its first argument to, if that is all it does."""
+    """The dtype to which `node` casts its first argument; None if it does more than a cast."""
     if node.op != "call_function" or not node.args:
         return None
     kwargs = dict(node.kwargs)
@@ -110,89 +110,93 @@ def cast_dtype(node: fx.Node) -> torch.dtype | None:
     source = node.args[0]
     if node.target is not aten._to_copy.default or not isinstance(source, fx.Node):
         return None
-    val = source.meta["val"]  # autograd's casts say what stays as well
+    val = source.meta["val"]  # autograd's casts also name attributes that do not change
     same = {"device": (None, val.device), "layout": (None, val.layout), "pin_memory": (None, False)}
     stays = all(name in same and value in same[name] for name, value in kwargs.items())
     return dtype if stays else None  # type: ignore[return-value]
 
 
 def transfers_into(collective: fx.Node) -> list[fx.Node]:
-    """The transfers between where the operands of `collective` come from and it, in graph order."""
+    """The transfers that bring the operands of `collective` to it, in order of the graph."""
     stack: list[fx.Node] = list(collective.args[0])  # type: ignore[arg-type]
-    found: set[fx.Node] = set()
+    transfers: set[fx.Node] = set()
     while stack:
         node = stack.pop()
-        if ops.is_transfer(node) and node not in found:
-            found.add(node)
+        if ops.is_transfer(node) and node not in transfers:
+            transfers.add(node)
             stack += node.all_input_nodes
-    return sorted(found)
+    return sorted(transfers)
 
 
 def transfers_after(node: fx.Node) -> list[fx.Node]:
-    """The transfers that take `node` further, those that take them further, and what keeps them."""
+    """The chain of transfers that starts at `node`, with the nodes that accumulate its result."""
 
     def followed(user: fx.Node) -> bool:
         return ops.is_transfer(user) or user.target is ops.accumulate_grad
 
-    found = list(filter(followed, node.users))
-    for each in found:  # grows while it is walked
-        found += filter(followed, each.users)
-    return found
+    transfers = list(filter(followed, node.users))
+    for transfer in transfers:  # the list grows during the loop
+        transfers += filter(followed, transfer.users)
+    return transfers
 
 
 def _is_derivation(node: fx.Node) -> bool:
     if not _may_derive(node.target) or len(tensor_inputs(node)) != 1:
         return False
-    return node.target not in COPIES or all(user.op != "output" for user in node.users)
+    return node.target not in COPYING_OPS or all(user.op != "output" for user in node.users)
 
 
 @cache
 def _may_derive(target: Any) -> bool:
-    return target in COPIES or target is operator.getitem or is_view_op(target)
+    return target in COPYING_OPS or target is operator.getitem or is_view_op(target)
 
 
 @dataclass(frozen=True)
 class Source:
-    """Where a parameter's value comes from."""
+    """The source of a full value of a parameter.
 
-    node: fx.Node  # a placeholder, or a tensor out of a gather
+    node: a placeholder, or a tensor selected from a gather. param, unit: FQNs. base: the value that
+    a derived value is computed from; None for `node` itself.
+    """
+
+    node: fx.Node
     param: str
     unit: str
-    base: fx.Node | None = None  # what a derived value was made from, None for `node` itself
+    base: fx.Node | None = None
 
 
 def gather_waits(program: Program) -> Iterator[fx.Node]:
-    """Every `wait` on an all_gather, in order."""
+    """Every `wait` on an all_gather, in order of the graph."""
     for node in program.nodes():
         if node.target is ops.wait and ops.collective_of(node).target is ops.all_gather:
             yield node
 
 
 def unpacks(wait: fx.Node) -> list[fx.Node]:
-    """The nodes that pick tensors out of `wait`, by operand index."""
-    picked = [user for user in wait.users if ops.is_unpack(user)]
-    return sorted(picked, key=lambda node: node.args[1])  # type: ignore[arg-type,return-value]
+    """The nodes that select tensors from `wait`, by operand index."""
+    selections = [user for user in wait.users if ops.is_unpack(user)]
+    return sorted(selections, key=lambda node: node.args[1])  # type: ignore[arg-type,return-value]
 
 
 def releases_of(gather: fx.Node) -> list[fx.Node]:
     """The nodes that release parameters of an all_gather, in order of the graph."""
-    picked = [one for wait in gather.users if wait.target is ops.wait for one in unpacks(wait)]
-    return sorted(user for one in picked for user in one.users if user.target is ops.release)
+    waits = [wait for wait in gather.users if wait.target is ops.wait]
+    params = [param for wait in waits for param in unpacks(wait)]
+    return sorted(user for param in params for user in param.users if user.target is ops.release)
 
 
 def derived_values(program: Program, plan: ShardingPlan) -> dict[fx.Node, Source]:
-    """Every full value of a sharded parameter and every value derived from one, with its source.
+    """The source of every full value of a sharded parameter and of every value derived from one.
 
-    A placeholder is a source only while it still stands for the full parameter, that is until
-    something gathers it. A cast or copy that the step returns is not derived but a use like any
-    other: it has to outlive the parameter.
+    A placeholder is a source only while it is the full parameter, until a gather of it is inserted.
+    A cast or copy that the step returns is an ordinary use, as it has to outlive the parameter.
     """
-    found: dict[fx.Node, Source] = {}
+    sources: dict[fx.Node, Source] = {}
     for param in program.params:
         if plan.layouts[param.fqn].enters_as_shard(program.stale) and not any(
             ops.is_collective(user) or ops.is_transfer(user) for user in param.node.users
         ):
-            found[param.node] = Source(param.node, param.fqn, plan.unit_of_param(param.fqn))
+            sources[param.node] = Source(param.node, param.fqn, plan.unit_of_param(param.fqn))
     for node in program.nodes():
         if ops.is_unpack(node):
             gather = ops.collective_of(node)
@@ -200,20 +204,20 @@ def derived_values(program: Program, plan: ShardingPlan) -> dict[fx.Node, Source
                 index = node.args[1]
                 assert isinstance(index, int)
                 param_fqn = params_of(gather)[index]
-                found[node] = Source(node, param_fqn, plan.unit_of_param(param_fqn))
+                sources[node] = Source(node, param_fqn, plan.unit_of_param(param_fqn))
         elif ops.is_compute(node) and _is_derivation(node):
             base = tensor_inputs(node)[0]
-            if base in found:
-                found[node] = replace(found[base], base=base)
-    return found
+            if base in sources:
+                sources[node] = replace(sources[base], base=base)
+    return sources
 
 
 def storage_root(node: fx.Node) -> fx.Node:
-    """The value whose storage `node` has a view of; `node` itself, if it has its own."""
+    """The value that allocates the storage of `node`; itself unless it is a view."""
     while bases := alias_inputs(node):
         base = bases[0]
         if node.target is operator.getitem and not ops.is_unpack(node) and not alias_inputs(base):
-            return node  # one of several results of its own
+            return node  # one of several results of an operator
         if base.target is ops.wait:
             return node
         node = base
@@ -236,9 +240,9 @@ def aliases_of(*roots: fx.Node) -> list[fx.Node]:
 def uses_of(*roots: fx.Node) -> list[fx.Node]:
     """Every node that the storages of `roots` must outlive.
 
-    These are the aliases of `roots`, the nodes that read one of them, and, for a collective or a
-    copy between device and host that does, the `wait` or `arrive` that ends it. The program's
-    output is not among them.
+    These are the aliases of `roots` and the nodes that read one of them. If such a node is a
+    collective or a copy between device and host, so is the `wait` or `arrive` that ends it. The
+    program's output is not included.
     """
     uses = dict.fromkeys(aliases_of(*roots))
     for value in list(uses):
@@ -253,7 +257,7 @@ _ENDS = (ops.wait, ops.arrive)
 
 
 def is_dense(value: fx.Node) -> bool:
-    """Whether a value has no gaps and no overlaps, in whatever order its elements lie."""
+    """Whether the elements of `value` have no gaps and no overlaps in memory, in any order."""
     val: Tensor = value.meta["val"]
     expected: object = 1
     pairs = [(stride, size) for stride, size in zip(val.stride(), val.shape, strict=True)]

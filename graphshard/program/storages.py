@@ -1,11 +1,12 @@
-"""What a step allocates: every storage of a program with its bytes and how long it lives.
+"""The storages that a step allocates, with the bytes and the lifetime of each.
 
-One walk over the graph. A storage is born at the node that computes it and dies with the last node
-that uses it, views of it included, as the executed code drops values there. What a collective reads
-lives until its wait, a cast that an all_gather reads until that is launched; what an all_gather
-fills lives from there to its `release` or `free`. Not counted is what a rank holds between steps
-(shards, their gradients, gradients kept for later steps, buffers), the step's inputs, what lies on
-the host, and what an operator allocates and drops inside.
+They come from one walk over the graph. A storage is born at the node that computes it and dies with
+the last node that uses it or a view of it, as the executed code drops values there. Operands of a
+collective live until its wait, except a cast that an all_gather reads, which lives until that is
+launched. Buffers of an all_gather live until their `release` or `free`.
+
+Storages held between steps (shards, their gradients, accumulated gradients, buffers), inputs,
+storages on the host, and temporaries inside an operator are not counted.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ from torch import Tensor, fx
 from graphshard.planning.plan import ShardingPlan
 from graphshard.program import ops
 from graphshard.program.aliases import (
-    COPIES,
+    COPYING_OPS,
     alias_inputs,
     derived_values,
     releases_of,
@@ -36,25 +37,25 @@ from graphshard.torch_private.compat import size_hint
 
 
 @dataclass(frozen=True)
-class Saved:
+class SavedStorage:
     """A storage that forward computes and backward reads.
 
-    root: the value that owns it. values: what backward reads of it, in order of the graph; the
-    root itself, or views of it.
+    root: the value that allocates it. values: the values of it that backward reads (the root or
+    views), in order of the graph.
     """
 
     root: fx.Node
     values: tuple[fx.Node, ...]
 
 
-def saved_storages(program: Program, plan: ShardingPlan) -> list[Saved]:
-    """What forward computes on the device and backward reads, by storage.
+def saved_storages(program: Program, plan: ShardingPlan) -> list[SavedStorage]:
+    """The storages that forward computes on the device and backward reads.
 
-    Not parameters, shards and what is gathered from them, kept or derived of that, not buffers and
-    inputs (which live anyway), no numbers, and nothing that lies on the host.
+    Parameters, shards, values gathered from shards or derived from those, buffers, inputs, numbers
+    and values on the host are not included.
     """
     parameters = derived_values(program, plan)
-    found: dict[fx.Node, list[fx.Node]] = {}
+    by_root: dict[fx.Node, list[fx.Node]] = {}
     for node in saved_nodes(program):
         if not isinstance(node.meta.get("val"), Tensor) or node in parameters:
             continue
@@ -65,22 +66,22 @@ def saved_storages(program: Program, plan: ShardingPlan) -> list[Saved]:
             continue
         if node.meta["val"].device.type != torch.device(program.capture_device).type:
             continue
-        found.setdefault(root, []).append(node)
-    return [Saved(root, tuple(values)) for root, values in found.items()]
+        by_root.setdefault(root, []).append(node)
+    return [SavedStorage(root, tuple(values)) for root, values in by_root.items()]
 
 
 def gathered_bytes(gather: fx.Node, program: Program) -> int:
-    """Bytes of the buffers an all_gather fills, padding included."""
+    """Bytes of the buffers that an all_gather fills, padding included."""
     return _ranks(gather, program) * sum(map(node_bytes, operands_of(gather)))
 
 
 def new_bytes(gather: fx.Node, program: Program) -> int:
-    """Bytes that an all_gather allocates: none if it fills what ranks keep anyway."""
+    """Bytes that an all_gather allocates; 0 if it fills parameters that are resident."""
     return 0 if Collective.of(gather).in_place else gathered_bytes(gather, program)
 
 
 def released_bytes(release: fx.Node, program: Program) -> int:
-    """Bytes that a `release` gives back, padding included."""
+    """Bytes that a `release` frees, padding included."""
     gather, index = ops.released(release)
     return _ranks(gather, program) * node_bytes(operands_of(gather)[index])
 
@@ -88,13 +89,13 @@ def released_bytes(release: fx.Node, program: Program) -> int:
 def copied_bytes(gather: fx.Node, program: Program) -> int:
     """Bytes of the largest value that the wait of an all_gather copies out of its buffer.
 
-    Those not split along dim 0 are copied one by one, each one's buffer going away right after.
+    Values not sharded along dim 0 are copied one by one, and the buffer of each is freed at once.
     """
     ranks = _ranks(gather, program)
     if ranks == 1:
         return 0
-    split = zip(operands_of(gather), Collective.of(gather).dims, strict=True)
-    return max((node_bytes(shard) * ranks for shard, dim in split if dim), default=0)
+    shards = zip(operands_of(gather), Collective.of(gather).dims, strict=True)
+    return max((node_bytes(shard) * ranks for shard, dim in shards if dim), default=0)
 
 
 def _ranks(gather: fx.Node, program: Program) -> int:
@@ -113,7 +114,7 @@ RECOMPUTED = "recomputed"
 FETCHED = "copied from the host"
 
 
-GRADIENTS = "gradients to reduce"
+FULL_GRADIENTS = "gradients to reduce"
 
 
 RETURNED = "returned"
@@ -123,60 +124,66 @@ AT_WORK = "at work"
 
 
 END = 1 << 60
-"""The place where a storage dies that outlives the step."""
+"""The place of death of a storage that outlives the step."""
 
 
-KINDS = (PARAMETERS, SAVED, RECOMPUTED, FETCHED, GRADIENTS, RETURNED, AT_WORK)
+KINDS = (PARAMETERS, SAVED, RECOMPUTED, FETCHED, FULL_GRADIENTS, RETURNED, AT_WORK)
 
 
 @dataclass
 class Storage:
-    """One allocation: what made it, its bytes, and the places of the nodes it lives between.
+    """One allocation, with its bytes and its lifetime.
 
-    kind is one of `KINDS`: an unsharded parameter or a copy of one; computed in forward and used in
-    backward; computed again in backward; copied to the device from the host; the full gradient of a
-    parameter that is to be reduced; returned by the step; or none of these.
+    node: the node that allocates it. size: bytes. born, dies: the places of the first and of the
+    last node that uses it. kind: one of `KINDS`, which are: an unsharded parameter or a copy of
+    one; computed in forward and used in backward; computed again in backward; copied from the host
+    to the device; a full gradient to reduce; returned by the step; or none of these. part: the
+    index among several results of `node`.
 
-    In another order of the same nodes it is born where `first` stands, `late` places behind it, and
-    dies with the last of `ends`, `over` places behind that: see `graphshard.schedule.memory`.
+    In another order of the same nodes it is born `late` places after `first` (the beginning of the
+    step if None), and dies `over` places after the last of `ends`. Without `ends` it outlives the
+    step. See `graphshard.schedule.memory`.
     """
 
     node: fx.Node
     size: int
     born: int
-    dies: int  # the place of the last node that uses it
+    dies: int
     kind: str = AT_WORK
-    part: int = 0  # which of several results of its node
-    first: fx.Node | None = None  # None: the beginning of the step
+    part: int = 0
+    first: fx.Node | None = None
     late: int = 0
-    ends: list[fx.Node] = field(default_factory=list)  # none: it outlives the step
+    ends: list[fx.Node] = field(default_factory=list)
     over: int = 0
 
     @property
     def unit(self) -> str:
-        """FQN of the unit whose code made it."""
+        """FQN of the unit whose code allocates it."""
         return str(self.node.meta.get("unit", ""))
 
 
 @dataclass(frozen=True)
 class Storages:
-    """All storages of a program, in the order they are made."""
+    """All storages of a program, in the order they are allocated.
+
+    of_node: by node, the storages of its value. place: by node, its index in the graph.
+    """
 
     all: tuple[Storage, ...]
-    of_node: Mapping[fx.Node, tuple[Storage, ...]]  # those its value lies in
+    of_node: Mapping[fx.Node, tuple[Storage, ...]]
     place: Mapping[fx.Node, int]
 
     def held_at(self, place: int) -> Iterator[Storage]:
-        """The storages that live while the node at `place` runs."""
+        """The storages alive while the node at `place` runs."""
         return (s for s in self.all if s.born <= place <= s.dies)
 
     def live(self) -> list[int]:
-        """By place, the bytes that live while the node there runs."""
+        """By place, the bytes alive while the node there runs."""
         total = 0
         live: list[int] = []
-        for place, gone, new in changes(self.all):
+        for place, freed, new in changes(self.all):
             live += [total] * (place - len(live))
-            total += sum(storage.size for storage in new) - sum(storage.size for storage in gone)
+            total += sum(storage.size for storage in new) - sum(storage.size for storage in freed)
         return live + [total] * (len(self.place) - len(live))
 
     def live_unsharded(self) -> list[int]:
@@ -204,12 +211,12 @@ class Storages:
         return list(accumulate(change[:end]))
 
     def saved_by_unit(self) -> Counter[str]:
-        """Bytes of activations kept from forward to backward, by the unit that computed them."""
-        found: Counter[str] = Counter()
+        """Bytes of activations saved for backward, by the unit that computes them."""
+        by_unit: Counter[str] = Counter()
         for storage in self.all:
             if storage.kind == SAVED:
-                found[storage.unit] += storage.size
-        return found
+                by_unit[storage.unit] += storage.size
+        return by_unit
 
 
 def live_unsharded(program: Program) -> Iterator[tuple[fx.Node, int]]:
@@ -223,10 +230,10 @@ def live_unsharded(program: Program) -> Iterator[tuple[fx.Node, int]]:
 
 
 def changes(storages: Iterable[Storage]) -> Iterator[tuple[int, list[Storage], list[Storage]]]:
-    """Each place at which what is alive changes, with the storages gone by then and those born.
+    """Each place at which the live storages change, with those freed and those born there.
 
-    A storage is gone at the place behind that of its last use, and never if it outlives the step.
-    Those of no bytes are left out.
+    A storage is freed at the place after its last use, and never if it outlives the step. Storages
+    of 0 bytes are left out.
     """
     by_place: dict[int, tuple[list[Storage], list[Storage]]] = {}
     for storage in storages:
@@ -239,7 +246,7 @@ def changes(storages: Iterable[Storage]) -> Iterator[tuple[int, list[Storage], l
 
 
 def bytes_of(tensor: Tensor) -> int:
-    """Bytes of the elements of `tensor`; a symbolic size counts as in the call captured."""
+    """Bytes of the elements of `tensor`; a symbolic size counts as in the captured call."""
     size = tensor.dtype.itemsize
     for length in tensor.shape:
         size *= size_hint(length)
@@ -247,13 +254,13 @@ def bytes_of(tensor: Tensor) -> int:
 
 
 def node_bytes(node: fx.Node) -> int:
-    """Bytes of the tensor that `node` gives, as `bytes_of`; 0 if it gives none, or several."""
+    """Bytes of the tensor that `node` returns, by `bytes_of`; 0 unless it returns one tensor."""
     val = node.meta.get("val")
     return bytes_of(val) if isinstance(val, Tensor) else 0
 
 
 def storages_of(program: Program) -> Storages:
-    """The storages of `program`, captured or rewritten."""
+    """The storages of `program`, which may be captured or rewritten."""
     return _Walk(program).run()
 
 
@@ -261,19 +268,21 @@ class _Walk:
     def __init__(self, program: Program) -> None:
         self.program = program
         self.place = {node: index for index, node in enumerate(program.graph.nodes)}
-        self.found: list[Storage] = []
+        self.storages: list[Storage] = []
         self.of_node: dict[fx.Node, tuple[Storage, ...]] = {}
-        self.parts: dict[fx.Node, list[tuple[Storage, ...]]] = {}  # of a node with several results
-        self.of_params = {param.node for param in program.params}
+        self.parts: dict[
+            fx.Node, list[tuple[Storage, ...]]
+        ] = {}  # by result, of a node with several
+        self.param_values = {param.node for param in program.params}
         self.freed: set[int] = set()
 
     def run(self) -> Storages:
         for node in self.program.nodes():
-            self._uses(node)
-            self._makes(node)
+            self._use_inputs(node)
+            self._allocate(node)
         border = self.place[self.program.first_backward()]
-        self._ends()
-        for storage in self.found:
+        self._end_results()
+        for storage in self.storages:
             node = storage.node
             if node.meta.get("recomputed") and storage.kind == AT_WORK:
                 storage.kind = RECOMPUTED
@@ -284,12 +293,13 @@ class _Walk:
                 and self.program.grad
             ):
                 storage.kind = SAVED
-        return Storages(tuple(self.found), self.of_node, self.place)
+        return Storages(tuple(self.storages), self.of_node, self.place)
 
-    def _uses(self, node: fx.Node) -> None:
+    def _use_inputs(self, node: fx.Node) -> None:
+        """Extend the lifetimes of the storages that `node` reads; end those that it frees."""
         if node.target in (ops.free, ops.release):
-            gone = ops.collective_of(node) if node.target is ops.free else node.args[0]
-            for storage in self.of_node.get(gone, ()):  # type: ignore[arg-type]
+            freed = ops.collective_of(node) if node.target is ops.free else node.args[0]
+            for storage in self.of_node.get(freed, ()):  # type: ignore[arg-type]
                 if id(storage) not in self.freed:
                     storage.dies = self.place[node]
                     storage.ends = [node]
@@ -299,7 +309,7 @@ class _Walk:
         if ops.is_collective(node) or node.target in ops.COPIES:
             ends = [user for user in node.users if user.target in (ops.wait, ops.arrive)] or ends
         for value in node.all_input_nodes:
-            # A cast is copied into the gather's buffer as that is launched.
+            # A cast is copied into the gather's buffer when the gather is launched.
             copied = node.target is ops.all_gather and value.target is ops.cast
             last = [node] if copied else ends
             at = max(self.place[end] for end in last)
@@ -308,66 +318,70 @@ class _Walk:
                     storage.dies = max(storage.dies, at)
                     storage.ends += last
                 if node.target in ops.REDUCES:
-                    storage.kind = GRADIENTS
+                    storage.kind = FULL_GRADIENTS
 
-    def _makes(self, node: fx.Node) -> None:
+    def _allocate(self, node: fx.Node) -> None:
+        """Find the storages of the value of `node`."""
         if node.target is ops.all_gather:
-            self._gathers(node)
-            self.of_params.add(node)
+            self._allocate_gather(node)
+            self.param_values.add(node)
         elif node.target is ops.reshard:
             self.of_node[node] = (self._new(node, node_bytes(node), PARAMETERS),)
         elif ops.is_transfer(node):
-            self._transfers(node)
+            self._allocate_transfer(node)
         elif ops.op_name(node) is not None or ops.is_unpack(node):
-            self._passes_on(node)
+            self._share_storages(node)
         elif node.target is getitem:
             source, index = node.args
             parts = self.parts.get(source)  # type: ignore[arg-type]
             if parts is None:
-                self._passes_on(node)
+                self._share_storages(node)
             else:
                 self.of_node[node] = parts[index]  # type: ignore[index]
         elif alias_inputs(node):
             base = alias_inputs(node)[0]
             self.of_node[node] = self.of_node.get(base, ())
-            if base in self.of_params:
-                self.of_params.add(node)
+            if base in self.param_values:
+                self.param_values.add(node)
         else:
-            self._computes(node)
+            self._allocate_compute(node)
 
-    def _gathers(self, node: fx.Node) -> None:
-        """Buffers of those parameters that are released one by one, and one for all others."""
-        apart: dict[int, Storage] = {}
+    def _allocate_gather(self, node: fx.Node) -> None:
+        """A buffer for each parameter that is released by itself, and one for all others."""
+        released: dict[int, Storage] = {}
         size = new_bytes(node, self.program)
         for release in releases_of(node):
             _, index = ops.released(release)
-            own = released_bytes(release, self.program)
-            apart[index] = self._new(node, own, PARAMETERS)
-            size -= own
+            param_bytes = released_bytes(release, self.program)
+            released[index] = self._new(node, param_bytes, PARAMETERS)
+            size -= param_bytes
         rest = self._new(node, size, PARAMETERS)
-        self.of_node[node] = (rest, *apart.values())
-        for picked in (pick for wait in node.users for pick in wait.users if ops.is_unpack(pick)):
-            index = picked.args[1]  # type: ignore[assignment]
-            self.of_node[picked] = (apart.get(index, rest),)
+        self.of_node[node] = (rest, *released.values())
+        for param in (user for wait in node.users for user in wait.users if ops.is_unpack(user)):
+            index = param.args[1]  # type: ignore[assignment]
+            self.of_node[param] = (released.get(index, rest),)
 
-    def _transfers(self, node: fx.Node) -> None:
-        """A copy from the host, a cast, a sum with what was kept; none that a shard is put into."""
+    def _allocate_transfer(self, node: fx.Node) -> None:
+        """A copy from the host, a cast, or a sum with an accumulated gradient.
+
+        Transfers of reduced gradients and copies to the host allocate nothing that counts here.
+        """
         source = node.args[0]
         assert isinstance(source, fx.Node)
         if node.target is ops.arrive:
-            self._passes_on(node)
+            self._share_storages(node)
         elif node.target is ops.to_device:
             size = node_bytes(source)
             self.of_node[node] = (self._new(node, size, FETCHED),)
         elif node.target is not ops.to_host and not ops.is_reduced(source):
-            param = ops.origin(node) in self.of_params
-            kind = PARAMETERS if param else AT_WORK
+            is_param = ops.origin(node) in self.param_values
+            kind = PARAMETERS if is_param else AT_WORK
             self.of_node[node] = (self._new(node, node_bytes(node), kind),)
 
-    def _passes_on(self, node: fx.Node) -> None:
-        """A wait, an unpacking, a free: the storages of a gather, none of a reduce.
+    def _share_storages(self, node: fx.Node) -> None:
+        """A wait, selection or free shares the storages of its gather; those of a reduce have none.
 
-        What a reduce returns is a gradient's shard, which stays as the parameter's `.grad`.
+        A reduce returns the shard of a gradient, which outlives the step as `.grad`.
         """
         source = node.args[0] if node.args else None
         if isinstance(source, fx.Node) and node.target is not ops.accumulate_grad:
@@ -376,16 +390,17 @@ class _Walk:
                 copied = copied_bytes(source, self.program)
                 if copied:
                     self._new(node, copied, PARAMETERS)
-            if source in self.of_params:
-                self.of_params.add(node)
+            if source in self.param_values:
+                self.param_values.add(node)
 
-    def _computes(self, node: fx.Node) -> None:
+    def _allocate_compute(self, node: fx.Node) -> None:
+        """One storage for each tensor that `node` returns."""
         val = node.meta.get("val")
         inputs = tensor_inputs(node)
-        of_param = node.target in COPIES and inputs[:1] and inputs[0] in self.of_params
-        kind = PARAMETERS if of_param else AT_WORK
-        if of_param:
-            self.of_params.add(node)
+        is_param = node.target in COPYING_OPS and inputs[:1] and inputs[0] in self.param_values
+        kind = PARAMETERS if is_param else AT_WORK
+        if is_param:
+            self.param_values.add(node)
         if isinstance(val, Tensor):
             self.of_node[node] = (self._new(node, bytes_of(val), kind),)
         elif isinstance(val, (tuple, list)):
@@ -399,10 +414,11 @@ class _Walk:
     def _new(self, node: fx.Node, size: int, kind: str, part: int = 0) -> Storage:
         place = self.place[node]
         storage = Storage(node, size, place, place, kind, part, first=node, ends=[node])
-        self.found.append(storage)
+        self.storages.append(storage)
         return storage
 
-    def _ends(self) -> None:
+    def _end_results(self) -> None:
+        """Extend the lifetimes of the values that the step returns to its end."""
         results = self.program.results()
         end = self.place[self.program.output_node]
         for values in (results.outputs, results.mutations, results.input_grads, results.grads):
@@ -416,16 +432,16 @@ class _Walk:
                         storage.kind = RETURNED
 
 
-def held_text(held: Mapping[tuple[str, str], int], shown: int = 3) -> str:
-    """Who holds what: "saved for backward 640 (layers.1 384, layers.0 256), at work 96 ((root))".
+def held_text(sizes: Mapping[tuple[str, str], int], shown: int = 3) -> str:
+    """Bytes by kind and unit as text: "saved for backward 640: layers.1 384, layers.0 256".
 
     Args:
-        held: bytes by kind and unit.
-        shown: how many units to name of each kind, the largest first.
+        sizes: bytes by kind and unit.
+        shown: the maximum number of units to name for each kind, the largest first.
     """
     texts = []
     for kind in KINDS:
-        of_kind = {unit: size for (k, unit), size in held.items() if k == kind and size}
+        of_kind = {unit: size for (k, unit), size in sizes.items() if k == kind and size}
         if not of_kind:
             continue
         ranked = sorted(of_kind.items(), key=lambda item: (-item[1], item[0]))

@@ -1,1 +1,1 @@
-"""Choosing what backward computes again instead of saving it."""
+"""Choose the values that backward computes again instead of saving them."""

@@ -1,7 +1,7 @@
-"""Which values of a region to save: minimum cuts, from saving all to recomputing all that may be.
+"""Choose the values of a region to save or recompute, by minimum cuts.
 
-With a price on recomputation the cheapest choice, by bytes saved plus price times cost, is a
-minimum cut; over all prices the choices form a convex hull of (cost, bytes). See README.md.
+The choice with the least bytes saved plus price times cost of recomputation is a minimum cut; over
+all prices the choices form a convex hull of (cost, bytes). See README.md.
 """
 
 from __future__ import annotations
@@ -18,9 +18,9 @@ from networkx.algorithms.flow import preflow_push
 class Value:
     """One value of a region.
 
-    inputs: numbers of the values it is computed from, smaller than its own; what backward has
-    anyway is left out. size: bytes to save it, None if it cannot be (a view, a tuple). cost: of
-    computing it again, None if that is forbidden.
+    inputs: numbers of the values it is computed from, all smaller than its own, without those that
+    backward has anyway. size: bytes to save it; None if it cannot be saved (a view, a tuple).
+    cost: FLOPs to compute it again; None if that is forbidden.
     """
 
     inputs: tuple[int, ...]
@@ -30,7 +30,7 @@ class Value:
 
 @dataclass(frozen=True)
 class CutProblem:
-    """Values in the order they are computed, and the numbers of those backward reads."""
+    """Values in the order they are computed, and the numbers of those that backward reads."""
 
     values: tuple[Value, ...]
     needed: frozenset[int]
@@ -38,7 +38,7 @@ class CutProblem:
 
 @dataclass(frozen=True)
 class Choice:
-    """What is saved and what is recomputed, with the bytes and the cost of that."""
+    """Numbers of the saved and the recomputed values, with the bytes and the FLOPs of them."""
 
     saved: frozenset[int]
     recomputed: frozenset[int]
@@ -47,14 +47,14 @@ class Choice:
 
 
 class Cutter:
-    """Minimum cuts of one problem at several prices."""
+    """Finds minimum cuts of one problem at several prices."""
 
     def __init__(self, problem: CutProblem) -> None:
         self.problem = problem
 
     @cached_property
-    def _bound(self) -> tuple[int, int]:
-        """More than all sizes together, and more than all costs."""
+    def _bounds(self) -> tuple[int, int]:
+        """Upper bounds, one above the sum of all sizes and of all costs."""
         values = self.problem.values
         return (
             1 + sum(v.size for v in values if v.size is not None),
@@ -65,7 +65,7 @@ class Cutter:
         """The choice with the least `per_byte` x bytes saved + `per_cost` x cost of recomputing.
 
         Raises:
-            networkx.NetworkXUnbounded: something needed can neither be saved nor recomputed.
+            networkx.NetworkXUnbounded: a needed value can neither be saved nor recomputed.
         """
         graph = nx.DiGraph()
         graph.add_nodes_from(("source", "sink"))
@@ -86,7 +86,7 @@ class Cutter:
         return self._choice(behind)
 
     def _choice(self, behind: set[object]) -> Choice:
-        """What is used of a cut: it may hold values that nothing needed is made from."""
+        """The values of a cut that the needed values depend on; a cut may have others."""
         values = self.problem.values
         saved: set[int] = set()
         recomputed: set[int] = set()
@@ -108,12 +108,12 @@ class Cutter:
         )
 
     def frontier(self, most: int) -> list[Choice]:
-        """Choices from the least cost to the fewest bytes, none worse than a mix of two others.
+        """Choices on the convex hull, from the least cost to the fewest bytes.
 
         Args:
-            most: how many choices at most; of more, those between which most lies are found first.
+            most: the maximum number of choices; those in the widest gaps are found first.
         """
-        all_bytes, all_costs = self._bound
+        all_bytes, all_costs = self._bounds
         ends = [self.cut(1, all_bytes), self.cut(all_costs, 1)]
         hull = ends if ends[0].size > ends[1].size else ends[:1]
         open_gaps = set(pairwise(hull))
@@ -122,14 +122,14 @@ class Cutter:
             open_gaps.remove(gap)
             left, right = gap
             per_byte, per_cost = right.cost - left.cost, left.size - right.size
-            found = self.cut(per_byte, per_cost)
+            middle = self.cut(per_byte, per_cost)
 
-            def value(choice: Choice, a: int = per_byte, b: int = per_cost) -> int:
+            def price(choice: Choice, a: int = per_byte, b: int = per_cost) -> int:
                 return a * choice.size + b * choice.cost
 
-            if value(found) < value(left):
-                hull.insert(hull.index(right), found)
-                open_gaps |= {(left, found), (found, right)}
+            if price(middle) < price(left):
+                hull.insert(hull.index(right), middle)
+                open_gaps |= {(left, middle), (middle, right)}
         return hull
 
 

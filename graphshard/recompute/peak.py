@@ -1,8 +1,8 @@
-"""The most bytes that a step would hold, for each choice of values that its regions recompute.
+"""The peak memory of a step for each choice of recomputed values, without rewriting the program.
 
-The program is not rewritten for it. A region that recomputes a value adds the lifetime of a copy
-and ends that of the value earlier. Gathered parameters and full gradients are measured once, on a
-copy of the program that went through all passes.
+A region that recomputes a value adds the lifetime of a copy and ends that of the value earlier.
+Gathered parameters and full gradients are measured once, on a copy of the program that all passes
+have rewritten.
 """
 
 from __future__ import annotations
@@ -16,44 +16,47 @@ from torch import Tensor, fx
 from graphshard.program.aliases import alias_inputs
 from graphshard.program.ops import is_compute
 from graphshard.program.program import Program
-from graphshard.program.storages import GRADIENTS, PARAMETERS, Storage, Storages, storages_of
-from graphshard.recompute.regions import Reads, dropped, mask_of, placed, sources
+from graphshard.program.storages import FULL_GRADIENTS, PARAMETERS, Storage, Storages, storages_of
+from graphshard.recompute.regions import Reads, dropout_of, mask_of, plan_issues, sources
 
 _AFTER = 1e-7
-"""A value is gone this much after the place of its last use; nodes issued again lie further apart,
-in the second half of the gap before their reader, and communication in the first half."""
+"""A storage dies this long after the place of its last use.
+
+Between two places of the captured program, communication takes the first half of the gap and
+recomputed nodes the second half, further apart than this.
+"""
 
 
 @dataclass(frozen=True)
 class ShardingBytes:
     """Bytes of unsharded parameters and full gradients by place, as a step function.
 
-    `apart` names the storages (node and part) that are counted here and not by the places of the
-    captured program, and `gone` the nodes of it that the passes took away, such as the casts of
-    full parameters and gradients, which are made of shards instead.
+    starts: the places at which steps begin. sizes: the bytes of each step. measured: storages (node
+    and part) measured on the rewritten program instead of the captured one. removed: captured nodes
+    that passes removed, such as casts of full parameters, which become casts of shards.
     """
 
     starts: Tensor  # float64, ascending
     sizes: Tensor  # int64
-    apart: frozenset[tuple[str, int]]
-    gone: frozenset[str] = frozenset()
+    measured: frozenset[tuple[str, int]]
+    removed: frozenset[str] = frozenset()
 
     @classmethod
     def of(cls, program: Program, rewritten: Program, issued: str) -> ShardingBytes:
         """Measure a program that all passes have rewritten.
 
         Args:
-            program: the program whose places count.
-            rewritten: the same with regions recomputed, parameters gathered and gradients reduced.
-            issued: the meta key of the nodes issued again.
+            program: the captured program, whose places are used.
+            rewritten: `program` with regions recomputed, parameters gathered and gradients reduced.
+            issued: the meta key of recomputed nodes.
         """
         place = {node.name: index for index, node in enumerate(program.graph.nodes)}
         storages = storages_of(rewritten)
-        counted = [s for s in storages.all if s.kind in (PARAMETERS, GRADIENTS)]
+        counted = [s for s in storages.all if s.kind in (PARAMETERS, FULL_GRADIENTS)]
         live = Storages(tuple(counted), storages.of_node, storages.place).live()
         starts, sizes = [-1.0], [0]
         between: list[int] = []
-        again = 0  # the most while nodes issued again run that the next captured node needs
+        again = 0  # the maximum while the recomputed nodes before the next captured node run
         at = -1
 
         def pass_gap() -> None:
@@ -78,18 +81,18 @@ class ShardingBytes:
             else:
                 between.append(size)
         pass_gap()
-        left = {node.name for node in rewritten.graph.nodes if is_compute(node)}
+        remaining = {node.name for node in rewritten.graph.nodes if is_compute(node)}
         return cls(
             torch.tensor(starts, dtype=torch.float64),
             torch.tensor(sizes, dtype=torch.int64),
             frozenset((storage.node.name, storage.part) for storage in counted),
-            frozenset(node.name for node in program.nodes() if node.name not in left),
+            frozenset(node.name for node in program.nodes() if node.name not in remaining),
         )
 
     def counts(self, storage: Storage) -> bool:
-        """Whether `storage`, of the captured program, is counted here or not at all."""
+        """Whether `storage` of the captured program is measured here or removed."""
         name = storage.node.name
-        return (name, storage.part) in self.apart or name in self.gone
+        return (name, storage.part) in self.measured or name in self.removed
 
     def at(self, places: Tensor) -> Tensor:
         """Bytes held at each of `places`."""
@@ -97,10 +100,12 @@ class ShardingBytes:
 
 
 @dataclass
-class Moves:
-    """The changes to lifetimes when a part of one region is recomputed.
+class LifetimeChanges:
+    """The changes to lifetimes if some nodes of one region are recomputed.
 
-    last: (number of a storage, place of a use of it); born, dies, size: of the copies' storages.
+    model: the model that they change. again: the recomputed nodes. last: pairs of the number of a
+    storage and the place of a use of it. born, dies, size: place of birth, place of death and bytes
+    of the storages of copies. copies: number of the copy, by identity of the original storage.
     """
 
     model: PeakModel
@@ -109,10 +114,10 @@ class Moves:
     born: list[float] = field(default_factory=list)
     dies: list[float] = field(default_factory=list)
     size: list[int] = field(default_factory=list)
-    copies: dict[int, int] = field(default_factory=dict)  # by identity of the original's storage
+    copies: dict[int, int] = field(default_factory=dict)
 
     def use(self, node: fx.Node, place: float) -> None:
-        """The value of `node`, or the copy of it, is read at `place`."""
+        """Record that the value of `node`, or its copy, is read at `place`."""
         for storage in self.model.storages.of_node.get(node, ()):
             copy = self.copies.get(id(storage)) if node in self.again else None
             if copy is not None:
@@ -121,10 +126,10 @@ class Moves:
                 self.last.append((self.model.number[id(storage)], place))
 
     def issue(self, node: fx.Node, place: float) -> None:
-        """`node` is issued again at `place`."""
+        """Record that `node` is issued again at `place`."""
         for source in sources(node):
             self.use(source, place)
-        dropout = dropped(node)
+        dropout = dropout_of(node)
         mask = None if dropout is None else mask_of(dropout)
         if mask is not None:
             self.use(mask, place)
@@ -137,79 +142,95 @@ class Moves:
 
 
 class PeakModel:
-    """The bytes of a program under choices for its regions."""
+    """The bytes of a program under choices of recomputed values for its regions.
+
+    Args:
+        program: the captured program.
+        storages: of `program`.
+        regions: the reads of each region that may recompute values.
+        sharding: unsharded parameters and full gradients.
+    """
 
     def __init__(
-        self, program: Program, storages: Storages, regions: Sequence[Reads], held: ShardingBytes
+        self,
+        program: Program,
+        storages: Storages,
+        regions: Sequence[Reads],
+        sharding: ShardingBytes,
     ) -> None:
         self.storages = storages
         self.order = storages.place
-        self.held = held
-        counted = [s for s in storages.all if not held.counts(s)]
+        self.sharding = sharding
+        counted = [s for s in storages.all if not sharding.counts(s)]
         self.number = {id(storage): index for index, storage in enumerate(counted)}
         self.born = torch.tensor([float(s.born) for s in counted], dtype=torch.float64)
         self.size = torch.tensor([s.size for s in counted], dtype=torch.int64)
-        self.reach: dict[fx.Node, float] = {}  # of a view in backward, its own last use
-        self.fixed = self._fixed(program, regions)
+        self.view_last_use: dict[fx.Node, float] = {}  # by view in backward
+        self.fixed_last_use = self._fixed_last_use(program, regions)
 
     def _numbers(self, node: fx.Node) -> list[int]:
-        found = (self.number.get(id(s)) for s in self.storages.of_node.get(node, ()))
-        return [number for number in found if number is not None]
+        numbers = (self.number.get(id(s)) for s in self.storages.of_node.get(node, ()))
+        return [number for number in numbers if number is not None]
 
-    def _fixed(self, program: Program, regions: Sequence[Reads]) -> Tensor:
-        """The last use of each storage by what no region changes."""
+    def _fixed_last_use(self, program: Program, regions: Sequence[Reads]) -> Tensor:
+        """The last use of each storage by nodes that no choice changes."""
         last = [float(born) for born in self.born.tolist()]
-        chosen = {
+        reads_by_choice = {
             (user, value)
             for reads in regions
             for user, values in reads.by_user.items()
             for value in values
         }
-        views: set[fx.Node] = set()  # in backward, of what regions may read from copies instead
+        views: set[fx.Node] = set()  # in backward, of values that may be read from copies
         for node in (*program.nodes(), program.output_node):
             place = float(self.order[node])
             for value in node.all_input_nodes:
-                if (node, value) in chosen or value in views:
+                if (node, value) in reads_by_choice or value in views:
                     if value in alias_inputs(node):
                         views.add(node)
                     continue
                 for number in self._numbers(value):
                     last[number] = max(last[number], place)
         for view in sorted(views, key=self.order.__getitem__, reverse=True):
-            self.reach[view] = max(
-                self.reach.get(user, float(self.order[user])) for user in (view, *view.users)
+            self.view_last_use[view] = max(
+                self.view_last_use.get(user, float(self.order[user]))
+                for user in (view, *view.users)
             )
         return torch.tensor(last, dtype=torch.float64)
 
-    def moves(self, reads: Reads, again: Set[fx.Node]) -> Moves:
-        """The changes if the nodes of `again` are issued once more in backward."""
-        moves = Moves(self, again)
+    def changes(self, reads: Reads, again: Set[fx.Node]) -> LifetimeChanges:
+        """The changes if the nodes of `again` are recomputed for the reads of one region."""
+        changes = LifetimeChanges(self, again)
         issues: Mapping[fx.Node, list[fx.Node]] = dict(
-            placed(reads, again.__contains__, self.order)
+            plan_issues(reads, again.__contains__, self.order)
         )
         for user, values in reads.by_user.items():
             at = self.order[user]
             nodes = issues.get(user, [])
             for step, node in enumerate(nodes):
-                moves.issue(node, at - 0.5 + 0.5 * (step + 1) / (len(nodes) + 1))
+                changes.issue(node, at - 0.5 + 0.5 * (step + 1) / (len(nodes) + 1))
             for value in values:
-                moves.use(value, self.reach.get(user, float(at)))
-        return moves
+                changes.use(value, self.view_last_use.get(user, float(at)))
+        return changes
 
-    def peak(self, chosen: Sequence[Moves]) -> int:
-        """The most bytes held at once, with these changes of all regions together."""
-        last = [pair for moves in chosen for pair in moves.last]
-        dies = self.fixed.clone()
+    def peak(self, regions: Sequence[LifetimeChanges]) -> int:
+        """The maximum bytes held at once, with the changes of all regions."""
+        last = [pair for changes in regions for pair in changes.last]
+        dies = self.fixed_last_use.clone()
         if last:
             numbers = torch.tensor([number for number, _ in last])
             places = torch.tensor([place for _, place in last], dtype=torch.float64)
             dies.scatter_reduce_(0, numbers, places, "amax")
-        born = torch.tensor([b for moves in chosen for b in moves.born], dtype=torch.float64)
-        gone = torch.tensor([d for moves in chosen for d in moves.dies], dtype=torch.float64)
-        size = torch.tensor([s for moves in chosen for s in moves.size], dtype=torch.int64)
-        keys = torch.cat([self.born, born, dies + _AFTER, gone + _AFTER, self.held.starts])
-        change = torch.cat([self.size, size, -self.size, -size, torch.zeros_like(self.held.sizes)])
+        born = torch.tensor([b for changes in regions for b in changes.born], dtype=torch.float64)
+        copy_dies = torch.tensor(
+            [d for changes in regions for d in changes.dies], dtype=torch.float64
+        )
+        size = torch.tensor([s for changes in regions for s in changes.size], dtype=torch.int64)
+        keys = torch.cat([self.born, born, dies + _AFTER, copy_dies + _AFTER, self.sharding.starts])
+        change = torch.cat(
+            [self.size, size, -self.size, -size, torch.zeros_like(self.sharding.sizes)]
+        )
         keys, order = torch.sort(keys)
         live = torch.cumsum(change[order], 0)
-        # Of equal places only the last sum is one that is held; the ones before are parts of it.
-        return int((live + self.held.at(keys)).max())
+        # At equal places only the last sum is real; those before it never exceed the maximum.
+        return int((live + self.sharding.at(keys)).max())

@@ -1,8 +1,8 @@
-"""From a program's regions to minimum cuts: what each value would cost to save or to recompute."""
+"""Turn the regions of a program into minimum cuts: the price to save or recompute each value."""
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator
+from collections.abc import Collection, Iterable, Iterator
 from dataclasses import dataclass
 from functools import cached_property
 
@@ -20,7 +20,7 @@ from graphshard.recompute.regions import (
     Region,
     call_of,
     checkpoints,
-    dropped,
+    dropout_of,
     mask_of,
     reads_of_calls,
     recomputable,
@@ -28,52 +28,59 @@ from graphshard.recompute.regions import (
 )
 
 MOST_CHOICES = 16
-"""Choices looked for in a region: more would be closer together than what they save is worth."""
+"""The maximum number of choices per region; more would differ too little to matter."""
 
 
 @dataclass(frozen=True)
 class RegionProblem:
-    """One region: what backward reads of it, and the values that come from, by number."""
+    """One region: its reads by backward, the nodes of its values by number, and its cut problem."""
 
     reads: Reads
     nodes: tuple[fx.Node, ...]
     problem: CutProblem
 
     def recomputed(self, choice: Choice) -> frozenset[fx.Node]:
-        """The nodes that `choice` issues again; none for one that costs nothing, as views do."""
+        """The nodes that `choice` recomputes; none if they cost nothing, such as views."""
         if not choice.cost:
             return frozenset()
         return frozenset(self.nodes[index] for index in choice.recomputed)
 
 
 class Frontiers:
-    """The choices of each region; regions of one structure, as alike blocks are, share them."""
+    """The choices of each region, computed once for regions of equal structure."""
 
     def __init__(self) -> None:
-        self._known: dict[CutProblem, tuple[Choice, ...]] = {}
+        self._by_problem: dict[CutProblem, tuple[Choice, ...]] = {}
 
     def of(self, problem: CutProblem) -> tuple[Choice, ...]:
-        """From recomputing nothing but views to saving the fewest bytes."""
-        if problem not in self._known:
-            self._known[problem] = tuple(Cutter(problem).frontier(MOST_CHOICES))
-        return self._known[problem]
+        """The choices of `problem`, from recomputing only views to saving the fewest bytes."""
+        if problem not in self._by_problem:
+            self._by_problem[problem] = tuple(Cutter(problem).frontier(MOST_CHOICES))
+        return self._by_problem[problem]
 
     def __len__(self) -> int:
-        return len(self._known)
+        return len(self._by_problem)
 
 
 def region_problems(
     program: Program, plan: ShardingPlan, targets: Collection[str], storages: Storages
 ) -> list[RegionProblem]:
-    """The problem of every call of `targets` that backward reads something of, in forward order."""
-    found = _Build(program, plan, frozenset(targets), storages)
-    problems = [found.problem(reads) for reads in reads_of_calls(program, targets)]
+    """The problem of every call of `targets` that has values read by backward, in forward order.
+
+    Args:
+        program: the captured program.
+        plan: its plan.
+        targets: FQNs of modules whose calls are regions.
+        storages: of `program`.
+    """
+    builder = _ProblemBuilder(program, plan, frozenset(targets), storages)
+    problems = [builder.problem(reads) for reads in reads_of_calls(program, targets)]
     problems = [problem for problem in problems if problem.nodes]
     return sorted(problems, key=lambda problem: storages.place[problem.nodes[-1]])
 
 
 @dataclass
-class _Build:
+class _ProblemBuilder:
     program: Program
     plan: ShardingPlan
     targets: frozenset[str]
@@ -83,8 +90,8 @@ class _Build:
         return None if checkpoints(node) else call_of(node, self.targets)
 
     @cached_property
-    def _free(self) -> frozenset[fx.Node]:
-        """What backward has anyway: views of parameters, and all made of those gathered again."""
+    def _available(self) -> frozenset[fx.Node]:
+        """Values that backward has anyway: views of parameters, and values derived from gathers."""
         return frozenset(
             node
             for node, source in derived_values(self.program, self.plan).items()
@@ -92,9 +99,9 @@ class _Build:
         )
 
     @cached_property
-    def _kept(self) -> frozenset[int]:
-        """Storages kept whatever a region does: read from outside it, returned, or by several."""
-        kept = {id(s) for s in self.storages.all if s.kind == RETURNED}
+    def _always_saved(self) -> frozenset[int]:
+        """Storages saved for any choice: returned, read outside of their region, or by several."""
+        saved = {id(s) for s in self.storages.all if s.kind == RETURNED}
         readers: dict[int, set[Region]] = {}
         for node in self.program.nodes():
             backward = node.meta["phase"] == BACKWARD
@@ -105,17 +112,18 @@ class _Build:
                 outside = self._region(value) != region or region is None
                 for storage in self.storages.of_node.get(value, ()):
                     if outside and backward:
-                        kept.add(id(storage))
+                        saved.add(id(storage))
                     elif outside:
                         readers.setdefault(id(storage), set()).add(region)
-        return frozenset(kept | {key for key, regions in readers.items() if len(regions) > 1})
+        return frozenset(saved | {key for key, regions in readers.items() if len(regions) > 1})
 
     def problem(self, reads: Reads) -> RegionProblem:
+        """The problem of one region."""
         needed = dict.fromkeys(
             value
             for values in reads.by_user.values()
             for value in values
-            if not self._is_free(value)
+            if not self._is_available(value)
         )
         inputs: dict[fx.Node, list[fx.Node]] = {}
         stack = list(needed)
@@ -126,29 +134,30 @@ class _Build:
                 stack.extend(inputs[node])
         nodes = sorted(inputs, key=self.storages.place.__getitem__)
         number: dict[fx.Node, int] = {}
-        outside: dict[tuple[int, ...], int] = {}  # by storages: views of one are one value
-        chosen: list[fx.Node] = []
+        outside: dict[tuple[int, ...], int] = {}  # by storages, as views of one are one value
+        numbered: list[fx.Node] = []
         for node in nodes:
-            index = len(chosen)
+            index = len(numbered)
             if self._region(node) != reads.region:
                 key = tuple(id(storage) for storage in self.storages.of_node.get(node, ()))
                 index = outside.setdefault(key, index)
             number[node] = index
-            if index == len(chosen):
-                chosen.append(node)
+            if index == len(numbered):
+                numbered.append(node)
         values = [
             Value(
                 tuple(sorted({number[source] for source in inputs[node]})),
                 self._size(node, self._region(node) == reads.region, node in needed),
                 self._cost(node) if self._region(node) == reads.region else None,
             )
-            for node in chosen
+            for node in numbered
         ]
-        wanted = frozenset(number[value] for value in needed)
-        return RegionProblem(reads, tuple(chosen), CutProblem(tuple(values), wanted))
+        numbers = frozenset(number[value] for value in needed)
+        return RegionProblem(reads, tuple(numbered), CutProblem(tuple(values), numbers))
 
-    def _is_free(self, node: fx.Node) -> bool:
-        if node.op != "call_function" or node in self._free:
+    def _is_available(self, node: fx.Node) -> bool:
+        """Whether backward has the value of `node` whatever is saved."""
+        if node.op != "call_function" or node in self._available:
             return True
         if isinstance(node.meta.get("val"), (Tensor, tuple, list)):
             return not self.storages.of_node.get(node) and not is_compute(node)
@@ -157,41 +166,43 @@ class _Build:
     def _inputs(self, node: fx.Node, region: Region) -> list[fx.Node]:
         if self._region(node) != region or not recomputable(node):
             return []
-        needs = sources(node)
-        dropout = dropped(node)
+        values = sources(node)
+        dropout = dropout_of(node)
         if dropout is not None and (mask := mask_of(dropout)) is not None:
-            needs = [*needs, mask]
-        return [source for source in needs if not self._is_free(source)]
+            values = [*values, mask]
+        return [value for value in values if not self._is_available(value)]
 
     def _size(self, node: fx.Node, inside: bool, needed: bool) -> int | None:
-        own = list(_own(node, self.storages)) if inside else self.storages.of_node.get(node, ())
-        several = not isinstance(node.meta.get("val"), Tensor)
-        if inside and (not own or (several and not needed)):
-            return None
-        return sum(0 if id(storage) in self._kept else storage.size for storage in own)
+        storages: Iterable[Storage] = self.storages.of_node.get(node, ())
+        if inside:
+            storages = list(_allocated_by(node, self.storages))
+            several = not isinstance(node.meta.get("val"), Tensor)
+            if not storages or (several and not needed):
+                return None
+        return sum(s.size for s in storages if id(s) not in self._always_saved)
 
     def _cost(self, node: fx.Node) -> int | None:
         if not recomputable(node):
             return None
-        if dropped(node) is not None:  # its input times the mask, read and written
-            own = _own(node, self.storages)
-            return 2 * FLOPS_PER_BYTE * sum(storage.size for storage in own)
+        if dropout_of(node) is not None:  # its input times the mask, read and written
+            storages = _allocated_by(node, self.storages)
+            return 2 * FLOPS_PER_BYTE * sum(storage.size for storage in storages)
         return equivalent_flops(node)
 
 
-def _own(node: fx.Node, storages: Storages) -> Iterator[Storage]:
-    """The storages that `node` makes, or that the operator made whose result it picks out."""
-    source = node.args[0] if node.args and not alias_view(node) else None
+def _allocated_by(node: fx.Node, storages: Storages) -> Iterator[Storage]:
+    """The storages allocated by `node`, or by the operator whose result it selects."""
+    source = node.args[0] if node.args and not is_view(node) else None
     for storage in storages.of_node.get(node, ()):
         if storage.node is node or storage.node is source:
             yield storage
 
 
-def alias_view(node: fx.Node) -> bool:
-    """Whether `node` is a view operator (picking out one of several results is none)."""
+def is_view(node: fx.Node) -> bool:
+    """Whether `node` is a view operator; selecting one of several results is not."""
     return bool(alias_inputs(node)) and getattr(node.target, "_schema", None) is not None
 
 
 def forward_cost(program: Program) -> int:
-    """FLOPs of all of forward, by `graphshard.cost.op_cost.equivalent_flops`."""
+    """FLOPs of forward, by `graphshard.cost.op_cost.equivalent_flops`."""
     return sum(equivalent_flops(node) for node in program.nodes(FORWARD) if is_compute(node))

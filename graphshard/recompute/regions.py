@@ -1,10 +1,10 @@
-"""Recomputed regions: which nodes they are made of, and issuing some of them again in backward.
+"""The nodes of a recomputed region, and how some of them are issued again in backward.
 
 A region is one call of a module, or one call of `torch.utils.checkpoint`. A node belongs to the
-checkpoints around it; if there are none, to the innermost call of a target module around it.
-Checkpoints nest as in torch: the inner region is recomputed for the outer one's backward and once
-more for its own. A checkpoint inside a target's call is a region of its own, and the rest of that
-call another: no operator is recomputed by both.
+checkpoints around it, or else to the innermost call of a target module around it. Checkpoints nest
+as in torch: the inner region is recomputed for the backward of the outer one and once more for its
+own. A checkpoint inside the call of a target is a separate region from the rest of that call, so no
+operator is recomputed by both.
 """
 
 from __future__ import annotations
@@ -20,11 +20,13 @@ import torch
 from torch import Tensor, fx
 
 from graphshard.capture.annotation import CALLS, KEEP, REGION
-from graphshard.cost.op_cost import _aten
 from graphshard.program.ops import is_random, writes
 from graphshard.program.program import BACKWARD, FORWARD, RECOMPUTED, Program
 
-_NAMES = """
+_aten = torch.ops.aten
+
+
+_COMPUTE_INTENSIVE = """
     mm addmm bmm baddbmm addbmm matmul linear mv addmv dot _scaled_mm _grouped_mm _scaled_grouped_mm
     convolution _convolution
     scaled_dot_product_attention _scaled_dot_product_flash_attention
@@ -37,28 +39,27 @@ _NAMES = """
 
 @cache
 def compute_intensive_packets() -> frozenset[Any]:
-    """The operators (overload packets) kept, of those this torch has."""
-    return frozenset(getattr(_aten, name) for name in _NAMES.split() if hasattr(_aten, name))
+    """The operators (overload packets) saved by selective recomputation, if this torch has them."""
+    return frozenset(
+        getattr(_aten, name) for name in _COMPUTE_INTENSIVE.split() if hasattr(_aten, name)
+    )
 
 
 def is_compute_intensive(node: fx.Node) -> bool:
-    """Whether `node` is a matrix product, a convolution or attention, or picks out its result."""
+    """Whether `node` is a matrix product, a convolution or attention, or selects its result."""
     if node.target is getitem and isinstance(node.args[0], fx.Node):
         node = node.args[0]
     return getattr(node.target, "overloadpacket", None) in compute_intensive_packets()
 
 
-aten = torch.ops.aten
-
-
 Region = Hashable
 
 
-Keeps = Callable[[fx.Node], bool]
+NodePredicate = Callable[[fx.Node], bool]
 
 
 Issue = tuple[fx.Node, list[fx.Node]]
-"""A backward node, and the forward nodes to issue again right before it, in order."""
+"""A backward node, and the forward nodes to recompute right before it, in order."""
 
 
 def checkpoints(node: fx.Node) -> tuple[Region, ...]:
@@ -69,7 +70,7 @@ def checkpoints(node: fx.Node) -> tuple[Region, ...]:
 def call_of(node: fx.Node, targets: Collection[str]) -> Region | None:
     """The innermost call of a module in `targets` around `node`."""
     calls = node.meta.get(CALLS)
-    if calls is None:  # made by autograd between modules, or by hand
+    if calls is None:  # a node of autograd between modules, or one inserted by hand
         fqn = node.meta.get("fqn", "")
         while fqn and fqn not in targets:
             fqn = fqn.rpartition(".")[0]
@@ -79,14 +80,14 @@ def call_of(node: fx.Node, targets: Collection[str]) -> Region | None:
 
 @dataclass(frozen=True)
 class Reads:
-    """What backward reads of one region: by backward node, the region's forward values it reads."""
+    """The forward values of one region that each backward node reads."""
 
     region: Region
     by_user: Mapping[fx.Node, list[fx.Node]]
 
 
 def reads_of_checkpoints(program: Program, depth: int) -> Iterator[Reads]:
-    """What backward, nodes issued again included, reads of the checkpoints nested `depth` deep."""
+    """Reads of the checkpoints at nesting `depth` by backward, recomputed nodes included."""
 
     def region(node: fx.Node) -> Region | None:
         chain = checkpoints(node)
@@ -96,7 +97,7 @@ def reads_of_checkpoints(program: Program, depth: int) -> Iterator[Reads]:
 
 
 def reads_of_calls(program: Program, targets: Collection[str]) -> Iterator[Reads]:
-    """What backward, nodes issued again included, reads of the calls of `targets`."""
+    """Reads of the calls of `targets` by backward, recomputed nodes included."""
 
     def value_region(node: fx.Node) -> Region | None:
         return None if checkpoints(node) else call_of(node, targets)
@@ -109,7 +110,8 @@ def _reads(
     user_region: Callable[[fx.Node], Region | None],
     value_region: Callable[[fx.Node], Region | None],
 ) -> Iterator[Reads]:
-    found: dict[Region, dict[fx.Node, list[fx.Node]]] = defaultdict(dict)
+    """The reads of each region; the functions give the region of a backward node and of a value."""
+    by_region: dict[Region, dict[fx.Node, list[fx.Node]]] = defaultdict(dict)
     for user in program.nodes(BACKWARD):
         region = user_region(user)
         if region is None:
@@ -122,34 +124,34 @@ def _reads(
             and value_region(value) == region
         ]
         if values:
-            found[region][user] = values
-    for region, by_user in found.items():
+            by_region[region][user] = values
+    for region, by_user in by_region.items():
         yield Reads(region, by_user)
 
 
-def deepest(program: Program) -> int:
-    """How deep checkpoints nest in `program`; 0 if there are none."""
+def checkpoint_depth(program: Program) -> int:
+    """The deepest nesting of checkpoints in `program`; 0 if there are none."""
     return max((len(checkpoints(node)) for node in program.nodes(FORWARD)), default=0)
 
 
-def placed(reads: Reads, again: Keeps, order: Mapping[fx.Node, int]) -> list[Issue]:
-    """What to issue again, and before which backward node: just before the first that needs it.
+def plan_issues(reads: Reads, again: NodePredicate, order: Mapping[fx.Node, int]) -> list[Issue]:
+    """Place each recomputed node right before the first backward node that needs it.
 
     Args:
-        reads: the region.
-        again: whether a forward node is to be issued again; all others are saved.
+        reads: the reads of the region.
+        again: whether to recompute a forward node; all others are saved.
         order: places of the forward nodes.
     """
-    done: set[fx.Node] = set()
+    placed: set[fx.Node] = set()
     issues: list[Issue] = []
     for user, values in reads.by_user.items():
         needed: list[fx.Node] = []
         stack = [value for value in values if again(value)]
         while stack:
             node = stack.pop()
-            if node in done:
+            if node in placed:
                 continue
-            done.add(node)
+            placed.add(node)
             needed.append(node)
             stack.extend(source for source in sources(node) if again(source))
         if needed:
@@ -158,7 +160,7 @@ def placed(reads: Reads, again: Keeps, order: Mapping[fx.Node, int]) -> list[Iss
 
 
 def issue_again(graph: fx.Graph, reads: Reads, issues: Iterable[Issue]) -> dict[fx.Node, fx.Node]:
-    """Insert the copies that `issues` places and point the readers at them: the copy by node."""
+    """Insert the copies that `issues` places, let backward read them, and return them by node."""
     copies: dict[fx.Node, fx.Node] = {}
     for user, nodes in issues:
         with graph.inserting_before(user):
@@ -177,43 +179,44 @@ def issue_again(graph: fx.Graph, reads: Reads, issues: Iterable[Issue]) -> dict[
 def recomputable(node: fx.Node) -> bool:
     """Whether `node` computes the same when issued again: no random draw, no write, no number.
 
-    Of a dropout the output can be had again from its mask, which stays saved.
+    The output of a dropout can be recomputed from its mask, which stays saved.
     """
     if node.op != "call_function" or node.meta["phase"] != FORWARD or writes(node):
         return False
     val = node.meta.get("val")
     if not isinstance(val, (Tensor, tuple, list)):
-        return False  # a size: nothing to save, and what it is read off would be kept for it
-    return not _keeps_its_draw(node)
+        return False  # a size needs no memory, but recomputing it would save its tensor
+    return not _is_random_result(node)
 
 
-def kept_by_model(node: fx.Node) -> bool:
-    """Whether the model's own selective checkpoint says that `node` is saved."""
+def saved_by_model(node: fx.Node) -> bool:
+    """Whether a selective checkpoint in the model saves `node`."""
     return bool(node.meta.get(KEEP, False))
 
 
-def dropped(node: fx.Node) -> fx.Node | None:
-    """The dropout whose output (not its mask) `node` picks out, if it does."""
+def dropout_of(node: fx.Node) -> fx.Node | None:
+    """The dropout whose output (not its mask) `node` selects; None if there is none."""
     if node.target is getitem and node.args[1] == 0:
         source = node.args[0]
-        if isinstance(source, fx.Node) and source.target is aten.native_dropout.default:
+        if isinstance(source, fx.Node) and source.target is _aten.native_dropout.default:
             return source if len(source.args) == 3 and source.args[2] is True else None
     return None
 
 
 def mask_of(dropout: fx.Node) -> fx.Node | None:
-    """The node that picks out the mask of `dropout`, if there is one."""
+    """The node that selects the mask of `dropout`; None if there is none."""
     return next((u for u in dropout.users if u.target is getitem and u.args[1] == 1), None)
 
 
 def sources(node: fx.Node) -> list[fx.Node]:
-    """What issuing `node` again reads, but for a dropout's mask."""
-    dropout = dropped(node)
+    """The values that recomputing `node` reads, without the mask of a dropout."""
+    dropout = dropout_of(node)
     return node.all_input_nodes if dropout is None else dropout.all_input_nodes
 
 
-def _keeps_its_draw(node: fx.Node) -> bool:
-    if dropped(node) is not None:
+def _is_random_result(node: fx.Node) -> bool:
+    """Whether `node` draws random numbers or selects such a result, except a dropout's output."""
+    if dropout_of(node) is not None:
         return False
     if node.target is getitem:
         source = node.args[0]
@@ -222,19 +225,19 @@ def _keeps_its_draw(node: fx.Node) -> bool:
 
 
 def _copy(graph: fx.Graph, node: fx.Node, copies: Mapping[fx.Node, fx.Node]) -> fx.Node:
-    dropout = dropped(node)
+    dropout = dropout_of(node)
     if dropout is None:
         copy = graph.node_copy(node, lambda source: copies.get(source, source))
     else:
         value, p, _ = dropout.args
         assert isinstance(value, fx.Node)
         assert isinstance(p, float | int)
-        # A dropout's output is its input times mask times scale, which is what its backward
-        # computes of a gradient; so the mask alone, one byte an element, is kept.
+        # A dropout's output is its input times mask times scale, as its backward computes it from a
+        # gradient. So only the mask is saved, one byte an element.
         mask = mask_of(dropout) or _new_mask(graph, dropout)
         scale = 0.0 if p == 1 else 1.0 / (1.0 - p)
         copy = graph.call_function(
-            aten.native_dropout_backward.default, (copies.get(value, value), mask, scale)
+            _aten.native_dropout_backward.default, (copies.get(value, value), mask, scale)
         )
     copy.meta = {**node.meta, "phase": BACKWARD, RECOMPUTED: True}
     return copy

@@ -1,1 +1,1 @@
-"""Placing communication by its cost: what a step may hold, how good a program is."""
+"""Place the communication of a program by estimated times, within a byte budget."""

@@ -1,4 +1,4 @@
-"""Where parameters are used and gradients are ready, and how much compute lies in between."""
+"""Places where parameters are used and gradients are ready, and the compute between them."""
 
 from __future__ import annotations
 
@@ -20,10 +20,14 @@ from graphshard.program.storages import bytes_of
 T = TypeVar("T")
 
 
-class Work:
-    """The compute of a program in seconds, between any two places of its graph.
+class ComputeTimes:
+    """Seconds of compute between any two places of a program's graph.
 
-    Stale once the graph is edited; one walk to make.
+    Creating it takes one walk over the graph. It is stale once the graph is edited.
+
+    Args:
+        program: a finished program.
+        hardware: the machine of each rank.
     """
 
     def __init__(self, program: Program, hardware: Hardware) -> None:
@@ -32,28 +36,28 @@ class Work:
         self.place: Mapping[fx.Node, int] = {node: index for index, node in enumerate(nodes)}
         seconds = [op_cost(node).seconds(hardware) for node in nodes]
         self._upto = [0.0, *accumulate(seconds)]
-        # By unit: the places of its nodes, and its seconds before each of them and after the last.
-        self._own: dict[str, tuple[list[int], list[float]]] = {}
+        # By unit, the places of its nodes, and its seconds before each of them and after the last.
+        self._by_unit: dict[str, tuple[list[int], list[float]]] = {}
         for index, node in enumerate(nodes):
             unit = str(node.meta.get("unit", ""))
-            places, upto = self._own.setdefault(unit, ([], [0.0]))
+            places, upto = self._by_unit.setdefault(unit, ([], [0.0]))
             places.append(index)
             upto.append(upto[-1] + seconds[index])
 
-    def of_others(self, unit: str, start: int, stop: int) -> float:
-        """Seconds of compute from place `start` up to `stop` that is not of `unit` itself."""
-        places, upto = self._own.get(unit, ([], [0.0]))
-        own = upto[bisect_left(places, stop)] - upto[bisect_left(places, start)]
-        found = self._upto[stop] - self._upto[start] - own
-        return found if found > 1e-12 else 0.0  # differences of sums are not quite zero
+    def outside_unit(self, unit: str, start: int, stop: int) -> float:
+        """Seconds of compute from place `start` up to `stop` that does not belong to `unit`."""
+        places, upto = self._by_unit.get(unit, ([], [0.0]))
+        of_unit = upto[bisect_left(places, stop)] - upto[bisect_left(places, start)]
+        seconds = self._upto[stop] - self._upto[start] - of_unit
+        return seconds if seconds > 1e-12 else 0.0  # differences of sums are not exactly zero
 
-    def moved(self, collective: fx.Node, size: int) -> float:
-        """Seconds `collective` would take if it moved `size` bytes of full tensors."""
+    def collective_seconds(self, collective: fx.Node, size: int) -> float:
+        """Seconds that `collective` would take to move `size` bytes of full tensors."""
         shape = shape_of(collective, self.program, self.hardware.gpus_per_node)
         return collective_seconds(ops.OPS[collective.target].moves, size, shape, self.hardware)
 
-    def too_small(self, collective: fx.Node, size: int) -> bool:
-        """Whether a collective like this one of `size` bytes would be mostly latency."""
+    def is_latency_bound(self, collective: fx.Node, size: int) -> bool:
+        """Whether latency would take over half of the time of a collective of `size` bytes."""
         shape = shape_of(collective, self.program, self.hardware.gpus_per_node)
         return size < saturating_bytes(shape, self.hardware, share=0.5)
 
@@ -61,22 +65,23 @@ class Work:
 def readers_of(
     wait: fx.Node, derived: Mapping[fx.Node, Source]
 ) -> dict[fx.Node, dict[fx.Node, None]]:
-    """By full value that `wait` of a gather returned, the nodes that compute with it or with a
-    view, cast or copy of it; taking one of those is no use.
+    """The compute nodes that read each full value that the `wait` of a gather returns.
+
+    Readers of a view, cast or copy of a value count too, and those nodes themselves do not.
     """
-    found: dict[fx.Node, dict[fx.Node, None]] = {}
+    by_value: dict[fx.Node, dict[fx.Node, None]] = {}
     for value, source in derived.items():
         if source.node.op == "placeholder" or source.node.args[0] is not wait:
             continue
-        readers = found.setdefault(source.node, {})
+        readers = by_value.setdefault(source.node, {})
         for user in value.users:
             if user not in derived and user.op == "call_function":
                 readers[user] = None
-    return found
+    return by_value
 
 
 def last_use(wait: fx.Node) -> fx.Node:
-    """The last node that uses a parameter which `wait` of an all_gather returned."""
+    """The last node that uses a parameter from the `wait` of an all_gather."""
     return max(wait, *uses_of(*unpacks(wait)))
 
 
@@ -85,25 +90,25 @@ def clusters(
     gap: Callable[[int, int], float],
     enough: Callable[[Sequence[T]], float],
 ) -> list[list[T]]:
-    """Items with places, in groups that lie far apart, in the order of the places given.
+    """Group items whose places are near each other, in the order of `items`.
 
     Args:
-        items: each with its place; in the order to be grouped in, places going up or down.
-        gap: what lies between two places, the lower one first.
-        enough: how much must lie between a group as it stands and the next item to part them;
-            never less than something.
+        items: pairs of place and item, with ascending or descending places.
+        gap: the distance between two places, the lower one first.
+        enough: the distance to the next item at which a group ends; only a positive distance
+            ends one.
     """
-    found: list[list[T]] = []
+    groups: list[list[T]] = []
     last = -1
     for place, item in items:
-        between = gap(*sorted((last, place))) if found else 0.0
-        if not found or (between > 0 and between >= enough(found[-1])):
-            found.append([])
-        found[-1].append(item)
+        between = gap(*sorted((last, place))) if groups else 0.0
+        if not groups or (between > 0 and between >= enough(groups[-1])):
+            groups.append([])
+        groups[-1].append(item)
         last = place
-    return found
+    return groups
 
 
 def bytes_moved(wait: fx.Node, indices: Iterable[int]) -> int:
-    """Bytes of the full tensors that the gather behind `wait` gives at `indices`."""
+    """Bytes of the full tensors at `indices` that the gather of `wait` returns."""
     return sum(bytes_of(wait.meta["val"][index]) for index in set(indices))

@@ -1,4 +1,4 @@
-"""The seconds and bytes of many orders of the same nodes, equal to those of `score_of`."""
+"""Score many orders of the same nodes by seconds and bytes, as `score_of` scores a program."""
 
 from __future__ import annotations
 
@@ -23,10 +23,11 @@ _COMPUTE, _LAUNCH, _AWAIT = range(3)
 
 @dataclass(frozen=True)
 class OrderScorer:
-    """Scores orders of the nodes of a program, which stays as it is.
+    """Scores orders of the nodes of a program without changing it.
 
-    cost: by node, its seconds on its stream. steps: by node, what the walk does there, for those
-    that take time or wait for something.
+    budget: the program's budget. lifetimes: its storages. cost: by node, its seconds on its stream.
+    steps: by node that takes time or waits, the kind of step, seconds of compute, the stream it
+    launches on, and the node it waits for.
     """
 
     budget: Budget
@@ -36,7 +37,7 @@ class OrderScorer:
 
     @classmethod
     def of(cls, program: Program, plan: ShardingPlan, budget: Budget) -> OrderScorer:
-        """A scorer for `program`, with the seconds and the bytes that count in `budget`."""
+        """The scorer of a finished `program`; seconds and bytes count as in `budget`."""
         hardware = budget.hardware
         cost = {node: node_seconds(node, program, hardware) for node in program.nodes()}
         steps: dict[fx.Node, tuple[int, float, str, fx.Node | None]] = {}
@@ -55,14 +56,14 @@ class OrderScorer:
         return cls(budget, Lifetimes.of(program, budget), cost, steps)
 
     def score(self, order: Sequence[fx.Node]) -> Score:
-        """Seconds of forward and backward and the most bytes held, of all nodes in this order."""
-        held = self.lifetimes.live(self.lifetimes.places(order))
-        return Score(self.seconds(order), max(0, int(held.max())))
+        """Seconds of forward and backward in `order`, and the maximum bytes held."""
+        live = self.lifetimes.live(self.lifetimes.places(order))
+        return Score(self.seconds(order), max(0, int(live.max())))
 
     def seconds(self, order: Sequence[fx.Node]) -> float:
-        """Seconds of forward and backward (see `graphshard.cost.timeline`)."""
+        """Seconds of forward and backward in `order` (see `graphshard.cost.timeline`)."""
         clocks = Clocks(self.budget.hardware.contention)
-        done: dict[fx.Node, float] = {}
+        ends: dict[fx.Node, float] = {}
         steps = self.steps
         for node in order:
             step = steps.get(node)
@@ -71,19 +72,19 @@ class OrderScorer:
             kind, seconds, stream, source = step
             if kind == _AWAIT:
                 assert source is not None
-                clocks.wait(done.get(source, 0.0))
+                clocks.wait(ends.get(source, 0.0))
                 continue
             clocks.compute(seconds)
             if kind == _LAUNCH:
-                done[node] = clocks.launch(stream, self.cost[node])
+                ends[node] = clocks.launch(stream, self.cost[node])
         return clocks.end
 
 
 def budget_of(program: Program) -> Budget:
-    """The budget that `program` is scheduled in.
+    """The byte budget of `program`.
 
     Raises:
-        PassError: it has none yet.
+        PassError: the program has no budget.
     """
     if program.budget is None:
         raise PassError(
@@ -93,10 +94,10 @@ def budget_of(program: Program) -> Budget:
 
 
 def score_of(program: Program, plan: ShardingPlan) -> Score:
-    """The score of a finished `program`, counted as its budget counts.
+    """The score of a finished `program`, counted as in its budget.
 
     Raises:
-        PassError: it has no budget.
+        PassError: the program has no budget.
     """
     budget = budget_of(program)
     seconds = timeline_of(program, plan, budget.hardware).seconds

@@ -1,8 +1,8 @@
 """A finished program as a table: the nodes that stay in order, and the jobs that may move.
 
-What stays (the frame) is compute and whatever else has its place among it: copies of activations,
-parts kept by `reshard`, gradients kept for later. A job is a collective with the transfers into it,
-its wait with what follows that, and the bytes that an earlier launch or a later wait holds on to.
+The frame has the nodes that stay: compute, copies of activations, parts kept by `reshard`, and
+accumulated gradients. A job is a collective with the transfers into it, and its wait with the
+transfers after it.
 """
 
 from __future__ import annotations
@@ -23,12 +23,18 @@ from graphshard.program.program import BACKWARD, Program
 
 @dataclass(eq=False)
 class Job:
-    """One collective: what is issued with it, what stands where it is waited for.
+    """One collective with the nodes that move with it.
 
-    Places are positions in the frame: `ready`, before which its operands are computed; `need`,
-    before which its result is read first, or that ends its phase; `earliest`, where its phase
-    begins. `held` are the bytes it takes over what it must: of a gather what it allocates, of a
-    reduce what is given back at its wait.
+    issue: the casts of its operands, and the collective. wait: its wait and the nodes right after
+    it. stream, seconds: the stream it occupies, and for how long.
+
+    Places are positions in the frame. ready: its operands are computed before it. need: its result
+    is first read there, or its phase ends there. earliest: its phase begins there.
+
+    from_host: copies of its shards to the device. to_host: copies of its results to the host.
+    arrivals: the `arrive` nodes of `to_host`. after: jobs whose results it reads. followers: jobs
+    that read its results. extra_bytes: bytes it holds if a gather is issued earlier, or a reduce is
+    waited for later, than necessary. local: seconds of compute that launching it takes.
     """
 
     collective: fx.Node
@@ -39,13 +45,13 @@ class Job:
     ready: int
     need: int
     earliest: int
-    fetch: list[fx.Node] = field(default_factory=list)  # copies to the device of its shards
-    sent: list[fx.Node] = field(default_factory=list)  # copies to the host of what it returns
-    arrivals: list[fx.Node] = field(default_factory=list)  # of those
-    after: set[Job] = field(default_factory=set)  # whose results it reads
-    followers: list[Job] = field(default_factory=list)  # that read its results
-    held: int = 0
-    local: float = 0.0  # seconds of compute that launching it takes
+    from_host: list[fx.Node] = field(default_factory=list)
+    to_host: list[fx.Node] = field(default_factory=list)
+    arrivals: list[fx.Node] = field(default_factory=list)
+    after: set[Job] = field(default_factory=set)
+    followers: list[Job] = field(default_factory=list)
+    extra_bytes: int = 0
+    local: float = 0.0
 
     @property
     def is_gather(self) -> bool:
@@ -54,20 +60,21 @@ class Job:
 
     @property
     def queue(self) -> str:
-        """The jobs among which its place in the order is fixed."""
+        """The name of the jobs among which its place in the order is fixed."""
         if self.is_gather:
             return "gather"
         return "average" if ops.group_of(self.collective) == ops.REPLICATE else "reduce"
 
 
 @dataclass
-class Tasks:
-    """The table of a program.
+class JobTable:
+    """The frame and the jobs of a program.
 
-    frame: the nodes that stay in order. seconds: by frame node, of the compute stream.
-    jobs: in the program's order. reads: by free, how many nodes must stand before it.
-    frees: by node, the frees that wait for it. border: the first frame place of backward.
-    head, tail: the placeholders, and the output.
+    frame: the nodes that stay in order. seconds: by frame node, its seconds on the compute stream.
+    jobs: in the program's order. reads: by free, how many nodes must stand before it. frees: by
+    node, the frees that must stand after it. border: the first frame place of backward. head, tail:
+    the placeholders, and the output. cost: by node, its seconds on its stream. contention: the
+    fraction of compute's speed that running communication takes.
     """
 
     frame: list[fx.Node]
@@ -78,8 +85,8 @@ class Tasks:
     border: int
     head: list[fx.Node]
     tail: fx.Node
-    cost: Mapping[fx.Node, float]  # seconds of every node on its stream
-    contention: float  # the part of compute's speed that communication under way takes
+    cost: Mapping[fx.Node, float]
+    contention: float
 
     @classmethod
     def of(
@@ -88,25 +95,25 @@ class Tasks:
         plan: ShardingPlan,
         budget: Budget,
         cost: Mapping[fx.Node, float],
-    ) -> Tasks:
+    ) -> JobTable:
         """The table of `program`, timed on the hardware of `budget`; `cost`: seconds by node."""
-        return _Maker(program, plan, budget, cost).tasks()
+        return _TableBuilder(program, plan, budget, cost).table()
 
     def with_early_frees(self, order: Iterable[fx.Node]) -> list[fx.Node]:
-        """`order` with each free right behind the last use of what it frees."""
+        """`order` with each free right after the last use of the parameters it frees."""
         reads = dict(self.reads)
-        found: list[fx.Node] = []
+        moved: list[fx.Node] = []
         for node in order:
             if node not in reads:
-                found.append(node)
+                moved.append(node)
             for free in self.frees.get(node, ()):
                 reads[free] -= 1
                 if not reads[free]:
-                    found.append(free)
-        return found
+                    moved.append(free)
+        return moved
 
 
-class _Maker:
+class _TableBuilder:
     def __init__(
         self, program: Program, plan: ShardingPlan, budget: Budget, cost: Mapping[fx.Node, float]
     ) -> None:
@@ -114,9 +121,9 @@ class _Maker:
         nodes = list(program.graph.nodes)
         self.place = {node: index for index, node in enumerate(nodes)}
         self.nodes = nodes
-        self.job_of: dict[fx.Node, Job] = {}  # of every node of a job
+        self.job_of: dict[fx.Node, Job] = {}  # by each of its nodes
 
-    def tasks(self) -> Tasks:
+    def table(self) -> JobTable:
         collectives = [node for node in self.nodes if ops.is_collective(node)]
         jobs = [self._claim(node) for node in collectives]
         for job in jobs:
@@ -132,7 +139,7 @@ class _Maker:
         is_backward = [node.meta["phase"] == BACKWARD for node in frame]
         border = is_backward.index(True) if True in is_backward else len(frame)
         for job in jobs:
-            self._bound(job, at, border, len(frame))
+            self._set_bounds(job, at, border, len(frame))
         reads: dict[fx.Node, int] = {}
         waiting: dict[fx.Node, list[fx.Node]] = {}
         for free in frees:
@@ -143,7 +150,7 @@ class _Maker:
             reads[free] = len(uses)
             for node in uses:
                 waiting.setdefault(node, []).append(free)
-        return Tasks(
+        return JobTable(
             frame,
             [0.0 if node.target in ops.COPIES else self.cost[node] for node in frame],
             jobs,
@@ -157,41 +164,44 @@ class _Maker:
         )
 
     def _claim(self, node: fx.Node) -> Job:
+        """Make a job of a collective and the transfers into it."""
         issue = [n for n in transfers_into(node) if n not in self.job_of]
-        fetch = [n for n in issue if n.target is ops.to_device]
+        from_host = [n for n in issue if n.target is ops.to_device]
         issue = [n for n in issue if n.target is not ops.to_device]
         seconds, stream = self.cost[node], stream_of(node)
-        job = Job(node, [*issue, node], [], stream, seconds, 0, 0, 0, fetch)
+        job = Job(node, [*issue, node], [], stream, seconds, 0, 0, 0, from_host)
         job.local = local_seconds(node, self.program, self.hardware)
-        for each in (*fetch, *job.issue):
+        for each in (*from_host, *job.issue):
             self.job_of[each] = job
         return job
 
     def _claim_wait(self, job: Job) -> None:
+        """Add the wait of a job and the transfers after it."""
         wait = wait_of(job.collective)
         assert wait is not None
-        picked = unpacks(wait)
-        further = dict.fromkeys(n for one in picked for n in transfers_after(one))
-        own = [n for n in sorted(further) if n not in self.job_of]
-        job.sent = [n for n in own if n.target is ops.to_host]
-        sent = set(job.sent)
+        results = unpacks(wait)
+        further = dict.fromkeys(n for result in results for n in transfers_after(result))
+        transfers = [n for n in sorted(further) if n not in self.job_of]
+        job.to_host = [n for n in transfers if n.target is ops.to_host]
+        copies = set(job.to_host)
         job.arrivals = [
             n
-            for n in own
+            for n in transfers
             if n.target is ops.arrive
-            and n.args[0] in sent
+            and n.args[0] in copies
             and all(user.op == "output" for user in n.users)
         ]
-        late = {*job.arrivals}
-        job.wait = [wait, *picked, *(n for n in own if n not in late)]
+        arrivals = {*job.arrivals}
+        job.wait = [wait, *results, *(n for n in transfers if n not in arrivals)]
         for each in (*job.wait, *job.arrivals):
             self.job_of[each] = job
 
-    def _bound(self, job: Job, at: dict[fx.Node, int], border: int, end: int) -> None:
+    def _set_bounds(self, job: Job, at: dict[fx.Node, int], border: int, end: int) -> None:
+        """Set the places of a job and the jobs it depends on."""
         backward = job.collective.meta["phase"] == BACKWARD
         job.earliest = border if backward else 0
         stop = end if backward else border
-        for node in (*job.fetch, *job.issue):
+        for node in (*job.from_host, *job.issue):
             for source in node.all_input_nodes:
                 other = self.job_of.get(source)
                 if source in at:

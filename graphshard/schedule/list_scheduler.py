@@ -1,15 +1,9 @@
 """The list scheduler: one walk over the compute of a step that emits all other nodes around it.
 
-Machines are the compute stream, whose order is fixed, and one per communicator, first in first out.
-
-At each place of the frame the walk knows both clocks. It ends the reduces that are done, launches
-those whose operands are there, and issues each gather where its latest start has come: latest
-starts are found backwards from the deadlines (where the results are read), the reduces in between
-being counted as work that must fit too (literature: README.md of this folder). A gather that would
-not start later for it is issued later. What a gather takes earlier, or a reduce holds longer, than
-it must is reserved in a table of bytes by place, never above the budget: where the ideal place
-breaks that, the next place that keeps it is taken; a reduce that may not be held until it is done
-is waited for where its bytes are needed.
+The compute stream has a fixed order, and each communicator is a queue. At each place of the frame
+the walk ends reduces that are done, launches reduces that are ready, and issues gathers whose
+latest start has come. The bytes of early gathers and late waits are reserved in a table by place,
+never above the budget. See README.md for the rules and their source.
 """
 
 from __future__ import annotations
@@ -23,7 +17,7 @@ from torch import Tensor, fx
 from graphshard.cost.clocks import Clocks
 from graphshard.cost.streams import stream_of
 from graphshard.program import ops
-from graphshard.schedule.jobs import Job, Tasks
+from graphshard.schedule.jobs import Job, JobTable
 
 MINIMAL = "minimal"
 
@@ -33,11 +27,12 @@ CHAIN, OWN, NONE = "chain", "own", "none"
 
 @dataclass(frozen=True)
 class Rule:
-    """How a walk decides.
+    """The decisions of a walk.
 
-    guard: which gathers go before a reduce that is ready: "chain", those that it would make start
-        later than their latest start; "own", those that it alone would make late; "none". "minimal"
-        puts everything where it holds the fewest bytes, which hides nothing.
+    guard: which gathers are issued before a reduce that is ready. "chain": gathers that would start
+        after their latest start behind the reduce; "own": gathers that would end late because of
+        this reduce alone; "none": no gathers. "minimal" places every job where it holds the fewest
+        bytes, which hides no communication.
     count_reduces: whether latest starts leave time for reduces.
     """
 
@@ -46,8 +41,8 @@ class Rule:
 
 
 @dataclass
-class Placed:
-    """All nodes of a program in an order, the seconds it takes and the most bytes, by the walk."""
+class PlacedOrder:
+    """An order of all nodes, with the seconds and the maximum bytes that the walk found for it."""
 
     order: list[fx.Node]
     seconds: float
@@ -55,144 +50,151 @@ class Placed:
 
 
 @dataclass
-class Bytes:
-    """By place of the frame, the bytes held by everything at its least, and the most allowed."""
+class ByteTable:
+    """Bytes by place of the frame, as int64 tensors of shape `(places,)`.
 
-    least: Tensor  # int64, as is most
+    least: the bytes held if each job holds the fewest. most: the bytes allowed.
+    """
+
+    least: Tensor
     most: Tensor
 
 
-def place(tasks: Tasks, rule: Rule, held: Bytes | None = None) -> Placed:
-    """An order of all nodes by `rule`; without `held` the bytes are not looked at."""
-    return _Walk(tasks, rule, held).run()
+def place(table: JobTable, rule: Rule, limits: ByteTable | None = None) -> PlacedOrder:
+    """Place all nodes by `rule`; without `limits`, bytes are not limited."""
+    return _Walk(table, rule, limits).run()
 
 
 @dataclass
 class _Flight:
+    """A reduce that was launched and is not waited for yet."""
+
     job: Job
-    done: float  # when, on the communicator's clock
-    until: int  # the place at which it is waited for at the latest
-    reserved: int = 0
+    done: float  # when it ends, on the communicator's clock
+    until: int  # the latest place of its wait
+    reserved: int = 0  # its bytes are reserved up to this place
 
 
 @dataclass
 class _Walk:
-    tasks: Tasks
+    table: JobTable
     rule: Rule
-    held: Bytes | None
+    limits: ByteTable | None
     order: list[fx.Node] = field(default_factory=list)
 
     def __post_init__(self) -> None:
-        tasks = self.tasks
+        table = self.table
         self.minimal = self.rule.guard == MINIMAL
-        self.ideal = [0.0]  # when compute reaches each place if it never waits
-        for seconds in tasks.seconds:
+        self.ideal = [0.0]  # by place, when compute reaches it if it never waits
+        for seconds in table.seconds:
             self.ideal.append(self.ideal[-1] + seconds)
-        self.clocks = Clocks(tasks.contention)
-        self.live = None if self.held is None else self.held.least.clone()
-        self.gathers = deque(job for job in tasks.jobs if job.is_gather)
+        self.clocks = Clocks(table.contention)
+        self.live = None if self.limits is None else self.limits.least.clone()
+        self.gathers = deque(job for job in table.jobs if job.is_gather)
         self.reduces = {
-            queue: deque(job for job in tasks.jobs if job.queue == queue)
+            queue: deque(job for job in table.jobs if job.queue == queue)
             for queue in ("reduce", "average")
         }
-        self.due: dict[Job, int] = {}  # by gather, where it or one behind it is needed first
-        first = len(tasks.frame)
+        self.due: dict[Job, int] = {}  # by gather, where it or a later one is first needed
+        first = len(table.frame)
         for job in reversed(self.gathers):
             first = self.due[job] = min(first, job.need)
         self.latest = self._latest_starts()
-        self.fetches = deque(job for job in self.gathers if job.fetch)
-        self.copied: dict[fx.Node, float] = {}  # when copies between device and host are there
-        self.gathered: dict[Job, float] = {}  # gathers under way: when they are done
+        self.host_gathers = deque(job for job in self.gathers if job.from_host)
+        self.copy_ends: dict[fx.Node, float] = {}  # by copy between device and host
+        self.gather_ends: dict[Job, float] = {}  # by gather that is under way
         self.flights: list[_Flight] = []
         self.ended: set[Job] = set()
-        self.late: list[fx.Node] = []  # arrivals that may wait
-        self.reads = dict(tasks.reads)
+        self.late_arrivals: list[fx.Node] = []  # of copies that no node reads
+        self.reads = dict(table.reads)
 
     # -- before the walk --------------------------------------------------------------------------
 
     def _latest_starts(self) -> dict[Job, float]:
-        """By gather, the ideal time at which it must start for no compute to wait, were there bytes
-        for all of them.
+        """By gather, the latest ideal time to start it so that compute does not wait.
+
+        The byte budget is not considered.
         """
         ideal = self.ideal
-        work: list[tuple[float, int, Job]] = []
-        for number, job in enumerate(self.tasks.jobs):
+        deadlines: list[tuple[float, int, Job]] = []
+        for number, job in enumerate(self.table.jobs):
             if job.is_gather:
-                work.append((ideal[job.need] - job.seconds, number, job))
+                deadlines.append((ideal[job.need] - job.seconds, number, job))
             elif self.rule.count_reduces and not job.after:
-                work.append((ideal[job.ready], number, job))
-        found: dict[Job, float] = {}
+                deadlines.append((ideal[job.ready], number, job))
+        latest: dict[Job, float] = {}
         free_until: dict[str, float] = {}
-        for _, _, job in sorted(work, key=lambda item: item[:2], reverse=True):
+        for _, _, job in sorted(deadlines, key=lambda item: item[:2], reverse=True):
             until = free_until.get(job.stream, float("inf"))
             if job.is_gather:
                 until = min(ideal[job.need], until)
             free_until[job.stream] = until - job.seconds
             if job.is_gather:
-                found[job] = until - job.seconds
-        earliest = float("inf")  # none overtakes another
+                latest[job] = until - job.seconds
+        earliest = float("inf")  # gathers keep their order
         for job in reversed(self.gathers):
-            earliest = found[job] = min(found[job], earliest)
-        return found
+            earliest = latest[job] = min(latest[job], earliest)
+        return latest
 
     # -- the walk ---------------------------------------------------------------------------------
 
-    def run(self) -> Placed:
-        tasks = self.tasks
-        self.order += tasks.head
-        for index, node in enumerate(tasks.frame):
-            if index == tasks.border:
+    def run(self) -> PlacedOrder:
+        table = self.table
+        self.order += table.head
+        for index, node in enumerate(table.frame):
+            if index == table.border:
                 self._cross()
-            self._settle(index)
+            self._end_reduces(index)
             self._issue(index)
-            if self.gathered:
-                for job in [job for job in self.gathered if job.need == index]:
+            if self.gather_ends:
+                for job in [job for job in self.gather_ends if job.need == index]:
                     self._end_gather(job)
             self._emit(node)
-        end = len(tasks.frame)
-        if end == tasks.border:
+        end = len(table.frame)
+        if end == table.border:
             self._cross()
         self._issue(end)
         while self.flights:
             self._end(self.flights[0], end)
-        for arrival in self.late:
+        for arrival in self.late_arrivals:
             self._emit(arrival)
-        self.order.append(tasks.tail)
+        self.order.append(table.tail)
         most = 0 if self.live is None else _most(self.live)
-        return Placed(self.order, self.clocks.end, most)
+        return PlacedOrder(self.order, self.clocks.end, most)
 
     def _cross(self) -> None:
-        """End what forward gathers for backward: what is under way cannot be kept."""
-        while self.gathers and self.gathers[0].need == self.tasks.border:
-            self._gather(self.gathers[0], self.tasks.border)
-        for job in [job for job in self.gathered if job.need == self.tasks.border]:
+        """End the gathers of forward for backward, since only ended ones may be saved."""
+        while self.gathers and self.gathers[0].need == self.table.border:
+            self._gather(self.gathers[0], self.table.border)
+        for job in [job for job in self.gather_ends if job.need == self.table.border]:
             self._end_gather(job)
 
     def _emit(self, node: fx.Node) -> None:
+        """Append `node` to the order, advance the clocks, and emit the frees that it allows."""
         self.order.append(node)
         if node.target in ops.COPIES:
             stream = stream_of(node)
-            self.copied[node] = self.clocks.launch(stream, self.tasks.cost[node])
+            self.copy_ends[node] = self.clocks.launch(stream, self.table.cost[node])
         elif node.target is ops.arrive:
-            self.clocks.wait(self.copied[node.all_input_nodes[0]])
+            self.clocks.wait(self.copy_ends[node.all_input_nodes[0]])
         else:
-            self.clocks.compute(self.tasks.cost[node])
-        for free in self.tasks.frees.get(node, ()):
+            self.clocks.compute(self.table.cost[node])
+        for free in self.table.frees.get(node, ()):
             self.reads[free] -= 1
             if not self.reads[free]:
                 self._emit(free)
 
-    def _settle(self, index: int) -> None:
-        """End the reduces that are done, or may be held no longer."""
+    def _end_reduces(self, index: int) -> None:
+        """End the reduces that are done or whose bytes may not be held any longer."""
         for flight in list(self.flights):
             if self.clocks.now >= flight.done or flight.until <= index or self.minimal:
                 self._end(flight, index)
 
     def _issue(self, index: int) -> None:
-        """Issue gathers whose time has come, launch reduces that are ready."""
+        """Issue the gathers that are due, and launch the reduces that are ready."""
         while True:
-            reduce = self._ready(index)
-            gather = self._wanted(index, reduce)
+            reduce = self._next_reduce(index)
+            gather = self._next_gather(index, reduce)
             if gather is not None:
                 self._gather(gather, index)
             elif reduce is not None:
@@ -200,20 +202,21 @@ class _Walk:
             else:
                 return
 
-    def _ready(self, index: int) -> Job | None:
+    def _next_reduce(self, index: int) -> Job | None:
+        """A reduce that is ready; None if there is none."""
         for queue in self.reduces.values():
             if queue and queue[0].ready <= index and self._follows(queue[0], index):
                 return queue[0]
         return None
 
     def _follows(self, job: Job, index: int) -> bool:
-        """Whether the phase of `job` has begun, and what it reads of another job is there."""
+        """Whether the phase of `job` has begun and the jobs it depends on have ended."""
         return job.earliest <= index and job.after <= self.ended
 
     # -- gathers ----------------------------------------------------------------------------------
 
-    def _wanted(self, index: int, reduce: Job | None) -> Job | None:
-        """The next gather, if it is to be issued at this place."""
+    def _next_gather(self, index: int, reduce: Job | None) -> Job | None:
+        """The next gather if it must be issued at this place; None otherwise."""
         if not self.gathers:
             return None
         job = self.gathers[0]
@@ -223,7 +226,7 @@ class _Walk:
             return job
         if self.minimal:
             return None
-        # In this order, as few gathers are due and looking at bytes takes longest.
+        # Few gathers are due, and checking the bytes takes longest.
         due = self._is_due(job, index) or self._goes_before(job, reduce, index)
         return job if due and self._fits(job, index) else None
 
@@ -231,12 +234,12 @@ class _Walk:
         """Whether a gather would start late if it were issued at the next place."""
         if self.ideal[index + 1] <= self.latest[job]:
             return False
-        waits = [done for other, done in self.gathered.items() if other.need == index]
-        reached = max([self.clocks.now, *waits]) + self.tasks.seconds[index]  # the next place
+        waits = [done for other, done in self.gather_ends.items() if other.need == index]
+        reached = max([self.clocks.now, *waits]) + self.table.seconds[index]  # the next place
         return self.clocks.ends.get(job.stream, 0.0) < reached
 
     def _goes_before(self, job: Job, reduce: Job | None, index: int) -> bool:
-        """Whether a gather would be late if `reduce`, which is ready, went before it."""
+        """Whether a gather would be late if `reduce`, which is ready, were issued before it."""
         if reduce is None or reduce.stream != job.stream or self.rule.guard == NONE:
             return False
         behind = self.clocks.now - self.ideal[index]
@@ -247,38 +250,40 @@ class _Walk:
         return free_at > limit + behind
 
     def _fits(self, job: Job, index: int) -> bool:
-        if self.live is None or self.held is None:
+        """Whether the bytes of a gather issued at `index` stay in the limits."""
+        if self.live is None or self.limits is None:
             return True
         places = slice(index, job.need)
-        return bool((self.live[places] + job.held <= self.held.most[places]).all())
+        return bool((self.live[places] + job.extra_bytes <= self.limits.most[places]).all())
 
     def _gather(self, job: Job, index: int) -> None:
         self.gathers.popleft()
         if self.live is not None:
-            self.live[index : job.need] += job.held
-        # Its shards come from the host at the latest now, those of the next one are on their way.
-        for ahead in list(self.fetches)[:2]:
+            self.live[index : job.need] += job.extra_bytes
+        # Issue the copies of its shards from the host, and those of the next gather ahead.
+        for ahead in list(self.host_gathers)[:2]:
             if ahead.earliest <= index:
-                self.fetches.remove(ahead)
-                for node in ahead.fetch:
+                self.host_gathers.remove(ahead)
+                for node in ahead.from_host:
                     self._emit(node)
         for node in job.issue[:-1]:
             self._emit(node)
         self.order.append(job.collective)
-        self.gathered[job] = self.clocks.launch(job.stream, job.seconds)
+        self.gather_ends[job] = self.clocks.launch(job.stream, job.seconds)
 
     def _end_gather(self, job: Job) -> None:
-        self.clocks.wait(self.gathered.pop(job))
+        self.clocks.wait(self.gather_ends.pop(job))
         self._finish(job)
 
     def _finish(self, job: Job) -> None:
-        if job.sent:
-            late, self.late = self.late, []
-            for arrival in late:
+        """Emit the wait of a job and the nodes after it."""
+        if job.to_host:
+            arrivals, self.late_arrivals = self.late_arrivals, []
+            for arrival in arrivals:
                 self._emit(arrival)
         for node in job.wait:
             self._emit(node)
-        self.late += job.arrivals
+        self.late_arrivals += job.arrivals
         self.ended.add(job)
 
     # -- reduces ----------------------------------------------------------------------------------
@@ -295,35 +300,35 @@ class _Walk:
         if self.minimal:
             self._end(flight, index)
             return
-        if self.live is None or self.held is None:
+        if self.live is None or self.limits is None:
             return
         until = min(
             job.need, bisect_left(self.ideal, done - self.clocks.now + self.ideal[index], index)
         )
-        while self._over(job, index, until) == index and len(self.flights) > 1:
+        while self._first_over(job, index, until) == index and len(self.flights) > 1:
             self._end(self.flights[0], index)  # launched earlier, so done earlier
         if flight not in self.flights:
-            return  # ended for a follower of one of those
-        until = flight.until = self._over(job, index, until)
-        self.live[index:until] += job.held
+            return  # it was ended for a follower of another flight
+        until = flight.until = self._first_over(job, index, until)
+        self.live[index:until] += job.extra_bytes
         flight.reserved = until
-        if until == index < len(self.tasks.frame):
+        if until == index < len(self.table.frame):
             self._end(flight, index)
 
-    def _over(self, job: Job, index: int, until: int) -> int:
-        """The first place at which the bytes of `job` break the budget, else `until`."""
+    def _first_over(self, job: Job, index: int, until: int) -> int:
+        """The first place at which the bytes of `job` exceed the limits; `until` if none."""
         assert self.live is not None
-        assert self.held is not None
-        over = self.live[index:until] + job.held > self.held.most[index:until]
+        assert self.limits is not None
+        over = self.live[index:until] + job.extra_bytes > self.limits.most[index:until]
         return index + int(over.int().argmax()) if over.any() else until
 
     def _end(self, flight: _Flight, index: int) -> None:
-        """Wait for a reduce if none of its followers did, and launch what reads its results."""
+        """Wait for a reduce unless a follower did, and launch the reduces that read its results."""
         if flight not in self.flights:
             return
         self.flights.remove(flight)
         if self.live is not None and flight.reserved > index:
-            self.live[index : flight.reserved] -= flight.job.held
+            self.live[index : flight.reserved] -= flight.job.extra_bytes
         self.clocks.wait(flight.done)
         self._finish(flight.job)
         for follower in flight.job.followers:
@@ -334,5 +339,5 @@ class _Walk:
                     break
 
 
-def _most(held: Tensor) -> int:
-    return int(held.max()) if held.numel() else 0
+def _most(live: Tensor) -> int:
+    return int(live.max()) if live.numel() else 0

@@ -1,4 +1,4 @@
-"""The bytes that a program would hold with its nodes in another order."""
+"""Bytes that a program holds with its nodes in another order."""
 
 from __future__ import annotations
 
@@ -11,25 +11,26 @@ from torch import Tensor, fx
 from graphshard.cost.memory import BUFFERS, buffers_of
 from graphshard.program.annotations import Budget
 from graphshard.program.program import Program
-from graphshard.program.storages import GRADIENTS, PARAMETERS, Storage, storages_of
-from graphshard.schedule.jobs import Tasks
-from graphshard.schedule.list_scheduler import Bytes
+from graphshard.program.storages import FULL_GRADIENTS, PARAMETERS, Storage, storages_of
+from graphshard.schedule.jobs import JobTable
+from graphshard.schedule.list_scheduler import ByteTable
 
-_SHARDING = frozenset({PARAMETERS, GRADIENTS, BUFFERS})
+_SHARDING = frozenset({PARAMETERS, FULL_GRADIENTS, BUFFERS})
 
 
 @dataclass(frozen=True)
 class Lifetimes:
     """The storages of a program that count in a budget, by the nodes that bound their lifetimes.
 
-    Storages that outlive the step come last and have no ends. Tensors are int64, one entry per
-    storage, unless said otherwise.
+    Storages that outlive the step come last and have no ends. Tensors are int64 with one entry per
+    storage, except where noted.
 
-    number: by node, its number in the tensors. size: in bytes. first: the node at which the storage
-    is born; -1 for the beginning of the step. late: places behind `first`. ends: the nodes that use
-    storages, for all of them in a row. owner: by entry of `ends`, the index of the storage. over:
-    places behind the last of its ends at which a storage dies; for those with ends. sharding: bool,
-    whether it is an unsharded parameter, a gradient to reduce, or a buffer of a collective.
+    number: by node, its number in the tensors. size: bytes. first: the number of the node at which
+    the storage is born; -1 for the beginning of the step. late: places after `first`. ends: numbers
+    of the nodes that use storages, one storage after the other. owner: by entry of `ends`, the
+    index of its storage. over: places after the last of its ends at which a storage dies, only for
+    storages with ends. sharding: bool, whether it is an unsharded parameter, a gradient to reduce,
+    or a buffer of a collective.
     """
 
     number: Mapping[fx.Node, int]
@@ -58,7 +59,7 @@ class Lifetimes:
         return cls(
             number,
             _array(storage.size for storage in storages),
-            _array(_number(storage, number) for storage in storages),
+            _array(_first_number(storage, number) for storage in storages),
             _array(storage.late for storage in storages),
             _array(ends),
             _array(owner),
@@ -67,21 +68,27 @@ class Lifetimes:
         )
 
     def places(self, order: Iterable[fx.Node]) -> Tensor:
-        """By node, where it stands in `order`, which has all nodes."""
+        """By node number, the place of each node in `order`, which has all nodes; int64."""
         numbers = torch.tensor([self.number[node] for node in order])
         places = torch.empty(len(self.number), dtype=torch.int64)
         places[numbers] = torch.arange(len(self.number))
         return places
 
     def spans(self, places: Tensor) -> tuple[Tensor, Tensor]:
-        """The places at which each storage is born, and at which each that has an end dies."""
+        """By storage, the place of its birth, and of its death if it has ends; int64.
+
+        `places` is from `places`.
+        """
         born = torch.where(self.first < 0, 0, places[self.first]) + self.late
         last = torch.zeros(len(self.over), dtype=torch.int64)
         last.scatter_reduce_(0, self.owner, places[self.ends], "amax", include_self=False)
         return born, last + self.over
 
     def live(self, places: Tensor, *, sharding: bool = False) -> Tensor:
-        """By place, the bytes alive while the node there runs; or only those of `sharding`."""
+        """By place, the bytes alive while the node there runs, as int64 of shape `(nodes,)`.
+
+        With `sharding`, only storages that exist because of sharding count.
+        """
         born, dies = self.spans(places)
         size = self.size * self.sharding if sharding else self.size
         change = torch.zeros(len(places) + 2, dtype=torch.int64)
@@ -90,7 +97,7 @@ class Lifetimes:
         return change.cumsum(0)[: len(places)]
 
     def sharding_bytes(self, order: Iterable[fx.Node]) -> int:
-        """The most bytes of `sharding` held at once in `order`."""
+        """The maximum bytes held at once because of sharding, in `order`."""
         return int(self.live(self.places(order), sharding=True).max())
 
 
@@ -98,45 +105,51 @@ def _array(numbers: Iterable[int]) -> Tensor:
     return torch.tensor(list(numbers), dtype=torch.int64)
 
 
-def _number(storage: Storage, number: Mapping[fx.Node, int]) -> int:
+def _first_number(storage: Storage, number: Mapping[fx.Node, int]) -> int:
     return -1 if storage.first is None else number[storage.first]
 
 
 def least_bytes(
-    order: Sequence[fx.Node], lifetimes: Lifetimes, tasks: Tasks, budget: Budget
-) -> Bytes:
-    """The bytes at each place of the frame in an `order` in which all jobs stand at their least.
+    order: Sequence[fx.Node], lifetimes: Lifetimes, table: JobTable, budget: Budget
+) -> ByteTable:
+    """The bytes at each place of the frame in an `order` where each job holds the fewest bytes.
 
-    Also writes to each job the bytes it holds from an earlier launch (a gather) or up to a later
-    wait (a reduce).
+    It also sets `Job.extra_bytes` of each job in `table`.
+
+    Args:
+        order: all nodes, placed by the rule "minimal".
+        lifetimes: the storages of the program.
+        table: its jobs.
+        budget: the most bytes allowed at each place.
     """
     places = lifetimes.places(order)
     count = len(places)
-    least = bytes_by_frame(lifetimes.live(places), places, lifetimes, tasks)
+    least = bytes_by_frame(lifetimes.live(places), places, lifetimes, table)
     born, dies = lifetimes.spans(places)
     starting, ending = torch.zeros((2, count + 2), dtype=torch.int64)
     starting.index_add_(0, born, lifetimes.size)
     ending.index_add_(0, dies, lifetimes.size[: len(dies)])
-    for job in tasks.jobs:
+    for job in table.jobs:
         if job.is_gather:
-            job.held = int(starting[places[_numbers((*job.fetch, *job.issue), lifetimes)]].sum())
+            launch = _numbers((*job.from_host, *job.issue), lifetimes)
+            job.extra_bytes = int(starting[places[launch]].sum())
         else:
-            job.held = int(ending[places[_numbers(job.wait[:1], lifetimes)]].sum())
-    return Bytes(least, torch.full_like(least, budget.bytes))
+            job.extra_bytes = int(ending[places[_numbers(job.wait[:1], lifetimes)]].sum())
+    return ByteTable(least, torch.full_like(least, budget.bytes))
 
 
-def bytes_by_frame(held: Tensor, places: Tensor, lifetimes: Lifetimes, tasks: Tasks) -> Tensor:
-    """The bytes `held` at each place of an order, by place of the frame.
+def bytes_by_frame(live: Tensor, places: Tensor, lifetimes: Lifetimes, table: JobTable) -> Tensor:
+    """The maximum of `live`, bytes at each place of an order, by place of the frame.
 
-    What is alive between two nodes of the frame counts at the second.
+    Bytes alive between two nodes of the frame count at the second. Both are int64 tensors.
     """
-    frame = places[_numbers(tasks.frame, lifetimes)]
+    frame = places[_numbers(table.frame, lifetimes)]
     owner = torch.zeros(len(places), dtype=torch.int64)
     owner[frame] = 1
     # A node's place in the frame is the number of frame nodes before it.
     owner = (owner.cumsum(0) - owner).clamp(max=max(0, len(frame) - 1))
-    found = torch.zeros(max(1, len(frame)), dtype=torch.int64)
-    return found.scatter_reduce_(0, owner, held, "amax")
+    by_frame = torch.zeros(max(1, len(frame)), dtype=torch.int64)
+    return by_frame.scatter_reduce_(0, owner, live, "amax")
 
 
 def _numbers(nodes: Iterable[fx.Node], lifetimes: Lifetimes) -> Tensor:

@@ -13,66 +13,80 @@ from graphshard.program.annotations import Budget, Score
 from graphshard.program.pass_protocol import PassLike, apply_passes
 from graphshard.program.program import Program
 from graphshard.schedule.evaluate import OrderScorer, budget_of
-from graphshard.schedule.jobs import Tasks
-from graphshard.schedule.list_scheduler import CHAIN, MINIMAL, NONE, OWN, Bytes, Placed, Rule, place
+from graphshard.schedule.jobs import JobTable
+from graphshard.schedule.list_scheduler import (
+    CHAIN,
+    MINIMAL,
+    NONE,
+    OWN,
+    ByteTable,
+    PlacedOrder,
+    Rule,
+    place,
+)
 from graphshard.schedule.memory import bytes_by_frame, least_bytes
 
 SLACK = 1e-3
-"""The part of a step's time by which a order_holding_less order may take longer."""
+"""The fraction of a step's time by which `order_holding_less` may prolong it."""
 
 
-_NEAR = 64  # the bisection ends within such a part of what is held
+_PRECISION = 64  # the bisection ends within this fraction (1/64) of the bytes held
 
 
 def order_holding_less(
     order: list[fx.Node],
     seconds: float,
-    tasks: Tasks,
+    table: JobTable,
     scorer: OrderScorer,
-    held: Bytes,
+    limits: ByteTable,
     rule: Rule,
 ) -> tuple[list[fx.Node], Score]:
-    """An order as fast as allowed that holds the fewest bytes because of sharding, by bisection.
+    """Find the order that holds the fewest bytes because of sharding, by bisection.
 
     Such bytes are unsharded parameters, gradients to reduce, and buffers of collectives.
 
     Args:
-        order: of all nodes.
-        seconds: how long an order may take.
-        tasks: what is placed.
-        scorer: gives the seconds and the bytes of an order.
-        held: what the list scheduler may take without this.
-        rule: how it decides.
+        order: the order of all nodes to start from.
+        seconds: the maximum time of an order.
+        table: the jobs to place.
+        scorer: the scorer of orders.
+        limits: the bytes by place of the frame.
+        rule: the rule of the list scheduler.
+
+    Returns:
+        An order that takes at most `seconds`, and its score.
     """
-    found, score = order, scorer.score(order)
+    best, score = order, scorer.score(order)
     lifetimes = scorer.lifetimes
-    places = lifetimes.places(place(tasks, Rule(MINIMAL)).order)
-    own = bytes_by_frame(lifetimes.live(places, sharding=True), places, lifetimes, tasks)
-    others = held.least - own
-    most, least = lifetimes.sharding_bytes(order), int(own.max())
-    while most - least > most // _NEAR:
+    places = lifetimes.places(place(table, Rule(MINIMAL)).order)
+    sharding = bytes_by_frame(lifetimes.live(places, sharding=True), places, lifetimes, table)
+    others = limits.least - sharding
+    most, least = lifetimes.sharding_bytes(order), int(sharding.max())
+    while most - least > most // _PRECISION:
         middle = (most + least) // 2
-        placed = place(tasks, rule, Bytes(held.least, torch.minimum(held.most, others + middle)))
+        allowed = ByteTable(limits.least, torch.minimum(limits.most, others + middle))
+        placed = place(table, rule, allowed)
         trial = scorer.score(placed.order)
-        bytes_now = lifetimes.sharding_bytes(placed.order)
-        if trial.seconds <= seconds and trial.bytes <= score.bytes and bytes_now < most:
-            found, score, most = placed.order, trial, bytes_now
+        sharding_bytes = lifetimes.sharding_bytes(placed.order)
+        if trial.seconds <= seconds and trial.bytes <= score.bytes and sharding_bytes < most:
+            best, score, most = placed.order, trial, sharding_bytes
         else:
             least = middle
-    return found, score
+    return best, score
 
 
 _RULES = (Rule(CHAIN), Rule(OWN), Rule(NONE), Rule(CHAIN, False), Rule(OWN, False))
 
 
-_TRIES = 3  # of orders that look best, until one keeps the budget to the byte
+_MAX_TRIES = 3  # placed orders to score exactly, until one keeps the budget
 
 
 @dataclass(frozen=True)
-class Best:
-    """An order of all nodes of a program, what it costs, and whether it is another than it was.
+class BestOrder:
+    """The best order found for the nodes of a program.
 
-    sharding: the most bytes held at once for sharding's sake (see `Budget.room`).
+    score: its seconds and bytes. changed: whether it differs from the order of the graph. sharding:
+    the maximum bytes held at once because of sharding (see `Budget.room`).
     """
 
     order: list[fx.Node]
@@ -81,53 +95,62 @@ class Best:
     sharding: int
 
 
-def best_order(program: Program, plan: ShardingPlan, budget: Budget, *, lean: bool = False) -> Best:
-    """The best order of the nodes of a finished `program`: its own, if no other is preferred.
+def best_order(
+    program: Program, plan: ShardingPlan, budget: Budget, *, fewest_bytes: bool = False
+) -> BestOrder:
+    """Find the best order of the nodes of a finished `program`, without changing it.
 
-    The list scheduler (`graphshard.schedule.list_scheduler`) tries a few rules, and the best
-    order by simulation that keeps the budget is taken. If that is not faster than the present order
-    (or as fast and smaller), only frees are moved. With `lean`, the one that holds the fewest bytes
-    because of sharding is taken of those as fast.
+    The list scheduler tries a few rules, and the best order by simulation that keeps the budget is
+    taken. If it is not faster than the present order (or as fast and smaller), only frees are
+    moved, or nothing.
+
+    Args:
+        program: a finished program.
+        plan: the plan it was rewritten by.
+        budget: its byte budget.
+        fewest_bytes: among orders that are as fast, take the one that holds the fewest bytes
+            because of sharding.
     """
-    as_it_is = list(program.graph.nodes)
+    present = list(program.graph.nodes)
     scorer = OrderScorer.of(program, plan, budget)
-    before = scorer.score(as_it_is)
-    tasks = Tasks.of(program, plan, budget, scorer.cost)
-    least = place(tasks, Rule(MINIMAL))
-    held = least_bytes(least.order, scorer.lifetimes, tasks, budget)
-    for rule, placed in (*_ranked(tasks, held)[:_TRIES], (Rule(), least)):
+    before = scorer.score(present)
+    table = JobTable.of(program, plan, budget, scorer.cost)
+    least = place(table, Rule(MINIMAL))
+    limits = least_bytes(least.order, scorer.lifetimes, table, budget)
+    for rule, placed in (*_ranked(table, limits)[:_MAX_TRIES], (Rule(), least)):
         chosen = rule
-        found, score = placed.order, scorer.score(placed.order)
+        order, score = placed.order, scorer.score(placed.order)
         if budget.allows(score):
             break
     if not budget.prefers(score, before):
-        found = tasks.with_early_frees(as_it_is)
-        score = scorer.score(found)
+        order = table.with_early_frees(present)
+        score = scorer.score(order)
     if not budget.prefers(score, before):
-        found, score = as_it_is, before
-    if lean:
-        # Whoever says how many bytes there are wants time for them.
+        order, score = present, before
+    if fewest_bytes:
+        # With a `memory_budget`, no time is given up to hold fewer bytes.
         slack = 0.0 if budget.of_policy else SLACK
         longest = max(score.seconds, min(score.seconds * (1 + slack), before.seconds))
-        found, score = order_holding_less(found, longest, tasks, scorer, held, chosen)
-    return Best(found, score, found is not as_it_is, scorer.lifetimes.sharding_bytes(found))
+        order, score = order_holding_less(order, longest, table, scorer, limits, chosen)
+    return BestOrder(order, score, order is not present, scorer.lifetimes.sharding_bytes(order))
 
 
-def _ranked(tasks: Tasks, held: Bytes) -> list[tuple[Rule, Placed]]:
-    """An order by each rule, those that look best first."""
-    found: list[tuple[Rule, Placed]] = []
+def _ranked(table: JobTable, limits: ByteTable) -> list[tuple[Rule, PlacedOrder]]:
+    """The placed order of each rule, the best by the walk first."""
+    ranked: list[tuple[Rule, PlacedOrder]] = []
     for rule in _RULES:
-        placed = place(tasks, rule, held)
+        placed = place(table, rule, limits)
         score = Score(placed.seconds, placed.bytes)
-        at = sum(not score.beats(Score(other.seconds, other.bytes)) for _, other in found)
-        found.insert(at, (rule, placed))
-    return found
+        at = sum(not score.beats(Score(other.seconds, other.bytes)) for _, other in ranked)
+        ranked.insert(at, (rule, placed))
+    return ranked
 
 
 @dataclass(frozen=True)
 class Trial:
-    """A rewritten copy of a program, its best order with the score of that, and the most bytes that
-    it then holds for sharding's sake.
+    """A program, its best order, and the score of that order.
+
+    sharding: the maximum bytes that it holds at once because of sharding.
     """
 
     program: Program
@@ -136,41 +159,45 @@ class Trial:
     sharding: int
 
 
-def scheduled(
-    program: Program, plan: ShardingPlan, rest: Sequence[PassLike] = (), *, lean: bool = False
+def trial_of(
+    program: Program,
+    plan: ShardingPlan,
+    rest: Sequence[PassLike] = (),
+    *,
+    fewest_bytes: bool = False,
 ) -> Trial:
-    """A trial of `program` after the passes `rest`, in its best order; `program` stays as it is.
+    """Find the best order of `program` after the passes `rest`, without changing `program`.
 
-    `lean` is that of `best_order`.
+    `fewest_bytes` is that of `best_order`.
 
     Raises:
-        PassError: it has no budget; or from one of `rest`.
+        PassError: the program has no budget, or one of `rest` raises it.
     """
     if rest:
         program = program.copy()
     apply_passes(rest, program, plan)
-    best = best_order(program, plan, budget_of(program), lean=lean)
+    best = best_order(program, plan, budget_of(program), fewest_bytes=fewest_bytes)
     return Trial(program, best.order, best.score, best.sharding)
 
 
-def tried(
+def trial_after(
     step: PassLike, program: Program, plan: ShardingPlan, rest: Sequence[PassLike] = ()
 ) -> Trial | None:
-    """A trial of `program` after `step` and then `rest`; None if `step` changes nothing.
+    """The trial of a copy of `program` after `step` and `rest`; None if `step` changes nothing.
 
     Raises:
-        PassError: from a pass; or the program has no budget.
+        PassError: the program has no budget, or a pass raises it.
     """
     changed = program.copy()
     step.apply(changed, plan)
     if _form(changed) == _form(program):
         return None
     apply_passes(rest, changed, plan)
-    return scheduled(changed, plan)
+    return trial_of(changed, plan)
 
 
 def _form(program: Program) -> list[tuple[str, str, tuple[str, ...]]]:
-    """What tells the nodes of a program from another's that was made from it."""
+    """The names, keyword arguments and inputs of all nodes, which a pass may change."""
     return [
         (node.name, str(node.kwargs) if node.kwargs else "", tuple(map(str, node.all_input_nodes)))
         for node in program.graph.nodes

@@ -35,7 +35,7 @@ from graphshard.program import ops
 from graphshard.program.aliases import cast_dtype
 from graphshard.program.collective import OneTensor
 from graphshard.program.program import Program
-from graphshard.recompute.regions import dropped
+from graphshard.recompute.regions import dropout_of
 from graphshard.torch_private.compat import SYMBOLIC
 
 _aten = torch.ops.aten
@@ -360,7 +360,7 @@ class Values:
                 self._enter(node, (ops.cast, (self.number(source), self.number(dtype)), ()))
         elif node.target is _aten.clone.default and len(node.args) == 1 and not node.kwargs:
             self._set(node, self.number(node.args[0]))
-        elif (dropout := dropped(node)) is not None:
+        elif (dropout := dropout_of(node)) is not None:
             value, p, _ = dropout.args
             scale = 0.0 if p == 1 else 1.0 / (1.0 - p)  # type: ignore[operator]
             mask = self.intern((operator.getitem, (self.of_node[dropout], self.number(1)), ()))

@@ -26,7 +26,7 @@ from graphshard.pipeline import default_passes, run_passes
 from graphshard.policy.units import Policy
 from graphshard.program.pass_protocol import Pass
 from graphshard.program.program import BACKWARD, Program
-from graphshard.program.storages import GRADIENTS, storages_of
+from graphshard.program.storages import FULL_GRADIENTS, storages_of
 from graphshard.schedule.evaluate import score_of
 from graphshard.verify.rules import verify
 
@@ -105,8 +105,8 @@ def test_the_embedding_s_gradient_is_made_and_reduced_in_pieces() -> None:
     assert shapes == [(VOCAB, 2)] * 3
     assert "80 bytes of columns 2:4, 1 param: f32[10, 2]" in str(program)
     whole, _ = finer(toys.blocks, REDUCES)
-    made = [s for s in storages_of(whole).all if s.kind == GRADIENTS][-1]
-    pieces = [s for s in storages_of(program).all if s.kind == GRADIENTS][-3:]
+    made = [s for s in storages_of(whole).all if s.kind == FULL_GRADIENTS][-1]
+    pieces = [s for s in storages_of(program).all if s.kind == FULL_GRADIENTS][-3:]
     assert [piece.size for piece in pieces] == [made.size // 3] * 3
     assert pieces[0].dies < pieces[2].born
 

@@ -26,7 +26,7 @@ from graphshard.program.annotations import Budget
 from graphshard.program.pass_protocol import Pass
 from graphshard.program.program import Program
 from graphshard.schedule.evaluate import OrderScorer, score_of
-from graphshard.schedule.jobs import Tasks
+from graphshard.schedule.jobs import JobTable
 from graphshard.schedule.list_scheduler import MINIMAL, Rule, place
 from graphshard.schedule.memory import least_bytes
 from graphshard.schedule.search import SLACK, best_order
@@ -153,7 +153,9 @@ def test_of_orders_that_take_as_long_the_one_that_holds_least_is_taken() -> None
     plan = toys.make_toy_plan(program, ["", *(f"layers.{i}" for i in range(4))], policy)
     run_passes(program, plan, alone(policy)[:-1])
     assert program.budget is not None
-    wide, lean = (best_order(program, plan, program.budget, lean=lean) for lean in (False, True))
+    wide, lean = (
+        best_order(program, plan, program.budget, fewest_bytes=fewest) for fewest in (False, True)
+    )
     assert lean.sharding < wide.sharding
     assert lean.score.bytes <= wide.score.bytes
     assert lean.score.seconds <= wide.score.seconds * (1 + SLACK)
@@ -294,10 +296,10 @@ def test_the_walk_and_the_simulation_agree(build: Any, fields: dict[str, Any]) -
     machine = UNIT.with_(contention=0.25)
     program.budget = Budget(10**9, machine, of_policy=False)
     scorer = OrderScorer.of(program, plan, program.budget)
-    tasks = Tasks.of(program, plan, program.budget, scorer.cost)
-    least = place(tasks, Rule(MINIMAL))
-    held = least_bytes(least.order, scorer.lifetimes, tasks, program.budget)
-    for placed in (least, place(tasks, Rule(), held)):
+    table = JobTable.of(program, plan, program.budget, scorer.cost)
+    least = place(table, Rule(MINIMAL))
+    held = least_bytes(least.order, scorer.lifetimes, table, program.budget)
+    for placed in (least, place(table, Rule(), held)):
         assert sorted(placed.order) == list(program.graph.nodes), "none is lost, none twice"
         for node in placed.order[:-1]:
             program.output_node.prepend(node)

@@ -17,7 +17,7 @@ from graphshard.policy.units import Policy
 from graphshard.program import ops
 from graphshard.program.pass_protocol import Pass
 from graphshard.program.program import Program
-from graphshard.program.storages import GRADIENTS, live_unsharded, storages_of
+from graphshard.program.storages import FULL_GRADIENTS, live_unsharded, storages_of
 from graphshard.runtime.accumulated import Mode, passes_for
 
 # Any compute of another unit is far; any parameter is worth a gather.
@@ -90,7 +90,7 @@ def most_unsharded(program: Program) -> int:
 
 def gradient_bytes(program: Program) -> int:
     """The most bytes of full gradients that wait to be reduced at once."""
-    held = [s for s in storages_of(program).all if s.kind == GRADIENTS]
+    held = [s for s in storages_of(program).all if s.kind == FULL_GRADIENTS]
     return max(
         sum(s.size for s in held if s.born <= place <= s.dies)
         for place in range(len(program.graph.nodes))

@@ -14,7 +14,7 @@ import toy_programs as toys
 from examples.benchmarks import scaling
 from graphshard.cost.op_cost import op_cost
 from graphshard.hardware.hardware import Hardware
-from graphshard.schedule.clusters import Work
+from graphshard.schedule.clusters import ComputeTimes
 from graphshard.torch_private.gc_pause import collect_only_new, pause_collections
 
 
@@ -73,13 +73,13 @@ def test_collections_go_on_after_an_error() -> None:
 def test_work_of_others_is_all_work_between_two_places_but_a_units_own(unit: str) -> None:
     program, _ = toys.rewritten(toys.blocks)
     hardware = Hardware.load("h100-sxm")
-    work = Work(program, hardware)
+    work = ComputeTimes(program, hardware)
     nodes = list(program.graph.nodes)
     for start in range(0, len(nodes), 7):
         for stop in range(start, len(nodes), 5):
             others = [n for n in nodes[start:stop] if str(n.meta.get("unit", "")) != unit]
             expected = sum(op_cost(n).seconds(hardware) for n in others)
-            assert work.of_others(unit, start, stop) == pytest.approx(expected, abs=1e-11)
+            assert work.outside_unit(unit, start, stop) == pytest.approx(expected, abs=1e-11)
 
 
 def rows(power: float, scale: float = 1.0) -> list[dict[str, Any]]:
