@@ -91,7 +91,7 @@ class _ProblemBuilder:
 
     @cached_property
     def _available(self) -> frozenset[fx.Node]:
-        """Values available in backward for any choice: views of parameters or of gathers."""
+        """Views of parameters, and values derived from gathers that backward issues again."""
         return frozenset(
             node
             for node, source in derived_values(self.program, self.plan).items()
