@@ -2,7 +2,7 @@
 
 Compute nodes run one after the other. A collective starts once its communicator is free and compute
 has reached the place that issues it. Its `wait` stops compute until it ends; that time is exposed
-communication. Copies between device and host work alike, with `arrive` and one stream for each
+communication. Copies between device and host do the same, with `arrive` and one stream for each
 direction. The runtime issues them in the same way. See README.md for contention.
 """
 

@@ -18,9 +18,9 @@ from networkx.algorithms.flow import preflow_push
 class Value:
     """One value of a region.
 
-    inputs: numbers of the values it is computed from, all smaller than its own, without those that
-    backward has anyway. size: bytes to save it; None if it cannot be saved (a view, a tuple).
-    cost: FLOPs to compute it again; None if that is forbidden.
+    inputs: numbers of the values it is computed from, all smaller than its own; values that are
+    always available in backward are left out. size: bytes to save it; None if it cannot be saved (a
+    view, a tuple). cost: FLOPs to compute it again; None if that is forbidden.
     """
 
     inputs: tuple[int, ...]

@@ -91,7 +91,7 @@ class _ProblemBuilder:
 
     @cached_property
     def _available(self) -> frozenset[fx.Node]:
-        """Values that backward has anyway: views of parameters, and values derived from gathers."""
+        """Views of parameters, and values derived from gathers that backward issues again."""
         return frozenset(
             node
             for node, source in derived_values(self.program, self.plan).items()
@@ -156,7 +156,7 @@ class _ProblemBuilder:
         return RegionProblem(reads, tuple(numbered), CutProblem(tuple(values), numbers))
 
     def _is_available(self, node: fx.Node) -> bool:
-        """Whether backward has the value of `node` whatever is saved."""
+        """Whether the value of `node` is available in backward for any choice."""
         if node.op != "call_function" or node in self._available:
             return True
         if isinstance(node.meta.get("val"), (Tensor, tuple, list)):

@@ -1,4 +1,4 @@
-"""The search for the best order of a program's nodes; the program itself stays as it is."""
+"""Search for the best order of a program's nodes without changing the program."""
 
 from __future__ import annotations
 
