@@ -64,6 +64,7 @@ CHANGED = {
     "strategy": "SHARD_GRAD_OP",
     "backward_prefetch": None,
     "forward_prefetch": 2,
+    "all_reduce_below": 65_536,
     "reshard_root": True,
     "reshard_after_forward": False,
     "mixed_precision": MixedPrecision(param_dtype=torch.bfloat16),

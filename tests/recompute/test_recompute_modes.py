@@ -95,7 +95,7 @@ def test_each_word_and_class_recomputes_its_part():
 
 
 def test_a_class_that_matches_nothing_is_named():
-    with pytest.raises(PolicyError, match="recompute names Conv2d, Nix, of which the model has no"):
+    with pytest.raises(PolicyError, match="recompute names Conv2d, Nix, and the model has no such"):
         make_plan(
             Mixes(), graphshard.BlockPolicy({Mix}, recompute={nn.Conv2d, "Nix"}), world_size=2
         )
