@@ -16,6 +16,8 @@ from typing import Any, TypeVar, cast
 import torch
 from torch import fx
 
+from graphshard.program.arguments import argument_key
+
 Cost = TypeVar("Cost")
 
 
@@ -105,15 +107,19 @@ def _form_of(node: fx.Node) -> Any:
 
 
 def _form(value: Any) -> Any:
+    return argument_key(value, _form_of_leaf)
+
+
+def _form_of_leaf(value: Any) -> Any:
+    """The form of a node's value, or of a tensor: shape, strides and dtype.
+
+    Raises:
+        TypeError: a size is symbolic, and so stands for different numbers.
+    """
     if isinstance(value, fx.Node):
         return _form(value.meta.get("val"))
     if isinstance(value, torch.Tensor):
         shape, strides = tuple(value.shape), tuple(value.stride())
-        if any(type(number) is not int for number in (*shape, *strides)):
-            raise TypeError("a symbolic size stands for different numbers")
-        return shape, strides, value.dtype
-    if isinstance(value, (list, tuple)):
-        return tuple(map(_form, value))
-    if isinstance(value, dict):
-        return tuple((name, _form(item)) for name, item in value.items())
-    return type(value), value
+        if all(type(number) is int for number in (*shape, *strides)):
+            return shape, strides, value.dtype
+    raise TypeError("a symbolic size stands for different numbers")

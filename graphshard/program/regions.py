@@ -31,6 +31,7 @@ from torch import Tensor, fx
 from graphshard.program import ops
 from graphshard.program.aliases import alias_inputs, is_view_op
 from graphshard.program.annotations import Regions
+from graphshard.program.arguments import argument_key
 from graphshard.torch_private import compat as torch_compat
 from graphshard.torch_private.compat import SYMBOLIC
 
@@ -224,9 +225,17 @@ def form_of(region: Region) -> tuple[Any, ...]:
         names[node] = ("input", index)
         inputs.append(_shape_of(node.meta["val"], symbols))
     calls = []
+
+    def leaf(value: Any) -> Any:
+        """A node's name in the region; outside of it a node gives a constant."""
+        if not isinstance(value, fx.Node):
+            return type(value), value
+        return names[value] if value in names else argument_key(value.meta["val"], leaf)
+
     for index, node in enumerate(region.nodes):
         names[node] = ("node", index)
-        calls.append((node.target, _constant(node.args, names), _constant(node.kwargs, names)))
+        arguments = argument_key(node.args, leaf), argument_key(node.kwargs, leaf)
+        calls.append((node.target, *arguments))
     return tuple(inputs), tuple(calls), tuple(names[node][1] for node in region.outputs)
 
 
@@ -246,19 +255,6 @@ def _renamed(size: Any, symbols: dict[Any, Any]) -> Any:
     for symbol in sorted(expression.free_symbols, key=str):
         symbols.setdefault(symbol, sympy.Symbol(f"size_{len(symbols)}"))
     return str(expression.xreplace(symbols))
-
-
-def _constant(value: Any, names: Mapping[fx.Node, tuple[str, int]]) -> Any:
-    """An argument as a hashable value that includes its type, as 1 and 1.0 differ."""
-    if isinstance(value, fx.Node):
-        return names[value] if value in names else _constant(value.meta["val"], names)
-    if isinstance(value, (list, tuple)):
-        return tuple(_constant(item, names) for item in value)
-    if isinstance(value, Mapping):
-        return tuple((key, _constant(value[key], names)) for key in value)
-    if isinstance(value, slice):
-        return tuple(_constant(v, names) for v in (value.start, value.stop, value.step))
-    return type(value), repr(value) if isinstance(value, float) else value
 
 
 def table_of(graph: fx.Graph, nodes: Iterable[fx.Node]) -> Regions:

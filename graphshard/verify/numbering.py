@@ -33,6 +33,7 @@ from torch import fx
 
 from graphshard.program import ops
 from graphshard.program.aliases import cast_dtype
+from graphshard.program.arguments import argument_key
 from graphshard.program.collective import OneTensor
 from graphshard.program.program import Program
 from graphshard.recompute.regions import dropout_of
@@ -247,15 +248,13 @@ class Values:
         """The number of a node, or a constant argument with its type, as 1 and 1.0 differ."""
         if isinstance(value, fx.Node):
             return self.of_node[value]
-        if isinstance(value, (list, tuple)):
-            return tuple(map(self.number, value))
-        if isinstance(value, dict):
-            return tuple((self.number(key), self.number(value[key])) for key in sorted(value))
-        if isinstance(value, slice):
-            return tuple(map(self.number, (value.start, value.stop, value.step)))
-        if isinstance(value, (float, *SYMBOLIC)):
-            return (type(value), repr(value))  # 0.0 differs from -0.0; adds no guard on symbols
-        return (type(value), value)
+        return argument_key(value, self._number_of_leaf)
+
+    def _number_of_leaf(self, value: Any) -> Number:
+        if isinstance(value, fx.Node):
+            return self.of_node[value]
+        # Comparing symbolic numbers would add guards; their texts do not.
+        return type(value), repr(value) if isinstance(value, SYMBOLIC) else value
 
     def reductions(self, number: Number) -> list[Number]:
         """The numbers of the value `number` reduced once, twice and so on, as far as they exist."""
