@@ -55,12 +55,7 @@ from graphshard.runtime.gather import (
 from graphshard.runtime.gloo_reduce import ReduceScatterByExchange, ReduceScatterByPairExchange
 from graphshard.runtime.group import Group
 from graphshard.runtime.host_copies import bind_transfer
-from graphshard.runtime.reduce import (
-    AllReduce,
-    LocalReduce,
-    ReduceScatterByAllReduce,
-    ReduceScatterByReduce,
-)
+from graphshard.runtime.reduce import REDUCES, LocalReduce
 from graphshard.runtime.region import Forms, pack
 
 # Only where a call starts, since a string may contain an operator's name as well.
@@ -229,14 +224,7 @@ def kind_of(op: ops.Op, group: Group, *, in_place: bool = False) -> type[BoundCo
     return AllGatherInPlace if in_place else AllGather
 
 
-_REDUCES: dict[Any, type[BoundCollective]] = {
-    ops.reduce_scatter: ReduceScatterByReduce,
-    ops.all_reduce: AllReduce,
-    ops.all_reduce_shard: ReduceScatterByAllReduce,
-}
-
-
 def _reduce_kind(op: ops.Op, group: Group) -> type[BoundCollective]:
     if op.target is ops.reduce_scatter and group.backend == "gloo":
         return ReduceScatterByPairExchange if group.size == 2 else ReduceScatterByExchange
-    return _REDUCES[op.target]
+    return REDUCES[op.target]

@@ -280,6 +280,14 @@ class LocalReduce(BoundCollective):
         return pending.buffers
 
 
+REDUCES: dict[Any, type[BoundCollective]] = {
+    ops.reduce_scatter: ReduceScatterByReduce,
+    ops.all_reduce: AllReduce,
+    ops.all_reduce_shard: ReduceScatterByAllReduce,
+}
+"""The class that runs each reduce over more than one rank; Gloo has others for a reduce_scatter."""
+
+
 def split_message(flat: Tensor, message: Message) -> Sequence[Tensor]:
     """The flat shard of each operand in a message, as views."""
     return torch.split_with_sizes(flat, message.numels) if message.packed else (flat,)
