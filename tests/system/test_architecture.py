@@ -209,6 +209,20 @@ def test_an_old_path_says_where_the_module_is(old: str) -> None:
     assert module.__spec__.name == module.__name__ == f"graphshard.{MOVED[old.partition('.')[2]]}"
 
 
+@pytest.mark.parametrize(
+    ("package", "name"),
+    [
+        ("capture", "capture"),
+        ("cli", "main"),
+        ("policy", "SizePolicy"),
+        ("program", "Program"),
+        ("verify", "verify"),
+    ],
+)
+def test_a_package_has_what_the_module_of_its_name_had(package: str, name: str) -> None:
+    assert callable(getattr(importlib.import_module(f"graphshard.{package}"), name))
+
+
 def test_the_short_paths_stay() -> None:
     ops, plan = map(importlib.import_module, ("graphshard.ops", "graphshard.plan"))
     assert ops.all_gather.__module__ == "graphshard.ops"
