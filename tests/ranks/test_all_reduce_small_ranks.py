@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from math import prod
 from typing import Any
 
@@ -12,7 +11,7 @@ import torch.distributed as dist
 from mesh_parity import GPT, by_one_process, mesh_of, near
 from models import Odd
 from parity import by_graphshard, difference
-from ranks import Checks
+from ranks import on_ranks
 
 import graphshard
 from graphshard import BlockPolicy, MixedPrecision, SizePolicy
@@ -91,21 +90,5 @@ ON_TWO = [bit_for_bit, bit_for_bit_in_bf16, checked, accumulates]
 ON_FOUR = [near_on_four, hybrid]
 
 
-@pytest.fixture(scope="module")
-def on_two() -> Checks:
-    return Checks(ON_TWO, 2, timeout=200)
-
-
-@pytest.mark.parametrize("check", ON_TWO, ids=lambda check: check.__name__)
-def test_on_two_ranks(on_two: Checks, check: Callable[[int], None]) -> None:
-    on_two.require(check)
-
-
-@pytest.fixture(scope="module")
-def on_four() -> Checks:
-    return Checks(ON_FOUR, 4, timeout=200)
-
-
-@pytest.mark.parametrize("check", ON_FOUR, ids=lambda check: check.__name__)
-def test_on_four_ranks(on_four: Checks, check: Callable[[int], None]) -> None:
-    on_four.require(check)
+test_on_two_ranks = on_ranks(ON_TWO, 2, timeout=200)
+test_on_four_ranks = pytest.mark.slow(on_ranks(ON_FOUR, 4, timeout=200))
