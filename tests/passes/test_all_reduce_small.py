@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -12,11 +11,14 @@ from toy_programs import assert_same_values, blocks, odd_params, rewritten
 
 import graphshard
 from graphshard import BlockPolicy, Hardware, MixedPrecision, ops
+from graphshard.cost.memory import BUFFERS, buffers_of
 from graphshard.errors import PassError, VerifyError
 from graphshard.passes.all_reduce_small import AllReduceSmall
+from graphshard.pipeline import default_passes
 from graphshard.planning.plan import ShardingPlan
 from graphshard.policy import Policy
 from graphshard.program.collective import params_of
+from graphshard.program.pass_protocol import stages_of
 from graphshard.program.program import Program
 from graphshard.verify import verify
 
@@ -80,18 +82,13 @@ def test_a_bound_of_nothing_is_refused() -> None:
 
 
 def test_verify_sees_a_gradient_left_whole() -> None:
-    """The op gives shards: what takes it for an all_reduce of replicated parameters is refused."""
+    """An all_reduce in its place would leave each rank a whole gradient."""
     program, plan = rewritten(blocks, Policy(all_reduce_below=1 << 30))
+    verify(program, plan, after="test", done=stages_of(*default_passes(plan.policy)))
     node = next(n for n in program.nodes() if n.target is ops.all_reduce_shard)
-    name = params_of(node)[0]
-    unit = plan.unit(plan.unit_of_param(name))
-    whole = tuple(
-        replace(layout, placement="replicate") if layout.fqn == name else layout
-        for layout in unit.layouts
-    )
-    units = tuple(replace(u, layouts=whole) if u is unit else u for u in plan.units)
-    with pytest.raises(VerifyError):
-        verify(program, replace(plan, units=units), after="test")
+    node.target = ops.all_reduce
+    with pytest.raises(VerifyError, match=f"'reduces': '{params_of(node)[0]}' is sharded"):
+        verify(program, plan, after="test", done=stages_of(*default_passes(plan.policy)))
 
 
 class Small(nn.Module):
@@ -133,7 +130,11 @@ def test_simulation_knows_that_small_messages_pay_latency() -> None:
 
 
 def test_simulation_counts_the_copy_that_is_reduced() -> None:
-    scattered, whole = (
-        graphshard.simulate(planned(below, 8), hardware="h100-sxm") for below in (0, 1 << 20)
-    )
-    assert whole.peak_bytes != scattered.peak_bytes
+    program = planned(1 << 20, 8).program
+    assert program is not None
+    copies = [
+        storage.size
+        for storage in buffers_of(program, "nccl")
+        if storage.kind == BUFFERS and storage.node.target is ops.all_reduce_shard
+    ]
+    assert copies == [4 * (64 * 64 + 64)] * 4
