@@ -8,6 +8,7 @@ import time
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Protocol
 
 from rich.console import Console
@@ -28,6 +29,10 @@ class Stages(Protocol):
         ...
 
 
+_LINE_SECONDS = 2.0
+"""The least time between two lines that count steps."""
+
+
 @dataclass
 class StageTime:
     """The seconds of one stage; `depth` is the number of stages around it."""
@@ -42,11 +47,29 @@ class Progress:
 
     Args:
         visible: show bars on stderr. None: only if stderr is a terminal, and only on rank 0.
+        lines: where stderr is no terminal (a file, a pipe), write plain lines there, one for each
+            stage as it begins and for its steps every few seconds.
+        file: write these lines to this file, too, whatever stderr is.
+
+    Raises:
+        OSError: `file` cannot be written.
     """
 
-    def __init__(self, visible: bool | None = None) -> None:
+    def __init__(
+        self,
+        visible: bool | None = None,
+        *,
+        lines: bool = False,
+        file: str | os.PathLike[str] | None = None,
+    ) -> None:
         if visible is None:
             visible = sys.stderr.isatty() and os.environ.get("RANK", "0") == "0"
+        self._writes = lines and not visible and not sys.stderr.isatty()
+        self._file = None if file is None else Path(file)
+        if self._file is not None:
+            self._file.write_text("")
+        self._begin = self._written = time.perf_counter()
+        self._counts: list[tuple[str, int, int | None]] = []
         self.times: list[StageTime] = []
         self._visible = visible
         self._bars: Bars | None = None
@@ -60,19 +83,45 @@ class Progress:
         self.times.append(entry)
         self._depth += 1
         self._show(name, total)
+        self._counts.append((name, 0, total))
+        self._write(f"{'  ' * entry.depth}{name}")
         start = time.perf_counter()
         try:
             yield
         finally:
             entry.seconds = time.perf_counter() - start
             self._depth -= 1
+            self._counts.pop()
             self._hide()
 
     def advance(self) -> None:
         """Count one step of the innermost stage as done."""
+        if self._counts:
+            name, done, total = self._counts[-1]
+            self._counts[-1] = name, done + 1, total
+            if time.perf_counter() - self._written >= _LINE_SECONDS:
+                self._write(f"{'  ' * (self._depth - 1)}{name} {done + 1}/{total or '?'}")
         if self._bars is not None:
             self._bars.advance(self._open[-1])
             self._bars.refresh()
+
+    def tell(self, text: str) -> None:
+        """Show a line of text above the bars, or among the lines."""
+        if self._bars is not None:
+            self._bars.console.print(text, markup=False, highlight=False)
+        self._write(f"{'  ' * self._depth}{text}")
+
+    def _write(self, text: str) -> None:
+        if not self._writes and self._file is None:
+            return
+        self._written = time.perf_counter()
+        line = f"{self._written - self._begin:7.1f} s  {text}\n"
+        if self._writes:
+            sys.stderr.write(line)
+            sys.stderr.flush()
+        if self._file is not None:
+            with self._file.open("a") as file:
+                file.write(line)
 
     def report(self) -> str:
         """Return the times as text: a line per stage, seconds first."""

@@ -1,14 +1,17 @@
-"""Annotations of traced nodes: the module and the checkpoint region each of them came from."""
+"""Annotations of traced nodes: the module, the line and the checkpoint region they came from."""
 
 from __future__ import annotations
 
 import contextlib
 import itertools
+import sys
 from collections.abc import Callable, Iterator
+from types import FrameType
 from typing import Any
 
 from torch import nn
 
+from graphshard.errors import is_library
 from graphshard.torch_private import trace as torch_trace
 
 FQN = "fqn"
@@ -23,6 +26,36 @@ REGION = "recompute_region"
 
 KEEP = "recompute_keep"
 """Whether the model's own selective checkpoint wants a node's result saved."""
+
+
+LINE = "line"
+"""The user's line that called a node's operator: (file, number, function)."""
+
+
+@contextlib.contextmanager
+def note_lines(*outermost: str) -> Iterator[None]:
+    """Annotate traced nodes of forward with their lines; their backward gets them by annotation.
+
+    Args:
+        outermost: the files of the functions around the model's forward and around the trace,
+            where the search for a line of the user ends.
+    """
+    libraries: dict[str, bool] = {}  # by file
+
+    def note(node: Any) -> None:
+        frame: FrameType | None = sys._getframe(1)
+        while frame is not None and frame.f_code.co_filename not in outermost:
+            file = frame.f_code.co_filename
+            if file not in libraries:
+                libraries[file] = is_library(file)
+            if not libraries[file]:
+                line = file, frame.f_lineno, frame.f_code.co_name
+                node.meta["custom"] = {**node.meta.get("custom", {}), LINE: line}
+                return
+            frame = frame.f_back
+
+    with torch_trace.note_nodes(note):
+        yield
 
 
 @contextlib.contextmanager

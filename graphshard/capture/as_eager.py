@@ -10,6 +10,7 @@ from __future__ import annotations
 import contextlib
 import sys
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -56,6 +57,7 @@ def eager_kernels() -> Iterator[None]:
     for name in _INTERPOLATIONS:
         packet = getattr(torch.ops.aten, name)
         rules[packet.vec] = partial(_interpolate, packet.default)
+    rules[torch.ops.aten.max_pool1d.default] = _max_pool1d
     with torch_trace.tracing_rules(rules):
         yield
 
@@ -69,6 +71,12 @@ def _interpolate(operator: Any, x: Tensor, size: Sequence[int] | None, *options:
             for extent, scale in zip(x.shape[2:], scales, strict=True)
         ]
     return operator(x, size, *align_corners, *(scales or ()))
+
+
+def _max_pool1d(x: Tensor, *options: Any) -> Tensor:
+    """Pool as ATen does where gradients are wanted; its own check would fix symbolic sizes."""
+    result: Tensor = torch.ops.aten.max_pool1d_with_indices.default(x, *options)[0]
+    return result
 
 
 def interpolation_gradient(
@@ -102,10 +110,29 @@ def transformers_as_in_eager() -> Iterator[None]:
 _RULES = "torch._decomp.decompositions"
 
 
+@dataclass(frozen=True)
+class _WithoutGradient:
+    """Stands for the input of an LSTM where torch chooses the kernel."""
+
+    device: torch.device
+    dtype: torch.dtype
+    requires_grad: bool = False
+
+
 @contextlib.contextmanager
-def stacked_layer_dropout() -> Iterator[None]:
-    """Trace nn.LSTM, nn.GRU and nn.RNN with the dropout between their layers."""
+def recurrent_layers() -> Iterator[None]:
+    """Trace nn.LSTM, nn.GRU and nn.RNN with the dropout between their layers.
+
+    LSTMs run in oneDNN's kernel where eager runs it. Torch's rule takes that for constant inputs
+    alone and else computes step by step, which gives other last bits and fixes the length.
+    """
     stack = torch_compat.private(_RULES, "_rnn_helper")
+    choose = torch_compat.private(_RULES, "select_one_layer_lstm_function")
+
+    def as_in_eager(x: Tensor, hidden: Any, params: Any) -> Any:
+        if x.dtype == torch.float32:
+            return choose(_WithoutGradient(x.device, x.dtype), hidden, params)
+        return choose(x, hidden, params)
 
     def with_dropout(
         x: Tensor,
@@ -141,7 +168,10 @@ def stacked_layer_dropout() -> Iterator[None]:
             last_hidden += layer_hidden
         return (x.transpose(0, 1) if batch_first else x), last_hidden
 
-    with patched(_RULES, "_rnn_helper", with_dropout):
+    with (
+        patched(_RULES, "_rnn_helper", with_dropout),
+        patched(_RULES, "select_one_layer_lstm_function", as_in_eager),
+    ):
         yield
 
 

@@ -2,8 +2,10 @@
 
 Each node is tagged with the numbers of the checkpointed calls around it. The policy of a selective
 checkpoint (`context_fn` made by `create_selective_checkpoint_contexts`) is asked about each
-operator, as in eager, and the results that it wants saved are tagged too. Random numbers are always
-saved, so `preserve_rng_state` has nothing to preserve.
+operator, as in eager, and the results that it wants saved are tagged too. A trace on the CPU of a
+program for CUDA has the CPU's fused attention, which no such policy knows: it is asked about the
+operator that CUDA would run. Whatever a checkpoint's `preserve_rng_state`, what it drew at random
+is drawn again with the same numbers.
 """
 
 from __future__ import annotations
@@ -24,12 +26,18 @@ from graphshard.torch_private import compat as torch_compat
 from graphshard.torch_private import trace as torch_trace
 from graphshard.torch_private.patches import patched
 
+_aten = torch.ops.aten
+
+
 _CHECKPOINTING = "torch.utils.checkpoint"
 
 
 @contextlib.contextmanager
-def tag_checkpoint_regions() -> Iterator[None]:
+def tag_checkpoint_regions(*, off_target: bool = False) -> Iterator[None]:
     """Tag the nodes traced under `torch.utils.checkpoint`.
+
+    Args:
+        off_target: the trace is on the CPU, of a program that will run on CUDA.
 
     Raises:
         CaptureError: from inside, for contexts that cannot be carried into a graph.
@@ -47,10 +55,8 @@ def tag_checkpoint_regions() -> Iterator[None]:
         finally:
             around.pop()
 
-    def without_reentrant(
-        function: Any, preserve_rng_state: bool = True, context_fn: Any = None, *args: Any, **_: Any
-    ) -> Iterator[None]:
-        with region(), _selection(context_fn):
+    def without_reentrant(context_fn: Any) -> Iterator[None]:
+        with region(), _selection(context_fn, off_target):
             yield
 
     class Reentrant:
@@ -73,21 +79,21 @@ def tag_checkpoint_regions() -> Iterator[None]:
         )
 
     with (
-        patched(_CHECKPOINTING, "_checkpoint_without_reentrant_generator", without_reentrant),
+        patched(_CHECKPOINTING, *torch_compat.checkpoint_generator(without_reentrant)),
         patched(_CHECKPOINTING, "CheckpointFunction", Reentrant),
         patched(torch.autograd.graph.saved_tensors_hooks, "__enter__", refuse),
     ):
         yield
 
 
-def _selection(context_fn: Any) -> contextlib.AbstractContextManager[Any]:
+def _selection(context_fn: Any, off_target: bool) -> contextlib.AbstractContextManager[Any]:
     """A context that tags the results which the contexts of a checkpoint would save."""
     if context_fn is None:
         return contextlib.nullcontext()
     contexts: tuple[Any, Any] = context_fn()
     forward, again = contexts
     if isinstance(forward, torch_compat.selective_checkpoint_mode()):
-        return _KeepTags(forward.policy_fn)
+        return _KeepTags(forward.policy_fn, off_target)
     plain = contextlib.nullcontext
     if isinstance(forward, plain) and isinstance(again, plain):
         return contextlib.nullcontext()
@@ -106,9 +112,9 @@ class _KeepTags(TorchDispatchMode):
         """True, so that this mode may stand above the tracer's own."""
         return True
 
-    def __init__(self, policy: Callable[..., Any]) -> None:
+    def __init__(self, policy: Callable[..., Any], off_target: bool) -> None:
         super().__init__()
-        self.policy = policy
+        self.policy, self.off_target = policy, off_target
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
@@ -120,7 +126,8 @@ class _KeepTags(TorchDispatchMode):
         context = SelectiveCheckpointContext(
             is_recompute=False, **torch_compat.selective_checkpoint_output(out)
         )
-        if self._keeps(self.policy(context, func, *args, **kwargs), func) and graph is not None:
+        asked = _on_cuda(func, kwargs) if self.off_target else func
+        if self._keeps(self.policy(context, asked, *args, **kwargs), func) and graph is not None:
             for node in itertools.islice(reversed(graph.nodes), len(graph.nodes) - before):
                 node.meta["custom"] = {**(node.meta.get("custom") or {}), KEEP: True}
         return out
@@ -135,3 +142,15 @@ class _KeepTags(TorchDispatchMode):
                 'activations to the policy (offload="activations") and return PREFER_SAVE'
             )
         return choice in (CheckpointPolicy.MUST_SAVE, CheckpointPolicy.PREFER_SAVE)
+
+
+def _on_cuda(op: Any, kwargs: dict[str, Any]) -> Any:
+    """The fused attention that CUDA runs where the CPU runs its own; other operators as they are.
+
+    CUDA's memory-efficient attention takes a mask; its flash attention does not.
+    """
+    if op is not _aten._scaled_dot_product_flash_attention_for_cpu.default:
+        return op
+    if kwargs.get("attn_mask") is not None:
+        return _aten._scaled_dot_product_efficient_attention.default
+    return _aten._scaled_dot_product_flash_attention.default

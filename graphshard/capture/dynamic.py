@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
-import inspect
 import re
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Final
 
 import torch
 from torch import Tensor, nn
 
+from graphshard.capture.arguments import Arguments, root_of
 from graphshard.capture.structure import CALL, Structure, take_apart
 from graphshard.errors import PolicyError
 from graphshard.program.sizes import Sizes, contiguous_strides
@@ -20,19 +20,19 @@ Names = Mapping[int, str]
 
 
 Strides = tuple[Any, ...] | None
-"""How a tensor of dynamic sizes lies in memory: None if contiguous, else one entry for each dim.
+"""The layout in memory of a tensor of dynamic sizes: None if contiguous, else one entry per dim.
 
 An entry is "0" or "1", the stride itself; the number of another dim, whose stride times size it is;
 or None for any other stride."""
 
 
-_POSITIONAL = re.compile(r"args\[(\d+)\](.*)", re.DOTALL)
+AUTO: Final = "auto"
+"""The value of the argument that leaves the choice to `graphshard.capture.changing`."""
 
 
-_KEYWORD = re.compile(r"kwargs\['(\w+)'\](.*)", re.DOTALL)
-
-
-_EXAMPLE = """for instance dynamic={"input_ids": {0: "batch", 1: "seq"}}"""
+_EXAMPLE = (
+    'for instance dynamic={"input_ids": {0: "batch", 1: "seq"}}, or be "auto" in graphshard.compile'
+)
 
 
 @dataclass(frozen=True)
@@ -44,10 +44,8 @@ class Dynamic:
     one size in each call.
     """
 
-    arguments: Mapping[str, Mapping[int, str]]
-    parameters: tuple[str, ...]  # of forward, without *args and **kwargs
-    rest: str | None  # the name of *args
-    takes_any: bool  # has *args or **kwargs
+    dimensions: Mapping[str, Mapping[int, str]]
+    arguments: Arguments
     _resolved: dict[Structure, tuple[Names, ...]] = field(default_factory=dict, compare=False)
 
     @classmethod
@@ -57,32 +55,17 @@ class Dynamic:
         Raises:
             PolicyError: it is no such mapping, or names an argument that forward does not take.
         """
-        arguments = _check_mapping(dynamic_argument)
-        if not arguments:
+        dimensions = _check_mapping(dynamic_argument)
+        if not dimensions:
             return None
-        parameters: list[str] = []
-        rest = None
-        takes_any = False
-        for name, parameter in inspect.signature(model.forward).parameters.items():
-            if parameter.kind is parameter.VAR_POSITIONAL:
-                rest, takes_any = name, True
-            elif parameter.kind is parameter.VAR_KEYWORD:
-                takes_any = True
-            else:
-                parameters.append(name)
-        dynamic = cls(arguments, tuple(parameters), rest, takes_any)
-        for name in arguments:
-            if not dynamic.may_be_passed(name):
+        arguments = Arguments.of(model)
+        for name in dimensions:
+            if not arguments.may_be_passed(name):
                 raise PolicyError(
                     f"dynamic names {name!r}, which the forward of {type(model).__name__} does not "
-                    f"take; its arguments are {', '.join(parameters) or 'none'}"
+                    f"take; its arguments are {', '.join(arguments.parameters) or 'none'}"
                 )
-        return dynamic
-
-    def may_be_passed(self, name: str) -> bool:
-        """Whether some call could pass a tensor of that name or path."""
-        root = re.split(r"[\[.<]", name, maxsplit=1)[0]
-        return self.takes_any or root in self.parameters or root in ("args", "kwargs")
+        return cls(dimensions, arguments)
 
     def names(self, tensors: Sequence[Tensor], structure: Structure) -> tuple[Names, ...]:
         """The dynamic dimensions of each tensor of a call.
@@ -99,10 +82,10 @@ class Dynamic:
             shape = tensors[index].shape
             for dim, name in dims.items():
                 if dim >= len(shape):
-                    self._refuse_dim(self.labels(structure)[index], dim, tensors[index])
+                    self._refuse_dim(self.arguments.labels(structure)[index], dim, tensors[index])
                 size, other, place = first.setdefault(name, (shape[dim], index, dim))
                 if size != shape[dim]:
-                    labels = self.labels(structure)
+                    labels = self.arguments.labels(structure)
                     raise PolicyError(
                         f"dynamic calls both dim {place} of {labels[other]} and dim {dim} of "
                         f"{labels[index]} {name!r}, but in this call their sizes are {size} and "
@@ -119,24 +102,10 @@ class Dynamic:
         args, kwargs = structure.build(enlarge_small_dims(tensors, names))
         return args, kwargs, names
 
-    def labels(self, structure: Structure) -> tuple[str, ...]:
-        """The path of each tensor, beginning with the parameter's name: "batch['ids']"."""
-        return tuple(map(self._label, structure.paths))
-
-    def _label(self, path: str) -> str:
-        if match := _KEYWORD.fullmatch(path):
-            return match[1] + match[2]
-        if match := _POSITIONAL.fullmatch(path):
-            position = int(match[1])
-            if position < len(self.parameters):
-                return self.parameters[position] + match[2]
-            return f"{self.rest}[{position - len(self.parameters)}]{match[2]}"
-        return path
-
     def _resolve(self, tensors: Sequence[Tensor], structure: Structure) -> tuple[Names, ...]:
-        labels = self.labels(structure)
+        labels = self.arguments.labels(structure)
         names: list[dict[int, str]] = [{} for _ in tensors]
-        for name, dims in self.arguments.items():
+        for name, dims in self.dimensions.items():
             matches = [i for i, both in enumerate(zip(labels, structure.paths, strict=True))
                        if name in both]  # fmt: skip
             if not matches:
@@ -164,8 +133,7 @@ class Dynamic:
                 f"dynamic names {name!r}, which holds several tensors; name one of them: "
                 f"{', '.join(inside)}"
             )
-        root = re.split(r"[\[.<]", name, maxsplit=1)[0]
-        if name != root or root not in self.parameters:
+        if name != root_of(name) or name not in self.arguments.parameters:
             raise PolicyError(
                 f"dynamic names {name!r}, which is no tensor of this call; its tensors are "
                 f"{', '.join(labels) or 'none'}"
@@ -179,7 +147,7 @@ class Dynamic:
         # Passed as None or not at all, as labels may be in evaluation.
 
     def _passed(self, name: str, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
-        position = self.parameters.index(name)
+        position = self.arguments.parameters.index(name)
         return args[position] if position < len(args) else kwargs.get(name)
 
     @staticmethod
@@ -194,6 +162,11 @@ def _check_mapping(dynamic_argument: object) -> dict[str, dict[int, str]]:
     if dynamic_argument is None:
         return {}
     rule = "dynamic must map names of the forward's arguments to {dimension: name}"
+    if dynamic_argument == AUTO:
+        raise PolicyError(
+            'dynamic="auto" learns from the calls of a sharded module, and a plan has one example; '
+            "name the dimensions that change"
+        )
     if not isinstance(dynamic_argument, Mapping):
         raise PolicyError(f"{rule}, {_EXAMPLE}; got {dynamic_argument!r}")
     for argument, dims in dynamic_argument.items():
@@ -252,7 +225,7 @@ def enlarge_small_dims(tensors: Sequence[Tensor], names: Sequence[Names]) -> lis
 
 
 def strides_of(tensor: Tensor) -> Strides:
-    """How `tensor` lies in memory, independent of its sizes; see `Strides`."""
+    """The layout in memory of `tensor`, independent of its sizes; see `Strides`."""
     if tensor.is_contiguous():
         return None
     shape, strides = tensor.shape, tensor.stride()

@@ -10,60 +10,70 @@ from __future__ import annotations
 import contextlib
 import warnings
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from enum import Enum, auto
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from graphshard.capture.annotation import annotate_nodes
+from graphshard.capture import traced_module
+from graphshard.capture.annotation import annotate_nodes, note_lines
 from graphshard.capture.as_eager import (
     eager_kernels,
-    stacked_layer_dropout,
+    recurrent_layers,
     transformers_as_in_eager,
 )
+from graphshard.capture.baked_in import tell_what_is_baked_in
+from graphshard.capture.captured import Capture
 from graphshard.capture.casting import cast_at_units, place_casts
 from graphshard.capture.checkpoints import tag_checkpoint_regions
 from graphshard.capture.dynamic import Names, strides_of, symbolic_shapes
 from graphshard.capture.errors import explain_errors
+from graphshard.capture.experts import all_experts
 from graphshard.capture.fake_mode import constant_folding_fake_mode
+from graphshard.capture.input_checks import as_plain, require_fit
 from graphshard.capture.joint import program_of_joint
+from graphshard.capture.packed_sequences import packed_sequences
+from graphshard.capture.python_max import max_and_min_of_sizes
 from graphshard.capture.side_effects import WriteError, restore_random_state
+from graphshard.capture.skipped import admit_empty
 from graphshard.capture.structure import CALL, Structure, take_apart
 from graphshard.capture.traced_module import MAIN_ENTRY, EntryPoint, TracedModel
-from graphshard.errors import CaptureError
+from graphshard.errors import CaptureError, FixedSizeError
 from graphshard.policy.precision import Precisions
 from graphshard.program.program import Program
 from graphshard.program.sizes import Sizes
 from graphshard.torch_private import compat as torch_compat
 from graphshard.torch_private import trace as torch_trace
 from graphshard.torch_private.gc_pause import pause_collections
+from graphshard.torch_private.unbacked import asks_if_empty, undecided_error
 
 _NO_NAMES: Names = {}
 
 
-@dataclass(frozen=True)
-class Capture:
-    """A captured program, and the structures of its inputs and of its result."""
+class Values(Enum):
+    """The way a trace meets a size or number that depends on the values of tensors.
 
-    program: Program
-    inputs: Structure
-    result: Structure
+    UNKNOWN: the trace ends. AS_SIZES: it is a symbol, by which no code may decide. NOT_EMPTY: as
+    before, but code may ask whether a size is 0, and it is not. EMPTY: likewise, and it is 0.
+    """
 
-    def flatten_inputs(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Tensor]:
-        """The tensors of a call, aligned with `program.inputs`."""
-        return take_apart((args, kwargs), name=CALL)[0]
+    UNKNOWN = auto()
+    AS_SIZES = auto()
+    NOT_EMPTY = auto()
+    EMPTY = auto()
 
-    def unflatten_outputs(self, tensors: Sequence[Any]) -> Any:
-        """The model's own return value around `tensors`, aligned with `program.outputs`."""
-        return self.result.build(tensors)
+
+_IF_EMPTY = {Values.NOT_EMPTY: False, Values.EMPTY: True}
 
 
 def signature_of(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, ...]:
     """The properties of a call's arguments that a captured program depends on, hashable.
 
-    A tensor counts by shape, dtype, device type, requires_grad, and strides if it is not
-    contiguous. Functions, classes and modules count by identity, everything else by value.
+    A tensor counts by shape, dtype, device type, requires_grad, strides if it is not contiguous,
+    by the arguments that are this same tensor, and by whether it is conjugated or negated when it
+    is read. Functions, classes and modules count by identity, everything else by value.
 
     Raises:
         CaptureError: an argument cannot be taken apart.
@@ -72,23 +82,44 @@ def signature_of(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, ..
 
 
 def signature_of_parts(
-    tensors: Sequence[Tensor], structure: Structure, names: Sequence[Names] | None = None
+    tensors: Sequence[Tensor],
+    structure: Structure,
+    names: Sequence[Names] | None = None,
+    *,
+    by_identity: bool = False,
 ) -> tuple[Any, ...]:
     """`signature_of` a call that `take_apart` has flattened already.
 
-    A dimension in `names` counts by its name instead of its size.
+    A dimension in `names` counts by its name instead of its size. With `by_identity` it counts
+    which arguments are one tensor.
+
+    Raises:
+        CaptureError: a tensor is not dense.
     """
-    if names is None:
-        return tuple(map(_tensor_key, tensors)), structure
-    return tuple(map(_tensor_key, tensors, names)), structure
+    same = _first_places(tensors) if by_identity else ()
+    try:
+        if names is None:
+            return tuple(map(_tensor_key, tensors)), structure, same
+        return tuple(map(_tensor_key, tensors, names)), structure, same
+    except RuntimeError:  # a nested or compressed tensor has no shape or strides
+        require_fit(tensors, structure)
+        raise
+
+
+def _first_places(tensors: Sequence[Tensor]) -> tuple[int, ...]:
+    """For each of `tensors` the first place where the same object is; () if all are distinct."""
+    ids = list(map(id, tensors))
+    return () if len(set(ids)) == len(ids) else tuple(map(ids.index, ids))
 
 
 def _tensor_key(tensor: Tensor, names: Names = _NO_NAMES) -> tuple[Any, ...]:
-    rest = tensor.dtype, tensor.device.type, tensor.requires_grad
+    rest: tuple[Any, ...] = (tensor.dtype, tensor.device.type, tensor.requires_grad)
+    if tensor.dtype.is_complex:
+        rest += (tensor.is_conj(),)
     if names:
         shape = tuple([names.get(dim, size) for dim, size in enumerate(tensor.shape)])
         return (shape, *rest, strides_of(tensor))
-    strides = None if tensor.is_contiguous() else tensor.stride()
+    strides = None if tensor.is_contiguous() else (*tensor.stride(), tensor.is_neg())
     return (tuple(tensor.shape), *rest, strides)
 
 
@@ -127,16 +158,45 @@ def capture(
     except CaptureError as error:
         if not _looks_at_values(error):
             raise
-        first = error
     # Many models look at no values where `torch.compiler.is_compiling()` is true.
-    with torch_trace.claim_compiling():
+    try:
+        return _capture_as_compiling(*example)
+    except FixedSizeError:
+        raise
+    except CaptureError:
+        pass
+    return _capture_sizes_by_values(*example)
+
+
+def _capture_sizes_by_values(*example: Any) -> Capture:
+    """Trace a step that needs sizes and numbers that depend on values.
+
+    It decides nothing by them, but for whether there is anything at all.
+    """
+    errors = []
+    for trace in (_capture_as_is_or_functional, _capture_as_compiling):
         try:
-            captured = _capture_as_is_or_functional(*example)
+            return trace(*example, values=Values.AS_SIZES)
         except CaptureError as error:
-            if _looks_at_values(error):
-                raise error from None
-            first.add_note(f"With torch.compiler.is_compiling() true it fails otherwise: {error}")
-            raise first from first.__cause__
+            errors.append(error)
+        if asks_if_empty(errors[-1].__cause__) is not None:
+            try:
+                captured = trace(*example, values=Values.NOT_EMPTY)
+            except CaptureError as error:
+                errors[-1].add_note(f"Where no size is 0 it fails otherwise: {error}")
+            else:
+                return admit_empty(captured, partial(trace, *example, values=Values.EMPTY))
+    as_is, compiling = errors
+    if _looks_at_values(compiling):
+        raise compiling from compiling.__cause__
+    as_is.add_note(f"With torch.compiler.is_compiling() true it fails otherwise: {compiling}")
+    raise as_is from as_is.__cause__
+
+
+def _capture_as_compiling(*example: Any, values: Values = Values.UNKNOWN) -> Capture:
+    """Trace a step as `torch.compile` would see it, where `is_compiling()` is true."""
+    with torch_trace.claim_compiling():
+        captured = _capture_as_is_or_functional(*example, values=values)
     captured.program.notes += (
         "captured with torch.compiler.is_compiling() true, as the model looks at values otherwise",
     )
@@ -145,21 +205,21 @@ def capture(
 
 def _looks_at_values(error: CaptureError) -> bool:
     by_value, by_shape, _ = torch_trace.untraceable_errors()
-    return isinstance(error.__cause__, (by_value, by_shape))
+    return isinstance(error.__cause__, (by_value, by_shape, undecided_error()))
 
 
-def _capture_as_is_or_functional(*example: Any) -> Capture:
+def _capture_as_is_or_functional(*example: Any, values: Values = Values.UNKNOWN) -> Capture:
     """Trace a step without functionalization, or with it if the first trace says that it must be.
 
     Only a step that writes nowhere can be traced as it is. Any other fault of the first trace, one
     of graphshard's own among them, is the fault of the capture.
     """
     try:
-        return _trace_and_rebuild(*example, functional=False)
+        return _trace_and_rebuild(*example, functional=False, values=values)
     except (WriteError, CaptureError) as error:
         if not _needs_functionalization(error):
             raise
-    return _trace_and_rebuild(*example, functional=True)
+    return _trace_and_rebuild(*example, functional=True, values=values)
 
 
 def _needs_functionalization(error: WriteError | CaptureError) -> bool:
@@ -170,7 +230,7 @@ def _needs_functionalization(error: WriteError | CaptureError) -> bool:
     in place that may be due to the write: what a tensor holds is no longer known, and an in-place
     operator may lack the kernel that its functional form has.
     """
-    refusals: tuple[type[Exception], ...] = (WriteError, *torch_trace.untraceable_errors())
+    refusals = (WriteError, *torch_trace.untraceable_errors())
     return isinstance(error, WriteError) or isinstance(error.__cause__, refusals)
 
 
@@ -185,6 +245,7 @@ def _trace_and_rebuild(
     precisions: Precisions | None,
     *,
     functional: bool,
+    values: Values,
 ) -> Capture:
     traced_on = target
     notes: list[str] = []
@@ -194,7 +255,10 @@ def _trace_and_rebuild(
             "captured on cpu for cuda: units, schedule and sizes hold, compute nodes may differ"
         )
     tensors, inputs = take_apart((args, kwargs), name=CALL)
-    sizes = Sizes() if names is not None and any(names) else None
+    tensors = as_plain(tensors, inputs, set(), stacklevel=4)
+    dynamic = names is not None and any(names)
+    largest = max((size for tensor in tensors for size in tensor.shape), default=1)
+    sizes = Sizes(largest) if dynamic or values is not Values.UNKNOWN else None
     mode = constant_folding_fake_mode(sizes)
 
     def fake(tensor: Tensor, shape: Any = None, stride: Any = None) -> Tensor:
@@ -202,25 +266,30 @@ def _trace_and_rebuild(
         with mode:
             return torch.empty_strided(shape, stride, dtype=tensor.dtype, device=traced_on)
 
-    if sizes is None or names is None:
+    if sizes is None or names is None or not dynamic:
         fakes = list(map(fake, tensors))
     else:
         shapes = symbolic_shapes(tensors, names, inputs.paths, sizes)
         fakes = [fake(tensor, *shape) for tensor, shape in zip(tensors, shapes, strict=True)]
-    fakes = [
-        f.requires_grad_(grad and t.requires_grad) for f, t in zip(fakes, tensors, strict=True)
-    ]
+    fakes = [f.requires_grad_(t.requires_grad) for f, t in zip(fakes, tensors, strict=True)]
     plain = contextlib.nullcontext if functional else mode.no_writes.watching
-    traced = TracedModel(model, fake, inputs, grad, entry, precisions, plain)
+    traced = TracedModel(model, fake, inputs, entry, precisions, plain)
+    traced.same_inputs = _first_places(tensors) if traced.compares_identity else ()
+    if sizes is not None:
+        traced.on_call = sizes.begin_run
     with (
-        explain_errors(model),
+        explain_errors(model, None if sizes is None else sizes.environment),
         restore_random_state() as generators,
         cast_at_units(model, precisions),
+        _sizes_by_values(sizes, values),
     ):
-        joint = _trace(traced, model, fakes, grad, functional)
+        with _naming_fixed_sizes(sizes, inputs):
+            joint = _trace(traced, model, fakes, grad, functional, traced_on.type != target.type)
+        if mode.unanswered is not None:
+            raise mode.unanswered
     if not functional:
         mode.no_writes.require(joint.graph)
-    needs_grad = [t.requires_grad for t in fakes]
+    needs_grad = [grad and t.requires_grad for t in fakes]
     program = program_of_joint(
         joint, traced, inputs, needs_grad, training=model.training, sizes=sizes
     )
@@ -228,42 +297,37 @@ def _trace_and_rebuild(
     _check_gradients(program, traced)
     if sizes is not None:
         sizes.close_guards(inputs.paths)
-    if generators:
-        drawn = " and ".join(generators)
-        notes.append(f"random numbers drawn from {drawn} in forward are baked in")
-        warnings.warn(
-            f"the forward draws random numbers from {drawn}; a captured program keeps those it "
-            "saw. Draw them with torch, or pass them as arguments",
-            stacklevel=4,
-        )
-    if traced.state_changes:
-        changed = ", ".join(traced.state_changes[:5])
-        notes.append(f"python state assigned in forward is baked in: {changed}")
-        warnings.warn(
-            f"the forward assigns {changed}; a captured program keeps the value it saw and does "
-            "not repeat the assignment. Use a buffer for state that changes from step to step",
-            stacklevel=4,
-        )
+    notes += tell_what_is_baked_in(traced, [*generators, *traced.reads.draws], entry, program)
+    if sizes is not None:
+        notes += _tell_of_numbers(sizes)
     program.notes = tuple(notes)
     program.capture_device, program.device = traced_on.type, target.type
     assert traced.result is not None
-    return Capture(program, inputs, traced.result)
+    return Capture(program, inputs, traced.result, traced.guards())
 
 
 def _trace(
-    traced: TracedModel, model: nn.Module, fakes: list[Tensor], grad: bool, functional: bool
+    traced: TracedModel,
+    model: nn.Module,
+    fakes: list[Tensor],
+    grad: bool,
+    functional: bool,
+    off_target: bool,
 ) -> Any:
     export = torch_trace.joint_graph_exporter()
     with contextlib.ExitStack() as stack:
         stack.enter_context(torch.set_grad_enabled(grad))
         stack.enter_context(torch_trace.preserve_node_meta()())
         stack.enter_context(annotate_nodes(model))
-        stack.enter_context(tag_checkpoint_regions())
-        stack.enter_context(stacked_layer_dropout())
+        stack.enter_context(note_lines(traced_module.__file__, __file__))
+        stack.enter_context(tag_checkpoint_regions(off_target=off_target))
+        stack.enter_context(recurrent_layers())
+        stack.enter_context(packed_sequences())
         stack.enter_context(eager_kernels())
         stack.enter_context(transformers_as_in_eager())
         stack.enter_context(torch_trace.keep_matrix_checks())
         stack.enter_context(_quiet())
+        stack.enter_context(torch_trace.quiet_errors())
         stack.enter_context(pause_collections())
         stack.enter_context(torch_trace.leave_out_descriptions())
         joint = export(
@@ -277,11 +341,52 @@ def _trace(
 
 
 @contextlib.contextmanager
+def _naming_fixed_sizes(sizes: Sizes | None, inputs: Structure) -> Iterator[None]:
+    """Name the dynamic size that a trace fixed where torch only says that two runs differ.
+
+    Torch runs the forward twice and compares what it returned: sizes, and numbers where the first
+    run fixed one.
+    """
+    try:
+        yield
+    except AssertionError:
+        if sizes is not None:
+            sizes.require_free(inputs.paths)
+        raise
+
+
+@contextlib.contextmanager
 def _quiet() -> Iterator[None]:
     with warnings.catch_warnings():
         warnings.filterwarnings(
             "ignore", category=UserWarning, module=r"torch\._(functorch|dynamo)"
         )
+        yield
+
+
+def _tell_of_numbers(sizes: Sizes) -> Iterator[str]:
+    """Warn of numbers that Python code read off values; yields notes that say the same."""
+    if sizes.unread:
+        lines = "\n  ".join(sizes.unread)
+        warnings.warn(
+            "the forward reads numbers off tensors that nothing in the program uses, as a print "
+            "or a log line does. It printed symbols while being captured, and a program does not "
+            f"repeat it; return the tensor and print it outside of the model:\n  {lines}",
+            stacklevel=6,
+        )
+        yield f"numbers that nothing uses are not read: {'; '.join(sizes.unread)}"
+
+
+@contextlib.contextmanager
+def _sizes_by_values(sizes: Sizes | None, values: Values) -> Iterator[None]:
+    if sizes is None:
+        yield
+        return
+    with (
+        max_and_min_of_sizes(),
+        all_experts(),
+        sizes.traced(empty=_IF_EMPTY.get(values)),
+    ):
         yield
 
 

@@ -3,17 +3,28 @@
 from __future__ import annotations
 
 import contextlib
+import os
+import traceback
 from collections.abc import Iterator
+from typing import Any
 
+import torch
 from torch import nn
 
+from graphshard.capture.refused_calls import refusal_of_collective
+from graphshard.capture.undecided import undecided_reason
 from graphshard.errors import CaptureError, GraphshardError, user_line
 from graphshard.torch_private import trace as torch_trace
+from graphshard.torch_private import unbacked
+
+_ASK = torch.ops.aten._local_scalar_dense.default  # gives the value of a tensor as a number
 
 
 @contextlib.contextmanager
-def explain_errors(model: nn.Module) -> Iterator[None]:
+def explain_errors(model: nn.Module, environment: Any = None) -> Iterator[None]:
     """Re-raise any error as a `CaptureError` that names a line of the user's and a remedy.
+
+    `environment` is the ShapeEnv of symbolic sizes, if there are any.
 
     Raises:
         CaptureError: for any exception inside but other errors of graphshard, which pass through.
@@ -27,18 +38,34 @@ def explain_errors(model: nn.Module) -> Iterator[None]:
         raise
     except Exception as error:
         line = user_line(error.__traceback__) or f"the forward of {type(model).__name__}"
-        raise CaptureError(f"{_reason(error)}\n  at {line}") from error
+        reason = _reason(error, environment, line)
+        raise CaptureError(f"{reason}\n  at {line}") from error
 
 
-def _reason(error: Exception) -> str:
+def _reason(error: Exception, environment: Any, line: str) -> str:
     by_value, by_shape, unsupported = torch_trace.untraceable_errors()
-    text = str(error).strip().splitlines()
-    first = text[0] if text else type(error).__name__
+    text = str(error).strip()
+    first = text.splitlines()[0] if text else type(error).__name__
+    undecided = isinstance(error, unbacked.undecided_error())
+    if (undecided or isinstance(error, by_value)) and _frames_in(error, "torch/distributions"):
+        return (
+            "torch.distributions checks the values of its arguments, which one graph cannot; pass "
+            "validate_args=False to the distribution"
+        )
+    at_value = undecided or isinstance(error, by_value) or "FunctionalTensor" in text
+    if at_value and _frames_in(error, "torch/nn/modules/rnn"):
+        return (
+            "a recurrent layer takes a packed sequence that was made outside of this forward, so "
+            "the number of its sequences is a value; pass the padded sequences and their lengths, "
+            "and call pack_padded_sequence in the forward"
+        )
+    if undecided and environment is not None:
+        return undecided_reason(error, environment, line)
     if isinstance(error, by_value):
         return (
             "the model's control flow depends on the values of a tensor "
-            f"({_op(error)}), which one graph cannot follow; use torch.where or a mask, make the "
-            "value a Python argument of forward, or compute it outside the compiled module"
+            f"({_op(error, _ASK)}), which one graph cannot follow; use torch.where or a mask, make "
+            "the value a Python argument of forward, or compute it outside the compiled module"
         )
     if isinstance(error, by_shape):
         return (
@@ -51,6 +78,8 @@ def _reason(error: Exception) -> str:
             f"the operator {_op(error)} has no fake kernel, so its output shape is unknown without "
             "running it; register one with torch.library.register_fake"
         )
+    if reason := _by_origin(error, text):
+        return reason
     if "fake" in first.lower() and ("register" in first.lower() or "kernel" in first.lower()):
         return f"an operator has no fake kernel ({first}); use torch.library.register_fake"
     if "entirely functional graph" in first:
@@ -62,5 +91,49 @@ def _reason(error: Exception) -> str:
     return f"the model's forward raised {type(error).__name__} while being captured: {first}"
 
 
-def _op(error: Exception) -> str:
-    return str(getattr(error, "func", error))
+def _by_origin(error: Exception, text: str) -> str | None:
+    """The reason told by the part of torch that the error is from."""
+    frames = _frames_in(error, "torch/distributed/distributed_c10d")
+    if frames and "group has not been initialized" not in text:
+        return refusal_of_collective(f"torch.distributed.{frames[0].name}")
+    if _frames_in(error, "torch/_higher_order_ops") and "auto_functionalized" not in text:
+        return (
+            "the model calls an operator that takes functions (torch.cond, while_loop, scan and "
+            "the like), which a program does not hold; use plain operators, such as torch.where"
+        )
+    if " and meta" in text and "devices" in text and _frames_in(error, "torch/autograd/function"):
+        return (
+            "a backward of the model's own uses a parameter or buffer after the forward has ended, "
+            "when a trace has taken it back; pass the tensor to the autograd.Function as an "
+            "argument, or save it with ctx.save_for_backward"
+        )
+    return next((reason for sign, reason in _BY_TEXT.items() if sign in text), None)
+
+
+def _frames_in(error: Exception, part: str) -> list[traceback.FrameSummary]:
+    """The functions, the outermost first, that the error passed through in files of this path."""
+    frames = traceback.extract_tb(error.__traceback__)
+    inside = (frame for frame in frames if part in frame.filename.replace(os.sep, "/"))
+    return [frame for frame in inside if frame.name != "wrapper"]
+
+
+_BY_TEXT = {
+    "HigherOrderOperator auto_functionalized": (
+        "the model calls a custom operator that writes into its arguments (mutates_args), which a "
+        "program does not hold; let it return new tensors"
+    ),
+    "Attempting to use FunctionalTensor on its own": (
+        "the forward makes an instance of a class of tensors, and a program holds plain tensors; "
+        "leave the class out"
+    ),
+    "SyncBatchNorm expected input tensor": (
+        "SyncBatchNorm issues collectives of its own, which a program does not hold; use "
+        "BatchNorm, with the statistics of each rank, or a norm without any (GroupNorm)"
+    ),
+}
+"""Reasons by a part of torch's message."""
+
+
+def _op(error: Exception, default: object = None) -> str:
+    """The operator that `error` names, or else `default`, or else all it says."""
+    return str(getattr(error, "func", default or error))

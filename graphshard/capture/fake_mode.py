@@ -13,11 +13,14 @@ from torch.utils._pytree import tree_leaves, tree_map
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from graphshard.capture.as_eager import INTERPOLATION_BACKWARDS, interpolation_gradient
+from graphshard.capture.refused_calls import refuse_operator
 from graphshard.capture.side_effects import NoWrites
 from graphshard.program.sizes import Answer, Sizes, hint
 from graphshard.torch_private import compat as torch_compat
 from graphshard.torch_private import trace as torch_trace
 from graphshard.torch_private.compat import SYMBOLIC
+from graphshard.torch_private.strides import OTHER_STRIDES, with_real_strides
+from graphshard.torch_private.unbacked import depends_on_values
 
 # Constants larger than this are not evaluated during capture: such code depends on real data.
 _MAX_CONSTANT_NUMEL = 1 << 24
@@ -49,12 +52,15 @@ class _Recipes:
             self._made_by[result] = (func, args, dict(kwargs))
 
     def _are_constants(self, values: Iterable[Any]) -> bool:
-        """Whether every tensor among `values`, and in the lists among them, is known."""
+        """Whether every tensor and number among `values`, and in lists among them, is known."""
         for value in values:
             if isinstance(value, Tensor):
                 if value not in self._made_by:
                     return False
-            elif isinstance(value, (list, tuple)) and not self._are_constants(value):
+            elif isinstance(value, (list, tuple)):
+                if not self._are_constants(value):
+                    return False
+            elif depends_on_values(value):
                 return False
         return True
 
@@ -132,6 +138,7 @@ def constant_folding_fake_mode(sizes: Sizes | None = None) -> Any:
     base = torch_compat.fake_tensor_mode()
     ask = torch.ops.aten._local_scalar_dense.default
     grouped = torch_compat.grouped_mm()
+    by_value, _, _ = torch_trace.untraceable_errors()
 
     class ConstantFoldingFakeMode(base):  # type: ignore[misc,valid-type]
         def __init__(self) -> None:
@@ -139,11 +146,13 @@ def constant_folding_fake_mode(sizes: Sizes | None = None) -> Any:
             super().__init__(allow_non_fake_inputs=True, shape_env=environment)
             self._recipes = _Recipes()
             self.no_writes = NoWrites()
+            self.unanswered: Exception | None = None  # the first, which the model may catch
 
         def dispatch(
             self, func: Any, types: Any, args: Any = (), kwargs: Mapping[str, Any] | None = None
         ) -> Any:
             kwargs = kwargs or {}
+            refuse_operator(func, args, kwargs)
             self.no_writes.meet(func)
             if func is ask and args[0] in self._recipes:
                 with contextlib.suppress(_UnknownValueError):
@@ -155,7 +164,14 @@ def constant_folding_fake_mode(sizes: Sizes | None = None) -> Any:
                 with self:
                     return interpolation_gradient(*args, **kwargs)
             with self.no_writes.watching(False):
-                result = super().dispatch(func, types, args, kwargs)
+                try:
+                    result = super().dispatch(func, types, args, kwargs)
+                except by_value as error:
+                    self.unanswered = self.unanswered or error
+                    raise
+            if func in OTHER_STRIDES:
+                with self:
+                    result = with_real_strides(func, args, result)
             self._recipes.remember(func, args, kwargs, result)
             return result
 

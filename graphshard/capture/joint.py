@@ -9,7 +9,7 @@ from typing import Any, cast
 import torch
 from torch import Tensor, fx
 
-from graphshard.capture.annotation import CALLS, FQN, KEEP, REGION
+from graphshard.capture.annotation import CALLS, FQN, KEEP, LINE, REGION
 from graphshard.capture.as_eager import keep_lstm_workspaces
 from graphshard.capture.structure import Structure
 from graphshard.capture.traced_module import TracedModel
@@ -26,8 +26,10 @@ from graphshard.program.program import (
     Results,
 )
 from graphshard.program.size_nodes import SizeNodes
-from graphshard.program.sizes import Sizes
+from graphshard.program.sizes import Sizes, hint
 from graphshard.torch_private import trace as torch_trace
+from graphshard.torch_private.compat import SYMBOLIC, same_sizes
+from graphshard.torch_private.unbacked import depends_on_values, drop_unread_items
 
 _IDENTITY = "graphshard::output"
 
@@ -90,6 +92,8 @@ class _Builder:
         if self.sizes is None:
             self._copy_nodes()
         else:
+            self.sizes.unread = drop_unread_items(self.joint.graph, self.sizes.environment)
+            self._equate_tangents(tangents)
             self._copy_nodes(SizeNodes(self.graph, self.sizes, [entry.node for entry in inputs]))
         results, mutations, outputs = self._results(tangents)
         keep_lstm_workspaces(self.graph)
@@ -157,6 +161,9 @@ class _Builder:
                 raise CaptureError(
                     f"the step holds a nested graph ({old.target}), which a program cannot; "
                     "replace torch.cond, flex_attention and the like by plain operators"
+                    if isinstance(value, fx.GraphModule)
+                    else f"the step holds a {type(value).__name__}, and a program holds tensors "
+                    "and numbers; leave out the operator that takes it"
                 )
             self._refuse_weights(value)
             if value.device.type == "meta":
@@ -204,6 +211,30 @@ class _Builder:
             for index in indices
         }
 
+    def _equate_tangents(self, tangents: dict[int, fx.Node]) -> None:
+        """Give the gradients of outputs the outputs' own sizes, where these depend on values.
+
+        A trace makes the gradients in its first run of the model, with the symbols of that run.
+
+        Raises:
+            CaptureError: the runs differ.
+        """
+        assert self.sizes is not None
+        vals = [node.meta["val"] for node in tangents.values()]
+        if not any(depends_on_values(size) for val in vals for size in val.shape):
+            return
+        self.sizes.equate_runs()
+        output = self.joint.graph.output_node()
+        values = cast("list[Any]", output.args[0])
+        for old, desc in zip(values, output.meta["desc"], strict=True):
+            if isinstance(desc, self.desc.PlainAOTOutput) and desc.idx in tangents:
+                tangent, val = tangents[desc.idx].meta["val"], old.meta["val"]
+                if not same_sizes(tangent.shape, val.shape):
+                    raise CaptureError(
+                        "two runs of the forward gave sizes that depend on values in different "
+                        "orders; return no tensor of such a size, or only a detached one"
+                    )
+
     # -- nodes ------------------------------------------------------------------------------
 
     def _copy_nodes(self, size_nodes: SizeNodes | None = None) -> None:
@@ -235,11 +266,9 @@ class _Builder:
             node.kwargs = fx.map_arg(kwargs, self.new.__getitem__)
         node.meta = {"val": old.meta.get("val"), "phase": _phase(old), FQN: fqn}
         custom = old.meta.get("custom") or {}
-        for key in (CALLS, REGION, KEEP):
+        for key in (CALLS, LINE, REGION, KEEP):
             if key in custom:
                 node.meta[key] = custom[key]
-        if old.meta.get("stack_trace"):
-            node.meta["stack_trace"] = old.meta["stack_trace"]
         return node
 
     # -- results ----------------------------------------------------------------------------
@@ -265,6 +294,8 @@ class _Builder:
             if isinstance(desc, self.desc.GradAOTOutput):
                 kind, index = _end_key(desc.grad_of, self.desc)
                 if kind == "param":
+                    if isinstance(value, fx.Node):
+                        _give_shape(value, self.traced.model_params[index].tensor)
                     results.grads[index] = value
                 elif kind == "input":
                     results.input_grads[index] = value
@@ -316,6 +347,20 @@ class _Builder:
             f"the forward changes input {self.inputs.paths[index]} in place while its gradient is "
             "wanted; clone it first"
         )
+
+
+def _give_shape(gradient: fx.Node, param: Tensor) -> None:
+    """Give a gradient the shape of its parameter, in numbers.
+
+    Autograd promises that shape. A guard such as (height // 8)**2 == 16 may imply it, which torch
+    does not solve; where parts of sizes that depend on values make it up, each call checks it.
+    """
+    val = gradient.meta["val"]
+    if any(isinstance(size, SYMBOLIC) for size in val.shape):
+        by_values = any(map(depends_on_values, val.shape))
+        strides = param.stride() if by_values else list(map(hint, val.stride()))
+        with val.fake_mode:
+            gradient.meta["val"] = val.new_empty_strided(param.shape, strides)
 
 
 def _explicit_kwargs(node: fx.Node) -> dict[str, Any]:

@@ -6,27 +6,30 @@ A captured program keeps the values it saw and repeats no assignment, so the use
 from __future__ import annotations
 
 import contextlib
-import copy
 import random
 import sys
-from collections import OrderedDict
-from collections.abc import Iterator, Mapping
-from typing import Any
+from collections import OrderedDict, deque
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any, NoReturn
 
 import torch
 from torch import Tensor, fx, nn
 from torch.overrides import TorchFunctionMode
 
 from graphshard.errors import CaptureError
+from graphshard.torch_private import trace as torch_trace
 
-_TABLES = ("_parameters", "_buffers", "_modules")
+TABLES = ("_parameters", "_buffers", "_modules")
 
 
 # nn.LSTM and its kind list their own weights anew in every forward.
-_NO_STATE = frozenset({*_TABLES, "_flat_weights", "_flat_weight_refs"})
+_NO_STATE = frozenset({*TABLES, "_flat_weights", "_flat_weight_refs"})
 
 
 _CONTAINERS = (dict, list, set, OrderedDict)  # the last holds hooks
+
+
+_REFILLED = (OrderedDict, dict, list, set, deque)
 
 
 _PLAIN = (int, float, str, bool, bytes, complex)
@@ -43,9 +46,9 @@ class _Before:
         self.module = module
         self.attributes = dict(vars(module))
         self.contents = {
-            name: copy.copy(value)
+            name: contents(value)
             for name, value in self.attributes.items()
-            if name in _TABLES or type(value) in _CONTAINERS
+            if name in TABLES or type(value) in _CONTAINERS
         }
 
     def changed(self) -> list[str]:
@@ -55,9 +58,18 @@ class _Before:
             for name, value in vars(self.module).items()
             if name not in _NO_STATE
             and (
-                _differs(self.attributes.get(name, _MISSING), value)
-                or (name in self.contents and _content_differs(self.contents[name], value))
+                differs(self.attributes.get(name, _MISSING), value)
+                or (name in self.contents and content_differs(self.contents[name], value))
             )
+        ]
+
+    def made(self) -> list[str]:
+        """Names of the buffers that were None or not there before, with a remark."""
+        before = self.contents["_buffers"]
+        return [
+            f"{self.prefix}{name} (a buffer it makes itself; register it with values before)"
+            for name, value in self.module._buffers.items()
+            if value is not None and before.get(name) is None
         ]
 
     def restore(self) -> None:
@@ -65,12 +77,7 @@ class _Before:
         vars(self.module).clear()
         vars(self.module).update(self.attributes)
         for name, content in self.contents.items():
-            container = self.attributes[name]
-            container.clear()
-            if isinstance(container, list):
-                container.extend(content)
-            else:
-                container.update(content)
+            refill(self.attributes[name], content)
 
 
 @contextlib.contextmanager
@@ -83,6 +90,7 @@ def restore_module_state(model: nn.Module) -> Iterator[list[str]]:
     finally:
         for each in before:
             changes += each.changed()
+            changes += each.made()
         for each in before:
             each.restore()
 
@@ -105,20 +113,51 @@ def restore_random_state() -> Iterator[list[str]]:
             numpy.random.set_state(numpy_state)
 
 
-def _differs(before: Any, after: Any) -> bool:
+def contents(container: Any) -> Any:
+    """A copy of a list, deque, dict or set as a plain one.
+
+    A subclass's own methods, which may rename keys or load what is not there yet, are not called.
+    """
+    kind = _kind_of(container)
+    if issubclass(kind, dict):
+        return dict(kind.items(container))
+    return (set if kind is set else list)(kind.__iter__(container))
+
+
+def refill(container: Any, content: Any) -> None:
+    """Give a list, deque, dict or set the `contents` it had, past a subclass's own methods."""
+    kind = _kind_of(container)
+    kind.clear(container)
+    if issubclass(kind, dict):
+        for key, value in content.items():
+            kind.__setitem__(container, key, value)
+    elif kind is set:
+        kind.update(container, content)
+    else:
+        kind.extend(container, content)
+
+
+def _kind_of(container: Any) -> Any:
+    return next(kind for kind in _REFILLED if isinstance(container, kind))
+
+
+def differs(before: Any, after: Any) -> bool:
+    """Whether `after` is another object, or another number or text."""
     if before is after:
         return False
     return not (isinstance(before, _PLAIN) and type(before) is type(after) and before == after)
 
 
-def _content_differs(before: Any, after: Any) -> bool:
-    if type(before) is not type(after) or len(before) != len(after):
+def content_differs(before: Any, container: Any) -> bool:
+    """Whether a container's contents are no longer what `contents` gave."""
+    after = contents(container)
+    if len(before) != len(after):
         return True
     if isinstance(before, set):
         return bool(before != after)
     if isinstance(before, dict):
         before, after = _flat(before), _flat(after)
-    return any(_differs(old, new) for old, new in zip(before, after, strict=True))
+    return any(differs(old, new) for old, new in zip(before, after, strict=True))
 
 
 def _flat(items: dict[Any, Any]) -> list[Any]:
@@ -127,40 +166,75 @@ def _flat(items: dict[Any, Any]) -> list[Any]:
 
 _ASSIGN: Any = torch.Tensor.data.__set__  # type: ignore[attr-defined]
 
+_GRAD: Any = vars(torch.Tensor.__base__)["grad"].__get__
 
-class NoDataAssignments(TorchFunctionMode):
-    """Inside this mode an assignment to `.data` of a tensor is refused, since it would be lost.
+_AS_NUMBERS: frozenset[Any] = frozenset(
+    getattr(torch.Tensor, name)
+    for name in ("numpy", "__array__", "tolist", "item", "__bool__", "__float__", "__int__")
+)
+
+
+def unanswered_errors() -> tuple[type[Exception], ...]:
+    """Give what torch raises where code asks for the value of a tensor, which a model may catch."""
+    by_value: tuple[type[Exception], ...] = torch_trace.untraceable_errors()[0]
+    return by_value
+
+
+class PastTheTrace(TorchFunctionMode):
+    """Inside this mode what goes past a trace is refused: `.data` assigned, `.grad` read.
+
+    The numbers of a real tensor are read from it, instead of from the fake one it would become.
 
     Args:
         names: of parameters and buffers, by identity.
+        note_values: is told of each real tensor whose numbers are read.
     """
 
-    def __init__(self, names: Mapping[int, str]) -> None:
+    def __init__(
+        self, names: Mapping[int, str], note_values: Callable[[Tensor], None] = lambda tensor: None
+    ) -> None:
         super().__init__()
         self._names = names
-        self._error: CaptureError | None = None
+        self._note_values = note_values
+        self._error: Exception | None = None
 
     def __torch_function__(
         self, func: Any, types: Any, args: Any = (), kwargs: Mapping[str, Any] | None = None
     ) -> Any:
-        """Call `func`, unless it is the assignment."""
+        """Call `func`, unless it is refused."""
         if func == _ASSIGN:
-            self._error = self._refusal(args[0])
-            raise self._error
-        return func(*args, **(kwargs or {}))
+            self._refuse(
+                f"assigns .data of {self._name(args[0])}, which goes past any trace, so a captured "
+                "program would not do it; write into a buffer with copy_, or return the new value"
+            )
+        if func == _GRAD and id(args[0]) in self._names:
+            self._refuse(
+                f"reads .grad of {self._name(args[0])}, which a trace does not know, and which is "
+                "a shard between steps; pass what depends on it as an argument"
+            )
+        if func in _AS_NUMBERS and torch_trace.is_real(args[0]):
+            self._note_values(args[0])
+            with torch_trace.without_dispatch_modes():
+                return func(*args, **(kwargs or {}))
+        try:
+            return func(*args, **(kwargs or {}))
+        except unanswered_errors() as error:
+            self._error = self._error or error
+            raise
 
-    def _refusal(self, tensor: Tensor) -> CaptureError:
-        what = self._names.get(id(tensor), "a tensor")
-        return CaptureError(
-            f"the forward assigns .data of {what}, which goes past any trace, so a captured "
-            "program would not do it; write into a buffer with copy_, or return the new value"
-        )
+    def _name(self, tensor: Tensor) -> str:
+        return self._names.get(id(tensor), "a tensor")
+
+    def _refuse(self, reason: str) -> NoReturn:
+        self._error = CaptureError(f"the forward {reason}")
+        raise self._error
 
     def require(self) -> None:
         """Raise the refusal again, if the model caught it.
 
         Raises:
-            CaptureError: an assignment was refused.
+            CaptureError: something was refused.
+            Exception: torch's, since the value of a tensor was asked for.
         """
         if self._error is not None:
             raise self._error

@@ -9,11 +9,13 @@ reference.
 
 from __future__ import annotations
 
+import contextlib
 import io
 import pickle
 import types
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections import OrderedDict, defaultdict, deque
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any
 
@@ -38,6 +40,9 @@ _BY_REFERENCE = (
 )  # fmt: skip
 
 
+_CONTAINERS = (tuple, list, dict, OrderedDict, defaultdict, deque)
+
+
 @dataclass(frozen=True)
 class _Hole:
     """Stands for the tensor of this number in a flattened value."""
@@ -46,13 +51,13 @@ class _Hole:
 
 
 @dataclass(frozen=True, eq=False)
-class _Same:
+class Same:
     """An object compared by identity, and kept alive so that no other gets its id."""
 
     value: Any
 
     def __eq__(self, other: object) -> bool:
-        return isinstance(other, _Same) and self.value is other.value
+        return isinstance(other, Same) and self.value is other.value
 
     def __hash__(self) -> int:
         return id(self.value)
@@ -65,7 +70,7 @@ class _Opaque:
     type_name: str
     data: bytes
     holes: tuple[int, ...]
-    references: tuple[_Same, ...]
+    references: tuple[Same, ...]
 
 
 class _Pickler(pickle.Pickler):
@@ -92,6 +97,19 @@ class _Unpickler(pickle.Unpickler):
         return self._kinds[kind][index]
 
 
+@dataclass(frozen=True)
+class _Number:
+    """A zero or NaN, told from others by its text: 0.0 is not -0.0, and NaN is NaN."""
+
+    text: str
+    value: Any = field(compare=False)
+
+
+def comparable(number: Any) -> Any:
+    """Return a float or complex, which == and != may not tell apart as needed, as what may."""
+    return _Number(repr(number), number) if number == 0 or number != number else number
+
+
 CALL = ""
 """The name of the value `(args, kwargs)`, whose paths read "args[0]" and "kwargs['x']"."""
 
@@ -106,7 +124,7 @@ class Structure:
 
     name: str
     spec: pytree.TreeSpec
-    leaves: tuple[tuple[type, Any], ...]  # with the type: a _Hole, _Same, _Opaque or plain value
+    leaves: tuple[tuple[type, Any], ...]  # with the type: a _Hole, Same, _Opaque or plain value
 
     def __hash__(self) -> int:
         return self._hash
@@ -120,21 +138,42 @@ class Structure:
         if self._is_tensor:
             return tensors[0]
         filled = [_fill(leaf, tensors) for _, leaf in self.leaves]
+        if self._holds_sizes:
+            return _with_sizes(self.spec, iter(filled))
         return pytree.tree_unflatten(filled, self.spec)
 
     @cached_property
     def _is_tensor(self) -> bool:
         return self.spec.is_leaf() and self.leaves[0][0] is _Hole
 
+    @property
+    def references(self) -> tuple[Any, ...]:
+        """The functions, classes and modules in it, which are kept by reference."""
+        values = [value for _, value in self.leaves]
+        inside = [
+            same for value in values if isinstance(value, _Opaque) for same in value.references
+        ]
+        return tuple(same.value for same in (*values, *inside) if isinstance(same, Same))
+
+    @cached_property
+    def _holds_sizes(self) -> bool:
+        stack = [self.spec]
+        while stack:
+            spec = stack.pop()
+            if spec.type is torch.Size:
+                return True
+            stack += spec.children()
+        return False
+
     @cached_property
     def paths(self) -> tuple[str, ...]:
         """Where each tensor is, e.g. "args[0]['ids']"."""
-        numbered = pytree.tree_unflatten(range(len(self.leaves)), self.spec)
+        parts = [(self.name, self.spec)]
+        if self.name == CALL:
+            parts = [*zip(("args", "kwargs"), self.spec.children(), strict=True)]
+        leaf_paths = [path for name, spec in parts for path in _leaf_paths(name, spec)]
         paths = []
-        for (key_path, _), (_, leaf) in zip(
-            pytree.tree_flatten_with_path(numbered)[0], self.leaves, strict=True
-        ):
-            path = _readable(self.name, key_path)
+        for path, (_, leaf) in zip(leaf_paths, self.leaves, strict=True):
             if isinstance(leaf, _Hole):
                 paths.append(path)
             elif isinstance(leaf, _Opaque):
@@ -153,24 +192,43 @@ def take_apart(value: Any, *, name: str) -> tuple[list[Tensor], Structure]:
             `(args, kwargs)`.
 
     Raises:
-        CaptureError: an object pytree does not know cannot be pickled either.
+        CaptureError: an object pytree does not know cannot be pickled either, or a class hides a
+            tensor from pytree.
     """
     leaves, spec = pytree.tree_flatten(value)
+    _refuse_hidden_tensors(spec, name)
     tensors: list[Any] = []
     stand_ins: list[tuple[type, Any]] = []
     for leaf in leaves:
         if isinstance(leaf, _TAKEN_OUT):
             stand_ins.append((_Hole, _Hole(len(tensors))))
             tensors.append(leaf)
+        elif type(leaf) in (float, complex):
+            stand_ins.append((type(leaf), comparable(leaf)))
         elif isinstance(leaf, _PLAIN):
             stand_ins.append((type(leaf), leaf))
         elif isinstance(leaf, _BY_REFERENCE):
-            stand_ins.append((_Same, _Same(leaf)))
+            stand_ins.append((Same, Same(leaf)))
         else:
             inner_tensors, opaque = _freeze(leaf, name, start=len(tensors))
             stand_ins.append((_Opaque, opaque))
             tensors.extend(inner_tensors)
     return tensors, Structure(name, spec, tuple(stand_ins))
+
+
+def _refuse_hidden_tensors(spec: pytree.TreeSpec, name: str) -> None:
+    stack = [spec]
+    while stack:
+        spec = stack.pop()
+        stack += spec.children()
+        if spec.is_leaf() or spec.type in _CONTAINERS:
+            continue
+        if any(isinstance(leaf, Tensor) for leaf in pytree.tree_leaves(spec.context)):
+            raise CaptureError(
+                f"{'an argument' if name == CALL else f'a part of {name}'} is a "
+                f"{spec.type.__name__}, whose flatten function keeps a tensor in its context, "
+                "where a program cannot replace it; return the tensor among the children"
+            )
 
 
 def _freeze(obj: Any, name: str, start: int) -> tuple[list[Tensor], _Opaque]:
@@ -187,14 +245,16 @@ def _freeze(obj: Any, name: str, start: int) -> tuple[list[Tensor], _Opaque]:
             "with torch.utils._pytree.register_pytree_node"
         ) from error
     holes = tuple(range(start, start + len(pickler.tensors)))
-    references = tuple(_Same(reference) for reference in pickler.references)
+    references = tuple(Same(reference) for reference in pickler.references)
     return pickler.tensors, _Opaque(type_name, file.getvalue(), holes, references)
 
 
 def _fill(leaf: Any, tensors: Sequence[Any]) -> Any:
     if isinstance(leaf, _Hole):
         return tensors[leaf.index]
-    if isinstance(leaf, _Same):
+    if isinstance(leaf, Same):
+        return leaf.value
+    if isinstance(leaf, _Number):
         return leaf.value
     if isinstance(leaf, _Opaque):
         inside = [tensors[hole] for hole in leaf.holes]
@@ -202,10 +262,45 @@ def _fill(leaf: Any, tensors: Sequence[Any]) -> Any:
     return leaf
 
 
-def _readable(name: str, key_path: tuple[Any, ...]) -> str:
-    if name != CALL:
-        return name + pytree.keystr(key_path)
-    return ("kwargs" if key_path[0].idx else "args") + pytree.keystr(key_path[1:])
+def _leaf_paths(path: str, spec: pytree.TreeSpec) -> Iterator[str]:
+    if spec.is_leaf():
+        yield path
+        return
+    for key, child in zip(_keys(spec), spec.children(), strict=True):
+        yield from _leaf_paths(path + key, child)
+
+
+def _keys(spec: pytree.TreeSpec) -> list[str]:
+    """The path to each child of a container, e.g. "[0]" or ".loss"."""
+    count = spec.num_children
+    if hasattr(spec.context, "_fields"):  # the class of a namedtuple
+        return [f".{name}" for name in spec.context._fields]
+    if issubclass(spec.type, Mapping) and _is_list_of(count, spec.context):
+        return [f"[{key!r}]" for key in spec.context]
+    node = pytree.SUPPORTED_NODES[spec.type]
+    if node.flatten_with_keys_fn is not None:
+        # Only a container tells its keys. Its class is the user's and may refuse numbers.
+        with contextlib.suppress(Exception):
+            container = node.unflatten_fn([*range(count)], spec.context)
+            keyed, _ = node.flatten_with_keys_fn(container)
+            keys = [pytree.keystr((key,)) for key, _ in keyed]
+            if len(keys) == count:
+                return keys
+    return [f"<{spec.type.__name__}>[{index}]" for index in range(count)]
+
+
+def _is_list_of(count: int, context: Any) -> bool:
+    return isinstance(context, list | tuple) and len(context) == count
+
+
+def _with_sizes(spec: pytree.TreeSpec, leaves: Iterator[Any]) -> Any:
+    """As `tree_unflatten`, which makes a plain tuple of a torch.Size."""
+    if spec.is_leaf():
+        return next(leaves)
+    children = [_with_sizes(child, leaves) for child in spec.children()]
+    if spec.type is torch.Size:
+        return torch.Size(children)
+    return pytree.SUPPORTED_NODES[spec.type].unflatten_fn(children, spec.context)
 
 
 def _position(items: list[Any], obj: Any) -> int:

@@ -16,9 +16,14 @@ import torch
 from torch import Tensor, nn
 
 from graphshard.capture.casting import cast_all
-from graphshard.capture.side_effects import NoDataAssignments, restore_module_state
+from graphshard.capture.code_walk import CodeWalk
+from graphshard.capture.guards import Guards
+from graphshard.capture.reads import Reads
+from graphshard.capture.refused_calls import refuse_seeding
+from graphshard.capture.side_effects import PastTheTrace, restore_module_state
 from graphshard.capture.structure import CALL, Structure, take_apart
 from graphshard.errors import CaptureError
+from graphshard.format import some_of
 from graphshard.policy.precision import Precisions, keeps_its_dtype
 from graphshard.torch_private import trace as torch_trace
 
@@ -66,10 +71,11 @@ class EntryPoint:
     def call(self, model: nn.Module, args: Any, kwargs: Any) -> Any:
         """Call `model` at this entry point."""
         module = model.get_submodule(self.module)
-        if self.method == "forward":
-            return module(*args, **kwargs)
-        with torch_trace.annotate()({"fqn": self.module, "calls": ((self.module, 0),)}):
-            return getattr(module, self.method)(*args, **kwargs)
+        with torch_trace.compiled_functions_as_they_are(), refuse_seeding():
+            if self.method == "forward":
+                return module(*args, **kwargs)
+            with torch_trace.annotate()({"fqn": self.module, "calls": ((self.module, 0),)}):
+                return getattr(module, self.method)(*args, **kwargs)
 
     def __str__(self) -> str:
         path = f"{self.module}.{self.method}" if self.module else self.method
@@ -85,7 +91,8 @@ class TracedModel(nn.Module):
 
     After a trace, `result` is the structure of the module's return value, `state_changes` names the
     attributes its forward assigned, and `reachable` the parameters autograd connects to an output.
-    A call whose tensors are not functionalized runs in the context that `plain` makes.
+    `on_call` is called before each run of the module: a trace runs it more than once. A call whose
+    tensors are not functionalized runs in the context that `plain` makes.
     """
 
     def __init__(
@@ -93,7 +100,6 @@ class TracedModel(nn.Module):
         model: nn.Module,
         make_fake: Callable[[Tensor], Tensor],
         inputs: Structure,
-        grad: bool,
         entry: EntryPoint = MAIN_ENTRY,
         precisions: Precisions | None = None,
         plain: Callable[[], AbstractContextManager[Any]] = nullcontext,
@@ -102,18 +108,25 @@ class TracedModel(nn.Module):
         self.model_params = named_tensors(model.named_parameters(remove_duplicate=False))
         self.model_buffers = named_tensors(model.named_buffers(remove_duplicate=False))
         for index, named in enumerate(self.model_params):
-            needs_grad = grad and named.tensor.requires_grad
+            needs_grad = named.tensor.requires_grad
             fake = nn.Parameter(make_fake(named.tensor), requires_grad=needs_grad)
             self.register_parameter(f"p{index}", fake)
         for index, named in enumerate(self.model_buffers):
             self.register_buffer(f"b{index}", make_fake(named.tensor))
+        self.same_inputs: tuple[int, ...] = ()  # for each input the first that is the same tensor
         self._inputs = inputs
         self._entry = entry
         self._precisions = precisions
         self._plain = plain
         self.result: Structure | None = None
         self.state_changes: tuple[str, ...] = ()
+        self.made_to_require_grad: frozenset[str] = frozenset()  # paths of inputs
+        self.reads = Reads(model, ())
+        walk = CodeWalk.of(model, entry.method)
+        self.compares_identity = walk.compares_identity
+        self._globals = walk.places
         self.reachable: frozenset[int] = frozenset()
+        self.on_call: Callable[[], None] = lambda: None
         self._model = [model]  # in a list, so that it is no submodule of this one
 
     def weights(self) -> Iterator[tuple[str, Tensor]]:
@@ -128,6 +141,9 @@ class TracedModel(nn.Module):
     def forward(self, *tensors: Tensor) -> list[Tensor]:
         """The module's tensor outputs, each a tensor of its own instead of an alias."""
         model = self._model[0]
+        self.on_call()
+        if self.same_inputs:
+            tensors = tuple(tensors[place] for place in self.same_inputs)
         args, kwargs = self._inputs.build(tensors)
         params = [getattr(self, f"p{i}") for i in range(len(self.model_params))]
         buffers = [getattr(self, f"b{i}") for i in range(len(self.model_buffers))]
@@ -137,23 +153,34 @@ class TracedModel(nn.Module):
         names |= {
             id(b): f"buffer {o.fqn!r}" for o, b in zip(self.model_buffers, buffers, strict=True)
         }
-        assignments = NoDataAssignments(names)
+        self.reads = reads = Reads(model, self._globals)
+        past = PastTheTrace(names, reads.note_values)
         is_plain = not any(map(torch_trace.is_functional, (*params, *buffers, *tensors)))
         with restore_module_state(model) as changes, self._plain() if is_plain else nullcontext():
             cast_params = self._cast_params(params)
             cast_buffers = self._cast_buffers(model, buffers)
+            for named, param in zip(self.model_params, cast_params, strict=True):
+                vars(param).update({**vars(named.tensor), **vars(param)})  # what users hang on it
             _install(model, self.model_params, cast_params)
             _install(model, self.model_buffers, cast_buffers)
-            with assignments:
+            before = [tensor.requires_grad for tensor in tensors]
+            with past, reads.noting():
                 output = self._entry.call(model, args, kwargs)
-            assignments.require()
+            past.require()
             self._refuse_changed_params(params, cast_params)
             self._write_back_buffers(model, buffers, cast_buffers)
-        self.state_changes = tuple(changes)
+        self.state_changes = (*changes, *reads.changes)
+        now = zip(self._inputs.paths, tensors, before, strict=True)
+        self.made_to_require_grad |= {path for path, t, was in now if t.requires_grad and not was}
         self._refuse_changed_inputs(args, kwargs)
         results, self.result = take_apart(output, name="out")
+        self._refuse_lent_results(self.result.references)
         self.reachable = _reachable(results, params)
         return list(map(_own_tensor, results))
+
+    def guards(self) -> Guards:
+        """The Python state that the forward read, after the trace."""
+        return Guards.of(self.reads.places)
 
     def _cast_params(self, params: list[Tensor]) -> list[Tensor]:
         """Each parameter in the dtype it is computed in.
@@ -188,9 +215,19 @@ class TracedModel(nn.Module):
                     "buffer"
                 )
 
+    def _refuse_new_params(self, model: nn.Module) -> None:
+        known = {name for named in self.model_params for name in named.names}
+        now = [name for name, _ in model.named_parameters(remove_duplicate=False)]
+        if new := [name for name in now if name not in known]:
+            raise CaptureError(
+                f"the forward makes parameters ({some_of(new)}), which would never be trained; "
+                "make them in __init__, or call the model once before compiling it"
+            )
+
     def _write_back_buffers(
         self, model: nn.Module, buffers: list[Tensor], cast_buffers: list[Tensor]
     ) -> None:
+        self._refuse_new_params(model)
         # `self.running = new` replaces the buffer object; the new value must outlive the step. So
         # must one written in place into what was shown in another dtype.
         for named, buffer, cast in zip(self.model_buffers, buffers, cast_buffers, strict=True):
@@ -212,6 +249,24 @@ class TracedModel(nn.Module):
                 "the forward changed an argument object in place (added, removed or replaced what "
                 "it holds); return the new values instead, or pass an object it does not change"
             )
+
+    def _refuse_lent_results(self, references: tuple[Any, ...]) -> None:
+        """Refuse to return what is only lent to a trace: the model's modules, captured tensors."""
+        modules = set(self._model[0].modules())
+        for reference in references:
+            owner = getattr(reference, "__self__", reference)
+            cells = getattr(reference, "__closure__", None) or ()
+            if owner in modules if isinstance(owner, nn.Module) else _any_tensor(cells):
+                name = getattr(reference, "__qualname__", type(reference).__name__)
+                raise CaptureError(
+                    f"the forward returns {name}, which holds the model's weights or values of "
+                    "this call; return tensors, and what is computed from them later as a method "
+                    "(see call_method and submodule_forward)"
+                )
+
+
+def _any_tensor(cells: Iterable[Any]) -> bool:
+    return any(isinstance(cell.cell_contents, Tensor) for cell in cells)
 
 
 def _own_tensor(value: Any) -> Any:

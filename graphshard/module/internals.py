@@ -6,6 +6,7 @@ import contextlib
 
 from torch import nn
 
+from graphshard.capture.traced_module import EntryPoint
 from graphshard.errors import RuntimeStateError
 from graphshard.module.meta_init import initialize
 from graphshard.module.programs import Programs
@@ -26,9 +27,13 @@ class _State:
         self.bindings = bindings
         self.programs = programs
         self.shards = distinct(bindings.shards)
+        named = programs.meta_model.named_parameters()
+        self.in_model_order = [bindings.shards[name] for name, _ in named]
         self.unsharded = Unsharded(self.shards)
         self.on_meta = on_meta
         self.ready = False
+        self.lent = False  # whole parameters, to the model's own code
+        self.computing: set[EntryPoint] = set()  # methods that are programs, and set no state alone
         # Whoever loads a buffer writes it in place or replaces it.
         self.empty_buffers = {
             name: (bindings.buffer(name), bindings.buffer(name)._version)
@@ -38,15 +43,31 @@ class _State:
 
     def fill_buffers(self) -> None:
         """Compute the buffers that a checkpoint left without values, as `init_weights` would."""
-        empty = frozenset(name for name in self.empty_buffers if self._is_empty(name))
+        empty = self.unfilled_buffers()
         if empty:
             # One that nothing computes is named when the module is called.
             with contextlib.suppress(RuntimeStateError):
                 initialize(self.programs.meta_model, self.bindings, empty, seed=0)
 
+    def unfilled_buffers(self) -> frozenset[str]:
+        """The buffers that have no values yet; the same ones on every rank."""
+        return frozenset(name for name in self.empty_buffers if self._is_empty(name))
+
     def _is_empty(self, name: str) -> bool:
         buffer, version = self.empty_buffers[name]
         return self.bindings.buffer(name) is buffer and buffer._version == version
+
+    def refuse_lent(self) -> None:
+        """Raise inside of `gathered()` and `run_eagerly()`.
+
+        Raises:
+            RuntimeStateError: the model's own code has the parameters.
+        """
+        if self.lent:
+            raise RuntimeStateError(
+                "the parameters are gathered for gathered() or run_eagerly(), so that the sharded "
+                "module cannot be called; call the model that gathered() gives, or leave it first"
+            )
 
     def require_values(self, module: nn.Module) -> None:
         """Check that every parameter and buffer got a value since the model left the meta device.

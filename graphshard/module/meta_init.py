@@ -114,7 +114,7 @@ def _applied(function: Callable[[nn.Module], Any], module: nn.Module) -> Initial
 
 
 def _arguments(function: Callable[..., Any]) -> int:
-    """How many arguments `function` needs."""
+    """The number of arguments that `function` needs."""
     parameters = inspect.signature(function).parameters.values()
     positional = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
     return sum(p.default is p.empty and p.kind in positional for p in parameters)

@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import argparse
 import contextlib
 import copy
+import enum
+import random
+import types
 import weakref
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
@@ -11,16 +15,29 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from graphshard.capture.code_walk import in_library
+from graphshard.capture.guards import CONTAINERS, items_of
 from graphshard.capture.traced_module import ORIGINALS
+
+_OF_ANY_MODULE = frozenset(vars(nn.Module()))
+
+_PLAIN = (
+    int, float, complex, str, bytes, type, enum.Enum, types.FunctionType, types.BuiltinFunctionType,
+    types.ModuleType, torch.dtype, torch.device, random.Random,
+)  # fmt: skip
+
+_NAMESPACES = (types.SimpleNamespace, argparse.Namespace)
 
 
 def meta_model_of(model: nn.Module) -> nn.Module:
     """A copy of `model` with its parameters and buffers on meta.
 
-    The forward then changes Python attributes of the copy. Attributes that cannot be copied (locks,
-    process groups, generators) are shared with the model.
+    The copy has attributes of its own. Objects and containers that hold plain data alone, such as a
+    configuration, are shared with the model and whoever else holds them, and so are attributes that
+    cannot be copied (locks, process groups, generators).
     """
-    twins = {id(tensor): twin for tensor, twin in _on_meta(model)}
+    twins: dict[int, Any] = {id(tensor): twin for tensor, twin in _on_meta(model)}
+    twins |= {id(value): value for value in _plain_data(model)}
     try:
         meta_model = copy.deepcopy(model, dict(twins))
     except Exception:  # whatever the attributes of a module raise
@@ -47,6 +64,35 @@ def _on_meta(model: nn.Module) -> Iterator[tuple[Tensor, Tensor]]:
             yield buffer, whole.as_strided(buffer.shape, buffer.stride(), buffer.storage_offset())
         else:
             yield buffer, torch.empty_like(buffer, device="meta")
+
+
+def _plain_data(model: nn.Module) -> Iterator[Any]:
+    """The attributes of the user's own modules that hold no tensor, no module, nothing opaque."""
+    plain: dict[int, bool] = {}
+    for module in model.modules():
+        if not in_library(type(module).__module__):
+            for name, value in vars(module).items():
+                if name not in _OF_ANY_MODULE and _is_plain(value, plain):
+                    yield value
+
+
+def _is_plain(value: Any, known: dict[int, bool]) -> bool:
+    if value is None or isinstance(value, _PLAIN):
+        return True
+    if id(value) not in known:
+        known[id(value)] = True  # as long as it is looked into: it may hold itself
+        known[id(value)] = _holds_plain(value, known)
+    return known[id(value)]
+
+
+def _holds_plain(value: Any, known: dict[int, bool]) -> bool:
+    if isinstance(value, CONTAINERS):
+        return all(_is_plain(item, known) for item in items_of(value))
+    kind = type(value)
+    is_users = kind in _NAMESPACES or not in_library(kind.__module__)
+    if not is_users or isinstance(value, (Tensor, nn.Module)) or hasattr(kind, "__slots__"):
+        return False
+    return all(_is_plain(item, known) for item in getattr(value, "__dict__", {"": kind}).values())
 
 
 def _copied_by_attribute(model: nn.Module, memo: dict[int, Any]) -> nn.Module:

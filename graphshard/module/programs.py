@@ -4,39 +4,51 @@ from __future__ import annotations
 
 import logging
 import warnings
+import weakref
 from collections.abc import Sequence
 from dataclasses import replace
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
 
+from graphshard.capture.captured import Capture
+from graphshard.capture.code_walk import CodeWalk
 from graphshard.capture.dynamic import (
+    AUTO,
     Dynamic,
     Names,
     dims_above_one,
     drop_names,
     enlarge_small_dims,
 )
-from graphshard.capture.entry import Capture, capture, signature_of_parts
-from graphshard.capture.structure import CALL, Structure, take_apart
+from graphshard.capture.entry import capture, signature_of_parts
+from graphshard.capture.guards import Watch
+from graphshard.capture.input_checks import as_plain, require_values_of
+from graphshard.capture.structure import CALL, Structure, comparable, take_apart
 from graphshard.capture.traced_module import MAIN_ENTRY, EntryPoint
-from graphshard.errors import FixedSizeError
+from graphshard.errors import CaptureError, RuntimeStateError
 from graphshard.format import some_of
+from graphshard.module.call_sizes import CallSizes
 from graphshard.module.meta_model import set_flags
-from graphshard.module.sharded_tree import Modes, training_flags
+from graphshard.module.model_attributes import Changes
+from graphshard.module.sharded_tree import training_flags
 from graphshard.pipeline import run_passes, with_capture_warnings
 from graphshard.program.pass_protocol import PassLike
 from graphshard.progress import Progress, Stages
 from graphshard.runtime.accumulated import REDUCED, Mode, passes_for
 from graphshard.runtime.lowered import Bindings
-from graphshard.runtime.resident import ResidentShard
 from graphshard.runtime.shards import distinct
 from graphshard.runtime.step import Step
+from graphshard.runtime.unchanged import ResidentRows
 from graphshard.torch_private import compat as torch_compat
+from graphshard.torch_private import trace as torch_trace
 from graphshard.torch_private.gc_pause import collect_only_new
 
 _TENSORS = (Tensor, nn.Parameter)
+
+
+_PLAIN_CLASSES = frozenset(_TENSORS)
 
 
 _PLAIN = frozenset({type(None), bool, int, float, str})
@@ -64,7 +76,8 @@ class FlatCalls:
                 form.append(Tensor)
                 tensors.append(value)
             elif kind in _PLAIN:
-                form += (kind, value)  # with the type: True is not 1
+                # With the type: True is not 1.
+                form += (kind, comparable(value) if kind is float else value)
             else:
                 return take_apart((args, kwargs), name=CALL)
         structure = self._by_form.get(tuple(form))
@@ -90,6 +103,13 @@ _OTHERS = "arguments that are no tensors"
 _SIZES = "sizes"
 
 
+_STATE = "Python state"
+
+
+_EXPECTED = frozenset({"mode", "gradients", "gradients of parameters"})
+"""The differences between calls that every training loop with an evaluation, or no_sync(), has."""
+
+
 _STALE = "parameters changed since they were gathered"
 
 
@@ -102,28 +122,28 @@ class Programs:
     Args:
         meta_model: the model, whose forward is traced.
         root: the sharded module, whose flags count.
-        modes: tells when a `training` flag below `root` may have changed.
+        changes: tells when an attribute of a module below `root` may have changed.
         bindings: what programs run on.
         passes: applied to each captured program, in order.
         dynamic: the sizes that are symbols. One signature then has a further program for calls
-            whose sizes the first ones were not right for.
+            whose sizes the first ones were not right for. "auto": those that change.
     """
 
     def __init__(
         self,
         meta_model: nn.Module,
         root: nn.Module,
-        modes: Modes,
+        changes: Changes,
         bindings: Bindings,
         passes: Sequence[PassLike],
-        dynamic: Dynamic | None = None,
+        dynamic: Dynamic | Literal["auto"] | None = None,
     ) -> None:
         self.meta_model = meta_model
-        self.root = root
-        self.modes = modes
+        self._root = weakref.ref(root)  # which holds this, so that dropping it frees all at once
+        self.changes = changes
         self.bindings = bindings
         self.passes = tuple(passes)
-        self.dynamic = dynamic
+        self.sizes = CallSizes(meta_model, dynamic)
         self.plan = bindings.plan
         self.steps: dict[Any, Step] = {}
         self._recent: list[tuple[Any, Step]] = []  # by signature, of fixed sizes, the latest first
@@ -132,9 +152,21 @@ class Programs:
         self._fixed: dict[Any, set[str]] = {}  # names of sizes that were fixed for some calls
         self._entry = MAIN_ENTRY  # of the call at hand
         self._described: list[dict[str, str]] = []
+        self._noted: set[type] = set()  # classes of inputs that a warning told of
         self._training: tuple[int, tuple[bool, ...]] = (-1, ())
         self._shards = distinct(bindings.shards)
-        self._resident = [s for s in self._shards if isinstance(s, ResidentShard)]
+        self._by_identity: dict[str, bool] = {}  # of methods: whether their code compares by `is`
+        self._watch = Watch()
+        self._holding: set[int] = set()  # captures, by identity, whose state is as it was
+        self._resident = ResidentRows(self._shards, bindings.agreement)
+
+    def written_buffers(self) -> frozenset[str]:
+        """The names of the buffers that captured programs write."""
+        names: set[str] = set()
+        for step in self.steps.values():
+            written = {m.name for m in step.program.mutations if m.kind == "buffer"}
+            names.update(n for b in step.program.buffers if b.fqn in written for n in b.names)
+        return frozenset(names)
 
     def step_for(
         self, args: tuple[Any, ...], kwargs: dict[str, Any], entry: EntryPoint = MAIN_ENTRY
@@ -143,18 +175,24 @@ class Programs:
 
         Raises:
             CaptureError: the call cannot be captured.
+            FingerprintError, CollectiveError: the ranks cannot agree on what changed.
             PolicyError: the call's tensors are not what `dynamic` says.
             PassError, VerifyError: its program cannot be rewritten.
         """
         tensors, structure = self._calls.take_apart(args, kwargs)
+        if not _PLAIN_CLASSES.issuperset(map(type, tensors)):
+            tensors = as_plain(tensors, structure, self._noted, stacklevel=6)
         device = self.bindings.group.device
         if device.type != "cpu":  # as on cpu, an input that lies elsewhere would be an error
-            tensors = [t.to(device, non_blocking=True) for t in tensors]
-        names = None
-        if self.dynamic is not None and entry == MAIN_ENTRY:
-            names = dims_above_one(tensors, self.dynamic.names(tensors, structure))
+            try:
+                tensors = [t.to(device, non_blocking=True) for t in tensors]
+            except NotImplementedError:
+                require_values_of(tensors, structure)
+                raise
+        self._resident.compare()
         self._entry = entry
         try:
+            names = self._names(tensors, structure)
             return self._step(tensors, structure, names), tensors
         finally:
             self._entry = MAIN_ENTRY
@@ -164,12 +202,18 @@ class Programs:
     ) -> Step:
         """The program for calls like this one, whose tensors may be real, meta or fake."""
         tensors, structure = take_apart((args, kwargs), name=CALL)
-        tensors = [self._real(t) for t in tensors]
-        names = None
-        if self.dynamic is not None:
-            names = self.dynamic.names(tensors, structure)
+        tensors = as_plain(tensors, structure, self._noted, stacklevel=6)
+        real = {id(t): self._real(t) for t in tensors}
+        tensors = [real[id(t)] for t in tensors]
+        names = self.sizes.names(tensors, structure, self._entry)
+        if names is not None:
             tensors = enlarge_small_dims(tensors, names)
+        self._resident.look_for_signs()
         return self._step(tensors, structure, names, progress)
+
+    def _names(self, tensors: Sequence[Tensor], structure: Structure) -> tuple[Names, ...] | None:
+        names = self.sizes.names(tensors, structure, self._entry)
+        return None if names is None else dims_above_one(tensors, names)
 
     def _step(
         self,
@@ -178,25 +222,45 @@ class Programs:
         names: Sequence[Names] | None,
         progress: Stages | None = None,
     ) -> Step:
-        key = self._key(tensors, structure, names)
-        if names is None:
-            for signature, recent in self._recent:  # comparing takes less time than hashing
-                if signature == key:
-                    return recent
-        key, index = self._find(key, tensors, structure, names)
+        called = self._key(tensors, structure, names)
+        recent = self._recent_step(called)
+        if recent is not None:
+            return recent
+        key, index = self._find(called, tensors, structure, names)
+        of_new_shape = False
+        if index is None:
+            of_new_shape = self.sizes.meet(tensors, structure, self._entry)
+            if self.sizes.dynamic == AUTO:
+                names = self._names(tensors, structure)
+                called = self._key(tensors, structure, names)
+                key, index = self._find(called, tensors, structure, names)
+        if index is not None:
+            key = self._without_unread(key, index)
         step = self.steps.get((key, index))
         if step is None:
+            require_values_of(tensors, structure)
             described = _description(tensors, structure, key)
             trainable = (s.layout.fqn for s in self._shards if s.param.requires_grad)
             described[_TRAINED] = "\n".join(trainable)
             with collect_only_new():
                 if index is None:
                     key, index = self._trace(tensors, structure, names, described, progress)
+                    key = self._without_unread(key, index)
                 step = self._rewrite(key, index, progress)
-            self._say(described)
+            self._say(described, of_new_shape)
         if names is None:
-            self._recent = [(key, step), *self._recent[: RECENT - 1]]
+            self._recent = [(called, step), *self._recent[: RECENT - 1]]
         return step
+
+    def _recent_step(self, called: tuple[Any, ...]) -> Step | None:
+        """The program of a recent call with the signature `called`, if Python state is the same."""
+        if self._watch.changed(self.changes.attributes):
+            self._recent = []
+            self._holding.clear()
+        for signature, recent in self._recent:  # comparing takes less time than hashing
+            if signature == called:
+                return recent
+        return None
 
     def _find(
         self,
@@ -211,7 +275,8 @@ class Programs:
         """
         for index, captured in enumerate(self._captures.get(key[:-1], ())):
             sizes = captured.program.sizes
-            if sizes is None or sizes.admits(sizes.values(tensors)):
+            admits = sizes is None or sizes.admits(sizes.values(tensors))
+            if admits and self._holds(captured):
                 return key, index
         if names is not None and key[:-1] in self._fixed:
             fewer = drop_names(names, self._fixed[key[:-1]])
@@ -220,6 +285,24 @@ class Programs:
             if other_index is not None:
                 return other, other_index
         return key, None
+
+    def _holds(self, captured: Capture) -> bool:
+        """Whether the Python state that a capture read is as it was."""
+        if id(captured) not in self._holding:
+            if not captured.guards.hold():
+                return False
+            self._holding.add(id(captured))
+        return True
+
+    def _without_unread(self, key: tuple[Any, ...], index: int) -> tuple[Any, ...]:
+        """`key` without the stale parameters that capture `index` of it does not read."""
+        are_stale, mode = key[-1]
+        if not any(are_stale):
+            return key
+        params = self._captures[key[:-1]][index].program.params
+        read = {param.fqn for param in params if param.node.users}
+        pairs = zip(self._resident.shards, are_stale, strict=True)
+        return *key[:-1], (tuple([stale and s.layout.fqn in read for s, stale in pairs]), mode)
 
     def _real(self, tensor: Tensor) -> Tensor:
         device = self.bindings.group.device
@@ -233,12 +316,17 @@ class Programs:
     def _key(
         self, tensors: Sequence[Tensor], structure: Structure, names: Sequence[Names] | None
     ) -> tuple[Any, ...]:
-        if self._training[0] != self.modes.version:
-            self._training = (self.modes.version, training_flags(self.root))
+        if self._training[0] != self.changes.version:
+            root = self._root()
+            assert root is not None  # it makes this call
+            self._training = (self.changes.version, training_flags(root))
+        method = self._entry.method
+        if method not in self._by_identity:
+            self._by_identity[method] = CodeWalk.of(self.meta_model, method).compares_identity
         device = self.bindings.group.device.type
         autocast = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else None
         return (
-            signature_of_parts(tensors, structure, names),
+            signature_of_parts(tensors, structure, names, by_identity=self._by_identity[method]),
             self._training[1],
             torch.is_grad_enabled(),
             autocast,
@@ -247,7 +335,7 @@ class Programs:
             self._entry,
             # The last entry tells apart programs of one capture.
             (
-                tuple([shard.stale for shard in self._resident]),
+                self._resident.stale,
                 self.bindings.accumulated.mode() if torch.is_grad_enabled() else REDUCED,
             ),
         )
@@ -259,24 +347,46 @@ class Programs:
         names: Sequence[Names] | None,
         described: dict[str, str],
         progress: Stages | None,
+        notes: tuple[str, ...] = (),
     ) -> tuple[tuple[Any, ...], int]:
         """Capture a call; returns the same as `_find`."""
+        if torch_trace.inside_compiled_function():
+            raise RuntimeStateError(
+                "a sharded module captures programs by itself, which it cannot inside "
+                "torch.compile; call it outside, and compile its compute by "
+                'graphshard.compile(..., backend="inductor")'
+            )
         key = self._key(tensors, structure, names)
         captures = self._captures.get(key[:-1], [])
         for captured in captures[-1:]:
             sizes = captured.program.sizes
+            described[_STATE] = captured.guards.broken()
             if sizes is not None:
                 described[_SIZES] = sizes.broken(sizes.values(tensors))
         args, kwargs = structure.build(tensors)
         try:
             captured = self._capture(args, kwargs, names, progress or Progress())
-        except FixedSizeError as error:
-            if names is None or not captures:
+        except CaptureError as error:
+            if names is None:
                 raise
-            # The model takes any size in general, but handles this one in another way.
-            self._fixed.setdefault(key[:-1], set()).add(error.size)
-            fewer = drop_names(names, {error.size})
-            return self._trace(tensors, structure, fewer, described, progress)
+            call = tensors, structure, names, self._entry
+            unwanted = self.sizes.fix(error, *call, captured=bool(captures))
+            if not unwanted:
+                raise
+            self._fixed.setdefault(key[:-1], set()).update(unwanted)
+            if self.sizes.dynamic == AUTO:
+                notes += (f'dynamic="auto" fixes {" and ".join(sorted(unwanted))}: {error}',)
+                self._log(notes[-1])
+            fewer = drop_names(names, unwanted)
+            other, index = self._find(
+                self._key(tensors, structure, fewer), tensors, structure, fewer
+            )
+            if index is not None:
+                return other, index
+            return self._trace(tensors, structure, fewer, described, progress, notes)
+        captured.program.notes += notes
+        self._watch.add(captured.guards)
+        self.changes.reads |= {each.identity for each in captured.guards.places}
         self._captures[key[:-1]] = [*captures, captured]
         return key, len(captures)
 
@@ -310,10 +420,8 @@ class Programs:
         are_stale, mode = key[-1]
         captured = self._captures[key[:-1]][index]
         captured = replace(captured, program=captured.program.copy())
-        stale = [
-            shard for shard, is_stale in zip(self._resident, are_stale, strict=True) if is_stale
-        ]
-        captured.program.stale = frozenset(shard.layout.fqn for shard in stale)
+        pairs = zip(self._resident.shards, are_stale, strict=True)
+        captured.program.stale = frozenset(s.layout.fqn for s, stale in pairs if stale)
         if self.plan.program is None and self._entry == MAIN_ENTRY:
             plan = with_capture_warnings(bindings.plan, captured.program)
             self.plan = replace(plan, program=captured.program)
@@ -326,7 +434,7 @@ class Programs:
 
     # -- telling the user -----------------------------------------------------------------------
 
-    def _say(self, described: dict[str, str]) -> None:
+    def _say(self, described: dict[str, str], of_new_shape: bool) -> None:
         """Log the reason of a further capture once; warn if there are more than `MANY`."""
         stale = described.pop(_STALE, None)
         if self._described and described == self._described[-1]:
@@ -337,16 +445,20 @@ class Programs:
         if len(self._described) == 1:
             return
         last = self._described[-2]
-        changes = [
-            _change(what, last.get(what), described.get(what))
+        changed = [
+            what
             for what in {**last, **described}
-            if last.get(what) != described.get(what) and described.get(what, what != _SIZES)
+            if last.get(what) != described.get(what)
+            and described.get(what, what not in (_SIZES, _STATE))
         ]
-        say = logger.warning if self.bindings.group.rank == 0 else logger.info
-        say(
-            "graphshard captured program %d, since the call differs from the last one: %s",
-            len(self._described),
-            "; ".join(changes),
+        changes = [_change(what, last.get(what), described.get(what)) for what in changed]
+        offer = self.sizes.offer()
+        if offer and of_new_shape:
+            changes.append(f"{offer} in graphshard.compile makes one program for these sizes")
+        self._log(
+            f"graphshard captured program {len(self._described)}, since the call differs from the "
+            f"last one: {'; '.join(changes)}",
+            expected=_EXPECTED.issuperset(changed),
         )
         if len(self._described) == MANY + 1:
             values: dict[str, set[str]] = {}
@@ -354,19 +466,26 @@ class Programs:
                 for what, value in one.items():
                     values.setdefault(what, set()).add(value)
             varying = sorted(what for what, seen in values.items() if len(seen) > 1)
+            dynamic = f"pass {offer}" if offer else "name sizes that vary in dynamic="
             warnings.warn(
                 f"more than {MANY} programs were captured for one module, each taking time and "
-                f"memory; what keeps changing: {', '.join(varying)}; name "
-                "sizes that vary in dynamic=, pad inputs to few sizes, or pass numbers as tensors",
+                f"memory; what keeps changing: {', '.join(varying)}; {dynamic}, pad "
+                "inputs to few sizes, or pass numbers as tensors",
                 stacklevel=5,
             )
+
+    def _log(self, text: str, *, expected: bool = False) -> None:
+        """Warn on rank 0, unless it is `expected`; inform on the others."""
+        warns = self.bindings.group.rank == 0 and not expected
+        level = logging.WARNING if warns else logging.INFO
+        logger.log(level, "%s", text)
 
 
 def _change(what: str, was: str | None, now: str | None) -> str:
     """The difference between a call and the last one, for the log."""
     if what == _OTHERS:
         return what
-    if what == _SIZES:
+    if what in (_SIZES, _STATE):
         return f"{what}: {now}"
     if what != _TRAINED:
         return f"{what}: {was} -> {now}"
@@ -403,6 +522,10 @@ def _description(
         for path, t, (shape, *_) in zip(paths, tensors, signature[0], strict=True)
     }
     modes = "train" if all(training) else "partly train" if any(training) else "eval"
+    if signature[2]:
+        described["inputs that are one tensor"] = " ".join(
+            path for place, path in enumerate(paths) if signature[2].count(signature[2][place]) > 1
+        )
     described["called"] = str(entry)
     described["mode"] = modes
     described["gradients"] = "on" if grad else "off"

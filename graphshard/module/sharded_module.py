@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import os
+import weakref
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar, Literal
 
 from torch import fx, nn
 
@@ -13,25 +14,34 @@ from graphshard.capture.dynamic import Dynamic
 from graphshard.capture.traced_module import MAIN_ENTRY
 from graphshard.errors import RuntimeStateError
 from graphshard.inspect.dump import dump_programs
+from graphshard.module.calls import CallMethods
 from graphshard.module.internals import _State
 from graphshard.module.meta_model import meta_model_of
+from graphshard.module.model_attributes import (
+    Changes,
+    ModelSignature,
+    link,
+    warn_of_lost_methods,
+)
 from graphshard.module.programs import Programs
-from graphshard.module.sharded_tree import Modes, build_sharded_tree
+from graphshard.module.sharded_tree import build_sharded_tree
 from graphshard.module.state import StateMethods
 from graphshard.module.training import TrainingMethods
 from graphshard.planning.plan import ShardingPlan
 from graphshard.program.pass_protocol import PassLike
 from graphshard.program.program import Program
 from graphshard.progress import Stages
-from graphshard.runtime.fingerprint import Agreement
+from graphshard.runtime.agreement import Agreement
 from graphshard.runtime.group import Group
 from graphshard.runtime.lowered import Bindings
 from graphshard.runtime.resident import make_shards, watch_state_dicts
 from graphshard.state.load import take_model_values
+from graphshard.torch_private.trace import load_dynamo
+from graphshard.training.originals import watch_originals
 from graphshard.training.scaler import let_scalers_agree
 
 
-class ShardedModule(StateMethods, TrainingMethods):
+class ShardedModule(StateMethods, TrainingMethods, CallMethods):
     """A model whose parameters lie in shards on the ranks of a group.
 
     Parameters, buffers and submodules have the model's own names; a parameter is a DTensor (a plain
@@ -44,8 +54,11 @@ class ShardedModule(StateMethods, TrainingMethods):
         plan: made for `model` and the size of `group`.
         group: the ranks.
         passes: applied to each captured program.
-        dynamic: the sizes that are symbols in a captured program.
+        dynamic: the sizes that are symbols in a captured program; "auto": those that change.
+        agreement: between the ranks. None: they have not met to make this module.
     """
+
+    _known_to_accelerate: ClassVar[bool] = False
 
     def __init__(
         self,
@@ -53,25 +66,36 @@ class ShardedModule(StateMethods, TrainingMethods):
         plan: ShardingPlan,
         group: Group,
         passes: Sequence[PassLike],
-        dynamic: Dynamic | None = None,
+        dynamic: Dynamic | Literal["auto"] | None = None,
+        agreement: Agreement | None = None,
     ) -> None:
-        modes = Modes()
-        super().__init__(model, modes)
+        if agreement is None:
+            agreement = Agreement(group)
+            agreement.join()
+        load_dynamo()  # which a capture would do in a frame that holds this module
+        changes = Changes()
+        super().__init__(model, changes)
         named = dict(model.named_parameters(remove_duplicate=False))
         if group.mesh is not None:
             let_scalers_agree()
         shards = make_shards(plan.layouts, group, named, on_host=plan.policy.offloads("params"))
-        build_sharded_tree(self, model, shards, group.device, modes)
-        bindings = Bindings(plan, group, shards, _buffer_homes(self), Agreement(group))
+        build_sharded_tree(self, model, shards, group.device, changes)
+        bindings = Bindings(plan, group, shards, _buffer_homes(self), agreement)
         on_meta = take_model_values(
             self, model, bindings, from_first=plan.policy.sync_module_states
         )
         watch_state_dicts(self, shards)
-        programs = Programs(meta_model_of(model), self, modes, bindings, passes, dynamic)
+        warn_of_lost_methods(model)
+        meta_model = meta_model_of(model)
+        programs = Programs(meta_model, self, changes, bindings, passes, dynamic)
         self._graphshard = _State(bindings, programs, on_meta)
+        link(self, meta_model)
+        changes.root = weakref.ref(self)
+        watch_originals(model, self)
 
     # -- running --------------------------------------------------------------------------------
 
+    @ModelSignature
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """Run the model on this rank's batch; captures a program if the call is of a new kind.
 
@@ -128,6 +152,32 @@ class ShardedModule(StateMethods, TrainingMethods):
         """Capture and rewrite the program for calls like this one; tensors may be meta or fake."""
         state = self._graphshard
         return state.programs.capture_example(args, kwargs, progress).program
+
+    @property
+    def _is_accelerate_prepared(self) -> bool:
+        """Read by `Accelerator.prepare`, which wraps a model in DDP that it does not know."""
+        if not self._known_to_accelerate:
+            raise RuntimeStateError(
+                "Accelerate does not know sharded modules yet; import graphshard.hf before "
+                "Accelerator.prepare, and for transformers' Trainer put "
+                "graphshard.hf.ShardedTrainer before its class"
+            )
+        return vars(self).get("_graphshard_prepared", False)
+
+    @_is_accelerate_prepared.setter
+    def _is_accelerate_prepared(self, value: bool) -> None:
+        vars(self)["_graphshard_prepared"] = value
+
+    @property
+    def is_distributed_loading_by_transformers(self) -> bool:
+        """Read by transformers' Trainer, whose checkpoints one rank would write alone."""
+        if not vars(self).get("_graphshard_in_trainer"):
+            raise RuntimeStateError(
+                "transformers' Trainer saves and resumes a model as one rank's own, which a "
+                "sharded module is not; put graphshard.hf.ShardedTrainer before the class of the "
+                "trainer: class MyTrainer(graphshard.hf.ShardedTrainer, Trainer)"
+            )
+        return False
 
     def __deepcopy__(self, memo: dict[int, Any]) -> ShardedModule:
         raise RuntimeStateError(

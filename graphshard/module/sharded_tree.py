@@ -3,28 +3,25 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 from torch import Tensor, nn
 
 from graphshard.errors import RuntimeStateError
+from graphshard.module.model_attributes import Changes, ModelAttributes
 from graphshard.runtime.shards import Shard
 from graphshard.torch_private import compat as torch_compat
 
 
-class Modes:
-    """Counts changes of any `training` flag below a root, so that a step need not read them all."""
+class TreeModule(ModelAttributes):
+    """Stands for a module of the model: its children, parameters, buffers and `training` flag.
 
-    def __init__(self) -> None:
-        self.version = 0
+    Its other attributes are those of the model's module that programs are captured from.
+    """
 
-
-class TreeModule(nn.Module):
-    """Stands for a module of the model: its children, parameters, buffers and `training` flag."""
-
-    def __init__(self, original: nn.Module, modes: Modes) -> None:
-        self.__dict__["_graphshard_modes"] = modes
+    def __init__(self, original: nn.Module, changes: Changes) -> None:
+        self.__dict__["_graphshard_changes"] = changes
         super().__init__()
         self.__dict__["_graphshard_name"] = type(original).__name__
         self.__dict__["_graphshard_repr"] = original.extra_repr()
@@ -38,7 +35,7 @@ class TreeModule(nn.Module):
     @training.setter
     def training(self, mode: bool) -> None:
         self.__dict__["_graphshard_training"] = mode
-        self.__dict__["_graphshard_modes"].version += 1
+        self.__dict__["_graphshard_changes"].version += 1
 
     def extra_repr(self) -> str:
         """The description that the model's own module gives."""
@@ -46,6 +43,40 @@ class TreeModule(nn.Module):
 
     def _get_name(self) -> str:
         return self.__dict__["_graphshard_name"]
+
+    def register_parameter(self, name: str, param: nn.Parameter | None) -> None:
+        """Replace a parameter by another one of its shape.
+
+        Raises:
+            RuntimeStateError: the model has no such parameter, or it would be removed.
+        """
+        if name not in self._parameters or param is None:
+            self._refuse_change("parameter", name)
+        super().register_parameter(name, param)
+
+    def register_buffer(self, name: str, tensor: Tensor | None, persistent: bool = True) -> None:
+        """Replace a buffer.
+
+        Raises:
+            RuntimeStateError: the model has no such buffer, or it would be removed.
+        """
+        if name not in self._buffers or tensor is None:
+            self._refuse_change("buffer", name)
+        super().register_buffer(name, tensor, persistent)
+
+    def __delattr__(self, name: str) -> None:
+        for kind, table in (("parameter", self._parameters), ("buffer", self._buffers)):
+            if name in table:
+                self._refuse_change(kind, name)
+        super().__delattr__(name)
+
+    def _refuse_change(self, kind: str, name: str) -> NoReturn:
+        path = ".".join(filter(None, (self.__dict__["_graphshard_fqn"], name)))
+        raise RuntimeStateError(
+            f"{kind} {path!r} cannot be added or removed, since the plan has the model's as they "
+            "were; weight_norm, spectral_norm, prune and parametrizations are captured if they are "
+            "applied before graphshard.compile"
+        )
 
 
 class TreePart(TreeModule):
@@ -62,10 +93,6 @@ class TreePart(TreeModule):
             f"call the whole module, or sharded.submodule_forward({self._fqn!r}, ...), which "
             "captures a program for it"
         )
-
-    @property
-    def _fqn(self) -> str:
-        return self.__dict__["_graphshard_fqn"]
 
     def _refuse_hook(self, *args: Any, **kwargs: Any) -> Any:
         raise RuntimeStateError(
@@ -101,11 +128,11 @@ class TreeContainer(TreePart):
         return self.__dict__["_graphshard_kind"]
 
 
-def _tree_module_for(original: nn.Module, modes: Modes) -> TreePart:
+def _tree_module_for(original: nn.Module, changes: Changes) -> TreePart:
     containers = (nn.ModuleList, nn.ModuleDict, nn.Sequential)
     if not isinstance(original, containers):
-        return TreePart(original, modes)
-    container = TreeContainer(original, modes)
+        return TreePart(original, changes)
+    container = TreeContainer(original, changes)
     container.__dict__["_graphshard_kind"] = type(original)
     return container
 
@@ -115,7 +142,7 @@ def build_sharded_tree(
     model: nn.Module,
     shards: Mapping[str, Shard],
     device: torch.device,
-    modes: Modes,
+    changes: Changes,
 ) -> None:
     """Give `root` the children, parameters and buffers of `model`, under the same names.
 
@@ -128,7 +155,7 @@ def build_sharded_tree(
         mine.__dict__["_graphshard_fqn"] = fqn
         for name, child in original._modules.items():
             if child is not None and child not in modules:
-                modules[child] = _tree_module_for(child, modes)
+                modules[child] = _tree_module_for(child, changes)
             # Not add_module: the root has attributes of its own, which a child's name may equal.
             mine._modules[name] = None if child is None else modules[child]
         for name, param in original._parameters.items():

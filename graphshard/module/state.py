@@ -3,21 +3,26 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping
+import sys
+import warnings
+from collections.abc import Iterable, Iterator, Mapping, MutableMapping
 from concurrent.futures import Future
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 from torch import Tensor, nn
 
-from graphshard.errors import RuntimeStateError
+from graphshard.errors import ReplicaWarning, RuntimeStateError
 from graphshard.module.meta_init import initialize
+from graphshard.runtime.agreement import call_text
 from graphshard.state import load, save
 from graphshard.state.checkpoints import background_group, load_checkpoint, save_checkpoint
 from graphshard.state.matching import KeyRules
 from graphshard.state.optim import optimizer_state_dict
 from graphshard.state.optim_load import prepare_load
+from graphshard.state.replicas import differences, message_of, names_matching, require_equal
+from graphshard.state.stream import iter_full
 
 if TYPE_CHECKING:
     from graphshard.module.internals import _State
@@ -27,8 +32,9 @@ class StateMethods(nn.Module):
     """State dicts, optimizer state and files of a sharded module.
 
     Every method is called on all ranks alike, and an error on one is an error on all. A checkpoint
-    is checked on all ranks before the first value is written: one that does not fit names its first
-    wrong key or file and changes nothing.
+    is checked and read on all ranks before the first value is written: one that does not fit names
+    its first wrong key or file and changes nothing. Ranks that make different calls, or give other
+    arguments, get a `FingerprintError` that names both.
     """
 
     _graphshard: _State
@@ -65,8 +71,37 @@ class StateMethods(nn.Module):
             rank0_only: rank 0 gets it, all others get {}. (FSDP1 gives it to all by default.)
             cpu: on the CPU. (FSDP1 leaves it on the device by default.)
         """
-        state = self._graphshard
-        return save.full_state_dict(self, state.bindings, rank0_only=rank0_only, cpu=cpu)
+        bindings = self._graphshard.bindings
+        text = call_text(StateMethods.full_state_dict, rank0_only=rank0_only, cpu=cpu)
+        with bindings.agreement.call(text):
+            return save.full_state_dict(self, bindings, rank0_only=rank0_only, cpu=cpu)
+
+    def iter_full(
+        self, *, max_bytes: int | None = None, dtype: torch.dtype | None = None
+    ) -> Iterator[tuple[str, Tensor]]:
+        """Every name of `full_state_dict()` with its tensor, one after another, on every rank.
+
+        For whoever takes weights in pieces, such as an inference engine:
+        `engine.load_weights(sharded.iter_full())`. Tensors are copies on the module's device, each
+        in memory of its own. A tied parameter comes under each of its names. Neighbours that fit
+        are gathered in one message. All ranks must iterate alike, to the end or to the same tensor:
+        a rank that stops earlier and calls something else is an error on all.
+
+        Args:
+            max_bytes: the most bytes in use besides the shards: messages, and the tensor handed out
+                before, which a `for` loop holds until it has the next one. If that one and the next
+                do not fit together, it counts as yours: `del` it at the end of the loop's body.
+                None: as much as the largest tensors need.
+            dtype: of floating point values, cast before they are sent. None: the model's own.
+
+        Raises:
+            CheckpointError: a tensor takes more than `max_bytes`; names it.
+            CollectiveError: from the iterator, too: a rank stopped, or died.
+        """
+        bindings = self._graphshard.bindings
+        text = call_text(StateMethods.iter_full, max_bytes=max_bytes, dtype=dtype)
+        with bindings.agreement.call(text):
+            return iter_full(self, bindings, text, max_bytes=max_bytes, dtype=dtype)
 
     def local_state_dict(self) -> dict[str, Tensor]:
         """This rank's shards and buffers as plain tensors under the model's names; not copied.
@@ -89,10 +124,14 @@ class StateMethods(nn.Module):
                 of a dtype is not the model's; nothing was changed.
         """
         state = self._graphshard
-        local_values = load.load_state_dict(self, state.bindings, state_dict, strict=strict)
-        result = super().load_state_dict(local_values, strict=strict, assign=assign)
-        for shard in state.shards:
-            shard.current()
+        agreement = state.bindings.agreement
+        text = call_text(StateMethods.load_state_dict, strict=strict, assign=assign)
+        with agreement.call(text):
+            local_values = load.load_state_dict(self, state.bindings, state_dict, strict=strict)
+            with agreement.part():
+                result = super().load_state_dict(local_values, strict=strict, assign=assign)
+                for shard in state.shards:
+                    shard.current()
         return result
 
     def load_full_state_dict(self, state_dict: Mapping[str, Any] | None) -> None:
@@ -107,9 +146,12 @@ class StateMethods(nn.Module):
                 changed.
         """
         state = self._graphshard
-        load.load(
-            self, state.bindings, lambda: load.state_dict_source(state_dict) if state_dict else None
-        )
+        with state.bindings.agreement.call("load_full_state_dict()"):
+            load.load(
+                self,
+                state.bindings,
+                lambda: load.state_dict_source(state_dict) if state_dict else None,
+            )
         state.fill_buffers()
 
     def load_local_state_dict(self, state_dict: Mapping[str, Tensor]) -> None:
@@ -118,7 +160,9 @@ class StateMethods(nn.Module):
         Raises:
             CheckpointError: a name, shape or dtype is not this rank's; nothing was changed.
         """
-        save.load_local_state_dict(self, self._graphshard.bindings, dict(state_dict))
+        bindings = self._graphshard.bindings
+        with bindings.agreement.call("load_local_state_dict()"):
+            save.load_local_state_dict(self, bindings, dict(state_dict))
 
     # -- optimizer state ------------------------------------------------------------------------
 
@@ -146,9 +190,17 @@ class StateMethods(nn.Module):
             CheckpointError: `optim` holds a parameter that is not this module's.
         """
         bindings = self._graphshard.bindings
-        return optimizer_state_dict(
-            self, bindings, optim, form=kind, rank0_only=rank0_only, cpu=cpu
+        text = call_text(
+            StateMethods.optimizer_state_dict,
+            optim=optim,
+            kind=kind,
+            rank0_only=rank0_only,
+            cpu=cpu,
         )
+        with bindings.agreement.call(text):
+            return optimizer_state_dict(
+                self, bindings, optim, form=kind, rank0_only=rank0_only, cpu=cpu
+            )
 
     def load_optimizer_state_dict(
         self,
@@ -172,7 +224,60 @@ class StateMethods(nn.Module):
             CheckpointError: a parameter is missing or unknown, or a tensor has another shape or
                 kind of dtype than its parameter; nothing was changed.
         """
-        prepare_load(self, self._graphshard.bindings, optim, state_dict, form=kind)()
+        bindings = self._graphshard.bindings
+        text = call_text(StateMethods.load_optimizer_state_dict, optim=optim, kind=kind)
+        with bindings.agreement.call(text):
+            prepare_load(self, bindings, optim, state_dict, form=kind)()
+
+    # -- copies ---------------------------------------------------------------------------------
+
+    def check_replicas(self, *, leave_out: str | Iterable[str] | None = None) -> None:
+        """Check that what several ranks have a copy of is equal on them, bit for bit.
+
+        Compared are buffers, parameters that the plan or `ignored` leaves whole on every rank, the
+        whole copies of SHARD_OPTIMIZER (unless the next call gathers them anyway), and the shards
+        of HYBRID replicas. A rank reads its copies once; the ranks exchange 8 bytes for each.
+
+        Args:
+            leave_out: regular expressions; what one matches by its whole name may differ, as
+                BatchNorm's running statistics do: r".*running_(mean|var)".
+
+        Raises:
+            ReplicaError: copies differ; names the tensors and the ranks, on every rank.
+            PolicyError: an expression matches nothing.
+            RuntimeStateError: a parameter has no values yet, or is unsharded.
+            CollectiveError: another rank died, or did not get here.
+        """
+        state = self._graphshard
+        agreement = state.bindings.agreement
+        patterns = (leave_out,) if isinstance(leave_out, str) else tuple(leave_out or ())
+        with agreement.call(call_text(StateMethods.check_replicas, leave_out=patterns or None)):
+            with agreement.part():
+                if state.unsharded.open:
+                    raise RuntimeStateError(
+                        f"parameter {min(state.unsharded.open)!r} is unsharded; leave the "
+                        "unsharded() context before check_replicas()"
+                    )
+                state.require_values(self)
+                names = names_matching(state.bindings, patterns)
+            require_equal(state.bindings, names)
+
+    def _compare_before_save(self, replicas: str | None) -> None:
+        """Compare copies ahead of a save, without buffers that programs write on each rank.
+
+        Raises:
+            ReplicaError: some differ, and `replicas` is "error".
+        """
+        state = self._graphshard
+        if replicas is None or state.unsharded.open:
+            return
+        if replicas not in ("warn", "error"):
+            raise RuntimeStateError(f'replicas must be "warn", "error" or None; got {replicas!r}')
+        leave_out = state.unfilled_buffers() | state.programs.written_buffers()
+        if replicas == "error":
+            require_equal(state.bindings, leave_out)
+        elif found := differences(state.bindings, leave_out):
+            warnings.warn(message_of(found), ReplicaWarning, stacklevel=3)
 
     # -- checkpoints ----------------------------------------------------------------------------
 
@@ -180,66 +285,155 @@ class StateMethods(nn.Module):
         self,
         path: str | os.PathLike[str],
         optim: torch.optim.Optimizer | None = None,
+        scheduler: Any = None,
+        scaler: Any = None,
         *,
+        extra: Mapping[str, Any] | None = None,
+        keep: int | None = None,
         background: bool = False,
-    ) -> Future[Any] | None:
-        """Write model, optimizer and random state with torch.distributed.checkpoint.
+        replicas: Literal["warn", "error"] | None = "warn",
+    ) -> Future[None] | None:
+        """Write a training state with torch.distributed.checkpoint: all that a restart needs.
 
         Every rank writes its shards into directory `path`, which any number of ranks, and
-        `fully_shard`, can read: {"model": state dict, "optim": state by names, "rng": {rank: ...}}.
+        `fully_shard`, can read: {"model": state dict, "optim": state by names, "scheduler": state,
+        "scaler": state, "extra": {name: value}, "rng": {rank: random states}}. Random states are
+        those of torch, Python's `random` and numpy's global generator, on every rank. A checkpoint
+        that is there already stays whole until the files of all ranks are on disk. One rename then
+        replaces it. A save that fails or is killed leaves the old one.
 
         Args:
             path: a directory all ranks share.
             optim: made from `parameters()` of this module; or None.
-            background: write from copies on the CPU while training goes on. Wait for the result
-                before the next save, and at the end.
+            scheduler: a learning-rate scheduler, or another object with `state_dict` and
+                `load_state_dict`; or None.
+            scaler: a `torch.amp.GradScaler`, or another such object; or None.
+            extra: more of the state by name, such as {"step": 100, "loader": loader}: such objects,
+                tensors, and plain data (numbers, strings, lists, tuples and dicts of them). Rank
+                0's values are kept; of DTensors every rank's part, and of names that rank 0 has
+                not, the first rank's that has them.
+            keep: after the save, remove all but this many of the checkpoints beside `path` whose
+                names differ from its name in the last number only, as "step-1000" and "step-2000".
+                None: keep all.
+            background: write from copies on the CPU while training goes on. The next save or load
+                waits for the end of this one and raises its error; wait for the last one yourself.
+            replicas: what to do if copies of one tensor differ between ranks, of which the
+                checkpoint gets one; see `check_replicas`. "warn" saves nevertheless, "error" raises
+                before anything is written, None does not look. Buffers that the model's forward
+                writes, such as BatchNorm's statistics, may differ.
 
         Returns:
-            In the background, what to wait for.
+            In the background, what to wait for; its `result()` raises `CheckpointError` if a rank
+            could not write.
 
         Raises:
-            CheckpointError: a rank cannot write.
+            CheckpointError: a rank cannot write, an object of another kind stands in `extra` or in
+                a state, or the last save in the background failed.
+            ReplicaError: copies differ, and `replicas` is "error".
         """
         bindings = self._graphshard.bindings
-        group = None
-        if background:
-            # One of its own: two threads may not share a group.
-            attributes = vars(self)
-            if "_graphshard_background" not in attributes:
-                attributes["_graphshard_background"] = background_group(bindings.group)
-            group = attributes["_graphshard_background"]
-        return save_checkpoint(self, bindings, path, optim, background=group)
+        text = call_text(
+            StateMethods.save_checkpoint,
+            path=path,
+            optim=optim,
+            scheduler=_class_of(scheduler),
+            scaler=_class_of(scaler),
+            keep=keep,
+            background=background,
+            replicas=replicas,
+        )
+        with bindings.agreement.call(text):
+            self._compare_before_save(replicas)
+            saving = save_checkpoint(
+                self,
+                bindings,
+                path,
+                optim,
+                scheduler,
+                scaler,
+                extra,
+                keep=keep,
+                background=self._background_group if background else None,
+                last=vars(self).pop("_graphshard_saving", None),
+            )
+        if saving is not None:
+            vars(self)["_graphshard_saving"] = saving
+        return saving
+
+    def _background_group(self) -> Any:
+        """The process group of saves in the background: two threads may not share one."""
+        attributes = vars(self)
+        if "_graphshard_background" not in attributes:
+            attributes["_graphshard_background"] = background_group(self._graphshard.bindings.group)
+        return attributes["_graphshard_background"]
 
     def load_checkpoint(
         self,
         path: str | os.PathLike[str],
         optim: torch.optim.Optimizer | None = None,
+        scheduler: Any = None,
+        scaler: Any = None,
         *,
+        extra: MutableMapping[str, Any] | None = None,
         strict: bool = True,
+        trust: bool = False,
     ) -> tuple[list[str], list[str]]:
-        """Take model, optimizer and random state from a checkpoint of torch.distributed.
+        """Take a training state from a checkpoint of torch.distributed.
 
         Written by `save_checkpoint`, or by any program that saved a model's state dict (by itself
         or under a key) and optimizer state by names, on any number of ranks. Each rank reads its
         part into memory of its own first (of the size of its shards, on the CPU), and takes it
-        over once all ranks have read all. Random states are restored on as many ranks as wrote
-        them, and otherwise left, with a warning. Metadata and what is no tensor are pickles: load
-        only checkpoints you trust.
+        over once all ranks have read all. The files of `save_checkpoint` have checksums, which are
+        compared before. What is passed must be in the checkpoint; what is not passed is not loaded.
+
+        A rank takes the random states that the rank of its number saved. On more ranks than saved,
+        the others are seeded from the states of rank 0 and their own number. Either change of the
+        number of ranks is told by a warning on rank 0.
 
         Args:
             path: the directory.
             optim: to be given its state, too; it need not have stepped yet.
-            strict: refuse missing and unexpected keys of the model.
+            scheduler: to be restored in place by `load_state_dict`; or None.
+            scaler: the same.
+            extra: filled in place. An object with `load_state_dict` is restored by it, a tensor is
+                written where it lies, and another value is replaced. An empty dict gets every value
+                the checkpoint has, objects as their state dicts.
+            strict: refuse missing and unexpected keys of the model, names of the checkpoint's
+                `extra` that no rank passes, and the state of another class of scheduler or scaler.
+            trust: accept pickles of more than tensors and plain data, which may run code of whoever
+                wrote the checkpoint.
 
         Returns:
             Names the checkpoint lacks, and keys the model lacks; both empty if `strict`.
 
         Raises:
-            CheckpointError: a file is missing, cut off or damaged, or a key, shape or kind of dtype
-                does not fit; nothing was changed.
+            CheckpointError: a file is missing, cut off, damaged or of another save, or a key, shape
+                or kind of dtype does not fit, a state is missing or its object refuses it, or a
+                pickle needs `trust`; nothing was changed.
         """
         state = self._graphshard
-        matching = load_checkpoint(self, state.bindings, path, optim, strict=strict)
+        text = call_text(
+            StateMethods.load_checkpoint,
+            path=path,
+            optim=optim,
+            scheduler=_class_of(scheduler),
+            scaler=_class_of(scaler),
+            strict=strict,
+            trust=trust,
+        )
+        with state.bindings.agreement.call(text):
+            matching = load_checkpoint(
+                self,
+                state.bindings,
+                path,
+                optim,
+                scheduler,
+                scaler,
+                extra,
+                strict=strict,
+                trust=trust,
+                last=vars(self).pop("_graphshard_saving", None),
+            )
         state.fill_buffers()
         return matching.missing, matching.unexpected
 
@@ -269,17 +463,17 @@ class StateMethods(nn.Module):
                 (if `strict`); a shape or the kind of a dtype does not fit. Nothing was changed.
         """
         state = self._graphshard
-        if read not in ("each", "first"):
-            raise RuntimeStateError(f'read must be "each" or "first"; got {read!r}')
-        reads = read == "each" or state.bindings.group.rank == 0
+
+        def source() -> load.TensorSource | None:
+            if read not in ("each", "first"):
+                raise RuntimeStateError(f'read must be "each" or "first"; got {read!r}')
+            reads = read == "each" or state.bindings.group.rank == 0
+            return load.files_source(path) if reads else None
+
         rules = KeyRules.of(state.programs.meta_model)
-        matching = load.load(
-            self,
-            state.bindings,
-            lambda: load.files_source(path) if reads else None,
-            strict=strict,
-            rules=rules,
-        )
+        text = call_text(StateMethods.load_safetensors, strict=strict, read=read)
+        with state.bindings.agreement.call(text):
+            matching = load.load(self, state.bindings, source, strict=strict, rules=rules)
         state.fill_buffers()
         return matching.missing, matching.unexpected
 
@@ -305,9 +499,13 @@ class StateMethods(nn.Module):
             CheckpointError: rank 0 cannot write, or a dtype is not known to the format.
         """
         bindings = self._graphshard.bindings
-        return save.save_safetensors(
-            self, bindings, path, max_shard_bytes=max_shard_bytes, dtype=dtype
+        text = call_text(
+            StateMethods.save_safetensors, path=path, max_shard_bytes=max_shard_bytes, dtype=dtype
         )
+        with bindings.agreement.call(text):
+            return save.save_safetensors(
+                self, bindings, path, max_shard_bytes=max_shard_bytes, dtype=dtype
+            )
 
     def save_pretrained(
         self,
@@ -315,20 +513,55 @@ class StateMethods(nn.Module):
         *,
         max_shard_bytes: int | None = 5 * 10**9,
         dtype: torch.dtype | None = None,
+        merge: bool = False,
     ) -> list[Path]:
         """Write a directory that transformers' `from_pretrained` reads; see `save_safetensors`.
 
-        Weights keep the model's own names, also where transformers has other ones on disk.
+        Weights keep the model's own names, also where transformers has other ones on disk. Of a
+        model of peft the adapters are written, for `PeftModel.from_pretrained`.
+
+        Args:
+            path: the directory.
+            max_shard_bytes: as of `save_safetensors`; adapters are one file.
+            dtype: likewise.
+            merge: of a model of peft, write the base model with the active adapters merged into
+                its weights, for transformers' `from_pretrained`. This module keeps its adapters.
 
         Raises:
-            CheckpointError: the model has no configuration, or rank 0 cannot write.
+            CheckpointError: the model has no configuration, peft cannot save or merge its
+                adapters, or rank 0 cannot write.
         """
         state = self._graphshard
-        return save.save_pretrained(
-            self,
-            state.bindings,
-            state.programs.meta_model,
-            path,
+        model = state.programs.meta_model
+        text = call_text(
+            StateMethods.save_pretrained,
+            path=path,
             max_shard_bytes=max_shard_bytes,
             dtype=dtype,
+            merge=merge,
         )
+        with state.bindings.agreement.call(text):
+            if "peft" in sys.modules:
+                from graphshard.hf import adapters
+
+                module: Any = self
+                if adapters.has_adapters(module):
+                    if merge:
+                        return adapters.save_merged(
+                            module, path, max_shard_bytes=max_shard_bytes, dtype=dtype
+                        )
+                    return adapters.save_adapters(module, path, dtype=dtype)
+            return save.save_pretrained(
+                self,
+                state.bindings,
+                model,
+                path,
+                max_shard_bytes=max_shard_bytes,
+                dtype=dtype,
+                merge=merge,
+            )
+
+
+def _class_of(value: Any) -> str | None:
+    """The name of the class of an object, for messages; None if there is none."""
+    return None if value is None else type(value).__name__

@@ -4,17 +4,23 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
-from typing import Any
+from functools import partial
+from typing import TYPE_CHECKING, Any
 
 from torch import Tensor, nn
 
-from graphshard.capture.traced_module import EntryPoint
-from graphshard.errors import PolicyError, RuntimeStateError
+from graphshard.errors import RuntimeStateError
 from graphshard.module.sharded_tree import TreeModule
 from graphshard.passes.accumulate import GRADIENT, SHARD
-from graphshard.training.clip import clip_grad_norm
+from graphshard.runtime.agreement import call_text
+from graphshard.runtime.rebind import rebind
+from graphshard.training.clip import GradNorm
 from graphshard.training.local_steps import AnyOptimizer, require_elementwise, step_locally
+from graphshard.training.originals import require_shards
 from graphshard.training.param_groups import Rule, parameter_groups
+
+if TYPE_CHECKING:
+    from torch.distributed.device_mesh import DeviceMesh
 
 
 class TrainingMethods(TreeModule):
@@ -22,62 +28,17 @@ class TrainingMethods(TreeModule):
 
     _graphshard: Any
 
-    def submodule_forward(self, fqn: str, *args: Any, **kwargs: Any) -> Any:
-        """Call the module `fqn` of the model by itself, as a program of its own.
+    def release_graphs(self) -> None:
+        """Give back the CUDA graphs of all programs (`cuda_graph=True`), and their memory.
 
-        Only the parameters it reads are gathered, and its backward reduces their gradients.
-
-        Raises:
-            PolicyError: the model has no such module.
-            CaptureError, RuntimeStateError, CollectiveError: as when calling the whole module.
+        The next call of each program captures it again. Every rank must call this at the same
+        point, between steps: a backward whose forward was replayed before raises a
+        `RuntimeStateError`. `destroy_process_group` and the end of Python do it by themselves,
+        since NCCL never ends a communicator that a graph has recorded.
         """
-        meta_model = self._graphshard.programs.meta_model
-        if fqn not in dict(meta_model.named_modules(remove_duplicate=False)):
-            raise PolicyError(f"submodule_forward: the model has no module {fqn!r}")
-        return self._run(EntryPoint(fqn), args, kwargs)
-
-    def call_method(self, name: str, *args: Any, **kwargs: Any) -> Any:
-        """Call a method of the model other than forward, as a program of its own.
-
-        Args:
-            name: the method, with the FQN of its module before it if that is not the model itself:
-                "encode", "encoder.embed".
-            args: of the call.
-            kwargs: of the call.
-
-        Raises:
-            PolicyError: the model has no such method.
-            CaptureError: it cannot be one graph, as `generate` of a language model cannot: such a
-                loop must call the sharded module itself.
-            RuntimeStateError, CollectiveError: as when calling the whole module.
-        """
-        entry = EntryPoint.of_method(name)
-        modules = dict(self._graphshard.programs.meta_model.named_modules(remove_duplicate=False))
-        if not callable(getattr(modules.get(entry.module), entry.method, None)):
-            raise PolicyError(f"call_method: the model has no method {name!r}")
-        return self._run(entry, args, kwargs)
-
-    def _run(self, entry: EntryPoint, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        state = self._graphshard
-        if not state.ready:
-            self._refuse_unsharded()
-            state.require_values(self)
-        step, tensors = state.programs.step_for(args, kwargs, entry)
-        return step.run(tensors)
-
-    def __getattr__(self, name: str) -> Any:
-        try:
-            return super().__getattr__(name)
-        except AttributeError:
-            state = self.__dict__.get("_graphshard")
-            model = None if state is None else state.programs.meta_model
-            if name.startswith("_") or not callable(getattr(type(model), name, None)):
-                raise
-            raise AttributeError(
-                f"{type(model).__name__}.{name} is a method of the model, and a sharded module "
-                f"runs captured programs only; sharded.call_method({name!r}, ...) captures it, if "
-                "it is one graph"
-            ) from None
+        for step in self._graphshard.programs.steps.values():
+            if step.cuda_graphs is not None:
+                step.cuda_graphs.release()
 
     def clip_grad_norm_(
         self,
@@ -89,8 +50,10 @@ class TrainingMethods(TreeModule):
         """Scale all gradients so that their joint norm, over all ranks, is at most `max_norm`.
 
         As `torch.nn.utils.clip_grad_norm_` on one process that holds every gradient whole, for any
-        p and for inf. Every rank must call it; it costs one all_reduce of a number (one per set of
-        mesh dimensions, where parameters differ in that). Gradients of ignored parameters count by
+        p and for inf, and to the bits of that function on the DTensors of `fully_shard` (which
+        takes norms of bfloat16 gradients in bfloat16; here they are taken in float32). Every rank
+        must call it; it costs one all_reduce of a number for each gradient (one per set of mesh
+        dimensions, where parameters differ in that). Gradients of ignored parameters count by
         their mean over the ranks.
 
         Returns:
@@ -100,7 +63,24 @@ class TrainingMethods(TreeModule):
             PolicyError: `norm_type` is not above 0.
             RuntimeStateError: the norm is not finite, if `error_if_nonfinite`; gradients are
                 accumulated by `no_sync()`, or full inside of `unsharded(with_grads=True)`.
+            CollectiveError: a rank makes another call, or none within the group's timeout. Nothing
+                was changed, as after every error.
         """
+        text = call_text(
+            TrainingMethods.clip_grad_norm_,
+            max_norm=max_norm,
+            norm_type=norm_type,
+            error_if_nonfinite=error_if_nonfinite,
+        )
+        agreement = self._graphshard.bindings.agreement
+        with agreement.call(text):
+            # With error_if_nonfinite the host waits for the norm anyway.
+            with agreement.part(waits=error_if_nonfinite) as part:
+                norm = self._grad_norm(norm_type, foreach)
+                part.same.append(norm.text)
+            return norm.clip(max_norm, error_if_nonfinite=error_if_nonfinite)
+
+    def _grad_norm(self, norm_type: float, foreach: bool | None) -> GradNorm:
         state = self._graphshard
         if state.unsharded.with_grads:
             raise RuntimeStateError(
@@ -117,13 +97,12 @@ class TrainingMethods(TreeModule):
                 "zero_grad() on the module to drop accumulated gradients"
             )
         group = state.bindings.group
-        ignored = [shard.param for shard in state.shards if shard.layout.ignored]
-        return clip_grad_norm(
-            [shard.param for shard in state.shards if not shard.layout.ignored],
+        shards = state.in_model_order  # as in `parameters()`, by which sums are rounded
+        ignored = [shard.param for shard in shards if shard.layout.ignored]
+        return GradNorm(
+            [shard.param for shard in shards if not shard.layout.ignored],
             ignored,
-            max_norm,
             norm_type,
-            error_if_nonfinite=error_if_nonfinite,
             foreach=foreach,
             groups=(group.process_group,) if ignored and group.size > 1 else (),
             device=group.device,
@@ -152,6 +131,26 @@ class TrainingMethods(TreeModule):
         """
         with self._graphshard.bindings.accumulated.no_sync(SHARD if all_reduce_only else GRADIENT):
             yield
+
+    def rebind(self, mesh: DeviceMesh | None = None) -> None:
+        """Go on with process groups that were made anew, after a rank died or a group was aborted.
+
+        Parameters, optimizer states and captured programs stay as they are, and so do the shards of
+        this rank; a rank that is new gets its own from a checkpoint or from its replica. All old
+        ranks call this while new ones call `graphshard.compile` as the old ones did, module by
+        module in the same order. Gradients of the step that failed are to be cleared.
+
+        Args:
+            mesh: of the same ranks, shape and names as the old one, over the new groups. None: it
+                is made over the default process group.
+
+        Raises:
+            PolicyError: the mesh is another one, or its backend; nothing was changed.
+            RuntimeStateError: there is no process group, or the policy has `cuda_graph`.
+            FingerprintError: a rank compiles another module; nothing was changed.
+        """
+        rebind(self._graphshard.bindings, mesh)
+        vars(self).pop("_graphshard_background", None)
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """As `nn.Module.zero_grad`; also drops gradients accumulated by `no_sync()`."""
@@ -225,8 +224,10 @@ class TrainingMethods(TreeModule):
         The same object. To be called before a learning rate scheduler is made of it.
 
         Raises:
-            PolicyError: as `optimizer()`; or its `step` is wrapped already.
+            PolicyError: as `optimizer()`; or its `step` is wrapped already, or it holds parameters
+                of the model that was compiled, not of this module.
         """
+        require_shards(optimizer)
         return step_locally(optimizer, elementwise)
 
     @contextmanager
@@ -241,10 +242,12 @@ class TrainingMethods(TreeModule):
         """Full parameters inside the context, as FSDP1's `summon_full_params`.
 
         Inside, this module's parameters are plain `nn.Parameter`s of the full shape, the same
-        objects every time, yielded by name; `full_parameters()` gives them outside. On leaving,
-        each rank keeps its part of what they hold then. Every rank must enter. Costs the bytes of
-        the full parameters (twice that with gradients) on every rank meanwhile, and one all_gather
-        for each of them. The module cannot be called inside.
+        objects every time, yielded by name; a tied one is met once and found by each of its names.
+        `full_parameters()` gives them outside. On leaving, each rank keeps its part of what they
+        hold then, unless code inside failed on a rank: then parameters are as before on all, and
+        the other ranks raise a `CollectiveError`. Every rank must enter. Costs the bytes of the
+        full parameters (twice that with gradients) on every rank meanwhile, and one all_gather for
+        each of them. The module cannot be called inside.
 
         Args:
             modules: FQNs of the modules (units or others) whose parameters are wanted. None: all.
@@ -255,17 +258,36 @@ class TrainingMethods(TreeModule):
         Raises:
             PolicyError: no module has such a name, or `rank0_only` with `writeback`.
             RuntimeStateError: a parameter has no values yet, or is unsharded already.
+            CollectiveError: a rank makes another call, or code inside failed on another rank.
         """
         state = self._graphshard
-        shards = state.unsharded.select(modules)
-        state.require_values(self)
-        state.ready = False
-        try:
-            yield from state.unsharded.context(
-                shards, writeback=writeback, with_grads=with_grads, rank0_only=rank0_only
-            )
-        finally:
-            state.ready = not state.unsharded.open
+        text = call_text(
+            TrainingMethods.unsharded,
+            modules=modules if modules is None or isinstance(modules, str) else [*modules],
+            writeback=writeback,
+            with_grads=with_grads,
+            rank0_only=rank0_only,
+        )
+        agreement = state.bindings.agreement
+        with agreement.call(text):
+            with agreement.part() as part:
+                state.refuse_lent()
+                shards = state.unsharded.select(modules)
+                state.require_values(self)
+                part.same += state.unsharded.check(
+                    shards, writeback=writeback, with_grads=with_grads, rank0_only=rank0_only
+                )
+            state.ready = False
+            try:
+                yield from state.unsharded.context(
+                    shards,
+                    partial(agreement.part, text=text),
+                    writeback=writeback,
+                    with_grads=with_grads,
+                    rank0_only=rank0_only,
+                )
+            finally:
+                state.ready = not state.unsharded.open
 
     def full_parameters(self) -> dict[str, nn.Parameter]:
         """The parameters that `unsharded()` fills, by name, for an optimizer to hold.
@@ -281,11 +303,3 @@ class TrainingMethods(TreeModule):
         """
         state = self._graphshard
         return {s.layout.fqn: state.unsharded.twin(s) for s in state.unsharded.shards}
-
-    def _refuse_unsharded(self) -> None:
-        if self._graphshard.unsharded.open:
-            name = min(self._graphshard.unsharded.open)
-            raise RuntimeStateError(
-                f"parameter {name!r} is unsharded, so the module has no shards to run on; leave "
-                "the unsharded() context before calling it"
-            )

@@ -152,7 +152,7 @@ def _may_derive(target: Any) -> bool:
 
 
 @dataclass(frozen=True)
-class Source:
+class ParameterSource:
     """The source of a full value of a parameter.
 
     node: a placeholder, or a tensor selected from a gather. param, unit: FQNs. base: the value that
@@ -185,18 +185,20 @@ def releases_of(gather: fx.Node) -> list[fx.Node]:
     return sorted(user for param in params for user in param.users if user.target is ops.release)
 
 
-def derived_values(program: Program, plan: ShardingPlan) -> dict[fx.Node, Source]:
+def derived_values(program: Program, plan: ShardingPlan) -> dict[fx.Node, ParameterSource]:
     """The source of every full value of a sharded parameter and of every value derived from one.
 
     A placeholder is a source only while it is the full parameter, until a gather of it is inserted.
     A cast or copy that the step returns is an ordinary use, as it has to outlive the parameter.
     """
-    sources: dict[fx.Node, Source] = {}
+    sources: dict[fx.Node, ParameterSource] = {}
     for param in program.params:
         if plan.layouts[param.fqn].enters_as_shard(program.stale) and not any(
             ops.is_collective(user) or ops.is_transfer(user) for user in param.node.users
         ):
-            sources[param.node] = Source(param.node, param.fqn, plan.unit_of_param(param.fqn))
+            sources[param.node] = ParameterSource(
+                param.node, param.fqn, plan.unit_of_param(param.fqn)
+            )
     for node in program.nodes():
         if ops.is_unpack(node):
             gather = ops.collective_of(node)
@@ -204,7 +206,7 @@ def derived_values(program: Program, plan: ShardingPlan) -> dict[fx.Node, Source
                 index = node.args[1]
                 assert isinstance(index, int)
                 param_fqn = params_of(gather)[index]
-                sources[node] = Source(node, param_fqn, plan.unit_of_param(param_fqn))
+                sources[node] = ParameterSource(node, param_fqn, plan.unit_of_param(param_fqn))
         elif ops.is_compute(node) and _is_derivation(node):
             base = tensor_inputs(node)[0]
             if base in sources:

@@ -1,4 +1,4 @@
-"""Results of single passes that a program carries: regions, byte budget, CUDA graphs."""
+"""Results of single passes that a program carries: regions, byte budget, CUDA graphs, a pool."""
 
 from __future__ import annotations
 
@@ -90,6 +90,30 @@ class CudaGraphs:
 
 
 @dataclass(frozen=True)
+class CollectiveMemory:
+    """The memory pool that the buffers of collectives come from.
+
+    Attributes:
+        kind: "nccl" or "symmetric", as in `Policy.collective_memory`.
+        bytes: the most bytes of the pool that a step uses at once.
+        why_not: why it is not registered with NCCL after all; "" until a rank has found out.
+    """
+
+    kind: str
+    bytes: int
+    why_not: str = ""
+
+    def to_dict(self) -> dict[str, Any]:
+        """The pool as plain data, ready for JSON."""
+        return {"kind": self.kind, "bytes": self.bytes, "not_registered": self.why_not or None}
+
+    def __str__(self) -> str:
+        kind = "symmetric memory" if self.kind == "symmetric" else "registered memory"
+        why_not = f"; not registered, since {self.why_not}" if self.why_not else ""
+        return f"{self.bytes:,} bytes of NCCL's {kind}, for gathers and gradients sent{why_not}"
+
+
+@dataclass(frozen=True)
 class Budget:
     """The byte budget that scheduling must keep, and the hardware that steps are timed on.
 
@@ -100,7 +124,7 @@ class Budget:
             between steps, but with communication buffers and reduced gradients.
         hardware: the hardware to time on.
         of_policy: whether the policy sets `memory_budget`.
-        kept: why the program stays in FSDP's order; None if it does not.
+        unchanged_because: the reason the program stays in FSDP's order; None if it does not.
         best: the score that `Overlap` would reach with the program as it is; None if unknown.
         room: peak bytes that sharding adds to the program in FSDP's order: unsharded parameters,
             gradients to reduce and, without `of_policy`, communication buffers.
@@ -110,7 +134,7 @@ class Budget:
     bytes: int
     hardware: Hardware
     of_policy: bool
-    kept: str | None = None
+    unchanged_because: str | None = None
     best: Score | None = None
     room: int = 0
     sharding: int | None = None
@@ -140,15 +164,15 @@ class Budget:
             "hardware": self.hardware.name,
             "budget_bytes": self.bytes,
             "of_policy": self.of_policy,
-            "kept": self.kept,
+            "kept": self.unchanged_because,
             "sharding_bytes": self.sharding,
         }
 
     def __str__(self) -> str:
         why = "memory_budget" if self.of_policy else "as FSDP's order needs"
-        kept = f"; {self.kept}" if self.kept else ""
+        reason = f"; {self.unchanged_because}" if self.unchanged_because else ""
         sharding = f", {self.sharding:,} for sharding" if self.sharding is not None else ""
         return (
             f"overlap, timed on {self.hardware.name}, holds at most {self.bytes:,} bytes at once "
-            f"({why}){sharding}{kept}"
+            f"({why}){sharding}{reason}"
         )

@@ -32,6 +32,7 @@ class Collective:
         units: FQN of the unit of each operand.
         dims: the dim that each parameter is split along.
         in_place: whether the results are the whole copies that ranks keep.
+        reduce_op: whether a reduce averages ("avg") or adds up ("sum").
     """
 
     target: Any
@@ -43,6 +44,7 @@ class Collective:
     units: tuple[str, ...] = ()
     dims: tuple[int, ...] = ()
     in_place: bool = False
+    reduce_op: str = ops.AVG
 
     def __post_init__(self) -> None:
         operands = len(self.params or ())
@@ -88,6 +90,8 @@ class Collective:
             written["dims"] = self.dims
         if self.in_place:
             written["in_place"] = True
+        if self.reduce_op != ops.AVG:
+            written["reduce_op"] = self.reduce_op
         return written
 
     def pick(self, indices: Iterable[int]) -> Collective:
@@ -121,7 +125,7 @@ class OneTensor:
         unit: FQN of the unit.
         param: FQN of the parameter whose shard or gradient it takes; None for an activation.
         dtype: the dtype that a cast returns.
-        kept_as: "gradient" or "shard", the form in which a gradient is accumulated.
+        accumulated_as: "gradient" or "shard", the form in which a gradient is accumulated.
         ranks: size of the groups, for a reshard.
     """
 
@@ -129,14 +133,14 @@ class OneTensor:
     unit: str
     param: str | None
     dtype: torch.dtype | None = None
-    kept_as: str | None = None
+    accumulated_as: str | None = None
     ranks: int | None = None
 
     @classmethod
     def of(cls, node: fx.Node) -> OneTensor:
         """Read the arguments of `node`; a missing required one is None."""
         arguments: dict[str, Any] = {"unit": None, "param": None, **node.kwargs}
-        return cls(node.target, kept_as=arguments.pop("of", None), **arguments)
+        return cls(node.target, accumulated_as=arguments.pop("of", None), **arguments)
 
 
 def fault_in(node: fx.Node) -> str | None:
@@ -155,6 +159,10 @@ def fault_in(node: fx.Node) -> str | None:
     units = arguments.get("units", (unit,) * len(params))
     if not isinstance(units, (tuple, list)) or len(units) != len(params) or unit != units[0]:
         return "a collective of several units names one per parameter"
+    if "reduce_op" in arguments and node.target not in ops.REDUCES:
+        return "only a reduce has a reduce_op"
+    if arguments.get("reduce_op", ops.AVG) not in (ops.AVG, ops.SUM):
+        return f"a reduce averages or sums; got {arguments['reduce_op']!r}"
     return None
 
 

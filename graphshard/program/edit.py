@@ -11,7 +11,7 @@ from torch import fx
 from graphshard.planning.plan import ShardingPlan
 from graphshard.program import ops
 from graphshard.program.aliases import (
-    Source,
+    ParameterSource,
     bytes_text,
     tensor_inputs,
     transfers_after,
@@ -235,7 +235,7 @@ def _collective(
 
 def rewire(
     readers: Iterable[fx.Node],
-    derived: Mapping[fx.Node, Source],
+    derived: Mapping[fx.Node, ParameterSource],
     values: Mapping[str, fx.Node],
     *,
     unit: str,

@@ -18,6 +18,8 @@ A collective takes a list of operands, one for each parameter, and these keyword
     columns   (start, end) along the last dim (reduce_scatter with one operand only): the operand
               holds these columns of the full gradient, and the result the same columns of the
               shard. Other reduces cover the other columns. Omitted for a whole gradient
+    reduce_op "sum" for a reduce that adds up gradients, which the scaled tangents made averages'
+              parts (see `graphshard.passes.scale_tangents`). Omitted for an average
     in_place  True for a gather that refreshes the whole copies which ranks keep (SHARD_OPTIMIZER).
               Shards are slices of these copies, which are never freed. Omitted for new buffers
 
@@ -40,6 +42,16 @@ a gradient before or after a reduce, or of an activation between forward and bac
     shard       placeholder -> to_device -> arrive -> cast -> all_gather
     gradient    full gradient -> cast -> reduce_scatter -> wait -> cast -> to_host -> arrive
     activation  computed -> to_host -> arrive -> saved for backward -> to_device -> arrive -> used
+
+Checks look at values and change none. A `check_finite` returns one number, which only the program's
+`report_finite`, its last node, reads.
+
+A region that is recomputed draws its random numbers again. Forward saves the state that the
+generator has before the first of them; in backward the generator is put into that state, the
+operators draw, and the generator is put back:
+
+    forward     state = save_random_state(device="cpu"); the region's draws
+    backward    present = set_random_state(state); the same draws; set_random_state(present)
 """
 
 from __future__ import annotations
@@ -54,15 +66,20 @@ import torch
 from torch import Tensor, fx
 
 from graphshard.errors import GraphshardError
+from graphshard.program.value_sizes import check_sizes
+from graphshard.torch_private.random_ops import is_random as is_random
 
 _F = TypeVar("_F", bound=Callable[..., Any])
 
 SHARD, REPLICATE, ALL, RESHARD = "shard", "replicate", "all", "reshard"
 """The groups a collective may name."""
 
+AVG, SUM = "avg", "sum"
+"""The operators of a reduce."""
+
 
 class Kind(enum.Enum):
-    """What an op does; passes, checks and the runtime treat ops of one kind alike."""
+    """The kind of an op; passes, checks and the runtime treat ops of one kind alike."""
 
     COLLECTIVE = "moves data between ranks"
     WAIT = "ends a collective"
@@ -71,6 +88,8 @@ class Kind(enum.Enum):
     COPY = "a transfer between host and device"
     PART = "copies this rank's part of a gathered parameter"
     ACCUMULATE = "adds to the gradients accumulated on this rank"
+    CHECK = "looks at values and changes none"
+    RANDOM = "reads or sets the state of a generator of random numbers"
 
 
 class Value(enum.Enum):
@@ -89,8 +108,8 @@ class Op:
         kind: see `Kind`.
         takes: shape of each operand, for a collective.
         gives: shape of each result, for a collective.
-        moves: for a collective, the backend's collective that moves its bytes and sets its time:
-            "all_gather", "reduce_scatter" or "all_reduce".
+        moves: for a collective or a report, the backend's collective that moves its bytes and sets
+            its time: "all_gather", "reduce_scatter" or "all_reduce".
         groups: the groups that it may join on a mesh of one dimension.
         groups_with_replicas: the groups that it may join on a mesh of two dimensions.
         streams_bytes: it runs on the compute stream, bound by memory bandwidth.
@@ -135,7 +154,7 @@ class Op:
     @property
     def in_runs(self) -> bool:
         """Whether consecutive nodes of this op in one unit form one event of a schedule."""
-        return self.is_transfer or self.kind in (Kind.PART, Kind.ACCUMULATE)
+        return self.is_transfer or self.kind in (Kind.PART, Kind.ACCUMULATE, Kind.CHECK)
 
 
 OPS: dict[Any, Op] = {}
@@ -196,9 +215,14 @@ def all_gather(
     groups_with_replicas=frozenset({SHARD}),
 )
 def reduce_scatter(
-    grads: Sequence[Tensor], *, unit: str, params: tuple[str, ...], group: str = SHARD
+    grads: Sequence[Tensor],
+    *,
+    unit: str,
+    params: tuple[str, ...],
+    group: str = SHARD,
+    reduce_op: str = AVG,
 ) -> Any:
-    """Start averaging full gradients, each `(d0, ...)`, over the group.
+    """Start averaging full gradients, each `(d0, ...)`, over the group, or adding them up.
 
     Returns a pending value; its `wait` returns this rank's shards, each `(ceil(d0/W), ...)`.
     """
@@ -211,12 +235,17 @@ def reduce_scatter(
     gives=Value.SHARD,
     moves="all_reduce",
     groups=frozenset({SHARD}),
-    groups_with_replicas=frozenset({REPLICATE, ALL}),
+    groups_with_replicas=frozenset({SHARD, REPLICATE, ALL}),
 )
 def all_reduce(
-    grads: Sequence[Tensor], *, unit: str, params: tuple[str, ...], group: str = SHARD
+    grads: Sequence[Tensor],
+    *,
+    unit: str,
+    params: tuple[str, ...],
+    group: str = SHARD,
+    reduce_op: str = AVG,
 ) -> Any:
-    """Start averaging gradients over the group, in which all ranks have equal shapes.
+    """Start averaging gradients over the group, or adding them up; ranks have equal shapes.
 
     The gradients are those of replicated parameters, or reduced shards over the "replicate" group.
     Returns a pending value; its `wait` returns tensors of the same shapes.
@@ -233,7 +262,12 @@ def all_reduce(
     groups_with_replicas=frozenset({SHARD}),
 )
 def all_reduce_shard(
-    grads: Sequence[Tensor], *, unit: str, params: tuple[str, ...], group: str = SHARD
+    grads: Sequence[Tensor],
+    *,
+    unit: str,
+    params: tuple[str, ...],
+    group: str = SHARD,
+    reduce_op: str = AVG,
 ) -> Any:
     """Start averaging full gradients, each `(d0, ...)`, by one all_reduce of a copy of them all.
 
@@ -302,6 +336,7 @@ def arrive(copy: Any, *, unit: str, param: str | None) -> Tensor:
 def accumulate_grad(grad: Tensor, *, unit: str, param: str, of: str) -> Tensor:
     """Add `grad` to the gradient of `param` accumulated on this rank; returns the sum.
 
+    The sum has the dtype of the gradient's reduce, which may be another one than that of `grad`.
     `of` is "gradient" for a full gradient before any reduce, or "shard" for a shard that is
     averaged within its shard group but not over the replicas.
     """
@@ -312,6 +347,48 @@ def accumulate_grad(grad: Tensor, *, unit: str, param: str, of: str) -> Tensor:
 def add_accumulated(grad: Tensor, *, unit: str, param: str, of: str) -> Tensor:
     """Return `grad` plus the gradient that `accumulate_grad` left of `param`, which is dropped."""
     _only_in_graphs("add_accumulated")
+
+
+OUTPUTS, GRADIENTS, REDUCED = "outputs", "gradients", "reduced gradients"
+"""The values that a `check_finite` looks at."""
+
+
+@_op(Kind.CHECK, streams_bytes=True, drawn_as="octagon")
+def check_finite(values: Sequence[Tensor], *, unit: str, of: str, masked: bool = False) -> Tensor:
+    """Return the largest magnitude in `values`, `()`: NaN or infinity if any element is.
+
+    `of` is "outputs" of a unit in forward, or in backward "gradients" of this rank or "reduced
+    gradients". With `masked`, -inf counts as finite, as in a mask that is added to scores.
+    """
+    _only_in_graphs("check_finite")
+
+
+@_op(Kind.CHECK, moves="all_gather", drawn_as="octagon")
+def report_finite(numbers: Sequence[Tensor]) -> None:
+    """Tell all ranks the first of `numbers` that is not finite on any of them.
+
+    Here the host waits, once in a step, for the numbers of all its `check_finite`.
+    """
+    _only_in_graphs("report_finite")
+
+
+@_op(Kind.RANDOM, drawn_as="note")
+def save_random_state(*, device: str) -> Tensor:
+    """Return the state of torch's default generator of `device`: bytes `(n,)` on the host.
+
+    `device` is "cpu" or "cuda". The draws of forward that follow are done again in backward.
+    """
+    _only_in_graphs("save_random_state")
+
+
+@_op(Kind.RANDOM, drawn_as="note")
+def set_random_state(state: Tensor, *, device: str) -> Tensor:
+    """Put torch's default generator of `device` into `state`; return the state it was in.
+
+    Backward sets a saved state before the operators that draw again, and the returned one after
+    them, so the generator goes on as if they had not drawn.
+    """
+    _only_in_graphs("set_random_state")
 
 
 _Function = type(wait)
@@ -328,6 +405,8 @@ REDUCES = targets(lambda op: op.reduces)
 SCATTERS = targets(lambda op: op.scatters)
 COPIES = targets(lambda op: op.kind is Kind.COPY)
 TRANSFERS = targets(lambda op: op.is_transfer)
+CHECKS = targets(lambda op: op.kind is Kind.CHECK)
+RANDOM_STATES = targets(lambda op: op.kind is Kind.RANDOM)
 
 
 def op_of(node: fx.Node) -> Op | None:
@@ -402,23 +481,6 @@ def joined(node: fx.Node) -> list[fx.Node]:
     return pieces if all(are_columns) else []
 
 
-def is_random(node: fx.Node) -> bool:
-    """Whether `node` draws random numbers.
-
-    Torch tags attention operators as random in any case; without dropout they are not.
-    """
-    if torch.Tag.nondeterministic_seeded not in getattr(node.target, "tags", ()):
-        return False
-    schema = getattr(node.target, "_schema", None)
-    for position, argument in enumerate(schema.arguments if schema is not None else ()):
-        if argument.name == "dropout_p":
-            dropout = (
-                node.args[position] if position < len(node.args) else node.kwargs.get("dropout_p")
-            )
-            return bool(argument.default_value if dropout is None else dropout)
-    return True
-
-
 def writes(node: fx.Node) -> bool:
     """Whether `node` writes into one of its operands."""
     schema = getattr(node.target, "_schema", None)
@@ -426,8 +488,8 @@ def writes(node: fx.Node) -> bool:
 
 
 def has_effect(node: fx.Node) -> bool:
-    """Whether `node` draws random numbers or writes, besides returning its value."""
-    return is_random(node) or writes(node)
+    """Whether `node` draws random numbers, writes or checks sizes, besides returning its value."""
+    return is_random(node) or writes(node) or node.target is check_sizes
 
 
 def is_compute(node: fx.Node) -> bool:

@@ -1,4 +1,4 @@
-"""Which tensors of a collective are packed into one message.
+"""The choice of the tensors of a collective that are packed into one message.
 
 The cost of small tensors is their number, not their bytes; large tensors are sent without a copy.
 The bounds were measured, see README.md. torch's "fake" group stands for an NCCL group.
@@ -30,8 +30,8 @@ GATHER_BELOW = {"gloo": 32 * 1024, "nccl": 64 * 1024, "fake": 64 * 1024}
 """Bytes of a shard below which a gather packs it, by backend."""
 
 
-REDUCE_BELOW = {"gloo": 128 * 1024, "nccl": 64 * 1024, "fake": 64 * 1024}
-"""Bytes of a full gradient below which a reduce packs it, by backend."""
+REDUCE_BELOW = {"gloo": 64 * 1024, "nccl": 64 * 1024, "fake": 64 * 1024}
+"""Bytes of a gradient's shard below which a reduce packs it, by backend."""
 
 
 def packed(sizes: Sequence[int], dtypes: Sequence[torch.dtype], below: int) -> list[list[int]]:

@@ -23,6 +23,8 @@ class Stage(Flag):
     """The gradient of each trainable parameter is reduced exactly once, and returned."""
     AVERAGED = auto()
     """Gradients that were reduced within one shard group are averaged over the replicas."""
+    SUMMED = auto()
+    """With `reduce_op="sum"`, every reduce adds up gradients of scaled tangents."""
     CAST = auto()
     """Gathers, reduces, accumulated gradients and results have the dtypes of the plan."""
     ACCUMULATED = auto()
@@ -35,6 +37,8 @@ class Stage(Flag):
     """Backward releases large parameters early. In FSDP's order the memory budget holds now."""
     SCHEDULED = auto()
     """Communication is placed by cost. A program scheduled by cost keeps its memory budget now."""
+    CHECKED = auto()
+    """With `check_finite`, a check reads every gradient before its reduce."""
 
 
 class PassLike(Protocol):

@@ -14,12 +14,14 @@ Every node but the output carries in `meta`:
     "phase"  "forward" or "backward"
     "fqn"    the FQN of the module it came from ("" is the root)
     "unit"   the FQN of the innermost unit around that module (set once there is a plan)
+    "replays" the node of forward whose random numbers it draws again, by name
+    "scale"  the number that the node multiplies a gradient by, if it stands for that alone
     "region" the number of the region it is compiled in, if any (see `graphshard.program.regions`)
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from math import prod
 from typing import Any, cast
@@ -28,11 +30,24 @@ import torch
 from torch import fx
 
 from graphshard.program import ops
-from graphshard.program.annotations import Budget, CudaGraphs, Regions
+from graphshard.program.annotations import Budget, CollectiveMemory, CudaGraphs, Regions
 from graphshard.program.sizes import Sizes
 
 RECOMPUTED = "recomputed"
 """The key of `node.meta` on nodes of backward that recompute a value of forward."""
+
+
+REPLAYS = "replays"
+"""The key of `node.meta` on nodes of backward that draw random numbers again: the forward node's
+name."""
+
+
+SCALE = "scale"
+"""The key of `node.meta` on nodes that multiply a gradient by its value, a Fraction.
+
+They are no compute of the model's: `div.Tensor` of a tangent by the ranks over which reduces add
+up, and `mul.Tensor` of a gradient that is returned without such a reduce.
+"""
 
 
 Signature = tuple[Any, ...]
@@ -85,8 +100,37 @@ class Event:
     unit: str
     phase: str
 
+    @property
+    def name(self) -> str:
+        """Its name in a profiler: "blocks.3 all_gather forward"."""
+        return f"{self.unit or '(root)'} {self.op} {self.phase}"
+
     def __str__(self) -> str:
         return f"{self.phase:<8}  {self.op:<14}  {self.unit or '(root)'}"
+
+
+def events_of(all_nodes: Iterable[fx.Node]) -> Iterator[tuple[Event, list[fx.Node]]]:
+    """The events of `call_function` nodes in their order; see `Program.timeline`."""
+    event: Event | None = None
+    nodes: list[fx.Node] = []
+    for node in all_nodes:
+        if ops.is_unpack(node):
+            continue
+        if node.target is ops.release:
+            if event is not None and event.op == COMPUTE:
+                nodes.append(node)
+            continue
+        op = ops.op_of(node)
+        name = COMPUTE if op is None else op.name
+        current = Event(name, node.meta.get("unit", ""), node.meta["phase"])
+        merges = op is None or op.in_runs
+        if event is not None and (current != event or not merges):
+            yield event, nodes
+            nodes = []
+        event = current
+        nodes.append(node)
+    if event is not None:
+        yield event, nodes
 
 
 @dataclass(frozen=True)
@@ -181,6 +225,7 @@ class Program:
     sizes: Sizes | None = None  # symbolic sizes; None if all are numbers
     budget: Budget | None = None  # set if it is scheduled by cost
     cuda_graphs: CudaGraphs | None = None  # set by `CudaGraph`
+    collective_memory: CollectiveMemory | None = None  # the pool of collectives' buffers, if any
     regions: Regions | None = None  # compiled regions, if any
 
     @property
@@ -192,6 +237,11 @@ class Program:
     def shard_size(self) -> int:
         """The number of ranks that a sharded parameter is split over."""
         return self.mesh_shape[-1]
+
+    @property
+    def assumed_sizes(self) -> dict[str, int]:
+        """The value that estimates take for each size that depends on values, by its name."""
+        return {} if self.sizes is None else self.sizes.assumed_by_values
 
     # -- ends ---------------------------------------------------------------------------------
 
@@ -231,26 +281,7 @@ class Program:
         event, and so do consecutive transfers of one op, and reshards. A release belongs to the
         compute before it. The nodes that pick results from a `wait` belong to no event.
         """
-        event: Event | None = None
-        nodes: list[fx.Node] = []
-        for node in self.nodes():
-            if ops.is_unpack(node):
-                continue
-            if node.target is ops.release:
-                if event is not None and event.op == COMPUTE:
-                    nodes.append(node)
-                continue
-            op = ops.op_of(node)
-            name = COMPUTE if op is None else op.name
-            current = Event(name, node.meta.get("unit", ""), node.meta["phase"])
-            merges = op is None or op.in_runs
-            if event is not None and (current != event or not merges):
-                yield event, nodes
-                nodes = []
-            event = current
-            nodes.append(node)
-        if event is not None:
-            yield event, nodes
+        return events_of(self.nodes())
 
     def schedule(self) -> list[Event]:
         """The program's events, in order."""

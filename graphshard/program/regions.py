@@ -18,6 +18,7 @@ the compiler chooses. Releases make no difference to a form.
 
 from __future__ import annotations
 
+import keyword
 import operator
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping
@@ -84,6 +85,8 @@ def may_join(node: fx.Node) -> bool:
     if not ops.is_compute(node) or not _is_operator(node) or ops.writes(node):
         return False
     target: Any = node.target
+    if keyword.iskeyword(target._overloadname):  # `random.from`: no code can be written for it
+        return False
     if target.overloadpacket in _LEFT_OUT or any(tag in target.tags for tag in _BY_DATA):
         return False
     if not all(_is_operand(value.meta.get("val")) for value in node.all_input_nodes):

@@ -3,6 +3,9 @@
 A trace reads sizes off whichever tensor is at hand. In backward that would save a whole activation
 for one number. So each size is read off an input of the program, in forward, where it is first
 needed. Every later node of the same size reads that number, and only the number is saved.
+
+A size that depends on values is read off the result of the operator that made it, right behind that
+operator. What the model promises about such sizes is checked by a node behind them.
 """
 
 from __future__ import annotations
@@ -17,8 +20,10 @@ from torch import fx
 
 from graphshard.errors import CaptureError, PassError
 from graphshard.program.program import BACKWARD, FORWARD, Program
-from graphshard.program.sizes import Sizes, is_size, size_text
+from graphshard.program.sizes import Sizes, expression_text, is_size, size_text
+from graphshard.program.value_sizes import check_sizes
 from graphshard.torch_private import compat as torch_compat
+from graphshard.torch_private import unbacked
 from graphshard.torch_private.compat import SYMBOLIC
 
 _aten = torch.ops.aten
@@ -48,13 +53,14 @@ class SizeNodes:
         self.sizes = sizes
         self.inputs = inputs
         self.by_size: dict[tuple[type, Any], fx.Node] = {}
+        self.by_values: dict[Any, fx.Node] = {}  # by unbacked symbol, as traced
         self.last_forward: fx.Node = next(iter(reversed(graph.nodes)))
 
     def before(
         self, old: fx.Node, new: Mapping[fx.Node, Any], fqn: str, phase: str
     ) -> fx.Node | None:
         """The new node for `old`, if its value is a size that has a node or can get one."""
-        if not is_size(old):
+        if not is_size(old) or unbacked.binds(old):
             return None
         value = old.meta["val"]
         key = _key(value)
@@ -77,13 +83,45 @@ class SizeNodes:
             self.by_size.setdefault(_key(node.meta["val"]), node)
         elif node.meta["phase"] == FORWARD:
             self.last_forward = node
+        for symbol in unbacked.raw_symbols(node.meta.get("val")):
+            if symbol not in self.by_values:
+                self._read_off(symbol, node)
+
+    def _read_off(self, symbol: Any, node: fx.Node) -> None:
+        """Let a node compute `symbol`, if `node`, just copied, has it or has it as a size."""
+        val = node.meta["val"]
+        if isinstance(val, torch.Tensor):
+            shape: tuple[Any, ...] = tuple(val.shape)
+            dims = [
+                dim
+                for dim, size in enumerate(shape)
+                if isinstance(size, SYMBOLIC) and unbacked.raw_expression(size) == symbol
+            ]
+            if not dims:
+                return
+            args, phase = (node, dims[0]), node.meta["phase"]
+            reader = self._insert(
+                _aten.sym_size.int, args, f"{node.name}_size", node.meta["fqn"], shape[dims[0]],
+                phase,
+            )  # fmt: skip
+            if phase == FORWARD:
+                self.last_forward = reader
+        elif is_size(node):
+            reader = node
+        else:
+            return
+        self.by_values[symbol] = reader
+        self.sizes.add_by_values(symbol, node.name, node.meta["fqn"])
 
     def finish(self) -> None:
         """Insert nodes for the symbols that no node needed, since a later pass may need them.
 
+        Insert the checks of what the model promises about sizes that depend on values, too.
+
         Raises:
             CaptureError: the graph holds a size that no node computes.
         """
+        self._insert_checks()
         for size in self.sizes.symbols:
             key = torch.SymInt, size.symbol
             if key not in self.by_size and torch_compat.size_expression(size.value) == size.symbol:
@@ -110,11 +148,42 @@ class SizeNodes:
         with self.graph.inserting_after(self.last_forward):
             return self._insert(target, args, name, fqn, value)
 
-    def _insert(self, target: Any, args: Any, name: str, fqn: str, value: Any) -> fx.Node:
+    def _insert(
+        self, target: Any, args: Any, name: str, fqn: str, value: Any, phase: str = FORWARD
+    ) -> fx.Node:
         node = self.graph.create_node("call_function", target, args, {}, name=name)
-        node.meta = {"val": value, "phase": FORWARD, "fqn": fqn}
+        node.meta = {"val": value, "phase": phase, "fqn": fqn}
         self.by_size[_key(value)] = node
         return node
+
+    def _insert_checks(self) -> None:
+        """Insert a node for each promise, behind the nodes of the numbers that it is about.
+
+        Raises:
+            CaptureError: a promise is about the size of a value that is not in the graph.
+        """
+        place = {node: index for index, node in enumerate(self.graph.nodes)}
+        of_symbol = dict(self.by_values)
+        for size in self.sizes.symbols:
+            key = torch.SymInt, size.symbol
+            if key in self.by_size:
+                of_symbol[size.symbol] = self.by_size[key]
+        for promise in self.sizes.promises():
+            symbols = sorted(promise.condition.free_symbols, key=str)
+            text = expression_text(promise.condition, self.sizes.names)
+            if not of_symbol.keys() >= set(symbols):
+                at = f"\n  at {promise.line}" if promise.line else ""
+                raise CaptureError(
+                    f"the model relies on {text}, about the size of a value that it does not use, "
+                    f"so a program does not compute it; use it, or leave out the check{at}"
+                )
+            numbers = {str(self.sizes.names[s]): of_symbol[s] for s in symbols}
+            last = max(numbers.values(), key=place.__getitem__)
+            with self.graph.inserting_after(last):
+                check = self.graph.create_node(
+                    "call_function", check_sizes, (text, promise.line, numbers), {}, name="check"
+                )
+            check.meta = {"val": None, "phase": last.meta["phase"], "fqn": last.meta["fqn"]}
 
 
 def _key(value: Any) -> tuple[type, Any]:

@@ -5,13 +5,18 @@ decides by it (a comparison, a broadcast, a divisibility test), the decision bec
 program is valid for exactly the calls whose sizes fulfil all guards. Capture may also decide
 by values computed from constants of such sizes, for example whether a mask built by arange is
 causal. These answers are computed again for the sizes of each call.
+
+Sizes that depend on the values of tensors are symbols too; see `graphshard.program.value_sizes`.
 """
 
 from __future__ import annotations
 
+import os
 import traceback
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
+from itertools import count
 from typing import Any
 
 import sympy
@@ -19,7 +24,9 @@ import torch
 from torch import Tensor, fx
 
 from graphshard.errors import FixedSizeError, PassError, user_line_of
+from graphshard.program.value_sizes import ValueSize
 from graphshard.torch_private import compat as torch_compat
+from graphshard.torch_private import unbacked
 from graphshard.torch_private.compat import SYMBOLIC, same_sizes
 
 _ADMITTED = 4096  # results of checks that are cached, one for each tuple of sizes
@@ -64,13 +71,43 @@ class Answer:
     value: Any
 
 
-class Sizes:
-    """The symbolic sizes of one program and all assumptions on them."""
+class _Assumed(dict[Any, Any]):
+    """By symbol, the value that stands for it where none is known, as in an estimate.
 
-    def __init__(self) -> None:
+    For a size that depends on values this is its bound, or else `largest`.
+    """
+
+    environment: Any
+    largest = 1
+
+    def __missing__(self, symbol: Any) -> Any:
+        if unbacked.is_float(symbol):
+            return 1.0
+        bound = unbacked.upper_bound(self.environment, symbol)
+        return self.largest if bound is None else bound
+
+
+class Sizes:
+    """The symbolic sizes of one program and all assumptions on them.
+
+    Args:
+        largest: the largest dimension of an input, which estimates take for a size that depends on
+            values and has no bound.
+    """
+
+    def __init__(self, largest: int = 1) -> None:
         self.guards = Guards()
         self.names: dict[Any, Any] = {}  # the user's names by torch's symbols
-        self.environment = torch_compat.shape_environment(self.guards, self.names)
+        assumed = _Assumed()
+        self.environment = torch_compat.shape_environment(self.guards, self.names, assumed)
+        assumed.environment, assumed.largest = self.environment, largest
+        self.assumed = assumed
+        self.by_values: tuple[ValueSize, ...] = ()
+        self.of_last_run: dict[Any, Any] = {}  # by a symbol of the run before it
+        self.answers_if_empty: dict[Any, str | None] = {}  # by condition, the line that asks
+        self._as_if_empty = False
+        self._runs: list[int] = []  # the symbols that there were before each run
+        self.unread: list[str] = []  # lines that ask for a number which no node reads
         self.symbols: tuple[Size, ...] = ()
         self.answers: list[Answer] = []
         self._closed_at = -1
@@ -82,8 +119,75 @@ class Sizes:
         value = torch_compat.new_size(self.environment, name, hint)
         symbol = torch_compat.size_expression(value)
         self.names[symbol] = sympy.Symbol(name, positive=True, integer=True)
+        self.assumed[symbol] = hint
         self.symbols += (Size(name, symbol, value, **place),)
         return value
+
+    def add_by_values(self, symbol: Any, source: str, where: str) -> None:
+        """Name the number that the node `source` of module `where` reads off values."""
+        taken = {*(size.name for size in self.symbols), *(v.name for v in self.by_values)}
+        letter = "f" if unbacked.is_float(symbol) else "u"
+        name = next(n for i in count() if (n := f"{letter}{i}") not in taken)
+        self.names[symbol] = sympy.Symbol(name)
+        bound = unbacked.upper_bound(self.environment, symbol)
+        self.assumed[symbol] = self.assumed[symbol]
+        size = ValueSize(name, symbol, source, where, bound, self.assumed[symbol])
+        self.by_values += (size,)
+
+    @property
+    def assumed_by_values(self) -> dict[str, int]:
+        """The value that estimates take for each size that depends on values, by its name."""
+        return {
+            size.name: size.assumed for size in self.by_values if not unbacked.is_float(size.symbol)
+        }
+
+    # -- runs of a trace ----------------------------------------------------------------------
+
+    def begin_run(self) -> None:
+        """Note that the trace runs the model now; it does so twice, each time with new symbols.
+
+        What the model promised in an earlier run is dropped.
+        """
+        self._runs.append(len(unbacked.all_symbols(self.environment)))
+        unbacked.forget_promises(self.environment)
+
+    @contextmanager
+    def traced(self, *, empty: bool | None) -> Iterator[None]:
+        """Keep in a trace what the sizes need; `empty` answers whether those by values are 0."""
+        note = self.answers_if_empty.setdefault
+        self._as_if_empty = empty is True
+        with ExitStack() as stack:
+            stack.enter_context(unbacked.keep_items())
+            if empty is not None:
+                stack.enter_context(unbacked.answering_if_empty(self.environment, empty, note))
+            yield
+
+    @property
+    def not_empty(self) -> dict[str, str]:
+        """The conditions under which the trace took its way, with the line that asks for each."""
+        return {
+            expression_text(condition, self.names): _without_folder(line)
+            for condition, line in self.answers_if_empty.items()
+            if condition.free_symbols <= self.names.keys()
+        }
+
+    def equate_runs(self) -> None:
+        """Read each symbol of the last run but one as its counterpart in the last run."""
+        if len(self._runs) < 2:
+            return
+        begin, end = self._runs[-2:]
+        symbols = unbacked.all_symbols(self.environment)
+        self.of_last_run = dict(zip(symbols[begin:end], symbols[end:], strict=False))
+        unbacked.equate(self.environment, self.of_last_run)
+
+    def promises(self) -> Iterator[unbacked.Promise]:
+        """The assumptions of the model about sizes that depend on values.
+
+        Not that sizes are 0, if the trace took them to be so: it never runs.
+        """
+        for promise in unbacked.promises(self.environment, self.of_last_run):
+            if not (self._as_if_empty and promise.condition in self.answers_if_empty):
+                yield promise
 
     # -- assumptions --------------------------------------------------------------------------
 
@@ -96,13 +200,21 @@ class Sizes:
         Raises:
             FixedSizeError: the model works for only one value of a size.
         """
+        self.require_free(paths)
+        self._closed_at = len(self.guards)
+        self._fulfils = self.evaluator([sympy.And(*(g.expr for g in self.guards))])
+
+    def require_free(self, paths: Sequence[str]) -> None:
+        """Check that no decision so far fixes a size.
+
+        Raises:
+            FixedSizeError: one does; `paths` are the user's names of the inputs.
+        """
         for size in self.symbols:
             number = torch_compat.size_expression(size.value)
             if number.is_number and not size.is_stride:
                 dim_text = f"dim {size.dim} of {paths[size.input]} ({size.name})"
                 raise FixedSizeError(self._fixed_size_text(size, number, dim_text), size.name)
-        self._closed_at = len(self.guards)
-        self._fulfils = self.evaluator([sympy.And(*(g.expr for g in self.guards))])
 
     def require_closed(self, who: str) -> None:
         """Check that no guard was added since `close_guards`.
@@ -180,9 +292,14 @@ class Sizes:
             return True
         return bool(now != answer.value or type(now) is not type(answer.value))
 
-    def evaluator(self, expressions: Sequence[Any]) -> Callable[..., tuple[Any, ...]]:
-        """Compile a function from `values(...)` to the values of sizes, numbers or expressions."""
-        symbols = ", ".join(size.symbol.name for size in self.symbols)
+    def evaluator(
+        self, expressions: Sequence[Any], more: Iterable[Any] = ()
+    ) -> Callable[..., tuple[Any, ...]]:
+        """Compile a function from `values(...)` to the values of sizes, numbers or expressions.
+
+        The values of the symbols in `more` follow `values(...)` as arguments.
+        """
+        symbols = ", ".join(symbol.name for symbol in (*(s.symbol for s in self.symbols), *more))
         results = "".join(
             f"{torch_compat.python_of_sizes(torch_compat.number_or_expression(e))}, "
             for e in expressions
@@ -202,6 +319,7 @@ class Sizes:
             kind = "stride" if size.is_stride else "dim"
             dims = ", ".join(f"{kind} {dim} of {paths[index]}" for index, dim in places)
             lines.append(f"size {size.name}: {dims}; at least 2")
+        lines += [str(size) for size in self.by_values if not unbacked.is_float(size.symbol)]
         texts = dict.fromkeys(expression_text(g.expr, self.names) for g in self.guards)
         lines += [f"guard: {text}" for text in texts]
         if self.answers:
@@ -214,6 +332,12 @@ def expression_text(expression: Any, names: Mapping[Any, Any]) -> str:
     return torch_compat.python_of_sizes(expression.xreplace(dict(names)))
 
 
+def _without_folder(line: str | None) -> str:
+    """A line of user code as `user_line` gives it, without the folder of its file."""
+    path, colon, rest = (line or "a line of torch's").partition(":")
+    return os.path.basename(path) + colon + rest
+
+
 def size_text(size: Any) -> str:
     """A size as a dump shows it: "17", "seq", "batch*seq"."""
     if not isinstance(size, SYMBOLIC):
@@ -222,7 +346,7 @@ def size_text(size: Any) -> str:
 
 
 def hint(size: Any) -> Any:
-    """The value of a size in the example call, without adding a guard."""
+    """The value of a size in the example call, or the assumed one, without adding a guard."""
     return torch_compat.size_hint(size)
 
 

@@ -16,7 +16,7 @@ from torch import fx
 
 from graphshard.planning.plan import ShardingPlan
 from graphshard.program import ops
-from graphshard.program.aliases import Source, derived_values
+from graphshard.program.aliases import ParameterSource, derived_values
 from graphshard.program.collective import Collective
 from graphshard.program.program import BACKWARD, FORWARD, Program
 
@@ -48,7 +48,7 @@ class UnitSpans:
 
     in_order: tuple[UnitSpan, ...]  # by first node; the outer first where several start
     position: Mapping[fx.Node, int]  # of every node of the graph
-    derived: Mapping[fx.Node, Source]
+    derived: Mapping[fx.Node, ParameterSource]
     by_unit: Mapping[tuple[str, str], tuple[UnitSpan, ...]]  # (unit, phase)
 
     def of(self, unit: str, phase: str) -> tuple[UnitSpan, ...]:
@@ -151,6 +151,8 @@ def _ends(node: fx.Node, span: UnitSpan, plan: ShardingPlan) -> bool:
     """Whether `node` frees, reduces or accumulates for a unit inside the span's, or reshards."""
     if node.op != "call_function" or ops.is_compute(node) or node.meta["phase"] != span.phase:
         return False
+    if node.target in ops.RANDOM_STATES:
+        return False
     unit = node.meta["unit"]
     if node.target is ops.reshard:
         return plan.is_nested(unit, span.unit)
@@ -213,7 +215,7 @@ def readers_by_unit(spans: UnitSpans) -> dict[str, list[fx.Node]]:
 
 
 def params_read(
-    readers: Iterable[fx.Node], derived: Mapping[fx.Node, Source], unit: str
+    readers: Iterable[fx.Node], derived: Mapping[fx.Node, ParameterSource], unit: str
 ) -> set[str]:
     """Parameters of `unit` that `readers` compute with; views of parameters do not count."""
     return {
@@ -251,7 +253,7 @@ class _OpenSpan:
     last: fx.Node
 
 
-def _read_units(node: fx.Node, derived: Mapping[fx.Node, Source]) -> list[str]:
+def _read_units(node: fx.Node, derived: Mapping[fx.Node, ParameterSource]) -> list[str]:
     """Units whose parameters `node` reads.
 
     A view of a parameter that is not gathered yet does not count: it may stand far from the code

@@ -15,6 +15,7 @@ from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from itertools import accumulate
+from math import prod
 from operator import getitem
 
 import torch
@@ -32,6 +33,7 @@ from graphshard.program.aliases import (
 )
 from graphshard.program.collective import Collective, operands_of
 from graphshard.program.cut import saved_nodes
+from graphshard.program.gather_inputs import done_by_gather
 from graphshard.program.program import FORWARD, Program
 from graphshard.torch_private.compat import size_hint
 
@@ -51,8 +53,8 @@ class SavedStorage:
 def saved_storages(program: Program, plan: ShardingPlan) -> list[SavedStorage]:
     """The storages that forward computes on the device and backward reads.
 
-    Parameters, shards, values gathered from shards or derived from those, buffers, inputs, numbers
-    and values on the host are not included.
+    Parameters, shards, values gathered from shards or derived from those, buffers, inputs, numbers,
+    random states and values on the host are not included.
     """
     parameters = derived_values(program, plan)
     by_root: dict[fx.Node, list[fx.Node]] = {}
@@ -62,7 +64,7 @@ def saved_storages(program: Program, plan: ShardingPlan) -> list[SavedStorage]:
         root = storage_root(node)
         if root.op == "placeholder" or ops.is_unpack(root) or ops.is_transfer(root):
             continue
-        if root.target is ops.reshard:
+        if root.target is ops.reshard or root.target in ops.RANDOM_STATES:
             continue
         if node.meta["val"].device.type != torch.device(program.capture_device).type:
             continue
@@ -138,7 +140,7 @@ class Storage:
     last node that uses it. kind: one of `KINDS`, which are: an unsharded parameter or a copy of
     one; computed in forward and used in backward; computed again in backward; copied from the host
     to the device; a full gradient to reduce; returned by the step; or none of these. part: the
-    index among several results of `node`.
+    index among several results of `node`. pieces: bytes of the tensors, if they are several.
 
     In another order of the same nodes it is born `late` places after `first` (the beginning of the
     step if None), and dies `over` places after the last of `ends`. Without `ends` it outlives the
@@ -155,6 +157,7 @@ class Storage:
     late: int = 0
     ends: list[fx.Node] = field(default_factory=list)
     over: int = 0
+    pieces: tuple[int, ...] = ()
 
     @property
     def unit(self) -> str:
@@ -312,6 +315,8 @@ class _Walk:
             # A cast is copied into the gather's buffer when the gather is launched.
             copied = node.target is ops.all_gather and value.target is ops.cast
             last = [node] if copied else ends
+            if copied and value.all_input_nodes[0].target is ops.arrive:
+                self._keep_arrived(value, ends)
             at = max(self.place[end] for end in last)
             for storage in self.of_node.get(value, ()):
                 if id(storage) not in self.freed:
@@ -319,6 +324,15 @@ class _Walk:
                     storage.ends += last
                 if node.target in ops.REDUCES:
                     storage.kind = FULL_GRADIENTS
+
+    def _keep_arrived(self, cast: fx.Node, ends: list[fx.Node]) -> None:
+        """Extend the life of a shard from the host that the gather itself casts to its end."""
+        if done_by_gather(cast) is None:
+            return
+        for storage in self.of_node.get(cast.all_input_nodes[0], ()):
+            if id(storage) not in self.freed:
+                storage.dies = max(storage.dies, *(self.place[end] for end in ends))
+                storage.ends += ends
 
     def _allocate(self, node: fx.Node) -> None:
         """Find the storages of the value of `node`."""
@@ -331,6 +345,8 @@ class _Walk:
             self._allocate_transfer(node)
         elif ops.op_name(node) is not None or ops.is_unpack(node):
             self._share_storages(node)
+            if node.target in ops.RANDOM_STATES:
+                self._allocate_state(node)
         elif node.target is getitem:
             source, index = node.args
             parts = self.parts.get(source)  # type: ignore[arg-type]
@@ -356,6 +372,12 @@ class _Walk:
             released[index] = self._new(node, param_bytes, PARAMETERS)
             size -= param_bytes
         rest = self._new(node, size, PARAMETERS)
+        ranks = _ranks(node, self.program)
+        rest.pieces = tuple(
+            ranks * node_bytes(operand)
+            for index, operand in enumerate(operands_of(node))
+            if size and index not in released
+        )
         self.of_node[node] = (rest, *released.values())
         for param in (user for wait in node.users for user in wait.users if ops.is_unpack(user)):
             index = param.args[1]  # type: ignore[assignment]
@@ -373,10 +395,17 @@ class _Walk:
         elif node.target is ops.to_device:
             size = node_bytes(source)
             self.of_node[node] = (self._new(node, size, FETCHED),)
+        elif done_by_gather(node) is not None and prod(self.program.mesh_shape) > 1:
+            self.of_node[node] = ()  # it is cast into the gather's buffer
         elif node.target is not ops.to_host and not ops.is_reduced(source):
             is_param = ops.origin(node) in self.param_values
             kind = PARAMETERS if is_param else AT_WORK
             self.of_node[node] = (self._new(node, node_bytes(node), kind),)
+
+    def _allocate_state(self, node: fx.Node) -> None:
+        """The state of a generator, which lies on the host."""
+        if torch.device(self.program.capture_device).type == "cpu":
+            self.of_node[node] = (self._new(node, node_bytes(node), AT_WORK),)
 
     def _share_storages(self, node: fx.Node) -> None:
         """A wait, selection or free shares the storages of its gather; those of a reduce have none.

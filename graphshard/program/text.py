@@ -15,7 +15,16 @@ from graphshard.format import mesh_text
 from graphshard.program import ops
 from graphshard.program.aliases import bytes_text
 from graphshard.program.collective import Collective, OneTensor, operands_of, param_of, wait_of
-from graphshard.program.program import BACKWARD, COMPUTE, FORWARD, RECOMPUTED, Program
+from graphshard.program.finite import Check, values_of
+from graphshard.program.program import (
+    BACKWARD,
+    COMPUTE,
+    FORWARD,
+    RECOMPUTED,
+    REPLAYS,
+    SCALE,
+    Program,
+)
 from graphshard.program.regions import region_labels
 from graphshard.program.sizes import size_text
 from graphshard.program.storages import SAVED, Storages, gathered_bytes, storages_of
@@ -88,6 +97,8 @@ def node_line(node: fx.Node) -> str:
         return f"return {argument_text(node.args[0])}"
     call = f"{node.op} {node.target}" if node.op != "call_function" else _call(node)
     where = f"{node.meta.get('phase', '?')} {node.meta.get('fqn') or '(root)'}"
+    where += f", scales by {node.meta[SCALE]}" if SCALE in node.meta else ""
+    where += f", draws as %{node.meta[REPLAYS]}" if REPLAYS in node.meta else ""
     where += "".join(f", {region}" for region in region_labels([node], None))
     return f"%{node.name} : {value_text(node.meta.get('val'))} = {call}  # {where}"
 
@@ -166,6 +177,11 @@ def _header(program: Program) -> list[str]:
         *((f"schedule: {program.budget}",) if program.budget else ()),
         *((f"regions: {program.regions}",) if program.regions is not None else ()),
         *(f"note: {note}" for note in program.notes),
+        *(
+            (f"collective memory: {program.collective_memory}",)
+            if program.collective_memory
+            else ()
+        ),
         *((f"note: cuda graph: {program.cuda_graphs}",) if program.cuda_graphs else ()),
     ]
 
@@ -173,6 +189,10 @@ def _header(program: Program) -> list[str]:
 def _communication(nodes: list[fx.Node], program: Program) -> str:
     node = nodes[0]
     op = ops.op_of(node)
+    if node.target in ops.CHECKS:
+        return _checked(nodes)
+    if node.target in ops.RANDOM_STATES:
+        return _of_generator(node)
     if op is not None and op.in_runs:
         values = _values(nodes)
         noun = "param" if param_of(node) is not None else "tensor"
@@ -195,12 +215,31 @@ def _communication(nodes: list[fx.Node], program: Program) -> str:
     return _amount(size, values, over=_over(collective), dims=collective.dims)
 
 
+def _checked(checks: list[fx.Node]) -> str:
+    """What the nodes of an event of checks read, as text."""
+    if checks[0].target is ops.report_finite:
+        return f"{_count(len(values_of(checks[0])), 'number')}, to all ranks"
+    read = [value for check in checks for value in values_of(check)]
+    of = " and ".join(dict.fromkeys(str(Check.of_node(check).of) for check in checks))
+    return _amount(bytes_text(read), _values(read), "tensor", over=f" of {of}")
+
+
+def _of_generator(node: fx.Node) -> str:
+    """What a node does to a generator of random numbers, as text."""
+    device = node.kwargs["device"]
+    if node.target is ops.save_random_state:
+        return f"{bytes_text([node])} bytes, of the {device} generator"
+    restores = node.args[0].target is ops.set_random_state  # type: ignore[union-attr]
+    return f"of the {device} generator, {'as it was before' if restores else 'to draw again'}"
+
+
 def _over(collective: Collective) -> str:
     """The group, columns and further units of a collective, as text."""
     over = f" over {collective.named_group}" if collective.named_group is not None else ""
     if collective.ranks is not None:
         over = f" over groups of {collective.ranks}"
     over += " in place" if collective.in_place else ""
+    over += " by sum" if collective.reduce_op == ops.SUM else ""
     if collective.columns is not None:
         over += f" of columns {collective.columns[0]}:{collective.columns[1]}"
     others = [unit_label(unit) for unit in dict.fromkeys(collective.units)][1:]

@@ -1,4 +1,4 @@
-"""The one place that touches torch's private API, for torch 2.11 to 2.13.
+"""The one place that touches torch's private API, for torch 2.11 to 2.15.
 
 Every accessor imports lazily and raises `UnsupportedTorchError` when this torch lacks the name, so
 that a torch upgrade fails here, with a sentence, and nowhere else.
@@ -7,7 +7,9 @@ that a torch upgrade fails here, with a sentence, and nowhere else.
 from __future__ import annotations
 
 import importlib
-from collections.abc import Iterable, Sequence
+import sys
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager
 from datetime import timedelta
 from functools import cache
 from inspect import signature
@@ -16,10 +18,11 @@ from typing import Any
 
 import sympy
 import torch
+import torch.utils.checkpoint
 
 from graphshard.errors import UnsupportedTorchError
 
-SUPPORTED = "torch 2.11 to 2.13"
+SUPPORTED = "torch 2.11 to 2.15"
 
 
 @cache
@@ -84,18 +87,31 @@ def batch_norm() -> type:
     return private("torch.nn.modules.batchnorm", "_BatchNorm")
 
 
+def compiled_modules() -> tuple[type, ...]:
+    """The class of modules that `torch.compile` makes; () as long as there can be none."""
+    loaded = "torch._dynamo" in sys.modules
+    return (private("torch._dynamo.eval_frame", "OptimizedModule"),) if loaded else ()
+
+
+def is_called_compiled(module: torch.nn.Module) -> bool:
+    """Whether `module.compile()` was called."""
+    return getattr(module, "_compiled_call_impl", None) is not None
+
+
 # -- symbolic sizes -------------------------------------------------------------------------------
 
 _SHAPES = "torch.fx.experimental.symbolic_shapes"
 
 
-def shape_environment(guards: list[Any], names: dict[Any, Any]) -> Any:
+def shape_environment(guards: list[Any], names: dict[Any, Any], assumed: Mapping[Any, Any]) -> Any:
     """A ShapeEnv that appends each decision made on a symbolic size to `guards`.
 
-    `size_names` gives `names` for the sizes made in it.
+    `size_names` gives `names` for the sizes made in it, and `size_hint` takes from `assumed` the
+    values of symbols without one in the example, and of those that stand beside them.
     """
     environment = private(_SHAPES, "ShapeEnv")(duck_shape=False)
     environment.graphshard_names = names
+    environment.graphshard_assumed = assumed
     if not isinstance(getattr(environment, "guards", None), list):
         raise UnsupportedTorchError(
             f"torch {torch.__version__} does not list the guards of symbolic sizes; use {SUPPORTED}"
@@ -147,8 +163,21 @@ def size_names(size: Any) -> dict[Any, Any]:
 
 
 def size_hint(size: Any) -> Any:
-    """A number itself, or a symbolic size's value in the example; adds no guard."""
-    return size.node.hint if hasattr(size, "node") else size
+    """A number itself, or a symbolic size's value in the example; adds no guard.
+
+    A size that depends on values has the one that `shape_environment` was told to assume.
+    """
+    if not hasattr(size, "node"):
+        return size
+    hint = size.node.hint
+    return _assumed_value(size) if hint is None else hint
+
+
+def _assumed_value(size: Any) -> Any:
+    assumed, expression = size.node.shape_env.graphshard_assumed, size_expression(size)
+    value = expression.xreplace({symbol: assumed[symbol] for symbol in expression.free_symbols})
+    kind = {torch.SymInt: int, torch.SymFloat: float, torch.SymBool: bool}[type(size)]
+    return kind(value)
 
 
 def python_of_sizes(expression: Any) -> str:
@@ -185,6 +214,11 @@ def group_timeout(group: Any, device: torch.device) -> timedelta:
     return getattr(options, "_timeout", timedelta(minutes=30))
 
 
+def is_bound_to_device(group: Any) -> bool:
+    """Whether `group` was made with `device_id`, so that NCCL splits other groups off it."""
+    return getattr(group, "bound_device_id", None) is not None
+
+
 def _backend(group: Any, device: torch.device) -> Any:
     try:
         return group._get_backend(device)
@@ -198,6 +232,41 @@ def _backend(group: Any, device: torch.device) -> Any:
 
 local_tensor = attrgetter("_local_tensor")
 """The local tensor of a DTensor itself; `to_local` gives a view of it."""
+
+
+def move_mesh(mesh: Any, new: Any) -> None:
+    """Give `mesh` the process groups of `new`, an equal mesh, so that its DTensors use them."""
+    names = list(private_of(new, "_dim_group_names"))
+    private_of(mesh, "_flatten_mapping").clear()  # meshes over the old groups
+    mesh._dim_group_names = names
+
+
+def private_of(owner: Any, name: str) -> Any:
+    """Attribute `name` of an object of torch's.
+
+    Raises:
+        UnsupportedTorchError: it has none.
+    """
+    try:
+        return getattr(owner, name)
+    except AttributeError as error:
+        raise UnsupportedTorchError(
+            f"torch {torch.__version__} has no {type(owner).__name__}.{name}, which graphshard "
+            f"needs; use {SUPPORTED}"
+        ) from error
+
+
+def forget_operator_layouts() -> None:
+    """Clear the layouts that torch keeps for results of operators on DTensors.
+
+    It finds them by the operands' mesh. Results on a new mesh that equals an old one would lie on
+    the old one, whose process groups may be gone.
+    """
+    # torch.distributed.tensor.debug does the same, but needs NumPy.
+    dispatcher = private_of(_dtensor_class(), "_op_dispatcher")
+    private_of(dispatcher.sharding_propagator.propagate_op_sharding, "cache_clear")()
+    # The C++ cache of recent versions, which is each thread's own.
+    getattr(torch._C, "_clear_DTensor_sharding_propagator_cache", lambda: None)()
 
 
 def set_local_tensor(dtensor: Any, local: torch.Tensor) -> None:
@@ -323,6 +392,15 @@ def engine_accumulates(leaf_node: Any) -> bool:
         return False
 
 
+def versions_kept(tensors: tuple[torch.Tensor, ...]) -> AbstractContextManager[Any]:
+    """A context whose writes into `tensors` and their views leave the version counters as they are.
+
+    Raises:
+        UnsupportedTorchError: this torch cannot.
+    """
+    return private("torch.autograd", "_unsafe_preserve_version_counter")(tensors)
+
+
 # -- many tensors at once -------------------------------------------------------------------------
 
 
@@ -342,13 +420,23 @@ def flat_copy(tensors: list[torch.Tensor]) -> torch.Tensor:
     return flat
 
 
+def suggested_format(tensor: torch.Tensor) -> torch.memory_format:
+    """The memory format in which most of ATen's kernels for images make results for `tensor`."""
+    suggest = private("torch._prims_common", "suggest_memory_format")
+    suggested: torch.memory_format = suggest(tensor)
+    return suggested
+
+
 def rows_by_rank(tensors: list[torch.Tensor], ranks: int) -> torch.Tensor:
     """A copy of all `tensors`, of one dtype, as a matrix `(ranks, n)` with a row for each rank.
 
     Each tensor is split along dim 0 into `ranks` pieces, padded with zeros to equal size. A row
     holds one piece of every tensor, in order.
     """
-    rows: torch.Tensor = private("torch", "_chunk_cat")(tensors, 0, ranks)
+    filled = [tensor for tensor in tensors if tensor.numel()]  # torch takes no others
+    if not filled:
+        return tensors[0].new_empty((ranks, 0))
+    rows: torch.Tensor = private("torch", "_chunk_cat")(filled, 0, ranks)
     return rows
 
 
@@ -360,6 +448,20 @@ def owned_region(dtensor: Any) -> tuple[slice, ...]:
 
 
 # -- selective checkpoints ------------------------------------------------------------------------
+
+
+def checkpoint_generator(
+    around: Callable[[Any], Iterator[None]],
+) -> tuple[str, Callable[..., Iterator[None]]]:
+    """Stand `around(context_fn)` in for what surrounds a call of a checkpoint without reentrance.
+
+    Returns:
+        The name of torch's generator in `torch.utils.checkpoint`, and a function to replace it.
+    """
+    name = "_checkpoint_without_reentrant_generator"
+    if hasattr(torch.utils.checkpoint, f"{name}_impl"):  # since torch 2.15
+        return f"{name}_impl", lambda *_, context_fn=None, **__: around(context_fn)
+    return name, lambda function, preserve_rng_state, context_fn, *_, **__: around(context_fn)
 
 
 def selective_checkpoint_mode() -> Any:

@@ -1,4 +1,4 @@
-"""Compiling Inductor's C++ kernels of many graphs in few files, for torch 2.11 to 2.13.
+"""Compiling Inductor's C++ kernels of many graphs in few files, for torch 2.11 to 2.15.
 
 Inductor compiles each kernel in a file of its own. Here kernels are deferred until all graphs are
 lowered; equal ones are compiled once, and the rest are joined in few files. If joining fails,

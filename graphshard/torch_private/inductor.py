@@ -1,4 +1,4 @@
-"""Torch's private API for compiling graphs with Inductor, for torch 2.11 to 2.13."""
+"""Torch's private API for compiling graphs with Inductor, for torch 2.11 to 2.15."""
 
 from __future__ import annotations
 
@@ -18,9 +18,10 @@ from graphshard.torch_private.compat import (
     fake_tensor_mode,
     private,
     same_sizes,
-    size_hint,
 )
 from graphshard.torch_private.cpp_kernels import Kernels
+from graphshard.torch_private.joint_passes import dims_by_stride, with_joint_passes
+from graphshard.torch_private.strides import with_real_strides
 
 _COMPILE = "torch._inductor.compile_fx"
 
@@ -110,7 +111,14 @@ def compile_graph(graph: fx.GraphModule, inputs: Sequence[Any], mode: Any) -> Co
         Exception: whatever Inductor, or the compiler it calls, raises.
     """
     make_fx = importlib.import_module("torch.fx.experimental.proxy_tensor").make_fx
-    decompositions = private("torch._inductor.decomposition", "select_decomp_table")()
+    decompositions = {
+        op: decomposition
+        for op, decomposition in private(
+            "torch._inductor.decomposition", "select_decomp_table"
+        )().items()
+        # Bernoulli's would draw float32 numbers for float64 probabilities.
+        if torch.Tag.nondeterministic_seeded not in getattr(op, "tags", ())
+    }
     python_dispatcher = private("torch._dispatch.python", "enable_python_dispatcher")
 
     def run(*args: Any) -> Any:
@@ -118,12 +126,21 @@ def compile_graph(graph: fx.GraphModule, inputs: Sequence[Any], mode: Any) -> Co
         return [_lying_as(r, p) for r, p in zip(results, promised, strict=True)]
 
     with mode, python_dispatcher():
-        promised = fx.Interpreter(graph).run(*inputs, enable_io_processing=False)
+        promised = _AsEager(graph).run(*inputs, enable_io_processing=False)
         traced = make_fx(run, decomposition_table=decompositions)(*inputs)
+    traced = with_joint_passes(traced, inputs, promised, mode)
     output = traced.graph.output_node()
-    output.meta["user_visible_output_idxs"] = list(range(len(output.args[0])))
+    output.meta["user_visible_output_idxs"] = list(range(len(promised)))
     compiled: Compiled = private(_COMPILE, "compile_fx_inner")(traced, list(inputs))
     return compiled
+
+
+class _AsEager(fx.Interpreter):
+    """Runs a graph with results of the strides that eager gives them."""
+
+    def call_function(self, target: Any, args: Any, kwargs: Any) -> Any:
+        """Call an operator."""
+        return with_real_strides(target, args, super().call_function(target, args, kwargs))
 
 
 class _Decomposed(fx.Interpreter):
@@ -144,8 +161,7 @@ def _lying_as(result: torch.Tensor, promised: torch.Tensor) -> torch.Tensor:
     """
     if same_sizes(result.stride(), promised.stride()):
         return result
-    order = sorted(range(result.dim()), key=lambda dim: -size_hint(promised.stride(dim)))
-    back = [order.index(dim) for dim in range(result.dim())]
+    order, back = dims_by_stride(promised)
     copied = result.permute(order).clone(memory_format=torch.contiguous_format).permute(back)
     if not same_sizes(copied.stride(), promised.stride()):
         raise UnsupportedTorchError(
@@ -156,7 +172,7 @@ def _lying_as(result: torch.Tensor, promised: torch.Tensor) -> torch.Tensor:
 
 
 def counts() -> dict[str, int]:
-    """How often Inductor found a graph in its cache on disk, missed one, or could not use it."""
+    """Counts of hits, misses and bypasses of Inductor's cache of graphs on disk."""
     counters = private("torch._dynamo.utils", "counters")["inductor"]
     return {name: int(counters[f"fxgraph_cache_{name}"]) for name in ("hit", "miss", "bypass")}
 

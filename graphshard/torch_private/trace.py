@@ -1,10 +1,15 @@
-"""Torch's private API for tracing, for torch 2.11 to 2.13."""
+"""Torch's private API for tracing, for torch 2.11 to 2.15."""
 
 from __future__ import annotations
 
 import contextlib
 import importlib
+import logging
+import os
+import sys
+import threading
 from collections.abc import Callable, Iterator, Mapping
+from functools import cache
 from typing import Any
 
 import torch
@@ -26,6 +31,12 @@ def is_functional(tensor: torch.Tensor) -> bool:
     return isinstance(tensor, kind)
 
 
+def is_real(tensor: Any) -> bool:
+    """Whether `tensor` has values: neither fake, nor traced, nor on meta."""
+    kinds = (torch.Tensor, torch.nn.Parameter)
+    return type(tensor) in kinds and tensor.device.type != "meta"
+
+
 @contextlib.contextmanager
 def leave_out_descriptions() -> Iterator[None]:
     """Skip code of graphs that nobody calls, and a second description of each node's value.
@@ -36,6 +47,38 @@ def leave_out_descriptions() -> Iterator[None]:
     tracer = "torch.fx.experimental.proxy_tensor"
     with lazily, patched(tracer, "_extract_tensor_metadata", lambda value: None):
         yield
+
+
+@cache
+def load_dynamo() -> None:
+    """Import what a trace imports of torch, from a thread of its own.
+
+    Modules there call `torch.fx.wrap`, which leaves its caller's frame in a circle of references.
+    The frame holds all those around it, and with them the module that is captured at the moment,
+    until Python's garbage collector runs. In a thread of its own there are no others.
+    """
+    thread = threading.Thread(target=importlib.import_module, args=("torch._dynamo",))
+    thread.start()
+    thread.join()
+
+
+@contextlib.contextmanager
+def compiled_functions_as_they_are() -> Iterator[None]:
+    """Run what torch.compile has wrapped as plain Python, which a trace records."""
+    if "torch._dynamo" not in sys.modules:
+        yield
+        return
+    config = private("torch._dynamo", "config")
+    with torch.compiler.set_stance("force_eager"), config.patch(error_on_nested_fx_trace=False):
+        yield
+
+
+def inside_compiled_function() -> bool:
+    """Whether the code that runs now was called from a function under torch.compile."""
+    if "torch._dynamo" not in sys.modules:
+        return False
+    callback = private("torch._C._dynamo.eval_frame", "get_eval_frame_callback")()
+    return callback is not None and callback is not False
 
 
 def descriptors() -> Any:
@@ -67,19 +110,71 @@ def claim_compiling() -> Iterator[None]:
         yield
 
 
-def untraceable_errors() -> tuple[type[Exception], ...]:
-    """(value depends on data, shape depends on data, operator without a fake kernel)."""
+def untraceable_errors() -> tuple[Any, Any, Any]:
+    """(value depends on data, shape depends on data, operator without a fake kernel).
+
+    Each is an exception, or a tuple of them. Where sizes are symbolic a value is asked for without
+    an error, and only a decision by it is refused.
+    """
     module = "torch._subclasses.fake_tensor"
+    decided = private("torch.fx.experimental.symbolic_shapes", "GuardOnDataDependentSymNode")
     return (
-        private(module, "DataDependentOutputException"),
+        (private(module, "DataDependentOutputException"), decided),
         private(module, "DynamicOutputShapeException"),
         private(module, "UnsupportedOperatorException"),
     )
 
 
+_LOUD = (
+    "torch._subclasses.fake_tensor",
+    "torch.fx.experimental.recording",
+    "torch.fx.experimental.symbolic_shapes",
+)
+"""The loggers on which a trace that fails writes pages before the error reaches its caller."""
+
+
+@contextlib.contextmanager
+def quiet_errors() -> Iterator[None]:
+    """Keep what torch logs of an error to itself, since the error says it, too.
+
+    It is shown where somebody asked for it: by torch's own TORCH_LOGS in the environment, or by the
+    level DEBUG of the logger "graphshard".
+    """
+    if os.environ.get("TORCH_LOGS") or logging.getLogger("graphshard").isEnabledFor(logging.DEBUG):
+        yield
+        return
+    loggers = [logging.getLogger(name) for name in _LOUD]
+
+    def below_error(record: logging.LogRecord) -> bool:
+        return record.levelno < logging.ERROR
+
+    for logger in loggers:
+        logger.addFilter(below_error)
+    try:
+        yield
+    finally:
+        for logger in loggers:
+            logger.removeFilter(below_error)
+
+
 def annotate() -> Any:
     """`annotate(dict)`: a context in which traced nodes, and their backward, carry the dict."""
     return private("torch.fx.traceback", "annotate")
+
+
+@contextlib.contextmanager
+def note_nodes(note: Callable[[Any], None]) -> Iterator[None]:
+    """Call `note` with each node that a trace makes, in the Python frames that make it."""
+    tracer = private("torch.fx.proxy", "TracerBase")
+    create = tracer.create_node
+
+    def create_node(self: Any, *args: Any, **kwargs: Any) -> Any:
+        node = create(self, *args, **kwargs)
+        note(node)
+        return node
+
+    with patched(tracer, "create_node", create_node, where="torch.fx.proxy.TracerBase.create_node"):
+        yield
 
 
 def preserve_node_meta() -> Any:

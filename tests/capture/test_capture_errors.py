@@ -64,16 +64,38 @@ def test_another_fault_in_the_way_for_compilers_hides_nothing():
     assert "in branch_on_values" in refused(Net(forward, fc=linear()), X)
 
 
-def test_item_is_refused():
-    assert "values of a tensor" in refused(
-        Net(lambda m, x: m.fc(x) * x.sum().item(), fc=linear()), X
-    )
+def test_a_number_that_the_model_counts_to_is_refused():
+    def forward(m, x):
+        for _ in range((x > 0).sum().item()):  # the line at fault
+            x = m.fc(x)
+        return x
+
+    message = refused(Net(forward, fc=linear()), X)
+    assert "it needs the number" in message
+    assert re.search(r"at .*test_capture_errors\.py:\d+ in forward: for _ in range", message)
 
 
-def test_shapes_that_depend_on_data():
-    message = refused(Net(lambda m, x: m.fc(x[x[:, 0] > 0]), fc=linear()), X)
-    assert "shape depends on tensor values" in message
-    assert "aten.nonzero" in message
+def test_a_loop_over_values_is_refused():
+    def forward(m, x):
+        for row in (x[:, 0] > 0).nonzero()[:, 0].tolist():
+            x = x + m.fc(x)[row]
+        return x
+
+    message = refused(Net(forward, fc=linear()), X)
+    assert "the number of rounds of a loop" in message
+
+
+def test_a_question_about_a_size_names_the_check_that_answers_it():
+    def forward(m, x):
+        rows = (x[:, 0] > 0).nonzero()[:, 0]
+        if rows.numel() == 3:
+            return m.fc(x)
+        return m.fc(x[rows])
+
+    message = refused(Net(forward, fc=linear()), X)
+    assert re.search(r"this line asks whether u\d+ == 3", message)
+    assert "torch._check(u" in message
+    assert re.search(r"u\d+ is read at .*: rows = \(x\[:, 0\] > 0\)", message)
 
 
 @torch.library.custom_op("graphshard_tests::no_fake", mutates_args=())
@@ -222,7 +244,7 @@ def test_gradient_lost_between_an_output_and_a_parameter():
     results = captured.program.results()
     results.grads[0] = None
     captured.program.set_results(results)
-    traced = TracedModel(model, torch.empty_like, captured.inputs, True)
+    traced = TracedModel(model, torch.empty_like, captured.inputs)
     traced.reachable = frozenset({0, 1})
     with pytest.raises(CaptureError, match=r"'fc\.weight' was lost"):
         _check_gradients(captured.program, traced)

@@ -28,9 +28,11 @@ def ways(monkeypatch: pytest.MonkeyPatch) -> list[bool]:
     found: list[bool] = []
     trace = capture_module._trace
 
-    def noted(traced: Any, model: Any, fakes: Any, grad: bool, functional: bool) -> Any:
+    def noted(
+        traced: Any, model: Any, fakes: Any, grad: bool, functional: bool, off_target: bool
+    ) -> Any:
         found.append(functional)
-        return trace(traced, model, fakes, grad, functional)
+        return trace(traced, model, fakes, grad, functional, off_target)
 
     monkeypatch.setattr(capture_module, "_trace", noted)
     return found
@@ -81,7 +83,7 @@ def _assert_same_with_functionalization(
     plain: list[str], monkeypatch: pytest.MonkeyPatch, *example: Any, **options: Any
 ) -> None:
     trace = capture_module._trace
-    monkeypatch.setattr(capture_module, "_trace", lambda *args: trace(*args[:-1], True))
+    monkeypatch.setattr(capture_module, "_trace", lambda *args: trace(*args[:4], True, *args[5:]))
     functional = _lines(*example, **options)
     assert plain == functional, "\n".join(difflib.unified_diff(functional, plain, n=0))
 

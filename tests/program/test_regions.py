@@ -316,3 +316,9 @@ def test_simulation_counts_fused_operators_once_and_says_so():
     assert fused.peak_bytes == eager.peak_bytes
     assert "compiled regions" in str(fused)
     assert "compiled regions" not in str(eager)
+    blocks = graphshard.simulate(plans[1], hardware="h100-sxm", leave_eager=[""])
+    assert fused.compute_seconds < blocks.compute_seconds < eager.compute_seconds
+    assert "not compiled: (root)" in str(blocks)
+    units = [unit.fqn for unit in plans[1].units]
+    none = graphshard.simulate(plans[1], hardware="h100-sxm", leave_eager=units)
+    assert none.compute_seconds == pytest.approx(eager.compute_seconds)

@@ -1,0 +1,266 @@
+"""The Python state that a captured program depends on: where it was read, and the value there.
+
+A program keeps the values that the forward read: attributes of modules and of objects that they
+hold, globals, the cells of closures. It is right only as long as those places hold the same values.
+"""
+
+from __future__ import annotations
+
+import types
+from collections import deque
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass, field
+from itertools import chain
+from operator import is_
+from typing import Any
+
+import torch
+
+from graphshard.capture.structure import Same
+
+MISSING: Any = type("Missing", (), {"__repr__": lambda self: "not set"})()
+"""The value of a place that holds none."""
+
+CONTAINERS = (list, tuple, dict, set, frozenset, deque)
+
+_NESTED = (*CONTAINERS, types.SimpleNamespace)
+
+_PLAIN = frozenset({
+    type(None), bool, int, str, bytes, range, slice, torch.dtype, torch.device, torch.layout,
+    torch.memory_format, torch.Size,
+})  # fmt: skip
+
+_LONGEST = 1024
+"""The items of longer containers do not count: a look at them would take too long."""
+
+_DEEPEST = 8
+
+
+@dataclass(frozen=True, eq=False)
+class Place:
+    """An entry of `owner`: a dict (attributes, globals), a class, an object with slots, or a cell.
+
+    path: for people.
+    of_module: it is an attribute of a module of the model, whose changes a sharded module counts.
+    """
+
+    path: str
+    owner: Any
+    key: Any = None
+    of_module: bool = False
+
+    def read(self) -> Any:
+        """The value there, or `MISSING`."""
+        entries = self.entries
+        if entries is not None:
+            return entries.get(self.key, MISSING)
+        if isinstance(self.owner, types.CellType):
+            try:
+                return self.owner.cell_contents
+            except ValueError:  # nothing is assigned to the name yet
+                return MISSING
+        try:
+            return object.__getattribute__(self.owner, self.key)
+        except AttributeError:
+            return MISSING
+
+    def write(self, value: Any) -> None:
+        """Put `value` back there, which it held before."""
+        if isinstance(self.owner, types.CellType):
+            self.owner.cell_contents = value
+        elif isinstance(self.owner, dict):
+            self.owner[self.key] = value
+        else:
+            setattr(self.owner, self.key, value)
+
+    @property
+    def entries(self) -> Mapping[Any, Any] | None:
+        """The mapping that it is an entry of, if it is one."""
+        if isinstance(self.owner, type):
+            return self.owner.__dict__
+        return self.owner if isinstance(self.owner, dict) else None
+
+    @property
+    def identity(self) -> tuple[int, Any]:
+        """The same for two places that are one."""
+        return id(self.owner), self.key
+
+
+@dataclass(frozen=True, eq=False)
+class Version:
+    """The counter of writes into a tensor whose values were read as numbers."""
+
+    path: str
+    owner: torch.Tensor
+    of_module = False
+    entries = None
+    key = None
+
+    def read(self) -> Any:
+        """The count."""
+        return self.owner._version
+
+    @property
+    def identity(self) -> tuple[int, Any]:
+        """The same for two of one tensor."""
+        return id(self.owner), Version
+
+
+def frozen(value: Any, depth: int = 0) -> Any:
+    """`value` in a form to compare: containers and plain values by content, others by identity.
+
+    Values of different types differ (1 and True), as do 0.0 and -0.0; a NaN equals another.
+    """
+    kind = type(value)
+    if kind in _PLAIN:
+        return kind, value
+    if kind in (float, complex):
+        return kind, repr(value)
+    if isinstance(value, types.SimpleNamespace):
+        value = vars(value)
+    if not isinstance(value, CONTAINERS) or depth == _DEEPEST:
+        return Same(value)
+    inner = (frozen(each, depth + 1) for each in items_of(value))
+    return kind, (frozenset if isinstance(value, (set, frozenset)) else tuple)(inner)
+
+
+def containers_in(value: Any) -> list[Any]:
+    """`value` if it is a container, and those inside of it, up to a number; a namespace's dict."""
+    containers: list[Any] = []
+    reached = [value]
+    for each in reached:
+        inner = vars(each) if isinstance(each, types.SimpleNamespace) else each
+        if isinstance(inner, CONTAINERS) and len(inner) <= _LONGEST:
+            containers.append(inner)
+            if len(reached) <= _LONGEST:
+                reached += [item for item in items_of(inner) if isinstance(item, _NESTED)]
+    return containers
+
+
+def items_of(container: Any) -> tuple[Any, ...]:
+    """The contents of `container` (keys, then values, of a dict); if it is long, only its length.
+
+    A class's own methods, which may load what is not there yet, are not called.
+    """
+    kind = next(base for base in CONTAINERS if isinstance(container, base))
+    length: int = kind.__len__(container)
+    if length > _LONGEST:
+        return (length,)
+    if kind is dict:
+        return (*dict.__iter__(container), *dict.values(container))
+    return tuple(kind.__iter__(container))
+
+
+@dataclass(frozen=True)
+class Guards:
+    """Places and the values that a program was captured with."""
+
+    places: tuple[Place | Version, ...] = ()
+    values: tuple[Any, ...] = ()
+    frozen: tuple[Any, ...] = field(default=(), repr=False)
+
+    @staticmethod
+    def of(places: Iterable[Place | Version]) -> Guards:
+        """The guards on what `places` hold now."""
+        distinct = tuple({place.identity: place for place in places}.values())
+        values = tuple(place.read() for place in distinct)
+        return Guards(distinct, values, tuple(map(frozen, values)))
+
+    def hold(self) -> bool:
+        """Whether all places hold what they held."""
+        return next(self._broken(), None) is None
+
+    def broken(self) -> str:
+        """The first place that holds something else, with both values; "" if none does."""
+        for place, then, now in self._broken():
+            return f"{place.path}: {_shown(then)} -> {_shown(now)}"
+        return ""
+
+    def _broken(self) -> Iterator[tuple[Place | Version, Any, Any]]:
+        for place, value, form in zip(self.places, self.values, self.frozen, strict=True):
+            now = place.read()
+            if now is value and type(now) in _PLAIN:
+                continue
+            if frozen(now) != form:
+                yield place, form, now
+
+
+def _shown(value: Any) -> str:
+    if isinstance(value, tuple) and len(value) == 2 and isinstance(value[0], type):
+        value = value[1]  # a frozen one
+        return value if isinstance(value, str) else repr(value)[:60]
+    value = value.value if isinstance(value, Same) else value
+    plain = type(value) in _PLAIN or value is MISSING or isinstance(value, (float, *CONTAINERS))
+    return repr(value)[:60] if plain else f"a {type(value).__name__}"
+
+
+class Watch:
+    """Notices that state which some program reads may have changed since the last call.
+
+    A look compares identities only, and takes some tens of nanoseconds for each place. Attributes
+    of modules are not looked at: a sharded module counts their changes itself.
+    """
+
+    def __init__(self) -> None:
+        self._places: dict[tuple[int, Any], Place | Version] = {}
+        self._count = 0
+        self._remember()
+
+    def add(self, guards: Guards) -> None:
+        """Watch these places, too."""
+        self._places |= {place.identity: place for place in guards.places}
+        self._remember()
+
+    def changed(self, count: int) -> bool:
+        """Whether anything may have changed; `count`: of the changes of modules' attributes."""
+        if count == self._count and self._is_as_before():
+            return False
+        self._count = count
+        self._remember()
+        return True
+
+    def _is_as_before(self) -> bool:
+        for owner, key, value in self._entries:
+            if owner.get(key, MISSING) is not value:
+                return False
+        for place, value in self._others:
+            if place.read() is not value:
+                return False
+        return self._lengths() == self._all_lengths and all(
+            map(is_, self._items(), self._all_items)
+        )
+
+    def _lengths(self) -> list[int]:
+        return [
+            *map(list.__len__, self._lists),
+            *map(dict.__len__, self._dicts),
+            *map(len, self._rest),
+        ]
+
+    def _items(self) -> Iterator[Any]:
+        return chain(
+            chain.from_iterable(map(list.__iter__, self._lists)),
+            chain.from_iterable(map(dict.__iter__, self._dicts)),
+            chain.from_iterable(map(dict.values, self._dicts)),
+            chain.from_iterable(map(items_of, self._rest)),
+        )
+
+    def _remember(self) -> None:
+        self._entries: list[tuple[Mapping[Any, Any], Any, Any]] = []
+        self._others: list[tuple[Place | Version, Any]] = []
+        containers: dict[int, Any] = {}
+        for place in self._places.values():
+            value = place.read()
+            containers |= {id(each): each for each in containers_in(value)}
+            if place.of_module:
+                continue
+            if place.entries is None:
+                self._others.append((place, value))
+            else:
+                self._entries.append((place.entries, place.key, value))
+        mutable = [c for c in containers.values() if not isinstance(c, (tuple, frozenset))]
+        self._lists = [c for c in mutable if isinstance(c, list)]
+        self._dicts = [c for c in mutable if isinstance(c, dict)]
+        self._rest = [c for c in mutable if not isinstance(c, (list, dict))]
+        self._all_lengths = self._lengths()
+        self._all_items = list(self._items())

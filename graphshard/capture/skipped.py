@@ -1,0 +1,285 @@
+"""Code that skips what is empty, as `if rows.numel() == 0: continue` does.
+
+A graph holds one way, and the way for "not empty" can also run on what is empty. That gives the
+same as to skip it where an empty tensor only ever adds nothing. To know that, the model is traced
+twice, for sizes that are not 0 and for sizes that are. In the first graph the sizes are then
+replaced by 0, and what empty tensors add is left out; the rest must be the second graph.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import math
+import operator
+import warnings
+from collections.abc import Callable, Collection, Hashable, Mapping
+from dataclasses import replace
+from typing import Any
+
+import sympy
+import torch
+from torch import Tensor, fx
+
+from graphshard.capture.captured import Capture
+from graphshard.capture.guards import Guards
+from graphshard.errors import CaptureError
+from graphshard.program import ops
+from graphshard.program.aliases import is_view_op
+from graphshard.program.arguments import argument_key
+from graphshard.program.program import BACKWARD, Program
+from graphshard.program.value_sizes import check_sizes
+from graphshard.torch_private.compat import SYMBOLIC, size_expression
+
+_aten = torch.ops.aten
+
+_EMPTY = "empty"
+_ZEROS = "zeros"
+_LACKING = (type(None), None)
+"""Keys of values: no items; each item is 0; there is no value."""
+
+_WRITTEN: Mapping[Any, int] = {
+    _aten.index_add.default: 3,
+    _aten.index_copy.default: 3,
+    _aten.index_put.default: 2,
+    _aten._unsafe_index_put.default: 2,
+    _aten.masked_scatter.default: 2,
+    _aten.scatter.src: 3,
+    _aten.scatter_add.default: 3,
+    _aten.slice_scatter.default: 1,
+}
+"""Operators that write values into a copy of the first operand, and the place of the values."""
+
+_SUMS = frozenset({
+    _aten.mm.default, _aten.bmm.default, _aten.sum.default, _aten.sum.dim_IntList,
+    _aten.embedding_dense_backward.default, _aten.native_layer_norm_backward.default,
+    _aten._fused_rms_norm_backward.default,
+})  # fmt: skip
+"""Operators whose every result is a sum over the items of the first operand."""
+
+_PRODUCTS = frozenset({_aten.mm.default, _aten.bmm.default, _aten.mul.Tensor})
+
+_LINEAR = frozenset({
+    _aten.clone.default, _aten._to_copy.default, _aten.slice_backward.default,
+    _aten.select_backward.default, _aten.neg.default, _aten.sum.default, _aten.sum.dim_IntList,
+    torch.ops.prims.convert_element_type.default,
+})  # fmt: skip
+"""Operators, besides views, that give zeros for zeros."""
+
+
+def admit_empty(captured: Capture, capture_where_empty: Callable[[], Capture]) -> Capture:
+    """Drop the checks that sizes are not 0 from a program which is right if they are.
+
+    A warning says what differs.
+
+    Args:
+        captured: as if none of the sizes that the model asks about is 0.
+        capture_where_empty: captures the same call as if all of them are.
+
+    Returns:
+        `captured`, with guards on what code for empty tensors reads.
+    """
+    program = captured.program
+    assert program.sizes is not None
+    asked = program.sizes.not_empty
+    at = "; ".join(f"{condition} ({line})" for condition, line in asked.items())
+    other = None
+    with contextlib.suppress(CaptureError), warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # the first trace said it
+        other = capture_where_empty()
+    if other is None or not _is_same_if_empty(captured, other):
+        warnings.warn(
+            "the forward asks whether a size that depends on values is 0. The program is right "
+            f"only where {at}; a call for which that is not so raises SizeCheckError",
+            stacklevel=5,
+        )
+        program.notes += (f"captured for the case that {at}; each call checks it",)
+        return captured
+    for node in [*program.nodes()]:
+        if node.target is check_sizes and node.args[0] in asked:
+            program.graph.erase_node(node)
+    lines = "; ".join(dict.fromkeys(asked.values()))
+    warnings.warn(
+        f"the forward skips what is empty ({lines}). The program "
+        "computes on it and gives the same, but gradients of what is skipped on all ranks are "
+        "zeros, where eager may leave None: an optimizer with momentum or weight decay tells them "
+        "apart",
+        stacklevel=5,
+    )
+    program.notes += (f"captured for the case that {at}; the same program skips what is empty",)
+    guards = Guards.of([*captured.guards.places, *other.guards.places])
+    return replace(captured, guards=guards)
+
+
+def _is_same_if_empty(captured: Capture, other: Capture) -> bool:
+    sizes = captured.program.sizes
+    assert sizes is not None
+    return (
+        captured.result == other.result
+        and set(other.program.notes) <= set(captured.program.notes)
+        and adds_nothing_if_empty(captured.program, other.program, sizes.answers_if_empty)
+    )
+
+
+def adds_nothing_if_empty(
+    program: Program, where_empty: Program, conditions: Collection[Any]
+) -> bool:
+    """Whether `program` computes for empty tensors what the model does where it skips them.
+
+    Args:
+        program: captured as if none of the sizes that the model asks about is 0.
+        where_empty: captured as if all of them are 0.
+        conditions: the answers of the first: expressions of torch's symbols.
+    """
+    sizes = {symbol for condition in conditions for symbol in condition.free_symbols}
+    keys: dict[Hashable, int] = {}
+    with_zeros = _Keys(program, keys, dict.fromkeys(sizes, sympy.Integer(0)))
+    others = _Keys(where_empty, keys, {})
+    mine, theirs = with_zeros.ends(), others.ends()
+    return (
+        with_zeros.random == others.random
+        and len(mine) == len(theirs)
+        and all(
+            one == other or (may_lack and other == _LACKING and with_zeros.is_zeros(one))
+            for (one, may_lack), (other, _) in zip(mine, theirs, strict=True)
+        )
+    )
+
+
+class _Keys:
+    """What each node of a program computes, as numbers that equal nodes share.
+
+    random: how many nodes draw random numbers.
+
+    Args:
+        program: the program.
+        keys: the numbers by what they stand for; two programs with the same are compared.
+        values: of symbols, by symbol.
+    """
+
+    def __init__(
+        self, program: Program, keys: dict[Hashable, int], values: Mapping[Any, Any]
+    ) -> None:
+        self.program = program
+        self.random = 0
+        self._keys = keys
+        self._values = values
+        self._of: dict[fx.Node, Hashable] = {}
+        self._of_constants = {
+            entry.node: _constant_key(entry.value) for entry in program.buffers if entry.constant
+        }
+        for node in program.graph.nodes:
+            if node.op != "output":
+                self._of[node] = self._key(node)
+
+    def ends(self) -> list[tuple[Hashable, bool]]:
+        """The keys of all results, and whether each may be lacking instead of zeros."""
+        results = self.program.results()
+        ends = [(self._argument(value), False) for value in results.outputs]
+        ends += [(self._argument(value), False) for value in results.mutations]
+        ends.append((tuple((e.kind, e.name) for e in self.program.mutations), False))
+        for value in (*results.grads, *results.input_grads):
+            ends.append((self._argument(value), True))
+        return ends
+
+    def is_zeros(self, key: Hashable) -> bool:
+        """Whether a key is that of zeros of some shape."""
+        return isinstance(key, tuple) and key[:1] == (_ZEROS,)
+
+    def _number(self, *content: Hashable) -> Hashable:
+        return self._keys.setdefault(content, len(self._keys))
+
+    def _argument(self, value: Any) -> Hashable:
+        return argument_key(value, lambda leaf: self._of.get(leaf, str(leaf)))
+
+    def _shape(self, node: fx.Node) -> tuple[Any, ...]:
+        return tuple(self._size(size) for size in node.meta["val"].shape)
+
+    def _size(self, size: Any) -> Any:
+        if not isinstance(size, SYMBOLIC):
+            return size
+        value = size_expression(size).xreplace(self._values)
+        return int(value) if value.is_Integer else value
+
+    def _zeros(self, node: fx.Node) -> Hashable:
+        return _ZEROS, str(node.meta["val"].dtype), str(self._shape(node))
+
+    def _key(self, node: fx.Node) -> Hashable:
+        val = node.meta.get("val")
+        if node.op == "placeholder":
+            constant = self._of_constants.get(node)
+            return self._number("input", node.name) if constant is None else constant
+        if isinstance(val, SYMBOLIC) and isinstance(number := self._size(val), int):
+            return argument_key(number, str)
+        if isinstance(val, Tensor):
+            if 0 in self._shape(node):
+                return (_EMPTY,)
+            if (simpler := self._simplified(node)) is not None:
+                return simpler
+        if node.target is operator.getitem and self._argument(node.args[0]) == (_ZEROS,):
+            return self._zeros(node)
+        if not isinstance(val, Tensor) and node.args and self._gives_zeros(node):
+            return (_ZEROS,)  # a tuple of them
+        args, kwargs = self._argument(node.args), self._argument(node.kwargs)
+        if node.target is _aten.add.Tensor and not node.kwargs and isinstance(args, tuple):
+            args = tuple(sorted(args, key=str))
+        drawn = 0
+        if ops.is_random(node):
+            drawn = self.random = self.random + 1
+        return self._number(node.target, args, kwargs, drawn)
+
+    def _simplified(self, node: fx.Node) -> Hashable | None:
+        """The key of a tensor that has items, where empty operands or zeros say what it is."""
+        target, args = node.target, node.args
+        if target in _WRITTEN:
+            written = args[_WRITTEN[target]]
+            into_zeros = self._is_zero_node(args[0]) and self._is_zero_node(written)
+            return self._argument(args[0]) if into_zeros or self._is_empty(written) else None
+        if self._gives_zeros(node):
+            return self._zeros(node)
+        if target is _aten.cat.default:
+            rest = [part for part in args[0] if not self._is_empty(part)]  # type: ignore[union-attr]
+            return self._argument(rest[0]) if len(rest) == 1 else None
+        if target is _aten.add.Tensor and not node.kwargs:
+            for zeros, other in (args, args[::-1]):
+                same = isinstance(other, fx.Node) and self._shape(other) == self._shape(node)
+                if same and self._is_zero_node(zeros):
+                    return self._argument(other)
+        return None
+
+    def _gives_zeros(self, node: fx.Node) -> bool:
+        """Whether all results are zeros; in backward, if what is multiplied by zeros is finite."""
+        if not node.args:
+            return False
+        if _makes_zeros(node):
+            return True
+        zeros = self._is_zero_node(node.args[0])
+        if zeros and (is_view_op(node.target) or node.target in _LINEAR):
+            return True
+        if node.meta["phase"] == BACKWARD:
+            if zeros and "backward" in str(node.target):  # linear in the gradient
+                return True
+            if node.target in _PRODUCTS and any(map(self._is_zero_node, node.args)):
+                return True
+        return node.target in _SUMS and self._is_empty(node.args[0])
+
+    def _is_empty(self, value: Any) -> bool:
+        return isinstance(value, fx.Node) and self._of[value] == (_EMPTY,)
+
+    def _is_zero_node(self, value: Any) -> bool:
+        return isinstance(value, fx.Node) and self.is_zeros(self._of[value])
+
+
+def _makes_zeros(node: fx.Node) -> bool:
+    if node.target in (_aten.zeros.default, _aten.new_zeros.default, _aten.zeros_like.default):
+        return True
+    fill = {_aten.full.default: 1, _aten.full_like.default: 1, _aten.new_full.default: 2}
+    value = node.args[fill[node.target]] if node.target in fill else None
+    return isinstance(value, (int, float)) and value == 0 and math.copysign(1, value) > 0
+
+
+def _constant_key(value: Any) -> Hashable:
+    if value is None:
+        return None
+    value = value.detach().cpu().contiguous()
+    content = value.view(-1).view(torch.uint8).numpy().tobytes()
+    return "constant", str(value.dtype), tuple(value.shape), content

@@ -1,0 +1,214 @@
+"""The methods of a sharded module that run the model's code: as programs, or as it is."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from functools import partial
+from types import FunctionType
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils._pytree import tree_leaves, tree_map_only
+
+from graphshard.capture.traced_module import MAIN_ENTRY, EntryPoint
+from graphshard.errors import CaptureError, PolicyError, RuntimeStateError
+from graphshard.module.gathered import Gathered
+from graphshard.module.setters import run_setter
+from graphshard.module.sharded_tree import TreeModule
+from graphshard.policy.fields import is_int
+from graphshard.policy.strategy import Strategy
+from graphshard.runtime.agreement import call_text
+
+_GENERATES = "prepare_inputs_for_generation"
+"""A class with this method has `generate` from transformers, or from peft over such a model: a loop
+that values end, and never one graph."""
+
+
+class CallMethods(TreeModule):
+    """Calls of the model, of its parts and of its methods."""
+
+    _graphshard: Any
+
+    def submodule_forward(self, fqn: str, *args: Any, **kwargs: Any) -> Any:
+        """Call the module `fqn` of the model by itself, as a program of its own.
+
+        Only the parameters it reads are gathered, and its backward reduces their gradients.
+
+        Raises:
+            PolicyError: the model has no such module.
+            CaptureError, RuntimeStateError, CollectiveError: as when calling the whole module.
+        """
+        meta_model = self._graphshard.programs.meta_model
+        if fqn not in dict(meta_model.named_modules(remove_duplicate=False)):
+            raise PolicyError(f"submodule_forward: the model has no module {fqn!r}")
+        return self._run(EntryPoint(fqn), args, kwargs)
+
+    def call_method(self, name: str, *args: Any, **kwargs: Any) -> Any:
+        """Call a method of the model other than forward, as a program of its own.
+
+        A method that calls no torch function is run as it is: it reads and sets the attributes of
+        this module. `sharded.encode(x)` and `sharded.encoder.embed(x)` do the same.
+
+        Args:
+            name: the method, with the FQN of its module before it if that is not the model itself:
+                "encode", "encoder.embed".
+            args: of the call.
+            kwargs: of the call.
+
+        Raises:
+            PolicyError: the model has no such method.
+            CaptureError: it cannot be one graph. `run_eagerly` runs such methods, and does so by
+                itself for `generate` of transformers and peft.
+            RuntimeStateError, CollectiveError: as when calling the whole module.
+        """
+        entry = EntryPoint.of_method(name)
+        modules = dict(self._graphshard.programs.meta_model.named_modules(remove_duplicate=False))
+        if not callable(getattr(modules.get(entry.module), entry.method, None)):
+            raise PolicyError(f"call_method: the model has no method {name!r}")
+        kind = type(modules[entry.module])
+        if entry.method == "generate" and hasattr(kind, _GENERATES):
+            return self.run_eagerly(name, *args, **kwargs)
+        method = getattr(kind, entry.method, None)
+        if isinstance(method, FunctionType) and entry not in self._graphshard.computing:
+            part: Any = self.get_submodule(entry.module)
+            ran, result = run_setter(modules[""], part._as_model(method), args, kwargs)
+            if ran:
+                return result
+            self._graphshard.computing.add(entry)
+        return self._run(entry, args, kwargs)
+
+    def _run(self, entry: EntryPoint, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        state = self._graphshard
+        try:
+            if not state.ready:
+                self._refuse_unsharded()
+                state.require_values(self)
+            step, tensors = state.programs.step_for(args, kwargs, entry)
+        except Exception as error:
+            if isinstance(error, CaptureError) and (
+                entry != MAIN_ENTRY or not torch.is_grad_enabled()
+            ):
+                error.add_note(
+                    f"Without gradients, sharded.run_eagerly({_path_of(entry)!r}, ...) runs such "
+                    "code as it is, on gathered parameters"
+                )
+            self._tell_of_failure(error)
+            raise
+        return step.run(tensors)
+
+    def _tell_of_failure(self, error: Exception) -> None:
+        """Let the other ranks, which may be about to run a program, raise the error of this one."""
+        bindings = self._graphshard.bindings
+        strategies = {unit.options.strategy for unit in bindings.plan.units}
+        if torch.is_grad_enabled() or strategies != {Strategy.NO_SHARD}:  # else they never meet
+            bindings.agreement.give_up(error)
+
+    def run_eagerly(self, name: str, /, *args: Any, **kwargs: Any) -> Any:
+        """Call a method of the model as it is, operator by operator, on gathered parameters.
+
+        For what cannot be one graph, such as a loop that values end. All parameters are gathered
+        first and freed after; `gathered` bounds their memory, or serves several calls. Every rank
+        must call this, with arguments of its own: between the ranks nothing is sent while the
+        method runs. Training mode, random numbers, autocast and attributes are as in other calls,
+        and buffers keep what the method writes.
+
+        Args:
+            name: the method, with the FQN of its module before it if that is not the model itself:
+                "generate", "encoder.embed", "forward".
+            args: of the call; tensors are taken to the device of the module.
+            kwargs: of the call.
+
+        Returns:
+            What the method returns.
+
+        Raises:
+            PolicyError: the model has no such method.
+            RuntimeStateError: the result requires gradients, which would be lost; the method wrote
+                to a parameter, or changed the modules of the model; parameters have no values.
+            CollectiveError: a rank makes another call, or the method failed on another rank.
+        """
+        entry = EntryPoint.of_method(name)
+        with self._gathered(f"run_eagerly({name!r})", None) as model:
+            try:
+                method = getattr(model.get_submodule(entry.module), entry.method)
+            except AttributeError:
+                raise PolicyError(f"run_eagerly: the model has no method {name!r}") from None
+            if entry.method == "forward":
+                method = model.get_submodule(entry.module)  # whose call runs its hooks, too
+            device = self._graphshard.bindings.group.device
+            move = partial(tree_map_only, Tensor, lambda tensor: tensor.to(device))
+            result = method(*move(args), **move(kwargs))
+            for leaf in tree_leaves(result):
+                if isinstance(leaf, Tensor) and leaf.requires_grad:
+                    raise RuntimeStateError(
+                        f"the result of run_eagerly({name!r}) requires gradients, which would be "
+                        "lost, since they would reach copies of the parameters; call it under "
+                        "torch.no_grad(), and train by calling the sharded module"
+                    )
+        return result
+
+    @contextmanager
+    def gathered(self, *, max_bytes: int | None = None) -> Iterator[nn.Module]:
+        """The plain model on gathered parameters, for any number of calls as they are.
+
+            with sharded.gathered() as model, torch.no_grad():
+                tokens = model.generate(ids, max_new_tokens=20)
+
+        It is an instance of the model's own class, runs operator by operator, and must not be used
+        after the context. The sharded module cannot be called inside. Every rank must enter and
+        leave; in between, ranks run by themselves. What would be lost is an error: gradients,
+        writes to parameters, modules added or removed. What buffers, attributes and `training`
+        flags hold at the end, the sharded module has from then on.
+
+        Args:
+            max_bytes: the most bytes of gathered parameters at once, besides a few MiB of messages.
+                The root's stay gathered, and as many units as fit; each other unit is gathered
+                before a forward of its module and freed after. Then all ranks must run equally
+                many forwards (`generate(..., synced_gpus=True)` does); ranks that part get a
+                `FingerprintError`. None: all parameters are gathered at once.
+
+        Raises:
+            PolicyError: `max_bytes` is less than the root and the largest unit take.
+            RuntimeStateError: parameters have no values, or are gathered already; or something
+                would be lost.
+            CollectiveError: a rank makes another call, or failed inside.
+        """
+        text = call_text(CallMethods.gathered, max_bytes=max_bytes)
+        with self._gathered(text, max_bytes) as model:
+            yield model
+
+    @contextmanager
+    def _gathered(self, text: str, max_bytes: int | None) -> Iterator[nn.Module]:
+        state = self._graphshard
+        agreement = state.bindings.agreement
+        with agreement.call(text):
+            with agreement.part() as part:
+                if max_bytes is not None and not is_int(max_bytes):
+                    raise PolicyError(
+                        f"gathered: max_bytes must be a number of bytes or None; got {max_bytes!r}"
+                    )
+                self._refuse_unsharded()
+                state.require_values(self)
+                loans = Gathered(self, state, max_bytes)
+                part.same += loans.lines
+            state.ready, state.lent = False, True
+            try:
+                with loans.lent(partial(agreement.part, text=text)) as model:
+                    yield model
+            finally:
+                state.ready, state.lent = True, False
+
+    def _refuse_unsharded(self) -> None:
+        self._graphshard.refuse_lent()
+        if self._graphshard.unsharded.open:
+            name = min(self._graphshard.unsharded.open)
+            raise RuntimeStateError(
+                f"parameter {name!r} is unsharded, so the module has no shards to run on; leave "
+                "the unsharded() context before calling it"
+            )
+
+
+def _path_of(entry: EntryPoint) -> str:
+    return f"{entry.module}.{entry.method}" if entry.module else entry.method

@@ -1,0 +1,129 @@
+"""The checks for NaN and infinity in a program, and the infinities that a value may well hold."""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Iterable
+from dataclasses import dataclass
+from math import isinf
+from typing import Any
+
+import torch
+from torch import Tensor, fx
+
+from graphshard.program import ops
+from graphshard.program.aliases import COPYING_OPS, is_view_op
+from graphshard.program.program import Program
+
+_aten = torch.ops.aten
+
+
+# Operators whose result may hold -inf where an operand does. All others, such as softmax, attention
+# and matrix products, turn it into finite numbers or NaN, or hide it.
+_KEEP_INFINITIES = frozenset(
+    {
+        _aten._log_softmax,
+        _aten.add,
+        _aten.amax,
+        _aten.cat,
+        _aten.constant_pad_nd,
+        _aten.div,
+        _aten.gather,
+        _aten.index,
+        _aten.index_put,
+        _aten.index_select,
+        _aten.log,
+        _aten.log_softmax,
+        _aten.masked_fill,
+        _aten.max,
+        _aten.maximum,
+        _aten.min,
+        _aten.minimum,
+        _aten.mul,
+        _aten.repeat,
+        _aten.scatter,
+        _aten.slice_scatter,
+        _aten.stack,
+        _aten.sub,
+        _aten.tril,
+        _aten.triu,
+        _aten.where,
+    }
+)
+
+
+@dataclass(frozen=True)
+class Check:
+    """The arguments of a `check_finite`.
+
+    Attributes:
+        values: what it reads.
+        of: "outputs", "gradients" or "reduced gradients"; None if that is missing.
+        masked: whether -inf counts as finite.
+    """
+
+    values: tuple[fx.Node, ...]
+    of: str | None
+    masked: bool
+
+    @classmethod
+    def of_node(cls, node: fx.Node) -> Check:
+        """Read the arguments of `node`."""
+        of: Any = node.kwargs.get("of")
+        return cls(tuple(values_of(node)), of, bool(node.kwargs.get("masked")))
+
+
+def checks_of(program: Program) -> list[fx.Node]:
+    """The `check_finite` nodes whose numbers the program reports, in the order of its report."""
+    report = report_of(program)
+    return [] if report is None else values_of(report)
+
+
+def report_of(program: Program) -> fx.Node | None:
+    """The program's `report_finite`; None if it has no checks."""
+    return next((node for node in program.nodes() if node.target is ops.report_finite), None)
+
+
+def values_of(check: fx.Node) -> list[fx.Node]:
+    """The values that a `check_finite` or `report_finite` reads."""
+    values: Any = check.args[0]
+    return list(values)
+
+
+def is_floating(val: Any) -> bool:
+    """Whether `val` is a tensor whose elements may be NaN or infinite."""
+    return isinstance(val, Tensor) and (val.is_floating_point() or val.is_complex())
+
+
+def may_hold_infinities(program: Program) -> set[fx.Node]:
+    """The values of forward that may hold -inf although nothing went wrong, as masks do.
+
+    They begin at operators with an infinity among their arguments, and at inputs, buffers and
+    constants that are floating-point tensors, and end at operators that do not keep infinities.
+    """
+    ends = [b.node for b in program.buffers] + [i.node for i in program.inputs]
+    held = {node for node in ends if is_floating(node.meta.get("val"))}
+    for node in program.nodes():
+        if (
+            _has_infinity(node.args)
+            or _has_infinity(node.kwargs.values())
+            or (_keeps(node) and any(value in held for value in node.all_input_nodes))
+        ):
+            held.add(node)
+    return held
+
+
+def _keeps(node: fx.Node) -> bool:
+    target: Any = node.target
+    if target in COPYING_OPS or target is operator.getitem or is_view_op(target):
+        return True
+    return ops.is_transfer(node) or getattr(target, "overloadpacket", None) in _KEEP_INFINITIES
+
+
+def _has_infinity(arguments: Iterable[Any]) -> bool:
+    return any(
+        isinf(argument)
+        if isinstance(argument, float)
+        else isinstance(argument, (list, tuple)) and _has_infinity(argument)
+        for argument in arguments
+    )

@@ -1,0 +1,226 @@
+"""Sizes and numbers that operators read off the values of tensors: torch's unbacked symbols.
+
+They come from operators such as `nonzero` or `.item()`. No example gives them a value, so a trace
+cannot decide by them; what the model promises about them (`torch._check`) is checked in each call.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import traceback
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import sympy
+import torch
+from torch import fx
+
+from graphshard.errors import user_line_of
+from graphshard.torch_private.compat import SYMBOLIC, private, size_expression
+from graphshard.torch_private.patches import patched
+
+_SHAPES = "torch.fx.experimental.symbolic_shapes"
+
+ITEM = torch.ops.aten._local_scalar_dense.default
+"""The operator behind `Tensor.item()`."""
+
+
+@dataclass(frozen=True)
+class Promise:
+    """A condition on symbols that a trace assumed, and the line of user code that states it."""
+
+    condition: Any
+    line: str | None
+
+
+def raw_symbols(value: Any) -> list[Any]:
+    """The unbacked symbols in the value of a node as it was traced, whatever equals them by now.
+
+    They are those in the sizes of a tensor, or in a number, in order of first occurrence.
+    """
+    if isinstance(value, torch.Tensor):
+        numbers: tuple[Any, ...] = tuple(value.shape)
+    elif isinstance(value, (tuple, list)):
+        return list(dict.fromkeys(symbol for each in value for symbol in raw_symbols(each)))
+    else:
+        numbers = (value,)
+    symbols: dict[Any, None] = {}
+    for number in numbers:
+        if isinstance(number, SYMBOLIC):
+            symbols.update(dict.fromkeys(filter(is_unbacked, number.node._expr.free_symbols)))
+    return list(symbols)
+
+
+def raw_expression(size: Any) -> Any:
+    """The expression of a size as it was traced, without what is known to equal it by now."""
+    return size.node._expr
+
+
+def is_unbacked(symbol: Any) -> bool:
+    """Whether a symbol of torch's stands for a number that depends on values."""
+    is_type = private("torch.utils._sympy.symbol", "symbol_is_type")
+    kinds = private("torch.utils._sympy.symbol", "SymT")
+    return bool(is_type(symbol, (kinds.UNBACKED_INT, kinds.UNBACKED_FLOAT)))
+
+
+def depends_on_values(size: Any) -> bool:
+    """Whether a number is symbolic and has an unbacked symbol in it."""
+    return isinstance(size, SYMBOLIC) and any(map(is_unbacked, size_expression(size).free_symbols))
+
+
+def binds(node: fx.Node) -> bool:
+    """Whether the operator of a traced node is the one that reads a symbol off values."""
+    return bool(node.meta.get("unbacked_bindings"))
+
+
+def upper_bound(environment: Any, symbol: Any) -> int | None:
+    """The largest value that a symbol can have; None if that is not known."""
+    interval = environment.var_to_range.get(symbol)
+    upper = None if interval is None else interval.upper
+    if upper is None or not getattr(upper, "is_Integer", False) or upper >= 2**62:
+        return None
+    return max(0, int(upper))
+
+
+def all_symbols(environment: Any) -> list[Any]:
+    """All unbacked symbols so far, in the order they were made."""
+    return [symbol for symbol in environment.var_to_range if is_unbacked(symbol)]
+
+
+def forget_promises(environment: Any) -> None:
+    """Drop the promises so far."""
+    environment.deferred_runtime_asserts.clear()
+
+
+def promises(environment: Any, equal: Mapping[Any, Any]) -> Iterator[Promise]:
+    """The conditions on unbacked symbols that a trace assumed.
+
+    Args:
+        environment: the ShapeEnv.
+        equal: the symbols to be read as others.
+    """
+    seen = {sympy.true}
+    for deferred in environment.deferred_runtime_asserts.values():
+        for each in deferred:
+            condition = each.expr.xreplace(equal)
+            if condition not in seen:
+                seen.add(condition)
+                yield Promise(condition, _line(each.stack))
+
+
+def _line(stack: Any) -> str | None:
+    return user_line_of(traceback.StackSummary.from_list(stack.summary()))
+
+
+def equate(environment: Any, equal: Mapping[Any, Any]) -> None:
+    """Let every size read the symbols in `equal` as others, with no condition on them."""
+    environment.replacements.update(equal)
+    if hasattr(environment, "_replacements_version_counter"):
+        environment._replacements_version_counter += 1
+    environment._update_version_counter()
+
+
+def undecided_error() -> type[Exception]:
+    """The error torch raises where code decides by an unbacked symbol; `cond` is the question."""
+    return private(_SHAPES, "GuardOnDataDependentSymNode")
+
+
+def asks_if_empty(error: Any) -> bool | None:
+    """The answer for a size that is not 0, if `error` is about nothing but that; None otherwise.
+
+    Args:
+        error: one of `undecided_error()`, or another exception.
+    """
+    condition: Any = getattr(error, "cond", None)
+    if not isinstance(error, undecided_error()) or not condition.is_Relational:
+        return None
+    symbols = condition.free_symbols
+    if len(symbols) != 1:
+        return None
+    (symbol,) = symbols
+    if is_float(symbol):
+        return None
+    of_none, *of_some = (bool(condition.xreplace({symbol: n})) for n in _SIZES_TO_TRY)
+    return of_some[0] if of_none not in of_some else None
+
+
+_SIZES_TO_TRY = tuple(map(sympy.Integer, (0, 1, 2, 3, 10**9)))
+
+
+@contextlib.contextmanager
+def answering_if_empty(
+    environment: Any, empty: bool, note: Callable[[Any, str | None], Any]
+) -> Iterator[None]:
+    """Answer questions whether a size is 0 by `empty`, and promise the answer.
+
+    Args:
+        environment: the ShapeEnv.
+        empty: the answer.
+        note: called with each condition so promised, and the line of user code that asks.
+    """
+    evaluate = environment.evaluate_expr
+
+    def assuming(expression: Any, *args: Any, **kwargs: Any) -> Any:
+        try:
+            return evaluate(expression, *args, **kwargs)
+        except undecided_error() as error:
+            answer, question = asks_if_empty(error), getattr(error, "cond", sympy.true)
+            if answer is None or not question.free_symbols <= environment.size_like:
+                raise
+            answer = answer is not empty
+            condition = question if answer else sympy.Not(question)
+            environment.guard_or_defer_runtime_assert(condition, "a size is 0, or not")
+            note(condition, user_line_of(traceback.extract_stack()))
+            return sympy.true if answer else sympy.false
+
+    with patched(environment, "evaluate_expr", assuming, where="ShapeEnv.evaluate_expr"):
+        yield
+
+
+def origin_of(environment: Any, symbol: Any) -> str | None:
+    """The line of user code whose value `symbol` is; None if torch does not tell."""
+    stack = environment.var_to_stack.get(symbol)
+    return None if stack is None else _line(stack)
+
+
+def is_float(symbol: Any) -> bool:
+    """Whether an unbacked symbol stands for a floating-point number."""
+    is_type = private("torch.utils._sympy.symbol", "symbol_is_type")
+    return bool(is_type(symbol, private("torch.utils._sympy.symbol", "SymT").UNBACKED_FLOAT))
+
+
+@contextlib.contextmanager
+def keep_items() -> Iterator[None]:
+    """Keep each `.item()` in a trace though no node reads it, since a promise may be about it."""
+    unread = private("torch.fx.node", "_side_effectful_functions")
+    with patched(unread, ITEM, ITEM, where="torch.fx.node._side_effectful_functions"):
+        yield
+
+
+def drop_unread_items(graph: fx.Graph, environment: Any) -> list[str]:
+    """Erase each `.item()` that no node reads and no promise is about, with what is read by it.
+
+    A number folded to a constant is among them.
+
+    Returns:
+        The user's lines that read the others, which may have printed or stored them.
+    """
+    promised = {s for promise in promises(environment, {}) for s in promise.condition.free_symbols}
+    unread = [
+        node
+        for node in graph.nodes
+        if node.target is ITEM
+        and not node.users
+        and promised.isdisjoint(raw_symbols(node.meta.get("val")))
+    ]
+    lines = []
+    for node in unread:
+        for symbol in raw_symbols(node.meta.get("val")):
+            line = origin_of(environment, symbol)
+            if symbol not in environment.replacements and line is not None:
+                lines.append(line)
+        graph.erase_node(node)
+    if unread:
+        graph.eliminate_dead_code()
+    return list(dict.fromkeys(lines))

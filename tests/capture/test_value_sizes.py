@@ -1,0 +1,288 @@
+"""Sizes that depend on values are sizes of one program, which equals eager in each call."""
+
+from __future__ import annotations
+
+import warnings
+
+import pytest
+import torch
+import value_size_models as models
+from capture_models import Net, X, linear
+from torch import nn
+
+import graphshard
+from graphshard.capture.entry import capture
+from graphshard.errors import SizeCheckError
+from graphshard.program.regions import symbols_of
+from graphshard.program.storages import storages_of
+from graphshard.program.text import full_text
+from graphshard.torch_private.unbacked import is_unbacked
+
+SEEDS = (0, 1, 103)  # batches whose masks have 7 rows, all 12, none
+
+
+def assert_trains_as_eager(model, sharded, seeds=SEEDS):
+    """Losses and gradients bit for bit, for masks with no, some and all rows."""
+    for seed in seeds:
+        batch = models.batch(seed)
+        losses = []
+        for one in (model, sharded):
+            one.zero_grad()
+            losses.append(models.loss_of(one(*batch)))
+            losses[-1].backward()
+        assert torch.equal(*losses), seed
+        wanted = dict(model.named_parameters())
+        for name, param in sharded.named_parameters():
+            assert torch.equal(param.grad, wanted[name].grad), (seed, name)
+
+
+def slow(name):
+    return pytest.param(name, marks=pytest.mark.slow) if name == "experts_by_mask" else name
+
+
+@pytest.mark.parametrize("name", [slow(name) for name in models.MODELS])
+def test_one_program_serves_all_values(name):
+    torch.manual_seed(0)
+    model = models.MODELS[name]()
+    policy = graphshard.BlockPolicy({type(model.blocks[0])})
+    sharded = graphshard.compile(model, policy, example_inputs=models.batch(2), check=True)
+    assert_trains_as_eager(model, sharded)
+    assert len(sharded.programs) == 1
+    assert sharded.program.sizes.by_values
+
+
+@pytest.mark.parametrize("fields", [{"recompute": "units"}, {"offload": "activations"}], ids=str)
+def test_policies_hold_for_such_sizes(fields):
+    torch.manual_seed(0)
+    model = models.MODELS["first_rows"]()
+    policy = graphshard.BlockPolicy({models.Mlp}, **fields)
+    sharded = graphshard.compile(model, policy, example_inputs=models.batch(2), check=True)
+    assert_trains_as_eager(model, sharded)
+
+
+def test_storages_count_the_bounds_of_such_sizes():
+    program = capture(models.MODELS["mask_loss"](), models.batch(2)).program
+    sizes = {storage.node.name: storage.size for storage in storages_of(program).all}
+    assert sizes["index"] == models.ROWS * models.CLASSES * 4
+
+
+def test_compiled_regions_leave_such_sizes_out():
+    model = models.MODELS["mask_loss"]()
+    policy = graphshard.BlockPolicy({models.Mlp})
+    example = models.batch(2)
+    plan = graphshard.plan(model, policy, world_size=2, example_inputs=example, backend="inductor")
+    in_regions = [node for node in plan.program.nodes() if "region" in node.meta]
+    assert in_regions
+    for node in in_regions:
+        for value in (node, *node.all_input_nodes):
+            assert not any(map(is_unbacked, symbols_of(value.meta["val"]))), node.name
+
+
+def test_estimates_say_what_they_assume():
+    model = models.MODELS["first_rows"]()
+    policy = graphshard.BlockPolicy({models.Mlp})
+    plan = graphshard.plan(model, policy, world_size=2, example_inputs=models.batch(2))
+    said = "u0, u1, u2 assumed 12; they depend on values, and bytes and times on them"
+    assert f"sizes: {said}" in str(plan)
+    estimate = graphshard.simulate(plan, hardware="cpu-gloo")
+    assert f"sizes      {said}" in str(estimate)
+    assert estimate.to_dict()["assumed_sizes"] == {"u0": 12, "u1": 12, "u2": 12}
+
+
+def test_a_size_that_may_be_zero_is_taken_not_to_be_where_the_model_asks():
+    def forward(m, x):
+        rows = (x[:, 0] > 0).nonzero()[:, 0]
+        if rows.numel() == 0:  # the line that asks
+            return m.fc(x).sum() * 0
+        return m.fc(x[rows]).mean()
+
+    model = Net(forward, fc=linear())
+    with pytest.warns(UserWarning, match=r"only where u0 != 0 \(test_value_sizes\.py:\d+ in forw"):
+        sharded = graphshard.compile(model, graphshard.SizePolicy(1), example_inputs=(X,))
+    assert any("each call checks it" in note for note in sharded.program.notes)
+    x = torch.randn_like(X)
+    x[0, 0] = 1
+    assert torch.equal(sharded(x), model(x))
+    with pytest.raises(SizeCheckError, match="u0=0") as caught:
+        sharded(-torch.ones_like(X))
+    assert "# the line that asks" in str(caught.value)
+
+
+class SplitWeight(nn.Module):
+    """Splits a parameter by lengths in the batch, so that its gradient is put together again."""
+
+    def __init__(self):
+        super().__init__()
+        self.weight = nn.Parameter(torch.randn(6, 4))
+
+    def forward(self, mask):
+        one, other = torch.split(self.weight, torch.stack([mask.sum(), (~mask).sum()]).tolist())
+        return one.sum() * 2 + (other * other).sum()
+
+
+def test_a_gradient_of_parts_has_the_shape_of_its_parameter():
+    model = SplitWeight()
+    masks = [torch.arange(6) < rows for rows in (2, 0, 6)]
+    sharded = graphshard.compile(model, graphshard.SizePolicy(1), example_inputs=masks[:1])
+    for mask in masks:
+        for one in (model, sharded):
+            one.zero_grad()
+            one(mask).backward()
+        assert torch.equal(sharded.weight.grad, model.weight.grad)
+
+
+def test_outputs_of_such_sizes_may_have_no_gradient():
+    model = models.MODELS["two_results"]()
+    policy = graphshard.BlockPolicy({models.Mlp})
+    sharded = graphshard.compile(model, policy, example_inputs=models.batch(2), check=True)
+    for chosen in (0, 2):
+        for seed in SEEDS:
+            for one in (model, sharded):
+                one.zero_grad()
+                one(*models.batch(seed))[chosen].sum().backward()
+            wanted = dict(model.named_parameters())
+            for name, param in sharded.named_parameters():
+                assert torch.equal(param.grad, wanted[name].grad), (chosen, seed, name)
+
+
+def test_experts_of_transformers_loop_over_all():
+    from transformers import MixtralConfig
+    from transformers.models.mixtral.modeling_mixtral import MixtralExperts
+
+    config = MixtralConfig(hidden_size=8, intermediate_size=6, num_local_experts=3)
+    config._experts_implementation = "eager"
+    model = MixtralExperts(config)
+    for param in model.parameters():
+        torch.nn.init.normal_(param)
+    x, weights = torch.randn(5, 8), torch.rand(5, 2)
+    chosen = torch.tensor([[0, 1], [1, 0], [2, 1], [0, 2], [1, 2]])
+    sharded = graphshard.compile(
+        model, graphshard.SizePolicy(1), example_inputs=(x, chosen, weights)
+    )
+    for choice in (chosen, chosen.clamp(max=1), torch.zeros_like(chosen)):
+        results = [one(x, choice, weights) for one in (model, sharded)]
+        assert torch.equal(*results)
+        for one, result in zip((model, sharded), results, strict=True):
+            one.zero_grad()
+            result.pow(2).sum().backward()
+        for p, q in zip(model.parameters(), sharded.parameters(), strict=True):
+            assert torch.equal(p.grad, q.grad)
+    assert len(sharded.programs) == 1
+
+
+def batch_of_equal_rows(seed):
+    """All rows choose the same two of the three experts."""
+    x, target, mask = models.batch(seed)
+    return x[:1].expand_as(x).contiguous(), target, mask
+
+
+def test_experts_that_skip_what_is_empty_share_one_program():
+    model = models.MODELS["experts_that_skip"]()
+    with pytest.warns(UserWarning, match=r"skips what is empty.*zeros, where eager may leave None"):
+        sharded = graphshard.compile(
+            model, graphshard.BlockPolicy({models.Experts}), example_inputs=models.batch(0)
+        )
+    assert "the same program skips what is empty" in str(sharded.program.notes)
+    for batch in (models.batch(1), batch_of_equal_rows(2), batch_of_equal_rows(3)):
+        losses = []
+        for one in (model, sharded):
+            one.zero_grad()
+            losses.append(one(*batch))
+            losses[-1].backward()
+        assert torch.equal(*losses)
+        for name, param in model.named_parameters():
+            expected = torch.zeros_like(param) if param.grad is None else param.grad
+            assert torch.equal(sharded.get_parameter(name).grad, expected), name
+    assert any(param.grad is None for param in model.parameters())
+    assert len(sharded.programs) == 1
+
+
+def adds_twice(m, x, rows):
+    if rows.numel() == 0:
+        return 2 * x
+    return x.index_add(0, rows, m.fc(x[rows]))
+
+
+def by_the_number(m, x, rows):
+    if rows.numel() == 0:
+        return x
+    return x + m.fc(x[rows]).sum(0) / rows.numel()
+
+
+def mean_of_rows(m, x, rows):
+    if rows.numel() == 0:
+        return x
+    return x + m.fc(x[rows]).mean(0)
+
+
+@pytest.mark.parametrize("way", [adds_twice, by_the_number, mean_of_rows])
+def test_what_is_not_the_same_without_rows_is_checked(way):
+    def forward(m, x):
+        return way(m, x, (x[:, 0] > 0).nonzero()[:, 0])
+
+    model = Net(forward, fc=linear())
+    with pytest.warns(UserWarning, match="SizeCheckError"):
+        sharded = graphshard.compile(model, graphshard.SizePolicy(1), example_inputs=(X,))
+    ones = torch.ones_like(X)
+    assert torch.equal(sharded(ones), model(ones))
+    with pytest.raises(SizeCheckError, match="u0"):
+        sharded(-ones)
+
+
+def test_the_dump_names_such_sizes():
+    model = models.MODELS["mask_loss"]()
+    text = full_text(capture(model, models.batch(2)).program)
+    assert "size u0: by the values of %index; at most 12, estimates take 12" in text
+    assert "f32[u0, 4] = aten.index.Tensor" in text
+
+
+def test_a_promise_is_checked_in_each_call():
+    def forward(m, x):
+        torch._check((x > 0).sum().item() <= 3)  # the line at fault
+        return m.fc(x)
+
+    model = Net(forward, fc=linear())
+    sharded = graphshard.compile(model, graphshard.SizePolicy(1), example_inputs=(X,))
+    assert torch.equal(sharded(-torch.ones_like(X)), model(-torch.ones_like(X)))
+    with pytest.raises(SizeCheckError, match=r"u0 <= 3.*u0=\d+") as caught:
+        sharded(torch.ones_like(X))
+    assert "torch._check((x > 0).sum().item() <= 3)  # the line at fault" in str(caught.value)
+
+
+def test_a_number_that_nothing_reads_is_no_node():
+    def forward(m, x):
+        x.sum().item()  # as a log line would
+        return m.fc(x)
+
+    model = Net(forward, fc=linear())
+    plain = Net(lambda m, x: m.fc(x), fc=linear())
+    with pytest.warns(UserWarning, match=r"as a log line would"):
+        program = capture(model, (X,)).program
+    assert any("not read" in note and "as a log line would" in note for note in program.notes)
+    ops = [node.target for node in program.nodes()]
+    assert ops == [node.target for node in capture(plain, (X,)).program.nodes()]
+
+
+def test_a_constant_is_still_folded():
+    def forward(m, x):
+        count = (x > 0).sum().item()
+        if torch.arange(4).sum().item() == 6:
+            return m.fc(x) * count
+        return m.fc(x)
+
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        program = capture(Net(forward, fc=linear()), (X,)).program
+    assert len([n for n in program.nodes() if "_local_scalar_dense" in str(n.target)]) == 1
+
+
+def test_a_range_of_such_a_size_is_no_constant():
+    def forward(m, x):
+        count = (x > 0).sum().item()
+        last = torch.arange(count).sum().item()
+        return m.fc(x) * last
+
+    model = Net(forward, fc=linear())
+    sharded = graphshard.compile(model, graphshard.SizePolicy(1), example_inputs=(X,))
+    for x in (X, torch.ones_like(X), -torch.ones_like(X)):
+        assert torch.equal(sharded(x), model(x))

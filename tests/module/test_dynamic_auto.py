@@ -1,0 +1,259 @@
+"""dynamic="auto" learns the sizes that change; without it, the log offers `dynamic` as code."""
+
+from __future__ import annotations
+
+import logging
+import re
+
+import pytest
+import torch
+from capture_models import Asks, Net, linear
+from models import CASES, TiedGPT, loss_of
+from torch import nn
+
+import graphshard
+from graphshard.errors import PolicyError
+from graphshard.program.text import full_text
+
+POLICY = graphshard.SizePolicy(1)
+
+
+def tokens(*shape):
+    return torch.randint(19, shape)
+
+
+def tied(**options):
+    torch.manual_seed(0)
+    model = TiedGPT(layers=1).eval()  # without dropout
+    return model, graphshard.compile(model, POLICY, check=True, **options).eval()
+
+
+def step(model, sharded, *args, **kwargs):
+    """Run both forward and backward; the number of programs after it."""
+    losses = []
+    for one in (model, sharded):
+        one.zero_grad()
+        losses.append(loss_of(one(*args, **kwargs)))
+        losses[-1].backward()
+    assert torch.equal(*losses)
+    for p, q in zip(model.parameters(), sharded.parameters(), strict=True):
+        assert torch.equal(p.grad, q.grad)
+    return len(sharded.programs)
+
+
+def ids(*shape):
+    return tokens(*shape), tokens(*shape)
+
+
+# -- auto ----------------------------------------------------------------------------------------
+
+
+def test_the_second_shape_makes_the_program_of_all_later_ones():
+    model, sharded = tied(dynamic="auto")
+    counts = [
+        step(model, sharded, *ids(*shape))
+        for shape in [(4, 7), (4, 7), (3, 5), (4, 7), (2, 9), (6, 6), (5, 2)]
+    ]
+    assert counts == [1, 1, 2, 2, 2, 2, 2]
+    text = full_text(sharded.program)
+    assert "size batch: dim 0 of args[0], dim 0 of args[1]; at least 2" in text
+    assert "size length: dim 1 of args[0], dim 1 of args[1]; at least 2" in text
+
+
+def test_the_smaller_last_batch_of_an_epoch_leaves_the_length_fixed():
+    model, sharded = tied(dynamic="auto")
+    counts = [step(model, sharded, *ids(batch, 7)) for batch in (4, 4, 3, 4, 4, 2)]
+    assert counts == [1, 1, 2, 2, 2, 2]
+    assert "i64[batch, 7]" in full_text(sharded.program)
+    assert [step(model, sharded, *ids(*shape)) for shape in ((4, 9), (3, 8))] == [3, 3]
+
+
+def test_a_batch_of_one_has_programs_of_its_own():
+    model, sharded = tied(dynamic="auto")
+    counts = [
+        step(model, sharded, *ids(*shape))
+        for shape in [(1, 7), (1, 5), (1, 9), (3, 5), (1, 4), (2, 8), (2, 1), (4, 1)]
+    ]
+    assert counts == [1, 2, 2, 3, 3, 3, 4, 4]
+
+
+def test_the_example_counts_as_the_first_call():
+    model, sharded = tied(dynamic="auto", example_inputs=ids(4, 7))
+    assert step(model, sharded, *ids(3, 5)) == 2
+    assert step(model, sharded, *ids(6, 8)) == 2
+
+
+def test_evaluation_knows_what_training_learned():
+    model, sharded = tied(dynamic="auto")
+    for shape in [(4, 7), (3, 5)]:
+        step(model, sharded, *ids(*shape))
+    with torch.no_grad():
+        for shape in [(5, 6), (2, 9)]:
+            given = ids(*shape)
+            assert torch.equal(model(*given), sharded(*given))
+            assert torch.equal(
+                model(given[0], targets=given[1]), sharded(given[0], targets=given[1])
+            )
+    assert len(sharded.programs) == 4  # two structures of a call
+
+
+def two(m, x, y):
+    return m.fc(x).sum() + 2 * m.fc(y).sum()
+
+
+def test_sizes_that_were_equal_by_chance_get_names_of_their_own():
+    torch.manual_seed(0)
+    model = Net(two, fc=linear())
+    sharded = graphshard.compile(model, POLICY, dynamic="auto")
+    counts = [
+        step(model, sharded, torch.randn(a, 4), torch.randn(b, 4))
+        for a, b in [(5, 5), (3, 3), (6, 6), (2, 7), (5, 5), (8, 3)]
+    ]
+    assert counts == [1, 2, 2, 3, 3, 3]
+
+
+class Positions(nn.Module):
+    """Takes any batch, and sequences of 6 or of any length with `anywhere`."""
+
+    def __init__(self):
+        super().__init__()
+        self.lin = nn.Linear(4, 4)
+        self.places = nn.Parameter(torch.randn(6, 4))
+
+    def forward(self, x):
+        y = self.lin(x)
+        return (y + self.places[: len(x[0])] if x.shape[1] <= 6 else y).relu().sum()
+
+
+def test_a_size_that_the_model_fixes_stays_fixed_with_a_note(caplog):
+    torch.manual_seed(0)
+    model = Positions()
+    sharded = graphshard.compile(model, POLICY, dynamic="auto")
+    with caplog.at_level(logging.INFO, "graphshard"):
+        counts = [
+            step(model, sharded, torch.randn(batch, length, 4))
+            for batch, length in [(4, 3), (3, 5), (2, 5), (5, 4), (7, 4), (7, 3), (2, 3)]
+        ]
+    assert counts == [1, 2, 2, 3, 3, 4, 4]
+    (note,) = [n for n in sharded.programs[1].notes if "dynamic" in n]
+    assert "dim 1 of args[0] (length) was asked to be dynamic, but the model fixes it to 5" in note
+    assert "len(x[0])" in note
+    assert not sharded.programs[3].notes  # given up, not asked again
+    said = [record.getMessage() for record in caplog.records]
+    assert sum("the model fixes it" in text for text in said) == 2
+
+
+def test_a_broken_guard_captures_another_program_of_the_same_names():
+    torch.manual_seed(0)
+    model = Asks()
+    sharded = graphshard.compile(model, POLICY, dynamic="auto")
+    shapes = [(2, 4), (3, 6), (2, 5), (3, 7), (4, 6)]
+    for shape in shapes:
+        x = torch.randn(*shape, 4)
+        assert torch.equal(sharded(x), model(x)), shape
+    assert len(sharded.programs) == 3
+
+
+def test_methods_of_the_model_learn_by_themselves():
+    model, sharded = tied(dynamic="auto")
+    for batch, count in [(4, 1), (3, 2), (6, 2)]:
+        given = tokens(batch, 5)
+        assert torch.equal(sharded.submodule_forward("embed", given), model.embed(given))
+        assert len(sharded.programs) == count
+
+
+def test_a_plan_has_one_call_to_learn_from():
+    with pytest.raises(PolicyError, match="learns from the calls of a sharded module"):
+        graphshard.plan(TiedGPT(), POLICY, example_inputs=ids(4, 7), dynamic="auto")
+    with pytest.raises(PolicyError, match='or be "auto"'):
+        graphshard.compile(TiedGPT(), POLICY, dynamic="automatic")
+
+
+# -- the offer --------------------------------------------------------------------------------
+
+
+def offers(caplog):
+    """The `dynamic` arguments in the log, as Python would read them."""
+    texts = [re.search(r"dynamic=(\{.*\})", record.getMessage()) for record in caplog.records]
+    return [eval(text[1]) for text in texts if text]
+
+
+def test_the_third_shape_offers_code_that_makes_one_program(caplog):
+    model, sharded = tied()
+    with caplog.at_level(logging.INFO, "graphshard"):
+        step(model, sharded, *ids(4, 7))
+        step(model, sharded, *ids(3, 5))
+        assert not offers(caplog)
+        step(model, sharded, *ids(6, 9))
+        (offered,) = offers(caplog)
+        step(model, sharded, *ids(6, 9))
+        assert len(offers(caplog)) == 1
+    names = {0: "batch", 1: "length"}
+    assert offered == {"tokens": names, "targets": names}
+    model, sharded = tied(dynamic=offered)
+    assert [step(model, sharded, *ids(*s)) for s in [(4, 7), (3, 5), (6, 9), (2, 8)]] == [1] * 4
+
+
+class Images(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.conv = nn.Conv2d(3, 4, 3)
+
+    def forward(self, batch, *, weight):
+        return (self.conv(batch["pixels"]).mean((1, 2, 3)) * weight).sum()
+
+
+def images(batch, height, width):
+    return {"pixels": torch.randn(batch, 3, height, width)}, torch.rand(batch)
+
+
+def test_the_offer_names_what_changed_by_its_path(caplog):
+    sharded = graphshard.compile(Images(), POLICY)
+    shapes = [(4, 8, 9), (3, 8, 7), (6, 8, 12)]
+    with caplog.at_level(logging.INFO, "graphshard"):
+        for shape in shapes:
+            batch, weight = images(*shape)
+            sharded(batch, weight=weight)
+    (offered,) = offers(caplog)
+    assert offered == {"batch['pixels']": {0: "batch", 3: "batch_pixels_3"}, "weight": {0: "batch"}}
+    model = Images()
+    again = graphshard.compile(model, POLICY, dynamic=offered)
+    for shape in shapes:
+        batch, weight = images(*shape)
+        assert step(model, again, batch, weight=weight) == 1
+
+
+def test_programs_that_differ_otherwise_offer_nothing(caplog):
+    _, sharded = tied()
+    with caplog.at_level(logging.INFO, "graphshard"):
+        for training in (True, False):
+            sharded.train(training)
+            with torch.no_grad():
+                sharded(*ids(4, 7))
+            sharded(*ids(4, 7))
+    assert len(sharded.programs) == 4
+    assert not offers(caplog)
+
+
+@pytest.mark.slow
+def test_the_offer_for_a_padded_batch_of_a_transformer_works(caplog):
+    case = CASES["llama"]
+    model = case.model()
+
+    def batch(rows, length):
+        mask = torch.ones(rows, length, dtype=torch.long)
+        mask[0, length // 2 :] = 0
+        given = torch.randint(67, (rows, length))
+        return {"input_ids": given, "attention_mask": mask, "labels": given.clone()}
+
+    policy = graphshard.BlockPolicy(case.blocks)
+    sharded = graphshard.compile(model, policy)
+    with caplog.at_level(logging.INFO, "graphshard"):
+        for shape in [(4, 11), (3, 8), (2, 15)]:
+            step(model, sharded, **batch(*shape))
+    (offered,) = offers(caplog)
+    assert set(offered) == {"input_ids", "attention_mask", "labels"}
+    for dynamic, wanted in ((offered, [1, 1, 1]), ("auto", [1, 2, 2])):
+        sharded = graphshard.compile(model, policy, dynamic=dynamic)
+        counts = [step(model, sharded, **batch(*s)) for s in [(4, 11), (3, 8), (5, 6)]]
+        assert counts == wanted

@@ -1,0 +1,268 @@
+"""Mistakes that trained nothing, hung, or spoke of torch alone: each is told as ours."""
+
+from __future__ import annotations
+
+import os
+import socket
+import warnings
+from dataclasses import replace
+from datetime import timedelta
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from ranks import error_of, on_ranks
+from torch import Tensor, nn
+from torch.distributed.fsdp import fully_shard
+
+import graphshard
+from graphshard.errors import (
+    CaptureError,
+    CheckpointError,
+    PlanError,
+    PolicyError,
+    RuntimeStateError,
+)
+from graphshard.runtime.agreement import Agreement
+from graphshard.runtime.fingerprint import Fingerprint
+from graphshard.runtime.group import find_group
+
+X = torch.ones(4, 8)
+
+
+class Block(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.fc = nn.Linear(8, 8)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.fc(x).relu()
+
+
+class Net(nn.Module):
+    """`bad_rank` multiplies shapes that do not fit."""
+
+    def __init__(self, bad_rank: int | None = None) -> None:
+        super().__init__()
+        self.blocks = nn.Sequential(Block(), Block())
+        self.bad_rank = bad_rank
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.bad_rank is not None and self.bad_rank == dist.get_rank():
+            x = x @ x
+        return self.blocks(x).sum()
+
+
+def compiled(model: nn.Module, **arguments: Any) -> graphshard.ShardedModule:
+    return graphshard.compile(model, graphshard.BlockPolicy({Block}), **arguments)
+
+
+# -- optimizers of the wrong parameters -----------------------------------------------------------
+
+
+@pytest.mark.parametrize("before", [True, False])
+def test_an_optimizer_of_the_original_model_does_not_step(before: bool) -> None:
+    model = Net()
+    optim = torch.optim.SGD(model.parameters(), lr=0.1) if before else None
+    sharded = compiled(model)
+    optim = optim or torch.optim.SGD(model.parameters(), lr=0.1)
+    optim.step()  # without gradients anywhere it is no mistake yet
+    sharded(X).backward()
+    with pytest.raises(RuntimeStateError, match=r"holds 'blocks\.0\.fc\.weight' of the model that"):
+        optim.step()
+
+
+def test_step_locally_refuses_the_original_model_s_parameters() -> None:
+    model = Net()
+    sharded = compiled(model)
+    with pytest.raises(PolicyError, match=r"blocks\.0\.fc\.weight.*make it of sharded\.parameters"):
+        sharded.step_locally(torch.optim.SGD(model.parameters()))
+    sharded.step_locally(torch.optim.SGD(sharded.parameters()))
+
+
+def test_the_original_model_may_be_trained_beside() -> None:
+    model = Net()
+    sharded = compiled(model)
+    optims = [torch.optim.SGD(each.parameters(), lr=0.1) for each in (model, sharded)]
+    for _ in range(2):
+        losses = [each(X) for each in (model, sharded)]
+        assert losses[0].item() == losses[1].item()
+        for loss, optim in zip(losses, optims, strict=True):
+            loss.backward()
+            optim.step()
+            optim.zero_grad()
+
+
+# -- models that something else has wrapped --------------------------------------------------------
+
+
+def test_data_parallel_is_refused_on_one_rank_too() -> None:
+    with pytest.raises(PlanError, match=r"DataParallel\) reduces gradients.*pass its \.module"):
+        compiled(nn.DataParallel(Net()))
+
+
+def test_torch_compile_of_the_whole_model_is_taken_off_with_a_warning() -> None:
+    model = Net()
+    with pytest.warns(UserWarning, match=r'torch\.compile has no effect.*backend="inductor"'):
+        sharded = compiled(torch.compile(model))
+    assert [n for n, _ in sharded.named_parameters()] == [n for n, _ in model.named_parameters()]
+
+
+def test_torch_compile_of_parts_is_told_by_name() -> None:
+    model = Net()
+    model.blocks[0] = torch.compile(model.blocks[0])
+    model.blocks[1].compile()
+    with pytest.warns(UserWarning, match=r"compile of blocks\.1, blocks\.0 .*_orig_mod' in them"):
+        compiled(model)
+
+
+# -- meshes, devices, inputs ----------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ({"mesh": 2}, r"mesh must be a DeviceMesh or None; got 2"),
+        ({"device": "cuda:99"}, r"device='cuda:99' is not there: torch .* on this machine"),
+        ({"device": "gpu"}, r"device must be a torch\.device or its name.*got 'gpu'"),
+        ({"device": "meta"}, r"meta device have no values"),
+    ],
+)
+def test_meshes_and_devices_that_are_none(arguments: Any, message: str) -> None:
+    with pytest.raises(PolicyError, match=message):
+        compiled(Net(), **arguments)
+
+
+def test_inputs_on_meta_are_refused_where_they_would_be_computed_with() -> None:
+    sharded = compiled(Net(), example_inputs=(X.to("meta"),))
+    with pytest.raises(CaptureError, match=r"args\[0\] is on the meta device"):
+        sharded(X.to("meta"))
+
+
+def test_an_unknown_strategy_is_refused_by_the_policy() -> None:
+    with pytest.raises(PolicyError, match=r"FULL_SHARD.*got 'banana'"):
+        graphshard.BlockPolicy({Block}, strategy="banana")
+
+
+# -- torch's log ----------------------------------------------------------------------------------
+
+
+def test_torch_logs_no_pages_before_our_error(
+    caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    sharded = compiled(Net())
+    for shown in (False, True):
+        caplog.clear()
+        if shown:
+            monkeypatch.setenv("TORCH_LOGS", "+fake_tensor")
+        with pytest.raises(CaptureError, match=r"must have same reduction dim.*\n  at .*self\.fc"):
+            sharded(torch.ones(4, 9))
+        assert any(r.levelname == "ERROR" for r in caplog.records) == shown
+
+
+# -- on ranks -------------------------------------------------------------------------------------
+
+
+def wrapped_by_others(rank: int) -> None:
+    model = Net()
+    fully_shard(model.blocks[0])
+    message = error_of(lambda: compiled(model), PlanError)
+    assert message.startswith("blocks.0 (FSDPBlock) is sharded by fully_shard already")
+    ddp = nn.parallel.DistributedDataParallel(Net())
+    assert "pass its .module" in error_of(lambda: compiled(ddp), PlanError)
+
+
+def one_rank_fails_to_compile(rank: int) -> None:
+    mesh: Any = 2 if rank == 1 else None
+    assert error_of(lambda: compiled(Net(), mesh=mesh), PolicyError).endswith("(on rank 1)")
+    device = "gpu" if rank == 0 else "cpu"
+    assert error_of(lambda: compiled(Net(), device=device), PolicyError).endswith("(on rank 0)")
+    capture = error_of(lambda: compiled(Net(bad_rank=0), example_inputs=(X,)), CaptureError)
+    assert capture.endswith("(on rank 0)")
+
+
+def one_rank_fails_to_call(rank: int) -> None:
+    """At the first call and later, with and without gradients; the module goes on after it."""
+    sharded = compiled(Net(bad_rank=1))
+    assert error_of(lambda: sharded(X), CaptureError).endswith("(on rank 1)")
+    sharded = compiled(Net())
+    for gradients in (True, False):
+        with torch.set_grad_enabled(gradients):
+            value = sharded(X)
+            wrong = torch.ones(4, 9) if rank == 0 else X
+            assert "reduction dim" in error_of(lambda wrong=wrong: sharded(wrong), CaptureError)
+            assert torch.equal(sharded(X), value)
+    # An error of another class is that rank's own; the others are told of it.
+    with pytest.raises(Exception, match="nothing_like_it") as caught:
+        sharded(X, nothing_like_it=1) if rank == 0 else sharded(X)
+    assert isinstance(caught.value, graphshard.GraphshardError) or rank == 0
+
+
+def one_rank_fails_where_ranks_meet_in_the_store(rank: int) -> None:
+    """As over NCCL: told as long as no program is known to all ranks, and not after that."""
+    group = replace(find_group(None, None), backend="nccl", timeout=timedelta(seconds=5))
+    agreement = Agreement(group)
+    agreement.join()
+    call = Fingerprint(("all_gather of block",))
+
+    def begin() -> None:
+        if rank == 1:
+            agreement.give_up(CaptureError("it cannot be one graph"))
+        agreement.require(call)
+
+    assert error_of(begin, CaptureError) == "it cannot be one graph (on rank 1)"
+    agreement.require(call)
+    agreement.give_up(CaptureError("of this rank alone"))  # returns at once
+
+
+def all_ranks_fail_alike(rank: int) -> None:
+    with pytest.raises(CaptureError) as caught:
+        compiled(Net())(torch.ones(4, 9))
+    assert "on rank" not in str(caught.value)
+
+
+def nothing_to_load(rank: int) -> None:
+    sharded = compiled(Net())
+    full = sharded.full_state_dict()
+    assert bool(full) == (rank == 0)
+    for load, state in (
+        (sharded.load_state_dict, full),  # {} on rank 1
+        (sharded.load_state_dict, {}),
+        (sharded.load_full_state_dict, {}),
+        (sharded.load_full_state_dict, Net().state_dict() if rank else {}),
+    ):
+        error_of(lambda load=load, state=state: load(state), CheckpointError)
+    sharded.load_full_state_dict(full)
+
+
+def a_launched_rank_joins_the_others(rank: int) -> None:
+    """As torchrun starts it, without init_process_group."""
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        ports: list[Any] = [None, None]
+        dist.all_gather_object(ports, free.getsockname()[1])
+    dist.destroy_process_group()
+    with pytest.raises(PolicyError, match=r"WORLD_SIZE is 2 .*MASTER_ADDR and MASTER_PORT are not"):
+        compiled(Net())
+    os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(ports[0]))
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        sharded = compiled(Net())
+    told = [w for w in caught if "called torch.distributed.init_process_group()" in str(w.message)]
+    assert len(told) == (rank == 0)
+    assert all(w.filename == __file__ for w in told)
+    assert sharded.plan.world_size == dist.get_world_size() == 2
+
+
+ON_RANKS = [
+    wrapped_by_others,
+    one_rank_fails_to_compile,
+    one_rank_fails_to_call,
+    one_rank_fails_where_ranks_meet_in_the_store,
+    all_ranks_fail_alike,
+    nothing_to_load,
+    a_launched_rank_joins_the_others,
+]
+
+test_on_two_ranks = on_ranks(ON_RANKS, 2, timeout=100, group_timeout=20)
