@@ -29,7 +29,8 @@ class Accumulate(Pass):
     By default nothing changes: every gradient is reduced and returned. If gradients are
     accumulated, an `accumulate_grad` stands in place of each of their reduces, the nodes that
     follow the reduce are dropped, and no gradient is returned. Gradients are accumulated in the
-    dtype of their reduce, so this pass stands behind `Precision`.
+    dtype of their reduce, so this pass stands behind `Precision`; each is added as it was computed,
+    and the sum rounded, as `fully_shard` does.
 
     Args:
         keep: "gradient" accumulates full gradients in place of every reduce. "shard" accumulates
@@ -80,6 +81,7 @@ class Accumulate(Pass):
                 for grad, name in zip(operands, params, strict=True)
             ]
             reduce.args = (sums,)
+            _erase_unread_casts(operands)
             missing -= set(params)
         if missing:
             raise PassError(
@@ -99,7 +101,9 @@ class Accumulate(Pass):
                 results.grads[place_of[name]] = None
         program.set_results(results)
         for reduce in reduces:
+            operands, _ = _operands(reduce)
             _erase_with_followers(self, reduce)
+            _erase_unread_casts(operands)
         form = "unsharded gradients" if self.keep == GRADIENT else "shards of gradients"
         program.notes = (
             *program.notes,
@@ -125,18 +129,26 @@ def _operands(reduce: fx.Node) -> tuple[list[fx.Node], tuple[str, ...]]:
 def _insert(
     program: Program, target: Any, grad: fx.Node, before: fx.Node, param: str, of: str
 ) -> fx.Node:
+    """Insert a node that takes `grad` as it was before its cast for the reduce."""
+    source = grad.args[0] if grad.target is ops.cast else grad
     unit = Collective.of(before).unit
     with program.graph.inserting_before(before):
         return insert_node(
             program,
             target,
-            (grad,),
+            (source,),
             {"unit": unit, "param": param, "of": of},
             name=f"{param}_{'' if target is ops.accumulate_grad else 'with_'}accumulated",
             unit=unit,
             phase=BACKWARD,
             val=grad.meta["val"],
         )
+
+
+def _erase_unread_casts(grads: list[fx.Node]) -> None:
+    for grad in grads:
+        if grad.target is ops.cast and not grad.users:
+            grad.graph.erase_node(grad)
 
 
 def _erase_with_followers(owner: Accumulate, reduce: fx.Node) -> None:

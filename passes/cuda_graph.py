@@ -28,6 +28,8 @@ def why_no_graph(program: Program, plan: ShardingPlan) -> str | None:
     for node in program.nodes():
         if node.target in (ops.accumulate_grad, ops.add_accumulated):
             return "gradients are kept from one call to another (no_sync)"
+        if node.target is ops.report_finite:
+            return "the host waits for its checks (check_finite)"
         value = node.meta.get("val")
         if not planned and isinstance(value, torch.Tensor) and value.device.type == "cpu":
             return f"%{node.name} is computed on the CPU"

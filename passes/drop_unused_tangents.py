@@ -14,11 +14,14 @@ from graphshard.planning.plan import ShardingPlan
 from graphshard.program import ops
 from graphshard.program.aliases import gather_waits, transfers_after
 from graphshard.program.edit import insert_node, keep_operands, prune_gather
+from graphshard.program.finite import values_of
 from graphshard.program.pass_protocol import Pass
-from graphshard.program.program import BACKWARD, Program, signature
+from graphshard.program.program import BACKWARD, REPLAYS, Program, signature
+from graphshard.program.random_states import begins_replay, device_of, generator_of
 from graphshard.program.size_nodes import as_arguments
 from graphshard.program.sizes import is_contiguous
 from graphshard.torch_private.compat import same_sizes
+from graphshard.torch_private.random_ops import may_draw
 
 aten = torch.ops.aten
 
@@ -34,6 +37,9 @@ _ONLY_SHAPE = frozenset(
         aten.new_ones,
         aten.new_zeros,
         aten.ones_like,
+        aten.rand_like,
+        aten.randint_like,
+        aten.randn_like,
         aten.zeros_like,
     }
 )
@@ -70,6 +76,7 @@ class DropUnusedTangents(Pass):
                 f"{sorted(tangents)}"
             )
         dropped = [tangents[index] for index in sorted(self.unused)]
+        read = {node for node in program.nodes(BACKWARD) if node.users}
         released = [node for node in program.nodes(BACKWARD) if node.target is ops.release]
         for node in released:  # their last readers may be dropped
             program.graph.erase_node(node)
@@ -77,7 +84,7 @@ class DropUnusedTangents(Pass):
         for node in list(program.nodes(BACKWARD)):
             zeros.visit(node)
         _drop_results(program, zeros.zero)
-        _erase_dead(program)
+        _erase_dead(program, read)
         for wait in list(gather_waits(program)):
             if wait.meta["phase"] == BACKWARD:
                 prune_gather(wait)
@@ -195,10 +202,12 @@ def _drop_results(program: Program, zero: set[fx.Node]) -> None:
             partly.append((wait, keep))
     joined = _concatenations(program, dropped)
     dropped |= joined
+    _drop_checks(program, dropped | zero)
     for node in list(program.nodes(BACKWARD)):
         if node.target is ops.accumulate_grad and node.args[0] in zero:
             program.graph.erase_node(node)
-    results.grads = [None if grad in dropped else grad for grad in results.grads]
+    # The gradient of an ignored parameter is returned without a reduce.
+    results.grads = [None if grad in dropped | zero else grad for grad in results.grads]
     program.set_results(results)
     for node in sorted(joined, reverse=True):
         program.graph.erase_node(node)
@@ -216,18 +225,53 @@ def _drop_results(program: Program, zero: set[fx.Node]) -> None:
             # The transfers of its operands are zero; `_erase_dead` erases them.
 
 
+def _drop_checks(program: Program, gone: set[fx.Node]) -> None:
+    """Remove the values `gone` from the checks for NaN, and checks that are left with none."""
+    for node in reversed([node for node in program.nodes(BACKWARD) if node.target in ops.CHECKS]):
+        kept = [value for value in values_of(node) if value not in gone]
+        if node.target is ops.report_finite:
+            kept = [check for check in kept if not gone.issuperset(values_of(check))]
+        if len(kept) == len(values_of(node)):
+            continue
+        if kept or node.target is ops.report_finite:
+            node.args = (kept,)
+        else:
+            program.graph.erase_node(node)
+
+
 def _concatenations(program: Program, dropped: set[fx.Node]) -> set[fx.Node]:
     """The concatenations of pieces in `dropped`, with the transfers that follow them."""
     joined = [n for n in program.nodes(BACKWARD) if not dropped.isdisjoint(ops.joined(n))]
     return {each for node in joined for each in (node, *transfers_after(node))}
 
 
-def _erase_dead(program: Program) -> None:
-    """Erase unread compute of backward, except nodes that draw random numbers or write."""
+def _erase_dead(program: Program, read: set[fx.Node]) -> None:
+    """Erase unread compute of backward, except nodes that write, and draws that were never `read`.
+
+    Autograd does not call the backward that made a draw which is no longer read. The last draws
+    done again are erased, as no other needs the state that they leave; and where none is left, so
+    are the nodes that set the generator's state.
+    """
+    puts_back: dict[str, fx.Node] = {}  # by type of device, behind the draws visited
     for node in reversed(list(program.nodes(BACKWARD))):
         erasable = ops.is_compute(node) or ops.is_transfer(node)
-        if erasable and not node.users and not ops.has_effect(node):
-            program.graph.erase_node(node)
+        if begins_replay(node):
+            last = puts_back.pop(device_of(node), None)
+            if last is not None:
+                program.graph.erase_node(last)
+                program.graph.erase_node(node)
+        elif node.target is ops.set_random_state:
+            puts_back[device_of(node)] = node
+        elif erasable and may_draw(node) and REPLAYS in node.meta:
+            device = generator_of(program, node)
+            if node.users:
+                puts_back.pop(device, None)
+            elif device in puts_back:
+                program.graph.erase_node(node)
+        elif erasable and not node.users:
+            unread_now = ops.is_random(node) and node in read and not ops.writes(node)
+            if unread_now or not ops.has_effect(node):
+                program.graph.erase_node(node)
 
 
 def _packet(node: fx.Node) -> Any:

@@ -10,6 +10,7 @@ from graphshard.planning.plan import ShardingPlan
 from graphshard.program import ops
 from graphshard.program.pass_protocol import Pass
 from graphshard.program.program import Program
+from graphshard.program.random_states import begins_replay
 from graphshard.program.regions import (
     REGION,
     may_join,
@@ -21,6 +22,8 @@ from graphshard.program.regions import (
 )
 from graphshard.program.sizes import is_size
 from graphshard.torch_private.inductor import draws_as_eager
+from graphshard.torch_private.random_ops import may_draw, may_move_generators
+from graphshard.torch_private.unbacked import is_unbacked
 
 
 @dataclass(frozen=True)
@@ -30,9 +33,11 @@ class FormRegions(Pass):
     A region is a maximal sequence of nodes of one unit that can be compiled. It ends with the unit,
     so a forward without communication still has one region for each block. A sequence with fewer
     than `least` operators is no region, since there is nothing to fuse. Nodes that read a symbolic
-    size off an input move to the front of the program, since compiled code needs every symbol;
-    nothing else moves. A release between two nodes of a region belongs to the region. Operators
+    size off an input move to the front of the program, since compiled code needs every symbol.
+    Nodes that save or set random states move away from the draws, to where a region would end.
+    Nothing else moves. A release between two nodes of a region belongs to the region. Operators
     that draw random numbers join a region if this torch's Inductor draws the same numbers as eager.
+    Operators on tensors whose sizes depend on values stay outside.
 
     Args:
         least: the fewest operators of a region, without views.
@@ -43,6 +48,7 @@ class FormRegions(Pass):
     def apply(self, program: Program, plan: ShardingPlan) -> None:
         """See `Pass.apply`."""
         _sizes_first(program)
+        _states_apart(program)
         forming = _Forming(program, self.least)
         for node in program.graph.nodes:
             node.meta.pop(REGION, None)
@@ -87,7 +93,7 @@ class _Forming:
             return
         scope = (node.meta["unit"], node.meta["phase"])
         joins = may_join(node) and self._knows_sizes(node)
-        joins = joins and (self.takes_random or not ops.is_random(node))
+        joins = joins and self._takes_draw(node)
         if not joins or scope != self.scope:
             self.close()
         if joins:
@@ -95,6 +101,10 @@ class _Forming:
             self.inside[node] = None
             self.releases += self.behind
             self.behind = []
+
+    def _takes_draw(self, node: fx.Node) -> bool:
+        """Whether the order of draws stays with `node` in a region; Inductor orders tagged ones."""
+        return not may_draw(node) or (self.takes_random and ops.is_random(node))
 
     def close(self) -> None:
         """End the current region, and number it if it has enough operators."""
@@ -106,11 +116,15 @@ class _Forming:
         self.releases, self.behind = [], []
 
     def _knows_sizes(self, node: fx.Node) -> bool:
-        """Whether every symbol in the operands and results of `node` has a node before it."""
+        """Whether every symbol in the operands and results of `node` has a node before it.
+
+        A size that depends on values may be 0 or 1, for which compiled code is not made.
+        """
         if self.fixed:
             return True
         vals = [value.meta.get("val") for value in (node, *node.all_input_nodes)]
-        return all(symbol in self.symbols for val in vals for symbol in symbols_of(val))
+        symbols = [symbol for val in vals for symbol in symbols_of(val)]
+        return all(symbol in self.symbols and not is_unbacked(symbol) for symbol in symbols)
 
 
 def _sizes_first(program: Program) -> None:
@@ -122,3 +136,35 @@ def _sizes_first(program: Program) -> None:
     for node in size_nodes(program.graph).values():
         if node is not first and node not in ends and ends.issuperset(node.all_input_nodes):
             first.prepend(node)
+
+
+def _states_apart(program: Program) -> None:
+    """Move the nodes that save or set random states to the borders of compute.
+
+    A state is saved and set ahead of the compute of the unit that draws first, and put back behind
+    the compute that draws last, unless other draws stand between.
+    """
+    for node in list(program.nodes()):
+        if node.target not in ops.RANDOM_STATES:
+            continue
+        backwards = node.target is ops.save_random_state or begins_replay(node)
+        border = _border(node, backwards=backwards)
+        if border is not None and backwards:
+            border.append(node)
+        elif border is not None:
+            border.prepend(node)
+
+
+def _border(state: fx.Node, *, backwards: bool) -> fx.Node | None:
+    """The first node beyond the compute around `state`; None if other draws stand between."""
+    node = state.prev if backwards else state.next
+    scope = state.meta["unit"], state.meta["phase"]
+    while (
+        node.op == "call_function"
+        and (node.meta["unit"], node.meta["phase"]) == scope
+        and ops.is_compute(node)
+    ):
+        if may_move_generators(node):
+            return None
+        node = node.prev if backwards else node.next
+    return None if node.target in ops.RANDOM_STATES else node

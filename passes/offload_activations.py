@@ -17,6 +17,12 @@ from graphshard.program.program import BACKWARD, FORWARD, Program
 from graphshard.program.spans import UnitSpans, find_spans
 from graphshard.program.storages import SavedStorage, saved_storages
 
+ON_CUDA = 1 << 20
+"""Bytes below which an activation stays: over PCIe 1 MiB takes 20 us each way, and the launches and
+events of its two copies more of the host."""
+
+ELSEWHERE = 1024
+
 
 @dataclass(frozen=True)
 class OffloadActivations(Pass):
@@ -31,10 +37,10 @@ class OffloadActivations(Pass):
 
     Args:
         min_bytes: smaller activations stay on the device, since their copy costs more than it
-            frees. Symbolic sizes count as large.
+            frees. Symbolic sizes count as large. None: `ON_CUDA` or `ELSEWHERE`.
     """
 
-    min_bytes: int = 1024
+    min_bytes: int | None = None
 
     def apply(self, program: Program, plan: ShardingPlan) -> None:
         """See `Pass.apply`.
@@ -45,7 +51,10 @@ class OffloadActivations(Pass):
         if not program.grad:
             return
         _pick_in_forward(program, plan)
-        copies = to_copy(program, plan, self.min_bytes)
+        min_bytes = self.min_bytes
+        if min_bytes is None:
+            min_bytes = ON_CUDA if program.device == "cuda" else ELSEWHERE
+        copies = to_copy(program, plan, min_bytes)
         if not copies:
             return
         spans = find_spans(program, plan)
@@ -55,7 +64,7 @@ class OffloadActivations(Pass):
         for copied in copies:  # once all copies of a step arrive before its first node
             _redirect_backward(program, copied, back[copied])
         note_copies(program, "activations", params=False)
-        left = to_copy(program, plan, self.min_bytes)
+        left = to_copy(program, plan, min_bytes)
         if left:
             raise PassError(
                 f"pass {self.name}: {left[0].value.name} of unit "

@@ -39,8 +39,10 @@ class Overlap(Pass):
         """
         budget = budget_of(program)
         best = best_order(program, plan, budget, fewest_bytes=True)
-        kept = None if best.changed else _UNCHANGED
-        program.budget = replace(budget, kept=kept, best=best.score, sharding=best.sharding)
+        reason = None if best.changed else _UNCHANGED
+        program.budget = replace(
+            budget, unchanged_because=reason, best=best.score, sharding=best.sharding
+        )
         if not best.changed:
             return
         end = program.output_node

@@ -8,14 +8,22 @@ from typing import Any, ClassVar
 import torch
 from torch import fx
 
-from graphshard.errors import PassError
+from graphshard.errors import PassError, PolicyError
 from graphshard.planning.plan import ShardingPlan
 from graphshard.program import ops
-from graphshard.program.aliases import cast_dtype, gather_waits, unpacks
+from graphshard.program.aliases import (
+    cast_dtype,
+    gather_waits,
+    storage_root,
+    tensor_inputs,
+    unpacks,
+)
 from graphshard.program.collective import params_of
 from graphshard.program.edit import fake_as, insert_node
 from graphshard.program.pass_protocol import Pass, Stage
 from graphshard.program.program import Program
+
+aten = torch.ops.aten
 
 
 @dataclass(frozen=True)
@@ -34,10 +42,12 @@ class Precision(Pass):
         """See `Pass.apply`.
 
         Raises:
+            PolicyError: a matrix product or convolution has operands of two dtypes.
             PassError: a parameter is read, moved or returned in another dtype than the plan says.
         """
         if plan.precisions is None:
             return
+        _require_equal_dtypes(program, plan)
         for wait in list(gather_waits(program)):
             _Gather(program, plan, wait).rewrite()
         reduces = [node for node in program.nodes() if node.target in ops.REDUCES]
@@ -67,6 +77,45 @@ class Precision(Pass):
                     f"pass {self.name}: the gradient of {param.fqn!r} is returned in "
                     f"{grad.meta['val'].dtype}; the plan says {expected}"
                 )
+
+
+# Torch's fake kernels let these take operands of two dtypes; the real ones do not.
+_PRODUCTS = frozenset(
+    {
+        aten.addbmm,
+        aten.addmm,
+        aten.addmv,
+        aten.baddbmm,
+        aten.bmm,
+        aten.convolution,
+        aten.linear,
+        aten.mm,
+        aten.mv,
+    }
+)
+
+
+def _require_equal_dtypes(program: Program, plan: ShardingPlan) -> None:
+    """Check that no ignored parameter, which is not cast, meets values of another dtype.
+
+    Raises:
+        PolicyError: one does, as the operand of a matrix product or convolution.
+    """
+    ignored = {entry.node: entry.fqn for entry in program.params if plan.layouts[entry.fqn].ignored}
+    for node in program.nodes() if ignored else ():
+        if getattr(node.target, "overloadpacket", None) not in _PRODUCTS:
+            continue
+        operands = tensor_inputs(node)
+        dtypes = {value.meta["val"].dtype for value in operands}
+        names = [ignored[root] for root in map(storage_root, operands) if root in ignored]
+        if names and len(dtypes) > 1:
+            raise PolicyError(
+                f"mixed_precision: {node.target} in {node.meta.get('fqn') or 'the root'} takes "
+                f"operands in {' and '.join(sorted(map(str, dtypes)))}, which torch refuses; among "
+                f"them is {', '.join(map(repr, names))}, which `ignored` keeps out of mixed "
+                "precision; cast the inputs of that module in its forward, or ignore no parameter "
+                "of it"
+            )
 
 
 @dataclass

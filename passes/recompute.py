@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable
+from collections.abc import Collection, Container, Iterable
 from dataclasses import dataclass
+from typing import Protocol
 
 from torch import fx
 
@@ -11,9 +12,11 @@ from graphshard.errors import PassError
 from graphshard.planning.plan import ShardingPlan
 from graphshard.program.pass_protocol import Pass
 from graphshard.program.program import FORWARD, Program
+from graphshard.recompute.redraw import redrawn, replay_draws
 from graphshard.recompute.regions import (
     NodePredicate,
     Reads,
+    Region,
     call_of,
     checkpoint_depth,
     checkpoints,
@@ -26,6 +29,24 @@ from graphshard.recompute.regions import (
     saved_by_model,
 )
 
+KEPT = (
+    "recomputed regions save what is drawn at random (of a dropout, its mask), since no CUDA graph "
+    "can set the state of a generator to draw it again"
+)
+"""The note of a program that keeps its draws."""
+
+
+class KeepsDraws(Protocol):
+    """What passes that recompute say about random draws; see `Recompute`."""
+
+    @property
+    def keep_draws(self) -> bool:
+        """Whether the results of random operators are saved."""
+
+    @property
+    def min_bytes(self) -> int | None:
+        """Bytes of a region's random results from which they are drawn again."""
+
 
 @dataclass(frozen=True)
 class Recompute(Pass):
@@ -34,19 +55,24 @@ class Recompute(Pass):
     A region is one call of a module. Its inputs stay saved. Before a backward node that reads a
     value of the region, the forward nodes that compute the value are issued again, unless they were
     already. So a region that backward enters at several places is recomputed in parts, each where
-    it is needed. Random operators are not issued again: their results are saved (only the mask, for
-    dropout), so backward sees the same random numbers and the random stream equals eager's.
+    it is needed. Random operators draw the same numbers again, from the state of the generator in
+    forward, and the generator is then put back: the random stream equals eager's.
 
     Args:
         units: every call of every unit but the root is a region.
         classes: every call of the modules in `plan.recomputed` is a region.
         selective: save the results of matrix products, convolutions and attention; see
             `graphshard.recompute.regions`.
+        keep_draws: save the results of random operators (of a dropout, its mask) instead.
+        min_bytes: a region whose random results take fewer bytes keeps them; None: no more than
+            the state that would be saved instead.
     """
 
     units: bool = False
     classes: bool = False
     selective: bool = False
+    keep_draws: bool = False
+    min_bytes: int | None = None
 
     def apply(self, program: Program, plan: ShardingPlan) -> None:
         """Edit `program` in place, before `Unshard`.
@@ -55,26 +81,51 @@ class Recompute(Pass):
             PassError: a backward node still reads a value that its region recomputes, or no module
                 that the policy recomputes is called.
         """
-        recompute_checkpoints(program, self.name)
         targets = {unit.fqn for unit in plan.units if unit.fqn} if self.units else set()
         if self.classes:
             require_calls(program, plan)
             targets |= set(plan.recomputed)
-        if not targets:
-            return
+        drawn = draws_to_repeat(program, targets, self)
+        recompute_checkpoints(program, self.name, drawn)
 
         def is_chosen(node: fx.Node) -> bool:
-            return recomputable(node) and not (self.selective and is_compute_intensive(node))
+            return recomputable(node, drawn) and not (self.selective and is_compute_intensive(node))
 
-        order = {node: place for place, node in enumerate(program.graph.nodes)}
-        regions = list(reads_of_calls(program, targets))
-        for reads in regions:
-            inside = _Inside(reads, targets, is_chosen)
-            rewrite(program, reads, inside, order, self.name)
+        if targets:
+            order = {node: place for place, node in enumerate(program.graph.nodes)}
+            for reads in list(reads_of_calls(program, targets)):
+                inside = _Inside(reads, targets, is_chosen)
+                rewrite(program, reads, inside, order, self.name)
+        if not self.keep_draws:
+            replay_draws(program)
 
 
-def recompute_checkpoints(program: Program, name: str) -> None:
+def draws_to_repeat(
+    program: Program, targets: Collection[str], step: KeepsDraws
+) -> frozenset[fx.Node]:
+    """The draws that backward repeats in checkpoints and in calls of `targets`.
+
+    Notes on the program if `step` keeps them all.
+    """
+
+    def region_of(node: fx.Node) -> Region | None:
+        return (checkpoints(node) or (call_of(node, targets),))[-1]
+
+    drawn = redrawn(program, region_of, step.min_bytes)
+    if not step.keep_draws:
+        return drawn
+    if drawn:
+        program.notes = (*program.notes, KEPT)
+    return frozenset()
+
+
+def recompute_checkpoints(program: Program, name: str, drawn: Container[fx.Node]) -> None:
     """Recompute the calls of `torch.utils.checkpoint`, innermost first.
+
+    Args:
+        program: edited in place; `replay_draws` is left to do.
+        name: name of the pass, for errors.
+        drawn: the draws that backward repeats.
 
     Raises:
         PassError: a backward node still reads a value that its region recomputes.
@@ -86,7 +137,7 @@ def recompute_checkpoints(program: Program, name: str) -> None:
             def is_chosen(node: fx.Node, reads: Reads = reads, depth: int = depth) -> bool:
                 chain = checkpoints(node)
                 inside = len(chain) > depth and chain[depth] == reads.region
-                return inside and recomputable(node) and not saved_by_model(node)
+                return inside and recomputable(node, drawn) and not saved_by_model(node)
 
             rewrite(program, reads, is_chosen, order, name)
 
@@ -106,7 +157,7 @@ def rewrite(
     Raises:
         PassError: a reader was not redirected.
     """
-    issue_again(program.graph, reads, plan_issues(reads, chosen, order))
+    issue_again(program, reads, plan_issues(reads, chosen, order))
     for user, values in reads.by_user.items():
         for value in values:
             if chosen(value) and value in user.all_input_nodes:

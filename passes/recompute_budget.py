@@ -10,8 +10,15 @@ from functools import cached_property
 from itertools import pairwise
 from typing import ClassVar
 
+from torch import fx
+
 from graphshard.errors import PolicyError
-from graphshard.passes.recompute import recompute_checkpoints, require_calls, rewrite
+from graphshard.passes.recompute import (
+    draws_to_repeat,
+    recompute_checkpoints,
+    require_calls,
+    rewrite,
+)
 from graphshard.planning.plan import ShardingPlan
 from graphshard.program.pass_protocol import (
     PassLike,
@@ -25,6 +32,7 @@ from graphshard.program.storages import storages_of
 from graphshard.recompute.min_cut import Choice
 from graphshard.recompute.peak import LifetimeChanges, PeakModel, ShardingBytes
 from graphshard.recompute.problem import Frontiers, RegionProblem, forward_cost, region_problems
+from graphshard.recompute.redraw import replay_draws
 from graphshard.recompute.regions import Reads, reads_of_calls
 
 
@@ -40,12 +48,15 @@ class RecomputeToBudget(RehearsingPass):
     Args:
         budget: peak memory of a step in bytes.
         classes: the calls of the modules in `plan.recomputed` are the regions.
+        keep_draws, min_bytes: see `Recompute`.
         memo: an empty list that caches the rehearsal, for passes that differ only in `budget` and
             are applied to copies of one program.
     """
 
     budget: int
     classes: bool = False
+    keep_draws: bool = False
+    min_bytes: int | None = None
     memo: list[_Rehearsal] | None = field(default=None, compare=False, repr=False)
     name: ClassVar[str] = "recompute"
 
@@ -64,28 +75,59 @@ class RecomputeToBudget(RehearsingPass):
                 would.
             PassError: see `Recompute`.
         """
-        recompute_checkpoints(program, self.name)
+        targets, drawn = self._begin(program, plan)
         if not program.grad:
             return
         if self.classes:
             require_calls(program, plan)
-        targets = set(plan.recomputed) if self.classes else {unit.fqn for unit in plan.units}
-        names, note = self._rehearsal(program, plan, targets, rest).choice(self.budget)
+        names, note = self._rehearsal(program, plan, targets, drawn, rest).choice(self.budget)
         self._issue_again(program, targets, names)
         program.notes = (*program.notes, note)
 
+    def chosen(
+        self, program: Program, plan: ShardingPlan, rest: Sequence[PassLike]
+    ) -> frozenset[str]:
+        """The names of the nodes that `apply_before` would recompute in a captured `program`.
+
+        Raises:
+            PolicyError, PassError: see `apply_before`.
+        """
+        if self.memo:
+            return self.memo[0].choice(self.budget)[0]
+        program = program.copy()
+        targets, drawn = self._begin(program, plan)
+        return self._rehearsal(program, plan, targets, drawn, rest).choice(self.budget)[0]
+
+    def _begin(self, program: Program, plan: ShardingPlan) -> tuple[set[str], Set[fx.Node]]:
+        """Recompute the model's checkpoints; return the modules to recompute, and the draws."""
+        targets = set(plan.recomputed) if self.classes else {unit.fqn for unit in plan.units}
+        drawn = draws_to_repeat(program, targets, self)
+        recompute_checkpoints(program, self.name, drawn)
+        return targets, drawn
+
     def _rehearsal(
-        self, program: Program, plan: ShardingPlan, targets: set[str], rest: Sequence[PassLike]
+        self,
+        program: Program,
+        plan: ShardingPlan,
+        targets: set[str],
+        drawn: Set[fx.Node],
+        rest: Sequence[PassLike],
     ) -> _Rehearsal:
         """The rehearsal that decides the choice for any budget; cached in `memo`, if given."""
+        names = frozenset(draw.name for draw in drawn)
         if self.memo is None:
-            return self._rehearse(program, plan, targets, rest)
+            return self._rehearse(program, plan, targets, names, rest)
         if not self.memo:
-            self.memo.append(self._rehearse(program.copy(), plan, targets, rest))
+            self.memo.append(self._rehearse(program.copy(), plan, targets, names, rest))
         return self.memo[0]
 
     def _rehearse(
-        self, program: Program, plan: ShardingPlan, targets: set[str], rest: Sequence[PassLike]
+        self,
+        program: Program,
+        plan: ShardingPlan,
+        targets: set[str],
+        drawn: Set[str],
+        rest: Sequence[PassLike],
     ) -> _Rehearsal:
         def after_all(names: Set[str]) -> Program:
             """A copy of the program that recomputes the nodes with these names, after `rest`."""
@@ -98,7 +140,7 @@ class RecomputeToBudget(RehearsingPass):
 
         def search() -> _Search:
             storages = storages_of(program)
-            problems = region_problems(program, plan, targets, storages)
+            problems = region_problems(program, plan, targets, storages, drawn)
             frontiers = Frontiers()
             choices = [frontiers.of(problem.problem) for problem in problems]
             all_names = {
@@ -117,6 +159,8 @@ class RecomputeToBudget(RehearsingPass):
         order = {node: place for place, node in enumerate(program.graph.nodes)}
         for reads in list(reads_of_calls(program, targets)):
             rewrite(program, reads, lambda node: node.name in names, order, self.name)
+        if not self.keep_draws:
+            replay_draws(program)
 
 
 class _Rehearsal:

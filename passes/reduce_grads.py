@@ -20,7 +20,8 @@ from graphshard.program.spans import find_spans, unit_ancestry
 class ReduceGrads(Pass):
     """Reduce the gradients of each unit by one reduce_scatter.
 
-    Gradients of replicated parameters are reduced by one all_reduce over all ranks. The reduce
+    Gradients of replicated parameters are reduced by one all_reduce over all ranks, or, where the
+    caller averages over replicas, over the ranks that shard. The reduce
     stands where the last backward span of the unit ends and all its gradients are computed. The
     gradients of a parameter used in several spans are summed first, so each is reduced once.
     Gradients of ignored parameters do not change.
@@ -52,7 +53,9 @@ class ReduceGrads(Pass):
                 }
                 if not operands:
                     continue
-                over_all = target is ops.all_reduce and plan.replicas > 1
+                group = None
+                if target is ops.all_reduce and plan.has_replicas:
+                    group = ops.SHARD if plan.replica_all_reduce else ops.ALL
                 reduced, tails[after] = insert_reduce(
                     program,
                     plan,
@@ -61,7 +64,7 @@ class ReduceGrads(Pass):
                     operands,
                     after=tails.get(after, after),
                     phase=BACKWARD,
-                    group=ops.ALL if over_all else None,
+                    group=group,
                 )
                 for name, node in reduced.items():
                     results.grads[place_of[name]] = node

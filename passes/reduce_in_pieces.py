@@ -55,7 +55,7 @@ class ReduceInPieces(Candidate):
             PassError: `pieces` is None and the program has no budget, which names the hardware; see
                 `SetBudget`.
         """
-        if plan.replicas > 1:
+        if plan.has_replicas:
             return
         scatters = [n for n in program.nodes(BACKWARD) if n.target is ops.reduce_scatter]
         for reduce in scatters:

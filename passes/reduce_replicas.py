@@ -26,7 +26,8 @@ class ReduceReplicas(Pass):
     the all_reduce to the end. So the next unit hides the reduce_scatter and later units hide the
     all_reduce, and each communicator has one collective in flight, issued in the same order on all
     ranks. The groups are equally large, so averaging their averages gives the average over all
-    ranks.
+    ranks. If the caller's own function averages over replicas, gradients of replicated parameters
+    pass through it, too.
     """
 
     establishes: ClassVar[Stage] = Stage.AVERAGED
@@ -37,13 +38,17 @@ class ReduceReplicas(Pass):
         Raises:
             PassError: a node reads a reduced shard already, as after a first run of this pass.
         """
-        if plan.replicas == 1:
+        if not plan.has_replicas:
             return
+        by_caller = plan.replica_all_reduce
+        if by_caller:
+            program.notes += (f"each all_reduce over {ops.REPLICATE!r} is a call of {by_caller}",)
         results = program.results()
         place_of = {name: i for i, param in enumerate(program.params) for name in param.names}
         for wait in [node for node in program.nodes() if node.target is ops.wait]:
             reduce = ops.collective_of(wait)
-            if not ops.is_scatter(reduce):
+            over_shards = by_caller and reduce.target is ops.all_reduce
+            if not ops.is_scatter(reduce) and not over_shards:
                 continue
             shards = unpacks(wait)
             for shard in shards:

@@ -12,7 +12,7 @@ from graphshard.passes.by_cost import Candidate
 from graphshard.passes.offload_params import COPIED
 from graphshard.planning.plan import ShardingPlan
 from graphshard.program import ops
-from graphshard.program.aliases import Source, gather_waits, transfers_into
+from graphshard.program.aliases import ParameterSource, gather_waits, transfers_into
 from graphshard.program.collective import Collective, params_of
 from graphshard.program.edit import erase_dead, gather_again, insert_free, note_copies, rewire
 from graphshard.program.program import BACKWARD, FORWARD, Program
@@ -208,7 +208,7 @@ class _Split:
         if not Collective.of(gather).in_place:
             insert_free(self.program, wait, after=last_use(wait))
 
-    def _derived_from(self, params: Iterable[str]) -> Mapping[fx.Node, Source]:
+    def _derived_from(self, params: Iterable[str]) -> Mapping[fx.Node, ParameterSource]:
         """The values derived from this gather's results for `params`."""
         names = set(params)
         return {

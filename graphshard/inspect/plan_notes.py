@@ -14,6 +14,7 @@ from graphshard.program.aliases import gather_waits
 from graphshard.program.collective import Collective
 from graphshard.program.program import BACKWARD, FORWARD, RECOMPUTED, Program
 from graphshard.program.storages import storages_of
+from graphshard.program.value_sizes import assumed_text
 
 
 def memory_dict(program: Program) -> dict[str, Any]:
@@ -41,6 +42,8 @@ def memory_notes(program: Program) -> Iterator[tuple[str, str]]:
         yield "recomputed", f"{facts['recomputed_ops']:,} operators of forward, again in backward"
     peak = human_bytes(facts["peak_bytes"])
     yield "peak", f"{peak} held at once by a step, besides shards, their gradients and inputs"
+    if program.assumed_sizes:
+        yield "sizes", assumed_text(program.assumed_sizes)
 
 
 def moved_notes(plan: ShardingPlan) -> Iterator[tuple[str, str]]:

@@ -17,8 +17,10 @@ from graphshard.planning.layout import ParamLayout, Unit
 from graphshard.planning.mesh import fitted
 from graphshard.planning.options import UnitOptions, options_of
 from graphshard.planning.plan import ShardingPlan, gradient_bytes
+from graphshard.planning.slabs import pack
 from graphshard.policy.base import plain_of
 from graphshard.policy.strategy import Strategy
+from graphshard.program.program import Program
 
 COLUMNS = ("unit", "class", "units", "params", "numel", "sharded", "unsharded", "padding")
 
@@ -100,6 +102,7 @@ def plan_dict(plan: ShardingPlan, units: bool = True) -> dict[str, Any]:
         "model": plan.units[0].module_class,
         "policy": plan.policy.to_dict(),
         "world_size": plan.world_size,
+        "runs_on": plan.runs_on or None,
         "mesh_shape": list(plan.mesh_shape),
         "shard_size": plan.shard_size,
         "replicas": plan.replicas,
@@ -110,10 +113,14 @@ def plan_dict(plan: ShardingPlan, units: bool = True) -> dict[str, Any]:
         "backend": plan.backend,
     }
     del data["total"]["module_class"], data["total"]["own"]
+    if plan.replica_all_reduce:
+        data["replica_all_reduce"] = plan.replica_all_reduce
     if plan.program is not None:
         data["memory"] = memory_dict(plan.program)
         if plan.program.budget is not None:
             data["schedule"] = plan.program.budget.to_dict()
+        if plan.program.collective_memory is not None:
+            data["collective_memory"] = plan.program.collective_memory.to_dict()
         if plan.program.regions is not None:
             data["regions"] = plan.program.regions.to_dict()
     if units:
@@ -155,21 +162,28 @@ def _header(plan: ShardingPlan) -> Iterator[tuple[str, str]]:
     by_cost = policy.schedule == "overlap"  # prefetch options then have no effect
     options = {name: shared[name] for name in _ALWAYS_SHOWN if not by_cost}
     options |= policy.chosen_options()
+    if not by_cost and policy.forward_prefetch is None:
+        backend = plan.process_group_backend
+        ahead, on = policy.forward_units_ahead(backend), backend.replace("none", "one rank")
+        options["forward_prefetch"] = f"{ahead} (by default on {on})"
     strategy = shared["strategy"]
     options.pop("strategy", None)
     yield "policy", f"{type(policy).__name__}{_options(policy.own_options())}"
     mesh = mesh_text(plan.mesh_shape)
-    yield "sharding", f"{strategy}, world size {plan.world_size}, mesh {mesh}"
+    on = f"; on {plan.runs_on}" if plan.runs_on else ""
+    yield "sharding", f"{strategy}, world size {plan.world_size}, mesh {mesh}{on}"
+    if plan.replica_all_reduce:
+        yield "replicas", f"gradients are averaged by {plan.replica_all_reduce}"
     yield "schedule", ", ".join(f"{name}={value}" for name, value in options.items())
     if plan.backend != "eager":
         regions = None if plan.program is None else plan.program.regions
         yield "backend", plan.backend + ("" if regions is None else f", regions: {regions}")
     size = gradient_bytes(plan)
-    if size.kept:
+    if size.accumulated:
         yield (
             "gradients",
-            f"{human_bytes(size.reduced)} on each rank; {human_bytes(size.kept)} if kept whole by "
-            "no_sync()",
+            f"{human_bytes(size.reduced)} on each rank; {human_bytes(size.accumulated)} if kept "
+            "whole by no_sync()",
         )
 
 
@@ -265,18 +279,40 @@ def _notes(plan: ShardingPlan) -> Iterator[tuple[str, str]]:
             f"{stored} of parameters per rank lie there, with their gradients and optimizer state; "
             f"while gathered the largest unit takes {largest} of the device as before",
         )
-    if plan.program is not None and plan.program.budget is not None:
-        yield "schedule", str(plan.program.budget)
-        yield from moved_notes(plan)
-    if plan.program is not None and plan.program.grad:
-        yield from memory_notes(plan.program)
-    if plan.program is not None and plan.program.cuda_graphs is not None:
-        yield "cuda graph", str(plan.program.cuda_graphs)
+        yield from _pinned(plan)
+    if plan.program is not None:
+        yield from _of_program(plan, plan.program)
     for note in plan.policy.notes:
         yield "note", note
     yield from _resharded(plan)
     for warning in plan.warnings:
         yield "warning", warning
+
+
+def _of_program(plan: ShardingPlan, program: Program) -> Iterator[tuple[str, str]]:
+    if program.budget is not None:
+        yield "schedule", str(program.budget)
+        yield from moved_notes(plan)
+    if program.grad:
+        yield from memory_notes(program)
+    if program.collective_memory is not None:
+        yield "collective memory", str(program.collective_memory)
+    if program.cuda_graphs is not None:
+        yield "cuda graph", str(program.cuda_graphs)
+
+
+def _pinned(plan: ShardingPlan) -> Iterator[tuple[str, str]]:
+    """Yield a note on the memory that torch pins for shards on the host, if that is more."""
+    device = plan.runs_on if plan.program is None else plan.program.device
+    layouts = {layout.fqn: layout for unit in plan.units for layout in unit.layouts}
+    sizes = [layout.shard_bytes for layout in layouts.values() if not layout.resident]
+    slabs = pack(sizes)
+    if device.startswith("cuda") and slabs.total_bytes > 1.02 * sum(sizes):
+        yield (
+            "pinned",
+            f"{human_bytes(slabs.total_bytes)} of memory for these parameters, in "
+            f"{len(slabs.sizes)} blocks, which torch rounds up to powers of two",
+        )
 
 
 def _placements(plan: ShardingPlan) -> Iterator[tuple[str, str]]:

@@ -63,7 +63,7 @@ def _resolve(entry: Any, model: nn.Module) -> tuple[set[str], set[int]]:
     else:
         try:
             pattern = re.compile(entry)
-        except re.error as error:
+        except (re.error, OverflowError, RecursionError) as error:
             raise PolicyError(f"ignored: {entry!r} is no regular expression ({error})") from None
         modules = {fqn for fqn, _ in named_modules if fqn and pattern.fullmatch(fqn)}
         params = {id(param) for name, param in named_params if pattern.fullmatch(name)}

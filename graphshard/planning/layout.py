@@ -16,7 +16,7 @@ from graphshard.policy.precision import MixedPrecision
 
 @dataclass(frozen=True)
 class ParamLayout:
-    """How one parameter is laid out on `world_size` ranks, the ranks it is sharded over.
+    """The layout of one parameter on `world_size` ranks, the ranks it is sharded over.
 
     placement: "shard" (split along `dim`), "replicate" (a full copy per rank) or "ignore". Along
     dim 0 a chunk has ceil(d0 / W) rows; the last chunks may have fewer or none, and each is stored

@@ -5,9 +5,11 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import replace
 from math import prod
+from typing import Any
 
 from graphshard.errors import PlanError, PolicyError
 from graphshard.planning.options import UnitOptions
+from graphshard.planning.plan import ShardingPlan
 from graphshard.policy.base import Policy
 from graphshard.policy.strategy import Strategy
 
@@ -98,3 +100,23 @@ def fitted(options: UnitOptions, unit: str, mesh_shape: tuple[int, ...]) -> Unit
     if ranks in (1, shard_size):
         return replace(options, reshard=ranks != 1)
     return options
+
+
+def name_of_all_reduce(function: Any, plan: ShardingPlan) -> str:
+    """The name of the caller's average over replicas; "" if there is none.
+
+    Raises:
+        PolicyError: it is no function, or the mesh has no dimension to replicate over.
+    """
+    if function is None:
+        return ""
+    if not callable(function):
+        raise PolicyError(f"replica_all_reduce must be a function or None; got {function!r}")
+    if len(plan.mesh_shape) != 2:
+        raise PolicyError(
+            "replica_all_reduce replaces the all_reduce over the first dimension of a mesh, and "
+            f"this one has shape {plan.mesh_shape}; use a HYBRID strategy and a mesh of two "
+            "dimensions, such as init_device_mesh(device, (1, ranks))"
+        )
+    named = function if hasattr(function, "__qualname__") else type(function)
+    return f"{named.__module__}.{named.__qualname__}"

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import sys
 import warnings
-from collections.abc import Iterable
+from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -12,8 +13,12 @@ from torch.nn.parameter import is_lazy
 
 from graphshard.errors import PlanError
 from graphshard.format import some_of
+from graphshard.planning.tensor_kinds import class_name, is_plain, unfit
 from graphshard.policy.tree import ModuleTree
 from graphshard.torch_private import compat as torch_compat
+
+ORIGINAL = "_orig_mod"
+"""The name by which a module made by `torch.compile` holds what it was made from."""
 
 
 def require_module(model: object) -> None:
@@ -31,12 +36,40 @@ def require_module(model: object) -> None:
         raise PlanError(f"the model must be an nn.Module; got {type(model).__name__}")
 
 
-def check_model(tree: ModuleTree) -> None:
+def without_compiler(model: nn.Module) -> nn.Module:
+    """`model`, or what it was made from by `torch.compile`; warns where that is met in it.
+
+    A program holds the operators of the forward as Python runs them.
+    """
+    if not isinstance(model, nn.Module):
+        return model
+    kinds = torch_compat.compiled_modules()
+    original: nn.Module = getattr(model, ORIGINAL) if isinstance(model, kinds) else model
+    wrapped, called = [], []
+    for fqn, module in original.named_modules():
+        if isinstance(module, kinds):
+            wrapped.append(fqn)
+        elif torch_compat.is_called_compiled(module):
+            called.append(fqn or "the model")
+    if original is not model or wrapped or called:
+        names = "" if original is not model else f" of {some_of([*called, *wrapped])}"
+        rest = f"; names of parameters keep {ORIGINAL!r} in them" if wrapped else ""
+        warnings.warn(
+            f"torch.compile{names} has no effect in a sharded module, which runs the operators of "
+            f'the forward by itself{rest}; leave it out, and pass backend="inductor" to '
+            "graphshard.compile for compiled compute",
+            stacklevel=3,  # the caller of compile or plan
+        )
+    return original
+
+
+def check_model(tree: ModuleTree, world_size: int) -> None:
     """Refuse a model that cannot be sharded; warn of state and hooks that sharding loses.
 
     Raises:
-        PlanError: a module is a ScriptModule, has parameters or buffers without a shape, or names
-            its parameters differently from the module tree.
+        PlanError: a module is a ScriptModule, exchanges data with other ranks by itself, or names
+            its parameters differently from the module tree; or a parameter or buffer is no plain
+            dense tensor, or a parameter shares memory with another tensor.
     """
     for fqn, module in tree.modules.items():
         if isinstance(module, torch.jit.ScriptModule):
@@ -45,23 +78,78 @@ def check_model(tree: ModuleTree) -> None:
                 f"{_described(fqn, module)} is a torch.jit.ScriptModule; pass the module it was "
                 "scripted or traced from"
             )
-        _refuse_lazy(fqn, module)
+        _refuse_communication(fqn, module, world_size)
+        _refuse_unfit(fqn, module)
         _refuse_other_names(fqn, module)
+    _refuse_shared_memory(tree.modules[""])
+    _warn_of_classes(tree)
     _warn_of_lost_state(tree)
     _warn_of_hooks(tree)
 
 
-def _refuse_lazy(fqn: str, module: nn.Module) -> None:
-    tensors: Iterable[tuple[str, str, Any]] = (
-        *(("parameter", name, value) for name, value in module._parameters.items()),
-        *(("buffer", name, value) for name, value in module._buffers.items()),
-    )
-    for kind, name, value in tensors:
-        if is_lazy(value):
+def _refuse_communication(fqn: str, module: nn.Module, world_size: int) -> None:
+    wrappers = (nn.parallel.DistributedDataParallel, nn.DataParallel)
+    if isinstance(module, wrappers):
+        raise PlanError(
+            f"{_described(fqn, module)} reduces gradients by itself, as a sharded module does; "
+            "pass its .module"
+        )
+    fsdp = sys.modules.get("torch.distributed.fsdp")
+    if fsdp is not None and isinstance(module, fsdp.FullyShardedDataParallel):
+        raise PlanError(
+            f"{_described(fqn, module)} shards its parameters by itself; pass the module that it "
+            "was made from, before FullyShardedDataParallel took its parameters"
+        )
+    if fsdp is not None and isinstance(module, fsdp.FSDPModule):
+        raise PlanError(
+            f"{_described(fqn, module)} is sharded by fully_shard already; pass the model before "
+            "fully_shard, or a new one, and give the classes that fully_shard was called on to "
+            "BlockPolicy"
+        )
+    if isinstance(module, nn.SyncBatchNorm) and module.training and world_size > 1:
+        raise PlanError(
+            f"{_described(fqn, module)} issues collectives in its forward, which a program does "
+            "not hold; use BatchNorm, with the statistics of each rank, a norm without any "
+            "(GroupNorm), or eval() on this module"
+        )
+
+
+def _tensors(fqn: str, module: nn.Module) -> Iterator[tuple[str, Any]]:
+    """The parameters and buffers that `module` itself holds, each with its kind and name."""
+    for kind, table in (("parameter", module._parameters), ("buffer", module._buffers)):
+        for name, tensor in table.items():
+            if tensor is not None:
+                yield f"{kind} {f'{fqn}.{name}' if fqn else name!r}", tensor
+
+
+def _refuse_unfit(fqn: str, module: nn.Module) -> None:
+    for name, tensor in _tensors(fqn, module):
+        if is_lazy(tensor):
             raise PlanError(
-                f"{kind} {f'{fqn}.{name}' if fqn else name} has no shape yet (its module is lazy); "
-                "run the model once on a sample input before planning it"
+                f"{name} has no shape yet (its module is lazy); run the model once on a sample "
+                "input before planning it"
             )
+        if problem := unfit(tensor):
+            raise PlanError(
+                f"{name} {problem.reason}; compile the model with plain dense tensors (before it "
+                "is sharded, converted or quantized; here "
+                f"{problem.instead}), and leave modules that need others out of it"
+            )
+
+
+def _warn_of_classes(tree: ModuleTree) -> None:
+    special = [
+        f"{name} ({class_name(tensor)})"
+        for fqn, module in tree.modules.items()
+        for name, tensor in _tensors(fqn, module)
+        if not is_plain(tensor)
+    ]
+    if special:
+        warnings.warn(
+            "a captured forward sees plain parameters and tensors, so it takes no path that asks "
+            f"for another class, and returns none; {some_of(special)}",
+            stacklevel=5,  # the caller of compile or plan
+        )
 
 
 def _refuse_other_names(fqn: str, module: nn.Module) -> None:
@@ -80,6 +168,29 @@ def _refuse_other_names(fqn: str, module: nn.Module) -> None:
             "pass the modules without their renaming wrappers. Instead of checkpoint_wrapper call "
             'torch.utils.checkpoint in the forward, or use a policy with recompute="units"'
         )
+
+
+def _refuse_shared_memory(model: nn.Module) -> None:
+    """Refuse two parameters, or a parameter and a buffer, that overlap without being one object."""
+    by_storage: dict[int, list[tuple[Any, Any, bool, str]]] = {}
+    for name, tensor in (*model.named_parameters(), *model.named_buffers()):
+        if type(tensor) in (torch.Tensor, nn.Parameter) and tensor.numel():
+            steps = zip(tensor.shape, tensor.stride(), strict=True)
+            extent = 1 + sum((size - 1) * stride for size, stride in steps)
+            start = tensor.storage_offset() * tensor.itemsize
+            place = start, start + extent * tensor.itemsize, isinstance(tensor, nn.Parameter), name
+            by_storage.setdefault(tensor.untyped_storage()._cdata, []).append(place)
+    for places in by_storage.values():
+        ends = {True: (0, ""), False: (0, "")}  # the farthest yet, of parameters and of buffers
+        for start, end, is_param, name in sorted(places):
+            reach, other = max(ends.values()) if is_param else ends[True]
+            if start < reach:
+                raise PlanError(
+                    f"{other!r} and {name!r} share memory but are two tensors, and sharding would "
+                    "part them; make them one nn.Parameter under both names (then it is tied), or "
+                    "give one of them a clone"
+                )
+            ends[is_param] = max(ends[is_param], (end, name))
 
 
 def _warn_of_lost_state(tree: ModuleTree) -> None:

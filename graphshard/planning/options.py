@@ -29,6 +29,11 @@ class UnitOptions:
         """Ranks in a group that keeps its parameters sharded after forward; None without groups."""
         return None if isinstance(self.reshard, bool) else self.reshard
 
+    @property
+    def text(self) -> str:
+        """All options as stable text."""
+        return ", ".join(f"{name}={text_of(value)}" for name, value in vars(self).items())
+
     def difference(self, other: UnitOptions) -> str:
         """The options that differ from those of `other`, as stable text; "" if none does."""
         return ", ".join(

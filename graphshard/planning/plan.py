@@ -12,6 +12,7 @@ from math import prod
 from typing import TYPE_CHECKING, Any
 
 from graphshard.errors import PlanError
+from graphshard.format import mesh_text
 from graphshard.planning.layout import ParamLayout, Unit
 from graphshard.policy.base import Policy
 from graphshard.policy.placement import IGNORED, REPLICATED, SHARDED
@@ -31,7 +32,11 @@ class ShardingPlan:
     """The units of a model, in module order (the root, "", first), for one policy and mesh.
 
     `world_size` counts all ranks; a mesh is `(ranks,)` or `(replicas, ranks to shard over)`;
-    `backend` runs compute: "eager", or "inductor" for compiled regions.
+    `backend` runs compute: "eager", or "inductor" for compiled regions. `replica_all_reduce` names
+    the caller's function that averages over replicas in place of the process group; "" if none.
+    `process_group_backend` connects the ranks: "nccl", "gloo", or another one's name, as of
+    torch.distributed; "none" for a single rank. `runs_on` names it and the kind of device, such
+    as "cuda by nccl"; "" if the plan was made without ranks.
     """
 
     units: tuple[Unit, ...]
@@ -43,6 +48,9 @@ class ShardingPlan:
     program: Program | None = field(default=None, repr=False)
     ignored: tuple[ParamLayout, ...] = ()  # parameters in no unit, left unchanged
     backend: str = "eager"
+    replica_all_reduce: str = ""
+    runs_on: str = ""
+    process_group_backend: str = "nccl"
 
     @property
     def shard_size(self) -> int:
@@ -53,6 +61,18 @@ class ShardingPlan:
     def replicas(self) -> int:
         """Number of groups of `shard_size` ranks; each group holds every shard."""
         return self.world_size // self.shard_size
+
+    @property
+    def has_replicas(self) -> bool:
+        """Whether reduced gradients are averaged over replicas, in the mesh or outside of it."""
+        return self.replicas > 1 or bool(self.replica_all_reduce)
+
+    @property
+    def summed_ranks(self) -> int:
+        """The ranks over which reduces add up a gradient; 1 if they average."""
+        if self.policy.reduce_op == "avg":
+            return 1
+        return self.shard_size if self.replica_all_reduce else self.world_size
 
     @cached_property
     def layouts(self) -> Mapping[str, ParamLayout]:
@@ -126,6 +146,28 @@ class ShardingPlan:
         """Whether unit `inner` is `outer` or lies below it in the module tree."""
         return outer == "" or inner == outer or inner.startswith(outer + ".")
 
+    def lines(self) -> list[str]:
+        """What must be the same on all ranks, one line of text each; the same in every process."""
+        return [
+            f"mesh {mesh_text(self.mesh_shape)}",
+            *([f"replicas by {self.replica_all_reduce}"] if self.replica_all_reduce else []),
+            *(
+                f"policy {name}={text}"
+                for name, text in self.policy.shared_options().items()
+                if name != "notes"
+            ),
+            *(f"recomputed {fqn}" for fqn in self.recomputed),
+            *(
+                f"{layout.fqn} of {unit.fqn or '(root)'}: {list(layout.shape)} "
+                f"{str(layout.dtype)[6:]}, {layout.placement} by dim {layout.dim}"
+                f"{', trained' if layout.requires_grad else ''}"
+                + (f", {', '.join(layout.names[1:])} is the same" if layout.names[1:] else "")
+                for unit in self.units
+                for layout in unit.layouts
+            ),
+            *(f"unit {unit.fqn or '(root)'}: {unit.options.text}" for unit in self.units),
+        ]
+
     def to_dict(self, *, units: bool = True) -> dict[str, Any]:
         """The plan as plain data, ready for JSON."""
         from graphshard.inspect.plan_text import plan_dict
@@ -156,11 +198,11 @@ class GradientBytes:
     """Bytes of gradients that a rank holds between the backwards of one step.
 
     reduced: bytes of every `.grad`, padding included, if each backward reduces.
-    kept: bytes of the full gradients that backwards inside `no_sync()` accumulate.
+    accumulated: bytes of the full gradients that backwards inside `no_sync()` accumulate.
     """
 
     reduced: int
-    kept: int
+    accumulated: int
 
 
 def gradient_bytes(plan: ShardingPlan) -> GradientBytes:
@@ -169,4 +211,4 @@ def gradient_bytes(plan: ShardingPlan) -> GradientBytes:
     ignored = sum(layout.full_bytes for layout in plan.ignored if layout.requires_grad)
     shards = sum(prod(each.shard_shape) * each.grad_dtype.itemsize for each in trained)
     full = sum(each.numel * each.reduce_dtype.itemsize for each in trained)
-    return GradientBytes(reduced=ignored + shards, kept=ignored + full)
+    return GradientBytes(reduced=ignored + shards, accumulated=ignored + full)

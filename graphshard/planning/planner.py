@@ -65,7 +65,7 @@ def make_plan(
     mesh_shape = checked_mesh(world_size, mesh_shape, policy)
     ignored = ignored_by(policy, model)
     tree = ModuleTree(model, ignored.params)
-    check_model(tree)
+    check_model(tree, world_size)
     unit_fqns = ["", *(fqn for fqn in policy.select(tree) if not ignored.covers(fqn))]
     around = tree.units_around(unit_fqns)
     overrides = policy.overrides(tree)

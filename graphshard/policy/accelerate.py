@@ -152,7 +152,7 @@ def from_accelerate(source: ConfigSource) -> Policy:
         "mixed_precision": _precision(top, version),
         "offload": "params" if fsdp.flag("fsdp_offload_params") else None,
         "recompute": "units" if fsdp.flag("fsdp_activation_checkpointing") else None,
-        "ignored": fsdp.take("fsdp_ignored_modules"),
+        "ignored": _ignored(fsdp),
     }
     policy_class, unit_fields = _units(fsdp, version)
     _note_state_dict(fsdp, version)
@@ -212,7 +212,7 @@ def _prefetching(fsdp: Settings, version: int) -> dict[str, Any]:
     prefetch_of = {"BACKWARD_PRE": "pre", "BACKWARD_POST": "post", "NO_PREFETCH": None}
     return {
         "backward_prefetch": prefetch_of[new or old or "NO_PREFETCH"],
-        "forward_prefetch": 1 if forward else 0,
+        "forward_prefetch": 1 if forward else None,
     }
 
 
@@ -255,15 +255,15 @@ def _precision(top: Settings, version: int) -> MixedPrecision | None:
 
 def _units(fsdp: Settings, version: int) -> tuple[type[Policy], dict[str, Any]]:
     wrap = fsdp.choice("fsdp_auto_wrap_policy", _WRAPS) or "NO_WRAP"
-    names = fsdp.take("fsdp_transformer_layer_cls_to_wrap")
+    names = _names(fsdp, "fsdp_transformer_layer_cls_to_wrap")
     min_num_params = fsdp.number("fsdp_min_num_params")
     if wrap != "TRANSFORMER_BASED_WRAP" and names:
         fsdp.note("fsdp_transformer_layer_cls_to_wrap", names, f"not used with {wrap}")
     if wrap != "SIZE_BASED_WRAP" and min_num_params is not None:
         fsdp.note("fsdp_min_num_params", min_num_params, f"not used with {wrap}")
     if wrap == "TRANSFORMER_BASED_WRAP":
-        class_names = names.split(",") if isinstance(names, str) else list(names or ())
-        return BlockPolicy, {"classes": [str(name).strip() for name in class_names] or None}
+        class_names = [part.strip() for name in names for part in name.split(",")]
+        return BlockPolicy, {"classes": class_names or None}
     if wrap == "NO_WRAP":
         return LambdaPolicy, {"fn": no_units}
     if min_num_params == 0:
@@ -278,6 +278,23 @@ def _units(fsdp: Settings, version: int) -> tuple[type[Policy], dict[str, Any]]:
             "by the rule of version 1 (that of version 2 chooses containers, which never run)",
         )
     return SizePolicy, {"min_num_params": min_num_params or _DEFAULT_MIN_NUM_PARAMS}
+
+
+def _names(fsdp: Settings, key: str) -> list[str]:
+    """The value of `key`: a text or a list of texts; [] if it is missing."""
+    value = fsdp.take(key, [])
+    names = [value] if isinstance(value, str) else value
+    if not isinstance(names, list | tuple) or not all(isinstance(name, str) for name in names):
+        raise fsdp.wrong(key, value, "a text, or a list of them")
+    return list(names)
+
+
+def _ignored(fsdp: Settings) -> Any:
+    """The ignored modules: a regular expression, or several; modules, too, in a mapping."""
+    value = fsdp.take("fsdp_ignored_modules")
+    if isinstance(value, bool | int | float | Mapping):
+        raise fsdp.wrong("fsdp_ignored_modules", value, "a text, or a list of them")
+    return value or None
 
 
 def no_units(module: nn.Module) -> bool:

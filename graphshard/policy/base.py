@@ -25,6 +25,15 @@ OFFLOADS = ("params", "activations")
 SCHEDULES = ("fsdp", "overlap")
 
 
+ON_NON_FINITE = ("error", "warn")
+
+
+COLLECTIVE_MEMORY = ("default", "nccl", "symmetric")
+
+
+REDUCE_OPS = ("avg", "sum")
+
+
 _CHECKS: dict[str, Check] = {
     "reshard_after_forward": (
         lambda value: value is None or isinstance(value, bool) or (is_int(value) and value >= 1),
@@ -34,7 +43,10 @@ _CHECKS: dict[str, Check] = {
         lambda value: value in ("pre", "post", None),
         '"pre", "post" or None',
     ),
-    "forward_prefetch": (lambda value: is_int(value) and value >= 0, "an int, 0 or more"),
+    "forward_prefetch": (
+        lambda value: value is None or (is_int(value) and value >= 0),
+        "an int, 0 or more, or None",
+    ),
     "mixed_precision": (
         lambda value: isinstance(value, MixedPrecision | None),
         "a graphshard.MixedPrecision or None",
@@ -43,14 +55,23 @@ _CHECKS: dict[str, Check] = {
         lambda value: is_int(value) and value >= 0,
         "a number of bytes, 0 or more",
     ),
+    "reduce_op": (lambda value: value in REDUCE_OPS, " or ".join(map(repr, REDUCE_OPS))),
     "memory_budget": (
         lambda value: value is None or (is_int(value) and value > 0),
         "a positive int of bytes or None",
+    ),
+    "collective_memory": (
+        lambda value: value in COLLECTIVE_MEMORY,
+        f"one of {', '.join(COLLECTIVE_MEMORY)}",
     ),
     "schedule": (lambda value: value in SCHEDULES, f"one of {', '.join(SCHEDULES)}"),
     "notes": (
         lambda value: not isinstance(value, str) and all(isinstance(note, str) for note in value),
         "a tuple of strings",
+    ),
+    "check_finite": (
+        lambda value: value is None or value in ON_NON_FINITE,
+        f"{' or '.join(map(repr, ON_NON_FINITE))}, or None",
     ),
     "reshard_root": FLAG,
     "cuda_graph": FLAG,
@@ -74,12 +95,19 @@ class Policy(PrintsAsCode):
         backward_prefetch: the place of a unit's gather in backward. "pre": before the compute of
             the unit that runs before it. "post": after that compute, before its gradients are
             reduced. None: when the unit itself needs it.
-        forward_prefetch: how many units ahead of its use a gather is issued in forward.
+        forward_prefetch: how many units ahead of its use a gather is issued in forward. None: 1,
+            so that compute hides it as in FSDP; but 0 where nothing could run beside it: over Gloo
+            and on a single rank.
         reshard_root: free the root unit after forward and gather it again for backward.
         all_reduce_below: units whose gradients take fewer bytes in all (in the dtype they are
             reduced in) are averaged by one all_reduce, of which each rank keeps its shard, in
             place of a reduce_scatter: twice the bytes in fewer steps, since a small message on
             many ranks takes latency. 0: none.
+        reduce_op: the operator of the reduces. Gradients are averaged with either. "avg": each
+            reduce averages. "sum": each adds up, and backward starts from the gradients of the
+            outputs divided by the number of ranks, which on 2, 4, 8 ... ranks gives the same bits
+            (unless numbers are too small for their dtype). NCCL's fast paths (NVLS, registered
+            buffers) take sums only. float16 is refused, and so is a backward that is not linear.
         recompute: the activations that backward computes again instead of saving. "units": those
             of every unit but the root, so that only units' inputs are saved. A class, a class name
             or several: those of every call of such a module. "selective": those of the units except
@@ -116,8 +144,20 @@ class Policy(PrintsAsCode):
         cuda_graph: capture the kernels of each program's forward, and of its backward, as a CUDA
             graph at its third call, and replay it from then on, without host work between kernels.
             Where this is impossible (on the CPU, with offload, symbolic sizes or no_sync()), the
-            program runs uncaptured, and plan and dump say why.
-        sync_module_states: take rank 0's parameters and buffers on every rank.
+            program runs uncaptured, and plan and dump say why. Ranks need inputs of equal shapes.
+        collective_memory: where the buffers of gathers, and copies of the gradients that a
+            reduce_scatter sends, are allocated on CUDA. "default": like other tensors. "nccl": in a
+            pool of NCCL's own memory, registered with the communicator, so that NCCL may send and
+            receive there without copies of its own. "symmetric": the same, registered as symmetric
+            windows, for NCCL's kernels between GPUs of an NVLink domain. `compile` refuses both
+            where NCCL or torch cannot. The plan says how large the pool is. Not with `cuda_graph`.
+        check_finite: look for NaN and infinity in what units return and in gradients, before and
+            after their reduce, and tell the first place at the end of the step: unit, phase, rank,
+            operator and line. "error" raises `NonFiniteError` on every rank, "warn" warns. A
+            forward without gradients reports at its own end. Checked steps are not captured as
+            CUDA graphs, and keep their inputs until backward ends. None: no checks.
+        sync_module_states: take rank 0's parameters and buffers on every rank; ignored parameters
+            stay each rank's own.
         notes: remarks the plan prints, such as settings of another system that do not apply.
 
     Raises:
@@ -127,9 +167,10 @@ class Policy(PrintsAsCode):
     strategy: Strategy | str = Strategy.FULL_SHARD
     reshard_after_forward: bool | int | None = None
     backward_prefetch: str | None = "pre"
-    forward_prefetch: int = 0
+    forward_prefetch: int | None = None
     reshard_root: bool = False
     all_reduce_below: int = 0
+    reduce_op: str = "avg"
     mixed_precision: MixedPrecision | None = None
     offload: Collection[str] | str | None = None
     recompute: Collection[type | str] | type | str | None = None
@@ -138,6 +179,8 @@ class Policy(PrintsAsCode):
     schedule: str = "fsdp"
     hardware: Hardware | str | os.PathLike[str] | None = None
     cuda_graph: bool = False
+    collective_memory: str = "default"
+    check_finite: str | None = None
     sync_module_states: bool = False
     notes: tuple[str, ...] = ()
 
@@ -170,6 +213,11 @@ class Policy(PrintsAsCode):
                 'offload="activations" leaves little; give one, or recompute="selective" with it'
             )
         self._check_schedule()
+        if self.cuda_graph and self.collective_memory != "default":
+            raise PolicyError(
+                "CUDA graphs allocate every buffer in memory of their own, so cuda_graph=True and "
+                f"collective_memory={self.collective_memory!r} contradict each other; leave one out"
+            )
 
     def _check_all_reduce(self) -> None:
         strategy = Strategy(self.strategy)
@@ -191,7 +239,7 @@ class Policy(PrintsAsCode):
         if self.schedule == "overlap":
             prefetch = [
                 f"{name}={getattr(self, name)!r}"
-                for name, default in (("backward_prefetch", "pre"), ("forward_prefetch", 0))
+                for name, default in (("backward_prefetch", "pre"), ("forward_prefetch", None))
                 if getattr(self, name) != default
             ]
             if prefetch:
@@ -210,6 +258,12 @@ class Policy(PrintsAsCode):
                 Hardware.load(self.hardware)
             except (CostError, TypeError) as error:
                 raise PolicyError(f"hardware: {error}") from error
+
+    def forward_units_ahead(self, process_group_backend: str) -> int:
+        """`forward_prefetch`, or its default for ranks that this backend connects."""
+        if self.forward_prefetch is not None:
+            return self.forward_prefetch
+        return 0 if process_group_backend in ("gloo", "none") else 1
 
     def offloads(self, what: str) -> bool:
         """Whether "params" or "activations" are kept on the host."""

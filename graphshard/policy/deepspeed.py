@@ -272,7 +272,7 @@ def _without_auto(top: Settings, section: Mapping[str, Any], where: str) -> dict
 
 def _strategy(zero: Settings, stage: int) -> Strategy:
     hpz = zero.number("zero_hpz_partition_size") or 1
-    mics = zero.number("mics_shard_size") or -1
+    mics = zero.number("mics_shard_size", least=-1) or -1
     zero.take("mics_hierarchical_params_gather")
     for key, size in (("zero_hpz_partition_size", hpz), ("mics_shard_size", mics)):
         if size > 1 and stage != 3:

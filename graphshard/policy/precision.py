@@ -44,7 +44,10 @@ class MixedPrecision:
     Args:
         param_dtype: the dtype of gathered parameters and of compute; shards are cast before their
             gather. None: the parameter's own.
-        reduce_dtype: the dtype gradients are reduced in. None: the dtype they were computed in.
+        reduce_dtype: the dtype gradients are reduced in. None: the dtype they were computed in, as
+            FSDP2 did until torch 2.14; its None of torch 2.15 is the dtype of the shard here. The
+            gradients of a parameter that is used more than once, or accumulated, are added as they
+            were computed and the sum is rounded; FSDP2 of torch 2.15 rounds each of them first.
         buffer_dtype: the dtype in which forward sees floating-point buffers; they are stored, and
             new values are written back, in their own dtype. None: their own.
         output_dtype: the dtype that floating-point outputs of every unit are cast to. None: they

@@ -6,13 +6,13 @@ Nothing is dropped silently: an unknown key is an error, and a key without a cou
 from __future__ import annotations
 
 import difflib
-import json
 import os
 from collections.abc import Collection, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
 from graphshard.errors import PolicyError
+from graphshard.plain_data import read_json, read_yaml, shortened, shown
 
 ConfigSource = str | os.PathLike[str] | Mapping[str, Any]
 
@@ -23,11 +23,18 @@ _TRUE = frozenset({"true", "yes", "on", "1"})
 _FALSE = frozenset({"false", "no", "off", "0"})
 
 
+_JSON_BYTES = 1 << 22
+
+
+_GREATEST = 1 << 63
+
+
 def read(source: ConfigSource, system: str) -> dict[str, Any]:
     """Return the configuration in `source`: a mapping, or the path of a YAML or JSON file.
 
     Raises:
-        PolicyError: the file does not exist or holds no mapping, or PyYAML is missing.
+        PolicyError: the file does not exist, holds no mapping or more than plain data (see
+            `graphshard.plain_data`), or PyYAML is missing.
     """
     if isinstance(source, Mapping):
         return dict(source)
@@ -35,35 +42,22 @@ def read(source: ConfigSource, system: str) -> dict[str, Any]:
         raise PolicyError(
             f"a {system} configuration is a path or a mapping; got a {type(source).__name__}"
         )
-    path = Path(source)
-    try:
-        text = path.read_text(encoding="utf-8")
-    except (OSError, UnicodeDecodeError) as error:
-        raise PolicyError(f"the {system} configuration {path} cannot be read: {error}") from error
-    try:
-        config = json.loads(text) if path.suffix == ".json" else _yaml(text, path)
-    except ValueError as error:
-        raise PolicyError(f"the {system} configuration {path} cannot be parsed: {error}") from error
+    path, what = Path(source), f"the {system} configuration"
+    if path.suffix == ".json":
+        config = read_json(path, what, PolicyError, most_bytes=_JSON_BYTES)
+    else:
+        try:
+            config = read_yaml(path, what, PolicyError)
+        except ImportError:
+            raise PolicyError(
+                f"reading {path} needs PyYAML; install graphshard[yaml], or pass the configuration "
+                "as a dict"
+            ) from None
     if not isinstance(config, dict):
         raise PolicyError(
-            f"the {system} configuration {path} must hold a mapping of keys; it holds a "
-            f"{type(config).__name__}"
+            f"{what} {path} must hold a mapping of keys; it holds a {type(config).__name__}"
         )
     return config
-
-
-def _yaml(text: str, path: Path) -> Any:
-    try:
-        import yaml
-    except ImportError:
-        raise PolicyError(
-            f"reading {path} needs PyYAML; install graphshard[yaml], or pass the configuration as "
-            "a dict"
-        ) from None
-    try:
-        return yaml.safe_load(text)
-    except yaml.YAMLError as error:
-        raise ValueError(str(error)) from error
 
 
 class Settings:
@@ -84,9 +78,9 @@ class Settings:
         self.notes: list[str] = []
         for key in values:
             if key not in known_keys:
-                close = difflib.get_close_matches(str(key), known_keys, n=1)
+                close = difflib.get_close_matches(str(key)[:80], known_keys, n=1)
                 hint = f"; did you mean {close[0]!r}?" if close else ""
-                raise PolicyError(f"{where} has an unknown key {key!r}{hint}")
+                raise PolicyError(f"{where} has an unknown key {shown(key)}{hint}")
 
     def take(self, key: str, default: Any = None) -> Any:
         """Return the value of `key` and mark it as read; a None in the file means `default`."""
@@ -103,17 +97,17 @@ class Settings:
             return text in _TRUE
         raise self.wrong(key, value, "true or false")
 
-    def number(self, key: str) -> int | None:
-        """Return the value of `key` as a whole number; None if it is missing."""
+    def number(self, key: str, least: int = 0) -> int | None:
+        """Return the value of `key` as a whole number of `least` or more; None if it is missing."""
         value = self.take(key)
         if value is None:
             return None
         try:
             number = float(value)
-        except (TypeError, ValueError):
+        except (TypeError, ValueError, OverflowError):
             number = 0.5
-        if isinstance(value, bool) or not number.is_integer():
-            raise self.wrong(key, value, "a whole number")
+        if isinstance(value, bool) or not number.is_integer() or not least <= number < _GREATEST:
+            raise self.wrong(key, value, f"a whole number of {least} or more")
         return int(number)
 
     def choice(self, key: str, names: tuple[str, ...]) -> str | None:
@@ -122,7 +116,12 @@ class Settings:
         if value is None:
             return None
         text = str(value).upper()
-        if text.isdigit() and 1 <= int(text) <= len(names) and not isinstance(value, bool):
+        if (
+            text.isdecimal()
+            and len(text) < 9
+            and 1 <= int(text) <= len(names)
+            and not isinstance(value, bool)
+        ):
             return names[int(text) - 1]
         if text in names:
             return text
@@ -131,7 +130,7 @@ class Settings:
 
     def note(self, key: str, value: Any, why: str) -> None:
         """Record that `key` has no counterpart in a policy, and why."""
-        self.notes.append(f"{key}={value}: {why}")
+        self.notes.append(f"{key}={shortened(str(value))}: {why}")
 
     def note_rest(self, reasons: Mapping[str, str]) -> None:
         """Note every unread key with its entry of `reasons`."""
@@ -147,7 +146,7 @@ class Settings:
 
     def wrong(self, key: str, value: object, expected: str) -> PolicyError:
         """The error for an invalid value of `key`."""
-        return PolicyError(f"{self.where}: {key} must be {expected}; got {value!r}")
+        return PolicyError(f"{self.where}: {key} must be {expected}; got {shown(value)}")
 
     def contradiction(self, text: str) -> PolicyError:
         """The error for keys that contradict each other."""

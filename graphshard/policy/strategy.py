@@ -7,7 +7,7 @@ from enum import StrEnum
 
 
 class Strategy(StrEnum):
-    """Which state is sharded, in torch's names; torch's FSDPs have no SHARD_OPTIMIZER.
+    """The state that is sharded, in torch's names; torch's FSDPs have no SHARD_OPTIMIZER.
 
     SHARD_OPTIMIZER and SHARD_GRAD_OP both shard gradients and optimizer states and have the same
     peak. Between steps a rank keeps all P bytes of parameters under SHARD_OPTIMIZER, and P/W under

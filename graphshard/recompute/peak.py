@@ -15,9 +15,17 @@ from torch import Tensor, fx
 
 from graphshard.program.aliases import alias_inputs
 from graphshard.program.ops import is_compute
-from graphshard.program.program import Program
-from graphshard.program.storages import FULL_GRADIENTS, PARAMETERS, Storage, Storages, storages_of
-from graphshard.recompute.regions import Reads, dropout_of, mask_of, plan_issues, sources
+from graphshard.program.program import FORWARD, Program
+from graphshard.program.storages import (
+    FULL_GRADIENTS,
+    PARAMETERS,
+    Storage,
+    Storages,
+    bytes_of,
+    storages_of,
+)
+from graphshard.recompute.regions import Issues, Reads, dropout_of, mask_of, plan_issues
+from graphshard.torch_private.random_ops import drawn_on, may_move_generators, state_bytes
 
 _AFTER = 1e-7
 """A storage dies this long after the place of its last use.
@@ -115,6 +123,7 @@ class LifetimeChanges:
     dies: list[float] = field(default_factory=list)
     size: list[int] = field(default_factory=list)
     copies: dict[int, int] = field(default_factory=dict)
+    next_draw: int = -1
 
     def use(self, node: fx.Node, place: float) -> None:
         """Record that the value of `node`, or its copy, is read at `place`."""
@@ -125,20 +134,37 @@ class LifetimeChanges:
             elif id(storage) in self.model.number:
                 self.last.append((self.model.number[id(storage)], place))
 
-    def issue(self, node: fx.Node, place: float) -> None:
+    def issue(self, node: fx.Node, place: float, issues: Issues) -> None:
         """Record that `node` is issued again at `place`."""
-        for source in sources(node):
+        for source in issues.sources(node):
             self.use(source, place)
         dropout = dropout_of(node)
-        mask = None if dropout is None else mask_of(dropout)
+        masked = dropout is not None and not issues.again(dropout)
+        mask = mask_of(dropout) if dropout is not None and masked else None
         if mask is not None:
             self.use(mask, place)
         for storage in self.model.storages.of_node.get(node, ()):
-            if storage.node is node or dropout is not None:
-                self.copies[id(storage)] = len(self.size)
-                self.born.append(place)
-                self.dies.append(place)
-                self.size.append(storage.size)
+            if storage.node is node or masked:
+                self.copies[id(storage)] = self._new(place, storage.size)
+        if may_move_generators(node):
+            self._draw(node, place, alone=node in issues.masks_alone)
+
+    def _draw(self, node: fx.Node, place: float, *, alone: bool) -> None:
+        """Record the states of generators that `node` needs, and the zeros it may drop from."""
+        if self.model.draws[node] != self.next_draw:  # or else it goes on from the last one's
+            size = state_bytes(drawn_on(node)) or 0
+            saved, _ = self._new(place, size), self._new(place, size)
+            self.born[saved] = self.model.order[node]
+        self.next_draw = self.model.draws[node] + 1
+        if alone:
+            self._new(place, bytes_of(node.meta["val"][0]))
+
+    def _new(self, place: float, size: int) -> int:
+        """The number of a new storage that lives at `place`."""
+        self.born.append(place)
+        self.dies.append(place)
+        self.size.append(size)
+        return len(self.size) - 1
 
 
 class PeakModel:
@@ -160,6 +186,8 @@ class PeakModel:
     ) -> None:
         self.storages = storages
         self.order = storages.place
+        moving = filter(may_move_generators, program.nodes(FORWARD))
+        self.draws = {node: index for index, node in enumerate(moving)}
         self.sharding = sharding
         counted = [s for s in storages.all if not sharding.counts(s)]
         self.number = {id(storage): index for index, storage in enumerate(counted)}
@@ -201,14 +229,13 @@ class PeakModel:
     def changes(self, reads: Reads, again: Set[fx.Node]) -> LifetimeChanges:
         """The changes if the nodes of `again` are recomputed for the reads of one region."""
         changes = LifetimeChanges(self, again)
-        issues: Mapping[fx.Node, list[fx.Node]] = dict(
-            plan_issues(reads, again.__contains__, self.order)
-        )
+        issues = plan_issues(reads, again.__contains__, self.order)
+        before: Mapping[fx.Node, list[fx.Node]] = dict(issues.before)
         for user, values in reads.by_user.items():
             at = self.order[user]
-            nodes = issues.get(user, [])
+            nodes = before.get(user, [])
             for step, node in enumerate(nodes):
-                changes.issue(node, at - 0.5 + 0.5 * (step + 1) / (len(nodes) + 1))
+                changes.issue(node, at - 0.5 + 0.5 * (step + 1) / (len(nodes) + 1), issues)
             for value in values:
                 changes.use(value, self.view_last_use.get(user, float(at)))
         return changes

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Iterator
+from collections.abc import Collection, Container, Iterable, Iterator
 from dataclasses import dataclass
 from functools import cached_property
 
@@ -21,10 +21,11 @@ from graphshard.recompute.regions import (
     call_of,
     checkpoints,
     dropout_of,
+    mask_needs_no_operand,
     mask_of,
     reads_of_calls,
     recomputable,
-    sources,
+    redrawn_for,
 )
 
 MOST_CHOICES = 16
@@ -33,17 +34,24 @@ MOST_CHOICES = 16
 
 @dataclass(frozen=True)
 class RegionProblem:
-    """One region: its reads by backward, the nodes of its values by number, and its cut problem."""
+    """One region: its reads by backward, the nodes of its values by number, and its cut problem.
+
+    drawn: the draws that may be repeated.
+    """
 
     reads: Reads
     nodes: tuple[fx.Node, ...]
     problem: CutProblem
+    drawn: Container[fx.Node] = ()
 
     def recomputed(self, choice: Choice) -> frozenset[fx.Node]:
         """The nodes that `choice` recomputes; none if they cost nothing, such as views."""
         if not choice.cost:
             return frozenset()
-        return frozenset(self.nodes[index] for index in choice.recomputed)
+        nodes = [self.nodes[index] for index in choice.recomputed]
+        # A mask is drawn again by its dropout, which is no value of the problem.
+        draws = [draw for node in nodes if (draw := redrawn_for(node)) in self.drawn]
+        return frozenset((*nodes, *(draw for draw in draws if draw is not None)))
 
 
 class Frontiers:
@@ -63,7 +71,11 @@ class Frontiers:
 
 
 def region_problems(
-    program: Program, plan: ShardingPlan, targets: Collection[str], storages: Storages
+    program: Program,
+    plan: ShardingPlan,
+    targets: Collection[str],
+    storages: Storages,
+    drawn: Container[str] = (),
 ) -> list[RegionProblem]:
     """The problem of every call of `targets` that has values read by backward, in forward order.
 
@@ -72,8 +84,10 @@ def region_problems(
         plan: its plan.
         targets: FQNs of modules whose calls are regions.
         storages: of `program`.
+        drawn: the names of the draws that may be repeated instead of saving their results.
     """
-    builder = _ProblemBuilder(program, plan, frozenset(targets), storages)
+    draws = frozenset(node for node in program.nodes(FORWARD) if node.name in drawn)
+    builder = _ProblemBuilder(program, plan, frozenset(targets), storages, draws)
     problems = [builder.problem(reads) for reads in reads_of_calls(program, targets)]
     problems = [problem for problem in problems if problem.nodes]
     return sorted(problems, key=lambda problem: storages.place[problem.nodes[-1]])
@@ -85,6 +99,7 @@ class _ProblemBuilder:
     plan: ShardingPlan
     targets: frozenset[str]
     storages: Storages
+    drawn: frozenset[fx.Node]
 
     def _region(self, node: fx.Node) -> Region | None:
         return None if checkpoints(node) else call_of(node, self.targets)
@@ -153,7 +168,7 @@ class _ProblemBuilder:
             for node in numbered
         ]
         numbers = frozenset(number[value] for value in needed)
-        return RegionProblem(reads, tuple(numbered), CutProblem(tuple(values), numbers))
+        return RegionProblem(reads, tuple(numbered), CutProblem(tuple(values), numbers), self.drawn)
 
     def _is_available(self, node: fx.Node) -> bool:
         """Whether the value of `node` is available in backward for any choice."""
@@ -164,12 +179,18 @@ class _ProblemBuilder:
         return True
 
     def _inputs(self, node: fx.Node, region: Region) -> list[fx.Node]:
-        if self._region(node) != region or not recomputable(node):
+        if self._region(node) != region or not recomputable(node, self.drawn):
             return []
-        values = sources(node)
-        dropout = dropout_of(node)
-        if dropout is not None and (mask := mask_of(dropout)) is not None:
-            values = [*values, mask]
+        draw = redrawn_for(node)
+        if draw in self.drawn:
+            assert draw is not None
+            alone = dropout_of(node) is None and mask_needs_no_operand(draw)
+            values = [] if alone else list(draw.all_input_nodes)
+        else:
+            dropout = dropout_of(node)
+            values = list((dropout or node).all_input_nodes)
+            if dropout is not None and (mask := mask_of(dropout)) is not None:
+                values = [*values, mask]
         return [value for value in values if not self._is_available(value)]
 
     def _size(self, node: fx.Node, inside: bool, needed: bool) -> int | None:
@@ -182,8 +203,11 @@ class _ProblemBuilder:
         return sum(s.size for s in storages if id(s) not in self._always_saved)
 
     def _cost(self, node: fx.Node) -> int | None:
-        if not recomputable(node):
+        if not recomputable(node, self.drawn):
             return None
+        draw = redrawn_for(node)
+        if draw is not None and draw in self.drawn:
+            return equivalent_flops(draw)
         if dropout_of(node) is not None:  # its input times the mask, read and written
             storages = _allocated_by(node, self.storages)
             return 2 * FLOPS_PER_BYTE * sum(storage.size for storage in storages)

@@ -10,7 +10,7 @@ operator is recomputed by both.
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Callable, Collection, Hashable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Container, Hashable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import cache
 from operator import getitem
@@ -20,8 +20,12 @@ import torch
 from torch import Tensor, fx
 
 from graphshard.capture.annotation import CALLS, KEEP, REGION
-from graphshard.program.ops import is_random, writes
-from graphshard.program.program import BACKWARD, FORWARD, RECOMPUTED, Program
+from graphshard.program.aliases import storage_root
+from graphshard.program.ops import is_compute, is_transfer, writes
+from graphshard.program.program import BACKWARD, FORWARD, RECOMPUTED, REPLAYS, Program
+from graphshard.program.size_nodes import as_arguments
+from graphshard.program.sizes import is_contiguous
+from graphshard.torch_private.random_ops import may_draw, may_move_generators
 
 _aten = torch.ops.aten
 
@@ -134,7 +138,27 @@ def checkpoint_depth(program: Program) -> int:
     return max((len(checkpoints(node)) for node in program.nodes(FORWARD)), default=0)
 
 
-def plan_issues(reads: Reads, again: NodePredicate, order: Mapping[fx.Node, int]) -> list[Issue]:
+@dataclass(frozen=True)
+class Issues:
+    """The nodes that are issued again, and how.
+
+    Attributes:
+        before: the nodes to recompute before each backward node, in the order of the graph.
+        again: whether a node is recomputed.
+        masks_alone: the dropouts of which only the mask is drawn again. Its numbers do not depend
+            on the values that are dropped, so zeros stand in for these.
+    """
+
+    before: list[Issue]
+    again: NodePredicate
+    masks_alone: frozenset[fx.Node]
+
+    def sources(self, node: fx.Node) -> list[fx.Node]:
+        """The values that recomputing `node` reads, without the saved mask of a dropout."""
+        return [] if node in self.masks_alone else sources(node, self.again)
+
+
+def plan_issues(reads: Reads, again: NodePredicate, order: Mapping[fx.Node, int]) -> Issues:
     """Place each recomputed node right before the first backward node that needs it.
 
     Args:
@@ -142,8 +166,8 @@ def plan_issues(reads: Reads, again: NodePredicate, order: Mapping[fx.Node, int]
         again: whether to recompute a forward node; all others are saved.
         order: places of the forward nodes.
     """
+    issues = Issues([], again, _masks_alone(reads, again))
     placed: set[fx.Node] = set()
-    issues: list[Issue] = []
     for user, values in reads.by_user.items():
         needed: list[fx.Node] = []
         stack = [value for value in values if again(value)]
@@ -153,19 +177,55 @@ def plan_issues(reads: Reads, again: NodePredicate, order: Mapping[fx.Node, int]
                 continue
             placed.add(node)
             needed.append(node)
-            stack.extend(source for source in sources(node) if again(source))
+            stack.extend(source for source in issues.sources(node) if again(source))
         if needed:
-            issues.append((user, sorted(needed, key=order.__getitem__)))
+            issues.before.append((user, sorted(needed, key=order.__getitem__)))
     return issues
 
 
-def issue_again(graph: fx.Graph, reads: Reads, issues: Iterable[Issue]) -> dict[fx.Node, fx.Node]:
+def _masks_alone(reads: Reads, again: NodePredicate) -> frozenset[fx.Node]:
+    """The dropouts of which backward needs the mask again, but not the output."""
+    alone: set[fx.Node] = set()
+    seen: set[fx.Node] = set()
+    stack = [value for values in reads.by_user.values() for value in values if again(value)]
+    while stack:
+        node = stack.pop()
+        if node in seen:
+            continue
+        seen.add(node)
+        dropout = _picked_dropout(node, 1)
+        if dropout is not None and again(dropout) and mask_needs_no_operand(dropout):
+            alone.add(dropout)
+        else:
+            stack.extend(source for source in sources(node, again) if again(source))
+    return frozenset(alone - seen)
+
+
+def mask_needs_no_operand(dropout: fx.Node) -> bool:
+    """Whether zeros of the operand's shape give the same mask of `dropout`.
+
+    Numbers are drawn in the order of memory, on CUDA by threads whose share depends on whether the
+    operand can be read in whole vectors of 16 bytes. So it can where an operator allocated it; what
+    is given to the program may begin anywhere.
+    """
+    source = dropout.args[0]
+    assert isinstance(source, fx.Node)
+    root = storage_root(source)
+    if not is_compute(root) and not is_transfer(root):
+        return False
+    operand = source.meta["val"]
+    offset = operand.storage_offset()
+    aligned = type(offset) is int and offset * operand.dtype.itemsize % 16 == 0
+    return aligned and is_contiguous(operand)
+
+
+def issue_again(program: Program, reads: Reads, issues: Issues) -> dict[fx.Node, fx.Node]:
     """Insert the copies that `issues` places, let backward read them, and return them by node."""
     copies: dict[fx.Node, fx.Node] = {}
-    for user, nodes in issues:
-        with graph.inserting_before(user):
+    for user, nodes in issues.before:
+        with program.graph.inserting_before(user):
             for node in nodes:
-                copies[node] = _copy(graph, node, copies)
+                copies[node] = _copy(program, node, copies, issues)
     for user, values in reads.by_user.items():
         for value in values:
             if value in copies:
@@ -176,17 +236,23 @@ def issue_again(graph: fx.Graph, reads: Reads, issues: Iterable[Issue]) -> dict[
 # -- single nodes ---------------------------------------------------------------------------------
 
 
-def recomputable(node: fx.Node) -> bool:
-    """Whether `node` computes the same when issued again: no random draw, no write, no number.
+def recomputable(node: fx.Node, redrawn: Container[fx.Node] = ()) -> bool:
+    """Whether `node` computes the same when issued again: no write, no number, no random draw.
 
     The output of a dropout can be recomputed from its mask, which stays saved.
+
+    Args:
+        node: any node.
+        redrawn: the draws that backward repeats from the random state that they had; see
+            `graphshard.recompute.redraw`.
     """
     if node.op != "call_function" or node.meta["phase"] != FORWARD or writes(node):
         return False
     val = node.meta.get("val")
     if not isinstance(val, (Tensor, tuple, list)):
         return False  # a size needs no memory, but recomputing it would save its tensor
-    return not _is_random_result(node)
+    draw = _draw_of(node)
+    return draw is None or draw in redrawn or dropout_of(node) is not None
 
 
 def saved_by_model(node: fx.Node) -> bool:
@@ -194,12 +260,23 @@ def saved_by_model(node: fx.Node) -> bool:
     return bool(node.meta.get(KEEP, False))
 
 
+def is_dropout(node: fx.Node) -> bool:
+    """Whether `node` is a dropout in training, which gives an output and a mask."""
+    return (
+        node.target is _aten.native_dropout.default and len(node.args) == 3 and node.args[2] is True
+    )
+
+
 def dropout_of(node: fx.Node) -> fx.Node | None:
     """The dropout whose output (not its mask) `node` selects; None if there is none."""
-    if node.target is getitem and node.args[1] == 0:
+    return _picked_dropout(node, 0)
+
+
+def _picked_dropout(node: fx.Node, index: int) -> fx.Node | None:
+    if node.target is getitem and node.args[1] == index:
         source = node.args[0]
-        if isinstance(source, fx.Node) and source.target is _aten.native_dropout.default:
-            return source if len(source.args) == 3 and source.args[2] is True else None
+        if isinstance(source, fx.Node) and is_dropout(source):
+            return source
     return None
 
 
@@ -208,39 +285,80 @@ def mask_of(dropout: fx.Node) -> fx.Node | None:
     return next((u for u in dropout.users if u.target is getitem and u.args[1] == 1), None)
 
 
-def sources(node: fx.Node) -> list[fx.Node]:
-    """The values that recomputing `node` reads, without the mask of a dropout."""
+def redrawn_for(node: fx.Node) -> fx.Node | None:
+    """The dropout to repeat for `node`: that whose mask it selects; None for other nodes.
+
+    If nothing selects the mask, it is that whose output it selects.
+    """
     dropout = dropout_of(node)
-    return node.all_input_nodes if dropout is None else dropout.all_input_nodes
+    if dropout is not None and mask_of(dropout) is None:
+        return dropout
+    return _picked_dropout(node, 1)
 
 
-def _is_random_result(node: fx.Node) -> bool:
-    """Whether `node` draws random numbers or selects such a result, except a dropout's output."""
-    if dropout_of(node) is not None:
-        return False
-    if node.target is getitem:
-        source = node.args[0]
-        return isinstance(source, fx.Node) and is_random(source)
-    return is_random(node)
+def sources(node: fx.Node, again: NodePredicate) -> list[fx.Node]:
+    """The values that recomputing `node` reads, without the saved mask of a dropout.
 
-
-def _copy(graph: fx.Graph, node: fx.Node, copies: Mapping[fx.Node, fx.Node]) -> fx.Node:
+    `again` says whether a node is recomputed.
+    """
     dropout = dropout_of(node)
-    if dropout is None:
-        copy = graph.node_copy(node, lambda source: copies.get(source, source))
+    if dropout is None or again(dropout):
+        return node.all_input_nodes
+    return dropout.all_input_nodes
+
+
+def _draw_of(node: fx.Node) -> fx.Node | None:
+    """The operator that may draw random numbers, if `node` is it or selects a result of it."""
+    source = node.args[0] if node.target is getitem else node
+    return source if isinstance(source, fx.Node) and may_draw(source) else None
+
+
+def _copy(
+    program: Program, node: fx.Node, copies: Mapping[fx.Node, fx.Node], issues: Issues
+) -> fx.Node:
+    dropout = dropout_of(node)
+    if node in issues.masks_alone:
+        copy = program.graph.node_copy(node)
+        copy.args = (_stand_in(program, copy), *node.args[1:])
+    elif dropout is None or issues.again(dropout):
+        copy = program.graph.node_copy(node, lambda source: copies.get(source, source))
     else:
-        value, p, _ = dropout.args
-        assert isinstance(value, fx.Node)
-        assert isinstance(p, float | int)
-        # A dropout's output is its input times mask times scale, as its backward computes it from a
-        # gradient. So only the mask is saved, one byte an element.
-        mask = mask_of(dropout) or _new_mask(graph, dropout)
-        scale = 0.0 if p == 1 else 1.0 / (1.0 - p)
-        copy = graph.call_function(
-            _aten.native_dropout_backward.default, (copies.get(value, value), mask, scale)
-        )
+        copy = _masked(program.graph, dropout, copies)
     copy.meta = {**node.meta, "phase": BACKWARD, RECOMPUTED: True}
+    if may_move_generators(node):
+        copy.meta[REPLAYS] = node.name
     return copy
+
+
+def _masked(graph: fx.Graph, dropout: fx.Node, copies: Mapping[fx.Node, fx.Node]) -> fx.Node:
+    """The output of `dropout`: its operand times mask times scale.
+
+    So its backward computes it from a gradient. Only the mask is saved, one byte an element.
+    """
+    value, p, _ = dropout.args
+    assert isinstance(value, fx.Node)
+    assert isinstance(p, float | int)
+    mask = mask_of(dropout) or _new_mask(graph, dropout)
+    scale = 0.0 if p == 1 else 1.0 / (1.0 - p)
+    return graph.call_function(
+        _aten.native_dropout_backward.default, (copies.get(value, value), mask, scale)
+    )
+
+
+def _stand_in(program: Program, dropout: fx.Node) -> fx.Node:
+    """Zeros like the operand of `dropout`, inserted before it."""
+    operand = dropout.args[0]
+    assert isinstance(operand, fx.Node)
+    val: Tensor = operand.meta["val"]
+    place = {"unit": operand.meta.get("unit", ""), "phase": BACKWARD}
+    with program.graph.inserting_before(dropout):
+        zeros = program.graph.call_function(
+            _aten.zeros.default,
+            (as_arguments(program, val.shape, **place),),
+            {"dtype": val.dtype, "device": val.device},
+        )
+    zeros.meta = {**dropout.meta, "phase": BACKWARD, "val": val, RECOMPUTED: True}
+    return zeros
 
 
 def _new_mask(graph: fx.Graph, dropout: fx.Node) -> fx.Node:

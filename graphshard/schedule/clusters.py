@@ -13,7 +13,7 @@ from graphshard.cost.collective_cost import collective_seconds, saturating_bytes
 from graphshard.cost.op_cost import op_cost
 from graphshard.hardware.hardware import Hardware
 from graphshard.program import ops
-from graphshard.program.aliases import Source, unpacks, uses_of
+from graphshard.program.aliases import ParameterSource, unpacks, uses_of
 from graphshard.program.program import Program
 from graphshard.program.storages import bytes_of
 
@@ -63,7 +63,7 @@ class ComputeTimes:
 
 
 def readers_of(
-    wait: fx.Node, derived: Mapping[fx.Node, Source]
+    wait: fx.Node, derived: Mapping[fx.Node, ParameterSource]
 ) -> dict[fx.Node, dict[fx.Node, None]]:
     """The compute nodes that read each full value that the `wait` of a gather returns.
 

@@ -9,7 +9,7 @@ from torch import fx
 
 from graphshard.cost.clocks import Clocks
 from graphshard.cost.memory import bytes_held
-from graphshard.cost.streams import local_seconds, node_seconds, stream_of
+from graphshard.cost.streams import NodeCost, local_seconds, node_cost, stream_of
 from graphshard.cost.timeline import timeline_of
 from graphshard.errors import PassError
 from graphshard.planning.plan import ShardingPlan
@@ -25,23 +25,23 @@ _COMPUTE, _LAUNCH, _AWAIT = range(3)
 class OrderScorer:
     """Scores orders of the nodes of a program without changing it.
 
-    budget: the program's budget. lifetimes: its storages. cost: by node, its seconds on its stream.
+    budget: the program's budget. lifetimes: its storages. cost: by node, its cost on its stream.
     steps: by node that takes time or waits, the kind of step, seconds of compute, the stream it
     launches on, and the node it waits for.
     """
 
     budget: Budget
     lifetimes: Lifetimes
-    cost: Mapping[fx.Node, float]
+    cost: Mapping[fx.Node, NodeCost]
     steps: Mapping[fx.Node, tuple[int, float, str, fx.Node | None]]
 
     @classmethod
     def of(cls, program: Program, plan: ShardingPlan, budget: Budget) -> OrderScorer:
         """The scorer of a finished `program`; seconds and bytes count as in `budget`."""
-        hardware = budget.hardware
-        cost = {node: node_seconds(node, program, hardware) for node in program.nodes()}
+        hardware = budget.hardware.for_ranks(plan.world_size)
+        cost = {node: node_cost(node, program, hardware) for node in program.nodes()}
         steps: dict[fx.Node, tuple[int, float, str, fx.Node | None]] = {}
-        for node, seconds in cost.items():
+        for node, (seconds, _, _) in cost.items():
             if ops.is_collective(node):
                 local = local_seconds(node, program, hardware)
                 steps[node] = _LAUNCH, local, stream_of(node), None
@@ -62,7 +62,7 @@ class OrderScorer:
 
     def seconds(self, order: Sequence[fx.Node]) -> float:
         """Seconds of forward and backward in `order` (see `graphshard.cost.timeline`)."""
-        clocks = Clocks(self.budget.hardware.contention)
+        clocks = Clocks(self.budget.hardware)
         ends: dict[fx.Node, float] = {}
         steps = self.steps
         for node in order:
@@ -74,9 +74,13 @@ class OrderScorer:
                 assert source is not None
                 clocks.wait(ends.get(source, 0.0))
                 continue
-            clocks.compute(seconds)
             if kind == _LAUNCH:
-                ends[node] = clocks.launch(stream, self.cost[node])
+                clocks.compute(seconds, only_moves=True)
+                took, load, _ = self.cost[node]
+                copy = node.target in ops.COPIES
+                ends[node] = clocks.launch(stream, took, load=load, copy=copy)
+            else:
+                clocks.compute(seconds, only_moves=self.cost[node].moves)
         return clocks.end
 
 

@@ -12,7 +12,8 @@ from dataclasses import dataclass, field
 
 from torch import fx
 
-from graphshard.cost.streams import local_seconds, stream_of
+from graphshard.cost.streams import NodeCost, local_seconds, stream_of
+from graphshard.hardware.hardware import Hardware
 from graphshard.planning.plan import ShardingPlan
 from graphshard.program import ops
 from graphshard.program.aliases import transfers_after, transfers_into, unpacks, uses_of
@@ -73,8 +74,8 @@ class JobTable:
     frame: the nodes that stay in order. seconds: by frame node, its seconds on the compute stream.
     jobs: in the program's order. reads: by free, how many nodes must stand before it. frees: by
     node, the frees that must stand after it. border: the first frame place of backward. head, tail:
-    the placeholders, and the output. cost: by node, its seconds on its stream. contention: the
-    fraction of compute's speed that running communication takes.
+    the placeholders, and the output. cost: by node, its cost on its stream. hardware: the machine,
+    which says how much communication slows compute.
     """
 
     frame: list[fx.Node]
@@ -85,8 +86,8 @@ class JobTable:
     border: int
     head: list[fx.Node]
     tail: fx.Node
-    cost: Mapping[fx.Node, float]
-    contention: float
+    cost: Mapping[fx.Node, NodeCost]
+    hardware: Hardware
 
     @classmethod
     def of(
@@ -94,9 +95,9 @@ class JobTable:
         program: Program,
         plan: ShardingPlan,
         budget: Budget,
-        cost: Mapping[fx.Node, float],
+        cost: Mapping[fx.Node, NodeCost],
     ) -> JobTable:
-        """The table of `program`, timed on the hardware of `budget`; `cost`: seconds by node."""
+        """The table of `program`, timed on the hardware of `budget`; `cost`: by node."""
         return _TableBuilder(program, plan, budget, cost).table()
 
     def with_early_frees(self, order: Iterable[fx.Node]) -> list[fx.Node]:
@@ -115,7 +116,11 @@ class JobTable:
 
 class _TableBuilder:
     def __init__(
-        self, program: Program, plan: ShardingPlan, budget: Budget, cost: Mapping[fx.Node, float]
+        self,
+        program: Program,
+        plan: ShardingPlan,
+        budget: Budget,
+        cost: Mapping[fx.Node, NodeCost],
     ) -> None:
         self.program, self.hardware, self.cost = program, budget.hardware, cost
         nodes = list(program.graph.nodes)
@@ -152,7 +157,7 @@ class _TableBuilder:
                 waiting.setdefault(node, []).append(free)
         return JobTable(
             frame,
-            [0.0 if node.target in ops.COPIES else self.cost[node] for node in frame],
+            [0.0 if node.target in ops.COPIES else self.cost[node].seconds for node in frame],
             jobs,
             reads,
             waiting,
@@ -160,7 +165,7 @@ class _TableBuilder:
             [node for node in self.nodes if node.op == "placeholder"],
             self.program.output_node,
             self.cost,
-            self.hardware.contention,
+            self.hardware,
         )
 
     def _claim(self, node: fx.Node) -> Job:
@@ -168,7 +173,7 @@ class _TableBuilder:
         issue = [n for n in transfers_into(node) if n not in self.job_of]
         from_host = [n for n in issue if n.target is ops.to_device]
         issue = [n for n in issue if n.target is not ops.to_device]
-        seconds, stream = self.cost[node], stream_of(node)
+        seconds, stream = self.cost[node].seconds, stream_of(node)
         job = Job(node, [*issue, node], [], stream, seconds, 0, 0, 0, from_host)
         job.local = local_seconds(node, self.program, self.hardware)
         for each in (*from_host, *job.issue):

@@ -88,7 +88,7 @@ class _Walk:
         self.ideal = [0.0]  # by place, when compute reaches it if it never waits
         for seconds in table.seconds:
             self.ideal.append(self.ideal[-1] + seconds)
-        self.clocks = Clocks(table.contention)
+        self.clocks = Clocks(table.hardware)
         self.live = None if self.limits is None else self.limits.least.clone()
         self.gathers = deque(job for job in table.jobs if job.is_gather)
         self.reduces = {
@@ -174,11 +174,13 @@ class _Walk:
         self.order.append(node)
         if node.target in ops.COPIES:
             stream = stream_of(node)
-            self.copy_ends[node] = self.clocks.launch(stream, self.table.cost[node])
+            seconds, load, _ = self.table.cost[node]
+            self.copy_ends[node] = self.clocks.launch(stream, seconds, load=load, copy=True)
         elif node.target is ops.arrive:
             self.clocks.wait(self.copy_ends[node.all_input_nodes[0]])
         else:
-            self.clocks.compute(self.table.cost[node])
+            seconds, _, moves = self.table.cost[node]
+            self.clocks.compute(seconds, only_moves=moves)
         for free in self.table.frees.get(node, ()):
             self.reads[free] -= 1
             if not self.reads[free]:
@@ -269,7 +271,8 @@ class _Walk:
         for node in job.issue[:-1]:
             self._emit(node)
         self.order.append(job.collective)
-        self.gather_ends[job] = self.clocks.launch(job.stream, job.seconds)
+        load = self.table.cost[job.collective].load
+        self.gather_ends[job] = self.clocks.launch(job.stream, job.seconds, load=load)
 
     def _end_gather(self, job: Job) -> None:
         self.clocks.wait(self.gather_ends.pop(job))
@@ -292,9 +295,10 @@ class _Walk:
         self.reduces[job.queue].popleft()
         for node in job.issue[:-1]:
             self._emit(node)
-        self.clocks.compute(job.local)
+        self.clocks.compute(job.local, only_moves=True)
         self.order.append(job.collective)
-        done = self.clocks.launch(job.stream, job.seconds)
+        load = self.table.cost[job.collective].load
+        done = self.clocks.launch(job.stream, job.seconds, load=load)
         flight = _Flight(job, done, job.need)
         self.flights.append(flight)
         if self.minimal:

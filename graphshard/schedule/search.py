@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Hashable, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -10,6 +10,7 @@ from torch import fx
 
 from graphshard.planning.plan import ShardingPlan
 from graphshard.program.annotations import Budget, Score
+from graphshard.program.arguments import argument_key
 from graphshard.program.pass_protocol import PassLike, apply_passes
 from graphshard.program.program import Program
 from graphshard.schedule.evaluate import OrderScorer, budget_of
@@ -196,9 +197,8 @@ def trial_after(
     return trial_of(changed, plan)
 
 
-def _form(program: Program) -> list[tuple[str, str, tuple[str, ...]]]:
-    """The names, keyword arguments and inputs of all nodes, which a pass may change."""
+def _form(program: Program) -> list[tuple[str, Hashable]]:
+    """The names and arguments of all nodes, which a pass may change."""
     return [
-        (node.name, str(node.kwargs) if node.kwargs else "", tuple(map(str, node.all_input_nodes)))
-        for node in program.graph.nodes
+        (node.name, argument_key((node.args, node.kwargs), str)) for node in program.graph.nodes
     ]

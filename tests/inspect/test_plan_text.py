@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import io
 import json
+from typing import Any
 
 import pytest
 import torch
@@ -12,6 +13,7 @@ from meta_models import LLAMA_7B, LLAMA_70B, Block, Example, Weight, llama, tree
 from rich.console import Console
 from torch import nn
 
+import graphshard
 from graphshard.format import Folded, fold, human_bytes, human_count, some_of
 from graphshard.planning.planner import make_plan
 from graphshard.policy.precision import MixedPrecision
@@ -65,6 +67,7 @@ CHANGED = {
     "backward_prefetch": None,
     "forward_prefetch": 2,
     "all_reduce_below": 65_536,
+    "reduce_op": "sum",
     "reshard_root": True,
     "reshard_after_forward": False,
     "mixed_precision": MixedPrecision(param_dtype=torch.bfloat16),
@@ -75,6 +78,8 @@ CHANGED = {
     "schedule": "overlap",
     "hardware": "a100-80gb",
     "cuda_graph": True,
+    "collective_memory": "symmetric",
+    "check_finite": "warn",
     "sync_module_states": True,
     "notes": ("a remark",),
     "min_num_params": 500,
@@ -208,3 +213,15 @@ def test_numbers_for_people():
     expected = ["0", "999", "1.00K", "1.00M", "6.74B", "1.01T", "5000.00T"]
     assert [human_count(n) for n in counts] == expected
     assert (some_of("ab"), some_of("abcd", "-", 2)) == ("a, b", "a-b and 2 more")
+
+
+def test_pinned_memory_is_rounded_up() -> None:
+    """200 x 200 floats on 2 ranks are 80,000 bytes, for which torch pins 131,072."""
+    policy = graphshard.BlockPolicy({nn.Linear}, offload="params")
+    given = nn.Linear(200, 200, bias=False), policy
+    call: Any = {"world_size": 2, "example_inputs": (torch.zeros(1, 200),)}
+    text = str(graphshard.plan(*given, **call, device="cuda"))
+    assert (
+        "pinned: 128.00 KiB of memory for these parameters, in 1 blocks, which torch rounds" in text
+    )
+    assert "pinned" not in str(graphshard.plan(*given, **call, device="cpu"))

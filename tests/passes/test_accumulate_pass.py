@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 import pytest
+import torch
 import toy_programs as toys
 from torch import fx
 
@@ -15,6 +16,7 @@ from graphshard.passes.release_early import ReleaseEarly
 from graphshard.passes.zero_missing_grads import ZeroMissingGrads
 from graphshard.pipeline import default_passes, run_passes
 from graphshard.planning.plan import ShardingPlan
+from graphshard.policy.precision import MixedPrecision
 from graphshard.policy.units import Policy
 from graphshard.program import ops
 from graphshard.program.program import Program
@@ -81,6 +83,33 @@ def test_what_was_kept_goes_into_the_reduce() -> None:
         (op, unit) for unit in units for op in ("add_accumulated", "reduce_scatter")
     ]
     verify(program, plan, after="the test")
+
+
+def test_a_gradient_is_accumulated_as_it_was_computed() -> None:
+    precision = MixedPrecision(reduce_dtype=torch.bfloat16)
+    names = every_name(toys.blocks())
+    for keep, add in (("gradient", ()), (None, names)):
+        program, plan = rewritten(keep=keep, add=add, mixed_precision=precision)
+        nodes = [
+            n for n in program.nodes() if n.target in (ops.accumulate_grad, ops.add_accumulated)
+        ]
+        assert len(nodes) == len(names)
+        for node in nodes:
+            assert node.meta["val"].dtype == torch.bfloat16
+            assert node.args[0].meta["val"].dtype == torch.float32
+        verify(program, plan, after="the test")
+        gradient = nodes[0].args[0]
+        with program.graph.inserting_before(nodes[0]):
+            cast = program.graph.node_copy(gradient)
+        cast.target, cast.args = ops.cast, (gradient,)
+        cast.kwargs = {
+            "dtype": torch.bfloat16,
+            **{k: nodes[0].kwargs[k] for k in ("unit", "param")},
+        }
+        cast.meta = {**nodes[0].meta}
+        nodes[0].args = (cast,)
+        with pytest.raises(VerifyError, match="cast, and the sum is to be rounded alone"):
+            verify(program, plan, after="the test")
 
 
 def test_replicated_and_unused_parameters() -> None:

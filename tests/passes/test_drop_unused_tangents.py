@@ -237,6 +237,17 @@ def test_random_numbers_are_still_drawn() -> None:
     assert aten.bernoulli.p in targets(program)
 
 
+def test_draws_for_what_is_not_computed_are_dropped() -> None:
+    """As autograd does not call the backward of an output without a gradient."""
+
+    def join(toy: Toy, a: fx.Node, b: fx.Node) -> fx.Node:
+        noise = toy.op(aten.mul.Tensor, b, toy.op(aten.rand_like.default, b))
+        return toy.op(aten.add.Tensor, a, noise)
+
+    program = dropped(two_outputs(join), 1)
+    assert aten.rand_like.default not in targets(program)
+
+
 def test_an_output_without_a_tangent_cannot_be_dropped() -> None:
     program, plan = toys.rewritten(toys.blocks)
     with pytest.raises(PassError, match=r"outputs \[3\] have no tangent; .* are \[0\]"):

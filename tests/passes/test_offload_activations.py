@@ -107,6 +107,23 @@ def test_default_bound_leaves_a_toy_alone() -> None:
     assert str(program) == str(toys.rewritten(toys.blocks)[0])
 
 
+@pytest.mark.parametrize(("device", "smallest"), [("cpu", 1 << 12), ("cuda", 1 << 20)])
+def test_the_default_bound_is_what_the_link_is_worth(device: str, smallest: int) -> None:
+    hidden = 256
+    sent = {}
+    for rows in (smallest // (4 * hidden) - 1, smallest // (4 * hidden)):
+        plan = graphshard.plan(
+            nn.Sequential(nn.Linear(1, hidden), nn.ReLU(), nn.Linear(hidden, 1)),
+            graphshard.BlockPolicy({nn.Linear}, offload="activations"),
+            example_inputs=(torch.zeros(rows, 1),),
+            device=device,
+        )
+        assert plan.program is not None
+        sent[rows * hidden * 4] = sum(n.target is ops.to_host for n in plan.program.nodes())
+    assert sent[smallest] > 0
+    assert device == "cpu" or sent[smallest - 4 * hidden] == 0
+
+
 def test_forward_only_has_nothing_to_save() -> None:
     policy = Policy(offload=ACTIVATIONS)
     program = toys.blocks(grad=False)
@@ -190,6 +207,7 @@ def test_unused_outputs_bring_nothing_back() -> None:
     assert all(p.grad is not None for p in sharded.parameters())
 
 
+@pytest.mark.slow
 def test_symbolic_sizes_are_offloaded_too() -> None:
     results = []
     for offload in (None, ACTIVATIONS):

@@ -196,6 +196,7 @@ def test_the_table_names_the_stages_that_each_rule_asks_about() -> None:
         (Policy(strategy="HYBRID_SHARD"), (2, 2)),
         (Policy(mixed_precision=MixedPrecision(reduce_dtype=torch.bfloat16)), (4,)),
         (Policy(memory_budget=1 << 40), (4,)),
+        (Policy(check_finite="warn"), (4,)),
         (Policy(memory_budget=1 << 40, schedule="overlap", hardware="a100-80gb"), (4,)),
     ):
         program, plan = toys.rewritten(toys.blocks, policy, mesh=mesh)
@@ -211,7 +212,13 @@ def test_the_table_names_the_stages_that_each_rule_asks_about() -> None:
 
 
 def test_the_default_passes_establish_every_stage_that_rules_ask_about() -> None:
-    policy = Policy(schedule="overlap", hardware="a100-80gb", offload="params")
+    policy = Policy(
+        schedule="overlap",
+        hardware="a100-80gb",
+        offload="params",
+        check_finite="error",
+        reduce_op="sum",
+    )
     assert stages_of(*default_passes(policy)) == FINISHED | Stage.OFFLOADED == ~Stage.CAPTURED
     assert {rule for stage in Stage for rule in rules_of(stage)} == {
         rule for rule in RULES if rule.since | rule.stricter

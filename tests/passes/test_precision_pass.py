@@ -301,7 +301,7 @@ def test_the_plan_counts_bytes_as_they_are_gathered() -> None:
     norm = 2 * 6 * 4  # weight and bias of BatchNorm, in float32 as before
     for a, b in zip(own.units[1:], mixed.units[1:], strict=True):
         assert b.unsharded_bytes - norm == (a.unsharded_bytes - norm) / 2
-    whole, kept = gradient_bytes(own).kept, gradient_bytes(mixed).kept
+    whole, kept = gradient_bytes(own).accumulated, gradient_bytes(mixed).accumulated
     assert kept - 2 * norm == (whole - 2 * norm) / 2  # of two blocks
 
 

@@ -37,7 +37,7 @@ ALL = ReleaseEarly(min_bytes=1)
 
 
 def released(build: Callable[..., Program] = toys.blocks, **policy: Any) -> tuple[Program, Any]:
-    chosen = Policy(**policy)
+    chosen = toys.gathering_at_need(Policy(**policy))
     return toys.rewritten(build, chosen, passes=[*default_passes(chosen)[:-1], ALL])
 
 
@@ -262,13 +262,10 @@ def regions_release_where_their_operators_do(rank: int) -> None:
     assert fallen <= eager + slack
 
 
-CHECKS = [
-    gradients_take_the_room_of_parameters,
-    poisoned_releases_do_no_harm,
-    regions_release_where_their_operators_do,
-]
+SLOW = [poisoned_releases_do_no_harm, regions_release_where_their_operators_do]
 
-test_on_two_ranks = on_ranks(CHECKS, 2, timeout=300, group_timeout=200)
+test_on_two_ranks = on_ranks([gradients_take_the_room_of_parameters], 2, timeout=300)
+test_more_on_two_ranks = pytest.mark.slow(on_ranks(SLOW, 2, timeout=300, group_timeout=200))
 
 
 @pytest.mark.parametrize("backend", ["eager", "inductor"])

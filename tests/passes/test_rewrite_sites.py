@@ -121,7 +121,8 @@ def test_a_view_made_far_from_its_use_is_made_where_it_is_used() -> None:
         x = toy.linear(x, "b.weight")
         return toy.finish(toy.linear(x, "a.weight", view=lambda w: turned))
 
-    for policy in (Policy(backward_prefetch=None), GRAD_OP):
+    for options in ({"backward_prefetch": None}, {"strategy": "SHARD_GRAD_OP"}):
+        policy = Policy(forward_prefetch=0, **options)
         program, _ = rewrite(build, policy, ("", "a", "b"))
         schedule = [(e.op, e.unit) for e in program.schedule() if e.phase == FORWARD]
         assert schedule.index(("all_gather", "a")) > schedule.index(("compute", "b"))

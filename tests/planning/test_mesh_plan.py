@@ -330,10 +330,10 @@ def shards_gathered_among_few(program: Program) -> None:
 
 
 HYBRID_BREAKS: dict[Callable[[Program], None], tuple[str, str]] = {
-    average_of_one_group: ("replicas", "is averaged over 2 of 4 ranks only"),
+    average_of_one_group: ("replicas", "is averaged over the 2 ranks of a replica only"),
     average_of_another_shard: ("replicas", "is no reduced shard of 'embed.weight'"),
     average_of_a_full_gradient: ("replicas", "is no reduced shard of 'embed.weight'"),
-    average_within_the_shards: ("groups", "joins the ranks 'shard' of a mesh of shape (2, 2)"),
+    average_within_the_shards: ("reduces", "is reduced here and by %layers_1_reduce_scatter"),
     average_twice: ("replicas", "'layers.1.up.weight' is averaged here and by %layers_1_all_red"),
     average_before_its_shards: ("metadata", "which stands below it"),
     reordered_averages: ("order", "it is issued where %layers_1_all_reduce was"),

@@ -185,7 +185,7 @@ def test_mesh_is_all_ranks_by_default():
 
 
 def test_models_without_shapes_or_that_are_none():
-    with pytest.raises(PlanError, match=r"b\.weight has no shape yet"):
+    with pytest.raises(PlanError, match=r"'b\.weight' has no shape yet"):
         plan_of(tree_of(a=Weight(3), b=nn.LazyLinear(3)))
     with pytest.raises(PlanError, match=r"must be an nn\.Module; got dict"):
         make_plan({}, SizePolicy(), world_size=2)  # type: ignore[arg-type]

@@ -327,6 +327,7 @@ def test_lambda_policy_wants_a_bool():
         (lambda: SizePolicy(backward_prefetch="before"), "backward_prefetch"),
         (lambda: SizePolicy(forward_prefetch=-1), "forward_prefetch"),
         (lambda: SizePolicy(forward_prefetch=True), "forward_prefetch"),
+        (lambda: SizePolicy(reduce_op="mean"), "reduce_op must be 'avg' or 'sum'"),
         (lambda: SizePolicy(all_reduce_below=-1), "all_reduce_below"),
         (lambda: SizePolicy(all_reduce_below=True), "all_reduce_below"),
         (
@@ -377,6 +378,7 @@ def test_the_base_selects_nothing_and_says_what_to_use():
         select(Policy(), Example())
 
 
+@pytest.mark.slow
 def test_repr_is_the_same_in_every_process():
     code = (
         "from torch import nn\n"

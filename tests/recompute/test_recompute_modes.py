@@ -8,6 +8,7 @@ from functools import partial
 
 import pytest
 import torch
+import torch.nn.functional as F
 from models import CASES, loss_of
 from torch import fx, nn
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -292,6 +293,38 @@ def test_selective_checkpoints_of_the_model_are_honoured(around):
         assert len(in_backward) == executed.ops[name], name
     # As the policy's own mode asks for it, the same.
     assert again(program_of(Mixes(), recompute="selective")) == again(program)
+
+
+class Attends(nn.Module):
+    """Attention in a checkpoint that keeps the results of `kept`."""
+
+    def __init__(self, kept, mask) -> None:
+        super().__init__()
+        self.inp, self.mask = nn.Linear(16, 16), mask
+        self.context = partial(create_selective_checkpoint_contexts, [kept])
+
+    def forward(self, x):
+        return checkpoint(self.attend, x, use_reentrant=False, context_fn=self.context).sum()
+
+    def attend(self, x):
+        y = torch.tanh(self.inp(x))
+        return F.scaled_dot_product_attention(y, y, y, attn_mask=self.mask).sin()
+
+
+@pytest.mark.skipif(torch.backends.cuda.is_built(), reason="nothing is traced off its target")
+@pytest.mark.parametrize("name", ["flash", "efficient"])
+def test_a_trace_on_the_cpu_for_cuda_asks_about_the_attention_of_cuda(name):
+    kept = getattr(aten, f"_scaled_dot_product_{name}_attention").default
+    model = Attends(kept, None if name == "flash" else torch.zeros(8, 8))
+    x = torch.rand(2, 2, 8, 16)
+    for device, times in (("cpu", 1), ("cuda", 0)):
+        made = graphshard.plan(
+            model, graphshard.SizePolicy(1), world_size=2, example_inputs=(x,), device=device
+        )
+        computed = [node.target for node in made.program.nodes(BACKWARD) if RECOMPUTED in node.meta]
+        assert computed.count(aten.tanh.default) == 1
+        attention = aten._scaled_dot_product_flash_attention_for_cpu.default
+        assert computed.count(attention) == times, device
 
 
 def test_what_a_checkpoint_cannot_carry_is_refused():

@@ -207,7 +207,7 @@ def test_where_everything_takes_long_communication_never_stands_still() -> None:
 )
 def test_every_option_is_scheduled_and_keeps_its_values(build: Any, fields: dict[str, Any]) -> None:
     mesh = (2, 2) if fields.get("strategy") == "HYBRID_SHARD" else None
-    plain, _ = toys.rewritten(build, Policy(**fields), mesh=mesh)
+    plain, _ = toys.rewritten(build, Policy(forward_prefetch=1, **fields), mesh=mesh)
     policy = Policy(schedule="overlap", hardware=UNIT, **fields)
     program, plan = toys.rewritten(build, policy, mesh=mesh, passes=alone(policy))
     require_no_worse(plain, program, plan)
