@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 from torch import fx
@@ -20,7 +20,7 @@ from graphshard.program.collective import (
 )
 from graphshard.program.program import signature
 from graphshard.verify.facts import CollectiveKey, Facts, collective_key
-from graphshard.verify.groups import averaged_by
+from graphshard.verify.groups import averaged_by, is_reduced_shard
 
 
 class Pieces:
@@ -122,7 +122,8 @@ def _readers(node: fx.Node) -> list[fx.Node]:
 def check_transfers(facts: Facts) -> None:
     """A transfer names its unit and a parameter of that unit; a cast alone changes the dtype.
 
-    The transfer of an activation names None as its parameter.
+    A gradient that is added to an accumulated one leaves in the dtype of its reduce. The transfer
+    of an activation names None as its parameter.
     """
     for node in facts.nodes:
         if not ops.is_transfer(node):
@@ -137,7 +138,11 @@ def check_transfers(facts: Facts) -> None:
         ):
             facts.fail("operands", node, f"{param!r} is not a parameter of unit {unit!r}")
         shape, was = signature(source.meta["val"])
-        expected = (shape, dtype if node.target is ops.cast else was)
+        if node.target is ops.cast:
+            was = dtype
+        elif node.target is ops.add_accumulated and param is not None:
+            was = facts.plan.layouts[str(param)].reduce_dtype
+        expected = (shape, was)
         if signature(node.meta["val"]) != expected:
             shape = signature(node.meta["val"])
             facts.fail("shapes", node, f"it is {shape}, and must be {expected}")
@@ -202,9 +207,11 @@ def check_reduces(facts: Facts) -> None:
     reduced_by: dict[str, fx.Node] = {}
     pieces = Pieces(facts)
     for reduce in facts.collectives:
-        if reduce.target not in ops.REDUCES or ops.group_of(reduce) == ops.REPLICATE:
+        if reduce.target not in ops.REDUCES:
             continue
         operands, layouts = _operands(facts, reduce)
+        if ops.group_of(reduce) == ops.REPLICATE:
+            continue
         layouts = pieces.layouts(reduce, layouts)
         for operand, layout in zip(operands, layouts, strict=True):
             before = reduced_by.get(layout.fqn)
@@ -221,6 +228,7 @@ def check_reduces(facts: Facts) -> None:
         for wait in facts.waits[reduce]:
             _check_values(facts, wait, expected)
     pieces.check_complete()
+    _check_kept(facts, reduced_by)
     _check_returned(facts, reduced_by | averaged_by(facts, reduced_by), pieces)
 
 
@@ -238,6 +246,17 @@ def _check_operand(facts: Facts, reduce: fx.Node, operand: fx.Node, layout: Para
             f"%{operand.name} is {(shape, dtype)}, no gradient of "
             f"{layout.fqn!r} {(layout.shape, layout.dtype)}",
         )
+
+
+def _check_kept(facts: Facts, reduced_by: Mapping[str, fx.Node]) -> None:
+    """A shard that is kept for a later micro-batch is that of its own parameter."""
+    for node in facts.nodes:
+        if node.target is not ops.accumulate_grad or OneTensor.of(node).accumulated_as != "shard":
+            continue
+        name, shard = str(param_of(node)), node.args[0]
+        assert isinstance(shard, fx.Node)
+        if not is_reduced_shard(shard, name, reduced_by.get(name)):
+            facts.fail("reduces", node, f"%{shard.name} is no reduced shard of {name!r}")
 
 
 def _check_returned(facts: Facts, reduced_by: dict[str, fx.Node], pieces: Pieces) -> None:

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from typing import TypeVar
+
 from torch import fx
 
 from graphshard.program import ops
@@ -119,17 +122,23 @@ def _source(node: fx.Node) -> fx.Node:
     return source
 
 
+_Key = TypeVar("_Key")
+
+
 def check_accumulated(facts: Facts) -> None:
     """A program keeps all gradients for a later micro-batch, or none, as their reduces take them.
 
-    A program that keeps shards still reduces the gradients of replicated parameters.
+    A program that keeps shards still reduces the gradients of replicated parameters. An accumulated
+    gradient is added once, as adding drops it; only the pass that establishes `Stage.ACCUMULATED`
+    chooses which are added.
     """
     keeps: dict[str, fx.Node] = {}
+    adds: dict[tuple[str, str], fx.Node] = {}
     for node in facts.nodes:
         if node.target not in (ops.accumulate_grad, ops.add_accumulated):
             continue
         arguments = OneTensor.of(node)
-        param, of = arguments.param, arguments.kept_as
+        param, of = arguments.param, arguments.accumulated_as
         exists = isinstance(param, str) and param in facts.params
         if not exists or arguments.unit != facts.plan.unit_of_param(str(param)):
             facts.fail("operands", node, "it must say its parameter, and that one's unit")
@@ -140,17 +149,33 @@ def check_accumulated(facts: Facts) -> None:
                 "accumulated", node, f"its operand is no {of!r} of {param!r}, of shape {shape}"
             )
         if node.target is ops.accumulate_grad:
-            if str(param) in keeps:
-                facts.fail(
-                    "accumulated", node, f"%{keeps[str(param)].name} keeps {param!r} already"
-                )
-            keeps[str(param)] = node
+            _note_first(facts, keeps, str(param), node, f"keeps {param!r}")
+        else:
+            _note_first(facts, adds, (str(param), str(of)), node, f"adds that of {param!r}")
+    _check_added(facts, adds)
     for entry, grad in zip(facts.program.params, facts.program.results().grads, strict=True):
         sharded = facts.plan.layouts[entry.fqn].sharded
-        whole = any(OneTensor.of(node).kept_as == "gradient" for node in keeps.values())
+        whole = any(OneTensor.of(node).accumulated_as == "gradient" for node in keeps.values())
         if keeps and grad is not None and not entry.ignored and (whole or sharded):
             facts.fail(
                 "accumulated",
                 grad,
                 f"the gradient of {entry.fqn!r} is returned, but those of others are kept",
             )
+
+
+def _note_first(
+    facts: Facts, firsts: dict[_Key, fx.Node], key: _Key, node: fx.Node, does: str
+) -> None:
+    first = firsts.setdefault(key, node)
+    if first is not node:
+        facts.fail("accumulated", node, f"%{first.name} {does} already")
+
+
+def _check_added(facts: Facts, adds: Mapping[tuple[str, str], fx.Node]) -> None:
+    earlier = None if facts.reference is None else facts.reference.added
+    if earlier is None or adds.keys() == earlier:
+        return
+    param, of = min(adds.keys() ^ earlier)
+    fault = "is no longer added" if (param, of) in earlier else "was not added before the pass"
+    facts.fail("accumulated", adds.get((param, of)), f"the accumulated {of} of {param!r} {fault}")

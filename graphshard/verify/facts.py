@@ -13,7 +13,7 @@ from torch import fx
 from graphshard.errors import VerifyError
 from graphshard.planning.plan import ShardingPlan
 from graphshard.program import ops
-from graphshard.program.collective import Collective
+from graphshard.program.collective import Collective, OneTensor, param_of
 from graphshard.program.pass_protocol import Stage
 from graphshard.program.program import ParamEntry, Program, Signature, signature, signatures
 from graphshard.program.text import node_line
@@ -29,6 +29,8 @@ class Reference:
     graded: frozenset[str]  # parameters with a gradient, when captured
     values: Values | None  # when captured; None after a pass that may change them
     tables: Mapping[str, tuple[Any, ...]]
+    settings: Mapping[str, Any]  # see `settings_of`
+    added: frozenset[tuple[str, str]] | None  # see `added_by`; None for a pass that may change it
     collectives: tuple[tuple[CollectiveKey, str], ...]  # each with the name of its node, in order
     reads: Mapping[fx.Node, tuple[Signature, ...]]  # shape and dtype of each compute node's inputs
     results: tuple[tuple[Signature, ...], ...]  # of outputs and mutations
@@ -57,6 +59,8 @@ class Reference:
             graded=graded if captured is None else captured.graded,
             values=Values.of(program) if captured is None else captured.values,
             tables=tables_of(program),
+            settings=settings_of(program),
+            added=added_by(program),
             collectives=tuple((collective_key(node), node.name) for node in collectives),
             reads=reads_of(program.graph.nodes, cache) if facts is None else facts.reads,
             results=(signatures(results.outputs), signatures(results.mutations)),
@@ -70,6 +74,20 @@ def tables_of(program: Program) -> dict[str, tuple[Any, ...]]:
         name: getattr(program, name)
         for name in ("params", "buffers", "inputs", "outputs", "mutations")
     }
+
+
+def settings_of(program: Program) -> dict[str, Any]:
+    """The fields of a program that say how it was captured, and for which ranks."""
+    return {
+        name: getattr(program, name)
+        for name in ("training", "grad", "capture_device", "device", "mesh_shape", "stale")
+    }
+
+
+def added_by(program: Program) -> frozenset[tuple[str, str]]:
+    """The accumulated gradients that `program` adds: parameter, and "gradient" or "shard"."""
+    adds = (node for node in program.nodes() if node.target is ops.add_accumulated)
+    return frozenset((str(param_of(node)), str(OneTensor.of(node).accumulated_as)) for node in adds)
 
 
 def collective_key(node: fx.Node) -> CollectiveKey:

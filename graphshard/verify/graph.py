@@ -10,7 +10,8 @@ from torch import fx
 
 from graphshard.program.program import BACKWARD, FORWARD, signatures
 from graphshard.program.text import argument_text
-from graphshard.verify.facts import Facts, tables_of
+from graphshard.verify.constants import constants_of
+from graphshard.verify.facts import Facts, settings_of, tables_of
 
 
 def check_layout(facts: Facts) -> None:
@@ -76,7 +77,13 @@ def check_metadata(facts: Facts) -> None:
 
 
 def check_phases(facts: Facts) -> None:
-    """Forward neither reads nor returns a value of backward; tangents belong to backward."""
+    """Forward neither reads nor returns a value of backward; tangents belong to backward.
+
+    A program without gradients has no backward.
+    """
+    if not facts.program.grad:
+        for node in facts.program.nodes(BACKWARD):
+            facts.fail("phases", node, "it is in backward, which a program without gradients lacks")
     tangents = {entry.tangent for entry in facts.program.outputs}
 
     def in_backward(value: fx.Node) -> bool:
@@ -95,9 +102,18 @@ def check_phases(facts: Facts) -> None:
 
 
 def check_tables(facts: Facts) -> None:
-    """A pass leaves the tables as they were."""
+    """A pass leaves the tables, and what says how the program was captured, as they were."""
     if facts.reference is None:
         return
+    earlier = facts.reference.settings
+    for name, setting in settings_of(facts.program).items():
+        if setting != earlier[name]:
+            facts.fail(
+                "unchanged",
+                None,
+                f"the program's {name} was {argument_text(earlier[name])} before the pass, and is "
+                f"{argument_text(setting)}",
+            )
     for table, entries in tables_of(facts.program).items():
         for index, (now, was) in enumerate(zip_longest(entries, facts.reference.tables[table])):
             if now != was:
@@ -107,6 +123,23 @@ def check_tables(facts: Facts) -> None:
                     f"entry {index} of the program's {table} was {_entry_text(was)} before the "
                     f"pass, and is {_entry_text(now)}",
                 )
+
+
+def check_constants(facts: Facts) -> None:
+    """A constant has the bits, dtype, strides and device that it had when captured.
+
+    A pass that says that it changes values may change constants; see `Pass.changes_values`.
+    `check_tables` makes sure that the same constants are there. A tensor that is still the same
+    object is compared by its version.
+    """
+    captured = None if facts.reference is None else facts.reference.values
+    if captured is None:
+        return
+    for was, now in zip(captured.constants, constants_of(facts.program), strict=True):
+        difference = was.difference(now)
+        if difference is not None:
+            node = next(entry.node for entry in facts.program.buffers if entry.fqn == now.fqn)
+            facts.fail("constants", node, f"the constant {now.fqn!r} {difference}")
 
 
 def check_unchanged(facts: Facts) -> None:

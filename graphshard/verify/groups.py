@@ -17,7 +17,7 @@ def check_groups(facts: Facts) -> None:
     """A collective joins a group that the mesh has and that this kind of collective may join."""
     for node in facts.collectives:
         op, group = ops.OPS[node.target], ops.group_of(node)
-        allowed = op.groups_with_replicas if facts.plan.replicas > 1 else op.groups
+        allowed = op.groups_with_replicas if facts.plan.has_replicas else op.groups
         if group not in allowed:
             facts.fail(
                 "groups",
@@ -43,16 +43,17 @@ def averaged_by(facts: Facts, reduced_by: Mapping[str, fx.Node]) -> dict[str, fx
                 facts.fail(
                     "replicas", node, f"{name!r} is averaged here and by %{averages[name].name}"
                 )
-            if not _is_reduced_shard(operand, name, reduced_by.get(name)):
+            if not is_reduced_shard(operand, name, reduced_by.get(name)):
                 facts.fail("replicas", node, f"%{operand.name} is no reduced shard of {name!r}")
             averages[name] = node
         _check_returned(facts, node, params)
-    if facts.plan.replicas > 1 and Stage.AVERAGED in facts.done:
+    if facts.plan.has_replicas and Stage.AVERAGED in facts.done:
         _check_all_averaged(facts, reduced_by, averages)
     return averages
 
 
-def _is_reduced_shard(operand: fx.Node, name: str, reduce: fx.Node | None) -> bool:
+def is_reduced_shard(operand: fx.Node, name: str, reduce: fx.Node | None) -> bool:
+    """Whether `operand` is the shard of `name` that `reduce` returns, or a transfer of it."""
     operand = ops.origin(operand)
     if reduce is None or not ops.is_unpack(operand) or ops.collective_of(operand) is not reduce:
         return False
@@ -75,12 +76,13 @@ def _check_all_averaged(
 ) -> None:
     accumulated = {param_of(node) for node in facts.nodes if node.target is ops.accumulate_grad}
     for name, reduce in reduced_by.items():
-        if name not in averages and name not in accumulated and ops.is_scatter(reduce):
+        whole = not ops.is_scatter(reduce) and ops.group_of(reduce) == ops.ALL
+        if name not in averages and name not in accumulated and not whole:
             facts.fail(
                 "replicas",
                 reduce,
-                f"the gradient of {name!r} is averaged over {facts.plan.shard_size} of "
-                f"{facts.plan.world_size} ranks only",
+                f"the gradient of {name!r} is averaged over the {facts.plan.shard_size} ranks of a "
+                "replica only",
             )
 
 

@@ -8,16 +8,20 @@ say which rewrites preserve a number:
     clone(x), x on another device                              x
     a cast of x, by any operator                               cast(x, dtype), or x if no change
     dropout(x, p) in training                                  x * mask * scale
+    its mask, and other random numbers            by their operator, arguments and random state
+    a random state                                by what was drawn since the step began
     a result of a reduce                                       reduced(operand)
     a gradient plus an accumulated one                         that gradient, or 0 if it was missing
     an accumulated gradient                                    the operand of the dropped reduce
+    a gradient times a number, if it is marked    the gradient; `check_scales` checks the number
     columns of an embedding's gradient                         see `number_of_columns`
 
 One difference is allowed where the plan asks for it: a gradient may be cast before its reduce and
 behind it, and so be rounded at other places. `check_precision` checks the dtypes.
 
 So a view, a cast or a region that is computed again has the number of the original. Nodes that draw
-random numbers or write into their operands must be the captured ones in the captured order.
+random numbers or write into their operands must be the captured ones in the captured order, but for
+draws that backward repeats: these must have the random state that the repeated ones had.
 """
 
 from __future__ import annotations
@@ -35,9 +39,12 @@ from graphshard.program import ops
 from graphshard.program.aliases import cast_dtype
 from graphshard.program.arguments import argument_key
 from graphshard.program.collective import OneTensor
-from graphshard.program.program import Program
-from graphshard.recompute.regions import dropout_of
+from graphshard.program.gradient_scales import scaled_by_mark
+from graphshard.program.program import SCALE, Program, signature
+from graphshard.program.random_states import device_of, generator_of
+from graphshard.recompute.regions import is_dropout, mask_needs_no_operand
 from graphshard.torch_private.compat import SYMBOLIC
+from graphshard.verify.constants import Constant, constants_of
 
 _aten = torch.ops.aten
 
@@ -172,6 +179,12 @@ class Numbered:
 _PLUS_ACCUMULATED = "plus accumulated"
 
 
+_STATE = "random state"
+
+
+_DRAWN = "drawn"
+
+
 Key = tuple[Any, ...]
 
 
@@ -190,10 +203,15 @@ class Values:
         by_key: the number of each key.
         of_node: the number of each node.
         name: for each number, the name of its first node.
-        effects: nodes that draw random numbers or write, in order.
+        effects: nodes that draw random numbers or write, in order, but for draws done again.
+        states: the present random state, by type of device.
+        drawn: by the name of a draw, the number of what it draws.
+        repeated: nodes that draw random numbers again.
+        replaying: the types of devices whose generator is in a state of forward.
         accumulated: by parameter, "gradient" or "shard", and the number that a `keep` takes.
         ends: the numbers of the values in each list of the output node.
         memo: the numbers of ordinary operators, by node.
+        constants: the constants, to compare with later ones; see graph.py.
     """
 
     keys: list[Key] = field(default_factory=list)
@@ -201,9 +219,14 @@ class Values:
     of_node: dict[fx.Node, int] = field(default_factory=dict)
     name: dict[int, str] = field(default_factory=dict)
     effects: list[fx.Node] = field(default_factory=list)
+    states: dict[str, Number] = field(default_factory=dict)
+    drawn: dict[str, Number] = field(default_factory=dict)
+    repeated: list[fx.Node] = field(default_factory=list)
+    replaying: set[str] = field(default_factory=set)
     accumulated: dict[str, tuple[str, int]] = field(default_factory=dict)
     ends: dict[str, list[Number]] = field(default_factory=dict)
     memo: dict[fx.Node, Numbered] = field(default_factory=dict)
+    constants: tuple[Constant, ...] = ()
 
     @classmethod
     def of(cls, program: Program, captured: Values | None = None) -> Values:
@@ -217,19 +240,26 @@ class Values:
         values._enter_tables(program)
         for node in program.nodes():
             numbered = values.memo.get(node)
-            if numbered is not None and numbered.plain and numbered.is_of(node, values.of_node):
+            if SCALE in node.meta and (source := scaled_by_mark(node)) is not None:
+                values._set(node, values.number(source))
+            elif numbered is not None and numbered.plain and numbered.is_of(node, values.of_node):
                 values._reuse(node, numbered)
+            elif ops.is_random(node):
+                values._draw(node, generator_of(program, node))
             elif ops.op_name(node) is None or ops.is_transfer(node) or node.target is ops.reshard:
                 values._visit(node)
+            elif node.target in ops.RANDOM_STATES:
+                values._enter_state(node)
             elif node.target is ops.accumulate_grad:
                 number = values.of_node[node.args[0]]  # type: ignore[index]
                 arguments = OneTensor.of(node)
-                values.accumulated[str(arguments.param)] = (str(arguments.kept_as), number)
+                values.accumulated[str(arguments.param)] = (str(arguments.accumulated_as), number)
         for name, ends in vars(program.results()).items():
             values.ends[name] = [values.number(end) for end in ends]
         return values
 
     def _enter_tables(self, program: Program) -> None:
+        self.constants = constants_of(program)
         for entry in program.params:
             self._enter(entry.node, ("param", entry.fqn))
         for buffer in program.buffers:
@@ -278,13 +308,13 @@ class Values:
         """
         if param in self.accumulated:
             form, number = self.accumulated[param]
-            plain = self._without_accumulated(number)
+            plain = self._without_accumulated(param, number)
             if recast:
                 operand, reduces = self._behind_reduces(plain)
                 return reduces == (form == "shard") and self._is_recast(operand, was)
             operand = self._before_reduce(was)
             return plain == (operand if form == "gradient" else self.by_key.get((REDUCED, operand)))
-        plain = self._without_accumulated(now)
+        plain = self._without_accumulated(param, now)
         if plain == was or plain in self.reductions(was):
             return True
         if recast:
@@ -322,17 +352,18 @@ class Values:
                 operand = current
         return operand
 
-    def _without_accumulated(self, number: Number) -> Number:
+    def _without_accumulated(self, param: str, number: Number) -> Number:
+        """`number` before the accumulated gradient of `param` was added."""
         if not isinstance(number, int):
             return number
         key = self.keys[number]
-        if key[0] == _PLUS_ACCUMULATED:
-            return self._without_accumulated(key[1])
+        if key[0] == _PLUS_ACCUMULATED and key[2] == param:
+            return self._without_accumulated(param, key[1])
         if key[0] == REDUCED:
-            return self.intern((REDUCED, self._without_accumulated(key[1])))
+            return self.intern((REDUCED, self._without_accumulated(param, key[1])))
         if key[0] is ops.cast:
             source, dtype = key[1]
-            return self.intern((ops.cast, (self._without_accumulated(source), dtype), ()))
+            return self.intern((ops.cast, (self._without_accumulated(param, source), dtype), ()))
         return number
 
     def _is_zeros(self, number: Number) -> bool:
@@ -348,7 +379,8 @@ class Values:
         elif ops.is_unpack(node):
             self._unpack(node)
         elif node.target is ops.add_accumulated:
-            self._enter(node, (_PLUS_ACCUMULATED, self.number(node.args[0])))
+            key = _PLUS_ACCUMULATED, self.number(node.args[0]), OneTensor.of(node).param
+            self._enter(node, key)
         elif node.target in (*ops.COPIES, ops.arrive, ops.reshard):
             self._set(node, self.number(node.args[0]))
         elif (dtype := cast_dtype(node)) is not None:
@@ -359,14 +391,50 @@ class Values:
                 self._enter(node, (ops.cast, (self.number(source), self.number(dtype)), ()))
         elif node.target is _aten.clone.default and len(node.args) == 1 and not node.kwargs:
             self._set(node, self.number(node.args[0]))
-        elif (dropout := dropout_of(node)) is not None:
-            value, p, _ = dropout.args
-            scale = 0.0 if p == 1 else 1.0 / (1.0 - p)  # type: ignore[operator]
-            mask = self.intern((operator.getitem, (self.of_node[dropout], self.number(1)), ()))
-            args = (self.number(value), mask, self.number(scale))
-            self._enter(node, (_aten.native_dropout_backward.default, args, ()))
+        elif node.target is operator.getitem and is_dropout(node.all_input_nodes[0]):
+            self._of_dropout(node, node.all_input_nodes[0])
         else:
             self._compute(node)
+
+    def _of_dropout(self, node: fx.Node, dropout: fx.Node) -> None:
+        """Number the output or the mask of a dropout."""
+        mask = self.drawn[dropout.name]
+        if node.args[1] == 1:
+            self._set(node, mask)
+            return
+        value, p, _ = dropout.args
+        scale = 0.0 if p == 1 else 1.0 / (1.0 - p)  # type: ignore[operator]
+        args = (self.number(value), mask, self.number(scale))
+        self._enter(node, (_aten.native_dropout_backward.default, args, ()))
+
+    def _draw(self, node: fx.Node, device: str) -> None:
+        """Number an operator by its arguments and the state of the generator it draws from."""
+        state = self._state(device)
+        key = (node.target, self.number(node.args), self.number(node.kwargs), state)
+        number = drawn = self.intern(key)
+        if is_dropout(node) and mask_needs_no_operand(node):
+            value: Any = node.args[0]
+            val = value.meta["val"]
+            like = (signature(val), tuple(map(str, val.stride())), str(val.device))
+            drawn = self.intern((_DRAWN, node.target, like, self.number(node.args[1]), state))
+        self.drawn[node.name] = drawn
+        self.states[device] = self.intern((_STATE, drawn))
+        (self.repeated if device in self.replaying else self.effects).append(node)
+        self._set(node, number)
+        self.name.setdefault(drawn, node.name)
+
+    def _state(self, device: str) -> Number:
+        """The present state of the generator of the device type."""
+        if device not in self.states:
+            self.states[device] = self.intern((_STATE, device))
+        return self.states[device]
+
+    def _enter_state(self, node: fx.Node) -> None:
+        device = device_of(node)
+        self._set(node, self._state(device))
+        if node.target is ops.set_random_state:
+            self.states[device] = self.number(node.args[0])
+            self.replaying ^= {device}
 
     def _compute(self, node: fx.Node) -> None:
         """Number `node` by its operator and arguments, from the memo if possible."""
@@ -422,7 +490,7 @@ class Values:
             if kind == REDUCED:
                 return f"reduced {self.text(operands[0])}"
             if kind == _PLUS_ACCUMULATED:
-                return f"{self.text(operands[0])} plus the accumulated gradient"
+                return f"{self.text(operands[0])} plus the accumulated gradient of {operands[1]!r}"
             return f"%{self.name[number]}"
         if len(number) == 2 and isinstance(number[0], type):
             return str(number[1])

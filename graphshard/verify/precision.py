@@ -36,8 +36,13 @@ def _moves(facts: Facts) -> Iterator[Move]:
     for node in facts.nodes:
         if node.target in (ops.accumulate_grad, ops.add_accumulated):
             param = str(param_of(node))
-            grad: fx.Node = node.args[0]  # type: ignore[assignment]
-            yield node, grad, f"it takes the gradient of {param!r}", layouts[param].reduce_dtype
+            if getattr(node.args[0], "target", None) is ops.cast:
+                facts.fail(
+                    "precision",
+                    node,
+                    f"it takes the gradient of {param!r} cast, and the sum is to be rounded alone",
+                )
+            yield node, node, f"it accumulates {param!r}", layouts[param].reduce_dtype
         if ops.is_collective(node):
             for operand, param in zip(operands_of(node), params_of(node), strict=True):
                 yield node, operand, f"it moves {param!r}", _in_transit(node, layouts[param])

@@ -23,7 +23,9 @@ from graphshard.verify.collectives import (
 )
 from graphshard.verify.copies import check_accumulated, check_copies
 from graphshard.verify.facts import Facts, Reference
+from graphshard.verify.finite import check_checks
 from graphshard.verify.graph import (
+    check_constants,
     check_layout,
     check_metadata,
     check_phases,
@@ -33,7 +35,9 @@ from graphshard.verify.graph import (
 from graphshard.verify.groups import check_groups, check_reshards
 from graphshard.verify.memory import check_budget, check_frees, check_lifetimes, check_releases
 from graphshard.verify.precision import check_precision
+from graphshard.verify.random_states import check_random_states
 from graphshard.verify.regions import check_regions
+from graphshard.verify.scales import check_scales
 from graphshard.verify.values import check_values
 
 
@@ -73,10 +77,14 @@ RULES: tuple[Rule, ...] = (
     Rule("lifetimes", check_lifetimes),
     Rule("releases", check_releases),
     Rule("budget", check_budget, stricter=Stage.RELEASED | Stage.SCHEDULED),
+    Rule("random states", check_random_states),
     Rule("tables", check_tables),
     Rule("unchanged", check_unchanged),
+    Rule("constants", check_constants),
     Rule("same values", check_values, stricter=Stage.CAST | Stage.ACCUMULATED),
+    Rule("scales", check_scales, stricter=Stage.SUMMED),
     Rule("regions", check_regions),
+    Rule("checks", check_checks, stricter=Stage.CHECKED),
 )
 """Every rule, in the order of the checks: later ones rely on earlier ones."""
 

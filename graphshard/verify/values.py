@@ -9,6 +9,7 @@ from torch import fx
 
 from graphshard.program import ops
 from graphshard.program.pass_protocol import Stage
+from graphshard.program.program import REPLAYS
 from graphshard.verify.numbering import Values
 
 if TYPE_CHECKING:
@@ -67,6 +68,20 @@ def _check_effects(facts: Facts, captured: Values, values: Values) -> None:
                 f"{name} stands where {expected} did when captured; a pass may not add, drop or "
                 "reorder nodes that draw random numbers or write into their operands",
             )
+    for node in values.repeated:
+        _check_repeated(facts, captured, values, node)
+
+
+def _check_repeated(facts: Facts, captured: Values, values: Values, node: fx.Node) -> None:
+    """Check that `node` draws the numbers of the node of forward that it says it repeats."""
+    repeats = str(node.meta.get(REPLAYS))
+    if captured.drawn.get(repeats) != values.drawn[node.name]:
+        facts.fail(
+            "same values",
+            node,
+            f"it draws other random numbers than %{repeats}, which it should draw again: it is "
+            "another operator, or the generator is in another state",
+        )
 
 
 def _blame(

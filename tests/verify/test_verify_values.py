@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import dataclasses
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar
@@ -18,6 +20,7 @@ from graphshard.pipeline import default_passes, run_passes
 from graphshard.policy.units import Policy
 from graphshard.program.pass_protocol import Pass
 from graphshard.program.program import Program
+from graphshard.verify.constants import Constant
 from graphshard.verify.numbering import Values
 
 aten = torch.ops.aten
@@ -30,9 +33,10 @@ class Net(nn.Module):
         super().__init__()
         self.left, self.right = nn.Linear(8, 8), nn.Linear(8, 8)
         self.norm = nn.BatchNorm1d(8)
+        self.scales = torch.tensor([[0.0, 1.0], [math.nan, math.inf]], dtype=torch.float32)
 
     def forward(self, x: torch.Tensor) -> Any:
-        left = nn.functional.dropout(self.left(x), 0.25)
+        left = nn.functional.dropout(self.left(x) * self.scales.nan_to_num(1.0).sum(), 0.25)
         right = nn.functional.dropout(self.right(x), 0.25)
         return self.norm(left), right, self.left.weight
 
@@ -181,6 +185,88 @@ def test_a_pass_may_say_that_it_changes_values() -> None:
     assert program.results().outputs[1].target is aten.mul.Tensor
     with pytest.raises(VerifyError, match=r"'again' .*'same values'"):
         planned(ChangingEdit(double_output), Edit(double_output, "again"))
+
+
+def with_constant(change: Callable[[torch.Tensor], torch.Tensor | None]) -> Edit:
+    """A pass that replaces the captured constant by another tensor."""
+
+    def edit(program: Program) -> None:
+        (changed,) = (entry for entry in program.buffers if entry.constant)
+        assert changed.value is not None
+        value = change(changed.value)
+        program.buffers = tuple(
+            dataclasses.replace(entry, value=value) if entry is changed else entry
+            for entry in program.buffers
+        )
+
+    return Edit(edit)
+
+
+def of_other_strides(value: torch.Tensor) -> torch.Tensor:
+    return value.t().contiguous().t()
+
+
+def one_bit(value: torch.Tensor) -> torch.Tensor:
+    bits = value.clone().view(torch.int32)
+    bits[0, 1] += 1
+    return bits.view(torch.float32)
+
+
+CONSTANTS: dict[str, tuple[Callable[[torch.Tensor], torch.Tensor | None], str]] = {
+    "another value": (lambda value: value + 1, "has other values"),
+    "one bit": (one_bit, "has other values"),
+    "minus zero": (lambda value: torch.where(value == 0, -0.0, value), "has other values"),
+    "no NaN": (lambda value: value.nan_to_num(2.0, posinf=math.inf), "has other values"),
+    "another dtype": (torch.Tensor.double, "is torch.float64 of shape (2, 2), strides (2, 1), on"),
+    "another shape": (lambda value: value[:1], "is torch.float32 of shape (1, 2)"),
+    "other strides": (of_other_strides, "is torch.float32 of shape (2, 2), strides (1, 2), on"),
+    "written in place": (lambda value: value.add_(0.0), "was written in place"),
+    "none": (lambda value: None, "has lost its value"),
+}
+
+
+@pytest.mark.parametrize(("change", "said"), CONSTANTS.values(), ids=CONSTANTS)
+def test_a_pass_that_changes_a_constant(change: Any, said: str) -> None:
+    with pytest.raises(VerifyError) as raised:
+        planned(with_constant(change))
+    message = str(raised.value)
+    assert message.startswith("after pass 'edit' the program breaks the rule 'constants': ")
+    assert f"the constant 'constant_0' {said}" in message
+    assert "node %constant_0" in message.splitlines()[1]
+
+
+def other_nan(value: torch.Tensor) -> torch.Tensor:
+    bits = value.clone().view(torch.int32)
+    bits[1, 0] ^= 1
+    return bits.view(torch.float32)
+
+
+@pytest.mark.parametrize("same", [torch.clone, other_nan])
+def test_an_equal_constant_is_no_change(same: Callable[[torch.Tensor], torch.Tensor]) -> None:
+    planned(with_constant(same))
+
+
+@pytest.mark.parametrize(
+    "dtype", [torch.bool, torch.uint8, torch.int64, torch.bfloat16, torch.float64, torch.complex128]
+)
+def test_constants_of_any_dtype_are_compared(dtype: torch.dtype) -> None:
+    value = torch.tensor([0, 1]).to(dtype)
+    was = Constant("c", value, 0)
+    assert was.difference(Constant("c", value.clone(), 5)) is None
+    assert was.difference(Constant("c", value.flip(0), 0)) == "has other values"
+    sparse = Constant("c", value.to_sparse(), 0)
+    assert sparse.difference(sparse) is None
+    assert sparse.difference(Constant("c", value.flip(0).to_sparse(), 0)) == "has other values"
+
+
+def test_a_pass_may_say_that_it_changes_a_constant() -> None:
+    change = with_constant(lambda value: value + 1)
+    program = planned(ChangingEdit(change.edit), Edit(lambda program: None))
+    (entry,) = (entry for entry in program.buffers if entry.constant)
+    assert entry.value is not None
+    assert entry.value[0, 0] == 1
+    with pytest.raises(VerifyError, match=r"'edit' .*'constants'"):
+        planned(ChangingEdit(change.edit, "first"), change)
 
 
 def test_a_dropped_mutation_is_an_error_of_its_own() -> None:

@@ -1,0 +1,135 @@
+"""A pair of processes in one group, which play one case after another."""
+
+from __future__ import annotations
+
+import faulthandler
+import os
+import signal
+import sys
+import tempfile
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from datetime import timedelta
+from multiprocessing import get_context
+from pathlib import Path
+from typing import Any
+
+from fuzz_case import Case
+from fuzz_play import CRASH, FAILURES, Outcome, play
+
+RANKS = 2
+
+PRELOAD = ["torch", "torch.distributed.fsdp", "fuzz_play", "torch._inductor.compile_fx"]
+"""Imported once, in the process that all ranks are forked from."""
+
+LIMITS = {"eager": 90.0, "inductor": 300.0}
+"""Seconds that a case may take, by backend. Two busy cores compile slowly."""
+
+
+class Pair:
+    """The processes; after a failure they are replaced at the next case."""
+
+    def __init__(self) -> None:
+        self._context = get_context("forkserver")
+        self._context.set_forkserver_preload(PRELOAD)
+        self._processes: list[Any] = []
+        self._pipes: list[Any] = []
+        self._folder: tempfile.TemporaryDirectory[str] | None = None
+
+    def play(self, case: Case, *, eager: bool = False) -> list[Outcome]:
+        """The outcome of `fuzz_play.play` on each rank. One that hangs or dies has crashed."""
+        if not self._processes:
+            self._start()
+        for pipe in self._pipes:
+            pipe.send((case, eager))
+        deadline = time.monotonic() + LIMITS[case.backend]
+        outcomes = [self._receive(rank, deadline) for rank in range(RANKS)]
+        kinds = {outcome.kind for outcome in outcomes}
+        places = {outcome.where for outcome in outcomes}
+        if kinds & {*FAILURES} or len(kinds) > 1 or len(places) > 1:
+            self.stop()
+        return outcomes
+
+    def _receive(self, rank: int, deadline: float) -> Outcome:
+        pipe = self._pipes[rank]
+        if not pipe.poll(max(0.0, deadline - time.monotonic())):
+            stacks = self._stacks(rank)
+            return Outcome(CRASH, "an unknown step", f"hung: rank {rank} did not end\n{stacks}")
+        try:
+            return pipe.recv()
+        except EOFError:
+            return Outcome(CRASH, "an unknown step", f"rank {rank} died\n{self._said(rank)}")
+
+    def _stacks(self, rank: int) -> str:
+        """The Python stacks of a rank that hangs."""
+        os.kill(self._processes[rank].pid, signal.SIGUSR1)
+        time.sleep(1.0)
+        return self._said(rank)
+
+    def _said(self, rank: int) -> str:
+        assert self._folder is not None
+        return (Path(self._folder.name) / f"stderr_{rank}").read_text(errors="replace")[-6000:]
+
+    def _start(self) -> None:
+        self._folder = tempfile.TemporaryDirectory()
+        with _paths_for_children():
+            for rank in range(RANKS):
+                ours, theirs = self._context.Pipe()
+                process = self._context.Process(
+                    target=_rank_main, args=(rank, self._folder.name, theirs), daemon=True
+                )
+                process.start()
+                theirs.close()
+                self._processes.append(process)
+                self._pipes.append(ours)
+
+    def stop(self) -> None:
+        """End the processes, if they can by themselves."""
+        for pipe in self._pipes:
+            with suppress(OSError):
+                pipe.send(None)
+        deadline = time.monotonic() + 2.0
+        for process in self._processes:
+            process.join(max(0.0, deadline - time.monotonic()))
+            process.kill()
+            process.join()
+        self._processes, self._pipes = [], []
+        if self._folder is not None:
+            self._folder.cleanup()
+            self._folder = None
+
+
+@contextmanager
+def _paths_for_children() -> Iterator[None]:
+    """The fork server is a new interpreter, which finds modules by the environment."""
+    before = os.environ.get("PYTHONPATH")
+    os.environ["PYTHONPATH"] = os.pathsep.join(sys.path)
+    yield
+    if before is None:
+        del os.environ["PYTHONPATH"]
+    else:
+        os.environ["PYTHONPATH"] = before
+
+
+def _rank_main(rank: int, folder: str, pipe: Any) -> None:
+    import torch
+    import torch.distributed as dist
+
+    stderr = os.open(f"{folder}/stderr_{rank}", os.O_WRONLY | os.O_CREAT | os.O_APPEND)
+    os.dup2(stderr, 2)
+    os.dup2(stderr, 1)
+    faulthandler.enable()
+    faulthandler.register(signal.SIGUSR1)
+    torch.set_num_threads(1)
+    dist.init_process_group(
+        "gloo",
+        init_method=f"file://{folder}/store",
+        rank=rank,
+        world_size=RANKS,
+        timeout=timedelta(seconds=60),
+    )
+    while (task := pipe.recv()) is not None:
+        case, eager = task
+        pipe.send(play(case, eager=eager))
+    os._exit(0)  # Gloo may abort in a process that ends by itself
