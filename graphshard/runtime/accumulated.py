@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from typing import Any, Protocol
 
+import torch
 from torch import Tensor, fx
 
 from graphshard.errors import RuntimeStateError
@@ -26,7 +27,7 @@ GradKey = tuple[str, str]
 
 
 Mode = tuple[str | None, tuple[str, ...], tuple[str, ...]]
-"""How a program accumulates.
+"""The mode of accumulation of a program.
 
 The kind of gradient it accumulates (None: it reduces), the FQNs whose accumulated full gradients
 it adds to its own, and the FQNs whose accumulated shards it adds.
@@ -46,8 +47,8 @@ class AccumulatedGrads:
     """The accumulated gradients of one module on this rank.
 
     kind: GRADIENT or SHARD inside `no_sync`, None outside of it.
-    tensors: full gradients `(d0, ...)` or reduced shards `(ceil(d0/W), ...)`, in the dtype that
-        backward computes or reduces them in.
+    tensors: full gradients `(d0, ...)` or reduced shards `(ceil(d0/W), ...)`, in the dtype of
+        their reduce.
     """
 
     def __init__(self) -> None:
@@ -124,36 +125,33 @@ class AccumulatedGrads:
     def bind(self, node: fx.Node) -> None:
         """Make `node`, an `accumulate_grad` or `add_accumulated`, a call on these tensors."""
         arguments = OneTensor.of(node)
-        key = (str(arguments.kept_as), str(arguments.param))
-        bound = (
-            self._accumulate(key)
-            if node.target is ops.accumulate_grad
-            else self._add_accumulated(key)
-        )
+        key = (str(arguments.accumulated_as), str(arguments.param))
+        keeps = node.target is ops.accumulate_grad
+        bound = (self._accumulate if keeps else self._add_accumulated)(key, node.meta["val"].dtype)
         bound.__name__ = bound.__qualname__ = str(ops.op_name(node))
         bound.__module__ = key[1].replace(".", "_")  # fx prints a call by these
         node.target, node.kwargs = bound, {}
 
-    def _accumulate(self, key: GradKey) -> Callable[[Tensor], Tensor]:
-        """The function that adds a gradient to the accumulated one and returns the sum."""
+    def _accumulate(self, key: GradKey, dtype: torch.dtype) -> Callable[[Tensor], Tensor]:
+        """The function that adds a gradient to the accumulated one, in `dtype`, and returns it."""
 
         def accumulate(grad: Tensor) -> Tensor:
             if self._paused:
-                return grad
+                return grad.to(dtype)
             if key in self.tensors:
                 return self.tensors[key].add_(grad)
             # A copy, since other nodes of backward may read the gradient as well.
-            self.tensors[key] = grad.clone().contiguous()
+            self.tensors[key] = grad.to(dtype, copy=True).contiguous()
             return self.tensors[key]
 
         return accumulate
 
-    def _add_accumulated(self, key: GradKey) -> Callable[[Tensor], Tensor]:
+    def _add_accumulated(self, key: GradKey, dtype: torch.dtype) -> Callable[[Tensor], Tensor]:
         """The function that takes the accumulated gradient out and returns its sum with another."""
 
         def add_accumulated(grad: Tensor) -> Tensor:
             accumulated = None if self._paused else self.tensors.pop(key, None)
-            return grad if accumulated is None else accumulated.add_(grad)
+            return grad.to(dtype) if accumulated is None else accumulated.add_(grad)
 
         return add_accumulated
 

@@ -46,6 +46,8 @@ class CheckedRun(fx.Interpreter):
             for item_val, item in zip(val, value, strict=True):
                 self._check(node, item_val, item)
         elif isinstance(val, Tensor) and isinstance(value, Tensor):
+            if val.dtype == torch.uint8 and tuple(val.shape) == (0,):
+                return  # the workspace of a kernel, to which torch's fake kernels give no size
             expected = [
                 number_of(size, self.numbers, actual)
                 for size, actual in zip_longest(val.shape, value.shape)

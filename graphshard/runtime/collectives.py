@@ -24,7 +24,9 @@ from graphshard.planning.layout import ParamLayout
 from graphshard.program.packing import packed
 from graphshard.runtime.gloo import alias_tensors, empty_aliases
 from graphshard.runtime.group import Group
+from graphshard.runtime.host_copies import Copy
 from graphshard.runtime.streams import Launched
+from graphshard.runtime.whereabouts import At
 
 
 @dataclass(frozen=True)
@@ -32,11 +34,15 @@ class Operand:
     """A parameter that a collective moves, and the dtype in which it is moved.
 
     temporary: its shard is a cast that only this gather reads, and is dropped at the launch.
+    casts: its shard has another dtype, from which the gather itself casts it.
+    own: its gradient is read by nothing but this all_reduce, which may overwrite it.
     """
 
     layout: ParamLayout
     dtype: torch.dtype
     temporary: bool = False
+    casts: bool = False
+    own: bool = False
 
     @property
     def shard_bytes(self) -> int:
@@ -54,10 +60,13 @@ class Pending:
     works: the works of the process group; empty on a side stream.
     launched: the last launch on the side stream; None without one.
     aliases: aliases of the tensors that Gloo's threads refer to.
+    pairwise: where works that nobody waits for go.
+    arriving: copies of operands from the host, for which the side stream waits.
     """
 
     __slots__ = (
-        "aliases", "buffers", "collective", "copies", "launched", "operands", "packed", "works"
+        "aliases", "arriving", "buffers", "collective", "copies", "launched", "operands", "packed",
+        "pairwise", "works",
     )  # fmt: skip
 
     def __init__(
@@ -71,13 +80,14 @@ class Pending:
         self.works: list[Any] = []
         self.launched: Launched | None = None
         self.aliases: list[Tensor] = []
+        self.arriving: list[Copy] = []
+        self.pairwise = collective.group.pairwise  # the group may get another one
 
     def __del__(self) -> None:
         if self.launched is not None:
             self.launched.drop()
-        pairwise = self.collective.group.pairwise
-        if self.works and pairwise is not None:  # e.g. of a forward whose backward never came
-            pairwise.abandon(self.works)
+        if self.works and self.pairwise is not None:  # of a forward whose backward never came
+            self.pairwise.abandon(self.works)
 
 
 def wait(pending: Pending) -> list[Tensor]:
@@ -103,9 +113,16 @@ class BoundCollective:
         self.unit = unit
         self.phase = phase
         self.operands = tuple(operands)
+        self.here = group.here
+        self.is_place(1)
         # fx prints a call by these.
         self.__name__ = self.__qualname__ = self.op
         self.__module__ = unit.replace(".", "_") or "root"
+
+    def is_place(self, number: int) -> None:
+        """Take the number of its wait among those of its forward or backward, from 1 on."""
+        text = f"{self.op} of {self.unit or '(root)'} in {self.phase}"
+        self.at_wait, self.past_wait = At(number, text, True), At(number, text, False)
 
     def __call__(self, tensors: Sequence[Tensor]) -> Pending:
         """Start the collective on `tensors`, one per operand.
@@ -129,6 +146,7 @@ class BoundCollective:
                 pending.works.append(launch(*args))
             else:
                 pending.launched = side_stream.launch(_launch_and_wait, launch, args)
+                self.here.launched(self.at_wait, pending.launched.event)
         except torch.OutOfMemoryError:
             raise
         except RuntimeError as error:
@@ -162,11 +180,16 @@ class BoundCollective:
         Raises:
             CollectiveError: another rank died, failed or timed out.
         """
+        here = self.here
+        here.at = self.at_wait
         for target, source in pending.copies:
             target.copy_(source)
         if pending.launched is not None:
             pending.launched.join()
             pending.launched = None
+            for copy in pending.arriving:
+                copy.settle()
+            pending.arriving = []
         works, pending.works = pending.works, []
         try:
             for work in works:
@@ -176,6 +199,7 @@ class BoundCollective:
         except RuntimeError as error:
             raise self.peer_error(error) from error
         empty_aliases(pending.aliases)
+        here.at = self.past_wait
         return self.results(pending)
 
     def peer_error(self, error: Exception) -> CollectiveError:
@@ -184,7 +208,7 @@ class BoundCollective:
             "failed",
             "another rank died, raised an error, or did not get here within "
             f"{self.group.timeout.total_seconds():g} s; look for the first error in the logs "
-            "of all ranks",
+            f"of all ranks{self.here.others()}",
             error,
         )
 

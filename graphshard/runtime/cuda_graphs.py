@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import logging
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -17,8 +17,10 @@ from torch import Tensor
 
 from graphshard.errors import RuntimeStateError
 from graphshard.program.program import Program
+from graphshard.runtime.agreement import Agreement
+from graphshard.runtime.graph_lifetimes import keep_track_of
+from graphshard.runtime.graph_recorder import Recorder, Run
 from graphshard.runtime.group import Group
-from graphshard.torch_private import compat as torch_compat
 
 logger = logging.getLogger("graphshard")
 
@@ -26,46 +28,48 @@ logger = logging.getLogger("graphshard")
 WARM_UP = 2
 """Calls of a program that run without graphs before the first capture."""
 
+ATTEMPTS = 8
+"""Calls at which another one waited for its backward on some rank, before a capture is given up."""
 
-Run = Callable[[list[Any]], Any]
 
+class GraphPool:
+    """What the graphs of all programs of a module share: memory, and the call that is under way.
 
-class Recorder:
-    """Captures the work that functions queue on a CUDA device.
+    A replay writes over what any other one left in the pool but its results, so there is one call
+    between its forward and its backward at a time.
 
-    pool: the memory pool of all its graphs.
+    Args:
+        device: a CUDA device.
     """
 
-    def __init__(self) -> None:
-        self.pool = torch.cuda.graph_pool_handle()
+    def __init__(self, device: torch.device) -> None:
+        self.device = device
+        self.captured: weakref.WeakSet[_CapturedGraph] = weakref.WeakSet()
+        self._recorder: Any = None
+        self._last: weakref.ref[Any] | None = None  # the last replayed call
 
-    def capture(self, run: Run, args: list[Any]) -> tuple[Callable[[], None], Any]:
-        """(a function that queues the captured work again, the result of `run(args)`).
+    def recorder(self) -> Any:
+        """The recorder; a new one if no graph of the last one is left, since its pool is gone."""
+        if self._recorder is None or not self.captured:
+            self._recorder = Recorder(self.device)
+        return self._recorder
 
-        Nothing is executed yet. Only this thread is captured, since NCCL's threads query events
-        meanwhile.
-        """
-        graph, before = torch.cuda.CUDAGraph(), torch.cuda.current_stream()
-        try:
-            with torch.cuda.graph(graph, pool=self.pool, capture_error_mode="thread_local"):
-                result = run(args)
-        except Exception:
-            self._restore(before)
-            raise
-        return graph.replay, result
+    def begin(self, call: Any) -> None:
+        """The forward of `call` was replayed."""
+        self._last = weakref.ref(call)
 
-    def _restore(self, before: Any) -> None:
-        """Restore torch's state after CUDA gave up a capture.
+    def holds(self, call: Any) -> bool:
+        """Whether the pool still has what backward of `call` reads."""
+        return self._last is not None and self._last() is call
 
-        torch leaves the capture's stream current and the allocator in capture mode, and its
-        generator of random numbers refuses to draw until another capture has ended.
-        """
-        if torch.cuda.current_stream() == before:
-            return
-        torch.cuda.set_stream(before)
-        torch_compat.end_allocation(self.pool)
-        with torch.cuda.graph(torch.cuda.CUDAGraph(), capture_error_mode="thread_local"):
-            torch.zeros(1, device=before.device)
+    def is_waiting(self) -> bool:
+        """Whether a call was replayed whose backward has not begun, and may still come."""
+        last = None if self._last is None else self._last()
+        return last is not None and last.saved_others is not None
+
+    def forget(self) -> None:
+        """Give up the call under way, whose graphs are released."""
+        self._last = None
 
 
 class _CapturedGraph:
@@ -74,7 +78,7 @@ class _CapturedGraph:
     static: tensors at fixed addresses into which the copied arguments are copied.
     missing: which of the copied arguments were None at the capture.
     addresses: of the arguments that are read where they lie.
-    replay: queues the captured work.
+    graph: the CUDA graph.
     results: the results of the capture, which each replay overwrites.
 
     Args:
@@ -90,37 +94,56 @@ class _CapturedGraph:
         self.addresses = _addresses(in_place)
         args = [*in_place, *self.static]
         in_place.clear()  # so that `run` holds the last references and frees as it goes
-        self.replay, self.results = recorder.capture(run, args)
+        self.graph, self.results = recorder.capture(run, args)
 
     def replay_with(self, copied: Sequence[Any]) -> Any:
         """Replay with new values of the copied arguments and return the results."""
         for static, value in zip(self.static, copied, strict=True):
             if isinstance(static, Tensor):
                 static.copy_(value)
-        self.replay()
+        self.graph.replay()
         return self.results
 
 
 class Graphs:
     """The two graphs of one step; decides which calls replay them.
 
-    failed: a capture failed, and no later call is replayed.
+    Before a call that is no replay, and after a capture, the ranks meet: they capture the same step
+    at the same call, or none does.
+
+    failed: a capture failed on some rank, and no later call is replayed.
 
     Args:
         program: the step's program, which notes why its capture failed.
-        recorder: the class of the recorder; another one in tests.
+        agreement: between the ranks.
+        pool: of the module.
     """
 
-    def __init__(self, program: Program, recorder: Callable[[], Any] = Recorder) -> None:
+    def __init__(self, program: Program, agreement: Agreement, pool: GraphPool) -> None:
         self.program = program
         self.failed = False
-        self._make_recorder = recorder
-        self._recorder: Any = None
+        self._agreement = agreement
+        self._pool = pool
         self._warm = 0
+        self._attempts = 0
         self._forward: _CapturedGraph | None = None
         self._backward: _CapturedGraph | None = None
         self._saved: list[Any] | None = None  # by the capture, until backward is captured
-        self._last: weakref.ref[Any] | None = None  # the last replayed call
+
+    @property
+    def group(self) -> Group:
+        """The ranks, over which collectives were recorded."""
+        return self._agreement.group
+
+    def release(self) -> None:
+        """Drop the graphs and their memory; a later call captures them again."""
+        for captured in (self._forward, self._backward):
+            if captured is not None:
+                captured.graph.reset()
+                self._pool.captured.discard(captured)
+        if self._forward is not None:
+            self._pool.forget()
+        self._forward = self._backward = self._saved = None
 
     def replays(self, args: Sequence[Any], inputs: int) -> bool:
         """Whether a call whose forward begins with `args` is replayed (or captured).
@@ -128,61 +151,85 @@ class Graphs:
         Args:
             args: the arguments of forward.
             inputs: how many of them, the last ones, are inputs of the model.
+
+        Raises:
+            FingerprintError: the ranks have inputs of other shapes, or make another call.
+            CollectiveError: a rank did not get here within the group's timeout.
         """
         if self.failed:
             return False
-        if self._warm < WARM_UP:
-            self._warm += 1
-            return False
-        last = None if self._last is None else self._last()
-        if last is not None and last.saved_others is not None:  # its backward has not begun
-            return False
-        in_place = args[: len(args) - inputs]
-        if self._forward is not None and self._forward.addresses != _addresses(in_place):
-            self._forward = self._backward = self._saved = self._recorder = None
-        return True
+        in_place, copied = args[: len(args) - inputs], args[len(args) - inputs :]
+        if self._forward is not None:
+            if self._pool.is_waiting():
+                return False
+            if self._forward.addresses == _addresses(in_place):
+                return True
+            self.release()
+        captures = self._warm == WARM_UP
+        self._warm += not captures
+        waiting = captures and self._pool.is_waiting()
+        text = "the module, whose step is captured" if captures else "the module before its capture"
+        with self._agreement.part(text=f"{text} as CUDA graphs") as part:
+            part.same += self._input_lines(copied)
+            part.flag = waiting
+        if not any(part.flags):
+            return captures
+        self._attempts += 1
+        if self._attempts == ATTEMPTS:
+            self._give_up("at each of its calls another one waited for its backward")
+        return False
+
+    def _input_lines(self, copied: Sequence[Any]) -> list[str]:
+        """A line for each input of the model, which must be the same on all ranks."""
+        rule = "with cuda_graph=True the inputs of all ranks need equal shapes: pad or drop batches"
+        return [
+            f"{entry.path} {list(value.shape)} {str(value.dtype)[6:]} ({rule})"
+            for entry, value in zip(self.program.inputs, copied, strict=True)
+        ]
 
     def forward(self, call: Any, run: Run, args: list[Any], inputs: int) -> tuple[Any, Any]:
         """(outputs, values of mutations) of `call`, by a replay.
 
         Raises:
-            GraphsFailed: forward cannot be captured; run it without a graph.
+            GraphsFailed: forward cannot be captured on some rank; run it without a graph.
+            CollectiveError: a rank did not get here within the group's timeout.
         """
         split = len(args) - inputs
         in_place, copied = args[:split], args[split:]
         if self._forward is None:
-            if self._recorder is None:
-                self._recorder = self._make_recorder()
-            try:
-                self._forward = _CapturedGraph(self._recorder, run, in_place, copied)
-            except Exception as error:
-                self._give_up(error)
-                raise GraphsFailed from error
+            self._forward = self._capture("forward", run, in_place, copied)
             outputs, mutations, tensors, others = self._forward.results
             self._forward.results = (outputs, mutations)
             if self._backward is None and self.program.grad:
                 self._saved = [*tensors, *others]
         outputs, mutations = self._forward.replay_with(copied)
-        self._last = weakref.ref(call)
+        self._pool.begin(call)
         return [_cloned(value) for value in outputs], mutations
 
-    def backward(self, run: Run, tangents: Sequence[Tensor | None]) -> tuple[Any, Any]:
-        """(gradients of parameters, gradients of inputs) of the last replayed call.
+    def backward(self, call: Any, run: Run, tangents: Sequence[Tensor | None]) -> tuple[Any, Any]:
+        """(gradients of parameters, gradients of inputs) of `call`, the last replayed one.
 
         Raises:
-            RuntimeStateError: other outputs have gradients than at the capture, or backward cannot
-                be captured.
+            RuntimeStateError: other outputs have gradients than at the capture, backward cannot be
+                captured, or the graphs were released since forward.
         """
+        if not self._pool.holds(call):
+            raise RuntimeStateError(
+                "CUDA graphs were released between a forward and its backward, and with them the "
+                "tensors that it saved; call the module again before backward, and release_graphs()"
+                " or destroy_process_group() between steps"
+            )
         if self._backward is None:
             assert self._saved is not None
             saved, self._saved = self._saved, None
+            with self._agreement.part(text="backward, which is captured as a CUDA graph"):
+                pass
             try:
-                self._backward = _CapturedGraph(self._recorder, run, saved, tangents)
-            except Exception as error:
-                self._give_up(error)
+                self._backward = self._capture("backward", run, saved, tangents)
+            except GraphsFailed as error:
                 raise RuntimeStateError(
                     "backward could not be captured as a CUDA graph, and the attempt freed the "
-                    f"tensors that its forward saved ({_cause(error)}); later steps run without "
+                    f"tensors that its forward saved ({error}); later steps run without "
                     "graphs; to train this step too, leave out cuda_graph=True"
                 ) from error
         if self._backward.missing != [t is None for t in tangents]:
@@ -194,12 +241,36 @@ class Graphs:
         grads, input_grads = self._backward.replay_with(tangents)
         return [_cloned(g) for g in grads], [_cloned(g) for g in input_grads]
 
-    def _give_up(self, error: Exception) -> None:
+    def _capture(
+        self, phase: str, run: Run, in_place: list[Any], copied: Sequence[Any]
+    ) -> _CapturedGraph:
+        """The captured forward or backward.
+
+        Raises:
+            GraphsFailed: it cannot be captured, on this or another rank; says why.
+        """
+        captured: Any = None
+        failure = ""
+        with self._agreement.part(text=f"{phase}, captured as a CUDA graph") as part:
+            try:
+                captured = _CapturedGraph(self._pool.recorder(), run, in_place, copied)
+            except Exception as error:
+                failure, part.flag = _cause(error), True
+        if not any(part.flags):
+            self._pool.captured.add(captured)
+            keep_track_of(self)
+            return captured
+        if captured is not None:
+            captured.graph.reset()
+            failure = f"on rank {part.flags.index(True)}, whose log says why"
+        self._give_up(f"capture failed: {failure}")
+        raise GraphsFailed(failure)
+
+    def _give_up(self, why: str) -> None:
         self.failed = True
-        self._forward = self._backward = self._saved = self._recorder = None
-        cause = _cause(error)
-        note_no_graphs(self.program, f"capture failed: {cause}")
-        logger.warning("graphshard could not capture a step as CUDA graphs: %s", cause)
+        self.release()
+        note_no_graphs(self.program, why)
+        logger.warning("graphshard does not replay a step as CUDA graphs: %s", why)
 
 
 def _cause(error: BaseException) -> str:
@@ -211,7 +282,7 @@ def _cause(error: BaseException) -> str:
 
 
 class GraphsFailed(Exception):  # noqa: N818  # no error of the user's
-    """A forward could not be captured."""
+    """A forward or backward could not be captured."""
 
 
 def note_no_graphs(program: Program, why_not: str) -> None:
@@ -220,21 +291,26 @@ def note_no_graphs(program: Program, why_not: str) -> None:
     program.cuda_graphs = replace(program.cuda_graphs, why_not=why_not)
 
 
-def graphs_of(program: Program, group: Group) -> Graphs | None:
+def graphs_of(program: Program, agreement: Agreement, pool: GraphPool) -> Graphs | None:
     """The graphs of `program`; None if it has none.
 
-    Where `group` cannot run them, the program notes why.
+    Where its ranks cannot run them, the program notes why.
     """
     if program.cuda_graphs is None or program.cuda_graphs.why_not is not None:
         return None
-    why_not = None
-    if group.check:
-        why_not = "check=True looks at each value"
-    elif group.size > 1 and group.side_stream is None:
-        why_not = f"the host waits for the collectives of {group.backend}"
+    why_not = _why_not_here(agreement.group)
     if why_not is None:
-        return Graphs(program)
+        return Graphs(program, agreement, pool)
     note_no_graphs(program, why_not)
+    return None
+
+
+def _why_not_here(group: Group) -> str | None:
+    """The reason why the ranks of `group` cannot replay graphs; None if they can."""
+    if group.check:
+        return "check=True looks at each value"
+    if group.size > 1 and group.side_stream is None:
+        return f"the host waits for the collectives of {group.backend}"
     return None
 
 

@@ -1,31 +1,40 @@
-"""Ranks compare a program's sequence of collectives before they run it.
-
-On Gloo they compare each time; elsewhere (NCCL) only at a sequence's first use, so ranks that later
-diverge between sequences they have all run are not noticed. See README.md.
-"""
+"""The sequence of collectives of a program as text, which ranks compare before they run it."""
 
 from __future__ import annotations
 
 import hashlib
-import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Any
 
 from torch import fx
-from torch.distributed.distributed_c10d import PrefixStore
 
-from graphshard.errors import CollectiveError, FingerprintError
 from graphshard.planning.plan import ShardingPlan
 from graphshard.program import ops
 from graphshard.program.collective import Collective, operands_of
-from graphshard.runtime.group import Group
+from graphshard.program.finite import values_of
+from graphshard.runtime.whereabouts import At
 
-_TICKET_DIGITS = 15  # of a hexadecimal digest: 60 bits, which fit an int64
+_DIGITS = 15  # of a hexadecimal digest: 60 bits, which fit an int64
 
 
-_POLL_SECONDS = 0.02
+@dataclass(frozen=True)
+class Call:
+    """What a rank is about to do: a text that follows "rank 0", and what else must be alike."""
+
+    text: str
+    lines: tuple[str, ...] = ()
+
+    @cached_property
+    def number(self) -> int:
+        """60 bits of a digest of text and lines."""
+        digest = hashlib.sha256("\n".join((self.text, *self.lines)).encode()).hexdigest()
+        return int(digest[:_DIGITS], 16)
+
+    @cached_property
+    def at(self) -> At:
+        """The place where ranks tell each other of it."""
+        return At(0, f"the other ranks and {self.text}", True)
 
 
 @dataclass(frozen=True)
@@ -40,9 +49,9 @@ class Fingerprint:
         return Fingerprint(tuple(_collective_lines(graph, plan)))
 
     @cached_property
-    def digest(self) -> str:
-        """The hexadecimal SHA-256 of the lines."""
-        return hashlib.sha256("\n".join(self.lines).encode()).hexdigest()
+    def call(self) -> Call:
+        """The forward or backward that issues them."""
+        return Call(f"is about to begin {self.lines[0].partition(':')[0]!r}", self.lines)
 
     def __add__(self, other: Fingerprint) -> Fingerprint:
         return Fingerprint(self.lines + other.lines)
@@ -51,6 +60,9 @@ class Fingerprint:
 def _collective_lines(graph: fx.Graph, plan: ShardingPlan) -> Iterator[str]:
     """Phase, operation, unit and ranks of each collective, with shape and dtype of its operands."""
     for node in graph.nodes:
+        if node.target is ops.report_finite:
+            checks = len(values_of(node))
+            yield f"{node.meta['phase']} report of {checks} checks over {plan.world_size} ranks"
         if ops.is_collective(node):
             collective = Collective.of(node)
             operands = ", ".join(
@@ -61,7 +73,8 @@ def _collective_lines(graph: fx.Graph, plan: ShardingPlan) -> Iterator[str]:
             )
             unit = collective.unit or "(root)"
             ranks = _ranks(collective, plan)
-            yield f"{node.meta['phase']} {collective.op.name} of {unit} over {ranks}: {operands}"
+            op = collective.op.name + (" by sum" if collective.reduce_op == ops.SUM else "")
+            yield f"{node.meta['phase']} {op} of {unit} over {ranks}: {operands}"
 
 
 def _ranks(collective: Collective, plan: ShardingPlan) -> str:
@@ -73,114 +86,30 @@ def _ranks(collective: Collective, plan: ShardingPlan) -> str:
     return f"{sizes[group]} ranks{dimension}"
 
 
-class Agreement:
-    """Compares, for one module, the sequences of collectives that ranks are about to run.
-
-    agreed: digests of the sequences that all ranks have begun together.
-    turn: how often forward or backward with collectives began; equal on ranks that agree.
+def first_difference(call: str, other: int, mine: Sequence[str], theirs: Sequence[str]) -> str:
+    """The message for rank 0 with the lines `mine` and rank `other` with `theirs`.
 
     Args:
-        group: the ranks; nothing is compared on a single one.
+        call: "calls ..." if the lines are of such a call; "" if they are collectives of a program.
+        other: a rank.
+        mine: the lines of rank 0.
+        theirs: those of `other`, at least one of which differs.
     """
-
-    def __init__(self, group: Group) -> None:
-        self.group = group
-        self.agreed: set[str] = set()
-        self.turn = 0
-        self.module = 0
-        self.store: Any = None
-        # With the "fake" backend there are no other ranks.
-        if group.size > 1 and group.backend != "fake":
-            # This module is named by the number of modules that this rank compiled on the group.
-            self.module = group.store.add(f"graphshard/modules/{group.rank}", 1)
-            self.store = PrefixStore(f"graphshard/{self.module}", group.store)
-
-    def require(self, fingerprint: Fingerprint) -> None:
-        """Return once every rank is known to begin the same forward or backward.
-
-        Args:
-            fingerprint: of the graph that this rank is about to run.
-
-        Raises:
-            FingerprintError: some rank is about to run another one; raised on every rank.
-            CollectiveError: a rank did not get here within the group's timeout.
-        """
-        if self.store is None or not fingerprint.lines:
-            return
-        if self.group.backend == "gloo":
-            agreed = self._tickets_match(fingerprint)
-        else:
-            agreed = fingerprint.digest in self.agreed
-        self.turn += 1
-        if not agreed:
-            self._compare(fingerprint)
-            self.agreed.add(fingerprint.digest)
-
-    def _tickets_match(self, fingerprint: Fingerprint) -> bool:
-        """Whether every rank begins the same sequence, by one collective that all programs share.
-
-        A ticket is the module's number and the first digits of the digest.
-        """
-        digest = int(fingerprint.digest[:_TICKET_DIGITS], 16)
-        try:
-            tickets = self.group.gather_ints([self.module, digest])
-        except RuntimeError as error:
-            group = self.group
-            first = fingerprint.lines[0].partition(":")[0]
-            raise CollectiveError(
-                f"rank {group.rank} of {group.size} is about to begin {first!r}, "
-                "but another rank died, raised an error, or did not get here within "
-                f"{group.timeout.total_seconds():g} s; every rank must call the module, and "
-                "backward, equally often; look for the first error in the logs of all ranks "
-                f"({error})"
-            ) from error
-        for other, (module, _) in enumerate(tickets):
-            if module != tickets[0][0]:
-                raise FingerprintError(
-                    "the ranks call different modules: of the modules compiled on these ranks, "
-                    f"rank 0 runs number {tickets[0][0]} and rank {other} number {module}; every "
-                    "rank must call the same modules, and backward through them, in the same order"
-                )
-        return all(ticket == tickets[0] for ticket in tickets)
-
-    def _compare(self, fingerprint: Fingerprint) -> None:
-        """Publish the sequence in the Store, wait for all others, and compare them."""
-        size, rank, turn = self.group.size, self.group.rank, self.turn
-        self.store.set(f"{turn}/{rank}/lines", "\n".join(fingerprint.lines))
-        self.store.set(f"{turn}/{rank}/digest", fingerprint.digest)
-        keys = [f"{turn}/{other}/digest" for other in range(size)]
-        deadline = time.monotonic() + self.group.timeout.total_seconds()
-        while not self.store.check(keys):
-            if time.monotonic() > deadline:
-                missing = [r for r in range(size) if not self.store.check([keys[r]])]
-                raise CollectiveError(
-                    f"rank {rank} is about to run a new program (forward or backward number "
-                    f"{turn} of this module), but ranks {missing} did not get there within "
-                    f"{self.group.timeout.total_seconds():g} s; every rank must call the module "
-                    "equally often, and none may have died"
-                )
-            time.sleep(_POLL_SECONDS)
-        digests = [self.store.get(k).decode() for k in keys]
-        for other, digest in enumerate(digests):
-            if digest != digests[0]:
-                raise FingerprintError(_difference(other, self._lines_of(0), self._lines_of(other)))
-
-    def _lines_of(self, rank: int) -> list[str]:
-        return self.store.get(f"{self.turn}/{rank}/lines").decode().split("\n")
-
-
-def _difference(other: int, mine: Sequence[str], theirs: Sequence[str]) -> str:
-    """The message for rank 0 running the lines `mine` and rank `other` running `theirs`."""
     end = "nothing more"
-    longest = max(len(mine), len(theirs))
-    for index in range(longest):
+    for index in range(max(len(mine), len(theirs))):
         first = mine[index] if index < len(mine) else end
         second = theirs[index] if index < len(theirs) else end
         if first != second:
             break
+    shown = f"\n  rank 0: {first or end}\n  rank {other}: {second or end}\n"
+    if call:
+        return (
+            f"every rank {call}, but what it works on differs first at number {index + 1}:{shown}"
+            "every rank must have the same model, policy and options, and an optimizer that has "
+            "stepped equally often"
+        )
     return (
-        f"the ranks would issue different collectives and hang; they differ first at number "
-        f"{index + 1}:\n  rank 0: {first or end}\n  rank {other}: {second or end}\n"
-        "every rank must run the same model with the same policy, take the same branches and "
-        "run backward and no_grad alike (only batch sizes and lengths may differ)"
+        "the ranks would issue different collectives and hang; they differ first at number "
+        f"{index + 1}:{shown}every rank must run the same model with the same policy, take the "
+        "same branches and run backward and no_grad alike (only batch sizes and lengths may differ)"
     )

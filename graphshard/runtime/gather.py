@@ -3,15 +3,20 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from functools import partial
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from graphshard.planning.layout import ParamLayout
 from graphshard.program.packing import MOVABLE
-from graphshard.runtime.collectives import BoundCollective, Operand, Pending
+from graphshard.runtime.collectives import BoundCollective, Message, Operand, Pending
 from graphshard.runtime.group import Group, as_bytes, strides_of
+from graphshard.runtime.host_copies import Copy
 from graphshard.torch_private import compat as torch_compat
+from graphshard.torch_private.coalesced import coalesced
 
 
 class Gathered(list[Tensor]):
@@ -65,11 +70,43 @@ def release_for(gather: AllGather) -> Callable[[Tensor], None]:
     return leave if isinstance(gather, LocalGather) else release
 
 
+class _Copies:
+    """Copies of shards to where they are sent from, which may change their dtype.
+
+    Those between the same two dtypes are one launch on CUDA.
+    """
+
+    def __init__(self) -> None:
+        self._by_dtypes: dict[Any, tuple[list[Tensor], list[Tensor]]] = {}
+
+    def add(self, copies: Iterable[tuple[Tensor, Tensor]]) -> None:
+        """Add (target, source) pairs."""
+        for target, source in copies:
+            targets, sources = self._by_dtypes.setdefault((target.dtype, source.dtype), ([], []))
+            targets.append(target)
+            sources.append(source)
+
+    def __bool__(self) -> bool:
+        return bool(self._by_dtypes)
+
+    def make(self) -> None:
+        """Make them, on the current stream, once."""
+        copies, self._by_dtypes = self._by_dtypes, {}
+        for targets, sources in copies.values():
+            torch._foreach_copy_(targets, sources)
+
+    def before(self, launch: Callable[..., Any], *args: Any) -> Any:
+        """Make them, then return `launch(*args)`."""
+        self.make()
+        return launch(*args)
+
+
 class AllGather(BoundCollective):
     """Gathers shards `(ceil(d0/W), ...)` into full parameters `(d0, ...)`, in the operands' dtypes.
 
     A temporary shard is copied to its place in the full parameter at the launch and sent from
-    there, so that its memory is given back at once. Other shards are read where they lie.
+    there, so that its memory is given back at once. A shard in another dtype is cast to its place,
+    all of them in one launch on the side stream. Other shards are read where they lie.
 
     A parameter split along another dim is copied out of its buffer at the wait, since the buffer
     holds the ranks' shards one after the other.
@@ -82,6 +119,7 @@ class AllGather(BoundCollective):
         self.launches = self.messages(group.pack_gather_below, lambda o: o.shard_bytes)
         self.options = torch_compat.collective_options("AllgatherOptions")
         self.options.asyncOp = group.side_stream is None
+        self.allocating: Callable[[], AbstractContextManager[Any]] = group.allocating
         shapes = [o.layout.gathered_shape for o in self.operands]
         self.shapes = [
             (shape, strides_of(shape), o.dtype)
@@ -91,36 +129,55 @@ class AllGather(BoundCollective):
         self.from_buffer = [(i, f) for i, f in enumerate(from_buffer) if f is not None]
         unpacked = {m.indices[0] for launch in self.launches for m in launch if not m.packed}
         self.temporary = [i for i, o in enumerate(self.operands) if o.temporary and i in unpacked]
+        self.cast = [i for i, o in enumerate(self.operands) if o.casts and i in unpacked]
 
-    def __call__(self, tensors: Sequence[Tensor]) -> Pending:
-        """Allocate the full buffers and start to gather the shards `tensors` into them."""
-        buffers = self.buffers(tensors)
-        lasting = [t for t, o in zip(tensors, self.operands, strict=True) if not o.temporary]
+    def __call__(self, given: Sequence[Tensor | Copy]) -> Pending:
+        """Allocate the full buffers and start to gather the shards `given` into them.
+
+        The side stream waits for shards that are on their way from the host; compute does not.
+        """
+        arriving = [shard for shard in given if isinstance(shard, Copy)]
+        side_stream = self.group.side_stream
+        tensors = [t.hand_to(side_stream) if isinstance(t, Copy) else t for t in given]
+        with self.allocating():
+            buffers = self.buffers(tensors)
+        lasting = [
+            t for t, o in zip(tensors, self.operands, strict=True) if arriving or not o.temporary
+        ]
         pending = Pending(self, lasting, buffers)
-        tensors = self._copy_temporary(tensors, buffers)
+        pending.arriving = arriving
+        shards = self._placed(tensors, buffers)
+        copies = _Copies()
+        copies.add((shards[i], tensors[i]) for i in self.cast)
         for messages in self.launches:
             inputs, outputs = [], []
             for message in messages:
                 if message.packed:
-                    flat = torch_compat.flat_copy([tensors[i] for i in message.indices])
-                    gathered = flat.new_empty(self.group.size * message.numel)
+                    with self.allocating():
+                        flat = self._flat(shards, message, copies, at_once=not arriving)
+                        gathered = flat.new_empty(self.group.size * message.numel)
                     pending.packed.append(gathered)
                     inputs.append(flat)
                     outputs.append(gathered)
                 else:
-                    inputs.append(tensors[message.indices[0]])
+                    inputs.append(shards[message.indices[0]])
                     outputs.append(buffers[message.indices[0]])
+            if side_stream is None:
+                copies.make()
             if self.group.pairwise is None:
-                self.launch(pending, inputs, outputs)
+                self.launch(pending, inputs, outputs, copies)
             else:
                 self.send(pending, inputs, outputs)
             pending.operands += inputs
         return pending
 
-    def _copy_temporary(self, tensors: Sequence[Tensor], buffers: list[Tensor]) -> list[Tensor]:
-        """The shards to send: `tensors`, temporary ones copied to their places in `buffers`."""
+    def _placed(self, tensors: Sequence[Tensor], buffers: list[Tensor]) -> list[Tensor]:
+        """The shards to send: `tensors`, or the places in `buffers` of those that are copied.
+
+        Temporary ones are there already; others are still to be cast.
+        """
         shards = list(tensors)
-        for index in self.temporary:
+        for index in (*self.temporary, *self.cast):
             shape = tensors[index].shape
             shards[index] = buffers[index].view(self.group.size, *shape)[self.group.rank]
         if self.temporary:
@@ -128,9 +185,26 @@ class AllGather(BoundCollective):
             torch._foreach_copy_([shards[index] for index in self.temporary], sources)
         return shards
 
-    def launch(self, pending: Pending, inputs: list[Tensor], outputs: list[Tensor]) -> None:
-        """Start one coalesced gather of `inputs`, of one dtype."""
-        launch = self.group.process_group.allgather_into_tensor_coalesced
+    def _flat(
+        self, shards: Sequence[Tensor], message: Message, copies: _Copies, *, at_once: bool
+    ) -> Tensor:
+        """The shards of a packed message as one tensor; `copies` gets those yet to be made."""
+        parts = [shards[i] for i in message.indices]
+        dtype = self.operands[message.indices[0]].dtype
+        if at_once and all(part.dtype == dtype for part in parts):
+            return torch_compat.flat_copy(parts)
+        flat = torch.empty(message.numel, dtype=dtype, device=self.group.device)
+        places = flat.split_with_sizes(message.numels)
+        copies.add((p.view(t.shape), t) for p, t in zip(places, parts, strict=True))
+        return flat
+
+    def launch(
+        self, pending: Pending, inputs: list[Tensor], outputs: list[Tensor], copies: _Copies
+    ) -> None:
+        """Start one coalesced gather of `inputs`, of one dtype, behind what is left of `copies`."""
+        launch = coalesced(self.group.process_group, "allgather_into_tensor_coalesced")
+        if copies:
+            launch = partial(copies.before, launch)
         if inputs[0].dtype not in MOVABLE:
             outputs, inputs = [as_bytes(t) for t in outputs], [as_bytes(t) for t in inputs]
         self.start(pending, launch, outputs, inputs, self.options)
@@ -191,6 +265,10 @@ class AllGatherInPlace(AllGather):
     In checking mode the other ranks' rows are poisoned first, so that a missing row shows.
     """
 
+    def __init__(self, group: Group, unit: str, phase: str, operands: Sequence[Operand]) -> None:
+        super().__init__(group, unit, phase, operands)
+        self.allocating = nullcontext  # the buffers are there
+
     def buffers(self, tensors: Sequence[Tensor]) -> list[Tensor]:
         """The padded buffers, which begin where the storages of the shards begin."""
         buffers = []
@@ -225,11 +303,10 @@ def _from_buffer(layout: ParamLayout) -> Callable[[Tensor], Tensor] | None:
 class LocalGather(AllGather):
     """The gather on a single rank: the shard is the parameter, and must not be freed."""
 
-    def __call__(self, tensors: Sequence[Tensor]) -> Pending:
+    def __call__(self, given: Sequence[Tensor | Copy]) -> Pending:
         """Take the shards themselves, or in checking mode copies that can be poisoned."""
-        return Pending(
-            self, [], [t.clone() for t in tensors] if self.group.check else list(tensors)
-        )
+        shards = [t.arrive() if isinstance(t, Copy) else t for t in given]
+        return Pending(self, [], [t.clone() for t in shards] if self.group.check else shards)
 
     def results(self, pending: Pending) -> list[Tensor]:
         """The full parameters, in operand order."""

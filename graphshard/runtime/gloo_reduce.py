@@ -12,6 +12,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from graphshard.program import ops
 from graphshard.runtime.collectives import Operand, Pending
 from graphshard.runtime.group import Group
 from graphshard.runtime.reduce import ReduceScatter
@@ -21,8 +22,15 @@ from graphshard.torch_private import compat as torch_compat
 class ReduceScatterByExchange(ReduceScatter):
     """Averages by an exchange of parts and a local mean, which adds up 16-bit floats in float32."""
 
-    def __init__(self, group: Group, unit: str, phase: str, operands: Sequence[Operand]) -> None:
-        super().__init__(group, unit, phase, operands)
+    def __init__(
+        self,
+        group: Group,
+        unit: str,
+        phase: str,
+        operands: Sequence[Operand],
+        reduce_op: str = ops.AVG,
+    ) -> None:
+        super().__init__(group, unit, phase, operands, reduce_op)
         self.options = torch_compat.collective_options("AllToAllOptions")
         self.options.asyncOp = group.side_stream is None
 
@@ -45,8 +53,9 @@ class ReduceScatterByExchange(ReduceScatter):
         ]
 
     def average(self, sent: Tensor, received: Tensor) -> Tensor:
-        """The mean over the parts that the ranks sent."""
-        return received.view(self.group.size, -1).mean(0)
+        """The mean, or the sum, over the parts that the ranks sent."""
+        parts = received.view(self.group.size, -1)
+        return parts.mean(0) if self.reduce_op == ops.AVG else parts.sum(0)
 
 
 class ReduceScatterByPairExchange(ReduceScatterByExchange):
@@ -67,8 +76,10 @@ class ReduceScatterByPairExchange(ReduceScatterByExchange):
             self.start(pending, launch, target, part, counts, counts, self.options)
 
     def average(self, sent: Tensor, received: Tensor) -> Tensor:
-        """The mean of this rank's part and the received one, in the storage of `received`."""
+        """The mean, or the sum, of both ranks' parts, in the storage of `received`."""
         local = self._split(sent)[0]
+        if self.reduce_op == ops.SUM:
+            return received.add_(local)
         if received.dtype is torch.float16:  # whose sum may overflow
             return received.copy_(received.float().add_(local).div_(2))
         return received.add_(local).div_(2)

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field, replace
 from datetime import timedelta
 from typing import Any
@@ -19,7 +20,9 @@ from graphshard.program.packing import GATHER_BELOW, MOVABLE, REDUCE_BELOW
 from graphshard.runtime import streams as side_streams
 from graphshard.runtime.gloo import MAX_RANKS, PairwiseExchange
 from graphshard.runtime.streams import SideStream
+from graphshard.runtime.whereabouts import Whereabouts
 from graphshard.torch_private import compat as torch_compat
+from graphshard.torch_private.coalesced import coalesced
 
 
 def movable(tensor: Tensor) -> Tensor:
@@ -57,6 +60,11 @@ class Group:
     subgroups: by name, the groups of the mesh's dimensions and those of `within`.
     pairwise: sends and receives in place of the backend's collectives; None to use these.
     side_stream: the stream that collectives run on; None where the host waits for them.
+    replica_all_reduce: the caller's function that averages over replicas; on the group of all ranks
+        only. None: the process group of "replicate" does.
+    memory: the `RegisteredMemory` of this group, which buffers of its collectives come from; None
+        for ordinary memory.
+    here: where this rank is in the module's programs; that of all ranks, in each smaller group.
     """
 
     process_group: Any
@@ -71,18 +79,21 @@ class Group:
     subgroups: dict[str, Group] = field(default_factory=dict, repr=False)
     pairwise: PairwiseExchange | None = field(default=None, repr=False)
     side_stream: SideStream | None = field(default=None, repr=False)
+    replica_all_reduce: Callable[[Tensor], Any] | None = None
+    memory: Any = field(default=None, repr=False, compare=False)
+    here: Whereabouts = field(default_factory=Whereabouts, repr=False, compare=False)
 
     def __post_init__(self) -> None:
         # Gloo moves tensors of a device through the host, which waits for it.
         if self.side_stream is None and self.process_group is not None and self.backend != "gloo":
-            self.side_stream = side_streams.new_side_stream(self.device)
+            self.side_stream = side_streams.communicator_stream(self.device)
 
     def named(self, name: str) -> Group:
         """The subgroup that a collective's `group` names; this group if there is none."""
         group = self.subgroups.get(name)
         if group is None:
             return self
-        group.check = self.check
+        group.check, group.here = self.check, self.here
         return group
 
     def within(self, ranks: int) -> Group:
@@ -95,9 +106,21 @@ class Group:
             process_group = self.shard.process_group
             members = dist.get_process_group_ranks(process_group)
             start = self.shard.rank // ranks * ranks
-            neighbours = new_process_group(members[start : start + ranks], process_group)
+            neighbours = new_process_group(
+                members[start : start + ranks], process_group, self.device, callers=self.size
+            )
             self.subgroups[name] = _group_of(neighbours, self.device)
         return self.named(name)
+
+    def allocating(self) -> AbstractContextManager[Any]:
+        """A context in which buffers of collectives are allocated, by this thread."""
+        return nullcontext() if self.memory is None else self.memory.use()
+
+    @property
+    def runs_on(self) -> str:
+        """The kind of device that ranks compute on, and the backend between them."""
+        kind = self.device.type
+        return kind if self.process_group is None else f"{kind} by {self.backend}"
 
     @property
     def shard(self) -> Group:
@@ -111,7 +134,7 @@ class Group:
 
     @property
     def pack_reduce_below(self) -> int:
-        """Bytes of a full gradient below which a reduce packs it with others."""
+        """Bytes of a gradient's shard below which a reduce packs it with others."""
         return REDUCE_BELOW.get(self.backend, 0)
 
     @property
@@ -119,7 +142,7 @@ class Group:
         """The `torch.distributed.Store` that the ranks share."""
         return torch_compat.group_store(self.process_group)
 
-    def from_first(self, tensor: Tensor | None, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
+    def broadcast(self, tensor: Tensor | None, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
         """Broadcast the first rank's `tensor`.
 
         Args:
@@ -148,22 +171,30 @@ class Group:
         Raises:
             RuntimeError: a rank died, or did not get here within the timeout.
         """
-        sent = torch.tensor(values, device=self.device)
-        received = sent.new_empty(self.size * len(values))
+        return self.gather_tensor(torch.tensor(values, device=self.device)).tolist()
+
+    def gather_tensor(self, sent: Tensor) -> Tensor:
+        """The `sent` of every rank, `(n,)` on this group's device: `(ranks, n)`, in rank order.
+
+        Raises:
+            RuntimeError: a rank died, or did not get here within the timeout.
+        """
+        received = sent.new_empty(self.size * sent.numel())
         if self.pairwise is not None:
             by_rank = received.view(self.size, -1).unbind()
             by_rank[self.rank].copy_(sent)
             for work in self.pairwise.exchange([[sent] * self.size], [by_rank]):
                 work.wait()
-            return received.view(self.size, -1).tolist()
+            return received.view(self.size, -1)
         # Not dist.all_gather_into_tensor: torch 2.13 renames it, and warns.
-        self.process_group.allgather_into_tensor_coalesced([received], [sent]).wait()
-        return received.view(self.size, -1).tolist()
+        gather = coalesced(self.process_group, "allgather_into_tensor_coalesced")
+        gather([received], [sent]).wait()
+        return received.view(self.size, -1)
 
-    def everyones(self, value: Any) -> list[Any]:
+    def all_gather_object(self, value: Any) -> list[Any]:
         """The `value` of every rank, in rank order; it must be picklable."""
         values: list[Any] = [value] * self.size
-        if self.size > 1:
+        if self.size > 1 and self.backend != "fake":
             dist.all_gather_object(values, value, group=self.process_group)
         return values
 
@@ -187,38 +218,87 @@ def find_group(
         PolicyError: the mesh has more than two dimensions or is on another kind of device, or
             `hybrid` needs the number of ranks per node and it is not known.
     """
+    group = meeting_group(mesh, device, alone=alone)
+    return with_mesh(group, mesh_of(group, mesh, device, hybrid=hybrid))
+
+
+def meeting_group(
+    mesh: DeviceMesh | None, device: torch.device | str | None, *, alone: torch.device | str = "cpu"
+) -> Group:
+    """The ranks of `find_group` with these arguments, without the groups of a mesh's dimensions."""
     if mesh is None and not (dist.is_available() and dist.is_initialized()):
-        device = _indexed(alone if device is None else device)
-        return Group(None, 0, 1, device, mesh_shape=(1, 1) if hybrid else (1,))
+        return Group(None, 0, 1, _indexed(alone if device is None else device))
     if mesh is None:
-        by_nccl = torch.cuda.is_available() and "nccl" in dist.get_backend().lower()
-        mesh_device = torch.device(device or ("cuda" if by_nccl else "cpu"))
-        if hybrid:
-            sizes, names = _by_node(mesh_device), ("replicate", "shard")
-            mesh = init_device_mesh(mesh_device.type, sizes, mesh_dim_names=names)
-        else:
-            mesh = init_device_mesh(mesh_device.type, (dist.get_world_size(),))
+        device = _indexed(device or _default_device_type())
+        try:
+            return _group_of(dist.group.WORLD, device)
+        except RuntimeError:  # which has no backend for this device; a mesh gets another group
+            mesh = init_device_mesh(device.type, (dist.get_world_size(),))
+            return replace(_group_of(mesh.get_group(0), device), mesh=mesh)
+    kind = mesh.device_type
+    if device is None or torch.device(device).type != kind:
+        device = kind
+    process_group = mesh.get_group(0) if mesh.ndim == 1 else _flat(mesh)
+    return replace(_group_of(process_group, _indexed(device)), mesh=mesh)
+
+
+def mesh_of(
+    group: Group,
+    mesh: DeviceMesh | None,
+    device: torch.device | str | None,
+    *,
+    hybrid: bool = False,
+) -> tuple[int, ...]:
+    """The shape of the mesh of `group`, which was found with these arguments of `find_group`.
+
+    Raises:
+        PolicyError: see `find_group`.
+    """
+    if mesh is None:
+        if group.process_group is None:
+            return (1, 1) if hybrid else (1,)
+        return _by_node(group.device) if hybrid else (group.size,)
     if mesh.ndim > 2:
         raise PolicyError(
             "parameters are sharded over the last dimension of a mesh and replicated over the "
             f"first; got one of {mesh.ndim} dimensions; pass one or two of them, such as "
             'mesh["replicate", "shard"]'
         )
-    device = _indexed(mesh.device_type if device is None else device)
-    if device.type != mesh.device_type:
+    if device is not None and torch.device(device).type != mesh.device_type:
         raise PolicyError(
-            f"the mesh lies on {mesh.device_type}, the model is to run on {device.type}; "
-            "make them agree"
+            f"the mesh lies on {mesh.device_type}, the model is to run on "
+            f"{torch.device(device).type}; make them agree"
         )
-    group = replace(
-        _group_of(mesh.get_group(0) if mesh.ndim == 1 else _flat(mesh), device),
-        mesh=mesh,
-        mesh_shape=tuple(mesh.shape),
-    )
+    return tuple(mesh.shape)
+
+
+def with_mesh(group: Group, shape: tuple[int, ...]) -> Group:
+    """`group` with its mesh of `shape` and the groups of its dimensions; all ranks call this."""
+    if group.process_group is None:
+        return replace(group, mesh_shape=shape)
+    mesh = group.mesh
+    if mesh is None or tuple(mesh.shape) != shape:
+        names = ("replicate", "shard") if len(shape) == 2 else None
+        mesh = init_device_mesh(group.device.type, shape, mesh_dim_names=names)
+        if mesh.ndim == 1:
+            group = _group_of(mesh.get_group(0), group.device)
+    torch_compat.forget_operator_layouts()
+    group = replace(group, mesh=mesh, mesh_shape=shape)
     if mesh.ndim == 2:
-        group.subgroups[ops.REPLICATE] = _group_of(mesh.get_group(0), device)
-        group.subgroups[ops.SHARD] = _group_of(mesh.get_group(1), device)
+        group.subgroups = {
+            ops.REPLICATE: _group_of(mesh.get_group(0), group.device),
+            ops.SHARD: _group_of(mesh.get_group(1), group.device),
+        }
     return group
+
+
+def _default_device_type() -> str:
+    """Where the ranks of the default process group compute: on CUDA if it has NCCL for that.
+
+    A group that was made without a backend has NCCL for CUDA and Gloo for the CPU.
+    """
+    by_nccl = "cuda:nccl" in dist.get_backend_config().lower()
+    return "cuda" if by_nccl and torch.cuda.is_available() else "cpu"
 
 
 def _group_of(process_group: Any, device: torch.device) -> Group:
@@ -266,20 +346,35 @@ def _flat(mesh: DeviceMesh) -> Any:
     ranks = mesh.mesh.flatten().tolist()
     if len(ranks) == dist.get_world_size():
         return dist.group.WORLD
-    return new_process_group(ranks, mesh.get_group(mesh.ndim - 1))
+    like = mesh.get_group(mesh.ndim - 1)
+    return new_process_group(ranks, like, torch.device(mesh.device_type), callers=len(ranks))
 
 
-def new_process_group(ranks: Sequence[int], like: Any) -> Any:
-    """Create a process group of `ranks`, with the backends of `like`.
-
-    All of these ranks must call this at the same point; no other rank takes part.
+def new_process_group(
+    ranks: Sequence[int], like: Any, device: torch.device, *, callers: int
+) -> Any:
+    """Create a process group of `ranks`, with the backends and the timeout of `like`.
 
     Args:
-        ranks: global ranks, this rank among them.
+        ranks: global ranks, this rank among them, all of which call this at the same point.
         like: an existing process group.
+        device: where the ranks compute.
+        callers: how many ranks call this at that point, each for a group that it is in.
+
+    Raises:
+        PolicyError: NCCL would wait for ranks that do not call this.
     """
+    world_size = dist.get_world_size()
+    if callers < world_size and torch_compat.is_bound_to_device(dist.group.WORLD):
+        raise PolicyError(
+            f"a mesh of {callers} of {world_size} ranks needs a group of {len(ranks)} of them. "
+            "NCCL would split it off the group of all ranks, which is bound to a device and needs "
+            "all of them for that; call init_process_group without device_id, or make the mesh by "
+            "init_device_mesh with all ranks and pass a part of it that has one dimension"
+        )
     return dist.new_group(
         ranks=list(ranks),
+        timeout=torch_compat.group_timeout(like, device),
         backend=dist.get_backend_config(like),
         use_local_synchronization=True,
         group_desc="graphshard",
@@ -290,5 +385,8 @@ def _indexed(device: torch.device | str) -> torch.device:
     """`device` with its index, as the `device` of a tensor on it has."""
     device = torch.device(device)
     if device.type == "cuda" and device.index is None:
+        local_rank = os.environ.get("LOCAL_RANK", "")
+        if local_rank.isdecimal() and not torch.cuda.is_initialized():
+            torch.cuda.set_device(int(local_rank))  # as a DeviceMesh does, unless the user did
         return torch.device("cuda", torch.cuda.current_device())
     return device

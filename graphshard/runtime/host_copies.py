@@ -14,7 +14,7 @@ from torch import Tensor, fx
 from graphshard.program import ops
 from graphshard.program.collective import OneTensor
 from graphshard.runtime.group import Group
-from graphshard.runtime.streams import Launched, copy_stream
+from graphshard.runtime.streams import Launched, SideStream, copy_stream
 
 
 class Copy:
@@ -39,6 +39,21 @@ class Copy:
             self.launched = None
         self.source = None
         return self.tensor
+
+    def hand_to(self, side_stream: SideStream | None) -> Tensor:
+        """The new tensor, for work on `side_stream` alone; without one, for compute.
+
+        Keep the copy until compute has waited for that work, then call `settle`.
+        """
+        if side_stream is None:
+            return self.arrive()
+        if self.launched is not None:
+            side_stream.follow(self.launched)
+        return self.tensor
+
+    def settle(self) -> None:
+        """Note that compute has waited for work behind the copy."""
+        self.launched = self.source = None
 
     def __del__(self) -> None:
         if self.launched is not None:

@@ -27,8 +27,10 @@ from __future__ import annotations
 
 import operator
 import re
+from collections.abc import Collection
 from functools import partial
-from typing import Any
+from itertools import islice
+from typing import Any, cast
 
 import torch
 from torch import fx, nn
@@ -37,11 +39,15 @@ from graphshard.planning.plan import ShardingPlan
 from graphshard.program import ops
 from graphshard.program.annotations import Regions
 from graphshard.program.collective import Collective, OneTensor, operands_of
-from graphshard.program.program import copy_node
+from graphshard.program.finite import Check
+from graphshard.program.gather_inputs import done_by_gather
+from graphshard.program.owned import reduced_in_place
+from graphshard.program.program import BACKWARD, FORWARD, copy_node, events_of
 from graphshard.program.regions import Region, is_fixed, picks_from, regions_in
 from graphshard.runtime.accumulated import AccumulatedGrads
 from graphshard.runtime.codegen import BoxedCodeGen, call_of
 from graphshard.runtime.collectives import BoundCollective, Operand, wait
+from graphshard.runtime.finite import FiniteReports, probe, probe_masked
 from graphshard.runtime.gather import (
     AllGather,
     AllGatherInPlace,
@@ -55,8 +61,13 @@ from graphshard.runtime.gather import (
 from graphshard.runtime.gloo_reduce import ReduceScatterByExchange, ReduceScatterByPairExchange
 from graphshard.runtime.group import Group
 from graphshard.runtime.host_copies import bind_transfer
-from graphshard.runtime.reduce import REDUCES, LocalReduce
+from graphshard.runtime.random_states import bind_random_state
+from graphshard.runtime.reduce import REDUCES, AllReduceByCaller, LocalReduce
 from graphshard.runtime.region import Forms, pack
+
+EVENTS = "events"
+"""The key of a lowered node's `meta` for its event, behind those that gathers do themselves: the
+number and the name of each."""
 
 # Only where a call starts, since a string may contain an operator's name as well.
 _OPERATOR = re.compile(r"(?<== )torch\.ops\.(\w+)\.(\w+)\.(\w+)(?=\()")
@@ -67,6 +78,7 @@ def lower(
     plan: ShardingPlan,
     group: Group,
     accumulated: AccumulatedGrads,
+    reports: FiniteReports,
     forms: Forms,
     table: Regions | None = None,
 ) -> fx.GraphModule:
@@ -77,6 +89,7 @@ def lower(
         plan: the program's plan.
         group: the ranks.
         accumulated: this rank's accumulated gradients.
+        reports: where its report of non-finite values goes.
         forms: the forms of all regions that were lowered before; new ones are added.
         table: the program's regions, each of which becomes one call. None: it has none.
     """
@@ -85,9 +98,16 @@ def lower(
     regions = regions_in(graph) if table is not None else []
     inside = {node for region in regions for node in (*region.nodes, *region.releases)}
     released = {node.args[0] for region in regions for node in region.releases}
+    named = _names(graph)
     ends = {_last(region): region for region in regions}
+    by_gathers = _left_to_gathers(graph, group)
+    skipped: list[Any] = []
     for node in graph.nodes:
-        if node in ends:
+        before = len(lowered.nodes)
+        if node in by_gathers:
+            new[node] = new[node.all_input_nodes[0]]
+            skipped.append(named.get(node))
+        elif node in ends:
             assert table is not None
             _call_region(lowered, ends[node], forms, table, new)
             if group.check:
@@ -96,12 +116,20 @@ def lower(
                     poisoned.target = poison
         elif node not in inside:
             copied = new[node] = copy_node(lowered, node, new)
-            _bind(copied, node, plan, group, accumulated)
-            if node in released and not group.check:
-                copied.target = take
+            _bind(copied, node, plan, group, accumulated, reports, by_gathers)
             if node.target is ops.release:
                 gather: Any = new[ops.released(node)[0]].target
                 copied.target = release_for(gather)
+            elif node in released and not group.check:
+                copied.target = take
+        _name(lowered, len(lowered.nodes) - before, skipped, named.get(node))
+    for node, number in _places(graph).items():
+        new[node].target.is_place(number)
+    return module_of(lowered)
+
+
+def module_of(lowered: fx.Graph) -> fx.GraphModule:
+    """A module whose `.forward(arguments)` runs the lowered graph; it empties the list."""
     lowered.set_codegen(BoxedCodeGen())
     operators: dict[str, Any] = {}
     lowered.on_generate_code(lambda _: partial(_by_short_names, operators))
@@ -109,6 +137,41 @@ def lower(
     run: Any = type(module).forward
     run.__globals__.update(operators)
     return module
+
+
+def phase_of(graph: fx.Graph) -> str:
+    """Whether `graph`, also a lowered one, is a forward or a backward."""
+    phases = (node.meta["phase"] for node in graph.find_nodes(op="placeholder"))
+    return BACKWARD if BACKWARD in phases else FORWARD
+
+
+def _names(graph: fx.Graph) -> dict[fx.Node, tuple[int, str]]:
+    """By node of forward's or backward's graph, its event's number there and name."""
+    phase = phase_of(graph)
+    # Those of backward in a forward graph pick results of an operator for it.
+    calls = [
+        node for node in graph.nodes if node.op == "call_function" and node.meta["phase"] == phase
+    ]
+    return {
+        node: (number, event.name)
+        for number, (event, nodes) in enumerate(events_of(calls))
+        for node in nodes
+    }
+
+
+def _name(lowered: fx.Graph, count: int, skipped: list[Any], event: Any) -> None:
+    """Give the last `count` nodes their event, and the first of them what was skipped before."""
+    for node in islice(reversed(lowered.nodes), count):
+        node.meta[EVENTS] = [event]
+    if count:
+        node.meta[EVENTS] = [*skipped, event]
+        skipped.clear()
+
+
+def _places(graph: fx.Graph) -> dict[fx.Node, int]:
+    """By collective of `graph` that is waited for in it, the number of its wait, from 1 on."""
+    waits = graph.find_nodes(op="call_function", target=ops.wait)
+    return {wait.args[0]: number for number, wait in enumerate(waits, 1)}
 
 
 def _by_short_names(operators: dict[str, Any], lines: list[str]) -> list[str]:
@@ -132,7 +195,13 @@ def _by_short_names(operators: dict[str, Any], lines: list[str]) -> list[str]:
 
 
 def _bind(
-    copied: fx.Node, node: fx.Node, plan: ShardingPlan, group: Group, accumulated: AccumulatedGrads
+    copied: fx.Node,
+    node: fx.Node,
+    plan: ShardingPlan,
+    group: Group,
+    accumulated: AccumulatedGrads,
+    reports: FiniteReports,
+    by_gathers: Collection[fx.Node],
 ) -> None:
     """Make `copied`, the copy of `node` in the lowered graph, call the function that runs it."""
     if node.op == "placeholder":
@@ -140,10 +209,17 @@ def _bind(
         # referring to a value that the code drops as b.
         copied.target = copied.name
     elif ops.is_collective(node):
-        copied.target = _bound_collective(node, plan, group)
+        copied.target = _bound_collective(node, plan, group, by_gathers)
         copied.kwargs = {}
     elif node.target in (ops.accumulate_grad, ops.add_accumulated):
         accumulated.bind(copied)
+    elif node.target is ops.check_finite:
+        copied.target = probe_masked if Check.of_node(node).masked else probe
+        copied.kwargs = {}
+    elif node.target is ops.report_finite:
+        reports.bind(copied, node)
+    elif node.target in ops.RANDOM_STATES:
+        bind_random_state(copied, group.device)
     elif ops.is_transfer(node):
         bind_transfer(copied, group)
     elif node.target is ops.reshard:
@@ -151,10 +227,8 @@ def _bind(
         ranks: Any = arguments.ranks
         layout = plan.layouts[str(arguments.param)].over(ranks)
         copied.target, copied.kwargs = Reshard(layout, group.within(ranks)), {}
-    elif node.target is ops.wait:
-        copied.target = wait
-    elif node.target is ops.free:
-        copied.target = free
+    elif node.target in (ops.wait, ops.free):
+        copied.target = wait if node.target is ops.wait else free
 
 
 def _last(region: Region) -> fx.Node:
@@ -188,25 +262,57 @@ def _call_region(
         new[node] = picked
 
 
-def _bound_collective(node: fx.Node, plan: ShardingPlan, group: Group) -> BoundCollective:
+def _left_to_gathers(graph: fx.Graph, group: Group) -> set[fx.Node]:
+    """The arrivals and casts of shards that gathers over several ranks do themselves.
+
+    So compute does not wait for them, and casts need no memory of their own.
+    """
+    found = set()
+    for node in graph.nodes:
+        gather = done_by_gather(node)
+        if gather is not None and _ranks_of(Collective.of(gather), group).size > 1:
+            found.add(node)
+    return found
+
+
+def _ranks_of(collective: Collective, group: Group) -> Group:
+    """The ranks that a collective is over."""
+    if collective.ranks is not None:
+        return group.within(collective.ranks)
+    return group.named(collective.group)
+
+
+def _bound_collective(
+    node: fx.Node, plan: ShardingPlan, group: Group, by_gathers: Collection[fx.Node]
+) -> BoundCollective:
     collective = Collective.of(node)
     layouts = [plan.layouts[name] for name in collective.params]
     if collective.columns is not None:
         layouts = [layout.columns(*collective.columns) for layout in layouts]
+    by_caller = group.replica_all_reduce if collective.group == ops.REPLICATE else None
     if collective.ranks is not None:
         layouts = [layout.over(collective.ranks) for layout in layouts]
-        group = group.within(collective.ranks)
-    else:
-        group = group.named(collective.group)
+    group = _ranks_of(collective, group)
     op, unit, phase = collective.op, collective.unit, node.meta["phase"]
+    own = reduced_in_place(node, group.backend) if by_caller is None else frozenset()
     operands = [
-        Operand(layout, value.meta["val"].dtype, temporary=op.gathers and value.target is ops.cast)
-        for layout, value in zip(layouts, operands_of(node), strict=True)
+        Operand(
+            layout,
+            value.meta["val"].dtype,
+            temporary=op.gathers and value.target is ops.cast and value not in by_gathers,
+            casts=value.target is ops.cast and value in by_gathers,
+            own=index in own,
+        )
+        for index, (layout, value) in enumerate(zip(layouts, operands_of(node), strict=True))
     ]
+    if by_caller is not None:
+        return AllReduceByCaller(group, unit, phase, operands, by_caller)
     if group.size == 1 and op.reduces:
         return LocalReduce(op.name, group, unit, phase)
-    kind = kind_of(op, group, in_place=collective.in_place)
-    return kind(group, unit, phase, operands)
+    kind: Any = kind_of(op, group, in_place=collective.in_place)
+    if op.reduces:
+        return cast(BoundCollective, kind(group, unit, phase, operands, collective.reduce_op))
+    return cast(BoundCollective, kind(group, unit, phase, operands))
 
 
 def kind_of(op: ops.Op, group: Group, *, in_place: bool = False) -> type[BoundCollective]:

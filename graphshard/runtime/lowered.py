@@ -11,13 +11,18 @@ from torch import Tensor, fx
 from graphshard.planning.plan import ShardingPlan
 from graphshard.program.annotations import Regions
 from graphshard.runtime.accumulated import AccumulatedGrads
+from graphshard.runtime.agreement import Agreement
 from graphshard.runtime.checked import CheckedRun
-from graphshard.runtime.fingerprint import Agreement, Fingerprint
+from graphshard.runtime.cuda_graphs import GraphPool
+from graphshard.runtime.fingerprint import Fingerprint
+from graphshard.runtime.finite import FiniteReports
 from graphshard.runtime.group import Group
-from graphshard.runtime.lower import lower
+from graphshard.runtime.lower import lower, phase_of
+from graphshard.runtime.names import NamedRun
 from graphshard.runtime.reduce import require_reducible
 from graphshard.runtime.region import Form, Forms, RegionCall
 from graphshard.runtime.shards import Shard
+from graphshard.torch_private.profiling import profiler_check
 
 Runner = Callable[[list[Any]], Any]
 
@@ -32,7 +37,9 @@ class Bindings:
     buffers: by buffer name, the dict that holds the module's buffer and its key there.
     agreement: compares the ranks' collectives.
     accumulated: gradients that were not reduced yet.
+    reports: what checks of programs found that was not finite.
     forms: the compiled forms of regions.
+    graph_pool: what the CUDA graphs of its programs share.
     """
 
     plan: ShardingPlan
@@ -42,6 +49,12 @@ class Bindings:
     agreement: Agreement
     accumulated: AccumulatedGrads = field(default_factory=AccumulatedGrads)
     forms: Forms = field(default_factory=Forms)
+    reports: FiniteReports = field(init=False)
+    graph_pool: GraphPool = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.graph_pool = GraphPool(self.group.device)
+        self.reports = FiniteReports(self.group)
 
     def buffer(self, name: str) -> Tensor:
         """The buffer `name` that the module has now."""
@@ -53,7 +66,6 @@ class LoweredGraph:
     """Forward or backward of a program, lowered.
 
     module: its code.
-    run: runs the code on a list of arguments, which it empties; with checks in checking mode.
     fingerprint: its sequence of collectives.
 
     Raises:
@@ -63,11 +75,34 @@ class LoweredGraph:
     def __init__(self, graph: fx.Graph, bindings: Bindings, regions: Regions | None) -> None:
         require_reducible(graph, bindings.group)
         self.module = lower(
-            graph, bindings.plan, bindings.group, bindings.accumulated, bindings.forms, regions
+            graph,
+            bindings.plan,
+            bindings.group,
+            bindings.accumulated,
+            bindings.reports,
+            bindings.forms,
+            regions,
         )
         self.fingerprint = Fingerprint.of(graph, bindings.plan)
-        check = bindings.group.check
-        self.run: Runner = CheckedRun(self.module) if check else self.module.forward
+        self._check = bindings.group.check
+        self._run = self._runner(self.module)
+        self._named: Runner | None = None
+        self._profiled = profiler_check()
+
+    def run(self, args: list[Any]) -> Any:
+        """Run the code on `args`, which it empties; with checks in checking mode.
+
+        While a profiler is on, each event has a range of its own.
+        """
+        return self._named_run(args) if self._profiled() else self._run(args)
+
+    def _named_run(self, args: list[Any]) -> Any:
+        if self._named is None:
+            self._named = NamedRun(self.module, phase_of(self.module.graph), self._runner)
+        return self._named(args)
+
+    def _runner(self, module: fx.GraphModule) -> Runner:
+        return CheckedRun(module) if self._check else module.forward
 
     def forms(self) -> Iterator[Form]:
         """The forms of its regions, each once."""

@@ -21,6 +21,7 @@ from graphshard.program.packing import MOVABLE
 from graphshard.runtime.collectives import BoundCollective, Message, Operand, Pending
 from graphshard.runtime.group import Group
 from graphshard.torch_private import compat as torch_compat
+from graphshard.torch_private.coalesced import coalesced
 
 
 def require_reducible(graph: fx.Graph, group: Group) -> None:
@@ -48,7 +49,7 @@ def require_reducible(graph: fx.Graph, group: Group) -> None:
 
 
 def averaging(dtype: torch.dtype, size: int) -> tuple[int, Any, float]:
-    """How to average over `size` ranks: (divisor before, reduce operator, divisor after).
+    """The average over `size` ranks as (divisor before, reduce operator, divisor after).
 
     float16 may overflow where a backend adds up first (Gloo), and underflow on many ranks where it
     divides first (NCCL multiplies each operand by 1/size as it adds). So, as in FSDP, it is divided
@@ -64,7 +65,7 @@ def averaging(dtype: torch.dtype, size: int) -> tuple[int, Any, float]:
 
 @dataclass(frozen=True)
 class Averaging:
-    """How gradients of one dtype are averaged: the divisors of `averaging`, and the call's options.
+    """The average of gradients of one dtype: the divisors of `averaging`, and the call's options.
 
     options: of the process group's method, with the reduce operator.
     """
@@ -75,20 +76,23 @@ class Averaging:
 
 
 def averaging_by_dtype(
-    operands: Sequence[Operand], group: Group, options_class: str
+    operands: Sequence[Operand], group: Group, options_class: str, reduce_op: str = ops.AVG
 ) -> dict[torch.dtype, Averaging]:
-    """How to average gradients of each dtype among `operands` over `group`.
+    """The average over `group` of gradients of each dtype among `operands`.
 
     Args:
         operands: the parameters whose gradients are averaged.
         group: the ranks.
         options_class: the name of the class of the call's options, as torch has it.
+        reduce_op: "sum" for a plain sum, without any division.
     """
     by_dtype = {}
     for dtype in {operand.dtype for operand in operands}:
         options = torch_compat.collective_options(options_class)
         options.asyncOp = group.side_stream is None
-        before, options.reduceOp, after = averaging(dtype, group.size)
+        before, options.reduceOp, after = (
+            averaging(dtype, group.size) if reduce_op == ops.AVG else (1, dist.ReduceOp.SUM, 1)
+        )
         by_dtype[dtype] = Averaging(before, after, options)
     return by_dtype
 
@@ -101,9 +105,17 @@ class ReduceScatter(BoundCollective):
 
     op = "reduce_scatter"
 
-    def __init__(self, group: Group, unit: str, phase: str, operands: Sequence[Operand]) -> None:
+    def __init__(
+        self,
+        group: Group,
+        unit: str,
+        phase: str,
+        operands: Sequence[Operand],
+        reduce_op: str = ops.AVG,
+    ) -> None:
         super().__init__(group, unit, phase, operands)
-        self.launches = self.messages(self.pack_below(), lambda o: o.shard_bytes * group.size)
+        self.reduce_op = reduce_op
+        self.launches = self.messages(self.pack_below(), lambda o: o.shard_bytes)
         packed = {i for launch in self.launches for m in launch if m.packed for i in m.indices}
         self.in_rank_order = [
             _in_rank_order(o.layout, i in packed) for i, o in enumerate(self.operands)
@@ -111,7 +123,7 @@ class ReduceScatter(BoundCollective):
         self.shapes = [shard_shape_of(o.layout) for o in self.operands]
 
     def pack_below(self) -> int:
-        """Bytes of a full gradient below which it is packed with others into one message."""
+        """Bytes of a gradient's shard below which it is packed with others into one message."""
         return self.group.pack_reduce_below
 
     def __call__(self, tensors: Sequence[Tensor]) -> Pending:
@@ -163,20 +175,31 @@ class ReduceScatter(BoundCollective):
 class ReduceScatterByReduce(ReduceScatter):
     """Averages with the backend's own reduce_scatter (NCCL)."""
 
-    def __init__(self, group: Group, unit: str, phase: str, operands: Sequence[Operand]) -> None:
-        super().__init__(group, unit, phase, operands)
-        self.averaging = averaging_by_dtype(self.operands, group, "ReduceScatterOptions")
+    def __init__(
+        self,
+        group: Group,
+        unit: str,
+        phase: str,
+        operands: Sequence[Operand],
+        reduce_op: str = ops.AVG,
+    ) -> None:
+        super().__init__(group, unit, phase, operands, reduce_op)
+        self.averaging = averaging_by_dtype(self.operands, group, "ReduceScatterOptions", reduce_op)
 
     def prepare(self, sent: Tensor) -> Tensor:
-        """`sent`, divided so that the sum cannot overflow."""
+        """`sent`, divided so that the sum cannot overflow; a copy where sends have a pool."""
         before = self.averaging[sent.dtype].divide_before
+        if self.group.memory is not None:
+            with self.group.allocating():
+                copied = torch.empty_like(sent)
+            return copied.copy_(sent) if before == 1 else torch.div(sent, before, out=copied)
         return sent if before == 1 else sent / before
 
     def move(self, pending: Pending, sent: list[Tensor]) -> None:
         """Start one coalesced reduce_scatter."""
         outputs = [s.new_empty(s.numel() // self.group.size) for s in sent]
         pending.buffers += outputs
-        launch = self.group.process_group.reduce_scatter_tensor_coalesced
+        launch = coalesced(self.group.process_group, "reduce_scatter_tensor_coalesced")
         self.start(pending, launch, outputs, sent, self.averaging[sent[0].dtype].options)
 
     def average(self, sent: Tensor, received: Tensor) -> Tensor:
@@ -194,9 +217,16 @@ class ReduceScatterByAllReduce(ReduceScatter):
 
     op = "all_reduce_shard"
 
-    def __init__(self, group: Group, unit: str, phase: str, operands: Sequence[Operand]) -> None:
-        super().__init__(group, unit, phase, operands)
-        self.averaging = averaging_by_dtype(self.operands, group, "AllreduceOptions")
+    def __init__(
+        self,
+        group: Group,
+        unit: str,
+        phase: str,
+        operands: Sequence[Operand],
+        reduce_op: str = ops.AVG,
+    ) -> None:
+        super().__init__(group, unit, phase, operands, reduce_op)
+        self.averaging = averaging_by_dtype(self.operands, group, "AllreduceOptions", reduce_op)
 
     def pack_below(self) -> int:
         """No limit: all gradients of a dtype travel in one message."""
@@ -224,44 +254,126 @@ class ReduceScatterByAllReduce(ReduceScatter):
 class AllReduce(BoundCollective):
     """Averages gradients of replicated parameters, or shards that another reduce returned.
 
-    The results have the shapes of the operands. There is one launch per dtype.
+    The results have the shapes of the operands. There is one launch per dtype: one message with
+    copies, since all_reduce works in place and other nodes may read the gradients, and one for each
+    gradient that is this node's own.
     """
 
     op = "all_reduce"
 
-    def __init__(self, group: Group, unit: str, phase: str, operands: Sequence[Operand]) -> None:
+    def __init__(
+        self,
+        group: Group,
+        unit: str,
+        phase: str,
+        operands: Sequence[Operand],
+        reduce_op: str = ops.AVG,
+    ) -> None:
         super().__init__(group, unit, phase, operands)
-        self.launches = self.messages(_NO_LIMIT, lambda o: o.shard_bytes)
+        self.reduce_op = reduce_op
+        self.launches = []
+        for dtype in sorted({o.dtype for o in self.operands}, key=str):
+            indices = [i for i, o in enumerate(self.operands) if o.dtype is dtype]
+            copied = [i for i in indices if not self.operands[i].own]
+            own = [self.message(i) for i in indices if self.operands[i].own]
+            self.launches.append([self.message(*copied), *own] if copied else own)
         self.shapes = [shard_shape_of(o.layout) for o in self.operands]
-        self.averaging = averaging_by_dtype(self.operands, group, "AllreduceOptions")
+        self.averaging = averaging_by_dtype(self.operands, group, "AllreduceOptions", reduce_op)
+        self.coalesced = averaging_by_dtype(
+            self.operands, group, "AllreduceCoalescedOptions", reduce_op
+        )
 
     def __call__(self, tensors: Sequence[Tensor]) -> Pending:
-        """Copy the gradients of each dtype into one tensor and start its all_reduce.
-
-        all_reduce works in place, and other nodes may read the gradients.
-        """
+        """Start one all_reduce for the gradients of each dtype."""
         pending = Pending(self, [], [])
-        for (message,) in self.launches:
-            flat = torch.cat([tensors[i].reshape(-1) for i in message.indices])
-            pending.buffers.append(flat)
-            launch = self.group.process_group.allreduce
-            averaging = self.averaging[flat.dtype]
+        for messages in self.launches:
+            sent = [self.flat(tensors, message) for message in messages]
+            pending.buffers += sent
+            averaging = self.averaging[sent[0].dtype]
             if averaging.divide_before != 1:
-                flat.div_(averaging.divide_before)
-            self.start(pending, launch, [flat], averaging.options)
+                for flat in sent:
+                    flat.div_(averaging.divide_before)
+            if len(sent) == 1:
+                self.start(pending, self.group.process_group.allreduce, sent, averaging.options)
+            else:
+                options = self.coalesced[sent[0].dtype].options
+                self.start(pending, self.group.process_group.allreduce_coalesced, sent, options)
         return pending
+
+    def flat(self, tensors: Sequence[Tensor], message: Message) -> Tensor:
+        """The gradients of a message as one flat tensor: a copy, unless it is this node's own."""
+        first = message.indices[0]
+        if self.operands[first].own and tensors[first].is_contiguous():
+            return tensors[first].view(-1)
+        return torch.cat([tensors[i].reshape(-1) for i in message.indices])
 
     def results(self, pending: Pending) -> list[Tensor]:
         """The averages, as views of the messages."""
-        grads: list[Any] = [None] * len(self.operands)
-        for (message,), flat in zip(self.launches, pending.buffers, strict=True):
+        for flat in pending.buffers:
             after = self.averaging[flat.dtype].divide_after
             if after != 1:
                 flat.div_(after)
+        return self.views(pending)
+
+    def views(self, pending: Pending) -> list[Tensor]:
+        """The gradients in the messages, each in its shape."""
+        grads: list[Any] = [None] * len(self.operands)
+        messages = [message for messages in self.launches for message in messages]
+        for message, flat in zip(messages, pending.buffers, strict=True):
             for i, grad in zip(message.indices, split_message(flat, message), strict=True):
                 shape = self.shapes[i]
                 grads[i] = grad if shape is None else grad.view(shape)
         return grads
+
+
+class AllReduceByCaller(AllReduce):
+    """Averages over replicas by a function of the caller's, in place of the process group.
+
+    Args:
+        group: the ranks of the mesh that are replicas of each other; often this rank alone.
+        unit, phase, operands: as for other collectives.
+        average: the function; it averages a flat tensor in place, and returns what to wait for (an
+            object with `wait()`, such as a `torch.distributed.Work`), or None if it is done.
+    """
+
+    def __init__(
+        self,
+        group: Group,
+        unit: str,
+        phase: str,
+        operands: Sequence[Operand],
+        average: Callable[[Tensor], Any],
+    ) -> None:
+        super().__init__(group, unit, phase, operands)
+        self.average = average
+
+    def __call__(self, tensors: Sequence[Tensor]) -> Pending:
+        """Copy the gradients of each dtype into one tensor and pass it to the function."""
+        pending = Pending(self, [], [])
+        for (message,) in self.launches:
+            flat = self.flat(tensors, message)
+            pending.buffers.append(flat)
+            self.start(pending, self._launch, flat)
+        return pending
+
+    def _launch(self, flat: Tensor) -> Any:
+        with torch.no_grad():
+            work = self.average(flat)
+        return _DONE if work is None else work
+
+    def results(self, pending: Pending) -> list[Tensor]:
+        """What the function left in the tensors, as views."""
+        return self.views(pending)
+
+
+class _Done:
+    """The work of a function that has waited itself."""
+
+    def wait(self) -> None:
+        """Return at once."""
+
+
+_DONE = _Done()
 
 
 class LocalReduce(BoundCollective):

@@ -240,6 +240,8 @@ def _module_of(region: Region) -> tuple[fx.GraphModule, list[Any]]:
         vals.append(node.meta["val"])
     for node in region.nodes:
         copied = graph.node_copy(node, lambda n: new[n] if n in new else n.meta["val"])
+        if copied.target is torch.ops.aten.view.default:
+            copied.target = torch.ops.aten.reshape.default  # see `codegen.view`
         copied.meta = {"val": node.meta.get("val")}
         new[node] = copied
     graph.output([new[node] for node in region.outputs])

@@ -1,8 +1,8 @@
 """SHARD_OPTIMIZER: every rank keeps all rows of a parameter and updates its own rows.
 
 The DTensor that the optimizer sees is a view of this rank's rows in a buffer of `W * ceil(d0/W)`
-rows. After an update the next program gathers the other rows. Writing through `param.data` without
-clearing gradients afterwards goes unnoticed. See README.md.
+rows. After an update the next program gathers the other rows. `unchanged.py` decides whether rows
+that show no sign of a change are gathered. See README.md.
 """
 
 from __future__ import annotations
@@ -18,8 +18,12 @@ from torch.distributed.tensor import DTensor
 from graphshard.errors import PlanError
 from graphshard.planning.layout import ParamLayout
 from graphshard.runtime.group import Group
+from graphshard.runtime.host_memory import host_memory
 from graphshard.runtime.shards import Shard
 from graphshard.torch_private import compat as torch_compat
+
+_KEPT_FOR = 2
+"""Gathers after a call without a sign at which a copy is made: its own, and the next step's."""
 
 
 class ResidentShard(Shard):
@@ -32,11 +36,13 @@ class ResidentShard(Shard):
         self.full = torch.empty(0)
         self._gathered_versions: tuple[int, ...] | None = None  # when all rows were current
         self._grad: weakref.ref[Tensor] | None = None  # the `.grad` that backward left
+        self._gathered_rows: Tensor | None = None  # a copy of this rank's rows at the last gather
+        self._gathers = _KEPT_FOR  # since a call that found no sign of a change
         super().__init__(layout, group, model_param)
 
     @property
     def stale(self) -> bool:
-        """Whether other ranks may have changed their rows since this one gathered them."""
+        """Whether there is a sign that rows changed since they were gathered."""
         if self.layout.world_size == 1:
             return False
         self.current()  # adopts a parameter that the user put in place of ours
@@ -49,9 +55,34 @@ class ResidentShard(Shard):
         return rows if self.layout.fqn in stale else self.full.narrow(0, 0, self.layout.shape[0])
 
     def note_gathered(self) -> None:
-        """Note that all rows are current now."""
+        """Note that all rows are current now, and copy this rank's rows if that may save a gather.
+
+        It may if a call found no sign of a change in the time of the last few gathers.
+        """
         self._gathered_versions = self._versions()
         self._note_grad()
+        self._gathers += 1
+        if self._gathers > _KEPT_FOR:
+            self._gathered_rows = None
+        elif self._gathered_rows is None:
+            with torch.inference_mode(
+                False
+            ):  # or no later call could write it outside of that mode
+                self._gathered_rows = self.storage.clone()
+        else:
+            self._gathered_rows.copy_(self.storage)
+
+    def rows_to_compare(self) -> tuple[Tensor, Tensor] | None:
+        """This rank's padded rows now and at the last gather; None if no copy of these was kept.
+
+        Called where no sign of a change was seen. So the next gather keeps a copy.
+        """
+        self._gathers = 0
+        return None if self._gathered_rows is None else (self.storage, self._gathered_rows)
+
+    def note_changed(self) -> None:
+        """Note that some rank's rows may have changed."""
+        self._gathered_versions = None
 
     def hand_out(self, value: DTensor) -> None:
         """Let writes into `value`, which a state dict holds, be seen.
@@ -66,7 +97,7 @@ class ResidentShard(Shard):
     def note_values(self) -> None:
         """See `Shard.note_values`; the other ranks' rows are stale, since they got values too."""
         super().note_values()
-        self._gathered_versions = None
+        self.note_changed()
 
     def add_to_grad(self, reduced: Tensor) -> None:
         """See `Shard.add_to_grad`; a gradient by itself does not make rows stale."""
@@ -85,7 +116,7 @@ class ResidentShard(Shard):
 
     # -- layout -------------------------------------------------------------------------------
 
-    def _new_storage(self) -> Tensor:
+    def _new_storage(self, memory: Tensor | None = None) -> Tensor:
         layout = self.layout
         self.full = torch.zeros(layout.gathered_shape, dtype=layout.dtype, device=self.group.device)
         rows = layout.padded_rows
@@ -96,7 +127,7 @@ class ResidentShard(Shard):
 
     def _adopt(self, param: nn.Parameter) -> None:
         super()._adopt(param)
-        self._gathered_versions = None
+        self.note_changed()
 
 
 def watch_state_dicts(module: nn.Module, shards: Mapping[str, Shard]) -> None:
@@ -169,12 +200,13 @@ def make_shards(
         layouts: by parameter name; all names of a tied parameter have one layout.
         group: all ranks.
         model_params: the model's parameters, by every name.
-        on_host: see `Shard`; ignored parameters stay where they are.
+        on_host: store shards in the host's memory; ignored parameters stay where they are.
 
     Raises:
         PlanError: a parameter is not contiguous, or an ignored one is on another device.
     """
     by_fqn: dict[str, Shard] = {}
+    memory = _memory_on_host(layouts, group) if on_host else {}
     for layout in layouts.values():
         if layout.fqn not in by_fqn:
             param = model_params[layout.fqn]
@@ -183,5 +215,16 @@ def make_shards(
             elif layout.resident:
                 by_fqn[layout.fqn] = ResidentShard(layout, group, param)
             else:
-                by_fqn[layout.fqn] = Shard(layout, group, param, on_host=on_host)
+                by_fqn[layout.fqn] = Shard(layout, group, param, host_memory=memory.get(layout.fqn))
     return {name: by_fqn[layout.fqn] for name, layout in layouts.items()}
+
+
+def _memory_on_host(layouts: Mapping[str, ParamLayout], group: Group) -> dict[str, Tensor]:
+    """By the first name of a parameter that is sharded or replicated each step."""
+    sizes = {
+        layout.fqn: layout.shard_bytes
+        for layout in layouts.values()
+        if not layout.ignored and not layout.resident
+    }
+    pieces = host_memory(list(sizes.values()), pinned=group.device.type == "cuda")
+    return dict(zip(sizes, pieces, strict=True))

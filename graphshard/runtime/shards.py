@@ -72,8 +72,8 @@ class Shard:
         layout: how the ranks share the parameter.
         group: all ranks; a parameter is sharded over `group.shard`.
         model_param: the model's own parameter; its values are not read.
-        on_host: store it in the host's memory (pinned if the ranks compute on CUDA devices), so
-            that its gradient and the optimizer's work are there too.
+        host_memory: store it there, uint8 `(bytes,)` on the host (pinned if the ranks compute on
+            CUDA devices), so that its gradient and the optimizer's work are there too.
 
     Raises:
         PlanError: the parameter is not contiguous.
@@ -85,7 +85,7 @@ class Shard:
         group: Group,
         model_param: nn.Parameter,
         *,
-        on_host: bool = False,
+        host_memory: Tensor | None = None,
     ) -> None:
         if not model_param.is_contiguous():
             raise PlanError(
@@ -95,12 +95,12 @@ class Shard:
             )
         self.layout = layout
         self.group = group
-        self.device = torch.device("cpu") if on_host else group.device
+        self.device = group.device if host_memory is None else host_memory.device
         self.holders: Holders = []
         self.ready = False
         self.rows = layout.rows(group.shard.rank) if layout.sharded else (0, 0)
         self.whole = not layout.sharded or self.rows[1] - self.rows[0] == layout.padded_rows
-        self.storage = self._new_storage()
+        self.storage = self._new_storage(host_memory)
         self.local = self._without_padding(self.storage)
         self.param = self._parameter(self.local)
         self._take_hooks(model_param)
@@ -115,11 +115,18 @@ class Shard:
         """The padded storage `(ceil(d0/W), ...)`; adopts a parameter that the user put in place.
 
         Raises:
-            RuntimeStateError: the new parameter has another shape, placement, dtype or device.
+            RuntimeStateError: the new parameter has another shape, placement, dtype or device, or
+                there is none any more.
         """
         holder, name = self.holders[0]
-        param = holder[name]
+        param = holder.get(name)
         if param is not self.param or self._local_of(param) is not self.local:
+            if param is None:
+                raise RuntimeStateError(
+                    f"parameter {self.layout.fqn!r} was removed; weight_norm, prune and the like "
+                    "are captured if they are applied before graphshard.compile, so compile the "
+                    "model again"
+                )
             self._adopt(param)
         return self.storage
 
@@ -203,8 +210,11 @@ class Shard:
 
     # -- layout -------------------------------------------------------------------------------
 
-    def _new_storage(self) -> Tensor:
+    def _new_storage(self, memory: Tensor | None = None) -> Tensor:
         shape, dtype = self.layout.shard_shape, self.layout.dtype
+        if memory is not None:
+            storage = memory.view(dtype).view(shape)
+            return storage if self.whole else storage.zero_()
         new = torch.empty if self.whole else torch.zeros
         pinned = self.device.type == "cpu" and self.group.device.type == "cuda"
         return new(shape, dtype=dtype, device=self.device, pin_memory=pinned)

@@ -4,15 +4,14 @@ from __future__ import annotations
 
 import contextlib
 import weakref
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import replace
-from itertools import islice
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from graphshard.capture.entry import Capture
+from graphshard.capture.captured import Capture
 from graphshard.errors import RuntimeStateError
 from graphshard.passes.drop_unused_tangents import DropUnusedTangents
 from graphshard.passes.form_regions import FormRegions
@@ -20,36 +19,20 @@ from graphshard.program import ops
 from graphshard.program.aliases import gather_waits
 from graphshard.program.collective import Collective, OneTensor, params_of
 from graphshard.program.cut import cut, cut_backward
-from graphshard.program.program import Program
+from graphshard.program.program import BACKWARD, FORWARD, Program
 from graphshard.progress import Progress, Stages
 from graphshard.runtime.cuda_graphs import GraphsFailed, graphs_of
 from graphshard.runtime.host_copies import wait_for_copies
 from graphshard.runtime.lowered import Bindings, LoweredGraph
+from graphshard.runtime.origin import Replay, overwritten_by, tell
+from graphshard.runtime.random_states import put_back_on_error
 from graphshard.runtime.region import compile_forms
 from graphshard.runtime.resident import ResidentShard
 from graphshard.runtime.shards import Shard
+from graphshard.runtime.strides import tangent_strides, with_stride
 from graphshard.torch_private import compat as torch_compat
+from graphshard.torch_private.random_ops import may_draw
 from graphshard.verify.rules import verify
-
-
-def tangent_strides(program: Program) -> Callable[[tuple[int, ...]], list[tuple[int, ...]]]:
-    """The function from a call's symbolic sizes to the strides each tangent was traced with."""
-    strides = [o.tangent.meta["val"].stride() for o in program.outputs if o.tangent is not None]
-    if program.sizes is None:
-        return lambda sizes: strides
-    flat = program.sizes.evaluator([size for stride in strides for size in stride])
-
-    def at(sizes: tuple[int, ...]) -> list[tuple[int, ...]]:
-        numbers = iter(flat(*sizes))
-        return [tuple(islice(numbers, len(stride))) for stride in strides]
-
-    return at
-
-
-def with_stride(tensor: Tensor, stride: tuple[int, ...]) -> Tensor:
-    """A copy of `tensor` with these strides."""
-    result = torch.empty_strided(tensor.shape, stride, dtype=tensor.dtype, device=tensor.device)
-    return result.copy_(tensor)
 
 
 class Step:
@@ -61,6 +44,9 @@ class Step:
         one, as indices.
     grad_keys: the gradients that its backward accumulates instead of reducing them.
     cuda_graphs: None if it runs without them.
+    on_non_finite: the policy's `check_finite`.
+    draws, overwrites: whether it draws random numbers, and which arguments of forward it changes.
+    replays: the types of the devices whose generators backward sets, to draw again.
 
     Args:
         capture: takes calls apart and puts their outputs together.
@@ -81,6 +67,7 @@ class Step:
         self.fingerprint = self.forward_graph.fingerprint
         # By the indices of outputs without a gradient.
         self._backward_graphs: dict[tuple[int, ...], LoweredGraph] = {}
+        self._backward_programs: dict[tuple[int, ...], Program] = {(): program}
         if graphs.backward is not None:
             backward = LoweredGraph(graphs.backward, bindings, program.regions)
             self._backward_graphs[()] = backward
@@ -92,15 +79,27 @@ class Step:
         self._read_in_backward = _read_in_backward(
             self.shards, program, {value.name for value in self.saved}
         )
-        resident = [shard for shard in self.shards if isinstance(shard, ResidentShard)]
-        self._gathered = [shard for shard in resident if shard.layout.fqn in program.stale]
+        gathered = _gathered_in_forward(program)
+        self._gathered = [
+            shard
+            for shard in self.shards
+            if isinstance(shard, ResidentShard) and shard.layout.fqn in gathered
+        ]
         self._input_index = {entry.path: index for index, entry in enumerate(program.inputs)}
         self.grad_keys = frozenset(
-            (str(OneTensor.of(node).kept_as), str(OneTensor.of(node).param))
+            (str(OneTensor.of(node).accumulated_as), str(OneTensor.of(node).param))
             for node in program.nodes()
             if node.target is ops.accumulate_grad
         )
-        self.cuda_graphs = graphs_of(program, bindings.group)
+        self.cuda_graphs = graphs_of(program, bindings.agreement, bindings.graph_pool)
+        self.on_non_finite = bindings.plan.policy.check_finite
+        self.draws = any(map(may_draw, program.nodes()))
+        self.replays = frozenset(
+            str(node.kwargs["device"])
+            for node in program.nodes()
+            if node.target is ops.set_random_state
+        )
+        self.overwrites = overwritten_by(program)
         self._changes_inputs = any(m.kind == "input" for m in program.mutations)
         self._shared_outputs = _shared_outputs(program)
         # On the device, so that autograd orders the gradients we set before the work that follows.
@@ -179,6 +178,15 @@ class Step:
         for shard in self._gathered:
             shard.note_gathered()
 
+    def versions_kept(self) -> contextlib.AbstractContextManager[Any]:
+        """A context in which gathers into resident parameters do not change their version counters.
+
+        An earlier call may have saved the same buffers for its backward. A gather writes the rows
+        that they have, unless a parameter was changed, which `require_unchanged` tells.
+        """
+        buffers = tuple([shard.full for shard in self._gathered])
+        return torch_compat.versions_kept(buffers) if buffers else contextlib.nullcontext()
+
     def versions(self) -> list[tuple[int, int]]:
         """Counts of changes to each parameter that backward reads as it is then."""
         return [shard.changes() for shard in self._read_in_backward]
@@ -199,11 +207,17 @@ class Step:
 
     # -- backward -----------------------------------------------------------------------------
 
+    def _missing(self, tangents: Sequence[Tensor | None]) -> tuple[int, ...]:
+        """Indices of the differentiable outputs whose tangent is None."""
+        return tuple(i for i, t in zip(self.differentiable, tangents, strict=True) if t is None)
+
+    def backward_program(self, tangents: Sequence[Tensor | None]) -> Program:
+        """The program of the backward for the outputs whose tangent is not None, once lowered."""
+        return self._backward_programs[self._missing(tangents)]
+
     def backward_graph(self, tangents: Sequence[Tensor | None]) -> LoweredGraph:
         """The backward for the outputs whose tangent is not None, lowered when first needed."""
-        missing = tuple(
-            index for index, t in zip(self.differentiable, tangents, strict=True) if t is None
-        )
+        missing = self._missing(tangents)
         backward = self._backward_graphs.get(missing)
         if backward is None:
             program = self.program.copy()
@@ -221,6 +235,7 @@ class Step:
             )
             compile_forms([*backward.forms()], self.bindings.group, Progress())
             self._backward_graphs[missing] = backward
+            self._backward_programs[missing] = program
         return backward
 
     def sizes_of(self, inputs: Sequence[Tensor]) -> tuple[int, ...]:
@@ -231,9 +246,13 @@ class Step:
         self, tangents: Sequence[Tensor | None], sizes: tuple[int, ...]
     ) -> list[Tensor | None]:
         """`tangents`, copied where their strides differ from the traced ones for these `sizes`."""
+        strides = [
+            None if t is None else of(sizes, t)
+            for t, of in zip(tangents, self._tangent_strides, strict=True)
+        ]
         return [
-            t if t is None or t.stride() == stride else with_stride(t, stride)
-            for t, stride in zip(tangents, self._tangent_strides(sizes), strict=True)
+            t if t is None or stride is None or t.stride() == stride else with_stride(t, stride)
+            for t, stride in zip(tangents, strides, strict=True)
         ]
 
     def add_to_grads(self, grads: Sequence[Tensor | None]) -> None:
@@ -263,6 +282,7 @@ class _Call:
     versions: counts of changes to the parameters that backward reads, after forward.
     grad_keys: the gradients that its backward accumulates instead of reducing them.
     replayed: its forward was a replay of a CUDA graph.
+    replay: what it takes to run it again, if the step checks for NaN.
     """
 
     def __init__(self, step: Step, inputs: Sequence[Tensor]) -> None:
@@ -274,6 +294,7 @@ class _Call:
         self.versions: list[tuple[int, int]] = []
         self.grad_keys = step.grad_keys
         self.replayed = False
+        self.replay: Replay | None = None
         accumulated = step.bindings.accumulated
         self._earlier = [weakref.ref(call) for call in accumulated.pending_calls()]
         if self.grad_keys:
@@ -286,8 +307,13 @@ class _Call:
         if step.forward_graph.fingerprint.lines:
             # Compared with the backward that follows, since ranks may differ in that alone.
             bindings.agreement.require(step.fingerprint)
-        with _no_autocast(bindings.group.device):
+            memory = bindings.group.shard.memory
+            if memory is not None:
+                memory.begin(step.fingerprint.call.number, step.program)
+        with _no_autocast(bindings.group.device), step.versions_kept():
             outputs, mutations, tensors, self.saved_others = self._run_forward()
+            if not step.program.grad:
+                self._tell_found(step.program)
         step.note_gathered()
         step.write_mutations(mutations, self.inputs)
         self.outputs = list(outputs)
@@ -302,10 +328,13 @@ class _Call:
         """
         step = self.step
         args = step.forward_args(self.inputs)
+        if step.on_non_finite is not None:
+            self.replay = Replay.of(step, self.inputs, args)
         graphs, inputs = step.cuda_graphs, len(self.inputs)
         if graphs is not None and graphs.replays(args, inputs):
             try:
-                outputs, mutations = graphs.forward(self, step.forward_graph.run, args, inputs)
+                with step.bindings.group.here.capturing():
+                    outputs, mutations = graphs.forward(self, step.forward_graph.run, args, inputs)
             except GraphsFailed:
                 args = step.forward_args(self.inputs)
             else:
@@ -327,6 +356,7 @@ class _Call:
             RuntimeStateError: backward ran before, a parameter was changed since forward, or an
                 earlier call has yet to accumulate gradients that this backward reduces.
             FingerprintError, CollectiveError: see `Step.run`.
+            NonFiniteError: a check found NaN or infinity.
         """
         step = self.step
         if self.saved_others is None:
@@ -343,17 +373,34 @@ class _Call:
         saved += self.saved_others
         tangents = step.with_traced_strides(tangents, self.sizes)
         self.saved_others = None
+        if self.replay is not None:
+            self.replay.tangents = list(tangents)
         accumulation = contextlib.nullcontext() if sets_grads else accumulated.paused()
-        with _no_autocast(step.bindings.group.device), accumulation:
+        device = step.bindings.group.device
+        with _no_autocast(device), accumulation, put_back_on_error(step.replays, device):
             if self.replayed and step.cuda_graphs is not None:
-                grads, input_grads = step.cuda_graphs.backward(backward.run, tangents)
+                with step.bindings.group.here.capturing():
+                    grads, input_grads = step.cuda_graphs.backward(self, backward.run, tangents)
             else:
                 saved += tangents
                 grads, input_grads = backward.run(saved)
         accumulated.remove_pending(self)
+        self._tell_found(step.backward_program(tangents), grads)
         if sets_grads:
             step.add_to_grads(grads)
         return [input_grads[i] for i in step.inputs_to_grad]
+
+    def _tell_found(self, program: Program, grads: Sequence[Tensor | None] = ()) -> None:
+        """Raise or warn, as the policy says, if the report of `program` found something.
+
+        Raises:
+            NonFiniteError: it did.
+        """
+        step, replay, self.replay = self.step, self.replay, None
+        found = step.bindings.reports.take()
+        if found is not None and replay is not None:
+            with _no_autocast(step.bindings.group.device):
+                tell(step, program, replay, found, grads, raises=step.on_non_finite == "error")
 
 
 class _StepFunction(torch.autograd.Function):
@@ -390,6 +437,14 @@ class _StepFunction(torch.autograd.Function):
         # autograd.grad does not accumulate into the anchor, which stands for the parameters.
         sets_grads = torch_compat.engine_accumulates(ctx.next_functions[0][0])
         return None, None, *call.backward(saved, tangents, sets_grads)
+
+
+def _gathered_in_forward(program: Program) -> set[str]:
+    """The parameters whose rows have all arrived once forward is done."""
+    by_phase: dict[str, set[str]] = {FORWARD: set(), BACKWARD: set()}
+    for wait in gather_waits(program):
+        by_phase[wait.meta["phase"]].update(params_of(ops.collective_of(wait)))
+    return by_phase[FORWARD] - by_phase[BACKWARD]  # those of one gathered in pieces may differ
 
 
 def _read_in_backward(

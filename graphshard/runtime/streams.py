@@ -46,12 +46,13 @@ class SideStream:
     Args:
         device: a CUDA device.
         cuda: the module that creates streams: `torch.cuda`, or a recording one in tests.
+        priority: of its kernels where several wait for the device; -1 is above compute's 0.
     """
 
-    def __init__(self, device: torch.device, cuda: Any = torch.cuda) -> None:
+    def __init__(self, device: torch.device, cuda: Any = torch.cuda, *, priority: int = 0) -> None:
         self.device = device
         self.cuda = cuda
-        self.stream = cuda.Stream(device)
+        self.stream = cuda.Stream(device, priority=priority)
 
     def launch(self, work: Callable[..., Any], *args: Any) -> Launched:
         """Call `work(*args)` with this stream current, behind all work queued on compute so far."""
@@ -61,17 +62,29 @@ class SideStream:
             work(*args)
         return Launched(self.stream.record_event(), compute, self.cuda)
 
+    def follow(self, launched: Launched) -> None:
+        """Make this stream, but not compute, wait for a launch on another side stream."""
+        self.stream.wait_event(launched.event)
+
+    def is_idle(self) -> bool:
+        """Whether all work on the stream is done; the host does not wait."""
+        return bool(self.stream.query())
+
     def synchronize(self) -> None:
         """Return once all work on the stream is done; the host waits."""
         self.stream.synchronize()
 
 
-def new_side_stream(device: torch.device) -> SideStream | None:
-    """A side stream on a CUDA `device`; None on the CPU, where work is done when it is called."""
-    return SideStream(device) if device.type == "cuda" else None
+def communicator_stream(device: torch.device) -> SideStream | None:
+    """The side stream of a communicator on a CUDA `device`; None on the CPU.
+
+    NCCL's kernels go before those of compute: the few multiprocessors that they need are else
+    occupied by matrix products until these end, and the other ranks wait.
+    """
+    return SideStream(device, priority=-1) if device.type == "cuda" else None
 
 
 @cache
 def copy_stream(device: torch.device, direction: str) -> SideStream | None:
     """The side stream for copies from the host ("in") or to it ("out"); None on the CPU."""
-    return new_side_stream(device)
+    return SideStream(device) if device.type == "cuda" else None

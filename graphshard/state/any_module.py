@@ -9,7 +9,8 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from torch import nn
+import torch.distributed as dist
+from torch import Tensor, nn
 from torch.distributed.checkpoint.state_dict import (
     StateDictOptions,
     get_model_state_dict,
@@ -17,12 +18,12 @@ from torch.distributed.checkpoint.state_dict import (
     set_model_state_dict,
     set_optimizer_state_dict,
 )
-from torch.distributed.checkpoint.state_dict_loader import load
 from torch.distributed.checkpoint.state_dict_saver import save
 from torch.optim import Optimizer
 
 from graphshard.errors import CheckpointError
-from graphshard.state.dcp import RankZeroFirst
+from graphshard.state.dcp import open_checkpoint, read_entries
+from graphshard.state.dcp_write import CommittingWriter, RankZeroFirst
 
 _FULL = StateDictOptions(full_state_dict=True, cpu_offload=True)
 
@@ -37,7 +38,7 @@ def full_optimizer_state(module: nn.Module, optimizer: Optimizer) -> dict[str, A
     return get_optimizer_state_dict(module, optimizer, options=_FULL)
 
 
-def load_full_state(module: nn.Module, state: Mapping[str, Any], *, strict: bool) -> None:
+def load_full_state(module: nn.Module, state: Mapping[Any, Any], *, strict: bool) -> None:
     """Load each rank's part of the full tensors `state`, which every rank must pass.
 
     Raises:
@@ -45,6 +46,8 @@ def load_full_state(module: nn.Module, state: Mapping[str, Any], *, strict: bool
     """
     tensors = module.state_dict()
     for name, value in state.items():
+        if not isinstance(name, str) or not isinstance(value, Tensor):
+            raise CheckpointError(f"{name!r} is no tensor by name in the checkpoint")
         if name in tensors and tuple(value.shape) != tuple(tensors[name].shape):
             raise CheckpointError(
                 f"{name!r} has shape {list(value.shape)} in the checkpoint and "
@@ -63,27 +66,47 @@ def load_full_state(module: nn.Module, state: Mapping[str, Any], *, strict: bool
 def load_full_optimizer_state(
     module: nn.Module, optimizer: Optimizer, state: Mapping[str, Any]
 ) -> None:
-    """Load each rank's part of a full state by parameter name, which every rank must pass."""
+    """Load each rank's part of a full state by parameter name, which every rank must pass.
+
+    Raises:
+        CheckpointError: the state is none of this optimizer.
+    """
     options = StateDictOptions(full_state_dict=True)
-    set_optimizer_state_dict(module, optimizer, optim_state_dict=dict(state), options=options)
+    try:
+        set_optimizer_state_dict(module, optimizer, optim_state_dict=dict(state), options=options)
+    except (LookupError, TypeError, ValueError, AttributeError, RuntimeError) as error:
+        raise CheckpointError(
+            f"the optimizer's state does not fit {type(optimizer).__name__}: {error}"
+        ) from error
 
 
 def save_sharded(path: Path, module: nn.Module, optimizers: Sequence[Optimizer]) -> None:
-    """Write every rank's shards of the module and the optimizers into the folder `path`."""
-    save(_sharded(module, optimizers), checkpoint_id=path, planner=RankZeroFirst())
+    """Write every rank's shards of the module and the optimizers into the folder `path`.
+
+    A checkpoint that is there stays whole until the new one replaces it.
+    """
+    writer = CommittingWriter(path)
+    save(_sharded(module, optimizers), storage_writer=writer, planner=RankZeroFirst())
 
 
-def load_sharded(path: Path, module: nn.Module, optimizers: Sequence[Optimizer]) -> None:
+def load_sharded(
+    path: Path, module: nn.Module, optimizers: Sequence[Optimizer], *, trust: bool = False
+) -> None:
     """Load a folder written by `save_sharded`, on any number of ranks.
 
+    Args:
+        path: the folder.
+        module: the module.
+        optimizers: its optimizers, in the order in which they were saved.
+        trust: unpickle whatever the folder holds, which may run code of its author.
+
     Raises:
-        CheckpointError: the folder holds no checkpoint, or one of another model.
+        CheckpointError: the folder holds no checkpoint, a damaged one, or one of another model.
     """
     state = _sharded(module, optimizers)
-    try:
-        load(state, checkpoint_id=path)
-    except Exception as error:
-        raise CheckpointError(f"{path} cannot be loaded into this module: {error}") from error
+    stored = open_checkpoint(path, trust=trust)
+    stored.verify()
+    read_entries(stored, state, dist.group.WORLD if dist.is_initialized() else None)
     set_model_state_dict(module, state["model"])
     for index, optimizer in enumerate(optimizers):
         set_optimizer_state_dict(module, optimizer, optim_state_dict=state[f"optimizer_{index}"])

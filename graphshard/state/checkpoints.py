@@ -1,50 +1,62 @@
 """Save and load training states as torch.distributed.checkpoint (DCP) directories.
 
 Loading checks everything before it changes anything. Any torch program can read the directory:
-{"model": state dict, "optim": optimizer state by names, "rng": {rank: random state}}.
+{"model": state dict, "optim": optimizer state by names, "scheduler": state, "scaler": state,
+"extra": {name: value}, "rng": {rank: random states}}.
 """
 
 from __future__ import annotations
 
 import os
-import warnings
-from collections.abc import Callable, Mapping
-from concurrent.futures import Future
-from typing import Any
+from collections.abc import Callable, Iterator, Mapping, MutableMapping
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Self
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.checkpoint.api import CheckpointException
-from torch.distributed.checkpoint.state_dict_saver import async_save, save
+from torch.distributed.checkpoint.staging import DefaultStager, StagingOptions
+from torch.distributed.checkpoint.state_dict_saver import save
 from torch.distributed.tensor import DTensor
 
 from graphshard.errors import CheckpointError
+from graphshard.runtime.agreement import Agreement
 from graphshard.runtime.group import Group
 from graphshard.runtime.lowered import Bindings
 from graphshard.state.dcp import (
-    RankZeroFirst,
     StoredCheckpoint,
     cause_of,
     empty_like,
     nested,
     open_checkpoint,
+    quiet,
     read_entries,
 )
+from graphshard.state.dcp_write import CommittingWriter, RankZeroFirst
+from graphshard.state.manifest import remove_earlier, series_of
 from graphshard.state.matching import Match, match
-from graphshard.state.optim import optimizer_state_dict
+from graphshard.state.optim import sharded_state_dict
 from graphshard.state.optim_load import STEP, prepare_load
+from graphshard.state.random_states import (
+    RNG,
+    checked_states,
+    load_states,
+    random_staging,
+    random_states,
+    set_states,
+)
 from graphshard.state.state_tensors import (
     StateTensor,
-    all_gather_objects,
     by_name,
-    raise_together,
     region_of,
     state_tensors_of,
 )
+from graphshard.state.training_state import PARTS, PartsToLoad, parts_to_save
 from graphshard.torch_private import compat as torch_compat
-
-RNG = "rng"
 
 
 def save_checkpoint(
@@ -52,43 +64,115 @@ def save_checkpoint(
     bindings: Bindings,
     path: str | os.PathLike[str],
     optim: torch.optim.Optimizer | None,
+    scheduler: Any,
+    scaler: Any,
+    extra: Mapping[str, Any] | None,
     *,
-    background: Any,
-) -> Future[Any] | None:
-    """Write model, optimizer and random state.
+    keep: int | None,
+    background: Callable[[], Any] | None,
+    last: Future[None] | None = None,
+) -> Future[None] | None:
+    """Write a training state.
 
     Args:
         module: the sharded module.
         bindings: its shards.
         path: the directory.
         optim: an optimizer of its parameters, or None.
-        background: a process group to write with in the background; None: write before returning.
+        scheduler: an object with a state, or None.
+        scaler: the same.
+        extra: plain data, tensors and objects with a state, by name; or None.
+        keep: the number of checkpoints of this run to keep, this one among them; None: all.
+        background: makes the process group to write with in the background; None: write before
+            returning.
+        last: the last save in the background, to wait for.
 
     Returns:
         A future of the write in the background, or None.
 
     Raises:
-        CheckpointError: on every rank, if one cannot write.
+        CheckpointError: on every rank, if one cannot write, `extra` has what cannot be saved, or
+            the last save in the background failed; the checkpoint at `path` is as before.
     """
-    group = bindings.group
-    state: dict[str, Any] = {"model": module.state_dict()}
-    if optim is not None:
-        state["optim"] = optimizer_state_dict(
-            module, bindings, optim, form="sharded", rank0_only=False, cpu=False
-        )
-    state[RNG] = {str(group.rank): _random_state(group)}
-    try:
-        if background is not None:
-            future: Any = async_save(
-                state, checkpoint_id=path, process_group=background, planner=RankZeroFirst()
+    group, agreement = bindings.group, bindings.agreement
+    stager: DefaultStager | None = None
+    with agreement.part() as part:
+        if last is not None:
+            last.result()
+        if keep is not None:
+            if keep < 1:
+                raise CheckpointError(f"keep must be 1 or more checkpoints, or None; got {keep}")
+            series_of(Path(path))
+        if background is not None and group.process_group is None:
+            raise CheckpointError(
+                "saving in the background needs a process group; there is one rank"
             )
-            return future
-        alone = group.process_group is None
-        world = _world(group)
-        save(state, checkpoint_id=path, process_group=world, no_dist=alone, planner=RankZeroFirst())
-    except (Exception, CheckpointException) as error:  # CheckpointException is a BaseException
-        raise CheckpointError(f"writing {path} failed: {cause_of(error)}") from error
-    return None
+        state: Any = {"model": module.state_dict()}
+        if optim is not None:
+            state["optim"], part.same[:] = sharded_state_dict(module, bindings, optim)
+        state |= parts_to_save(scheduler, scaler, extra)
+        random = {str(group.rank): random_states(group)}
+        write = _Write(Path(path), CommittingWriter(path), keep if group.rank == 0 else None)
+        if background is not None:
+            stager = DefaultStager(StagingOptions(False, False, False, False))
+            state = stager.stage(state)
+        state[RNG] = random  # copies already, which a stager would walk number by number
+    if background is None:
+        write.run(state, _world(group), alone=group.process_group is None)
+        with agreement.part():
+            write.end()
+        return None
+    process_group = background()
+    executor = ThreadPoolExecutor(1, thread_name_prefix="graphshard-save")
+
+    def run() -> None:
+        try:
+            write.run(state, process_group)
+            write.end()
+        finally:
+            assert stager is not None
+            stager.close()
+
+    saving = executor.submit(run)
+    executor.shutdown(wait=False)
+    return saving
+
+
+@dataclass(frozen=True)
+class _Write:
+    """One save: its directory, its writer, and the checkpoints that this rank is to keep."""
+
+    path: Path
+    writer: CommittingWriter
+    keep: int | None
+
+    def run(self, state: dict[str, Any], process_group: Any, *, alone: bool = False) -> None:
+        """Write `state` with all ranks of `process_group` (None: of the default one).
+
+        Raises:
+            CheckpointError: on every rank, if one cannot write; its files are removed.
+        """
+        try:
+            with quiet():
+                save(
+                    state,
+                    storage_writer=self.writer,
+                    process_group=process_group,
+                    no_dist=alone,
+                    planner=RankZeroFirst(),
+                )
+        except (Exception, CheckpointException) as error:  # CheckpointException is a BaseException
+            self.writer.discard()
+            raise CheckpointError(
+                f"writing {self.path} failed: {cause_of(error)}; the checkpoint there, if there "
+                "was one, is as before"
+            ) from error
+
+    def end(self) -> None:
+        """Remove what need not be kept after a save that committed; called on every rank."""
+        self.writer.remove_replaced()
+        if self.keep is not None:
+            remove_earlier(self.path, self.keep)
 
 
 def load_checkpoint(
@@ -96,8 +180,13 @@ def load_checkpoint(
     bindings: Bindings,
     path: str | os.PathLike[str],
     optim: torch.optim.Optimizer | None,
+    scheduler: Any,
+    scaler: Any,
+    extra: MutableMapping[str, Any] | None,
     *,
     strict: bool,
+    trust: bool,
+    last: Future[None] | None = None,
 ) -> Match:
     """Check and read the whole checkpoint, then load it.
 
@@ -106,63 +195,129 @@ def load_checkpoint(
         bindings: its shards.
         path: the directory.
         optim: an optimizer of its parameters to load too, or None.
-        strict: refuse missing and unexpected keys of the model.
+        scheduler: an object to restore in place, or None.
+        scaler: the same.
+        extra: values to replace and objects to restore, by name; {}: to be filled; or None.
+        strict: refuse missing and unexpected keys of the model, and unexpected ones of `extra`.
+        trust: unpickle whatever the checkpoint holds, which may run code of its author.
+        last: the last save in the background, to wait for.
 
     Returns:
         The matched, missing and unexpected keys of the model.
 
     Raises:
-        CheckpointError: on every rank, if the checkpoint is damaged or does not fit; the module
-            and the optimizer are unchanged.
+        CheckpointError: on every rank, if the checkpoint is damaged or does not fit; nothing was
+            changed.
     """
-    group = bindings.group
-    state_tensors = state_tensors_of(module, bindings)
-    problem, stored, matched = None, None, Match()
-    values: dict[str, Any] = {}
+    group, agreement = bindings.group, bindings.agreement
     optim_values: dict[str, Any] = {}
-    try:
-        stored = open_checkpoint(path)
-        keys = stored.below(stored.prefix_of(by_name(state_tensors)))
-        infos = {}
-        for name, key in keys.items():
-            entry = stored.tensor(key)
-            assert entry is not None
-            infos[name] = (tuple(entry.size), entry.properties.dtype)
-        matched = match(state_tensors, infos, strict=strict)
-        values = {
-            keys[matched.keys[state_tensor.name]]: _staging_tensor(state_tensor)
-            for state_tensor in state_tensors
-            if state_tensor.name in matched.keys
-        }
+    with agreement.part() as part:
+        if last is not None:
+            last.result()
+        state_tensors = state_tensors_of(module, bindings)
+        stored = open_checkpoint(path, trust=trust)
+        stored.verify(group.rank, group.size)
+        model = _Model.of(stored, state_tensors, strict=strict)
         if optim is not None:
             optim_values = _optimizer_staging(stored, state_tensors)
-    except CheckpointError as error:
-        problem = str(error)
-    raise_together(group, problem)
-    assert stored is not None
-
-    random_states = _random_staging(stored, group)
-    entries = {**values, **optim_values, **random_states}
+        parts = PartsToLoad(stored, scheduler, scaler, extra, strict=strict)
+        entries = {
+            **model.staging, **optim_values, **parts.staging, **random_staging(stored, group)
+        }  # fmt: skip
+        part.same.append(f"save {stored.save_id} in {path}")
+    if strict:
+        _require_asked(parts, path, group, agreement)
+    optim_state: dict[str, Any] = {}
+    own_states: dict[str, Any] = {}
+    failure = None
     try:
         read_entries(stored, entries, group.process_group)
+        if optim is not None:
+            optim_state = _optimizer_dict(stored, entries, optim_values)
+        own_states = checked_states(stored, entries, group)
     except CheckpointError as error:
-        problem = str(error)
-    raise_together(group, problem)
-    commit: Callable[[], None] | None = None
-    if optim is not None:
-        commit = prepare_load(
-            module, bindings, optim, _optimizer_dict(stored, entries, optim_values), form=None
-        )
+        failure = error
+    with agreement.part():
+        if failure is not None:
+            raise failure
+    with _all_or_nothing(bindings, parts, entries):
+        with agreement.part():
+            load_states(own_states, stored, group)
+        if optim is not None:
+            prepare_load(module, bindings, optim, optim_state, form=None)()
     for state_tensor in state_tensors:
-        if state_tensor.name in matched.keys:
-            value = entries[keys[matched.keys[state_tensor.name]]]
+        if state_tensor.name in model.keys:
+            value = entries[model.keys[state_tensor.name]]
             local = torch_compat.local_tensor(value) if isinstance(value, DTensor) else value
             state_tensor.write(local, region_of(value))
             state_tensor.mark_filled()
-    if commit is not None:
-        commit()
-    _load_random_state(random_states and entries, stored, group)
-    return matched
+    parts.fill_extra(entries)
+    return model.matched
+
+
+@contextmanager
+def _all_or_nothing(
+    bindings: Bindings, parts: PartsToLoad, entries: Mapping[str, Any]
+) -> Iterator[None]:
+    """Restore the objects in `parts`; take that and random states back if the body fails."""
+    before = random_states(bindings.group)
+    undo: Callable[[], None] | None = None
+    try:
+        with bindings.agreement.part():
+            undo = parts.load_objects(entries)
+        yield
+    except BaseException:
+        set_states(before, bindings.group)
+        if undo is not None:
+            undo()
+        raise
+
+
+@dataclass(frozen=True)
+class _Model:
+    """The model in a checkpoint, which fits, and memory to read this rank's part of it into.
+
+    matched: its keys against those of the module. keys: the entries that are loaded, by the first
+    names of their tensors. staging: memory by entry.
+    """
+
+    matched: Match
+    keys: Mapping[str, str]
+    staging: Mapping[str, Any]
+
+    @classmethod
+    def of(
+        cls, stored: StoredCheckpoint, state_tensors: list[StateTensor], *, strict: bool
+    ) -> Self:
+        """Check the model against the module's tensors.
+
+        Raises:
+            CheckpointError: it does not fit.
+        """
+        keys = stored.below(stored.prefix_of(by_name(state_tensors)))
+        matched = match(state_tensors, stored.infos(keys), strict=strict)
+        loaded = {t.name: t for t in state_tensors if t.name in matched.keys}
+        keys = {name: keys[matched.keys[name]] for name in loaded}
+        staging = {keys[name]: _staging_tensor(tensor) for name, tensor in loaded.items()}
+        return cls(matched, keys, staging)
+
+
+def _require_asked(
+    parts: PartsToLoad, path: str | os.PathLike[str], group: Group, agreement: Agreement
+) -> None:
+    """Check that each name of the checkpoint's `extra` is asked for by some rank.
+
+    Raises:
+        CheckpointError: on every rank, if one is not.
+    """
+    own = parts.unasked()
+    seen = [own] if group.backend == "fake" else group.all_gather_object(own)
+    with agreement.part():
+        if nobodys := frozenset.intersection(*seen):
+            raise CheckpointError(
+                f"{path} has extra {min(nobodys)!r}, which no rank asks for; pass it in extra, or "
+                "an empty dict to get all, or load with strict=False"
+            )
 
 
 def _staging_tensor(state_tensor: StateTensor) -> Tensor:
@@ -175,6 +330,8 @@ def _staging_tensor(state_tensor: StateTensor) -> Tensor:
 
 def _optimizer_prefix(stored: StoredCheckpoint) -> tuple[str, ...] | None:
     for path in stored.paths.values():
+        if path[0] in PARTS:
+            continue
         for depth in range(min(2, len(path) - 1)):
             if path[depth] == "param_groups":
                 return path[:depth]
@@ -193,7 +350,8 @@ def _optimizer_staging(
     named = by_name(state_tensors)
     staging: dict[str, Any] = {}
     for key, path in stored.paths.items():
-        if path[: len(prefix)] != prefix or path[len(prefix)] not in ("state", "param_groups"):
+        depth = len(prefix)
+        if path[:depth] != prefix or path[depth : depth + 1] not in (("state",), ("param_groups",)):
             continue
         entry = stored.tensor(key)
         rest = path[len(prefix) :]
@@ -220,45 +378,12 @@ def _optimizer_dict(
         tree = tree[name]
     groups = tree["param_groups"]
     if isinstance(groups, dict):  # DCP saves a list as a dict by index
-        groups = [groups[number] for number in sorted(groups, key=int)]
-    return {"state": tree.get("state", {}), "param_groups": groups}
-
-
-# -- random state ---------------------------------------------------------------------------------
-
-
-def _random_state(group: Group) -> dict[str, Tensor]:
-    state = {"cpu": torch.get_rng_state()}
-    if group.device.type == "cuda":
-        state["cuda"] = torch.cuda.get_rng_state(group.device)
-    return state
-
-
-def _random_staging(stored: StoredCheckpoint, group: Group) -> dict[str, Any]:
-    """Return memory to read all ranks' random states into; {} if their number has changed."""
-    paths = {key: path for key, path in stored.paths.items() if path[0] == RNG and len(path) == 3}
-    if len({path[1] for path in paths.values()}) != group.size:
-        return {}
-    return {key: empty_like(entry) for key in paths if (entry := stored.tensor(key)) is not None}
-
-
-def _load_random_state(entries: Mapping[str, Any], stored: StoredCheckpoint, group: Group) -> None:
-    states = {
-        path[2]: entries[key]
-        for key, path in stored.paths.items()
-        if key in entries and path[:2] == (RNG, str(group.rank))
-    }
-    if not states:
-        if group.rank == 0 and any(path[0] == RNG for path in stored.paths.values()):
-            warnings.warn(
-                f"random states were not restored, since {stored.folder} was written by another "
-                "number of ranks",
-                stacklevel=4,
+        if sorted(groups) != sorted(map(str, range(len(groups)))):
+            raise CheckpointError(
+                f"{stored.folder} is damaged: its parameter groups have no numbers in order"
             )
-        return
-    torch.set_rng_state(states["cpu"])
-    if "cuda" in states and group.device.type == "cuda":
-        torch.cuda.set_rng_state(states["cuda"], group.device)
+        groups = [groups[str(number)] for number in range(len(groups))]
+    return {"state": tree.get("state", {}), "param_groups": groups}
 
 
 def _world(group: Group) -> Any:
@@ -270,12 +395,11 @@ def _world(group: Group) -> Any:
 
 
 def background_group(group: Group) -> Any:
-    """Return a new Gloo process group for saving while the ranks train.
-
-    Raises:
-        CheckpointError: there is no process group.
-    """
-    if group.process_group is None:
-        raise CheckpointError("saving in the background needs a process group; there is one rank")
-    ranks = all_gather_objects(group, dist.get_rank())
-    return dist.new_group(ranks, backend="gloo")
+    """Return a new Gloo process group for saving while the ranks train; all ranks call this."""
+    return dist.new_group(
+        dist.get_process_group_ranks(group.process_group),
+        timeout=group.timeout,
+        backend="gloo",
+        use_local_synchronization=True,
+        group_desc="graphshard",
+    )

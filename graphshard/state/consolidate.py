@@ -59,6 +59,7 @@ def plan_consolidation(
     key: str | None = None,
     max_shard_bytes: int | None = None,
     dtype: torch.dtype | None = None,
+    trust: bool = False,
 ) -> Consolidation:
     """Plan the conversion of the directory `source` to `out`, from metadata alone.
 
@@ -70,12 +71,14 @@ def plan_consolidation(
         max_shard_bytes: the most bytes of one file, unless a single tensor takes more. None: one
             file.
         dtype: the dtype of written floating point tensors. None: unchanged.
+        trust: unpickle whatever `source` holds, which may run code of its author.
 
     Raises:
         CheckpointError: `source` is no checkpoint, is damaged, or has no such key or no tensors
             there; or `out` names one file and several are needed.
     """
-    stored = open_checkpoint(source)
+    stored = open_checkpoint(source, trust=trust)
+    stored.verify()
     prefix = _prefix(stored, key)
     keys = stored.below(prefix)
     if not keys:

@@ -6,55 +6,61 @@ tensors and the file and byte range of each of their chunks.
 
 from __future__ import annotations
 
+import io
 import os
 import warnings
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
 import torch
 import torch.distributed as dist
 from torch.distributed.checkpoint.api import CheckpointException
-from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
+from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
 from torch.distributed.checkpoint.filesystem import FileSystemReader
-from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
-from torch.distributed.checkpoint.planner import SavePlan, WriteItemType
+from torch.distributed.checkpoint.metadata import Metadata, StorageMeta, TensorStorageMetadata
+from torch.distributed.checkpoint.planner import LoadPlan, LoadPlanner, ReadItem
 from torch.distributed.checkpoint.state_dict_loader import load
+from torch.futures import Future
 
 from graphshard.errors import CheckpointError
-
-METADATA = ".metadata"
-
-
-class RankZeroFirst(DefaultSavePlanner):
-    """A save planner that takes plain tensors, which every rank has, from rank 0.
-
-    Buffers and ignored parameters may differ between ranks. torch takes each from the rank with the
-    least to write, so its checkpoints would mix the statistics of several ranks.
-    """
-
-    def create_global_plan(self, all_plans: list[SavePlan]) -> tuple[list[SavePlan], Metadata]:
-        """Assign items to ranks; called on the coordinator with every rank's items."""
-        first = {item.index for item in all_plans[0].items if item.type is WriteItemType.TENSOR}
-        rest = [
-            replace(plan, items=[item for item in plan.items if item.index not in first])
-            for plan in all_plans[1:]
-        ]
-        return super().create_global_plan([all_plans[0], *rest])
+from graphshard.plain_data import shown
+from graphshard.state.archive import Archive, ArchiveError, ForeignError
+from graphshard.state.dcp_check import check_metadata
+from graphshard.state.dcp_metadata import read_metadata
+from graphshard.state.manifest import METADATA, Manifest, manifest_of
 
 
 @dataclass(frozen=True)
 class StoredCheckpoint:
     """A checkpoint directory whose files are all complete.
 
-    paths: the path of each entry in the nested dict that was saved, by the entry's key.
+    paths: the path of each entry in the nested dict that was saved, by the entry's key. manifest:
+    the records of the files; None if graphshard did not write them. trust: whether entries that are
+    no tensors may be pickles that run code.
     """
 
     folder: Path
     metadata: Metadata
     paths: Mapping[str, tuple[str, ...]]
+    manifest: Manifest | None = None
+    trust: bool = False
+
+    @property
+    def save_id(self) -> str:
+        """The id of the save; "" if graphshard did not write it."""
+        return "" if self.manifest is None else self.manifest.save_id
+
+    def verify(self, rank: int = 0, ranks: int = 1) -> None:
+        """Compare the files with their records; each of `ranks` ranks takes its part of them.
+
+        Raises:
+            CheckpointError: a file is damaged; names it.
+        """
+        if self.manifest is not None:
+            self.manifest.verify(self.folder, sorted(self.manifest.files)[rank::ranks])
 
     def tensor(self, key: str) -> TensorStorageMetadata | None:
         """The metadata (with shape and dtype) of an entry; None if it is no tensor."""
@@ -62,11 +68,30 @@ class StoredCheckpoint:
         return entry if isinstance(entry, TensorStorageMetadata) else None
 
     def below(self, prefix: tuple[str, ...]) -> dict[str, str]:
-        """Keys of the tensors in the dict at `prefix`, by their dotted names in that dict."""
+        """Keys of the tensors in the dict at `prefix`, by their dotted names in that dict.
+
+        Raises:
+            CheckpointError: two tensors have one name.
+        """
+        keys: dict[str, str] = {}
+        for key, path in self.paths.items():
+            if path[: len(prefix)] == prefix and self.tensor(key) is not None:
+                name = ".".join(path[len(prefix) :])
+                if name in keys:
+                    raise CheckpointError(
+                        f"{self.folder} has two tensors named {shown(name)}: {shown(keys[name])} "
+                        f"and {shown(key)}"
+                    )
+                keys[name] = key
+        return keys
+
+    def infos(self, keys: Mapping[str, str]) -> dict[str, tuple[tuple[int, ...], torch.dtype]]:
+        """Shape and dtype of each tensor of `keys`, by its name there."""
+        tensors = {name: self.tensor(key) for name, key in keys.items()}
         return {
-            ".".join(path[len(prefix) :]): key
-            for key, path in self.paths.items()
-            if path[: len(prefix)] == prefix and self.tensor(key) is not None
+            name: (tuple(entry.size), entry.properties.dtype)
+            for name, entry in tensors.items()
+            if entry is not None
         }
 
     def prefixes(self) -> list[tuple[str, ...]]:
@@ -77,52 +102,61 @@ class StoredCheckpoint:
         """The prefix whose dict has the most of `names`; "model" wins ties."""
         name_set = set(names)
         prefixes = sorted(self.prefixes(), key=lambda prefix: prefix != ("model",))
-        return max(prefixes, key=lambda prefix: len(name_set & set(self.below(prefix))))
+        found = dict.fromkeys(prefixes, 0)
+        for key, path in self.paths.items():
+            for depth in (0, 1) if self.tensor(key) is not None else ():
+                if path[:depth] in found and ".".join(path[depth:]) in name_set:
+                    found[path[:depth]] += 1
+        return max(prefixes, key=lambda prefix: found[prefix])
 
 
-def open_checkpoint(path: str | os.PathLike[str]) -> StoredCheckpoint:
+def open_checkpoint(path: str | os.PathLike[str], *, trust: bool = False) -> StoredCheckpoint:
     """Open the checkpoint in directory `path`: read its metadata and the sizes of its files.
 
-    The metadata is unpickled, as torch does: open only checkpoints you trust.
+    Args:
+        path: the directory.
+        trust: unpickle whatever it holds, which may run code of its author. Otherwise the metadata
+            may name torch's own descriptions of a checkpoint only, and entries plain data only.
 
     Raises:
-        CheckpointError: there is no checkpoint, or a file is damaged, missing or cut off; names
-            the file.
+        CheckpointError: there is no checkpoint, or a file is damaged, missing, cut off, outside the
+            directory, or a pickle of another class; names the file.
     """
     folder = Path(path)
     file = folder / METADATA
     if not file.is_file():
-        hint = "it does not exist"
-        if folder.is_dir():
-            safe = any(folder.glob("*.safetensors"))
-            hint = "it holds safetensors: use load_safetensors" if safe else f"no {file}"
-        raise CheckpointError(f"{folder} is no checkpoint of torch.distributed ({hint})")
+        raise CheckpointError(f"{folder} is no checkpoint of torch.distributed ({_hint(folder)})")
+    metadata = read_metadata(file, trust=trust)
     try:
-        metadata = FileSystemReader(folder).read_metadata()
-        if not isinstance(metadata, Metadata):
-            raise TypeError(f"it holds a {type(metadata).__name__}")
         paths = _paths(metadata)
-        storage = list(metadata.storage_data.items())
-    except Exception as error:  # whatever unpickling damaged bytes raises
+        sizes = check_metadata(folder, metadata, paths, trust=trust)
+    except (AttributeError, TypeError, ValueError) as error:
         raise CheckpointError(f"{file} is damaged ({type(error).__name__}: {error})") from error
-    sizes: dict[str, int] = {}
-    for index, info in storage:
-        if info.relative_path not in sizes:
-            data_file = folder / info.relative_path
-            if not data_file.is_file():
-                raise CheckpointError(f"{data_file} is missing; {index.fqn!r} lies in it")
-            sizes[info.relative_path] = data_file.stat().st_size
-        if info.offset + info.length > sizes[info.relative_path]:
-            raise CheckpointError(
-                f"{folder / info.relative_path} is cut off: {index.fqn!r} ends at byte "
-                f"{info.offset + info.length} and the file at {sizes[info.relative_path]}"
-            )
-    return StoredCheckpoint(folder, metadata, paths)
+    return StoredCheckpoint(folder, metadata, paths, manifest_of(folder, list(sizes)), trust)
+
+
+def _hint(folder: Path) -> str:
+    """The likely reason why `folder` is no checkpoint."""
+    if not folder.is_dir():
+        return "it does not exist"
+    if any(folder.glob("*.safetensors")):
+        return "it holds safetensors: use load_safetensors"
+    if any(folder.glob(f"*/{METADATA}")):
+        return "it holds several: use graphshard.latest_checkpoint"
+    return f"no {folder / METADATA}"
 
 
 def _paths(metadata: Metadata) -> dict[str, tuple[str, ...]]:
+    """The path of each entry; its key alone where dicts were not flattened.
+
+    Raises:
+        ValueError: some entries have a path and others none.
+    """
     nested = metadata.planner_data if isinstance(metadata.planner_data, Mapping) else {}
     keys = metadata.state_dict_metadata
+    lacking = next((key for key in keys if key not in nested), None)
+    if nested and lacking is not None:
+        raise ValueError(f"{shown(lacking)} has no path")
     return {key: tuple(map(str, nested.get(key, (key,)))) for key in keys}
 
 
@@ -131,24 +165,26 @@ def read_entries(stored: StoredCheckpoint, into: dict[str, Any], group: Any = No
 
     Args:
         stored: the checkpoint.
-        into: tensors or None, by key; the same keys on every rank.
+        into: tensors or other values, by key or as a nested dict; ranks may have other keys.
         group: the process group of the ranks that call this. None: this process alone.
 
     Raises:
         CheckpointError: an entry cannot be read.
     """
     try:
-        with _quiet():
+        with quiet():
             reader = _Reader(stored)
             alone = group is None
             group = None if alone or group.size() == dist.get_world_size() else group
-            load(into, storage_reader=reader, process_group=group, no_dist=alone)
+            load(
+                into, storage_reader=reader, process_group=group, planner=_Planner(), no_dist=alone
+            )
     except (Exception, CheckpointException) as error:  # torch wraps the errors of all ranks
         raise CheckpointError(f"{stored.folder} cannot be read: {cause_of(error)}") from error
 
 
 class _Reader(FileSystemReader):
-    """A reader that reuses metadata that was already read."""
+    """A reader that reuses metadata that was already read, and runs no pickle."""
 
     def __init__(self, stored: StoredCheckpoint) -> None:
         super().__init__(stored.folder)
@@ -157,9 +193,80 @@ class _Reader(FileSystemReader):
     def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
         """Return the metadata of the open checkpoint."""
         metadata = self._stored.metadata
-        if metadata.storage_meta is not None:
-            metadata.storage_meta.load_id = self.load_id
+        if metadata.storage_meta is None:
+            metadata.storage_meta = StorageMeta()
+        metadata.storage_meta.load_id = self.load_id
         return metadata
+
+    def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> Future[None]:
+        """Read the entries of `plan` and pass them to `planner`."""
+        if self._stored.trust:
+            return super().read_data(plan, planner)
+        by_file: dict[str, list[ReadItem]] = {}
+        for item in plan.items:
+            name = self._stored.metadata.storage_data[item.storage_index].relative_path
+            by_file.setdefault(name, []).append(item)
+        for name, items in by_file.items():
+            with (self._stored.folder / name).open("rb") as stream:
+                for item in items:
+                    self._read(item, stream, planner)
+        done: Future[None] = Future()
+        done.set_result(None)
+        return done
+
+    def _read(self, item: ReadItem, stream: IO[bytes], planner: LoadPlanner) -> None:
+        """Read one item from the open file that it lies in."""
+        metadata, index = self._stored.metadata, item.storage_index
+        place = metadata.storage_data[index]
+        entry = metadata.state_dict_metadata[index.fqn]
+        try:
+            archive = Archive(stream, place.offset, place.length)
+            if not isinstance(entry, TensorStorageMetadata):
+                planner.load_bytes(item, _saved(archive.value()))
+                return
+            assert index.index is not None  # the number of the chunk
+            sizes = tuple(entry.chunks[index.index].sizes)
+            saved = archive.tensor(sizes, entry.properties.dtype)
+        except ForeignError as error:
+            raise CheckpointError(
+                f"entry {shown(index.fqn)} is a pickle of more than tensors and plain data "
+                f"({error}), which may run code; pass trust=True if you trust whoever wrote it"
+            ) from error
+        except ArchiveError as error:
+            raise CheckpointError(
+                f"entry {shown(index.fqn)} in {place.relative_path} is damaged: {error}"
+            ) from error
+        region = zip(item.storage_offsets, item.lengths, strict=True)
+        part = saved[tuple(slice(start, start + length) for start, length in region)]
+        target = planner.resolve_tensor(item).detach()
+        target.copy_(part)
+        planner.commit_tensor(item, target)
+
+
+def _saved(value: Any) -> io.BytesIO:
+    """`value`, which is plain data, as the planner of torch wants it."""
+    stream = io.BytesIO()
+    torch.save(value, stream)
+    stream.seek(0)
+    return stream
+
+
+class _Planner(DefaultLoadPlanner):
+    """Reads tensors into tensors only, and other entries as values only."""
+
+    def create_local_plan(self) -> LoadPlan:
+        """Return what to read; see torch's."""
+        assert self.metadata is not None
+        for key, value in self.state_dict.items():
+            entry = self.metadata.state_dict_metadata.get(key)
+            is_tensor = isinstance(value, torch.Tensor)
+            if entry is not None and is_tensor != isinstance(entry, TensorStorageMetadata):
+                kinds = ("no tensor", "a tensor")
+                raise CheckpointError(
+                    f"entry {shown(key)} is {kinds[not is_tensor]} in the checkpoint, and "
+                    f"{kinds[is_tensor]} is to be loaded"
+                )
+        return super().create_local_plan()
 
 
 def cause_of(error: BaseException) -> str:
@@ -176,10 +283,11 @@ def _first_line(error: BaseException) -> str:
 
 
 @contextmanager
-def _quiet() -> Iterator[None]:
+def quiet() -> Iterator[None]:
+    """Leave out torch's warnings of what is intended: a single process, entries of one rank."""
     with warnings.catch_warnings():
-        # Loading in a single process is intended.
         warnings.filterwarnings("ignore", message="torch.distributed is disabled")
+        warnings.filterwarnings("ignore", message="Detected mismatched keys in state dict")
         yield
 
 

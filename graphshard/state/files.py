@@ -7,12 +7,13 @@ import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from math import prod
-from pathlib import Path
+from pathlib import Path, PurePath
 
 import torch
 from torch import Tensor
 
 from graphshard.errors import CheckpointError
+from graphshard.plain_data import read_json, shown
 from graphshard.state.raw import StoredTensor, Writer, read_header
 
 NAME = "model.safetensors"
@@ -42,23 +43,55 @@ def open_files(path: str | os.PathLike[str]) -> dict[str, StoredTensor]:
         raise CheckpointError(f"there is no checkpoint at {file_or_index}")
     if file_or_index.suffix != ".json":
         return read_header(file_or_index)
-    try:
-        weight_map = json.loads(file_or_index.read_text())["weight_map"]
-        folder = file_or_index.parent
-        files = {name: read_header(folder / name) for name in dict.fromkeys(weight_map.values())}
-    except (KeyError, TypeError, AttributeError, ValueError) as error:
-        raise CheckpointError(
-            f"{file_or_index} is no index of safetensors files: it lacks a weight_map from tensors "
-            "to files"
-        ) from error
+    weight_map = _weight_map(file_or_index)
+    names = dict.fromkeys(weight_map.values())
+    files = {name: read_header(_named(file_or_index, name)) for name in names}
     entries = {}
     for name, file in weight_map.items():
         if name not in files[file]:
             raise CheckpointError(
-                f"{file_or_index} says that {name!r} is in {file}, which lacks it"
+                f"{file_or_index} says that {shown(name)} is in {file}, which lacks it"
             )
         entries[name] = files[file][name]
     return entries
+
+
+def _weight_map(index: Path) -> dict[str, str]:
+    """The file of each tensor by an index."""
+    data = read_json(index, "the index", CheckpointError)
+    files = data.get("weight_map") if isinstance(data, dict) else None
+    if not isinstance(files, dict) or not all(isinstance(name, str) for name in files.values()):
+        raise CheckpointError(
+            f"{index} is no index of safetensors files: it lacks a weight_map from tensors to files"
+        )
+    return files
+
+
+def is_inside(folder: Path, name: str) -> bool:
+    """Whether the file `name`, as another file of `folder` gives it, lies in `folder`.
+
+    Links count as the files they lead to. Those of a snapshot in the cache of Hugging Face
+    (`snapshots/<revision>/`) may lead to the `blobs/` of the same repository.
+    """
+    parts = PurePath(name).parts
+    if not parts or PurePath(name).is_absolute() or ".." in parts:
+        return False
+    try:
+        real, home = (folder / name).resolve(), folder.resolve()
+    except (OSError, ValueError, RuntimeError):  # RuntimeError: links in a circle
+        return False
+    snapshots = [place for place in home.parents[:2] if place.name == "snapshots"]
+    places = [home, *(place.parent / "blobs" for place in snapshots)]
+    return any(real.is_relative_to(place) for place in places)
+
+
+def _named(index: Path, name: str) -> Path:
+    if not is_inside(index.parent, name):
+        raise CheckpointError(
+            f"{index} names the file {shown(name)}, which is not inside of {index.parent}; a "
+            "checkpoint holds all its files (if they are links, load the folder they lead to)"
+        )
+    return index.parent / name
 
 
 def _in_directory(folder: Path) -> Path:
@@ -131,6 +164,72 @@ class Target:
         return self.path.parent if self.single else self.path
 
 
+class TargetFiles:
+    """The files of a checkpoint, under temporary names until all are complete.
+
+    Args:
+        target: the file or directory.
+        tensors: shape and dtype of each tensor by name, in the order to write.
+    """
+
+    def __init__(self, target: Target, tensors: Shapes) -> None:
+        self._target = target
+        self._tensors = tensors
+        self._files: dict[str, list[str]] = {}
+        self._writers: list[Writer] = []
+
+    def open(self) -> None:
+        """Make the directory and begin the first file.
+
+        Raises:
+            CheckpointError: see `Target.assign` and `Writer`.
+            OSError: the directory or file cannot be written.
+        """
+        self._files = self._target.assign(self._tensors)
+        self._target.folder.mkdir(parents=True, exist_ok=True)
+        self._next_file()
+
+    def _next_file(self) -> None:
+        if self._writers:
+            self._writers[-1].finish()
+        file, names = [*self._files.items()][len(self._writers)]
+        shapes = {name: self._tensors[name] for name in names}
+        self._writers.append(Writer(self._target.folder / file, shapes))
+
+    def write(self, name: str, tensor: Tensor) -> None:
+        """Write the next tensor, or its next rows, in its dtype.
+
+        Raises:
+            OSError: the file cannot be written.
+        """
+        while name not in self._writers[-1].tensors:
+            self._next_file()
+        self._writers[-1].write(tensor)
+
+    def commit(self) -> list[Path]:
+        """Give all files their names, and return them.
+
+        Raises:
+            OSError: a file cannot be written; those named before it remain.
+        """
+        self._writers[-1].finish()
+        for writer in self._writers:
+            writer.close()
+        target, files = self._target, self._files
+        written = [target.folder / file for file in files]
+        if len(files) > 1:
+            written.append(_write_index(target.folder, files, self._tensors))
+        elif not target.single:
+            # A reader would prefer an index that an earlier, larger checkpoint left here.
+            (target.folder / INDEX).unlink(missing_ok=True)
+        return written
+
+    def abandon(self) -> None:
+        """Remove what has no name yet."""
+        for writer in self._writers:
+            writer.abandon()
+
+
 def write_files(
     target: Target, tensors: Shapes, value: Callable[[str], Iterator[Tensor]]
 ) -> list[Path]:
@@ -143,28 +242,19 @@ def write_files(
 
     Raises:
         CheckpointError: see `Target.assign` and `Writer`.
-        OSError: a file cannot be written; files completed before it remain.
+        OSError: a file cannot be written.
     """
-    files = target.assign(tensors)
-    target.folder.mkdir(parents=True, exist_ok=True)
-    for file, names in files.items():
-        writer = Writer(target.folder / file, {name: tensors[name] for name in names})
-        try:
-            for name in names:
-                for piece in value(name):
-                    writer.write(piece)
-                    del piece  # free it before the next one is made
-        except BaseException:
-            writer.abandon()
-            raise
-        writer.close()
-    written = [target.folder / file for file in files]
-    if len(files) > 1:
-        written.append(_write_index(target.folder, files, tensors))
-    elif not target.single:
-        # A reader would prefer an index that an earlier, larger checkpoint left here.
-        (target.folder / INDEX).unlink(missing_ok=True)
-    return written
+    files = TargetFiles(target, tensors)
+    try:
+        files.open()
+        for name in tensors:
+            for piece in value(name):
+                files.write(name, piece)
+                del piece  # free it before the next one is made
+        return files.commit()
+    except BaseException:
+        files.abandon()
+        raise
 
 
 def _write_index(folder: Path, files: Mapping[str, Sequence[str]], tensors: Shapes) -> Path:

@@ -11,25 +11,22 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from graphshard.errors import CheckpointError, FingerprintError
-from graphshard.runtime.group import Group
 from graphshard.runtime.lowered import Bindings
 from graphshard.state.files import open_files
 from graphshard.state.matching import KeyRules, Match, TensorInfos, infos_of, match
 from graphshard.state.raw import Region
 from graphshard.state.state_tensors import (
     StateTensor,
-    all_gather_objects,
+    copy_overlap,
     local_of,
-    raise_together,
+    only_rank_zero,
     region_of,
     split_region,
     state_tensors_of,
-    uses_rank_zero,
 )
 from graphshard.torch_private import compat as torch_compat
 
@@ -85,30 +82,29 @@ def load(
         The matched keys; missing and unexpected names.
 
     Raises:
-        CheckpointError: on every rank, if a source cannot be opened or does not fit (the module is
-            unchanged), or if reading fails half-way (the message says which values are loaded).
+        CheckpointError: on every rank, if a source cannot be opened or read or does not fit; the
+            module is unchanged.
     """
-    group = bindings.group
-    state_tensors = state_tensors_of(module, bindings)
-    opened, matched, problem = None, Match(), None
-    try:
-        opened = source()
+    group, agreement = bindings.group, bindings.agreement
+    opened, matched = None, Match()
+    with agreement.part() as part:
+        state_tensors = state_tensors_of(module, bindings)
+        try:
+            opened = source()
+        except OSError as error:
+            raise CheckpointError(f"the checkpoint cannot be read: {error}") from error
         if opened is not None:
             matched = match(state_tensors, opened.infos, strict=strict, rules=rules)
-    except CheckpointError as error:
-        problem = str(error)
-    except OSError as error:
-        problem = f"the checkpoint cannot be read: {error}"
-    from_first = uses_rank_zero(
-        group,
-        opened is None and problem is None,
-        problem,
+        part.flag = opened is None
+    from_first = only_rank_zero(
+        agreement,
+        part.flags,
         if_empty="the state dict is empty; pass the whole model's on every rank, or on rank 0 with "
         "None on all others",
     )
     if from_first:
-        matched = all_gather_objects(group, matched)[0]
-    fill(state_tensors, matched.keys, opened, group, from_first=from_first)
+        matched = group.all_gather_object(matched)[0]
+    fill(state_tensors, matched.keys, opened, bindings, from_first=from_first)
     return matched
 
 
@@ -116,62 +112,84 @@ def fill(
     state_tensors: Iterable[StateTensor],
     keys: Mapping[str, str],
     source: TensorSource | None,
-    group: Group,
+    bindings: Bindings,
     *,
     from_first: bool,
+    in_place: bool = False,
 ) -> None:
     """Write values that were checked to fit.
+
+    A parameter without values is read in place. Any other tensor is read into memory of its own on
+    the CPU (of the size of this rank's part) and written once all ranks have read all.
 
     Args:
         state_tensors: the tensors of the module.
         keys: the source's key of each tensor to fill, by the tensor's first name; the same on
             every rank if `from_first`.
         source: None on ranks that receive rank 0's values.
-        group: the ranks.
+        bindings: the shards.
         from_first: rank 0 reads and sends to all.
+        in_place: no tensor has values that count.
 
     Raises:
-        CheckpointError: on every rank, if reading fails on one.
+        CheckpointError: on every rank, if reading fails on one; what had values has the same ones.
     """
-    problem = None
-    state_tensor = None
+    to_fill = [each for each in state_tensors if each.name in keys]
+    read: list[tuple[StateTensor, Tensor]] = []
+
+    def place_of(state_tensor: StateTensor) -> Tensor:
+        place = state_tensor.local if in_place else state_tensor.place()
+        read.append((state_tensor, place))
+        return place
+
     try:
-        for state_tensor in state_tensors:
-            key = keys.get(state_tensor.name)
-            if key is None:
-                continue
-            if from_first:
-                _receive_from_first(state_tensor, key, source, group)
-            else:
+        if from_first:
+            for each in to_fill:
+                _receive_from_first(each, place_of(each), keys[each.name], source, bindings)
+        with bindings.agreement.part():
+            if not from_first:
                 assert source is not None
-                for piece in split_region(state_tensor.region, state_tensor.dtype.itemsize):
-                    state_tensor.write(source.read(key, piece), piece)
-            state_tensor.mark_filled()
+                for each in to_fill:
+                    place = place_of(each)
+                    for piece in split_region(each.region, each.dtype.itemsize):
+                        values = _read(source, keys[each.name], piece, each)
+                        copy_overlap(place, each.region, values, piece)
+    except BaseException:
+        for each, place in read:
+            each.leave(place)
+        raise
+    for each, place in read:
+        each.take(place)
+
+
+def _read(source: TensorSource, key: str, piece: Region, state_tensor: StateTensor) -> Tensor:
+    try:
+        return source.read(key, piece)
     except (OSError, CheckpointError) as error:
-        problem = (
-            f"reading {state_tensor.name if state_tensor else ''!r} failed: {error}; tensors "
-            "before it in the model have new values, tensors after it have not: load again"
-        )
-    raise_together(group, problem)
+        raise CheckpointError(
+            f"reading {state_tensor.name!r} failed: {error}; tensors that had values have the same "
+            "ones, and others have none"
+        ) from error
 
 
 def _receive_from_first(
-    state_tensor: StateTensor, key: str, source: TensorSource | None, group: Group
+    state_tensor: StateTensor,
+    place: Tensor,
+    key: str,
+    source: TensorSource | None,
+    bindings: Bindings,
 ) -> None:
+    group = bindings.group
     full_region = tuple(slice(0, size) for size in state_tensor.shape)
     for piece in split_region(full_region, state_tensor.dtype.itemsize):
-        value, error = None, None
-        if group.rank == 0:
-            assert source is not None
-            try:
-                value = source.read(key, piece).to(state_tensor.dtype)
-            except (OSError, CheckpointError) as failure:
-                error = failure
-        fine = group.from_first(torch.tensor([error is None]), (1,), torch.bool)
-        if not fine.item():
-            raise error or CheckpointError("rank 0 could not read it")
+        value = None
+        with bindings.agreement.part():
+            if group.rank == 0:
+                assert source is not None
+                value = _read(source, key, piece, state_tensor).to(state_tensor.dtype)
         sizes = [rows.stop - rows.start for rows in piece]
-        state_tensor.write(group.from_first(value, sizes, state_tensor.dtype), piece)
+        values = group.broadcast(value, sizes, state_tensor.dtype)
+        copy_overlap(place, state_tensor.region, values, piece)
 
 
 def load_state_dict(
@@ -184,9 +202,8 @@ def load_state_dict(
     Raises:
         CheckpointError: on every rank, if one rank's does not fit.
     """
-    problem = None
     tensors = dict(state_dict)
-    try:
+    with bindings.agreement.part():
         state_tensors = state_tensors_of(module, bindings)
         matched = match(state_tensors, infos_of(state_dict), strict=strict)
         for state_tensor in state_tensors:
@@ -194,9 +211,6 @@ def load_state_dict(
                 for name in state_tensor.names:
                     tensors.setdefault(name, state_dict[matched.keys[state_tensor.name]])
                     tensors[name] = _as_in_module(state_tensor, name, tensors[name])
-    except CheckpointError as error:
-        problem = str(error)
-    raise_together(bindings.group, problem)
     return tensors
 
 
@@ -250,7 +264,7 @@ def take_model_values(
     real = {name for name, tensor in tensors.items() if tensor.device.type != "meta"}
     infos = {name: (tuple(t.shape), t.dtype) for name, t in tensors.items()}
     if from_first:
-        reports = all_gather_objects(group, (real, infos))
+        reports = group.all_gather_object((real, infos))
         real = reports[0][0]
         _require_equal_shapes([rank_infos for _, rank_infos in reports])
     state_tensors = state_tensors_of(module, bindings)
@@ -258,7 +272,7 @@ def take_model_values(
     keys = {each.name: each.name for each in state_tensors if each.name in names}
     source = TensorSource(infos, lambda key, region: tensors[key].detach()[region])
     if from_first:
-        fill(state_tensors, keys, source, group, from_first=group.size > 1)
+        fill(state_tensors, keys, source, bindings, from_first=group.size > 1, in_place=True)
     else:
         for state_tensor in state_tensors:  # no rank waits for another
             if state_tensor.name in keys:

@@ -28,7 +28,7 @@ class Match:
 
 @dataclass(frozen=True)
 class KeyRules:
-    """How a transformers model's names relate to the keys of checkpoints.
+    """The relation of a transformers model's names to the keys of checkpoints.
 
     prefix: the name of the base model in a model with a head ("model", "transformer"), so that
         checkpoints of either can be loaded into the other.

@@ -8,17 +8,21 @@ column statistics of a factored optimizer) are the same on every rank.
 
 from __future__ import annotations
 
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 
+from graphshard.errors import CheckpointError
 from graphshard.runtime.lowered import Bindings
 from graphshard.state.state_tensors import (
+    Keeper,
     StateTensor,
     gather_full,
+    gathered_line,
     local_of,
-    raise_together,
     state_tensors_of,
 )
 from graphshard.training.local_steps import state_of
@@ -48,49 +52,109 @@ def optimizer_state_dict(
     Raises:
         CheckpointError: on every rank, if the optimizer has a parameter that is not the module's.
     """
-    group = bindings.group
-    problem = None if form in KINDS else f"kind must be one of {', '.join(KINDS)}; got {form!r}"
-    state_tensors: dict[int, StateTensor] = {}
-    if problem is None:
-        state_tensors, problem = state_tensors_of_optimizer(module, bindings, optim)
-    raise_together(group, problem)
+    group, agreement = bindings.group, bindings.agreement
     keep = form != "full" or group.rank == 0 or not rank0_only
+    with agreement.part() as part:
+        if form not in KINDS:
+            raise CheckpointError(f"kind must be one of {', '.join(KINDS)}; got {form!r}")
+        entries = entries_of(module, bindings, optim)
+        if form == "full":
+            part.same += gathered_lines(entries)
+    if form != "full":
+        return _state_dict(optim, entries, local_part if form == "local" else lambda value: value)
+    keeper = Keeper()
 
-    def in_form(value: Any) -> Any:
-        if not isinstance(value, Tensor) or form == "sharded":
+    def whole(value: Any) -> Any:
+        if not isinstance(value, Tensor):
             return value
-        if form == "local":
-            return local_of(value)
         full = gather_full(value, group)
-        return full.cpu() if keep and cpu else full if keep else None
+        return keeper.keep(full.cpu if cpu else full.detach) if keep else None
 
-    state = {}
-    groups = []
-    for param_group in optim.param_groups:
-        for param in param_group["params"]:
-            if param in optim.state:
-                entries = state_of(optim, param).items()
-                # Gathers follow the order of the groups, which is the same on every rank.
-                name = state_tensors[id(param)].name
-                state[name] = {key: in_form(value) for key, value in entries}
-        names = [state_tensors[id(param)].name for param in param_group["params"]]
-        groups.append({**param_group, "params": names})
-    return {"state": state, "param_groups": groups} if keep else {}
+    state = _state_dict(optim, entries, whole)
+    keeper.end(agreement)
+    return state if keep else {}
+
+
+def sharded_state_dict(
+    module: nn.Module, bindings: Bindings, optim: torch.optim.Optimizer
+) -> tuple[dict[str, Any], list[str]]:
+    """As `optimizer_state_dict` of form "sharded"; and what of it must be alike on all ranks.
+
+    Raises:
+        CheckpointError: the optimizer has a parameter that is not the module's.
+    """
+    entries = entries_of(module, bindings, optim)
+    return _state_dict(optim, entries, lambda value: value), gathered_lines(entries)
+
+
+Entries = dict[int, tuple[str, Mapping[str, Any] | None]]
+"""By the `id` of a parameter, in the order of the optimizer's groups, its name and its state."""
+
+
+def entries_of(module: nn.Module, bindings: Bindings, optim: torch.optim.Optimizer) -> Entries:
+    """The name and state of every parameter of `optim`.
+
+    Raises:
+        CheckpointError: the optimizer has a parameter that is not the module's.
+    """
+    state_tensors = state_tensors_of_optimizer(module, bindings, optim)
+    return {
+        id(param): (
+            state_tensors[id(param)].name,
+            state_of(optim, param) if param in optim.state else None,
+        )
+        for param_group in optim.param_groups
+        for param in param_group["params"]
+    }
+
+
+def gathered_lines(entries: Entries) -> list[str]:
+    """The tensors that ranks gather, in their order."""
+    return [
+        gathered_line(f"{key} of {name}", value)
+        for name, state in entries.values()
+        for key, value in (state or {}).items()
+        if isinstance(value, DTensor)
+    ]
+
+
+def _state_dict(
+    optim: torch.optim.Optimizer, entries: Entries, in_form: Callable[[Any], Any]
+) -> dict[str, Any]:
+    state = {
+        name: {key: in_form(value) for key, value in param_state.items()}
+        for name, param_state in entries.values()
+        if param_state is not None
+    }
+    groups = [
+        {**group, "params": [entries[id(param)][0] for param in group["params"]]}
+        for group in optim.param_groups
+    ]
+    return {"state": state, "param_groups": groups}
+
+
+def local_part(value: Any) -> Any:
+    """This rank's part of a tensor; other values as they are."""
+    return local_of(value) if isinstance(value, Tensor) else value
 
 
 def state_tensors_of_optimizer(
     module: nn.Module, bindings: Bindings, optim: torch.optim.Optimizer
-) -> tuple[dict[int, StateTensor], str | None]:
-    """Return the module's tensors by `id`, and a problem if `optim` has other parameters."""
+) -> dict[int, StateTensor]:
+    """Return the module's tensors by `id`.
+
+    Raises:
+        CheckpointError: `optim` has other parameters.
+    """
     state_tensors = {
         id(state_tensor.tensor): state_tensor for state_tensor in state_tensors_of(module, bindings)
     }
     for index, param_group in enumerate(optim.param_groups):
         for position, param in enumerate(param_group["params"]):
             if id(param) not in state_tensors:
-                return state_tensors, (
+                raise CheckpointError(
                     f"parameter {position} of the optimizer's group {index}, of shape "
                     f"{list(param.shape)}, is not the sharded module's; make the optimizer from "
                     "sharded.parameters()"
                 )
-    return state_tensors, None
+    return state_tensors

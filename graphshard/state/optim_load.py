@@ -20,11 +20,10 @@ from graphshard.runtime.lowered import Bindings
 from graphshard.state.optim import KINDS, state_tensors_of_optimizer
 from graphshard.state.state_tensors import (
     StateTensor,
-    all_gather_objects,
     copy_overlap,
     dtype_kind,
+    only_rank_zero,
     split_region,
-    uses_rank_zero,
 )
 from graphshard.torch_private import compat as torch_compat
 
@@ -56,32 +55,40 @@ def prepare_load(
     Raises:
         CheckpointError: on every rank, if a rank's state does not fit; nothing was changed.
     """
-    group = bindings.group
-    problem: str | None = None
+    group, agreement = bindings.group, bindings.agreement
+    local = form == "local"
     info: StateInfo = {}
-    state_tensors: dict[int, StateTensor] = {}
-    if form is not None and form not in KINDS:
-        problem = f"kind must be one of {', '.join(KINDS)}; got {form!r}"
-    else:
-        state_tensors, problem = state_tensors_of_optimizer(module, bindings, optim)
-    checker = _Checker(optim, state_tensors, local=form == "local")
-    if problem is None and state_dict:
-        try:
-            info = checker.check(state_dict)
-        except CheckpointError as error:
-            problem = str(error)
-    from_first = uses_rank_zero(
-        group,
-        not state_dict,
-        problem,
+    with agreement.part() as part:
+        if form is not None and form not in KINDS:
+            raise CheckpointError(f"kind must be one of {', '.join(KINDS)}; got {form!r}")
+        state_tensors = state_tensors_of_optimizer(module, bindings, optim)
+        if state_dict:
+            info = _Checker(optim, state_tensors, local=local).check(state_dict)
+        part.flag = not state_dict
+    from_first = only_rank_zero(
+        agreement,
+        part.flags,
         if_empty="the optimizer's state dict is empty; pass it on every rank, or on rank 0 with "
         "None on all others",
     )
     if from_first:
-        info = all_gather_objects(group, info)[0]
+        info = group.all_gather_object(info)[0]
     builder = _StateBuilder(group, info, state_dict or {}, from_first)
-    local = form == "local"
-    return lambda: optim.load_state_dict(builder.by_index(optim, state_tensors, local=local))
+
+    def load() -> None:
+        def build() -> dict[str, Any]:
+            return builder.by_index(optim, state_tensors, local=local)
+
+        received = build() if from_first else None
+        before = optim.state, optim.param_groups
+        try:
+            with agreement.part():
+                optim.load_state_dict(build() if received is None else received)
+        except BaseException:
+            optim.state, optim.param_groups = before
+            raise
+
+    return load
 
 
 class _Checker:
@@ -166,7 +173,13 @@ class _Checker:
     def _parts(self, state_dict: Mapping[str, Any]) -> tuple[Mapping[str, Any], list[Any]]:
         state, groups = state_dict.get("state", {}), state_dict.get("param_groups")
         fine = isinstance(state, Mapping) and isinstance(groups, list)
-        if not fine or not all(isinstance(g, Mapping) and "params" in g for g in groups or ()):
+        fine = fine and all(isinstance(entries, Mapping) for entries in state.values())
+        if not fine or not all(
+            isinstance(group, Mapping)
+            and isinstance(group.get("params"), list | tuple)
+            and all(isinstance(name, str | int) for name in group["params"])
+            for group in groups or ()
+        ):
             raise CheckpointError(
                 'an optimizer\'s state dict has "state" (by names) and "param_groups" (a list); '
                 f"this one has {some_of([repr(key) for key in state_dict])}"
@@ -292,7 +305,7 @@ class _StateBuilder:
 
     def _same(self, value: Tensor | None, info: _TensorInfo) -> Tensor:
         if self.from_first:
-            return self.group.from_first(value, info.shape, info.dtype).cpu().clone()
+            return self.group.broadcast(value, info.shape, info.dtype).cpu().clone()
         assert value is not None
         return value.detach().clone()
 
@@ -309,6 +322,6 @@ class _StateBuilder:
             sizes = [rows.stop - rows.start for rows in piece]
             piece_values = value[piece] if value is not None else None
             copy_overlap(
-                local, state_tensor.region, self.group.from_first(piece_values, sizes, dtype), piece
+                local, state_tensor.region, self.group.broadcast(piece_values, sizes, dtype), piece
             )
         return local

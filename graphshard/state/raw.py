@@ -22,6 +22,7 @@ import torch
 from torch import Tensor
 
 from graphshard.errors import CheckpointError
+from graphshard.plain_data import from_json, shown
 
 Region = tuple[slice, ...]
 """A part of a tensor: a slice with start and stop per dim."""
@@ -53,6 +54,14 @@ _CODES = {dtype: code for code, dtype in _DTYPES.items()}
 _LENGTH_BYTES = 8
 
 
+_HEADER_BYTES = 100_000_000
+"""The most that safetensors' own reader takes."""
+
+
+_DIMS = 64
+"""The most dims of a tensor of torch."""
+
+
 @dataclass(frozen=True)
 class StoredTensor:
     """A tensor in a file; its bytes begin at offset `start` of the file."""
@@ -71,7 +80,7 @@ class StoredTensor:
         """Read the part of it in `region` to the CPU, and no other bytes.
 
         Raises:
-            CheckpointError: the file ends before the part does.
+            CheckpointError: the file ends before the part does, or holds a bool other than 0 or 1.
         """
         sizes = [dim.stop - dim.start for dim in region]
         result = torch.empty(sizes, dtype=self.dtype)
@@ -86,6 +95,7 @@ class StoredTensor:
                 if file.readinto(target[done:stop]) != stop - done:
                     raise CheckpointError(f"{self.file} ends before its header says; copy it again")
                 done = stop
+        require_bools(result, str(self.file))
         return result
 
 
@@ -105,6 +115,16 @@ def _runs(shape: Sequence[int], region: Region) -> Iterator[tuple[int, int]]:
         yield first + region[last].start * strides[last], count
 
 
+def require_bools(tensor: Tensor, where: str) -> None:
+    """Check that the bytes of a tensor of bools are 0 or 1, since torch relies on it.
+
+    Raises:
+        CheckpointError: one is not.
+    """
+    if tensor.dtype is torch.bool and tensor.numel() and tensor.view(torch.uint8).max() > 1:
+        raise CheckpointError(f"{where} has a bool whose byte is neither 0 nor 1; it is damaged")
+
+
 def memory_of(tensor: Tensor) -> memoryview:
     """Return a view of the bytes of a contiguous CPU tensor."""
     array = (ctypes.c_char * (tensor.numel() * tensor.itemsize)).from_address(tensor.data_ptr())
@@ -112,13 +132,15 @@ def memory_of(tensor: Tensor) -> memoryview:
 
 
 def read_header(file: Path) -> dict[str, StoredTensor]:
-    """Return the tensors in `file` by name.
+    """Return the tensors in `file` by name, all checked against the size of the file.
 
     Raises:
-        CheckpointError: it is no safetensors file, is shorter than its header says, or has a dtype
-            unknown to torch.
+        CheckpointError: it is no safetensors file, is shorter or longer than its header says, has a
+            dtype unknown to torch, or tensors that overlap or leave bytes between them.
     """
     try:
+        if not file.is_file():
+            raise CheckpointError(f"{file} is missing")
         size = file.stat().st_size
         with file.open("rb") as stream:
             length = int.from_bytes(stream.read(_LENGTH_BYTES), "little")
@@ -127,38 +149,68 @@ def read_header(file: Path) -> dict[str, StoredTensor]:
                     f"{file} is no complete safetensors file: its header should take {length} "
                     f"bytes and the file has {size}; copy it again"
                 )
-            header = json.loads(stream.read(length))
+            if length > _HEADER_BYTES:
+                raise CheckpointError(
+                    f"{file} is no safetensors file: its header takes {length} bytes and may take "
+                    f"{_HEADER_BYTES}"
+                )
+            text = stream.read(length)
+        header = from_json(text)
     except (OSError, ValueError) as error:
         raise CheckpointError(f"{file} cannot be read as a safetensors file: {error}") from error
-    try:
-        header.pop("__metadata__", None)
-        return {
-            name: _entry(file, name, info, _LENGTH_BYTES + length, size)
-            for name, info in header.items()
-        }
-    except (AttributeError, KeyError, TypeError, ValueError) as error:
-        raise CheckpointError(
-            f"{file} cannot be read as a safetensors file: its header is malformed "
-            f"({type(error).__name__}: {error})"
-        ) from error
+    if not text.startswith(b"{"):
+        raise _malformed(file, "a mapping of names to tensors begins with {")
+    notes = header.pop("__metadata__", {})
+    if not isinstance(notes, dict) or not all(isinstance(note, str) for note in notes.values()):
+        raise _malformed(file, "__metadata__ maps texts to texts")
+    base = _LENGTH_BYTES + length
+    entries = {name: _entry(file, name, info, base, size) for name, info in header.items()}
+    end, last = base, ""
+    for name, entry in sorted(entries.items(), key=lambda item: (item[1].start, item[1].bytes)):
+        if entry.start != end:
+            fault = "overlaps" if entry.start < end else "leaves a gap after"
+            raise _malformed(file, f"{shown(name)} {fault} {shown(last) if last else 'the header'}")
+        end, last = end + entry.bytes, name
+    if end != size:
+        raise _malformed(file, f"tensors end at byte {end} and the file at {size}")
+    return entries
 
 
-def _entry(file: Path, name: str, info: Mapping[str, Any], base: int, size: int) -> StoredTensor:
-    if info["dtype"] not in _DTYPES:
-        raise CheckpointError(f"{name!r} in {file} has dtype {info['dtype']}, unknown to torch")
-    start, stop = info["data_offsets"]
-    entry = StoredTensor(file, tuple(info["shape"]), _DTYPES[info["dtype"]], base + start)
+def _malformed(file: Path, rule: str) -> CheckpointError:
+    return CheckpointError(
+        f"{file} cannot be read as a safetensors file: its header is malformed ({rule})"
+    )
+
+
+def _entry(file: Path, name: str, info: Any, base: int, size: int) -> StoredTensor:
+    if not isinstance(info, dict) or not info.keys() >= {"dtype", "shape", "data_offsets"}:
+        raise _malformed(file, f"{shown(name)} has a dtype, a shape and data_offsets")
+    code, shape, offsets = info["dtype"], info["shape"], info["data_offsets"]
+    if not isinstance(code, str) or code not in _DTYPES:
+        raise CheckpointError(f"{shown(name)} in {file} has dtype {shown(code)}, unknown to torch")
+    if not _are_sizes(shape) or len(shape) > _DIMS or prod(max(d, 1) for d in shape) >= 1 << 63:
+        raise _malformed(file, f"{shown(name)} has shape {shown(shape)}")
+    if not _are_sizes(offsets) or len(offsets) != 2:
+        raise _malformed(file, f"{shown(name)} has data_offsets {shown(offsets)}")
+    start, stop = offsets
+    entry = StoredTensor(file, tuple(shape), _DTYPES[code], base + start)
     if entry.bytes != stop - start:
         raise CheckpointError(
-            f"the header of {file} gives {name!r} {stop - start} bytes, which do not agree with "
-            f"{info['dtype']} {list(entry.shape)}; the file is damaged"
+            f"the header of {file} gives {shown(name)} {stop - start} bytes, which do not agree "
+            f"with {code} {list(entry.shape)}; the file is damaged"
         )
     if base + stop > size:
         raise CheckpointError(
-            f"{file} is cut off: {name!r} ends at byte {base + stop} and the file at {size}; copy "
-            "it again"
+            f"{file} is cut off: {shown(name)} ends at byte {base + stop} and the file at {size}; "
+            "copy it again"
         )
     return entry
+
+
+def _are_sizes(values: Any) -> bool:
+    return isinstance(values, list) and all(
+        isinstance(value, int) and not isinstance(value, bool) and value >= 0 for value in values
+    )
 
 
 class Writer:
@@ -188,6 +240,7 @@ class Writer:
         text = json.dumps(header, separators=(",", ":")).encode()
         text += b" " * (-len(text) % 8)
         self.file = file
+        self.tensors = tensors
         self._unfinished = file.with_name(f"{file.name}.part")
         self._stream: IO[bytes] = self._unfinished.open("wb")
         self._stream.write(len(text).to_bytes(_LENGTH_BYTES, "little") + text)
@@ -196,9 +249,13 @@ class Writer:
         """Write the next tensor, or its next rows, in its dtype."""
         self._stream.write(memory_of(tensor.detach().cpu().contiguous()))
 
+    def finish(self) -> None:
+        """Complete the file under its temporary name."""
+        self._stream.close()
+
     def close(self) -> None:
         """Finish the file and give it its name."""
-        self._stream.close()
+        self.finish()
         os.replace(self._unfinished, self.file)
 
     def abandon(self) -> None:

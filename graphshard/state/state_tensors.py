@@ -6,7 +6,7 @@ tensors are handled alike.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from functools import cached_property
 from math import prod
 from typing import Any
@@ -17,6 +17,7 @@ from torch.distributed.tensor import DTensor
 
 from graphshard.errors import CheckpointError, RuntimeStateError
 from graphshard.program.packing import MOVABLE
+from graphshard.runtime.agreement import Agreement
 from graphshard.runtime.group import Group
 from graphshard.runtime.lowered import Bindings
 from graphshard.runtime.shards import Shard, distinct
@@ -71,6 +72,25 @@ class StateTensor:
     def write(self, values: Tensor, region: Region) -> None:
         """Write this rank's part of `values`, which fill `region` of the full tensor."""
         copy_overlap(self.local, self.region, values, region)
+
+    def place(self) -> Tensor:
+        """Memory to read this rank's part into: its own, if it has no values yet, or new."""
+        if self.shard is not None and not self.shard.has_values():
+            return self.local
+        return torch.empty_like(self.local, device="cpu")
+
+    def take(self, values: Tensor) -> None:
+        """Take over this rank's part, read into `place()`."""
+        with torch.no_grad():
+            if values is not self.local:
+                self.local.copy_(values)
+        self.mark_filled()
+
+    def leave(self, values: Tensor) -> None:
+        """Be as before `place()`, whose memory may have been written."""
+        if values.data_ptr() == self.local.data_ptr():
+            with torch.no_grad():
+                self.local.fill_(float("nan"))  # see `Shard.has_values`
 
     def mark_filled(self) -> None:
         """Record that it has values."""
@@ -142,7 +162,11 @@ def gather_full(tensor: Tensor, group: Group) -> Tensor:
     if not isinstance(tensor, DTensor):
         return tensor.detach().clone()
     local = local_of(tensor).detach().to(group.device)
-    if tensor.numel() == 0 or all(p.is_replicate() for p in tensor.placements):
+    split = (
+        not placement.is_replicate() and tensor.device_mesh.size(dim) > 1
+        for dim, placement in enumerate(tensor.placements)
+    )
+    if tensor.numel() == 0 or not any(split):  # full_tensor() of one that is whole shares memory
         return local.clone()
     if tensor.dtype in MOVABLE:
         return torch_compat.dtensor_like(tensor, local).full_tensor()
@@ -169,56 +193,56 @@ def split_region(region: Region, itemsize: int) -> Iterator[Region]:
         yield (slice(first, min(first + step, rows.stop)), *others)
 
 
-def raise_together(group: Group, problem: str | None) -> None:
-    """Wait for every rank, and raise on all of them if one has a problem.
-
-    Raises:
-        CheckpointError: with the first rank's problem.
-    """
-    first = first_problem(group, all_gather_objects(group, problem))
-    if first is not None:
-        raise CheckpointError(first)
+def gathered_line(name: str, tensor: Tensor) -> str:
+    """The text for ranks to compare before they call `gather_full(tensor)`."""
+    return f"{name} {list(tensor.shape)} {str(tensor.dtype)[6:]}"
 
 
-def uses_rank_zero(group: Group, empty: bool, problem: str | None, if_empty: str) -> bool:
+class Keeper:
+    """Keeps what is made of gathered tensors; its first error is told once all are gathered."""
+
+    def __init__(self) -> None:
+        self.error: Exception | None = None
+
+    def keep(self, make: Callable[[], Any]) -> Any:
+        """What `make` returns; None if it failed, now or before."""
+        if self.error is None:
+            try:
+                return make()
+            except Exception as error:
+                self.error = error
+        return None
+
+    def end(self, agreement: Agreement) -> None:
+        """Meet all ranks; raises on all of them if `make` failed on one."""
+        with agreement.part():
+            if self.error is not None:
+                raise self.error
+
+
+def only_rank_zero(agreement: Agreement, empty: Sequence[bool], if_empty: str) -> bool:
     """Decide on all ranks whether to load from every rank's own values or from rank 0's alone.
 
     Args:
-        group: the ranks; all of them must call this.
-        empty: whether this rank has no values.
-        problem: why this rank's values cannot be loaded, or None.
-        if_empty: the problem of a rank without values, unless only rank 0 has values.
+        agreement: between the ranks.
+        empty: by rank, whether it has no values.
+        if_empty: the problem of ranks without values, unless only rank 0 has values.
 
     Returns:
         True if only rank 0 has values; it then sends them to the others.
 
     Raises:
-        CheckpointError: on every rank, with the first problem of a rank that is loaded from.
+        CheckpointError: on every rank, if some have none.
     """
-    reports = all_gather_objects(group, (empty, problem))
-    empty_ranks = [rank for rank, (is_empty, _) in enumerate(reports) if is_empty]
-    from_first = group.size > 1 and len(empty_ranks) == group.size - 1 and 0 not in empty_ranks
-    problems = [reported for _, reported in reports]
-    if empty_ranks and not from_first and not any(problems):
-        problems[empty_ranks[0]] = if_empty
-    first = first_problem(group, problems[:1] if from_first else problems)
-    if first is not None:
-        raise CheckpointError(first)
-    return from_first
-
-
-def all_gather_objects(group: Group, value: Any) -> list[Any]:
-    """Return the `value` of every rank; with a "fake" group, this rank's for each."""
-    return [value] * group.size if group.backend == "fake" else group.everyones(value)
-
-
-def first_problem(group: Group, problems: Sequence[str | None]) -> str | None:
-    """Return the first of the ranks' problems, naming the rank unless all have the same."""
-    for rank, problem in enumerate(problems):
-        if problem is not None:
-            everywhere = group.size == 1 or all(other == problem for other in problems)
-            return problem if everywhere else f"{problem} (on rank {rank})"
-    return None
+    ranks = [rank for rank, is_empty in enumerate(empty) if is_empty]
+    if not ranks:
+        return False
+    if 0 not in ranks and len(ranks) == len(empty) - 1:
+        return True
+    where = "" if len(ranks) == len(empty) else f" (on rank {ranks[0]})"
+    with agreement.part():
+        raise CheckpointError(f"{if_empty}{where}")
+    return False
 
 
 def dtype_kind(dtype: torch.dtype) -> str:

@@ -40,7 +40,10 @@ def _find_infinities(
     for grad in grads:
         if isinstance(grad, DTensor):
             by_mesh.setdefault(grad.device_mesh, []).append(grad)
-    for dtensors in by_mesh.values():
+    for mesh, dtensors in by_mesh.items():
+        if any(grad.to_local().device.type != mesh.device_type for grad in dtensors):
+            _find_in_offloaded(op, mesh, dtensors, args, kwargs)
+            continue
         # Those sharded over the most dimensions first, since only the first one counts.
         dtensors.sort(key=lambda grad: sum(isinstance(p, Replicate) for p in grad.placements))
         torch_handler(op, (dtensors, *args[1:]), kwargs)
@@ -50,3 +53,15 @@ def _find_infinities(
             # another rank this one cannot know.
             if placement.is_replicate() and first.device_mesh.size(dim) > 1:
                 dist.all_reduce(args[1], dist.ReduceOp.MAX, first.device_mesh.get_group(dim))
+
+
+def _find_in_offloaded(
+    op: Any, mesh: Any, grads: Sequence[DTensor], args: Sequence[Any], kwargs: Mapping[str, Any]
+) -> None:
+    """`_find_infinities` in gradients on the host, where the groups of `mesh` may not reduce."""
+    op([grad.to_local() for grad in grads], *args[1:], **kwargs)
+    found = args[1].to(mesh.device_type)
+    for dim in range(mesh.ndim):
+        if mesh.size(dim) > 1:
+            dist.all_reduce(found, dist.ReduceOp.MAX, mesh.get_group(dim))
+    args[1].copy_(found)

@@ -6,7 +6,8 @@ only inside the context. So an optimizer that was given the twins keeps its stat
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
@@ -16,6 +17,34 @@ from torch.distributed.tensor import DTensor
 from graphshard.errors import PolicyError, RuntimeStateError
 from graphshard.runtime.shards import Shard
 from graphshard.torch_private import compat as torch_compat
+
+
+class FullParameters(dict[str, nn.Parameter]):
+    """The parameters that modules hold now, each under its first name.
+
+    A tied parameter is met once by whoever walks over them, and found by its other names, too.
+    """
+
+    def __init__(self, shards: Iterable[Shard]) -> None:
+        super().__init__()
+        self._first: dict[str, str] = {}
+        for shard in shards:
+            holder, name = shard.holders[0]
+            self[shard.layout.fqn] = holder[name]
+            self._first.update(dict.fromkeys(shard.layout.names, shard.layout.fqn))
+
+    def __missing__(self, name: str) -> nn.Parameter:
+        """The tied parameter of another name than its first."""
+        if name not in self._first:
+            raise KeyError(name)
+        return self[self._first[name]]
+
+    def __contains__(self, name: object) -> bool:
+        return name in self._first
+
+    def get(self, name: str, default: Any = None) -> Any:
+        """The parameter `name`, by any of its names; `default` if there is none."""
+        return self[name] if name in self._first else default
 
 
 class Unsharded:
@@ -62,10 +91,10 @@ class Unsharded:
             by_fqn.update({shard.layout.fqn: shard for shard in inside})
         return list(by_fqn.values())
 
-    def context(
+    def check(
         self, shards: list[Shard], *, writeback: bool, with_grads: bool, rank0_only: bool
-    ) -> Iterator[dict[str, nn.Parameter]]:
-        """Gather, yield the twins by name, and split again; see `ShardedModule.unsharded`.
+    ) -> list[str]:
+        """Check the arguments of `context`; return what it gathers, the same on all ranks.
 
         Raises:
             RuntimeStateError: a parameter is unsharded already.
@@ -82,37 +111,71 @@ class Unsharded:
                 f"parameter {min(self.open & names)!r} is unsharded already; leave the inner "
                 "context out"
             )
-        sharded = [shard for shard in shards if isinstance(shard.param, DTensor)]
+        gathered = []
+        for shard in _sharded(shards):
+            shard.current()  # takes over what the user did to the parameter
+            gathered.append(f"parameter {shard.layout.fqn}")
+            if with_grads and shard.param.grad is not None:
+                gathered.append(f"gradient of {shard.layout.fqn}")
+        return gathered
+
+    def context(
+        self,
+        shards: list[Shard],
+        part: Callable[..., AbstractContextManager[Any]],
+        *,
+        writeback: bool,
+        with_grads: bool,
+        rank0_only: bool,
+    ) -> Iterator[dict[str, nn.Parameter]]:
+        """Gather, yield the twins by name, and split again; see `ShardedModule.unsharded`.
+
+        Args:
+            shards: which `check` has accepted.
+            part: a part of the call, at whose end all ranks meet; see `Agreement.part`.
+            writeback: keep what was changed, if no rank failed.
+            with_grads: gather gradients, too.
+            rank0_only: the other ranks gather, and keep nothing.
+        """
+        names = {shard.layout.fqn for shard in shards}
+        sharded = _sharded(shards)
         opened: list[tuple[Shard, nn.Parameter, Any]] = []
+        keep = False
         self.open |= names
         if with_grads:
             self.with_grads |= {shard.layout.fqn for shard in sharded}
         try:
+            failure: Exception | None = None
             for shard in sharded:
-                shard.current()  # takes over what the user did to the parameter
                 full = _full(shard, shard.param)
                 grad = shard.param.grad
                 full_grad = _full(shard, grad) if with_grads and grad is not None else None
-                if rank0_only and shard.group.rank != 0:
-                    continue
-                twin = self.twin(shard)
-                with torch.no_grad():
-                    twin.untyped_storage().resize_(full.untyped_storage().nbytes())
-                    twin.copy_(full)
-                _set_grad(twin, full_grad)
-                opened.append((shard, twin, shard.param))
+                if failure is None and (shard.group.rank == 0 or not rank0_only):
+                    try:
+                        opened.append((shard, self.twin(shard), shard.param))
+                        self._fill(opened[-1][1], full, full_grad)
+                    except Exception as error:  # told once all is gathered, as others wait for it
+                        failure = error
+            with part():
+                if failure is not None:
+                    raise failure
+            for shard, twin, _ in opened:
                 for holder, name in shard.holders:
                     holder[name] = twin
-            yield {
-                name: shard.holders[0][0][shard.holders[0][1]]
-                for shard in shards
-                for name in shard.layout.names
-            }
+            with part(keeps=True):
+                yield FullParameters(shards)
+            keep = True
         finally:
             for shard, twin, param in opened:
-                self._split(shard, twin, param, writeback=writeback, with_grads=with_grads)
+                self._split(shard, twin, param, writeback=writeback and keep, with_grads=with_grads)
             self.open -= names
             self.with_grads -= names
+
+    def _fill(self, twin: nn.Parameter, full: Tensor, full_grad: Tensor | None) -> None:
+        with torch.no_grad():
+            twin.untyped_storage().resize_(full.untyped_storage().nbytes())
+            twin.copy_(full)
+        _set_grad(twin, full_grad)
 
     def _split(
         self, shard: Shard, twin: nn.Parameter, param: Any, *, writeback: bool, with_grads: bool
@@ -136,6 +199,10 @@ class Unsharded:
         twin.untyped_storage().resize_(0)
 
 
+def _sharded(shards: Iterable[Shard]) -> list[Shard]:
+    return [shard for shard in shards if isinstance(shard.param, DTensor)]
+
+
 def _set_grad(param: nn.Parameter, grad: Tensor | None) -> None:
     """Make `grad` the gradient of `param`, in whatever dtype mixed precision leaves it."""
     if grad is not None and grad.dtype != param.dtype:
@@ -144,10 +211,13 @@ def _set_grad(param: nn.Parameter, grad: Tensor | None) -> None:
 
 
 def _full(shard: Shard, tensor: Any) -> Tensor:
-    """The full tensor of a DTensor: gathered on the group's device, returned on the DTensor's."""
+    """A copy of a DTensor, whole: gathered on the group's device, returned on the DTensor's."""
     local = torch_compat.local_tensor(tensor)
     there = torch_compat.dtensor_like(tensor, local.to(shard.group.device))
-    return there.full_tensor().to(local.device)
+    full = there.full_tensor().to(local.device)
+    # Where this rank has all rows they are the DTensor's own.
+    shared = full.untyped_storage().data_ptr() == local.untyped_storage().data_ptr()
+    return full.clone() if shared else full
 
 
 def _inside(name: str, module: str) -> bool:

@@ -86,9 +86,10 @@ def hybrid(rank: int) -> None:
     same_as_reduce_scatter(rank, exact=True, mesh=mesh, strategy="HYBRID_SHARD")
 
 
-ON_TWO = [bit_for_bit, bit_for_bit_in_bf16, checked, accumulates]
+ON_TWO = [bit_for_bit, checked, accumulates]
 ON_FOUR = [near_on_four, hybrid]
 
 
 test_on_two_ranks = on_ranks(ON_TWO, 2, timeout=200)
+test_in_bf16 = pytest.mark.slow(on_ranks([bit_for_bit_in_bf16], 2, timeout=200))
 test_on_four_ranks = pytest.mark.slow(on_ranks(ON_FOUR, 4, timeout=200))

@@ -14,6 +14,8 @@ from torch import nn
 
 import graphshard
 
+pytestmark = pytest.mark.slow  # each of its ranks starts and compiles for tens of seconds
+
 IDS = {0: "batch", 1: "seq"}
 
 
@@ -105,8 +107,51 @@ def one_rank_captures_anew(rank):
     assert programs == ([1, 2, 2, 2] if rank % 2 else [1, 1, 1, 2 if rank == 0 else 1])
 
 
-ON_TWO = [gpt_with_dropout, one_rank_captures_anew]
-ON_FOUR = [gpt_with_dropout, one_rank_captures_anew]
+class Sums(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.a, self.b = nn.Linear(4, 4), nn.Linear(4, 4)
+
+    def forward(self, x, mask):
+        return (self.b(self.a(x).relu()).sum(-1) * mask).sum()
+
+
+def ranks_learn_sizes_each_by_itself(rank):
+    torch.manual_seed(0)
+    model = Sums()
+    sharded = graphshard.compile(model, graphshard.SizePolicy(20), dynamic="auto")
+    # (batch, length) of even and odd ranks: at first only the even ones meet a new length.
+    steps = [
+        ((3, 5), (3, 5)),
+        ((3, 7), (3, 5)),
+        ((3, 4), (3, 5)),
+        ((2, 9), (3, 8)),
+        ((4, 2), (1, 8)),
+    ]
+    programs = []
+    for step, shapes in enumerate(steps):
+        torch.manual_seed(step)
+        batches = [
+            (torch.randn(*shapes[r % 2], 4), torch.rand(shapes[r % 2]))
+            for r in range(dist.get_world_size())
+        ]
+        model.zero_grad()
+        sharded.zero_grad()
+        for batch in batches:
+            (model(*batch) / len(batches)).backward()
+        with torch.no_grad():
+            assert torch.equal(sharded(*batches[rank]), model(*batches[rank]))
+        loss = sharded(*batches[rank])
+        assert torch.equal(loss, model(*batches[rank]))
+        loss.backward()
+        for p, q in zip(model.parameters(), sharded.parameters(), strict=True):
+            torch.testing.assert_close(q.grad.full_tensor(), p.grad)
+        programs.append(len(sharded.programs))
+    assert programs == ([2, 2, 2, 4, 6] if rank % 2 else [2, 4, 4, 6, 6])
+
+
+ON_TWO = [gpt_with_dropout, one_rank_captures_anew, ranks_learn_sizes_each_by_itself]
+ON_FOUR = [gpt_with_dropout, one_rank_captures_anew, ranks_learn_sizes_each_by_itself]
 
 test_on_two_ranks = on_ranks(ON_TWO, 2, timeout=400)
 test_on_four_ranks = pytest.mark.slow(on_ranks(ON_FOUR, 4, timeout=400))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -10,9 +11,12 @@ import torch.distributed as dist
 from models import CASES, Block, TiedGPT, features_of, loss_of, tokens_of
 from ranks import Checks, run_ranks
 from torch import Tensor, nn
+from torch._inductor import config as inductor_config
+from torch._inductor.fx_passes import pad_mm
 
 import graphshard
 from graphshard.torch_private import inductor as torch_inductor
+from graphshard.torch_private import joint_passes
 
 FP32, BF16 = 1e-5, 2e-2
 HALVES = graphshard.MixedPrecision(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
@@ -216,7 +220,30 @@ def several_outputs(rank: int) -> None:
         torch.testing.assert_close(a, b, rtol=FP32, atol=FP32)
 
 
+def padded_products(rank: int) -> None:
+    """Products of odd sizes, by a pass that takes CPUs for GPUs."""
+    pads = 0
+    original = joint_passes.with_joint_passes
+
+    def watched(traced: Any, *args: Any) -> Any:
+        nonlocal pads
+        rewritten = original(traced, *args)
+        pad = torch.ops.aten.constant_pad_nd.default
+        pads += len(rewritten.graph.find_nodes(op="call_function", target=pad))
+        return rewritten
+
+    with (
+        patch.object(torch_inductor, "with_joint_passes", watched),
+        patch.object(pad_mm, "check_device", lambda a, b: True),
+        patch.object(pad_mm, "has_triton", lambda: True),
+        inductor_config.patch(force_shape_pad=True),
+    ):
+        compiled(alike(rank))
+    assert pads > 0
+
+
 WIDE = [
+    padded_products,
     batch_norm,
     llama,
     bert,

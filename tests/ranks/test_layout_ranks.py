@@ -24,6 +24,8 @@ from torch.distributed.tensor import Shard
 
 from graphshard.program import packing
 
+pytestmark = pytest.mark.slow  # each of its ranks starts and compiles for tens of seconds
+
 # -- other dims --------------------------------------------------------------------------------
 
 

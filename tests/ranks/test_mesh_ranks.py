@@ -297,7 +297,6 @@ def part_of_a_larger_mesh(rank: int) -> None:
 
 ON_FOUR = [
     hybrid,
-    parts_of_two,
     parts_take_their_share,
     values_reach_every_replica,
     clipping,
@@ -306,6 +305,7 @@ ON_FOUR = [
 MORE_ON_FOUR = [
     hybrid_checked,
     hybrid_zero2,
+    parts_of_two,
     replicated,
     parts_with_other_options,
     odd_parameters,
@@ -336,4 +336,4 @@ def shards_only(rank: int) -> None:
 
 ON_TWO = [replicas_only, shards_only]
 
-test_on_two_ranks = on_ranks(ON_TWO, 2, timeout=200)
+test_on_two_ranks = pytest.mark.slow(on_ranks(ON_TWO, 2, timeout=200))

@@ -22,6 +22,8 @@ from examples.benchmarks.live_bytes import LiveBytes
 from examples.gpt import Block
 from graphshard.runtime import host_copies
 
+pytestmark = pytest.mark.slow  # each of its ranks starts and compiles for tens of seconds
+
 WIDTH, BATCH, LAYERS = 64, 128, 8
 BOTH = ("params", "activations")
 LAYER, ACTIVATION = WIDTH * WIDTH * 4, BATCH * WIDTH * 4

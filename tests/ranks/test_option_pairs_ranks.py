@@ -17,6 +17,8 @@ import graphshard
 from graphshard import BlockPolicy, MixedPrecision, ModulePolicy
 from graphshard.errors import RuntimeStateError
 
+pytestmark = pytest.mark.slow  # each of its ranks starts and compiles for tens of seconds
+
 HALF = MixedPrecision(torch.bfloat16, torch.float32)
 ALL_HALF = MixedPrecision(torch.bfloat16, keep_low_precision_grads=True)
 REDUCED_HALF = MixedPrecision(reduce_dtype=torch.bfloat16)

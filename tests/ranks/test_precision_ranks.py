@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import warnings
 from collections.abc import Iterator
+from contextlib import nullcontext
 from typing import Any
 
 import pytest
@@ -21,6 +22,9 @@ import graphshard
 from graphshard import MixedPrecision
 
 BF16, F16, F32 = torch.bfloat16, torch.float16, torch.float32
+ADDS_ROUNDED = tuple(map(int, torch.__version__.split(".")[:2])) >= (2, 15)
+"""FSDP2 rounds each of several gradients of a parameter to `reduce_dtype` before adding them."""
+
 Run = list[tuple[Tensor, dict[str, Tensor]]]
 
 
@@ -56,7 +60,8 @@ def without_dropout(case: Case) -> nn.Module:
 
 
 def by_fsdp2(model: nn.Module, units: tuple[str, ...], **fields: Any) -> nn.Module:
-    policy = MixedPrecisionPolicy(**fields)
+    # Without a dtype of its own FSDP2 reduces in the parameters' from torch 2.15 on.
+    policy = MixedPrecisionPolicy(**{"reduce_dtype": fields.get("param_dtype"), **fields})
     for module in model.modules():
         if type(module).__name__ in units:
             fully_shard(module, mp_policy=policy)
@@ -105,7 +110,43 @@ def fp16(rank: int) -> None:
 
 
 def reduced_low_computed_high(rank: int) -> None:
-    same_as_fsdp2(rank, "gpt", reduce_dtype=BF16)
+    if not ADDS_ROUNDED:
+        same_as_fsdp2(rank, "gpt", reduce_dtype=BF16)
+        return
+    case = CASES["gpt"]
+    theirs = train(by_fsdp2(without_dropout(case), case.blocks, reduce_dtype=BF16), case, rank)
+    mine = train(compiled(without_dropout(case), case.blocks, reduce_dtype=BF16), case, rank)
+    for (loss, grads), (their_loss, their_grads) in zip(mine, theirs, strict=True):
+        torch.testing.assert_close(loss, their_loss, rtol=1e-5, atol=0)
+        for name, grad in grads.items():
+            assert_close_as_rounded(grad, their_grads[name])
+
+
+def assert_close_as_rounded(mine: Tensor, theirs: Tensor) -> None:
+    """Two roundings to bfloat16 apart, of values as large as the largest."""
+    bound = 2 * torch.finfo(BF16).eps * theirs.abs().max().item()
+    torch.testing.assert_close(mine, theirs, rtol=0, atol=bound)
+
+
+def accumulated_low_computed_high(rank: int) -> None:
+    """A gradient is added as it was computed, and the sum rounded."""
+    case = CASES["gpt"]
+    theirs = by_fsdp2(without_dropout(case), case.blocks, reduce_dtype=BF16)
+    mine = compiled(without_dropout(case), case.blocks, reduce_dtype=BF16)
+    found = []
+    for model in (theirs, mine):
+        for number in range(3):
+            inputs = case.inputs(3 * rank + number)
+            model.set_requires_gradient_sync(number == 2) if model is theirs else None
+            context = mine.no_sync() if model is mine and number < 2 else nullcontext()
+            with context:
+                loss_of(model(**inputs)).backward()
+        found.append(full_grads(model))
+    for name, grad in found[1].items():
+        if ADDS_ROUNDED:
+            assert_close_as_rounded(grad, found[0][name])
+        else:
+            assert torch.equal(grad, found[0][name]), name
 
 
 def autocast(rank: int) -> None:
@@ -300,9 +341,8 @@ def averages_do_not_overflow(rank: int) -> None:
 
 ON_TWO = [
     gpt_bf16,
-    fp16,
     reduced_low_computed_high,
-    autocast,
+    accumulated_low_computed_high,
     evaluated,
     frozen_unused_and_without_dimensions,
     scaled,
@@ -310,6 +350,8 @@ ON_TWO = [
 ]
 MORE_ON_TWO = [
     llama_bf16,
+    fp16,
+    autocast,
     as_fsdp1,
     other_ways_to_run_agree,
     scaled_as_fsdp2,

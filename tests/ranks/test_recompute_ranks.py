@@ -19,8 +19,11 @@ from examples.gpt import GPT, GPTConfig
 from graphshard.program.storages import SAVED, storages_of
 from graphshard.recompute.regions import compute_intensive_packets
 
+pytestmark = pytest.mark.slow  # each of its ranks starts and compiles for tens of seconds
+
 WIDTH, BATCH, LAYERS = 128, 256, 4
 ACTIVATION = WIDTH * BATCH * 4
+MANY = 8  # rows of a batch whose masks are larger than a state of the generator
 
 
 def model_of() -> nn.Module:
@@ -28,27 +31,27 @@ def model_of() -> nn.Module:
     return GPT(GPTConfig(vocab=67, layers=2, heads=2, width=24, dropout=0.1))
 
 
-def batch(rank: int, step: int) -> tuple[Tensor, Tensor]:
+def batch(rank: int, step: int, rows: int = 2) -> tuple[Tensor, Tensor]:
     generator = torch.Generator().manual_seed(10 * step + rank)
-    ids = torch.randint(67, (2, 17), generator=generator)
+    ids = torch.randint(67, (rows, 17), generator=generator)
     return ids[:, :-1], ids[:, 1:]
 
 
-def train(model: nn.Module, rank: int) -> list[Tensor]:
+def train(model: nn.Module, rank: int, rows: int = 2) -> list[Tensor]:
     optim = torch.optim.AdamW(model.parameters(), lr=1e-3)
     losses = []
     for step in range(2):
         torch.manual_seed(100 + step * dist.get_world_size() + rank)
-        loss = model(*batch(rank, step))
+        loss = model(*batch(rank, step, rows))
         loss.backward()
-        losses.append(loss.detach().clone())
+        losses += [loss.detach().clone(), torch.rand(2)]
         optim.step()
         optim.zero_grad()
     return losses + [p.full_tensor() for p in model.parameters()]
 
 
 @cache
-def reference(rank: int, context: Callable | None) -> list[Tensor]:
+def reference(rank: int, context: Callable | None, rows: int = 2) -> list[Tensor]:
     """`fully_shard` over blocks that call torch's checkpoint."""
     model = model_of()
     extra = {} if context is None else {"context_fn": context}
@@ -56,7 +59,7 @@ def reference(rank: int, context: Callable | None) -> list[Tensor]:
         block.forward = partial(checkpoint, block.forward, use_reentrant=False, **extra)
         fully_shard(block)
     fully_shard(model)
-    return train(model, rank)
+    return train(model, rank, rows)
 
 
 def selective() -> object:
@@ -94,6 +97,14 @@ def classes_and_selective_train_as_its_selective_checkpoint(rank: int) -> None:
 
 def a_budget_trains_as_without(rank: int) -> None:
     compare(ours(rank, recompute="budget", memory_budget=180_000), reference(rank, None))
+
+
+def masks_are_drawn_again_as_by_its_checkpoint(rank: int) -> None:
+    policy = graphshard.BlockPolicy({"Block"}, recompute="units")
+    inputs = batch(rank, 0, MANY)
+    sharded = graphshard.compile(model_of(), policy, example_inputs=inputs, check=True)
+    assert [event.op for event in sharded.program.schedule()].count("save_random_state") == 4
+    compare(train(sharded, rank, MANY), reference(rank, None, MANY))
 
 
 class Layer(nn.Module):
@@ -164,8 +175,9 @@ CHECKS = [
     units_train_as_fully_shard_with_checkpoint,
     classes_and_selective_train_as_its_selective_checkpoint,
     a_budget_trains_as_without,
+    masks_are_drawn_again_as_by_its_checkpoint,
     what_is_saved_falls_as_the_program_says,
 ]
 
 test_on_two_ranks = on_ranks(CHECKS, 2, timeout=300)
-test_on_four_ranks = pytest.mark.slow(on_ranks(CHECKS[:3], 4, timeout=300))
+test_on_four_ranks = pytest.mark.slow(on_ranks(CHECKS[:4], 4, timeout=300))

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import copy
 import gc
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Any
 
@@ -27,7 +28,7 @@ from ranks import on_ranks
 from torch import Tensor, nn
 
 import graphshard
-from graphshard.errors import RuntimeStateError
+from graphshard.errors import FingerprintError, RuntimeStateError
 from graphshard.program import ops
 from graphshard.torch_private import compat as torch_compat
 
@@ -73,16 +74,17 @@ def zero1_goes_with_every_kind_of_optimizer(rank: int) -> None:
 def zero1_gathers_only_what_has_changed(rank: int) -> None:
     sharded = zero1(rank)
     trained(sharded, rank, steps=3)
+    # The second step gathers the frozen parameter once more, and keeps a copy of its rows.
     assert len(sharded.programs) == 2
     for program, frozen_too in zip(sharded.programs, (True, False), strict=True):
-        found = gathers(program)
-        assert [node.kwargs["unit"] for node in found] == ["", "blocks.0", "blocks.1"]
-        assert all(node.kwargs["in_place"] for node in found)
-        assert ("norm.weight" in found[0].kwargs["params"]) == frozen_too
+        gathered = gathers(program)
+        assert [node.kwargs["unit"] for node in gathered] == ["", "blocks.0", "blocks.1"]
+        assert all(node.kwargs["in_place"] for node in gathered)
+        assert ("norm.weight" in gathered[0].kwargs["params"]) == frozen_too
         kinds = [event.op for event in program.schedule()]
         assert kinds.count("reduce_scatter") == 3
         assert "free" not in kinds
-    for step in range(3):
+    for step in range(4):  # twice with a gather, and without one once copies are kept
         loss_of(sharded, rank, step)
     assert [len(gathers(program)) for program in sharded.programs] == [3, 3, 3, 0]
     assert torch.equal(loss_of(sharded, rank), loss_of_full(sharded, rank))
@@ -93,16 +95,28 @@ def zero1_accumulates_without_gathering_again(rank: int) -> None:
     optims = [torch.optim.SGD(m.parameters(), lr=0.1) for m in (sharded, expected)]
     size = dist.get_world_size()
     for step in range(2):
-        for micro in range(2):
-            sharded(*batch(rank, 2 * step + micro)).backward()
+        for micro in range(3):
+            sharded(*batch(rank, 3 * step + micro)).backward()
             for other in range(size):
-                (expected(*batch(other, 2 * step + micro)) / size).backward()
+                (expected(*batch(other, 3 * step + micro)) / size).backward()
         for optim in optims:
             optim.step()
             optim.zero_grad()
     for name, param in sharded.named_parameters():
         torch.testing.assert_close(full(param), expected.get_parameter(name))
     assert [len(gathers(program)) for program in sharded.programs] == [3, 0, 3]
+
+
+def zero1_accumulates_two_batches_without_gathering_again(rank: int) -> None:
+    sharded = zero1(rank)
+    optim = torch.optim.SGD(sharded.parameters(), lr=0.1)
+    for step in range(3):
+        for micro in range(2):
+            sharded(*batch(rank, 2 * step + micro)).backward()
+        optim.step()
+        optim.zero_grad()
+    # The second batch of the first step comes before a copy of the rows is kept.
+    assert [len(gathers(program)) for program in sharded.programs] == [3, 3, 0]
 
 
 def zero1_stores_what_the_plan_says(rank: int) -> None:
@@ -152,17 +166,161 @@ def zero1_sees_every_way_a_parameter_is_written(rank: int) -> None:
         with sharded.unsharded(writeback=True) as params:
             params["embed.weight"].mul_(1.5)
 
-    before = loss_of(sharded, rank)
-    for write in (
+    writes = (
         *(in_place, by_local_part, into_a_state_dict, by_loading, by_loading_in_full),
         *(by_local_tensor, with_all_of_it, by_assigning),
-    ):
+    )
+    require_seen(writes, sharded, rank)
+
+
+def require_seen(
+    writes: Sequence[Callable[[], None]], sharded: nn.Module, rank: int, calls: int = 0
+) -> None:
+    """Each of `writes`, made after so many more `calls`, changes the loss as in a plain model."""
+    before = loss_of(sharded, rank)
+    for write in writes:
+        for _ in range(calls):
+            assert torch.equal(loss_of(sharded, rank), before)
         with torch.no_grad():
             write()
         after = loss_of(sharded, rank)
         assert not torch.equal(after, before), write.__name__
         assert torch.equal(after, loss_of_full(sharded, rank)), write.__name__
         before = after
+
+
+def zero1_sees_writes_that_leave_no_sign(rank: int) -> None:
+    sharded = zero1(rank)
+    weight = sharded.get_parameter("embed.weight")
+    torch.manual_seed(rank)
+    data = weight.data
+
+    def by_data() -> None:
+        weight.data.mul_(1.5)
+
+    def by_data_taken_before() -> None:
+        data.mul_(1.5)
+
+    def by_foreach() -> None:
+        torch._foreach_mul_([weight, sharded.get_parameter("norm.bias")], 1.5)
+
+    def by_memory() -> None:
+        weight.to_local().data.numpy()[:] *= 1.5
+
+    def on_one_rank() -> None:
+        if rank == 0:
+            weight.to_local().data.mul_(1.5)
+
+    def in_the_frozen_one() -> None:
+        sharded.get_parameter("norm.weight").data.mul_(1.5)
+
+    writes = (by_data, by_data_taken_before, by_foreach, by_memory, on_one_rank, in_the_frozen_one)
+    require_seen(writes, sharded, rank)  # each after a gather
+    require_seen(writes, sharded, rank, calls=2)  # each after a call without one
+
+
+def zero1_trains_by_updates_through_data(rank: int) -> None:
+    sharded, expected = zero1(rank), model()
+    size = dist.get_world_size()
+    for step in range(3):
+        sharded(*batch(rank, step)).backward()
+        for other in range(size):
+            (expected(*batch(other, step)) / size).backward()
+        for module in (sharded, expected):
+            for param in module.parameters():
+                if param.grad is not None:
+                    param.data.sub_(param.grad, alpha=0.1)
+                    param.grad.zero_()
+    for name, param in sharded.named_parameters():
+        torch.testing.assert_close(full(param), expected.get_parameter(name).detach())
+
+
+class Branches(nn.Module):
+    """One linear layer trains, the other evaluates, and both read `shared`."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.train_head = nn.Linear(5, 7)
+        self.eval_head = nn.Linear(5, 7)
+        self.shared = nn.Parameter(torch.randn(5))
+
+    def forward(self, x: Tensor) -> Tensor:
+        head = self.train_head if self.training else self.eval_head
+        return head(x * self.shared)
+
+    def bias(self) -> Tensor:
+        return self.shared + 1
+
+
+def evaluate(module: nn.Module, x: Tensor) -> Tensor:
+    return module.eval()(x)
+
+
+def train(module: nn.Module, x: Tensor) -> Tensor:
+    return module.train()(x)
+
+
+def call_part(module: nn.Module, x: Tensor) -> Tensor:
+    if isinstance(module, graphshard.ShardedModule):
+        return module.submodule_forward("eval_head", x)
+    return module.get_submodule("eval_head")(x)
+
+
+def call_bias(module: Any, x: Tensor) -> Tensor:
+    if isinstance(module, graphshard.ShardedModule):
+        return module.call_method("bias")
+    return module.bias()
+
+
+def scale(module: nn.Module) -> None:
+    with torch.no_grad():
+        for param in module.parameters():
+            param.mul_(1.5)
+
+
+def zero1_notes_only_what_a_program_gathers(rank: int) -> None:
+    x = torch.ones(2, 5)
+    calls = (evaluate, train, call_part, call_bias)
+    for first in calls:
+        torch.manual_seed(3)
+        expected = Branches()
+        policy = graphshard.LambdaPolicy(lambda _: False, strategy="SHARD_OPTIMIZER")
+        sharded = graphshard.compile(copy.deepcopy(expected), policy, check=True)
+        for writes in range(2):
+            for call in (first, *calls):
+                with torch.no_grad():
+                    got, want = call(sharded, x), call(expected, x)
+                assert torch.equal(got, want), (first.__name__, call.__name__, writes)
+            scale(sharded)
+            scale(expected)
+
+
+def zero1_rewrites_a_branch_only_for_parameters_that_it_reads(rank: int) -> None:
+    policy = graphshard.LambdaPolicy(lambda _: False, strategy="SHARD_OPTIMIZER")
+    sharded = graphshard.compile(Branches(), policy)
+    x = torch.ones(2, 5)
+    for _ in range(3):
+        for training in (True, True, True, False, False, False):
+            with torch.no_grad():
+                sharded.train(training)(x)
+        scale(sharded)
+    # Each branch with a gather of its head and `shared`, with one of its head, and with none.
+    assert [len(gathers(p)) for p in sharded.programs] == [1, 0, 1, 0]
+    read = [set(gathers(p)[0].kwargs["params"]) for p in sharded.programs[::2]]
+    assert read == [
+        {"train_head.weight", "train_head.bias", "shared"},
+        {"eval_head.weight", "eval_head.bias"},
+    ]
+
+
+def ranks_that_see_other_signs_are_refused(rank: int) -> None:
+    sharded = zero1(rank)
+    for _ in range(3):
+        loss_of(sharded, rank)
+    if rank == 0:
+        scale(sharded)
+    with pytest.raises(FingerprintError, match="rank 0 is about to begin 'forward"):
+        loss_of(sharded, rank)
 
 
 def zero1_sees_writes_into_a_view_that_outlives_its_state_dict(rank: int) -> None:
@@ -188,6 +346,60 @@ def a_step_before_backward_is_refused(rank: int) -> None:
             with pytest.raises(RuntimeStateError, match="changed between a forward and its"):
                 loss.backward()
             optim.zero_grad()
+
+
+def zero1_gathers_between_a_forward_and_its_backward(rank: int) -> None:
+    """A gather into the buffer that an earlier call's backward reads, of the values it has."""
+
+    def nothing(_: graphshard.ShardedModule) -> None:
+        pass
+
+    def evaluate(sharded: graphshard.ShardedModule) -> None:
+        sharded.eval()
+        loss_of(sharded, rank, 5)
+        sharded.train()
+
+    def clear(sharded: graphshard.ShardedModule) -> None:
+        for param in sharded.parameters():
+            param.grad = None
+
+    for between in (nothing, evaluate, clear):
+        grads = []
+        for strategy in ("SHARD_OPTIMIZER", "FULL_SHARD"):
+            sharded = compiled({}, rank, strategy=strategy)
+            first = sharded(*batch(rank, 1))
+            between(sharded)
+            second = sharded(*batch(rank, 2))
+            second.backward()
+            first.backward()
+            trained_params = [(n, p) for n, p in sharded.named_parameters() if p.grad is not None]
+            grads.append({name: full(param.grad) for name, param in trained_params})
+        assert_equal(grads)
+
+
+def assert_equal(runs: Sequence[Mapping[str, Tensor]]) -> None:
+    assert runs[0].keys() == runs[1].keys()
+    for name, value in runs[1].items():
+        if exact():
+            assert torch.equal(runs[0][name], value), name
+        else:
+            torch.testing.assert_close(runs[0][name], value, msg=name)
+
+
+def zero1_goes_on_after_inference_mode(rank: int) -> None:
+    params = []
+    for strategy in ("SHARD_OPTIMIZER", "FULL_SHARD"):
+        sharded = compiled({}, rank, strategy=strategy)
+        with torch.inference_mode():  # the second call sees no sign of a change
+            sharded(*batch(rank, 7))
+            sharded(*batch(rank, 7))
+        optim = torch.optim.SGD(sharded.parameters(), lr=0.1)
+        for step in range(2):
+            sharded(*batch(rank, step)).backward()
+            optim.step()
+            optim.zero_grad()
+        params.append({name: full(p) for name, p in sharded.named_parameters()})
+    assert_equal(params)
 
 
 def zero1_units_live_beside_others(rank: int) -> None:
@@ -219,22 +431,40 @@ ALL = [
     zero1_goes_with_every_kind_of_optimizer,
     zero1_gathers_only_what_has_changed,
     zero1_accumulates_without_gathering_again,
+    zero1_accumulates_two_batches_without_gathering_again,
     zero1_stores_what_the_plan_says,
     zero1_sees_every_way_a_parameter_is_written,
+    zero1_sees_writes_that_leave_no_sign,
+    zero1_trains_by_updates_through_data,
+    zero1_notes_only_what_a_program_gathers,
+    zero1_rewrites_a_branch_only_for_parameters_that_it_reads,
     zero1_sees_writes_into_a_view_that_outlives_its_state_dict,
     a_step_before_backward_is_refused,
+    zero1_gathers_between_a_forward_and_its_backward,
+    zero1_goes_on_after_inference_mode,
     zero1_units_live_beside_others,
     zero1_starts_from_meta,
     zero1_ranks_that_came_with_other_weights_agree,
+    ranks_that_see_other_signs_are_refused,
 ]
 # The checks that differ in kind on four ranks: copies, sums in more than one order.
 ON_FOUR = [
     zero1_trains_as_one_process_and_fully_shard_do,
     zero1_gathers_only_what_has_changed,
     zero1_accumulates_without_gathering_again,
+    zero1_accumulates_two_batches_without_gathering_again,
 ]
 REST = [check for check in ALL if check not in ON_FOUR]
+SLOW = [
+    zero1_goes_with_every_kind_of_optimizer,
+    zero1_notes_only_what_a_program_gathers,
+    zero1_sees_writes_into_a_view_that_outlives_its_state_dict,
+    a_step_before_backward_is_refused,
+    zero1_gathers_between_a_forward_and_its_backward,
+    zero1_goes_on_after_inference_mode,
+]
 
-test_on_two_ranks = on_ranks(ALL, 2, timeout=500)
+test_on_two_ranks = on_ranks([check for check in ALL if check not in SLOW], 2, timeout=500)
+test_the_rest_on_two_ranks = pytest.mark.slow(on_ranks(SLOW, 2, timeout=500))
 test_on_four_ranks = pytest.mark.slow(on_ranks(ON_FOUR, 4, timeout=500))
 test_the_rest_on_four_ranks = pytest.mark.slow(on_ranks(REST, 4, timeout=580))

@@ -38,12 +38,12 @@ def require(rows: list[Row]) -> None:
     assert not failed, json.dumps([vars(row) for row in failed], indent=1)
 
 
-@pytest.mark.parametrize("name", ["parity", "stress", "graph", "predict"])
+@pytest.mark.parametrize("name", ["parity", "stress", "graph", "trace", "predict"])
 def test_small(name: str, tmp_path: Path) -> None:
     require(section(name, tmp_path, "--small"))
 
 
-@pytest.mark.parametrize("name", ["ranks"])
+@pytest.mark.parametrize("name", ["ranks", "graph_ranks"])
 def test_ranks_over_nccl(name: str, tmp_path: Path) -> None:
     rows = section(name, tmp_path, "--small")
     said = [row.found for row in rows if row.check == "NCCL said"]

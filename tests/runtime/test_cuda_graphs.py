@@ -1,87 +1,35 @@
-"""Whole-step CUDA graphs: which programs have them, and what is done around a replay.
-
-The recorder here captures nothing: its replay runs the graph again on the tensors it was captured
-with, and writes what comes out over what came out then, as kernels at fixed addresses do.
-"""
+"""Whole-step CUDA graphs: which programs have them, and what is done around a replay."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
-from types import SimpleNamespace
+import atexit
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from models import Block, TiedGPT, tokens_of
+from repeated_graphs import Repeated, graphs_on_cpu
 from torch import Tensor, nn
-from torch.utils._pytree import tree_leaves
 from toy_programs import UNITS, blocks, make_toy_plan
 
 import graphshard
 from graphshard.errors import RuntimeStateError
-from graphshard.passes import cuda_graph as graphable
 from graphshard.pipeline import default_passes, run_passes
 from graphshard.policy.units import Policy
 from graphshard.runtime import cuda_graphs
 from graphshard.runtime.accumulated import passes_for
-from graphshard.runtime.cuda_graphs import Graphs
-from graphshard.torch_private import compat as torch_cuda
 
 GRAPHS = graphshard.BlockPolicy(Block, cuda_graph=True)
 
 
-class Repeated:
-    """Stands for what captures on a GPU."""
-
-    def __init__(self) -> None:
-        self.captured = 0
-        self.replayed = 0
-
-    def capture(self, run: Any, args: list[Any]) -> tuple[Callable[[], None], Any]:
-        self.captured += 1
-        held = list(args)
-        before = [[t.untyped_storage(), t.untyped_storage().nbytes()] for t in _tensors(held)]
-        state = torch.get_rng_state()
-        result = run(args)
-        torch.set_rng_state(state)  # a capture draws nothing
-        sizes = [(t, t.untyped_storage().nbytes()) for t in _tensors(result)]
-
-        def replay() -> None:
-            self.replayed += 1
-            for storage, size in before:
-                if not storage.nbytes():
-                    storage.resize_(size)
-            new = _tensors(run(list(held)))
-            for (old, size), tensor in zip(sizes, new, strict=True):
-                if old.untyped_storage().nbytes() != size:
-                    old.untyped_storage().resize_(size)
-                if old.data_ptr() != tensor.data_ptr():
-                    old.copy_(tensor)
-
-        return replay, result
-
-
-def _tensors(tree: Any) -> list[Tensor]:
-    return [leaf for leaf in tree_leaves(tree) if isinstance(leaf, Tensor)]
-
-
 @pytest.fixture
-def recorder(monkeypatch: pytest.MonkeyPatch) -> Repeated:
+def recorder() -> Iterator[Repeated]:
     """Programs on the CPU are captured too."""
     made = Repeated()
-    why_not = graphable.why_no_graph
-
-    def on_cuda(program: graphshard.Program, plan: graphshard.ShardingPlan) -> str | None:
-        device, program.device = program.device, "cuda"
-        try:
-            return why_not(program, plan)
-        finally:
-            program.device = device
-
-    monkeypatch.setattr("graphshard.passes.cuda_graph.why_no_graph", on_cuda)
-    monkeypatch.setattr(cuda_graphs, "Graphs", lambda program: Graphs(program, lambda: made))
-    return made
+    with graphs_on_cpu(made):
+        yield made
 
 
 def model(policy: graphshard.Policy = GRAPHS) -> graphshard.ShardedModule:
@@ -196,6 +144,34 @@ def test_forwards_whose_backward_never_comes(recorder: Repeated) -> None:
     assert all(map(torch.equal, *([p.grad for p in m.parameters()] for m in (sharded, eager))))
 
 
+def test_programs_share_memory_but_where_a_backward_is_pending(
+    recorder: Repeated, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    made: list[Repeated] = []
+    monkeypatch.setattr(cuda_graphs, "Recorder", lambda device: made.append(recorder) or recorder)
+    tokens, targets = tokens_of(0, 0)
+    short = tokens[:, :3], targets[:, :3]
+    grads = []
+    for sharded in (plain(), model()):
+        for _ in range(4):
+            sharded(tokens, targets).backward()
+            sharded(*short).backward()
+        before = recorder.replayed
+        sharded.zero_grad()
+        torch.manual_seed(0)
+        loss = sharded(tokens, targets)
+        other = sharded(*short)  # would write over what the first one saved
+        loss.backward()
+        other.backward()
+        grads.append([p.grad for p in sharded.parameters()])
+    assert all(map(torch.equal, *grads))
+    assert recorder.replayed == before + 2
+    assert (len(made), recorder.captured) == (1, 4)
+    sharded.release_graphs()
+    sharded(tokens, targets)
+    assert len(made) == 2  # the pool of the first ones is gone
+
+
 class TwoOutputs(nn.Module):
     def __init__(self) -> None:
         super().__init__()
@@ -229,71 +205,85 @@ def test_a_capture_that_fails_is_said_and_left(
     )
 
 
-class Stream:
-    device = "cpu"
+# -- releasing -----------------------------------------------------------------------------------
 
 
-class Given:
-    """`torch.cuda` as far as a `Recorder` needs it; the captures in `fail` are given up by CUDA,
-    which torch leaves as it stands.
-    """
-
-    def __init__(self, fail: set[int]) -> None:
-        self.fail = fail
-        self.stream = Stream()
-        self.captured: list[bool] = []
-        self.capturing = self.pool_in_use = False
-
-    CUDAGraph = SimpleNamespace
-
-    def current_stream(self) -> Any:
-        return self.stream
-
-    def set_stream(self, stream: Any) -> None:
-        self.stream = stream
-
-    def graph_pool_handle(self) -> int:
-        return 7
-
-    @contextmanager
-    def graph(self, graph: Any, pool: Any = None, capture_error_mode: str = "") -> Iterator[None]:
-        before, self.stream = self.stream, Stream()
-        graph.replay = None
-        self.capturing = self.pool_in_use = True
-        try:
-            yield
-        finally:
-            self.captured.append(len(self.captured) not in self.fail)
-            if not self.captured[-1]:
-                raise RuntimeError("the capture was invalidated")
-            self.stream, self.capturing, self.pool_in_use = before, False, False
-
-    def end_allocation(self, pool: int) -> None:
-        assert pool == 7
-        self.pool_in_use = False
+def test_released_graphs_are_captured_again(recorder: Repeated) -> None:
+    expected = trained(plain(), steps=4) + trained(plain(), steps=4)
+    sharded = model()
+    found = trained(sharded, steps=4)
+    assert recorder.alive == 2
+    sharded.release_graphs()
+    assert recorder.alive == 0
+    for param, start in zip(sharded.parameters(), plain().parameters(), strict=True):
+        param.data.copy_(start)
+    assert all(map(torch.equal, expected, found + trained(sharded, steps=4)))
+    assert (recorder.captured, recorder.alive) == (4, 2)
 
 
-@pytest.mark.parametrize("given_up", [True, False])
-def test_a_capture_that_fails_leaves_nothing_behind(
-    monkeypatch: pytest.MonkeyPatch, given_up: bool
-) -> None:
-    cuda = Given({0} if given_up else set())
-    before = cuda.stream
-    for name in ("CUDAGraph", "current_stream", "set_stream", "graph_pool_handle", "graph"):
-        monkeypatch.setattr(torch.cuda, name, getattr(cuda, name))
-    monkeypatch.setattr(torch_cuda, "end_allocation", cuda.end_allocation)
+def test_a_backward_whose_graphs_are_gone_is_an_error(recorder: Repeated) -> None:
+    sharded = model()
+    for _ in range(4):
+        loss = sharded(*tokens_of(0, 0))
+        loss.backward()
+    loss = sharded(*tokens_of(0, 0))
+    sharded.release_graphs()
+    with pytest.raises(RuntimeStateError, match="released between a forward and its backward"):
+        loss.backward()
+    sharded(*tokens_of(0, 0)).backward()
+    assert recorder.alive == 2
 
-    def run(args: list[Any]) -> None:
-        raise RuntimeError("not permitted\nwhen stream is capturing")
 
-    with pytest.raises(RuntimeError) as raised:
-        cuda_graphs.Recorder().capture(run, [])
-    assert cuda_graphs._cause(raised.value) == "not permitted"
-    assert cuda.stream is before
-    assert not cuda.capturing
-    assert not cuda.pool_in_use
-    # Another, empty one takes torch's generator out of the state of a capture.
-    assert cuda.captured == ([False, True] if given_up else [True])
+class Ended(Repeated):
+    """Notes whether communicators were there when its graphs were released."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.there: list[bool] = []
+
+    def reset(self) -> None:
+        super().reset()
+        self.there.append(dist.is_initialized())
+
+
+@pytest.fixture
+def two_ranks(recorder: Repeated, monkeypatch: pytest.MonkeyPatch) -> Iterator[Ended]:
+    from torch.testing._internal.distributed.fake_pg import FakeStore
+
+    made = Ended()
+    monkeypatch.setattr(cuda_graphs, "Recorder", lambda device: made)
+    monkeypatch.setattr(cuda_graphs, "_why_not_here", lambda group: None)
+    dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=2)
+    yield made
+    if dist.is_initialized():
+        dist.destroy_process_group()
+
+
+@pytest.mark.parametrize("end", ["destroy", "abort"])
+def test_graphs_are_released_before_their_communicators(two_ranks: Ended, end: str) -> None:
+    sharded, alone = model(), two_ranks
+    trained(sharded, steps=3)
+    other = dist.new_group([0, 1])
+    assert other is not None
+    dist.destroy_process_group(other)
+    assert (alone.alive, alone.there) == (2, [])  # of another group
+    if end == "destroy":
+        dist.destroy_process_group()
+    else:
+        dist.group.WORLD.abort()
+    assert (alone.alive, alone.there) == (0, [True, True])
+
+
+def test_graphs_are_released_at_exit(recorder: Repeated, monkeypatch: pytest.MonkeyPatch) -> None:
+    hooks: list[Any] = [print]
+    monkeypatch.setattr(atexit, "register", hooks.append)
+    monkeypatch.setattr(atexit, "unregister", lambda hook: hook in hooks and hooks.remove(hook))
+    sharded = model()
+    trained(sharded, steps=3)
+    assert len(hooks) == 2  # called from the last one on
+    hooks[-1]()
+    assert recorder.alive == 0
+    del sharded
 
 
 # -- what plan and dump say -----------------------------------------------------------------------

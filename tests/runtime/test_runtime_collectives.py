@@ -213,6 +213,16 @@ def averages_replicas(rank: int) -> None:
     assert scalar == mean
     assert torch.equal(matrix, torch.full((3, 2), mean))
     assert grads[0] == rank  # gradients may be shared: all_reduce must not write them
+    for dtype in (torch.float32, torch.float16):  # which is divided before and after
+        own = [
+            Operand(replace(wide, shape=(n, 2)), dtype, own=n > 1) for n in (1, 2, 1, 3)
+        ]  # two of them are copied together
+        grads = [torch.full((n, 2), float(rank), dtype=dtype) for n in (1, 2, 1, 3)]
+        averages = wait(AllReduce(group, "", "backward", own)(grads))
+        for operand, grad, average in zip(own, grads, averages, strict=True):
+            assert torch.equal(average, torch.full_like(average, mean))
+            assert (average.data_ptr() == grad.data_ptr()) == operand.own
+            assert operand.own or (grad == rank).all()
 
 
 ALONE = [
@@ -293,3 +303,18 @@ def test_errors_name_op_unit_and_phase() -> None:
             "all_gather of unit blocks.1 in backward could not be started on rank "
         )
         assert "died" not in text
+
+
+@pytest.mark.parametrize("ranks", [8, 512])
+def test_packing_goes_by_what_each_message_carries(ranks: int) -> None:
+    """A gradient of 32 KiB a rank is small, and one of 128 KiB a rank is not, on any number."""
+    group = Group(None, 0, ranks, torch.device("cpu"), backend="nccl")
+    rows = (8192, 8192, 32768)  # of 4 bytes, on each rank
+    layouts = [
+        ParamLayout(f"p{i}", (f"p{i}",), (ranks * n,), torch.float32, True, "shard", ranks)
+        for i, n in enumerate(rows)
+    ]
+    given = [Operand(layout, torch.float32) for layout in layouts]
+    for kind in (AllGather, ReduceScatterByReduce):
+        (messages,) = kind(group, "", "backward", given).launches
+        assert [message.indices for message in messages] == [(2,), (0, 1)]

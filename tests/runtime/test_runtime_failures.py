@@ -47,17 +47,18 @@ def other_batch_sizes_run(rank: int) -> None:
 
 
 def other_models(rank: int) -> None:
-    sharded = graphshard.compile(TiedGPT(1 + rank), BLOCK)
-    message = error_of(lambda: sharded(*tokens_of(rank, 0)), FingerprintError)
-    assert "number 3" in message
-    assert "rank 0: backward all_gather of blocks.0 over 2 ranks: blocks.0." in message
-    assert "rank 1: forward all_gather of blocks.1 over 2 ranks: blocks.1." in message
+    message = error_of(lambda: graphshard.compile(TiedGPT(1 + rank), BLOCK), FingerprintError)
+    assert "every rank calls graphshard.compile(TiedGPT, BlockPolicy), but" in message
+    assert "rank 0: unit (root): strategy=FULL_SHARD, reshard=False" in message
+    assert "rank 1: blocks.1.norm.weight of blocks.1: [16] float32, shard by dim 0" in message
 
 
 def other_policies(rank: int) -> None:
     strategy = ("FULL_SHARD", "SHARD_GRAD_OP")[rank]
-    sharded = graphshard.compile(TiedGPT(1), graphshard.BlockPolicy({Block}, strategy=strategy))
-    assert "nothing more" not in error_of(lambda: sharded(*tokens_of(rank, 0)), FingerprintError)
+    policy = graphshard.BlockPolicy({Block}, strategy=strategy)
+    message = error_of(lambda: graphshard.compile(TiedGPT(1), policy), FingerprintError)
+    assert "rank 0: policy strategy=FULL_SHARD" in message
+    assert "rank 1: policy strategy=SHARD_GRAD_OP" in message
 
 
 def a_branch_on_one_rank(rank: int) -> None:
@@ -66,10 +67,12 @@ def a_branch_on_one_rank(rank: int) -> None:
     assert "rank 1: forward all_gather of second" in message
 
 
-def other_models_to_synchronise(rank: int) -> None:
+def other_buffers_to_synchronise(rank: int) -> None:
     policy = graphshard.BlockPolicy({Block}, sync_module_states=True)
-    message = error_of(lambda: graphshard.compile(TiedGPT(1 + rank), policy), FingerprintError)
-    assert "rank 1's model is not rank 0's: 'blocks.1.norm.weight'" in message
+    model = TiedGPT(1)
+    model.register_buffer("extra", torch.ones(2 + rank))
+    message = error_of(lambda: graphshard.compile(model, policy), FingerprintError)
+    assert "rank 1's model is not rank 0's: 'extra' is torch.float32 [3] there" in message
 
 
 class OfDtype(nn.Module):
@@ -120,7 +123,7 @@ ON_TWO = [
     other_models,
     other_policies,
     a_branch_on_one_rank,
-    other_models_to_synchronise,
+    other_buffers_to_synchronise,
     other_outputs_used,
     frozen_parameters_of_any_dtype_move,
     gradients_that_cannot_be_averaged,
@@ -145,9 +148,7 @@ def one_dies(rank: int, when: str) -> str:
     return str(caught.value)
 
 
-BEGIN = (
-    r"rank 0 of 2 is about to begin 'forward all_gather of .* over 2 ranks', but another rank died"
-)
+BEGIN = r"rank 0 of 2 is about to begin 'forward all_gather of .* over 2 ranks', but rank 1 died"
 
 
 @pytest.mark.parametrize(

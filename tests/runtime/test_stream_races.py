@@ -14,8 +14,9 @@ import torch.distributed as dist
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from models import Block, TiedGPT, tokens_of
-from stream_races import Races, RecordedCuda, recorded_streams
+from stream_races import Races, RecordedCuda, recorded_streams, tensors_in
 from torch import fx
+from torch.utils._python_dispatch import TorchDispatchMode
 
 import graphshard
 from graphshard.planning.plan import ShardingPlan
@@ -24,7 +25,7 @@ from graphshard.program.aliases import gather_waits
 from graphshard.program.program import Program
 from graphshard.runtime.collectives import BoundCollective, Pending
 from graphshard.runtime.host_copies import Copy
-from graphshard.runtime.streams import Launched
+from graphshard.runtime.streams import Launched, communicator_stream, copy_stream
 
 FP16 = graphshard.MixedPrecision(param_dtype=torch.bfloat16, reduce_dtype=torch.float16)
 OPTIONS: dict[str, dict[str, Any]] = {
@@ -41,6 +42,7 @@ OPTIONS: dict[str, dict[str, Any]] = {
     "fp16": {"mixed_precision": FP16},
     "recompute": {"recompute": "units"},
     "offload": {"offload": ("params", "activations")},
+    "offload_fp16": {"offload": "params", "mixed_precision": FP16},
     "offload_params": {"offload": "params", "schedule": "overlap", "hardware": "h100-sxm"},
     "offload_recompute": {"offload": "activations", "recompute": "selective"},
 }
@@ -52,7 +54,7 @@ def four_ranks() -> Iterator[None]:
     from torch.testing._internal.distributed.fake_pg import FakeStore
 
     before = dict(packing.GATHER_BELOW), dict(packing.REDUCE_BELOW)
-    packing.GATHER_BELOW["fake"] = packing.REDUCE_BELOW["fake"] = 2048
+    packing.GATHER_BELOW["fake"], packing.REDUCE_BELOW["fake"] = 2048, 512
     dist.init_process_group("fake", store=FakeStore(), rank=1, world_size=4)
     yield
     dist.destroy_process_group()
@@ -128,6 +130,64 @@ def test_accumulation_and_forwards_without_backward_do_not_race() -> None:
     assert races.found == []
 
 
+@pytest.mark.parametrize("precision", [None, FP16])
+def test_gathers_wait_for_shards_from_the_host_and_compute_does_not(precision: Any) -> None:
+    cuda = RecordedCuda()
+    training = Training(cuda, offload="params", mixed_precision=precision)
+    begin = len(cuda.waits)
+    with recorded_streams(cuda), torch.no_grad():
+        training.model(*training.batch)
+    program = training.model.program
+    assert not program.grad
+    arrivals = [node for node in program.nodes() if node.target is ops.arrive]
+    waits = [wait for wait in cuda.waits[begin:] if wait.endswith("waits for an event")]
+    by_compute = [wait for wait in waits if wait.startswith("compute")]
+    gathers = [event for event in program.schedule() if event.op == "all_gather"]
+    assert len(by_compute) == len(gathers)
+    assert len(waits) - len(by_compute) == len(arrivals) > 10
+
+
+class Copies(TorchDispatchMode):
+    """Notes the copies that change a dtype: the stream, and how many tensors of which memory."""
+
+    def __init__(self, cuda: RecordedCuda) -> None:
+        super().__init__()
+        self.cuda = cuda
+        self.seen: list[tuple[str, set[int]]] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func in (torch.ops.aten._foreach_copy_.default, torch.ops.aten._to_copy.default):
+            read = tensors_in(args[-1])
+            if all(tensor.dtype == torch.float32 for tensor in read):
+                self.seen.append((self.cuda.current.name, {t.data_ptr() for t in read}))
+        return func(*args, **(kwargs or {}))
+
+
+def test_shards_are_cast_by_one_launch_beside_compute() -> None:
+    cuda = RecordedCuda()
+    training = Training(cuda, **OPTIONS["fp16"])
+    model, copies = training.model, Copies(cuda)
+    shards = {t.data_ptr() for t in tensors_in(list(model.parameters()))}
+    with recorded_streams(cuda), copies:
+        model(*training.batch).backward()
+    casts = [(stream, read) for stream, read in copies.seen if read & shards]
+    gathers = [event for event in model.program.schedule() if event.op == "all_gather"]
+    assert len(casts) == len(gathers) > 4
+    assert all(stream.startswith("side stream") for stream, _ in casts)
+    assert sum(len(read) for _, read in casts) > 3 * len(casts)
+
+
+def test_communicators_go_before_compute_and_copies_do_not(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    cuda = RecordedCuda()
+    monkeypatch.setattr(torch.cuda, "Stream", cuda.Stream)
+    device = torch.device("cuda", 0)
+    communicator_stream(device)
+    copy_stream.__wrapped__(device, "in")
+    assert cuda.priorities == [-1, 0]
+
+
 # -- it can fail --------------------------------------------------------------------------------
 
 
@@ -160,8 +220,8 @@ def test_what_waits_for_nothing_shows(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_a_launch_that_does_not_wait_for_compute_shows(monkeypatch: pytest.MonkeyPatch) -> None:
     class Hasty(RecordedCuda):
-        def Stream(self, device: torch.device) -> Any:  # noqa: N802
-            stream = super().Stream(device)
+        def Stream(self, device: torch.device, priority: int = 0) -> Any:  # noqa: N802
+            stream = super().Stream(device, priority)
             stream.wait_stream = lambda other: None
             return stream
 

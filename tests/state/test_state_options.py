@@ -4,12 +4,15 @@ from __future__ import annotations
 
 from typing import Any
 
+import pytest
 import torch
 import torch.distributed as dist
+from full_tensors import full_grads
 from models import Block, TiedGPT, tokens_of
 from ranks import on_ranks
 from state_checks import assert_same, full_state, on_meta, seeded, shared_folder
 from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
 
 import graphshard
 
@@ -80,6 +83,41 @@ def shard_optimizer(rank: int) -> None:
     goes_on(strategy="SHARD_OPTIMIZER")
 
 
-ON_TWO = [ignored_parameters, no_shard, shard_optimizer]
+def what_is_saved_is_a_copy(rank: int) -> None:
+    """Where a rank has all rows, too: training goes on without changing it."""
+    names = ("replicate", "shard")
+    for shape, strategy in (((2, 1), "HYBRID_SHARD"), ((1, 2), "HYBRID_SHARD"), (None, "NO_SHARD")):
+        mesh = None if shape is None else init_device_mesh("cpu", shape, mesh_dim_names=names)
+        policy = graphshard.BlockPolicy({Block}, strategy=strategy)
+        sharded = graphshard.compile(seeded(gpt), policy, mesh=mesh)
+        optim = adamw(sharded)
+        step(sharded, optim)
+        saved = full_state(sharded), moments(sharded, optim)
+        before = [{name: value.clone() for name, value in each.items()} for each in saved]
+        step(sharded, optim)
+        for each, expected in zip(saved, before, strict=True):
+            assert_same(each, expected)
 
-test_on_two_ranks = on_ranks(ON_TWO, 2)
+
+def gradients_seen_without_writeback_are_copies(rank: int) -> None:
+    mesh = init_device_mesh("cpu", (2, 1), mesh_dim_names=("replicate", "shard"))
+    for options in ({"strategy": "HYBRID_SHARD", "mesh": mesh}, {"strategy": "NO_SHARD"}):
+        policy = graphshard.BlockPolicy({Block}, strategy=options.pop("strategy"))
+        sharded = graphshard.compile(seeded(gpt), policy, **options)
+        sharded(*tokens_of(0, 0)).backward()
+        before = full_grads(sharded)
+        with sharded.unsharded(with_grads=True, writeback=False) as params:
+            for param in set(params.values()):
+                param.grad.zero_()
+        assert_same(full_grads(sharded), before)
+
+
+ON_TWO = [
+    ignored_parameters,
+    no_shard,
+    shard_optimizer,
+    what_is_saved_is_a_copy,
+    gradients_seen_without_writeback_are_copies,
+]
+
+test_on_two_ranks = pytest.mark.slow(on_ranks(ON_TWO, 2))

@@ -10,10 +10,11 @@ import torch
 import torch.distributed as dist
 from full_tensors import full
 from loops import OneProcess, compiled, exact, gpt, same_grads, same_params
-from models import Odd, features_of, tokens_of
+from models import Block, Odd, features_of, tokens_of
 from ranks import on_ranks
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor
 
 import graphshard
@@ -75,6 +76,32 @@ def one_collective(rank: int) -> None:
         finally:
             dist.all_reduce = launch
         assert len(calls) == expected, strategy
+
+
+def clips_as_fully_shard_in_bf16(rank: int) -> None:
+    """Norms, losses and parameters are the same bits after every step, as AdamW amplifies one."""
+    precision = {"param_dtype": torch.bfloat16, "reduce_dtype": torch.float32}
+    ours = compiled(gpt(2).eval(), mixed_precision=graphshard.MixedPrecision(**precision))
+    theirs = gpt(2).eval()
+    for module in [*(m for m in theirs.modules() if type(m) is Block), theirs]:
+        fully_shard(module, mp_policy=MixedPrecisionPolicy(**precision))
+    clips = (
+        lambda: ours.clip_grad_norm_(0.5),
+        lambda: torch.nn.utils.clip_grad_norm_(theirs.parameters(), 0.5),
+    )
+    optims = [torch.optim.AdamW(each.parameters(), lr=1e-2) for each in (ours, theirs)]
+    for step in range(6):
+        norms = []
+        for model, clip, optim in zip((ours, theirs), clips, optims, strict=True):
+            torch.manual_seed(rank)
+            model(*tokens_of(rank, step)).backward()
+            norms.append(full(clip()))
+            assert norms[-1] > 0.5
+            optim.step()
+            optim.zero_grad()
+        assert torch.equal(*norms), f"step {step}: {norms}"
+        for name, param in ours.named_parameters():
+            assert torch.equal(full(param), full(theirs.get_parameter(name))), f"{step}: {name}"
 
 
 def bad_norms(rank: int) -> None:
@@ -194,7 +221,12 @@ def full_inside(rank: int) -> None:
     grads = {n: full(p.grad) for n, p in sharded.named_parameters()}
     twins = sharded.full_parameters()
     with sharded.unsharded(with_grads=True) as params:
-        assert params.keys() == expected.keys()
+        # A tied parameter is met once, and found by each of its names.
+        assert list(params) == [name for name, _ in model.named_parameters()]
+        assert len({id(param) for param in params.values()}) == len(params)
+        assert all(name in params and params.get(name) is params[name] for name in expected)
+        assert "missing" not in params
+        assert params.get("missing") is None
         assert params["head.weight"] is params["embed.weight"] is sharded.embed.weight
         for name, param in params.items():
             assert type(param) is nn.Parameter
@@ -289,6 +321,7 @@ ON_RANKS = [
     norms_are_one_process_s,
     clips_as_one_process,
     one_collective,
+    clips_as_fully_shard_in_bf16,
     bad_norms,
     groups_by_name,
     rules,

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import os
 import tempfile
+import zipfile
 from pathlib import Path
 
 import pytest
@@ -17,13 +18,13 @@ from torch.nn import functional as F
 from torch.utils.data import DataLoader, TensorDataset
 
 import graphshard
-from graphshard.errors import PlanError, PolicyError
+from graphshard.errors import CheckpointError, PlanError, PolicyError
 
 pl = pytest.importorskip("lightning.pytorch")
 
 from lightning.fabric.plugins.environments import TorchElasticEnvironment  # noqa: E402
 
-from graphshard.lightning import GraphShardStrategy  # noqa: E402
+from graphshard.lightning import GraphShardStrategy, read_file  # noqa: E402
 
 POLICY = graphshard.BlockPolicy({Block})
 
@@ -188,12 +189,45 @@ def refuses_what_it_cannot_shard(rank: int) -> None:
         trainer(shared_folder(), strategy=named).fit(Classifier(), data(rank, size))
 
 
+class Stranger:
+    def __init__(self, path: Path) -> None:
+        self.path = path
+
+    def __reduce__(self):
+        return os.mkdir, (str(self.path),)
+
+
+def loads_only_data_unless_told(rank: int) -> None:
+    size, folder = dist.get_world_size(), Path(shared_folder())
+    first = trainer(str(folder))
+    first.fit(Classifier(), data(rank, size))
+    path = folder / "one.ckpt"
+    first.save_checkpoint(path)
+    if rank == 0:
+        checkpoint = torch.load(path, weights_only=True)
+        torch.save({**checkpoint, "x": Stranger(folder / "ran")}, path)
+    dist.barrier()
+    again = trainer(str(folder), max_epochs=2)
+    with pytest.raises(CheckpointError, match="pass trust=True to GraphShardStrategy"):
+        again.fit(Classifier(), data(rank, size), ckpt_path=str(path))
+    assert not (folder / "ran").exists()
+    dist.barrier()  # both have read it
+    if rank == 0:
+        torch.save({**checkpoint, "x": Path("/trusted")}, path)
+    dist.barrier()
+    strategy = GraphShardStrategy(POLICY, trust=True)
+    trusting = trainer(str(folder), max_epochs=2, strategy=strategy)
+    trusting.fit(Classifier(), data(rank, size), ckpt_path=str(path))
+    assert trusting.current_epoch == 2
+
+
 CHECKS = [
     trains_as_by_hand,
     accumulates_and_clips,
     trains_in_low_precision,
     resumes_from_a_file,
     resumes_from_a_folder,
+    loads_only_data_unless_told,
     refuses_what_it_cannot_shard,
 ]
 
@@ -203,3 +237,28 @@ test_on_two_ranks = on_ranks(CHECKS, 2)
 def test_a_policy_is_needed():
     with pytest.raises(PolicyError, match="GraphShardStrategy takes a policy"):
         GraphShardStrategy("ddp")
+
+
+def test_a_file_with_a_tensor_larger_than_its_record_is_refused(tmp_path):
+    """Torch reads beyond the record's memory in that case."""
+    file = tmp_path / "x.ckpt"
+    torch.save({"state_dict": {"a": torch.arange(3.0)}}, file)
+    assert read_file(file, trust=False)["state_dict"]["a"].tolist() == [0, 1, 2]
+    with zipfile.ZipFile(file) as archive:
+        parts = {name: archive.read(name) for name in archive.namelist()}
+    with zipfile.ZipFile(file, "w") as archive:
+        for name, raw in parts.items():
+            assert b"K\x03tq" in raw or not name.endswith("data.pkl")
+            grown = raw.replace(b"K\x03tq", b"Mxftq").replace(b"K\x03\x85", b"Mxf\x85")
+            archive.writestr(name, grown if name.endswith("data.pkl") else raw)
+    with pytest.raises(CheckpointError, match=r"x.ckpt is damaged .*12 bytes, and 26232 elements"):
+        read_file(file, trust=False)
+
+
+@pytest.mark.parametrize("contents", [[1], {"epoch": 1}])
+def test_a_file_without_a_state_dict_is_refused(contents, tmp_path):
+    torch.save(contents, tmp_path / "x.ckpt")
+    strategy = GraphShardStrategy(POLICY)
+    strategy.connect(Classifier())
+    with pytest.raises(CheckpointError, match="is no checkpoint of Lightning"):
+        strategy.load_checkpoint(tmp_path / "x.ckpt")

@@ -337,7 +337,7 @@ ON_RANKS = [
     state_that_does_not_fit_is_refused,
 ]
 
-test_on_two_ranks = on_ranks(ON_RANKS, 2, timeout=400)
+test_on_two_ranks = pytest.mark.slow(on_ranks(ON_RANKS, 2, timeout=400))
 
 
 def test_on_a_single_rank_the_optimizer_is_an_ordinary_one() -> None:

@@ -1,0 +1,420 @@
+"""Ranks tell each other what they are about to do, and whether it failed, before they go on.
+
+Every call that moves data between ranks consists of parts that run on each rank by itself, and of
+collectives between them. At the end of a part all ranks meet in one exchange that is the same for
+all calls: if they make different calls, or a part failed on one of them, each rank raises the same
+error. See README.md.
+"""
+
+from __future__ import annotations
+
+import inspect
+import logging
+import os
+import pickle
+import time
+import weakref
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass, field, replace
+from functools import cache
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.distributed.distributed_c10d import PrefixStore
+
+from graphshard.errors import CollectiveError, FingerprintError, GraphshardError
+from graphshard.runtime.fingerprint import Call, Fingerprint
+from graphshard.runtime.group import Group
+from graphshard.runtime.meetings import Meetings
+from graphshard.runtime.reports import (
+    CANNOT_RUN,
+    Report,
+    difference,
+    first_line,
+    is_shared,
+    judged,
+    mark,
+    shared,
+    verdict_of,
+)
+from graphshard.runtime.tickets import Tickets
+
+logger = logging.getLogger("graphshard")
+
+_POLL_SECONDS = 0.02
+
+_NOTE_SECONDS = 0.5
+"""How long a rank that lost the others waits for what they say of themselves."""
+
+
+def call_text(method: Callable[..., Any], name: str = "", **arguments: Any) -> str:
+    """A call for messages, without arguments left at their defaults: "clip(max_norm=1.0)".
+
+    Args:
+        method: what is called.
+        name: its name; "" for its own.
+        **arguments: those that ranks must give alike; one named `path` is shown without its name.
+    """
+    defaults = _defaults(method)
+    shown = [
+        _value_text(value) if key == "path" else f"{key}={_value_text(value)}"
+        for key, value in arguments.items()
+        if key not in defaults or value != defaults[key]
+    ]
+    return f"{name or method.__name__}({', '.join(shown)})"
+
+
+@cache
+def _defaults(method: Callable[..., Any]) -> dict[str, Any]:
+    return {
+        name: parameter.default
+        for name, parameter in inspect.signature(method).parameters.items()
+        if parameter.default is not parameter.empty
+    }
+
+
+def _value_text(value: Any) -> str:
+    if isinstance(value, os.PathLike):
+        return repr(os.fspath(value))
+    if isinstance(value, (torch.optim.Optimizer, torch.nn.Module)):
+        return type(value).__name__
+    return f"tensor({value.item()!r})" if isinstance(value, Tensor) else repr(value)
+
+
+@dataclass
+class Part:
+    """The part of a call that a rank runs by itself.
+
+    same: lines of text that must be the same on all ranks at its end.
+    flag: what this rank tells the others at its end.
+    flags: afterwards, what each rank told.
+    """
+
+    same: list[str] = field(default_factory=list)
+    flag: bool = False
+    flags: list[bool] = field(default_factory=list)
+
+
+class Agreement:
+    """What the ranks of one module tell each other.
+
+    agreed: what all ranks have begun together, where they compare at the first time only.
+    turn: how often this rank came to a point where ranks compare; equal on ranks that agree.
+    module: its number among the modules that this rank compiled on the group; 0 before `join`.
+    made_by: the call that compiled the module, as `call` takes it.
+
+    Args:
+        group: the ranks; on a single one, errors are raised as they are.
+    """
+
+    def __init__(self, group: Group) -> None:
+        self.group = group
+        self.agreed: set[Any] = set()
+        self.turn = 0
+        self.module = 0
+        self.made_by = "rebind()"
+        self.meetings: Meetings | None = None
+        self._text = "calls a sharded module"
+        self._lost = False
+        self._tickets: Tickets | None = None
+        # With the "fake" backend there are no other ranks.
+        if group.size > 1 and group.backend != "fake":
+            number = group.store.add(self._counter, 0) + 1
+            store = PrefixStore(f"graphshard/{number}", group.store)
+            timeout = group.timeout.total_seconds()
+            self.meetings = Meetings(store, group.rank, group.size, timeout)
+            self.watch()
+
+    def watch(self) -> None:
+        """Let others know where this rank is, if it does not move on."""
+        if self.meetings is not None:
+            self.group.here.attach(self.meetings, meets=self.group.backend == "gloo")
+
+    @property
+    def _counter(self) -> str:
+        return f"graphshard/modules/{self.group.rank}"
+
+    def join(self) -> None:
+        """Give the module its number, once all ranks are known to compile it."""
+        if self.meetings is not None:
+            self.module = self.group.store.add(self._counter, 1)
+
+    # -- forward and backward -------------------------------------------------------------------
+
+    def require(self, fingerprint: Fingerprint) -> None:
+        """Return once every rank is known to begin the same forward or backward.
+
+        Args:
+            fingerprint: of the graph that this rank is about to run.
+
+        Raises:
+            FingerprintError: some rank is about to run another one, or makes another call; raised
+                on every rank.
+            CollectiveError: a rank did not get here within the group's timeout.
+        """
+        if self.meetings is None or not fingerprint.lines:
+            return
+        self._meet(fingerprint.call, once=fingerprint.call.number)
+
+    def any_rank(self, changed: bool) -> bool:
+        """Whether any rank says that its rows of resident parameters changed; all call this.
+
+        Raises:
+            FingerprintError: another rank makes another call.
+            CollectiveError: another rank did not get here within the group's timeout.
+        """
+        if self.meetings is None:
+            return changed
+        self.group.here.at = _UNCHANGED.at
+        return any(self._meet_by_tickets(_UNCHANGED, None, flag=changed))
+
+    def give_up(self, error: Exception) -> None:
+        """Tell the others, which are about to run a forward, of the `error` that ended this one's.
+
+        On NCCL only as long as no program is known to all, since they wait for no rank after that.
+
+        Raises:
+            GraphshardError: that all ranks raise, if `error` is of such a class. Otherwise this
+                returns, and `error` is to be raised.
+        """
+        known = self.group.backend != "gloo" and self.agreed
+        if self.meetings is None or is_shared(error) or known:
+            return
+        logger.warning(
+            "rank %d: a call failed; it waits for the other ranks, so that all raise this: %s",
+            self.group.rank,
+            first_line(error),
+        )
+        try:
+            self._meet(Call(CANNOT_RUN), error)
+        except GraphshardError as of_all:
+            if isinstance(error, GraphshardError):
+                raise
+            mark(error)
+            raise error from of_all
+
+    # -- calls ----------------------------------------------------------------------------------
+
+    @contextmanager
+    def call(self, text: str) -> Iterator[None]:
+        """A call that all ranks make, named `text`, in whose parts they meet.
+
+        Raises:
+            CollectiveError: a collective inside, or code between its parts, failed on this rank.
+        """
+        before, self._text = self._text, f"calls {text}"
+        try:
+            yield
+        except Exception as error:
+            if self.meetings is None or is_shared(error):
+                raise
+            lost = self._loss(error, Call(f"{self._text}, which failed with {first_line(error)}"))
+            if isinstance(error, GraphshardError):
+                raise
+            raise lost from error
+        finally:
+            self._text = before
+
+    @contextmanager
+    def part(
+        self, *, text: str | None = None, waits: bool = True, keeps: bool = False
+    ) -> Iterator[Part]:
+        """Run code on this rank by itself, then meet all ranks.
+
+        Nothing inside may move data between ranks, but for further parts.
+
+        Args:
+            text: of the call, if it is not that of the last `call`.
+            waits: the host waits for the other ranks. If not, they meet only the first time on
+                backends other than Gloo, and the error of one rank is its own there.
+            keeps: a rank on which it failed raises its error as it is.
+
+        Raises:
+            FingerprintError: the ranks make different calls, or `same` differs; on every rank.
+            GraphshardError: the code inside failed on a rank; raised on every rank, in the class of
+                that error if it is graphshard's, else as a CollectiveError.
+            CollectiveError: a rank did not get here within the group's timeout.
+        """
+        part, error = Part(), None
+        try:
+            yield part
+        except Exception as failure:
+            error = failure
+        if error is not None and (self.meetings is None or is_shared(error)):
+            raise error
+        if self.meetings is None:
+            part.flags = [part.flag]
+            return
+        call = Call(f"calls {text}" if text else self._text, tuple(part.same))
+        once = None if waits else call.text.partition("(")[0]
+        try:
+            part.flags = self._meet(call, error, flag=part.flag, once=once)
+        except GraphshardError as of_all:
+            if error is None or not keeps:
+                raise
+            mark(error)
+            raise error from of_all
+
+    # -- meeting --------------------------------------------------------------------------------
+
+    def _meet(
+        self,
+        call: Call,
+        error: Exception | None = None,
+        *,
+        flag: bool = False,
+        once: Any = None,
+    ) -> list[bool]:
+        """The flags of all ranks, once they make the same call and none failed.
+
+        Args:
+            call: what this rank does.
+            error: of this rank.
+            flag: to tell.
+            once: where the host may not wait, compare only if this was not compared before.
+        """
+        self.turn += 1
+        here = self.group.here
+        here.turn, here.at = self.turn, call.at
+        if self.group.backend == "gloo":
+            return self._meet_by_tickets(call, error, flag=flag)
+        if (parted := self._parted()) is not None:
+            raise parted
+        if once is not None and once in self.agreed:
+            if error is not None:
+                raise error
+            self._send_ticket(call)
+            return []
+        flags = self._meet_in_store(call, error, flag=flag)
+        if once is not None:
+            self.agreed.add(once)
+        return flags
+
+    def _meet_by_tickets(self, call: Call, error: Exception | None, *, flag: bool) -> list[bool]:
+        """As `_meet`, by one collective that all calls share.
+
+        A ticket is the module's number, that of the call, and bits: a flag, and whether it failed.
+        """
+        bits = int(flag) + 2 * (error is not None)
+        ticket = [self.module, call.number, bits]
+        group = self.group
+        try:
+            tickets = group.gather_ints(ticket)
+            if all(theirs[:2] == ticket[:2] and theirs[2] < 2 for theirs in tickets):
+                if self._lost:
+                    self._forget()
+                return [bool(theirs[2]) for theirs in tickets]
+            reports = group.all_gather_object(Report.of(self.module, call, error))
+        except RuntimeError as failure:
+            raise self._loss(failure, call, error) from (error or failure)
+        raise shared(verdict_of(reports), error)
+
+    def _meet_in_store(self, call: Call, error: Exception | None, *, flag: bool) -> list[bool]:
+        """As `_meet`, by keys of the Store."""
+        meetings, turn, digest = self.meetings, self.turn, f"{self.module}/{call.number}"
+        assert meetings is not None
+        try:
+            flags = meetings.meet(turn, digest, flag=flag, failed=error is not None)
+            if flags is not None:
+                if self._lost:
+                    self._forget()
+                return flags
+            # The lines of a call are long, and the same on most ranks: one of these gives them.
+            lines = call.lines if meetings.first_to_say(turn, digest) else None
+            report = replace(Report.of(self.module, call, error), call=Call(call.text))
+            mine = pickle.dumps((report, digest, lines))
+            verdict = meetings.judge(turn, mine, judged)
+        except RuntimeError as failure:
+            raise self._loss(failure, call, error) from (error or failure)
+        raise shared(pickle.loads(verdict), error)
+
+    def _send_ticket(self, call: Call) -> None:
+        """Let the devices compare what ranks begin.
+
+        Only of calls whose collectives follow at once: a rank that waits in the Store can give up,
+        and a collective that other ranks never join would be lost.
+        """
+        if self._tickets is None:
+            assert self.meetings is not None
+            self._tickets = Tickets(self.group, self.meetings.store, self.module)
+            self.group.here.looks_too = weakref.ref(self._tickets)
+        self._tickets.drop_known()
+        self._tickets.send(call)
+
+    def _parted(self) -> FingerprintError | None:
+        """The error of ranks that went on with different calls; None if no ticket told of it."""
+        if self._tickets is None or not self._tickets.look():
+            return None
+        # A rank that is stuck says what it does once it did not move for so long.
+        calls = self._tickets.calls(2 * self.group.here.patience)
+        silent = [rank for rank in range(self.group.size) if rank not in calls]
+        reports = [Report.of(module, call, None) for module, call in calls.values()]
+        if silent:
+            said = ", ".join(f"rank {rank} {call.text}" for rank, (_, call) in calls.items())
+            names = ", ".join(map(str, silent))
+            text = f"the ranks make different calls: {said}, and of rank {names} nothing is known"
+        else:
+            text = difference(reports)
+        error = FingerprintError(
+            f"{text} (noticed by rank {self.group.rank} in its next call; what ranks computed "
+            "since is worthless: start again from a checkpoint)"
+        )
+        mark(error)
+        return error
+
+    # -- errors ---------------------------------------------------------------------------------
+
+    def _loss(
+        self, failure: Exception, call: Call, own: Exception | None = None
+    ) -> CollectiveError:
+        """The error of a rank that cannot go on with the others; leaves a note for them."""
+        group = self.group
+        self._lost = True
+        if (parted := self._parted()) is not None:
+            return parted
+        text = call.text if own is None else f"{call.text}, which failed with {first_line(own)}"
+        notes = self._notes(text)
+        others = [rank for rank in range(group.size) if rank != group.rank]
+        silent = [str(rank) for rank in others if rank not in notes] or [str(r) for r in others]
+        who = f"rank {silent[0]}" if len(silent) == 1 else f"one of ranks {', '.join(silent)}"
+        error = CollectiveError(
+            f"rank {group.rank} of {group.size} {text}"
+            + "".join(f", rank {rank} {note}" for rank, note in notes.items())
+            + f", but {who} died, raised an error, or did not get here within "
+            f"{group.timeout.total_seconds():g} s{group.here.others()}; "
+            "every rank must make the same calls of a sharded module, and of backward, equally "
+            "often and in the same order; look for the first error in the logs of all ranks "
+            f"({first_line(failure)})"
+        )
+        mark(error)
+        return error
+
+    def _notes(self, mine: str) -> dict[int, str]:
+        """Leave a note for the others; return theirs."""
+        notes: dict[int, str] = {}
+        others = [rank for rank in range(self.group.size) if rank != self.group.rank]
+        with suppress(Exception):  # the Store may be gone with the rank that held it
+            store = self.group.store
+            store.set(_note_of(self.group.rank), mine)
+            deadline = time.monotonic() + _NOTE_SECONDS
+            while len(notes) < len(others) and time.monotonic() < deadline:
+                for rank in others:
+                    if rank not in notes and store.check([_note_of(rank)]):
+                        notes[rank] = store.get(_note_of(rank)).decode()
+                time.sleep(_POLL_SECONDS)
+        return dict(sorted(notes.items()))
+
+    def _forget(self) -> None:
+        """Take the note back, since the ranks have met again."""
+        self._lost = False
+        with suppress(Exception):
+            self.group.store.delete_key(_note_of(self.group.rank))
+
+
+_UNCHANGED = Call("calls the module and saw no change of some parameter since the last call")
+
+
+def _note_of(rank: int) -> str:
+    return f"graphshard/lost/{rank}"

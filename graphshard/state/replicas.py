@@ -1,0 +1,227 @@
+"""Copies of one tensor on several ranks, compared by checksums in one exchange.
+
+Copies are those of replicated and ignored parameters and of buffers on all ranks, of resident
+parameters (SHARD_OPTIMIZER) once their rows are gathered, and of shards on the replicas of a mesh
+of two dimensions.
+"""
+
+from __future__ import annotations
+
+import re
+import zlib
+from collections.abc import Collection, Iterable, Iterator
+from dataclasses import dataclass
+from functools import cache
+
+import torch
+from torch import Tensor
+
+from graphshard.errors import CollectiveError, PolicyError, ReplicaError
+from graphshard.format import some_of
+from graphshard.runtime.lowered import Bindings
+from graphshard.runtime.resident import ResidentShard
+from graphshard.runtime.shards import distinct
+
+_CHUNK = 1 << 20
+"""Words that are multiplied at once, so that a checksum needs 8 MiB of memory."""
+
+
+_STALE = -1
+"""In place of a checksum: the rows of other ranks are to be gathered, and are no copies."""
+
+
+_MISSING = -2
+"""In place of the checksum of a buffer that is None."""
+
+
+_INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32}
+
+
+@dataclass(frozen=True)
+class Copy:
+    """This rank's copy of a tensor that other ranks have as well.
+
+    Attributes:
+        what: "parameter", "ignored parameter" or "buffer".
+        name: its name in the model.
+        tensor: the copy; None for a buffer that is None, or rows that are to be gathered.
+        of_shard: other ranks have it only if they have the same place in their shard group.
+    """
+
+    what: str
+    name: str
+    tensor: Tensor | None
+    of_shard: bool = False
+
+
+@dataclass(frozen=True)
+class Difference:
+    """A tensor whose copies differ.
+
+    Attributes:
+        what: "parameter", "ignored parameter" or "buffer".
+        name: its name in the model.
+        ranks: the ranks whose copies differ from those of most ranks; of the lowest ranks, if two
+            kinds are equally many.
+        others: the ranks whose copies these are compared with.
+    """
+
+    what: str
+    name: str
+    ranks: tuple[int, ...]
+    others: tuple[int, ...]
+
+    def __str__(self) -> str:
+        return f"{self.what} {self.name!r} on {_ranks(self.ranks)} and on {_ranks(self.others)}"
+
+
+def checksum(tensor: Tensor) -> Tensor:
+    """A checksum of the bits of `tensor`, its shape and its dtype: int64 `()` on its device.
+
+    A sum of words times odd random numbers, modulo 2^64: a difference in one word always shows,
+    and one in several words is missed once in 2^62.
+    """
+    words = _words(tensor.detach())
+    seed = zlib.crc32(f"{tensor.dtype} {tuple(tensor.shape)}".encode())
+    total = torch.full((), seed, dtype=torch.int64, device=tensor.device)
+    factors = _factors(tensor.device)
+    for chunk in words.split(_CHUNK):
+        part = chunk.to(torch.int64) * factors[: chunk.numel()]
+        total = total * 0x5851F42D4C957F2D + part.sum()
+    return total
+
+
+def _words(tensor: Tensor) -> Tensor:
+    """The bits of a tensor, as the widest integers that fit them."""
+    flat = tensor.contiguous().view(-1)
+    size = flat.element_size()
+    flat = flat.view(_INTEGERS.get(size, torch.int64))
+    if size < 8 and flat.numel() % (8 // size) == 0 and flat.storage_offset() % (8 // size) == 0:
+        return flat.view(torch.int64)
+    return flat
+
+
+@cache
+def _factors(device: torch.device) -> Tensor:
+    generator = torch.Generator().manual_seed(0)
+    drawn = torch.randint(-(2**63), 2**63 - 1, (_CHUNK,), generator=generator)
+    return (drawn | 1).to(device)
+
+
+def copies_of(bindings: Bindings) -> Iterator[Copy]:
+    """This rank's copies, in an order that all ranks have."""
+    replicated_mesh = len(bindings.group.mesh_shape) > 1
+    for shard in distinct(bindings.shards):
+        layout = shard.layout
+        if layout.ignored:
+            yield Copy("ignored parameter", layout.fqn, shard.current())
+        elif isinstance(shard, ResidentShard):
+            stale = shard.stale
+            yield Copy("parameter", layout.fqn, None if stale else shard.full)
+        elif not layout.sharded:
+            yield Copy("parameter", layout.fqn, shard.current())
+        elif replicated_mesh:
+            shard.current()
+            yield Copy("parameter", layout.fqn, shard.local, of_shard=True)
+    for name in bindings.buffers:
+        yield Copy("buffer", name, bindings.buffer(name))
+
+
+def differences(bindings: Bindings, leave_out: Collection[str] = ()) -> list[Difference]:
+    """The tensors whose copies differ, on every rank the same list; one exchange.
+
+    Args:
+        bindings: the module's state.
+        leave_out: names of tensors that may differ; the same on every rank.
+
+    Raises:
+        FingerprintError: the ranks make different calls, or have different copies.
+        CollectiveError: another rank died, or did not get here within the timeout.
+    """
+    group = bindings.group
+    if group.size == 1 or group.backend == "fake":
+        return []
+    with bindings.agreement.part() as part, torch.no_grad():
+        copies = [copy for copy in copies_of(bindings) if copy.name not in leave_out]
+        part.same += [copy.name for copy in copies]
+        sums = [torch.tensor(group.shard.rank), *map(_sum_of, copies)]
+        sent = torch.stack([each.to(group.device) for each in sums])
+    if not copies:
+        return []
+    try:
+        by_rank = group.gather_tensor(sent).tolist()
+    except RuntimeError as error:
+        raise CollectiveError(
+            f"rank {group.rank} of {group.size} compares copies of parameters and buffers, but "
+            "another rank died, raised an error, or did not get here within "
+            f"{group.timeout.total_seconds():g} s ({error})"
+        ) from error
+    found = []
+    for index, copy in enumerate(copies, start=1):
+        alike: dict[int, dict[int, int]] = {}  # by place in the shard group, then by rank
+        for rank, row in enumerate(by_rank):
+            alike.setdefault(row[0] if copy.of_shard else 0, {})[rank] = row[index]
+        for sums_by_rank in alike.values():
+            found += _differing(copy, sums_by_rank)
+    return found
+
+
+def _sum_of(copy: Copy) -> Tensor:
+    if copy.tensor is None:
+        return torch.tensor(_MISSING if copy.what == "buffer" else _STALE)
+    return checksum(copy.tensor)
+
+
+def _differing(copy: Copy, sums: dict[int, int]) -> list[Difference]:
+    """The difference between the copies of some ranks, by their checksums; [] if there is none."""
+    if len(set(sums.values())) == 1 or _STALE in sums.values():
+        return []
+    kinds: dict[int, list[int]] = {}
+    for rank, total in sums.items():
+        kinds.setdefault(total, []).append(rank)
+    others = max(kinds.values(), key=len)  # the first of equally many
+    ranks = tuple(rank for rank in sums if rank not in others)
+    return [Difference(copy.what, copy.name, ranks, tuple(others))]
+
+
+def message_of(found: list[Difference]) -> str:
+    """What an error or a warning says of differences."""
+    return (
+        f"copies of one tensor differ between ranks: {some_of([str(one) for one in found], ', ')}; "
+        "something changed them on some ranks only, such as a write by rank, another seed, or "
+        "gradients that were not averaged; load a checkpoint, or broadcast the right copy"
+    )
+
+
+def require_equal(bindings: Bindings, leave_out: Collection[str]) -> None:
+    """Check that all copies are equal.
+
+    Raises:
+        ReplicaError: some differ; on every rank.
+        CollectiveError: see `differences`.
+    """
+    found = differences(bindings, leave_out)
+    if found:
+        ranks = {one.name: one.ranks for one in found}
+        with bindings.agreement.part():  # in which all ranks see that all raise it
+            raise ReplicaError(message_of(found), ranks)
+
+
+def names_matching(bindings: Bindings, expressions: Iterable[str]) -> frozenset[str]:
+    """The parameters and buffers whose whole name one of the regular expressions matches.
+
+    Raises:
+        PolicyError: an expression matches none.
+    """
+    names = [shard.layout.fqn for shard in distinct(bindings.shards)] + [*bindings.buffers]
+    matching: set[str] = set()
+    for expression in expressions:
+        fitting = {name for name in names if re.fullmatch(expression, name)}
+        if not fitting:
+            raise PolicyError(f"leave_out={expression!r} matches no parameter and no buffer")
+        matching |= fitting
+    return frozenset(matching)
+
+
+def _ranks(ranks: tuple[int, ...]) -> str:
+    return f"rank{'s' if len(ranks) > 1 else ''} {some_of([str(rank) for rank in ranks], ', ')}"

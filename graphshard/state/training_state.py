@@ -1,0 +1,390 @@
+"""The rest of a training state in a checkpoint: a scheduler, a gradient scaler, and "extra" values.
+
+An object with `state_dict` and `load_state_dict` (torch's `Stateful`) is saved as its state and
+restored in place; other values are plain data and tensors. They are entries of the checkpoint by
+the paths of nested dicts, as torch.distributed.checkpoint has them, so its `load` reads them, too.
+"""
+
+from __future__ import annotations
+
+import copy
+import io
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping, MutableMapping
+from typing import Any, Protocol, runtime_checkable
+
+import torch
+from torch import Tensor
+from torch.distributed.checkpoint.metadata import TensorStorageMetadata
+from torch.distributed.tensor import DTensor
+from torch.optim import Optimizer
+from torch.utils import _pytree as pytree
+
+from graphshard.errors import CheckpointError
+from graphshard.format import some_of
+from graphshard.state.archive import Archive
+from graphshard.state.dcp import StoredCheckpoint, empty_like
+from graphshard.torch_private import compat as torch_compat
+
+SCHEDULER, SCALER, EXTRA = PARTS = ("scheduler", "scaler", "extra")
+"""The top-level entries of a checkpoint that hold them."""
+
+
+Path = tuple[str | int, ...]
+
+
+@runtime_checkable
+class Stateful(Protocol):
+    """An object whose state can be read and restored, as of torch.distributed.checkpoint."""
+
+    def state_dict(self) -> Any:
+        """Return the state."""
+
+    def load_state_dict(self, state_dict: Any, /) -> Any:
+        """Restore it."""
+
+
+def flatten(value: Any, path: Path) -> Iterator[tuple[Path, Any]]:
+    """Yield the entries of a nested value with their paths.
+
+    Dicts with names as keys and lists with tensors or dicts in them are taken apart, as torch does.
+    All else stays in one piece, which torch would change: empty dicts, and dicts with other keys.
+    """
+    if _is_named(value):
+        for name, item in value.items():
+            yield from flatten(item, (*path, name))
+    elif isinstance(value, list) and any(map(_is_taken_apart, value)):
+        for index, item in enumerate(value):
+            yield from flatten(item, (*path, index))
+    else:
+        yield path, value
+
+
+def _is_named(value: Any) -> bool:
+    return (
+        isinstance(value, Mapping)
+        and not isinstance(value, Counter)
+        and len(value) > 0
+        and all(isinstance(name, str) for name in value)
+    )
+
+
+def _is_taken_apart(value: Any) -> bool:
+    """Whether a list with `value` in it is."""
+    if isinstance(value, list):
+        return any(map(_is_taken_apart, value))
+    return isinstance(value, Tensor | Mapping)
+
+
+def unflatten(values: Mapping[Path, Any]) -> Any:
+    """Put the entries of `flatten(value, ())` together again."""
+    if () in values:
+        return values[()]
+    parts: dict[str | int, dict[Path, Any]] = {}
+    for path, value in values.items():
+        parts.setdefault(path[0], {})[path[1:]] = value
+    built = {first: unflatten(part) for first, part in parts.items()}
+    if all(isinstance(first, int) for first in built):
+        return [built[index] for index in sorted(built, key=int)]
+    return built
+
+
+def key_of(path: Path) -> str:
+    """The key of the entry at `path`: that of torch.distributed.checkpoint."""
+    return ".".join(map(str, path))
+
+
+# -- saving ---------------------------------------------------------------------------------------
+
+
+def parts_to_save(scheduler: Any, scaler: Any, extra: Mapping[str, Any] | None) -> dict[str, Any]:
+    """The entries to save, nested.
+
+    Args:
+        scheduler: with `state_dict` and `load_state_dict`, or None.
+        scaler: the same.
+        extra: values and such objects by name.
+
+    Raises:
+        CheckpointError: one has no state, or holds what a load could not restore.
+    """
+    parts: dict[str, Any] = {}
+    for path, value in _targets(scheduler, scaler, extra):
+        state = _state_of(path, value) if isinstance(value, Stateful) else value
+        _require_saveable(path, state)
+        if len(path) == 1:
+            parts[path[0]] = state
+        else:
+            parts.setdefault(EXTRA, {})[path[1]] = state
+    return parts
+
+
+def _targets(
+    scheduler: Any, scaler: Any, extra: Mapping[Any, Any] | None
+) -> Iterator[tuple[tuple[str, ...], Any]]:
+    """Yield what the caller passed, with the path of its entries.
+
+    Raises:
+        CheckpointError: an object has no state, or a key of `extra` is no name.
+    """
+    for name, value in ((SCHEDULER, scheduler), (SCALER, scaler)):
+        if value is None:
+            continue
+        if not isinstance(value, Stateful):
+            raise CheckpointError(
+                f"{name} must have state_dict and load_state_dict; a {type(value).__name__} has not"
+            )
+        yield (name,), value
+    if extra is not None and not isinstance(extra, Mapping):
+        raise CheckpointError(
+            f"extra must be a dict of values by name; got a {type(extra).__name__}"
+        )
+    for name, value in (extra or {}).items():
+        if not isinstance(name, str) or not name:
+            raise CheckpointError(f"keys of extra must be names; got {name!r}")
+        if isinstance(value, Optimizer):
+            raise CheckpointError(
+                f"extra[{name!r}] is an optimizer, whose state goes by parameter numbers; pass it "
+                "as optim, or pass sharded.optimizer_state_dict(optimizer) and give that to "
+                "sharded.load_optimizer_state_dict after the load"
+            )
+        yield (EXTRA, name), value
+
+
+def _label(path: Path) -> str:
+    return str(path[0]) if len(path) == 1 else f"extra[{path[1]!r}]"
+
+
+def _state_of(path: Path, value: Stateful) -> Any:
+    try:
+        return value.state_dict()
+    except Exception as error:
+        raise CheckpointError(
+            f"{_label(path)}.state_dict() raised {type(error).__name__}: {error}"
+        ) from error
+
+
+def _require_saveable(path: Path, state: Any) -> None:
+    """Check that a load gives `state` back without running code.
+
+    Raises:
+        CheckpointError: it does not; names the entry.
+    """
+    seen: set[str] = set()
+    for entry, value in flatten(state, path):
+        key = key_of(entry)
+        if key in seen:
+            raise CheckpointError(f"{_label(path)} has two entries {key!r}; rename one of them")
+        seen.add(key)
+        if isinstance(value, Tensor):
+            continue
+        if any(isinstance(leaf, DTensor) for leaf in pytree.tree_leaves(value)):
+            raise CheckpointError(
+                f"{key!r} is a {type(value).__name__} with a DTensor in it, whose shards cannot be "
+                "saved from there; keep DTensors in dicts with names as keys, or in lists"
+            )
+        try:
+            buffer = io.BytesIO()
+            torch.save(value, buffer)
+            Archive(buffer, 0, buffer.tell()).value()
+        except Exception as error:
+            raise CheckpointError(
+                f"{key!r} is or holds something that a load could restore only by running code "
+                f"({error}): a {type(value).__name__}, {_short(value)}; save numbers, strings, "
+                "tensors, and lists, tuples and dicts of them (number.item() and array.tolist() "
+                "give them), or an object with state_dict and load_state_dict"
+            ) from error
+
+
+def _short(value: Any) -> str:
+    text = repr(value)
+    return text if len(text) <= 80 else text[:77] + "..."
+
+
+# -- loading --------------------------------------------------------------------------------------
+
+
+class PartsToLoad:
+    """What a load restores beside model, optimizer and random states.
+
+    Args:
+        stored: the checkpoint.
+        scheduler: to be restored in place; or None.
+        scaler: the same.
+        extra: values by name to be replaced, and objects to be restored in place; if empty, it is
+            to be filled with all there are. None: none.
+        strict: refuse the state of another kind of scheduler or scaler.
+
+    Raises:
+        CheckpointError: the checkpoint lacks one, or has a tensor of another shape or dtype.
+    """
+
+    def __init__(
+        self,
+        stored: StoredCheckpoint,
+        scheduler: Any,
+        scaler: Any,
+        extra: MutableMapping[str, Any] | None,
+        *,
+        strict: bool,
+    ) -> None:
+        self.extra = extra
+        self.staging: dict[str, Any] = {}
+        names = _extra_names(stored)
+        self._names = frozenset(names)
+        if extra is not None and not extra:
+            targets: dict[tuple[str, ...], Any] = dict(_targets(scheduler, scaler, None))
+            targets |= {(EXTRA, name): None for name in names}
+        else:
+            targets = dict(_targets(scheduler, scaler, extra))
+        self._targets = targets
+        self._keys = {path: _keys_below(stored, path) for path in targets}
+        self._live: dict[str, Tensor] = {}
+        for path, value in targets.items():
+            if not self._keys[path]:
+                raise CheckpointError(_lacks(stored, path, names))
+            live = _state_of(path, value) if isinstance(value, Stateful) else value
+            if strict and len(path) == 1:
+                _require_same_kind(stored, path[0], live, self._keys[path])
+            tensors = {key_of(p): v for p, v in flatten(live, path) if isinstance(v, Tensor)}
+            for key in self._keys[path]:
+                entry = stored.tensor(key)
+                if entry is None:
+                    self.staging[key] = None
+                    continue
+                of_object = isinstance(value, Stateful)
+                target = tensors.get(key)
+                if target is not None and (isinstance(target, DTensor) or not of_object):
+                    _require_same_form(stored, key, entry, target)
+                    self._live[key] = target
+                self.staging[key] = _staging_like(target, entry)
+
+    def unasked(self) -> frozenset[str]:
+        """Names in the checkpoint that this rank's `extra` lacks; none if that is None."""
+        if self.extra is None:
+            return frozenset()
+        return self._names - {path[1] for path in self._targets if path[0] == EXTRA}
+
+    def load_objects(self, entries: Mapping[str, Any]) -> Callable[[], None]:
+        """Restore the objects.
+
+        Args:
+            entries: values of `staging`, once they are read.
+
+        Returns:
+            What restores their former states.
+
+        Raises:
+            CheckpointError: one refuses its state; all are as before.
+        """
+        former: list[tuple[Stateful, Any]] = []
+
+        def undo() -> None:
+            for value, state in reversed(former):
+                value.load_state_dict(state)
+
+        for path, value in self._targets.items():
+            if not isinstance(value, Stateful):
+                continue
+            state = self._value(path, entries, in_place=False)
+            try:
+                former.append((value, copy.deepcopy(value.state_dict())))
+                value.load_state_dict(state)
+            except Exception as error:
+                undo()
+                raise CheckpointError(
+                    f"{_label(path)}.load_state_dict() refuses the state in the checkpoint "
+                    f"({type(error).__name__}: {error})"
+                ) from error
+        return undo
+
+    def fill_extra(self, entries: Mapping[str, Any]) -> None:
+        """Put the other values into `extra`."""
+        for path, value in self._targets.items():
+            if path[0] == EXTRA and not isinstance(value, Stateful):
+                assert self.extra is not None
+                self.extra[path[1]] = self._value(path, entries, in_place=True)
+
+    def _value(self, path: tuple[str, ...], entries: Mapping[str, Any], *, in_place: bool) -> Any:
+        """The value at `path`; tensors in place of those that the caller passed, if so asked."""
+        values: dict[Path, Any] = {}
+        for key, below in self._keys[path].items():
+            value = entries[key]
+            live = self._live.get(key)
+            if live is not None and isinstance(value, Tensor):
+                if in_place:
+                    with torch.no_grad():
+                        _local(live).copy_(_local(value))
+                    value = live
+                elif isinstance(live, DTensor):
+                    on_device = _local(value).to(_local(live).device)
+                    value = torch_compat.dtensor_like(live, on_device)
+            values[below] = value
+        return unflatten(values)
+
+
+def _local(tensor: Tensor) -> Tensor:
+    return torch_compat.local_tensor(tensor) if isinstance(tensor, DTensor) else tensor
+
+
+def _staging_like(target: Tensor | None, entry: TensorStorageMetadata) -> Tensor:
+    """CPU memory for this rank's part of an entry, laid out as `target` if that is a DTensor."""
+    if isinstance(target, DTensor):
+        local = torch.empty_like(torch_compat.local_tensor(target), device="cpu")
+        return torch_compat.dtensor_like(target, local)
+    return empty_like(entry)
+
+
+def _keys_below(stored: StoredCheckpoint, path: tuple[str, ...]) -> dict[str, Path]:
+    """Keys of the entries at and below `path`, with their paths from there."""
+    planner_data = stored.metadata.planner_data
+    raw = planner_data if isinstance(planner_data, Mapping) else {}
+    return {
+        key: tuple(raw.get(key, (key,)))[len(path) :]
+        for key, its_path in stored.paths.items()
+        if its_path[: len(path)] == path
+    }
+
+
+def _extra_names(stored: StoredCheckpoint) -> list[str]:
+    paths = stored.paths.values()
+    return list(dict.fromkeys(path[1] for path in paths if path[0] == EXTRA and len(path) > 1))
+
+
+def _lacks(stored: StoredCheckpoint, path: tuple[str, ...], names: list[str]) -> str:
+    """The message that the checkpoint has no entries at `path`."""
+    if path[0] != EXTRA:
+        return (
+            f"{stored.folder} has no state of a {path[0]}; load it without, or save it by "
+            f"save_checkpoint(path, optimizer, {path[0]}={path[0]})"
+        )
+    there = some_of([repr(name) for name in names]) if names else "none"
+    return f"{stored.folder} has no extra {path[1]!r}; it has {there}"
+
+
+def _require_same_kind(
+    stored: StoredCheckpoint, name: str, live: Any, keys: Mapping[str, Path]
+) -> None:
+    """Refuse a state that lacks what the live object's state has.
+
+    Raises:
+        CheckpointError: it does.
+    """
+    saved = {below[0] for below in keys.values() if below}
+    lacking = [key for key in live if key not in saved] if isinstance(live, Mapping) else []
+    if lacking:
+        raise CheckpointError(
+            f"the {name} in {stored.folder} has no {lacking[0]!r}: it was of another class or "
+            "disabled; make one as it was, or load with strict=False"
+        )
+
+
+def _require_same_form(
+    stored: StoredCheckpoint, key: str, entry: TensorStorageMetadata, live: Tensor
+) -> None:
+    shape, dtype = tuple(entry.size), entry.properties.dtype
+    if shape != tuple(live.shape) or dtype != live.dtype:
+        raise CheckpointError(
+            f"{key!r} has shape {list(shape)} and dtype {dtype} in {stored.folder}, and the tensor "
+            f"to load it into {list(live.shape)} and {live.dtype}"
+        )

@@ -1,0 +1,357 @@
+"""Every call that communicates, where ranks differ in it: an error on all of them, nothing changed.
+
+A table of calls, each made with other arguments on one rank, in another order, while it fails on
+one rank, and by one rank alone.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import time
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
+from datetime import timedelta
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+import torch.distributed as dist
+from calls import ENTRIES, Config, Entry, Setup, X, prepared
+from ranks import error_of, on_ranks
+from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh
+
+import graphshard
+from graphshard.errors import (
+    CaptureError,
+    CheckpointError,
+    CollectiveError,
+    FingerprintError,
+    GraphshardError,
+)
+from graphshard.runtime.agreement import Agreement
+from graphshard.runtime.group import find_group
+from graphshard.state import dcp_write, manifest, optim, raw
+from graphshard.training import clip
+
+TIMEOUT = 5.0  # seconds
+
+
+def still_works(setup: Setup, entry: Entry) -> None:
+    """The module runs, and so does the call if all make it alike."""
+    entry(setup, False)
+    assert setup.module(X).isfinite().all()
+    setup.step(update=False)
+
+
+def other_arguments(rank: int) -> None:
+    setup = prepared(rank)
+    for name, entry in ENTRIES.items():
+        before = setup.snapshot()
+        kind: Any = CheckpointError if name == "load_full_state_dict" else FingerprintError
+        message = error_of(lambda e=entry: e(setup, rank == 1), kind)
+        method = name.partition(",")[0]
+        if name == "compile":
+            assert "rank 0: policy strategy=NO_SHARD\n  rank 1: policy strategy=SHARD" in message
+        elif kind is CheckpointError:
+            assert message.startswith("'first.weight' has shape [5, 4]")
+            assert message.endswith("(on rank 1)")
+        else:
+            assert f"different calls: rank 0 calls {method}(" in message, message
+            assert f", rank 1 calls {method}(" in message, message
+        setup.require_unchanged(before)
+        still_works(setup, entry)
+
+
+def another_order(rank: int) -> None:
+    """Each with the next one of the table, and with a forward and a backward."""
+    setup = prepared(rank)
+    loss = setup.module(X).sum()
+    names = [*ENTRIES]
+    for name, following in zip(names, [*names[1:], names[0]], strict=True):
+        before = setup.snapshot()
+        mine = ENTRIES[name if rank == 0 else following]
+        message = error_of(lambda m=mine: m(setup, False), FingerprintError)
+        texts = [n.partition(",")[0] for n in (name, following)]
+        if texts[0] != texts[1]:
+            assert f"rank 0 calls {texts[0].replace('compile', 'graphshard.compile')}(" in message
+            assert f"rank 1 calls {texts[1].replace('compile', 'graphshard.compile')}(" in message
+        call = (lambda m=mine: m(setup, False)) if rank == 0 else (lambda: setup.module(X))
+        message = error_of(call, FingerprintError)
+        assert f"rank 0 calls {texts[0].replace('compile', 'graphshard.compile')}(" in message
+        assert "rank 1 is about to begin 'forward all_gather of first over 2 ranks'" in message
+        setup.require_unchanged(before)
+    before = setup.snapshot()
+    call = loss.backward if rank == 0 else (lambda: setup.module.clip_grad_norm_(1.0))
+    message = error_of(call, FingerprintError)
+    assert "rank 0 is about to begin 'backward" in message
+    assert "rank 1 calls clip_grad_norm_(max_norm=1.0)" in message
+    setup.require_unchanged(before)
+    still_works(setup, ENTRIES["clip_grad_norm_"])
+
+
+# -- failures on one rank -------------------------------------------------------------------------
+
+
+def _raise(error: BaseException) -> Callable[..., Any]:
+    def call(*_: Any, **__: Any) -> Any:
+        raise error
+
+    return call
+
+
+@contextlib.contextmanager
+def hooked(setup: Setup) -> Iterator[None]:
+    """Its state dict cannot be made."""
+    handle = setup.module.register_state_dict_post_hook(_raise(ValueError("on purpose")))
+    yield
+    handle.remove()
+
+
+@contextlib.contextmanager
+def load_hooked(setup: Setup) -> Iterator[None]:
+    """Its optimizer takes no state."""
+    handle = setup.optim.register_load_state_dict_post_hook(_raise(ValueError("on purpose")))
+    yield
+    handle.remove()
+
+
+@contextlib.contextmanager
+def call_fails(owner: Any, name: str, number: int = 3) -> Iterator[None]:
+    """One of the calls of a method fails."""
+    original, calls = getattr(owner, name), []
+
+    def call(*args: Any, **kwargs: Any) -> Any:
+        calls.append(1)
+        if len(calls) == number:
+            raise OSError("on purpose")
+        return original(*args, **kwargs)
+
+    with mock.patch.object(owner, name, call):
+        yield
+
+
+@contextlib.contextmanager
+def says(setup: Setup, what: str) -> Iterator[None]:
+    vars(setup)[what] = True
+    yield
+    del vars(setup)[what]
+
+
+def patched(owner: Any, name: str) -> Any:
+    return mock.patch.object(owner, name, _raise(ValueError("on purpose")))
+
+
+Failure = tuple[str, int, Callable[[Setup], Any], type[GraphshardError]]
+
+FAILURES: list[Failure] = [
+    ("clip_grad_norm_", 1, lambda s: patched(clip, "_local"), CollectiveError),
+    ("full_state_dict", 1, hooked, CollectiveError),
+    ("full_state_dict", 0, lambda s: call_fails(Tensor, "cpu", 1), CollectiveError),
+    ("optimizer_state_dict", 1, lambda s: patched(optim, "state_of"), CollectiveError),
+    ("optimizer_state_dict", 0, lambda s: call_fails(Tensor, "cpu", 1), CollectiveError),
+    ("save_checkpoint", 1, hooked, CollectiveError),
+    ("save_checkpoint", 1, lambda s: patched(dcp_write._ChecksummedFile, "write"), CheckpointError),
+    ("save_checkpoint", 0, lambda s: patched(manifest, "_write"), CheckpointError),
+    ("save_checkpoint, background", 1, hooked, CollectiveError),
+    (
+        "save_checkpoint, background",
+        1,
+        lambda s: patched(dcp_write._ChecksummedFile, "write"),
+        CheckpointError,
+    ),
+    ("load_checkpoint", 1, load_hooked, CollectiveError),
+    ("load_checkpoint", 1, lambda s: call_fails(torch, "set_rng_state", 1), CollectiveError),
+    ("save_safetensors", 1, hooked, CollectiveError),
+    ("save_safetensors", 0, lambda s: call_fails(raw.Writer, "write"), CheckpointError),
+    ("save_pretrained", 0, lambda s: patched(Config, "save_pretrained"), CollectiveError),
+    ("save_pretrained", 0, lambda s: call_fails(raw.Writer, "write"), CheckpointError),
+    ("load_safetensors", 1, lambda s: call_fails(raw.StoredTensor, "read"), CheckpointError),
+    ("load_optimizer_state_dict", 1, load_hooked, CollectiveError),
+    ("compile", 1, lambda s: says(s, "takes no such input"), CaptureError),
+    ("compile", 1, lambda s: patched(graphshard.BlockPolicy, "select"), CollectiveError),
+]
+"""Call, the rank on which it fails, what makes it fail there, and the error on all ranks."""
+
+
+def failures_on_one_rank(rank: int) -> None:
+    fail_on_one_rank(rank, FAILURES[::5])
+
+
+def all_failures_on_one_rank(rank: int) -> None:
+    fail_on_one_rank(rank, FAILURES)
+
+
+def fail_on_one_rank(rank: int, failures: list[Failure]) -> None:
+    setup = prepared(rank)
+    for name, failing, failure, kind in failures:
+        before = setup.snapshot()
+        with failure(setup) if rank == failing else contextlib.nullcontext():
+            message = error_of(lambda n=name: ENTRIES[n](setup, False), kind)
+        assert f"(on rank {failing})" in message, message
+        assert "on purpose" in message or kind is CaptureError, message
+        dist.barrier()
+        setup.require_unchanged(before)
+        if kind is CheckpointError and "background" in name:
+            with pytest.raises(CheckpointError, match="on purpose"):  # tells again of the last one
+                ENTRIES[name](setup, False)
+        still_works(setup, ENTRIES[name])
+
+
+def a_body_that_fails_on_one_rank(rank: int) -> None:
+    """That rank gets its own error, others one of ours, and what was written is gone."""
+    setup = prepared(rank)
+    before = setup.snapshot()
+    with says(setup, "fails in the body") if rank == 1 else contextlib.nullcontext():
+        kind: Any = ValueError if rank == 1 else CollectiveError
+        with pytest.raises(kind, match="on purpose") as caught:
+            ENTRIES["unsharded"](setup, True)
+    if rank == 0:
+        assert "unsharded(with_grads=True) failed: ValueError" in str(caught.value)
+        assert "(on rank 1)" in str(caught.value)
+    setup.require_unchanged(before)
+    still_works(setup, ENTRIES["unsharded"])
+    after = setup.module.local_state_dict()["first.weight"]
+    assert torch.allclose(after, before["first.weight"] + 1), "the body that did not fail"
+
+
+def gradients_on_one_rank(rank: int) -> None:
+    setup = prepared(rank)
+    if rank == 1:
+        setup.module.zero_grad()
+    message = error_of(lambda: setup.module.clip_grad_norm_(1.0), FingerprintError)
+    assert "rank 0: 4 gradients" in message
+    assert "rank 1: 0 gradients" in message
+    assert all((param.grad is None) == (rank == 1) for param in setup.module.parameters())
+
+
+def an_optimizer_that_stepped_on_one_rank(rank: int) -> None:
+    setup = prepared(rank)
+    optimizer = torch.optim.AdamW(setup.module.parameters())
+    if rank == 0:
+        optimizer.step()
+    for call in (
+        lambda: setup.module.optimizer_state_dict(optimizer, kind="full"),
+        lambda: setup.module.save_checkpoint(setup.folder / "new", optimizer),
+    ):
+        message = error_of(call, FingerprintError)
+        assert "rank 0: exp_avg of first.weight [4, 4] float32" in message
+        assert "rank 1: nothing more" in message
+    assert not (setup.folder / "new").exists()
+
+
+def through_the_store(rank: int) -> None:
+    """As with NCCL: calls that wait compare each time, others at their first time only."""
+    group = replace(find_group(None, None), backend="nccl", timeout=timedelta(seconds=2))
+    agreement = Agreement(group)
+    agreement.join()
+
+    def call(text: str, *, fails: bool = False, waits: bool = True) -> None:
+        with agreement.call(text), agreement.part(waits=waits):
+            if fails:
+                raise ValueError("on purpose")
+
+    for _ in range(3):
+        call("a()")
+    message = error_of(lambda: call(("a()", "b()")[rank]), FingerprintError)
+    assert "different calls: rank 0 calls a(), rank 1 calls b(); every rank must" in message
+    message = error_of(lambda: call("a()", fails=rank == 1), CollectiveError)
+    assert message == "a() failed: ValueError: on purpose (on rank 1)"
+    call("c(1)", waits=False)
+    call("c(2)", waits=False)
+    message = error_of(lambda: call(f"d({rank})", waits=False), FingerprintError)
+    assert "rank 0 calls d(0), rank 1 calls d(1)" in message
+    if rank == 0:
+        with pytest.raises(CollectiveError, match=r"rank 0 of 2 calls f\(\), but rank 1 died"):
+            call("f()")
+
+
+ON_TWO = [
+    through_the_store,
+    other_arguments,
+    another_order,
+    failures_on_one_rank,
+    a_body_that_fails_on_one_rank,
+    gradients_on_one_rank,
+    an_optimizer_that_stepped_on_one_rank,
+]
+
+test_on_two_ranks = on_ranks(ON_TWO, 2)
+
+
+# -- one rank alone -------------------------------------------------------------------------------
+
+
+def mesh_of_its_own() -> DeviceMesh:
+    """A mesh of all ranks whose group gives up soon, and does not break that of others."""
+    group = dist.new_group([0, 1], timeout=timedelta(seconds=TIMEOUT))
+    return DeviceMesh.from_group(group, "cpu")
+
+
+def errors_in_threads(calls: list[Callable[[], Any]]) -> list[BaseException | None]:
+    """The errors of calls that wait at the same time."""
+    with ThreadPoolExecutor(len(calls)) as threads:
+        return [future.exception() for future in [threads.submit(call) for call in calls]]
+
+
+def one_rank_alone(rank: int) -> None:
+    setups = {name: prepared(rank, mesh_of_its_own()) for name in ENTRIES}
+    before = {name: setup.snapshot() for name, setup in setups.items()}
+    dist.barrier()
+    begin = time.monotonic()
+    if rank == 0:
+        errors = errors_in_threads(
+            [lambda n=name, s=setup: ENTRIES[n](s, False) for name, setup in setups.items()]
+        )
+        assert time.monotonic() - begin < 4 * TIMEOUT
+        for name, error in zip(ENTRIES, errors, strict=True):
+            assert isinstance(error, CollectiveError), (name, error)
+            method = name.partition(",")[0].replace("compile", "graphshard.compile")
+            assert f"rank 0 of 2 calls {method}(" in str(error)
+            assert f"rank 1 died, raised an error, or did not get here within {TIMEOUT:g} s" in str(
+                error
+            )
+    dist.barrier()
+    for name, setup in setups.items():
+        setup.require_unchanged(before[name])
+    if rank == 1:  # and what it calls next tells what rank 0 waited in
+        errors = errors_in_threads(
+            [lambda s=setup: s.module.clip_grad_norm_(2.0) for setup in setups.values()]
+        )
+        for name, error in zip(ENTRIES, errors, strict=True):
+            assert isinstance(error, CollectiveError), (name, error)
+            method = name.partition(",")[0].replace("compile", "graphshard.compile")
+            assert "rank 1 of 2 calls clip_grad_norm_(max_norm=2.0)" in str(error)
+            assert f", rank 0 calls {method}(" in str(error), error
+    dist.barrier()
+    for name, setup in setups.items():
+        setup.require_unchanged(before[name])
+
+
+def lost_in_the_middle(rank: int) -> None:
+    """A collective that fails inside of a call names the call, and what the other rank did."""
+    setup = prepared(rank, mesh_of_its_own())
+    before = setup.snapshot()
+    dist.barrier()
+    if rank == 1:
+        from graphshard.state import save
+
+        with (
+            mock.patch.object(save, "gather_full", _raise(MemoryError("on purpose"))),
+            pytest.raises(CollectiveError, match=r"full_state_dict\(\), which failed with Memory"),
+        ):
+            setup.module.full_state_dict()
+    else:
+        with pytest.raises(CollectiveError) as caught:
+            setup.module.full_state_dict()
+        assert "rank 0 of 2 calls full_state_dict()" in str(caught.value)
+        assert "rank 1 calls full_state_dict(), which failed with MemoryError" in str(caught.value)
+    setup.require_unchanged(before)
+    dist.barrier()  # rank 0 comes later by the timeout, which ends the groups that follow as well
+
+
+SLOW = [lost_in_the_middle, one_rank_alone, all_failures_on_one_rank]
+
+test_slow_on_two_ranks = pytest.mark.slow(on_ranks(SLOW, 2))

@@ -1,0 +1,140 @@
+"""Which ranks communicate, where they compute, and for how long they wait."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from datetime import timedelta
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+import torch.distributed as dist
+from ranks import on_ranks
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+
+import graphshard
+from graphshard.errors import PolicyError
+from graphshard.runtime.group import find_group, meeting_group, new_process_group
+from graphshard.torch_private import compat as torch_compat
+from graphshard.torch_private.coalesced import coalesced
+
+
+@pytest.mark.parametrize(
+    ("backends", "cuda", "expected"),
+    [
+        ("cpu:gloo,cuda:nccl", True, "cuda"),  # init_process_group() without a backend
+        ("cuda:nccl", True, "cuda"),
+        ("cpu:gloo,cuda:nccl", False, "cpu"),
+        ("cpu:gloo,cuda:gloo", True, "cpu"),
+    ],
+)
+def test_ranks_with_nccl_compute_on_cuda(backends: str, cuda: bool, expected: str) -> None:
+    with (
+        mock.patch.object(dist, "is_initialized", return_value=True),
+        mock.patch.object(dist, "get_backend", return_value="undefined"),
+        mock.patch.object(dist, "get_backend_config", return_value=backends),
+        mock.patch.object(torch.cuda, "is_available", return_value=cuda),
+        mock.patch.object(torch.cuda, "current_device", return_value=3),
+        mock.patch("graphshard.runtime.group._group_of") as group_of,
+    ):
+        meeting_group(None, None)
+    ((_, device),) = [call.args for call in group_of.call_args_list]
+    assert device == torch.device("cuda:3" if expected == "cuda" else "cpu")
+
+
+def smaller_groups_wait_as_long(rank: int) -> None:
+    group = find_group(None, None)
+    assert group.timeout == timedelta(seconds=77)
+    assert group.within(2).timeout == timedelta(seconds=77)
+
+
+def nccl_would_wait_for_ranks_outside_of_a_mesh(rank: int) -> None:
+    device = torch.device("cpu")
+    with mock.patch.object(torch_compat, "is_bound_to_device", return_value=True):
+        with pytest.raises(PolicyError, match=r"1 of 2 ranks needs a group of 1 .* device_id"):
+            new_process_group([rank], dist.group.WORLD, device, callers=1)
+        made = new_process_group([rank], dist.group.WORLD, device, callers=2)
+    assert dist.get_world_size(made) == 1
+
+
+def the_plan_says_where_it_runs(rank: int) -> None:
+    sharded = graphshard.compile(nn.Linear(4, 4), graphshard.SizePolicy(1))
+    assert "world size 2, mesh 2; on cpu by gloo" in str(sharded.plan)
+    assert sharded.plan.to_dict()["runs_on"] == "cpu by gloo"
+    assert "forward_prefetch=0 (by default on gloo)" in str(sharded.plan)
+
+
+def equal_meshes_over_other_groups(rank: int) -> None:
+    """torch finds the layouts of results by equal meshes; the groups of the first are gone."""
+    norms = []
+    for _ in range(2):
+        group = dist.new_group([0, 1])
+        torch.manual_seed(0)
+        mesh = DeviceMesh.from_group(group, "cpu")
+        sharded = graphshard.compile(nn.Linear(4, 4), graphshard.SizePolicy(1), mesh=mesh)
+        optimizer = torch.optim.AdamW(sharded.parameters())
+        for _ in range(2):
+            sharded(torch.ones(2, 4)).sum().backward()
+        norms.append(sharded.clip_grad_norm_(1.0))
+        optimizer.step()
+        state = sharded.optimizer_state_dict(optimizer, kind="full")
+        assert bool(state) == (rank == 0)
+        optimizer.state[sharded.weight]["exp_avg"].full_tensor()
+        dist.barrier()
+        dist.destroy_process_group(group)
+    assert torch.equal(*norms)
+
+
+class Wrapped:
+    """A process group as TORCH_DISTRIBUTED_DEBUG=DETAIL wraps one in torch 2.11."""
+
+    def __init__(self, process_group: Any) -> None:
+        self._process_group = process_group
+
+    def __getattr__(self, name: str) -> Any:
+        if name.endswith("_coalesced"):
+            return self._refuse(name)
+        return getattr(self._process_group, name)
+
+    @staticmethod
+    def _refuse(name: str) -> Any:
+        def call(*_: Any) -> None:
+            raise RuntimeError(f"Backend gloo does not support {name}")
+
+        return call
+
+
+def test_no_rank_needs_numpy() -> None:
+    """torch's own function that forgets layouts does, and NumPy is no dependency."""
+    code = (
+        "import sys; sys.modules['numpy'] = None\n"
+        "from graphshard.torch_private import compat; compat.forget_operator_layouts()"
+    )
+    subprocess.run([sys.executable, "-c", code], check=True)
+
+
+def a_backend_without_coalesced_calls(rank: int) -> None:
+    group = Wrapped(dist.group.WORLD)
+    parts = [torch.full((n,), float(10 * n + rank)) for n in (2, 3)]
+    full = [torch.empty(2 * n) for n in (2, 3)]
+    coalesced(group, "allgather_into_tensor_coalesced")(full, parts).wait()
+    assert [t.tolist() for t in full] == [[20.0] * 2 + [21.0] * 2, [30.0] * 3 + [31.0] * 3]
+    sums = [torch.empty(n) for n in (2, 3)]
+    coalesced(group, "reduce_scatter_tensor_coalesced")(sums, full).wait()
+    assert [t.tolist() for t in sums] == [[40.0 + 2 * rank] * 2, [60.0 + 2 * rank] * 3]
+
+
+test_on_two_ranks = on_ranks(
+    [
+        a_backend_without_coalesced_calls,
+        equal_meshes_over_other_groups,
+        smaller_groups_wait_as_long,
+        nccl_would_wait_for_ranks_outside_of_a_mesh,
+        the_plan_says_where_it_runs,
+    ],
+    2,
+    group_timeout=77.0,
+)

@@ -1,0 +1,176 @@
+"""Replicas that die and come back, and the caller's own average over replicas."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from models import Block, TiedGPT, tokens_of
+from paths import ROOT, SUPPORT
+from replica_script import DEATH, STEPS, adamw, forward, model
+from state_checks import assert_same
+from torch import nn
+
+import graphshard
+from graphshard.errors import PolicyError, RuntimeStateError
+
+HYBRID = graphshard.BlockPolicy({Block}, strategy="HYBRID_SHARD")
+
+
+class Ranks:
+    """Processes of `replica_script.py`."""
+
+    def __init__(self, mode: str, folder: Path) -> None:
+        self.mode, self.folder = mode, folder
+        self.processes: dict[tuple[int, int], subprocess.Popen[bytes]] = {}
+
+    def start(self, *numbers: int, life: int) -> None:
+        path = f"{ROOT}{os.pathsep}{SUPPORT}"
+        for number in numbers:
+            with (self.folder / f"log {number} {life}").open("w") as log:
+                command = [self.mode, str(self.folder), str(number), str(life)]
+                self.processes[number, life] = subprocess.Popen(
+                    [sys.executable, str(SUPPORT / "replica_script.py"), *command],
+                    env={**os.environ, "PYTHONPATH": path, "OMP_NUM_THREADS": "1"},
+                    stdout=log,
+                    stderr=subprocess.STDOUT,
+                )
+
+    def wait(self, *numbers: int, life: int, code: int = 0) -> None:
+        for number in numbers:
+            ended = self.processes[number, life].wait(150)
+            log = (self.folder / f"log {number} {life}").read_text()
+            assert ended == code, f"rank {number} ended with {ended}\n{log[-5000:]}"
+
+    def results(self, count: int) -> list[dict[str, Any]]:
+        return [torch.load(self.folder / f"result {number}") for number in range(count)]
+
+
+@contextmanager
+def ranks(mode: str, folder: Path) -> Iterator[Ranks]:
+    started = Ranks(mode, folder)
+    try:
+        yield started
+    finally:
+        for process in started.processes.values():
+            process.kill()
+            process.wait()
+
+
+def same_state(first: dict[str, Any], second: dict[str, Any]) -> None:
+    assert_same(first["weights"], second["weights"])
+    assert first["moments"].keys() == second["moments"].keys()
+    for name, entries in first["moments"].items():
+        assert_same(entries, second["moments"][name])
+
+
+@pytest.mark.slow
+def test_ranks_go_on_with_new_process_groups_to_the_same_bits(tmp_path: Path) -> None:
+    found = {}
+    for name in ("undisturbed", "killed"):
+        folder = tmp_path / name
+        folder.mkdir()
+        with ranks("mesh", folder) as group:
+            if name == "killed":
+                (folder / "kill").touch()
+            group.start(0, 1, 2, 3, life=0)
+            if name == "killed":
+                group.wait(2, 3, life=0, code=-signal.SIGKILL)
+                group.start(2, 3, life=1)
+                (folder / "again").touch()
+            for number in range(4):
+                group.wait(number, life=int(name == "killed" and number > 1))
+            found[name] = group.results(4)
+    for rank, (before, after) in enumerate(zip(*found.values(), strict=True)):
+        assert (before["failed"], after["failed"]) == (0, int(rank < 2))
+        lived = range(STEPS) if rank < 2 else range(DEATH, STEPS)
+        assert after["losses"] == {step: before["losses"][step] for step in lived}
+        same_state(before, after)
+
+
+@pytest.mark.slow
+def test_a_function_averages_over_jobs_of_which_one_comes_back(tmp_path: Path) -> None:
+    with ranks("jobs", tmp_path) as group:
+        group.start(0, 1, life=0)
+        group.wait(1, life=0, code=-signal.SIGKILL)
+        group.start(1, life=1)
+        group.wait(0, life=0)
+        group.wait(1, life=1)
+        first, second = group.results(2)
+    same_state(first, second)
+    alone = [DEATH, DEATH + 1]
+    assert (first["alone"], second["alone"]) == (alone, [])
+    assert first["failed"] == 1
+    assert sorted(second["losses"]) == list(range(alone[-1] + 1, STEPS))
+
+    plain = model()
+    optim = adamw(plain)
+    for step in range(STEPS):
+        members = [0] if step in alone else [0, 1]
+        losses = [forward(plain, member, step) for member in members]
+        torch.stack(losses).mean().backward()
+        optim.step()
+        optim.zero_grad()
+        assert first["losses"][step] == pytest.approx(losses[0].item(), abs=1e-5)
+
+
+def halved(calls: list[int]) -> Any:
+    def halve(flat: torch.Tensor) -> None:
+        calls.append(flat.numel())
+        flat.mul_(0.5)
+
+    return halve
+
+
+def grads(module: nn.Module, inputs: Sequence[torch.Tensor]) -> dict[str, torch.Tensor]:
+    torch.manual_seed(1)  # dropout
+    module(*inputs).backward()
+    return {name: param.grad for name, param in module.named_parameters()}
+
+
+class WithScale(TiedGPT):
+    """A parameter without dimensions is not sharded."""
+
+    def __init__(self) -> None:
+        super().__init__(1)
+        self.scale = nn.Parameter(torch.tensor(2.0))
+
+    def forward(self, idx: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+        return super().forward(idx, targets) * self.scale
+
+
+def test_every_gradient_passes_through_the_callers_function_and_the_dump_says_so() -> None:
+    calls: list[int] = []
+    inputs = tokens_of(0, 0)
+    torch.manual_seed(0)
+    plain = WithScale()
+    sharded = graphshard.compile(
+        plain, HYBRID, example_inputs=inputs, replica_all_reduce=halved(calls)
+    )
+    expected = grads(plain, inputs)
+    for name, grad in grads(sharded, inputs).items():
+        torch.testing.assert_close(grad, expected[name] / 2)
+    assert sum(calls) == sum(p.numel() for p in plain.parameters())
+    name = f"{__name__}.halved.<locals>.halve"
+    assert f"replicas  gradients are averaged by {name}\n" in str(sharded.plan)
+    assert f"note: each all_reduce over 'replicate' is a call of {name}\n" in str(sharded.program)
+    reduces = [event.op for event in sharded.program.schedule() if event.op == "all_reduce"]
+    assert len(reduces) == len(calls) + 1, "the scale is reduced over the shards first"
+
+
+def test_what_cannot_be_replaced_is_refused() -> None:
+    block = graphshard.BlockPolicy({Block})
+    with pytest.raises(PolicyError, match=r"this one has shape \(1,\); use a HYBRID strategy"):
+        graphshard.compile(TiedGPT(1), block, replica_all_reduce=halved([]))
+    with pytest.raises(PolicyError, match="must be a function or None; got 3"):
+        graphshard.compile(TiedGPT(1), HYBRID, replica_all_reduce=3)  # type: ignore[arg-type]
+    with pytest.raises(RuntimeStateError, match="there is none to replace"):
+        graphshard.compile(TiedGPT(1), HYBRID).rebind()
