@@ -30,18 +30,29 @@ class Benchmark(Protocol):
         """Run it `times` times, one after the other."""
 
 
+class Stopwatch(Protocol):
+    """What times a benchmark: a clock of the host, or events of a device."""
+
+    @property
+    def most_runs(self) -> int:
+        """Runs of one timing at most."""
+
+    def __call__(self, benchmark: Benchmark, times: int) -> float:
+        """Return the seconds per run, over `times` runs."""
+
+
 class Ranks(Protocol):
     """The ranks that measure together, such as a `graphshard.runtime.group.Group`."""
 
     size: int
 
-    def everyones(self, value: Any) -> list[Any]:
+    def all_gather_object(self, value: Any) -> list[Any]:
         """Return the `value` of every rank, in order."""
 
 
 @dataclass(frozen=True)
 class Effort:
-    """How long to measure.
+    """The duration of a measurement.
 
     least, most: number of rounds. spread: a benchmark is done at this relative interquartile range.
     piece: least seconds of one timing. budget: seconds after which no round begins, once `least`
@@ -81,9 +92,10 @@ class Timing:
 
 @dataclass(frozen=True)
 class Watch:
-    """A stopwatch for benchmarks on `device`."""
+    """A stopwatch for benchmarks on `device`, by a clock of the host."""
 
     device: torch.device
+    most_runs: int = 1 << 20
 
     def __call__(self, benchmark: Benchmark, times: int) -> float:
         """Return the seconds per run of `benchmark`, over `times` runs.
@@ -111,7 +123,7 @@ class Watch:
 
 def measure(
     benchmarks: Sequence[Benchmark],
-    watch: Watch,
+    watch: Stopwatch,
     ranks: Ranks,
     effort: Effort,
     done: Callable[[], None] = lambda: None,
@@ -134,9 +146,9 @@ def measure(
         for benchmark in benchmarks:
             benchmark.run(1)  # warm up
             seconds = max(watch(benchmark, 1), 1e-7)
-            counts.append(max(1, round(effort.piece / seconds)))
+            counts.append(min(watch.most_runs, max(1, round(effort.piece / seconds))))
             done()
-        counts = [max(each) for each in zip(*ranks.everyones(counts), strict=True)]
+        counts = [max(each) for each in zip(*ranks.all_gather_object(counts), strict=True)]
         timings = [Timing() for _ in benchmarks]
         remaining = list(range(len(benchmarks)))
         for turn in range(effort.most):
@@ -147,7 +159,7 @@ def measure(
                 continue
             spread = [i for i in remaining if timings[i].spread > effort.spread]
             late = time.perf_counter() - begin > effort.budget
-            reports = ranks.everyones((spread, late))
+            reports = ranks.all_gather_object((spread, late))
             # All ranks must go on with the same benchmarks: some include collectives.
             remaining = sorted({index for indices, _ in reports for index in indices})
             if not remaining or any(is_late for _, is_late in reports):
@@ -156,7 +168,7 @@ def measure(
 
 
 def _mean_over(ranks: Ranks, timings: list[Timing]) -> list[Timing]:
-    rounds = ranks.everyones([timing.rounds for timing in timings])
+    rounds = ranks.all_gather_object([timing.rounds for timing in timings])
     if len(rounds) == 1:
         return timings
     return [

@@ -62,6 +62,15 @@ class Calls:
         return seconds / times / self.count
 
 
+def run_steps(module: nn.Module, x: Tensor, times: int) -> None:
+    """Run `times` forwards and backwards of `module`, which returns a loss."""
+    for _ in range(times):
+        with torch.enable_grad():
+            module(x).backward()
+        for param in module.parameters():
+            param.grad = None
+
+
 @dataclass
 class TinyStep:
     """Forward and backward of a sharded model with next to no compute."""
@@ -83,11 +92,7 @@ class TinyStep:
 
     def run(self, times: int) -> None:
         """Run `times` steps without an optimizer."""
-        for _ in range(times):
-            with torch.enable_grad():
-                self.module(self._x).backward()
-            for param in self.module.parameters():
-                param.grad = None
+        run_steps(self.module, self._x, times)
 
     def overhead(self, seconds: float, hardware: Hardware) -> float:
         """Return how many of a step's `seconds` exceed the estimate on `hardware`."""

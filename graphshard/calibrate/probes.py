@@ -47,12 +47,14 @@ class SizedProbe:
         target: the operator.
         operands: sets of operands, used in turn, so that they are no longer in a cache than in a
             step.
+        call_bytes: bytes of a call's operands and results.
     """
 
     curve: str
     amount: float
     target: Any
     operands: tuple[Operands, ...]
+    call_bytes: int = 0
     group: str = "operators"
     wall: bool = False
 
@@ -160,14 +162,29 @@ _STREAMING: tuple[tuple[str, Any, MakeOperands], ...] = (
 )  # fmt: skip
 
 
-_COLD_BYTES = 16 * 2**20
+@dataclass(frozen=True)
+class Cold:
+    """How operands are kept out of caches.
 
+    bytes: what calls touch before a set of operands is used again, if `most_sets` sets are enough
+    for it. most_sets: sets of operands at most; no fewer than the runs of a timing, where a cache
+    is emptied before each timing.
+    """
 
-_MOST_SETS = 12
+    bytes: int = 16 * 2**20
+    most_sets: int = 12
+
+    def sets(self, call_bytes: int) -> int:
+        """How many sets of operands there must be if one call touches `call_bytes`."""
+        return max(1, min(self.most_sets, -(-self.bytes // max(1, call_bytes))))
 
 
 def sized_probes(
-    device: torch.device, dtypes: tuple[torch.dtype, ...], *, share: float = 1.0
+    device: torch.device,
+    dtypes: tuple[torch.dtype, ...],
+    *,
+    share: float = 1.0,
+    cold: Cold | None = None,
 ) -> Iterator[SizedProbe]:
     """Yield every probe at every size in float32, and some probes in the other `dtypes`.
 
@@ -175,31 +192,34 @@ def sized_probes(
         device: where to measure.
         dtypes: dtypes besides float32 for matrix products, attention and plain copies.
         share: the fraction of each probe's sizes to measure, smallest first; at least two.
+        cold: how operands are kept out of caches.
     """
+    cold = cold or Cold()
     all_dtypes = (torch.float32, *(d for d in dtypes if d is not torch.float32))
     factories = [OperandFactory(dtype, device) for dtype in all_dtypes]
     for probe in _probes(device):
         sizes = probe.sizes[: max(2, round(share * len(probe.sizes)))]
         for draw in factories if probe.dtypes else factories[:1]:
             for size in sizes:
-                sized = _at_size(probe, draw, size)
+                sized = _at_size(probe, draw, size, cold)
                 if sized is not None:
                     yield sized
 
 
-def _at_size(probe: Probe, draw: OperandFactory, size: int) -> SizedProbe | None:
+def _at_size(probe: Probe, draw: OperandFactory, size: int, cold: Cold) -> SizedProbe | None:
     """Return the probe at one size; None if the device has no kernel for it."""
     try:
         first = probe.make(draw, size)
         result = probe.target(*first)
+    except torch.OutOfMemoryError:
+        raise
     except (NotImplementedError, RuntimeError):
         return None
     end = "" if draw.dtype is torch.float32 else f".{dtype_name(draw.dtype)}"
     call_bytes = sum(t.nbytes for t in _tensors((first, result)))
-    sets = max(1, min(_MOST_SETS, _COLD_BYTES // max(1, call_bytes)))
-    operands = (first, *(probe.make(draw, size) for _ in range(sets - 1)))
+    operands = (first, *(probe.make(draw, size) for _ in range(cold.sets(call_bytes) - 1)))
     amount = amount_of(probe.target, first, result)
-    return SizedProbe(f"{probe.name}{end}", amount, probe.target, operands)
+    return SizedProbe(f"{probe.name}{end}", amount, probe.target, operands, call_bytes)
 
 
 def amount_of(target: Any, operands: Operands, result: Any) -> float:

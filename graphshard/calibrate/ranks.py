@@ -81,7 +81,7 @@ def host_groups(group: Group) -> HostGroups:
     Raises:
         CostError: the hosts have different numbers of ranks.
     """
-    hosts = group.everyones(os.environ.get("NCCL_HOSTID") or socket.gethostname())
+    hosts = group.all_gather_object(os.environ.get("NCCL_HOSTID") or socket.gethostname())
     members: dict[str, list[int]] = {}
     for rank, host in enumerate(hosts):
         members.setdefault(host, []).append(rank)
@@ -106,7 +106,7 @@ def host_groups(group: Group) -> HostGroups:
 
 
 def _subgroup(ranks: list[int], group: Group) -> Group:
-    process_group = new_process_group(ranks, group.process_group)
+    process_group = new_process_group(ranks, group.process_group, group.device, callers=group.size)
     return Group(
         process_group,
         dist.get_rank(process_group),
@@ -198,22 +198,29 @@ class TimedCompute:
 
 @dataclass
 class TimedOptimizer:
-    """The step of an optimizer over `tensors` parameters of `numel` elements on this rank."""
+    """The step of an optimizer over `tensors` parameters of `numel` elements on this rank.
+
+    copies: optimizers with parameters of their own that take turns.
+    """
 
     name: str
     make: Callable[[list[nn.Parameter]], torch.optim.Optimizer]
     tensors: int
     numel: int
     ranks: Group
+    copies: int = 1
     group: str = "optimizers"
     wall: bool = False
-    _step: Callable[[], Any] = field(init=False, repr=False)
+    _steps: list[Callable[[], Any]] = field(init=False, repr=False)
 
     def __post_init__(self) -> None:
-        params = [self._parameter() for _ in range(self.tensors)]
-        for param in params:
-            param.grad = torch.ones_like(param)
-        self._step = self.make(params).step
+        self._steps = []
+        for _ in range(self.copies):
+            params = [self._parameter() for _ in range(self.tensors)]
+            for param in params:
+                param.grad = torch.ones_like(param)
+            self._steps.append(self.make(params).step)
+            self._steps[-1]()  # makes the state
 
     @property
     def size(self) -> int:
@@ -228,8 +235,8 @@ class TimedOptimizer:
 
     def run(self, times: int) -> None:
         """Run `times` steps."""
-        for _ in range(times):
-            self._step()
+        for turn in range(times):
+            self._steps[turn % self.copies]()
 
 
 @dataclass

@@ -18,6 +18,8 @@ def _lines(calibration: Calibration) -> Iterator[str]:
     hardware = calibration.hardware
     yield f"hardware    {hardware}"
     yield f"source      {hardware.source}"
+    for note in calibration.notes:
+        yield f"measured    {note}"
     yield ""
     head = f"{'measured':37}  {'sizes':>5}  {'smallest':>9}  {'largest':>9}  {'rate':>14}  spread"
     yield head
@@ -34,6 +36,7 @@ def _lines(calibration: Calibration) -> Iterator[str]:
     if hardware.contention:
         yield f"communication takes {hardware.contention:.0%} of compute's speed while under way"
     yield f"a step takes {_time(hardware.step_overhead)} besides its operators"
+    yield f"operators take {hardware.in_step:.3f} times as long within a step as one by one"
     yield (
         "rate: at the largest size, FLOPs counted for products, bytes for the rest; spread: median "
         "over sizes of the interquartile range, as a part of the median"
@@ -55,7 +58,7 @@ _PRODUCTS = ("matmul", "bmm", "grouped_mm", "attention", "convolution")
 
 
 def _rate(row: Row) -> str:
-    if row.group == "operators" and row.name.startswith(_PRODUCTS):
+    if row.group == "warm-up" or (row.group == "operators" and row.name.startswith(_PRODUCTS)):
         return f"{row.rate / 1e9:.1f} GFLOP/s"
     return f"{row.rate / 1e9:.2f} GB/s"
 

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import os
 import platform
+import re
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -13,30 +14,26 @@ from typing import Any
 import torch
 from torch import nn
 
-from graphshard.calibrate.measure import Effort, Timing, Watch, measure
+from graphshard.calibrate.bench import HostBench, bench_for
+from graphshard.calibrate.in_step import TransformerStep
+from graphshard.calibrate.measure import Effort, Stopwatch, Timing, Watch, measure
 from graphshard.calibrate.overhead import Calls, TinyStep
 from graphshard.calibrate.probes import SizedProbe, sized_probes
 from graphshard.calibrate.ranks import (
     HostCopy,
     HostGroups,
     TimedCollective,
-    TimedCompute,
     TimedOptimizer,
     host_groups,
 )
 from graphshard.cost.collective_cost import BETWEEN_NODES
 from graphshard.cost.op_cost import VIEW
+from graphshard.errors import CostError
 from graphshard.hardware.curves import Points, ascending, fit_line
 from graphshard.hardware.hardware import KINDS, Hardware
 from graphshard.program import ops
 from graphshard.progress import Progress
 from graphshard.runtime.group import Group
-
-_KIB = 1024
-
-
-_COLLECTIVE_BYTES = (16 * _KIB, 256 * _KIB, 2048 * _KIB, 8192 * _KIB, 32768 * _KIB)
-
 
 _TENSORS = (1, 8)
 
@@ -47,19 +44,39 @@ _OPERATIONS = (ops.all_gather, ops.reduce_scatter, ops.all_reduce)
 _VIEWS = 8
 
 
-_CACHED = {"cpu": 2**20, "cuda": 2**27}
-"""Operators that move this many bytes do not fit in caches, by kind of device."""
-
-
-_NUMELS = (1 << 8, 1 << 14, 1 << 18, 1 << 20)
-
-
 _OPTIMIZERS: Mapping[str, Callable[[list[nn.Parameter]], torch.optim.Optimizer]] = {
     "adamw": lambda params: torch.optim.AdamW(params),
     "adamw-fused": lambda params: torch.optim.AdamW(params, fused=True),
     "sgd": lambda params: torch.optim.SGD(params, lr=1e-3),
     "sgd-momentum": lambda params: torch.optim.SGD(params, lr=1e-3, momentum=0.9),
 }
+
+
+@dataclass(frozen=True)
+class Links:
+    """The network of the machines to predict, where these ranks cannot measure it.
+
+    Bandwidths are bytes per second in one direction and per device, as in a datasheet, of which the
+    preset's efficiency counts; latencies are seconds per hop of a collective. None: the preset's.
+    """
+
+    gpus_per_node: int | None = None
+    intra_bandwidth: float | None = None
+    intra_latency: float | None = None
+    inter_bandwidth: float | None = None
+    inter_latency: float | None = None
+
+    def given(self) -> dict[str, float]:
+        """The figures that are not None, by the name of their field in `Hardware`."""
+        return {name: value for name, value in vars(self).items() if value is not None}
+
+    def require_unmeasured(self, measured: Collection[str]) -> None:
+        """Raise CostError if one of the `measured` figures is given."""
+        for name in self.given():
+            if name in measured:
+                raise CostError(
+                    f"{name} is measured by these ranks; leave it out, or calibrate on fewer ranks"
+                )
 
 
 @dataclass(frozen=True)
@@ -83,10 +100,11 @@ class Row:
 
 @dataclass(frozen=True)
 class Calibration:
-    """The hardware, and the measurements that it was made from."""
+    """The hardware, the measurements that it was made from, and sentences on what else was seen."""
 
     hardware: Hardware
     rows: tuple[Row, ...]
+    notes: tuple[str, ...] = ()
 
 
 def calibrate(
@@ -98,6 +116,8 @@ def calibrate(
     name: str | None = None,
     share: float = 1.0,
     progress: Progress | None = None,
+    bench: HostBench | None = None,
+    links: Links | None = None,
 ) -> Calibration:
     """Measure this rank's device and the network between the ranks of `group`, all ranks at once.
 
@@ -110,43 +130,56 @@ def calibrate(
         name: the name of the hardware. None: the device and the backend.
         share: the fraction of each operator's sizes to measure.
         progress: a progress bar.
+        bench: how to time. None: as the device of `group` asks for.
+        links: the network between more devices than `group` has. None: that of `like`.
 
     Returns:
         The same calibration on every rank.
 
     Raises:
-        CostError: there is no preset `like`, or hosts have different numbers of ranks.
+        CostError: there is no preset `like`, hosts have different numbers of ranks, or a figure of
+            `links` is none or is measured.
     """
     effort, progress = effort or Effort(), progress or Progress(visible=False)
-    base = Hardware.load(like or _nearest(group.device))
+    links = links or Links()
+    base = Hardware.load(like or nearest(group.device)).with_(**links.given())
     hosts = host_groups(group)
-    watch = Watch(group.device)
+    links.require_unmeasured(_measured_links(group, hosts))
+    bench = bench or bench_for(group.device)
 
-    def timed(title: str, benchmarks: Sequence[Any]) -> list[Timing]:
+    def timed(
+        title: str, benchmarks: Sequence[Any], watch: Stopwatch | None = None
+    ) -> list[Timing]:
         with progress.stage(title, total=len(benchmarks) * (1 + effort.least)):
-            return measure(benchmarks, watch, group, effort, progress.advance)
+            return measure(benchmarks, watch or bench.watch(), group, effort, progress.advance)
 
-    compute = list(sized_probes(group.device, tuple(dtypes), share=share))
-    rows = _rows(compute, timed("operators", compute))
+    rows: list[Row] = []
+    with progress.stage("warming up"):
+        product = bench.warm_up()
+    if product is not None:
+        rows.append(Row("warm-up", product.name, product.flops, product.seconds, product.spread))
+    compute = list(sized_probes(group.device, tuple(dtypes), share=share, cold=bench.cold))
+    rows += _rows(compute, timed("operators", compute))
     del compute
-    updates = list(_updates(group, share))
+    updates = list(_updates(group, bench, share))
     rows += _rows(updates, timings := timed("optimizers", updates))
     lines = _lines(updates, timings, lambda benchmark: (1, benchmark.tensors, benchmark.size))
     del updates
-    contention = 0.0
+    contention: float | None = None
     for subgroup, ending in ((hosts.within, ""), (hosts.between, BETWEEN_NODES)):
         if subgroup is None:
             continue
         moves = [
             TimedCollective(op, subgroup, count, size)
             for op in _OPERATIONS
-            for size in _COLLECTIVE_BYTES[: max(3, round(share * len(_COLLECTIVE_BYTES)))]
+            for size in bench.collective_bytes(group, share)
             for count in _TENSORS
         ]
         rows += _rows(moves, timings := timed(f"collectives{ending}", moves), ending)
         ring_lines = _lines(moves, timings, partial(_ring, subgroup.size))
         lines |= {f"{op}{ending}": line for op, line in ring_lines.items()}
-        contention = max(contention, _contention(subgroup, timed))
+        del moves
+        contention = max(contention or 0.0, bench.contention(subgroup, timed))
     host_bandwidth: float | None = None
     if group.device.type == "cuda":
         copies = [HostCopy(group.device, 1 << 26)]
@@ -158,13 +191,25 @@ def calibrate(
         (view,) = timed("views", [Calls(_VIEWS)])
         rows.append(Row("overhead", VIEW, 1.0, view.seconds, view.spread))
         curves[VIEW] = ((1.0, view.seconds),)
-    hardware = _hardware(group, base, hosts, curves, lines, contention, name, host_bandwidth)
+    hardware = _hardware(group, base, hosts, curves, lines, contention, name, host_bandwidth, bench)
     tiny_step = TinyStep(group.device, wall=group.size > 1)
-    (step,) = timed("overhead", [tiny_step])
+    (step,) = timed("overhead", [tiny_step], Watch(group.device))  # the host's work
     overhead = tiny_step.overhead(step.seconds, hardware)
     rows.append(Row("overhead", "step", 1.0, max(overhead, 1e-9), step.spread))
-    hardware = group.everyones(_rounded(hardware.with_(step_overhead=overhead).to_dict()))[0]
-    return Calibration(Hardware(**hardware), tuple(rows))
+    hardware = hardware.with_(step_overhead=overhead)
+    transformer = TransformerStep(group, bench.step_size(dtypes, share))
+    (step,) = timed("operators within a step", [transformer], Watch(group.device))
+    rows.append(Row(transformer.group, transformer.name, 1.0, step.seconds, step.spread))
+    hardware = hardware.with_(in_step=transformer.factor(step.seconds, hardware))
+    figures = group.all_gather_object(_rounded(hardware.to_dict()))[0]
+    return Calibration(Hardware(**figures), tuple(rows), tuple(bench.notes()))
+
+
+_SPREAD = (0.93, 1.2)
+"""Measured seconds over those predicted by a calibration, for seven models on CPUs.
+
+From the tables of "Predicted time" in the README of examples/benchmarks, for 1 and 2 ranks.
+"""
 
 
 def _rounded(figures: Any) -> Any:
@@ -178,20 +223,41 @@ def _rounded(figures: Any) -> Any:
     return figures
 
 
-def _nearest(device: torch.device) -> str:
+def nearest(device: torch.device) -> str:
     """Return the name of the preset most like `device`."""
     if device.type != "cuda":
         return "cpu-gloo"
-    device_name = torch.cuda.get_device_name(device).lower()
-    presets = {"b200": "b200", "h200": "h200", "h100": "h100-sxm", "a100": "a100-80gb"}
-    return next((preset for chip, preset in presets.items() if chip in device_name), "h100-sxm")
+    return preset_of(torch.cuda.get_device_name(device))
 
 
-def _updates(group: Group, share: float) -> Iterator[TimedOptimizer]:
+def preset_of(device_name: str) -> str:
+    """Return the name of the preset most like a GPU that the driver calls `device_name`."""
+    words = device_name.lower()
+    return next((preset for chip, preset in _PRESETS if re.search(chip, words)), "h100-sxm")
+
+
+_PRESETS = (
+    ("gb200", "gb200"),
+    ("b200", "b200"),
+    ("h200", "h200"),
+    ("h20", "h20"),
+    ("h100.*pcie", "h100-pcie"),
+    ("h100", "h100-sxm"),
+    ("a100.*pcie", "a100-pcie"),
+    ("a100.*80gb", "a100-80gb"),
+    ("a100", "a100-40gb"),
+    ("l40s", "l40s"),
+    ("mi300x", "mi300x"),
+)
+
+
+def _updates(group: Group, bench: HostBench, share: float) -> Iterator[TimedOptimizer]:
+    sizes = bench.shard_sizes()
     for name, make in _OPTIMIZERS.items():
-        for numel in _NUMELS[: max(2, round(share * len(_NUMELS)))]:
+        for numel in sizes[: max(2, round(share * len(sizes)))]:
             for tensors in (2, 8):
-                yield TimedOptimizer(name, make, tensors, numel, group)
+                copies = bench.optimizer_copies(4 * 4 * tensors * numel)
+                yield TimedOptimizer(name, make, tensors, numel, group, copies)
 
 
 def _ring(ranks: int, benchmark: TimedCollective) -> Sequence[float]:
@@ -239,22 +305,6 @@ def _lines(
     }
 
 
-def _contention(group: Group, timed: Callable[[str, Sequence[Any]], list[Timing]]) -> float:
-    """Return the fraction of compute's speed that a gather under way takes from products."""
-    gather = TimedCollective(ops.all_gather, group, 1, 8192 * _KIB)
-    product = torch.ones(256, 256, device=group.device)
-    products = TimedCompute(product, 20, None)
-    gather_alone, products_alone = timed("contention", [gather, products])
-    # Products that take about twice as long as the gather.
-    count = max(20, round(40 * gather_alone.seconds / products_alone.seconds))
-    count = max(group.everyones(count))
-    without, during = timed(
-        "contention", [TimedCompute(product, count, None), TimedCompute(product, count, gather)]
-    )
-    slowdown = (during.seconds - without.seconds) / gather_alone.seconds
-    return min(1.0, max(0.0, slowdown))
-
-
 def _device_name(device: torch.device) -> str:
     if device.type == "cuda":
         return torch.cuda.get_device_name(device)
@@ -268,15 +318,40 @@ def _memory(device: torch.device, per_host: int) -> int:
     return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") // per_host
 
 
+def _knows_nodes(group: Group, hosts: HostGroups) -> bool:
+    """Whether the ranks show how many devices a node has."""
+    return hosts.hosts > 1 or (group.device.type == "cuda" and group.size > 1)
+
+
+def _measured_links(group: Group, hosts: HostGroups) -> set[str]:
+    """The figures of links that these ranks measure."""
+    measured = {"gpus_per_node"} if _knows_nodes(group, hosts) else set()
+    if hosts.within is not None:
+        measured |= {"intra_bandwidth", "intra_latency"}
+    if hosts.between is not None:
+        measured |= {"inter_bandwidth", "inter_latency"}
+    return measured
+
+
+def _of_the_network(base: Hardware, ending: str) -> dict[str, float]:
+    """The efficiencies of `base` for links that are not measured."""
+    within = base.efficiency["network"]
+    if ending:
+        return {"network.inter": base.efficiency.get("network.inter", within)}
+    more = base.efficiency.get("network.all_reduce")
+    return {"network": within} | ({} if more is None else {"network.all_reduce": more})
+
+
 def _hardware(
     group: Group,
     base: Hardware,
     hosts: HostGroups,
     curves: Mapping[str, Points],
     lines: dict[str, tuple[float, ...]],
-    contention: float,
+    contention: float | None,
     name: str | None,
     host_bandwidth: float | None,
+    bench: HostBench,
 ) -> Hardware:
     """Return the calibrated hardware; `base` gives unmeasured figures, and `source` names them."""
     device_type = group.device.type
@@ -287,6 +362,8 @@ def _hardware(
             flops[dtype or "float32"] = max(amount / seconds for amount, seconds in points)
     figures: dict[str, Any] = {}
     unmeasured = [d for d in flops if flops[d] == base.flops.get(d)]
+    efficiency = dict.fromkeys(KINDS, 1.0)
+    efficiency |= {f"matmul.{d}": base.efficiency_of("matmul", d) for d in unmeasured}
     for ending, figure in (("", "intra"), (BETWEEN_NODES, "inter")):
         line = lines.get(f"all_gather{ending}")
         if line is not None:
@@ -294,12 +371,13 @@ def _hardware(
             figures[f"{figure}_latency"] = max(line[0], 1e-9)
         else:
             unmeasured.append(f"the network {'within' if not ending else 'between'} nodes")
+            efficiency |= _of_the_network(base, ending)
     if device_type == "cpu" and "intra_bandwidth" in figures and "inter_bandwidth" not in figures:
         figures["inter_bandwidth"] = figures["intra_bandwidth"]
         figures["inter_latency"] = figures["intra_latency"]
     # Sizes that fit in no cache, or else the largest size.
     streams = [curves["add"], curves["clone"]]
-    large = [p for points in streams for p in points if p[0] >= _CACHED[device_type]]
+    large = [p for points in streams for p in points if p[0] >= bench.uncached_bytes]
     large = large or [points[-1] for points in streams]
     bandwidth = max(amount / seconds for amount, seconds in large)
     ranks = f"{group.size} ranks" if group.size > 1 else "one rank"
@@ -312,9 +390,7 @@ def _hardware(
         memory_bytes=_memory(group.device, hosts.per_host),
         memory_bandwidth=bandwidth,
         launch_floor=min(seconds for _, seconds in curves["add"]),
-        gpus_per_node=hosts.per_host
-        if device_type == "cuda" or hosts.hosts > 1
-        else base.gpus_per_node,
+        gpus_per_node=hosts.per_host if _knows_nodes(group, hosts) else base.gpus_per_node,
         **{
             "intra_bandwidth": base.intra_bandwidth,
             "intra_latency": base.intra_latency,
@@ -324,11 +400,15 @@ def _hardware(
         | figures,
         host_bandwidth=host_bandwidth
         or bandwidth / 2,  # a CPU's copy reads and writes the same memory
-        efficiency=dict.fromkeys(KINDS, 1.0),
-        about=f"{device}, {ranks}{on_hosts}{threads}",
+        efficiency=efficiency,
+        about=f"{device}, {ranks}{on_hosts}{threads}{bench.about}",
         source=f"graphshard calibrate, {ranks}{on_hosts}{threads}, torch {torch.__version__}"
         + (f"; of {base.name}, as not measured: {', '.join(unmeasured)}" if unmeasured else ""),
-        contention=contention,
+        contention=base.contention if contention is None else contention,
+        contention_bytes=base.contention_bytes if contention is None else 0.0,
+        slowest=base.slowest if group.size == 1 else 1.0,
+        spread=_SPREAD,
+        pair_spread=base.pair_spread,
         curves=curves,
         lines=lines,
     )

@@ -22,6 +22,10 @@ BETWEEN_NODES = ".inter"
 """Suffix of the name of a line measured between nodes."""
 
 
+BETWEEN, ALL_REDUCE = "network.inter", "network.all_reduce"
+"""Kinds of efficiency: of rings between nodes, and of an all_reduce by the switch of a node."""
+
+
 @dataclass(frozen=True)
 class GroupShape:
     """The number of ranks of a collective (`size`), spread evenly over `nodes` nodes."""
@@ -83,6 +87,10 @@ def collective_seconds(
     ring = _hop_seconds(shape, hardware) + (n - 1) / n * moved / _bandwidth(shape, hardware)
     if op != "all_reduce":
         return hardware.launch_floor + ring
+    in_switch = hardware.efficiency.get(ALL_REDUCE)
+    if in_switch is not None and shape.nodes == 1 and n > 2:
+        reduced = 2 * (n - 1) / n * moved / (hardware.intra_bandwidth * in_switch)
+        return hardware.launch_floor + 2 * hardware.intra_latency + reduced
     tree = 2 * (_tree_latency(shape, hardware) + moved / _bandwidth(shape, hardware))
     return hardware.launch_floor + min(2 * ring, tree)
 
@@ -128,6 +136,8 @@ def _bandwidth(shape: GroupShape, hardware: Hardware) -> float:
     if shape.nodes > 1:
         across = hardware.inter_bandwidth * shape.per_node
         slowest = across if shape.per_node == 1 else min(slowest, across)
+    if shape.nodes > 1 and BETWEEN in hardware.efficiency:
+        return slowest * hardware.efficiency[BETWEEN]
     return slowest * hardware.efficiency["network"]
 
 

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from graphshard.cost.estimate import Estimate
 from graphshard.cost.reasons import Cause
+from graphshard.cost.spread import apart, ranges_apart
 from graphshard.cost.text import causes_of
 from graphshard.errors import CostError
 
@@ -28,6 +29,18 @@ class Comparison:
     def faster_by(self) -> float:
         """Seconds by which a step of `b` is shorter than one of `a`; negative if it is longer."""
         return self.a.step_seconds - self.b.step_seconds
+
+    @property
+    def apart(self) -> bool:
+        """Whether the times differ by more than the predictions may be wrong.
+
+        Two policies on one machine share most of the error; estimates of different machines, ranks
+        or models do not, and their ranges must not overlap.
+        """
+        a, b = self.a, self.b
+        if a.hardware == b.hardware and a.plan.world_size == b.plan.world_size:
+            return apart(a.step_seconds, b.step_seconds, a.hardware)
+        return ranges_apart(a.step_range, b.step_range)
 
     @property
     def smaller_by(self) -> int:
@@ -59,6 +72,7 @@ class Comparison:
         return {
             "names": list(self.names),
             "estimates": [self.a.to_dict(), self.b.to_dict()],
+            "apart": self.apart,
             "policies": {name: list(pair) for name, pair in self.policy_differences.items()},
         }
 

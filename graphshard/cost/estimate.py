@@ -4,16 +4,23 @@ from __future__ import annotations
 
 import os
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
 import torch
 
+from graphshard.cost.allocations import lives_of, requests_of
+from graphshard.cost.allocator_settings import DEFAULT, AllocatorSettings
 from graphshard.cost.by_unit import UnitEstimate, units_of
+from graphshard.cost.fsdp2_allocations import fsdp2_lives
 from graphshard.cost.memory import OPTIMIZERS, MemoryCurve, memory_of
+from graphshard.cost.overheads import Overheads
 from graphshard.cost.reasons import Reason, Reasons, reasons_text
+from graphshard.cost.reserved import ReservedMemory, reserved_memory
+from graphshard.cost.runner import OWN, Runner
+from graphshard.cost.spread import Range, range_of
 from graphshard.cost.streams import COMPUTE
 from graphshard.cost.timeline import Timeline, Transfer, timeline_of
 from graphshard.errors import CostError
@@ -24,6 +31,8 @@ from graphshard.program.program import Program
 if TYPE_CHECKING:
     from rich.console import RenderableType
 
+    from graphshard.tune.tuning import Tuning
+
 
 @dataclass(frozen=True)
 class Estimate:
@@ -31,7 +40,9 @@ class Estimate:
 
     plan, program: the plan and its rewritten program. hardware: the machine. optimizer: a name of
     `graphshard.cost.memory.OPTIMIZERS`. timeline: when each stream is busy. memory: bytes alive
-    over the step. optimizer_seconds: the optimizer's update.
+    over the step. optimizer_seconds: the optimizer's update. allocator: the settings of torch's
+    allocator on GPUs; None if it caches nothing. runner: the runtime that executes it. tf32:
+    whether float32 products run in TF32.
     """
 
     plan: ShardingPlan
@@ -41,6 +52,9 @@ class Estimate:
     timeline: Timeline
     memory: MemoryCurve
     optimizer_seconds: float
+    allocator: AllocatorSettings | None = DEFAULT
+    runner: Runner = OWN
+    tf32: bool = False
 
     # -- time -------------------------------------------------------------------------------------
 
@@ -48,6 +62,11 @@ class Estimate:
     def step_seconds(self) -> float:
         """Seconds of forward, backward, the optimizer's update and the overhead of a step."""
         return self.timeline.seconds + self.optimizer_seconds + self.hardware.step_overhead
+
+    @property
+    def step_range(self) -> Range:
+        """The least and the most seconds in which a step is expected (see `Hardware.spread`)."""
+        return range_of(self.step_seconds, self.hardware)
 
     @property
     def compute_seconds(self) -> float:
@@ -108,10 +127,46 @@ class Estimate:
         """Bytes alive between steps, after gradients are set to None."""
         return self.memory.valley
 
+    @cached_property
+    def reserved(self) -> ReservedMemory | None:
+        """What torch's allocator reserves; None on hosts and without a cache."""
+        if self.allocator is None or self.overheads is None:
+            return None
+        copies = self.runner.copies_gathers
+        own = lives_of(self.program, self.memory.storages)
+        lives = fsdp2_lives(self.program, self.runner.leave_eager) if copies else own
+        requests = requests_of(self.program, self.plan, self.optimizer, lives)
+        overheads = self.overheads
+        capacity = self.hardware.memory_bytes - overheads.driver - overheads.outside
+        return reserved_memory(
+            requests, overheads.workspaces, capacity=capacity, settings=self.allocator
+        )
+
+    @cached_property
+    def overheads(self) -> Overheads | None:
+        """What a process takes of a GPU beside tensors; None on hosts."""
+        return None if self.hardware.is_host else Overheads.of(self.program, self.hardware)
+
+    @property
+    def reserved_bytes(self) -> int:
+        """The most that torch's allocator reserves; on hosts, and without a cache, `peak_bytes`."""
+        return self.peak_bytes if self.reserved is None else self.reserved.bytes
+
+    @property
+    def device_bytes(self) -> int:
+        """Bytes that the rank takes of its device: reserved, by CUDA, by NCCL, by the driver."""
+        overheads = self.overheads
+        if overheads is None:
+            return self.peak_bytes
+        kept = 0 if self.reserved is not None else sum(overheads.workspaces)
+        return self.reserved_bytes + kept + overheads.outside + overheads.driver
+
     @property
     def fits(self) -> bool:
-        """Whether the peak is at most the device's memory."""
-        return self.peak_bytes <= self.hardware.memory_bytes
+        """Whether the device's memory is enough for what the rank takes of it."""
+        if self.reserved is not None:
+            return not self.reserved.failed
+        return self.device_bytes <= self.hardware.memory_bytes
 
     # -- by unit ----------------------------------------------------------------------------------
 
@@ -150,15 +205,54 @@ class Estimate:
             CostError: the backend or the hardware is unknown.
         """
         plan = replace(self.plan, program=self.program)
-        return estimate_of(plan, Hardware.load(hardware), optimizer=self.optimizer, backend=backend)
+        return estimate_of(
+            plan,
+            Hardware.load(hardware),
+            optimizer=self.optimizer,
+            backend=backend,
+            allocator=self.allocator,
+            tf32=self.tf32,
+            runner=self.runner,
+        )
 
     # -- shown ------------------------------------------------------------------------------------
 
-    def to_dict(self) -> dict[str, Any]:
-        """The estimate as plain data, ready for JSON; times in seconds, sizes in bytes."""
+    def to_dict(self, *, details: bool = False) -> dict[str, Any]:
+        """The estimate as plain data, ready for JSON; times in seconds, sizes in bytes.
+
+        Args:
+            details: add the plan, the dump, and tables of all nodes, spans and storages and of live
+                memory (see `graphshard.cost.details`); megabytes for a large model.
+        """
+        from graphshard.cost.details import details_dict
         from graphshard.cost.text import estimate_dict
 
-        return estimate_dict(self)
+        return estimate_dict(self) | (details_dict(self) if details else {})
+
+    def report(
+        self,
+        path: str | os.PathLike[str],
+        *,
+        what_if: Mapping[str, Estimate] | None = None,
+        tuning: Tuning | None = None,
+        trace: str | os.PathLike[str] | None = None,
+    ) -> None:
+        """Write a page to look at: plan, timeline, memory and dump in one HTML file.
+
+        It needs the extra `report` (bokeh) to be written, and a browser without network to be read.
+
+        Args:
+            path: the file to write.
+            what_if: estimates of other policies, by a name for each; any two can be compared.
+            tuning: a search, whose simulated policies are shown as points beside these.
+            trace: what torch.profiler wrote of one rank, to set measured beside predicted times.
+
+        Raises:
+            CostError: bokeh is missing, or `trace` is of another program.
+        """
+        from graphshard.report.page import write_report
+
+        write_report(self, path, what_if=what_if, tuning=tuning, trace=trace)
 
     def save_trace(self, path: str | os.PathLike[str]) -> None:
         """Write a trace of streams and memory for Perfetto or chrome://tracing."""
@@ -197,6 +291,8 @@ def estimate_of(
     optimizer: str = "adamw",
     backend: str | None = None,
     tf32: bool = False,
+    allocator: AllocatorSettings | None = DEFAULT,
+    runner: Runner = OWN,
 ) -> Estimate:
     """Estimate a step of the program of `plan` on `hardware`; see `graphshard.simulate`.
 
@@ -206,6 +302,8 @@ def estimate_of(
         optimizer: a name of `graphshard.cost.memory.OPTIMIZERS`.
         backend: "nccl" or "gloo"; by default "gloo" on hosts and "nccl" elsewhere.
         tf32: whether float32 products run in TF32.
+        allocator: settings of torch's allocator on GPUs; None if it caches nothing.
+        runner: the runtime, where it is not this library's.
 
     Raises:
         CostError: the plan has no program, or the optimizer or backend is unknown.
@@ -215,7 +313,7 @@ def estimate_of(
         raise CostError(
             "the plan has no program to estimate; give example_inputs to graphshard.plan"
         )
-    backend = backend or ("gloo" if hardware.is_host else "nccl")
+    backend = backend or hardware.process_group_backend
     if backend not in ("nccl", "gloo"):
         raise CostError(f'backend must be "nccl" or "gloo"; got {backend!r}')
     return Estimate(
@@ -223,24 +321,26 @@ def estimate_of(
         program,
         hardware,
         optimizer,
-        timeline_of(program, plan, hardware, tf32=tf32),
-        memory_of(program, plan, optimizer=optimizer, backend=backend),
+        timeline_of(program, plan, hardware, tf32=tf32, runner=runner),
+        memory_of(program, plan, optimizer=optimizer, backend=backend, runner=runner),
         optimizer_seconds(plan, hardware, optimizer) if program.grad else 0.0,
+        allocator,
+        runner,
+        tf32,
     )
 
 
 def optimizer_seconds(plan: ShardingPlan, hardware: Hardware, optimizer: str) -> float:
-    """Seconds of the update, which reads and writes parameters, gradients and states once."""
+    """Seconds of the update, whose operators stream parameters, gradients and states."""
     layouts = {id(layout): layout for layout in plan.layouts.values()}.values()
     sizes = [layout.shard_bytes for layout in layouts if layout.requires_grad]
     trained = sum(sizes)
-    cost = OPTIMIZERS[optimizer]
     if optimizer == "none":
         return 0.0
     line = hardware.lines.get(optimizer)
     if line is not None and not plan.policy.offloads("params"):
         return line[0] + line[1] * len(sizes) + line[2] * trained
-    moved = trained * (3 + 2 * cost.states + 3 * cost.temporary)
+    moved = trained * OPTIMIZERS[optimizer].moved
     bandwidth = hardware.memory_bandwidth * hardware.efficiency["bandwidth"]
     if plan.policy.offloads("params"):
         bandwidth = min(bandwidth, hardware.host_bandwidth)

@@ -9,7 +9,7 @@ the limits of this model.
 from __future__ import annotations
 
 import operator
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 
 import torch
 from torch import Tensor, fx
@@ -25,32 +25,40 @@ _STREAMS = ("add",)
 """The measured curve of a fused kernel, which is that of elementwise arithmetic."""
 
 
-def fused_costs(program: Program) -> Mapping[fx.Node, OpCost]:
-    """The cost of each node in a region of `program`; a kernel's cost is at its last operator."""
+def fused_costs(program: Program, leave_eager: Collection[str] = ()) -> Mapping[fx.Node, OpCost]:
+    """The cost of each node in a region of `program`; a kernel's cost is at its last operator.
+
+    The regions of the units `leave_eager` are left out.
+    """
     costs: dict[fx.Node, OpCost] = {}
-    if program.regions is not None:
-        for region in regions_in(program.graph):
-            costs.update(_costs(region))
+    for region in compiled_regions(program, leave_eager):
+        for node in region.nodes:
+            costs[node] = op_cost(node) if is_separate(node) else FREE
+        for nodes in kernels_of(region):
+            costs[nodes[-1]] = _kernel(nodes)
     return costs
 
 
-def _costs(region: Region) -> dict[fx.Node, OpCost]:
+def compiled_regions(program: Program, leave_eager: Collection[str] = ()) -> list[Region]:
+    """The regions of `program` but those of the units `leave_eager`."""
+    if program.regions is None:
+        return []
+    regions = regions_in(program.graph)
+    return [r for r in regions if r.nodes[0].meta.get("unit", "") not in leave_eager]
+
+
+def kernels_of(region: Region) -> list[list[fx.Node]]:
+    """The operators of each fused kernel of `region`."""
     inside = set(region.nodes)
     stage: dict[fx.Node, int] = {}
     kernels: dict[int, list[fx.Node]] = {}
-    costs: dict[fx.Node, OpCost] = {}
     for node in region.nodes:
         read = [value for value in node.all_input_nodes if value in inside]
-        behind = (stage[value] + _is_separate(_operator_of(value)) for value in read)
+        behind = (stage[value] + is_separate(operator_of(value)) for value in read)
         stage[node] = max(behind, default=0)
-        costs[node] = FREE
-        if _is_separate(node):
-            costs[node] = op_cost(node)
-        elif _computes(node):
+        if not is_separate(node) and _computes(node):
             kernels.setdefault(stage[node], []).append(node)
-    for nodes in kernels.values():
-        costs[nodes[-1]] = _kernel(nodes)
-    return costs
+    return list(kernels.values())
 
 
 def _kernel(nodes: list[fx.Node]) -> OpCost:
@@ -60,12 +68,12 @@ def _kernel(nodes: list[fx.Node]) -> OpCost:
     moved = 0
     for node in nodes:
         for value in node.all_input_nodes:
-            base = _base(value)
-            if _operator_of(base) not in inside and isinstance(value.meta.get("val"), Tensor):
+            base = base_of(value)
+            if operator_of(base) not in inside and isinstance(value.meta.get("val"), Tensor):
                 size = node_bytes(value)
                 reads[base] = max(reads.get(base, 0), min(size, node_bytes(base)))
-        for value in _results(node):
-            if _read_outside(value, inside):
+        for value in results_of(node):
+            if read_outside(value, inside):
                 moved += node_bytes(value)
     floats = [n.meta["val"].dtype for n in (*reads, *nodes) if isinstance(n.meta["val"], Tensor)]
     floats = [dtype for dtype in floats if dtype.is_floating_point]
@@ -77,34 +85,34 @@ def _computes(node: fx.Node) -> bool:
     return node.target is not operator.getitem and not is_view_op(node.target)
 
 
-def _is_separate(node: fx.Node) -> bool:
+def is_separate(node: fx.Node) -> bool:
     """Whether `node` stays a separate kernel in a region."""
     return node.op == "call_function" and (ops.is_random(node) or op_cost(node).flops > 0)
 
 
-def _operator_of(value: fx.Node) -> fx.Node:
+def operator_of(value: fx.Node) -> fx.Node:
     """The operator that returns `value`."""
     return picks_from(value) or value
 
 
-def _base(value: fx.Node) -> fx.Node:
+def base_of(value: fx.Node) -> fx.Node:
     """The value that `value` is a view of, or itself."""
     while (base := viewed(value)) is not None:
         value = base
     return value
 
 
-def _results(node: fx.Node) -> list[fx.Node]:
+def results_of(node: fx.Node) -> list[fx.Node]:
     """The nodes of the tensors that `node` returns."""
     if isinstance(node.meta.get("val"), Tensor):
         return [node]
     return [user for user in node.users if isinstance(user.meta.get("val"), Tensor)]
 
 
-def _read_outside(value: fx.Node, inside: set[fx.Node]) -> bool:
+def read_outside(value: fx.Node, inside: set[fx.Node]) -> bool:
     """Whether a node outside the kernel reads `value` or a view of it."""
     for user in value.users:
         aliases = picks_from(user) is value or viewed(user) is value
-        if _read_outside(user, inside) if aliases else user not in inside:
+        if read_outside(user, inside) if aliases else user not in inside:
             return True
     return False

@@ -8,7 +8,7 @@ temporaries of the optimizer's update.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from math import prod
 from types import EllipsisType
@@ -17,6 +17,8 @@ import torch
 from torch import fx
 
 from graphshard.cost.collective_cost import ranks_of
+from graphshard.cost.fused_memory import leave_out_fused
+from graphshard.cost.runner import Runner
 from graphshard.errors import CostError
 from graphshard.planning.layout import ParamLayout
 from graphshard.planning.plan import ShardingPlan
@@ -24,6 +26,7 @@ from graphshard.program import ops, packing
 from graphshard.program.aliases import unpacks, uses_of
 from graphshard.program.annotations import Budget
 from graphshard.program.collective import Collective, operands_of, wait_of
+from graphshard.program.owned import reduced_in_place
 from graphshard.program.program import Program
 from graphshard.program.sizes import is_contiguous
 from graphshard.program.storages import (
@@ -65,7 +68,7 @@ BUFFERS = "communication buffers"
 SHARD_GRADIENTS = "gradients"
 
 
-ACCUMULATED = "gradients kept by no_sync"
+ACCUMULATED = "gradients accumulated by no_sync"
 
 
 def buffers_of(program: Program, backend: str) -> Iterator[Storage]:
@@ -112,12 +115,24 @@ class _StorageFactory:
         late: int = 0,
         ends: Iterable[fx.Node],
         over: int = 0,
+        pieces: Iterable[int] = (),
     ) -> Storage:
         first = node if first is ... else first
         last = list(ends)
         born = (0 if first is None else self.place[first]) + late
         dies = max((self.place[end] for end in last), default=END - over) + over
-        return Storage(node, size, born, dies, kind, first=first, late=late, ends=last, over=over)
+        return Storage(
+            node,
+            size,
+            born,
+            dies,
+            kind,
+            first=first,
+            late=late,
+            ends=last,
+            over=over,
+            pieces=tuple(pieces),
+        )
 
 
 def _gather_storages(
@@ -126,11 +141,12 @@ def _gather_storages(
     """The message that small shards are packed into, and the buffer that receives it."""
     ranks = ranks_of(node, program)
     shards = [operand.meta["val"] for operand in operands_of(node)]
-    moved = sum(_packed(shards, [bytes_of(s) for s in shards], packing.GATHER_BELOW[backend]))
-    if moved and ranks > 1:
+    messages = [sum(sizes) for sizes in _messages(shards, packing.GATHER_BELOW[backend])]
+    if messages and ranks > 1:
         wait = wait_of(node)
         assert wait is not None
-        yield new_storage(node, moved * (1 + ranks), BUFFERS, ends=[wait])
+        pieces = [size for message in messages for size in (message, message * ranks)]
+        yield new_storage(node, sum(pieces), BUFFERS, ends=[wait], pieces=pieces)
 
 
 def _reduce_storages(
@@ -149,11 +165,15 @@ def _reduce_storages(
     scattered = op.moves == "reduce_scatter" and ranks > 1
     exchanged = scattered and backend == "gloo" and ranks > 2
     result_bytes = sum(map(bytes_of, results))
+    own = reduced_in_place(node, backend) if ranks > 1 else frozenset(range(len(results)))
+    pieces = _result_pieces(results, own, packing.REDUCE_BELOW[backend] if scattered else None)
     first, late = node, 0
     if scattered:
-        copied, padding = _send_bytes(node, [bytes_of(r) * ranks for r in results], backend)
-        if copied:  # the copied operands are freed once the reduce is launched
-            yield new_storage(node, copied, BUFFERS, ends=[node])
+        copies, padding = _send_bytes(node, results, ranks, backend)
+        if program.collective_memory is not None and backend == "nccl":
+            copies += [size * ranks for size in pieces]  # into the pool
+        if copies:  # the copied operands are freed once the reduce is launched
+            yield new_storage(node, sum(copies), BUFFERS, ends=[node], pieces=copies)
         if padding:
             yield new_storage(node, padding, BUFFERS, late=1, ends=[wait])
         if exchanged:
@@ -169,41 +189,68 @@ def _reduce_storages(
         first = wait
     else:
         # The copy that is reduced in place and returned outlives the gradient it was copied from.
-        yield new_storage(node, result_bytes, BUFFERS, ends=[node])
+        copied = sum(
+            bytes_of(r) for index, r in enumerate(results) if index not in own or ranks == 1
+        )
+        if copied:
+            yield new_storage(node, copied, BUFFERS, ends=[node])
         first, late = wait, 1
     unpacked = unpacks(wait)
     stays = any(user in returned for user in unpacked)
     ends = [] if stays else uses_of(*unpacked) or [wait]
     kind = SHARD_GRADIENTS if stays else BUFFERS
-    yield new_storage(node, result_bytes, kind, first=first, late=late, ends=ends)
+    yield new_storage(node, result_bytes, kind, first=first, late=late, ends=ends, pieces=pieces)
 
 
-def _send_bytes(node: fx.Node, sizes: list[int], backend: str) -> tuple[int, int]:
-    """Bytes of the copies of a reduce_scatter's operands, and bytes of padding in them.
+def _send_bytes(
+    node: fx.Node, shards: list[torch.Tensor], ranks: int, backend: str
+) -> tuple[list[int], int]:
+    """Bytes of each copy of a reduce_scatter's operands, and bytes of padding in them.
 
-    Gradients are padded, ordered by rank, and packed into one message if small. `sizes` has the
-    padded bytes of each operand.
+    Gradients are padded, ordered by rank, and packed into one message if small. `shards` are the
+    results, padding included.
     """
+    sizes = [bytes_of(shard) * ranks for shard in shards]
     operands = [operand.meta["val"] for operand in operands_of(node)]
     dims = Collective.of(node).dims
-    copied = padding = 0
+    copied, padding = [], 0
     for operand, dim, size in zip(operands, dims, sizes, strict=True):
         if dim or size != bytes_of(operand) or not is_contiguous(operand):
-            copied += size
+            copied.append(size)
             padding += size - bytes_of(operand)
-    packed = _packed(operands, sizes, packing.REDUCE_BELOW[backend])
+    packed = [ranks * sum(sizes) for sizes in _messages(shards, packing.REDUCE_BELOW[backend])]
     divided = [
         size
         for operand, size in zip(operands, sizes, strict=True)
         if operand.dtype is torch.float16 and backend != "gloo"
     ]
-    return copied + sum(packed) + sum(divided), padding
+    return copied + packed + divided, padding
 
 
-def _packed(tensors: list[torch.Tensor], sizes: list[int], below: int) -> list[int]:
-    """The entries of `sizes` (bytes of `tensors`) that are packed into messages with others."""
+def _messages(tensors: list[torch.Tensor], below: int) -> list[list[int]]:
+    """For each message that several of `tensors` are packed into, the bytes of these."""
+    sizes = [bytes_of(tensor) for tensor in tensors]
     messages = packing.packed(sizes, [tensor.dtype for tensor in tensors], below)
-    return [sizes[i] for indices in messages for i in indices]
+    return [[sizes[i] for i in indices] for indices in messages]
+
+
+def _result_pieces(
+    results: list[torch.Tensor], own: Collection[int], below: int | None
+) -> list[int]:
+    """The bytes of each tensor that a reduce returns its results in.
+
+    Those of a packed message stay parts of it. `below` is the limit of packing; None for an
+    all_reduce, which packs all that are not its `own`.
+    """
+    sizes, dtypes = [bytes_of(result) for result in results], [r.dtype for r in results]
+    if below is not None:
+        messages = packing.packed(sizes, dtypes, below)
+    else:
+        copied = [index for index in range(len(results)) if index not in own]
+        messages = [[i for i in copied if dtypes[i] is dtype] for dtype in dict.fromkeys(dtypes)]
+    packed = {index for message in messages for index in message}
+    alone = [size for index, size in enumerate(sizes) if index not in packed]
+    return alone + [sum(sizes[index] for index in message) for message in messages if message]
 
 
 def _is_reduced(node: fx.Node) -> bool:
@@ -226,6 +273,9 @@ def _on_host(node: fx.Node) -> bool:
 SHARDS = "shards"
 
 
+ROW_COPIES = "copies of rows"  # to see writes into resident parameters
+
+
 OPTIMIZER = "optimizer"
 
 
@@ -237,6 +287,7 @@ INPUTS = "inputs and buffers"
 
 CATEGORIES = (
     SHARDS,
+    ROW_COPIES,
     *KINDS,
     BUFFERS,
     SHARD_GRADIENTS,
@@ -251,20 +302,23 @@ CATEGORIES = (
 class OptimizerCost:
     """Memory of an optimizer, in multiples of the bytes of the trained shards.
 
-    states: kept between steps. temporary: alive during the update.
+    states: kept between steps. temporary: alive during the update. moved: read and written by it.
     """
 
     states: float
     temporary: float
+    moved: float
 
 
 OPTIMIZERS: Mapping[str, OptimizerCost] = {
-    "none": OptimizerCost(0, 0),
-    "sgd": OptimizerCost(0, 0),
-    "sgd-momentum": OptimizerCost(1, 0),
-    # The foreach implementation (torch's default on accelerators) holds one list of temporaries.
-    "adamw": OptimizerCost(2, 1),
-    "adamw-fused": OptimizerCost(2, 0),
+    "none": OptimizerCost(0, 0, 0),
+    "sgd": OptimizerCost(0, 0, 3),
+    # Each operator of a foreach implementation (torch's default on accelerators) passes over memory
+    # once: here mul_, add_ (of the buffer), add_ (of the parameter).
+    "sgd-momentum": OptimizerCost(1, 0, 8),
+    # mul_, lerp_, mul_, addcmul_, sqrt, div_, add_, addcdiv_; the root is a list of temporaries.
+    "adamw": OptimizerCost(2, 1, 20),
+    "adamw-fused": OptimizerCost(2, 0, 7),
 }
 
 
@@ -298,7 +352,12 @@ class MemoryCurve:
 
 
 def memory_of(
-    program: Program, plan: ShardingPlan, *, optimizer: str = "adamw", backend: str = "nccl"
+    program: Program,
+    plan: ShardingPlan,
+    *,
+    optimizer: str = "adamw",
+    backend: str = "nccl",
+    runner: Runner | None = None,
 ) -> MemoryCurve:
     """Bytes over a training step, if gradients are set to None after each step.
 
@@ -307,15 +366,20 @@ def memory_of(
         plan: the plan it was rewritten by.
         optimizer: "adamw", "adamw-fused", "sgd", "sgd-momentum" or "none".
         backend: "nccl" or "gloo".
+        runner: what runs compiled regions as such; None counts operators one by one, which is what
+            a region that cannot be compiled takes.
 
     Raises:
         CostError: the optimizer is unknown.
     """
     if optimizer not in OPTIMIZERS:
         raise CostError(f"optimizer must be one of {', '.join(OPTIMIZERS)}; got {optimizer!r}")
-    storages = [*storages_of(program).all, *buffers_of(program, backend)]
+    computed = storages_of(program)
+    if runner is not None:
+        leave_out_fused(program, computed, runner.leave_eager, split=not runner.copies_gathers)
+    storages = [*computed.all, *buffers_of(program, backend)]
     optimizer_cost = OPTIMIZERS[optimizer] if program.grad else None
-    resident, host = resident_bytes(program, plan, optimizer_cost)
+    resident, host = resident_bytes(program, plan, optimizer_cost, program.stale)
     at_rest = Point(0, sum(resident.values()), resident)
     points = [at_rest, *_points(storages, resident)]
     after = Counter(resident)
@@ -356,24 +420,42 @@ def _points(storages: Iterable[Storage], resident: Mapping[str, int]) -> Iterato
 
 
 def resident_bytes(
-    program: Program, plan: ShardingPlan, optimizer: OptimizerCost | None
+    program: Program,
+    plan: ShardingPlan,
+    optimizer: OptimizerCost | None,
+    stale: Collection[str],
 ) -> tuple[dict[str, int], int]:
     """Bytes a rank holds between steps, on the device by category, and on the host.
 
-    `optimizer` is None without training.
+    Args:
+        program: it has the inputs and buffers.
+        plan: it has the parameters.
+        optimizer: None without training.
+        stale: FQNs of the resident parameters that are gathered. Of the others a rank keeps a copy
+            of its rows, to see whether they have changed.
     """
     layouts = {id(layout): layout for layout in plan.layouts.values()}.values()
     shards = sum(layout.shard_bytes for layout in layouts)
-    trained = sum(_unpadded_bytes(layout) for layout in layouts if layout.requires_grad)
+    unchanged = (
+        prod(layout.shard_shape) * layout.dtype.itemsize
+        for layout in layouts
+        if layout.resident and layout.world_size > 1 and layout.fqn not in stale
+    )
+    trained = sum(unpadded_bytes(layout) for layout in layouts if layout.requires_grad)
     states = 0 if optimizer is None else int(optimizer.states * trained)
     ends = [entry.node for entry in program.buffers] + [entry.node for entry in program.inputs]
     inputs = sum(map(node_bytes, ends))
     if plan.policy.offloads("params"):
         return {INPUTS: inputs}, shards + states
-    return {SHARDS: shards, OPTIMIZER: states, INPUTS: inputs}, 0
+    return {
+        SHARDS: shards,
+        ROW_COPIES: sum(unchanged),
+        OPTIMIZER: states,
+        INPUTS: inputs,
+    }, 0
 
 
-def _unpadded_bytes(layout: ParamLayout) -> int:
+def unpadded_bytes(layout: ParamLayout) -> int:
     """Bytes of the first rank's shard without padding, for which an optimizer keeps states."""
     if not layout.sharded:
         return layout.numel * layout.dtype.itemsize

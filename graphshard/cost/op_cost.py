@@ -11,7 +11,6 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass
 from math import prod
-from operator import getitem
 from typing import Any
 
 import torch
@@ -19,12 +18,12 @@ from torch import Tensor, fx
 from torch.utils.flop_counter import conv_flop_count, flop_registry
 
 from graphshard.cost import attention_work
+from graphshard.cost.kernel_rates import Attention, Product, attention_rate, product_rate
 from graphshard.cost.op_curves import curves_of
 from graphshard.cost.per_node import once_per_operation
 from graphshard.hardware.curves import seconds_at
 from graphshard.hardware.hardware import Hardware, dtype_name
-from graphshard.program.aliases import alias_inputs, is_view_op
-from graphshard.program.storages import bytes_of
+from graphshard.program.aliases import is_view_op
 from graphshard.torch_private.compat import size_hint
 
 _aten = torch.ops.aten
@@ -47,7 +46,8 @@ class OpCost:
 
     kind: "matmul", "attention", "convolution", "bandwidth", or "free" (a view). flops: those of the
     algorithm that runs. moved: bytes read and written. dtype: the dtype of the computation. curves:
-    names of measured curves that apply, the best first.
+    names of measured curves that apply, the best first. work: the shape of a matrix product or of
+    attention.
     """
 
     kind: str
@@ -55,12 +55,21 @@ class OpCost:
     moved: int
     dtype: torch.dtype
     curves: tuple[str, ...] = ()
+    work: Product | Attention | None = None
+
+    @property
+    def only_moves(self) -> bool:
+        """Whether it is a kernel that computes nothing but reads and writes memory."""
+        return not self.flops and self.moved > 0
 
     def seconds(self, hardware: Hardware, *, tf32: bool = False) -> float:
-        """Seconds on one device of `hardware`, by a measured curve or else by the roofline.
+        """Seconds within a step on one device, by a measured curve or else by the roofline.
 
         `tf32` says whether float32 products run in TF32.
         """
+        return hardware.in_step * self._alone(hardware, tf32)
+
+    def _alone(self, hardware: Hardware, tf32: bool) -> float:
         if hardware.curves:
             measured = self._measured(hardware, tf32)
             if measured is not None:
@@ -70,10 +79,17 @@ class OpCost:
         streamed = self.moved / (hardware.memory_bandwidth * hardware.efficiency["bandwidth"])
         computed = 0.0
         if self.flops:
-            kind = self.kind if self.kind != "bandwidth" else "matmul"
             peak = hardware.matmul_flops(self.dtype, tf32=tf32)
-            computed = self.flops / (peak * hardware.efficiency[kind])
+            computed = self.flops / (peak * self._rate(hardware, tf32))
         return max(streamed, computed, hardware.launch_floor)
+
+    def _rate(self, hardware: Hardware, tf32: bool) -> float:
+        """The fraction of the peak that the kernel reaches."""
+        if isinstance(self.work, Attention):
+            return attention_rate(self.work, self.dtype, hardware)
+        if self.kind in ("attention", "convolution"):
+            return hardware.efficiency_of(self.kind, self.dtype, tf32=tf32)
+        return product_rate(self.work, self.dtype, hardware, tf32=tf32)
 
     def _measured(self, hardware: Hardware, tf32: bool) -> float | None:
         """Seconds by the best measured curve; None without one.
@@ -132,7 +148,8 @@ def _computed(node: fx.Node) -> OpCost:
     dtype = floats[0] if floats else torch.float32
     flops = _flops(packet, node)
     kind = _kind(packet, flops)
-    return OpCost(kind, flops, moved, dtype, curves_of(packet, kind, node))
+    work = _work(packet, kind, flops, node, results[0])
+    return OpCost(kind, flops, moved, dtype, curves_of(packet, kind, node), work)
 
 
 _op_cost = once_per_operation("cost", _computed)
@@ -144,6 +161,38 @@ def _kind(packet: Any, flops: int) -> str:
     if packet in _CONVOLUTIONS:
         return "convolution"
     return "matmul" if flops else "bandwidth"
+
+
+_BATCHED = {_aten.bmm, _aten.baddbmm, _aten._grouped_mm}
+
+
+# The kernels that operators traced for a GPU call. The memory-efficient one of xFormers is about as
+# fast as FlashAttention 1 (arXiv:2307.08691, fig. 4).
+_KERNELS = {
+    _aten._scaled_dot_product_cudnn_attention: "cudnn",
+    _aten._scaled_dot_product_cudnn_attention_backward: "cudnn",
+    _aten._scaled_dot_product_flash_attention: "fa2",
+    _aten._scaled_dot_product_flash_attention_backward: "fa2",
+    _aten._scaled_dot_product_efficient_attention: "fa1",
+    _aten._scaled_dot_product_efficient_attention_backward: "fa1",
+}
+
+
+def _work(
+    packet: Any, kind: str, flops: int, node: fx.Node, result: Tensor
+) -> Product | Attention | None:
+    """The shape of the matrix product or attention that `node` computes."""
+    if kind == "attention":
+        backward = packet in attention_work.BACKWARD
+        query, key = _shapes_of_arguments(node.args[1:3] if backward else node.args[:2])
+        return Attention(_KERNELS.get(packet, ""), key[2], query[3], backward)
+    shape = _shapes(result)
+    if kind != "matmul" or not prod(shape):
+        return None
+    batch = prod(shape[:-2]) if packet in _BATCHED else 1
+    columns = shape[-1] if len(shape) > 1 else 1
+    rows = prod(shape) // (batch * columns)
+    return Product(batch, rows, columns, max(1, flops // (2 * prod(shape))))
 
 
 def _flops(packet: Any, node: fx.Node) -> int:
@@ -243,13 +292,9 @@ FLOPS_PER_BYTE = 200
 
 
 def equivalent_flops(node: fx.Node) -> int:
-    """The cost of computing `node` in FLOPs, with `FLOPS_PER_BYTE` for each byte of its tensors.
+    """The cost of computing `node` in FLOPs, with `FLOPS_PER_BYTE` for each byte that it moves.
 
-    The operator's FLOPs are those of torch's counter, 0 if it does not count the operator. Views
-    and selections of one result cost 0.
+    Views and selections of one result cost 0.
     """
-    if node.target is getitem or alias_inputs(node):
-        return 0
-    tensors = [*_tensors(node.meta.get("val")), *_operands(node)]
-    packet = getattr(node.target, "overloadpacket", None)
-    return _counted_flops(packet, node) + FLOPS_PER_BYTE * sum(map(bytes_of, tensors))
+    cost = op_cost(node)
+    return cost.flops + FLOPS_PER_BYTE * cost.moved

@@ -6,6 +6,7 @@ import os
 from typing import TYPE_CHECKING, Any
 
 from graphshard.cost.streams import COMPUTE
+from graphshard.cost.text import range_text
 from graphshard.cost.trace import memory_steps
 from graphshard.errors import CostError
 from graphshard.format import human_bytes, human_seconds
@@ -72,10 +73,14 @@ def draw(estimate: Estimate, path: str | os.PathLike[str]) -> None:
     figure.suptitle(
         f"{estimate.plan.units[0].module_class or 'A program'} on "
         f"{estimate.plan.world_size:,} ranks of {estimate.hardware.name}: "
-        f"{human_seconds(estimate.step_seconds)} a step, of which "
+        f"{human_seconds(estimate.step_seconds)} a step{_expected(estimate)}, of which "
         f"{human_seconds(estimate.exposed_seconds)} wait for communication"
     )
     figure.savefig(path)
+
+
+def _expected(estimate: Estimate) -> str:
+    return f" ({range_text(estimate)})" if estimate.hardware.spread != (1.0, 1.0) else ""
 
 
 def _kind(span: Span) -> str:

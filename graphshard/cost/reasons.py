@@ -243,7 +243,7 @@ class Reasons:
         if not is_gather:
             return POLICY, "", "copies are issued one step ahead"
         budget = self.program.budget
-        if budget is not None and budget.kept is None:
+        if budget is not None and budget.unchanged_because is None:
             above = (
                 self._budgeted[self.place[before]] + new_bytes(node, self.program) - budget.bytes
             )
@@ -270,7 +270,7 @@ class Reasons:
         if isinstance(policy, PolicyOfProgram):
             return "it is issued where the program has it"
         if node.meta["phase"] == FORWARD:
-            ahead = policy.forward_prefetch
+            ahead = policy.forward_units_ahead(self.plan.process_group_backend)
             if not ahead:
                 return "it is issued where its result is needed (forward_prefetch=0)"
             return f"forward_prefetch={ahead} issues it so many units ahead"

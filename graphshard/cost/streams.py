@@ -6,10 +6,17 @@ reduces of a group of ranks), and one for each direction of copies between devic
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 import torch
 from torch import fx
 
-from graphshard.cost.collective_cost import collective_seconds, ranks_of, shape_of
+from graphshard.cost.collective_cost import (
+    collective_seconds,
+    group_shape,
+    ranks_of,
+    shape_of,
+)
 from graphshard.cost.op_cost import OpCost, op_cost
 from graphshard.hardware.hardware import Hardware
 from graphshard.program import ops
@@ -50,10 +57,58 @@ def node_seconds(
         return hardware.launch_floor + node_bytes(node) / bandwidth
     if node.target in MEMORY_BOUND:
         moved = sum(map(node_bytes, (node, *_operands(node))))
-        return _copy_seconds(moved, hardware)
+        return copy_seconds(moved, hardware)
+    if node.target is ops.report_finite:
+        shape = group_shape(ops.ALL, program.mesh_shape, hardware.gpus_per_node)
+        return collective_seconds("all_gather", 8 * shape.size, shape, hardware)
     if ops.op_name(node) is not None:
         return 0.0
     return op_cost(node).seconds(hardware, tf32=tf32)
+
+
+class NodeCost(NamedTuple):
+    """What a node costs on its stream.
+
+    seconds: with nothing else under way. load: the part of the memory's bandwidth that a collective
+    or copy takes meanwhile. moves: whether it is a kernel that only moves bytes.
+    """
+
+    seconds: float
+    load: float = 0.0
+    moves: bool = False
+
+
+def node_cost(node: fx.Node, program: Program, hardware: Hardware) -> NodeCost:
+    """The seconds of `node` on its stream, and what it does to those beside it."""
+    seconds = node_seconds(node, program, hardware)
+    if not seconds:
+        return _NOTHING
+    if ops.is_collective(node) or node.target in ops.COPIES:
+        return NodeCost(seconds, memory_load(node, seconds, program, hardware))
+    return NodeCost(seconds, moves=only_moves(node))
+
+
+_NOTHING = NodeCost(0.0)
+
+
+def memory_load(node: fx.Node, seconds: float, program: Program, hardware: Hardware) -> float:
+    """The part of the memory's bandwidth that a collective or copy takes for its `seconds`."""
+    if not seconds or not hardware.contention_bytes:
+        return 0.0
+    if ops.is_collective(node):
+        ranks = ranks_of(node, program)
+        sent = moved_bytes(node, program) * (ranks - 1) / ranks
+        bytes_of_memory = sent * hardware.contention_bytes
+    else:
+        bytes_of_memory = node_bytes(node)
+    return bytes_of_memory / seconds / hardware.memory_bandwidth
+
+
+def only_moves(node: fx.Node) -> bool:
+    """Whether `node` is a kernel that only reads and writes memory."""
+    if node.target in MEMORY_BOUND:
+        return True
+    return ops.op_name(node) is None and op_cost(node).only_moves
 
 
 def local_seconds(collective: fx.Node, program: Program, hardware: Hardware) -> float:
@@ -63,10 +118,10 @@ def local_seconds(collective: fx.Node, program: Program, hardware: Hardware) -> 
     """
     if collective.target not in ops.REDUCES or ranks_of(collective, program) > 1:
         return 0.0
-    return _copy_seconds(2 * moved_bytes(collective, program), hardware)
+    return copy_seconds(2 * moved_bytes(collective, program), hardware)
 
 
-def _copy_seconds(moved: int, hardware: Hardware) -> float:
+def copy_seconds(moved: int, hardware: Hardware) -> float:
     """Seconds of a copy on the device that reads and writes `moved` bytes together."""
     return OpCost("bandwidth", 0, moved, torch.float32, ("clone", "add")).seconds(hardware)
 

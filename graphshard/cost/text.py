@@ -4,13 +4,16 @@ from __future__ import annotations
 
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterator
+from dataclasses import asdict
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from graphshard.cost.estimate import Estimate
 from graphshard.cost.reasons import Cause, Reason
+from graphshard.cost.reserved_text import device_lines
 from graphshard.cost.timeline import Transfer
 from graphshard.format import fold, human_bytes, human_seconds, sentence, table
 from graphshard.program.storages import PARAMETERS
+from graphshard.program.value_sizes import assumed_text
 
 if TYPE_CHECKING:
     from graphshard.cost.by_unit import UnitEstimate
@@ -64,11 +67,17 @@ def estimate_text(estimate: Estimate) -> str:
 
 def estimate_dict(estimate: Estimate) -> dict[str, Any]:
     """The estimate as plain data, ready for JSON; times in seconds, sizes in bytes."""
+    number_of = {id(transfer): number for number, transfer in enumerate(estimate.transfers)}
     return {
         "hardware": estimate.hardware.to_dict(),
+        "attention": estimate.hardware.attention,
+        "runtime": estimate.runner.runtime,
+        "leave_eager": sorted(estimate.runner.leave_eager),
         "optimizer": estimate.optimizer,
+        "assumed_sizes": estimate.program.assumed_sizes,
         "backend": "eager" if estimate.program.regions is None else "inductor",
         "step_seconds": estimate.step_seconds,
+        "step_range": list(estimate.step_range),
         "compute_seconds": estimate.compute_seconds,
         "communication_seconds": estimate.communication_seconds,
         "exposed_seconds": estimate.exposed_seconds,
@@ -82,6 +91,10 @@ def estimate_dict(estimate: Estimate) -> dict[str, Any]:
         "valley_by_category": dict(estimate.memory.valley_by_category),
         "host_bytes": estimate.memory.host,
         "fits": estimate.fits,
+        "reserved_bytes": estimate.reserved_bytes,
+        "device_bytes": estimate.device_bytes,
+        "overheads": None if estimate.overheads is None else asdict(estimate.overheads),
+        "reserved": None if estimate.reserved is None else estimate.reserved.to_dict(),
         "units": [
             {
                 "fqn": unit.fqn,
@@ -104,10 +117,31 @@ def estimate_dict(estimate: Estimate) -> dict[str, Any]:
                 "seconds": transfer.span.seconds,
                 "exposed_seconds": transfer.exposed,
                 "reason": estimate.why(transfer),
+                "place": transfer.span.place,
+                "waited_at": transfer.waited_at,
+                "waited_place": transfer.waited_place,
             }
             for transfer in estimate.transfers
         ],
+        "causes": [
+            {
+                "op": cause.op,
+                "phase": cause.phase,
+                "kind": cause.kind,
+                "seconds": cause.seconds,
+                "count": cause.count,
+                "worst_transfer": number_of[id(cause.worst)],
+                "text": cause.text,
+            }
+            for cause in causes_of(estimate).values()
+        ],
     }
+
+
+def range_text(estimate: Estimate) -> str:
+    """The range in which a step is expected, as text."""
+    low, high = estimate.step_range
+    return f"{human_seconds(low)} to {human_seconds(high)}"
 
 
 def _head(estimate: Estimate) -> Iterator[str]:
@@ -116,12 +150,16 @@ def _head(estimate: Estimate) -> Iterator[str]:
     mesh = " x ".join(map(str, plan.mesh_shape))
     yield f"estimate of {model}: one training step on {plan.world_size:,} ranks (mesh {mesh})"
     yield f"hardware   {estimate.hardware}"
+    if kernels := _kernels(estimate):
+        yield f"kernels    {kernels}"
     if estimate.program.regions is not None:
         regions = estimate.program.regions
         yield (
             f"compute    in {len(regions.forms):,} compiled regions: what is fused reads and "
-            "writes once; memory as if operators ran one by one"
+            "writes once, and is in memory only where others read it"
         )
+    if assumed := estimate.program.assumed_sizes:
+        yield f"sizes      {assumed_text(assumed)}"
     hidden = estimate.communication_seconds - estimate.exposed_seconds
     yield (
         f"step       {human_seconds(estimate.step_seconds)}: compute "
@@ -130,17 +168,38 @@ def _head(estimate: Estimate) -> Iterator[str]:
         f"exposed communication {human_seconds(estimate.exposed_seconds)}, "
         f"hidden {human_seconds(max(0.0, hidden))}"
     )
+    if estimate.hardware.spread != (1.0, 1.0):
+        yield f"expected   {range_text(estimate)} a step"
     yield (
         f"speed      {estimate.tflops_per_gpu:,.1f} TFLOP/s per device, "
         f"{estimate.mfu:.1%} of its peak (MFU)"
     )
-    verdict = "fits in" if estimate.fits else "DOES NOT FIT in"
     host = f", {human_bytes(estimate.memory.host)} on the host" if estimate.memory.host else ""
-    yield (
-        f"memory     peak {human_bytes(estimate.peak_bytes)}, between steps "
-        f"{human_bytes(estimate.valley_bytes)}{host}; {verdict} "
+    verdict = (
+        f"{'fits in' if estimate.fits else 'DOES NOT FIT in'} "
         f"{human_bytes(estimate.hardware.memory_bytes)}"
     )
+    yield (
+        f"memory     peak {human_bytes(estimate.peak_bytes)}, between steps "
+        f"{human_bytes(estimate.valley_bytes)}{host}; {verdict}"
+    )
+    yield from device_lines(estimate)
+
+
+def _kernels(estimate: Estimate) -> str:
+    """What is assumed of the machine's kernels, as text; "" if nothing is."""
+    hardware, runner = estimate.hardware, estimate.runner
+    parts = []
+    if hardware.attention:
+        parts.append(f"attention by {hardware.attention}")
+    if hardware.power_limit:
+        parts.append(f"power limited to {hardware.power_limit:g} of {hardware.tdp_watts:g} W")
+    if runner.copies_gathers:
+        parts.append("gathers copied out, as fsdp2 does")
+    if runner.leave_eager and estimate.program.regions is not None:
+        units = ", ".join(sorted(unit or "(root)" for unit in runner.leave_eager))
+        parts.append(f"not compiled: {units}")
+    return "; ".join(parts)
 
 
 def _memory(estimate: Estimate) -> Iterator[str]:
@@ -258,6 +317,8 @@ def _rows(both: Comparison) -> Iterator[Row]:
     }
     for name, value in times.items():
         yield _row(name, value(a), value(b), human_seconds)
+        if name == "step" and a.hardware.spread != (1.0, 1.0):
+            yield "  expected", range_text(a), range_text(b), "" if both.apart else "not apart"
     yield _row("TFLOP/s per device", a.tflops_per_gpu, b.tflops_per_gpu, lambda v: f"{v:,.1f}")
     yield "MFU", f"{a.mfu:.1%}", f"{b.mfu:.1%}", ""
     yield _row("peak memory", a.peak_bytes, b.peak_bytes, human_bytes)
@@ -266,6 +327,8 @@ def _rows(both: Comparison) -> Iterator[Row]:
         one, other = (peak.get(category, 0) for peak in peaks)
         if one or other:
             yield _row(f"  {category}", one, other, human_bytes)
+    if (a.reserved_bytes, b.reserved_bytes) != (a.peak_bytes, b.peak_bytes):
+        yield _row("reserved", a.reserved_bytes, b.reserved_bytes, human_bytes)
     yield _row("between steps", a.valley_bytes, b.valley_bytes, human_bytes)
     yield _row("units", len(a.plan.units), len(b.plan.units), lambda v: f"{v:,.0f}")
     (counts_a, sizes_a), (counts_b, sizes_b) = transfer_totals(a), transfer_totals(b)
@@ -299,7 +362,10 @@ def _differences(both: Comparison) -> Iterator[str]:
     else:
         than = "faster" if gained > 0 else "slower"
         share = abs(gained) / a.step_seconds
-        yield f"{second} is {share:.1%} {than} than {first}, by {human_seconds(abs(gained))}:"
+        found = f"{second} is {share:.1%} {than} than {first}, by {human_seconds(abs(gained))}"
+        if not both.apart:
+            found += ", which is within the error of predictions: the two cannot be told apart"
+        yield sentence(f"{found}:")
     compute = a.compute_seconds - b.compute_seconds
     if abs(compute) > least:
         yield f"  {human_seconds(abs(compute))} {_more(compute)} compute{_recomputed(both)}"

@@ -18,12 +18,16 @@ from graphshard.cost.clocks import Clocks
 from graphshard.cost.collective_cost import ranks_of
 from graphshard.cost.fused import fused_costs
 from graphshard.cost.op_cost import op_cost
+from graphshard.cost.runner import OWN, Runner
 from graphshard.cost.streams import (
     COMPUTE,
     MEMORY_BOUND,
+    copy_seconds,
     local_seconds,
+    memory_load,
     moved_bytes,
     node_seconds,
+    only_moves,
     stream_of,
 )
 from graphshard.hardware.hardware import Hardware
@@ -99,6 +103,7 @@ def timeline_of(
     *,
     tf32: bool = False,
     order: Iterable[fx.Node] | None = None,
+    runner: Runner = OWN,
 ) -> Timeline:
     """The timeline of one step without the optimizer's update.
 
@@ -108,8 +113,9 @@ def timeline_of(
         hardware: the machine of each rank.
         tf32: whether float32 products run in TF32.
         order: the order of all nodes, if not that of the graph.
+        runner: the runtime, where it is not this library's.
     """
-    walk = _Walk(program, plan, hardware, tf32)
+    walk = _Walk(program, plan, hardware.for_ranks(plan.world_size), tf32, runner)
     for place, node in enumerate(program.graph.nodes if order is None else order):
         walk.visit(place, node)
     walk.close()
@@ -125,11 +131,17 @@ def timeline_of(
 
 class _Walk:
     def __init__(
-        self, program: Program, plan: ShardingPlan, hardware: Hardware, tf32: bool
+        self,
+        program: Program,
+        plan: ShardingPlan,
+        hardware: Hardware,
+        tf32: bool,
+        runner: Runner,
     ) -> None:
         self.program, self.plan, self.hardware, self.tf32 = program, plan, hardware, tf32
-        self.fused = fused_costs(program)
-        self.clocks = Clocks(hardware.contention)
+        self.runner = runner
+        self.fused = fused_costs(program, runner.leave_eager)
+        self.clocks = Clocks(hardware)
         self.spans: list[Span] = []
         self.transfers: list[Transfer] = []
         self.at: list[float] = []
@@ -144,12 +156,16 @@ class _Walk:
                 self._occupy_compute(place, node, local_seconds(node, self.program, self.hardware))
                 self._start(place, node, moved_bytes(node, self.program))
             elif node.target is ops.wait:
-                self._finish(place, ops.collective_of(node))
+                collective = ops.collective_of(node)
+                self._finish(place, collective)
+                if self.runner.copies_gathers and collective.target is ops.all_gather:
+                    copied = 2 * moved_bytes(collective, self.program)
+                    self._occupy_compute(place, node, copy_seconds(copied, self.hardware))
             elif node.target is ops.arrive:
                 self._finish(place, node.args[0])
             elif node.target in ops.COPIES:
                 self._start(place, node, node_bytes(node))
-            elif ops.op_name(node) is None or node.target in MEMORY_BOUND:
+            elif ops.op_name(node) is None or node.target in (*MEMORY_BOUND, ops.report_finite):
                 self._compute(place, node)
         self.at.append(self.clocks.now)
 
@@ -159,16 +175,20 @@ class _Walk:
     # -- compute ----------------------------------------------------------------------------------
 
     def _compute(self, place: int, node: fx.Node) -> None:
-        if node.target in MEMORY_BOUND:
+        if ops.op_name(node) is not None:
             seconds = node_seconds(node, self.program, self.hardware)
+            moves = only_moves(node)
         else:
             cost = self.fused.get(node) or op_cost(node)
+            moves = cost.only_moves
             self.flops += cost.flops
             self.recomputed_flops += cost.flops if node.meta.get("recomputed") else 0
             seconds = cost.seconds(self.hardware, tf32=self.tf32)
-        self._occupy_compute(place, node, seconds)
+        self._occupy_compute(place, node, seconds, moves=moves)
 
-    def _occupy_compute(self, place: int, node: fx.Node, seconds: float) -> None:
+    def _occupy_compute(
+        self, place: int, node: fx.Node, seconds: float, *, moves: bool = True
+    ) -> None:
         """Run `node` on the compute stream for `seconds`, or longer under contention."""
         if not seconds:
             return
@@ -176,7 +196,7 @@ class _Walk:
         if self._run is None or self._run[:2] != (unit, phase):
             self._end_run()
             self._run = (unit, phase, self.clocks.now, place)
-        self.clocks.compute(seconds)
+        self.clocks.compute(seconds, only_moves=moves)
 
     def _end_run(self) -> None:
         if self._run is None:
@@ -193,7 +213,8 @@ class _Walk:
         seconds = node_seconds(node, self.program, self.hardware)
         issued = self.clocks.now
         start = max(issued, self.clocks.ends.get(stream, 0.0))
-        end = self.clocks.launch(stream, seconds)
+        load = memory_load(node, seconds, self.program, self.hardware)
+        end = self.clocks.launch(stream, seconds, load=load, copy=node.target in ops.COPIES)
         unit, phase = str(node.meta.get("unit", "")), node.meta["phase"]
         span = Span(stream, op, unit, phase, issued, start, end, place)
         self.spans.append(span)

@@ -1,32 +1,25 @@
-"""Descriptions of machines as numbers: presets, files, and their checks."""
+"""Descriptions of machines as numbers: their fields, files and lookups."""
 
 from __future__ import annotations
 
 import json
 import os
-import tomllib
 from collections.abc import Mapping
-from dataclasses import dataclass, field, fields, replace
-from functools import cache
-from importlib import resources
-from itertools import pairwise
-from math import isfinite
+from dataclasses import MISSING, dataclass, field, fields, replace
+from functools import cache, cached_property
 from pathlib import Path
-from types import MappingProxyType
 from typing import Any
 
 import torch
 
 from graphshard.errors import CostError
+from graphshard.hardware.attention import default_kernel, rate_of
+from graphshard.hardware.checks import KINDS, OVERHEADS, TABLES, checked
 from graphshard.hardware.curves import Points
+from graphshard.hardware.presets import preset_names, preset_table
+from graphshard.plain_data import read_json, shown
 
-_NOT_POSITIVE = frozenset(
-    {"name", "flops", "efficiency", "about", "source", "contention", "step_overhead"}
-    | {"curves", "lines"}
-)
-
-
-KINDS = ("matmul", "attention", "convolution", "bandwidth", "network", "host")
+__all__ = ["KINDS", "OVERHEADS", "Hardware", "dtype_name", "preset_names"]
 
 
 @dataclass(frozen=True)
@@ -50,18 +43,45 @@ class Hardware:
         inter_latency: per hop between nodes.
         host_bandwidth: between a device and its host.
         efficiency: by kind ("matmul", "attention", "convolution", "bandwidth", "network", "host"),
-            the fraction of the peak that large operations reach.
+            the fraction of the peak that large operations reach. "matmul.float32" is that of one
+            dtype, "network.inter" that between nodes, and "network.all_reduce" that of an
+            all_reduce within a node whose switch adds (NVLink SHARP).
         about: a text that describes the machine.
         source: a text on the origin of the figures.
-        contention: the fraction of compute's speed lost while a collective or host copy is under
-            way.
+        contention: the fraction of compute's speed lost while a collective is under way, on hosts
+            also while a host copy is.
+        contention_bytes: bytes of device memory that a collective reads and writes for each byte it
+            sends; they slow kernels that only move bytes.
         step_overhead: seconds of a step besides its nodes and its optimizer.
+        in_step: the time of an operator within a step, as a multiple of its time by the other
+            figures (see `graphshard.like_trace`).
+        slowest: the speed of the slowest of many devices, as a fraction of a usual one's. Ranks
+            wait for it.
+        multiprocessors: over which the tiles of a matrix product are spread; 0 if they are not
+            known, and products then run at one fraction of the peak.
+        tiles: shapes of the tiles of a product's result: rows, columns, and the speed relative to
+            the fastest shape.
+        attention_rates: by "KERNEL.DIRECTION.HEAD SIZE" ("fa2.forward.128"), ascending pairs of
+            sequence length and fraction of the peak. Without any, `efficiency["attention"]` counts.
+        attention_kernel: "fa1", "fa2", "fa3" or "cudnn"; "" for the one that the installed torch
+            takes by default.
+        tdp_watts: the power of the device that `efficiency` was measured at; 0 if unknown.
+        power_limit: watts that the device is limited to; 0 if it is not.
+        power_exponent: the speed of matrix products is `(power_limit / tdp_watts) **
+            power_exponent`.
+        spread: the least and most seconds of measured steps, as fractions of predicted ones.
+        pair_spread: by how much the ratio of two predictions for one machine may be wrong.
+        confidence: by name of a figure, a text on what it rests on, if that is not a measurement or
+            a datasheet.
         curves: by operator ("matmul", "gelu_backward", "view"; "matmul.bfloat16" in a dtype other
             than float32): ascending pairs of (FLOPs, or bytes read and written; seconds). An
             operator with a curve takes the curve's time.
         lines: by collective ("all_gather", "reduce_scatter", "all_reduce"; "all_gather.inter"
             between nodes): seconds per hop of a ring, per tensor, and per byte that passes a rank;
             by optimizer ("adamw"): seconds per step, per tensor, and per byte of its shards.
+        overhead: bytes that tensors cannot have: "context" (CUDA's), "communicator" (NCCL's buffers
+            of one), "workspace" (cuBLAS's, of one thread), "driver"; others as in
+            `graphshard.cost.overheads`.
 
     Raises:
         CostError: a figure is missing, or not a positive number.
@@ -82,68 +102,81 @@ class Hardware:
     about: str = ""
     source: str = ""
     contention: float = 0.0
+    contention_bytes: float = 0.0
     step_overhead: float = 0.0
+    in_step: float = 1.0
+    slowest: float = 1.0
+    multiprocessors: int = 0
+    tiles: tuple[tuple[int, int, float], ...] = ()
+    attention_rates: Mapping[str, Points] = field(default_factory=dict)
+    attention_kernel: str = ""
+    tdp_watts: float = 0.0
+    power_limit: float = 0.0
+    power_exponent: float = 2 / 3
+    spread: tuple[float, float] = (1.0, 1.0)
+    pair_spread: float = 0.0
+    confidence: Mapping[str, str] = field(default_factory=dict)
     curves: Mapping[str, Points] = field(default_factory=dict)
     lines: Mapping[str, tuple[float, ...]] = field(default_factory=dict)
+    overhead: Mapping[str, int] = field(default_factory=dict)
 
     @property
     def is_host(self) -> bool:
         """Whether ranks compute on the host, over Gloo, so that offloading is pointless."""
         return "gloo" in self.name
 
-    def __post_init__(self) -> None:
-        for name in ("flops", "efficiency"):
-            object.__setattr__(self, name, MappingProxyType(dict(getattr(self, name))))
-        for kind in KINDS:
-            if kind not in self.efficiency:
-                raise CostError(f"hardware {self.name!r}: efficiency has no {kind!r}")
-        if "float32" not in self.flops:
-            raise CostError(f"hardware {self.name!r}: flops has no 'float32'")
-        self._check_measured()
-        numbers = {
-            f.name: getattr(self, f.name) for f in fields(self) if f.name not in _NOT_POSITIVE
-        }
-        numbers |= {f"flops.{k}": v for k, v in self.flops.items()}
-        numbers |= {f"efficiency.{k}": v for k, v in self.efficiency.items()}
-        for name, value in numbers.items():
-            if isinstance(value, bool) or not isinstance(value, int | float) or not value > 0:
-                raise CostError(
-                    f"hardware {self.name!r}: {name} must be a positive number; got {value!r}"
-                )
+    @property
+    def process_group_backend(self) -> str:
+        """What connects ranks on this hardware: "gloo" or "nccl"."""
+        return "gloo" if self.is_host else "nccl"
 
-    def _check_measured(self) -> None:
-        try:
-            curves = {name: tuple(map(tuple, points)) for name, points in self.curves.items()}
-            lines = {name: tuple(line) for name, line in self.lines.items()}
-        except TypeError as error:
-            raise CostError(
-                f"hardware {self.name!r}: a curve is a list of pairs, a line one of three times: "
-                f"{error}"
-            ) from error
-        object.__setattr__(self, "curves", MappingProxyType(curves))
-        object.__setattr__(self, "lines", MappingProxyType(lines))
-        for name in ("contention", "step_overhead"):
-            value = getattr(self, name)
-            if not _is_number(value) or value < 0 or (name == "contention" and value > 1):
-                least = "a part between 0 and 1" if name == "contention" else "0 seconds or more"
-                raise CostError(f"hardware {self.name!r}: {name} must be {least}; got {value!r}")
-        for name, points in curves.items():
-            pairs = points and all(len(p) == 2 and all(map(_is_number, p)) for p in points)
-            if not pairs or min(map(min, points)) <= 0 or not _ascends(points):
-                raise CostError(
-                    f"hardware {self.name!r}: the curve {name!r} must be pairs of an amount and "
-                    "seconds, both positive, amounts ascending, seconds never descending"
-                )
-        for name, line in lines.items():
-            if len(line) != 3 or not all(_is_number(part) and part >= 0 for part in line):
-                raise CostError(
-                    f"hardware {self.name!r}: the line {name!r} must be three times of 0 seconds "
-                    f"or more: per call, per tensor and per byte; got {line!r}"
-                )
+    def __post_init__(self) -> None:
+        figures = {f.name: getattr(self, f.name) for f in fields(self)}
+        for name, value in checked(figures).items():
+            object.__setattr__(self, name, value)
 
     def matmul_flops(self, dtype: torch.dtype, *, tf32: bool = False) -> float:
         """Peak FLOP/s of matrix products in `dtype`, or in float32 if `dtype` is not listed."""
         return self.flops.get(dtype_name(dtype, tf32=tf32), self.flops["float32"])
+
+    def efficiency_of(self, kind: str, dtype: torch.dtype | str, *, tf32: bool = False) -> float:
+        """The fraction of the peak that large operations of `kind` reach in `dtype`."""
+        name = dtype if isinstance(dtype, str) else dtype_name(dtype, tf32=tf32)
+        of_dtype = self.efficiency.get(f"{kind}.{name}")
+        return self.efficiency[kind] if of_dtype is None else of_dtype
+
+    @cached_property
+    def clocks(self) -> float:
+        """The speed of matrix products under the power limit, as a fraction of that without."""
+        if not self.power_limit:
+            return 1.0
+        return float((self.power_limit / self.tdp_watts) ** self.power_exponent)
+
+    @cached_property
+    def attention(self) -> str:
+        """The attention kernel that runs: `attention_kernel`, or torch's default; "" if unknown."""
+        return self.attention_kernel or default_kernel(self.attention_rates)
+
+    def attention_rate(self, kernel: str, length: int, head: int, *, backward: bool) -> float:
+        """The fraction of the peak that an attention kernel reaches.
+
+        Args:
+            kernel: its name; without rates of it, those of `attention` count.
+            length: tokens of the keys.
+            head: the size of a head.
+            backward: whether it is the backward kernel.
+        """
+        rates = self.attention_rates
+        direction = "backward" if backward else "forward"
+        for name in (kernel, self.attention):
+            rate = rate_of(rates, name, direction, length, head)
+            if rate is not None:
+                return rate
+        return self.efficiency["attention"]
+
+    def for_ranks(self, ranks: int) -> Hardware:
+        """The same machine for a number of ranks; a single one waits for no slower device."""
+        return self.with_(slowest=1.0) if ranks == 1 and self.slowest != 1 else self
 
     def with_(self, **changes: Any) -> Hardware:
         """Return a copy with some figures changed, such as `gpus_per_node=4`."""
@@ -152,7 +185,7 @@ class Hardware:
     def save(self, path: str | os.PathLike[str]) -> None:
         """Write it as a JSON file for `load`."""
         data = self.to_dict()
-        long = {name: data.pop(name) for name in ("curves", "lines")}
+        long = {name: data.pop(name) for name in ("attention_rates", "curves", "lines")}
         lines = [f'  "{name}": {json.dumps(value)}' for name, value in data.items()]
         for name, table in long.items():  # one row per line, so that people can compare them
             rows = ",\n".join(f'    "{key}": {json.dumps(row)}' for key, row in table.items())
@@ -162,8 +195,7 @@ class Hardware:
     def to_dict(self) -> dict[str, Any]:
         """Plain data, ready for JSON."""
         data = {f.name: getattr(self, f.name) for f in fields(self)}
-        plain = ("flops", "efficiency", "curves", "lines")
-        return data | {name: dict(getattr(self, name)) for name in plain}
+        return data | {name: dict(getattr(self, name)) for name in TABLES}
 
     @classmethod
     def load(cls, what: str | os.PathLike[str] | Hardware) -> Hardware:
@@ -175,18 +207,18 @@ class Hardware:
         if isinstance(what, Hardware):
             return what
         if isinstance(what, str) and what.lower() in preset_names():
-            return _presets()[what.lower()]
+            return _preset(what.lower())
         path = Path(what)
-        if not path.is_file():
+        try:
+            found = path.is_file()
+        except (OSError, ValueError):  # no name of a file
+            found = False
+        if not found:
             raise CostError(
-                f"there is no hardware preset or file {str(what)!r}; presets: "
+                f"there is no hardware preset or file {shown(str(what))}; presets: "
                 f"{', '.join(preset_names())}"
             )
-        try:
-            data = json.loads(path.read_text(encoding="utf-8"))
-        except ValueError as error:
-            raise CostError(f"{path} is no hardware file: {error}") from error
-        return _from_table(path.stem, data)
+        return _from_table(path.stem, read_json(path, "the hardware file", CostError), str(path))
 
     def __hash__(self) -> int:
         return hash(self.name)
@@ -201,46 +233,34 @@ def dtype_name(dtype: torch.dtype, *, tf32: bool = False) -> str:
     return "float8" if name.startswith("float8") else name
 
 
-def _is_number(value: Any) -> bool:
-    return isinstance(value, int | float) and not isinstance(value, bool) and isfinite(value)
-
-
-def _ascends(points: tuple[tuple[float, ...], ...]) -> bool:
-    return all(a[0] < b[0] and a[1] <= b[1] for a, b in pairwise(points))
-
-
-def preset_names() -> tuple[str, ...]:
-    """The names of the presets that `Hardware.load` accepts."""
-    return tuple(_presets())
-
-
 @cache
-def _presets() -> dict[str, Hardware]:
-    folder = resources.files("graphshard.hardware")
-    tables = tomllib.loads(folder.joinpath("presets.toml").read_text(encoding="utf-8"))
-    common = tables.pop("efficiency")
-    presets = {
-        name: _from_table(name, {"efficiency": common} | table) for name, table in tables.items()
-    }
-    for entry in sorted(folder.iterdir(), key=lambda entry: entry.name):
-        name, dot, ending = entry.name.rpartition(".")
-        if dot and ending == "json":  # as `graphshard calibrate --out` wrote it
-            presets[name] = _from_table(name, json.loads(entry.read_text(encoding="utf-8")))
-    return presets
+def _preset(name: str) -> Hardware:
+    return _from_table(name, preset_table(name))
 
 
-def _from_table(name: str, table: Any) -> Hardware:
+def _from_table(name: str, table: Any, file: str | None = None) -> Hardware:
+    where = f"hardware {name!r}" if file is None else f"the hardware file {file}"
     if not isinstance(table, dict):
-        raise CostError(f"hardware {name!r} must be a table of figures; got {table!r}")
+        raise CostError(f"{where} must be a table of figures; got {shown(table)}")
     field_names = {f.name for f in fields(Hardware)}
     for key in table:
         if key not in field_names:
-            raise CostError(f"hardware {name!r} has an unknown figure {key!r}")
-    for key in ("flops", "efficiency", "curves", "lines"):
+            raise CostError(f"{where} has an unknown figure {shown(key)}")
+    for key in TABLES:
         if key in table and not isinstance(table[key], dict):
-            raise CostError(f"hardware {name!r}: {key} must be a table; got {table[key]!r}")
+            raise CostError(f"{where}: {key} must be a table; got {shown(table[key])}")
+    for key in ("name", "about", "source", "attention_kernel"):
+        if not isinstance(table.get(key, ""), str):
+            raise CostError(f"{where}: {key} must be a text; got {shown(table[key])}")
     figures: dict[str, Any] = {"name": name, **table}
+    lacking = [
+        f.name
+        for f in fields(Hardware)
+        if f.name not in figures and f.default is MISSING and f.default_factory is MISSING
+    ]
+    if lacking:
+        raise CostError(f"{where} lacks a figure: {lacking[0]!r}")
     try:
         return Hardware(**figures)
-    except TypeError as error:
-        raise CostError(f"hardware {name!r} lacks a figure: {error}") from error
+    except CostError as error:
+        raise error if file is None else CostError(f"{file}: {error}") from error

@@ -15,11 +15,12 @@ from ranks import run_ranks
 from simulations import node_of
 
 import graphshard
+from graphshard.calibrate.in_step import StepSize, TransformerStep
 from graphshard.calibrate.measure import Effort, Timing, Watch, measure
 from graphshard.calibrate.probes import sized_probes
 from graphshard.calibrate.ranks import joined
 from graphshard.calibrate.report import report
-from graphshard.calibrate.run import calibrate
+from graphshard.calibrate.run import calibrate, preset_of
 from graphshard.cli import calibrate as command
 from graphshard.cli.main import main
 from graphshard.cost.collective_cost import GroupShape, collective_seconds, saturating_bytes
@@ -46,7 +47,7 @@ def told(line, row):
     return sum(a * b for a, b in zip(line, row, strict=True))
 
 
-@settings(max_examples=25)
+@settings(max_examples=25, deadline=None)
 @given(st.floats(1e-6, 1e-3), st.floats(1e-6, 1e-4), st.floats(1e-11, 1e-8), FACTORS)
 def test_a_line_is_found_under_noise(call, tensor, byte, noise):
     exact = [told((call, tensor, byte), row) for row in ROWS]
@@ -65,7 +66,7 @@ def test_one_disturbed_point_bends_a_line_little(late):
         assert told(found, row) == pytest.approx(value, rel=0.2)
 
 
-@settings(max_examples=25)
+@settings(max_examples=25, deadline=None)
 @given(st.floats(1e-6, 1e-3), st.floats(1e-11, 1e-8))
 def test_latency_and_bandwidth_are_recovered(alpha, beta):
     rows = [(1.0, size) for size in SIZES]
@@ -99,7 +100,7 @@ def test_a_curve_passes_its_points_and_goes_on_in_proportion():
 
 # -- hardware --------------------------------------------------------------------------------------
 
-PLAIN = Hardware.load("h100-sxm")
+PLAIN = Hardware.load("h100-sxm").with_(in_step=1.0)
 
 
 def test_a_curve_counts_before_the_roofline():
@@ -161,7 +162,7 @@ def test_a_file_without_measurements_loads_as_before(tmp_path):
     for name in ("curves", "lines", "contention", "step_overhead"):
         del data[name]
     path.write_text(json.dumps(data))
-    assert Hardware.load(path) == PLAIN
+    assert Hardware.load(path) == PLAIN.with_(contention=0.0)
 
 
 def test_the_cpu_preset_is_a_calibration():
@@ -185,7 +186,7 @@ class Alone:
 
     size = 1
 
-    def everyones(self, value):
+    def all_gather_object(self, value):
         return [value]
 
 
@@ -232,12 +233,28 @@ def test_shots_count_as_op_cost_does():
 # -- the whole -------------------------------------------------------------------------------------
 
 
+def test_the_factor_of_a_step_is_that_by_which_it_is_predicted():
+    with joined(CPU) as group:
+        step = TransformerStep(group, StepSize(1, 64, 32, 1, 8, torch.float32))
+        step.run(1)
+        hardware = PLAIN.with_(step_overhead=1e-4)
+        seconds = graphshard.simulate(step.module, hardware=hardware, optimizer="none").step_seconds
+        assert step.factor(seconds, hardware) == pytest.approx(PLAIN.in_step)
+        longer = step.factor(2 * seconds, hardware)
+        found = graphshard.simulate(
+            step.module, hardware=hardware.with_(in_step=longer), optimizer="none"
+        )
+    assert longer > 1.9 * PLAIN.in_step
+    assert found.step_seconds == pytest.approx(2 * seconds)
+
+
 def calibrated(rank):
     with joined(CPU) as group:
         found = calibrate(group, effort=ROUGH, dtypes=(), share=0.1)
         return found.hardware.to_dict(), report(found), [row.name for row in found.rows]
 
 
+@pytest.mark.slow
 def test_two_ranks_measure_their_collectives_and_agree():
     (first, text, names), (second, _, _) = run_ranks(calibrated, 2, timeout=200)
     assert first == second
@@ -247,8 +264,17 @@ def test_two_ranks_measure_their_collectives_and_agree():
     assert "2 ranks" in hardware.source
     assert "the network between nodes" in hardware.source
     assert 0 <= hardware.contention <= 1
+    assert hardware.in_step >= 0.5
+    assert hardware.in_step != 1.0
     assert {"matmul", "all_gather", "adamw"} <= set(names)
-    for said in ("matmul", "GFLOP/s", "all_gather", "a call +", "besides its operators"):
+    for said in (
+        "matmul",
+        "GFLOP/s",
+        "all_gather",
+        "a call +",
+        "besides its operators",
+        "one by one",
+    ):
         assert said in text
     assert collective_seconds("all_gather", 2**20, GroupShape(2, 1), hardware) > 0
 
@@ -260,11 +286,25 @@ def test_the_command_writes_a_file_that_simulate_reads(tmp_path, capsys, monkeyp
     threads = torch.get_num_threads()
     try:
         asked = ["--quick", "--device", "cpu", "--threads", "1", "--dtypes", "none"]
-        assert main(["calibrate", "--out", str(out), *asked]) == 0
+        links = ["--gpus-per-node", "4", "--intra-bandwidth", "300e9", "--inter-latency", "2e-5"]
+        links += ["--like", "a100-80gb"]
+        assert main(["calibrate", "--out", str(out), *asked, *links]) == 0
     finally:
         torch.set_num_threads(threads)
     text = capsys.readouterr().out
     assert "the network within nodes" in text
+    like, mine = Hardware.load("a100-80gb"), Hardware.load(out)
+    assert (mine.gpus_per_node, mine.intra_bandwidth, mine.inter_latency) == (4, 300e9, 2e-5)
+    assert mine.inter_bandwidth == like.inter_bandwidth
+    assert (mine.contention, mine.slowest) == (like.contention, like.slowest)
+    for shape in (
+        GroupShape(4, 1),
+        GroupShape(4, 2),
+    ):  # links reach the preset's part of their peak
+        of_link = like.with_(gpus_per_node=4, intra_bandwidth=300e9, inter_latency=2e-5)
+        of_link = of_link.with_(launch_floor=mine.launch_floor)
+        expected = collective_seconds("all_gather", 1 << 30, shape, of_link)
+        assert collective_seconds("all_gather", 1 << 30, shape, mine) == pytest.approx(expected)
     assert text.rstrip().endswith(str(out))
     hardware = Hardware.load(out)
     model = torch.nn.Sequential(torch.nn.Linear(8, 8), torch.nn.GELU())
@@ -304,6 +344,8 @@ def test_ranks_are_started_with_the_same_arguments(monkeypatch):
         (["--like", "h1000"], "there is no hardware preset or file 'h1000'"),
         (["--ranks", "0"], "--ranks must be 1 or more"),
         (["--threads", "0", "--device", "cpu"], "--threads must be 1 or more"),
+        (["--inter-bandwidth", "0"], "inter_bandwidth must be a positive number; got 0.0"),
+        (["--ranks", "2", "--intra-latency", "1e-6"], "intra_latency is measured by these ranks"),
     ],
 )
 def test_wrong_arguments_are_named(asked, said, capsys):
@@ -336,3 +378,25 @@ def test_every_collective_takes_the_time_of_one_that_is_measured():
 
     measured = {op.__name__ for op in _OPERATIONS}
     assert measured == {ops.OPS[op].moves for op in ops.COLLECTIVES}
+
+
+@pytest.mark.parametrize(
+    ("device", "preset"),
+    [
+        ("NVIDIA H100 80GB HBM3", "h100-sxm"),
+        ("NVIDIA H100 PCIe", "h100-pcie"),
+        ("NVIDIA H200", "h200"),
+        ("NVIDIA H20", "h20"),
+        ("NVIDIA GB200", "gb200"),
+        ("NVIDIA B200", "b200"),
+        ("NVIDIA A100-SXM4-40GB", "a100-40gb"),
+        ("NVIDIA A100-SXM4-80GB", "a100-80gb"),
+        ("NVIDIA A100 80GB PCIe", "a100-pcie"),
+        ("NVIDIA L40S", "l40s"),
+        ("AMD Instinct MI300X", "mi300x"),
+        ("Some other GPU", "h100-sxm"),
+    ],
+)
+def test_a_gpu_is_compared_with_the_nearest_preset(device, preset):
+    assert preset_of(device) == preset
+    assert Hardware.load(preset)

@@ -39,14 +39,8 @@ def test_presets_are_complete_and_named_sources(name):
     hardware = Hardware.load(name)
     assert hardware.source
     assert hardware.about
-    assert set(hardware.efficiency) == set(KINDS)
+    assert set(hardware.efficiency) >= set(KINDS)
     assert hardware.matmul_flops(torch.bfloat16) >= hardware.flops["float32"] or "cpu" in name
-
-
-def test_gpus_share_one_set_of_efficiencies():
-    gpus = [Hardware.load(name) for name in preset_names() if name != "cpu-gloo"]
-    assert len(gpus) >= 5
-    assert all(gpu.efficiency == gpus[0].efficiency for gpu in gpus)
 
 
 def test_a_file_holds_what_was_saved(tmp_path):
@@ -75,10 +69,10 @@ def test_a_wrong_figure_is_named(tmp_path, change, said):
 
 
 def test_what_is_no_hardware_is_refused(tmp_path):
-    with pytest.raises(CostError, match="presets: a100-40gb, a100-80gb, h100-sxm"):
+    with pytest.raises(CostError, match="presets: a100-40gb, a100-80gb, a100-pcie, h100-sxm"):
         Hardware.load("h100")
     (tmp_path / "broken.json").write_text("{")
-    with pytest.raises(CostError, match="is no hardware file"):
+    with pytest.raises(CostError, match=r"the hardware file .*broken.json cannot be parsed"):
         Hardware.load(tmp_path / "broken.json")
     (tmp_path / "short.json").write_text('{"flops": {"float32": 1}}')
     with pytest.raises(CostError, match=r"lacks a figure: .*memory_bytes"):

@@ -151,19 +151,3 @@ def test_the_command_compares_two_policies(capsys, monkeypatch):
     with pytest.raises(SystemExit):
         main([*common, *policies[:3], "block --speed 9"])
     assert "unrecognized arguments: --speed 9" in capsys.readouterr().err
-
-
-def test_a_published_run_is_simulated_as_the_benchmark_does():
-    import torch
-
-    from examples.benchmarks import literature
-
-    run = literature.RUNS[0]
-    with torch.device("meta"):
-        tokens = torch.zeros(2, 16, dtype=torch.int64)
-        model = literature.MinGPT(16, layers=1, width=64, heads=2)
-    case = (model, (tokens, tokens), {}, "Block")
-    estimate = literature.simulate(case, 16, run.hardware, run.options, optimizer=run.optimizer)
-    assert estimate.program.params[0].requires_grad
-    assert estimate.timeline.recomputed_flops > 0, "its speed counts recomputation"
-    assert estimate.memory.host > 0

@@ -23,7 +23,7 @@ def check(ranks: int, cases: list[Case]) -> None:
     assert not wrong, "\n".join(wrong)
 
 
-QUICK = ("full accumulate", "full both", "grad_op units", "full+root")
+QUICK = ("full accumulate", "grad_op units")
 
 
 def test_predicted_bytes_are_those_that_live():

@@ -1,0 +1,148 @@
+"""A history of torch's own allocator, replayed by the model of it.
+
+The entries are those of `torch.cuda.memory._snapshot()["device_traces"][device]`, recorded from
+before the first request on. The model is given each request and return, and has to ask the device
+for the same segments at the same requests, and to hand out the same addresses. Segments begin where
+CUDA put them, as which one is lower decides between equal blocks.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from graphshard.cost.allocator_settings import AllocatorSettings
+from graphshard.cost.caching_allocator import Block, CachingAllocator, OutOfDeviceMemoryError
+from graphshard.errors import CostError
+
+_SHOWN = 5
+
+_GIVES_BACK = ("segment_free", "segment_unmap")
+
+_ACTIONS = frozenset(
+    {"segment_alloc", "segment_map", "alloc", "free_requested", "free_completed", *_GIVES_BACK}
+)
+
+
+@dataclass(frozen=True)
+class TraceReplay:
+    """What torch's allocator did, and what the model of it did with the same requests.
+
+    requests: replayed. reserved, peak: bytes of torch's segments at the end, and at most;
+    model_reserved, model_peak: of the model's. other_places: requests that the model served from
+    another address. differences: the first requests at which the two reserved different bytes, as
+    text.
+    """
+
+    requests: int
+    reserved: int
+    peak: int
+    model_reserved: int
+    model_peak: int
+    other_places: int
+    differences: tuple[str, ...]
+
+    @property
+    def equal(self) -> bool:
+        """Whether the model reserved the same bytes at every request."""
+        return not self.differences
+
+
+def replay_trace(
+    entries: Iterable[Mapping[str, Any]], settings: AllocatorSettings | None = None
+) -> TraceReplay:
+    """Replay a history of one device.
+
+    Args:
+        entries: in order, each with "action", "addr", "size" and "stream".
+        settings: those that torch's allocator had.
+
+    Raises:
+        CostError: the history does not begin with the first request, or has none.
+    """
+    replay = _Replay(settings or AllocatorSettings())
+    for entry in entries:
+        replay.take(entry)
+    if not replay.requests:
+        raise CostError(
+            "the history has no requests; call torch.cuda.memory._record_memory_history before "
+            "the first tensor is made on the device"
+        )
+    model = replay.model
+    return TraceReplay(
+        replay.requests,
+        replay.reserved,
+        replay.peak,
+        model.reserved,
+        model.peak_reserved,
+        replay.other_places,
+        tuple(replay.differences[:_SHOWN]),
+    )
+
+
+class _Replay:
+    """The model, and what torch's allocator had reserved so far."""
+
+    def __init__(self, settings: AllocatorSettings) -> None:
+        self.places: deque[int] = deque()
+        self.model = CachingAllocator(None, settings, place=self._place)
+        self.expandable = settings.expandable_segments
+        self.blocks: dict[int, Block] = {}
+        self.going: dict[int, Block] = {}
+        self.requests = self.reserved = self.peak = self.other_places = 0
+        self.giving_back = False
+        self.differences: list[str] = []
+
+    def _place(self, size: int) -> int | None:
+        return self.places.popleft() if self.places and not self.expandable else None
+
+    def take(self, entry: Mapping[str, Any]) -> None:
+        """Replay one entry; kinds that say nothing about memory are passed over."""
+        action = str(entry["action"])
+        if action not in _ACTIONS:
+            return
+        address, size = int(entry["addr"]), int(entry["size"])
+        giving_back, self.giving_back = self.giving_back, action in _GIVES_BACK
+        if action in ("segment_alloc", "segment_map"):
+            self.places.append(address)
+            self.reserved += size
+            self.peak = max(self.peak, self.reserved)
+        elif action in _GIVES_BACK:
+            # A full device, or empty_cache, takes all back that holds nothing: one entry for each.
+            self.reserved -= size
+            if not giving_back:
+                self.model.empty_cache()
+        elif action == "alloc":
+            self._alloc(address, size, entry["stream"])
+        elif action == "free_requested":
+            block = self._block(self.blocks, address)
+            self.model.free(block, after_event=True)
+            self.going[address] = block
+        elif action == "free_completed":
+            self.model.event_passed(self._block(self.going, address))
+
+    def _alloc(self, address: int, size: int, stream: Any) -> None:
+        self.requests += 1
+        try:
+            block = self.model.malloc(size, stream)
+        except OutOfDeviceMemoryError as error:  # no limit is set
+            raise AssertionError("a device without a limit was full") from error
+        self.places.clear()
+        self.blocks[address] = block
+        self.other_places += block.address != address and not self.expandable
+        if self.model.reserved != self.reserved:
+            self.differences.append(
+                f"request {self.requests:,} for {size:,} bytes on stream {stream}: torch has "
+                f"{self.reserved:,} reserved, the model {self.model.reserved:,}"
+            )
+
+    def _block(self, blocks: dict[int, Block], address: int) -> Block:
+        block = blocks.pop(address, None)
+        if block is None:
+            raise CostError(
+                f"the history gives back {address:#x}, which it never requested; it has to begin "
+                "before the first tensor, and to hold all entries"
+            )
+        return block

@@ -1,0 +1,454 @@
+"""The rules of torch's caching allocator for CUDA, on addresses that are only numbers.
+
+A request is rounded up to 512 bytes and belongs to the small pool (up to 1 MiB) or the large one of
+its stream. It takes the smallest cached block that is large enough, the lowest address first, or
+else a new segment of the device: 2 MiB for small requests, 20 MiB below 10 MiB, else the request
+rounded up to 2 MiB. What a block has too much is split off if it is worth it: 512 bytes in the
+small pool, more than 1 MiB in the large one. A freed block merges with its free neighbours in its
+segment. If the device is full, segments without a block in use go back to it, and the request is
+tried again.
+
+With `expandable_segments` each stream and pool has one range of addresses, which is mapped page by
+page: 2 MiB in the small pool, 20 MiB in the large one. A request may grow the free block at the end
+of what is mapped; pages that nothing uses go back when the device is full.
+
+Written after the comments and the behaviour of c10/cuda/CUDACachingAllocator.cpp. Left out are CUDA
+graphs' private pools and garbage collection by age.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_left, insort
+from collections.abc import Callable, Hashable, Iterator
+from dataclasses import dataclass, field
+
+from graphshard.cost.allocator_settings import MIB, AllocatorSettings
+from graphshard.format import human_bytes
+
+MIN_BLOCK = 512
+SMALL_REQUEST = MIB
+SMALL_SEGMENT = 2 * MIB
+LARGE_REQUEST = 10 * MIB
+LARGE_ROUNDING = 2 * MIB
+
+_NO_LIMIT = 1 << 62
+
+
+class OutOfDeviceMemoryError(Exception):
+    """A request that the device cannot serve, even after all free segments went back to it.
+
+    bytes: the request, rounded. reserved, allocated: bytes when it failed.
+    """
+
+    def __init__(self, size: int, reserved: int, allocated: int) -> None:
+        super().__init__(
+            f"{human_bytes(size)} asked for, with {human_bytes(reserved)} reserved and "
+            f"{human_bytes(allocated)} of it in use"
+        )
+        self.bytes, self.reserved, self.allocated = size, reserved, allocated
+
+
+class Block:
+    """A range of addresses in a segment: in use, waiting for an event, free, or not mapped.
+
+    `before` and `after` are its neighbours in the segment.
+    """
+
+    __slots__ = (
+        "address",
+        "after",
+        "before",
+        "label",
+        "mapped",
+        "pool",
+        "requested",
+        "segment",
+        "size",
+        "used",
+        "waiting",
+    )
+
+    def __init__(self, pool: Pool, segment: int, address: int, size: int) -> None:
+        self.pool, self.segment = pool, segment
+        self.address, self.size, self.requested = address, size, 0
+        self.used, self.waiting, self.mapped = False, False, True
+        self.before: Block | None = None
+        self.after: Block | None = None
+        self.label: Hashable = None
+
+    @property
+    def free(self) -> bool:
+        """Whether nothing uses it; it may still not be mapped."""
+        return not self.used and not self.waiting
+
+    @property
+    def alone(self) -> bool:
+        """Whether it is a whole segment."""
+        return self.before is None and self.after is None
+
+
+Key = tuple[int, int]
+"""Size and address, the order in which free blocks are tried."""
+
+
+@dataclass
+class Pool:
+    """The small or large blocks of one stream; `free` is sorted by size, then address."""
+
+    stream: Hashable
+    small: bool
+    free: list[Key] = field(default_factory=list)
+    blocks: dict[int, Block] = field(default_factory=dict)  # by address, the free ones
+    unmapped: list[Block] = field(default_factory=list)
+
+    def put(self, block: Block) -> None:
+        """Add a free block."""
+        insort(self.free, (block.size, block.address))
+        self.blocks[block.address] = block
+
+    def take(self, block: Block) -> None:
+        """Remove a free block."""
+        del self.free[bisect_left(self.free, (block.size, block.address))]
+        del self.blocks[block.address]
+
+
+class CachingAllocator:
+    """torch's caching allocator of one device.
+
+    Args:
+        capacity: bytes that segments may take; None for no limit.
+        settings: as in PYTORCH_CUDA_ALLOC_CONF.
+        place: the address of a new segment of so many bytes; None for one of the allocator's own.
+
+    Attributes:
+        reserved, allocated: bytes of segments, and of the blocks in use, rounding included.
+        peak_reserved, peak_allocated: their maxima.
+        retries: how often segments went back to the device to make room.
+    """
+
+    def __init__(
+        self,
+        capacity: int | None = None,
+        settings: AllocatorSettings | None = None,
+        place: Callable[[int], int | None] | None = None,
+    ) -> None:
+        self.capacity = _NO_LIMIT if capacity is None else capacity
+        self.settings = settings or AllocatorSettings()
+        self.max_split = self.settings.max_split_bytes or _NO_LIMIT
+        self.reserved = self.allocated = 0
+        self.peak_reserved = self.peak_allocated = 0
+        self.retries = 0
+        self.segments: dict[int, Block] = {}  # the first block of each, by the segment's address
+        self._pools: dict[tuple[Hashable, bool], Pool] = {}
+        self._waiting: dict[int, Block] = {}  # by address
+        self._place = place
+        self._next = SMALL_SEGMENT  # the address of the next segment
+
+    # -- requests ---------------------------------------------------------------------------------
+
+    def rounded(self, size: int) -> int:
+        """The bytes of the block that a request of `size` bytes needs."""
+        if size < MIN_BLOCK:
+            return MIN_BLOCK
+        steps = self.settings.roundup_divisions
+        if steps > 1 and size > MIN_BLOCK * steps:
+            if size & (size - 1) == 0:
+                return size
+            step = (1 << (size.bit_length() - 1)) // steps
+            return -(-size // step) * step
+        return -(-size // MIN_BLOCK) * MIN_BLOCK
+
+    def malloc(self, size: int, stream: Hashable = 0, label: Hashable = None) -> Block:
+        """Allocate `size` bytes, 1 or more, for `stream`.
+
+        Raises:
+            OutOfDeviceMemoryError: there is no room, even after free segments went back.
+        """
+        rounded = self.rounded(size)
+        pool = self._pool(stream, small=rounded <= SMALL_REQUEST)
+        block = (
+            self._cached(pool, rounded)
+            or self._new_segment(pool, rounded)
+            or (self._release_oversize(pool, rounded) and self._new_segment(pool, rounded))
+            or self._retry(pool, rounded)
+        )
+        if not block:
+            raise OutOfDeviceMemoryError(rounded, self.reserved, self.allocated)
+        if self._worth_splitting(block, rounded):
+            block = self._split(block, rounded)
+        block.used, block.requested, block.label = True, size, label
+        self.allocated += block.size
+        self.peak_allocated = max(self.peak_allocated, self.allocated)
+        return block
+
+    def free(self, block: Block, *, after_event: bool = False) -> None:
+        """Give `block` back; with `after_event`, only `events_passed` makes it free.
+
+        So it is with a block that `record_stream` named: events on the other streams have to pass.
+        """
+        block.used = False
+        self.allocated -= block.size
+        if after_event:
+            block.waiting = True
+            self._waiting[block.address] = block
+        else:
+            self._freed(block)
+
+    def events_passed(self) -> None:
+        """Free the blocks that waited for events; torch looks for them at each request."""
+        for block in list(self._waiting.values()):
+            self.event_passed(block)
+
+    def event_passed(self, block: Block) -> None:
+        """Free `block`, which waited for events."""
+        del self._waiting[block.address]
+        block.waiting = False
+        self._freed(block)
+
+    def empty_cache(self) -> None:
+        """Give all segments, or pages, without a block in use back to the device."""
+        self.events_passed()
+        for pool in self._pools.values():
+            for block in list(pool.blocks.values()):
+                if self.settings.expandable_segments:
+                    self._unmap(block)
+                elif block.alone:
+                    self._release(block)
+
+    # -- segments ---------------------------------------------------------------------------------
+
+    def blocks(self, segment: int) -> Iterator[Block]:
+        """The blocks of the segment at the address `segment`, in the order of addresses."""
+        block: Block | None = self.segments[segment]
+        while block is not None:
+            yield block
+            block = block.after
+
+    def _pool(self, stream: Hashable, *, small: bool) -> Pool:
+        pool = self._pools.get((stream, small))
+        if pool is None:
+            pool = self._pools[stream, small] = Pool(stream, small)
+        return pool
+
+    def _cached(self, pool: Pool, size: int) -> Block | None:
+        """The best cached block for `size` bytes, taken out of the pool."""
+        index = bisect_left(pool.free, (size, 0))
+        if index == len(pool.free):
+            return None
+        block = pool.blocks[pool.free[index][1]]
+        if self.settings.expandable_segments:
+            # A block that can grow counts with what it can grow to.
+            for _, address in pool.free[index + 1 :]:
+                other = pool.blocks[address]
+                if _can_grow_to(other) >= _can_grow_to(block):
+                    break
+                block = other
+        if size < self.max_split <= block.size:
+            return None
+        if size >= self.max_split and block.size >= size + 20 * MIB:
+            return None
+        pool.take(block)
+        return block
+
+    def _segment_size(self, size: int) -> int:
+        if size <= SMALL_REQUEST:
+            return SMALL_SEGMENT
+        if size < LARGE_REQUEST:
+            return self.settings.large_segment_bytes
+        return -(-size // LARGE_ROUNDING) * LARGE_ROUNDING
+
+    def _reserve(self, size: int) -> bool:
+        if self.reserved + size > self.capacity:
+            return False
+        self.reserved += size
+        self.peak_reserved = max(self.peak_reserved, self.reserved)
+        return True
+
+    def _new_segment(self, pool: Pool, size: int) -> Block | None:
+        if self.settings.expandable_segments:
+            return self._grow(pool, size)
+        bytes_ = self._segment_size(size)
+        if not self._reserve(bytes_):
+            return None
+        address = None if self._place is None else self._place(bytes_)
+        if address is None:
+            address = self._next
+            self._next += bytes_
+        block = self.segments[address] = Block(pool, address, address, bytes_)
+        return block
+
+    def _retry(self, pool: Pool, size: int) -> Block | None:
+        self.retries += 1
+        self.empty_cache()
+        return self._new_segment(pool, size)
+
+    def _release_oversize(self, pool: Pool, size: int) -> bool:
+        """Give back cached blocks that are too large to split, until `size` bytes are free."""
+        if self.settings.max_split_bytes is None or self.settings.expandable_segments:
+            return False
+        need = max(size, self.max_split)
+        index = bisect_left(pool.free, (need, 0))
+        if index < len(pool.free):
+            self._release(pool.blocks[pool.free[index][1]])
+            return True
+        released = 0
+        while pool.free and released < need and pool.free[-1][0] >= self.max_split:
+            released += pool.free[-1][0]
+            self._release(pool.blocks[pool.free[-1][1]])
+        return released >= need
+
+    def _release(self, block: Block) -> None:
+        block.pool.take(block)
+        del self.segments[block.segment]
+        self.reserved -= block.size
+
+    # -- splitting and merging --------------------------------------------------------------------
+
+    def _worth_splitting(self, block: Block, size: int) -> bool:
+        left = block.size - size
+        if block.pool.small or self.settings.expandable_segments:
+            return left >= MIN_BLOCK
+        return size < self.max_split and left > SMALL_REQUEST
+
+    def _split(self, block: Block, size: int) -> Block:
+        """Cut `size` bytes off the beginning of `block`, whose rest goes back to its pool."""
+        first = Block(block.pool, block.segment, block.address, size)
+        first.before, first.after = block.before, block
+        if first.before is None:
+            self.segments[first.segment] = first
+        else:
+            first.before.after = first
+        block.before = first
+        block.address += size
+        block.size -= size
+        block.pool.put(block)
+        return first
+
+    def _freed(self, block: Block) -> None:
+        self._merge(block)
+        block.label = None
+        block.pool.put(block)
+
+    def _merge(self, block: Block) -> None:
+        """Merge `block` with its neighbours if they are free, and mapped or not as it is."""
+        before, after = block.before, block.after
+        if before is not None and before.free and before.mapped == block.mapped:
+            self._take(before)
+            block.address, block.before = before.address, before.before
+            block.size += before.size
+            if block.before is None:
+                self.segments[block.segment] = block
+            else:
+                block.before.after = block
+        if after is not None and after.free and after.mapped == block.mapped:
+            self._take(after)
+            block.after = after.after
+            block.size += after.size
+            if block.after is not None:
+                block.after.before = block
+
+    def _take(self, block: Block) -> None:
+        if block.mapped:
+            block.pool.take(block)
+        else:
+            block.pool.unmapped.remove(block)
+
+    # -- expandable segments ----------------------------------------------------------------------
+
+    def _page(self, pool: Pool) -> int:
+        return SMALL_SEGMENT if pool.small else self.settings.large_segment_bytes
+
+    def _grow(self, pool: Pool, size: int) -> Block | None:
+        """Map pages for `size` bytes at the lowest address of the pool's range that has room."""
+        block = self._place_to_grow(pool, size)
+        if not block.mapped and not self._map(block, min(block.size, size)):
+            return None
+        while block.size < size:
+            after = block.after
+            assert after is not None
+            if not self._map(after, min(size - block.size, after.size)):
+                return None
+            block = after  # mapping merged `block` into it
+        pool.take(block)
+        return block
+
+    def _place_to_grow(self, pool: Pool, size: int) -> Block:
+        for unmapped in sorted(pool.unmapped, key=lambda block: block.address):
+            before = unmapped.before
+            start = before if before is not None and before.free else unmapped
+            if _room(start) >= size:
+                return start
+        # torch reserves addresses for 1.125 times the device's memory, so there is always room.
+        block = Block(pool, self._next, self._next, 1 << 50)
+        block.mapped = False
+        pool.unmapped.append(block)
+        self.segments[block.segment] = block
+        self._next += 1 << 50
+        return block
+
+    def _map(self, block: Block, size: int) -> bool:
+        """Map the first `size` bytes of `block`, rounded up to pages, and merge what is free."""
+        page = self._page(block.pool)
+        bytes_ = min(-(-size // page) * page, block.size)
+        if not self._reserve(bytes_):
+            return False
+        block.pool.unmapped.remove(block)
+        if bytes_ < block.size:
+            rest = Block(block.pool, block.segment, block.address + bytes_, block.size - bytes_)
+            rest.mapped = False
+            rest.before, rest.after = block, block.after
+            if rest.after is not None:
+                rest.after.before = rest
+            block.after, block.size = rest, bytes_
+            block.pool.unmapped.append(rest)
+        block.mapped = True
+        self._freed(block)
+        return True
+
+    def _unmap(self, block: Block) -> None:
+        """Give the whole pages inside the free `block` back to the device."""
+        page = self._page(block.pool)
+        start = block.segment + -(-(block.address - block.segment) // page) * page
+        end = block.segment + (block.address + block.size - block.segment) // page * page
+        if end <= start:
+            return
+        block.pool.take(block)
+        for address, size, front in (
+            (block.address, start - block.address, True),
+            (end, block.address + block.size - end, False),
+        ):
+            if not size:
+                continue
+            part = Block(block.pool, block.segment, address, size)
+            if front:
+                part.before, part.after = block.before, block
+                if part.before is None:
+                    self.segments[part.segment] = part
+                else:
+                    part.before.after = part
+                block.before = part
+            else:
+                part.before, part.after = block, block.after
+                if part.after is not None:
+                    part.after.before = part
+                block.after = part
+            block.pool.put(part)
+        block.address, block.size, block.mapped = start, end - start, False
+        self.reserved -= block.size
+        self._merge(block)
+        block.pool.unmapped.append(block)
+
+
+def _room(block: Block) -> int:
+    """The bytes of `block` and of the free ones behind it."""
+    room, end = 0, block.after
+    while end is not None and end.free:
+        room += end.size
+        end = end.after
+    return block.size + room
+
+
+def _can_grow_to(block: Block) -> int:
+    """The bytes of a free block, with those behind it that are not mapped yet."""
+    after = block.after
+    return block.size + (after.size if after is not None and not after.mapped else 0)

@@ -1,0 +1,137 @@
+"""What torch's FSDP2 would allocate for a program, where graphshard allocates something else.
+
+FSDP2 (`torch.distributed.fsdp.fully_shard`) copies: a unit is gathered into one flat buffer, from
+which its parameters are copied out, and its gradients are copied into one flat buffer, which is
+reduced. Flat buffers of gathers and reduced gradients are allocated on streams of their own, whose
+cached memory no other stream can use. A flat buffer of forward stays until the next unit's copies
+are made, one of backward until its own are; a buffer to reduce stays until the next reduce. The
+parameters of a unit are given back together, once its backward is done, and gradients keep their
+dtype until then.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterator, Mapping
+from itertools import zip_longest
+
+from torch import fx
+
+from graphshard.cost.allocations import COMPUTE, Life, Request, lives, temporaries
+from graphshard.cost.fused_memory import leave_out_fused
+from graphshard.cost.memory import ACCUMULATED, BUFFERS, SHARD_GRADIENTS, buffers_of
+from graphshard.program import ops
+from graphshard.program.collective import operands_of, wait_of
+from graphshard.program.program import FORWARD, Program
+from graphshard.program.storages import (
+    END,
+    FULL_GRADIENTS,
+    PARAMETERS,
+    Storage,
+    bytes_of,
+    gathered_bytes,
+    node_bytes,
+    storages_of,
+)
+
+GATHERS = "FSDP2's gathers"
+REDUCES = "FSDP2's reduces"
+
+
+def fsdp2_lives(program: Program, leave_eager: Collection[str] = ()) -> Iterator[Life]:
+    """What FSDP2 allocates in forward and backward of a step with the units of `program`.
+
+    The regions of the units `leave_eager` are not compiled.
+    """
+    storages = storages_of(program)
+    leave_out_fused(program, storages, leave_eager, split=False)
+    place = storages.place
+    gathers = [node for node in program.nodes() if node.target is ops.all_gather]
+    reduces = [node for node in program.nodes() if node.target in ops.REDUCES]
+    waits = {gather: place[_wait(gather)] for gather in gathers}
+    sent, dropped = _gradients(reduces, storages.of_node, place)
+    order: list[Life] = []
+    for storage in storages.all:
+        if storage.node.target is ops.all_gather or storage.node.target is ops.wait:
+            continue  # below
+        if id(storage) in dropped:
+            continue
+        order += lives(storage, COMPUTE, sent.get(id(storage)))
+    for storage in buffers_of(program, "nccl"):
+        if storage.kind == ACCUMULATED:
+            order += lives(storage, COMPUTE)
+    border = place[program.first_backward()]
+    forward = [gather for gather in gathers if gather.meta["phase"] == FORWARD]
+    for gather in gathers:
+        own = [s for s in storages.all if s.node is gather and s.size]
+        if own:
+            order += _gathered(gather, own, program, place, waits, forward, border)
+    for reduce, after in zip_longest(reduces, reduces[1:]):  # none, if gradients are accumulated
+        order += _reduced(reduce, after, place)
+    order.sort(key=lambda life: life.born)  # stable: what operators allocate comes first
+    yield from order
+    yield from temporaries(program)
+
+
+def _wait(collective: fx.Node) -> fx.Node:
+    wait = wait_of(collective)
+    assert wait is not None
+    return wait
+
+
+def _gradients(
+    reduces: list[fx.Node],
+    of_node: Mapping[fx.Node, tuple[Storage, ...]],
+    place: Mapping[fx.Node, int],
+) -> tuple[dict[int, int], set[int]]:
+    """The place up to which each gradient lives, and the casts of gradients that are not made."""
+    sent: dict[int, int] = {}
+    dropped: set[int] = set()
+    for reduce in reduces:
+        for operand in operands_of(reduce):
+            gradient: fx.Node = operand
+            if operand.target is ops.cast:
+                dropped.update(id(storage) for storage in of_node.get(operand, ()))
+                gradient = operand.args[0]  # type: ignore[assignment]
+            for storage in of_node.get(gradient, ()):
+                if id(storage) not in dropped:
+                    sent[id(storage)] = max(sent.get(id(storage), 0), place[reduce])
+    return sent, dropped
+
+
+def _gathered(
+    gather: fx.Node,
+    own: list[Storage],
+    program: Program,
+    place: Mapping[fx.Node, int],
+    waits: dict[fx.Node, int],
+    forward: list[fx.Node],
+    border: int,
+) -> Iterator[Life]:
+    unit = str(gather.meta.get("unit", ""))
+    copied = waits[gather]
+    if gather in forward:
+        later = [waits[other] for other in forward if waits[other] > copied]
+        born, dies = copied, min(later, default=border)
+    else:
+        born, dies = place[gather], copied
+    full = gathered_bytes(gather, program)
+    shard = sum(map(node_bytes, operands_of(gather)))
+    if any(operand.target is ops.cast for operand in operands_of(gather)):
+        yield Life(Request(shard, GATHERS, BUFFERS, f"{gather.name}_cast", unit), born, born)
+    yield Life(Request(full, GATHERS, BUFFERS, f"{gather.name}_flat", unit), born, dies)
+    end = max(storage.dies for storage in own)
+    for storage in own:
+        for size in storage.pieces or (storage.size,):
+            yield Life(Request(size, COMPUTE, PARAMETERS, gather.name, unit), copied, end)
+
+
+def _reduced(
+    reduce: fx.Node, after: fx.Node | None, place: Mapping[fx.Node, int]
+) -> Iterator[Life]:
+    unit = str(reduce.meta.get("unit", ""))
+    results = sum(map(bytes_of, _wait(reduce).meta["val"]))
+    full = sum(map(node_bytes, operands_of(reduce)))
+    here = place[reduce]
+    dies = place[_wait(reduce)] if after is None else place[after] - 1
+    yield Life(Request(full, COMPUTE, FULL_GRADIENTS, f"{reduce.name}_flat", unit), here, dies)
+    yield Life(Request(results, REDUCES, SHARD_GRADIENTS, reduce.name, unit), here, END)

@@ -1,0 +1,96 @@
+"""Rates of matrix products and of attention kernels, as fractions of the peak.
+
+A matrix product is split in tiles, which run in waves over the multiprocessors of a device. The
+last wave is partly empty, and tiles reach beyond the edges of the result. A library picks the shape
+of tiles that is fastest, and splits long sums when a result has few tiles.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import lru_cache
+from math import ceil
+
+import torch
+
+from graphshard.hardware.hardware import Hardware
+
+Tile = tuple[int, int, float]
+"""Rows, columns, and the speed relative to the fastest shape."""
+
+
+_LEAST_SUM = 512
+"""Terms of a sum below which it is not split further."""
+
+
+@dataclass(frozen=True)
+class Product:
+    """The shape of a matrix product: `batch` results of `rows` by `columns`, of sums of `terms`."""
+
+    batch: int
+    rows: int
+    columns: int
+    terms: int
+
+
+@dataclass(frozen=True)
+class Attention:
+    """The shape of a call of fused attention.
+
+    kernel: that of the operator, if it was traced for a GPU; else "", for the hardware's.
+    length: tokens of the keys. head: the size of a head. backward: whether it is the backward.
+    """
+
+    kernel: str
+    length: int
+    head: int
+    backward: bool
+
+
+_FUSED = (torch.bfloat16, torch.float16)
+"""The dtypes that the kernels with rates multiply in."""
+
+
+def attention_rate(work: Attention, dtype: torch.dtype, hardware: Hardware) -> float:
+    """The fraction of the peak that the attention kernel of `hardware` reaches in `dtype`."""
+    if dtype not in _FUSED:
+        return hardware.efficiency_of("attention", dtype)
+    kernel = hardware.attention_kernel or work.kernel
+    return hardware.attention_rate(kernel, work.length, work.head, backward=work.backward)
+
+
+def product_rate(
+    work: Product | None, dtype: torch.dtype, hardware: Hardware, *, tf32: bool = False
+) -> float:
+    """The fraction of the peak that a matrix product reaches.
+
+    It has four factors: the efficiency of large products in `dtype`, the speed of the slowest
+    rank's device, the clocks under the power limit, and the part of the multiprocessors' time that
+    tiles fill.
+    """
+    rate = hardware.efficiency_of("matmul", dtype, tf32=tf32) * hardware.slowest * hardware.clocks
+    if work is None or not hardware.multiprocessors:
+        return rate
+    return rate * filled(work, hardware)
+
+
+def filled(work: Product, hardware: Hardware) -> float:
+    """The part of the multiprocessors' time that a product fills, with the best tiles.
+
+    It is the speed relative to a product of whole tiles of the fastest shape in whole waves.
+    """
+    return _best(work, hardware.tiles, hardware.multiprocessors)
+
+
+@lru_cache(1 << 14)
+def _best(work: Product, tiles: tuple[Tile, ...], multiprocessors: int) -> float:
+    return max(_filled(work, tile, multiprocessors) for tile in tiles)
+
+
+def _filled(work: Product, tile: Tile, multiprocessors: int) -> float:
+    rows, columns, speed = tile
+    tiles = work.batch * ceil(work.rows / rows) * ceil(work.columns / columns)
+    inside = work.batch * work.rows * work.columns / (tiles * rows * columns)
+    parts = min(max(1, multiprocessors // tiles), max(1, work.terms // _LEAST_SUM))
+    waves = tiles * parts / multiprocessors
+    return inside * speed * waves / ceil(waves)

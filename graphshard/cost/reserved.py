@@ -1,0 +1,275 @@
+"""The memory that torch's allocator reserves on a GPU, by a replay of a step's requests.
+
+Steps are replayed until one reserves nothing more, since the first ones leave holes behind: the
+optimizer's states are made in what the first step gave back.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator, Mapping
+from dataclasses import asdict, dataclass, field, replace
+from functools import cached_property
+from typing import Any
+
+from graphshard.cost.allocations import COMPUTE, Request, StepRequests
+from graphshard.cost.allocator_settings import AllocatorSettings
+from graphshard.cost.caching_allocator import Block, CachingAllocator, OutOfDeviceMemoryError
+
+STEPS = 12
+"""Steps that are replayed at most; most programs reserve nothing more from the third on."""
+
+EAGER_STEPS = 2
+"""Steps before a program's forward and backward are captured as CUDA graphs."""
+
+GRAPHS = "CUDA graphs"
+
+CLONES = "cloned out of graphs"
+
+SHOWN = 5
+"""Segments that `Usage.largest` names."""
+
+WORKSPACES = "cuBLAS workspaces"
+
+
+@dataclass(frozen=True)
+class SegmentUse:
+    """One segment when most bytes are in use, in bytes.
+
+    used: of tensors. largest: of its largest free block. stream: whose pool it is in. holders: what
+    lies in it, largest first.
+    """
+
+    size: int
+    used: int
+    largest: int
+    stream: str
+    holders: tuple[str, ...]
+
+    @property
+    def free(self) -> int:
+        """Bytes that nothing uses."""
+        return self.size - self.used
+
+
+@dataclass(frozen=True)
+class Usage:
+    """Where reserved bytes are in a step of its own, when tensors ask for most.
+
+    Attributes:
+        live: bytes that tensors ask for.
+        rounding: bytes by which their blocks are larger.
+        holes: free bytes in segments that also hold tensors.
+        unused: bytes of segments that hold none.
+        by_stream: bytes of segments by the stream or pool they belong to.
+        largest: the segments with the most free bytes.
+    """
+
+    live: int
+    rounding: int
+    holes: int
+    unused: int
+    by_stream: Mapping[str, int]
+    largest: tuple[SegmentUse, ...]
+
+
+@dataclass(frozen=True)
+class ReservedMemory:
+    """What torch's allocator reserves for a training step, in bytes.
+
+    Attributes:
+        bytes: the most that segments take: `torch.cuda.max_memory_reserved()`.
+        allocated: the most in blocks in use: `torch.cuda.max_memory_allocated()`.
+        steps: the steps replayed until no more was reserved.
+        retries: how often the device was full, and free segments went back to it.
+        failed: the request that did not fit, even so, as text; "" if all did. Then all other
+            figures are those of a device without a limit.
+        settings: of the allocator.
+    """
+
+    bytes: int
+    allocated: int
+    steps: int
+    retries: int
+    failed: str
+    settings: AllocatorSettings
+    _replay: _Replay = field(repr=False, compare=False)
+
+    @cached_property
+    def usage(self) -> Usage:
+        """Where the bytes are, by one more step."""
+        return self._replay.usage()
+
+    def to_dict(self) -> dict[str, Any]:
+        """Plain data, ready for JSON."""
+        usage = self.usage
+        return {
+            "reserved_bytes": self.bytes,
+            "allocated_bytes": self.allocated,
+            "live_bytes": usage.live,
+            "rounding": usage.rounding,
+            "holes": usage.holes,
+            "unused": usage.unused,
+            "by_stream": dict(usage.by_stream),
+            "largest": [asdict(segment) for segment in usage.largest],
+            "steps": self.steps,
+            "retries": self.retries,
+            "failed": self.failed,
+            "settings": str(self.settings),
+        }
+
+
+def reserved_memory(
+    requests: StepRequests,
+    workspaces: tuple[int, ...] = (),
+    *,
+    capacity: int | None = None,
+    settings: AllocatorSettings | None = None,
+) -> ReservedMemory:
+    """Replay `requests` until steps reserve nothing more.
+
+    Args:
+        requests: of one step.
+        workspaces: bytes of cuBLAS's, requested at the first step and kept.
+        capacity: bytes that may be reserved; None for no limit.
+        settings: of the allocator.
+    """
+    settings = settings or AllocatorSettings()
+    replay = _Replay(requests, workspaces, CachingAllocator(capacity, settings))
+    failed = ""
+    try:
+        replay.run()
+    except OutOfDeviceMemoryError as error:
+        failed = f"{replay.asked}: {error}"
+        replay = _Replay(requests, workspaces, CachingAllocator(None, settings))
+        replay.run()
+    allocator = replay.allocator
+    return ReservedMemory(
+        allocator.peak_reserved,
+        allocator.peak_allocated,
+        replay.steps,
+        allocator.retries,
+        failed,
+        settings,
+        replay,
+    )
+
+
+class _Replay:
+    """Steps of `requests` on `allocator`.
+
+    asked: the request that failed, as text. live: bytes of tensors; most: their maximum in the
+    last step.
+    """
+
+    def __init__(
+        self, requests: StepRequests, workspaces: tuple[int, ...], allocator: CachingAllocator
+    ) -> None:
+        self.requests, self.workspaces, self.allocator = requests, workspaces, allocator
+        self.asked = ""
+        self.live = 0
+        self.most = 0
+        self.steps = 0
+        self.blocks: dict[int, Block] = {}
+        self._request: Request | None = None
+        self._target: int | None = None
+        self._usage: Usage | None = None
+
+    def run(self) -> None:
+        """Replay until a step reserves nothing more."""
+        try:
+            for request in self.requests.held:
+                self._malloc(request)
+            reserved = -1
+            least = EAGER_STEPS + self.requests.graphs
+            while self.steps < STEPS and reserved != self.allocator.peak_reserved:
+                reserved = self.allocator.peak_reserved if self.steps >= least else -1
+                self._step()
+        except OutOfDeviceMemoryError:
+            self.asked = f"{self._request} in step {self.steps + 1}"
+            raise
+
+    def usage(self) -> Usage:
+        """Replay a step, and one up to where tensors ask for most."""
+        if self._usage is None:
+            self.most = 0
+            self._step()
+            self._target, self.most = self.most, 0
+            self._step()
+        assert self._usage is not None
+        return self._usage
+
+    def _step(self) -> None:
+        requests, blocks, free = self.requests, self.blocks, self.allocator.free
+        first = self.steps == 0
+        if first:
+            for size in self.workspaces:
+                self._malloc(Request(size, COMPUTE, WORKSPACES))
+        graphs = requests.graphs and self.steps >= EAGER_STEPS
+        if graphs and self.steps == EAGER_STEPS:
+            self.allocator.empty_cache()  # as `torch.cuda.graph` does
+        self._forward_and_backward(graphs)
+        if first:
+            for request in requests.states:
+                self._malloc(request)
+        temporary = [self._malloc(request) for request in requests.temporary]
+        if graphs:  # results are cloned out of the pool
+            for key in requests.outliving:
+                size = blocks[key].requested
+                temporary.append(self._malloc(Request(size, COMPUTE, CLONES)))
+        for block in (*temporary, *(blocks.pop(key) for key in requests.outliving)):
+            self.live -= block.requested
+            free(block)
+        self.steps += 1
+
+    def _forward_and_backward(self, graphs: bool) -> None:
+        for event in self.requests.events:
+            if event.new is None:
+                block = self.blocks.pop(event.key)
+                self.live -= block.requested
+                self.allocator.free(block)
+            else:
+                asked = replace(event.new, stream=GRAPHS) if graphs else event.new
+                self.blocks[event.key] = self._malloc(asked)
+
+    def _malloc(self, request: Request) -> Block:
+        self._request = request
+        block = self.allocator.malloc(request.size, request.stream, request)
+        self.live += request.size
+        if self.live > self.most:
+            self.most = self.live
+            if self.live == self._target:
+                self._usage = self._look()
+        return block
+
+    def _look(self) -> Usage:
+        segments = tuple(self._segments())
+        by_stream: Counter[str] = Counter()
+        for segment in segments:
+            by_stream[segment.stream] += segment.size
+        return Usage(
+            self.live,
+            self.allocator.allocated - self.live,
+            sum(segment.free for segment in segments if segment.used),
+            sum(segment.size for segment in segments if not segment.used),
+            dict(by_stream),
+            tuple(sorted(segments, key=lambda segment: -segment.free)[:SHOWN]),
+        )
+
+    def _segments(self) -> Iterator[SegmentUse]:
+        for address in self.allocator.segments:
+            size = used = largest = 0
+            held: Counter[str] = Counter()
+            stream = ""
+            for block in self.allocator.blocks(address):
+                stream = f"{block.pool.stream}, {'small' if block.pool.small else 'large'}"
+                if not block.mapped:
+                    continue
+                size += block.size
+                if block.used:
+                    used += block.size
+                    held[str(block.label)] += block.size
+                else:
+                    largest = max(largest, block.size)
+            names = tuple(name for name, _ in held.most_common(3))
+            yield SegmentUse(size, used, largest, stream, names)

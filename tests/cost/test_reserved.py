@@ -1,0 +1,384 @@
+"""Reserved bytes of a step: the requests, their replay, what FSDP2 would do, and what is said."""
+
+from __future__ import annotations
+
+import json
+from collections import Counter
+from dataclasses import replace
+from functools import cache
+
+import pytest
+import torch
+
+import graphshard
+from examples.gpt import GPT, Block, GPTConfig
+from graphshard import BlockPolicy, MixedPrecision
+from graphshard.cli.main import main
+from graphshard.cost.allocations import (
+    COMPUTE,
+    Event,
+    Request,
+    StepRequests,
+    lives_of,
+    requests_of,
+)
+from graphshard.cost.allocator_settings import MIB, AllocatorSettings, allocator_settings
+from graphshard.cost.estimate import Estimate
+from graphshard.cost.fsdp2_allocations import GATHERS, REDUCES, fsdp2_lives
+from graphshard.cost.overheads import CONTEXT, usable_bytes
+from graphshard.cost.reserved import GRAPHS, reserved_memory
+from graphshard.errors import CostError
+from graphshard.hardware.hardware import Hardware
+from graphshard.program import ops
+
+GIB = 1 << 30
+BF16 = MixedPrecision(torch.bfloat16, torch.float32)
+
+
+@cache
+def estimate(world: int = 8, **fields) -> Estimate:
+    """The estimate of a GPT of two blocks, 512 wide, so that most of its tensors are large."""
+    with torch.device("meta"):
+        model = GPT(GPTConfig(vocab=2048, layers=2, heads=4, width=512))
+        tokens = torch.zeros(8, 256, dtype=torch.int64)
+    return graphshard.simulate(
+        model,
+        policy=BlockPolicy({Block}, **fields),
+        hardware="h100-sxm",
+        world_size=world,
+        example_inputs=(tokens, tokens),
+    )
+
+
+def under(allocator: str) -> Estimate:
+    """The estimate with these settings of the allocator."""
+    return replace(estimate(), allocator=allocator_settings(allocator))
+
+
+def live(requests: StepRequests, workspaces: int = 0) -> int:
+    """The most bytes that the requests of a step ask for at once, its update included."""
+    now = most = sum(r.size for r in (*requests.held, *requests.states)) + workspaces
+    sizes = {}
+    for event in requests.events:
+        if event.new is None:
+            now -= sizes.pop(event.key)
+        else:
+            sizes[event.key] = event.new.size
+            now += event.new.size
+        most = max(most, now)
+    return max(most, now + sum(r.size for r in requests.temporary))
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {},
+        {"mixed_precision": BF16},
+        {"recompute": "units"},
+        {"strategy": "SHARD_OPTIMIZER"},
+        {"strategy": "NO_SHARD"},
+        {"offload": ("params", "activations")},
+        {"collective_memory": "nccl"},
+    ],
+    ids=str,
+)
+def test_the_requests_ask_for_the_storages_of_the_estimate(fields):
+    predicted = estimate(**fields)
+    requests = requests_of(
+        predicted.program,
+        predicted.plan,
+        predicted.optimizer,
+        lives_of(predicted.program, predicted.memory.storages),
+    )
+    inside = max(
+        [e.new.size for e in requests.events if e.new and "inside" in e.new.category] + [0]
+    )
+    assert predicted.peak_bytes <= live(requests) <= predicted.peak_bytes + inside
+    asked = Counter(e.key for e in requests.events if e.new)
+    given = Counter(e.key for e in requests.events if not e.new)
+    assert max(asked.values()) == 1, "each request once"
+    assert set(given) | set(requests.outliving) == set(asked)
+    assert not set(given) & set(requests.outliving)
+
+
+def test_a_units_parameters_are_requested_one_by_one():
+    predicted = estimate()
+    gather = next(
+        n
+        for n in predicted.program.nodes()
+        if n.target is ops.all_gather and n.meta.get("unit") == "blocks.0"
+    )
+    lives = lives_of(predicted.program, predicted.memory.storages)
+    sizes = [life.request.size for life in lives if life.request.name == gather.name]
+    unit = predicted.plan.units[1]
+    params = [
+        layout.full_bytes
+        for layout in predicted.plan.layouts.values()
+        if layout.fqn.startswith("blocks.0.")
+    ]
+    assert sum(params) == unit.unsharded_bytes
+    assert sorted(s for s in sizes if s in params) == sorted(params)
+
+
+def test_reserved_bytes_are_the_tensors_and_what_the_allocator_adds():
+    predicted = estimate()
+    reserved = predicted.reserved
+    assert reserved is not None
+    usage = reserved.usage
+    parts = usage.live + usage.rounding + usage.holes + usage.unused
+    assert parts == sum(usage.by_stream.values()) == reserved.bytes
+    assert usage.live - 2 * 32 * MIB == pytest.approx(predicted.peak_bytes, rel=1e-3)
+    assert predicted.peak_bytes < reserved.allocated <= reserved.bytes
+    assert set(usage.by_stream) == {f"{COMPUTE}, large", f"{COMPUTE}, small"}
+    assert 2 <= reserved.steps <= 4
+    assert (reserved.retries, reserved.failed) == (0, "")
+
+
+def test_the_second_step_reserves_more_as_states_lie_in_what_the_first_gave_back():
+    predicted = estimate()
+    lives = lives_of(predicted.program, predicted.memory.storages)
+    requests = requests_of(predicted.program, predicted.plan, "adamw", lives)
+    without = replace(requests, states=(), held=(*requests.held, *requests.states))
+    assert reserved_memory(requests).bytes >= reserved_memory(without).bytes
+
+
+def test_expandable_segments_are_one_range_for_each_pool():
+    plain, expandable = estimate(), under("expandable_segments:True")
+    assert expandable.peak_bytes == plain.peak_bytes
+    assert str(expandable.reserved.settings) == "expandable_segments:True"
+    assert "with expandable_segments:True" in str(expandable)
+    usages = [e.reserved.usage for e in (plain, expandable)]
+    assert len(usages[1].largest) == 2, "one range for each of the pools"
+    assert len(usages[0].largest) > 2
+    assert usages[1].unused == 0
+    assert expandable.with_hardware("h200").allocator == expandable.allocator
+
+
+def test_without_a_cache_only_tensors_are_reserved():
+    predicted = under("none")
+    assert predicted.reserved is None
+    assert predicted.reserved_bytes == predicted.peak_bytes
+    assert predicted.fits
+    assert "reserved   " not in str(predicted)
+
+
+def test_settings_that_are_not_known_are_refused():
+    with pytest.raises(CostError, match="garbage_collection_threshold' is not modelled"):
+        graphshard.simulate(
+            estimate().plan, hardware="h100-sxm", allocator="garbage_collection_threshold:0.8"
+        )
+    expandable = graphshard.simulate(
+        estimate().plan, hardware="h100-sxm", allocator="expandable_segments:True"
+    )
+    assert expandable.reserved_bytes == under("expandable_segments:True").reserved_bytes
+
+
+def test_a_step_fits_if_all_that_the_rank_takes_does():
+    predicted = estimate()
+    taken = predicted.device_bytes
+    overheads = predicted.overheads
+    assert taken == (
+        predicted.reserved_bytes + overheads.context + overheads.communicators + overheads.driver
+    )
+    exact = Hardware.load("h100-sxm").with_(
+        memory_bytes=taken, overhead={"driver": overheads.driver, "workspace": 32 * MIB}
+    )
+    fitting = predicted.with_hardware(exact)
+    assert fitting.fits
+    assert fitting.device_bytes == taken
+    least = predicted.peak_bytes + overheads.outside + overheads.driver
+    tight = predicted.with_hardware(exact.with_(memory_bytes=least))
+    assert not tight.fits, "the tensors fit, but not with workspaces"
+    assert "DOES NOT FIT" in str(tight)
+    assert "no room for " in str(tight)
+    assert tight.reserved.failed
+    assert tight.reserved_bytes == predicted.reserved_bytes, "what it would take"
+
+
+def test_a_device_that_is_full_at_times_makes_do_with_less():
+    predicted = estimate(mixed_precision=BF16)
+    requests = requests_of(
+        predicted.program, predicted.plan, "adamw", fsdp2_lives(predicted.program)
+    )
+    without = reserved_memory(requests)
+    least = None
+    for capacity in range(without.bytes, live(requests), -2 * MIB):
+        tight = reserved_memory(requests, capacity=capacity)
+        if tight.failed:
+            break
+        least = tight
+        assert tight.bytes <= capacity
+    assert least is not None
+    assert least.retries > 0
+    assert live(requests) <= least.bytes < without.bytes
+
+
+def test_hosts_have_no_allocator_to_reserve_anything():
+    predicted = estimate().with_hardware("cpu-gloo")
+    assert predicted.reserved is None
+    assert predicted.overheads is None
+    assert predicted.reserved_bytes == predicted.device_bytes == predicted.peak_bytes
+    assert "reserved" not in str(predicted)
+    assert usable_bytes(predicted.hardware, 3) == predicted.hardware.memory_bytes
+
+
+def test_figures_of_a_hardware_file_replace_the_common_ones(tmp_path):
+    own = {"context": 1, "communicator": 10, "workspace": 512, "driver": 100}
+    machine = Hardware.load("a100-40gb").with_(overhead=own)
+    machine.save(tmp_path / "machine.json")
+    predicted = estimate().with_hardware(tmp_path / "machine.json")
+    assert dict(predicted.hardware.overhead) == own
+    assert predicted.overheads.outside == 11
+    assert predicted.device_bytes == predicted.reserved_bytes + 111
+    assert usable_bytes(machine, 2) == machine.memory_bytes - 121
+    with pytest.raises(CostError, match="overhead has an unknown figure 'kernel'"):
+        machine.with_(overhead={"kernel": 1})
+    with pytest.raises(CostError, match=r"overhead\.context must be 0 bytes or more"):
+        machine.with_(overhead={"context": -1})
+
+
+def test_one_rank_has_no_communicator_and_replicas_have_two():
+    assert estimate(world=1).overheads.communicators == 0
+    assert estimate(world=1).overheads.context == CONTEXT
+    one = estimate().overheads.communicators
+    with torch.device("meta"):
+        model = GPT(GPTConfig(vocab=64, layers=1, heads=2, width=64))
+        tokens = torch.zeros(2, 16, dtype=torch.int64)
+    hybrid = graphshard.simulate(
+        model,
+        policy=BlockPolicy({Block}, strategy="HYBRID_SHARD"),
+        hardware="h100-sxm",
+        mesh_shape=(2, 4),
+        example_inputs=(tokens, tokens),
+    )
+    assert hybrid.overheads.communicators == 2 * one
+
+
+def test_buffers_in_nccls_memory_have_a_pool_of_their_own():
+    streams = estimate(collective_memory="nccl").reserved.usage.by_stream
+    assert any(stream.startswith("collectives' memory") for stream in streams)
+
+
+def test_graphs_have_a_pool_of_their_own():
+    predicted = estimate(cuda_graph=True)
+    streams = predicted.reserved.usage.by_stream
+    assert f"{GRAPHS}, large" in streams
+    assert predicted.reserved_bytes > estimate().reserved_bytes
+    assert predicted.reserved_bytes < 2 * estimate().reserved_bytes
+
+
+def test_fsdp2_gathers_into_flat_buffers_and_copies_out_of_them():
+    predicted = estimate(mixed_precision=BF16)
+    program = predicted.program
+    lives = list(fsdp2_lives(program))
+    storages = list(lives_of(program, predicted.memory.storages))
+    place = {node: index for index, node in enumerate(program.graph.nodes)}
+    gathers = [n for n in program.nodes() if n.target is ops.all_gather]
+    flats = {life.request.name: life for life in lives if life.request.name.endswith("flat")}
+    by_unit = {(gather.meta["unit"], gather.meta["phase"]): gather for gather in gathers}
+    block, later = by_unit["blocks.0", "forward"], by_unit["blocks.1", "forward"]
+    wait, next_wait = (next(iter(gather.users)) for gather in (block, later))
+    flat = flats[f"{block.name}_flat"]
+    assert (flat.born, flat.dies) == (place[wait], place[next_wait])
+    assert flat.request.stream == GATHERS
+    assert flat.request.size == predicted.plan.units[1].unsharded_bytes
+    copies = [life for life in lives if life.request.name == block.name]
+    assert {life.born for life in copies} == {place[wait]}
+    assert {life.request.stream for life in copies} == {COMPUTE}
+    assert sum(life.request.size for life in copies) == flat.request.size
+    backward = by_unit["blocks.0", "backward"]
+    flat = flats[f"{backward.name}_flat"]
+    assert (flat.born, flat.dies) == (place[backward], place[next(iter(backward.users))])
+    assert len({life.dies for life in lives if life.request.name == backward.name}) == 1
+    reduces = [n for n in program.nodes() if n.target is ops.reduce_scatter]
+    results = [life for life in lives if life.request.stream == REDUCES]
+    assert len(results) == len(reduces) == 3
+    shards = sum(r.request.size for r in storages if r.request.category == "gradients")
+    assert sum(life.request.size for life in results) == shards
+    sent = [flats[f"{reduce.name}_flat"] for reduce in reduces]
+    assert [life.born for life in sent] == [place[reduce] for reduce in reduces]
+    assert [life.dies for life in sent[:-1]] == [place[reduce] - 1 for reduce in reduces[1:]]
+    casts = {operand.name for reduce in reduces for operand in reduce.all_input_nodes}
+    assert not [life for life in lives if life.request.name in casts]
+
+
+def test_fsdp2_reserves_more_since_streams_share_nothing():
+    own = estimate(mixed_precision=BF16)
+    fsdp2 = graphshard.simulate(own.plan, hardware="h100-sxm", runtime="fsdp2")
+    streams = fsdp2.reserved.usage.by_stream
+    assert {GATHERS, REDUCES} < {stream.rpartition(",")[0] for stream in streams}
+    of_streams = sum(s for stream, s in streams.items() if not stream.startswith(COMPUTE))
+    assert fsdp2.reserved_bytes > own.reserved_bytes
+    assert of_streams >= own.plan.units[0].unsharded_bytes
+
+
+def test_a_replay_by_hand():
+    # 30 MiB of weights; 40 MiB live to 70; then 10 more of states lie where 40 were given back.
+    def request(size: int, name: str) -> Request:
+        return Request(size * MIB, COMPUTE, "at work", name)
+
+    requests = StepRequests(
+        held=(request(30, "weights"),),
+        events=(
+            Event(0, 0, request(40, "a")),
+            Event(1, 1, request(24, "gradient")),
+            Event(0, 2),
+        ),
+        states=(request(10, "state"),),
+        temporary=(),
+        outliving=(1,),
+    )
+    reserved = reserved_memory(requests)
+    assert reserved.bytes == (30 + 40 + 24 + 40) * MIB, "`a` no longer fits in its own block"
+    assert reserved.steps == 3
+    assert reserved.usage.live == (30 + 40 + 24 + 10) * MIB
+    assert (reserved.usage.holes, reserved.usage.unused) == (30 * MIB, 0)
+    (segment,) = [s for s in reserved.usage.largest if s.free]
+    assert (segment.size, segment.largest) == (40 * MIB, 30 * MIB)
+    assert segment.holders == ("state of (root)",)
+    full = reserved_memory(requests, capacity=134 * MIB - 1)
+    # In step 2 the gradient's 24 MiB go back for `a`, and the gradient fits in `a`'s old segment.
+    assert (full.bytes, full.retries, full.failed) == (110 * MIB, 1, "")
+    tight = reserved_memory(requests, capacity=110 * MIB - 1)
+    assert tight.failed.startswith("a of (root) in step 2: 40.00 MiB asked for")
+    assert tight.bytes == reserved.bytes
+    expandable = reserved_memory(requests, settings=AllocatorSettings(True))
+    assert expandable.bytes == 120 * MIB
+
+
+def test_all_of_it_is_in_the_json_and_on_the_page():
+    data = json.loads(json.dumps(estimate().to_dict()))
+    assert data["reserved_bytes"] == estimate().reserved_bytes == data["reserved"]["reserved_bytes"]
+    assert data["device_bytes"] == estimate().device_bytes
+    assert data["overheads"]["context"] == CONTEXT
+    assert data["reserved"]["largest"][0]["size"] > 0
+    text = str(estimate())
+    assert "device     " in text
+    assert "cuBLAS workspaces" in text
+
+
+FACTORY = """
+import torch
+
+from examples.gpt import GPT, GPTConfig
+
+
+def small():
+    with torch.device("meta"):
+        tokens = torch.zeros(8, 256, dtype=torch.int64)
+        return GPT(GPTConfig(vocab=2048, layers=2, heads=4, width=512)), (tokens, tokens)
+"""
+
+
+def test_the_command_takes_the_settings_of_the_allocator(tmp_path, capsys, monkeypatch):
+    (tmp_path / "reserved_factory.py").write_text(FACTORY)
+    monkeypatch.chdir(tmp_path)
+    start = ["simulate", "reserved_factory:small", "--policy", "block:Block", "--world-size", "8"]
+    found = {}
+    for settings in ("", "expandable_segments:True", "none"):
+        assert main([*start, "--hardware", "h100-sxm", "--json", "--allocator", settings]) == 0
+        found[settings] = json.loads(capsys.readouterr().out)["reserved_bytes"]
+    assert found[""] == estimate().reserved_bytes
+    assert found["expandable_segments:True"] == under("expandable_segments:True").reserved_bytes
+    assert found["none"] == estimate().peak_bytes
+    assert len(set(found.values())) == 3
