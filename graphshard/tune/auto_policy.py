@@ -11,6 +11,7 @@ from torch import nn
 
 from graphshard.progress import Stages
 from graphshard.tune.request import PolicyRequest
+from graphshard.tune.runs import RunRequest, Runs, tune_runs
 from graphshard.tune.tuner import tune
 from graphshard.tune.tuning import Tuning
 
@@ -21,23 +22,31 @@ class AutoPolicy(PolicyRequest):
 
     `tune` searches for it; `graphshard.compile` and `graphshard.plan` do so when their policy is an
     `AutoPolicy`. The result is an ordinary, explicit policy, which prints as code. The same model,
-    inputs, mesh and hardware always give the same policy, so all ranks get the same one.
+    inputs, mesh and hardware always give the same policy, unless `seconds` limits the search.
 
     Args:
-        memory_budget: the most bytes a rank's device may hold in all at any point of a step
-            (`Estimate.peak_bytes`): a number, or a text such as "70GiB". None: the hardware's
-            memory. Memory of the framework and its libraries and fragmentation are not counted, so
-            leave room for them.
+        memory_budget: the most bytes that torch may reserve on a rank's GPU, or that may be alive
+            on a host (`Estimate.reserved_bytes`): a number, or a text such as "70GiB". None: the
+            hardware's memory, less what CUDA, NCCL and the driver take.
         hardware: a preset's name, a hardware file, or a `graphshard.Hardware`. None: "cpu-gloo"
             where `compile` runs on the CPU, else "h100-sxm".
         gpus_per_node: ranks on a node. None: as in the hardware.
         optimizer: the optimizer whose states count: "adamw", "adamw-fused", "sgd", "sgd-momentum"
             or "none".
+        allocator: what PYTORCH_CUDA_ALLOC_CONF will be, such as "expandable_segments:True"; "none"
+            counts live bytes, as without a cache.
         mixed_precision: as in a policy. It changes the numbers, so it is never searched.
         units: a policy that chooses the units and sets nothing else, to fix them.
         strategy, reshard_after_forward, reshard_root, backward_prefetch, forward_prefetch,
             recompute, offload, schedule: as in a policy, to fix them; "auto" searches each.
-        ignored, cuda_graph, sync_module_states, notes: as in a policy.
+        all_reduce_below: as in a policy; under NO_SHARD, which reduces all units so, it is 0.
+        reduce_op, ignored, cuda_graph, collective_memory, check_finite, sync_module_states, notes:
+            as in a policy.
+        seconds: the time that the search may take; then it ends with the best so far, and says what
+            it did not try. Such a search depends on the machine it runs on, so `compile` takes what
+            rank 0 found. None: it takes the time it needs.
+        micro_batches: calls of forward and backward in a step, each of which reduces its gradients.
+            More of them make the optimizer's share of a step smaller, and hold gradients longer.
 
     Raises:
         PolicyError: a field has an invalid value.
@@ -81,4 +90,36 @@ class AutoPolicy(PolicyRequest):
             mesh_shape=mesh_shape,
             device=device,
             progress=progress,
+        )
+
+    def tune_runs(
+        self,
+        model: nn.Module,
+        request: RunRequest,
+        *,
+        example_inputs: Sequence[Any] | None = None,
+        example_kwargs: Mapping[str, Any] | None = None,
+        device: torch.device | str = "cpu",
+        progress: Stages | None = None,
+    ) -> Runs:
+        """Search numbers of ranks, batches and micro-batches for one global batch, as `tune` does.
+
+        Each pair of ranks and batch is a search; it ends early where its bounds are above the best
+        of that number of ranks. `seconds` is for all of them.
+
+        Args:
+            model: as of `tune`.
+            request: the global batch, the ranks, and optionally batches and a price.
+            example_inputs: as of `tune`. Tensors whose first size is that of the first tensor of
+                integers (or of the first tensor) get the batch that is tried.
+            example_kwargs: likewise.
+            device: as of `tune`.
+            progress: as of `tune`.
+
+        Raises:
+            PolicyError: no run was found, or the global batch cannot be counted.
+            PlanError, CaptureError: the model cannot be planned or captured.
+        """
+        return tune_runs(
+            self, request, model, example_inputs, example_kwargs, device=device, progress=progress
         )

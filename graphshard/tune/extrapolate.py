@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from itertools import chain
 from typing import Any
@@ -38,9 +38,12 @@ class Extrapolator:
     large: Simulator
     depth: int
 
-    def results(self, group: CandidateGroup) -> list[CandidateResult]:
-        """Return the results of all possible candidates of `group`."""
-        results = map(self.result, self.small.space.candidates(group))
+    def results(
+        self, group: CandidateGroup, stop: Callable[[], bool] = lambda: False
+    ) -> list[CandidateResult]:
+        """Return the results of all possible candidates of `group`, or those until `stop()`."""
+        candidates = self.small.space.candidates(group)
+        results = [self.result(candidate) for candidate in candidates if not stop()]
         return [result for result in results if result is not None]
 
     def result(self, candidate: Candidate) -> CandidateResult | None:

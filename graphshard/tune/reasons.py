@@ -11,11 +11,11 @@ from graphshard.cost.memory import OPTIMIZER, SHARDS
 from graphshard.format import human_bytes, human_seconds
 from graphshard.policy.base import Policy
 from graphshard.policy.code import value_code
-from graphshard.tune.bounds import Bounds
+from graphshard.tune.bounds import Bound, Bounds
 from graphshard.tune.extrapolate import Extrapolator
 from graphshard.tune.request import AUTO, is_auto
 from graphshard.tune.search import Search
-from graphshard.tune.space import Candidate, CandidateGroup, Sharding, Space
+from graphshard.tune.space import PLAIN, Candidate, CandidateGroup, Sharding, Space
 from graphshard.tune.tuning import CandidateResult
 
 Neighbour = tuple[str, Candidate]
@@ -25,30 +25,107 @@ _SAME = 5e-4
 """Times that differ by at most this share count as equal."""
 
 
+_ROUNDS = 4
+"""The most times that a better neighbour becomes the winner."""
+
+
+def settle(search: Search, winner: CandidateResult) -> tuple[CandidateResult, dict[str, str]]:
+    """Replace `winner` by its best neighbour until none is better; return it and the reasons."""
+    for _ in range(_ROUNDS):
+        why = reasons(search, winner)
+        best = search.best(search.full_results.values())
+        if best is None or best.candidate == winner.candidate:
+            return winner, why
+        winner = best
+    return winner, reasons(search, winner)
+
+
 def reasons(search: Search, winner: CandidateResult) -> dict[str, str]:
-    """Return why each neighbour of the winner is not better, by the field in which it differs."""
+    """Return why each neighbour of the winner is not better, by the field in which it differs.
+
+    Neighbours that are simulated for it join the results of `search`.
+    """
     reason_of: dict[str, str] = {}
     comparable = search.evaluator.result(winner.candidate) if search.extrapolator else winner
-    if comparable is None:
-        comparable = winner
     for name, candidate in _neighbours(search, winner.candidate):
         if name in reason_of:
             continue
-        bound = search.bounds.get(candidate.group)
-        if bound is not None and not bound.possible:
-            continue
-        if bound is not None and bound.bytes > search.budget:
-            need = f"needs at least {human_bytes(bound.bytes)} of {human_bytes(search.budget)}"
-            reason_of[name] = need
-            continue
-        result = search.full_results.get(candidate)
-        base = winner if result is not None else comparable
-        if result is None and candidate.group != winner.candidate.group:
-            result, base = _comparable(search, candidate, winner, comparable)
-        result = result or search.evaluator.result(candidate)
-        if result is not None:
-            reason_of[name] = _why(result, base, search.budget)
+        if search.limit.passed():
+            break
+        reason = _reason(search, candidate, winner, comparable or winner)
+        if reason is not None:
+            reason_of[name] = reason
     return reason_of
+
+
+def _reason(
+    search: Search, candidate: Candidate, winner: CandidateResult, comparable: CandidateResult
+) -> str | None:
+    """Say why `candidate` is not better than `winner`; None if the model cannot be sharded so."""
+    bound = _bound_of(search, candidate.group)
+    if bound is not None and not bound.possible:
+        return None
+    if bound is not None and bound.bytes > search.budget:
+        return f"needs at least {human_bytes(bound.bytes)} of {human_bytes(search.budget)}"
+    result = search.full_results.get(candidate)
+    base = winner if result is not None else comparable
+    if result is None and search.exhaustive:
+        reason = _by_search(search, candidate, winner, bound)
+        if reason:
+            return reason
+    elif result is None and candidate.group != winner.candidate.group:
+        result, base = _comparable(search, candidate, winner, comparable)
+    result = result or search.evaluator.result(candidate)
+    if result is None:
+        return None
+    search.record([result])
+    if result.whole:
+        search.full_results[result.candidate] = result
+    elif result.peak <= search.budget and result.seconds < base.seconds * (1 - _SAME):
+        whole = search.simulate_full(result.candidate)
+        result, base = (result, base) if whole is None else (whole, winner)
+    return _why(result, base, search.budget)
+
+
+def _chooses(group: CandidateGroup) -> bool:
+    """Whether a budget chooses what `group` recomputes."""
+    return isinstance(group.recompute, frozenset) and "budget" in group.recompute
+
+
+def _bound_of(search: Search, group: CandidateGroup) -> Bound | None:
+    """The bound of `group`, whatever its budget; None if it is unknown."""
+    if _chooses(group):
+        everything = replace(group, budget=None, recompute=search.space.recompute_all)
+        return search.budget_bounds.get(everything)
+    return search.bounds.get(replace(group, budget=None))
+
+
+def _by_search(
+    search: Search, candidate: Candidate, winner: CandidateResult, bound: Bound | None
+) -> str:
+    """Say why no candidate like `candidate` won, by its bound or what was tried; "" if unknown."""
+    if candidate.group == winner.candidate.group:
+        return ""
+    if bound is not None and bound.seconds > winner.seconds * (1 + _SAME):
+        return f"at least {bound.seconds / winner.seconds - 1:.1%} slower"
+    group = replace(candidate.group, budget=None)
+    groups = {group}
+    if group.recompute is None:  # a budget may have chosen to recompute nothing
+        chosen = search.space.budgets(Candidate(group)).candidate(0).group
+        groups.add(replace(chosen, budget=None))
+    tried = [
+        result
+        for result in search.results.values()
+        if replace(result.candidate.group, budget=None) in groups
+    ]
+    same = [result for result in tried if result.candidate.schedule == candidate.schedule]
+    best = search.best(same) or min(same, key=lambda result: result.peak, default=None)
+    if best is not None:
+        return _why(best, winner, search.budget)
+    other = search.best(tried)
+    if other is None or other.seconds <= winner.seconds:
+        return ""
+    return f"{_why(other, winner, search.budget)}, with schedule={other.candidate.schedule!r}"
 
 
 def _comparable(
@@ -59,7 +136,7 @@ def _comparable(
     A search that is not exhaustive has tried one way to issue gathers for most groups: compare
     results of that way if the candidate's group is slower with it.
     """
-    probe = search.space.probes(winner.candidate.group)[0]
+    probe = search.space.likeliest(winner.candidate.group)
     winner_probe = None if search.exhaustive else search.evaluator.result(probe)
     if winner_probe is not None:
         other_probe = search.evaluator.result(replace(probe, group=candidate.group))
@@ -94,18 +171,35 @@ def _neighbours(search: Search, candidate: Candidate) -> Iterator[Neighbour]:
     """Yield candidates that differ from `candidate` in one field, with a text of that field."""
     yield from _other_issues(search, candidate)
     for name, group in _other_groups(search, candidate.group):
-        yield name, replace(candidate, group=group)
+        same = group.sharding.strategy is candidate.group.sharding.strategy
+        if candidate.schedule == PLAIN or same or search.space.is_default(group):
+            yield name, replace(candidate, group=group)
 
 
 def _other_issues(search: Search, candidate: Candidate) -> Iterator[Neighbour]:
     for other in search.space.candidates(candidate.group):
         if other.schedule != candidate.schedule:
-            if candidate.schedule == "fsdp" or (other.backward, other.forward) == ("pre", 0):
+            if other == _best_issue(search, candidate.group, other.schedule):
                 yield f"schedule={other.schedule!r}", other
         elif other.forward == candidate.forward and other.backward != candidate.backward:
             yield f"backward_prefetch={other.backward!r}", other
         elif other.backward == candidate.backward and other.forward != candidate.forward:
             yield f"forward_prefetch={other.forward}", other
+
+
+def _best_issue(search: Search, group: CandidateGroup, schedule: str) -> Candidate:
+    """The fastest candidate of `group` with `schedule`, or the likeliest if none was tried."""
+    tried = [
+        result
+        for candidate in search.space.candidates(group)
+        if candidate.schedule == schedule and (result := search.results.get(candidate))
+    ]
+    best = search.best(tried)
+    if best is not None:
+        return best.candidate
+    if schedule != PLAIN:
+        return Candidate(group, schedule=schedule)
+    return search.space.likeliest(group)
 
 
 def _other_groups(search: Search, group: CandidateGroup) -> Iterator[tuple[str, CandidateGroup]]:
@@ -170,6 +264,18 @@ def advice(search: Search) -> str:
         *_remedies(search, least),
     ]
     return "\n".join(lines)
+
+
+def out_of_time(search: Search) -> str:
+    """Return a text on a search that found nothing that fits before its time was over."""
+    found = min(search.results.values(), key=lambda result: result.peak, default=None)
+    least = "" if found is None else f"; the least so far needs {human_bytes(found.peak)}"
+    return (
+        f"no policy that fits in {human_bytes(search.budget)} was found in "
+        f"{search.limit.seconds:g} s{least}, and {len(search.untried)} kinds of policies were not "
+        "tried; give more time (seconds=, on the command line --seconds), or fix fields, so that "
+        "there is less to search"
+    )
 
 
 def _remedies(search: Search, least: CandidateResult) -> Iterator[str]:

@@ -10,7 +10,9 @@ from typing import Any, Self
 import torch
 from torch import Tensor, nn
 
+from graphshard.cost.allocator_settings import allocator_settings
 from graphshard.cost.memory import OPTIMIZERS
+from graphshard.cost.overheads import usable_bytes
 from graphshard.errors import PolicyError
 from graphshard.format import bytes_in
 from graphshard.hardware.hardware import Hardware
@@ -46,6 +48,11 @@ _CHECKS: dict[str, Check] = {
         lambda value: value is None or (is_int(value) and value >= 1),
         "1 rank or more",
     ),
+    "micro_batches": (lambda value: is_int(value) and value >= 1, "1 or more"),
+    "seconds": (
+        lambda value: value is None or (isinstance(value, int | float) and value > 0),
+        "a positive number of seconds, or None",
+    ),
     "optimizer": (lambda value: value in OPTIMIZERS, f"one of {', '.join(OPTIMIZERS)}"),
 }
 
@@ -58,6 +65,7 @@ class PolicyRequest:
     hardware: Hardware | str | os.PathLike[str] | None = None
     gpus_per_node: int | None = None
     optimizer: str = "adamw"
+    allocator: str = ""
     mixed_precision: MixedPrecision | None = None
     units: Policy | str = AUTO
     strategy: str = AUTO
@@ -68,10 +76,16 @@ class PolicyRequest:
     recompute: Collection[type | str] | type | str | None = AUTO
     offload: Collection[str] | str | None = AUTO
     schedule: str = AUTO
+    all_reduce_below: int = 0
+    reduce_op: str = "avg"
     ignored: Iterable[nn.Module | Tensor | str] | nn.Module | Tensor | str | None = None
     cuda_graph: bool = False
+    collective_memory: str = "default"
+    check_finite: str | None = None
     sync_module_states: bool = False
     notes: tuple[str, ...] = ()
+    seconds: float | None = None
+    micro_batches: int = 1
 
     def __post_init__(self) -> None:
         budget = self.memory_budget
@@ -90,6 +104,7 @@ class PolicyRequest:
             )
         Policy(**self.fixed())  # checks each value
         Hardware.load(self.hardware or "h100-sxm")
+        allocator_settings(self.allocator)  # checks it
 
     def _check_units(self) -> None:
         units = self.units
@@ -106,10 +121,10 @@ class PolicyRequest:
         values = {f.name: getattr(self, f.name) for f in fields(self) if f.name in names}
         return {name: value for name, value in values.items() if not is_auto(value)}
 
-    def budget(self, hardware: Hardware) -> int:
-        """The bytes that a device of `hardware` may hold."""
+    def budget(self, hardware: Hardware, communicators: int = 1) -> int:
+        """The bytes that torch may reserve on a device with so many communicators."""
         budget = self.memory_budget
-        return budget if isinstance(budget, int) else hardware.memory_bytes
+        return budget if isinstance(budget, int) else usable_bytes(hardware, communicators)
 
     def described(self) -> Hardware:
         """The hardware to simulate."""

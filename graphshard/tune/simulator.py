@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import gc
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import Any
 
 from torch import nn
 
+from graphshard.cost.allocator_settings import allocator_settings
 from graphshard.cost.estimate import Estimate, estimate_of
 from graphshard.errors import CaptureError, PassError, PlanError, PolicyError
 from graphshard.passes.prefetch import Prefetch
@@ -24,6 +25,7 @@ from graphshard.program.spans import assign_units
 from graphshard.tune.captures import Captures
 from graphshard.tune.space import (
     BUDGET_STEPS,
+    PLAIN,
     BudgetRange,
     Candidate,
     CandidateGroup,
@@ -67,12 +69,23 @@ class Simulator:
         """Return a simulator of the same model for candidates of another space."""
         return Simulator(self.model, self.captures, space, self.blocks)
 
-    def results(self, group: CandidateGroup) -> list[CandidateResult]:
-        """Return the results of all possible candidates of `group`."""
-        self._keep_prefix = True  # the candidates share the program after the first passes
-        results = list(map(self.result, self.space.candidates(group)))
-        self._keep_prefix, self._prefix = False, None
+    def results(
+        self, group: CandidateGroup, stop: Callable[[], bool] = lambda: False
+    ) -> list[CandidateResult]:
+        """Return the results of all possible candidates of `group`, or those until `stop()`."""
+        candidates = self.space.candidates(group)
+        with self.sharing_prefix():
+            results = [self.result(candidate) for candidate in candidates if not stop()]
         return [result for result in results if result is not None]
+
+    @contextmanager
+    def sharing_prefix(self) -> Iterator[None]:
+        """Let candidates in a row that differ in prefetching share the program before it."""
+        self._keep_prefix = True
+        try:
+            yield
+        finally:
+            self._keep_prefix, self._prefix = False, None
 
     def result(self, candidate: Candidate) -> CandidateResult | None:
         """Return the result of `candidate`; None if the model cannot be sharded so."""
@@ -84,11 +97,25 @@ class Simulator:
         try:
             plan = self.plan(candidate)
             captured = self.captures.of(plan)
-            passes = default_passes(plan.policy)
-            key = (id(captured), plan.units, plan.recomputed, plan.ignored, passes)
+            passes = default_passes(plan.policy, plan.process_group_backend)
+            key: tuple[Any, ...] = (
+                id(captured),
+                plan.units,
+                plan.recomputed,
+                plan.ignored,
+                passes,
+            )
+            if plan.policy.schedule != PLAIN:
+                key = (*key, plan.policy.memory_budget)  # which its passes read off the plan
+            elif isinstance(passes[0], RecomputeToBudget):
+                # Budgets that choose the same nodes give the same program.
+                chosen = self._chosen(passes[0], passes[1:], captured, plan)
+                key = (*key[:-1], passes[0].classes, chosen, passes[1:])
             if key not in self._by_program:
                 estimate = self.estimate(plan, captured, passes)
-                self._by_program[key] = CandidateResult.of(candidate, estimate)
+                self._by_program[key] = CandidateResult.of(
+                    candidate, estimate, self.space.auto.micro_batches
+                )
                 if self.estimates is not None:
                     self.estimates[candidate] = estimate
         except (CaptureError, PolicyError, PlanError, PassError):
@@ -128,19 +155,24 @@ class Simulator:
         ranks = 1
         for size in mesh:
             ranks *= size
-        return make_plan(self.model, policy, world_size=ranks, mesh_shape=mesh)
+        plan = make_plan(self.model, policy, world_size=ranks, mesh_shape=mesh)
+        backend = self.space.hardware.process_group_backend if ranks > 1 else "none"
+        return replace(plan, process_group_backend=backend)
 
     def estimate(
         self, plan: ShardingPlan, captured: Program, passes: Sequence[PassLike] | None = None
     ) -> Estimate:
         """Rewrite a copy of `captured` for `plan` and simulate it."""
-        passes = default_passes(plan.policy) if passes is None else passes
+        passes = (
+            default_passes(plan.policy, plan.process_group_backend) if passes is None else passes
+        )
         self.simulated += 1
         program = self._rewrite(plan, captured, passes)
         return estimate_of(
             replace(plan, program=program),
             self.space.hardware,
             optimizer=self.space.auto.optimizer,
+            allocator=allocator_settings(self.space.auto.allocator),
         )
 
     def _rewrite(
@@ -159,8 +191,9 @@ class Simulator:
             program.stale = plan.stale_after_step
             assign_units(program, plan)
             for step, following in head:
-                with_memo = self._with_memo(step, following, captured, plan)
-                apply_pass(with_memo, program, plan, following)
+                if isinstance(step, RecomputeToBudget):
+                    step = self._with_memo(step, following, captured, plan)
+                apply_pass(step, program, plan, following)
             if not self._keep_prefix:
                 return program
             self._prefix = _Prefix(key, program)
@@ -168,18 +201,39 @@ class Simulator:
         apply_passes(passes[cut:], program, plan)
         return program
 
-    def _with_memo(
+    def _chosen(
         self,
-        step: PassLike,
+        step: RecomputeToBudget,
         following: Sequence[PassLike],
         captured: Program,
         plan: ShardingPlan,
-    ) -> PassLike:
-        """Give `RecomputeToBudget` a memo shared by all budgets of one plan; keep the last one."""
-        if not isinstance(step, RecomputeToBudget):
-            return step
+    ) -> frozenset[str]:
+        """The names of the nodes that `step` recomputes."""
+        step = self._with_memo(step, following, captured, plan)
+        program = captured
+        if not step.memo:
+            program = captured.copy()
+            assign_units(program, plan)
+        return step.chosen(program, plan, step.rehearsed(following))
+
+    def _with_memo(
+        self,
+        step: RecomputeToBudget,
+        following: Sequence[PassLike],
+        captured: Program,
+        plan: ShardingPlan,
+    ) -> RecomputeToBudget:
+        """Give `step` a memo shared by all budgets of one plan; keep the last one."""
         rest = step.rehearsed(following)
-        key = (id(captured), plan.units, plan.recomputed, plan.ignored, rest, step.classes)
+        key = (
+            id(captured),
+            plan.units,
+            plan.recomputed,
+            plan.ignored,
+            rest,
+            step.classes,
+            step.keep_draws,
+        )
         if self._memo is None or self._memo[0] != key:
             self._memo = (key, [])
         return replace(step, memo=self._memo[1])

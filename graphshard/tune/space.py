@@ -15,12 +15,13 @@ from graphshard.policy.strategy import Strategy
 from graphshard.tune.blocks import Blocks
 from graphshard.tune.request import PolicyRequest, is_auto
 
-_PLAIN = "fsdp"
+PLAIN = "fsdp"
+"""The schedule that issues gathers in FSDP's order."""
 
 
 @dataclass(frozen=True)
 class Sharding:
-    """How parameters are sharded and freed.
+    """A way to shard and free parameters.
 
     `reshard` is `reshard_after_forward`; the last `kept_blocks` blocks are not freed after forward.
     """
@@ -49,11 +50,11 @@ class Candidate:
     group: CandidateGroup
     backward: str | None = "pre"
     forward: int = 0
-    schedule: str = _PLAIN
+    schedule: str = PLAIN
 
 
 BUDGET_STEPS = 10
-"""Steps between recomputing everything and nothing; an exhaustive search tries each budget."""
+"""Steps between recomputing everything and nothing, where budgets are bisected."""
 
 
 @dataclass(frozen=True)
@@ -105,12 +106,14 @@ class Space:
             "memory_budget": group.budget,
             "schedule": candidate.schedule,
         }
-        if candidate.schedule == _PLAIN:
+        if candidate.schedule == PLAIN:
             values["backward_prefetch"] = candidate.backward
             values["forward_prefetch"] = candidate.forward
         else:
             values["hardware"] = self.hardware
         values = self._fixed | values
+        if sharding.strategy is Strategy.NO_SHARD:
+            values["all_reduce_below"] = 0
         if not sharding.kept_blocks:
             return replace(self.unit_choices[group.units], **values)
         last = (self.blocks.fqns if blocks is None else blocks)[-sharding.kept_blocks :]
@@ -141,26 +144,33 @@ class Space:
 
     def candidates(self, group: CandidateGroup) -> list[Candidate]:
         """Return the candidates of `group`: the ways to issue its gathers."""
-        schedules = ["fsdp", "overlap"] if is_auto(self.auto.schedule) else [self.auto.schedule]
         candidates = []
-        for schedule in schedules:
-            if schedule != _PLAIN:
+        for schedule in self.schedules:
+            if schedule != PLAIN:
                 candidates.append(Candidate(group, schedule=schedule))
                 continue
             candidates += [Candidate(group, *p) for p in self._prefetches(group.sharding)]
         return candidates
+
+    @property
+    def schedules(self) -> tuple[str, ...]:
+        """The values of `schedule` that may be chosen; "overlap" decides on prefetching itself."""
+        if not is_auto(self.auto.schedule):
+            return (self.auto.schedule,)
+        fixed = (self.auto.backward_prefetch, self.auto.forward_prefetch)
+        return (PLAIN, "overlap") if all(map(is_auto, fixed)) else (PLAIN,)
 
     def is_default(self, group: CandidateGroup) -> bool:
         """Whether the root and the last block have their default, or fixed, resharding."""
         fixed = not is_auto(self.auto.reshard_root)
         return not group.sharding.kept_blocks and (fixed or not group.sharding.reshard_root)
 
-    def probes(self, group: CandidateGroup) -> list[Candidate]:
-        """Return a candidate of `group` that is likely among its best, in a list of one."""
+    def likeliest(self, group: CandidateGroup) -> Candidate:
+        """Return a candidate of `group` that is likely among its best."""
         candidates = self.candidates(group)
         likely = [c for c in candidates if (c.backward, c.forward) == ("pre", 1)]
-        plain = [c for c in candidates if c.schedule == _PLAIN]
-        return (likely or plain or candidates)[:1]
+        plain = [c for c in candidates if c.schedule == PLAIN]
+        return (likely or plain or candidates)[0]
 
     @cached_property
     def unit_choices(self) -> list[Policy]:

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import pickle
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from math import prod
 from typing import Any
 
 import torch
@@ -24,12 +26,13 @@ from graphshard.program.pass_protocol import stages_of
 from graphshard.progress import Progress, Stages
 from graphshard.tune.blocks import Blocks
 from graphshard.tune.captures import Captures
-from graphshard.tune.reasons import advice, reasons
+from graphshard.tune.limit import TimeLimit
+from graphshard.tune.reasons import advice, out_of_time, settle
 from graphshard.tune.request import PolicyRequest, is_auto
 from graphshard.tune.search import Search, frontier_of
 from graphshard.tune.simulator import Simulator, without_garbage_collection
 from graphshard.tune.space import Space
-from graphshard.tune.tuning import CandidateResult, PolicyResult, Tuning
+from graphshard.tune.tuning import CandidateResult, PolicyResult, Tuning, taken
 from graphshard.verify.rules import verify
 
 
@@ -43,33 +46,45 @@ def tune(
     mesh_shape: Sequence[int] | None = None,
     device: torch.device | str = "cpu",
     progress: Stages | None = None,
+    captures: Captures | None = None,
+    faster_than: float | None = None,
 ) -> Tuning:
-    """See `AutoPolicy.tune`."""
+    """See `AutoPolicy.tune`.
+
+    `captures` are the captured programs of the call, if searches share them; a step must take less
+    than `faster_than` seconds.
+
+    Raises:
+        NotFasterError: policies fit, but no step is faster than `faster_than`.
+    """
     require_module(model)
     if example_inputs is None and example_kwargs is None:
         raise PolicyError(
             "AutoPolicy finds a policy by simulating a call of the model; give example_inputs or "
             "example_kwargs, or an explicit policy"
         )
+    limit = TimeLimit(auto.seconds)
     mesh = _mesh(auto, world_size, mesh_shape)
     progress = progress or Progress()
     tree = ModuleTree(model, ignored_by(Policy(ignored=auto.ignored), model).params)
-    check_model(tree)
+    check_model(tree, prod(mesh))
     space = Space(auto, Blocks(tree), mesh, auto.described())
-    captures = Captures(model, tuple(example_inputs or ()), example_kwargs or {}, device)
+    if captures is None:
+        captures = Captures(model, tuple(example_inputs or ()), example_kwargs or {}, device)
     with progress.stage("tune"):
         with progress.stage("capture"):
             simulator = Simulator(model, captures, space, space.blocks.fqns)
             first = space.candidates(space.groups()[0])[0]
             captures.like(simulator.plan(first))
         with without_garbage_collection():
-            search = Search.of(simulator, auto.budget(space.hardware))
-            search.progress = progress
+            communicators = sum(size > 1 for size in mesh)
+            search = Search.of(simulator, auto.budget(space.hardware, communicators), limit)
+            search.progress, search.faster_than = progress, faster_than
             winner = search.run()
             if winner is None:
-                raise PolicyError(advice(search))
+                raise PolicyError(out_of_time(search) if search.untried else advice(search))
             with progress.stage("compare the neighbours"):
-                why = reasons(search, winner)
+                winner, why = settle(search, winner)
         return _tuning(search, winner, why, progress)
 
 
@@ -104,10 +119,13 @@ def _tuning(
         simulations += extrapolator.simulated
     skipped = {
         "too large": len(search.too_large),
-        "too slow": len(search.too_slow),
+        "too slow": len(set(search.too_slow)),
         "impossible": len(search.impossible),
     }
-    simulated_groups = len({result.candidate.group for result in results})
+    tried = {replace(result.candidate.group, budget=None) for result in results}
+    untried = list(dict.fromkeys(search.untried))
+    if untried:
+        skipped["not tried"] = len(untried)
     return Tuning(
         policy=policy,
         estimate=estimate,
@@ -115,8 +133,11 @@ def _tuning(
         frontier=tuple(map(policy_result, frontier)),
         tried=tuple(map(policy_result, ranked)),
         reasons=dict(why),
-        groups={"simulated": simulated_groups, **skipped},
+        groups={"simulated": len(tried), **skipped},
         simulations=simulations,
+        untried=tuple(map(space.policy, untried)),
+        micro_batches=space.auto.micro_batches,
+        stopped_after=search.limit.seconds if search.cut else None,
     )
 
 
@@ -132,7 +153,7 @@ def _verify(search: Search, winner: CandidateResult, progress: Stages) -> Estima
         estimate = simulator.estimate(plan, simulator.captures.of(plan))
     plan = with_capture_warnings(estimate.plan, simulator.captures.of(estimate.plan))
     with progress.stage("verify"):
-        passes = default_passes(plan.policy)
+        passes = default_passes(plan.policy, plan.process_group_backend)
         verify(estimate.program, plan, after=passes[-1].name, done=stages_of(*passes))
     return replace(estimate, plan=replace(plan, program=estimate.program))
 
@@ -180,10 +201,31 @@ def search_plan(
     return replace(tuning.plan, policy=policy)
 
 
+def sendable(policy: Policy) -> bytes:
+    """`policy` for another rank, which has the objects in `ignored` itself.
+
+    Raises:
+        PolicyError: it cannot be sent.
+    """
+    try:
+        return pickle.dumps(replace(policy, ignored=None))
+    except Exception as error:  # whatever the user's objects raise
+        raise PolicyError(
+            "a search with seconds= is that of rank 0, whose policy cannot be sent "
+            f"({error}); name classes of units by strings, or leave seconds out"
+        ) from error
+
+
+def received(sent: bytes, own: Policy) -> Policy:
+    """The policy that `sendable` made of another rank's, with what `own` ignores."""
+    policy: Policy = pickle.loads(sent)
+    return replace(policy, ignored=own.ignored)
+
+
 def _note(tuning: Tuning) -> str:
     estimate = tuning.estimate
     return (
         f"tuned for {human_bytes(tuning.memory_budget)} on {estimate.hardware.name}: "
         f"{human_seconds(estimate.step_seconds)} a step, "
-        f"{human_bytes(estimate.peak_bytes)} at the peak"
+        f"{human_bytes(estimate.reserved_bytes)} {taken(estimate)}"
     )

@@ -7,14 +7,19 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from graphshard.cost.estimate import Estimate
+from graphshard.cost.memory import SHARD_GRADIENTS
 from graphshard.format import human_bytes, human_seconds
 from graphshard.planning.plan import ShardingPlan
 from graphshard.policy.base import Policy
-from graphshard.program.storages import KINDS
+from graphshard.program.storages import END, KINDS
 from graphshard.tune.space import Candidate
 
 if TYPE_CHECKING:
     from rich.console import RenderableType
+
+
+_SHOWN = 5
+"""The number of policies without a result that a text shows."""
 
 
 @dataclass(frozen=True)
@@ -54,8 +59,11 @@ class Tuning:
         reasons: why policies that differ in one field are not better, by that field.
         groups: number of groups of policies (each with several ways to issue gathers) that were
             "simulated", and that were skipped because they cannot fit ("too large"), cannot be
-            faster ("too slow"), or are "impossible".
+            faster ("too slow"), are "impossible", or that there was no time for ("not tried").
         simulations: number of simulated programs.
+        untried: of each group that there was no time for, a policy.
+        micro_batches: calls of forward and backward in a step; `estimate` is of one of them.
+        stopped_after: the limit in seconds by which the search ended early; None if it did not.
     """
 
     policy: Policy
@@ -66,6 +74,20 @@ class Tuning:
     reasons: Mapping[str, str]
     groups: Mapping[str, int]
     simulations: int
+    untried: tuple[Policy, ...] = ()
+    stopped_after: float | None = None
+    micro_batches: int = 1
+
+    @property
+    def step_seconds(self) -> float:
+        """Seconds of a step of all micro-batches."""
+        return _step_seconds(self.estimate, self.micro_batches)
+
+    @property
+    def bytes(self) -> int:
+        """The most bytes that torch reserves, on hosts that are alive; the budget bounds them."""
+        kept = _gradient_bytes(self.estimate) if self.micro_batches > 1 else 0
+        return self.estimate.reserved_bytes + kept
 
     @property
     def plan(self) -> ShardingPlan:
@@ -83,12 +105,16 @@ class Tuning:
             "policy": self.policy.to_dict(),
             "code": self.code,
             "memory_budget": self.memory_budget,
+            "micro_batches": self.micro_batches,
+            "step_seconds": self.step_seconds,
             "estimate": self.estimate.to_dict(),
             "frontier": [entry.to_dict() for entry in self.frontier],
             "tried": [entry.to_dict() for entry in self.tried],
             "reasons": dict(self.reasons),
             "groups": dict(self.groups),
             "simulations": self.simulations,
+            "untried": [repr(policy) for policy in self.untried],
+            "stopped_after": self.stopped_after,
         }
 
     def __str__(self) -> str:
@@ -97,13 +123,14 @@ class Tuning:
         lines = [
             self.code,
             "",
-            f"step       {human_seconds(estimate.step_seconds)}, of which "
+            f"step       {self._step_text()}{human_seconds(estimate.step_seconds)}, of which "
             f"{human_seconds(estimate.exposed_seconds)} exposed communication; "
             f"{estimate.mfu:.1%} of the peak (MFU)",
-            f"memory     peak {human_bytes(estimate.peak_bytes)} of "
+            f"memory     {human_bytes(self.bytes)} {taken(estimate)}, of "
             f"{human_bytes(self.memory_budget)}",
             f"hardware   {estimate.hardware}, {estimate.plan.world_size:,} ranks",
             f"searched   {self.simulations:,} simulations; kinds of policies: {skipped}",
+            *self._not_tried(),
             "",
             "time and memory, simulated whole:",
         ]
@@ -118,19 +145,53 @@ class Tuning:
             lines += [f"  {what}: {why}" for what, why in self.reasons.items()]
         return "\n".join(lines)
 
+    def _step_text(self) -> str:
+        if self.micro_batches == 1:
+            return ""
+        return f"{human_seconds(self.step_seconds)} for {self.micro_batches} micro-batches; of one "
+
+    def _not_tried(self) -> list[str]:
+        """Lines on what there was no time for."""
+        if self.stopped_after is None:
+            return []
+        shown = [f"             {policy!r}" for policy in self.untried[:_SHOWN]]
+        among = ", among others" if len(self.untried) > len(shown) else ""
+        rest = f"; not tried{among}:" if shown else ""
+        return [
+            f"stopped    by the limit of {self.stopped_after:g} s with the best so far; more time "
+            f"may find a better one{rest}",
+            *shown,
+        ]
+
     def __rich__(self) -> RenderableType:
         from rich.text import Text
 
         return Text(str(self))
 
 
+def _step_seconds(estimate: Estimate, micro_batches: int) -> float:
+    return estimate.step_seconds + (micro_batches - 1) * estimate.timeline.seconds
+
+
+def _gradient_bytes(estimate: Estimate) -> int:
+    """Bytes of the reduced gradients that outlive a step's backward."""
+    storages = estimate.memory.storages
+    return sum(s.size for s in storages if s.kind == SHARD_GRADIENTS and s.dies >= END)
+
+
+def taken(estimate: Estimate) -> str:
+    """Words for the bytes of `estimate` that a budget bounds."""
+    return "at the peak" if estimate.reserved is None else "reserved"
+
+
 @dataclass(frozen=True)
 class CandidateResult:
     """The seconds and bytes of a step under one candidate.
 
-    peak: peak bytes. compute, communication: seconds. step_bytes: peak bytes as
-    `Policy.memory_budget` counts them. valley: least bytes. at_peak: bytes at the peak by category.
-    whole: whether the full model was simulated; if not, the figures are extrapolated.
+    peak: the most bytes that torch reserves, on hosts that are alive. compute, communication:
+    seconds. step_bytes: peak bytes as `Policy.memory_budget` counts them. valley: least bytes.
+    at_peak: bytes at the peak by category. whole: whether the full model was simulated; if not, the
+    figures are extrapolated.
     """
 
     candidate: Candidate
@@ -149,18 +210,29 @@ class CandidateResult:
         return max(0.0, self.seconds - self.compute)
 
     @classmethod
-    def of(cls, candidate: Candidate, estimate: Estimate) -> CandidateResult:
-        """Return the result of `candidate` from its `estimate`."""
+    def of(
+        cls, candidate: Candidate, estimate: Estimate, micro_batches: int = 1
+    ) -> CandidateResult:
+        """Return the result of `candidate` from its `estimate`, of one of so many micro-batches.
+
+        Each of them reduces its gradients, so from the second on those of the ones before are held.
+        """
         points = estimate.memory.points
+        once = estimate.optimizer_seconds + estimate.hardware.step_overhead
+        compute = micro_batches * (estimate.compute_seconds - once) + once
+        at_peak = dict(estimate.memory.peak.by_category)
+        kept = _gradient_bytes(estimate) if micro_batches > 1 else 0
+        if kept:
+            at_peak[SHARD_GRADIENTS] = at_peak.get(SHARD_GRADIENTS, 0) + kept
         return cls(
             candidate,
-            estimate.step_seconds,
-            estimate.peak_bytes,
-            estimate.compute_seconds,
-            estimate.communication_seconds,
+            _step_seconds(estimate, micro_batches),
+            estimate.reserved_bytes + kept,
+            compute,
+            micro_batches * estimate.communication_seconds,
             max(sum(point.by_category.get(kind, 0) for kind in KINDS) for point in points),
             estimate.valley_bytes,
-            dict(estimate.memory.peak.by_category),
+            at_peak,
         )
 
     def extrapolated(self, deeper: CandidateResult, share: float) -> CandidateResult:

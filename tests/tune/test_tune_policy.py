@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import subprocess
 import sys
 from dataclasses import replace
@@ -49,6 +50,22 @@ def test_what_is_found_is_an_ordinary_policy():
 
 
 @pytest.mark.slow
+def test_on_gpus_the_budget_bounds_what_torch_reserves():
+    tuning = tune("30MiB", allocator="")
+    estimate = tuning.estimate
+    assert estimate.reserved is not None
+    assert estimate.peak_bytes < estimate.reserved_bytes <= 30 << 20
+    assert tuning.frontier[0].bytes == estimate.reserved_bytes
+    assert f"memory     {human_bytes(estimate.reserved_bytes)} reserved, of 30.00 MiB" in str(
+        tuning
+    )
+    with pytest.raises(PolicyError, match=r"nothing fits in 1\.00 MiB"):
+        tune("1MiB", allocator="")
+    least = tune(None, allocator="", schedule="fsdp").memory_budget
+    assert least == SLOW.memory_bytes
+
+
+@pytest.mark.slow
 def test_what_is_fixed_stays():
     fixed = {
         "strategy": "SHARD_GRAD_OP",
@@ -57,6 +74,8 @@ def test_what_is_fixed_stays():
         "offload": "params",
         "mixed_precision": MixedPrecision(torch.bfloat16),
         "cuda_graph": True,
+        "check_finite": "error",
+        "reduce_op": "sum",
         "notes": ("mine",),
     }
     for entry in tune(**fixed).tried:
@@ -68,6 +87,15 @@ def test_what_is_fixed_stays():
         assert {getattr(t.policy, name) for t in tune(**{name: value}).tried} == {value}
     kept = tune(reshard_after_forward=False, recompute=None)
     assert {t.policy.reshard_after_forward for t in kept.tried} == {False}
+
+
+def test_a_fixed_bound_of_small_units_stays_but_where_all_are_reduced_so():
+    shared = {"strategy": "auto", "recompute": None, "offload": None, "schedule": "fsdp"}
+    tuning = tune(all_reduce_below=1 << 20, forward_prefetch=0, **shared)
+    bounds = {(t.policy.strategy, t.policy.all_reduce_below) for t in tuning.tried}
+    assert ("NO_SHARD", 0) in bounds
+    assert ("FULL_SHARD", 1 << 20) in bounds
+    assert all((name == "NO_SHARD") == (bound == 0) for name, bound in bounds)
 
 
 def test_where_nothing_fits_it_says_what_would():
@@ -124,12 +152,55 @@ def test_the_command(capsys, monkeypatch):
     shown = capsys.readouterr().out
     assert shown.startswith("graphshard.")
     assert "of 1.00 GiB" in shown
-    assert main([*arguments, "--json", "--forward-prefetch", "1", "--param-dtype", "bf16"]) == 0
+    assert (
+        main(
+            [
+                *arguments,
+                "--json",
+                "--forward-prefetch",
+                "1",
+                "--param-dtype",
+                "bf16",
+                "--all-reduce-below",
+                "1MiB",
+                "--reduce-op",
+                "sum",
+            ]
+        )
+        == 0
+    )
     data = json.loads(capsys.readouterr().out)
     assert data["policy"]["forward_prefetch"] == 1
+    assert data["policy"]["all_reduce_below"] == 1 << 20
+    assert data["policy"]["reduce_op"] == "sum"
     assert "bfloat16" in data["code"]
     assert main([*arguments, "--memory-budget", "1KiB"]) == 2
     assert "nothing fits in 1.00 KiB" in capsys.readouterr().err
+
+
+def test_a_search_ends_in_its_time_and_says_what_it_left_out(capsys, monkeypatch, tmp_path):
+    """Its progress is lines where stderr is a file, and in a file that is named."""
+    monkeypatch.syspath_prepend("examples")
+    arguments = ["tune", "factories:small", "--world-size", "8", "--memory-budget", "1GiB"]
+    file = tmp_path / "progress"
+    assert main([*arguments, "--seconds", "1", "--json", "--progress", str(file)]) == 0
+    shown = capsys.readouterr()
+    assert file.read_text() == shown.err
+    data = json.loads(shown.out)
+    assert data["stopped_after"] == 1
+    assert data["groups"]["not tried"] == len(data["untried"]) > 0
+    assert data["tried"]
+    lines = shown.err.splitlines()
+    assert all(re.match(r" *\d+\.\d s  ", line) for line in lines), lines
+    assert any("simulate likely candidates" in line for line in lines)
+    assert any("best so far: " in line for line in lines)
+
+
+def test_a_search_that_found_nothing_in_its_time_says_so():
+    model, inputs = gpt()
+    auto = AutoPolicy(1 << 10, hardware=SLOW, seconds=1e-3)
+    with pytest.raises(PolicyError, match=r"no policy that fits .* in 0\.001 s.*give more time"):
+        auto.tune(model, example_inputs=inputs, world_size=4)
 
 
 def batch() -> tuple[torch.Tensor, torch.Tensor]:
@@ -153,8 +224,9 @@ def losses_of(policy: graphshard.Policy | AutoPolicy):
     return losses, sharded.plan
 
 
-def trained(rank):
+def trained(rank, seconds=None):
     auto = AutoPolicy(
+        seconds=seconds and seconds * (1 + rank),
         units=BlockPolicy({"Block"}),
         schedule="fsdp",
         offload=None,
@@ -172,6 +244,14 @@ def test_ranks_find_the_same_and_train():
     (one, policy), (other, same) = run_ranks(trained, 2, timeout=300)
     assert policy == same
     assert one == other == pytest.approx(losses_of(BlockPolicy({"Block"}))[0], rel=1e-5)
+
+
+@pytest.mark.slow
+@pytest.mark.slow
+def test_ranks_take_rank_0_s_policy_where_time_is_limited():
+    (one, policy), (other, same) = run_ranks(trained, 2, 1e-3, timeout=300)
+    assert policy == same
+    assert one == other
 
 
 @pytest.mark.slow
