@@ -6,6 +6,7 @@ child modules of the LightningModule are compiled, so `training_step` calls shar
 
 from __future__ import annotations
 
+import pickle
 import shutil
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -18,6 +19,7 @@ from torch.optim import Optimizer
 from graphshard.api import compile as compile_module
 from graphshard.errors import CheckpointError, PlanError, PolicyError
 from graphshard.module.sharded_module import ShardedModule
+from graphshard.plain_data import shortened
 from graphshard.policy.base import Policy
 from graphshard.state.any_module import (
     full_optimizer_state,
@@ -27,6 +29,7 @@ from graphshard.state.any_module import (
     load_sharded,
     save_sharded,
 )
+from graphshard.state.archive import Archive, ForeignError
 
 try:
     import lightning.pytorch as pl
@@ -56,6 +59,9 @@ class GraphShardStrategy(DDPStrategy):
             parameters.
         sharded_checkpoint: write a checkpoint as a folder with every rank's shards, instead of one
             full file from rank 0. Both can be loaded on any number of ranks.
+        trust: unpickle whatever a checkpoint to load holds, which may run code of its author.
+            Otherwise tensors, plain data and the classes of `torch.serialization.add_safe_globals`
+            are loaded. (Lightning does not hand the `weights_only` of `fit` to this strategy.)
         compile_options: options of `graphshard.compile` (`backend`, `passes`, `check`, `mesh`).
         **kwargs: options of Lightning's `DDPStrategy` (`process_group_backend`, `timeout`,
             `start_method`).
@@ -73,6 +79,7 @@ class GraphShardStrategy(DDPStrategy):
         *,
         modules: Sequence[str] | None = None,
         sharded_checkpoint: bool = False,
+        trust: bool = False,
         compile_options: Mapping[str, Any] | None = None,
         **kwargs: Any,
     ) -> None:
@@ -84,6 +91,7 @@ class GraphShardStrategy(DDPStrategy):
         self.policy = policy
         self._modules = modules
         self._sharded_checkpoint = sharded_checkpoint
+        self._trust = trust
         self._compile_options = dict(compile_options or {})
 
     # -- setting up ------------------------------------------------------------------------------
@@ -205,25 +213,35 @@ class GraphShardStrategy(DDPStrategy):
     ) -> dict[str, Any]:
         """Load a full or sharded checkpoint into the shards and the optimizers.
 
+        Args:
+            checkpoint_path: the file or folder.
+            weights_only: False is as `trust=True` in the strategy; True, or None, leaves it to
+                `trust`.
+
+        Returns:
+            The file's contents, or the part of the folder that is neither model nor optimizer.
+
         Raises:
-            CheckpointError: there is no such checkpoint, or it is of another model.
+            CheckpointError: there is no such checkpoint, it is damaged or of another model, or
+                holds what only `trust` allows.
         """
         path = Path(self.broadcast(checkpoint_path))
         assert self.lightning_module is not None
         module, optimizers = self.lightning_module, list(map(_unwrapped, self.optimizers))
+        trust = self._trust or weights_only is False
         if path.is_dir():
-            load_sharded(path, module, optimizers)
-            return torch.load(path / _REST, map_location="cpu", weights_only=bool(weights_only))
+            checkpoint = read_file(path / _REST, trust=trust)
+            load_sharded(path, module, optimizers, trust=trust)
+            return checkpoint
         if not path.is_file():
             raise CheckpointError(f"there is no checkpoint {path}")
-        checkpoint: dict[str, Any] = torch.load(
-            path, map_location="cpu", mmap=True, weights_only=bool(weights_only)
-        )
-        load_full_state(module, checkpoint["state_dict"], strict=module.strict_loading)
-        for optimizer, state in zip(
-            optimizers, checkpoint.get("optimizer_states", ()), strict=False
-        ):
-            load_full_optimizer_state(module, optimizer, state)
+        checkpoint = read_file(path, trust=trust)
+        state, states = checkpoint.get("state_dict"), checkpoint.get("optimizer_states", ())
+        if not isinstance(state, Mapping) or not isinstance(states, list | tuple):
+            raise CheckpointError(f"{path} is no checkpoint of Lightning: it has no state_dict")
+        load_full_state(module, state, strict=module.strict_loading)
+        for optimizer, optimizer_state in zip(optimizers, states, strict=False):
+            load_full_optimizer_state(module, optimizer, optimizer_state)
         return checkpoint
 
     def load_model_state_dict(self, checkpoint: Mapping[str, Any], strict: bool = True) -> None:
@@ -239,6 +257,35 @@ class GraphShardStrategy(DDPStrategy):
 
     def post_backward(self, closure_loss: Tensor) -> None:
         """Do nothing."""
+
+
+def read_file(file: Path, *, trust: bool) -> dict[str, Any]:
+    """Return the contents of a file of `torch.save`; tensors are mapped, not read.
+
+    Args:
+        file: its path.
+        trust: unpickle whatever it holds, which may run code of its author.
+
+    Raises:
+        CheckpointError: it is damaged, holds no dict, or holds what only `trust` allows.
+    """
+    try:
+        if not trust:
+            with file.open("rb") as stream:
+                Archive(stream, 0, file.stat().st_size).check()
+        contents = torch.load(file, map_location="cpu", mmap=True, weights_only=not trust)
+    except (pickle.UnpicklingError, ForeignError) as error:
+        reason = shortened(str(error).rpartition("WeightsUnpickler error: ")[2])
+        raise CheckpointError(
+            f"{file} holds more than tensors and plain data, which may run code; pass trust=True "
+            f"to GraphShardStrategy if you trust whoever wrote it ({reason})"
+        ) from error
+    except Exception as error:  # whatever reading damaged bytes raises
+        reason = shortened(f"{type(error).__name__}: {error}")
+        raise CheckpointError(f"{file} is damaged ({reason})") from error
+    if not isinstance(contents, dict):
+        raise CheckpointError(f"{file} is no checkpoint of Lightning: it holds no dict")
+    return contents
 
 
 def _unwrapped(optimizer: Any) -> Optimizer:

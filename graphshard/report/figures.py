@@ -1,0 +1,295 @@
+"""The figures of the page, empty: the page's script fills them from the estimate's plain data."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from bokeh.embed import json_item
+from bokeh.layouts import gridplot
+from bokeh.models import (
+    BoxZoomTool,
+    ColumnDataSource,
+    FactorRange,
+    HoverTool,
+    LabelSet,
+    NumeralTickFormatter,
+    PanTool,
+    Range1d,
+    ResetTool,
+    SaveTool,
+    Span,
+    TapTool,
+    WheelZoomTool,
+)
+from bokeh.plotting import figure
+
+from graphshard.report.colours import MEMORY
+
+TREEMAP_SIZE = 3.0, 1.0
+"""Width and height of the treemap, in units of its axes."""
+
+_ID = re.compile(r'"(p\d+|[0-9a-f]{8}-[0-9a-f]{4}-[0-9a-f]{4}-[0-9a-f]{4}-[0-9a-f]{12})"')
+"""What bokeh names its models and documents."""
+
+_TIP = '<div style="max-width:420px;white-space:pre-wrap;font:12px sans-serif">@tip</div>'
+_HATCH: dict[str, Any] = {
+    "hatch_pattern": "right_diagonal_line",
+    "hatch_color": "#222222",
+    "hatch_alpha": 0.5,
+    "hatch_scale": 8,
+}
+_BAR = 0.8  # of a row's height
+_LEFT, _RIGHT = 130, 12  # pixels beside the frames of figures that share an axis
+
+
+def figures(
+    streams: Sequence[str],
+    categories: Sequence[str],
+    *,
+    seconds: float,
+    time_unit: str,
+    memory_unit: str,
+    measured: bool,
+    what_if: bool,
+) -> dict[str, Any]:
+    """Every figure of a page by the id of its place there, as items for BokehJS to embed.
+
+    Args:
+        streams: the rows of the timeline.
+        categories: the layers of memory, from the bottom.
+        seconds: the length of the step, in `time_unit`.
+        time_unit: the unit of time on the axes.
+        memory_unit: the unit of memory on the axes.
+        measured: whether there is a trace to show.
+        what_if: whether there are other policies to show.
+    """
+    made = {
+        "treemap": treemap(),
+        "step": step(streams, categories, seconds, time_unit, memory_unit),
+    }
+    if what_if:
+        made["scatter"] = what_if_scatter(time_unit, memory_unit)
+    if measured:
+        made["trace"] = measured_scatter(time_unit)
+    items = {name: json_item(model, f"gs-{name}") for name, model in made.items()}
+    return _renumbered(items)
+
+
+def _renumbered(items: Mapping[str, Any]) -> dict[str, Any]:
+    """The items with ids that do not depend on what the process drew before, or on chance."""
+    new: dict[str, str] = {}
+    text = _ID.sub(
+        lambda found: f'"{new.setdefault(found[1], f"g{len(new) + 1}")}"', json.dumps(items)
+    )
+    renumbered: dict[str, Any] = json.loads(text)
+    return renumbered
+
+
+def treemap() -> Any:
+    """A tile for each unit."""
+    width, height = TREEMAP_SIZE
+    columns = ("left", "right", "top", "bottom", "x", "y", "colour", "label", "unit", "tip")
+    source = _empty("tiles", *columns)
+    plot = figure(
+        name="treemap",
+        height=300,
+        sizing_mode="stretch_width",
+        x_range=Range1d(0, width),
+        y_range=Range1d(0, height),
+        tools=[TapTool(), HoverTool(tooltips=_TIP, point_policy="follow_mouse")],
+        toolbar_location=None,
+    )
+    plot.axis.visible = plot.grid.visible = False
+    plot.quad(
+        "left",
+        "right",
+        "top",
+        "bottom",
+        source=source,
+        fill_color="colour",
+        line_color="white",
+        line_width=1.5,
+        selection_line_color="black",
+        selection_line_width=3,
+        nonselection_fill_alpha=0.7,
+        nonselection_line_color="white",
+    )
+    labels = LabelSet(
+        x="x",
+        y="y",
+        text="label",
+        source=source,
+        text_align="center",
+        text_baseline="middle",
+        text_font_size="10px",
+        text_color="#000000",
+    )
+    plot.add_layout(labels)
+    return plot
+
+
+def step(
+    streams: Sequence[str],
+    categories: Sequence[str],
+    seconds: float,
+    time_unit: str,
+    memory_unit: str,
+) -> Any:
+    """The streams over time, and live memory below them on the same axis."""
+    along = Range1d(0, seconds, bounds=(0, seconds), min_interval=seconds * 1e-5)
+    label = f"{time_unit} after the step began"
+    rows = FactorRange(*reversed(streams))
+    timeline = _over_time(along, label, 130 + 34 * len(streams), y_range=rows)
+    timeline.ygrid.visible = False
+    bars = timeline.hbar(
+        y="stream",
+        left="left",
+        right="right",
+        height=_BAR,
+        source=_empty("spans", "stream", "left", "right", "colour", "tip"),
+        fill_color="colour",
+        line_color="white",
+        line_width=0.3,
+    )
+    # BokehJS makes a canvas for each bar whose hatch is a column.
+    timeline.hbar(
+        y="stream",
+        left="left",
+        right="right",
+        height=_BAR,
+        source=_empty("hatched", "stream", "left", "right"),
+        fill_alpha=0,
+        line_color=None,
+        **_HATCH,
+    )
+    timeline.add_tools(HoverTool(renderers=[bars], tooltips=_TIP, point_policy="follow_mouse"))
+    memory = _over_time(along, label, 300)
+    memory.yaxis.axis_label = f"{memory_unit} alive"
+    memory.yaxis.formatter = NumeralTickFormatter(format="0,0.[00]")
+    memory.y_range.start = 0
+    # BokehJS never ends drawing an area without points.
+    borders = [f"y{number}" for number in range(len(categories) + 1)]
+    flat = {name: [0.0, 0.0] for name in ("seconds", *borders)}
+    source = ColumnDataSource(flat, name="memory")
+    for number, name in enumerate(categories):
+        colour, hatched = MEMORY.get(name, ("#000000", False))
+        memory.varea_step(
+            "seconds",
+            f"y{number}",
+            f"y{number + 1}",
+            step_mode="after",
+            source=source,
+            fill_color=colour,
+            **(_HATCH if hatched else {}),
+        )
+    memory.scatter(
+        "seconds", "bytes", source=_empty("peak", "seconds", "bytes"), size=11, marker="star"
+    )
+    memory.add_layout(_line("width", "capacity", colour="#D55E00", dash="dashed"))
+    for plot in (timeline, memory):
+        plot.add_layout(_line("height", "cursor"))
+    return gridplot(
+        [[timeline], [memory]],
+        sizing_mode="stretch_width",
+        toolbar_location="above",
+        merge_tools=True,
+        toolbar_options={"logo": None},
+    )
+
+
+def what_if_scatter(time_unit: str, memory_unit: str) -> Any:
+    """A point for each policy: the step's time against its peak."""
+    plot = figure(
+        name="scatter",
+        height=340,
+        sizing_mode="stretch_width",
+        tools=[TapTool(), HoverTool(tooltips=_TIP), PanTool(), WheelZoomTool(), ResetTool()],
+        toolbar_location="above",
+        x_axis_label=f"{time_unit} a step",
+        y_axis_label=f"{memory_unit} at the peak",
+        min_border_left=_LEFT,
+    )
+    plot.toolbar.logo = None
+    plot.scatter(
+        "x",
+        "y",
+        source=_empty("points", "x", "y", "marker", "colour", "tip"),
+        size=14,
+        marker="marker",
+        fill_color="colour",
+        line_color="#222222",
+        nonselection_fill_alpha=0.8,
+        nonselection_line_alpha=1,
+        selection_line_width=3,
+    )
+    plot.add_layout(_line("width", "capacity", colour="#D55E00", dash="dashed"))
+    return plot
+
+
+def measured_scatter(time_unit: str) -> Any:
+    """A point for each event: its predicted against its measured time, on logarithmic axes."""
+    plot = figure(
+        name="trace",
+        height=380,
+        sizing_mode="stretch_width",
+        tools=[TapTool(), HoverTool(tooltips=_TIP), PanTool(), WheelZoomTool(), ResetTool()],
+        toolbar_location="above",
+        x_axis_type="log",
+        y_axis_type="log",
+        x_axis_label=f"{time_unit} predicted",
+        y_axis_label=f"{time_unit} measured",
+        min_border_left=_LEFT,
+    )
+    plot.toolbar.logo = None
+    plot.line("x", "y", source=_empty("equal", "x", "y"), color="#222222", line_dash="dashed")
+    plot.scatter(
+        "x",
+        "y",
+        source=_empty("events", "x", "y", "marker", "colour", "tip"),
+        size=9,
+        marker="marker",
+        fill_color="colour",
+        fill_alpha=0.7,
+        line_color="#222222",
+    )
+    return plot
+
+
+def _empty(name: str, *columns: str) -> ColumnDataSource:
+    return ColumnDataSource({column: [] for column in columns}, name=name)
+
+
+def _over_time(along: Range1d, label: str, height: int, **options: Any) -> Any:
+    plot = figure(
+        height=height,
+        sizing_mode="stretch_width",
+        x_range=along,
+        x_axis_label=label,
+        tools=[],
+        min_border_left=_LEFT,
+        min_border_right=_RIGHT,
+        **options,
+    )
+    box = BoxZoomTool(dimensions="width")
+    wheel = WheelZoomTool(dimensions="width", modifiers={"ctrl": True})
+    plot.add_tools(box, PanTool(dimensions="width"), wheel, ResetTool(), SaveTool())
+    plot.toolbar.active_drag = box
+    plot.toolbar.active_scroll = wheel
+    plot.yaxis.major_label_text_font_size = "11px"
+    return plot
+
+
+def _line(dimension: str, name: str, colour: str = "#000000", dash: str = "solid") -> Span:
+    """A line across a plot, hidden until the page's script places it."""
+    return Span(
+        name=name,
+        dimension=dimension,
+        location=0,
+        visible=False,
+        line_color=colour,
+        line_dash=dash,
+        line_width=1.5,
+    )

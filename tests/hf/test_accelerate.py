@@ -1,0 +1,223 @@
+"""`Accelerator` with sharded modules equals `Accelerator` with DDP; its states are saved whole."""
+
+from __future__ import annotations
+
+import os
+import warnings
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from tempfile import mkdtemp
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from accelerate import Accelerator
+from accelerate.utils import TorchDynamoPlugin
+from ranks import on_ranks
+from torch import Tensor, nn
+from trainers import accelerator
+
+import graphshard
+from graphshard import hf
+from graphshard.errors import CheckpointError, PolicyError, RuntimeStateError
+from graphshard.module.sharded_module import ShardedModule
+
+BLOCKS = graphshard.BlockPolicy({nn.Linear})
+
+
+class Net(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.up = nn.Linear(6, 8)
+        self.drop = nn.Dropout(0.2)
+        self.down = nn.Linear(8, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.down(self.drop(self.up(x)).relu())
+
+
+def net() -> Net:
+    torch.manual_seed(0)
+    return Net()
+
+
+def sgd(model: nn.Module) -> torch.optim.Optimizer:
+    return torch.optim.AdamW(model.parameters(), lr=0.1)
+
+
+def trained(
+    accelerator: Accelerator, model: nn.Module, optim: Any, steps: int, *, clips: bool = True
+) -> list[float]:
+    """Losses and norms of steps on this rank's batches, two to a step of the optimizer."""
+    torch.manual_seed(dist.get_rank())
+    seen = []
+    for number in range(steps):
+        x = torch.randn(
+            4, 6, generator=torch.Generator().manual_seed(10 * number + dist.get_rank())
+        )
+        with accelerator.accumulate(model):
+            loss = model(x).float().pow(2).mean()
+            accelerator.backward(loss)
+            seen.append(loss.item())
+            if accelerator.sync_gradients and clips:
+                seen.append(float(accelerator.clip_grad_norm_(model.parameters(), 0.05)))
+            optim.step()
+            optim.zero_grad()
+    return seen
+
+
+def weights(model: nn.Module) -> list[Tensor]:
+    return [p.full_tensor() if hasattr(p, "full_tensor") else p for p in model.parameters()]
+
+
+def by_ddp(**options: Any) -> tuple[list[float], list[Tensor]]:
+    plain = accelerator(gradient_accumulation_steps=2, **options)
+    model, optim = plain.prepare(model := net(), sgd(model))
+    return trained(plain, model, optim, 6), weights(model)
+
+
+def assert_equal(ours: list[Tensor], theirs: list[Tensor]) -> None:
+    for mine, other in zip(ours, theirs, strict=True):
+        torch.testing.assert_close(mine, other, rtol=1e-6, atol=1e-7)
+
+
+def handed_back_and_trains_as_ddp(rank: int) -> None:
+    losses, params = by_ddp()
+    acc = accelerator(gradient_accumulation_steps=2)
+    sharded = graphshard.compile(net(), BLOCKS)
+    model, optim = acc.prepare(sharded, sgd(sharded))
+    assert model is sharded
+    assert acc.prepare(model) is sharded
+    assert acc.unwrap_model(model) is sharded
+    assert trained(acc, model, optim, 6) == pytest.approx(losses, rel=1e-6)
+    assert_equal(weights(model), params)
+    assert sharded._graphshard.bindings.accumulated.tensors == {}
+
+
+def autocast_acts(rank: int) -> None:
+    losses, params = by_ddp(mixed_precision="bf16")
+    acc = accelerator(gradient_accumulation_steps=2, mixed_precision="bf16")
+    sharded = graphshard.compile(net(), BLOCKS)
+    model, optim = acc.prepare(sharded, sgd(sharded))
+    x = torch.ones(2, 6)
+    assert model(x).dtype == torch.float32  # as Accelerate converts outputs
+    with torch.no_grad():
+        exact = graphshard.compile(net(), BLOCKS)(x)
+    assert not torch.equal(model(x), exact)
+    assert trained(acc, model, optim, 6) == pytest.approx(losses, rel=1e-6)
+    assert_equal(weights(model), params)
+
+
+def states_are_saved_whole(rank: int) -> None:
+    folders = [mkdtemp()]
+    dist.broadcast_object_list(folders)
+    folder = Path(folders[0])
+
+    def start() -> tuple[Accelerator, nn.Module, Any, Any]:
+        acc = accelerator(gradient_accumulation_steps=2)
+        sharded = graphshard.compile(net(), BLOCKS)
+        optim = sgd(sharded)
+        return acc, *acc.prepare(sharded, optim, torch.optim.lr_scheduler.StepLR(optim, 1, 0.5))
+
+    acc, model, optim, scheduler = start()
+    trained(acc, model, optim, 4)
+    scheduler.step()
+    acc.save_state(str(folder / "state"))
+    drawn = torch.rand(3)
+    expected = trained(acc, model, optim, 4)
+    params = weights(model)
+
+    acc, model, optim, scheduler = start()
+    rate = optim.param_groups[0]["lr"]
+    acc.load_state(str(folder / "state"))
+    assert optim.param_groups[0]["lr"] < rate
+    assert torch.equal(torch.rand(3), drawn)
+    assert trained(acc, model, optim, 4) == expected
+    for mine, other in zip(weights(model), params, strict=True):
+        assert torch.equal(mine, other)
+    assert (folder / "state" / "graphshard_0" / ".metadata").is_file()
+    other = accelerator()
+    plain = other.prepare(nn.Linear(2, 2))  # one without sharded modules saves as ever
+    other.save_state(str(folder / "plain"))
+    other.wait_for_everyone()  # the main process alone wrote
+    other.load_state(str(folder / "plain"))
+    assert isinstance(plain, nn.parallel.DistributedDataParallel)
+
+
+@contextmanager
+def fsdp_settings() -> Iterator[None]:
+    """What the launcher makes of a configuration file of FSDP version 2."""
+    settings = {
+        "ACCELERATE_USE_FSDP": "true",
+        "FSDP_VERSION": "2",
+        "FSDP_AUTO_WRAP_POLICY": "TRANSFORMER_BASED_WRAP",
+        "FSDP_TRANSFORMER_CLS_TO_WRAP": "Linear",
+        "FSDP_RESHARD_AFTER_FORWARD": "false",
+        "FSDP_STATE_DICT_TYPE": "SHARDED_STATE_DICT",
+    }
+    os.environ |= settings
+    try:
+        yield
+    finally:
+        for name in settings:
+            del os.environ[name]
+
+
+def a_configuration_of_fsdp2_switches_by_one_line(rank: int) -> None:
+    losses, params = by_ddp()
+    with fsdp_settings(), warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        acc = accelerator(gradient_accumulation_steps=2)
+        hf.shard_models_of(acc)
+        model, optim = acc.prepare(model := net(), sgd(model))
+    assert isinstance(model, ShardedModule)
+    policy = model.plan.policy
+    assert policy.strategy is graphshard.Strategy.SHARD_GRAD_OP
+    assert {unit.fqn for unit in model.plan.units} >= {"up", "down"}
+    assert trained(acc, model, optim, 6) == pytest.approx(losses, rel=1e-6)
+    assert_equal(weights(model), params)
+
+
+def what_would_have_no_effect_is_refused(rank: int) -> None:
+    sharded = graphshard.compile(net(), BLOCKS)
+    acc = accelerator(dynamo_plugin=TorchDynamoPlugin(backend="eager"))
+    with pytest.raises(PolicyError, match=r"torch\.compile, which cannot take a sharded module"):
+        acc.prepare(sharded)
+    acc = accelerator()
+    with pytest.raises(PolicyError, match="no FSDP settings to take a policy from"):
+        hf.shard_models_of(acc)
+    acc.prepare(net())
+    with pytest.raises(PolicyError, match="has prepared a model already"):
+        hf.shard_models_of(acc, BLOCKS)
+    acc = hf.shard_models_of(accelerator(), BLOCKS)
+    model = net()
+    optim = sgd(model)
+    optim.state[next(model.parameters())]["step"] = torch.tensor(1.0)
+    with pytest.raises(PolicyError, match="has a state for the parameters of the model before"):
+        acc.prepare(model, optim)
+    acc = accelerator()
+    both = [*sharded.parameters(), *(other := graphshard.compile(net(), BLOCKS)).parameters()]
+    acc.prepare(sharded, other, torch.optim.SGD(both, lr=0.1))
+    with pytest.raises(CheckpointError, match="one optimizer for each sharded module"):
+        acc.save_state(mkdtemp())
+
+
+ON_RANKS: list[Callable[[int], None]] = [
+    handed_back_and_trains_as_ddp,
+    autocast_acts,
+    states_are_saved_whole,
+    a_configuration_of_fsdp2_switches_by_one_line,
+    what_would_have_no_effect_is_refused,
+]
+test_on_two_ranks = on_ranks(ON_RANKS, 2, timeout=300)
+
+
+def test_an_accelerator_that_does_not_know_sharded_modules_is_refused(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    sharded = graphshard.compile(net(), BLOCKS)
+    monkeypatch.setattr(ShardedModule, "_known_to_accelerate", False)
+    with pytest.raises(RuntimeStateError, match=r"import graphshard\.hf before Accelerator"):
+        getattr(sharded, "_is_accelerate_prepared", False)

@@ -1,0 +1,215 @@
+"""transformers' Trainer: sharded runs equal its runs by DDP, and resume to the same bytes."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+from pathlib import Path
+from tempfile import mkdtemp
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from paths import ROOT
+from ranks import on_ranks
+from state_checks import shared_folder
+from torch.nn.utils.rnn import pad_sequence
+from trainers import Sharded, accelerator, arguments, llama, texts
+from transformers import LlamaForCausalLM, Trainer, TrainerCallback
+from transformers.trainer_utils import get_last_checkpoint
+
+import graphshard
+from graphshard.errors import PolicyError, RuntimeStateError
+from graphshard.module.sharded_module import ShardedModule
+
+
+def run(
+    kind: type[Trainer],
+    folder: Path,
+    resume: Path | None = None,
+    *,
+    dropout: float = 0.1,
+    **changes: Any,
+) -> Trainer:
+    accelerator()  # forgets the settings of the last Trainer
+    data = texts()
+    trainer = kind(
+        llama(dropout), arguments(folder, **changes), train_dataset=data, eval_dataset=data[:6]
+    )
+    trainer.train(resume_from_checkpoint=resume and str(resume))
+    return trainer
+
+
+def logged(trainer: Trainer) -> list[float]:
+    keys = ("loss", "grad_norm", "eval_loss")
+    return [entry[key] for entry in trainer.state.log_history for key in keys if key in entry]
+
+
+def bytes_of(folder: Path) -> bytes:
+    return (folder / "model.safetensors").read_bytes()
+
+
+def losses_norms_and_bytes_equal_those_of_ddp(rank: int) -> None:
+    folder = shared_folder()
+    options = {"eval_strategy": "steps", "eval_steps": 3, "load_best_model_at_end": True}
+    theirs = run(Trainer, folder / "ddp", **options)
+    ours = run(Sharded, folder / "sharded", **options)
+    assert isinstance(ours.model, ShardedModule)
+    assert isinstance(ours.model, LlamaForCausalLM)
+    assert len(logged(theirs)) == 14
+    assert logged(ours) == pytest.approx(logged(theirs), rel=1e-6)
+    best = folder / "sharded" / "checkpoint-6"
+    assert ours.state.best_model_checkpoint == str(best)
+    exported = LlamaForCausalLM.from_pretrained(best).state_dict()
+    for name, value in (
+        LlamaForCausalLM.from_pretrained(folder / "ddp" / "checkpoint-6").state_dict().items()
+    ):
+        torch.testing.assert_close(exported[name], value, rtol=1e-6, atol=1e-7)
+    full = ours.model.full_state_dict(rank0_only=False)
+    assert all(torch.equal(exported[name], value) for name, value in full.items())
+
+    again = run(Sharded, folder / "again", folder / "sharded" / "checkpoint-3", **options)
+    assert logged(again) == logged(ours)
+    dist.barrier()
+    assert bytes_of(folder / "again" / "checkpoint-6") == bytes_of(best)
+
+
+def options_of_trainer_act(rank: int) -> None:
+    folder = shared_folder()
+    options: dict[str, Any] = {
+        "dropout": 0.0,  # whose backward rounds otherwise in bf16
+        "bf16": True,
+        "gradient_checkpointing": True,
+        "max_grad_norm": 0.0,
+        "save_only_model": True,
+    }
+    theirs = run(Trainer, folder / "ddp", **options)
+    ours = run(Sharded, folder / "sharded", **options)
+    assert logged(ours) == pytest.approx(logged(theirs), rel=1e-6), (logged(ours), logged(theirs))
+    assert ours.model.model.gradient_checkpointing
+    assert not (folder / "sharded" / "checkpoint-6" / "graphshard").exists()
+    ours.args.max_steps = 8
+    ours.train()  # another training of the module as it is, with weights as they are
+    assert ours.state.global_step == 8
+    metrics = ours.evaluate()
+    assert metrics["eval_loss"] == pytest.approx(ours.evaluate()["eval_loss"])
+
+
+def one_program_serves_texts_of_all_lengths(rank: int) -> None:
+    folder = shared_folder()
+    lengths = [5, 9, 13, 7, 11, 16, 6, 8]
+    data = [
+        {"input_ids": text["input_ids"][:length], "labels": text["input_ids"][:length]}
+        for text, length in zip(texts(), lengths * 8, strict=True)
+    ]
+
+    def padded(batch: list[dict[str, torch.Tensor]]) -> dict[str, torch.Tensor]:
+        ids = pad_sequence([text["input_ids"] for text in batch], batch_first=True)
+        labels = pad_sequence([text["labels"] for text in batch], True, -100)
+        return {"input_ids": ids, "labels": labels, "attention_mask": (labels != -100).long()}
+
+    losses = []
+    for kind in (Trainer, Sharded):
+        accelerator()
+        args = arguments(folder / kind.__name__, gradient_accumulation_steps=1)
+        trainer = kind(llama(0.0), args, train_dataset=data, data_collator=padded)
+        trainer.train()
+        losses.append(logged(trainer))
+    assert losses[1] == pytest.approx(losses[0], rel=1e-6)
+    assert len(trainer.model.programs) <= 2  # of the first shape, and of all
+
+
+def an_evaluation_may_come_first(rank: int) -> None:
+    accelerator()
+    data = texts()[:6]
+    theirs = Trainer(llama(), arguments(mkdtemp()), eval_dataset=data).evaluate()
+    accelerator()
+    ours = Sharded(llama(), arguments(mkdtemp()), eval_dataset=data).evaluate()
+    assert ours["eval_loss"] == pytest.approx(theirs["eval_loss"], rel=1e-6)
+
+
+def what_cannot_act_is_refused(rank: int) -> None:
+    accelerator()
+    with pytest.raises(PolicyError, match=r'compile_options=\{"backend": "inductor"\}'):
+        Sharded(llama(), arguments(mkdtemp(), torch_compile=True), train_dataset=texts())
+    accelerator()
+    model = llama()
+    optim = torch.optim.SGD(model.parameters(), lr=0.1)
+    trainer = Sharded(model, arguments(mkdtemp()), train_dataset=texts(), optimizers=(optim, None))
+    with pytest.raises(PolicyError, match="an optimizer of the model's parameters before they"):
+        trainer.train()
+    accelerator()
+    sharded = graphshard.compile(llama(), graphshard.BlockPolicy())
+    with pytest.raises(RuntimeStateError, match=r"put graphshard\.hf\.ShardedTrainer before the"):
+        Trainer(sharded, arguments(mkdtemp()), train_dataset=texts())
+    with pytest.raises(PolicyError, match="the model is compiled already, so that policy="):
+        Sharded(sharded, arguments(mkdtemp()), policy=graphshard.BlockPolicy())
+
+
+def a_sharded_module_is_taken_as_it_is(rank: int) -> None:
+    accelerator()
+    sharded = graphshard.compile(llama(), graphshard.BlockPolicy())
+    trainer = Sharded(sharded, arguments(shared_folder(), max_steps=1), train_dataset=texts())
+    trainer.train()
+    assert trainer.model is sharded
+    assert trainer._loss_shifts_labels
+    assert trainer.label_names == ["labels"]
+
+
+test_on_two_ranks = on_ranks(
+    [a_sharded_module_is_taken_as_it_is, what_cannot_act_is_refused], 2, timeout=400
+)
+test_more_on_two_ranks = pytest.mark.slow(
+    on_ranks(
+        [
+            losses_norms_and_bytes_equal_those_of_ddp,
+            one_program_serves_texts_of_all_lengths,
+            options_of_trainer_act,
+            an_evaluation_may_come_first,
+        ],
+        2,
+        timeout=400,
+    )
+)
+
+
+class Killed(TrainerCallback):
+    """Ends the process in step 4 of the first attempt."""
+
+    def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        if state.global_step == 4 and os.environ.get("TORCHELASTIC_RESTART_COUNT") == "0":
+            os.kill(os.getpid(), signal.SIGKILL)
+
+
+@pytest.mark.slow
+def test_a_killed_run_resumes_to_the_same_bytes(tmp_path: Path) -> None:
+    for name in ("whole", "killed"):
+        subprocess.run(
+            [
+                *(sys.executable, "-m", "torch.distributed.run", "--standalone"),
+                *("--nproc-per-node", "2", "--max-restarts", "1", __file__, str(tmp_path / name)),
+                *(["killed"] if name == "killed" else []),
+            ],
+            env={**os.environ, "PYTHONPATH": f"{ROOT}:{ROOT / 'tests' / 'support'}"},
+            check=True,
+            timeout=400,
+        )
+    assert bytes_of(tmp_path / "killed" / "checkpoint-6") == bytes_of(
+        tmp_path / "whole" / "checkpoint-6"
+    )
+
+
+def main(folder: str, *kill: str) -> None:
+    trainer = Sharded(llama(), arguments(folder), train_dataset=texts())
+    if kill:
+        trainer.add_callback(Killed())
+    last = get_last_checkpoint(folder) if os.path.isdir(folder) else None
+    trainer.train(resume_from_checkpoint=last)
+    dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])
