@@ -63,7 +63,7 @@ def parse_args() -> argparse.Namespace:
 
 
 def policy_of(args: argparse.Namespace) -> graphshard.Policy:
-    """What the options ask for."""
+    """The policy that the options ask for."""
     dtypes = {"fp16": torch.float16, "bf16": torch.bfloat16}
     precision = None
     if args.precision in dtypes:

@@ -26,7 +26,7 @@ SEVEN_BILLION = GPTConfig(vocab=32_000, layers=32, heads=32, width=4096, tied=Fa
 OTHERS = (
     ("block:Block", {"strategy": "SHARD_GRAD_OP"}),
     ("block:Block", {"strategy": "NO_SHARD"}),
-    ("block:Block", {"backward_prefetch": None}),
+    ("block:Block", {"backward_prefetch": None, "forward_prefetch": 0}),
     ("block:Attention", {}),
     ("size:1e9", {}),
 )
@@ -62,10 +62,10 @@ def main() -> None:
         print(f"\nthe rewritten program is in {args.dump}")
 
     print("\nWhat other policies would change:\n")
-    print(f"{'GiB of parameters on a rank':42}  units  all_gathers  between steps  at the peak")
+    print(f"{'GiB of parameters on a rank':52}  units  all_gathers  between steps  at the peak")
     for policy, fields in ((args.policy, {}), *OTHERS):
         name = " ".join([policy, *(f"{key}={value}" for key, value in fields.items())])
-        print(f"{name:42}  {summary(planned(policy, **fields))}")
+        print(f"{name:52}  {summary(planned(policy, **fields))}")
 
 
 def summary(plan: ShardingPlan) -> str:

@@ -40,7 +40,7 @@ def parse_args() -> argparse.Namespace:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--steps", type=int, default=240)
+    parser.add_argument("--steps", type=int, default=200)
     parser.add_argument("--batch", type=int, default=16, help="sequences per rank and step")
     parser.add_argument("--context", type=int, default=128, help="bytes per sequence")
     parser.add_argument("--layers", type=int, default=4)

@@ -113,7 +113,7 @@ def draw(args: argparse.Namespace, device: torch.device, step: int) -> tuple[Ten
 
 
 def seconds(work: Callable[[], Tensor], device: torch.device) -> tuple[float, Tensor]:
-    """How long `work` takes from a common start until this rank's device is done."""
+    """Seconds of `work` from a common start until this rank's device is done."""
     dist.barrier()
     begin = time.perf_counter()
     result = work()

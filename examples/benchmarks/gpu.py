@@ -1,25 +1,26 @@
-"""Every check there is for GPUs: one command, one table, under nine minutes.
+"""Every check there is for GPUs: one command for each of three parts, one table.
 
-    python examples/benchmarks/gpu.py                       # on a machine with one GPU or more
+    python examples/benchmarks/gpu.py --part 1 --save gpu.json     # each under ten minutes, on a
+    python examples/benchmarks/gpu.py --part 2 --save gpu.json     # machine with one GPU or more
+    python examples/benchmarks/gpu.py --part 3 --save gpu.json
     python examples/benchmarks/gpu.py --list
     python examples/benchmarks/gpu.py --only parity,stress
-    python examples/benchmarks/gpu.py --save table.txt      # kept there after each section, and raw
+    python examples/benchmarks/gpu.py --budget 1400                # all parts in one call
     python examples/benchmarks/gpu.py --device cpu --small  # what of it a CPU can run, at toy sizes
 
 Each section runs in a process of its own within a time limit; one that fails is a line of the table
-and does not stop the others. Ends with code 1 if any line failed.
+and does not stop the others. `--save FILE.json` writes the results after each section, and a table
+in FILE.md; sections of an earlier call on the same machine stay. `--include README.md` puts the
+saved table into that file. Ends with code 1 if any line failed.
 """
 
 from __future__ import annotations
 
 import argparse
-import json
 import os
-import platform
 import sys
 import tempfile
 import time
-from dataclasses import asdict
 from pathlib import Path
 
 # Before CUDA starts: the same bits in every run, and errors of NCCL in words.
@@ -29,24 +30,64 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 import torch
 
-from examples.benchmarks import gpu_checks, gpu_ranks, gpu_rivals
+from examples.benchmarks import (
+    gpu_checks,
+    gpu_collective_memory,
+    gpu_graph_ranks,
+    gpu_ranks,
+    gpu_rates,
+    gpu_reserved,
+    gpu_results,
+    gpu_rivals,
+    gpu_trace,
+)
 from examples.benchmarks.gpu_table import Place, Row, Section, run_apart, run_here, script, table
 
-BUDGET = 530.0
-"""Seconds for all of it on a GPU. On a CPU every limit is `PATIENCE` times as long."""
+BUDGET = 560.0
+"""Seconds for one call on a GPU. On a CPU every limit is `PATIENCE` times as long."""
 
 PATIENCE = 8
 
-SECTIONS = (
-    Section("parity", "one rank against the plain model, each option", 70, gpu_checks.parity),
-    Section("ranks", "several ranks against one process and FSDP2", 80, gpu_ranks.ranks),
-    Section("graph", "whole-step CUDA graphs", 45, gpu_checks.graph),
-    Section("stress", "delays on every stream, poisoned frees", 80, gpu_checks.stress),
-    Section("fsdp2", "memory and time of a rank of 8, a Llama of 8B shape", 200, gpu_rivals.rivals),
-    Section("calibrate", "graphshard calibrate --quick", 60, gpu_checks.calibrated),
-    Section("predict", "predicted against measured memory and time", 60, gpu_checks.predict),
-    Section("overlap", "communication hidden, modelled and measured", 70, gpu_checks.overlap),
-)
+PARTS = {
+    "1": (
+        Section("parity", "one rank against the plain model, each option", 60, gpu_checks.parity),
+        Section("ranks", "four ranks against one process and Gloo", 200, gpu_ranks.ranks),
+        Section("graph", "whole-step CUDA graphs", 45, gpu_checks.graph),
+        Section(
+            "graph_ranks", "CUDA graphs over NCCL, and their end", 125, gpu_graph_ranks.graph_ranks
+        ),
+        Section("trace", "names and kernels under torch.profiler", 40, gpu_trace.traced),
+        Section("stress", "delays on every stream, poisoned frees", 90, gpu_checks.stress),
+    ),
+    "2": (
+        Section("calibrate", "graphshard calibrate --quick", 90, gpu_checks.calibrated),
+        Section("predict", "predicted against measured memory and time", 60, gpu_checks.predict),
+        Section("overlap", "communication hidden, modelled and measured", 70, gpu_checks.overlap),
+        Section(
+            "fsdp2", "memory and time of a rank of 8, a Llama of 8B shape", 340, gpu_rivals.rivals
+        ),
+    ),
+    "3": (
+        Section(
+            "memory",
+            "collectives' buffers in NCCL's memory",
+            180,
+            gpu_collective_memory.collective_memory,
+        ),
+        Section("rates", "a preset's rates of products and attention", 60, gpu_rates.rates),
+        Section(
+            "reserved", "reserved memory: torch's allocator replayed", 60, gpu_reserved.reserved
+        ),
+        Section(
+            "reserved_expandable",
+            "the same with expandable segments",
+            60,
+            gpu_reserved.reserved_expandable,
+        ),
+    ),
+}
+
+SECTIONS = tuple(section for part in PARTS.values() for section in part)
 
 
 def parse_args() -> argparse.Namespace:
@@ -54,39 +95,24 @@ def parse_args() -> argparse.Namespace:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--list", action="store_true", help="name the sections and do nothing")
+    parser.add_argument("--part", choices=sorted(PARTS), help="a part of the sections")
     parser.add_argument("--only", default="", metavar="NAMES", help="sections, by commas")
     parser.add_argument("--device", choices=["cuda", "cpu"], default="cuda")
     parser.add_argument("--small", action="store_true", help="toy sizes")
     parser.add_argument(
-        "--save",
-        type=Path,
-        metavar="FILE",
-        help="write the table there, too, after each section, and its lines as JSON to FILE.jsonl",
+        "--budget", type=float, default=BUDGET, metavar="SECONDS", help=f"default: {BUDGET:g}"
+    )
+    parser.add_argument("--save", type=Path, metavar="FILE.json", help="keep the results there")
+    parser.add_argument(
+        "--include", type=Path, metavar="README", help="put the table of --save there, run nothing"
     )
     parser.add_argument("--section", help=argparse.SUPPRESS)  # of a process this script started
     parser.add_argument("--folder", type=Path, help=argparse.SUPPRESS)
     return parser.parse_args()
 
 
-def heading(device: str) -> str:
-    """Date, device and versions."""
-    said = [
-        time.strftime("%Y-%m-%d"),
-        f"torch {torch.__version__}",
-        f"Python {platform.python_version()}",
-    ]
-    if device == "cuda":
-        count = torch.cuda.device_count()
-        nccl = ".".join(map(str, torch.cuda.nccl.version()))
-        said[1:1] = [f"{count} x {torch.cuda.get_device_name(0)}", f"CUDA {torch.version.cuda}"]
-        said.append(f"NCCL {nccl}")
-    else:
-        said.insert(1, "CPU")
-    return ", ".join(said)
-
-
-def chosen(only: str) -> list[Section]:
-    """The sections of these names, separated by commas; all if there is none.
+def chosen(only: str, part: str | None = None) -> list[Section]:
+    """The sections of these names, separated by commas, or of a part; all if there is neither.
 
     Raises:
         SystemExit: there is no such section.
@@ -96,37 +122,56 @@ def chosen(only: str) -> list[Section]:
     if unknown:
         known = ", ".join(section.name for section in SECTIONS)
         raise SystemExit(f"there is no section {', '.join(sorted(unknown))}; there are {known}")
-    return [section for section in SECTIONS if not names or section.name in names]
+    sections = SECTIONS if part is None else PARTS[part]
+    return [section for section in sections if not names or section.name in names]
 
 
 def main() -> int:
     args = parse_args()
     if args.list:
-        for section in SECTIONS:
-            print(f"{section.name:10} {section.limit:4.0f} s  {section.about}")
+        for number, part in PARTS.items():
+            for section in part:
+                print(f"{section.name:19} {section.limit:4.0f} s  part {number}  {section.about}")
+        return 0
+    if args.include is not None:
+        if args.save is None:
+            raise SystemExit("--include needs the results, by --save FILE.json")
+        args.include.write_text(gpu_results.included(args.include.read_text(), args.save))
         return 0
     if args.section:
-        (section,) = chosen(args.section)
-        device = torch.device("cuda", 0) if args.device == "cuda" else torch.device("cpu")
-        if args.device == "cuda":
-            torch.cuda.set_device(device)
-        else:
-            torch.set_num_threads(1)
-        place = Place(device, args.small, args.folder)
-        run_here(section, place, args.folder / f"{section.name}.jsonl")
-        sys.stdout.flush()
-        os._exit(0)  # with no wait for what a process group left behind
+        run_section(args)
     if args.device == "cuda" and not torch.cuda.is_available():
         print("torch finds no GPU here; --device cpu --small runs what a CPU can", file=sys.stderr)
         return 2
+    return run_sections(args)
+
+
+def run_section(args: argparse.Namespace) -> None:
+    """Run one section in this process, and end it."""
+    (section,) = chosen(args.section)
+    device = torch.device("cuda", 0) if args.device == "cuda" else torch.device("cpu")
+    if args.device == "cuda":
+        torch.cuda.set_device(device)
+    else:
+        torch.set_num_threads(1)
+    place = Place(device, args.small, args.folder)
+    run_here(section, place, args.folder / f"{section.name}.jsonl")
+    sys.stdout.flush()
+    os._exit(0)  # with no wait for what a process group left behind
+
+
+def run_sections(args: argparse.Namespace) -> int:
+    """Run each chosen section in a process of its own; 1 if any line failed."""
     begin = time.perf_counter()
     patience = 1 if args.device == "cuda" else PATIENCE
-    said = heading(args.device)
-    print(said, flush=True)
+    machine = gpu_results.machine(args.device)
+    print(f"{time.strftime('%Y-%m-%d')}, {gpu_results.heading(machine)}", flush=True)
+    results = gpu_results.results_in(args.save or Path(), machine)
     rows: list[Row] = []
     with tempfile.TemporaryDirectory() as folder:
-        for section in chosen(args.only):
-            left = BUDGET * patience - (time.perf_counter() - begin)
+        for section in chosen(args.only, args.part):
+            started = time.perf_counter()
+            left = args.budget * patience - (started - begin)
             if left < 10:
                 found = [Row(section.name, "the whole section", "no time left", "", False)]
             else:
@@ -139,24 +184,12 @@ def main() -> int:
             rows += found
             # What is known is told at once: whoever runs this may be stopped.
             print(table(found), flush=True)
-            text = report(said, rows, time.perf_counter() - begin)
+            gpu_results.add(results, section.name, found, time.perf_counter() - started)
             if args.save is not None:
-                save(args.save, text, rows)
-    print(f"\n{text}")
-    return int(any(row.ok is False for row in rows))
-
-
-def report(said: str, rows: list[Row], seconds: float) -> str:
-    """The heading, the table, and how long it took."""
+                gpu_results.write(args.save, results)
     failed = sum(row.ok is False for row in rows)
-    return f"{said}\n\n{table(rows)}\n\n{seconds:.0f} s, {failed} failed"
-
-
-def save(file: Path, text: str, rows: list[Row]) -> None:
-    """Write the table to `file`, and its lines as JSON beside it."""
-    file.write_text(text + "\n")
-    lines = [json.dumps(asdict(row)) for row in rows]
-    file.with_name(f"{file.name}.jsonl").write_text("\n".join(lines) + "\n")
+    print(f"\n{table(rows)}\n\n{time.perf_counter() - begin:.0f} s, {failed} failed")
+    return int(failed > 0)
 
 
 if __name__ == "__main__":

@@ -48,7 +48,7 @@ class Place:
             torch.cuda.synchronize()
 
     def retries(self, section: str) -> Row:
-        """How often the allocator had to give memory back to the device to get any."""
+        """The number of times the allocator gave memory back to the device to get any."""
         if not self.cuda:
             return Row(section, "num_alloc_retries", "not counted on a CPU")
         count = torch.cuda.memory_stats().get("num_alloc_retries", 0)
@@ -113,8 +113,9 @@ def run_apart(section: Section, command: Sequence[str], out: Path, limit: float)
         ended = process.wait(timeout=limit)
     except subprocess.TimeoutExpired:
         ended = None
-        kill_session(process.pid)
-        process.wait()
+    # What it started must not hold the device in the sections behind it.
+    kill_session(process.pid)
+    process.wait()
     rows = read_rows(out)
     took = time.perf_counter() - begin
     if ended is None:
@@ -130,7 +131,7 @@ def run_apart(section: Section, command: Sequence[str], out: Path, limit: float)
 
 
 def read_rows(out: Path) -> list[Row]:
-    """What a section wrote; a line that was cut off is left out."""
+    """The lines that a section wrote; one that was cut off is left out."""
     rows = []
     for line in out.read_text().splitlines() if out.exists() else ():
         try:

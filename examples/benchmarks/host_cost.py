@@ -1,4 +1,4 @@
-"""What a step costs in Python: graphshard against `fully_shard` on a model whose ops are tiny.
+"""The time of a step in Python: graphshard against `fully_shard` on a model whose ops are tiny.
 
     python examples/benchmarks/host_cost.py
 

@@ -1,152 +1,300 @@
-"""Predicted against published speed of FSDP runs, from presets alone.
+"""Predicted against published training runs, from presets and what is known of each run alone.
 
-    python examples/benchmarks/literature.py            # all runs, a few minutes
-    python examples/benchmarks/literature.py GPT T5     # those whose name begins so
+    python examples/benchmarks/literature.py                 # all runs: minutes
+    python examples/benchmarks/literature.py tt- ibm-h100    # those whose name begins so
+    python examples/benchmarks/literature.py --processes 2 --json
 
-Every run is captured at its full size on the meta device and simulated on a preset, with the one
-set of efficiencies of `graphshard/cost/presets.toml` and nothing set for a single run. Torch's FSDP
-issues a gather in forward while the unit before computes, at most two ahead: `forward_prefetch=1`.
+`literature.json` has the runs: model, machine, settings, source, and what was measured. Each is
+captured on the meta device, as `literature_models.py` writes it, and simulated on a preset with the
+bandwidths and the power that its source names. One constant of the presets, `in_step`, was set on
+all runs together; the summary says what is off without it, and with one that was set without the
+runs of the same origin. Where no memory was published, two shallow models
+are, from which time and memory of all blocks follow as lines (`--whole`: all blocks). No constant
+is set for a single run; what the frameworks do besides a step's program (`beside`) follows from
+their sources.
 
-How speed was counted. The GPT figures count recomputation as work: at 159 TFLOP/s counted so, 300 G
-tokens take 128 GPUs 240 days, which is what their authors say; and 186 TFLOP/s without it would be
-80 % of an A100's peak with it. torchtitan's are tokens a second, which need no convention.
+tokens_per_s are those of a GPU. TFLOP/s count recomputation as work: at 159 TFLOP/s counted so,
+300 G tokens take 128 GPUs 240 days, which is what their authors say.
 
-The column "unhidden" is the speed were all communication waited for, by the same estimate.
+T5-11B is there for one published ratio: what it loses from 8 to 512 GPUs.
 """
 
 from __future__ import annotations
 
 import argparse
+import json
 import math
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass
-from itertools import chain
+import sys
+from collections.abc import Iterator, Sequence
+from concurrent.futures import ProcessPoolExecutor, as_completed
+from dataclasses import asdict, dataclass
+from multiprocessing import get_context
+from pathlib import Path
+from statistics import mean, median
 from typing import Any
 
 import torch
-import torch.nn.functional as F
-from torch import Tensor, nn
+
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent.parent))
 
 import graphshard
+from examples.benchmarks.literature_runs import (
+    GIB,
+    Captured,
+    Run,
+    capture_key,
+    capture_of,
+    data,
+    depth_of,
+    machine,
+    plans_of,
+    runs,
+)
+from graphshard.cost.estimate import Estimate
+from graphshard.hardware.hardware import Hardware
+from graphshard.planning.plan import ShardingPlan
 
-BF16 = graphshard.MixedPrecision(torch.bfloat16, torch.bfloat16)
-FP16 = graphshard.MixedPrecision(torch.float16, torch.float16)
-BF16_SUM = graphshard.MixedPrecision(torch.bfloat16, torch.float32)
+# -- prediction ------------------------------------------------------------------------------------
 
 
-# -- models ----------------------------------------------------------------------------------------
+def beside(run: Run, plan: ShardingPlan, hardware: Hardware) -> dict[str, float]:
+    """Seconds of a step, by name, of what the run's framework did besides the program.
+
+    All of it streams memory. FSDP2 copies gradients into one buffer (where they are reduced in
+    another dtype, that cast is in the program; copies of what it gathers are in the estimate).
+    FSDP1 concatenates the gradients of a unit, in the backward of the split that made its
+    parameters views. Clipping reads gradients for their norm, and reads and writes them to scale
+    them. Composer's metrics cast logits to float32 and take log-softmax of them, twice.
+    """
+    gathered = getattr(torch, run.gathers).itemsize
+    layouts = {id(layout): layout for layout in plan.layouts.values()}.values()
+    parameters = sum(layout.numel for layout in layouts)
+    moved = {}
+    if run.framework == "FSDP1":
+        moved["copies of gradients"] = 2 * gathered * parameters * run.accumulation
+    elif run.gathers == run.reduces:
+        moved["copies of gradients"] = 2 * gathered * parameters
+    shards = sum(layout.shard_bytes for layout in layouts)
+    if run.clips:
+        moved["clipping"] = 3 * shards
+    if run.metrics:
+        logits = run.batch * run.length * data()["models"][run.model]["vocabulary"]
+        moved["metrics"] = 2 * (2 + 4 + 4 + 4) * logits * run.accumulation
+    bandwidth = hardware.memory_bandwidth * hardware.efficiency["bandwidth"]
+    return {name: size / bandwidth for name, size in moved.items()}
 
 
-class Block(nn.Module):
-    """A block of minGPT as it was in 2022: attention in full matrices, GELU, dropout of 0.1."""
+@dataclass(frozen=True)
+class Found:
+    """What was predicted of a step: seconds, FLOPs of a GPU, and bytes.
 
-    def __init__(self, width: int, heads: int, context: int) -> None:
-        super().__init__()
-        self.heads = heads
-        self.ln1, self.ln2 = nn.LayerNorm(width), nn.LayerNorm(width)
-        self.key, self.query, self.value = (nn.Linear(width, width) for _ in range(3))
-        self.proj = nn.Linear(width, width)
-        self.mlp = nn.Sequential(
-            nn.Linear(width, 4 * width), nn.GELU(), nn.Linear(4 * width, width), nn.Dropout(0.1)
+    alone: seconds if operators took as long within the step as one by one (`Hardware.in_step` of
+    1). beside: seconds of the framework's own work, by name; a part of `seconds` and of `alone`.
+    exposed: seconds of waiting for communication. allocated, reserved: the most that torch's
+    allocator has in use and takes from the device. device: all that is taken of it.
+    """
+
+    seconds: float
+    alone: float
+    flops: float
+    exposed: float
+    beside: dict[str, float]
+    allocated: float
+    reserved: float
+    device: float
+
+    def towards(self, other: Found, share: float) -> Found:
+        """The figures `share` of the way from these to those of `other`, or beyond.
+
+        What an allocator reserves is no line, so it is unknown, and counted as what it has in use.
+        """
+
+        def between(one: float, two: float) -> float:
+            return one + share * (two - one)
+
+        return Found(
+            between(self.seconds, other.seconds),
+            between(self.alone, other.alone),
+            between(self.flops, other.flops),
+            between(self.exposed, other.exposed),
+            {name: between(self.beside[name], other.beside[name]) for name in self.beside},
+            between(self.allocated, other.allocated),
+            math.nan,
+            between(self.allocated, other.allocated) + other.device - other.reserved,
         )
-        self.attn_drop, self.resid_drop = nn.Dropout(0.1), nn.Dropout(0.1)
-        mask = torch.tril(torch.ones(context, context)).view(1, 1, context, context)
-        self.register_buffer("mask", mask)
-
-    def forward(self, x: Tensor) -> Tensor:
-        x = x + self.attend(self.ln1(x))
-        out: Tensor = x + self.mlp(self.ln2(x))
-        return out
-
-    def attend(self, x: Tensor) -> Tensor:
-        batch, length, width = x.shape
-
-        def split(y: Tensor) -> Tensor:
-            return y.view(batch, length, self.heads, -1).transpose(1, 2)
-
-        q, k, v = split(self.query(x)), split(self.key(x)), split(self.value(x))
-        att = (q @ k.transpose(-2, -1)) * (1.0 / math.sqrt(k.shape[-1]))
-        att = att.masked_fill(self.mask[:, :, :length, :length] == 0, float("-inf"))
-        y = self.attn_drop(F.softmax(att, dim=-1)) @ v
-        out: Tensor = self.resid_drop(self.proj(y.transpose(1, 2).reshape(batch, length, width)))
-        return out
 
 
-class MinGPT(nn.Module):
-    """minGPT of 175 B parameters: 96 layers, 12,288 wide, 96 heads, a vocabulary of 50,000."""
-
-    def __init__(self, context: int, layers: int = 96, width: int = 12288, heads: int = 96) -> None:
-        super().__init__()
-        self.tokens, self.positions = nn.Embedding(50_000, width), nn.Embedding(context, width)
-        self.drop = nn.Dropout(0.1)
-        self.blocks = nn.ModuleList(Block(width, heads, context) for _ in range(layers))
-        self.norm = nn.LayerNorm(width)
-        self.head = nn.Linear(width, 50_000, bias=False)
-
-    def forward(self, idx: Tensor, targets: Tensor) -> Tensor:
-        x = self.drop(self.tokens(idx) + self.positions.weight[: idx.shape[1]])
-        for block in self.blocks:
-            x = block(x)
-        return F.cross_entropy(self.head(self.norm(x)).flatten(0, 1), targets.flatten())
-
-
-Case = tuple[nn.Module, tuple[Any, ...], dict[str, Any], str]
-"""A model on meta, a call of it, and the class of its units."""
-
-
-def gpt(batch: int, length: int) -> Case:
-    tokens = torch.zeros(batch, length, dtype=torch.int64)
-    return MinGPT(length), (tokens, tokens), {}, "Block"
-
-
-def llama(batch: int, length: int, **sizes: int) -> Case:
-    from transformers import LlamaConfig, LlamaForCausalLM
-
-    config = LlamaConfig(**sizes, use_cache=False, attn_implementation="sdpa")  # type: ignore
-    tokens = torch.zeros(batch, length, dtype=torch.int64)
-    call = {"input_ids": tokens, "labels": tokens}
-    return LlamaForCausalLM(config), (), call, "LlamaDecoderLayer"
-
-
-def llama3_8b(batch: int) -> Case:
-    return llama(
-        batch,
-        8192,
-        vocab_size=128_256,
-        hidden_size=4096,
-        intermediate_size=14_336,
-        num_hidden_layers=32,
-        num_attention_heads=32,
-        num_key_value_heads=8,
+def found_of(run: Run, captured: Captured) -> Found:
+    """Simulate `run` on its machine."""
+    hardware = machine(run)
+    compiled = {"blocks": [""]}.get(run.compiled, [])
+    plans = plans_of(run, captured)
+    estimates: list[tuple[int, Estimate]] = [
+        (
+            times,
+            graphshard.simulate(
+                plan,
+                hardware=hardware,
+                optimizer=run.optimizer,
+                allocator=run.allocator,
+                runtime="fsdp2" if run.framework == "FSDP2" else "graphshard",
+                leave_eager=compiled,
+            ),
+        )
+        for times, plan in plans
+    ]
+    own = beside(run, plans[-1][1], hardware)
+    one_by_one = hardware.with_(in_step=1.0)
+    seconds, alone = (
+        sum(times * estimate.timeline.seconds for times, estimate in machines)
+        + machines[-1][1].optimizer_seconds
+        + hardware.step_overhead
+        + sum(own.values())
+        for machines in (
+            estimates,
+            [(times, estimate.with_hardware(one_by_one)) for times, estimate in estimates],
+        )
+    )
+    replayed = [estimate.reserved for _, estimate in estimates]
+    assert all(replayed), "presets of GPUs have an allocator"
+    return Found(
+        seconds,
+        alone,
+        sum(times * estimate.flops for times, estimate in estimates),
+        sum(times * estimate.exposed_seconds for times, estimate in estimates),
+        own,
+        max(each.allocated for each in replayed if each),
+        max(each.bytes for each in replayed if each),
+        max(estimate.device_bytes for _, estimate in estimates),
     )
 
 
-def llama3_70b(batch: int) -> Case:
-    return llama(
-        batch,
-        8192,
-        vocab_size=128_256,
-        hidden_size=8192,
-        intermediate_size=28_672,
-        num_hidden_layers=80,
-        num_attention_heads=64,
-        num_key_value_heads=8,
+@dataclass(frozen=True)
+class Row:
+    """A run and its prediction.
+
+    published, predicted: tokens a second of a GPU, or its TFLOP/s. seconds, in_step: predicted, and
+    `Hardware.in_step` of the machine. alone: seconds with an `in_step` of 1. memory_gib: published.
+    allocated_gib, reserved_gib: predicted. beside: seconds of the framework's own work.
+    """
+
+    id: str
+    setting: str
+    unit: str
+    published: float
+    predicted: float
+    seconds: float
+    alone: float
+    in_step: float
+    exposed: float
+    beside: dict[str, float]
+    memory_is: str
+    memory_gib: float | None
+    allocated_gib: float
+    reserved_gib: float
+    fits: bool
+
+    @property
+    def error(self) -> float:
+        """The error of the speed, as a fraction of the published one."""
+        return self.predicted / self.published - 1
+
+    @property
+    def origin(self) -> str:
+        """Who published it: runs of one origin may be off for one reason."""
+        return self.id.partition("-")[0]
+
+    def error_at(self, in_step: float) -> float:
+        """The error with another `Hardware.in_step`, as seconds grow with it in proportion."""
+        if self.in_step == 1.0:
+            return self.error
+        more = (self.seconds - self.alone) / (self.in_step - 1)
+        return (self.error + 1) * self.seconds / (self.alone + (in_step - 1) * more) - 1
+
+    @property
+    def memory_error(self) -> float | None:
+        """The error of the memory, as a fraction of the published one."""
+        if self.memory_gib is None:
+            return None
+        found = self.allocated_gib if self.memory_is == "allocated" else self.reserved_gib
+        return found / self.memory_gib - 1
+
+    def to_dict(self) -> dict[str, Any]:
+        """Plain data."""
+        reserved = None if math.isnan(self.reserved_gib) else self.reserved_gib
+        more = {"reserved_gib": reserved, "error": self.error, "memory_error": self.memory_error}
+        return asdict(self) | more
+
+
+def row_of(run: Run, found: Found) -> Row:
+    """The row of `run` in the table."""
+    published = run.published.get("tokens_per_s")
+    unit, work = "tokens/s", float(run.batch * run.length * run.accumulation)
+    if published is None:
+        published, unit, work = run.published["tflops"], "TFLOP/s", found.flops / 1e12
+    return Row(
+        run.id,
+        setting(run),
+        unit,
+        published,
+        work / found.seconds,
+        found.seconds,
+        found.alone,
+        machine(run).in_step,
+        found.exposed,
+        found.beside,
+        run.published.get("memory_is", ""),
+        run.published.get("memory_gib"),
+        found.allocated / GIB,
+        found.reserved / GIB,
+        found.device <= machine(run).memory_bytes,
     )
 
 
-def llama2_13b(batch: int) -> Case:
-    return llama(
-        batch,
-        4096,
-        vocab_size=32_000,
-        hidden_size=5120,
-        intermediate_size=13_824,
-        num_hidden_layers=40,
-        num_attention_heads=40,
-    )
+def depths(run: Run, whole: bool) -> list[int]:
+    """How many blocks the simulated models of `run` have: all, or two smaller numbers.
+
+    From two depths on, each further block adds the same seconds and bytes. Published memory is
+    that of whole models, as an allocator's is no line.
+    """
+    depth = depth_of(run)
+    if whole or depth <= 12 or "memory_gib" in run.published:
+        return [depth]
+    return {"1/3 of blocks": [6, 9], "1/5 of blocks": [5, 10]}.get(run.recompute, [4, 6])
 
 
-def t5_11b(batch: int, length: int) -> Case:
+def setting(run: Run) -> str:
+    """What is special about `run`, in words."""
+    micro = f" x {run.accumulation}" if run.accumulation > 1 else ""
+    words = [
+        f"{run.model}, {run.gpus} x {run.machine}: {run.batch} x {run.length}{micro}",
+        *([] if run.strategy == "FULL_SHARD" else [run.strategy]),
+        *([] if run.recompute == "none" else [f"recompute {run.recompute}"]),
+        *([] if run.compiled == "nothing" else [f"compiled {run.compiled}"]),
+        *([] if run.offload is None else [f"offload {run.offload}"]),
+        run.attention,
+    ]
+    return "; ".join(words)
+
+
+def predicted(chosen: Sequence[Run], *, whole: bool = False) -> Iterator[Row]:
+    """The rows of runs that share captures."""
+    captured: dict[int, Captured] = {}
+    for run in chosen:
+        found = []
+        for blocks in (at := depths(run, whole)):
+            if blocks not in captured:
+                captured[blocks] = capture_of(run, blocks)
+            found.append(found_of(run, captured[blocks]))
+        all_blocks = found[0]
+        if len(at) > 1:
+            share = (depth_of(run) - at[0]) / (at[1] - at[0])
+            all_blocks = found[0].towards(found[1], share)
+        yield row_of(run, all_blocks)
+
+
+def t5_scaling() -> tuple[float, float]:
+    """How much less a GPU does at 512 than at 8, for T5-11B: as published, and as predicted."""
     from transformers import T5Config, T5ForConditionalGeneration
 
     config = T5Config(
@@ -159,168 +307,197 @@ def t5_11b(batch: int, length: int) -> Case:
         decoder_start_token_id=0,
         use_cache=False,
     )
-    tokens = torch.zeros(batch, length, dtype=torch.int64)
-    return (
-        T5ForConditionalGeneration(config),
-        (),
-        {"input_ids": tokens, "labels": tokens},
-        "T5Block",
+    with torch.device("meta"):
+        model = T5ForConditionalGeneration(config)
+    tokens = torch.zeros(8, 512, dtype=torch.int64)
+    bf16 = graphshard.MixedPrecision(torch.bfloat16, torch.bfloat16)
+    policy = graphshard.BlockPolicy(
+        ["T5Block"], mixed_precision=bf16, recompute="units", forward_prefetch=1
     )
+    few, many = (
+        graphshard.simulate(
+            model,
+            policy=policy,
+            hardware="a100-80gb",
+            world_size=ranks,
+            example_kwargs={"input_ids": tokens, "labels": tokens},
+        ).step_seconds
+        for ranks in (8, 512)
+    )
+    return -0.07, few / many - 1
 
 
-# -- runs ------------------------------------------------------------------------------------------
+# -- shown -----------------------------------------------------------------------------------------
 
 
-@dataclass(frozen=True)
-class Run:
-    """One published run: its model, its settings, and what was measured.
-
-    published: TFLOP/s per GPU, recomputation counted, or with `tokens` tokens per second and GPU.
-    """
-
-    name: str
-    setting: str
-    case: Callable[[], Case]
-    ranks: int
-    hardware: str
-    published: float
-    source: str
-    options: dict[str, Any]
-    tokens: int = 0  # of a step on one GPU
-    optimizer: str = "adamw"
+def groups(chosen: Sequence[Run], whole: bool) -> list[list[Run]]:
+    """Runs that share a capture, together; those that take longest first."""
+    together: dict[tuple[Any, ...], list[Run]] = {}
+    for run in chosen:
+        together.setdefault(capture_key(run), []).append(run)
+    return sorted(together.values(), key=lambda every: -sum(depths(every[0], whole)))
 
 
-RUNS = (
-    Run(
-        "GPT-175B",
-        "128 x A100-40GB, EFA; batch 20 x 512, fp16, recompute, parameters offloaded",
-        lambda: gpt(20, 512),
-        128,
-        "a100-40gb",
-        159,
-        "PyTorch FSDP blog, March 2022",
-        {"mixed_precision": FP16, "recompute": "units", "offload": "params"},
-        optimizer="sgd",
-    ),
-    Run(
-        "minGPT-175B",
-        "128 x A100-80GB, RoCE; batch 1 x 2048, bf16, recompute",
-        lambda: gpt(1, 2048),
-        128,
-        "a100-80gb",
-        173,
-        "arXiv:2304.11277",
-        {"mixed_precision": BF16, "recompute": "units"},
-    ),
-    Run(
-        "minGPT-175B",
-        "128 x A100-80GB, RoCE; batch 2 x 2048, bf16, recompute",
-        lambda: gpt(2, 2048),
-        128,
-        "a100-80gb",
-        186,
-        "arXiv:2304.11277",
-        {"mixed_precision": BF16, "recompute": "units"},
-    ),
-    Run(
-        "Llama-3-8B",
-        "64 x A100-80GB; batch 1 x 8192, bf16, selective recompute",
-        lambda: llama3_8b(1),
-        64,
-        "a100-80gb",
-        2973,
-        "torchtitan, docs/performance.md of 2024",
-        {"mixed_precision": BF16_SUM, "recompute": "selective"},
-        tokens=8192,
-    ),
-    Run(
-        "Llama-3-70B",
-        "64 x A100-80GB; batch 1 x 8192, bf16, recompute",
-        lambda: llama3_70b(1),
-        64,
-        "a100-80gb",
-        331,
-        "torchtitan, docs/performance.md of 2024",
-        {"mixed_precision": BF16_SUM, "recompute": "units"},
-        tokens=8192,
-    ),
-    Run(
-        "Llama-2-13B",
-        "64 x A100-80GB; batch 2 x 4096, bf16",
-        lambda: llama2_13b(2),
-        64,
-        "a100-80gb",
-        2162,
-        "torchtitan, docs/performance.md of 2024",
-        {"mixed_precision": BF16_SUM},
-        tokens=8192,
-    ),
-    Run(
-        "Llama-3.1-8B",
-        "8 x H100 (500 W, 2.4 TB/s); batch 2 x 8192, bf16, selective recompute",
-        lambda: llama3_8b(2),
-        8,
-        "h100-sxm",
-        5762,
-        "torchtitan, benchmarks of 2025, Table 1, without torch.compile",
-        {"mixed_precision": BF16_SUM, "recompute": "selective"},
-        tokens=16384,
-    ),
+def _rows_of(ids: Sequence[str], whole: bool) -> list[Row]:
+    torch.set_num_threads(1)
+    by_id = {run.id: run for run in runs()}
+    return list(predicted([by_id[each] for each in ids], whole=whole))
+
+
+def all_rows(chosen: Sequence[Run], processes: int, whole: bool) -> Iterator[Row]:
+    """The rows of `chosen`, as they come."""
+    ids = [[run.id for run in group] for group in groups(chosen, whole)]
+    if processes == 1:
+        for group in ids:
+            yield from _rows_of(group, whole)
+        return
+    with ProcessPoolExecutor(processes, get_context("spawn")) as pool:
+        for done in as_completed([pool.submit(_rows_of, group, whole) for group in ids]):
+            yield from done.result()
+
+
+def fitted_in_step(rows: Sequence[Row]) -> float:
+    """The `Hardware.in_step` by which the median error of `rows` is none, to two digits."""
+    steps = [1 + step / 100 for step in range(31)]
+    return min(steps, key=lambda each: abs(median(row.error_at(each) for row in rows)))
+
+
+def held_out(rows: Sequence[Row]) -> list[float]:
+    """The error of each row with the `in_step` fitted to the rows of all other origins."""
+    factors = {
+        origin: fitted_in_step([row for row in rows if row.origin != origin])
+        for origin in {row.origin for row in rows}
+    }
+    return [row.error_at(factors[row.origin]) for row in rows]
+
+
+def spread(errors: Sequence[float]) -> dict[str, Any]:
+    """How far predictions with these errors are off."""
+    return {
+        "median_error": median(map(abs, errors)),
+        "bias": mean(errors),
+        "within_15": sum(abs(error) <= 0.15 for error in errors),
+        "within_20": sum(abs(error) <= 0.20 for error in errors),
+    }
+
+
+def summary(rows: Sequence[Row]) -> dict[str, Any]:
+    """How far `rows` are from what was published."""
+    out: dict[str, Any] = {
+        "runs": len(rows),
+        **spread([row.error for row in rows]),
+        "fit": sum(row.fits for row in rows),
+        "one_by_one": spread([row.error_at(1.0) for row in rows]),
+        "fitted_in_step": fitted_in_step(rows),
+    }
+    if len({row.origin for row in rows}) > 1:
+        out["held_out"] = spread(held_out(rows))
+    for kind in ("allocated", "reserved"):
+        found = [row.memory_error for row in rows if row.memory_is == kind]
+        out[f"memory_{kind}"] = [error for error in found if error is not None]
+    return out
+
+
+HEADING = (
+    f"{'run':<28} {'published':>9} {'predicted':>9} {'error':>6}   {'GiB published':<15} "
+    f"{'allocated':>9} {'reserved':>8} {'error':>6}  fits  setting"
 )
 
-T5 = {"mixed_precision": BF16, "recompute": "units"}
 
-
-def simulate(case: Case, ranks: int, hardware: str, options: dict[str, Any], **more: Any) -> Any:
-    model, args, kwargs, block = case
-    policy = graphshard.BlockPolicy([block], forward_prefetch=1, **options)
-    return graphshard.simulate(
-        model,
-        policy=policy,
-        hardware=hardware,
-        world_size=ranks,
-        example_inputs=args,
-        example_kwargs=kwargs,
-        **more,
+def line(row: Row) -> str:
+    """A line of the table."""
+    known = "" if row.memory_gib is None else f"{row.memory_gib:.1f} {row.memory_is}"
+    off = "" if row.memory_error is None else f"{row.memory_error:+.0%}"
+    return (
+        f"{row.id:<28} {row.published:>9,.0f} {row.predicted:>9,.0f} {row.error:>+6.1%}   "
+        f"{known:<15} {row.allocated_gib:>9.1f} {gib(row.reserved_gib):>8} {off:>6}  "
+        f"{'yes' if row.fits else 'NO':<4}  {row.setting}"
     )
 
 
-def rows(names: tuple[str, ...]) -> Iterator[tuple[str, str, str, str, str, str]]:
-    for run in RUNS:
-        if not run.name.startswith(names):
-            continue
-        with torch.device("meta"):
-            case = run.case()
-        estimate = simulate(case, run.ranks, run.hardware, run.options, optimizer=run.optimizer)
-        work, unit = (run.tokens, "tokens/s") if run.tokens else (estimate.flops / 1e12, "TFLOP/s")
-        found = work / estimate.step_seconds
-        unhidden = work / (estimate.compute_seconds + estimate.communication_seconds)
-        yield (
-            run.name,
-            f"{run.published:,} {unit}",
-            f"{found:,.0f}",
-            f"{found / run.published - 1:+.0%}",
-            f"{unhidden:,.0f}",
-            run.setting,
+def gib(value: float) -> str:
+    """A figure of memory, or a dash for an unknown one."""
+    return "-" if math.isnan(value) else f"{value:.1f}"
+
+
+def markdown(rows: Sequence[Row]) -> str:
+    """The table of this folder's README, in the order of the data."""
+    order = {run.id: place for place, run in enumerate(runs())}
+    lines = ["| run | published | predicted | error | memory, GiB |", "|---|---|---|---|---|"]
+    for row in sorted(rows, key=lambda row: order[row.id]):
+        memory = f"{row.allocated_gib:.1f} allocated"
+        if not math.isnan(row.reserved_gib):
+            memory += f", {row.reserved_gib:.1f} reserved"
+        if row.memory_gib is not None:
+            memory += f"; published: {row.memory_gib:.1f} {row.memory_is}"
+            memory += "" if row.memory_error is None else f" ({row.memory_error:+.0%})"
+        memory += "" if row.fits else "; **does not fit**"
+        unit = "" if row.unit == "tokens/s" else f" {row.unit}"
+        lines.append(
+            f"| {row.setting} | {row.published:,.0f}{unit} | {row.predicted:,.0f} | "
+            f"{row.error:+.1%} | {memory} |"
         )
-    if "T5-11B".startswith(names):
-        with torch.device("meta"):
-            case = t5_11b(8, 512)
-        few, many = (simulate(case, ranks, "a100-80gb", T5).step_seconds for ranks in (8, 512))
-        setting = "8 to 512 x A100-80GB, RoCE; bf16, recompute; batch 8 x 512 (not published)"
-        yield "T5-11B", "-7 %", f"{few / many - 1:+.1%}", "", "", setting
+    return "\n".join(lines)
+
+
+def words(off: dict[str, Any]) -> str:
+    """What `spread` says."""
+    return (
+        f"median |error| {off['median_error']:.1%}, bias {off['bias']:+.1%}, {off['within_15']} "
+        f"within 15 %, {off['within_20']} within 20 %"
+    )
+
+
+def text(found: dict[str, Any]) -> str:
+    """The summary as lines."""
+    lines = [
+        f"{found['runs']} runs: {words(found)}; {found['fit']} predicted to fit; all did",
+        f"operators as fast as one by one: {words(found['one_by_one'])}",
+        f"in_step by which the median error is none: {found['fitted_in_step']:.2f}",
+    ]
+    if "held_out" in found:
+        lines.append(f"with that of all other origins: {words(found['held_out'])}")
+    for kind in ("allocated", "reserved"):
+        errors = found[f"memory_{kind}"]
+        if errors:
+            lines.append(f"memory {kind}: " + ", ".join(f"{error:+.0%}" for error in errors))
+    return "\n".join(lines)
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("names", nargs="*", help="how the names of the runs begin; all if none")
-    names = tuple(parser.parse_args().names) or ("",)
-    heading = ("model", "published", "predicted", "error", "unhidden", "setting")
-    for name, published, found, error, unhidden, setting in chain([heading], rows(names)):
-        cells = f"{name:<13} {published:>14} {found:>10} {error:>6} {unhidden:>9}  {setting}"
-        print(cells, flush=True)
+    parser.add_argument("names", nargs="*", help="how the names of runs begin; all if none")
+    parser.add_argument("--json", action="store_true", help="write rows and summary as JSON")
+    parser.add_argument("--markdown", action="store_true", help="write the README's table as well")
+    parser.add_argument("--whole", action="store_true", help="simulate all blocks of each model")
+    parser.add_argument("--processes", type=int, default=1, help="that share the runs (1)")
+    args = parser.parse_args()
+    names = tuple(args.names) or ("",)
+    chosen = runs(names)
+    if not args.json:
+        print(HEADING, flush=True)
+    rows = []
+    for row in all_rows(chosen, args.processes, args.whole):
+        rows.append(row)
+        if not args.json:
+            print(line(row), flush=True)
+    found: dict[str, Any] = summary(rows) if rows else {}
+    t5 = t5_scaling() if "t5-11b".startswith(names) else None
+    if args.json:
+        contents = {"rows": [row.to_dict() for row in rows], "summary": found, "t5": t5}
+        print(json.dumps(contents, indent=1))
+        return
+    if rows and args.markdown:
+        print(markdown(rows))
+    if rows:
+        print(text(found))
+    if t5 is not None:
+        print(
+            f"T5-11B, 8 to 512 x a100-80gb, bf16, recompute, 8 x 512 (not published): "
+            f"{t5[0]:+.0%} published, {t5[1]:+.1%} predicted"
+        )
 
 
 if __name__ == "__main__":

@@ -150,7 +150,7 @@ class _Run:
 
     @property
     def kept(self) -> list[Any]:
-        """What lives between steps, but the batch: shards, buffers, states."""
+        """Bytes that live between steps, without the batch: shards, buffers, states."""
         states = self.optimizer.state.values() if self.optimizer else ()
         held = [list(state.values()) for state in states]
         return [list(self.sharded.parameters()), list(self.sharded.buffers()), held]
@@ -185,6 +185,9 @@ def _counted(run: _Run, device: torch.device) -> tuple[int, int, int]:
         if run.offloads:
             run.step(before=live)
         else:
+            with live:  # what the first of two steps leaves is there between steps
+                run.step()
+            valley = live.peak = live.current
             with live:
                 run.step()
     finally:

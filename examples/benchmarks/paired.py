@@ -1,4 +1,4 @@
-"""What paired measurements say about a ratio."""
+"""Statistics of a ratio of paired measurements."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What `rivals.py` trains: five models without dropout, their batches, and the numbers to expect.
+"""The models that `rivals.py` trains: five without dropout, their batches, the numbers to expect.
 
 Weights are random and nothing is downloaded. Dropout is off since compilers draw other random
 numbers, and losses are to be compared.
@@ -28,7 +28,7 @@ LEARNING_RATE = 3e-4
 
 
 def without_dropout(build: Callable[[], nn.Module]) -> Callable[[], nn.Module]:
-    """What `build` makes, with the probability of every dropout set to 0."""
+    """The model that `build` makes, with the probability of every dropout set to 0."""
 
     def built() -> nn.Module:
         model = build()
@@ -67,7 +67,7 @@ def _rows(scale: int, generator: torch.Generator) -> Batch:
 
 
 TOY = Model("toy", _Toy, ("Linear",), _rows)
-"""What every system trains once before its time counts."""
+"""The model that every system trains once before its time counts."""
 
 TINY = Model("tiny", gpt(2, 32, 2, dropout=0.0), ("Block",), gpt_tokens(1, 16))
 """For tests of the script."""

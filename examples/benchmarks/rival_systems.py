@@ -26,7 +26,7 @@ from graphshard.program import ops
 
 @dataclass(frozen=True)
 class Setting:
-    """What a system is given besides a model."""
+    """The settings of a system besides the model."""
 
     mesh: DeviceMesh
     device: torch.device
@@ -62,7 +62,7 @@ class Trained:
 
     @property
     def parameters(self) -> list[Tensor]:
-        """What the optimizer updates."""
+        """The parameters that the optimizer updates."""
         return [p for group in self.optimizer.param_groups for p in group["params"]]
 
     def kept(self) -> list[Any]:
@@ -72,7 +72,7 @@ class Trained:
 
     @property
     def collectives(self) -> int | None:
-        """How many the program says a step issues; None where there is no program."""
+        """The collectives that the program issues in a step; None where there is no program."""
         if self.program is None:
             return None
         return sum(ops.is_collective(node) for node in self.program.nodes())

@@ -88,7 +88,7 @@ def parse_args() -> argparse.Namespace:
 
 @dataclass
 class Result:
-    """What was found of one system; `why_not` says why there is nothing else."""
+    """The measurements of one system; `why_not` says why there are no others."""
 
     system: str
     compiled: bool
@@ -231,7 +231,7 @@ def in_turn(running: Sequence[Any], index: int) -> list[Any]:
 
 
 def seconds(work: Callable[[], Tensor], device: torch.device) -> tuple[float, Tensor]:
-    """How long `work` takes from a common start until this rank's device is done."""
+    """Seconds of `work` from a common start until this rank's device is done."""
     dist.barrier()
     begin = time.perf_counter()
     result = work()

@@ -34,7 +34,7 @@ BY_COST: dict[str, dict[str, Any]] = {
     "h100-sxm": {"hardware": "h100-sxm"},
     "h100-sxm, in 140 MiB": {"hardware": "h100-sxm", "memory_budget": 140 << 20},
 }
-"""What the cost-based order is made for; the fake group is neither kind of hardware."""
+"""The hardware the cost-based order is made for; the fake group is neither kind."""
 
 
 def compare(ranks: int, device_type: str, model: Model) -> list[str]:

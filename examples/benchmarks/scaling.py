@@ -1,4 +1,4 @@
-"""How planning grows with depth, width and ranks: CPU seconds and memory of every stage.
+"""The growth of planning with depth, width and ranks: CPU seconds and memory of every stage.
 
     python examples/benchmarks/scaling.py             # a GPT, 8 to 128 blocks; minutes
     python examples/benchmarks/scaling.py --llama     # Llama-3-70B, from meta to verified program

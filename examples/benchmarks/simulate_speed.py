@@ -1,4 +1,4 @@
-"""How long a simulation takes: CPU seconds of one process, after capture and planning.
+"""The time of a simulation: CPU seconds of one process, after capture and planning.
 
     python examples/benchmarks/simulate_speed.py            # minutes, most of them for captures
     python examples/benchmarks/simulate_speed.py --layers 8 # the same models, fewer layers

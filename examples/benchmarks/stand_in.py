@@ -116,6 +116,8 @@ class StandIn:
         self._communicator.end()
         return Done()
 
+    allreduce_coalesced = allreduce
+
 
 def stand_in(sharded: graphshard.ShardedModule, seconds_of: Seconds | None = None) -> Communicator:
     """Let `sharded`, compiled on a "fake" group and not called yet, communicate through `StandIn`s.
@@ -132,7 +134,7 @@ def stand_in(sharded: graphshard.ShardedModule, seconds_of: Seconds | None = Non
 
 
 def modelled(hardware: Hardware, ranks: int) -> Seconds:
-    """What collectives over `ranks` ranks of `hardware` take, as `graphshard.simulate` has it."""
+    """Seconds of collectives over `ranks` ranks of `hardware`, as `graphshard.simulate` has it."""
     shape = group_shape("shard", (ranks,), hardware.gpus_per_node, 0)
 
     def seconds_of(op: str, size: int) -> float:

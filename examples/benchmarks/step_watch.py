@@ -1,4 +1,4 @@
-"""What a training step holds and moves, whichever system runs it.
+"""The memory and the messages of a training step, whichever system runs it.
 
 `StepWatch` counts the live bytes of tensor storage (see live_bytes.py), and also
 
@@ -48,7 +48,7 @@ COPIES = frozenset(
 )
 SUMS = frozenset({"add", "add_"})
 GENERATED = "torch._inductor.runtime.compile_tasks."
-"""What the modules that Inductor wrote are called under."""
+"""The package of the modules that Inductor wrote."""
 
 
 class StepWatch(LiveBytes):
@@ -179,7 +179,7 @@ class StepWatch(LiveBytes):
 
 
 def traffic(name: str, args: Any, ranks: int) -> tuple[str, int]:
-    """What kind of collective an operator of c10d is, and the bytes a rank must receive for it.
+    """The kind of collective of a c10d operator, and the bytes a rank must receive for it.
 
     The kind is empty for what is none (a wait, a receive: its send counted).
     """

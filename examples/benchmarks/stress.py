@@ -2,11 +2,10 @@
 
 The same training is run twice: once with all communication on the compute stream, in the order of
 the program, where nothing can overtake anything; and once on side streams of its own, with a delay
-by
-chance before and after whatever is launched, on either side, and before and after each wait, while
-what a gather yielded is filled with NaN before its memory goes back. Every loss and the parameters
-at the end must be bit-equal: what is read too early, or after it was given to someone else,
-differs.
+by chance before and after whatever is launched, on either side, and before and after each wait,
+while what a gather yielded is filled with NaN before its memory goes back. Every loss and the
+parameters at the end must be bit-equal: what is read too early, or after it was given to someone
+else, differs.
 """
 
 from __future__ import annotations
@@ -115,7 +114,8 @@ def stressed(device: torch.device, seed: int, most: float = 1e-4) -> Iterator[No
 
     def poisoned_free(self: AllGather, gathered: Gathered) -> None:
         for tensor in gathered:
-            if tensor.untyped_storage().nbytes():  # else it was released
+            # A taken one is None, and a released one has no bytes.
+            if tensor is not None and tensor.untyped_storage().nbytes():
                 gather.poison(tensor)
         free(self, gathered)
 
@@ -150,7 +150,7 @@ def trained(device: torch.device, steps: int, **fields: Any) -> tuple[list[float
 
 
 def broken(device: torch.device, steps: int, seed: int, most: float = 1e-4, **fields: Any) -> str:
-    """What differs under stress; "" if nothing does. Call it on a "fake" group.
+    """The difference under stress; "" if there is none. Call it on a "fake" group.
 
     `steps` training steps under a policy with these fields.
     """

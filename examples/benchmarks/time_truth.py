@@ -8,7 +8,9 @@ takes a file of `graphshard calibrate` instead of calibrating. On a machine with
 does the same with NCCL ranks; batches are larger there (`--scale`).
 
 The prediction knows the calibrated figures and the program, and nothing of the measurement. A step
-is timed from a common start to the end of the slowest rank; the median over steps is compared.
+is timed from a common start to the end of the slowest rank; the median over steps is compared. A
+rank alone on one thread is timed by its CPU time, as its operators are, since a virtual machine may
+lose a tenth of the clock's time to others.
 """
 
 from __future__ import annotations
@@ -105,10 +107,10 @@ def compare(
     for _ in range(args.warmup + args.steps):
         gc.collect()  # not in the middle of a step
         times.append(step_seconds(sharded, optimizer, batch, group))
-    if any(group.everyones(spread(times[args.warmup :]) > 0.1)):  # disturbed: as many again
+    if any(group.all_gather_object(spread(times[args.warmup :]) > 0.1)):  # disturbed: as many again
         times += [step_seconds(sharded, optimizer, batch, group) for _ in range(args.steps)]
     times = times[args.warmup :]
-    slowest = [max(each) for each in zip(*group.everyones(times), strict=True)]
+    slowest = [max(each) for each in zip(*group.all_gather_object(times), strict=True)]
     return {
         "model": model.name,
         "ranks": group.size,
@@ -125,12 +127,14 @@ def step_seconds(sharded: Any, optimizer: Any, batch: dict[str, Any], group: Gro
     """One step from a common start until this rank's device is done."""
     if group.size > 1:
         dist.barrier()
-    begin = time.perf_counter()
+    in_thread = group.device.type == "cpu" and group.size == 1 and torch.get_num_threads() == 1
+    clock = time.thread_time if in_thread else time.perf_counter
+    begin = clock()
     loss_of(sharded(**batch)).backward()
     optimizer.step()
     if group.device.type == "cuda":
         torch.cuda.synchronize()
-    took = time.perf_counter() - begin
+    took = clock() - begin
     optimizer.zero_grad()
     return took
 
