@@ -1,32 +1,43 @@
 # Each target sets up what it needs in .venv and is quick when run again.
 # PYTHON chooses the interpreter (3.11 or newer) that .venv is made from.
 PYTHON ?= $(firstword $(shell command -v python3.11 python3 python))
-VENV := .venv
+# TORCH=2.15.0 takes that version of torch, in an environment of its own.
+TORCH ?=
+VENV := .venv$(addprefix -,$(TORCH))
 PY := $(VENV)/bin/python
-PIP_INSTALL := $(PY) -m pip install --quiet --disable-pip-version-check -c constraints.txt
+CONSTRAINTS := $(if $(TORCH),$(VENV)/constraints.txt,constraints.txt)
+PIP_INSTALL := $(PY) -m pip install --disable-pip-version-check -c $(CONSTRAINTS)
 SOURCES := pyproject.toml constraints.txt
 NPROC ?= 2
+# Test files run side by side, each in one of WORKERS processes.
+WORKERS ?= 2
+PYTEST := $(PY) -m pytest -n $(WORKERS) --dist loadfile
 PYTEST_ARGS ?=
+SECONDS ?= 600
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test test-slow cover lint format bench clean
+.PHONY: help demo test test-slow fuzz cover lint format bench clean
 
 help: ## list the targets
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## (.*)/make \1	\2/' | expand -t 18
 
-demo bench: export OMP_NUM_THREADS ?= 1
+demo bench fuzz: export OMP_NUM_THREADS ?= 1
 
 demo: $(VENV)/.demo ## train a GPT on two ranks, showing its plan and its rewritten graph
 	$(PY) -m torch.distributed.run --standalone --nproc-per-node $(NPROC) examples/train_gpt.py $(ARGS)
 
 test: $(VENV)/.test ## run the tests but for the widest matrix
-	$(PY) -m pytest -m "not slow" $(PYTEST_ARGS)
+	$(PYTEST) -m "not slow" $(PYTEST_ARGS)
 
 test-slow: $(VENV)/.test ## run the widest matrix, which `make test` leaves out
-	$(PY) -m pytest -m slow $(PYTEST_ARGS)
+	$(PYTEST) -m slow $(PYTEST_ARGS)
+
+fuzz: $(VENV)/.test ## compare drawn cases with eager training: SECONDS=600, SEED=7, CASE='...', MINIMISE=1
+	$(PY) tests/fuzz/fuzz.py --seconds $(SECONDS) $(if $(SEED),--seed $(SEED)) $(if $(CASE),--case '$(CASE)') \
+		$(if $(MINIMISE),--minimise) $(ARGS)
 
 cover: $(VENV)/.test ## run every test and print line coverage
-	$(PY) -m pytest --cov --cov-report=term-missing:skip-covered --cov-fail-under=90 $(PYTEST_ARGS)
+	$(PYTEST) --cov --cov-report=term-missing:skip-covered --cov-fail-under=90 $(PYTEST_ARGS)
 
 lint: $(VENV)/.dev ## check style and types
 	$(VENV)/bin/ruff check .
@@ -41,18 +52,20 @@ bench: $(VENV)/.demo ## measure against fully_shard, paired steps, on two ranks
 	$(PY) -m torch.distributed.run --standalone --nproc-per-node $(NPROC) examples/benchmarks/compare_fsdp2.py $(ARGS)
 
 clean: ## remove what the other targets made
-	rm -rf $(VENV) build dist out *.egg-info .coverage .coverage.* .mypy_cache .ruff_cache .pytest_cache .hypothesis
+	rm -rf .venv .venv-* build dist out *.egg-info .coverage .coverage.* .mypy_cache .ruff_cache .pytest_cache .hypothesis
 	find . -name __pycache__ -prune -exec rm -rf {} +
 
 $(VENV)/.base: $(SOURCES)
 	@test -n "$(PYTHON)" || { echo "no python found: set PYTHON=/path/to/python3.11" >&2; exit 1; }
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "Python 3.11 or newer is needed: set PYTHON=...")'
 	@test -x $(PY) || { echo "making $(VENV)"; $(PYTHON) -m venv $(VENV); }
+	@test -z "$(TORCH)" || { grep -vE '^(torch|torchvision|triton)==' constraints.txt; \
+		echo torch==$(TORCH); } > $(CONSTRAINTS)
 	@touch $@
 
 $(VENV)/.demo: $(VENV)/.base
-	@echo "installing graphshard into $(VENV)"
-	@$(PIP_INSTALL) -e .
+	@echo "installing graphshard into $(VENV): mostly torch, some hundred MB"
+	@$(PIP_INSTALL) -e . numpy
 	@touch $@
 
 $(VENV)/.test: $(VENV)/.base

@@ -3,6 +3,7 @@
 from graphshard.api import compile, plan, simulate  # noqa: A004  # as torch.compile
 from graphshard.cost.compare import Comparison, compare
 from graphshard.cost.estimate import Estimate
+from graphshard.cost.in_step import LikeTrace, like_trace
 from graphshard.errors import (
     CaptureError,
     CheckpointError,
@@ -10,10 +11,15 @@ from graphshard.errors import (
     CostError,
     FingerprintError,
     GraphshardError,
+    NonFiniteError,
+    NonFiniteWarning,
     PassError,
     PlanError,
     PolicyError,
+    ReplicaError,
+    ReplicaWarning,
     RuntimeStateError,
+    SizeCheckError,
     UnsupportedTorchError,
     VerifyError,
 )
@@ -30,7 +36,9 @@ from graphshard.policy.precision import MixedPrecision
 from graphshard.policy.units import BlockPolicy, LambdaPolicy, Policy, SizePolicy, Strategy
 from graphshard.program import ops
 from graphshard.program.program import Event, Program
+from graphshard.state.manifest import latest_checkpoint
 from graphshard.tune.auto_policy import AutoPolicy
+from graphshard.tune.runs import RunRequest, Runs
 from graphshard.tune.tuning import Tuning
 
 __all__ = [
@@ -47,17 +55,25 @@ __all__ = [
     "GraphshardError",
     "Hardware",
     "LambdaPolicy",
+    "LikeTrace",
     "MixedPrecision",
     "ModulePolicy",
+    "NonFiniteError",
+    "NonFiniteWarning",
     "ParamLayout",
     "PassError",
     "PlanError",
     "Policy",
     "PolicyError",
     "Program",
+    "ReplicaError",
+    "ReplicaWarning",
+    "RunRequest",
+    "Runs",
     "RuntimeStateError",
     "ShardedModule",
     "ShardingPlan",
+    "SizeCheckError",
     "SizePolicy",
     "Strategy",
     "Tuning",
@@ -69,6 +85,8 @@ __all__ = [
     "compile",
     "from_accelerate",
     "from_deepspeed",
+    "latest_checkpoint",
+    "like_trace",
     "ops",
     "plan",
     "simulate",

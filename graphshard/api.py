@@ -3,17 +3,20 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping, Sequence
+import sys
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any, TypeGuard
+from typing import TYPE_CHECKING, Any, Literal, TypeGuard
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
-from graphshard.capture.dynamic import Dynamic
+from graphshard.capture.dynamic import AUTO, Dynamic
 from graphshard.capture.entry import capture
+from graphshard.cost.allocator_settings import allocator_settings
 from graphshard.cost.estimate import Estimate, estimate_of
 from graphshard.cost.program_plan import plan_of
+from graphshard.cost.runner import Runner
 from graphshard.errors import CostError, PlanError, PolicyError
 from graphshard.hardware.hardware import Hardware
 from graphshard.module.sharded_module import ShardedModule
@@ -24,7 +27,8 @@ from graphshard.pipeline import (
     run_passes,
     with_capture_warnings,
 )
-from graphshard.planning.model_checks import require_module
+from graphshard.planning.mesh import name_of_all_reduce
+from graphshard.planning.model_checks import require_module, without_compiler
 from graphshard.planning.plan import ShardingPlan
 from graphshard.planning.planner import make_plan, require_policy
 from graphshard.policy.base import Policy
@@ -33,10 +37,14 @@ from graphshard.program import ops
 from graphshard.program.pass_protocol import PassLike
 from graphshard.program.program import Program
 from graphshard.progress import Progress, Stages
-from graphshard.runtime.group import find_group
+from graphshard.runtime.agreement import Agreement, call_text
+from graphshard.runtime.collective_memory import pool_of
+from graphshard.runtime.graph_registration import registration
+from graphshard.runtime.group import mesh_of, with_mesh
+from graphshard.runtime.start import group_or_refusal
 from graphshard.torch_private.inductor import require_inductor
 from graphshard.tune.auto_policy import AutoPolicy
-from graphshard.tune.tuner import needs_groups, search_plan
+from graphshard.tune.tuner import needs_groups, received, search_plan, sendable
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
@@ -51,8 +59,9 @@ def compile(  # noqa: A001  # as torch.compile
     mesh: DeviceMesh | None = None,
     device: torch.device | str | None = None,
     backend: str = "eager",
-    dynamic: Mapping[str, Mapping[int, str]] | None = None,
+    dynamic: Mapping[str, Mapping[int, str]] | Literal["auto"] | None = None,
     passes: Sequence[PassLike] = (),
+    replica_all_reduce: Callable[[Tensor], Any] | None = None,
     check: bool | None = None,
     progress: Stages | None = None,
 ) -> ShardedModule:
@@ -68,8 +77,9 @@ def compile(  # noqa: A001  # as torch.compile
         example_kwargs: keyword arguments of that call.
         mesh: a mesh of one dimension, or for the HYBRID strategies of two: parameters are
             replicated over the first and sharded over the last. None: the default process group, or
-            a single rank if there is none; for a HYBRID strategy the ranks of a node (by
-            LOCAL_WORLD_SIZE or the number of CUDA devices) form a shard group.
+            a single rank if there is none (where WORLD_SIZE in the environment says that there are
+            more, the group is made by `init_process_group()`); for a HYBRID strategy the ranks of a
+            node (by LOCAL_WORLD_SIZE or the number of CUDA devices) form a shard group.
         device: the device to run on. None: the mesh's kind of device. Without a mesh: the current
             CUDA device under NCCL, the CPU under other backends, and without a process group the
             model's own device (the CPU for a model on meta).
@@ -81,8 +91,15 @@ def compile(  # noqa: A001  # as torch.compile
         dynamic: names of dimensions whose size may differ between calls, by argument of the forward
             (or path of a tensor in a nested one): {"input_ids": {0: "batch", 1: "seq"}}. One
             program serves all valid sizes of at least 2; dimensions of one name have one size in a
-            call. None: a program per shape.
+            call. "auto": the dimensions that change; the first shape has a program of its own, the
+            second makes the one of all later shapes. A dimension that the model fixes stays fixed,
+            which the log and `program.notes` say. None: a program per shape.
         passes: passes to apply after the default ones, in order.
+        replica_all_reduce: averages gradients over the replicas of a HYBRID strategy, in place of
+            the mesh's process group: a function that averages a flat tensor (of each unit, in its
+            reduce dtype) in place, and returns an object with `wait()`, or None. On a mesh of
+            shape (1, ranks) the replicas are other jobs that only this function knows of. Plan
+            and dump name it.
         check: poison freed storage and check every value's shape and dtype. None: only if the
             environment variable GRAPHSHARD_CHECK is 1.
         progress: shows each stage. None: a bar on stderr, if that is a terminal.
@@ -93,47 +110,70 @@ def compile(  # noqa: A001  # as torch.compile
         CaptureError, PassError, VerifyError: no program can be made for the example inputs, for
             example because the model fixes a dynamic size.
         UnsupportedTorchError: `backend="inductor"` does not support this version of torch.
+        FingerprintError: the ranks make different calls, or their models or policies differ.
+        CollectiveError: a rank did not call this within the group's timeout.
     """
-    last = backend_passes(backend)
-    if last:
-        require_inductor()
-    if torch.is_inference_mode_enabled():
-        raise PlanError(
-            "shards are parameters to train, which cannot be made in torch.inference_mode(); call "
-            "graphshard.compile outside of it (to run without gradients, use torch.no_grad())"
-        )
-    _check_arguments(model, example_inputs, example_kwargs, passes)
-    if not isinstance(policy, AutoPolicy):
-        require_policy(policy)
-    sizes = Dynamic.of(model, dynamic)
-    group = find_group(mesh, device, alone=_device_of(model), hybrid=needs_groups(policy))
-    group.check = os.environ.get("GRAPHSHARD_CHECK") == "1" if check is None else check
-    progress = progress or Progress()
-    if isinstance(policy, AutoPolicy):
-        policy = search_plan(
-            policy.on(group.device),
-            model,
-            example_inputs,
-            example_kwargs,
-            world_size=group.size,
-            mesh_shape=group.mesh_shape,
-            device=group.device,
-            progress=progress,
-        ).policy
-    with progress.stage("plan"):
-        plan = make_plan(model, policy, world_size=group.size, mesh_shape=group.mesh_shape)
-        plan = replace(plan, backend=backend)
-    for ranks in sorted({unit.options.reshard_ranks or 0 for unit in plan.units} - {0}):
-        group.within(ranks)
-    with progress.stage("shard"):
-        every = (
-            *default_passes(policy, waits_at_once=group.backend == "gloo"),
-            *passes,
-            *last,
-        )
-        sharded = ShardedModule(model, plan, group, every, sizes)
-    if example_inputs is not None or example_kwargs is not None:
-        sharded.capture(tuple(example_inputs or ()), dict(example_kwargs or {}), progress)
+    model = without_compiler(model)
+    group, refusal = group_or_refusal(mesh, device, alone=_device_of(model))
+    agreement = Agreement(group)
+    agreement.made_by = _compile_text(model, policy, backend, dynamic, passes, check)
+    with agreement.call(agreement.made_by):
+        with agreement.part():
+            if refusal is not None:
+                raise refusal
+            _check_compile(model, policy, backend, example_inputs, example_kwargs, passes)
+            sizes = dynamic if dynamic == AUTO else Dynamic.of(model, dynamic)
+        agreement.join()
+        progress = progress or Progress()
+        group, hybrid = agreement.group, needs_groups(policy)
+        if isinstance(policy, AutoPolicy):
+            found = None
+            with agreement.part() as part:
+                seconds = policy.seconds
+                policy = search_plan(
+                    policy.on(group.device),
+                    model,
+                    example_inputs,
+                    example_kwargs,
+                    world_size=group.size,
+                    mesh_shape=mesh_of(group, mesh, device, hybrid=hybrid),
+                    device=group.device,
+                    progress=progress,
+                ).policy
+                found = sendable(policy) if seconds and group.size > 1 else None
+                part.same += ["a search of limited time"] if found else []
+            if found is not None:  # the ranks' searches may have ended at other points
+                policy = received(group.all_gather_object(found)[0], policy)
+        with agreement.part() as part:
+            mesh_shape = mesh_of(group, mesh, device, hybrid=hybrid)
+            with progress.stage("plan"):
+                plan = make_plan(model, policy, world_size=group.size, mesh_shape=mesh_shape)
+                plan = replace(plan, backend=backend)
+            plan = replace(plan, replica_all_reduce=name_of_all_reduce(replica_all_reduce, plan))
+            part.same += plan.lines()
+            registered = registration(group, cuda_graph=policy.cuda_graph)
+            part.same += [registered] if registered else []
+        agreement.group = group = with_mesh(group, mesh_shape)
+        plan = replace(plan, runs_on=group.runs_on, process_group_backend=group.backend)
+        group.replica_all_reduce = replica_all_reduce
+        group.check = os.environ.get("GRAPHSHARD_CHECK") == "1" if check is None else check
+        for ranks in sorted({unit.options.reshard_ranks or 0 for unit in plan.units} - {0}):
+            group.within(ranks)
+        with agreement.part():
+            group.shard.memory = pool_of(group, policy.collective_memory)
+            every = (
+                *default_passes(policy, plan.process_group_backend),
+                *passes,
+                *backend_passes(backend),
+            )
+            with progress.stage("shard"):
+                sharded = ShardedModule(model, plan, group, every, sizes, agreement)
+            if "accelerate" in sys.modules:
+                from graphshard.hf.accelerators import let_accelerators_prepare
+
+                let_accelerators_prepare()
+            if example_inputs is not None or example_kwargs is not None:
+                sharded.capture(tuple(example_inputs or ()), dict(example_kwargs or {}), progress)
     return sharded
 
 
@@ -147,14 +187,12 @@ def plan(
     example_kwargs: Mapping[str, Any] | None = None,
     device: torch.device | str = "cpu",
     backend: str = "eager",
+    process_group_backend: str = "nccl",
     dynamic: Mapping[str, Mapping[int, str]] | None = None,
     passes: Sequence[PassLike] = (),
     progress: Stages | None = None,
 ) -> ShardingPlan:
     """Return the plan that `compile` would make, without process group or parameter memory.
-
-    It is the plan for NCCL. Over Gloo with schedule "fsdp", `compile` waits for each reduce at
-    once, which needs less memory.
 
     Args:
         model: on meta or with real weights; it is not changed.
@@ -168,7 +206,9 @@ def plan(
         example_kwargs: keyword arguments of that call.
         device: the device that the program will run on.
         backend: as for `compile`; the program shows its regions, but nothing is compiled.
-        dynamic: as for `compile`.
+        process_group_backend: connects the ranks. Over "gloo" with schedule "fsdp", by default, no
+            gather is issued ahead in forward, and each reduce is waited for at once.
+        dynamic: as for `compile`, but not "auto", which learns from calls.
         passes: passes to apply after the default ones, in order.
         progress: shows each stage. None: a bar on stderr, if that is a terminal.
 
@@ -177,8 +217,13 @@ def plan(
             invalid.
         CaptureError, PassError, VerifyError: no program can be made for the example inputs.
     """
+    model = without_compiler(model)
     _check_arguments(model, example_inputs, example_kwargs, passes)
     backend_passes(backend)  # checks it
+    if process_group_backend not in ("nccl", "gloo"):
+        raise PolicyError(
+            f'process_group_backend must be "nccl" or "gloo"; got {process_group_backend!r}'
+        )
     sizes = Dynamic.of(model, dynamic)
     shape = None if mesh_shape is None else tuple(mesh_shape)
     if world_size is None:
@@ -200,7 +245,11 @@ def plan(
         policy = tuned_plan.policy
     with progress.stage("plan"):
         sharding_plan = make_plan(model, policy, world_size=world_size, mesh_shape=shape)
-        sharding_plan = replace(sharding_plan, backend=backend)
+        sharding_plan = replace(
+            sharding_plan,
+            backend=backend,
+            process_group_backend=process_group_backend if world_size > 1 else "none",
+        )
     if example_inputs is None and example_kwargs is None:
         return sharding_plan
     return with_program(
@@ -230,6 +279,9 @@ def simulate(
     optimizer: str = "adamw",
     backend: str | None = None,
     tf32: bool = False,
+    allocator: str = "",
+    runtime: str = "graphshard",
+    leave_eager: Collection[str] = (),
 ) -> Estimate:
     """Estimate time and memory of a training step, without process group or cluster.
 
@@ -254,6 +306,12 @@ def simulate(
         optimizer: "adamw" (foreach), "adamw-fused", "sgd", "sgd-momentum" or "none".
         backend: "nccl" or "gloo", which need different buffers. None: by the hardware's kind.
         tf32: float32 matrix products run as TF32.
+        allocator: what PYTORCH_CUDA_ALLOC_CONF will be on GPUs, such as "expandable_segments:True";
+            "none" for PYTORCH_NO_CUDA_MEMORY_CACHING=1, so that nothing is reserved but tensors.
+        runtime: "graphshard", or "fsdp2" for torch's `fully_shard` under the same plan, which
+            copies each gathered parameter out of a buffer.
+        leave_eager: FQNs of units that are not compiled, of a program with backend="inductor"; [""]
+            for a model that is compiled block by block.
 
     Raises:
         CostError: there is no program to simulate, or an argument is unknown or has no effect.
@@ -267,10 +325,25 @@ def simulate(
     if policy is not None and policy.schedule == "overlap" and policy.hardware is None:
         policy = replace(policy, hardware=machine)
     arguments = SimulationArguments(
-        model, plan, policy, world_size, mesh_shape, example_inputs, example_kwargs
+        "gloo" if (backend or machine.process_group_backend) == "gloo" else "nccl",
+        model,
+        plan,
+        policy,
+        world_size,
+        mesh_shape,
+        example_inputs,
+        example_kwargs,
     )
     plan = plan_to_simulate(what, arguments)
-    return estimate_of(plan, machine, optimizer=optimizer, backend=backend, tf32=tf32)
+    return estimate_of(
+        plan,
+        machine,
+        optimizer=optimizer,
+        backend=backend,
+        tf32=tf32,
+        allocator=allocator_settings(allocator),
+        runner=Runner.of(runtime, leave_eager),
+    )
 
 
 def with_program(
@@ -308,9 +381,49 @@ def with_program(
         ).program
     sharding_plan = with_capture_warnings(sharding_plan, program)
     program.stale = sharding_plan.stale_after_step
-    every = (*default_passes(sharding_plan.policy), *passes, *backend_passes(sharding_plan.backend))
+    every = (
+        *default_passes(sharding_plan.policy, sharding_plan.process_group_backend),
+        *passes,
+        *backend_passes(sharding_plan.backend),
+    )
     run_passes(program, sharding_plan, every, progress=progress)
     return replace(sharding_plan, program=program)
+
+
+def _compile_text(
+    model: object,
+    policy: object,
+    backend: object,
+    dynamic: object,
+    passes: object,
+    check: object,
+) -> str:
+    """The call of `compile` as ranks compare it; the arguments may still be wrong ones."""
+    names = [type(each).__name__ for each in passes] if _is_sequence(passes) else passes
+    arguments = {"backend": backend, "dynamic": dynamic, "passes": names or (), "check": check}
+    text = call_text(compile, "", **arguments).removeprefix("compile(")
+    given = f"{type(model).__name__}, {type(policy).__name__}"
+    return f"graphshard.compile({given}{'' if text == ')' else ', '}{text}"
+
+
+def _check_compile(
+    model: nn.Module,
+    policy: object,
+    backend: str,
+    example_inputs: object,
+    example_kwargs: object,
+    passes: object,
+) -> None:
+    if backend_passes(backend):
+        require_inductor()
+    if torch.is_inference_mode_enabled():
+        raise PlanError(
+            "shards are parameters to train, which cannot be made in torch.inference_mode(); call "
+            "graphshard.compile outside of it (to run without gradients, use torch.no_grad())"
+        )
+    _check_arguments(model, example_inputs, example_kwargs, passes)
+    if not isinstance(policy, AutoPolicy):
+        require_policy(policy)
 
 
 def _check_arguments(
@@ -365,6 +478,8 @@ def _is_sequence(value: object) -> TypeGuard[Sequence[Any]]:
 
 
 def _device_of(model: nn.Module) -> torch.device:
+    if not isinstance(model, nn.Module):  # which is refused later
+        return torch.device("cpu")
     devices = (p.device for p in model.parameters() if p.device.type != "meta")
     return next(devices, torch.device("cpu"))
 
@@ -376,6 +491,7 @@ _INPUTS = "give example_inputs or example_kwargs, a call of the model, to captur
 class SimulationArguments:
     """The arguments of `simulate` that determine the program."""
 
+    process_group_backend: str
     model: nn.Module | None = None
     plan: ShardingPlan | None = None
     policy: Policy | None = None
@@ -512,6 +628,7 @@ def _plan_of_model(model: nn.Module, arguments: SimulationArguments) -> Sharding
     return plan(
         model,
         arguments.policy,
+        process_group_backend=arguments.process_group_backend,
         world_size=arguments.world_size,
         mesh_shape=arguments.mesh_shape,
         example_inputs=arguments.example_inputs,

@@ -9,9 +9,11 @@ from __future__ import annotations
 import contextlib
 import linecache
 import os
+import sys
 import traceback
 from collections.abc import Iterable
-from types import TracebackType
+from types import FrameType, TracebackType
+from typing import Any
 
 import torch
 
@@ -25,6 +27,11 @@ def user_line(trace: TracebackType | None) -> str | None:
     return user_line_of(traceback.extract_tb(trace))
 
 
+def is_library(file: str) -> bool:
+    """Whether `file`, as code names it, belongs to torch or graphshard, or is no file."""
+    return file.startswith((*_LIBRARIES, "<"))
+
+
 def user_line_of(stack: Iterable[traceback.FrameSummary]) -> str | None:
     """As `user_line`, for a stack with the innermost frame last."""
     user_frame = None
@@ -36,6 +43,17 @@ def user_line_of(stack: Iterable[traceback.FrameSummary]) -> str | None:
         return None
     source = linecache.getline(user_frame.filename, user_frame.lineno).strip()
     return f"{user_frame.filename}:{user_frame.lineno} in {user_frame.name}: {source}"
+
+
+def user_line_here() -> str | None:
+    """`user_line` of the call at hand."""
+    frame: FrameType | None = sys._getframe(1)
+    while frame is not None and is_library(frame.f_code.co_filename):
+        frame = frame.f_back
+    if frame is None:
+        return None
+    code = frame.f_code
+    return user_line_of([traceback.FrameSummary(code.co_filename, frame.f_lineno, code.co_name)])
 
 
 class GraphshardError(Exception):
@@ -77,16 +95,63 @@ class RuntimeStateError(GraphshardError):
     """A sharded module was used in an order or a state that is not allowed."""
 
 
+class SizeCheckError(GraphshardError):
+    """A size or number read off values breaks what the captured program relies on. Names both."""
+
+
+class NonFiniteError(GraphshardError):
+    """A checked step met NaN or infinity (the policy's `check_finite`).
+
+    Attributes:
+        unit: FQN of the unit in which it was seen first ("" is the root).
+        phase: "forward" or "backward".
+        ranks: the ranks on which it was seen there.
+        node: the name of the node where it began; None if that is not known.
+    """
+
+    def __init__(
+        self, message: str, unit: str, phase: str, ranks: tuple[int, ...], node: str | None
+    ) -> None:
+        super().__init__(message)
+        self.unit, self.phase, self.ranks, self.node = unit, phase, ranks, node
+
+    def __reduce__(self) -> tuple[type, tuple[Any, ...]]:
+        return type(self), (str(self), self.unit, self.phase, self.ranks, self.node)
+
+
+class NonFiniteWarning(UserWarning):
+    """What `NonFiniteError` says, under `check_finite="warn"`."""
+
+
 class CollectiveError(GraphshardError):
-    """A collective failed: a rank died, timed out, or runs another sequence of collectives."""
+    """A collective, or a call that all ranks make, failed: a rank died, timed out or raised."""
 
 
 class FingerprintError(CollectiveError):
-    """The ranks were about to run different sequences of collectives. Says what differs."""
+    """The ranks were about to make different calls or run different collectives. Names both."""
 
 
 class CheckpointError(GraphshardError):
     """A state dict does not fit the model. Names the first offending key."""
+
+
+class ReplicaError(GraphshardError):
+    """Copies of one tensor differ between ranks.
+
+    Attributes:
+        ranks: by the name of a parameter or buffer, the ranks that differ from most others.
+    """
+
+    def __init__(self, message: str, ranks: dict[str, tuple[int, ...]]) -> None:
+        super().__init__(message)
+        self.ranks = ranks
+
+    def __reduce__(self) -> tuple[type, tuple[str, dict[str, tuple[int, ...]]]]:
+        return type(self), (str(self), self.ranks)
+
+
+class ReplicaWarning(UserWarning):
+    """What `ReplicaError` says, from a save that goes on."""
 
 
 class UnsupportedTorchError(GraphshardError):

@@ -13,6 +13,7 @@ from graphshard.errors import GraphshardError, PassError, PolicyError
 from graphshard.hardware.hardware import Hardware
 from graphshard.passes.accumulate import Accumulate
 from graphshard.passes.all_reduce_small import AllReduceSmall
+from graphshard.passes.check_finite import CheckFinite
 from graphshard.passes.cuda_graph import CudaGraph
 from graphshard.passes.form_regions import FormRegions
 from graphshard.passes.insert_free import InsertFree
@@ -21,6 +22,7 @@ from graphshard.passes.offload_activations import OffloadActivations
 from graphshard.passes.offload_params import OffloadParams
 from graphshard.passes.overlap import Overlap
 from graphshard.passes.partial_reshard import PartialReshard
+from graphshard.passes.pool_collectives import PoolCollectives
 from graphshard.passes.precision import Precision
 from graphshard.passes.prefetch import Prefetch
 from graphshard.passes.prefetch_copies import PrefetchCopies
@@ -31,6 +33,7 @@ from graphshard.passes.reduce_in_pieces import ReduceInPieces
 from graphshard.passes.reduce_replicas import ReduceReplicas
 from graphshard.passes.regather import Regather
 from graphshard.passes.release_early import ReleaseEarly
+from graphshard.passes.scale_tangents import ScaleTangents
 from graphshard.passes.set_budget import SetBudget
 from graphshard.passes.sink_waits import SinkWaits
 from graphshard.passes.skip_reshard import SkipReshard
@@ -47,6 +50,7 @@ from graphshard.program.program import Program
 from graphshard.program.spans import assign_units
 from graphshard.progress import Stages
 from graphshard.torch_private.gc_pause import collect_only_new, pause_collections
+from graphshard.verify.constants import constants_of
 from graphshard.verify.facts import Reference
 from graphshard.verify.numbering import Values
 from graphshard.verify.rules import RULES, rules_of, verify
@@ -86,12 +90,14 @@ Snapshot = Sequence[Any]
 def snapshot(program: Program) -> Snapshot | None:
     """A shallow copy of a program's tables, nodes and their metadata, to detect changes by `equal`.
 
-    Every edit of a node's arguments replaces them, so comparing identities is enough. Returns None
-    for a program with symbolic sizes, whose guards change in place.
+    Every edit of a node's arguments replaces them, so comparing identities is enough. Constants go
+    with their versions, as a pass may write into them. Returns None for a program with symbolic
+    sizes, whose guards change in place.
     """
     if program.sizes is not None:
         return None
     values: list[Any] = [getattr(program, field.name) for field in fields(program)]
+    values += [constant.version for constant in constants_of(program)]
     for node in program.graph.nodes:
         values += (node, node.op, node.target, node.args, node.kwargs)
         values += node.meta
@@ -119,21 +125,24 @@ Watcher = Callable[[PassLike, Program], None]
 """Called after each pass with the pass and the program, which it must not edit."""
 
 
-def default_passes(policy: Policy, *, waits_at_once: bool = False) -> tuple[Pass, ...]:
+def default_passes(policy: Policy, process_group_backend: str = "nccl") -> tuple[Pass, ...]:
     """The passes that make a captured program a sharded one, in order.
 
     Args:
         policy: the user's policy.
-        waits_at_once: whether the host waits for every collective, as over Gloo. In FSDP's order no
-            reduce is then in flight while backward continues. With offloaded parameters one is, as
-            gradients are copied to the host meanwhile.
+        process_group_backend: as of a plan. Over "gloo" the host waits for every collective, so in
+            FSDP's order no reduce is in flight while backward continues. With offloaded parameters
+            one is: their gradients are copied meanwhile.
     """
-    at_once = waits_at_once and policy.schedule == "fsdp" and not policy.offloads("params")
+    waits = process_group_backend == "gloo"
+    at_once = waits and policy.schedule == "fsdp" and not policy.offloads("params")
     choice = RecomputeChoice.of(policy.recompute)
-    first: Pass = Recompute(choice.units, bool(choice.classes), choice.selective)
+    # A CUDA graph cannot set the state of a generator.
+    keep = policy.cuda_graph
+    first: Pass = Recompute(choice.units, bool(choice.classes), choice.selective, keep)
     if choice.budget:
         assert policy.memory_budget is not None
-        first = RecomputeToBudget(policy.memory_budget, bool(choice.classes))
+        first = RecomputeToBudget(policy.memory_budget, bool(choice.classes), keep)
     return (
         first,
         Unshard(),
@@ -143,15 +152,25 @@ def default_passes(policy: Policy, *, waits_at_once: bool = False) -> tuple[Pass
         ReduceGrads(),
         ReduceReplicas(),
         *((AllReduceSmall(policy.all_reduce_below),) if policy.all_reduce_below else ()),
+        *((ScaleTangents(),) if policy.reduce_op == "sum" else ()),
         Precision(),
         Accumulate(),
         *((OffloadParams(),) if policy.offloads("params") else ()),
         *((OffloadActivations(),) if policy.offloads("activations") else ()),
-        Prefetch(backward=policy.backward_prefetch, forward=policy.forward_prefetch),
+        Prefetch(
+            backward=policy.backward_prefetch,
+            forward=policy.forward_units_ahead(process_group_backend),
+        ),
         SinkWaits(0 if at_once else 1),
         *((PrefetchCopies(backward=policy.backward_prefetch),) if policy.offload else ()),
         InsertFree(),
         *_by_cost(policy),
+        *((CheckFinite(),) if policy.check_finite else ()),
+        *(
+            (PoolCollectives(policy.collective_memory),)
+            if policy.collective_memory != "default"
+            else ()
+        ),
         *((CudaGraph(),) if policy.cuda_graph else ()),
     )
 
@@ -269,6 +288,8 @@ class _Checks:
             return
         changes_values = getattr(step, "changes_values", False)
         reference = replace(self.reference, values=None) if changes_values else self.reference
+        if Stage.ACCUMULATED in stages:
+            reference = replace(reference, added=None)
         facts = verify(
             self.program,
             self.plan,

@@ -10,6 +10,7 @@ from collections.abc import Callable
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 import pytest
+import torch
 from paths import GOLDEN
 
 
@@ -22,7 +23,6 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    import torch
 
     if not torch.cuda.is_available():
         for item in items:
@@ -32,10 +32,15 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 @pytest.fixture
 def golden(request: pytest.FixtureRequest) -> Callable[[str, str], None]:
-    """`golden(name, text)` compares `text` with tests/golden/<name>, or writes it there."""
+    """`golden(name, text)` compares `text` with tests/golden/<name>, or writes it there.
+
+    A file <stem>.torch-2.15<suffix> stands in for it where torch is of that version.
+    """
 
     def check(name: str, text: str) -> None:
         path = GOLDEN / name
+        of_version = path.with_suffix(f".torch-{torch.__version__[:4]}{path.suffix}")
+        path = of_version if of_version.exists() else path
         if request.config.getoption("--update-golden"):
             path.parent.mkdir(parents=True, exist_ok=True)
             path.write_text(text)

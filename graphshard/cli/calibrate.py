@@ -14,7 +14,7 @@ import torch
 from graphshard.calibrate.measure import QUICK, Effort
 from graphshard.calibrate.ranks import joined
 from graphshard.calibrate.report import report
-from graphshard.calibrate.run import calibrate
+from graphshard.calibrate.run import Links, calibrate
 from graphshard.errors import CostError
 from graphshard.hardware.hardware import Hardware
 from graphshard.progress import Progress
@@ -34,6 +34,16 @@ The file is read by every --hardware option and by Hardware.load.
 
 
 _QUICK_SHARE = 0.7
+
+
+_LINKS = {
+    "gpus_per_node": "N",
+    "intra_bandwidth": "BYTES",
+    "intra_latency": "SECONDS",
+    "inter_bandwidth": "BYTES",
+    "inter_latency": "SECONDS",
+}
+"""The figures of a network that the command takes, and what stands for their values."""
 
 
 def add_calibrate(commands: Any) -> None:
@@ -66,6 +76,14 @@ def add_calibrate(commands: Any) -> None:
     )
     command.add_argument("--like", metavar="PRESET", help="whose figures stand for the unmeasured")
     command.add_argument("--name", help="of the hardware (default: the device and the backend)")
+    links = command.add_argument_group(
+        "links",
+        "the network of the machines to predict, where it is not measured; bytes per second in one "
+        "direction and per device, and seconds (default: of --like)",
+    )
+    for name, metavar in _LINKS.items():
+        kind = int if name == "gpus_per_node" else float
+        links.add_argument(f"--{name.replace('_', '-')}", type=kind, metavar=metavar)
     command.add_argument(
         "--quick", action="store_true", help="fewer rounds, and on a CPU fewer sizes"
     )
@@ -84,8 +102,8 @@ def run_calibrate(options: argparse.Namespace, progress: Progress) -> str:
     dtypes = [_dtype(name) for name in options.dtypes.split(",") if name not in ("", "none")]
     if options.out is not None:
         _require_writable(options.out)
-    if options.like is not None:
-        Hardware.load(options.like)
+    links = _links(options)
+    Hardware.load(options.like or "cpu-gloo").with_(**links.given())
     if options.ranks is not None:
         return _with_ranks(options)
     device = _device(options.device)
@@ -100,6 +118,7 @@ def run_calibrate(options: argparse.Namespace, progress: Progress) -> str:
             name=options.name,
             share=_QUICK_SHARE if options.quick and device.type == "cpu" else 1.0,
             progress=progress,
+            links=links,
         )
     if int(os.environ.get("RANK", "0")):
         return ""
@@ -107,6 +126,10 @@ def run_calibrate(options: argparse.Namespace, progress: Progress) -> str:
         return report(calibration)
     calibration.hardware.save(options.out)
     return f"{report(calibration)}\n{options.out}"
+
+
+def _links(options: argparse.Namespace) -> Links:
+    return Links(**{name: getattr(options, name) for name in _LINKS})
 
 
 def _dtype(name: str) -> torch.dtype:
@@ -150,6 +173,8 @@ def _with_ranks(options: argparse.Namespace) -> str:
         raise CostError(f"--ranks must be 1 or more; got {options.ranks}")
     if "RANK" in os.environ:
         raise CostError("--ranks starts ranks, and this is one; leave it out under torchrun")
+    if options.ranks > 1:
+        _links(options).require_unmeasured({"intra_bandwidth", "intra_latency"})
     device = _device(options.device)
     if device.type == "cuda" and options.ranks > torch.cuda.device_count():
         raise CostError(
@@ -158,9 +183,9 @@ def _with_ranks(options: argparse.Namespace) -> str:
         )
     threads = str(_threads(options.threads, options.ranks))
     arguments = ["--device", device.type, "--threads", threads, "--dtypes", options.dtypes]
-    for name in ("out", "like", "name"):
+    for name in ("out", "like", "name", *_LINKS):
         if getattr(options, name) is not None:
-            arguments += [f"--{name}", str(getattr(options, name))]
+            arguments += [f"--{name.replace('_', '-')}", str(getattr(options, name))]
     arguments += [f"--{name}" for name in ("quick", "times", "debug") if getattr(options, name)]
     launcher = ["-m", "torch.distributed.run", "--standalone"]
     command = [f"--nproc-per-node={options.ranks}", "-m", "graphshard", "calibrate", *arguments]

@@ -27,7 +27,7 @@ def add_consolidate(commands: Any, parse_bytes: Callable[[str], int]) -> None:
         "source",
         type=Path,
         metavar="DIR",
-        help="a directory written by torch.distributed.checkpoint (it is unpickled: trust it)",
+        help="a directory written by torch.distributed.checkpoint",
     )
     command.add_argument(
         "out", type=Path, metavar="OUT", help="a .safetensors file, or a directory for several"
@@ -43,6 +43,9 @@ def add_consolidate(commands: Any, parse_bytes: Callable[[str], int]) -> None:
     )
     command.add_argument(
         "--dtype", choices=sorted(_DTYPES), help="of floating point values (default: as they are)"
+    )
+    command.add_argument(
+        "--trust", action="store_true", help="unpickle all of it, which may run its author's code"
     )
     command.add_argument("--times", action="store_true", help="say how long each stage took")
     command.add_argument("--debug", action="store_true", help="show the traceback of an error")
@@ -60,6 +63,7 @@ def run_consolidate(options: argparse.Namespace, progress: Progress) -> str:
             key=options.key,
             max_shard_bytes=options.max_shard_size,
             dtype=_DTYPES.get(options.dtype),
+            trust=options.trust,
         )
     with progress.stage("write tensors", total=len(consolidation.tensors)):
         lines = [str(path) for path in consolidation.run(progress.advance)]

@@ -24,7 +24,10 @@ from torch import nn
 
 import graphshard
 from graphshard.cli.calibrate import add_calibrate
+from graphshard.cli.compare_trace import add_compare_trace, trace_text
 from graphshard.cli.consolidate import add_consolidate
+from graphshard.cli.doctor import add_doctor
+from graphshard.cli.machine import set_machine
 from graphshard.cli.policy import (
     POLICY_HELP,
     add_backend,
@@ -36,9 +39,11 @@ from graphshard.cli.policy import (
     policies_of,
     policy_of,
 )
+from graphshard.cli.report import add_report, write_report
 from graphshard.cli.simulate import add_compare, add_simulate, comparison_text, estimate_text
-from graphshard.cli.tune import add_tune, search_policy
+from graphshard.cli.tune import add_tune, parse_counts, search_policy, search_runs, wants_runs
 from graphshard.errors import GraphshardError, PlanError, PolicyError
+from graphshard.hardware.hardware import Hardware
 from graphshard.inspect.dump import dump_program
 from graphshard.planning.plan import ShardingPlan
 from graphshard.policy.base import Policy
@@ -152,6 +157,16 @@ def build_parser() -> argparse.ArgumentParser:
     add_compare(compare)
     compare.set_defaults(run=run_compare)
 
+    against = _add_command(
+        commands, "compare-trace", "set a trace of torch.profiler beside the predicted step"
+    )
+    add_compare_trace(against)
+    against.set_defaults(run=run_compare_trace)
+
+    report = _add_command(commands, "report", "write a page to look at: plan, timeline, memory")
+    add_report(report)
+    report.set_defaults(run=run_report)
+
     tune = _add_command(
         commands, "tune", "search for the fastest policy that fits", any_policy=True
     )
@@ -160,6 +175,7 @@ def build_parser() -> argparse.ArgumentParser:
 
     add_calibrate(commands)
     add_consolidate(commands, parse_bytes)
+    add_doctor(commands)
     return parser
 
 
@@ -190,6 +206,10 @@ def _add_command(
     ranks = command.add_mutually_exclusive_group(required=True)
     ranks.add_argument("--world-size", type=int, metavar="W", help="number of ranks")
     ranks.add_argument("--mesh", type=parse_mesh, metavar="AxB", help="shape of the mesh of ranks")
+    if any_policy:
+        ranks.add_argument(
+            "--ranks", type=parse_counts, metavar="N-N", help="to compare: 8,24 or 8-64 (doubling)"
+        )
 
     add_policy_fields(command)
     if not any_policy:
@@ -206,10 +226,12 @@ def _plan(
     policy_and_backend: tuple[Policy, str] | None = None,
 ) -> ShardingPlan:
     policy, backend = policy_and_backend or (policy_of(options), backend_of(options))
+    hardware = getattr(options, "hardware", None)
     return graphshard.plan(
         loaded.model,
         policy,
         backend=backend,
+        process_group_backend=Hardware.load(hardware or "h100-sxm").process_group_backend,
         world_size=options.world_size,
         mesh_shape=options.mesh,
         example_inputs=loaded.args,
@@ -263,11 +285,30 @@ def run_compare(options: argparse.Namespace, progress: Progress) -> str:
         return comparison_text(plans, options.policy, options)
 
 
+def run_compare_trace(options: argparse.Namespace, progress: Progress) -> str:
+    """Run `graphshard compare-trace`; return the measured step beside the predicted one."""
+    plan = _plan(options, _load_with_inputs(options, progress, "comparison"), progress)
+    with progress.stage("simulate"):
+        return trace_text(plan, options)
+
+
+def run_report(options: argparse.Namespace, progress: Progress) -> str:
+    """Run `graphshard report`; return the path of the written page."""
+    loaded = _load_with_inputs(options, progress, "report")
+
+    def plan_under(policy: Policy | None) -> ShardingPlan:
+        chosen = None if policy is None else (policy, backend_of(options))
+        return _plan(options, loaded, progress, chosen)
+
+    return write_report(loaded, options, progress, plan_under)
+
+
 def run_tune(options: argparse.Namespace, progress: Progress) -> RenderableType:
     """Run `graphshard tune`; return the policy, and why others are not better."""
+    search = search_runs if wants_runs(options) else search_policy
     loaded = _load_with_inputs(options, progress, "search")
-    tuning = search_policy(loaded.model, loaded.args or (), loaded.kwargs, options, progress)
-    return json.dumps(tuning.to_dict(), indent=2) if options.json else str(tuning)
+    found = search(loaded.model, loaded.args or (), loaded.kwargs, options, progress)
+    return json.dumps(found.to_dict(), indent=2) if options.json else str(found)
 
 
 def run_dump(options: argparse.Namespace, progress: Progress) -> str:
@@ -283,6 +324,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     options = build_parser().parse_args(argv)
     progress = Progress()
     try:
+        if options.run is run_tune:
+            progress = Progress(lines=True, file=options.progress)
+        set_machine(options)
         with progress.stage("total"):
             result = options.run(options, progress)
         if isinstance(result, str):

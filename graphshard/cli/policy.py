@@ -14,7 +14,13 @@ from graphshard.format import bytes_in
 from graphshard.hardware.hardware import preset_names
 from graphshard.pipeline import BACKENDS
 from graphshard.policy.accelerate import from_accelerate
-from graphshard.policy.base import OFFLOADS, SCHEDULES
+from graphshard.policy.base import (
+    COLLECTIVE_MEMORY,
+    OFFLOADS,
+    ON_NON_FINITE,
+    REDUCE_OPS,
+    SCHEDULES,
+)
 from graphshard.policy.by_module import ModulePolicy
 from graphshard.policy.deepspeed import from_deepspeed
 from graphshard.policy.precision import MixedPrecision
@@ -129,6 +135,12 @@ def add_policy_fields(command: argparse.ArgumentParser) -> None:
         help="average units with fewer bytes of gradients by one all_reduce, e.g. 64KiB",
     )
     fields.add_argument(
+        "--reduce-op",
+        choices=REDUCE_OPS,
+        default=unset,
+        help="sum: add up gradients that were divided by the ranks before backward",
+    )
+    fields.add_argument(
         "--reshard-after-forward",
         type=parse_reshard,
         metavar="true|false|K",
@@ -144,6 +156,8 @@ def add_policy_fields(command: argparse.ArgumentParser) -> None:
         help="units, selective, budget, or module classes: A,B or selective,A,B",
     )
     fields.add_argument("--cuda-graph", action="store_true", default=unset)
+    fields.add_argument("--collective-memory", choices=COLLECTIVE_MEMORY, default=unset)
+    fields.add_argument("--check-finite", choices=ON_NON_FINITE, default=unset)
     fields.add_argument("--sync-module-states", action="store_true", default=unset)
     fields.add_argument(
         "--memory-budget",
@@ -208,10 +222,13 @@ _POLICY_FIELDS = (
     "backward_prefetch",
     "forward_prefetch",
     "all_reduce_below",
+    "reduce_op",
     "reshard_after_forward",
     "reshard_root",
     "recompute",
     "cuda_graph",
+    "collective_memory",
+    "check_finite",
     "sync_module_states",
     "memory_budget",
     "schedule",
@@ -226,8 +243,8 @@ def fields_of(options: argparse.Namespace) -> dict[str, Any]:
     fields: dict[str, Any] = {name: values[name] for name in _POLICY_FIELDS if name in values}
     if fields.get("backward_prefetch") == "none":
         fields["backward_prefetch"] = None
-    # For `graphshard simulate`, `compare` and `tune`, --hardware is what they estimate for.
-    estimates = values.get("command") in ("simulate", "compare", "tune")
+    # For these commands --hardware is what they estimate for.
+    estimates = values.get("command") in ("simulate", "compare", "compare-trace", "report", "tune")
     for_policy = not estimates or fields.get("schedule") == "overlap"
     if "hardware" in values and for_policy:
         fields["hardware"] = values["hardware"]

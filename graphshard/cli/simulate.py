@@ -8,9 +8,12 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from graphshard.api import simulate
+from graphshard.cli.machine import add_machine_options
 from graphshard.cost.compare import compare
 from graphshard.cost.estimate import Estimate
+from graphshard.cost.in_step import like_trace
 from graphshard.cost.memory import OPTIMIZERS
+from graphshard.format import sentence
 from graphshard.hardware.hardware import preset_names
 from graphshard.planning.plan import ShardingPlan
 
@@ -26,13 +29,27 @@ def add_hardware_options(command: argparse.ArgumentParser) -> None:
     command.add_argument(
         "--gpus-per-node", type=int, metavar="N", help="ranks on a node; as the hardware says"
     )
+    add_machine_options(command)
     command.add_argument("--optimizer", choices=list(OPTIMIZERS), default="adamw")
     command.add_argument("--tf32", action="store_true", help="float32 products run as TF32")
+    command.add_argument(
+        "--allocator",
+        default="",
+        metavar="SETTINGS",
+        help="what PYTORCH_CUDA_ALLOC_CONF will be, such as expandable_segments:True",
+    )
 
 
 def add_simulate(command: argparse.ArgumentParser) -> None:
     """Add the arguments of `graphshard simulate` to `command`."""
     add_hardware_options(command)
+    command.add_argument(
+        "--like",
+        type=Path,
+        metavar="TRACE",
+        help="operators take as long as in this trace of torch.profiler, of the same model and "
+        "inputs on any number of ranks of the hardware",
+    )
     command.add_argument("--json", action="store_true", help="print the estimate as JSON")
     command.add_argument(
         "--trace", type=Path, metavar="FILE", help="write a trace for Perfetto or chrome://tracing"
@@ -50,30 +67,38 @@ def add_compare(command: argparse.ArgumentParser) -> None:
 
 def estimate_text(plan: ShardingPlan, options: argparse.Namespace) -> str:
     """Return the estimate for the program of `plan` as text, and write the requested files."""
-    estimate = _estimate(plan, options)
+    estimate = estimate_of(plan, options)
+    like = like_trace(estimate, options.like) if options.like else None
+    if like is not None:
+        estimate = like.estimate
     if options.trace:
         estimate.save_trace(options.trace)
     if options.plot:
         estimate.plot(options.plot)
-    return json.dumps(estimate.to_dict(), indent=2) if options.json else str(estimate)
+    if options.json:
+        data = estimate.to_dict() | ({} if like is None else {"like": like.to_dict()})
+        return json.dumps(data, indent=2)
+    return str(estimate) if like is None else f"{sentence(str(like))}\n\n{estimate}"
 
 
 def comparison_text(
     plans: Sequence[ShardingPlan], texts: Sequence[str], options: argparse.Namespace
 ) -> str:
     """Return the estimates for the programs of two plans side by side, as text."""
-    comparison = compare(*(_estimate(plan, options) for plan in plans))
+    comparison = compare(*(estimate_of(plan, options) for plan in plans))
     if options.json:
         return json.dumps(comparison.to_dict(), indent=2)
     legend = [f"{name}: {text}" for name, text in zip(comparison.names, texts, strict=True)]
     return "\n".join([*legend, str(comparison)])
 
 
-def _estimate(plan: ShardingPlan, options: argparse.Namespace) -> Estimate:
+def estimate_of(plan: ShardingPlan, options: argparse.Namespace) -> Estimate:
+    """The estimate for the program of `plan` with the options of `add_hardware_options`."""
     return simulate(
         plan,
         hardware=options.hardware,
         gpus_per_node=options.gpus_per_node,
         optimizer=options.optimizer,
         tf32=options.tf32,
+        allocator=options.allocator,
     )

@@ -132,6 +132,7 @@ def test_every_policy_field_reaches_the_plan(capsys: pytest.CaptureFixture[str])
     fields = ["--strategy", "SHARD_GRAD_OP", "--backward-prefetch", "none"]
     fields += ["--forward-prefetch", "2", "--memory-budget", "2GiB", "--all-reduce-below", "64KiB"]
     fields += ["--recompute", "units", "--sync-module-states", "--cuda-graph"]
+    fields += ["--check-finite", "warn", "--reduce-op", "sum"]
     fields += ["--param-dtype", "bf16", "--reduce-dtype", "fp32", "--ignored", r".*\.bias"]
     fields += ["--offload", "params", "--offload", "activations"]
     policy = plan_json(capsys, *common, *fields)["policy"]
@@ -141,10 +142,12 @@ def test_every_policy_field_reaches_the_plan(capsys: pytest.CaptureFixture[str])
         backward_prefetch=None,
         forward_prefetch=2,
         all_reduce_below=65536,
+        reduce_op="sum",
         memory_budget=2**31,
         recompute="units",
         sync_module_states=True,
         cuda_graph=True,
+        check_finite="warn",
         mixed_precision=graphshard.MixedPrecision(torch.bfloat16, reduce_dtype=torch.float32),
         ignored=r".*\.bias",
         offload=("params", "activations"),
@@ -154,6 +157,8 @@ def test_every_policy_field_reaches_the_plan(capsys: pytest.CaptureFixture[str])
     assert plan_json(capsys, *common, "--reshard-root")["policy"]["reshard_root"] is True
     by_cost = plan_json(capsys, *common, "--schedule", "overlap", "--hardware", "h200")["policy"]
     assert (by_cost["schedule"], by_cost["hardware"]) == ("overlap", "h200")
+    pooled = plan_json(capsys, *common, "--collective-memory", "symmetric")["policy"]
+    assert pooled["collective_memory"] == "symmetric"
     for text, value in (("true", True), ("false", False), ("2", 2)):
         policy = plan_json(capsys, *common, "--reshard-after-forward", text)["policy"]
         assert policy["reshard_after_forward"] is value or policy["reshard_after_forward"] == 2

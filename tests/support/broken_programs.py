@@ -1,4 +1,7 @@
-"""Ways to break a finished program, and what the error has to say of each."""
+"""Ways to break a finished program, and what the error has to say of each.
+
+The table of `corruption_kinds` has more kinds, in more programs, and the rules alone.
+"""
 
 from __future__ import annotations
 
@@ -10,7 +13,7 @@ from torch import fx
 from toy_programs import WIDTH, aten
 
 from graphshard.program import ops
-from graphshard.program.program import BACKWARD, FORWARD, Program
+from graphshard.program.program import BACKWARD, FORWARD, SCALE, Program
 
 
 def named(program: Program, name: str) -> fx.Node:
@@ -29,6 +32,7 @@ def emit(program: Program, after: fx.Node, target: Any, *args: Any, like: fx.Nod
     with program.graph.inserting_after(after):
         node = program.graph.call_function(target, args)
     node.meta = {**like.meta, "phase": after.meta["phase"], "unit": after.meta["unit"]}
+    node.meta.pop(SCALE, None)
     return node
 
 

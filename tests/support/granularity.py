@@ -38,7 +38,7 @@ def finer(
     units: Sequence[str] = (),
 ) -> tuple[Program, ShardingPlan]:
     """A toy program in FSDP's order, then after `passes`, computing what was captured."""
-    policy = policy or Policy()
+    policy = toys.gathering_at_need(policy or Policy())
     program = build()
     plan = toys.make_toy_plan(program, units or toys.UNITS[build], policy, mesh=mesh)
     all_passes = (*default_passes(policy), SetBudget(hardware), *passes)

@@ -8,7 +8,8 @@ from typing import Any
 import torch
 from torch import Tensor, fx, nn
 
-from graphshard.capture.entry import Capture, capture
+from graphshard.capture.captured import Capture
+from graphshard.capture.entry import capture
 
 
 def run_captured(

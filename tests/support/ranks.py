@@ -22,6 +22,21 @@ import torch.distributed as dist
 
 Check = Callable[[int], None]
 
+# Ranks are forked from a process that has imported these, which takes seconds, and runs nothing.
+_START = get_context("forkserver")
+_START.set_forkserver_preload(
+    [
+        "graphshard",
+        "torch._dynamo",
+        "torch._inductor",
+        "torch.distributed.checkpoint",
+        "torch.distributed.fsdp",
+        "torch.testing",
+        "transformers.modeling_utils",
+        "pytest",
+    ]
+)
+
 _SAID = 8000
 """Characters of a dead rank's stderr that are told."""
 
@@ -69,14 +84,22 @@ def _once(
     dying: frozenset[int],
 ) -> tuple[list[Any], str, bool]:
     """(Results in rank order, what failed if anything, whether a rank's abort came first)."""
-    context = get_context("spawn")
     with tempfile.TemporaryDirectory() as directory:
         folder = Path(directory)
         dumps_at = time.time() + timeout
         ranks = [
-            context.Process(
+            _START.Process(
                 target=_rank_main,
-                args=(function, rank, world_size, folder, group_timeout, dumps_at, args),
+                args=(
+                    function,
+                    rank,
+                    world_size,
+                    folder,
+                    group_timeout,
+                    dumps_at,
+                    args,
+                    {**os.environ},
+                ),
                 daemon=True,
             )
             for rank in range(world_size)
@@ -130,7 +153,10 @@ def _rank_main(
     group_timeout: float,
     deadline: float,
     args: tuple[Any, ...],
+    environ: dict[str, str],
 ) -> None:
+    os.environ.clear()  # the server's, as it was at its start
+    os.environ.update(environ)
     # Of the process, so that what C++ says when it aborts is in it too.
     os.dup2(os.open(folder / f"stderr_{rank}", os.O_WRONLY | os.O_CREAT | os.O_APPEND), 2)
     faulthandler.enable()
@@ -173,7 +199,7 @@ class Checks:
     too.
 
     Args:
-        checks: functions that a spawned process can import by their module and name.
+        checks: functions that another process can import by their module and name.
         world_size: number of ranks.
         options: those of `run_ranks`.
     """

@@ -71,9 +71,11 @@ class RecordedCuda:
         self.compute, self.host = Stream(self, "compute"), Stream(self, "host")
         self.current = self.compute
         self.made = 0
+        self.priorities: list[int] = []
 
-    def Stream(self, device: torch.device) -> Stream:  # noqa: N802  # as torch.cuda's
+    def Stream(self, device: torch.device, priority: int = 0) -> Stream:  # noqa: N802  # as torch's
         self.made += 1
+        self.priorities.append(priority)
         return Stream(self, f"side stream {self.made}")
 
     def current_stream(self, device: torch.device) -> Stream:
@@ -251,18 +253,18 @@ class Races(TorchDispatchMode):
 @contextmanager
 def recorded_streams(cuda: RecordedCuda) -> Iterator[None]:
     """Inside, groups made and copies started on the CPU have side streams, recorded by `cuda`."""
-    made, copying = side_streams.new_side_stream, side_streams.copy_stream
+    made, copying = side_streams.communicator_stream, side_streams.copy_stream
     found: dict[Any, SideStream] = {}
 
     def copy_stream(device: torch.device, direction: str) -> SideStream:
         return found.setdefault(direction, SideStream(device, cuda))
 
-    side_streams.new_side_stream = lambda device: SideStream(device, cuda)
+    side_streams.communicator_stream = lambda device: SideStream(device, cuda, priority=-1)
     host_copies.copy_stream = copy_stream
     try:
         yield
     finally:
-        side_streams.new_side_stream, host_copies.copy_stream = made, copying
+        side_streams.communicator_stream, host_copies.copy_stream = made, copying
 
 
 def tensors_in(tree: Any) -> list[Tensor]:

@@ -300,6 +300,13 @@ def make_toy_plan(
     return ShardingPlan(made, policy, prod(mesh), mesh)
 
 
+def gathering_at_need(policy: Policy) -> Policy:
+    """`policy`, by default with no gather ahead in forward: tests look at one thing at a time."""
+    if policy.forward_prefetch is not None or policy.schedule != "fsdp":
+        return policy
+    return dataclasses.replace(policy, forward_prefetch=0)
+
+
 def rewritten(
     build: Callable[..., Program],
     policy: Policy | None = None,
@@ -312,7 +319,7 @@ def rewritten(
 
     A program that is not in UNITS has the units of `blocks`.
     """
-    policy = policy or Policy()
+    policy = gathering_at_need(policy or Policy())
     program = build(**options)
     units = UNITS.get(build, UNITS[blocks])
     plan = make_toy_plan(program, units, policy, world_size, mesh)
@@ -322,7 +329,8 @@ def rewritten(
 
 class OneRank(fx.Interpreter):
     """Runs what one rank runs, with no other: gathers find the full parameters in a table, reduces
-    cut this rank's part out of its own gradient, and a freed parameter becomes NaN."""
+    cut this rank's part out of its own gradient, times the ranks for a sum, and a freed parameter
+    becomes NaN."""
 
     def __init__(
         self, program: Program, plan: ShardingPlan, full: dict[str, Tensor], rank: int
@@ -339,11 +347,11 @@ class OneRank(fx.Interpreter):
                 full.append(self.full[name].to(given.dtype, copy=True))
             return full
         if target in ops.SCATTERS:
-            return self.reduced(args[0], **kwargs)
+            return self.reduced(self.alike(args[0], **kwargs), **kwargs)
         if target is ops.reshard:
             return self.part(args[0], kwargs["param"], kwargs["ranks"])
         if target is ops.all_reduce:
-            return list(args[0])
+            return self.alike(args[0], **kwargs)
         if target is ops.wait:
             return args[0]
         if target in ops.TRANSFERS:
@@ -353,6 +361,14 @@ class OneRank(fx.Interpreter):
                 value.fill_(float("nan"))
             return None
         return super().call_function(target, args, kwargs)
+
+    def alike(
+        self, grads: Sequence[Tensor], *, group: str = "shard", reduce_op: str = "avg", **_: Any
+    ) -> list[Tensor]:
+        """What a reduce gives where all ranks have the same gradients."""
+        sizes = {"replicate": self.plan.replicas, "all": self.plan.world_size}
+        ranks = sizes.get(group, self.plan.shard_size)
+        return [grad * ranks if reduce_op == "sum" else grad for grad in grads]
 
     def reduced(
         self, grads: Sequence[Tensor], *, params: Sequence[str], columns: Any = None, **_: Any
@@ -424,7 +440,7 @@ def without_bound(policy: Policy) -> list[Any]:
 def offloaded(
     build: Callable[..., Program], offload: Any = "activations", **fields: Any
 ) -> tuple[Program, ShardingPlan]:
-    policy = Policy(offload=offload, **fields)
+    policy = gathering_at_need(Policy(offload=offload, **fields))
     program = build()
     plan = make_toy_plan(program, UNITS[build], policy)
     run_passes(program, plan, without_bound(policy))

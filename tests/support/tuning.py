@@ -7,7 +7,7 @@ from torch import nn
 
 from examples.gpt import GPT, GPTConfig
 from graphshard import AutoPolicy
-from graphshard.hardware.hardware import Hardware
+from graphshard.hardware.hardware import OVERHEADS, Hardware
 from graphshard.policy.tree import ModuleTree
 from graphshard.tune.blocks import Blocks
 from graphshard.tune.captures import Captures
@@ -16,7 +16,11 @@ from graphshard.tune.space import Space
 
 # Slow enough for the little there is to gather to matter.
 SLOW = Hardware.load("h100-sxm").with_(
-    memory_bytes=1 << 30, launch_floor=1e-7, intra_bandwidth=5e9, memory_bandwidth=1e11
+    memory_bytes=1 << 30,
+    launch_floor=1e-7,
+    intra_bandwidth=5e9,
+    memory_bandwidth=1e11,
+    overhead=dict.fromkeys(OVERHEADS, 0),
 )
 
 
@@ -34,7 +38,8 @@ def simulator_of(model: nn.Module, inputs, auto: AutoPolicy, ranks: int = 4) -> 
     return Simulator(model, Captures(model, args, kwargs, "cpu"), space, blocks.fqns)
 
 
-OPEN = AutoPolicy(hardware=SLOW, schedule="fsdp", offload=None)
+# Live bytes, which are exact where all tensors are smaller than a segment of torch's allocator.
+OPEN = AutoPolicy(hardware=SLOW, schedule="fsdp", offload=None, allocator="none")
 
 
 def llama():

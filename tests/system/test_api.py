@@ -66,6 +66,47 @@ def test_a_plan_warns_of_what_the_program_shows() -> None:
         assert any("unused.weight" in warning for warning in plan.warnings)
 
 
+@pytest.mark.parametrize(
+    ("backend", "ranks", "asked", "shown", "ahead"),
+    [
+        ("nccl", 4, None, "1 (by default on nccl)", True),
+        ("gloo", 4, None, "0 (by default on gloo)", False),
+        ("nccl", 1, None, "0 (by default on one rank)", False),
+        ("nccl", 4, 0, "0", False),
+        ("gloo", 4, 1, "1", True),
+    ],
+)
+def test_forward_gathers_ahead_where_something_can_run_beside(
+    backend: str, ranks: int, asked: int | None, shown: str, ahead: bool
+) -> None:
+    model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
+    plan = graphshard.plan(
+        model,
+        graphshard.BlockPolicy({nn.Linear}, forward_prefetch=asked),
+        world_size=ranks,
+        process_group_backend=backend,
+        example_inputs=(torch.ones(2, 4),),
+    )
+    assert f", forward_prefetch={shown}\n" in str(plan)
+    events = [(event.op, event.unit) for event in plan.program.schedule()]
+    gathered, run = events.index(("all_gather", "1")), events.index(("compute", "0"))
+    assert (gathered < run) == ahead
+    estimate = graphshard.simulate(
+        model,
+        policy=plan.policy,
+        world_size=ranks,
+        hardware="h100-sxm" if backend == "nccl" else "cpu-gloo",
+        example_inputs=(torch.ones(2, 4),),
+    )
+    simulated = [(event.op, event.unit) for event in estimate.program.schedule()]
+    assert simulated == events
+
+
+def test_an_unknown_process_group_backend_is_refused() -> None:
+    with pytest.raises(PolicyError, match='must be "nccl" or "gloo"; got \'mpi\''):
+        graphshard.plan(nn.Linear(2, 2), graphshard.SizePolicy(1), process_group_backend="mpi")
+
+
 def test_impossible_plans_are_refused() -> None:
     with pytest.raises(PlanError, match="world_size is 3"):
         graphshard.plan(meta_gpt(), BLOCK, world_size=3, mesh_shape=(4,))
@@ -92,7 +133,7 @@ def submesh(rank: int) -> tuple[tuple[int, ...], bool, str]:
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard"))
     with pytest.raises(PolicyError, match=r"FULL_SHARD of unit \(root\) is for .* one dimension"):
         graphshard.compile(TiedGPT(1), BLOCK, mesh=mesh)
-    with pytest.raises(PolicyError, match="the mesh lies on cpu, the model is to run on cuda"):
+    with pytest.raises(PolicyError, match=r"the mesh lies on cpu|'cuda:0' is not there"):
         graphshard.compile(TiedGPT(1), BLOCK, mesh=mesh["shard"], device="cuda:0")
     torch.manual_seed(rank // 2)
     sharded = graphshard.compile(TiedGPT(1), BLOCK, mesh=mesh["shard"])
@@ -208,8 +249,8 @@ def scripted() -> nn.Module:
             "; 0 is sharded already",
         ),
         (lambda: nn.Sequential(scripted()), r"0 \(RecursiveScriptModule\) is a torch\.jit"),
-        (lambda: nn.Sequential(nn.LazyLinear(2)), r"parameter 0\.weight has no shape yet"),
-        (lambda: nn.LazyBatchNorm1d(affine=False), "buffer running_mean has no shape yet"),
+        (lambda: nn.Sequential(nn.LazyLinear(2)), r"parameter '0\.weight' has no shape yet"),
+        (lambda: nn.LazyBatchNorm1d(affine=False), "buffer 'running_mean' has no shape yet"),
     ],
 )
 def test_models_that_cannot_be_sharded_are_refused(entry, make, said) -> None:

@@ -2,19 +2,37 @@
 
 from __future__ import annotations
 
+import itertools
 import json
+import os
+import subprocess
 import sys
+import tempfile
+from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
 from ranks import run_ranks
 
-from examples.benchmarks import gpu, gpu_checks, gpu_rivals, stress
+from examples.benchmarks import (
+    gpu,
+    gpu_checks,
+    gpu_collective_memory,
+    gpu_results,
+    gpu_rivals,
+    gpu_trace,
+    stress,
+)
+from examples.benchmarks.gpu_cases import CASES
+from examples.benchmarks.gpu_nothing import Counted, NoGroup, nothing_moves
 from examples.benchmarks.gpu_rivals import TINY, layers_that_fit, load_for, load_with
 from examples.benchmarks.gpu_table import Place, Row, Section, read_rows, run_apart, run_here, table
 from examples.benchmarks.stand_in import Communicator, StandIn, modelled
+from graphshard.errors import RuntimeStateError
 from graphshard.hardware.hardware import Hardware
 from graphshard.runtime.gather import AllGather, Gathered
 
@@ -65,26 +83,82 @@ def test_numbers_that_are_none_fail() -> None:
     assert gpu_checks.gap_of(torch.tensor([3.0, 4.5]), torch.tensor([3.0, 4.0])) == 0.1
 
 
+def test_each_part_fits_into_one_call() -> None:
+    assert gpu.BUDGET <= 560
+    for part in gpu.PARTS.values():
+        assert sum(section.limit for section in part) <= gpu.BUDGET
+    names = [section.name for section in gpu.SECTIONS]
+    assert len(names) == len(set(names)) == sum(map(len, gpu.PARTS.values()))
+    assert [s.name for s in gpu.chosen("", "2")] == [s.name for s in gpu.PARTS["2"]]
+
+
 def test_what_is_known_is_kept_after_each_section(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    file = tmp_path / "table.txt"
-    kept: list[str] = []
+    file = tmp_path / "gpu.json"
+    kept: list[set[str]] = []
 
     def run(section: Section, command: list[str], out: Path, limit: float) -> list[Row]:
-        kept.append(file.read_text() if file.exists() else "")
-        return [Row(section.name, "one", "1", ok=section.name != "graph")]
+        kept.append(set(json.loads(file.read_text())["sections"]) if file.exists() else set())
+        return [Row(section.name, "one | two", "<1>", ok=section.name != "graph")]
+
+    def call(*arguments: str) -> int:
+        monkeypatch.setattr(sys, "argv", ["gpu.py", *arguments])
+        return gpu.main()
 
     monkeypatch.setattr(gpu, "run_apart", run)
-    arguments = ["gpu.py", "--device", "cpu", "--only", "parity,graph", "--save", str(file)]
-    monkeypatch.setattr(sys, "argv", arguments)
-    assert gpu.main() == 1
-    assert kept[0] == ""
-    assert "parity" in kept[1]
-    assert "1 failed" in file.read_text()
-    assert capsys.readouterr().out.endswith(file.read_text())
-    lines = (tmp_path / "table.txt.jsonl").read_text().splitlines()
-    assert [Row(**json.loads(line)).section for line in lines] == ["parity", "graph"]
+    assert call("--device", "cpu", "--only", "parity,graph", "--save", str(file)) == 1
+    assert kept == [set(), {"parity"}]
+    assert "1 failed" in capsys.readouterr().out
+    assert call("--device", "cpu", "--only", "stress", "--save", str(file)) == 0
+    results = json.loads(file.read_text())
+    assert list(results["sections"]) == ["parity", "graph", "stress"], "earlier ones stay"
+    assert Row(**results["sections"]["graph"]["rows"][0]).ok is False
+    table_of = file.with_suffix(".md").read_text()
+    assert table_of == gpu_results.markdown(results)
+    assert f"torch {torch.__version__}" in table_of
+    assert "1 of 3 checks failed" in table_of
+    assert "| graph | one \\| two | &lt;1> |  | FAILED |" in table_of
+    late = ["--device", "cpu", "--only", "trace", "--budget", "1", "--save", str(file)]
+    assert call(*late) == 1
+    assert "no time left" in file.read_text()
+    changed = json.loads(file.read_text()) | {"machine": {"device": "another"}}
+    file.write_text(json.dumps(changed))
+    assert call("--device", "cpu", "--only", "stress", "--save", str(file)) == 0
+    assert list(json.loads(file.read_text())["sections"]) == ["stress"], "of one machine"
+    readme = tmp_path / "README.md"
+    readme.write_text(f"above\n{gpu_results.BEGIN}\nold\n{gpu_results.END}\nbelow\n")
+    with pytest.raises(ValueError, match="was not measured on a GPU"):
+        call("--save", str(file), "--include", str(readme))
+    results["machine"] |= {"device": "1 x a GPU", "driver": "580.1"}
+    file.write_text(json.dumps(results))
+    assert call("--save", str(file), "--include", str(readme)) == 0
+    text = readme.read_text()
+    assert text.startswith("above\n")
+    assert text.endswith("below\n")
+    assert gpu_results.markdown(results) in text
+    assert "1 x a GPU" in text
+    assert "driver 580.1" in text
+    with pytest.raises(SystemExit, match="--include needs the results"):
+        call("--include", str(readme))
+    with pytest.raises(ValueError, match="once each"):
+        gpu_results.included("", file)
+
+
+def test_the_readme_has_the_table_as_it_is_or_says_that_there_is_none() -> None:
+    folder = Path(gpu.__file__).parent
+    text, file = (folder / "README.md").read_text(), folder / "gpu.json"
+    assert gpu_results.included(text, file) == text
+    assert ("Not run on a GPU" in text) is not file.exists()
+
+
+def test_the_driver_is_told_where_it_can_be(tmp_path: Path) -> None:
+    assert gpu_results.driver("no-such-program") == "unknown"
+    for said, expected in (("echo 580.65.06", "580.65.06"), ("exit 3", "unknown")):
+        program = tmp_path / expected
+        program.write_text(f"#!/bin/sh\n{said}\n")
+        program.chmod(0o755)
+        assert gpu_results.driver(str(program)) == expected
 
 
 def apart(code: str, folder: Path, limit: float = 60.0) -> list[Row]:
@@ -180,3 +254,198 @@ def test_stress_on_a_cpu() -> None:
     ((found, freed, poisoned),) = run_ranks(stress_finds, 1)
     assert (found, poisoned) == ("", True)
     assert freed > 20
+
+
+@pytest.mark.slow
+def test_collective_memory_runs_by_default_and_is_refused_over_gloo(tmp_path: Path) -> None:
+    rows = list(gpu_collective_memory.collective_memory(Place(CPU, True, tmp_path)))
+    assert [row.check for row in rows if row.found == "ended" and row.ok] == [
+        f"2 ranks, {kind}" for kind in gpu_collective_memory.KINDS
+    ]
+    refused = [row for row in rows if row.check.endswith("refused")]
+    assert [row.ok for row in refused] == [True, True]
+    assert "collective_memory='symmetric' is impossible" in refused[1].found
+
+
+def test_collective_memory_fails_loudly(tmp_path: Path) -> None:
+    said = {"why_not": "", "planned": 1 << 20, "segments": 1 << 20, "inside": 3, "gathered": 3}
+    (tmp_path / "nccl.1").write_text("NCCL INFO register comm 0x1")
+    losses = {"default": [1.0] * 6, "nccl": [1.0] * 6}
+
+    def failed(**changed: object) -> list[str]:
+        rows = gpu_collective_memory._rows("nccl", said | changed, losses, tmp_path, alone=True)
+        return [row.check for row in rows if row.ok is False]
+
+    assert failed() == []
+    assert failed(why_not="NCCL did not register it on rank 1") == ["nccl"]
+    assert failed(segments=0) == failed(segments=1 << 30) == ["nccl, bytes held"]
+    assert failed(inside=2) == failed(inside=0, gathered=0) == ["nccl, inside the pool"]
+    losses["nccl"] = [2.0] * 6
+    assert failed() == ["nccl, losses of 6 steps"]
+    losses["nccl"] = [float("nan")] * 6
+    assert failed() == ["nccl, losses of 6 steps"]
+    losses["nccl"] = []
+    assert failed() == ["nccl, losses of 6 steps"]
+    losses["nccl"] = [1.0] * 6
+    (tmp_path / "nccl.1").write_text("")
+    assert failed() == ["nccl, lines of NCCL on registration"]
+
+
+def test_the_machine_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "NVIDIA H100")
+    monkeypatch.setattr(torch.cuda.nccl, "version", lambda: (2, 28, 9))
+    monkeypatch.setattr(gpu_results, "driver", lambda: "580.65")
+    said = gpu_results.heading(gpu_results.machine("cuda"))
+    assert said.startswith("1 x NVIDIA H100, torch ")
+    assert said.endswith("driver 580.65, CUDA None, NCCL 2.28.9")
+
+
+def test_rivals_are_compared_like_with_like(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def measured(system: str, load: Any, place: Place) -> gpu_rivals.Measured:
+        if system == "fsdp2 compile":
+            raise RuntimeError("no compiler")
+        assert load.config.layers == gpu_rivals.MOST_LAYERS
+        ours = system.startswith("graphshard")
+        peak, gathered = (9, 11) if ours else (10, 10)
+        seconds = 0.9 if ours else 1.0
+        return gpu_rivals.Measured(system, 2.0, seconds, peak, 1, int(ours), gathered, 10)
+
+    memory = SimpleNamespace(total_memory=80 << 30)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: memory)
+    monkeypatch.setattr(gpu_rivals, "layers_that_fit", lambda load, most: 30)
+    monkeypatch.setattr(gpu_rivals, "_apart", measured)
+    rows = list(gpu_rivals.rivals(Place(torch.device("cuda", 0), False, tmp_path)))
+    told = [(row.check.strip(), row.ok) for row in rows]
+    assert ("moved between ranks", None) in told
+    assert ("fsdp2 compile", False) in told
+    assert told.count(("peak, of fsdp2 eager", True)) == 2
+    assert told.count(("step, of fsdp2 eager", True)) == 2
+    assert told.count(("of fsdp2 eager's", False)) == 2, "it would move a tenth more"
+    assert not any("fsdp2 compile" in check for check, ok in told if ok is not False)
+    assert told.count(("num_alloc_retries", False)) == 3
+
+
+def nothing_is_moved(rank: int) -> list[tuple[int, int]]:
+    """Bytes that a step of `fully_shard` and one of ours would move."""
+    torch.distributed.destroy_process_group()
+    gpu_checks.fake_ranks(gpu_rivals.WORLD)
+    load = load_for(small=True)
+    found = []
+    for system in ("fsdp2 eager", "graphshard eager"):
+        one = gpu_rivals.measure(system, load, CPU, steps=1)
+        found.append((one.gathered, one.reduced))
+    return found
+
+
+def test_both_sides_move_nothing_and_would_move_the_same() -> None:
+    ((theirs, ours),) = run_ranks(nothing_is_moved, 1)
+    assert ours == theirs
+    assert min(ours) > 0
+    counted = Counted()
+    group = NoGroup(counted)
+    whole = torch.full((4,), 7.0)
+    assert group.allgather_into_tensor_coalesced([whole], [torch.ones(1)]).wait()
+    group.reduce_scatter_tensor_coalesced([whole[:1]], [torch.ones(4)])
+    group.allreduce([torch.ones(2)])
+    assert whole.tolist() == [7, 7, 7, 7]
+    assert (counted.gathered, counted.reduced) == (16, 24)
+    with pytest.raises(AssertionError, match="neither"):
+        nothing_moves(torch.nn.Linear(2, 2))
+
+
+# -- all of it -------------------------------------------------------------------------------------
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", [section.name for section in gpu.SECTIONS])
+def test_a_cpu_runs_every_section(name: str, tmp_path: Path) -> None:
+    """So that on a GPU, which is rarely at hand, only what a GPU does can fail."""
+    file = tmp_path / "gpu.json"
+    command = [sys.executable, gpu.__file__, "--device", "cpu", "--small", "--only", name]
+    ended = subprocess.run(
+        [*command, "--save", str(file)],
+        env={**os.environ, "OMP_NUM_THREADS": "1"},
+        capture_output=True,
+        text=True,
+        timeout=580,
+    )
+    assert ended.returncode == 0, ended.stdout + ended.stderr[-4000:]
+    rows = gpu_results.rows_of(json.loads(file.read_text()))
+    assert {row.section for row in rows} == {name}
+    assert len(rows) > 1
+    if name == "ranks":
+        assert set(CASES) <= {row.check.strip() for row in rows if row.ok}
+
+
+class CudaPlace(Place):
+    """A CPU that passes for a GPU: the lines for GPUs run, with `torch.cuda` made up."""
+
+    cuda = True
+
+
+class Recorded:
+    """A recorder of graphs that does what it records."""
+
+    def __init__(self, device: torch.device) -> None:
+        pass
+
+    def capture(self, run: Any, args: list[Any]) -> tuple[Any, Any]:
+        result = run(args)
+        if result is None:
+            raise RuntimeStateError("nothing was captured")
+        return SimpleNamespace(replay=lambda: result.copy_(run(args))), result
+
+
+def as_on_cuda(rank: int) -> dict[str, list[Row]]:
+    """The rows of each section of one process, as on a GPU."""
+    cuda = torch.cuda
+    asked = itertools.count(1)
+
+    def memory_stats() -> dict[str, int]:
+        now = next(asked) << 20
+        of_all = {"requested_bytes.all.current": now, "requested_bytes.all.peak": 2 * now}
+        return {**of_all, "num_alloc_retries": 0}
+
+    entry = {"action": "alloc", "size": 512, "addr": 4096}
+    made_up: dict[str, Any] = {
+        "synchronize": lambda device=None: None,
+        "memory_stats": memory_stats,
+        "reset_peak_memory_stats": lambda: None,
+        "memory_reserved": lambda: 3 << 20,
+        "empty_cache": lambda: None,
+        "set_sync_debug_mode": lambda mode: None,
+        "device_count": lambda: 1,
+        "current_device": lambda: 0,
+    }
+    for name, function in made_up.items():
+        setattr(cuda, name, function)
+    cuda.memory._record_memory_history = lambda **given: None  # type: ignore[assignment]
+    cuda.memory._snapshot = lambda: {"device_traces": [[entry]]}  # type: ignore[assignment]
+    torch.autograd.profiler.emit_nvtx = nullcontext  # type: ignore[assignment, misc]
+    gpu_checks.Recorder = Recorded  # type: ignore[assignment, misc]
+    found: dict[str, list[Row]] = {}
+    with tempfile.TemporaryDirectory() as folder:
+        place = CudaPlace(CPU, True, Path(folder))
+        for check in (gpu_checks.parity, gpu_checks.stress, gpu_checks.graph, gpu_trace.traced,
+                      gpu_checks.calibrated, gpu_checks.predict, gpu_checks.overlap):  # fmt: skip
+            if torch.distributed.is_initialized():
+                torch.distributed.destroy_process_group()
+            found[check.__name__] = list(check(place))
+    return found
+
+
+@pytest.mark.slow
+def test_lines_for_gpus_run_on_a_cpu_that_passes_for_one() -> None:
+    (found,) = run_ranks(as_on_cuda, 1, timeout=500)
+    said = {row.check: row for rows in found.values() for row in rows}
+    assert said["allocator, FULL_SHARD"].found == "the same addresses from step 1 on"
+    assert said["a step in which the host waits is an error"].ok
+    assert said["a capture of nothing"].ok
+    assert said["a capture on cpu:0, with cuda:0 current"].ok
+    assert said["kept by libraries, not counted below"].found.endswith(".0 MiB")
+    assert said["num_alloc_retries"].ok
+    assert said["kernels on the device"].ok is False, "there are none"
+    assert said["overlap hides as much or more"].ok is None, "toys say nothing of time"

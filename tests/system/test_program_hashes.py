@@ -20,19 +20,19 @@ from graphshard import BlockPolicy, MixedPrecision, Policy
 from graphshard.program.text import full_text
 
 HASHES = {
-    "full": "3ce66f60fdea00a2",
-    "zero2": "d23bd048eaf7690b",
-    "zero1": "4a4a9614c942c30c",
-    "ddp": "d093bc823f2fcd45",
-    "hybrid": "d0f2a6f66f42ce5a",
-    "partial": "cf98711fceb8035e",
-    "mixed": "dc25591c0872ebdb",
-    "offload": "8bb789e1bebf2575",
-    "overlap": "1ba534f17334a4a3",
+    "full": "79b458502540f23b",
+    "zero2": "c5dc09e2c55aacd4",
+    "zero1": "7a625f7619838d0e",
+    "ddp": "2d28bf47844beb4e",
+    "hybrid": "1c6d843e5918f7b8",
+    "partial": "7510c6afb00da57a",
+    "mixed": "d7496d5ec7df28da",
+    "offload": "c260afa4b63ef681",
+    "overlap": "feb41de358a762b6",
     "overlap_gloo": "034fd68c278334e6",
-    "overlap_hybrid": "517531b6b25162d0",
-    "odd": "348ff74866ca2df9",
-    "recompute": "c27bae43ed07b153",
+    "overlap_hybrid": "f699eb4af9ff94a7",
+    "odd": "2a0518750e4eeb24",
+    "recompute": "2387460720fbd76f",
 }
 
 

@@ -98,7 +98,14 @@ def test_python_is_in_the_examples_or_runs(readme: Path, examples: Path) -> None
     not torch.__version__.startswith(str(PINNED and PINNED[1])),
     reason="other versions of torch decompose other operators",
 )
-@pytest.mark.parametrize("readme", with_blocks("console"), ids=name_of)
+@pytest.mark.parametrize(
+    "readme",
+    [
+        path if path == MAIN else pytest.param(path, marks=pytest.mark.slow)
+        for path in with_blocks("console")
+    ],
+    ids=name_of,
+)
 def test_commands_print_what_the_readme_shows(
     readme: Path, examples: Path, request: pytest.FixtureRequest
 ) -> None:

@@ -70,7 +70,7 @@ def bytes_moved_are_those_of_the_program(rank: int) -> None:
                 assert watch.calls == {"all_gather": 5, "reduce_scatter": 3}
             else:
                 assert trained.collectives == 8
-                tickets = 2 * 16  # what ranks tell each other before either half of a program
+                tickets = 2 * 24  # what ranks tell each other before either half of a program
                 assert watch.moved == tickets + shard_bytes(trained)
     assert moved[OURS] <= moved[FSDP2], "biases are not gathered for backward"
 
@@ -101,7 +101,7 @@ def losses_are_those_expected(rank: int) -> None:
 
 CHECKS = [storages_of_sharding, bytes_moved_are_those_of_the_program, losses_are_those_expected]
 
-test_on_two_ranks = on_ranks(CHECKS, 2, timeout=300, group_timeout=200)
+test_on_two_ranks = pytest.mark.slow(on_ranks(CHECKS, 2, timeout=300, group_timeout=200))
 
 
 def test_memory_inside_of_compiled_code_counts() -> None:
@@ -202,7 +202,8 @@ def test_memory_of_one_rank_of_eight() -> None:
     assert "transient, of FSDP2's" in output
 
 
+@pytest.mark.slow
 def test_no_schedule_by_cost_is_slower_or_larger() -> None:
     output = run("examples/benchmarks/schedules.py --models gpt2 --worlds 8 --hardware h100-sxm")
-    assert re.search(r"^gpt2 +8 +h100-sxm +[\d.]+ +[\d.]+ +-", output, re.MULTILINE), output
+    assert re.search(r"^gpt2 +8 +h100-sxm +[\d.]+ +[\d.]+ +[\d.]+ +-", output, re.MULTILINE), output
     assert "never slower, never larger" in output

@@ -1,0 +1,519 @@
+"""The places where a kind of corruption can be made: nodes, pairs of them, entries of tables."""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Callable
+from itertools import combinations, pairwise
+from typing import Any
+
+import torch
+from torch import fx
+
+from graphshard.program import ops
+from graphshard.program.aliases import aliases_of, cast_dtype, unpacks
+from graphshard.program.program import BACKWARD, RECOMPUTED, REPLAYS, SCALE, Program, signature
+from graphshard.program.random_states import begins_replay
+
+aten = torch.ops.aten
+
+Place = Any
+Places = Callable[[Program], list[Place]]
+
+
+def whole(program: Program) -> list[Place]:
+    """The program itself, for what exists once."""
+    return [None]
+
+
+def calls(*targets: Any) -> Places:
+    """The nodes that call one of `targets`."""
+    return lambda program: [node for node in program.nodes() if node.target in targets]
+
+
+def where(finder: Places, accepts: Callable[[Any], bool]) -> Places:
+    """The places of `finder` that `accepts` accepts."""
+    return lambda program: [place for place in finder(program) if accepts(place)]
+
+
+def compute(program: Program) -> list[fx.Node]:
+    """The model's own compute, without what picks one of several results."""
+    return [
+        node
+        for node in program.nodes()
+        if ops.is_compute(node) and node.target is not operator.getitem
+    ]
+
+
+def of_tensors(program: Program) -> list[fx.Node]:
+    """The model's own compute that returns one tensor."""
+    return [node for node in compute(program) if isinstance(node.meta["val"], torch.Tensor)]
+
+
+def read_floats(program: Program) -> list[fx.Node]:
+    """Results of compute that are read, of floating point."""
+    return [
+        node for node in of_tensors(program) if node.users and node.meta["val"].is_floating_point()
+    ]
+
+
+def recomputed(program: Program) -> list[fx.Node]:
+    """Nodes of backward that compute a value of forward again."""
+    return [node for node in of_tensors(program) if RECOMPUTED in node.meta]
+
+
+def casts(program: Program) -> list[fx.Node]:
+    """Every cast, by whichever operator, that changes the dtype."""
+    return [
+        node
+        for node in program.nodes()
+        if (dtype := cast_dtype(node)) is not None and node.args[0].meta["val"].dtype != dtype  # type: ignore[union-attr]
+    ]
+
+
+def results_of(*targets: Any) -> Places:
+    """The nodes that pick a result of a collective that calls one of `targets`."""
+
+    def find(program: Program) -> list[Place]:
+        return [
+            node
+            for node in program.nodes()
+            if ops.is_unpack(node) and ops.collective_of(node).target in targets
+        ]
+
+    return find
+
+
+def pairs_of(finder: Places, *, same_unit: bool | None = None) -> Places:
+    """Pairs of nodes in one phase with values of one shape and dtype, the earlier one first."""
+
+    def find(program: Program) -> list[Place]:
+        return [
+            (a, b)
+            for a, b in combinations(finder(program), 2)
+            if signature(a.meta["val"]) == signature(b.meta["val"])
+            and a.meta["phase"] == b.meta["phase"]
+            and (same_unit is None or (a.meta["unit"] == b.meta["unit"]) is same_unit)
+        ]
+
+    return find
+
+
+def of_one_shape(finder: Places) -> Places:
+    """Pairs of collectives whose operands have the same shapes."""
+
+    def shapes(node: fx.Node) -> Any:
+        return [signature(operand.meta["val"]) for operand in node.args[0]]  # type: ignore[union-attr]
+
+    def find(program: Program) -> list[Place]:
+        return [
+            (a, b)
+            for a, b in combinations(finder(program), 2)
+            if a.target is b.target
+            and a.meta["phase"] == b.meta["phase"]
+            and shapes(a) == shapes(b)
+            and a.kwargs["params"] != b.kwargs["params"]
+        ]
+
+    return find
+
+
+def equal_operands(finder: Places) -> Places:
+    """(collective, i, j): operands i and j have one shape."""
+
+    def find(program: Program) -> list[Place]:
+        return [
+            (node, i, j)
+            for node in finder(program)
+            for i, j in combinations(range(len(node.args[0])), 2)
+            if signature(node.args[0][i].meta["val"]) == signature(node.args[0][j].meta["val"])
+        ]
+
+    return find
+
+
+def other_operands(program: Program) -> list[Place]:
+    """(compute node, its operand, another value of that shape that exists by then)."""
+    by_shape: dict[Any, list[fx.Node]] = {}
+    places: list[Place] = []
+    for node in program.graph.nodes:
+        if ops.is_compute(node) and node.target is not operator.getitem:
+            for operand in node.all_input_nodes:
+                same = by_shape.get(signature(operand.meta["val"]), [])
+                places += [
+                    (node, operand, other)
+                    for other in same[-3:]
+                    if other is not operand and other.meta["phase"] == node.meta["phase"]
+                ]
+        val = node.meta.get("val")
+        if node.op != "output" and isinstance(val, torch.Tensor) and ops.op_of(node) is None:
+            by_shape.setdefault(signature(val), []).append(node)
+    return places
+
+
+def arguments(*kinds: type) -> Places:
+    """(node, index or name) of the constant arguments of compute nodes of one of `kinds`."""
+
+    def find(program: Program) -> list[Place]:
+        return [
+            (node, key)
+            for node in compute(program)
+            for key, value in (*enumerate(node.args), *node.kwargs.items())
+            if type(value) in kinds
+        ]
+
+    return find
+
+
+def named_arguments(target: Any, *names: str) -> Places:
+    """(node, name) of the arguments `names` of the calls of `target`, given or by default."""
+
+    def find(program: Program) -> list[Place]:
+        return [(node, name) for node in calls(target)(program) for name in names]
+
+    return find
+
+
+def pairs_of_entries(table: str) -> Places:
+    """Pairs of indices in a table whose placeholders have values of one shape and dtype."""
+    return lambda program: _pairs([_node_of(entry) for entry in getattr(program, table)])
+
+
+def pairs_of_results(kind: str) -> Places:
+    """Pairs of indices in a list of the output node whose values have one shape and dtype."""
+    return lambda program: _pairs(getattr(program.results(), kind))
+
+
+def _pairs(values: list[Any]) -> list[Place]:
+    return [
+        (i, j)
+        for (i, a), (j, b) in combinations(enumerate(values), 2)
+        if isinstance(a, fx.Node)
+        and isinstance(b, fx.Node)
+        and a is not b
+        and signature(a.meta["val"]) == signature(b.meta["val"])
+    ]
+
+
+def _node_of(entry: Any) -> Any:
+    for name in ("node", "tangent", "target"):
+        if hasattr(entry, name):
+            return getattr(entry, name)
+    raise AssertionError(entry)
+
+
+def returned(kind: str) -> Places:
+    """The indices of the values, not None, in a list of the output node."""
+    return lambda program: [
+        index for index, value in enumerate(getattr(program.results(), kind)) if value is not None
+    ]
+
+
+def entries(table: str, accepts: Callable[[Any], bool] = lambda entry: True) -> Places:
+    """The indices of a table's entries that `accepts` accepts."""
+    return lambda program: [
+        index for index, entry in enumerate(getattr(program, table)) if accepts(entry)
+    ]
+
+
+def draws(program: Program) -> list[fx.Node]:
+    """Nodes that draw random numbers."""
+    return [node for node in program.nodes() if ops.is_random(node)]
+
+
+def draws_again(program: Program) -> list[fx.Node]:
+    """Nodes of backward that draw what forward drew."""
+    return [node for node in draws(program) if REPLAYS in node.meta]
+
+
+def repeated_draws(program: Program) -> list[Place]:
+    """(state saved in forward, the draw that it is saved for)."""
+    by_name = {node.name: node for node in program.nodes()}
+    return [
+        (set_again.args[0], by_name[again.meta[REPLAYS]])
+        for again in draws_again(program)
+        if begins_replay(set_again := again.prev)
+    ]
+
+
+def replays(program: Program) -> list[fx.Node]:
+    """Nodes that put a generator into a state of forward."""
+    return list(filter(begins_replay, program.nodes()))
+
+
+def lists(program: Program) -> list[Place]:
+    """(node, index) of the arguments that are lists of different numbers."""
+    return [
+        (node, index)
+        for node in compute(program)
+        for index, value in enumerate(node.args)
+        if isinstance(value, list) and len({*map(str, value)}) > 1
+    ]
+
+
+def readers_behind(place: Any) -> bool:
+    """Whether all readers of the first node of a pair stand behind the second."""
+    first, second = place
+    return all(user > second for user in first.users)
+
+
+def operands_before(place: Any) -> bool:
+    """Whether all operands of the second node of a pair stand before the first."""
+    first, second = place
+    return all(value < first for value in second.all_input_nodes)
+
+
+def has_others(node: fx.Node) -> bool:
+    """Whether `node` picks one of several results."""
+    return len(node.args[0].meta["val"]) > 1  # type: ignore[union-attr, arg-type]
+
+
+def freed_reads(program: Program) -> list[Place]:
+    """(free, a reader of what it frees, or of a view of that, in its phase)."""
+    return [
+        (free, user)
+        for free in calls(ops.free)(program)
+        for value in aliases_of(*unpacks(free.args[0]))  # type: ignore[arg-type]
+        for user in value.users
+        if user.op == "call_function" and user.target is not ops.release
+    ]
+
+
+def released_reads(program: Program) -> list[Place]:
+    """(release, a reader of the parameter in backward)."""
+    return [
+        (release, user)
+        for release in calls(ops.release)(program)
+        for value in aliases_of(release.args[0])  # type: ignore[arg-type]
+        for user in value.users
+        if user.target is not ops.release
+    ]
+
+
+def freed_values(program: Program) -> list[Place]:
+    """(free, a value or view that it frees)."""
+    return [
+        (free, value)
+        for free in calls(ops.free)(program)
+        for value in aliases_of(*unpacks(free.args[0]))  # type: ignore[arg-type]
+        if isinstance(value.meta["val"], torch.Tensor)
+    ]
+
+
+def gradients(program: Program) -> list[Place]:
+    """(collective or accumulate_grad, operand): full gradients before anything is done to them."""
+    places: list[Place] = []
+    for node in program.nodes(BACKWARD):
+        if node.target in ops.REDUCES:
+            places += [(node, operand) for operand in node.args[0]]  # type: ignore[union-attr]
+        elif node.target in (ops.accumulate_grad, ops.add_accumulated):
+            places.append((node, node.args[0]))
+    return [place for place in places if isinstance(place[1], fx.Node)]
+
+
+def sums(program: Program) -> list[Place]:
+    """(sum of two tensors of one shape, index of one)."""
+    return [
+        (node, index)
+        for node in calls(aten.add.Tensor)(program)
+        if all(isinstance(arg, fx.Node) for arg in node.args)
+        and signature(node.args[0].meta["val"]) == signature(node.args[1].meta["val"])  # type: ignore[union-attr]
+        for index in (0, 1)
+    ]
+
+
+def size_uses(program: Program) -> list[Place]:
+    """(node, size it reads, another size)."""
+    sizes = [
+        node
+        for node in program.nodes()
+        if isinstance(node.meta["val"], torch.SymInt) and not ops.is_unpack(node)
+    ]
+    place = {node: index for index, node in enumerate(program.graph.nodes)}
+    return [
+        (node, size, other)
+        for size in sizes
+        for node in size.users
+        for other in sizes
+        if node.op == "call_function"
+        and str(other.meta["val"]) != str(size.meta["val"])
+        and place[other] < place[node]
+    ]
+
+
+def marked(program: Program) -> list[fx.Node]:
+    """Nodes in a compiled region."""
+    return [node for node in program.nodes() if "region" in node.meta]
+
+
+def scales(program: Program) -> list[fx.Node]:
+    """The nodes that divide a tangent, or multiply a gradient back."""
+    return [node for node in program.nodes() if SCALE in node.meta]
+
+
+def summing(program: Program) -> list[Place]:
+    """The whole program, if it has scales."""
+    return [None] if scales(program) else []
+
+
+def divided_tangents(program: Program) -> list[fx.Node]:
+    """The nodes that divide a tangent."""
+    return [node for node in scales(program) if node.target is aten.div.Tensor]
+
+
+def scaled_reads(program: Program) -> list[Place]:
+    """Each scale of a tangent with a reader that is a path of its own to some gradient."""
+    return [
+        (node, reader)
+        for node in divided_tangents(program)
+        for reader in node.users
+        if ops.is_compute(reader)
+    ]
+
+
+def own_quotients(program: Program) -> list[fx.Node]:
+    """The divisions and products of gradients by a number that the model does itself."""
+    return [
+        node
+        for node in program.nodes("backward")
+        if SCALE not in node.meta
+        and node.target in (aten.mul.Tensor, aten.div.Tensor, aten.mul.Scalar, aten.div.Scalar)
+    ]
+
+
+def pairs_of_frees(program: Program) -> list[Place]:
+    return [
+        (a, b)
+        for a, b in combinations(calls(ops.free)(program), 2)
+        if a.meta["phase"] == b.meta["phase"]
+    ]
+
+
+def pairs_of_releases(program: Program) -> list[Place]:
+    return list(combinations(calls(ops.release)(program), 2))
+
+
+def last_result(kind: str) -> Places:
+    """The index of the last value of a list of the output node."""
+
+    def find(program: Program) -> list[Place]:
+        number = len(getattr(program.results(), kind))
+        return [number - 1] if number else []
+
+    return find
+
+
+def reduced_grads(program: Program) -> list[Place]:
+    """The indices of the gradients that are reduced."""
+    return [
+        index
+        for index, grad in enumerate(program.results().grads)
+        if isinstance(grad, fx.Node) and ops.is_reduced(grad)
+    ]
+
+
+def pairs_of_constants(program: Program) -> list[Place]:
+    constant = [index for index, entry in enumerate(program.buffers) if entry.constant]
+    return list(combinations(constant, 2))
+
+
+def draws_in_order(program: Program) -> list[Place]:
+    drawn = [node for node in draws(program) if node.target is aten.native_dropout.default]
+    return [(a, b) for a, b in pairwise(drawn) if a.meta["phase"] == b.meta["phase"]]
+
+
+def masks(program: Program) -> list[fx.Node]:
+    """The masks that dropouts drew."""
+    return [
+        user
+        for node in calls(aten.native_dropout.default)(program)
+        for user in node.users
+        if user.args[1] == 1
+    ]
+
+
+def recomputed_scales(program: Program) -> list[Place]:
+    """(dropout applied again in backward, index of its scale)."""
+    target = aten.native_dropout_backward.default
+    return [(node, 2) for node in calls(target)(program) if RECOMPUTED in node.meta]
+
+
+def is_recomputed(node: fx.Node) -> bool:
+    return RECOMPUTED in node.meta
+
+
+def noncommutative(program: Program) -> list[fx.Node]:
+    """Operators of two tensors of one shape, whose order matters."""
+    targets = (aten.sub.Tensor, aten.div.Tensor, aten.mm.default, aten.bmm.default)
+    return [
+        node
+        for node in calls(*targets)(program)
+        if all(isinstance(arg, fx.Node) for arg in node.args[:2])
+        and signature(node.args[0].meta["val"]) == signature(node.args[1].meta["val"])  # type: ignore[union-attr]
+    ]
+
+
+def bypassable(program: Program) -> list[fx.Node]:
+    """Operators whose first operand has the shape of the result, and other elements."""
+    copies = (aten.clone.default, aten.detach.default, aten.alias.default)
+    return [
+        node
+        for node in of_tensors(program)
+        if node.args
+        and isinstance(node.args[0], fx.Node)
+        and signature(node.args[0].meta["val"]) == signature(node.meta["val"])
+        and node.target not in copies
+        and not ops.has_effect(node)
+    ]
+
+
+_ATTENTION = (
+    aten._scaled_dot_product_flash_attention_for_cpu.default,
+    aten._scaled_dot_product_flash_attention_for_cpu_backward.default,
+)
+
+
+def attention_flags(program: Program) -> list[Place]:
+    return [(node, "is_causal") for node in calls(*_ATTENTION)(program)]
+
+
+def attention_dropout(program: Program) -> list[Place]:
+    return [(node, "dropout_p") for node in calls(*_ATTENTION)(program)]
+
+
+def picked(program: Program) -> list[fx.Node]:
+    """Nodes that pick one of several results of compute."""
+    return [
+        node
+        for node in program.nodes()
+        if node.target is operator.getitem and not ops.is_unpack(node) and node.users
+    ]
+
+
+def pure(program: Program) -> list[fx.Node]:
+    """Compute that is read and draws and writes nothing."""
+    return [
+        node
+        for node in of_tensors(program)
+        if node.users and not ops.has_effect(node) and "region" not in node.meta
+    ]
+
+
+def collectives_with_regions(program: Program) -> list[fx.Node]:
+    return [] if program.regions is None else calls(*ops.COLLECTIVES)(program)
+
+
+def size_reads(program: Program) -> list[Place]:
+    """(node that takes a size of a tensor, index of the dim)."""
+    return [(node, 1) for node in calls(aten.sym_size.int)(program) if node.args[1] in (0, 1)]
+
+
+def fixed_sizes(program: Program) -> list[Place]:
+    """(node, symbolic size that it reads)."""
+    return [
+        (user, node)
+        for node in program.nodes()
+        if isinstance(node.meta["val"], torch.SymInt)
+        for user in node.users
+        if ops.is_compute(user)
+    ]
