@@ -27,17 +27,19 @@ def padded(shape, *, left=False):
     return dict(zip(NAMES, (ids, mask.flip(1) if left else mask, ids.clone()), strict=True))
 
 
-def equal_losses_and_gradients(model, sharded, batch):
+def equal_losses_and_gradients(model, sharded, batch, rtol=0.0, atol=0.0):
     losses = []
     for one in (model, sharded):
         one.zero_grad()
         torch.manual_seed(3)
         losses.append(loss_of(one(**batch)))
         losses[-1].backward()
-    assert torch.equal(*losses)
+    torch.testing.assert_close(*reversed(losses), rtol=rtol, atol=atol)
     wanted = dict(model.named_parameters())
     for name, param in sharded.named_parameters():
-        assert torch.equal(param.grad, wanted[name].grad), name
+        torch.testing.assert_close(
+            param.grad, wanted[name].grad, rtol=rtol, atol=atol, msg=lambda text, n=name: n + text
+        )
 
 
 def slow(value):
@@ -55,7 +57,8 @@ def test_padded_batches_of_every_shape_share_one_program(name):
         equal_losses_and_gradients(model, sharded, padded(shape))
     unpadded = padded((3, 7))
     unpadded["attention_mask"].fill_(1)
-    equal_losses_and_gradients(model, sharded, unpadded)
+    # Without padding transformers passes no mask, and the kernel may round otherwise without one.
+    equal_losses_and_gradients(model, sharded, unpadded, rtol=1e-5, atol=1e-7)
     equal_losses_and_gradients(model, sharded, padded((2, 9), left=True))
     # T5 shifts its labels: of a length of 2 it copies 1, which torch tells from other sizes.
     assert len(sharded.programs) == (2 if name == "t5" else 1)

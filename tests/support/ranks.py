@@ -5,11 +5,9 @@ from __future__ import annotations
 import faulthandler
 import os
 import pickle
-import signal
 import tempfile
 import time
 import traceback
-import warnings
 from collections.abc import Callable
 from datetime import timedelta
 from multiprocessing import get_context
@@ -55,21 +53,13 @@ def run_ranks(
 ) -> list[Any]:
     """`function(rank, *args)` on every rank inside a Gloo group: the results in rank order.
 
-    A rank that wrote its result and then aborted while exiting (Gloo does at times, groups
-    destroyed or not) has succeeded. One that raised fails the test with its traceback; one that is
-    still running after `timeout` seconds is killed and fails it too, with the Python stacks it had
-    then; one that died, with the last it wrote to stderr. The failure that came first is told
-    first: those of other ranks mostly follow from it. Where that is a rank's abort (by SIGABRT,
-    from C++) all are run once more, with a warning. Ranks in `dying` may end without a result (None
-    then).
+    A rank that raised fails the test with its traceback; one that is still running after `timeout`
+    seconds is killed and fails it too, with the Python stacks it had then; one that a signal ended,
+    before or after it wrote its result, with the last it wrote to stderr. The failure that came
+    first is told first: those of other ranks mostly follow from it. Ranks in `dying` may end
+    without a result (None then).
     """
-    for again in (True, False):
-        results, errors, aborted = _once(function, world_size, args, timeout, group_timeout, dying)
-        if aborted and again:
-            # It was seen once, and not again in hundreds of runs: the warning tells what it was.
-            warnings.warn(f"ranks are run again: {errors}", stacklevel=2)
-            continue
-        break
+    results, errors = _once(function, world_size, args, timeout, group_timeout, dying)
     if errors:
         raise RankError(errors)
     return results
@@ -82,8 +72,8 @@ def _once(
     timeout: float,
     group_timeout: float,
     dying: frozenset[int],
-) -> tuple[list[Any], str, bool]:
-    """(Results in rank order, what failed if anything, whether a rank's abort came first)."""
+) -> tuple[list[Any], str]:
+    """(Results in rank order, what failed if anything)."""
     with tempfile.TemporaryDirectory() as directory:
         folder = Path(directory)
         dumps_at = time.time() + timeout
@@ -120,29 +110,26 @@ def _once(
 
 def _results(
     folder: Path, ranks: list[Any], hung: list[int], dying: frozenset[int], timeout: float
-) -> tuple[list[Any], str, bool]:
+) -> tuple[list[Any], str]:
     results: list[Any] = []
-    errors: list[tuple[float, str, bool]] = []  # when, what, whether it is an abort
+    errors: list[tuple[float, str]] = []  # when, and what
     for rank, process in enumerate(ranks):
         file, stderr = folder / f"result_{rank}", folder / f"stderr_{rank}"
-        if file.exists():
-            ok, value = pickle.loads(file.read_bytes())
-            results.append(value)
-            if not ok:
-                errors.append((file.stat().st_mtime, f"rank {rank} raised:\n{value}", False))
-        elif rank in dying:
-            results.append(None)
-        else:
-            how = f"rank {rank} ended with code {process.exitcode} and no result"
+        ended = file.exists()
+        ok, value = pickle.loads(file.read_bytes()) if ended else (True, None)
+        results.append(value)
+        if not ok:
+            errors.append((file.stat().st_mtime, f"rank {rank} raised:\n{value}"))
+        elif rank not in dying and not (ended and process.exitcode == 0):
+            how = f"rank {rank} ended with code {process.exitcode} and "
+            how += "a result" if ended else "no result"
             if rank in hung:
                 how = f"rank {rank} was still running after {timeout:g} s"
             said = stderr.read_text(errors="replace") if stderr.exists() else ""
             when = stderr.stat().st_mtime if said else float("inf")
-            aborted = process.exitcode == -signal.SIGABRT
-            errors.append((when, f"{how}\n{said[-_SAID:]}", aborted))
+            errors.append((when, f"{how}\n{said[-_SAID:]}"))
     errors.sort()
-    aborted_first = bool(errors) and errors[0][2]
-    return results, "\n".join(error for _, error, _ in errors), aborted_first
+    return results, "\n".join(error for _, error in errors)
 
 
 def _rank_main(
