@@ -65,6 +65,7 @@ def by_torch(monkeypatch, change=lambda graph, run: run) -> list[Any]:
     return made
 
 
+@pytest.mark.slow
 def test_trains_as_eager_and_draws_the_same_numbers():
     torch.manual_seed(0)
     model = TiedGPT(3)  # with dropout

@@ -45,6 +45,7 @@ def test_check_fails_where_losses_differ():
     assert "the losses are NOT the same" in output
 
 
+@pytest.mark.slow
 def test_inspect_plan_compares_policies(tmp_path):
     output = run(f"examples/inspect_plan.py --layers 2 --dump {tmp_path}")
     assert "sharding plan of GPT" in output

@@ -127,6 +127,7 @@ def small():
 """
 
 
+@pytest.mark.slow
 def test_the_command_compares_runs(tmp_path, monkeypatch, capsys):
     (tmp_path / "runs_factory.py").write_text(FACTORY)
     monkeypatch.chdir(tmp_path)

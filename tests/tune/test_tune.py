@@ -77,6 +77,7 @@ def test_it_is_as_good_as_the_best_of_a_grid(simulator, grid):
         before = winner.seconds
 
 
+@pytest.mark.slow
 def test_overlap_is_searched_together_with_recompute_budgets():
     fixed = {"units": BlockPolicy({"Block"}), "strategy": "FULL_SHARD", "reshard_root": False}
     fixed |= {"schedule": "auto", "reshard_after_forward": None}

@@ -98,6 +98,7 @@ def test_a_fixed_bound_of_small_units_stays_but_where_all_are_reduced_so():
     assert all((name == "NO_SHARD") == (bound == 0) for name, bound in bounds)
 
 
+@pytest.mark.slow
 def test_where_nothing_fits_it_says_what_would():
     least = min(entry.bytes for entry in tune(recompute={"Block"}).tried)
     with pytest.raises(PolicyError) as raised:
