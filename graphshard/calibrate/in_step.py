@@ -105,8 +105,8 @@ class TransformerStep:
         """`Hardware.in_step` by which the estimate on `hardware` takes `seconds` a step."""
         estimate = simulate(self.module, hardware=hardware, optimizer="none")
         measured = seconds - hardware.step_overhead
-        return max(measured / estimate.timeline.seconds, _LEAST) * hardware.in_step
+        return measured / estimate.timeline.seconds * hardware.in_step
 
 
-_LEAST = 0.5
+LEAST = 0.5
 """No step is twice as fast as its operators; a shorter one was measured wrongly."""

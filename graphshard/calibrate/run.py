@@ -15,7 +15,7 @@ import torch
 from torch import nn
 
 from graphshard.calibrate.bench import HostBench, bench_for
-from graphshard.calibrate.in_step import TransformerStep
+from graphshard.calibrate.in_step import LEAST, TransformerStep
 from graphshard.calibrate.measure import Effort, Stopwatch, Timing, Watch, measure
 from graphshard.calibrate.overhead import Calls, TinyStep
 from graphshard.calibrate.probes import SizedProbe, sized_probes
@@ -200,9 +200,19 @@ def calibrate(
     transformer = TransformerStep(group, bench.step_size(dtypes, share))
     (step,) = timed("operators within a step", [transformer], Watch(group.device))
     rows.append(Row(transformer.group, transformer.name, 1.0, step.seconds, step.spread))
-    hardware = hardware.with_(in_step=transformer.factor(step.seconds, hardware))
+    factor = transformer.factor(step.seconds, hardware)
+    hardware = hardware.with_(in_step=max(factor, LEAST))
     figures = group.all_gather_object(_rounded(hardware.to_dict()))[0]
-    return Calibration(Hardware(**figures), tuple(rows), tuple(bench.notes()))
+    return Calibration(Hardware(**figures), tuple(rows), (*bench.notes(), *_in_step_notes(factor)))
+
+
+def _in_step_notes(factor: float) -> list[str]:
+    if factor >= LEAST:
+        return []
+    return [
+        f"a transformer's step took {factor:.2f} of the time of its operators, which cannot be: "
+        f"in_step is held at {LEAST}; calibrate again on an idle machine"
+    ]
 
 
 _SPREAD = (0.93, 1.2)

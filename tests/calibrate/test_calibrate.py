@@ -15,6 +15,7 @@ from ranks import run_ranks
 from simulations import node_of
 
 import graphshard
+from graphshard.calibrate import run
 from graphshard.calibrate.in_step import StepSize, TransformerStep
 from graphshard.calibrate.measure import Effort, Timing, Watch, measure
 from graphshard.calibrate.probes import sized_probes
@@ -246,6 +247,13 @@ def test_the_factor_of_a_step_is_that_by_which_it_is_predicted():
         )
     assert longer > 1.9 * PLAIN.in_step
     assert found.step_seconds == pytest.approx(2 * seconds)
+
+
+def test_a_step_that_is_too_short_is_told():
+    assert run._in_step_notes(0.5) == []
+    (note,) = run._in_step_notes(0.3)
+    assert "took 0.30 of the time of its operators" in note
+    assert "in_step is held at 0.5" in note
 
 
 def calibrated(rank):
