@@ -104,8 +104,10 @@ def _entry(key: str, value: Any) -> TensorStorageMetadata | BytesStorageMetadata
         return BytesStorageMetadata()
     state = _state(value, _DESCRIPTIONS, "TensorStorageMetadata")
     properties = _made(state.get("properties"), _DESCRIPTIONS, "TensorProperties").state
-    if not isinstance(properties, tuple) or len(properties) != 5:
+    if not isinstance(properties, tuple) or len(properties) not in (5, 6):
         raise PickleError(f"{shown(key)} has no dtype")
+    if len(properties) == 6 and properties[5] is not None:  # strides as it was saved, in new torch
+        _size(properties[5], key)
     dtype = dtype_named(properties[0])
     if dtype is None:
         _refuse(properties[0], f"the dtype of {shown(key)}")

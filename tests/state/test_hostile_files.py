@@ -18,7 +18,7 @@ import pytest
 import torch
 from safetensors.torch import save_file
 from strangers import module_and_optimizer, write_ours, write_torch
-from torch.distributed.checkpoint.metadata import BytesStorageMetadata, Metadata
+from torch.distributed.checkpoint.metadata import BytesStorageMetadata, Metadata, TensorProperties
 
 from graphshard.cli.main import main
 from graphshard.errors import CheckpointError
@@ -230,6 +230,30 @@ def test_the_metadata_of_a_checkpoint_fit_each_other_and_the_files(
     module, optim = module_and_optimizer()
     with pytest.raises(CheckpointError, match=said if said[:5] != "holds" else "torch.int32"):
         module.load_checkpoint(tmp_path / "c", optim)
+
+
+def test_descriptions_of_tensors_may_hold_strides(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Torch 2.15 writes them; what is read lies as the chunks say."""
+    write_torch(tmp_path)
+    written = read_metadata(tmp_path / "c" / ".metadata", trust=False)
+    state = TensorProperties.__getstate__
+
+    def rewritten(strides: object) -> Path:
+        with monkeypatch.context() as patch:
+            patch.setattr(TensorProperties, "__getstate__", lambda p: (*state(p)[:5], strides))
+            patch.setattr(TensorProperties, "__setstate__", lambda p, s: setattr(p, "dtype", s[0]))
+            changed_metadata(tmp_path / "c", lambda m: None)
+        return tmp_path / "c" / ".metadata"
+
+    for strides in (None, (3, 1)):
+        assert read_metadata(rewritten(strides), trust=False) == written
+    module, optim = module_and_optimizer()
+    module.load_checkpoint(tmp_path / "c", optim)
+    for bad, said in (((-1, 2), "is no number of elements"), (["x"], "is no number"), (3, "int")):
+        with pytest.raises(CheckpointError, match=said):
+            read_metadata(rewritten(bad), trust=False)
 
 
 class Stranger:

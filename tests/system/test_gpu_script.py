@@ -295,10 +295,11 @@ def test_the_machine_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "NVIDIA H100")
     monkeypatch.setattr(torch.cuda.nccl, "version", lambda: (2, 28, 9))
+    monkeypatch.setattr(torch.version, "cuda", "13.0")
     monkeypatch.setattr(gpu_results, "driver", lambda: "580.65")
     said = gpu_results.heading(gpu_results.machine("cuda"))
     assert said.startswith("1 x NVIDIA H100, torch ")
-    assert said.endswith("driver 580.65, CUDA None, NCCL 2.28.9")
+    assert said.endswith("driver 580.65, CUDA 13.0, NCCL 2.28.9")
 
 
 def test_rivals_are_compared_like_with_like(
