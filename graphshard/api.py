@@ -310,8 +310,8 @@ def simulate(
             "none" for PYTORCH_NO_CUDA_MEMORY_CACHING=1, so that nothing is reserved but tensors.
         runtime: "graphshard", or "fsdp2" for torch's `fully_shard` under the same plan, which
             copies each gathered parameter out of a buffer.
-        leave_eager: FQNs of units that are not compiled, of a program with backend="inductor"; [""]
-            for a model that is compiled block by block.
+        leave_eager: FQNs of units and modules that are not compiled, of a program with
+            backend="inductor"; [""] for a model that is compiled block by block.
 
     Raises:
         CostError: there is no program to simulate, or an argument is unknown or has no effect.

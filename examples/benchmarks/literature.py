@@ -127,7 +127,7 @@ class Found:
 def found_of(run: Run, captured: Captured) -> Found:
     """Simulate `run` on its machine."""
     hardware = machine(run)
-    compiled = {"blocks": [""]}.get(run.compiled, [])
+    eager = {"blocks": [""], "model": ["loss"]}.get(run.compiled, [])
     plans = plans_of(run, captured)
     estimates: list[tuple[int, Estimate]] = [
         (
@@ -138,7 +138,7 @@ def found_of(run: Run, captured: Captured) -> Found:
                 optimizer=run.optimizer,
                 allocator=run.allocator,
                 runtime="fsdp2" if run.framework == "FSDP2" else "graphshard",
-                leave_eager=compiled,
+                leave_eager=eager,
             ),
         )
         for times, plan in plans

@@ -125,6 +125,17 @@ LOSSES: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
 }
 
 
+class Loss(nn.Module):
+    """A loss of `LOSSES`, as a module, so that its operators can be told from the model's."""
+
+    def __init__(self, kind: str) -> None:
+        super().__init__()
+        self.kind = kind
+
+    def forward(self, logits: Tensor, labels: Tensor) -> Tensor:
+        return LOSSES[self.kind](logits, labels)
+
+
 # -- Llama -----------------------------------------------------------------------------------------
 
 
@@ -249,7 +260,7 @@ class LlamaAttention(nn.Module):
             return self.q(x), self.k(x), self.v(x)
         keys = self.sizes.kv_heads * self.sizes.head
         parts = self.qkv(x).split((self.sizes.width, keys, keys), -1)
-        return tuple(part.contiguous() for part in parts)
+        return tuple(parts)
 
 
 class LlamaBlock(nn.Module):
@@ -287,6 +298,7 @@ class Llama(nn.Module):
         self.blocks = nn.ModuleList(LlamaBlock(sizes, how) for how in recompute)
         self.norm = sizes.norm_of()
         self.head = nn.Linear(sizes.width, sizes.vocabulary, bias=False)
+        self.loss = Loss(sizes.loss)
         angles = torch.zeros(length, sizes.head // 2, dtype=torch.complex64)
         self.register_buffer("angles", angles)  # complex, so that mixed precision leaves it
 
@@ -300,8 +312,8 @@ class Llama(nn.Module):
             logits = self.head(self.norm(x))
             if self.sizes.loss == "shifted":
                 logits = logits.float()
-            kept = (logits,) if self.sizes.keeps_logits else ()
-            return LOSSES[self.sizes.loss](logits, labels), *kept, *caches
+            kept = (logits.detach(),) if self.sizes.keeps_logits else ()
+            return self.loss(logits, labels), *kept, *(cache.detach() for cache in caches)
 
 
 # -- MPT and minGPT --------------------------------------------------------------------------------

@@ -46,7 +46,8 @@ class Run:
     "none", "blocks", "every 2nd block", "1/3 of blocks", "by operator" (torchtitan's policy), or
     "units". compiled: by torch.compile: "nothing", "blocks", "model" (without the loss), or
     "blocks and loss". allocator: PYTORCH_CUDA_ALLOC_CONF, where it was set. clips: gradients are
-    clipped by their norm. metrics: Composer takes cross entropy and perplexity of each micro-batch.
+    clipped by their norm. reshard_root: the root's parameters are freed after forward, too.
+    metrics: Composer takes cross entropy and perplexity of each micro-batch.
     """
 
     id: str
@@ -72,6 +73,7 @@ class Run:
     offload: str | None = None
     metrics: bool = False
     no_sync: bool = False
+    reshard_root: bool = False
     notes: str = ""
 
     @property
@@ -158,6 +160,7 @@ def policy_of(run: Run, block: str) -> graphshard.BlockPolicy:
         recompute="units" if run.recompute == "units" else None,
         offload=run.offload,
         forward_prefetch=1,
+        reshard_root=run.reshard_root,
     )
 
 

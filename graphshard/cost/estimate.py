@@ -306,7 +306,8 @@ def estimate_of(
         runner: the runtime, where it is not this library's.
 
     Raises:
-        CostError: the plan has no program, or the optimizer or backend is unknown.
+        CostError: the plan has no program, the optimizer or backend is unknown, or a name of
+            `runner.leave_eager` has no effect.
     """
     program = plan.program
     if program is None:
@@ -316,6 +317,7 @@ def estimate_of(
     backend = backend or hardware.process_group_backend
     if backend not in ("nccl", "gloo"):
         raise CostError(f'backend must be "nccl" or "gloo"; got {backend!r}')
+    runner.check(program)
     return Estimate(
         plan,
         program,

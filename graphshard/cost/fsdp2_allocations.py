@@ -6,7 +6,9 @@ reduced. Flat buffers of gathers and reduced gradients are allocated on streams 
 cached memory no other stream can use. A flat buffer of forward stays until the next unit's copies
 are made, one of backward until its own are; a buffer to reduce stays until the next reduce. The
 parameters of a unit are given back together, once its backward is done, and gradients keep their
-dtype until then.
+dtype until then. Where nothing is compiled, a selective checkpoint of the model keeps the result of
+each operator that its policy saves until the backward of the checkpointed call is over, whether
+backward reads it or not (`torch.utils.checkpoint`).
 """
 
 from __future__ import annotations
@@ -16,6 +18,7 @@ from itertools import zip_longest
 
 from torch import fx
 
+from graphshard.capture.annotation import KEEP, REGION
 from graphshard.cost.allocations import COMPUTE, Life, Request, lives, temporaries
 from graphshard.cost.fused_memory import leave_out_fused
 from graphshard.cost.memory import ACCUMULATED, BUFFERS, SHARD_GRADIENTS, buffers_of
@@ -27,6 +30,7 @@ from graphshard.program.storages import (
     FULL_GRADIENTS,
     PARAMETERS,
     Storage,
+    Storages,
     bytes_of,
     gathered_bytes,
     node_bytes,
@@ -40,11 +44,13 @@ REDUCES = "FSDP2's reduces"
 def fsdp2_lives(program: Program, leave_eager: Collection[str] = ()) -> Iterator[Life]:
     """What FSDP2 allocates in forward and backward of a step with the units of `program`.
 
-    The regions of the units `leave_eager` are not compiled.
+    The units and modules `leave_eager` are not compiled.
     """
     storages = storages_of(program)
     leave_out_fused(program, storages, leave_eager, split=False)
     place = storages.place
+    if program.regions is None:
+        _keep_for_checkpoints(program, storages)
     gathers = [node for node in program.nodes() if node.target is ops.all_gather]
     reduces = [node for node in program.nodes() if node.target in ops.REDUCES]
     waits = {gather: place[_wait(gather)] for gather in gathers}
@@ -70,6 +76,18 @@ def fsdp2_lives(program: Program, leave_eager: Collection[str] = ()) -> Iterator
     order.sort(key=lambda life: life.born)  # stable: what operators allocate comes first
     yield from order
     yield from temporaries(program)
+
+
+def _keep_for_checkpoints(program: Program, storages: Storages) -> None:
+    """Let what selective checkpoints of the model save live until their backward is over."""
+    ends: dict[object, int] = {}
+    for node in program.nodes():
+        if node.meta["phase"] != FORWARD and (calls := node.meta.get(REGION)):
+            ends[calls] = storages.place[node]
+    for node in program.nodes():
+        if node.meta["phase"] == FORWARD and node.meta.get(KEEP):
+            for storage in storages.of_node.get(node, ()):
+                storage.dies = max(storage.dies, ends.get(node.meta.get(REGION), 0))
 
 
 def _wait(collective: fx.Node) -> fx.Node:

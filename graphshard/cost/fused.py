@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import operator
 from collections.abc import Collection, Mapping
+from dataclasses import replace
 
 import torch
 from torch import Tensor, fx
@@ -28,7 +29,7 @@ _STREAMS = ("add",)
 def fused_costs(program: Program, leave_eager: Collection[str] = ()) -> Mapping[fx.Node, OpCost]:
     """The cost of each node in a region of `program`; a kernel's cost is at its last operator.
 
-    The regions of the units `leave_eager` are left out.
+    What `leave_eager` names is left out; see `is_left_eager`.
     """
     costs: dict[fx.Node, OpCost] = {}
     for region in compiled_regions(program, leave_eager):
@@ -40,11 +41,23 @@ def fused_costs(program: Program, leave_eager: Collection[str] = ()) -> Mapping[
 
 
 def compiled_regions(program: Program, leave_eager: Collection[str] = ()) -> list[Region]:
-    """The regions of `program` but those of the units `leave_eager`."""
+    """The regions of `program`, without the nodes that `leave_eager` names."""
     if program.regions is None:
         return []
-    regions = regions_in(program.graph)
-    return [r for r in regions if r.nodes[0].meta.get("unit", "") not in leave_eager]
+    regions = []
+    for region in regions_in(program.graph):
+        nodes = tuple(n for n in region.nodes if not is_left_eager(n, leave_eager))
+        if nodes:
+            regions.append(replace(region, nodes=nodes))
+    return regions
+
+
+def is_left_eager(node: fx.Node, names: Collection[str]) -> bool:
+    """Whether `node` belongs to a unit among `names`, or lies in a module among them."""
+    if node.meta.get("unit", "") in names:
+        return True
+    fqn = str(node.meta.get("fqn", ""))
+    return any(fqn == name or fqn.startswith(f"{name}.") for name in names if name)
 
 
 def kernels_of(region: Region) -> list[list[fx.Node]]:

@@ -40,7 +40,7 @@ def leave_out_fused(
     Args:
         program: a program, with or without regions.
         storages: those of `program`, which are changed.
-        leave_eager: FQNs of the units that are not compiled.
+        leave_eager: FQNs of the units and modules that are not compiled.
         split: whether forward and backward are compiled apart, as graphshard does; otherwise values
             may be computed again in backward.
     """

@@ -5,7 +5,10 @@ from __future__ import annotations
 from collections.abc import Collection
 from dataclasses import dataclass
 
+from graphshard.cost.fused import is_left_eager
 from graphshard.errors import CostError
+from graphshard.program.program import Program
+from graphshard.program.regions import regions_in
 
 RUNTIMES = ("graphshard", "fsdp2")
 """The runtimes that an estimate can be of."""
@@ -18,9 +21,9 @@ class Runner:
     Args:
         runtime: "graphshard", whose gathers write each parameter in place, or "fsdp2", torch's
             `fully_shard`, which gathers into one buffer and copies each parameter out of it.
-        leave_eager: FQNs of units whose compute is not compiled although the program has regions;
-            "" is the root. Models that are compiled block by block leave the root, with its norm,
-            head and loss, eager.
+        leave_eager: FQNs of units and modules whose compute is not compiled although the program
+            has regions; "" is the root unit. Models that are compiled block by block leave the
+            root, with its norm, head and loss, eager.
 
     Raises:
         CostError: the runtime is unknown, or `leave_eager` is a text.
@@ -38,10 +41,30 @@ class Runner:
         """The runner of the arguments of `graphshard.simulate`."""
         if isinstance(leave_eager, str):
             raise CostError(
-                f"leave_eager is a list of units; got {leave_eager!r}; write "
+                f"leave_eager is a list of units and modules; got {leave_eager!r}; write "
                 f"leave_eager=[{leave_eager!r}]"
             )
         return cls(runtime, frozenset(leave_eager))
+
+    def check(self, program: Program) -> None:
+        """Check that each name of `leave_eager` keeps something of `program` from being compiled.
+
+        Raises:
+            CostError: nothing is compiled, or nothing that is compiled belongs to a name.
+        """
+        if self.leave_eager and program.regions is None:
+            raise CostError(
+                "leave_eager has no effect where nothing is compiled; leave it out, or plan with "
+                'backend="inductor"'
+            )
+        if self.leave_eager:
+            nodes = [node for region in regions_in(program.graph) for node in region.nodes]
+            for name in sorted(self.leave_eager):
+                if not any(is_left_eager(node, [name]) for node in nodes):
+                    raise CostError(
+                        f"leave_eager names {name!r}, but nothing that is compiled belongs to a "
+                        "unit or module of that name"
+                    )
 
     @property
     def copies_gathers(self) -> bool:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from functools import cache
 
+import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
@@ -11,6 +12,7 @@ from torch import Tensor, nn
 import graphshard
 from graphshard.cost.estimate import Estimate
 from graphshard.cost.memory import memory_of
+from graphshard.errors import CostError
 from graphshard.planning.plan import ShardingPlan
 from graphshard.program.storages import AT_WORK, SAVED
 
@@ -27,6 +29,11 @@ class Layer(nn.Module):
         return x + F.gelu(self.linear(x))
 
 
+class Loss(nn.Module):
+    def forward(self, logits: Tensor, targets: Tensor) -> Tensor:
+        return F.cross_entropy(logits.float(), targets)
+
+
 class Model(nn.Module):
     """A head that is most of the memory, and a loss in float32."""
 
@@ -34,9 +41,10 @@ class Model(nn.Module):
         super().__init__()
         self.layers = nn.Sequential(Layer(), Layer())
         self.head = nn.Linear(WIDTH, VOCAB, bias=False)
+        self.loss = Loss()
 
     def forward(self, x: Tensor, targets: Tensor) -> Tensor:
-        return F.cross_entropy(self.head(self.layers(x)).float(), targets)
+        return self.loss(self.head(self.layers(x)), targets)
 
 
 @cache
@@ -94,6 +102,24 @@ def test_a_root_that_is_left_eager_holds_what_eager_does():
     found = estimate("inductor", runtime="fsdp2", leave_eager=[""])
     assert sizes(found) == sizes(estimate("eager"))
     assert found.peak_bytes == estimate("eager").peak_bytes
+
+
+def test_a_module_may_be_left_eager():
+    found = estimate("inductor", runtime="fsdp2", leave_eager=["loss"])
+    assert sizes(found) == sizes(estimate("eager"))
+    assert "not compiled: loss" in str(found)
+    one, both, parts = (
+        estimate("inductor", leave_eager=names).compute_seconds
+        for names in (["layers.1"], ["layers"], ["layers.0", "layers.1"])
+    )
+    assert estimate("inductor").compute_seconds < one < both == parts
+
+
+def test_a_name_without_effect_is_refused():
+    with pytest.raises(CostError, match="names 'layer', but nothing that is compiled belongs"):
+        estimate("inductor", leave_eager=["layer"])
+    with pytest.raises(CostError, match="no effect where nothing is compiled"):
+        estimate("eager", leave_eager=["loss"])
 
 
 def test_it_is_said():

@@ -373,5 +373,5 @@ def test_torchs_runtime_copies_what_it_gathers():
     assert copied.with_hardware(machine).compute_seconds == copied.compute_seconds
     with pytest.raises(CostError, match="runtime must be one of graphshard, fsdp2; got 'fsdp3'"):
         graphshard.simulate(plan, hardware=machine, runtime="fsdp3")
-    with pytest.raises(CostError, match="leave_eager is a list of units"):
+    with pytest.raises(CostError, match="leave_eager is a list of units and modules"):
         graphshard.simulate(plan, hardware=machine, leave_eager="blocks.0")
