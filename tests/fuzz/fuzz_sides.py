@@ -248,7 +248,9 @@ class Fsdp2(Side):
             for buffer in model.buffers():
                 if buffer.is_floating_point():
                     buffer.data = buffer.data.to(getattr(torch, buffers))
-        policy = MixedPrecisionPolicy(**dtypes_of(fields))
+        dtypes = dtypes_of(fields)
+        # Without a dtype of its own FSDP2 reduces in the parameters' from torch 2.15 on.
+        policy = MixedPrecisionPolicy(**{"reduce_dtype": dtypes.get("param_dtype"), **dtypes})
         for fqn in sorted(units, key=lambda fqn: -fqn.count(".") - bool(fqn)):
             fully_shard(model.get_submodule(fqn), mp_policy=policy)
         self.module = model
