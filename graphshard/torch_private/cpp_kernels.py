@@ -34,14 +34,14 @@ _ALONE = re.compile(r'(\s*(?:#include [^\n]*\n\s*)+extern "C"\s+void\s+kernel)\(
 
 
 _CALL = """
-static PyObject* graphshard_call_{number}(PyObject* args) {{
+static PyObject* graphshard_call_{number}({args} args) {{
     kernel_{number}({arguments});
     Py_RETURN_NONE;
 }}
 """
 
 
-_CHOICE = "static PyObject* (*const graphshard_calls[])(PyObject*) = {{{names}}};"
+_CHOICE = "static PyObject* (*const graphshard_calls[])({args}) = {{{names}}};"
 
 
 _ENTRY = "return graphshard_calls[parse_arg<int64_t>(args, 0)](args);"
@@ -154,7 +154,7 @@ class _DeferredKernel:
         try:
             self.function = self._single(*self.kernel).result()
         except Exception as error:  # whatever a compiler raises
-            self.error = error
+            self.error = error.with_traceback(None)  # whose frames hold what was compiled
             Kernels._failed = True
 
     def __call__(self, *args: Any) -> None:
@@ -197,6 +197,7 @@ def _start_compiling(batch: Sequence[_DeferredKernel]) -> Callable[[], Callable[
 
 def _log_failure(error: Exception) -> None:
     logger.info("graphshard compiles C++ kernels one by one: %s: %s", type(error).__name__, error)
+    error.__traceback__ = None  # Inductor keeps the error, and with that would keep these frames
 
 
 def join_sources(kernels: Sequence[Kernel], template: str) -> str:
@@ -206,18 +207,21 @@ def join_sources(kernels: Sequence[Kernel], template: str) -> str:
         kernels: each becomes `kernel_0`, `kernel_1` and so on.
         template: Inductor's template that binds a C++ function to Python.
     """
+    # From torch 2.15 on arguments come as an array, before as a tuple.
+    array = "PyObject* const* args" in template
+    kind_of_args = "PyObject* const*" if array else "PyObject*"
     parts = []
     calls = []
     for number, (argtypes, source) in enumerate(kernels):
         parts.append(_ALONE.sub(rf"\1_{number}(", source, count=1))
         types = (kind.replace("const ", "") for kind in argtypes)
         arguments = (f"parse_arg<{kind}>(args, {at})" for at, kind in enumerate(types, start=1))
-        calls.append(_CALL.format(number=number, arguments=", ".join(arguments)))
+        calls.append(_CALL.format(number=number, args=kind_of_args, arguments=", ".join(arguments)))
     names = ", ".join(f"graphshard_call_{number}" for number in range(len(kernels)))
     binding = template.format(
-        arg_len="PyTuple_GET_SIZE(args)",  # each has its own
+        arg_len="nargs" if array else "PyTuple_GET_SIZE(args)",  # each has its own
         call_entry_func=_ENTRY,
         entry_func="kernel",
-        extra_parse_arg="\n".join([*calls, _CHOICE.format(names=names)]),
+        extra_parse_arg="\n".join([*calls, _CHOICE.format(args=kind_of_args, names=names)]),
     )
     return "\n".join([*parts, binding])

@@ -66,7 +66,8 @@ def by_torch(monkeypatch, change=lambda graph, run: run) -> list[Any]:
 
 
 @pytest.mark.slow
-def test_trains_as_eager_and_draws_the_same_numbers():
+def test_trains_as_eager_and_draws_the_same_numbers(caplog):
+    caplog.set_level("INFO", "graphshard")
     torch.manual_seed(0)
     model = TiedGPT(3)  # with dropout
     expected, _ = trained(model, "eager")
@@ -77,6 +78,7 @@ def test_trains_as_eager_and_draws_the_same_numbers():
     assert not train.fell_back
     assert not evaluated.fell_back
     assert "graphshard_region_2(" in "".join(half.code for half in sharded.lowered)
+    assert "kernels one by one" not in caplog.text
 
 
 class Draws(nn.Module):
