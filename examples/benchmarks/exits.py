@@ -4,8 +4,10 @@
 
 Each trial is a process group over Gloo whose ranks compile a model, take a few steps, and end in a
 way drawn from `ENDS`: orderly or with everything alive, in the middle of a backward, after an error
-on one rank, with a background save under way. Ranks are forked from this process, which has
-imported what they need, and end as any Python process does: threads, destructors and all.
+on one rank, with a background save or dropped collectives under way. Half of the groups move data
+as groups of more than 8 ranks do, by Gloo's collectives and threads. Ranks are forked from this
+process, which has imported what they need, and end as any Python process does: threads, destructors
+and all.
 
 It prints how often each way ended with which exit codes, and for each rank that a signal ended the
 last lines of its stderr, with the stacks of `faulthandler`. It ends with 1 if there is one.
@@ -23,6 +25,7 @@ import sys
 import tempfile
 import time
 from collections import Counter
+from contextlib import suppress
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -32,6 +35,8 @@ import torch.distributed as dist
 from torch import nn
 
 import graphshard
+from graphshard.runtime import group as groups
+from graphshard.runtime.collectives import BoundCollective
 
 LIMIT = 90.0
 """Seconds after which a rank counts as hung."""
@@ -47,6 +52,7 @@ ENDS = (
     "one rank exits at once",
     "one rank is late",
     "two groups, one destroyed",
+    "collectives dropped in flight",
 )
 
 
@@ -59,6 +65,8 @@ def life(rank: int, ranks: int, end: str, seed: int, folder: str) -> None:
     timeout = timedelta(seconds=30)
     dist.init_process_group("gloo", store=store, rank=rank, world_size=ranks, timeout=timeout)
     drawn = random.Random(seed)
+    if drawn.random() < 0.5:
+        groups.MAX_RANKS = 1
     torch.manual_seed(seed)
     model = nn.Sequential(nn.Linear(16, 32), nn.Tanh(), nn.Linear(32, 16))
     prefetch = drawn.choice([None, 0, 2])
@@ -87,6 +95,10 @@ def end_like(end: str, rank: int, sharded: Any, optimizer: Any, folder: str) -> 
         dist.destroy_process_group(other)
     if end.endswith("between forward and backward"):
         return sharded(batch).sum()
+    if end == "collectives dropped in flight":
+        interrupt(late=rank == 0, seconds=random.random() / 10)
+        with suppress(InterruptedError, graphshard.CollectiveError):
+            sharded(batch)
     if end == "one rank is late" and rank == 0:
         time.sleep(0.5)
     if end.startswith(("one rank raises", "one rank exits")):
@@ -97,6 +109,23 @@ def end_like(end: str, rank: int, sharded: Any, optimizer: Any, folder: str) -> 
             raise ValueError("of the trial")
         loss.backward()
     return None
+
+
+def interrupt(late: bool, seconds: float) -> None:
+    """From now on launch after `seconds` if `late`; else raise before a wait, as a signal may."""
+    launch = BoundCollective.start
+
+    def start(self: BoundCollective, *args: Any) -> None:
+        time.sleep(seconds)
+        launch(self, *args)
+
+    def wait(self: BoundCollective, pending: Any) -> list[torch.Tensor]:
+        raise InterruptedError
+
+    if late:
+        BoundCollective.start = start  # type: ignore[method-assign]
+    else:
+        BoundCollective.wait = wait  # type: ignore[method-assign]
 
 
 def trial(ranks: int, end: str, seed: int) -> tuple[list[int], str] | None:

@@ -40,6 +40,7 @@ from graphshard.runtime.reports import (
     verdict_of,
 )
 from graphshard.runtime.tickets import Tickets
+from graphshard.runtime.whereabouts import connection_of
 
 logger = logging.getLogger("graphshard")
 
@@ -117,12 +118,13 @@ class Agreement:
         self.made_by = "rebind()"
         self.meetings: Meetings | None = None
         self._text = "calls a sharded module"
+        self._part = ""  # of the Store
         self._lost = False
         self._tickets: Tickets | None = None
         # With the "fake" backend there are no other ranks.
         if group.size > 1 and group.backend != "fake":
-            number = group.store.add(self._counter, 0) + 1
-            store = PrefixStore(f"graphshard/{number}", group.store)
+            self._part = f"graphshard/{group.store.add(self._counter, 0) + 1}"
+            store = PrefixStore(self._part, group.store)
             timeout = group.timeout.total_seconds()
             self.meetings = Meetings(store, group.rank, group.size, timeout)
             self.watch()
@@ -130,7 +132,9 @@ class Agreement:
     def watch(self) -> None:
         """Let others know where this rank is, if it does not move on."""
         if self.meetings is not None:
-            self.group.here.attach(self.meetings, meets=self.group.backend == "gloo")
+            group = self.group
+            writes = PrefixStore(self._part, connection_of(group.process_group, group.store))
+            group.here.attach(self.meetings, writes=writes, meets=group.backend == "gloo")
 
     @property
     def _counter(self) -> str:

@@ -22,7 +22,7 @@ from torch import Tensor
 from graphshard.errors import CollectiveError
 from graphshard.planning.layout import ParamLayout
 from graphshard.program.packing import packed
-from graphshard.runtime.gloo import alias_tensors, empty_aliases
+from graphshard.runtime.gloo import alias_tensors, empty_aliases, keep
 from graphshard.runtime.group import Group
 from graphshard.runtime.host_copies import Copy
 from graphshard.runtime.streams import Launched
@@ -138,12 +138,15 @@ class BoundCollective:
         Raises:
             CollectiveError: the call failed.
         """
-        if self.group.backend == "gloo":
+        by_gloo = self.group.backend == "gloo"
+        if by_gloo:
             args = tuple(alias_tensors(value, pending.aliases) for value in args)
         side_stream = self.group.side_stream
         try:
             if side_stream is None:
                 pending.works.append(launch(*args))
+                if by_gloo:
+                    keep(pending.works[-1])
             else:
                 pending.launched = side_stream.launch(_launch_and_wait, launch, args)
                 self.here.launched(self.at_wait, pending.launched.event)

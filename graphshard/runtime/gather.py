@@ -201,8 +201,9 @@ class AllGather(BoundCollective):
     def launch(
         self, pending: Pending, inputs: list[Tensor], outputs: list[Tensor], copies: _Copies
     ) -> None:
-        """Start one coalesced gather of `inputs`, of one dtype, behind what is left of `copies`."""
-        launch = coalesced(self.group.process_group, "allgather_into_tensor_coalesced")
+        """Start one gather of all `inputs`, of one dtype, behind what is left of `copies`."""
+        group = self.group
+        launch = coalesced(group.process_group, "allgather_into_tensor_coalesced", group.backend)
         if copies:
             launch = partial(copies.before, launch)
         if inputs[0].dtype not in MOVABLE:

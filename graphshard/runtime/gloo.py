@@ -7,6 +7,7 @@ gradients by such exchanges. See README.md.
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Iterator, Sequence
 from itertools import count
 from typing import Any
@@ -103,3 +104,21 @@ def empty_aliases(aliases: Sequence[Tensor]) -> None:
     """Point `aliases` at no storage, once the work that uses them is done."""
     for alias in aliases:
         alias.set_()  # type: ignore[call-overload]
+
+
+_kept: deque[Any] = deque(maxlen=256)
+"""Works of collectives to which Gloo's threads may still refer."""
+
+
+def keep(work: Any) -> None:
+    """Keep the work of a collective of Gloo's until it is done and another one is kept.
+
+    A thread of Gloo's lets go of the work some time after it is done. Where that is the last
+    reference to a tensor that Python has seen, the thread asks for Python's lock, and the end of
+    Python aborts the process meanwhile. See README.md. Works that cannot tell whether they are done
+    (of reduce_scatter, which Gloo makes of others) are kept until many have followed.
+    """
+    done = [each for each in _kept if each.is_completed()]
+    for each in done:
+        _kept.remove(each)
+    _kept.append(work)

@@ -187,7 +187,7 @@ class Group:
                 work.wait()
             return received.view(self.size, -1)
         # Not dist.all_gather_into_tensor: torch 2.13 renames it, and warns.
-        gather = coalesced(self.process_group, "allgather_into_tensor_coalesced")
+        gather = coalesced(self.process_group, "allgather_into_tensor_coalesced", self.backend)
         gather([received], [sent]).wait()
         return received.view(self.size, -1)
 

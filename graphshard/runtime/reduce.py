@@ -199,7 +199,8 @@ class ReduceScatterByReduce(ReduceScatter):
         """Start one coalesced reduce_scatter."""
         outputs = [s.new_empty(s.numel() // self.group.size) for s in sent]
         pending.buffers += outputs
-        launch = coalesced(self.group.process_group, "reduce_scatter_tensor_coalesced")
+        group = self.group
+        launch = coalesced(group.process_group, "reduce_scatter_tensor_coalesced", group.backend)
         self.start(pending, launch, outputs, sent, self.averaging[sent[0].dtype].options)
 
     def average(self, sent: Tensor, received: Tensor) -> Tensor:

@@ -31,6 +31,28 @@ _LOOKS = 4  # in that time
 _WARNS_AT = 0.5  # of the timeout
 _LAUNCHES = 1024  # on side streams, that are remembered
 _READERS = 8  # ranks that log where all others are: each reads a key of every rank
+_END = 10.0  # seconds that the end of Python waits for the thread
+
+_connections: weakref.WeakKeyDictionary[Any, Any] = weakref.WeakKeyDictionary()
+"""By process group, the thread's own connection to its Store."""
+
+
+def connection_of(process_group: Any, store: Any) -> Any:
+    """A connection of the watching thread's own, as a call that waits may hold the other.
+
+    It is made while all ranks are well. Once the rank that holds the Store is gone, torch tries for
+    twice the Store's timeout, and Python must not end as long as the thread is inside of torch.
+
+    Args:
+        process_group: the ranks; their modules share the connection.
+        store: the Store of the group.
+    """
+    if process_group not in _connections:
+        try:
+            _connections[process_group] = store.clone()
+        except (AttributeError, RuntimeError, NotImplementedError):  # not every Store can
+            _connections[process_group] = store
+    return _connections[process_group]
 
 
 @dataclass(frozen=True, eq=False)
@@ -71,17 +93,18 @@ class Whereabouts:
         self._warned = False
         self.looks_too: weakref.ref[Any] | None = None
 
-    def attach(self, meetings: Meetings, *, meets: bool = False) -> None:
+    def attach(self, meetings: Meetings, *, writes: Any = None, meets: bool = False) -> None:
         """Watch this rank from now on.
 
         Args:
             meetings: of the module's ranks, in their part of the Store.
+            writes: the same part by a connection for the watching thread; None: by the same one.
             meets: all ranks meet at the beginning of each turn.
         """
         self._store, self._rank, self._size = meetings.store, meetings.rank, meetings.size
         self._timeout = meetings.timeout
         self._meets = meets
-        self.line = _Line(meetings.store, _key(meetings.rank))
+        self.line = _Line(writes or meetings.store, _key(meetings.rank))
         _watch().add(self)
 
     @property
@@ -192,35 +215,22 @@ def _key(rank: int) -> str:
 
 
 class _Line:
-    """The line of this rank in the Store, written by the watching thread alone.
-
-    It has a connection of its own, as a call that waits may hold the other.
-    """
+    """The line of this rank in the Store, written by the watching thread alone."""
 
     def __init__(self, store: Any, key: str) -> None:
         self.told = False
         self._store, self._key = store, key
-        self._connection: Any = None
 
     def tell(self, text: str) -> None:
         with suppress(Exception):  # the Store may be gone, with the rank that held it
-            if self._connection is None:
-                self._connection = _cloned(self._store)
-            self._connection.set(self._key, text)
+            self._store.set(self._key, text)
             self.told = True
 
     def take_back(self) -> None:
         if self.told:
             self.told = False
             with suppress(Exception):
-                self._connection.delete_key(self._key)
-
-
-def _cloned(store: Any) -> Any:
-    try:
-        return store.clone()
-    except (AttributeError, RuntimeError, NotImplementedError):  # not every Store can
-        return store
+                self._store.delete_key(self._key)
 
 
 class _Watch:
@@ -243,11 +253,11 @@ class _Watch:
         self._wake.set()
 
     def stop(self) -> None:
-        """End the thread before the interpreter ends, and with it the Store."""
+        """End the thread before Python ends, which would abort with a thread inside of torch."""
         self._stop.set()
         self._wake.set()
         if self._thread is not None:
-            self._thread.join(timeout=2.0)
+            self._thread.join(_END)
 
     def _run(self) -> None:
         while not self._stop.is_set():

@@ -192,7 +192,7 @@ def gather_flat(group: Group, sent: Tensor, received: Tensor) -> None:
     if sent.numel() == 0:
         return
     if group.pairwise is None and group.backend != "gloo":
-        gather = coalesced(group.process_group, "allgather_into_tensor_coalesced")
+        gather = coalesced(group.process_group, "allgather_into_tensor_coalesced", group.backend)
         gather([movable(received).view(-1)], [movable(sent).view(-1)]).wait()
         return
     by_rank = movable(received).view(group.size, -1).unbind()

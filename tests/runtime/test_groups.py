@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import subprocess
 import sys
+from dataclasses import replace
 from datetime import timedelta
-from typing import Any
+from typing import Any, ClassVar
 from unittest import mock
 
 import pytest
@@ -17,6 +18,9 @@ from torch.distributed.device_mesh import DeviceMesh
 
 import graphshard
 from graphshard.errors import PolicyError
+from graphshard.planning.layout import ParamLayout
+from graphshard.runtime.collectives import Operand, wait
+from graphshard.runtime.gather import AllGather
 from graphshard.runtime.group import find_group, meeting_group, new_process_group
 from graphshard.torch_private import compat as torch_compat
 from graphshard.torch_private.coalesced import coalesced
@@ -120,16 +124,49 @@ def a_backend_without_coalesced_calls(rank: int) -> None:
     group = Wrapped(dist.group.WORLD)
     parts = [torch.full((n,), float(10 * n + rank)) for n in (2, 3)]
     full = [torch.empty(2 * n) for n in (2, 3)]
-    coalesced(group, "allgather_into_tensor_coalesced")(full, parts).wait()
+    coalesced(group, "allgather_into_tensor_coalesced", "nccl")(full, parts).wait()
     assert [t.tolist() for t in full] == [[20.0] * 2 + [21.0] * 2, [30.0] * 3 + [31.0] * 3]
     sums = [torch.empty(n) for n in (2, 3)]
-    coalesced(group, "reduce_scatter_tensor_coalesced")(sums, full).wait()
+    coalesced(group, "reduce_scatter_tensor_coalesced", "nccl")(sums, full).wait()
     assert [t.tolist() for t in sums] == [[40.0 + 2 * rank] * 2, [60.0 + 2 * rank] * 3]
+
+
+class Noting(Wrapped):
+    """A process group that notes which coalesced calls it gets."""
+
+    called: ClassVar[list[str]] = []
+
+    def __getattr__(self, name: str) -> Any:
+        if name.endswith("_coalesced"):
+            self.called.append(name)
+        return getattr(self._process_group, name)
+
+
+def gathers_of_gloo_in_flight(rank: int) -> None:
+    """Two coalesced gathers of Gloo's at once overwrite memory, so none is called."""
+    before = find_group(None, None)
+    group = replace(before, process_group=Noting(before.process_group), pairwise=None)
+    operands = [
+        Operand(ParamLayout(name, (name,), (4, 3), torch.float32, True, "shard", 2), torch.float32)
+        for name in ("p", "q")
+    ]
+    gather = AllGather(group, "a", "forward", operands)
+    parts = [[torch.full((2, 3), 10.0 * n + rank) for _ in operands] for n in range(2)]
+    pending = [gather(each) for each in parts]
+    assert group.gather_ints([rank, 7]) == [[0, 7], [1, 7]]
+    for n, each in enumerate(pending):
+        for full in wait(each):
+            assert full[:, 0].tolist() == [10.0 * n, 10.0 * n, 10.0 * n + 1, 10.0 * n + 1]
+    sums = [torch.empty(3)]
+    launch = coalesced(group.process_group, "reduce_scatter_tensor_coalesced", "gloo")
+    launch(sums, [torch.ones(6)]).wait()
+    assert Noting.called == ["reduce_scatter_tensor_coalesced"]
 
 
 test_on_two_ranks = on_ranks(
     [
         a_backend_without_coalesced_calls,
+        gathers_of_gloo_in_flight,
         equal_meshes_over_other_groups,
         smaller_groups_wait_as_long,
         nccl_would_wait_for_ranks_outside_of_a_mesh,

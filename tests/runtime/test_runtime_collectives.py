@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 import weakref
 from collections.abc import Callable
 from dataclasses import replace
@@ -17,6 +18,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from graphshard.errors import CollectiveError
 from graphshard.planning.layout import ParamLayout
 from graphshard.program import packing
+from graphshard.runtime import gloo
 from graphshard.runtime.collectives import BoundCollective, Operand, wait
 from graphshard.runtime.gather import AllGather, AllGatherInPlace, Gathered, LocalGather, free
 from graphshard.runtime.gloo_reduce import ReduceScatterByExchange, ReduceScatterByPairExchange
@@ -109,6 +111,37 @@ def nobody_waits_for(rank: int) -> None:
         gathered = wait(gather(parts))
         assert all(torch.equal(a, b) for a, b in zip(gathered, full, strict=True))
         assert kept() is None
+
+
+def dropped_works_are_kept(rank: int) -> None:
+    """A thread of Gloo's is not the last to refer to a tensor, whoever drops the rest and when."""
+    with mock.patch("graphshard.runtime.group.MAX_RANKS", 1):
+        group = find_group(None, None)
+    params = operands(group.size, torch.float32)
+    full = full_values(0, torch.float32)
+    parts = [padded_part(f, p.layout, rank) for f, p in zip(full, params, strict=True)]
+    gather = AllGather(group, "a", "forward", params)
+    meeting = dist.new_group()
+    if rank == 0:
+        dist.barrier(meeting)  # so the works of other ranks are in flight
+    pending = gather(parts)
+    buffer, works = weakref.ref(pending.buffers[0]), list(pending.works)
+    assert len(works) == 1
+    del pending
+    assert gloo._kept[-1] == works[0]
+    if rank != 0:
+        assert not works[0].is_completed()
+        dist.barrier(meeting)
+    wait(gather(parts))
+    while not all(work.is_completed() for work in works):
+        time.sleep(0.001)  # `wait` may return a moment before that
+    last = gather(parts)
+    assert gloo._kept[-1] == last.works[0]
+    assert works[0] not in gloo._kept
+    wait(last)
+    works.clear()
+    while buffer() is not None:
+        time.sleep(0.001)
 
 
 def gathers_into_place(rank: int) -> None:
@@ -234,6 +267,7 @@ ALONE = [
     by_the_backends_own,
     many_at_once_and_in_any_order,
     nobody_waits_for,
+    dropped_works_are_kept,
     gathers_into_place,
 ]
 
