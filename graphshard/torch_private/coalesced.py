@@ -43,9 +43,9 @@ def coalesced(process_group: Any, name: str, backend: str) -> Callable[..., Any]
         name: "allgather_into_tensor_coalesced" or "reduce_scatter_tensor_coalesced".
         backend: of `process_group` on the tensors' device.
     """
-    call = getattr(process_group, _ONE_BY_ONE[name])
 
     def one_by_one(outputs: list[Tensor], inputs: list[Tensor], *options: Any) -> Any:
+        call = getattr(process_group, _ONE_BY_ONE[name])
         works = [call(o, i, *options) for o, i in zip(outputs, inputs, strict=True)]
         works = [work for work in works if work is not None]
         return _Works(works) if works else None
