@@ -23,6 +23,7 @@ from graphshard.runtime.lowered import Bindings
 from graphshard.runtime.shards import Shard, distinct
 from graphshard.state.raw import Region
 from graphshard.torch_private import compat as torch_compat
+from graphshard.torch_private.full_tensors import full_tensor
 
 PIECE_BYTES = 32 * 1024 * 1024
 """Values are read and sent in pieces of about this many bytes, and of at least one row."""
@@ -169,16 +170,16 @@ def gather_full(tensor: Tensor, group: Group) -> Tensor:
     if tensor.numel() == 0 or not any(split):  # full_tensor() of one that is whole shares memory
         return local.clone()
     if tensor.dtype in MOVABLE:
-        return torch_compat.dtensor_like(tensor, local).full_tensor()
+        return full_tensor(torch_compat.dtensor_like(tensor, local))
     # Gather bytes, as a last dim, so that the other dims stay split as they are.
     size = tensor.itemsize
     shape = torch.Size((*tensor.shape, size))
     stride = tuple(prod(shape[d + 1 :]) for d in range(len(shape)))
     raw = local.contiguous().unsqueeze(-1).view(torch.uint8)
-    full = DTensor.from_local(
+    as_bytes = DTensor.from_local(
         raw, tensor.device_mesh, tensor.placements, run_check=False, shape=shape, stride=stride
-    ).full_tensor()
-    return full.view(tensor.dtype).squeeze(-1)
+    )
+    return full_tensor(as_bytes).view(tensor.dtype).squeeze(-1)
 
 
 def split_region(region: Region, itemsize: int) -> Iterator[Region]:

@@ -17,6 +17,7 @@ from torch.distributed.tensor import DTensor
 from graphshard.errors import PolicyError, RuntimeStateError
 from graphshard.runtime.shards import Shard
 from graphshard.torch_private import compat as torch_compat
+from graphshard.torch_private.full_tensors import full_tensor
 
 
 class FullParameters(dict[str, nn.Parameter]):
@@ -214,7 +215,7 @@ def _full(shard: Shard, tensor: Any) -> Tensor:
     """A copy of a DTensor, whole: gathered on the group's device, returned on the DTensor's."""
     local = torch_compat.local_tensor(tensor)
     there = torch_compat.dtensor_like(tensor, local.to(shard.group.device))
-    full = there.full_tensor().to(local.device)
+    full = full_tensor(there).to(local.device)
     # Where this rank has all rows they are the DTensor's own.
     shared = full.untyped_storage().data_ptr() == local.untyped_storage().data_ptr()
     return full.clone() if shared else full
