@@ -11,10 +11,10 @@ from torch import fx
 
 from graphshard.planning.plan import ShardingPlan
 from graphshard.program import ops
-from graphshard.program.aliases import bytes_text, derived_values, storage_root, unpacks
+from graphshard.program.aliases import bytes_text, derived_values, storage_root
 from graphshard.program.collective import operands_of
 from graphshard.program.edit import fake_as, fake_like, insert_node
-from graphshard.program.finite import is_floating, may_hold_infinities
+from graphshard.program.finite import final_gradients, is_floating, may_hold_infinities
 from graphshard.program.pass_protocol import Pass, Stage
 from graphshard.program.program import BACKWARD, FORWARD, RECOMPUTED, Program
 from graphshard.program.regions import picks_from, works
@@ -26,10 +26,11 @@ class CheckFinite(Pass):
 
     Checked are, in forward, the values that leave a stretch of a unit's compute or that the step
     returns, if they depend on a parameter; in backward, the gradients that leave a stretch, those
-    that enter a reduce or are accumulated, and those that come out of the last reduce. A value that
-    may hold -inf, such as a mask (see `graphshard.program.finite`), is checked for NaN and +inf.
-    Integers, and views of parameters, are not checked. A check stands between the compute of two
-    units or next to communication, so it divides no region.
+    that are accumulated, and those that come out of the last reduce. A gradient that enters a
+    reduce is not, since whatever is wrong with it comes out on some rank. A value that may hold
+    -inf, such as a mask (see `graphshard.program.finite`), is checked for NaN and +inf. Integers,
+    and views of parameters, are not checked. A check stands between the compute of two units or
+    next to communication, so it divides no region.
     """
 
     establishes: ClassVar[Stage] = Stage.CHECKED
@@ -114,16 +115,11 @@ class _Checks:
         return ends
 
     def add_reduce(self, reduce: fx.Node) -> None:
-        """Check the gradients that enter `reduce`, and those that leave it if no other follows."""
-        unit, operands = reduce.meta["unit"], operands_of(reduce)
-        if not any(map(ops.is_reduced, operands)):
-            self.insert(operands, unit, ops.GRADIENTS, reduce)
+        """Check the gradients that leave `reduce` if no other follows."""
+        unit = reduce.meta["unit"]
         if self.program.world_size == 1:
-            return
-        (wait,) = reduce.users
-        results = [_cast_of(node) for node in unpacks(wait)]
-        final = [node for node in results if not any(map(_takes_gradient, node.users))]
-        if final:
+            self.insert(operands_of(reduce), unit, ops.GRADIENTS, reduce)
+        elif final := final_gradients(reduce):
             self.insert(final, unit, ops.REDUCED, max(final).next)
 
     def add_accumulated(self) -> None:
@@ -191,16 +187,6 @@ def _leaving(program: Program, plan: ShardingPlan) -> list[fx.Node]:
         if leaves:
             leaving.append(node)
     return leaving
-
-
-def _takes_gradient(user: fx.Node) -> bool:
-    return user.target in ops.REDUCES or user.target is ops.accumulate_grad
-
-
-def _cast_of(node: fx.Node) -> fx.Node:
-    """The cast of a reduced gradient to its parameter's dtype; the gradient itself without one."""
-    casts = [user for user in node.users if user.target is ops.cast]
-    return casts[0] if casts else node
 
 
 def _number(values: Sequence[fx.Node]) -> torch.Tensor:

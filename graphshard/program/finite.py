@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, fx
 
 from graphshard.program import ops
-from graphshard.program.aliases import COPYING_OPS, is_view_op
+from graphshard.program.aliases import COPYING_OPS, is_view_op, unpacks
 from graphshard.program.program import Program
 
 _aten = torch.ops.aten
@@ -88,6 +88,24 @@ def values_of(check: fx.Node) -> list[fx.Node]:
     """The values that a `check_finite` or `report_finite` reads."""
     values: Any = check.args[0]
     return list(values)
+
+
+def final_gradients(reduce: fx.Node) -> list[fx.Node]:
+    """The results of a reduce over several ranks that enter no other reduce and no accumulation.
+
+    A result that is cast to its parameter's dtype is given as the cast.
+    """
+    results = [_cast_of(result) for wait in reduce.users for result in unpacks(wait)]
+    return [result for result in results if not any(map(_takes_gradient, result.users))]
+
+
+def _takes_gradient(user: fx.Node) -> bool:
+    return user.target in ops.REDUCES or user.target is ops.accumulate_grad
+
+
+def _cast_of(node: fx.Node) -> fx.Node:
+    casts = [user for user in node.users if user.target is ops.cast]
+    return casts[0] if casts else node
 
 
 def is_floating(val: Any) -> bool:

@@ -2,7 +2,8 @@
 
 Only a step whose report found something is run again, by all ranks alike. From the check that was
 not finite a search follows wrong operands upwards, to the first operator that made one from finite
-operands.
+operands. The rank whose shard of a reduced gradient is wrong need not be the rank that computed a
+wrong one, so each searches from the gradients that it gave to the reduce.
 """
 
 from __future__ import annotations
@@ -101,9 +102,16 @@ def overwritten_by(program: Program) -> list[int]:
 
 @dataclass(frozen=True)
 class Origin:
-    """The node of a program at which a value was wrong first, and what it says about itself."""
+    """The node of a program at which a value was wrong first on a rank.
+
+    Attributes:
+        node: its name.
+        of: what was checked there: "outputs", "gradients" or "reduced gradients".
+        text: what it says about itself.
+    """
 
     node: str
+    of: str
     text: str
 
 
@@ -145,7 +153,6 @@ def tell(
     program: Program,
     replay: Replay,
     found: Found,
-    grads: Sequence[Tensor | None],
     *,
     raises: bool,
 ) -> None:
@@ -156,7 +163,6 @@ def tell(
         program: its program; with another backward, if some outputs had no gradient.
         replay: what it takes to run the call again.
         found: by the report.
-        grads: the reduced gradients, one for each parameter of the program; none after a forward.
         raises: raise `NonFiniteError`; or else warn, and search only at a check's first time.
 
     Raises:
@@ -165,19 +171,19 @@ def tell(
     """
     group = step.bindings.group
     check = next(node for node in checks_of(program) if node.name == found.check)
-    mine: Origin | None = None
     told = step.bindings.reports.told
     search = raises or check.name not in told
     told.add(check.name)
-    if Check.of_node(check).of == ops.REDUCED:
-        mine = _wrong_grad(program, check, grads)
-    elif search:
+    of, ranks, origin = str(Check.of_node(check).of), found.ranks, None
+    if of == ops.REDUCED:
+        ranks = ()  # a search tells which gave it a wrong gradient
+    if search:
         # All ranks take part, since its collectives are run again.
         bad = _run_again(step, program, replay, forward_only=check.meta["phase"] == FORWARD)
-        mine = _origin(program, check, bad) if group.rank in found.ranks else None
-    origins = group.all_gather_object(mine)
-    origin = next((origins[rank] for rank in found.ranks if origins[rank] is not None), None)
-    lines = [_first(check, found, group.size)]
+        of, ranks, origin = _first_of(
+            group.all_gather_object(_origin(program, check, bad)), check, found
+        )
+    lines = [_first(check, of, ranks, group.size)]
     if origin is not None:
         lines.append(origin.text)
     elif search:
@@ -190,17 +196,34 @@ def tell(
         return
     lines.append(_advice(program))
     node = None if origin is None else origin.node
-    raise NonFiniteError(
-        "\n".join(lines), check.meta["unit"], check.meta["phase"], found.ranks, node
-    )
+    raise NonFiniteError("\n".join(lines), check.meta["unit"], check.meta["phase"], ranks, node)
 
 
-def _first(check: fx.Node, found: Found, size: int) -> str:
-    unit, ranks = check.meta["unit"], ", ".join(map(str, found.ranks))
+def _first_of(
+    origins: Sequence[Origin | None], check: fx.Node, found: Found
+) -> tuple[str, tuple[int, ...], Origin | None]:
+    """What was wrong first, on which ranks, and where it begins on the first of them.
+
+    Args:
+        origins: where a rank found a wrong value of `check`, or a gradient that made one.
+        check: the node.
+        found: what the report said of it.
+    """
+    of = str(Check.of_node(check).of)
+    begun = {rank: each for rank, each in enumerate(origins) if each is not None}
+    if of == ops.REDUCED:
+        given = {rank: each for rank, each in begun.items() if each.of == ops.GRADIENTS}
+        if given:
+            return ops.GRADIENTS, tuple(given), next(iter(given.values()))
+    return of, found.ranks, next((begun[rank] for rank in found.ranks if rank in begun), None)
+
+
+def _first(check: fx.Node, of: str, ranks: Sequence[int], size: int) -> str:
+    unit, phase = check.meta["unit"], check.meta["phase"]
     where = f"unit {unit!r}" if unit else "the root unit"
-    on = "on every rank" if len(found.ranks) == size else f"on rank {ranks} of {size}"
-    on = "" if size == 1 else f", {on}"
-    of, phase = Check.of_node(check).of, check.meta["phase"]
+    on = f", on rank {', '.join(map(str, ranks))} of {size}"
+    if len(ranks) in (0, size):
+        on = "" if len(ranks) < 2 else ", on every rank"
     return f"NaN or infinity came up first in the {of} of {where}, in {phase}{on}"
 
 
@@ -216,25 +239,6 @@ def _advice(program: Program) -> str:
         "this backward added nothing to .grad, so the batch can be skipped; "
         'check_finite="warn" goes on'
     )
-
-
-def _wrong_grad(program: Program, check: fx.Node, grads: Sequence[Tensor | None]) -> Origin | None:
-    """The first gradient that was finite on every rank before its reduce, and is not behind it."""
-    wrong = {
-        param.fqn: what
-        for param, grad in zip(program.params, grads, strict=False)
-        if grad is not None and (what := _what_is_wrong(grad, masked=False)) is not None
-    }
-    for value in values_of(check):
-        collective = ops.collective_of(ops.origin(value))
-        for name in params_of(collective):
-            if name in wrong:
-                text = (
-                    f"the reduced gradient of {name!r} has {wrong[name]}, though it was finite on "
-                    f"each rank: the sum over the ranks does not fit its dtype"
-                )
-                return Origin(collective.name, f"{text}\n  {_line_of(collective)}")
-    return None
 
 
 def _run_again(
@@ -274,9 +278,56 @@ def _run_again(
 
 
 def _origin(program: Program, check: fx.Node, bad: dict[str, str]) -> Origin | None:
+    """Where what is wrong with the values of `check` begins on this rank; None if nothing is.
+
+    Values that were reduced are right if the gradients are that this rank gave to the reduce, and
+    they fit their dtype.
+
+    Args:
+        program: of the check.
+        check: the node.
+        bad: by the name of a node, what is wrong with its value.
+    """
+    of = str(Check.of_node(check).of)
+    values = values_of(check)
+    if of == ops.REDUCED:
+        given = [grad for value in values for grad in _given(value)]
+        return _beginning(program, given, ops.GRADIENTS, bad) or _overflow(values, bad)
+    return _beginning(program, values, of, bad)
+
+
+def _given(value: fx.Node) -> list[fx.Node]:
+    """The gradients that a rank gave to the reduces that the reduced `value` comes out of."""
+    if not ops.is_reduced(value):
+        return [value]
+    node = ops.origin(value)
+    given = []
+    for piece in ops.joined(node) or [node]:
+        given += _given(_operand(piece))
+    return given
+
+
+def _overflow(values: Sequence[fx.Node], bad: dict[str, str]) -> Origin | None:
+    """The first reduce whose sum is wrong, of operands that are right on every rank."""
+    value = next((value for value in values if value.name in bad), None)
+    if value is None:
+        return None
+    node = ops.origin(value)
+    node = next(iter(ops.joined(node)), node)
+    collective, name = ops.collective_of(node), _param(node)
+    text = (
+        f"the reduced gradient of {name!r} has {bad[value.name]}, though it was finite on each "
+        f"rank: the sum over the ranks does not fit its dtype\n  {_line_of(collective)}"
+    )
+    return Origin(collective.name, ops.REDUCED, text)
+
+
+def _beginning(
+    program: Program, values: Sequence[fx.Node], of: str, bad: dict[str, str]
+) -> Origin | None:
     """The first node, in order, that gave a wrong value from operands that were right."""
     by_name = {node.name: node for node in program.graph.nodes}
-    reached = {value.name for value in values_of(check) if value.name in bad}
+    reached = {value.name for value in values if value.name in bad}
     stack = list(reached)
     begins: set[str] = set()
     while stack:
@@ -289,7 +340,19 @@ def _origin(program: Program, check: fx.Node, bad: dict[str, str]) -> Origin | N
     first = next((node for node in program.graph.nodes if node.name in begins), None)
     if first is None:
         return None
-    return Origin(first.name, f"it begins in {_told(program, first, bad[first.name])}")
+    return Origin(first.name, of, f"it begins in {_told(program, first, bad[first.name])}")
+
+
+def _operand(result: fx.Node) -> fx.Node:
+    """The operand of a collective that `result` was picked for."""
+    place: Any = result.args[1]
+    return operands_of(ops.collective_of(result))[place]
+
+
+def _param(result: fx.Node) -> str:
+    """The parameter that `result` of a collective belongs to."""
+    place: Any = result.args[1]
+    return params_of(ops.collective_of(result))[place]
 
 
 def _operands(node: fx.Node) -> list[fx.Node]:
@@ -297,10 +360,9 @@ def _operands(node: fx.Node) -> list[fx.Node]:
     operands: list[fx.Node] = []
     stack = list(node.all_input_nodes)
     if ops.is_unpack(node):
-        collective = ops.collective_of(node)
-        if collective.target is ops.all_gather:
+        if ops.collective_of(node).target is ops.all_gather:
             return []  # the parameter itself is wrong
-        stack = [operands_of(collective)[node.args[1]]]  # type: ignore[index]
+        stack = [_operand(node)]
     for value in stack:  # grows while it is walked
         if isinstance(value.meta.get("val"), Tensor):
             operands.append(value)
@@ -311,9 +373,7 @@ def _operands(node: fx.Node) -> list[fx.Node]:
 
 def _told(program: Program, node: fx.Node, what: str) -> str:
     if ops.is_unpack(node):
-        collective = ops.collective_of(node)
-        name = params_of(collective)[node.args[1]]  # type: ignore[index]
-        return f"the parameter {name!r} itself, which has {what}"
+        return f"the parameter {_param(node)!r} itself, which has {what}"
     ends: list[tuple[str, str, fx.Node | None]] = [
         *(("parameter", p.fqn, p.node) for p in program.params),
         *(("buffer", b.fqn, b.node) for b in program.buffers),

@@ -385,12 +385,12 @@ class _Call:
                 saved += tangents
                 grads, input_grads = backward.run(saved)
         accumulated.remove_pending(self)
-        self._tell_found(step.backward_program(tangents), grads)
+        self._tell_found(step.backward_program(tangents))
         if sets_grads:
             step.add_to_grads(grads)
         return [input_grads[i] for i in step.inputs_to_grad]
 
-    def _tell_found(self, program: Program, grads: Sequence[Tensor | None] = ()) -> None:
+    def _tell_found(self, program: Program) -> None:
         """Raise or warn, as the policy says, if the report of `program` found something.
 
         Raises:
@@ -400,7 +400,7 @@ class _Call:
         found = step.bindings.reports.take()
         if found is not None and replay is not None:
             with _no_autocast(step.bindings.group.device):
-                tell(step, program, replay, found, grads, raises=step.on_non_finite == "error")
+                tell(step, program, replay, found, raises=step.on_non_finite == "error")
 
 
 class _StepFunction(torch.autograd.Function):

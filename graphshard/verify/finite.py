@@ -6,7 +6,7 @@ from torch import fx
 
 from graphshard.program import ops
 from graphshard.program.collective import operands_of
-from graphshard.program.finite import Check, is_floating, values_of
+from graphshard.program.finite import Check, final_gradients, is_floating, values_of
 from graphshard.program.pass_protocol import Stage
 from graphshard.program.program import BACKWARD, FORWARD
 from graphshard.program.storages import END
@@ -18,7 +18,7 @@ _PHASES = {ops.OUTPUTS: FORWARD, ops.GRADIENTS: BACKWARD, ops.REDUCED: BACKWARD}
 def check_checks(facts: Facts) -> None:
     """A check reads floating-point tensors; one report, the last node, reads each check once.
 
-    From `Stage.CHECKED` on, if the policy asks for checks, one reads every gradient before its
+    From `Stage.CHECKED` on, if the policy asks for checks, one reads every gradient behind its last
     reduce, or before it is accumulated.
     """
     checks = [node for node in facts.nodes if node.target is ops.check_finite]
@@ -63,12 +63,15 @@ def _check_gradients(facts: Facts, checks: list[fx.Node]) -> None:
         for value in values_of(check):
             first.setdefault(value, facts.place[check])
     for node in facts.nodes:
-        if node.target in ops.REDUCES:
-            grads = [grad for grad in operands_of(node) if not ops.is_reduced(grad)]
-        elif node.target is ops.accumulate_grad:
-            grads = node.all_input_nodes
+        place = facts.place[node]
+        if node.target is ops.accumulate_grad:
+            grads, when = node.all_input_nodes, "before it is accumulated"
+        elif node.target in ops.REDUCES and facts.program.world_size == 1:
+            grads, when = operands_of(node), "before it"
+        elif node.target in ops.REDUCES:
+            grads, when, place = final_gradients(node), "behind it", END - 1
         else:
             continue
         for grad in grads:
-            if is_floating(grad.meta["val"]) and first.get(grad, END) > facts.place[node]:
-                facts.fail("checks", node, f"no check reads %{grad.name} before it")
+            if is_floating(grad.meta["val"]) and first.get(grad, END) > place:
+                facts.fail("checks", node, f"no check reads %{grad.name} {when}")

@@ -9,6 +9,7 @@ import pytest
 import torch
 from ranks import error_of, on_ranks
 from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
 from torch.nn import functional as F
 
 import graphshard
@@ -187,6 +188,79 @@ def sums_overflow(rank: int) -> None:
     sharded(torch.full((1,), 2.0)).backward()
 
 
+class Distance(nn.Module):
+    """The gradient of `weight` is NaN where it equals `x`: infinity times 0."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(4, 3))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return (self.weight - x).abs().sqrt().sum()
+
+
+class Distances(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.parts = nn.ModuleList([Distance() for _ in range(3)])
+
+    def forward(self, xs: Tensor) -> Tensor:
+        return sum(part(x) for part, x in zip(self.parts, xs, strict=True))  # type: ignore[return-value]
+
+
+def wrong_gradient(rank: int, **fields: Any) -> None:
+    """Only one rank computes a wrong gradient, and others hold it once it is reduced."""
+    mesh = fields.pop("mesh", None)
+    policy = BlockPolicy({Distance}, **{"check_finite": "error"} | fields)
+    sharded = graphshard.compile(Distances(), policy, mesh=mesh)
+    bad = torch.distributed.get_world_size() - 1
+    xs = torch.zeros(3, 4, 3)
+    sharded(xs).backward()
+    if rank == bad:
+        xs[1, 0] = 1.0  # of the first rank's shard
+    if policy.check_finite == "warn":
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            for _ in range(2):
+                sharded(xs).backward()
+        first, second = (str(w.message) for w in caught if w.category is NonFiniteWarning)
+        assert f"in the gradients of unit 'parts.1', in backward, on rank {bad} of " in first
+        assert second.endswith("in the reduced gradients of unit 'parts.1', in backward")
+        return
+    with pytest.raises(NonFiniteError) as caught:
+        sharded(xs).backward()
+    assert (caught.value.unit, caught.value.ranks) == ("parts.1", (bad,)), fields
+    assert "in the gradients of unit 'parts.1', in backward" in str(caught.value), fields
+    assert "inf in 3 of 12 elements from finite operands" in str(caught.value), fields
+    assert "return (self.weight - x).abs().sqrt().sum()" in str(caught.value), fields
+    xs[1, 0] = 0.0
+    sharded(xs).backward()
+
+
+GRADIENT_OPTIONS: list[dict[str, Any]] = [
+    {},
+    {"strategy": "NO_SHARD"},
+    {"strategy": "SHARD_GRAD_OP"},
+    {"all_reduce_below": 1 << 20},
+    {"schedule": "overlap"},
+    {"mixed_precision": MixedPrecision(torch.bfloat16, reduce_dtype=torch.float32)},
+    {"check_finite": "warn"},
+]
+
+
+def wrong_gradients(rank: int) -> None:
+    for fields in GRADIENT_OPTIONS:
+        wrong_gradient(rank, **fields)
+
+
+def wrong_gradients_of_replicas(rank: int) -> None:
+    wrong_gradient(
+        rank,
+        strategy="HYBRID_SHARD",
+        mesh=init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard")),
+    )
+
+
 def in_backward(rank: int) -> None:
     """A gradient that overflows on one rank is told with the line of its forward."""
     sharded = sharded_of()
@@ -260,6 +334,7 @@ def masks_may_hold_infinities(rank: int) -> None:
 ON_TWO = [
     one_rank_fails_all,
     sums_overflow,
+    wrong_gradients,
     masks_may_hold_infinities,
 ]
 
@@ -274,4 +349,5 @@ ON_TWO_SLOWLY = [
 ]
 
 test_on_two_ranks = on_ranks(ON_TWO, 2)
+test_on_four_ranks = pytest.mark.slow(on_ranks([wrong_gradients_of_replicas], 4))
 test_more_on_two_ranks = pytest.mark.slow(on_ranks(ON_TWO_SLOWLY, 2, timeout=300.0))
