@@ -17,6 +17,9 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from torch.distributed.tensor import DTensor
+
+from graphshard.torch_private.full_tensors import full_tensor
 
 Check = Callable[[int], None]
 
@@ -150,6 +153,7 @@ def _rank_main(
     faulthandler.dump_traceback_later(max(0.1, deadline - time.time()))
     os.environ.update(RANK=str(rank), WORLD_SIZE=str(world_size), LOCAL_RANK=str(rank))
     torch.set_num_threads(1)
+    _gather_without_torch()
     try:
         dist.init_process_group(
             "gloo",
@@ -167,6 +171,26 @@ def _rank_main(
     if outcome[0]:
         _leave_together(folder, world_size)
     os._exit(0)
+
+
+def _gather_without_torch() -> None:
+    """Make `DTensor.full_tensor()` of this rank graphshard's, which does not abort over Gloo.
+
+    torch's gathers by a coalesced call, whose end may overwrite the memory of the next one.
+    """
+    torch_does, within = DTensor.full_tensor, False
+
+    def gathered(dtensor: Any, **options: Any) -> torch.Tensor:
+        nonlocal within
+        if options or within:
+            return torch_does(dtensor, **options)
+        within = True
+        try:
+            return full_tensor(dtensor)
+        finally:
+            within = False
+
+    DTensor.full_tensor = gathered  # type: ignore[method-assign]
 
 
 def _leave_together(folder: Path, world_size: int) -> None:

@@ -37,8 +37,10 @@ def as_torch_makes_it(rank: int) -> None:
             split = distribute_tensor(tensor, mesh, [placement])
             with mock.patch.object(DTensor, "full_tensor", side_effect=AssertionError):
                 whole = full_tensor(split)
+            by_torch = split.redistribute(mesh, [Replicate()]).to_local()
             assert torch.equal(whole, tensor)
-            assert whole.stride() == split.full_tensor().stride() == tensor.stride()
+            assert torch.equal(by_torch, tensor)
+            assert whole.stride() == by_torch.stride() == tensor.stride()
             assert whole.untyped_storage().nbytes() == tensor.nbytes
 
 
@@ -46,7 +48,7 @@ def by_torch_where_it_is_not_split_once(rank: int) -> None:
     mesh = init_device_mesh("cpu", (2,))
     for placement in (Replicate(), Partial()):
         one = DTensor.from_local(torch.ones(3), mesh, [placement], run_check=False)
-        assert torch.equal(full_tensor(one), one.full_tensor())
+        assert torch.equal(full_tensor(one), one.redistribute(mesh, [Replicate()]).to_local())
     empty = distribute_tensor(torch.empty(0, 3), mesh, [Shard(0)])
     assert full_tensor(empty).shape == (0, 3)
 
