@@ -15,6 +15,7 @@ from graphshard.capture.traced_module import MAIN_ENTRY
 from graphshard.errors import RuntimeStateError
 from graphshard.inspect.dump import dump_programs
 from graphshard.module.calls import CallMethods
+from graphshard.module.copying import groups_like, model_like, remember, take_over
 from graphshard.module.internals import _State
 from graphshard.module.meta_model import meta_model_of
 from graphshard.module.model_attributes import (
@@ -32,7 +33,8 @@ from graphshard.program.pass_protocol import PassLike
 from graphshard.program.program import Program
 from graphshard.progress import Stages
 from graphshard.runtime.agreement import Agreement
-from graphshard.runtime.group import Group
+from graphshard.runtime.collective_memory import pool_of
+from graphshard.runtime.group import Group, meeting_group
 from graphshard.runtime.lowered import Bindings
 from graphshard.runtime.resident import make_shards, watch_state_dicts
 from graphshard.state.load import take_model_values
@@ -180,10 +182,37 @@ class ShardedModule(StateMethods, TrainingMethods, CallMethods):
         return False
 
     def __deepcopy__(self, memo: dict[int, Any]) -> ShardedModule:
-        raise RuntimeStateError(
-            "a sharded module cannot be copied; compile a copy of the model and load this one's "
-            "state_dict() into it"
-        )
+        """A sharded module of its own with the values of this one; every rank must copy it.
+
+        It has the same plan, mesh and passes, the flags `training` and `requires_grad`, and hooks
+        of the whole module, and captures programs when it is called. As in any copy by torch,
+        parameters have no gradients and no hooks.
+
+        Raises:
+            RuntimeStateError: parameters have no values yet, or are gathered for the model's code.
+            FingerprintError: another rank makes another call.
+            CollectiveError: another rank failed, or made no copy.
+        """
+        state = self._graphshard
+        old, plan = state.bindings.group, state.bindings.plan
+        agreement = Agreement(meeting_group(old.mesh, old.device))
+        agreement.made_by = "copy.deepcopy() of a sharded module"
+        with agreement.call(agreement.made_by):
+            with agreement.part() as part:
+                state.refuse_lent()
+                state.require_values(self)
+                part.same += plan.lines()
+            agreement.join()
+            agreement.group = group = groups_like(old, agreement.group)
+            with agreement.part():
+                group.shard.memory = pool_of(group, plan.policy.collective_memory)
+                programs = state.programs
+                passes, dynamic = programs.passes, programs.sizes.dynamic
+                model = model_like(self, state)
+                twin = ShardedModule(model, plan, group, passes, dynamic, agreement)
+                take_over(twin, twin._graphshard, self, state)
+                remember(memo, twin, self)
+        return twin
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         raise RuntimeStateError(
