@@ -282,6 +282,7 @@ def simulate(
     allocator: str = "",
     runtime: str = "graphshard",
     leave_eager: Collection[str] = (),
+    holds_outputs: bool = False,
 ) -> Estimate:
     """Estimate time and memory of a training step, without process group or cluster.
 
@@ -312,6 +313,8 @@ def simulate(
             copies each gathered parameter out of a buffer.
         leave_eager: FQNs of units and modules that are not compiled, of a program with
             backend="inductor"; [""] for a model that is compiled block by block.
+        holds_outputs: the training loop's variables hold what a call returned until the next call
+            returns, as in `outputs = model(**batch)`; so forward holds the outputs of two calls.
 
     Raises:
         CostError: there is no program to simulate, or an argument is unknown or has no effect.
@@ -342,7 +345,7 @@ def simulate(
         backend=backend,
         tf32=tf32,
         allocator=allocator_settings(allocator),
-        runner=Runner.of(runtime, leave_eager),
+        runner=Runner.of(runtime, leave_eager, holds_outputs),
     )
 
 

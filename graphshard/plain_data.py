@@ -218,6 +218,13 @@ def _values(data: Any) -> Iterator[tuple[_Where, Any, int]]:
             pending += [((index, where), inner, depth + 1) for index, inner in enumerate(value)]
 
 
+def is_number(value: object) -> bool:
+    """Whether `value` is a finite float, or an integer of 64 bits; bools are no numbers."""
+    if isinstance(value, bool) or not isinstance(value, int | float):
+        return False
+    return isfinite(value) if isinstance(value, float) else abs(value) < _GREATEST
+
+
 def _require_number(number: int | float, where: _Where) -> None:
     if isinstance(number, int):
         if abs(number) >= _GREATEST:

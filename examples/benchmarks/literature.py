@@ -139,6 +139,7 @@ def found_of(run: Run, captured: Captured) -> Found:
                 allocator=run.allocator,
                 runtime="fsdp2" if run.framework == "FSDP2" else "graphshard",
                 leave_eager=eager,
+                holds_outputs=run.holds_outputs,
             ),
         )
         for times, plan in plans

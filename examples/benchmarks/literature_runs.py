@@ -47,7 +47,8 @@ class Run:
     "units". compiled: by torch.compile: "nothing", "blocks", "model" (without the loss), or
     "blocks and loss". allocator: PYTORCH_CUDA_ALLOC_CONF, where it was set. clips: gradients are
     clipped by their norm. reshard_root: the root's parameters are freed after forward, too.
-    metrics: Composer takes cross entropy and perplexity of each micro-batch.
+    metrics: Composer takes cross entropy and perplexity of each micro-batch. holds_outputs: the
+    loop's variable holds what the model returned, its loss included, during the next forward.
     """
 
     id: str
@@ -73,6 +74,7 @@ class Run:
     offload: str | None = None
     metrics: bool = False
     no_sync: bool = False
+    holds_outputs: bool = False
     reshard_root: bool = False
     notes: str = ""
 

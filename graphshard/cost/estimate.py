@@ -134,7 +134,7 @@ class Estimate:
             return None
         copies = self.runner.copies_gathers
         own = lives_of(self.program, self.memory.storages)
-        lives = fsdp2_lives(self.program, self.runner.leave_eager) if copies else own
+        lives = fsdp2_lives(self.program, self.runner) if copies else own
         requests = requests_of(self.program, self.plan, self.optimizer, lives)
         overheads = self.overheads
         capacity = self.hardware.memory_bytes - overheads.driver - overheads.outside

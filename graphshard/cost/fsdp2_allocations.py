@@ -13,7 +13,7 @@ backward reads it or not (`torch.utils.checkpoint`).
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from itertools import zip_longest
 
 from torch import fx
@@ -21,7 +21,9 @@ from torch import fx
 from graphshard.capture.annotation import KEEP, REGION
 from graphshard.cost.allocations import COMPUTE, Life, Request, lives, temporaries
 from graphshard.cost.fused_memory import leave_out_fused
+from graphshard.cost.held_outputs import hold_outputs
 from graphshard.cost.memory import ACCUMULATED, BUFFERS, SHARD_GRADIENTS, buffers_of
+from graphshard.cost.runner import OWN, Runner
 from graphshard.program import ops
 from graphshard.program.collective import operands_of, wait_of
 from graphshard.program.program import FORWARD, Program
@@ -41,13 +43,14 @@ GATHERS = "FSDP2's gathers"
 REDUCES = "FSDP2's reduces"
 
 
-def fsdp2_lives(program: Program, leave_eager: Collection[str] = ()) -> Iterator[Life]:
+def fsdp2_lives(program: Program, runner: Runner = OWN) -> Iterator[Life]:
     """What FSDP2 allocates in forward and backward of a step with the units of `program`.
 
-    The units and modules `leave_eager` are not compiled.
+    `runner` says what is not compiled, and whether outputs are held.
     """
     storages = storages_of(program)
-    leave_out_fused(program, storages, leave_eager, split=False)
+    leave_out_fused(program, storages, runner.leave_eager, split=False)
+    held = hold_outputs(program, storages) if runner.holds_outputs else []
     place = storages.place
     if program.regions is None:
         _keep_for_checkpoints(program, storages)
@@ -56,7 +59,7 @@ def fsdp2_lives(program: Program, leave_eager: Collection[str] = ()) -> Iterator
     waits = {gather: place[_wait(gather)] for gather in gathers}
     sent, dropped = _gradients(reduces, storages.of_node, place)
     order: list[Life] = []
-    for storage in storages.all:
+    for storage in (*held, *storages.all):
         if storage.node.target is ops.all_gather or storage.node.target is ops.wait:
             continue  # below
         if id(storage) in dropped:

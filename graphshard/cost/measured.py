@@ -15,11 +15,11 @@ from collections import defaultdict
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from itertools import islice
-from math import isfinite
 from pathlib import Path
 from typing import Any
 
 from graphshard.errors import CostError
+from graphshard.plain_data import is_number
 from graphshard.program.program import BACKWARD, FORWARD
 
 HALVES = {f"graphshard {phase}": phase for phase in (FORWARD, BACKWARD)}
@@ -147,7 +147,7 @@ def _range_of(event: Any) -> _Range | None:
     name: Any = event.get("name")
     begin: Any = event.get("ts")
     duration: Any = event.get("dur", 0)
-    if type(name) is not str or not (_is_number(begin) and _is_number(duration)):
+    if type(name) is not str or not (is_number(begin) and is_number(duration)):
         return None
     args = event.get("args")
     return _Range(
@@ -158,10 +158,6 @@ def _range_of(event: Any) -> _Range | None:
         (begin + duration) * _MICROSECOND,
         args if isinstance(args, dict) else {},
     )
-
-
-def _is_number(value: Any) -> bool:
-    return type(value) in (int, float) and isfinite(value)
 
 
 def _halves(ranges: Iterable[_Range]) -> list[Half]:

@@ -18,6 +18,7 @@ from torch import fx
 
 from graphshard.cost.collective_cost import ranks_of
 from graphshard.cost.fused_memory import leave_out_fused
+from graphshard.cost.held_outputs import hold_outputs
 from graphshard.cost.runner import Runner
 from graphshard.errors import CostError
 from graphshard.planning.layout import ParamLayout
@@ -366,8 +367,8 @@ def memory_of(
         plan: the plan it was rewritten by.
         optimizer: "adamw", "adamw-fused", "sgd", "sgd-momentum" or "none".
         backend: "nccl" or "gloo".
-        runner: what runs compiled regions as such; None counts operators one by one, which is what
-            a region that cannot be compiled takes.
+        runner: what runs compiled regions as such, and may hold outputs; None counts operators one
+            by one, which is what a region that cannot be compiled takes.
 
     Raises:
         CostError: the optimizer is unknown.
@@ -377,10 +378,14 @@ def memory_of(
     computed = storages_of(program)
     if runner is not None:
         leave_out_fused(program, computed, runner.leave_eager, split=not runner.copies_gathers)
-    storages = [*computed.all, *buffers_of(program, backend)]
+    held = hold_outputs(program, computed) if runner is not None and runner.holds_outputs else []
+    storages = [*held, *computed.all, *buffers_of(program, backend)]
     optimizer_cost = OPTIMIZERS[optimizer] if program.grad else None
     resident, host = resident_bytes(program, plan, optimizer_cost, program.stale)
-    at_rest = Point(0, sum(resident.values()), resident)
+    between = Counter(resident)
+    for storage in held:
+        between[storage.kind] += storage.size
+    at_rest = Point(0, sum(between.values()), dict(between))
     points = [at_rest, *_points(storages, resident)]
     after = Counter(resident)
     for storage in storages:
@@ -398,7 +403,7 @@ def memory_of(
         by_unit.setdefault(storage.unit, Counter())[storage.kind] += storage.size
     return MemoryCurve(
         at_rest.bytes,
-        resident,
+        at_rest.by_category,
         peak,
         tuple(alive),
         tuple(points),

@@ -24,6 +24,8 @@ class Runner:
         leave_eager: FQNs of units and modules whose compute is not compiled although the program
             has regions; "" is the root unit. Models that are compiled block by block leave the
             root, with its norm, head and loss, eager.
+        holds_outputs: whether the training loop holds what a call returned until the next call
+            returns, as the variable of `outputs = model(**batch)` does.
 
     Raises:
         CostError: the runtime is unknown, or `leave_eager` is a text.
@@ -31,20 +33,21 @@ class Runner:
 
     runtime: str = "graphshard"
     leave_eager: frozenset[str] = frozenset()
+    holds_outputs: bool = False
 
     def __post_init__(self) -> None:
         if self.runtime not in RUNTIMES:
             raise CostError(f"runtime must be one of {', '.join(RUNTIMES)}; got {self.runtime!r}")
 
     @classmethod
-    def of(cls, runtime: str, leave_eager: Collection[str]) -> Runner:
+    def of(cls, runtime: str, leave_eager: Collection[str], holds_outputs: bool) -> Runner:
         """The runner of the arguments of `graphshard.simulate`."""
         if isinstance(leave_eager, str):
             raise CostError(
                 f"leave_eager is a list of units and modules; got {leave_eager!r}; write "
                 f"leave_eager=[{leave_eager!r}]"
             )
-        return cls(runtime, frozenset(leave_eager))
+        return cls(runtime, frozenset(leave_eager), holds_outputs)
 
     def check(self, program: Program) -> None:
         """Check that each name of `leave_eager` keeps something of `program` from being compiled.

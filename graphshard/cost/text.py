@@ -73,6 +73,7 @@ def estimate_dict(estimate: Estimate) -> dict[str, Any]:
         "attention": estimate.hardware.attention,
         "runtime": estimate.runner.runtime,
         "leave_eager": sorted(estimate.runner.leave_eager),
+        "holds_outputs": estimate.runner.holds_outputs,
         "optimizer": estimate.optimizer,
         "assumed_sizes": estimate.program.assumed_sizes,
         "backend": "eager" if estimate.program.regions is None else "inductor",
@@ -199,6 +200,8 @@ def _kernels(estimate: Estimate) -> str:
     if runner.leave_eager and estimate.program.regions is not None:
         units = ", ".join(sorted(unit or "(root)" for unit in runner.leave_eager))
         parts.append(f"not compiled: {units}")
+    if runner.holds_outputs:
+        parts.append("outputs held until the next call returns")
     return "; ".join(parts)
 
 

@@ -4,13 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from itertools import pairwise
-from math import isfinite
 from types import MappingProxyType
 from typing import Any
 
 from graphshard.errors import CostError
 from graphshard.hardware.attention import ATTENTION_KERNELS, DIRECTIONS
-from graphshard.plain_data import shown
+from graphshard.plain_data import is_number, shown
 
 KINDS = ("matmul", "attention", "convolution", "bandwidth", "network", "host")
 """The kinds of efficiency that every machine has."""
@@ -126,7 +125,7 @@ class _Check:
         numbers |= {f"flops.{k}": v for k, v in figures["flops"].items()}
         numbers |= {f"efficiency.{k}": v for k, v in figures["efficiency"].items()}
         for name, value in numbers.items():
-            if not _is_number(value) or value <= 0:
+            if not is_number(value) or value <= 0:
                 raise CostError(
                     f"{self.where}: {name} must be a positive number; got {shown(value)}"
                 )
@@ -143,7 +142,7 @@ class _Check:
 
     def _within(self, name: str, least: float, most: float | None) -> None:
         value = self.figures[name]
-        if _is_number(value) and least <= value and (most is None or value <= most):
+        if is_number(value) and least <= value and (most is None or value <= most):
             return
         unit = _UNITS.get(name, "")
         bounds = f"0 {unit}or more" if most is None else f"a part between {least} and {most}"
@@ -171,13 +170,13 @@ class _Check:
                     "both positive, amounts ascending, seconds never descending"
                 )
         for name, line in stored["lines"].items():
-            if len(line) != 3 or not all(_is_number(part) and part >= 0 for part in line):
+            if len(line) != 3 or not all(is_number(part) and part >= 0 for part in line):
                 raise CostError(
                     f"{self.where}: the line {name!r} must be three times of 0 seconds or more: "
                     f"per call, per tensor and per byte; got {shown(line)}"
                 )
         spread = stored["spread"]
-        ordered = len(spread) == 2 and all(map(_is_number, spread)) and 0 < spread[0] <= spread[1]
+        ordered = len(spread) == 2 and all(map(is_number, spread)) and 0 < spread[0] <= spread[1]
         if not ordered:
             raise CostError(
                 f"{self.where}: spread must be the least and the most part of the predicted time, "
@@ -188,7 +187,7 @@ class _Check:
 
     def _kernels(self, stored: Mapping[str, Any]) -> None:
         for tile in stored["tiles"]:
-            good = len(tile) == 3 and all(_is_number(part) and part > 0 for part in tile)
+            good = len(tile) == 3 and all(is_number(part) and part > 0 for part in tile)
             if not good or tile[2] > 1:
                 raise CostError(
                     f"{self.where}: a tile is its rows, its columns and its relative speed of at "
@@ -242,20 +241,14 @@ class _Check:
                     f"{self.where}: overhead has an unknown figure {shown(name)}; it may have "
                     f"{', '.join(OVERHEADS)}"
                 )
-            if not _is_number(value) or value < 0:
+            if not is_number(value) or value < 0:
                 raise CostError(
                     f"{self.where}: overhead.{name} must be 0 bytes or more; got {shown(value)}"
                 )
 
 
 def _is_curve(points: Any) -> bool:
-    pairs = points and all(len(p) == 2 and all(map(_is_number, p)) for p in points)
+    pairs = points and all(len(p) == 2 and all(map(is_number, p)) for p in points)
     return bool(
         pairs and min(map(min, points)) > 0 and all(a[0] < b[0] for a, b in pairwise(points))
     )
-
-
-def _is_number(value: Any) -> bool:
-    if isinstance(value, bool) or not isinstance(value, int | float):
-        return False
-    return isfinite(value) if isinstance(value, float) else abs(value) < 1 << 63

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import chain
-from math import isfinite
 from time import monotonic
 from typing import Any
 
@@ -15,6 +14,7 @@ from torch.utils._pytree import tree_leaves, tree_map
 
 from graphshard.errors import PolicyError
 from graphshard.format import human_bytes, human_seconds
+from graphshard.plain_data import is_number
 from graphshard.policy.fields import is_int
 from graphshard.progress import Progress, Stages
 from graphshard.tune.captures import Captures
@@ -194,9 +194,7 @@ class RunRequest:
             if value is not None and (not is_int(value) or value < 1):
                 raise PolicyError(f"{name} must be 1 or more; got {value!r}")
         price: Any = self.price
-        if price is not None and not (
-            isinstance(price, int | float) and isfinite(price) and price > 0
-        ):
+        if price is not None and not (is_number(price) and price > 0):
             raise PolicyError(f"price must be a positive number for a device and hour; got {price}")
 
     def samples(self, per_sample: int | None) -> float:

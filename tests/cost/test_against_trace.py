@@ -138,6 +138,7 @@ NO_TRACES: list[tuple[bytes, str]] = [
     (b'{"traceEvents": [{"ph": "X", "name": [], "ts": {}, "dur": "x"}, 7, null]}', "shows no"),
     (json.dumps([RANGE | {"ts": "now"}]).encode(), "shows no forward or backward"),
     (json.dumps([RANGE | {"ts": float("nan")}]).encode(), "shows no forward or backward"),
+    (json.dumps([RANGE | {"ts": 10**400}]).encode(), "shows no forward or backward"),
     (json.dumps([RANGE | {"args": [1], "cat": 3}]).encode(), "another program|no whole backward"),
     (json.dumps([RANGE, RANGE | {"cat": "kernel", "args": {"correlation": []}}]).encode(), "diff"),
 ]

@@ -91,6 +91,7 @@ def test_micro_batches_of_a_step_count_in_the_search():
         ({"global_batch": 8, "ranks": ()}, "ranks must be 1 or more"),
         ({"global_batch": 8, "batches": (0,)}, "batches must be 1 or more"),
         ({"global_batch": 8, "price": -1.0}, "price must be a positive number"),
+        ({"global_batch": 8, "price": 10**400}, "price must be a positive number"),
     ],
 )
 def test_wrong_requests_are_refused(fields, said):
