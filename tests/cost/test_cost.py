@@ -14,10 +14,11 @@ from hypothesis import strategies as st
 from paths import EXAMPLES
 from ranks import run_ranks
 from simulations import UNIT, node_of
-from torch import fx
+from torch import fx, nn
 
 import graphshard
 from graphshard.cli.main import main
+from graphshard.cost.allocations import requests_of
 from graphshard.cost.collective_cost import (
     GroupShape,
     collective_seconds,
@@ -300,6 +301,55 @@ def test_predicted_memory_is_what_lives(world_size):
         for name, ((peak, predicted), (valley, at_rest)) in found.items():
             assert predicted == pytest.approx(peak, rel=0.01), name
             assert at_rest == pytest.approx(valley, rel=0.01), name
+
+
+class Experts(nn.Module):
+    """Stacked experts, split along another dim than 0 on more ranks than there are experts."""
+
+    def __init__(self, experts, rows, columns):
+        super().__init__()
+        self.w = nn.Parameter(torch.empty(experts, rows, columns))
+
+    def forward(self, x):
+        return torch.einsum("bi,eij->bj", x, self.w).square().sum()
+
+
+@pytest.mark.parametrize(("ranks", "dim"), [(8, 0), (16, 1), (64, 1)])
+def test_an_optimizer_has_states_of_a_shard_along_any_dim(ranks, dim):
+    with torch.device("meta"):
+        model, x = Experts(8, 1024, 4096), torch.empty(2, 1024)
+    plan = graphshard.plan(model, graphshard.SizePolicy(1), world_size=ranks, example_inputs=(x,))
+    assert plan.layouts["w"].dim == dim
+    estimate = graphshard.simulate(plan, hardware="h100-sxm", optimizer="adamw")
+    held = estimate.memory.valley_by_category
+    assert held["shards"] == 4 * 8 * 1024 * 4096 // ranks
+    assert held["optimizer"] == 2 * held["shards"]
+    requests = requests_of(estimate.program, plan, "adamw", ())
+    assert sum(request.size for request in requests.states) == held["optimizer"]
+
+
+def live_and_predicted_at_rest(rank):
+    """Bytes between steps as counted and as predicted, of an expert split along dim 1."""
+    from examples.benchmarks.live_bytes import LiveBytes
+
+    model, x = Experts(1, 256, 128), torch.randn(2, 256)
+    nn.init.normal_(model.w)
+    sharded = graphshard.compile(model, graphshard.SizePolicy(1), example_inputs=(x,))
+    optimizer = torch.optim.AdamW(sharded.parameters(), foreach=False)
+    sharded(x).backward()
+    optimizer.step()
+    optimizer.zero_grad()
+    with LiveBytes() as live:
+        live.add([(p, list(optimizer.state[p].values())) for p in sharded.parameters()])
+        live.add([x])
+    estimate = graphshard.simulate(sharded, hardware="cpu-gloo", optimizer="adamw-fused")
+    return sharded.plan.layouts["w"].dim, live.current, estimate.valley_bytes
+
+
+def test_states_along_another_dim_are_those_that_live():
+    for dim, live, predicted in run_ranks(live_and_predicted_at_rest, 2):
+        assert dim == 1
+        assert predicted == pytest.approx(live, rel=0.001)
 
 
 def estimate_of(**options):
