@@ -99,10 +99,11 @@ class Estimate:
     def mfu(self) -> float:
         """Model FLOPs utilisation: FLOP/s without recomputation, as a fraction of the peak.
 
-        The peak is that of the dtype with the most FLOPs ("PaLM", arXiv:2204.02311, appendix B).
+        The peak is that of the dtype with the most FLOPs ("PaLM", arXiv:2204.02311, appendix B);
+        of float32, that of TF32 if products run in it.
         """
         useful = self.flops - self.timeline.recomputed_flops
-        peak = self.hardware.matmul_flops(self._main_dtype)
+        peak = self.hardware.matmul_flops(self._main_dtype, tf32=self.tf32)
         return useful / self.step_seconds / peak if self.step_seconds else 0.0
 
     @cached_property

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterator
 from dataclasses import asdict
+from math import floor, log10
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from graphshard.cost.estimate import Estimate
@@ -145,6 +146,13 @@ def range_text(estimate: Estimate) -> str:
     return f"{human_seconds(low)} to {human_seconds(high)}"
 
 
+def speed_text(tflops: float) -> str:
+    """TFLOP/s as text, with a digit behind the point, and below ten with three digits in all."""
+    if not tflops or tflops >= 10:
+        return f"{tflops:,.1f}" if tflops else "0"
+    return f"{tflops:.{2 - floor(log10(tflops))}f}"
+
+
 def _head(estimate: Estimate) -> Iterator[str]:
     plan = estimate.plan
     model = plan.units[0].module_class
@@ -172,7 +180,7 @@ def _head(estimate: Estimate) -> Iterator[str]:
     if estimate.hardware.spread != (1.0, 1.0):
         yield f"expected   {range_text(estimate)} a step"
     yield (
-        f"speed      {estimate.tflops_per_gpu:,.1f} TFLOP/s per device, "
+        f"speed      {speed_text(estimate.tflops_per_gpu)} TFLOP/s per device, "
         f"{estimate.mfu:.1%} of its peak (MFU)"
     )
     host = f", {human_bytes(estimate.memory.host)} on the host" if estimate.memory.host else ""
@@ -322,7 +330,7 @@ def _rows(both: Comparison) -> Iterator[Row]:
         yield _row(name, value(a), value(b), human_seconds)
         if name == "step" and a.hardware.spread != (1.0, 1.0):
             yield "  expected", range_text(a), range_text(b), "" if both.apart else "not apart"
-    yield _row("TFLOP/s per device", a.tflops_per_gpu, b.tflops_per_gpu, lambda v: f"{v:,.1f}")
+    yield _row("TFLOP/s per device", a.tflops_per_gpu, b.tflops_per_gpu, speed_text)
     yield "MFU", f"{a.mfu:.1%}", f"{b.mfu:.1%}", ""
     yield _row("peak memory", a.peak_bytes, b.peak_bytes, human_bytes)
     peaks = [estimate.memory.peak.by_category for estimate in (a, b)]
