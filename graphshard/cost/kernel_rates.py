@@ -1,4 +1,4 @@
-"""Rates of matrix products and of attention kernels, as fractions of the peak.
+"""Rates of matrix products, convolutions and attention kernels, as fractions of the peak.
 
 A matrix product is split in tiles, which run in waves over the multiprocessors of a device. The
 last wave is partly empty, and tiles reach beyond the edges of the result. A library picks the shape
@@ -72,6 +72,15 @@ def product_rate(
     if work is None or not hardware.multiprocessors:
         return rate
     return rate * filled(work, hardware)
+
+
+def convolution_rate(dtype: torch.dtype, hardware: Hardware, *, tf32: bool = False) -> float:
+    """The fraction of the peak that a convolution reaches.
+
+    Its factors are those of a matrix product, but for tiles.
+    """
+    rate = hardware.efficiency_of("convolution", dtype, tf32=tf32)
+    return rate * hardware.slowest * hardware.clocks
 
 
 def filled(work: Product, hardware: Hardware) -> float:

@@ -18,7 +18,13 @@ from torch import Tensor, fx
 from torch.utils.flop_counter import conv_flop_count, flop_registry
 
 from graphshard.cost import attention_work
-from graphshard.cost.kernel_rates import Attention, Product, attention_rate, product_rate
+from graphshard.cost.kernel_rates import (
+    Attention,
+    Product,
+    attention_rate,
+    convolution_rate,
+    product_rate,
+)
 from graphshard.cost.op_curves import curves_of
 from graphshard.cost.per_node import once_per_operation
 from graphshard.hardware.curves import seconds_at
@@ -87,8 +93,10 @@ class OpCost:
         """The fraction of the peak that the kernel reaches."""
         if isinstance(self.work, Attention):
             return attention_rate(self.work, self.dtype, hardware)
-        if self.kind in ("attention", "convolution"):
+        if self.kind == "attention":
             return hardware.efficiency_of(self.kind, self.dtype, tf32=tf32)
+        if self.kind == "convolution":
+            return convolution_rate(self.dtype, hardware, tf32=tf32)
         return product_rate(self.work, self.dtype, hardware, tf32=tf32)
 
     def _measured(self, hardware: Hardware, tf32: bool) -> float | None:

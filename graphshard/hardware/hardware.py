@@ -67,8 +67,8 @@ class Hardware:
             takes by default.
         tdp_watts: the power of the device that `efficiency` was measured at; 0 if unknown.
         power_limit: watts that the device is limited to; 0 if it is not.
-        power_exponent: the speed of matrix products is `(power_limit / tdp_watts) **
-            power_exponent`.
+        power_exponent: the speed of matrix products and convolutions is `(power_limit /
+            tdp_watts) ** power_exponent`.
         spread: the least and most seconds of measured steps, as fractions of predicted ones.
         pair_spread: by how much the ratio of two predictions for one machine may be wrong.
         confidence: by name of a figure, a text on what it rests on, if that is not a measurement or
@@ -147,7 +147,7 @@ class Hardware:
 
     @cached_property
     def clocks(self) -> float:
-        """The speed of matrix products under the power limit, as a fraction of that without."""
+        """The speed of products and convolutions under the power limit, relative to none."""
         if not self.power_limit:
             return 1.0
         return float((self.power_limit / self.tdp_watts) ** self.power_exponent)

@@ -76,6 +76,17 @@ def test_the_slowest_rank_is_waited_for_unless_there_is_one():
     assert late.for_ranks(2) is late
 
 
+def test_power_and_the_slowest_rank_slow_convolutions_too():
+    convolution = (aten.convolution.default, (1, 2, 8, 8), (2, 2, 3, 3), (2,))
+    args = ([1, 1], [1, 1], [1, 1], False, [0, 0], 1)
+    cost = op_cost(node_of(*convolution, args=args))
+    assert cost.kind == "convolution"
+    assert cost.seconds(UNIT) == cost.flops
+    assert cost.seconds(UNIT.with_(slowest=0.5)) == pytest.approx(2 * cost.flops)
+    limited = UNIT.with_(tdp_watts=400, power_limit=100, power_exponent=0.5)
+    assert cost.seconds(limited) == pytest.approx(2 * cost.flops)
+
+
 def test_an_efficiency_may_be_of_one_dtype():
     slow = UNIT.with_(
         flops={"float32": 1.0, "bfloat16": 1.0},
