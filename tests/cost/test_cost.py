@@ -69,6 +69,12 @@ def test_a_wrong_figure_is_named(tmp_path, change, said):
         Hardware.load(path)
 
 
+def test_double_precision_peaks_are_of_dense_matrices():
+    known = {"a100-40gb": 19.5, "a100-pcie": 19.5, "h100-sxm": 67, "h100-pcie": 51, "h200": 67}
+    for name, peak in known.items():
+        assert Hardware.load(name).matmul_flops(torch.float64) == 1e12 * peak
+
+
 def test_what_is_no_hardware_is_refused(tmp_path):
     with pytest.raises(CostError, match="presets: a100-40gb, a100-80gb, a100-pcie, h100-sxm"):
         Hardware.load("h100")
