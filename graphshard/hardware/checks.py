@@ -177,10 +177,11 @@ class _Check:
                 )
         spread = stored["spread"]
         ordered = len(spread) == 2 and all(map(is_number, spread)) and 0 < spread[0] <= spread[1]
-        if not ordered:
+        if not ordered or not spread[0] <= 1 <= spread[1]:
             raise CostError(
                 f"{self.where}: spread must be the least and the most part of the predicted time, "
-                f"such as [0.95, 1.15]; got {shown(list(spread))}"
+                "at most 1 and at least 1, as the prediction itself is expected; such as "
+                f"[0.95, 1.15]; got {shown(list(spread))}"
             )
 
     # -- kernels ----------------------------------------------------------------------------------

@@ -60,6 +60,8 @@ def test_a_file_holds_what_was_saved(tmp_path):
         ({"efficiency": {}}, "efficiency has no 'matmul'"),
         ({"gpu_per_node": 8}, "unknown figure 'gpu_per_node'"),
         ({"intra_latency": None}, "intra_latency must be a positive number"),
+        ({"spread": [1.04, 1.2]}, "spread must be .* at most 1 and at least 1"),
+        ({"spread": [0.8, 0.9]}, "spread must be .* at most 1 and at least 1"),
     ],
 )
 def test_a_wrong_figure_is_named(tmp_path, change, said):
