@@ -82,6 +82,8 @@ class Hardware:
         overhead: bytes that tensors cannot have: "context" (CUDA's), "communicator" (NCCL's buffers
             of one), "workspace" (cuBLAS's, of one thread), "driver"; others as in
             `graphshard.cost.overheads`.
+        device: what ranks compute on: "cpu" or "gpu". "" takes it from the name: "cpu" if that has
+            "gloo" in it, as in files written before there was this field.
 
     Raises:
         CostError: a figure is missing, or not a positive number.
@@ -119,11 +121,12 @@ class Hardware:
     curves: Mapping[str, Points] = field(default_factory=dict)
     lines: Mapping[str, tuple[float, ...]] = field(default_factory=dict)
     overhead: Mapping[str, int] = field(default_factory=dict)
+    device: str = ""
 
     @property
     def is_host(self) -> bool:
         """Whether ranks compute on the host, over Gloo, so that offloading is pointless."""
-        return "gloo" in self.name
+        return self.device == "cpu" if self.device else "gloo" in self.name
 
     @property
     def process_group_backend(self) -> str:
@@ -249,7 +252,7 @@ def _from_table(name: str, table: Any, file: str | None = None) -> Hardware:
     for key in TABLES:
         if key in table and not isinstance(table[key], dict):
             raise CostError(f"{where}: {key} must be a table; got {shown(table[key])}")
-    for key in ("name", "about", "source", "attention_kernel"):
+    for key in ("name", "device", "about", "source", "attention_kernel"):
         if not isinstance(table.get(key, ""), str):
             raise CostError(f"{where}: {key} must be a text; got {shown(table[key])}")
     figures: dict[str, Any] = {"name": name, **table}

@@ -60,6 +60,8 @@ def test_a_file_holds_what_was_saved(tmp_path):
         ({"efficiency": {}}, "efficiency has no 'matmul'"),
         ({"gpu_per_node": 8}, "unknown figure 'gpu_per_node'"),
         ({"intra_latency": None}, "intra_latency must be a positive number"),
+        ({"device": "tpu"}, 'device must be "cpu" or "gpu"'),
+        ({"device": None}, "device must be a text"),
         ({"spread": [1.04, 1.2]}, "spread must be .* at most 1 and at least 1"),
         ({"spread": [0.8, 0.9]}, "spread must be .* at most 1 and at least 1"),
     ],
@@ -69,6 +71,28 @@ def test_a_wrong_figure_is_named(tmp_path, change, said):
     path.write_text(json.dumps(UNIT.to_dict() | change))
     with pytest.raises(CostError, match=said):
         Hardware.load(path)
+
+
+@pytest.mark.parametrize(
+    ("name", "device", "host"),
+    [("node7", "cpu", True), ("gloo-farm", "gpu", False), ("my-gloo", "", True), ("x", "", False)],
+)
+def test_a_file_says_what_ranks_compute_on(tmp_path, name, device, host):
+    path = tmp_path / "mine.json"
+    data = Hardware.load("cpu-gloo").to_dict() | {"name": name, "device": device}
+    if not device:  # as before there was this figure
+        del data["device"]
+    path.write_text(json.dumps(data))
+    program, plan = toys.rewritten(toys.blocks, Policy())
+    estimate = graphshard.simulate(replace(plan, program=program), hardware=path)
+    assert (estimate.reserved is None) == (estimate.overheads is None) == host
+    assert estimate.hardware.process_group_backend == ("gloo" if host else "nccl")
+
+
+def test_every_preset_says_what_ranks_compute_on():
+    assert {n: Hardware.load(n).device for n in preset_names()} == {
+        n: "cpu" if n == "cpu-gloo" else "gpu" for n in preset_names()
+    }
 
 
 def test_double_precision_peaks_are_of_dense_matrices():
