@@ -9,6 +9,7 @@ from math import floor, log10
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from graphshard.cost.estimate import Estimate
+from graphshard.cost.kernel_rates import EFFICIENT, WITHOUT_MASKS
 from graphshard.cost.reasons import Cause, Reason
 from graphshard.cost.reserved_text import device_lines
 from graphshard.cost.timeline import Transfer
@@ -71,7 +72,7 @@ def estimate_dict(estimate: Estimate) -> dict[str, Any]:
     number_of = {id(transfer): number for number, transfer in enumerate(estimate.transfers)}
     return {
         "hardware": estimate.hardware.to_dict(),
-        "attention": estimate.hardware.attention,
+        "attention": ", ".join(estimate.attention_kernels),
         "runtime": estimate.runner.runtime,
         "leave_eager": sorted(estimate.runner.leave_eager),
         "holds_outputs": estimate.runner.holds_outputs,
@@ -199,8 +200,8 @@ def _kernels(estimate: Estimate) -> str:
     """What is assumed of the machine's kernels, as text; "" if nothing is."""
     hardware, runner = estimate.hardware, estimate.runner
     parts = []
-    if hardware.attention:
-        parts.append(f"attention by {hardware.attention}")
+    if attention := _attention(estimate):
+        parts.append(attention)
     if hardware.power_limit:
         parts.append(f"power limited to {hardware.power_limit:g} of {hardware.tdp_watts:g} W")
     if runner.copies_gathers:
@@ -211,6 +212,20 @@ def _kernels(estimate: Estimate) -> str:
     if runner.holds_outputs:
         parts.append("outputs held until the next call returns")
     return "; ".join(parts)
+
+
+def _attention(estimate: Estimate) -> str:
+    """The attention kernels by whose rates the step is priced, as text; "" without any."""
+    plain, masked = (
+        sorted(kernel for kernel, has_mask in estimate.attention_calls if has_mask is wanted)
+        for wanted in (False, True)
+    )
+    parts = [f"by {' and '.join(plain)}"] if plain else []
+    if masked and masked != plain:
+        flash = estimate.hardware.attention in WITHOUT_MASKS and EFFICIENT in masked
+        none = ", as flash attention takes none" if flash else ""
+        parts.append(f"with a mask by {' and '.join(masked)}{none}")
+    return f"attention {', '.join(parts)}" if parts else ""
 
 
 def _memory(estimate: Estimate) -> Iterator[str]:
