@@ -328,6 +328,14 @@ def _memory(device: torch.device, per_host: int) -> int:
     return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") // per_host
 
 
+def overhead_of(device: torch.device, base: Hardware) -> dict[str, int]:
+    """Return what takes memory beside tensors: as on `base`, but for the driver.
+
+    What the driver keeps of a GPU is not in the memory that torch finds. Hosts have no overhead.
+    """
+    return {} if device.type == "cpu" else {**base.overhead, "driver": 0}
+
+
 def _knows_nodes(group: Group, hosts: HostGroups) -> bool:
     """Whether the ranks show how many devices a node has."""
     return hosts.hosts > 1 or (group.device.type == "cuda" and group.size > 1)
@@ -421,4 +429,6 @@ def _hardware(
         pair_spread=base.pair_spread,
         curves=curves,
         lines=lines,
+        overhead=overhead_of(group.device, base),
+        device="gpu" if device_type == "cuda" else "cpu",
     )

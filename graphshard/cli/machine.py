@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import argparse
+from collections.abc import Iterable
 
+from graphshard.cost.estimate import Estimate
+from graphshard.errors import CostError
 from graphshard.hardware.attention import ATTENTION_KERNELS
 from graphshard.hardware.hardware import Hardware
 
@@ -17,6 +20,18 @@ def add_machine_options(command: argparse.ArgumentParser) -> None:
         "--attention",
         choices=ATTENTION_KERNELS,
         help="the kernel of fused attention; as the installed torch takes by default",
+    )
+
+
+def check_attention(options: argparse.Namespace, estimates: Iterable[Estimate]) -> None:
+    """Raise CostError if `--attention` names a kernel by which none of `estimates` is priced."""
+    kernel = getattr(options, "attention", None)
+    if kernel is None or any(kernel in estimate.attention_kernels for estimate in estimates):
+        return
+    raise CostError(
+        f"--attention has no effect: no operator of the step is priced by {kernel}, which is for "
+        "attention in 16 bits, fused, and without a mask but for cudnn and fa1, on hardware "
+        "without measured curves of it; leave it out, or say --param-dtype bf16"
     )
 
 

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from graphshard.api import simulate
-from graphshard.cli.machine import add_machine_options
+from graphshard.cli.machine import add_machine_options, check_attention
 from graphshard.cost.compare import compare
 from graphshard.cost.estimate import Estimate
 from graphshard.cost.in_step import like_trace
@@ -68,6 +68,7 @@ def add_compare(command: argparse.ArgumentParser) -> None:
 def estimate_text(plan: ShardingPlan, options: argparse.Namespace) -> str:
     """Return the estimate for the program of `plan` as text, and write the requested files."""
     estimate = estimate_of(plan, options)
+    check_attention(options, [estimate])
     like = like_trace(estimate, options.like) if options.like else None
     if like is not None:
         estimate = like.estimate
@@ -85,7 +86,9 @@ def comparison_text(
     plans: Sequence[ShardingPlan], texts: Sequence[str], options: argparse.Namespace
 ) -> str:
     """Return the estimates for the programs of two plans side by side, as text."""
-    comparison = compare(*(estimate_of(plan, options) for plan in plans))
+    estimates = [estimate_of(plan, options) for plan in plans]
+    check_attention(options, estimates)
+    comparison = compare(*estimates)
     if options.json:
         return json.dumps(comparison.to_dict(), indent=2)
     legend = [f"{name}: {text}" for name, text in zip(comparison.names, texts, strict=True)]

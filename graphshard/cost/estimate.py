@@ -15,6 +15,7 @@ from graphshard.cost.allocations import lives_of, requests_of
 from graphshard.cost.allocator_settings import DEFAULT, AllocatorSettings
 from graphshard.cost.by_unit import UnitEstimate, units_of
 from graphshard.cost.fsdp2_allocations import fsdp2_lives
+from graphshard.cost.kernel_rates import Attention
 from graphshard.cost.memory import OPTIMIZERS, MemoryCurve, memory_of
 from graphshard.cost.overheads import Overheads
 from graphshard.cost.reasons import Reason, Reasons, reasons_text
@@ -99,11 +100,28 @@ class Estimate:
     def mfu(self) -> float:
         """Model FLOPs utilisation: FLOP/s without recomputation, as a fraction of the peak.
 
-        The peak is that of the dtype with the most FLOPs ("PaLM", arXiv:2204.02311, appendix B).
+        The peak is that of the dtype with the most FLOPs ("PaLM", arXiv:2204.02311, appendix B);
+        of float32, that of TF32 if products run in it.
         """
         useful = self.flops - self.timeline.recomputed_flops
-        peak = self.hardware.matmul_flops(self._main_dtype)
+        peak = self.hardware.matmul_flops(self._main_dtype, tf32=self.tf32)
         return useful / self.step_seconds / peak if self.step_seconds else 0.0
+
+    @cached_property
+    def attention_kernels(self) -> tuple[str, ...]:
+        """The attention kernels by whose rates the step is priced, by name."""
+        return tuple(sorted({kernel for kernel, _ in self.attention_calls}))
+
+    @cached_property
+    def attention_calls(self) -> frozenset[tuple[str, bool]]:
+        """The attention kernels of the step, each with whether it is called with a mask."""
+        from graphshard.cost.op_cost import op_cost
+
+        calls = set()
+        for cost in map(op_cost, self.program.nodes()):
+            if kernel := cost.kernel(self.hardware, tf32=self.tf32):
+                calls.add((kernel, isinstance(cost.work, Attention) and cost.work.masked))
+        return frozenset(calls)
 
     @cached_property
     def _main_dtype(self) -> torch.dtype:

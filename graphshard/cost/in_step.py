@@ -15,6 +15,7 @@ from graphshard.cost.estimate import Estimate
 from graphshard.cost.measured import Half, MeasuredRun, read_trace
 from graphshard.errors import CostError
 from graphshard.format import human_seconds, some_of
+from graphshard.hardware.hardware import Hardware
 from graphshard.program.program import BACKWARD, FORWARD
 
 
@@ -43,24 +44,43 @@ class LikeTrace:
             "measured_compute_seconds": self.measured,
             "predicted_compute_seconds": self.predicted,
             "steps": self.steps,
+            "doubt": self.doubt,
             "step_seconds_before": self.before.step_seconds,
             "step_seconds": self.estimate.step_seconds,
         }
 
+    @property
+    def doubt(self) -> str:
+        """Why the factor may be of other things than operators; "" for a usual one."""
+        if _LEAST_USUAL <= self.factor <= _MOST_USUAL:
+            return ""
+        return (
+            f"a factor outside {_LEAST_USUAL:g} to {_MOST_USUAL:g} is seldom of operators alone: "
+            "see whether the traced run had the same inputs per rank, recompute, dtypes and "
+            "hardware, and a machine that was not busy with others"
+        )
+
     def __str__(self) -> str:
-        """What was measured, and what it changes."""
+        """What was measured, what it changes, and whether to doubt it."""
+        doubt = f"; {self.doubt}" if self.doubt else ""
         steps = f"{self.steps} step" + ("" if self.steps == 1 else "s")
         return (
             f"operators take {self.factor:.3f} times as long as predicted: in {steps} of "
             f"{self.path.name} compute takes {human_seconds(self.measured)}, predicted were "
             f"{human_seconds(self.predicted)}; the step of "
             f"{human_seconds(self.before.step_seconds)} becomes one of "
-            f"{human_seconds(self.estimate.step_seconds)}"
+            f"{human_seconds(self.estimate.step_seconds)}{doubt}"
         )
+
+
+_LEAST_USUAL, _MOST_USUAL = 0.5, 3.0
 
 
 def like_trace(estimate: Estimate, path: str | os.PathLike[str]) -> LikeTrace:
     """Estimate the step of `estimate` anew, with operators as long as in a trace.
+
+    What is left of the prediction's error is about that of two predictions on one machine, so the
+    new hardware expects a step within `pair_spread` of the prediction.
 
     Compute is compared unit by unit, so the traced run may have another number of ranks, strategy
     or schedule. Its model, its inputs per rank, its units and what it recomputes must be the same.
@@ -70,10 +90,12 @@ def like_trace(estimate: Estimate, path: str | os.PathLike[str]) -> LikeTrace:
         path: what `prof.export_chrome_trace` or `tensorboard_trace_handler` wrote, also gzipped.
 
     Raises:
-        CostError: the file is no such trace, or its units are others.
+        CostError: the file is no such trace, its units are others, or it is of a CPU and the
+            hardware is a GPU, or the other way round.
     """
     path = Path(path)
     run = read_trace(path)
+    _check_device(run, estimate.hardware)
     predicted = _predicted(estimate)
     measured, steps = 0.0, []
     for phase in (FORWARD, BACKWARD):
@@ -91,15 +113,31 @@ def like_trace(estimate: Estimate, path: str | os.PathLike[str]) -> LikeTrace:
     if not steps or not before:
         raise CostError("the program computes nothing, so a trace says nothing of its operators")
     old = estimate.hardware
+    spread = (1 / (1 + old.pair_spread), 1 + old.pair_spread)
+    if old.spread == (1.0, 1.0):
+        spread = old.spread
     source = f"{old.source}; time of operators within a step: {path.name}"
     factor, like = 1.0, estimate
     for _ in range(_MOST_ROUNDS):
         factor *= measured / now
-        like = estimate.with_hardware(old.with_(in_step=old.in_step * factor, source=source))
+        in_step = old.in_step * factor
+        like = estimate.with_hardware(old.with_(in_step=in_step, spread=spread, source=source))
         now = fsum(_predicted(like).values())
         if abs(now - measured) <= _EXACT * measured:
             break
     return LikeTrace(path, factor, measured, before, min(steps), estimate, like)
+
+
+def _check_device(run: MeasuredRun, hardware: Hardware) -> None:
+    """Raise CostError if `run` is not of the kind of device that `hardware` describes."""
+    if run.on_device != hardware.is_host:
+        return
+    shows, kind = ("kernels", "CPU") if run.on_device else ("no kernels", "GPU")
+    raise CostError(
+        f"{run.path} shows {shows} of a device, and {hardware.name} is a {kind}; pass a trace of "
+        "the hardware to predict, with ProfilerActivity.CUDA among the activities on GPUs, or the "
+        "hardware that was traced"
+    )
 
 
 _MOST_ROUNDS, _EXACT = 8, 1e-4

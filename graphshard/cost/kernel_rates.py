@@ -1,4 +1,4 @@
-"""Rates of matrix products and of attention kernels, as fractions of the peak.
+"""Rates of matrix products, convolutions and attention kernels, as fractions of the peak.
 
 A matrix product is split in tiles, which run in waves over the multiprocessors of a device. The
 last wave is partly empty, and tiles reach beyond the edges of the result. A library picks the shape
@@ -39,23 +39,49 @@ class Attention:
 
     kernel: that of the operator, if it was traced for a GPU; else "", for the hardware's.
     length: tokens of the keys. head: the size of a head. backward: whether it is the backward.
+    masked: whether it has a mask as a tensor, beyond the causal one.
     """
 
     kernel: str
     length: int
     head: int
     backward: bool
+    masked: bool = False
 
 
 _FUSED = (torch.bfloat16, torch.float16)
 """The dtypes that the kernels with rates multiply in."""
 
 
+EFFICIENT = "fa1"
+"""The kernel whose rates the memory-efficient one of xFormers has.
+
+It is about as fast as FlashAttention 1 (arXiv:2307.08691, fig. 4).
+"""
+
+
+WITHOUT_MASKS = ("fa2", "fa3")
+"""Kernels that take no mask as a tensor; torch runs the memory-efficient one instead."""
+
+
+def attention_kernel(work: Attention, dtype: torch.dtype, hardware: Hardware) -> str:
+    """The kernel whose rates count for `work` on `hardware`; "" if none do."""
+    if dtype not in _FUSED:
+        return ""
+    kernel = hardware.attention_kernel or work.kernel or hardware.attention
+    if work.masked and kernel in WITHOUT_MASKS:
+        kernel = EFFICIENT
+    direction = "backward" if work.backward else "forward"
+    known = {name.rpartition(".")[0] for name in hardware.attention_rates}
+    names = (kernel, hardware.attention)
+    return next((name for name in names if f"{name}.{direction}" in known), "")
+
+
 def attention_rate(work: Attention, dtype: torch.dtype, hardware: Hardware) -> float:
     """The fraction of the peak that the attention kernel of `hardware` reaches in `dtype`."""
-    if dtype not in _FUSED:
+    kernel = attention_kernel(work, dtype, hardware)
+    if not kernel:
         return hardware.efficiency_of("attention", dtype)
-    kernel = hardware.attention_kernel or work.kernel
     return hardware.attention_rate(kernel, work.length, work.head, backward=work.backward)
 
 
@@ -72,6 +98,15 @@ def product_rate(
     if work is None or not hardware.multiprocessors:
         return rate
     return rate * filled(work, hardware)
+
+
+def convolution_rate(dtype: torch.dtype, hardware: Hardware, *, tf32: bool = False) -> float:
+    """The fraction of the peak that a convolution reaches.
+
+    Its factors are those of a matrix product, but for tiles.
+    """
+    rate = hardware.efficiency_of("convolution", dtype, tf32=tf32)
+    return rate * hardware.slowest * hardware.clocks
 
 
 def filled(work: Product, hardware: Hardware) -> float:

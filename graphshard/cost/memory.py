@@ -465,5 +465,5 @@ def unpadded_bytes(layout: ParamLayout) -> int:
     if not layout.sharded:
         return layout.numel * layout.dtype.itemsize
     start, stop = layout.rows(0)
-    rest = prod(layout.shape) // max(1, layout.shape[0])
+    rest = prod(layout.shape) // max(1, layout.shape[layout.dim])
     return (stop - start) * rest * layout.dtype.itemsize

@@ -18,7 +18,15 @@ from torch import Tensor, fx
 from torch.utils.flop_counter import conv_flop_count, flop_registry
 
 from graphshard.cost import attention_work
-from graphshard.cost.kernel_rates import Attention, Product, attention_rate, product_rate
+from graphshard.cost.kernel_rates import (
+    EFFICIENT,
+    Attention,
+    Product,
+    attention_kernel,
+    attention_rate,
+    convolution_rate,
+    product_rate,
+)
 from graphshard.cost.op_curves import curves_of
 from graphshard.cost.per_node import once_per_operation
 from graphshard.hardware.curves import seconds_at
@@ -83,12 +91,22 @@ class OpCost:
             computed = self.flops / (peak * self._rate(hardware, tf32))
         return max(streamed, computed, hardware.launch_floor)
 
+    def kernel(self, hardware: Hardware, *, tf32: bool = False) -> str:
+        """The attention kernel by whose rates it is priced; "" if it is priced otherwise."""
+        if not isinstance(self.work, Attention):
+            return ""
+        if hardware.curves and self._measured(hardware, tf32) is not None:
+            return ""
+        return attention_kernel(self.work, self.dtype, hardware)
+
     def _rate(self, hardware: Hardware, tf32: bool) -> float:
         """The fraction of the peak that the kernel reaches."""
         if isinstance(self.work, Attention):
             return attention_rate(self.work, self.dtype, hardware)
-        if self.kind in ("attention", "convolution"):
+        if self.kind == "attention":
             return hardware.efficiency_of(self.kind, self.dtype, tf32=tf32)
+        if self.kind == "convolution":
+            return convolution_rate(self.dtype, hardware, tf32=tf32)
         return product_rate(self.work, self.dtype, hardware, tf32=tf32)
 
     def _measured(self, hardware: Hardware, tf32: bool) -> float | None:
@@ -166,15 +184,14 @@ def _kind(packet: Any, flops: int) -> str:
 _BATCHED = {_aten.bmm, _aten.baddbmm, _aten._grouped_mm}
 
 
-# The kernels that operators traced for a GPU call. The memory-efficient one of xFormers is about as
-# fast as FlashAttention 1 (arXiv:2307.08691, fig. 4).
+# The kernels that operators traced for a GPU call.
 _KERNELS = {
     _aten._scaled_dot_product_cudnn_attention: "cudnn",
     _aten._scaled_dot_product_cudnn_attention_backward: "cudnn",
     _aten._scaled_dot_product_flash_attention: "fa2",
     _aten._scaled_dot_product_flash_attention_backward: "fa2",
-    _aten._scaled_dot_product_efficient_attention: "fa1",
-    _aten._scaled_dot_product_efficient_attention_backward: "fa1",
+    _aten._scaled_dot_product_efficient_attention: EFFICIENT,
+    _aten._scaled_dot_product_efficient_attention_backward: EFFICIENT,
 }
 
 
@@ -185,7 +202,8 @@ def _work(
     if kind == "attention":
         backward = packet in attention_work.BACKWARD
         query, key = _shapes_of_arguments(node.args[1:3] if backward else node.args[:2])
-        return Attention(_KERNELS.get(packet, ""), key[2], query[3], backward)
+        kernel, masked = _KERNELS.get(packet, ""), _has_mask(node)
+        return Attention(kernel, key[2], query[3], backward, masked)
     shape = _shapes(result)
     if kind != "matmul" or not prod(shape):
         return None
@@ -193,6 +211,12 @@ def _work(
     columns = shape[-1] if len(shape) > 1 else 1
     rows = prod(shape) // (batch * columns)
     return Product(batch, rows, columns, max(1, flops // (2 * prod(shape))))
+
+
+def _has_mask(node: fx.Node) -> bool:
+    """Whether a call of attention has a mask as a tensor, under the names that kernels have."""
+    arguments = _arguments(node)
+    return any(name in ("attn_mask", "attn_bias") and mask is not None for name, mask in arguments)
 
 
 def _flops(packet: Any, node: fx.Node) -> int:

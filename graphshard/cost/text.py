@@ -5,9 +5,11 @@ from __future__ import annotations
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterator
 from dataclasses import asdict
+from math import floor, log10
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from graphshard.cost.estimate import Estimate
+from graphshard.cost.kernel_rates import EFFICIENT, WITHOUT_MASKS
 from graphshard.cost.reasons import Cause, Reason
 from graphshard.cost.reserved_text import device_lines
 from graphshard.cost.timeline import Transfer
@@ -70,7 +72,7 @@ def estimate_dict(estimate: Estimate) -> dict[str, Any]:
     number_of = {id(transfer): number for number, transfer in enumerate(estimate.transfers)}
     return {
         "hardware": estimate.hardware.to_dict(),
-        "attention": estimate.hardware.attention,
+        "attention": ", ".join(estimate.attention_kernels),
         "runtime": estimate.runner.runtime,
         "leave_eager": sorted(estimate.runner.leave_eager),
         "holds_outputs": estimate.runner.holds_outputs,
@@ -145,6 +147,13 @@ def range_text(estimate: Estimate) -> str:
     return f"{human_seconds(low)} to {human_seconds(high)}"
 
 
+def speed_text(tflops: float) -> str:
+    """TFLOP/s as text, with a digit behind the point, and below ten with three digits in all."""
+    if not tflops or tflops >= 10:
+        return f"{tflops:,.1f}" if tflops else "0"
+    return f"{tflops:.{2 - floor(log10(tflops))}f}"
+
+
 def _head(estimate: Estimate) -> Iterator[str]:
     plan = estimate.plan
     model = plan.units[0].module_class
@@ -172,7 +181,7 @@ def _head(estimate: Estimate) -> Iterator[str]:
     if estimate.hardware.spread != (1.0, 1.0):
         yield f"expected   {range_text(estimate)} a step"
     yield (
-        f"speed      {estimate.tflops_per_gpu:,.1f} TFLOP/s per device, "
+        f"speed      {speed_text(estimate.tflops_per_gpu)} TFLOP/s per device, "
         f"{estimate.mfu:.1%} of its peak (MFU)"
     )
     host = f", {human_bytes(estimate.memory.host)} on the host" if estimate.memory.host else ""
@@ -191,8 +200,8 @@ def _kernels(estimate: Estimate) -> str:
     """What is assumed of the machine's kernels, as text; "" if nothing is."""
     hardware, runner = estimate.hardware, estimate.runner
     parts = []
-    if hardware.attention:
-        parts.append(f"attention by {hardware.attention}")
+    if attention := _attention(estimate):
+        parts.append(attention)
     if hardware.power_limit:
         parts.append(f"power limited to {hardware.power_limit:g} of {hardware.tdp_watts:g} W")
     if runner.copies_gathers:
@@ -203,6 +212,20 @@ def _kernels(estimate: Estimate) -> str:
     if runner.holds_outputs:
         parts.append("outputs held until the next call returns")
     return "; ".join(parts)
+
+
+def _attention(estimate: Estimate) -> str:
+    """The attention kernels by whose rates the step is priced, as text; "" without any."""
+    plain, masked = (
+        sorted(kernel for kernel, has_mask in estimate.attention_calls if has_mask is wanted)
+        for wanted in (False, True)
+    )
+    parts = [f"by {' and '.join(plain)}"] if plain else []
+    if masked and masked != plain:
+        flash = estimate.hardware.attention in WITHOUT_MASKS and EFFICIENT in masked
+        none = ", as flash attention takes none" if flash else ""
+        parts.append(f"with a mask by {' and '.join(masked)}{none}")
+    return f"attention {', '.join(parts)}" if parts else ""
 
 
 def _memory(estimate: Estimate) -> Iterator[str]:
@@ -322,7 +345,7 @@ def _rows(both: Comparison) -> Iterator[Row]:
         yield _row(name, value(a), value(b), human_seconds)
         if name == "step" and a.hardware.spread != (1.0, 1.0):
             yield "  expected", range_text(a), range_text(b), "" if both.apart else "not apart"
-    yield _row("TFLOP/s per device", a.tflops_per_gpu, b.tflops_per_gpu, lambda v: f"{v:,.1f}")
+    yield _row("TFLOP/s per device", a.tflops_per_gpu, b.tflops_per_gpu, speed_text)
     yield "MFU", f"{a.mfu:.1%}", f"{b.mfu:.1%}", ""
     yield _row("peak memory", a.peak_bytes, b.peak_bytes, human_bytes)
     peaks = [estimate.memory.peak.by_category for estimate in (a, b)]

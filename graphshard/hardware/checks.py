@@ -15,6 +15,10 @@ KINDS = ("matmul", "attention", "convolution", "bandwidth", "network", "host")
 """The kinds of efficiency that every machine has."""
 
 
+DEVICES = ("", "cpu", "gpu")
+"""What ranks compute on; "" says it by the name."""
+
+
 DTYPES = ("float64", "float32", "tfloat32", "bfloat16", "float16", "float8")
 """The dtypes that may have an efficiency of their own."""
 
@@ -83,6 +87,7 @@ class _Check:
             name: MappingProxyType(dict(self.figures[name]))
             for name in ("flops", "efficiency", "confidence", "overhead")
         }
+        self._device()
         self._numbers()
         self._efficiency()
         self._measured(stored)
@@ -111,6 +116,14 @@ class _Check:
             raise CostError(
                 f"{self.where}: a curve is a list of pairs, a line one of three times: {error}"
             ) from error
+
+    def _device(self) -> None:
+        device = self.figures["device"]
+        if device not in DEVICES:
+            raise CostError(
+                f'{self.where}: device must be "cpu" or "gpu", what ranks compute on, or "" to '
+                f"take it from the name; got {shown(device)}"
+            )
 
     # -- numbers ----------------------------------------------------------------------------------
 
@@ -177,10 +190,11 @@ class _Check:
                 )
         spread = stored["spread"]
         ordered = len(spread) == 2 and all(map(is_number, spread)) and 0 < spread[0] <= spread[1]
-        if not ordered:
+        if not ordered or not spread[0] <= 1 <= spread[1]:
             raise CostError(
                 f"{self.where}: spread must be the least and the most part of the predicted time, "
-                f"such as [0.95, 1.15]; got {shown(list(spread))}"
+                "at most 1 and at least 1, as the prediction itself is expected; such as "
+                f"[0.95, 1.15]; got {shown(list(spread))}"
             )
 
     # -- kernels ----------------------------------------------------------------------------------

@@ -67,8 +67,8 @@ class Hardware:
             takes by default.
         tdp_watts: the power of the device that `efficiency` was measured at; 0 if unknown.
         power_limit: watts that the device is limited to; 0 if it is not.
-        power_exponent: the speed of matrix products is `(power_limit / tdp_watts) **
-            power_exponent`.
+        power_exponent: the speed of matrix products and convolutions is `(power_limit /
+            tdp_watts) ** power_exponent`.
         spread: the least and most seconds of measured steps, as fractions of predicted ones.
         pair_spread: by how much the ratio of two predictions for one machine may be wrong.
         confidence: by name of a figure, a text on what it rests on, if that is not a measurement or
@@ -82,6 +82,8 @@ class Hardware:
         overhead: bytes that tensors cannot have: "context" (CUDA's), "communicator" (NCCL's buffers
             of one), "workspace" (cuBLAS's, of one thread), "driver"; others as in
             `graphshard.cost.overheads`.
+        device: what ranks compute on: "cpu" or "gpu". "" takes it from the name: "cpu" if that has
+            "gloo" in it, as in files written before there was this field.
 
     Raises:
         CostError: a figure is missing, or not a positive number.
@@ -119,11 +121,12 @@ class Hardware:
     curves: Mapping[str, Points] = field(default_factory=dict)
     lines: Mapping[str, tuple[float, ...]] = field(default_factory=dict)
     overhead: Mapping[str, int] = field(default_factory=dict)
+    device: str = ""
 
     @property
     def is_host(self) -> bool:
         """Whether ranks compute on the host, over Gloo, so that offloading is pointless."""
-        return "gloo" in self.name
+        return self.device == "cpu" if self.device else "gloo" in self.name
 
     @property
     def process_group_backend(self) -> str:
@@ -147,7 +150,7 @@ class Hardware:
 
     @cached_property
     def clocks(self) -> float:
-        """The speed of matrix products under the power limit, as a fraction of that without."""
+        """The speed of products and convolutions under the power limit, relative to none."""
         if not self.power_limit:
             return 1.0
         return float((self.power_limit / self.tdp_watts) ** self.power_exponent)
@@ -249,7 +252,7 @@ def _from_table(name: str, table: Any, file: str | None = None) -> Hardware:
     for key in TABLES:
         if key in table and not isinstance(table[key], dict):
             raise CostError(f"{where}: {key} must be a table; got {shown(table[key])}")
-    for key in ("name", "about", "source", "attention_kernel"):
+    for key in ("name", "device", "about", "source", "attention_kernel"):
         if not isinstance(table.get(key, ""), str):
             raise CostError(f"{where}: {key} must be a text; got {shown(table[key])}")
     figures: dict[str, Any] = {"name": name, **table}

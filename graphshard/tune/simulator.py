@@ -114,7 +114,10 @@ class Simulator:
             if key not in self._by_program:
                 estimate = self.estimate(plan, captured, passes)
                 self._by_program[key] = CandidateResult.of(
-                    candidate, estimate, self.space.auto.micro_batches
+                    candidate,
+                    estimate,
+                    self.space.auto.micro_batches,
+                    self.space.further_bytes(estimate),
                 )
                 if self.estimates is not None:
                     self.estimates[candidate] = estimate

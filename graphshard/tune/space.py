@@ -8,6 +8,7 @@ from functools import cached_property
 from itertools import product
 from typing import Any
 
+from graphshard.cost.estimate import Estimate
 from graphshard.hardware.hardware import Hardware
 from graphshard.policy.base import Policy
 from graphshard.policy.by_module import ModulePolicy
@@ -85,6 +86,27 @@ class Space:
     blocks: Blocks
     mesh_shape: tuple[int, ...]
     hardware: Hardware
+
+    # -- memory ----------------------------------------------------------------------------------
+
+    @cached_property
+    def budget(self) -> int:
+        """The bytes that torch may reserve: what was asked for, or what a device leaves for it.
+
+        A device has a communicator for each dim of the mesh with several ranks.
+        """
+        return self.auto.budget(self.hardware, sum(size > 1 for size in self.mesh_shape))
+
+    def further_bytes(self, estimate: Estimate) -> int:
+        """Bytes beside reserved ones that `budget` leaves no room for: of further communicators.
+
+        Without a cache (`allocator="none"`) those of cuBLAS's workspaces, too. 0 for a budget that
+        was asked for, which is of what torch reserves alone.
+        """
+        if self.auto.memory_budget is not None:
+            return 0
+        beside = estimate.device_bytes - estimate.reserved_bytes
+        return max(0, beside - (estimate.hardware.memory_bytes - self.budget))
 
     # -- from candidates to policies -------------------------------------------------------------
 

@@ -77,8 +77,7 @@ def tune(
             first = space.candidates(space.groups()[0])[0]
             captures.like(simulator.plan(first))
         with without_garbage_collection():
-            communicators = sum(size > 1 for size in mesh)
-            search = Search.of(simulator, auto.budget(space.hardware, communicators), limit)
+            search = Search.of(simulator, space.budget, limit)
             search.progress, search.faster_than = progress, faster_than
             winner = search.run()
             if winner is None:
@@ -137,6 +136,7 @@ def _tuning(
         simulations=simulations,
         untried=tuple(map(space.policy, untried)),
         micro_batches=space.auto.micro_batches,
+        further_bytes=space.further_bytes(estimate),
         stopped_after=search.limit.seconds if search.cut else None,
     )
 

@@ -64,6 +64,8 @@ class Tuning:
         untried: of each group that there was no time for, a policy.
         micro_batches: calls of forward and backward in a step; `estimate` is of one of them.
         stopped_after: the limit in seconds by which the search ended early; None if it did not.
+        further_bytes: of communicators and workspaces that the budget leaves no room for; see
+            `Space.further_bytes`.
     """
 
     policy: Policy
@@ -77,6 +79,7 @@ class Tuning:
     untried: tuple[Policy, ...] = ()
     stopped_after: float | None = None
     micro_batches: int = 1
+    further_bytes: int = 0
 
     @property
     def step_seconds(self) -> float:
@@ -85,9 +88,12 @@ class Tuning:
 
     @property
     def bytes(self) -> int:
-        """The most bytes that torch reserves, on hosts that are alive; the budget bounds them."""
+        """The most bytes that torch reserves, on hosts that are alive; the budget bounds them.
+
+        `further_bytes` are among them.
+        """
         kept = _gradient_bytes(self.estimate) if self.micro_batches > 1 else 0
-        return self.estimate.reserved_bytes + kept
+        return self.estimate.reserved_bytes + kept + self.further_bytes
 
     @property
     def plan(self) -> ShardingPlan:
@@ -115,6 +121,7 @@ class Tuning:
             "simulations": self.simulations,
             "untried": [repr(policy) for policy in self.untried],
             "stopped_after": self.stopped_after,
+            "further_bytes": self.further_bytes,
         }
 
     def __str__(self) -> str:
@@ -126,8 +133,8 @@ class Tuning:
             f"step       {self._step_text()}{human_seconds(estimate.step_seconds)}, of which "
             f"{human_seconds(estimate.exposed_seconds)} exposed communication; "
             f"{estimate.mfu:.1%} of the peak (MFU)",
-            f"memory     {human_bytes(self.bytes)} {taken(estimate)}, of "
-            f"{human_bytes(self.memory_budget)}",
+            f"memory     {human_bytes(self.bytes - self.further_bytes)} {taken(estimate)}"
+            f"{self._further_text()}, of {human_bytes(self.memory_budget)}",
             f"hardware   {estimate.hardware}, {estimate.plan.world_size:,} ranks",
             f"searched   {self.simulations:,} simulations; kinds of policies: {skipped}",
             *self._not_tried(),
@@ -144,6 +151,10 @@ class Tuning:
             lines += ["", "why not:"]
             lines += [f"  {what}: {why}" for what, why in self.reasons.items()]
         return "\n".join(lines)
+
+    def _further_text(self) -> str:
+        size = self.further_bytes
+        return f" and {human_bytes(size)} for further communicators or workspaces" if size else ""
 
     def _step_text(self) -> str:
         if self.micro_batches == 1:
@@ -188,7 +199,8 @@ def taken(estimate: Estimate) -> str:
 class CandidateResult:
     """The seconds and bytes of a step under one candidate.
 
-    peak: the most bytes that torch reserves, on hosts that are alive. compute, communication:
+    peak: the most bytes that torch reserves, on hosts that are alive, and those beside them that
+    the budget leaves no room for (`Space.further_bytes`). compute, communication:
     seconds. step_bytes: peak bytes as `Policy.memory_budget` counts them. valley: least bytes.
     at_peak: bytes at the peak by category. whole: whether the full model was simulated; if not, the
     figures are extrapolated.
@@ -211,9 +223,11 @@ class CandidateResult:
 
     @classmethod
     def of(
-        cls, candidate: Candidate, estimate: Estimate, micro_batches: int = 1
+        cls, candidate: Candidate, estimate: Estimate, micro_batches: int = 1, further: int = 0
     ) -> CandidateResult:
         """Return the result of `candidate` from its `estimate`, of one of so many micro-batches.
+
+        `further` bytes count against the budget beside those that torch reserves.
 
         Each of them reduces its gradients, so from the second on those of the ones before are held.
         """
@@ -227,7 +241,7 @@ class CandidateResult:
         return cls(
             candidate,
             _step_seconds(estimate, micro_batches),
-            estimate.reserved_bytes + kept,
+            estimate.reserved_bytes + kept + further,
             compute,
             micro_batches * estimate.communication_seconds,
             max(sum(point.by_category.get(kind, 0) for kind in KINDS) for point in points),

@@ -21,7 +21,7 @@ from graphshard.calibrate.measure import Effort, Timing, Watch, measure
 from graphshard.calibrate.probes import sized_probes
 from graphshard.calibrate.ranks import joined
 from graphshard.calibrate.report import report
-from graphshard.calibrate.run import calibrate, preset_of
+from graphshard.calibrate.run import calibrate, overhead_of, preset_of
 from graphshard.cli import calibrate as command
 from graphshard.cli.main import main
 from graphshard.cost.collective_cost import GroupShape, collective_seconds, saturating_bytes
@@ -295,7 +295,7 @@ def test_the_command_writes_a_file_that_simulate_reads(tmp_path, capsys, monkeyp
     try:
         asked = ["--quick", "--device", "cpu", "--threads", "1", "--dtypes", "none"]
         links = ["--gpus-per-node", "4", "--intra-bandwidth", "300e9", "--inter-latency", "2e-5"]
-        links += ["--like", "a100-80gb"]
+        links += ["--like", "a100-80gb", "--name", "node7"]
         assert main(["calibrate", "--out", str(out), *asked, *links]) == 0
     finally:
         torch.set_num_threads(threads)
@@ -324,6 +324,17 @@ def test_the_command_writes_a_file_that_simulate_reads(tmp_path, capsys, monkeyp
         example_inputs=(torch.ones(2, 8),),
     )
     assert estimate.step_seconds > hardware.step_overhead
+    # A CPU by any name: no allocator, no context, no communicators.
+    assert (hardware.name, hardware.device, hardware.is_host) == ("node7", "cpu", True)
+    assert (estimate.reserved, estimate.overheads) == (None, None)
+    assert not hardware.overhead
+
+
+def test_a_calibrated_gpu_has_the_overheads_of_its_preset_but_for_the_driver():
+    base = Hardware.load("h100-sxm")
+    found = overhead_of(torch.device("cuda"), base)
+    assert found == {"workspace": 33_554_432, "driver": 0}  # torch finds memory without the latter
+    assert overhead_of(CPU, base) == {}
 
 
 def test_ranks_are_started_with_the_same_arguments(monkeypatch):

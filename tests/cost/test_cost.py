@@ -14,10 +14,11 @@ from hypothesis import strategies as st
 from paths import EXAMPLES
 from ranks import run_ranks
 from simulations import UNIT, node_of
-from torch import fx
+from torch import fx, nn
 
 import graphshard
 from graphshard.cli.main import main
+from graphshard.cost.allocations import requests_of
 from graphshard.cost.collective_cost import (
     GroupShape,
     collective_seconds,
@@ -59,6 +60,10 @@ def test_a_file_holds_what_was_saved(tmp_path):
         ({"efficiency": {}}, "efficiency has no 'matmul'"),
         ({"gpu_per_node": 8}, "unknown figure 'gpu_per_node'"),
         ({"intra_latency": None}, "intra_latency must be a positive number"),
+        ({"device": "tpu"}, 'device must be "cpu" or "gpu"'),
+        ({"device": None}, "device must be a text"),
+        ({"spread": [1.04, 1.2]}, "spread must be .* at most 1 and at least 1"),
+        ({"spread": [0.8, 0.9]}, "spread must be .* at most 1 and at least 1"),
     ],
 )
 def test_a_wrong_figure_is_named(tmp_path, change, said):
@@ -66,6 +71,34 @@ def test_a_wrong_figure_is_named(tmp_path, change, said):
     path.write_text(json.dumps(UNIT.to_dict() | change))
     with pytest.raises(CostError, match=said):
         Hardware.load(path)
+
+
+@pytest.mark.parametrize(
+    ("name", "device", "host"),
+    [("node7", "cpu", True), ("gloo-farm", "gpu", False), ("my-gloo", "", True), ("x", "", False)],
+)
+def test_a_file_says_what_ranks_compute_on(tmp_path, name, device, host):
+    path = tmp_path / "mine.json"
+    data = Hardware.load("cpu-gloo").to_dict() | {"name": name, "device": device}
+    if not device:  # as before there was this figure
+        del data["device"]
+    path.write_text(json.dumps(data))
+    program, plan = toys.rewritten(toys.blocks, Policy())
+    estimate = graphshard.simulate(replace(plan, program=program), hardware=path)
+    assert (estimate.reserved is None) == (estimate.overheads is None) == host
+    assert estimate.hardware.process_group_backend == ("gloo" if host else "nccl")
+
+
+def test_every_preset_says_what_ranks_compute_on():
+    assert {n: Hardware.load(n).device for n in preset_names()} == {
+        n: "cpu" if n == "cpu-gloo" else "gpu" for n in preset_names()
+    }
+
+
+def test_double_precision_peaks_are_of_dense_matrices():
+    known = {"a100-40gb": 19.5, "a100-pcie": 19.5, "h100-sxm": 67, "h100-pcie": 51, "h200": 67}
+    for name, peak in known.items():
+        assert Hardware.load(name).matmul_flops(torch.float64) == 1e12 * peak
 
 
 def test_what_is_no_hardware_is_refused(tmp_path):
@@ -300,6 +333,55 @@ def test_predicted_memory_is_what_lives(world_size):
         for name, ((peak, predicted), (valley, at_rest)) in found.items():
             assert predicted == pytest.approx(peak, rel=0.01), name
             assert at_rest == pytest.approx(valley, rel=0.01), name
+
+
+class Experts(nn.Module):
+    """Stacked experts, split along another dim than 0 on more ranks than there are experts."""
+
+    def __init__(self, experts, rows, columns):
+        super().__init__()
+        self.w = nn.Parameter(torch.empty(experts, rows, columns))
+
+    def forward(self, x):
+        return torch.einsum("bi,eij->bj", x, self.w).square().sum()
+
+
+@pytest.mark.parametrize(("ranks", "dim"), [(8, 0), (16, 1), (64, 1)])
+def test_an_optimizer_has_states_of_a_shard_along_any_dim(ranks, dim):
+    with torch.device("meta"):
+        model, x = Experts(8, 1024, 4096), torch.empty(2, 1024)
+    plan = graphshard.plan(model, graphshard.SizePolicy(1), world_size=ranks, example_inputs=(x,))
+    assert plan.layouts["w"].dim == dim
+    estimate = graphshard.simulate(plan, hardware="h100-sxm", optimizer="adamw")
+    held = estimate.memory.valley_by_category
+    assert held["shards"] == 4 * 8 * 1024 * 4096 // ranks
+    assert held["optimizer"] == 2 * held["shards"]
+    requests = requests_of(estimate.program, plan, "adamw", ())
+    assert sum(request.size for request in requests.states) == held["optimizer"]
+
+
+def live_and_predicted_at_rest(rank):
+    """Bytes between steps as counted and as predicted, of an expert split along dim 1."""
+    from examples.benchmarks.live_bytes import LiveBytes
+
+    model, x = Experts(1, 256, 128), torch.randn(2, 256)
+    nn.init.normal_(model.w)
+    sharded = graphshard.compile(model, graphshard.SizePolicy(1), example_inputs=(x,))
+    optimizer = torch.optim.AdamW(sharded.parameters(), foreach=False)
+    sharded(x).backward()
+    optimizer.step()
+    optimizer.zero_grad()
+    with LiveBytes() as live:
+        live.add([(p, list(optimizer.state[p].values())) for p in sharded.parameters()])
+        live.add([x])
+    estimate = graphshard.simulate(sharded, hardware="cpu-gloo", optimizer="adamw-fused")
+    return sharded.plan.layouts["w"].dim, live.current, estimate.valley_bytes
+
+
+def test_states_along_another_dim_are_those_that_live():
+    for dim, live, predicted in run_ranks(live_and_predicted_at_rest, 2):
+        assert dim == 1
+        assert predicted == pytest.approx(live, rel=0.001)
 
 
 def estimate_of(**options):

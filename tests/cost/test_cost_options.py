@@ -12,6 +12,8 @@ from paths import EXAMPLES
 
 import graphshard
 from graphshard.cli.main import main
+from graphshard.cost.estimate import estimate_of
+from graphshard.cost.text import speed_text
 from graphshard.cost.timeline import timeline_of
 from graphshard.errors import CostError
 from graphshard.hardware.hardware import Hardware
@@ -37,6 +39,41 @@ def test_each_option_of_a_simulation_changes_it(capsys, monkeypatch):
     )
     slow, quick = (timeline_of(program, plan, fast, tf32=tf32) for tf32 in (False, True))
     assert quick.seconds < slow.seconds
+
+
+def test_the_share_of_the_peak_is_of_the_peak_that_products_run_at():
+    program, plan = toys.rewritten(toys.blocks, Policy())
+    machine = Hardware.load("h100-sxm").with_(
+        flops={"float32": 1.0, "tfloat32": 10.0}, launch_floor=1e-30
+    )
+    both = [
+        estimate_of(replace(plan, program=program), machine, tf32=tf32) for tf32 in (False, True)
+    ]
+    assert [estimate.mfu for estimate in both] == pytest.approx(
+        [
+            1e12 * estimate.tflops_per_gpu / peak
+            for estimate, peak in zip(both, (1, 10), strict=True)
+        ]
+    )
+    assert max(estimate.mfu for estimate in both) < 1
+
+
+@pytest.mark.parametrize(
+    ("tflops", "said"),
+    [(408.31, "408.3"), (1234.56, "1,234.6"), (23.456, "23.5"), (4.5678, "4.57"),
+     (0.0123456, "0.0123"), (0.000012345, "0.0000123"), (0.0, "0")],
+)  # fmt: skip
+def test_a_speed_has_three_digits_on_any_machine(tflops, said):
+    assert speed_text(tflops) == said
+
+
+def test_slow_machines_have_a_speed():
+    program, plan = toys.rewritten(toys.blocks, Policy())
+    estimate = graphshard.simulate(replace(plan, program=program), hardware="cpu-gloo")
+    assert f"speed      {speed_text(estimate.tflops_per_gpu)} TFLOP/s per device" in str(estimate)
+    assert "speed      0.0 " not in str(estimate)
+    both = str(graphshard.compare(estimate, estimate))
+    assert speed_text(estimate.tflops_per_gpu) in both
 
 
 def test_a_plot_needs_matplotlib(monkeypatch, tmp_path):

@@ -56,6 +56,14 @@ def trace_of(estimate: Estimate, times: float, folder: Path, steps: int = 3) -> 
     return path
 
 
+def without_device(path: Path) -> Path:
+    """The same trace without its kernels, as of a CPU."""
+    data = json.loads(path.read_text())
+    on_host = [event for event in data["traceEvents"] if event["cat"] == "cpu_op"]
+    path.write_text(json.dumps({"traceEvents": on_host}))
+    return path
+
+
 @pytest.mark.parametrize("times", [0.9, 1.0, 1.25])
 def test_compute_takes_as_long_as_in_the_trace(times: float, tmp_path: Path) -> None:
     mine = estimate()
@@ -73,6 +81,44 @@ def test_compute_takes_as_long_as_in_the_trace(times: float, tmp_path: Path) -> 
     )
     assert like.estimate.communication_seconds == pytest.approx(mine.communication_seconds)
     assert f"operators take {like.factor:.3f} times as long as predicted: in 3 steps" in str(like)
+
+
+def test_a_step_as_in_a_trace_is_expected_about_its_prediction(tmp_path: Path) -> None:
+    mine = estimate()
+    like = graphshard.like_trace(mine, trace_of(mine, 1.1, tmp_path)).estimate
+    pair = mine.hardware.pair_spread
+    assert like.hardware.spread == pytest.approx((1 / (1 + pair), 1 + pair))
+    low, high = like.step_range
+    assert low < like.step_seconds < high
+    exact = mine.with_hardware(mine.hardware.with_(spread=(1.0, 1.0)))  # a machine without errors
+    again = graphshard.like_trace(exact, tmp_path / "trace.json").estimate
+    assert again.hardware.spread == (1.0, 1.0)
+
+
+def test_a_trace_of_the_host_says_nothing_of_a_gpu(tmp_path: Path) -> None:
+    path = without_device(trace_of(estimate(), 1.0, tmp_path))
+    with pytest.raises(CostError, match="shows no kernels of a device, and h100-sxm is a GPU"):
+        graphshard.like_trace(estimate(), path)
+
+
+def test_a_trace_of_a_gpu_says_nothing_of_a_host(tmp_path: Path) -> None:
+    path = trace_of(estimate(), 1.0, tmp_path)
+    with pytest.raises(CostError, match="shows kernels of a device, and cpu-gloo is a CPU"):
+        graphshard.like_trace(estimate().with_hardware("cpu-gloo"), path)
+
+
+@pytest.mark.parametrize("times", [0.3, 5.0])
+def test_a_factor_that_is_hardly_of_operators_alone_is_doubted(
+    times: float, tmp_path: Path
+) -> None:
+    like = graphshard.like_trace(estimate(), trace_of(estimate(), times, tmp_path))
+    assert like.doubt
+    assert like.doubt in str(like)
+    assert like.to_dict()["doubt"] == like.doubt
+    for said in ("recompute", "inputs", "busy"):
+        assert said in like.doubt
+    usual = graphshard.like_trace(estimate(), trace_of(estimate(), 1.2, tmp_path))
+    assert usual.doubt == usual.to_dict()["doubt"] == ""
 
 
 def test_a_trace_of_few_ranks_serves_many(tmp_path: Path) -> None:

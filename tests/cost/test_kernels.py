@@ -9,9 +9,13 @@ import torch
 import toy_programs as toys
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from paths import EXAMPLES
 from simulations import UNIT, node_of
+from torch import nn
+from torch.nn import functional as F
 
 import graphshard
+from graphshard.cli.main import main
 from graphshard.cost.clocks import Clocks
 from graphshard.cost.collective_cost import GroupShape, collective_seconds
 from graphshard.cost.kernel_rates import Product, filled
@@ -74,6 +78,17 @@ def test_the_slowest_rank_is_waited_for_unless_there_is_one():
     assert cost.seconds(late) == pytest.approx(2 * cost.seconds(TILED))
     assert cost.seconds(late.for_ranks(1)) == pytest.approx(cost.seconds(TILED))
     assert late.for_ranks(2) is late
+
+
+def test_power_and_the_slowest_rank_slow_convolutions_too():
+    convolution = (aten.convolution.default, (1, 2, 8, 8), (2, 2, 3, 3), (2,))
+    args = ([1, 1], [1, 1], [1, 1], False, [0, 0], 1)
+    cost = op_cost(node_of(*convolution, args=args))
+    assert cost.kind == "convolution"
+    assert cost.seconds(UNIT) == cost.flops
+    assert cost.seconds(UNIT.with_(slowest=0.5)) == pytest.approx(2 * cost.flops)
+    limited = UNIT.with_(tdp_watts=400, power_limit=100, power_exponent=0.5)
+    assert cost.seconds(limited) == pytest.approx(2 * cost.flops)
 
 
 def test_an_efficiency_may_be_of_one_dtype():
@@ -198,6 +213,91 @@ def test_the_traced_operator_names_its_kernel_unless_one_is_chosen():
         assert traced.work.kernel == kernel
         assert traced.seconds(ours) == factor * traced.flops
         assert traced.seconds(RATES) == 2 * traced.flops
+
+
+MASKED = RATES.with_(attention_rates={**RATES.attention_rates, "fa1.forward.128": ((256, 0.25),)})
+
+
+def masked(dtype=torch.bfloat16):
+    node = sdpa((1, 1, 256, 128), dtype=dtype)
+    mask = node.graph.placeholder("mask")
+    mask.meta["val"] = torch.empty(256, 256, dtype=dtype, device="meta")
+    node.kwargs = {"attn_mask": mask}
+    return op_cost(node)
+
+
+def test_flash_attention_takes_no_mask_so_the_efficient_kernel_runs():
+    cost = masked()
+    assert cost.work.masked
+    assert (cost.kernel(MASKED), cost.seconds(MASKED)) == ("fa1", cost.flops * 4)
+    assert cost.kernel(MASKED.with_(attention_kernel="cudnn")) == "cudnn"  # which takes masks
+    assert cost.kernel(RATES) == "fa2"  # the only rates that are known
+    plain = op_cost(sdpa((1, 1, 256, 128)))
+    assert (plain.kernel(MASKED), plain.work.masked) == ("fa2", False)
+    efficient = aten._scaled_dot_product_efficient_attention.default
+    bias = node_of(efficient, *[(1, 1, 256, 128)] * 3, args=(None, True), dtype=torch.bfloat16)
+    assert not op_cost(bias).work.masked
+
+
+def test_only_what_rates_price_has_a_kernel():
+    assert masked(torch.float32).kernel(MASKED) == ""
+    assert masked().kernel(UNIT) == ""
+    curves = MASKED.with_(curves={"attention.bfloat16": ((1.0, 1.0), (2.0, 2.0))})
+    assert op_cost(sdpa((1, 1, 256, 128))).kernel(curves) == ""
+    assert op_cost(node_of(aten.mm.default, (4, 4), (4, 4))).kernel(MASKED) == ""
+
+
+class Attends(nn.Module):
+    """Attention of two kinds, by `masks`: without a mask (False) and with one (True)."""
+
+    def __init__(self, *masks):
+        super().__init__()
+        self.masks, self.inner = masks, nn.Linear(128, 128)
+
+    def forward(self, x, mask):
+        x = self.inner(x)
+        for has_mask in self.masks:
+            x = F.scaled_dot_product_attention(x, x, x, attn_mask=mask if has_mask else None)
+        return x.sum()
+
+
+@pytest.mark.parametrize(
+    ("masks", "half", "options", "said"),
+    [
+        ((False,), True, {}, "attention by fa2"),
+        ((True,), True, {}, "attention with a mask by fa1, as flash attention takes none"),
+        ((False, True), True, {}, "attention by fa2, with a mask by fa1, as flash attention takes"
+         " none"),
+        ((False,), False, {}, ""),
+        ((), True, {}, ""),
+        ((), True, {"power_limit": 200}, "power limited to 200 of 400 W"),
+    ],
+)  # fmt: skip
+def test_an_estimate_names_the_kernels_that_it_is_priced_by(masks, half, options, said):
+    with torch.device("meta"):
+        model = Attends(*masks)
+        inputs = torch.empty(1, 1, 64, 128), torch.empty(64, 64)
+    low = torch.bfloat16 if half else None
+    policy = graphshard.SizePolicy(1, mixed_precision=graphshard.MixedPrecision(low))
+    plan = graphshard.plan(model, policy, world_size=2, example_inputs=inputs)
+    machine = Hardware.load("a100-80gb").with_(attention_kernel="fa2", **options)
+    estimate = graphshard.simulate(plan, hardware=machine)
+    lines = [line for line in str(estimate).splitlines() if line.startswith("kernels")]
+    assert lines == ([f"kernels    {said}"] if said else [])
+    kernels = set() if "attention" not in said else {k for k in ("fa1", "fa2") if k in said}
+    assert set(estimate.attention_kernels) == kernels
+    assert estimate.to_dict()["attention"] == ", ".join(sorted(kernels))
+
+
+@pytest.mark.parametrize("command", ["simulate", "compare"])
+def test_a_kernel_that_prices_nothing_is_refused(command, capsys, monkeypatch):
+    monkeypatch.syspath_prepend(str(EXAMPLES))
+    start = [command, "factories:small", "--policy", "block:Block", "--world-size", "2"]
+    start += ["--policy", "size:1"] if command == "compare" else []
+    start += ["--hardware", "h100-sxm", "--attention", "fa3"]
+    assert main(start) == 2
+    assert "--attention has no effect: " in capsys.readouterr().err
+    assert main([*start, "--param-dtype", "bf16"]) == 0
 
 
 def test_the_default_kernel_follows_gpu_and_torch():

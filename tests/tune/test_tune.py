@@ -63,6 +63,47 @@ def best_of(grid: list[tuple[float, int]], budget: int) -> float:
     return min((seconds for seconds, peak in grid if peak <= budget), default=float("inf"))
 
 
+ROOMY = Hardware.load("h100-sxm").with_(
+    gpus_per_node=2,
+    overhead={"context": 0, "communicator": 64 << 20, "workspace": 0, "driver": 0},
+)
+
+
+def of_groups(machine: Hardware, **fixed) -> AutoPolicy:
+    """Gathers within a node in backward, which needs a communicator more than without."""
+    options = {"reshard_after_forward": 2, "offload": None, "recompute": None, "schedule": "fsdp"}
+    return AutoPolicy(hardware=machine, units=BlockPolicy({"Block"}), **{**options, **fixed})
+
+
+def test_what_fits_fits_with_all_communicators_of_the_policy():
+    model, inputs = gpt()
+
+    def tune(auto: AutoPolicy):
+        return auto.tune(model, example_inputs=inputs, world_size=4)
+
+    free = tune(of_groups(ROOMY)).estimate
+    assert free.overheads.communicators == 2 * (64 << 20)
+    needed = free.device_bytes
+    tight = ROOMY.with_(memory_bytes=needed - (32 << 20))  # enough for one communicator
+    with pytest.raises(graphshard.PolicyError, match="nothing fits in"):
+        tune(of_groups(tight))
+    open_to_both = tune(of_groups(tight, reshard_after_forward="auto"))
+    assert open_to_both.estimate.fits
+    assert open_to_both.estimate.overheads.communicators == 64 << 20
+    just = tune(of_groups(ROOMY.with_(memory_bytes=needed)))
+    assert just.estimate.fits
+    assert just.bytes == just.estimate.reserved_bytes + (64 << 20) <= just.memory_budget
+    assert "and 64.00 MiB for further communicators or workspaces" in str(just)
+
+
+def test_a_budget_of_ones_own_is_what_torch_reserves():
+    model, inputs = gpt()
+    auto = replace(of_groups(ROOMY), memory_budget="1GiB")
+    tuning = auto.tune(model, example_inputs=inputs, world_size=4)
+    assert tuning.bytes == tuning.estimate.reserved_bytes
+    assert "communicators" not in str(tuning)
+
+
 def test_it_is_as_good_as_the_best_of_a_grid(simulator, grid):
     """And more memory is never slower."""
     peaks = [peak for _, peak in grid]
