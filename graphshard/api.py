@@ -290,7 +290,8 @@ def simulate(
         what: one of
 
             a model (on meta or not), with a policy or plan, a number of ranks and example inputs;
-            a plan with a program, or one without, together with its `model` and example inputs;
+            a plan with a program, or one without, together with its `model` and example inputs:
+            the program is captured for the device of the hardware;
             a sharded module: its program for the example inputs, captured if needed, or without
             inputs the last captured one that trains and reduces gradients;
             a rewritten program, such as one of `ShardedModule.programs`. Without its `plan`,
@@ -329,6 +330,7 @@ def simulate(
         policy = replace(policy, hardware=machine)
     arguments = SimulationArguments(
         "gloo" if (backend or machine.process_group_backend) == "gloo" else "nccl",
+        machine.program_device,
         model,
         plan,
         policy,
@@ -495,6 +497,7 @@ class SimulationArguments:
     """The arguments of `simulate` that determine the program."""
 
     process_group_backend: str
+    device: str
     model: nn.Module | None = None
     plan: ShardingPlan | None = None
     policy: Policy | None = None
@@ -507,6 +510,11 @@ class SimulationArguments:
     def has_inputs(self) -> bool:
         """Whether there are example inputs to capture a model with."""
         return self.example_inputs is not None or self.example_kwargs is not None
+
+    def with_program(self, plan: ShardingPlan, model: nn.Module) -> ShardingPlan:
+        """`plan` with the program of the example inputs."""
+        args, kwargs = self.example_inputs, self.example_kwargs
+        return with_program(plan, model, args, kwargs, device=self.device)
 
     def refuse(self, what: str, **reasons: str) -> None:
         """Refuse the arguments named in `reasons`.
@@ -606,7 +614,7 @@ def _with_its_program(plan: ShardingPlan, arguments: SimulationArguments) -> Sha
             "there is no program to simulate yet: the plan was made without example inputs; give "
             "them to graphshard.plan or graphshard.compile, or pass model= and example_inputs= here"
         )
-    return with_program(plan, arguments.model, arguments.example_inputs, arguments.example_kwargs)
+    return arguments.with_program(plan, arguments.model)
 
 
 def _plan_of_model(model: nn.Module, arguments: SimulationArguments) -> ShardingPlan:
@@ -618,9 +626,7 @@ def _plan_of_model(model: nn.Module, arguments: SimulationArguments) -> Sharding
         arguments.refuse("a model by a plan", policy=why, world_size=why, mesh_shape=why)
         if arguments.plan.program is not None:
             raise CostError("the plan has a program already; simulate the plan itself")
-        return with_program(
-            arguments.plan, model, arguments.example_inputs, arguments.example_kwargs
-        )
+        return arguments.with_program(arguments.plan, model)
     if arguments.policy is None:
         raise CostError("a model is simulated under a policy (or a plan); give policy=")
     if arguments.world_size is None and arguments.mesh_shape is None:
@@ -636,4 +642,5 @@ def _plan_of_model(model: nn.Module, arguments: SimulationArguments) -> Sharding
         mesh_shape=arguments.mesh_shape,
         example_inputs=arguments.example_inputs,
         example_kwargs=arguments.example_kwargs,
+        device=arguments.device,
     )

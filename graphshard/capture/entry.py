@@ -34,6 +34,7 @@ from graphshard.capture.experts import all_experts
 from graphshard.capture.fake_mode import constant_folding_fake_mode
 from graphshard.capture.input_checks import as_plain, require_fit
 from graphshard.capture.joint import program_of_joint
+from graphshard.capture.off_target import attention_of_cuda
 from graphshard.capture.packed_sequences import packed_sequences
 from graphshard.capture.python_max import max_and_min_of_sizes
 from graphshard.capture.side_effects import WriteError, restore_random_state
@@ -325,6 +326,8 @@ def _trace(
         stack.enter_context(packed_sequences())
         stack.enter_context(eager_kernels())
         stack.enter_context(transformers_as_in_eager())
+        if off_target:
+            stack.enter_context(attention_of_cuda())
         stack.enter_context(torch_trace.keep_matrix_checks())
         stack.enter_context(_quiet())
         stack.enter_context(torch_trace.quiet_errors())

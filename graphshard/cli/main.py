@@ -227,11 +227,13 @@ def _plan(
 ) -> ShardingPlan:
     policy, backend = policy_and_backend or (policy_of(options), backend_of(options))
     hardware = getattr(options, "hardware", None)
+    machine = Hardware.load(hardware or "h100-sxm")
     return graphshard.plan(
         loaded.model,
         policy,
         backend=backend,
-        process_group_backend=Hardware.load(hardware or "h100-sxm").process_group_backend,
+        device=machine.program_device if hardware else "cpu",
+        process_group_backend=machine.process_group_backend,
         world_size=options.world_size,
         mesh_shape=options.mesh,
         example_inputs=loaded.args,

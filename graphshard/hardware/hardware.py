@@ -133,6 +133,11 @@ class Hardware:
         """What connects ranks on this hardware: "gloo" or "nccl"."""
         return "gloo" if self.is_host else "nccl"
 
+    @property
+    def program_device(self) -> str:
+        """The device that programs for this hardware run on: "cpu" or "cuda"."""
+        return "cpu" if self.is_host else "cuda"
+
     def __post_init__(self) -> None:
         figures = {f.name: getattr(self, f.name) for f in fields(self)}
         for name, value in checked(figures).items():

@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 
-from graphshard.torch_private.compat import private
+from graphshard.torch_private.compat import private, private_of
 from graphshard.torch_private.patches import patched
 
 _CHECK = torch.ops.aten._linalg_check_errors.default
@@ -101,6 +101,12 @@ def tracing_rules(rules: Mapping[Any, Callable[..., Any] | None]) -> Iterator[No
                     patched(op, name, table, expects=_is_dict, where=f"torch.ops.{op}.{name}")
                 )
         yield
+
+
+def by_own_kernel(op: Any, *args: Any, **kwargs: Any) -> Any:
+    """Run `op`, which torch takes apart into others, as if no rule of `tracing_rules` were set."""
+    run = private_of(op, "_op_dk")
+    return run(torch._C.DispatchKey.CompositeImplicitAutograd, *args, **kwargs)
 
 
 @contextlib.contextmanager

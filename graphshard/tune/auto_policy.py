@@ -61,7 +61,7 @@ class AutoPolicy(PolicyRequest):
         example_kwargs: Mapping[str, Any] | None = None,
         world_size: int | None = None,
         mesh_shape: Sequence[int] | None = None,
-        device: torch.device | str = "cpu",
+        device: torch.device | str | None = None,
         progress: Stages | None = None,
     ) -> Tuning:
         """Search, with no process group and no memory for parameters.
@@ -73,7 +73,7 @@ class AutoPolicy(PolicyRequest):
             world_size: number of ranks. None: that of `mesh_shape`.
             mesh_shape: `(ranks,)`, or `(replicas, ranks to shard over)` for a HYBRID strategy.
                 None: `(world_size,)`.
-            device: the device that the model will run on.
+            device: the device that the model will run on. None: that of the hardware.
             progress: shows each stage. None: a bar on stderr, if that is a terminal.
 
         Raises:
@@ -99,7 +99,7 @@ class AutoPolicy(PolicyRequest):
         *,
         example_inputs: Sequence[Any] | None = None,
         example_kwargs: Mapping[str, Any] | None = None,
-        device: torch.device | str = "cpu",
+        device: torch.device | str | None = None,
         progress: Stages | None = None,
     ) -> Runs:
         """Search numbers of ranks, batches and micro-batches for one global batch, as `tune` does.

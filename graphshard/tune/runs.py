@@ -235,7 +235,7 @@ def tune_runs(
     example_inputs: Sequence[Any] | None,
     example_kwargs: Mapping[str, Any] | None,
     *,
-    device: torch.device | str = "cpu",
+    device: torch.device | str | None = None,
     progress: Stages | None = None,
 ) -> Runs:
     """Find the fastest policy for each number of ranks, batch and micro-batches of `request`.
@@ -244,6 +244,7 @@ def tune_runs(
     """
     inputs = (tuple(example_inputs or ()), dict(example_kwargs or {}))
     before, per_sample = _sizes(inputs)
+    device = device or auto.described().program_device
     comparison = _Comparison(auto, request, model, inputs, before, per_sample, device)
     samples = request.samples(per_sample)
     work = [

@@ -44,7 +44,7 @@ def tune(
     *,
     world_size: int | None = None,
     mesh_shape: Sequence[int] | None = None,
-    device: torch.device | str = "cpu",
+    device: torch.device | str | None = None,
     progress: Stages | None = None,
     captures: Captures | None = None,
     faster_than: float | None = None,
@@ -70,6 +70,7 @@ def tune(
     check_model(tree, prod(mesh))
     space = Space(auto, Blocks(tree), mesh, auto.described())
     if captures is None:
+        device = device or space.hardware.program_device
         captures = Captures(model, tuple(example_inputs or ()), example_kwargs or {}, device)
     with progress.stage("tune"):
         with progress.stage("capture"):
