@@ -184,7 +184,7 @@ def _kind(packet: Any, flops: int) -> str:
 _BATCHED = {_aten.bmm, _aten.baddbmm, _aten._grouped_mm}
 
 
-# The kernels that operators traced for a GPU call.
+# The kernels that operators traced on a GPU call; one traced on the CPU for a GPU does not say.
 _KERNELS = {
     _aten._scaled_dot_product_cudnn_attention: "cudnn",
     _aten._scaled_dot_product_cudnn_attention_backward: "cudnn",
@@ -202,8 +202,9 @@ def _work(
     if kind == "attention":
         backward = packet in attention_work.BACKWARD
         query, key = _shapes_of_arguments(node.args[1:3] if backward else node.args[:2])
-        kernel, masked = _KERNELS.get(packet, ""), _has_mask(node)
-        return Attention(kernel, key[2], query[3], backward, masked)
+        on_gpu = result.device.type != "cpu"
+        kernel = _KERNELS.get(packet, "") if on_gpu else ""
+        return Attention(kernel, key[2], query[3], backward, _has_mask(node))
     shape = _shapes(result)
     if kind != "matmul" or not prod(shape):
         return None

@@ -12,6 +12,8 @@ from torch import Tensor, nn
 import graphshard
 from graphshard import AutoPolicy, BlockPolicy
 from graphshard.capture.entry import capture
+from graphshard.cost.op_cost import op_cost
+from graphshard.hardware.hardware import Hardware
 from graphshard.program.program import Program
 from graphshard.torch_private import compat as torch_compat
 
@@ -134,3 +136,15 @@ def test_a_search_is_of_the_programs_of_its_hardware() -> None:
         model = nn.Sequential(Attention(), Attention()).to("meta", HALF)
         tuning = auto.tune(model, example_inputs=(x,), world_size=2)
         assert tuning.estimate.program.device == device
+
+
+def test_dropout_costs_nothing_in_the_kernel() -> None:
+    """An operator traced on the CPU for a GPU says nothing of the kernel that the GPU prefers."""
+    machine = Hardware.load("h100-sxm")
+    seconds = []
+    for dropout in (0.0, 0.1):
+        program = captured(Attention(head=64, dropout=dropout), HALF)
+        costs = [op_cost(n) for n in program.nodes() if "_scaled_dot_product" in str(n.target)]
+        assert [cost.kind for cost in costs] == ["attention"] * 2
+        seconds.append([cost.seconds(machine) for cost in costs])
+    assert seconds[0] == pytest.approx(seconds[1], rel=1e-3)
