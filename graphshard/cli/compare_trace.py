@@ -6,6 +6,7 @@ import argparse
 import json
 from pathlib import Path
 
+from graphshard.cli.machine import check_attention
 from graphshard.cli.simulate import add_hardware_options, estimate_of
 from graphshard.cost.against_trace import compare_trace
 from graphshard.planning.plan import ShardingPlan
@@ -27,7 +28,9 @@ def add_compare_trace(command: argparse.ArgumentParser) -> None:
 
 def trace_text(plan: ShardingPlan, options: argparse.Namespace) -> str:
     """Return what the trace measured beside the estimate for the program of `plan`, as text."""
-    comparison = compare_trace(estimate_of(plan, options), options.trace)
+    estimate = estimate_of(plan, options)
+    check_attention(options, [estimate])
+    comparison = compare_trace(estimate, options.trace)
     if options.json:
         return json.dumps(comparison.to_dict(), indent=2)
     return comparison.text(every_event=options.events)

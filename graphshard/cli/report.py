@@ -9,6 +9,7 @@ from typing import Any
 
 from torch import nn
 
+from graphshard.cli.machine import check_attention
 from graphshard.cli.simulate import add_hardware_options, estimate_of
 from graphshard.cost.estimate import Estimate
 from graphshard.planning.plan import ShardingPlan
@@ -65,6 +66,7 @@ def write_report(
     plan = plan_under(None)
     with progress.stage("simulate"):
         estimate = estimate_of(plan, options)
+        check_attention(options, [estimate])
     others: dict[str, Estimate] = {}
     tuning = None
     if options.what_if:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 from collections import defaultdict
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from math import fsum
 from pathlib import Path
 from statistics import median
@@ -79,8 +79,9 @@ _LEAST_USUAL, _MOST_USUAL = 0.5, 3.0
 def like_trace(estimate: Estimate, path: str | os.PathLike[str]) -> LikeTrace:
     """Estimate the step of `estimate` anew, with operators as long as in a trace.
 
-    What is left of the prediction's error is about that of two predictions on one machine, so the
-    new hardware expects a step within `pair_spread` of the prediction.
+    What is left of the error of compute is about that of two predictions on one machine, so the new
+    hardware expects compute within `pair_spread` of the prediction; and the rest of the step, of
+    which the trace says nothing, within the `spread` it had.
 
     Compute is compared unit by unit, so the traced run may have another number of ranks, strategy
     or schedule. Its model, its inputs per rank, its units and what it recomputes must be the same.
@@ -113,19 +114,26 @@ def like_trace(estimate: Estimate, path: str | os.PathLike[str]) -> LikeTrace:
     if not steps or not before:
         raise CostError("the program computes nothing, so a trace says nothing of its operators")
     old = estimate.hardware
-    spread = (1 / (1 + old.pair_spread), 1 + old.pair_spread)
-    if old.spread == (1.0, 1.0):
-        spread = old.spread
     source = f"{old.source}; time of operators within a step: {path.name}"
     factor, like = 1.0, estimate
     for _ in range(_MOST_ROUNDS):
         factor *= measured / now
-        in_step = old.in_step * factor
-        like = estimate.with_hardware(old.with_(in_step=in_step, spread=spread, source=source))
+        like = estimate.with_hardware(old.with_(in_step=old.in_step * factor, source=source))
         now = fsum(_predicted(like).values())
         if abs(now - measured) <= _EXACT * measured:
             break
+    spread = _spread(old, now / like.step_seconds)
+    like = replace(like, hardware=like.hardware.with_(spread=spread))
     return LikeTrace(path, factor, measured, before, min(steps), estimate, like)
+
+
+def _spread(hardware: Hardware, share: float) -> tuple[float, float]:
+    """The spread of a step of which this share is compute as long as in a trace."""
+    low, high = hardware.spread
+    if low == high:  # a machine without errors
+        return low, high
+    pair = 1 + hardware.pair_spread
+    return share / pair + (1 - share) * low, share * pair + (1 - share) * high
 
 
 def _check_device(run: MeasuredRun, hardware: Hardware) -> None:

@@ -289,15 +289,24 @@ def test_an_estimate_names_the_kernels_that_it_is_priced_by(masks, half, options
     assert estimate.to_dict()["attention"] == ", ".join(sorted(kernels))
 
 
-@pytest.mark.parametrize("command", ["simulate", "compare"])
-def test_a_kernel_that_prices_nothing_is_refused(command, capsys, monkeypatch):
+@pytest.mark.parametrize(
+    ("command", "more"),
+    [
+        ("simulate", ()),
+        ("compare", ("--policy", "size:1")),
+        ("report", ("--out", "page.html")),
+        ("compare-trace", ("--trace", "none.json")),
+    ],
+)
+def test_a_kernel_that_prices_nothing_is_refused(command, more, capsys, monkeypatch, tmp_path):
     monkeypatch.syspath_prepend(str(EXAMPLES))
-    start = [command, "factories:small", "--policy", "block:Block", "--world-size", "2"]
-    start += ["--policy", "size:1"] if command == "compare" else []
+    monkeypatch.chdir(tmp_path)
+    start = [command, "factories:small", "--policy", "block:Block", "--world-size", "2", *more]
     start += ["--hardware", "h100-sxm", "--attention", "fa3"]
     assert main(start) == 2
     assert "--attention has no effect: " in capsys.readouterr().err
-    assert main([*start, "--param-dtype", "bf16"]) == 0
+    assert main([*start, "--param-dtype", "bf16"]) == (2 if "--trace" in more else 0)
+    assert "--attention" not in capsys.readouterr().err
 
 
 def test_the_default_kernel_follows_gpu_and_torch():
