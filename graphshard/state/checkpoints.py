@@ -25,6 +25,7 @@ from torch.distributed.tensor import DTensor
 
 from graphshard.errors import CheckpointError
 from graphshard.runtime.agreement import Agreement
+from graphshard.runtime.graph_lifetimes import wait_before_the_end
 from graphshard.runtime.group import Group
 from graphshard.runtime.lowered import Bindings
 from graphshard.state.dcp import (
@@ -112,7 +113,8 @@ def save_checkpoint(
             state["optim"], part.same[:] = sharded_state_dict(module, bindings, optim)
         state |= parts_to_save(scheduler, scaler, extra)
         random = {str(group.rank): random_states(group)}
-        write = _Write(Path(path), CommittingWriter(path), keep if group.rank == 0 else None)
+        writer = CommittingWriter(path, group.size)
+        write = _Write(Path(path), writer, keep if group.rank == 0 else None)
         if background is not None:
             stager = DefaultStager(StagingOptions(False, False, False, False))
             state = stager.stage(state)
@@ -135,6 +137,7 @@ def save_checkpoint(
 
     saving = executor.submit(run)
     executor.shutdown(wait=False)
+    wait_before_the_end(saving, group.process_group, process_group)
     return saving
 
 
