@@ -14,6 +14,9 @@ from typing import Any
 from weakref import WeakKeyDictionary
 
 from torch import Tensor
+from torch.distributed import Work
+
+from graphshard.torch_private.coalesced import Works
 
 MAX_RANKS = 8
 """The most ranks of a group whose gathers are sent. Each rank sends its shard to every other one:
@@ -116,8 +119,11 @@ def keep(work: Any) -> None:
     A thread of Gloo's lets go of the work some time after it is done. Where that is the last
     reference to a tensor that Python has seen, the thread asks for Python's lock, and the end of
     Python aborts the process meanwhile. See README.md. Works that cannot tell whether they are done
-    (of reduce_scatter, which Gloo makes of others) are kept until many have followed.
+    (of reduce_scatter, which Gloo makes of others) are kept until many have followed. What is no
+    work of torch's, such as what a caller's own function returned, has no such threads.
     """
+    if not isinstance(work, Work | Works):
+        return
     done = [each for each in _kept if each.is_completed()]
     for each in done:
         _kept.remove(each)
