@@ -48,7 +48,11 @@ class PairwiseExchange:
         self._abandoned: list[Any] = []
 
     def exchange(
-        self, sent: Sequence[Sequence[Tensor]], received: Sequence[Sequence[Tensor]]
+        self,
+        sent: Sequence[Sequence[Tensor]],
+        received: Sequence[Sequence[Tensor]],
+        *,
+        meets: bool = False,
     ) -> list[Any]:
         """Start sending `sent[m][r]` to each other rank r, and receiving `received[m][r]` from it.
 
@@ -57,6 +61,8 @@ class PairwiseExchange:
                 itself is ignored.
             received: by message and rank, contiguous tensors to write. Message m of one rank is
                 message m of the other.
+            meets: the ranks meet by it. Such an exchange takes no message of another kind, which a
+                rank may be in whose peer failed and came to a meeting instead.
 
         Returns:
             The works to wait for, which keep the tensors alive. Until then nobody may write `sent`.
@@ -66,7 +72,7 @@ class PairwiseExchange:
         """
         while self._abandoned:
             self._abandoned.pop(0).wait()
-        tag = _TAGS + next(self._exchanges) % _TAGS
+        tag = _TAGS + (2 * next(self._exchanges) + meets) % _TAGS
         group = self._process_group
         works = [
             group.recv([by_rank[source]], source, tag)
