@@ -19,7 +19,6 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.checkpoint.api import CheckpointException
-from torch.distributed.checkpoint.staging import DefaultStager, StagingOptions
 from torch.distributed.checkpoint.state_dict_saver import save
 from torch.distributed.tensor import DTensor
 
@@ -50,6 +49,7 @@ from graphshard.state.random_states import (
     random_states,
     set_states,
 )
+from graphshard.state.staging import staged
 from graphshard.state.state_tensors import (
     StateTensor,
     by_name,
@@ -96,7 +96,6 @@ def save_checkpoint(
             the last save in the background failed; the checkpoint at `path` is as before.
     """
     group, agreement = bindings.group, bindings.agreement
-    stager: DefaultStager | None = None
     with agreement.part() as part:
         if last is not None:
             last.result()
@@ -116,9 +115,8 @@ def save_checkpoint(
         writer = CommittingWriter(path, group.size)
         write = _Write(Path(path), writer, keep if group.rank == 0 else None)
         if background is not None:
-            stager = DefaultStager(StagingOptions(False, False, False, False))
-            state = stager.stage(state)
-        state[RNG] = random  # copies already, which a stager would walk number by number
+            state = staged(state)
+        state[RNG] = random  # copies already
     if background is None:
         write.run(state, _world(group), alone=group.process_group is None)
         with agreement.part():
@@ -128,12 +126,8 @@ def save_checkpoint(
     executor = ThreadPoolExecutor(1, thread_name_prefix="graphshard-save")
 
     def run() -> None:
-        try:
-            write.run(state, process_group)
-            write.end()
-        finally:
-            assert stager is not None
-            stager.close()
+        write.run(state, process_group)
+        write.end()
 
     saving = executor.submit(run)
     executor.shutdown(wait=False)
