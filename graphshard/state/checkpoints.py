@@ -40,6 +40,7 @@ from graphshard.state.dcp_write import CommittingWriter, RankZeroFirst
 from graphshard.state.manifest import remove_earlier, series_of
 from graphshard.state.matching import Match, match
 from graphshard.state.optim import sharded_state_dict
+from graphshard.state.optim_copies import require_same_copies
 from graphshard.state.optim_load import STEP, prepare_load
 from graphshard.state.random_states import (
     RNG,
@@ -92,10 +93,12 @@ def save_checkpoint(
         A future of the write in the background, or None.
 
     Raises:
-        CheckpointError: on every rank, if one cannot write, `extra` has what cannot be saved, or
-            the last save in the background failed; the checkpoint at `path` is as before.
+        CheckpointError: on every rank, if one cannot write, `extra` has what cannot be saved, the
+            optimizer's state differs where a checkpoint has one of it, or the last save in the
+            background failed; the checkpoint at `path` is as before.
     """
     group, agreement = bindings.group, bindings.agreement
+    copies: dict[str, str] = {}
     with agreement.part() as part:
         if last is not None:
             last.result()
@@ -109,7 +112,7 @@ def save_checkpoint(
             )
         state: Any = {"model": module.state_dict()}
         if optim is not None:
-            state["optim"], part.same[:] = sharded_state_dict(module, bindings, optim)
+            state["optim"], part.same[:], copies = sharded_state_dict(module, bindings, optim)
         state |= parts_to_save(scheduler, scaler, extra)
         random = {str(group.rank): random_states(group)}
         writer = CommittingWriter(path, group.size)
@@ -117,6 +120,8 @@ def save_checkpoint(
         if background is not None:
             state = staged(state)
         state[RNG] = random  # copies already
+    if optim is not None:
+        require_same_copies(group, agreement, copies)
     if background is None:
         write.run(state, _world(group), alone=group.process_group is None)
         with agreement.part():
