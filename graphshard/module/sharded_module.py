@@ -208,7 +208,7 @@ class ShardedModule(StateMethods, TrainingMethods, CallMethods):
                 group.shard.memory = pool_of(group, plan.policy.collective_memory)
                 programs = state.programs
                 passes, dynamic = programs.passes, programs.sizes.dynamic
-                model = model_like(self, state)
+                model = model_like(self, state, memo)
                 twin = ShardedModule(model, plan, group, passes, dynamic, agreement)
                 take_over(twin, twin._graphshard, self, state)
                 remember(memo, twin, self)
