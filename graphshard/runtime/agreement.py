@@ -14,7 +14,7 @@ import os
 import pickle
 import time
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field, replace
 from functools import cache
@@ -24,7 +24,7 @@ import torch
 from torch import Tensor
 from torch.distributed.distributed_c10d import PrefixStore
 
-from graphshard.errors import CollectiveError, FingerprintError, GraphshardError
+from graphshard.errors import CollectiveError, FingerprintError, GraphshardError, PolicyError
 from graphshard.runtime.fingerprint import Call, Fingerprint
 from graphshard.runtime.group import Group
 from graphshard.runtime.meetings import Meetings
@@ -65,6 +65,32 @@ def call_text(method: Callable[..., Any], name: str = "", **arguments: Any) -> s
         if key not in defaults or value != defaults[key]
     ]
     return f"{name or method.__name__}({', '.join(shown)})"
+
+
+def listed(names: Any) -> Any:
+    """`names` for a call's text and its checks: several in a list, one name or None as it is.
+
+    So is what is none of these, for a check inside of a part to refuse; see `require_names`.
+    """
+    is_several = isinstance(names, Iterable) and not isinstance(names, str)
+    return list(names) if is_several else names
+
+
+def require_names(argument: str, names: Any, of: str) -> list[str]:
+    """The names in what `listed` returned; [] of None.
+
+    Args:
+        argument: its name, for messages.
+        names: the value.
+        of: what it names, for messages.
+
+    Raises:
+        PolicyError: it is something else.
+    """
+    found = [names] if isinstance(names, str) else [] if names is None else names
+    if not isinstance(found, list) or not all(isinstance(name, str) for name in found):
+        raise PolicyError(f"{argument} must be {of}, or several in a list, or None; got {names!r}")
+    return found
 
 
 @cache

@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from graphshard.errors import PolicyError, RuntimeStateError
+from graphshard.runtime.agreement import require_names
 from graphshard.runtime.shards import Shard
 from graphshard.torch_private import compat as torch_compat
 from graphshard.torch_private.full_tensors import full_tensor
@@ -75,15 +76,15 @@ class Unsharded:
         self._twins[fqn].requires_grad_(shard.param.requires_grad)
         return self._twins[fqn]
 
-    def select(self, modules: str | Iterable[str] | None) -> list[Shard]:
-        """The shards of the parameters in `modules` (FQNs), or all.
+    def select(self, modules: Any) -> list[Shard]:
+        """The shards of the parameters in `modules` (an FQN or a list of them), or all.
 
         Raises:
-            PolicyError: one has no parameter.
+            PolicyError: one has no parameter, or is no name.
         """
+        fqns = require_names("unsharded: modules", modules, "the name of a module")
         if modules is None:
             return self.shards
-        fqns = (modules,) if isinstance(modules, str) else tuple(modules)
         by_fqn = {}
         for module in fqns:
             inside = [s for s in self.shards if any(_inside(n, module) for n in s.layout.names)]
