@@ -31,6 +31,7 @@ from graphshard.state.dcp import (
     StoredCheckpoint,
     cause_of,
     empty_like,
+    forget_frames,
     nested,
     open_checkpoint,
     quiet,
@@ -165,6 +166,7 @@ class _Write:
                 )
         except (Exception, CheckpointException) as error:  # CheckpointException is a BaseException
             self.writer.discard()
+            forget_frames(error)
             raise CheckpointError(
                 f"writing {self.path} failed: {cause_of(error)}; the checkpoint there, if there "
                 "was one, is as before"
@@ -231,17 +233,17 @@ def load_checkpoint(
         _require_asked(parts, path, group, agreement)
     optim_state: dict[str, Any] = {}
     own_states: dict[str, Any] = {}
-    failure = None
+    failures: list[CheckpointError] = []
     try:
         read_entries(stored, entries, group.process_group)
         if optim is not None:
             optim_state = _optimizer_dict(stored, entries, optim_values)
         own_states = checked_states(stored, entries, group)
     except CheckpointError as error:
-        failure = error
+        failures.append(error)
     with agreement.part():
-        if failure is not None:
-            raise failure
+        if failures:
+            raise failures.pop()  # an error that this function holds would keep the module alive
     with _all_or_nothing(bindings, parts, entries):
         with agreement.part():
             load_states(own_states, stored, group)

@@ -147,20 +147,20 @@ class Unsharded:
         if with_grads:
             self.with_grads |= {shard.layout.fqn for shard in sharded}
         try:
-            failure: Exception | None = None
+            failures: list[Exception] = []
             for shard in sharded:
                 full = _full(shard, shard.param)
                 grad = shard.param.grad
                 full_grad = _full(shard, grad) if with_grads and grad is not None else None
-                if failure is None and (shard.group.rank == 0 or not rank0_only):
+                if not failures and (shard.group.rank == 0 or not rank0_only):
                     try:
                         opened.append((shard, self.twin(shard), shard.param))
                         self._fill(opened[-1][1], full, full_grad)
                     except Exception as error:  # told once all is gathered, as others wait for it
-                        failure = error
+                        failures.append(error)
             with part():
-                if failure is not None:
-                    raise failure
+                if failures:
+                    raise failures.pop()  # not to be held by this function, which it refers to
             for shard, twin, _ in opened:
                 for holder, name in shard.holders:
                     holder[name] = twin
