@@ -103,7 +103,10 @@ class CallMethods(TreeModule):
         bindings = self._graphshard.bindings
         strategies = {unit.options.strategy for unit in bindings.plan.units}
         if torch.is_grad_enabled() or strategies != {Strategy.NO_SHARD}:  # else they never meet
-            bindings.agreement.give_up(error)
+            try:
+                bindings.agreement.give_up(error)
+            finally:
+                del error  # which would refer to itself by this function, and keep the module
 
     def run_eagerly(self, name: str, /, *args: Any, **kwargs: Any) -> Any:
         """Call a method of the model as it is, operator by operator, on gathered parameters.

@@ -34,12 +34,17 @@ def groups_like(group: Group, found: Group) -> Group:
     return made
 
 
-def model_like(sharded: nn.Module, state: _State) -> nn.Module:
+def model_like(sharded: nn.Module, state: _State, memo: dict[int, Any]) -> nn.Module:
     """A model to compile anew: the code and Python state of `sharded`, its weights on meta.
 
     Ignored parameters, which stay whole and in place, have values of their own.
+
+    Args:
+        sharded: the module that is copied.
+        state: its state.
+        memo: that of `copy.deepcopy`, by which what else is copied shares objects with the model.
     """
-    model = meta_model_of(state.programs.meta_model)
+    model = meta_model_of(state.programs.meta_model, memo)
     for layout in state.bindings.plan.ignored:
         param = copy.deepcopy(sharded.get_parameter(layout.fqn))
         for name in layout.names:

@@ -29,15 +29,22 @@ _PLAIN = (
 _NAMESPACES = (types.SimpleNamespace, argparse.Namespace)
 
 
-def meta_model_of(model: nn.Module) -> nn.Module:
+def meta_model_of(model: nn.Module, copies: dict[int, Any] | None = None) -> nn.Module:
     """A copy of `model` with its parameters and buffers on meta.
 
     The copy has attributes of its own. Objects and containers that hold plain data alone, such as a
     configuration, are shared with the model and whoever else holds them, and so are attributes that
     cannot be copied (locks, process groups, generators).
+
+    Args:
+        model: stays as it is.
+        copies: the memo of a `copy.deepcopy` that `model` is part of: plain data are copied as
+            well, with what else is copied. None: they are shared.
     """
-    twins: dict[int, Any] = {id(tensor): twin for tensor, twin in _on_meta(model)}
-    twins |= {id(value): value for value in _plain_data(model)}
+    twins: dict[int, Any] = dict(copies or {})
+    for value in _plain_data(model):
+        twins[id(value)] = value if copies is None else _copy_of(value, copies)
+    twins |= {id(tensor): twin for tensor, twin in _on_meta(model)}
     try:
         meta_model = copy.deepcopy(model, dict(twins))
     except Exception:  # whatever the attributes of a module raise
@@ -45,6 +52,13 @@ def meta_model_of(model: nn.Module) -> nn.Module:
     named = (*model.named_parameters(), *model.named_buffers())
     vars(meta_model)[ORIGINALS] = [(name, weakref.ref(tensor)) for name, tensor in named]
     return meta_model
+
+
+def _copy_of(value: Any, memo: dict[int, Any]) -> Any:
+    try:
+        return copy.deepcopy(value, memo)
+    except Exception:  # of objects that cannot be copied, which are shared
+        return value
 
 
 def _on_meta(model: nn.Module) -> Iterator[tuple[Tensor, Tensor]]:

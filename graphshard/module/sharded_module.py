@@ -189,13 +189,22 @@ class ShardedModule(StateMethods, TrainingMethods, CallMethods):
         parameters have no gradients and no hooks.
 
         Raises:
-            RuntimeStateError: parameters have no values yet, or are gathered for the model's code.
+            RuntimeStateError: parameters have no values yet, or are gathered for the model's code,
+                or the process group is gone.
             FingerprintError: another rank makes another call.
             CollectiveError: another rank failed, or made no copy.
         """
         state = self._graphshard
         old, plan = state.bindings.group, state.bindings.plan
-        agreement = Agreement(meeting_group(old.mesh, old.device))
+        try:
+            found = meeting_group(old.mesh, old.device)
+        except (RuntimeError, ValueError) as error:  # of torch, where it knows no such group
+            raise RuntimeStateError(
+                "copy.deepcopy() of a sharded module needs the process group that it was compiled "
+                f"on, which is gone ({error}); copy it before destroy_process_group(), or call "
+                "sharded.rebind() on a new group first"
+            ) from error
+        agreement = Agreement(found)
         agreement.made_by = "copy.deepcopy() of a sharded module"
         with agreement.call(agreement.made_by):
             with agreement.part() as part:
@@ -208,7 +217,7 @@ class ShardedModule(StateMethods, TrainingMethods, CallMethods):
                 group.shard.memory = pool_of(group, plan.policy.collective_memory)
                 programs = state.programs
                 passes, dynamic = programs.passes, programs.sizes.dynamic
-                model = model_like(self, state)
+                model = model_like(self, state, memo)
                 twin = ShardedModule(model, plan, group, passes, dynamic, agreement)
                 take_over(twin, twin._graphshard, self, state)
                 remember(memo, twin, self)

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from graphshard.errors import ReplicaWarning, RuntimeStateError
 from graphshard.module.meta_init import initialize
-from graphshard.runtime.agreement import call_text
+from graphshard.runtime.agreement import call_text, listed
 from graphshard.state import load, save
 from graphshard.state.checkpoints import background_group, load_checkpoint, save_checkpoint
 from graphshard.state.matching import KeyRules
@@ -244,13 +244,13 @@ class StateMethods(nn.Module):
 
         Raises:
             ReplicaError: copies differ; names the tensors and the ranks, on every rank.
-            PolicyError: an expression matches nothing.
+            PolicyError: an expression matches nothing, or is none.
             RuntimeStateError: a parameter has no values yet, or is unsharded.
             CollectiveError: another rank died, or did not get here.
         """
         state = self._graphshard
         agreement = state.bindings.agreement
-        patterns = (leave_out,) if isinstance(leave_out, str) else tuple(leave_out or ())
+        patterns = listed(leave_out)
         with agreement.call(call_text(StateMethods.check_replicas, leave_out=patterns or None)):
             with agreement.part():
                 if state.unsharded.open:
@@ -266,13 +266,17 @@ class StateMethods(nn.Module):
         """Compare copies ahead of a save, without buffers that programs write on each rank.
 
         Raises:
+            RuntimeStateError: `replicas` is something else.
             ReplicaError: some differ, and `replicas` is "error".
         """
         state = self._graphshard
+        if replicas not in ("warn", "error", None):
+            with state.bindings.agreement.part():  # in which other ranks are that got another value
+                raise RuntimeStateError(
+                    f'replicas must be "warn", "error" or None; got {replicas!r}'
+                )
         if replicas is None or state.unsharded.open:
             return
-        if replicas not in ("warn", "error"):
-            raise RuntimeStateError(f'replicas must be "warn", "error" or None; got {replicas!r}')
         leave_out = state.unfilled_buffers() | state.programs.written_buffers()
         if replicas == "error":
             require_equal(state.bindings, leave_out)

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from graphshard.errors import RuntimeStateError
 from graphshard.module.sharded_tree import TreeModule
 from graphshard.passes.accumulate import GRADIENT, SHARD
-from graphshard.runtime.agreement import call_text
+from graphshard.runtime.agreement import call_text, listed
 from graphshard.runtime.rebind import rebind
 from graphshard.training.clip import GradNorm
 from graphshard.training.local_steps import AnyOptimizer, require_elementwise, step_locally
@@ -260,10 +260,10 @@ class TrainingMethods(TreeModule):
             RuntimeStateError: a parameter has no values yet, or is unsharded already.
             CollectiveError: a rank makes another call, or code inside failed on another rank.
         """
-        state = self._graphshard
+        state, wanted = self._graphshard, listed(modules)
         text = call_text(
             TrainingMethods.unsharded,
-            modules=modules if modules is None or isinstance(modules, str) else [*modules],
+            modules=wanted,
             writeback=writeback,
             with_grads=with_grads,
             rank0_only=rank0_only,
@@ -272,7 +272,7 @@ class TrainingMethods(TreeModule):
         with agreement.call(text):
             with agreement.part() as part:
                 state.refuse_lent()
-                shards = state.unsharded.select(modules)
+                shards = state.unsharded.select(wanted)
                 state.require_values(self)
                 part.same += state.unsharded.check(
                     shards, writeback=writeback, with_grads=with_grads, rank0_only=rank0_only

@@ -14,7 +14,7 @@ import os
 import pickle
 import time
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field, replace
 from functools import cache
@@ -24,7 +24,7 @@ import torch
 from torch import Tensor
 from torch.distributed.distributed_c10d import PrefixStore
 
-from graphshard.errors import CollectiveError, FingerprintError, GraphshardError
+from graphshard.errors import CollectiveError, FingerprintError, GraphshardError, PolicyError
 from graphshard.runtime.fingerprint import Call, Fingerprint
 from graphshard.runtime.group import Group
 from graphshard.runtime.meetings import Meetings
@@ -67,6 +67,32 @@ def call_text(method: Callable[..., Any], name: str = "", **arguments: Any) -> s
     return f"{name or method.__name__}({', '.join(shown)})"
 
 
+def listed(names: Any) -> Any:
+    """`names` for a call's text and its checks: several in a list, one name or None as it is.
+
+    So is what is none of these, for a check inside of a part to refuse; see `require_names`.
+    """
+    is_several = isinstance(names, Iterable) and not isinstance(names, str)
+    return list(names) if is_several else names
+
+
+def require_names(argument: str, names: Any, of: str) -> list[str]:
+    """The names in what `listed` returned; [] of None.
+
+    Args:
+        argument: its name, for messages.
+        names: the value.
+        of: what it names, for messages.
+
+    Raises:
+        PolicyError: it is something else.
+    """
+    found = [names] if isinstance(names, str) else [] if names is None else names
+    if not isinstance(found, list) or not all(isinstance(name, str) for name in found):
+        raise PolicyError(f"{argument} must be {of}, or several in a list, or None; got {names!r}")
+    return found
+
+
 @cache
 def _defaults(method: Callable[..., Any]) -> dict[str, Any]:
     return {
@@ -96,6 +122,17 @@ class Part:
     same: list[str] = field(default_factory=list)
     flag: bool = False
     flags: list[bool] = field(default_factory=list)
+
+
+class _Failure:
+    """The error of this rank's part, if it failed; None once the others know.
+
+    Functions hold this, not the error: an error that a function of its traceback refers to keeps
+    all that these functions refer to, the module among them, until the garbage collector runs.
+    """
+
+    def __init__(self, error: Exception | None = None) -> None:
+        self.error = error
 
 
 class Agreement:
@@ -172,7 +209,7 @@ class Agreement:
         if self.meetings is None:
             return changed
         self.group.here.at = _UNCHANGED.at
-        return any(self._meet_by_tickets(_UNCHANGED, None, flag=changed))
+        return any(self._meet_by_tickets(_UNCHANGED, _Failure(), flag=changed))
 
     def give_up(self, error: Exception) -> None:
         """Tell the others, which are about to run a forward, of the `error` that ended this one's.
@@ -191,13 +228,18 @@ class Agreement:
             self.group.rank,
             first_line(error),
         )
+        own = _Failure(error)
         try:
-            self._meet(Call(CANNOT_RUN), error)
+            self._meet(Call(CANNOT_RUN), own)
         except GraphshardError as of_all:
             if isinstance(error, GraphshardError):
                 raise
             mark(error)
+            of_all.__cause__ = None  # which is this very error
             raise error from of_all
+        finally:
+            own.error = None
+            del error
 
     # -- calls ----------------------------------------------------------------------------------
 
@@ -214,10 +256,10 @@ class Agreement:
         except Exception as error:
             if self.meetings is None or is_shared(error):
                 raise
-            lost = self._loss(error, Call(f"{self._text}, which failed with {first_line(error)}"))
+            lost = [self._loss(error, Call(f"{self._text}, which failed with {first_line(error)}"))]
             if isinstance(error, GraphshardError):
                 raise
-            raise lost from error
+            raise lost.pop() from error
         finally:
             self._text = before
 
@@ -241,32 +283,36 @@ class Agreement:
                 that error if it is graphshard's, else as a CollectiveError.
             CollectiveError: a rank did not get here within the group's timeout.
         """
-        part, error = Part(), None
+        part, own = Part(), _Failure()
         try:
-            yield part
-        except Exception as failure:
-            error = failure
-        if error is not None and (self.meetings is None or is_shared(error)):
-            raise error
-        if self.meetings is None:
-            part.flags = [part.flag]
-            return
-        call = Call(f"calls {text}" if text else self._text, tuple(part.same))
-        once = None if waits else call.text.partition("(")[0]
-        try:
-            part.flags = self._meet(call, error, flag=part.flag, once=once)
-        except GraphshardError as of_all:
-            if error is None or not keeps:
-                raise
-            mark(error)
-            raise error from of_all
+            try:
+                yield part
+            except Exception as error:
+                if self.meetings is None or is_shared(error):
+                    raise
+                own.error = error
+            if self.meetings is None:
+                part.flags = [part.flag]
+                return
+            call = Call(f"calls {text}" if text else self._text, tuple(part.same))
+            once = None if waits else call.text.partition("(")[0]
+            try:
+                part.flags = self._meet(call, own, flag=part.flag, once=once)
+            except GraphshardError as of_all:
+                if own.error is None or not keeps:
+                    raise
+                mark(own.error)
+                of_all.__cause__ = None  # which is this very error
+                raise own.error from of_all
+        finally:
+            own.error = None
 
     # -- meeting --------------------------------------------------------------------------------
 
     def _meet(
         self,
         call: Call,
-        error: Exception | None = None,
+        own: _Failure | None = None,
         *,
         flag: bool = False,
         once: Any = None,
@@ -275,33 +321,34 @@ class Agreement:
 
         Args:
             call: what this rank does.
-            error: of this rank.
+            own: whether this rank failed; None: it did not.
             flag: to tell.
             once: where the host may not wait, compare only if this was not compared before.
         """
+        own = own or _Failure()
         self.turn += 1
         here = self.group.here
         here.turn, here.at = self.turn, call.at
         if self.group.backend == "gloo":
-            return self._meet_by_tickets(call, error, flag=flag)
+            return self._meet_by_tickets(call, own, flag=flag)
         if (parted := self._parted()) is not None:
             raise parted
         if once is not None and once in self.agreed:
-            if error is not None:
-                raise error
+            if own.error is not None:
+                raise own.error
             self._send_ticket(call)
             return []
-        flags = self._meet_in_store(call, error, flag=flag)
+        flags = self._meet_in_store(call, own, flag=flag)
         if once is not None:
             self.agreed.add(once)
         return flags
 
-    def _meet_by_tickets(self, call: Call, error: Exception | None, *, flag: bool) -> list[bool]:
+    def _meet_by_tickets(self, call: Call, own: _Failure, *, flag: bool) -> list[bool]:
         """As `_meet`, by one collective that all calls share.
 
         A ticket is the module's number, that of the call, and bits: a flag, and whether it failed.
         """
-        bits = int(flag) + 2 * (error is not None)
+        bits = int(flag) + 2 * (own.error is not None)
         ticket = [self.module, call.number, bits]
         group = self.group
         try:
@@ -310,29 +357,29 @@ class Agreement:
                 if self._lost:
                     self._forget()
                 return [bool(theirs[2]) for theirs in tickets]
-            reports = group.all_gather_object(Report.of(self.module, call, error))
+            reports = group.all_gather_object(Report.of(self.module, call, own.error))
         except RuntimeError as failure:
-            raise self._loss(failure, call, error) from (error or failure)
-        raise shared(verdict_of(reports), error)
+            raise self._loss(failure, call, own.error) from (own.error or failure)
+        raise shared(verdict_of(reports), own.error)
 
-    def _meet_in_store(self, call: Call, error: Exception | None, *, flag: bool) -> list[bool]:
+    def _meet_in_store(self, call: Call, own: _Failure, *, flag: bool) -> list[bool]:
         """As `_meet`, by keys of the Store."""
         meetings, turn, digest = self.meetings, self.turn, f"{self.module}/{call.number}"
         assert meetings is not None
         try:
-            flags = meetings.meet(turn, digest, flag=flag, failed=error is not None)
+            flags = meetings.meet(turn, digest, flag=flag, failed=own.error is not None)
             if flags is not None:
                 if self._lost:
                     self._forget()
                 return flags
             # The lines of a call are long, and the same on most ranks: one of these gives them.
             lines = call.lines if meetings.first_to_say(turn, digest) else None
-            report = replace(Report.of(self.module, call, error), call=Call(call.text))
+            report = replace(Report.of(self.module, call, own.error), call=Call(call.text))
             mine = pickle.dumps((report, digest, lines))
             verdict = meetings.judge(turn, mine, judged)
         except RuntimeError as failure:
-            raise self._loss(failure, call, error) from (error or failure)
-        raise shared(pickle.loads(verdict), error)
+            raise self._loss(failure, call, own.error) from (own.error or failure)
+        raise shared(pickle.loads(verdict), own.error)
 
     def _send_ticket(self, call: Call) -> None:
         """Let the devices compare what ranks begin.

@@ -14,6 +14,9 @@ from typing import Any
 from weakref import WeakKeyDictionary
 
 from torch import Tensor
+from torch.distributed import Work
+
+from graphshard.torch_private.coalesced import Works
 
 MAX_RANKS = 8
 """The most ranks of a group whose gathers are sent. Each rank sends its shard to every other one:
@@ -45,7 +48,11 @@ class PairwiseExchange:
         self._abandoned: list[Any] = []
 
     def exchange(
-        self, sent: Sequence[Sequence[Tensor]], received: Sequence[Sequence[Tensor]]
+        self,
+        sent: Sequence[Sequence[Tensor]],
+        received: Sequence[Sequence[Tensor]],
+        *,
+        meets: bool = False,
     ) -> list[Any]:
         """Start sending `sent[m][r]` to each other rank r, and receiving `received[m][r]` from it.
 
@@ -54,6 +61,8 @@ class PairwiseExchange:
                 itself is ignored.
             received: by message and rank, contiguous tensors to write. Message m of one rank is
                 message m of the other.
+            meets: the ranks meet by it. Such an exchange takes no message of another kind, which a
+                rank may be in whose peer failed and came to a meeting instead.
 
         Returns:
             The works to wait for, which keep the tensors alive. Until then nobody may write `sent`.
@@ -63,7 +72,7 @@ class PairwiseExchange:
         """
         while self._abandoned:
             self._abandoned.pop(0).wait()
-        tag = _TAGS + next(self._exchanges) % _TAGS
+        tag = _TAGS + (2 * next(self._exchanges) + meets) % _TAGS
         group = self._process_group
         works = [
             group.recv([by_rank[source]], source, tag)
@@ -116,8 +125,11 @@ def keep(work: Any) -> None:
     A thread of Gloo's lets go of the work some time after it is done. Where that is the last
     reference to a tensor that Python has seen, the thread asks for Python's lock, and the end of
     Python aborts the process meanwhile. See README.md. Works that cannot tell whether they are done
-    (of reduce_scatter, which Gloo makes of others) are kept until many have followed.
+    (of reduce_scatter, which Gloo makes of others) are kept until many have followed. What is no
+    work of torch's, such as what a caller's own function returned, has no such threads.
     """
+    if not isinstance(work, Work | Works):
+        return
     done = [each for each in _kept if each.is_completed()]
     for each in done:
         _kept.remove(each)

@@ -1,8 +1,10 @@
-"""Releasing CUDA graphs before the communicators that they recorded come to an end.
+"""What must happen before a communicator ends: graphs are released, and saves waited for.
 
 NCCL destroys or aborts a communicator only when no graph refers to it any more, and waits for that
 without a limit. So all graphs that are alive are known here, and those of a process group are
-released in front of its `shutdown` and `abort`, and all of them when Python exits.
+released in front of its `shutdown` and `abort`, and all of them when Python exits. A save in the
+background is waited for in front of `shutdown`, which `destroy_process_group` calls, but not of
+`abort`, which is for ranks that have lost each other.
 """
 
 from __future__ import annotations
@@ -10,6 +12,7 @@ from __future__ import annotations
 import atexit
 import weakref
 from collections.abc import Callable, Iterator
+from concurrent.futures import Future, wait
 from functools import cache, wraps
 from typing import Any, Protocol
 
@@ -54,6 +57,23 @@ def release_of(process_group: Any) -> None:
             graphs.release()
 
 
+_running: dict[Future[Any], tuple[Any, ...]] = {}
+"""Work on threads of their own, with the process groups that it needs."""
+
+
+def wait_before_the_end(work: Future[Any], *process_groups: Any) -> None:
+    """Have the end of any of `process_groups` wait until `work` is done."""
+    _watch_communicators()
+    _running[work] = process_groups
+    work.add_done_callback(lambda done: _running.pop(done, None))
+
+
+def _wait_for_work_of(process_group: Any) -> None:
+    for work, process_groups in list(_running.items()):
+        if any(each is process_group for each in process_groups):
+            wait([work])
+
+
 def _process_groups(group: Group) -> Iterator[Any]:
     yield group.process_group
     for subgroup in group.subgroups.values():
@@ -62,8 +82,10 @@ def _process_groups(group: Group) -> Iterator[Any]:
 
 @cache
 def _watch_communicators() -> None:
-    """Release graphs in front of the methods that end a communicator, from now on."""
+    """Wait, and release graphs, in front of the methods that end a communicator, from now on."""
     for owner, name in ends_of_groups():
+        if name != "abort":
+            patched_for_good(owner, name, _after(_wait_for_work_of, getattr(owner, name)))
         patched_for_good(owner, name, _after(release_of, getattr(owner, name)))
     for owner, name in ends_of_backends():
         # A backend does not tell its group.

@@ -171,10 +171,15 @@ class Group:
         Raises:
             RuntimeError: a rank died, or did not get here within the timeout.
         """
-        return self.gather_tensor(torch.tensor(values, device=self.device)).tolist()
+        sent = torch.tensor(values, device=self.device)
+        return self.gather_tensor(sent, meets=True).tolist()
 
-    def gather_tensor(self, sent: Tensor) -> Tensor:
+    def gather_tensor(self, sent: Tensor, *, meets: bool = False) -> Tensor:
         """The `sent` of every rank, `(n,)` on this group's device: `(ranks, n)`, in rank order.
+
+        Args:
+            sent: of as many elements on each rank.
+            meets: see `PairwiseExchange.exchange`.
 
         Raises:
             RuntimeError: a rank died, or did not get here within the timeout.
@@ -183,7 +188,7 @@ class Group:
         if self.pairwise is not None:
             by_rank = received.view(self.size, -1).unbind()
             by_rank[self.rank].copy_(sent)
-            for work in self.pairwise.exchange([[sent] * self.size], [by_rank]):
+            for work in self.pairwise.exchange([[sent] * self.size], [by_rank], meets=meets):
                 work.wait()
             return received.view(self.size, -1)
         # Not dist.all_gather_into_tensor: torch 2.13 renames it, and warns.

@@ -36,11 +36,18 @@ def rebind(bindings: Bindings, mesh: DeviceMesh | None) -> None:
             "this module runs on a single rank without a process group, so there is none to "
             "replace; compile it again to run on several"
         )
-    agreement = Agreement(meeting_group(mesh, group.device))
+    is_mesh = mesh is None or isinstance(mesh, DeviceMesh)
+    agreement = Agreement(meeting_group(mesh if is_mesh else None, group.device))
     agreement.made_by = bindings.agreement.made_by
     # The meetings of graphshard.compile, so that new ranks may be in it.
     with agreement.call(agreement.made_by):
         with agreement.part():
+            if not is_mesh:
+                raise PolicyError(
+                    f"mesh must be a DeviceMesh or None; got {mesh!r}; make one of the old ranks, "
+                    "shape and names by torch.distributed.device_mesh.init_device_mesh, or leave "
+                    "it out to use the default process group"
+                )
             if plan.policy.cuda_graph:
                 raise RuntimeStateError(
                     "CUDA graphs have recorded collectives of the old process groups; compile the "

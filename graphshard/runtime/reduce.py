@@ -5,7 +5,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -13,7 +14,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, fx
 
-from graphshard.errors import PlanError
+from graphshard.errors import CollectiveError, PlanError
 from graphshard.planning.layout import ParamLayout
 from graphshard.program import ops
 from graphshard.program.collective import operands_of, params_of
@@ -349,7 +350,11 @@ class AllReduceByCaller(AllReduce):
         self.average = average
 
     def __call__(self, tensors: Sequence[Tensor]) -> Pending:
-        """Copy the gradients of each dtype into one tensor and pass it to the function."""
+        """Copy the gradients of each dtype into one tensor and pass it to the function.
+
+        Raises:
+            CollectiveError: the function raised an error.
+        """
         pending = Pending(self, [], [])
         for (message,) in self.launches:
             flat = self.flat(tensors, message)
@@ -358,9 +363,32 @@ class AllReduceByCaller(AllReduce):
         return pending
 
     def _launch(self, flat: Tensor) -> Any:
-        with torch.no_grad():
+        with self._errors(), torch.no_grad():
             work = self.average(flat)
         return _DONE if work is None else work
+
+    def wait(self, pending: Pending) -> list[Tensor]:
+        """As of other collectives; an error of the caller's `wait()` is a `CollectiveError` too."""
+        with self._errors():
+            return super().wait(pending)
+
+    @contextmanager
+    def _errors(self) -> Iterator[None]:
+        try:
+            yield
+        except (CollectiveError, torch.OutOfMemoryError):
+            raise
+        except Exception as error:
+            raise self.peer_error(error) from error
+
+    def peer_error(self, error: Exception) -> CollectiveError:
+        """The error to raise when the caller's function, or what it returned, raised `error`."""
+        return self.error(
+            "failed",
+            "the function passed as replica_all_reduce raised an error; no gradient was set, so "
+            "clear gradients and repeat the step once it can average again",
+            error,
+        )
 
     def results(self, pending: Pending) -> list[Tensor]:
         """What the function left in the tensors, as views."""

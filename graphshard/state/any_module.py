@@ -85,7 +85,7 @@ def save_sharded(path: Path, module: nn.Module, optimizers: Sequence[Optimizer])
 
     A checkpoint that is there stays whole until the new one replaces it.
     """
-    writer = CommittingWriter(path)
+    writer = CommittingWriter(path, dist.get_world_size() if dist.is_initialized() else 1)
     save(_sharded(module, optimizers), storage_writer=writer, planner=RankZeroFirst())
 
 

@@ -19,18 +19,19 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.checkpoint.api import CheckpointException
-from torch.distributed.checkpoint.staging import DefaultStager, StagingOptions
 from torch.distributed.checkpoint.state_dict_saver import save
 from torch.distributed.tensor import DTensor
 
 from graphshard.errors import CheckpointError
 from graphshard.runtime.agreement import Agreement
+from graphshard.runtime.graph_lifetimes import wait_before_the_end
 from graphshard.runtime.group import Group
 from graphshard.runtime.lowered import Bindings
 from graphshard.state.dcp import (
     StoredCheckpoint,
     cause_of,
     empty_like,
+    forget_frames,
     nested,
     open_checkpoint,
     quiet,
@@ -40,6 +41,7 @@ from graphshard.state.dcp_write import CommittingWriter, RankZeroFirst
 from graphshard.state.manifest import remove_earlier, series_of
 from graphshard.state.matching import Match, match
 from graphshard.state.optim import sharded_state_dict
+from graphshard.state.optim_copies import require_same_copies
 from graphshard.state.optim_load import STEP, prepare_load
 from graphshard.state.random_states import (
     RNG,
@@ -49,6 +51,7 @@ from graphshard.state.random_states import (
     random_states,
     set_states,
 )
+from graphshard.state.staging import staged
 from graphshard.state.state_tensors import (
     StateTensor,
     by_name,
@@ -91,11 +94,12 @@ def save_checkpoint(
         A future of the write in the background, or None.
 
     Raises:
-        CheckpointError: on every rank, if one cannot write, `extra` has what cannot be saved, or
-            the last save in the background failed; the checkpoint at `path` is as before.
+        CheckpointError: on every rank, if one cannot write, `extra` has what cannot be saved, the
+            optimizer's state differs where a checkpoint has one of it, or the last save in the
+            background failed; the checkpoint at `path` is as before.
     """
     group, agreement = bindings.group, bindings.agreement
-    stager: DefaultStager | None = None
+    copies: dict[str, str] = {}
     with agreement.part() as part:
         if last is not None:
             last.result()
@@ -109,14 +113,16 @@ def save_checkpoint(
             )
         state: Any = {"model": module.state_dict()}
         if optim is not None:
-            state["optim"], part.same[:] = sharded_state_dict(module, bindings, optim)
+            state["optim"], part.same[:], copies = sharded_state_dict(module, bindings, optim)
         state |= parts_to_save(scheduler, scaler, extra)
         random = {str(group.rank): random_states(group)}
-        write = _Write(Path(path), CommittingWriter(path), keep if group.rank == 0 else None)
+        writer = CommittingWriter(path, group.size)
+        write = _Write(Path(path), writer, keep if group.rank == 0 else None)
         if background is not None:
-            stager = DefaultStager(StagingOptions(False, False, False, False))
-            state = stager.stage(state)
-        state[RNG] = random  # copies already, which a stager would walk number by number
+            state = staged(state)
+        state[RNG] = random  # copies already
+    if optim is not None:
+        require_same_copies(group, agreement, copies)
     if background is None:
         write.run(state, _world(group), alone=group.process_group is None)
         with agreement.part():
@@ -126,15 +132,12 @@ def save_checkpoint(
     executor = ThreadPoolExecutor(1, thread_name_prefix="graphshard-save")
 
     def run() -> None:
-        try:
-            write.run(state, process_group)
-            write.end()
-        finally:
-            assert stager is not None
-            stager.close()
+        write.run(state, process_group)
+        write.end()
 
     saving = executor.submit(run)
     executor.shutdown(wait=False)
+    wait_before_the_end(saving, group.process_group, process_group)
     return saving
 
 
@@ -163,6 +166,7 @@ class _Write:
                 )
         except (Exception, CheckpointException) as error:  # CheckpointException is a BaseException
             self.writer.discard()
+            forget_frames(error)
             raise CheckpointError(
                 f"writing {self.path} failed: {cause_of(error)}; the checkpoint there, if there "
                 "was one, is as before"
@@ -229,17 +233,17 @@ def load_checkpoint(
         _require_asked(parts, path, group, agreement)
     optim_state: dict[str, Any] = {}
     own_states: dict[str, Any] = {}
-    failure = None
+    failures: list[CheckpointError] = []
     try:
         read_entries(stored, entries, group.process_group)
         if optim is not None:
             optim_state = _optimizer_dict(stored, entries, optim_values)
         own_states = checked_states(stored, entries, group)
     except CheckpointError as error:
-        failure = error
+        failures.append(error)
     with agreement.part():
-        if failure is not None:
-            raise failure
+        if failures:
+            raise failures.pop()  # an error that this function holds would keep the module alive
     with _all_or_nothing(bindings, parts, entries):
         with agreement.part():
             load_states(own_states, stored, group)

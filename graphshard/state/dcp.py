@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import io
 import os
+import traceback
 import warnings
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -180,6 +181,7 @@ def read_entries(stored: StoredCheckpoint, into: dict[str, Any], group: Any = No
                 into, storage_reader=reader, process_group=group, planner=_Planner(), no_dist=alone
             )
     except (Exception, CheckpointException) as error:  # torch wraps the errors of all ranks
+        forget_frames(error)
         raise CheckpointError(f"{stored.folder} cannot be read: {cause_of(error)}") from error
 
 
@@ -276,6 +278,17 @@ def cause_of(error: BaseException) -> str:
         rank, (cause, _) = sorted(failures.items())[0]
         return f"{_first_line(cause)} (on rank {rank})"
     return _first_line(error)
+
+
+def forget_frames(error: BaseException) -> None:
+    """Clear the variables of torch's functions that `error` came through.
+
+    They hold the errors that they collect of all ranks, so these refer to themselves, and would
+    keep the module and its caller's variables until the garbage collector runs.
+    """
+    failures = getattr(error, "failures", None) or {}
+    for each in (error, *(cause for cause, _ in failures.values())):
+        traceback.clear_frames(each.__traceback__)
 
 
 def _first_line(error: BaseException) -> str:

@@ -26,6 +26,7 @@ from torch.distributed.checkpoint.storage import WriteResult
 from torch.futures import Future
 from torch.serialization import get_crc32_options, set_crc32_options
 
+from graphshard.errors import CheckpointError
 from graphshard.state.manifest import (
     FileRecord,
     commit,
@@ -151,10 +152,12 @@ class CommittingWriter(FileSystemWriter):
 
     Args:
         path: the directory, on a file system that all ranks share.
+        ranks: how many ranks save.
     """
 
-    def __init__(self, path: str | os.PathLike[str]) -> None:
+    def __init__(self, path: str | os.PathLike[str], ranks: int) -> None:
         super().__init__(path)
+        self._ranks = ranks
         self.fs: _ChecksummedFiles = _ChecksummedFiles()
         self._coordinates = False
         self._finishing = False
@@ -170,7 +173,18 @@ class CommittingWriter(FileSystemWriter):
         return plan
 
     def prepare_global_plan(self, plans: list[SavePlan]) -> list[SavePlan]:
-        """Name the files of every rank; called on the coordinator."""
+        """Name the files of every rank; called on the coordinator.
+
+        Raises:
+            CheckpointError: some ranks are missing. torch lets each rank save by itself where it
+                finds no default process group.
+        """
+        if len(plans) != self._ranks:
+            raise CheckpointError(
+                f"{len(plans)} of {self._ranks} ranks take part, since the process group was "
+                "destroyed before the save began; wait for the save (its result()) before "
+                "destroy_process_group()"
+            )
         self._coordinates = True
         self.save_id = save_id = new_id()
         return [

@@ -3,12 +3,12 @@
 The form is that of torch.distributed.checkpoint.state_dict:
 `{"state": {name: {"exp_avg": ..., "step": ...}}, "param_groups": [{"params": [names], ...}]}`.
 A tensor with its parameter's shape is laid out as the parameter; other values ("step", the row and
-column statistics of a factored optimizer) are the same on every rank.
+column statistics of a factored optimizer) must be the same on every rank, which is compared.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import torch
@@ -17,6 +17,7 @@ from torch.distributed.tensor import DTensor
 
 from graphshard.errors import CheckpointError
 from graphshard.runtime.lowered import Bindings
+from graphshard.state.optim_copies import copies_of_state, require_same_copies
 from graphshard.state.state_tensors import (
     Keeper,
     StateTensor,
@@ -50,7 +51,8 @@ def optimizer_state_dict(
         cpu: move tensors to the CPU; for form "full".
 
     Raises:
-        CheckpointError: on every rank, if the optimizer has a parameter that is not the module's.
+        CheckpointError: on every rank, if the optimizer has a parameter that is not the module's,
+            or, of form "full", if state that every rank must have alike differs.
     """
     group, agreement = bindings.group, bindings.agreement
     keep = form != "full" or group.rank == 0 or not rank0_only
@@ -58,10 +60,13 @@ def optimizer_state_dict(
         if form not in KINDS:
             raise CheckpointError(f"kind must be one of {', '.join(KINDS)}; got {form!r}")
         entries = entries_of(module, bindings, optim)
+        copies: dict[str, str] = {}
         if form == "full":
             part.same += gathered_lines(entries)
+            copies = copies_of_state(group, _with_params(optim, entries))
     if form != "full":
         return _state_dict(optim, entries, local_part if form == "local" else lambda value: value)
+    require_same_copies(group, agreement, copies)
     keeper = Keeper()
 
     def whole(value: Any) -> Any:
@@ -77,14 +82,17 @@ def optimizer_state_dict(
 
 def sharded_state_dict(
     module: nn.Module, bindings: Bindings, optim: torch.optim.Optimizer
-) -> tuple[dict[str, Any], list[str]]:
+) -> tuple[dict[str, Any], list[str], dict[str, str]]:
     """As `optimizer_state_dict` of form "sharded"; and what of it must be alike on all ranks.
+
+    That is the tensors that ranks gather, and copies to give to `require_same_copies`.
 
     Raises:
         CheckpointError: the optimizer has a parameter that is not the module's.
     """
     entries = entries_of(module, bindings, optim)
-    return _state_dict(optim, entries, lambda value: value), gathered_lines(entries)
+    copies = copies_of_state(bindings.group, _with_params(optim, entries))
+    return _state_dict(optim, entries, lambda value: value), gathered_lines(entries), copies
 
 
 Entries = dict[int, tuple[str, Mapping[str, Any] | None]]
@@ -106,6 +114,15 @@ def entries_of(module: nn.Module, bindings: Bindings, optim: torch.optim.Optimiz
         for param_group in optim.param_groups
         for param in param_group["params"]
     }
+
+
+def _with_params(
+    optim: torch.optim.Optimizer, entries: Entries
+) -> Iterator[tuple[Tensor, str, Mapping[str, Any]]]:
+    for param_group in optim.param_groups:
+        for param in param_group["params"]:
+            name, state = entries[id(param)]
+            yield param, name, state or {}
 
 
 def gathered_lines(entries: Entries) -> list[str]:

@@ -9,15 +9,17 @@ from __future__ import annotations
 
 import re
 import zlib
-from collections.abc import Collection, Iterable, Iterator
+from collections.abc import Collection, Iterator
 from dataclasses import dataclass
 from functools import cache
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from graphshard.errors import CollectiveError, PolicyError, ReplicaError
 from graphshard.format import some_of
+from graphshard.runtime.agreement import require_names
 from graphshard.runtime.lowered import Bindings
 from graphshard.runtime.resident import ResidentShard
 from graphshard.runtime.shards import distinct
@@ -207,16 +209,22 @@ def require_equal(bindings: Bindings, leave_out: Collection[str]) -> None:
             raise ReplicaError(message_of(found), ranks)
 
 
-def names_matching(bindings: Bindings, expressions: Iterable[str]) -> frozenset[str]:
-    """The parameters and buffers whose whole name one of the regular expressions matches.
+def names_matching(bindings: Bindings, leave_out: Any) -> frozenset[str]:
+    """The parameters and buffers whose whole name a regular expression of `leave_out` matches.
 
     Raises:
-        PolicyError: an expression matches none.
+        PolicyError: an expression matches none, or is no regular expression.
     """
+    expressions = require_names("leave_out", leave_out, "a regular expression")
     names = [shard.layout.fqn for shard in distinct(bindings.shards)] + [*bindings.buffers]
     matching: set[str] = set()
     for expression in expressions:
-        fitting = {name for name in names if re.fullmatch(expression, name)}
+        try:
+            fitting = {name for name in names if re.fullmatch(expression, name)}
+        except re.error as error:
+            raise PolicyError(
+                f"leave_out={expression!r} is no regular expression ({error})"
+            ) from None
         if not fitting:
             raise PolicyError(f"leave_out={expression!r} matches no parameter and no buffer")
         matching |= fitting

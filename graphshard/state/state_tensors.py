@@ -203,22 +203,22 @@ class Keeper:
     """Keeps what is made of gathered tensors; its first error is told once all are gathered."""
 
     def __init__(self) -> None:
-        self.error: Exception | None = None
+        self._errors: list[Exception] = []
 
     def keep(self, make: Callable[[], Any]) -> Any:
         """What `make` returns; None if it failed, now or before."""
-        if self.error is None:
+        if not self._errors:
             try:
                 return make()
             except Exception as error:
-                self.error = error
+                self._errors.append(error)
         return None
 
     def end(self, agreement: Agreement) -> None:
         """Meet all ranks; raises on all of them if `make` failed on one."""
         with agreement.part():
-            if self.error is not None:
-                raise self.error
+            if self._errors:
+                raise self._errors.pop()  # not to be held by this, which it refers to
 
 
 def only_rank_zero(agreement: Agreement, empty: Sequence[bool], if_empty: str) -> bool:

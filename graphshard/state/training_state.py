@@ -109,9 +109,10 @@ def parts_to_save(scheduler: Any, scaler: Any, extra: Mapping[str, Any] | None) 
         CheckpointError: one has no state, or holds what a load could not restore.
     """
     parts: dict[str, Any] = {}
+    seen: dict[str, Path] = {}
     for path, value in _targets(scheduler, scaler, extra):
         state = _state_of(path, value) if isinstance(value, Stateful) else value
-        _require_saveable(path, state)
+        _require_saveable(path, state, seen)
         if len(path) == 1:
             parts[path[0]] = state
         else:
@@ -164,18 +165,28 @@ def _state_of(path: Path, value: Stateful) -> Any:
         ) from error
 
 
-def _require_saveable(path: Path, state: Any) -> None:
+def _require_saveable(path: Path, state: Any, seen: dict[str, Path]) -> None:
     """Check that a load gives `state` back without running code.
+
+    Args:
+        path: of the state.
+        state: to be saved.
+        seen: by the key of each entry so far, the path of what it belongs to; is added to.
 
     Raises:
         CheckpointError: it does not; names the entry.
     """
-    seen: set[str] = set()
     for entry, value in flatten(state, path):
         key = key_of(entry)
         if key in seen:
-            raise CheckpointError(f"{_label(path)} has two entries {key!r}; rename one of them")
-        seen.add(key)
+            whose = f"{_label(path)} has two entries"
+            if seen[key] != path:
+                whose = f"{_label(seen[key])} and {_label(path)} both have an entry"
+            raise CheckpointError(
+                f"{whose} {key!r}, since names in nested dicts are joined by dots; rename one of "
+                "them"
+            )
+        seen[key] = path
         if isinstance(value, Tensor):
             continue
         if any(isinstance(leaf, DTensor) for leaf in pytree.tree_leaves(value)):

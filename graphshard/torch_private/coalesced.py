@@ -18,18 +18,20 @@ _ONE_BY_ONE = {
 }
 
 
-class _Works:
+class Works:
     """The works of several calls, as one."""
 
     def __init__(self, works: Sequence[Any]) -> None:
         self._works = works
 
     def wait(self, *timeout: Any) -> bool:
+        """Wait for all of them."""
         for work in self._works:
             work.wait(*timeout)
         return True
 
     def is_completed(self) -> bool:
+        """Whether all of them are done."""
         return all(work.is_completed() for work in self._works)
 
 
@@ -48,7 +50,7 @@ def coalesced(process_group: Any, name: str, backend: str) -> Callable[..., Any]
         call = getattr(process_group, _ONE_BY_ONE[name])
         works = [call(o, i, *options) for o, i in zip(outputs, inputs, strict=True)]
         works = [work for work in works if work is not None]
-        return _Works(works) if works else None
+        return Works(works) if works else None
 
     def launch(outputs: list[Tensor], inputs: list[Tensor], *options: Any) -> Any:
         try:

@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from graphshard.errors import PolicyError, RuntimeStateError
+from graphshard.runtime.agreement import require_names
 from graphshard.runtime.shards import Shard
 from graphshard.torch_private import compat as torch_compat
 from graphshard.torch_private.full_tensors import full_tensor
@@ -75,15 +76,15 @@ class Unsharded:
         self._twins[fqn].requires_grad_(shard.param.requires_grad)
         return self._twins[fqn]
 
-    def select(self, modules: str | Iterable[str] | None) -> list[Shard]:
-        """The shards of the parameters in `modules` (FQNs), or all.
+    def select(self, modules: Any) -> list[Shard]:
+        """The shards of the parameters in `modules` (an FQN or a list of them), or all.
 
         Raises:
-            PolicyError: one has no parameter.
+            PolicyError: one has no parameter, or is no name.
         """
+        fqns = require_names("unsharded: modules", modules, "the name of a module")
         if modules is None:
             return self.shards
-        fqns = (modules,) if isinstance(modules, str) else tuple(modules)
         by_fqn = {}
         for module in fqns:
             inside = [s for s in self.shards if any(_inside(n, module) for n in s.layout.names)]
@@ -146,20 +147,20 @@ class Unsharded:
         if with_grads:
             self.with_grads |= {shard.layout.fqn for shard in sharded}
         try:
-            failure: Exception | None = None
+            failures: list[Exception] = []
             for shard in sharded:
                 full = _full(shard, shard.param)
                 grad = shard.param.grad
                 full_grad = _full(shard, grad) if with_grads and grad is not None else None
-                if failure is None and (shard.group.rank == 0 or not rank0_only):
+                if not failures and (shard.group.rank == 0 or not rank0_only):
                     try:
                         opened.append((shard, self.twin(shard), shard.param))
                         self._fill(opened[-1][1], full, full_grad)
                     except Exception as error:  # told once all is gathered, as others wait for it
-                        failure = error
+                        failures.append(error)
             with part():
-                if failure is not None:
-                    raise failure
+                if failures:
+                    raise failures.pop()  # not to be held by this function, which it refers to
             for shard, twin, _ in opened:
                 for holder, name in shard.holders:
                     holder[name] = twin

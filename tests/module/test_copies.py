@@ -146,6 +146,41 @@ def flags_and_python_state(rank: int) -> None:
     assert sharded.embed.weight.requires_grad
 
 
+class WithHistory(Model):
+    def __init__(self) -> None:
+        super().__init__()
+        self.scales = [1.0]
+        self.limits = SimpleNamespace(low=[0.0])
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        return super().forward(tokens) * self.scales[0]
+
+
+def mutable_python_state(rank: int) -> None:
+    """A copy has lists, dicts and objects of its own, wherever they are set, as of any module."""
+    sharded = graphshard.compile(WithHistory(), BlockPolicy({Block}))
+    sharded.seen = {"steps": [1]}
+    sharded.blocks[0].notes = [["a"]]
+    sharded.log = sharded.blocks[0].notes
+    sharded.dtypes = [torch, torch.float32]  # a module of Python cannot be copied
+    holder = SimpleNamespace(limits=sharded.limits, model=sharded, log=sharded.log)
+    copied = copy.deepcopy(holder)
+    model = copied.model
+    assert model.dtypes == sharded.dtypes
+    assert copied.limits is model.limits is not sharded.limits
+    assert copied.log is model.log is model.blocks[0].notes
+    before = sharded(torch.arange(8))
+    model.scales[0] = 100.0
+    model.seen["steps"].append(2)
+    model.limits.low[0] = 1.0
+    model.blocks[0].notes[0].append("b")
+    assert torch.equal(sharded(torch.arange(8)), before)
+    assert not torch.equal(model(torch.arange(8)), before)
+    assert (sharded.scales, sharded.seen) == ([1.0], {"steps": [1]})
+    assert (sharded.limits.low, sharded.log) == ([0.0], [["a"]])
+    assert model.log == [["a", "b"]]
+
+
 def averaged_weights(rank: int) -> None:
     """torch's averaged model follows a sharded module as it follows the plain one."""
     torch.manual_seed(0)
@@ -183,7 +218,14 @@ def without_values(rank: int) -> None:
 
 
 test_on_two_ranks = on_ranks(
-    [with_every_strategy, flags_and_python_state, averaged_weights, without_values], 2
+    [
+        with_every_strategy,
+        flags_and_python_state,
+        mutable_python_state,
+        averaged_weights,
+        without_values,
+    ],
+    2,
 )
 test_alone_on_two_ranks = on_ranks([one_rank_alone], 2, group_timeout=8.0)
 test_on_four_ranks = pytest.mark.slow(on_ranks([with_replicas], 4))
@@ -192,3 +234,4 @@ test_on_four_ranks = pytest.mark.slow(on_ranks([with_replicas], 4))
 def test_without_a_process_group() -> None:
     go_their_own_way(0)
     flags_and_python_state(0)
+    mutable_python_state(0)

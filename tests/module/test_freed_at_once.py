@@ -6,18 +6,21 @@ import gc
 import subprocess
 import sys
 import weakref
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from models import Block, TiedGPT, tokens_of
 from paths import ROOT
-from ranks import on_ranks
+from ranks import on_ranks, run_ranks
 
 import graphshard
 from graphshard import BlockPolicy, MixedPrecision
+from graphshard.errors import GraphshardError
 
 
 @contextmanager
@@ -90,6 +93,77 @@ def test_compiled_regions() -> None:
 
 
 test_on_two_ranks = pytest.mark.slow(on_ranks([freed_on_ranks], 2, timeout=300.0))
+
+
+class Unsaveable:
+    pass
+
+
+def failing_calls(
+    sharded: graphshard.ShardedModule, rank: int, path: Path
+) -> dict[str, Callable[[], object]]:
+    """Calls that raise on all ranks, though the reason is on one alone."""
+    is_last = rank == dist.get_world_size() - 1 if dist.is_initialized() else True
+
+    def body() -> None:
+        with sharded.unsharded():
+            if is_last:
+                raise ValueError("on purpose")
+
+    return {
+        "saves": lambda: sharded.save_checkpoint("/proc/never/step-1"),
+        "saves a value": lambda: sharded.save_checkpoint(
+            path / "a", extra={"x": Unsaveable() if is_last else 1}
+        ),
+        "loads": lambda: sharded.load_checkpoint(path / "none"),
+        "loads what is cut": lambda: sharded.load_checkpoint(path / "cut"),
+        "loads tensors": lambda: sharded.load_full_state_dict({}),
+        "compares": lambda: sharded.check_replicas(leave_out="(" if is_last else None),
+        "unshards": lambda: entered(sharded.unsharded("none" if is_last else "blocks")),
+        "fails inside": body,
+        "runs": lambda: sharded(*tokens_of(rank, 0)[:1] if is_last else tokens_of(rank, 0)),
+        "gathers": lambda: sharded.full_state_dict(rank0_only=not is_last),
+    }
+
+
+def entered(context: Any) -> None:
+    with context:
+        pass
+
+
+def freed_after_errors(rank: int, path: Path) -> None:
+    """What a call that failed leaves behind does not keep the module."""
+    bad: list[str] = []
+    names = failing_calls(None, rank, path).keys()  # type: ignore[arg-type]
+    for name in names:
+        if name == "gathers" and not dist.is_initialized():
+            continue
+        with no_collections():
+            sharded = graphshard.compile(TiedGPT(1), BlockPolicy({Block}))
+            sharded(*tokens_of(rank, 0)).backward()
+            if name == "loads what is cut":
+                sharded.save_checkpoint(path / "cut")
+                for file in (path / "cut").glob("__0*.distcp") if rank == 0 else ():
+                    file.write_bytes(file.read_bytes()[:-9])
+            failed = False
+            try:
+                failing_calls(sharded, rank, path)[name]()
+            except (GraphshardError, TypeError, ValueError):
+                failed = True
+            ref = weakref.ref(sharded)
+            del sharded
+            assert failed, name
+            if ref() is not None:
+                bad.append(name)
+    assert not bad, bad
+
+
+def test_after_errors(tmp_path: Path) -> None:
+    freed_after_errors(0, tmp_path)
+
+
+def test_after_errors_on_two_ranks(tmp_path: Path) -> None:
+    run_ranks(freed_after_errors, 2, tmp_path)
 
 
 FIRST = """

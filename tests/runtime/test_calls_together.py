@@ -7,6 +7,7 @@ one rank, and by one rank alone.
 from __future__ import annotations
 
 import contextlib
+import copy
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -19,8 +20,8 @@ import pytest
 import torch
 import torch.distributed as dist
 from calls import ENTRIES, Config, Entry, Setup, X, prepared
-from ranks import error_of, on_ranks
-from torch import Tensor
+from ranks import error_of, on_ranks, run_ranks
+from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
 import graphshard
@@ -30,7 +31,9 @@ from graphshard.errors import (
     CollectiveError,
     FingerprintError,
     GraphshardError,
+    PolicyError,
 )
+from graphshard.errors import RuntimeStateError as StateError
 from graphshard.runtime.agreement import Agreement
 from graphshard.runtime.group import find_group
 from graphshard.state import dcp_write, manifest, optim, raw
@@ -268,6 +271,43 @@ def through_the_store(rank: int) -> None:
             call("f()")
 
 
+REFUSED: list[tuple[str, Callable[[Any, Any], object], Any, type[GraphshardError]]] = [
+    ("replicas must be", lambda m, v: m.save_checkpoint("never", replicas=v), "x", StateError),
+    ("modules must be the name", lambda m, v: entered(m.unsharded(v)), 5, PolicyError),
+    ("modules must be the name", lambda m, v: entered(m.unsharded(v)), [nn.ReLU()], PolicyError),
+    ("leave_out must be", lambda m, v: m.check_replicas(leave_out=v), 3, PolicyError),
+    ("leave_out must be", lambda m, v: m.check_replicas(leave_out=[3]), 3, PolicyError),
+    ("no regular expression", lambda m, v: m.check_replicas(leave_out=v), "(", PolicyError),
+    ("mesh must be a DeviceMesh", lambda m, v: m.rebind(v), "x", PolicyError),
+]
+"""What an error says, a call with an argument, a value that it refuses, and the error's class."""
+
+
+def entered(context: Any) -> None:
+    with context:
+        pass
+
+
+def arguments_that_are_refused(rank: int) -> None:
+    """On all ranks, or on one rank where others are in a call of another name."""
+    setup = prepared(rank)
+    for match, call, value, kind in REFUSED:
+        assert match in error_of(lambda c=call, v=value: c(setup.module, v), kind)
+        with pytest.raises(GraphshardError) as caught:
+            call(setup.module, value) if rank == 1 else setup.module.full_state_dict()
+        assert isinstance(caught.value, (kind, FingerprintError))
+        setup.module.check_replicas()
+    with setup.module.unsharded(name for name in ["first"]) as params:
+        assert set(params) == {"first.weight", "first.bias"}
+
+
+def a_copy_without_the_group(rank: int) -> None:
+    module = prepared(rank).module
+    dist.destroy_process_group()
+    with pytest.raises(StateError, match=r"needs the process group .* which is gone"):
+        copy.deepcopy(module)
+
+
 ON_TWO = [
     through_the_store,
     other_arguments,
@@ -276,9 +316,14 @@ ON_TWO = [
     a_body_that_fails_on_one_rank,
     gradients_on_one_rank,
     an_optimizer_that_stepped_on_one_rank,
+    arguments_that_are_refused,
 ]
 
 test_on_two_ranks = on_ranks(ON_TWO, 2)
+
+
+def test_a_copy_without_the_group() -> None:
+    run_ranks(a_copy_without_the_group, 2)
 
 
 # -- one rank alone -------------------------------------------------------------------------------

@@ -13,14 +13,18 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from models import Block, TiedGPT, tokens_of
 from paths import ROOT, SUPPORT
+from ranks import run_ranks
 from replica_script import DEATH, STEPS, adamw, forward, model
 from state_checks import assert_same
 from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
 
 import graphshard
-from graphshard.errors import PolicyError, RuntimeStateError
+from graphshard.errors import CollectiveError, PolicyError, RuntimeStateError
+from graphshard.torch_private.full_tensors import full_tensor
 
 HYBRID = graphshard.BlockPolicy({Block}, strategy="HYBRID_SHARD")
 
@@ -174,3 +178,56 @@ def test_what_cannot_be_replaced_is_refused() -> None:
         graphshard.compile(TiedGPT(1), HYBRID, replica_all_reduce=3)  # type: ignore[arg-type]
     with pytest.raises(RuntimeStateError, match="there is none to replace"):
         graphshard.compile(TiedGPT(1), HYBRID).rebind()
+
+
+class Waits:
+    """What a function may return, which is no work of torch's."""
+
+    def __init__(self, error: Exception | None = None) -> None:
+        self.waited, self.error = 0, error
+
+    def wait(self) -> None:
+        self.waited += 1
+        if self.error is not None:
+            raise self.error
+
+
+def on_gloo_ranks(rank: int) -> None:
+    """A mesh whose shards have ranks of their own, and as many calls as there are units."""
+    mesh = init_device_mesh("cpu", (1, 2), mesh_dim_names=("replicate", "shard"))
+    policy = graphshard.BlockPolicy({nn.Linear}, strategy="HYBRID_SHARD")
+    returned: list[Any] = []
+    failing: list[Exception] = []
+
+    def average(flat: torch.Tensor) -> Any:
+        if failing:
+            raise failing[0]
+        flat.mul_(0.5)
+        return returned[0]
+
+    torch.manual_seed(0)
+    plain = nn.Sequential(*(nn.Linear(8, 8) for _ in range(3)))
+    sharded = graphshard.compile(plain, policy, mesh=mesh, replica_all_reduce=average)
+    x = torch.ones(2, 8)
+    plain(x).sum().backward()
+    for work in (None, Waits(), dist.all_reduce(torch.ones(1), async_op=True)):
+        returned[:] = [work]
+        sharded(x).sum().backward()
+        assert not isinstance(work, Waits) or work.waited == 3
+        for mine, theirs in zip(sharded.parameters(), plain.parameters(), strict=True):
+            assert mine.grad is not None
+            assert theirs.grad is not None
+            torch.testing.assert_close(full_tensor(mine.grad), theirs.grad / 2)
+        sharded.zero_grad()
+    for error in (RuntimeError("lost"), ValueError("lost"), KeyError("lost")):
+        returned[:] = [Waits(error)]
+        for failing[:] in ([error], []):
+            with pytest.raises(CollectiveError, match=r"passed as replica_all_reduce .*lost"):
+                sharded(x).sum().backward()
+            assert all(param.grad is None for param in sharded.parameters())
+    returned[:] = [None]
+    sharded(x).sum().backward()
+
+
+def test_on_gloo_ranks() -> None:
+    run_ranks(on_gloo_ranks, 2)

@@ -6,6 +6,7 @@ import os
 import re
 import threading
 import time
+from pathlib import Path
 
 import pytest
 import torch
@@ -184,6 +185,53 @@ def one_calls_less(rank: int) -> str:
 def test_a_rank_that_stays_away_is_an_error() -> None:
     text, _ = run_ranks(one_calls_less, 2, group_timeout=3.0)
     assert "did not get here within 3 s" in text
+
+
+class FailingInTheMiddle(nn.Module):
+    """An operator between the layers raises an error once it is armed."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(16, 16) for _ in range(3))
+
+    def forward(self, x: Tensor) -> Tensor:
+        for layer in self.layers:
+            x = torch.ops.graphshard_tests.check(layer(x))
+        return x.sum()
+
+
+def fails_in_the_middle_of_a_step(rank: int, folder: Path) -> list[str]:
+    armed = False
+
+    @torch.library.custom_op("graphshard_tests::check", mutates_args=())
+    def check(x: Tensor) -> Tensor:
+        if armed and rank == 1:
+            raise ValueError("a bad sample")
+        return x.clone()
+
+    check.register_fake(torch.empty_like)
+    check.register_autograd(lambda _, grad: grad)
+    sharded = graphshard.compile(FailingInTheMiddle(), graphshard.BlockPolicy({nn.Linear}))
+    sharded(torch.ones(2, 16)).backward()
+    armed = True
+    begin = time.monotonic()
+    with pytest.raises(ValueError if rank == 1 else CollectiveError, match=r"bad sample|all_gath"):
+        sharded(torch.ones(2, 16)).backward()
+    messages = []
+    for name in ("emergency", "again"):
+        with pytest.raises(CollectiveError) as caught:
+            sharded.save_checkpoint(folder / name)
+        messages.append(str(caught.value))
+    assert time.monotonic() - begin < 20.0
+    return messages
+
+
+def test_an_error_in_the_middle_of_a_step_is_one_in_the_next_calls(tmp_path: Path) -> None:
+    """A rank that left a step meets the others in the next call, who are in a gather."""
+    found = run_ranks(fails_in_the_middle_of_a_step, 2, tmp_path, group_timeout=4.0)
+    for rank, messages in enumerate(found):
+        assert all(f"rank {rank} of 2 calls save_checkpoint(" in text for text in messages)
+    assert not list(tmp_path.iterdir())
 
 
 # -- the harness itself ---------------------------------------------------------------------------

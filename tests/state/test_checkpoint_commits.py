@@ -6,6 +6,7 @@ import os
 import pickle
 import random
 import shutil
+import threading
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +21,7 @@ from torch.distributed import checkpoint
 import graphshard
 from graphshard.errors import CheckpointError
 from graphshard.module.sharded_module import ShardedModule
-from graphshard.state import dcp_write, manifest
+from graphshard.state import checkpoints, dcp_write, manifest
 
 LINEAR = graphshard.BlockPolicy({nn.Linear})
 
@@ -302,6 +303,47 @@ def fails_on_one_rank_and_in_the_background(rank: int, folder: Path) -> None:
 
 def test_a_save_that_fails_on_one_rank_is_an_error_on_both(tmp_path: Path) -> None:
     run_ranks(fails_on_one_rank_and_in_the_background, 2, tmp_path)
+
+
+def destroys_the_group_while_it_saves(rank: int, folder: Path) -> None:
+    module, optim = sharded_of(1.0)
+    module.save_checkpoint(folder / "step-1", optim, keep=1)
+    fill(module, optim, 2.0)
+    module.save_checkpoint(folder / "step-2", optim, keep=1, background=True)
+    dist.destroy_process_group()
+
+
+def test_the_end_of_the_group_waits_for_a_save(tmp_path: Path) -> None:
+    run_ranks(destroys_the_group_while_it_saves, 2, tmp_path)
+    assert [folder.name for folder in tmp_path.iterdir()] == ["step-2"]
+    assert loaded(tmp_path / "step-2") == {2.0}
+
+
+def loses_the_group_before_it_saves(rank: int, folder: Path) -> None:
+    module, optim = sharded_of(1.0)
+    module.save_checkpoint(folder / "c", optim)
+    fill(module, optim, 2.0)
+    go = threading.Event()
+    write = checkpoints._Write.run
+
+    def waits(*args: Any, **options: Any) -> None:
+        go.wait()
+        write(*args, **options)
+
+    checkpoints._Write.run = waits  # type: ignore[method-assign]
+    saving = module.save_checkpoint(folder / "c", optim, background=True)
+    is_initialized, dist.is_initialized = dist.is_initialized, lambda: False
+    go.set()
+    with pytest.raises(CheckpointError, match=r"1 of 2 ranks take part.*is as before"):
+        saving.result()
+    dist.is_initialized = is_initialized
+    dist.barrier()
+
+
+def test_a_save_without_the_other_ranks_commits_nothing(tmp_path: Path) -> None:
+    run_ranks(loses_the_group_before_it_saves, 2, tmp_path)
+    assert len(list((tmp_path / "c").iterdir())) == 4
+    assert loaded(tmp_path / "c") == {1.0}
 
 
 @pytest.mark.slow

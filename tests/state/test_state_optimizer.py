@@ -10,8 +10,8 @@ import pytest
 import torch
 import torch.distributed as dist
 from models import Block, Odd, TiedGPT, features_of, tokens_of
-from ranks import on_two_or_four_ranks
-from state_checks import assert_same, flat, full_state, on_meta, refuses, seeded
+from ranks import error_of, on_two_or_four_ranks
+from state_checks import assert_same, flat, full_state, on_meta, refuses, seeded, shared_folder
 from torch import Tensor, nn
 from torch.distributed.checkpoint.state_dict import (
     StateDictOptions,
@@ -198,11 +198,53 @@ def refuses_what_does_not_fit(rank: int) -> None:
     refuses(sharded, lambda: sharded.load_optimizer_state_dict(frozen, good), message)
 
 
+class WithScale(torch.optim.Optimizer):
+    """Steps by the largest gradient that it has seen, which is that of a rank's own rows."""
+
+    def __init__(self, params: Any) -> None:
+        super().__init__(params, {})
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:
+        for group in self.param_groups:
+            for param in group["params"]:
+                if param.grad is None:
+                    continue
+                state = self.state[param]
+                state["step"] = state.get("step", 0) + 1
+                largest = param.grad.abs().max() if param.numel() else torch.zeros(())
+                state["scales"] = (largest.view(1).clone(),)
+                state["largest"] = float(largest)
+                param.sub_(param.grad, alpha=0.01)
+
+
+def state_of_a_ranks_own_rows_is_refused(rank: int) -> None:
+    sharded = graphshard.compile(seeded(lambda: nn.Linear(8, 8)), graphshard.SizePolicy(1))
+    optim = sharded.optimizer(WithScale, elementwise=True)
+    (sharded(torch.ones(4, 8)) * torch.arange(8.0)).square().sum().backward()
+    optim.step()
+    for call in (
+        lambda: sharded.save_checkpoint(shared_folder() / "c", optim),
+        lambda: sharded.save_checkpoint(shared_folder() / "c", optim, background=True),
+        lambda: sharded.optimizer_state_dict(optim, kind="full"),
+    ):
+        message = error_of(call, CheckpointError)
+        assert "'largest' of 'bias', 'largest' of 'weight', 'scales' of 'bias'" in message
+        assert "differs between ranks (rank 0 and rank 1)" in message
+        assert "step" not in message.partition("is not laid out")[0]
+    for state in optim.state.values():
+        state["largest"], state["scales"] = 1.0, (torch.ones(1),)
+    folder = shared_folder()
+    sharded.save_checkpoint(folder / "c", optim)
+    sharded.load_checkpoint(folder / "c", optim)
+
+
 ON_RANKS = [
     same_as_fully_shard,
     training_goes_on_bit_equal,
     groups_are_found_by_names,
     refuses_what_does_not_fit,
+    state_of_a_ranks_own_rows_is_refused,
 ]
 
 test_on_ranks = on_two_or_four_ranks(ON_RANKS, timeout=300)

@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 
 import graphshard
+from graphshard.policy.strategy import Strategy
 
 
 def gpt() -> nn.Module:
@@ -83,6 +84,35 @@ def shard_optimizer(rank: int) -> None:
     goes_on(strategy="SHARD_OPTIMIZER")
 
 
+def in_the_background(rank: int) -> None:
+    """A save in the background has the values of its call, under every strategy."""
+    names = ("replicate", "shard")
+    shapes = {Strategy.HYBRID_SHARD: (1, 2), Strategy.HYBRID_SHARD_ZERO2: (2, 1)}
+    for strategy in Strategy:
+        shape = shapes.get(strategy)
+        mesh = None if shape is None else init_device_mesh("cpu", shape, mesh_dim_names=names)
+        for offload in (None, "params"):
+            if offload and strategy is Strategy.SHARD_OPTIMIZER:
+                continue  # which keeps parameters whole on the device
+            policy = graphshard.BlockPolicy({Block}, strategy=strategy, offload=offload)
+            sharded = graphshard.compile(seeded(gpt), policy, mesh=mesh)
+            optim = adamw(sharded)
+            step(sharded, optim)
+            folder, extra = shared_folder(), {"seen": [torch.ones(2), (torch.ones(1), 3)]}
+            expected, wanted = full_state(sharded), moments(sharded, optim)
+            saving = sharded.save_checkpoint(folder / "c", optim, extra=extra, background=True)
+            extra["seen"][0].zero_()
+            extra["seen"][1][0].zero_()
+            step(sharded, optim)
+            assert saving is not None
+            saving.result()
+            found: dict[str, Any] = {}
+            sharded.load_checkpoint(folder / "c", optim, extra=found)
+            assert_same(full_state(sharded), expected)
+            assert_same(moments(sharded, optim), wanted)
+            assert str(found) == "{'seen': [tensor([1., 1.]), (tensor([1.]), 3)]}"
+
+
 def what_is_saved_is_a_copy(rank: int) -> None:
     """Where a rank has all rows, too: training goes on without changing it."""
     names = ("replicate", "shard")
@@ -121,3 +151,4 @@ ON_TWO = [
 ]
 
 test_on_two_ranks = pytest.mark.slow(on_ranks(ON_TWO, 2))
+test_on_two_ranks_quickly = on_ranks([in_the_background], 2)

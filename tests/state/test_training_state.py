@@ -280,6 +280,25 @@ def test_what_a_load_could_not_restore_is_not_saved(
         module.save_checkpoint(tmp_path, extra={3: value})  # type: ignore[dict-item]
 
 
+CLASHES: list[dict[str, Any]] = [
+    {"a": {"b": 1}, "a.b": 2},
+    {"a.b": 2, "a": {"b": 1}},
+    {"a": [torch.ones(1)], "a.0": 5},
+    {"a": {"b": {"c": 1}}, "a.b": {"c": 1}},
+]
+
+
+@pytest.mark.parametrize("extra", CLASHES, ids=str)
+def test_names_that_come_to_the_same_are_refused(
+    extra: dict[str, Any], trained: Any, tmp_path: Path
+) -> None:
+    module, _ = trained
+    match = r"extra\['a.*'\] and extra\['a.*'\] both have an entry 'extra\.a\..*rename one of them"
+    with pytest.raises(CheckpointError, match=match):
+        module.save_checkpoint(tmp_path / "c", extra=extra)
+    assert not (tmp_path / "c").exists()
+
+
 # -- random states and ranks ----------------------------------------------------------------------
 
 
