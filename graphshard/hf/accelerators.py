@@ -13,6 +13,7 @@ import contextlib
 import os
 import weakref
 from collections.abc import Callable, Iterator, Mapping
+from dataclasses import replace
 from functools import cache, wraps
 from pathlib import Path
 from typing import Any
@@ -46,7 +47,8 @@ def shard_models_of(
     """Make `accelerator.prepare` compile the models that it is given.
 
     The accelerator then works as one without FSDP: `accumulate`, `no_sync`, `backward`,
-    `clip_grad_norm_`, `save_state` and `load_state` act on the sharded module.
+    `clip_grad_norm_`, `save_state` and `load_state` act on the sharded module. Every rank takes
+    rank 0's weights and buffers, as with DDP.
 
     Args:
         accelerator: without models yet.
@@ -182,13 +184,20 @@ def _compiled(
     for index, model in enumerate(args):
         if isinstance(model, nn.Module) and not isinstance(model, ShardedModule):
             named = dict(model.named_parameters(remove_duplicate=False))
-            new[index] = compile_module(model, policy, **{"device": accelerator.device, **options})
+            new[index] = compile_module(
+                model, with_first_weights(policy), **{"device": accelerator.device, **options}
+            )
             shards = dict(new[index].named_parameters(remove_duplicate=False))
             params |= {id(param): shards[name] for name, param in named.items()}
     for optimizer in args:
         if isinstance(optimizer, torch.optim.Optimizer):
             _replace_params(optimizer, params)
     return tuple(new)
+
+
+def with_first_weights(policy: Policy) -> Policy:
+    """`policy` with rank 0's weights on every rank, as DDP has them."""
+    return replace(policy, sync_module_states=True)
 
 
 def _replace_params(optimizer: torch.optim.Optimizer, params: Mapping[int, nn.Parameter]) -> None:

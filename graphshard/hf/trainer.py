@@ -21,7 +21,7 @@ from torch import Tensor, nn
 
 from graphshard.api import compile as compile_module
 from graphshard.errors import CheckpointError, PolicyError
-from graphshard.hf.accelerators import policy_of_accelerator, shard_models_of
+from graphshard.hf.accelerators import policy_of_accelerator, shard_models_of, with_first_weights
 from graphshard.module.sharded_module import ShardedModule
 from graphshard.policy.base import Policy
 from graphshard.policy.units import BlockPolicy
@@ -44,7 +44,8 @@ class ShardedTrainer(Trainer):
     Logging, accumulation, clipping, evaluation, `load_best_model_at_end`, saving and resuming work
     as documented by transformers. `checkpoint-N` has the weights as `save_pretrained` writes them,
     and `graphshard/`, which any number of ranks resumes from. bf16 and fp16 of the arguments are
-    autocast, as with DDP, unless the policy has `mixed_precision`.
+    autocast, as with DDP, unless the policy has `mixed_precision`. Every rank takes rank 0's
+    weights and buffers, as with DDP.
 
     Args:
         args: of the Trainer class. The model may be a plain or a sharded one.
@@ -111,7 +112,9 @@ class ShardedTrainer(Trainer):
         policy, options = self._sharding
         assert policy is not None
         sharded = compile_module(
-            self.model, policy, **{"device": self.accelerator.device, **options}
+            self.model,
+            with_first_weights(policy),
+            **{"device": self.accelerator.device, **options},
         )
         self.model = self.model_wrapped = self.callback_handler.model = sharded
 

@@ -180,6 +180,24 @@ def a_configuration_of_fsdp2_switches_by_one_line(rank: int) -> None:
     assert_equal(weights(model), params)
 
 
+def ranks_take_the_first_ones_weights(rank: int) -> None:
+    """As DDP does, for models that each rank built from its own seed."""
+    for policy in (BLOCKS, graphshard.BlockPolicy({nn.Linear}, strategy="NO_SHARD")):
+        losses, params = by_ddp()
+        acc = hf.shard_models_of(accelerator(gradient_accumulation_steps=2), policy)
+        model = net()
+        if rank > 0:
+            model.up.reset_parameters()
+        model, optim = acc.prepare(model, sgd(model))
+        assert trained(acc, model, optim, 6) == pytest.approx(losses, rel=1e-6)
+        assert_equal(weights(model), params)
+    with torch.device("meta"):
+        model = Net()
+    model, optim = acc.prepare(model, sgd(model))
+    model.load_full_state_dict(net().state_dict() if rank == 0 else None)
+    assert torch.equal(weights(model)[0], weights(net())[0])
+
+
 def what_would_have_no_effect_is_refused(rank: int) -> None:
     sharded = graphshard.compile(net(), BLOCKS)
     acc = accelerator(dynamo_plugin=TorchDynamoPlugin(backend="eager"))
@@ -209,6 +227,7 @@ ON_RANKS: list[Callable[[int], None]] = [
     autocast_acts,
     states_are_saved_whole,
     a_configuration_of_fsdp2_switches_by_one_line,
+    ranks_take_the_first_ones_weights,
     what_would_have_no_effect_is_refused,
 ]
 test_on_two_ranks = on_ranks(ON_RANKS, 2, timeout=300)

@@ -159,8 +159,34 @@ def a_sharded_module_is_taken_as_it_is(rank: int) -> None:
     assert trainer.label_names == ["labels"]
 
 
+def ranks_take_the_first_ones_weights(rank: int) -> None:
+    """As DDP does, for models that each rank built from its own seed."""
+    runs = []
+    for kind, options in (
+        (Trainer, {}),
+        (Sharded, {}),
+        (Sharded, {"policy": graphshard.BlockPolicy(strategy="NO_SHARD")}),
+    ):
+        accelerator()
+        model = llama()
+        if rank > 0:
+            model.lm_head.reset_parameters()
+        args = arguments(mkdtemp(), max_steps=2, save_strategy="no")
+        trainer = kind(model, args, train_dataset=texts(), **options)
+        trainer.train()
+        runs.append(logged(trainer))
+    assert runs[1] == pytest.approx(runs[0], rel=1e-6)
+    assert runs[2] == pytest.approx(runs[0], rel=1e-6)
+
+
 test_on_two_ranks = on_ranks(
-    [a_sharded_module_is_taken_as_it_is, what_cannot_act_is_refused], 2, timeout=400
+    [
+        a_sharded_module_is_taken_as_it_is,
+        what_cannot_act_is_refused,
+        ranks_take_the_first_ones_weights,
+    ],
+    2,
+    timeout=400,
 )
 test_more_on_two_ranks = pytest.mark.slow(
     on_ranks(
