@@ -40,7 +40,7 @@ from graphshard.progress import Progress, Stages
 from graphshard.runtime.agreement import Agreement, call_text
 from graphshard.runtime.collective_memory import pool_of
 from graphshard.runtime.graph_registration import registration
-from graphshard.runtime.group import mesh_of, with_mesh
+from graphshard.runtime.group import mesh_of, with_mesh, without_cpu_index
 from graphshard.runtime.start import group_or_refusal
 from graphshard.state.replicas import require_one_model
 from graphshard.torch_private.inductor import require_inductor
@@ -231,6 +231,7 @@ def plan(
         raise PolicyError(
             f'process_group_backend must be "nccl" or "gloo"; got {process_group_backend!r}'
         )
+    device = without_cpu_index(device)
     sizes = Dynamic.of(model, dynamic)
     shape = None if mesh_shape is None else tuple(mesh_shape)
     if world_size is None:

@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import nn
 
 from graphshard.api import compile as compile_module
@@ -60,9 +61,11 @@ def shard_models_of(
         The accelerator.
 
     Raises:
-        PolicyError: there is no policy, models were prepared before, or a setting contradicts it.
+        PolicyError: there is no policy, models were prepared before, a setting contradicts it, or
+            the accelerator counts other processes than the process group has ranks.
     """
     let_accelerators_prepare()
+    _require_all_ranks(accelerator)
     if accelerator._models:
         raise PolicyError(
             "shard_models_of: the accelerator has prepared a model already; call this right after "
@@ -235,6 +238,7 @@ def _require_settings(accelerator: Accelerator, model: ShardedModule) -> None:
 
     A policy with mixed precision takes the place of the accelerator's autocast.
     """
+    _require_all_ranks(accelerator)
     if accelerator.state.dynamo_plugin.backend != DynamoBackend.NO:
         raise PolicyError(
             "the accelerator is to use torch.compile, which cannot take a sharded module; leave "
@@ -252,6 +256,20 @@ def _require_settings(accelerator: Accelerator, model: ShardedModule) -> None:
         )
     if model.plan.policy.mixed_precision is not None and accelerator.native_amp:
         accelerator.native_amp = False
+
+
+def _require_all_ranks(accelerator: Accelerator) -> None:
+    """Refuse an accelerator that gives every rank the batches of a single one."""
+    launched = os.environ.get("WORLD_SIZE", "")
+    ranks = int(launched) if launched.isdecimal() else 1
+    if dist.is_available() and dist.is_initialized():
+        ranks = dist.get_world_size()
+    if accelerator.num_processes != ranks:
+        raise PolicyError(
+            f"the accelerator takes part in {accelerator.num_processes} process(es), but there are "
+            f"{ranks} ranks, which would all get the same batches and save the same files; on CPUs "
+            "make it by Accelerator(cpu=True), which use_cpu in a configuration of FSDP does not do"
+        )
 
 
 _FOLDER = "graphshard_{}"

@@ -14,10 +14,12 @@ import pytest
 import torch
 import torch.distributed as dist
 from accelerate import Accelerator
+from accelerate.state import AcceleratorState
 from accelerate.utils import TorchDynamoPlugin
 from ranks import on_ranks
 from torch import Tensor, nn
 from trainers import accelerator
+from transformers import T5Config, T5ForConditionalGeneration
 
 import graphshard
 from graphshard import hf
@@ -198,6 +200,22 @@ def ranks_take_the_first_ones_weights(rank: int) -> None:
     assert torch.equal(weights(model)[0], weights(net())[0])
 
 
+def an_accelerator_that_believes_it_is_alone_is_refused(rank: int) -> None:
+    """As a configuration of FSDP with `use_cpu: true` makes it under `accelerate launch`."""
+    accelerator()  # forgets the settings of the last one
+    AcceleratorState._reset_state(reset_partial_state=True)
+    refused = r"1 process.*2 ranks.*Accelerator\(cpu=True\)"
+    with fsdp_settings(), warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        alone = Accelerator()
+        assert alone.num_processes == 1
+        with pytest.raises(PolicyError, match=refused):
+            hf.shard_models_of(alone)
+        with pytest.raises(PolicyError, match=refused):
+            alone.prepare(graphshard.compile(net(), BLOCKS))
+        assert hf.shard_models_of(accelerator()).num_processes == 2
+
+
 def what_would_have_no_effect_is_refused(rank: int) -> None:
     sharded = graphshard.compile(net(), BLOCKS)
     acc = accelerator(dynamo_plugin=TorchDynamoPlugin(backend="eager"))
@@ -228,6 +246,7 @@ ON_RANKS: list[Callable[[int], None]] = [
     states_are_saved_whole,
     a_configuration_of_fsdp2_switches_by_one_line,
     ranks_take_the_first_ones_weights,
+    an_accelerator_that_believes_it_is_alone_is_refused,
     what_would_have_no_effect_is_refused,
 ]
 test_on_two_ranks = on_ranks(ON_RANKS, 2, timeout=300)
@@ -240,3 +259,27 @@ def test_an_accelerator_that_does_not_know_sharded_modules_is_refused(
     monkeypatch.setattr(ShardedModule, "_known_to_accelerate", False)
     with pytest.raises(RuntimeStateError, match=r"import graphshard\.hf before Accelerator"):
         getattr(sharded, "_is_accelerate_prepared", False)
+
+
+def test_the_device_of_an_accelerator_on_cpus_is_the_cpu() -> None:
+    """It has an index, which caches of transformers compare with that of a tensor."""
+    torch.manual_seed(0)
+    config = T5Config(
+        vocab_size=64,
+        d_model=16,
+        d_kv=8,
+        d_ff=32,
+        num_layers=1,
+        num_heads=2,
+        dropout_rate=0.0,
+        decoder_start_token_id=0,
+    )
+    model = T5ForConditionalGeneration(config)
+    ids = torch.arange(1, 11).view(2, 5)
+    batch = {"input_ids": ids, "labels": ids}
+    policy = graphshard.BlockPolicy()
+    sharded = graphshard.compile(model, policy, device="cpu:0")
+    torch.testing.assert_close(sharded(**batch).loss, model(**batch).loss)
+    planned = graphshard.plan(model, policy, device="cpu:0", world_size=2, example_kwargs=batch)
+    assert planned.program is not None
+    assert planned.program.device == "cpu"
