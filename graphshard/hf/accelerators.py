@@ -1,10 +1,11 @@
 """Accelerate: what an `Accelerator` does with a sharded module, and compiling models for it.
 
-`let_accelerators_prepare` replaces four methods of the class once. `prepare` compiles the models of
+`let_accelerators_prepare` replaces six methods of the class once. `prepare` compiles the models of
 an accelerator that `shard_models_of` was called for, and gives their optimizers the new parameters.
 `prepare_model` hands a sharded module back, under the accelerator's autocast, where Accelerate
 would wrap it in DDP. `save_state` and `load_state` write and read it, and the states of its
-optimizers, as `save_checkpoint` does.
+optimizers, as `save_checkpoint` does. `get_state_dict` and `save_model` give and write whole
+tensors on the main process.
 """
 
 from __future__ import annotations
@@ -20,13 +21,16 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import nn
+from torch import Tensor, nn
 
 from graphshard.api import compile as compile_module
 from graphshard.errors import CheckpointError, PolicyError
 from graphshard.module.sharded_module import ShardedModule
 from graphshard.policy.accelerate import from_accelerate
 from graphshard.policy.base import Policy
+from graphshard.runtime.agreement import call_text
+from graphshard.state import save
+from graphshard.state.pretrained import checked_size
 from graphshard.torch_private.patches import patched_for_good
 
 try:
@@ -162,6 +166,8 @@ def let_accelerators_prepare() -> None:
         ("prepare_model", _prepare_model),
         ("save_state", _save_state),
         ("load_state", _load_state),
+        ("get_state_dict", _get_state_dict),
+        ("save_model", _save_model),
     ):
         patched_for_good(Accelerator, name, method(getattr(Accelerator, name)))
     ShardedModule._known_to_accelerate = True
@@ -344,3 +350,59 @@ def _load_state(original: Callable[..., Any]) -> Callable[..., Any]:
                 handle.remove()
 
     return load_state
+
+
+def _get_state_dict(original: Callable[..., Any]) -> Callable[..., Any]:
+    """Whole tensors on the CPU of the main process, {} on all others, as for FSDP."""
+
+    @wraps(original)
+    def get_state_dict(self: Accelerator, model: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        if isinstance(model, ShardedModule):
+            return model.full_state_dict()
+        return original(self, model, *args, **kwargs)
+
+    return get_state_dict
+
+
+class _Weights(nn.Module):
+    """Stands for a model whose state dict is there already."""
+
+    def __init__(self, weights: dict[str, Tensor]) -> None:
+        super().__init__()
+        self._weights = weights
+
+    def state_dict(self, *args: Any, **kwargs: Any) -> Any:
+        """The weights."""
+        return self._weights
+
+
+def _save_model(original: Callable[..., Any]) -> Callable[..., Any]:
+    @wraps(original)
+    def save_model(
+        self: Accelerator,
+        model: nn.Module,
+        save_directory: str | os.PathLike[str],
+        max_shard_size: int | str = "10GB",
+        safe_serialization: bool = True,
+    ) -> None:
+        options = {"max_shard_size": max_shard_size, "safe_serialization": safe_serialization}
+        if not isinstance(model, ShardedModule):
+            return original(self, model, save_directory, **options)
+        agreement = model._graphshard.bindings.agreement
+        text = call_text(save_model, "Accelerator.save_model", path=save_directory, **options)
+        with agreement.call(text):
+            with agreement.part():
+                size = checked_size(max_shard_size)
+                if os.path.isfile(save_directory):
+                    raise CheckpointError(f"save_model: {save_directory} is a file, not a folder")
+            if safe_serialization:
+                model.save_safetensors(save_directory, max_shard_bytes=size)
+                return None
+            weights = _Weights(model.full_state_dict())
+            with agreement.part():
+                save.writing(
+                    save_directory, lambda: original(self, weights, save_directory, **options)
+                )()
+        return None
+
+    return save_model

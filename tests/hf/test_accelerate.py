@@ -16,10 +16,12 @@ import torch.distributed as dist
 from accelerate import Accelerator
 from accelerate.state import AcceleratorState
 from accelerate.utils import TorchDynamoPlugin
-from ranks import on_ranks
+from ranks import error_of, on_ranks
+from safetensors.torch import load_file
+from state_checks import assert_same, shared_folder
 from torch import Tensor, nn
-from trainers import accelerator
-from transformers import T5Config, T5ForConditionalGeneration
+from trainers import accelerator, llama
+from transformers import LlamaForCausalLM, T5Config, T5ForConditionalGeneration
 
 import graphshard
 from graphshard import hf
@@ -148,6 +150,70 @@ def states_are_saved_whole(rank: int) -> None:
     assert isinstance(plain, nn.parallel.DistributedDataParallel)
 
 
+def whole_weights_are_given_and_saved(rank: int) -> None:
+    folder = shared_folder()
+    acc = accelerator()
+    model = acc.prepare(graphshard.compile(net(), BLOCKS))
+    expected = net().state_dict()
+    given = acc.get_state_dict(model)
+    assert (rank == 0) == bool(given)
+    acc.save(given, folder / "weights.pt")
+    acc.save_model(model, folder / "one")
+    acc.save_model(model, folder / "many", max_shard_size="200B")
+    acc.save_model(model, folder / "pickled", safe_serialization=False)
+    dist.barrier()
+    for file in (folder / "weights.pt", folder / "pickled" / "pytorch_model.bin"):
+        assert_same(torch.load(file), expected)
+    assert_same(load_file(folder / "one" / "model.safetensors"), expected)
+    assert (folder / "many" / "model.safetensors.index.json").is_file()
+    assert len([*(folder / "many").glob("*.safetensors")]) == 2
+    again = graphshard.compile(Net(), graphshard.BlockPolicy({nn.Linear}, sync_module_states=True))
+    again.load_safetensors(folder / "many")
+    assert_same(again.full_state_dict(rank0_only=False), expected)
+    save = lambda **options: acc.save_model(model, folder / "one", **options)  # noqa: E731
+    assert "'ten' is not a size" in error_of(lambda: save(max_shard_size="ten"), CheckpointError)
+    text = error_of(lambda: acc.save_model(model, folder / "weights.pt"), CheckpointError)
+    assert "is a file, not a folder" in text
+    plain = acc.prepare(nn.Linear(2, 2))
+    assert len(acc.get_state_dict(plain)) == 2
+
+
+def pretrained_models_are_saved_as_scripts_for_accelerate_do(rank: int) -> None:
+    folder = shared_folder()
+    acc = hf.shard_models_of(accelerator(), graphshard.BlockPolicy())
+    model = acc.prepare(llama())
+    unwrapped = acc.unwrap_model(model)
+    options = {"is_main_process": acc.is_main_process, "save_function": acc.save}
+    weights = acc.get_state_dict(model)
+    unwrapped.save_pretrained(folder / "own", **options, safe_serialization=True)
+    unwrapped.save_pretrained(folder / "given", **options, state_dict=weights)
+    halves = {name: value.half() for name, value in weights.items()}
+    unwrapped.save_pretrained(folder / "half", state_dict=halves, max_shard_size="20KB")
+    dist.barrier()
+    for name, cast in (("own", Tensor.float), ("given", Tensor.float), ("half", Tensor.half)):
+        saved = LlamaForCausalLM.from_pretrained(folder / name, dtype="auto").state_dict()
+        expected = {key: cast(value) for key, value in llama().state_dict().items()}
+        assert_same({key: cast(value) for key, value in saved.items()}, expected)
+    assert len([*(folder / "half").glob("*.safetensors")]) > 1
+
+    for wrong, text in (
+        ({"is_main_process": rank == 1}, "is_main_process=False on rank 0"),
+        ({"safe_serialization": False}, "safe_serialization=False asks for pickles"),
+        ({"save_function": print}, "would never be called"),
+        ({"state_dict": model.state_dict()}, "state_dict has a DTensor for 'model.embed"),
+        ({"state_dict": {} if rank == 0 else None}, "missing or empty on rank 0"),
+        ({"state_dict": weights, "dtype": torch.half}, "state_dict is written as it is"),
+        ({"variant": "fp16"}, "has no variant= (got 'fp16'); rename the files"),
+        ({"push_to_hub": True}, "write a folder first and upload it"),
+        ({"max_shard_size": "big"}, "'big' is not a size"),
+    ):
+        message = error_of(
+            lambda wrong=wrong: model.save_pretrained(folder / "no", **wrong), CheckpointError
+        )
+        assert text in message
+    model.save_pretrained(folder / "own", push_to_hub=False, variant=None, save_peft_format=True)
+
+
 @contextmanager
 def fsdp_settings() -> Iterator[None]:
     """What the launcher makes of a configuration file of FSDP version 2."""
@@ -244,6 +310,8 @@ ON_RANKS: list[Callable[[int], None]] = [
     handed_back_and_trains_as_ddp,
     autocast_acts,
     states_are_saved_whole,
+    whole_weights_are_given_and_saved,
+    pretrained_models_are_saved_as_scripts_for_accelerate_do,
     a_configuration_of_fsdp2_switches_by_one_line,
     ranks_take_the_first_ones_weights,
     an_accelerator_that_believes_it_is_alone_is_refused,
