@@ -19,6 +19,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 
 from graphshard.api import compile as compile_module
 from graphshard.errors import CheckpointError, PolicyError
@@ -123,7 +124,8 @@ class ShardedTrainer(Trainer):
         """Compile the model, and make the optimizer of its shards.
 
         Raises:
-            PolicyError: an optimizer was passed, of the parameters before they were sharded.
+            PolicyError: an optimizer was passed, of the parameters before they were sharded, or its
+                class cannot step on shards.
         """
         if self.optimizer is not None and not isinstance(self.model, ShardedModule):
             raise PolicyError(
@@ -131,7 +133,16 @@ class ShardedTrainer(Trainer):
                 "before they are sharded; pass optimizer_cls_and_kwargs=(class, options)"
             )
         self._shard()
-        return super().create_optimizer(*args, **kwargs)
+        optimizer = super().create_optimizer(*args, **kwargs)
+        made = _torch_optimizer(optimizer)
+        on_shards = any(isinstance(p, DTensor) for g in made.param_groups for p in g["params"])
+        if type(made).__name__ in _OF_WHOLE_PARAMETERS and on_shards:
+            raise PolicyError(
+                f"ShardedTrainer: {type(made).__name__} (of optim= or optimizer_cls_and_kwargs=) "
+                "computes with whole parameters and cannot step on shards; use one that updates "
+                'element by element, such as optim="adamw_torch" or, for less memory, "sgd"'
+            )
+        return optimizer
 
     def _wrap_model(self, model: nn.Module, training: bool = True, dataloader: Any = None) -> Any:
         if model is not self.model and model is not self.model_wrapped:
@@ -320,6 +331,10 @@ def _params_of(groups: Any) -> list[list[Any]]:
 
 _CHECKPOINTING = ("activation_checkpointing", "gradient_checkpointing")
 """The argument, by its new and its old name."""
+
+
+_OF_WHOLE_PARAMETERS = ("Adafactor", "LBFGS", "Rprop")
+"""Classes of torch and transformers that raise in their first step on DTensors."""
 
 
 def _asks_for_fsdp() -> bool:

@@ -50,8 +50,9 @@ class ShardedModule(StateMethods, TrainingMethods, CallMethods):
 
     Parameters, buffers and submodules have the model's own names; a parameter is a DTensor (a plain
     one on a single rank without a process group). Calling it runs a captured program; its outputs
-    have the model's own structure, and `backward` leaves averaged gradients on the shards. Any
-    torch optimizer works on `parameters()`. Made by `graphshard.compile`.
+    have the model's own structure, and `backward` leaves averaged gradients on the shards. Torch's
+    optimizers work on `parameters()`, but for Adafactor, LBFGS and Rprop, which raise on DTensors.
+    Made by `graphshard.compile`.
 
     Args:
         model: taken over by value; stays as it is.

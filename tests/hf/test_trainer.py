@@ -142,6 +142,15 @@ def what_cannot_act_is_refused(rank: int) -> None:
     trainer = Sharded(model, arguments(mkdtemp()), train_dataset=texts(), optimizers=(optim, None))
     with pytest.raises(PolicyError, match="an optimizer of the model's parameters before they"):
         trainer.train()
+    args = arguments(mkdtemp(), optim="adafactor")
+    accelerator()
+    with pytest.raises(PolicyError, match=r"Adafactor \(of optim= .* whole parameters"):
+        Sharded(llama(), args, train_dataset=texts()).train()
+    args = arguments(mkdtemp())
+    accelerator()
+    whole: Any = {"optimizer_cls_and_kwargs": (torch.optim.Adafactor, {"lr": 0.1})}
+    with pytest.raises(PolicyError, match='such as optim="adamw_torch"'):
+        Sharded(llama(), args, train_dataset=texts(), **whole).train()
     accelerator()
     sharded = graphshard.compile(llama(), graphshard.BlockPolicy())
     with pytest.raises(RuntimeStateError, match=r"put graphshard\.hf\.ShardedTrainer before the"):
