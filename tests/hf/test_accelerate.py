@@ -27,6 +27,7 @@ import graphshard
 from graphshard import hf
 from graphshard.errors import CheckpointError, PolicyError, RuntimeStateError
 from graphshard.module.sharded_module import ShardedModule
+from graphshard.program.program import RECOMPUTED
 
 BLOCKS = graphshard.BlockPolicy({nn.Linear})
 
@@ -351,3 +352,33 @@ def test_the_device_of_an_accelerator_on_cpus_is_the_cpu() -> None:
     planned = graphshard.plan(model, policy, device="cpu:0", world_size=2, example_kwargs=batch)
     assert planned.program is not None
     assert planned.program.device == "cpu"
+
+
+def test_gradient_checkpointing_is_switched_without_capturing_again() -> None:
+    """As trainers do around what they compute without gradients."""
+    model = llama(0.0)
+    model.gradient_checkpointing_enable()
+    assert model.model.embed_tokens._forward_hooks  # of transformers
+    with warnings.catch_warnings():
+        warnings.filterwarnings("error", message="hooks on modules are captured")
+        sharded = graphshard.compile(model, graphshard.BlockPolicy())
+    ids = torch.arange(12).view(2, 6)
+    loss = sharded(input_ids=ids, labels=ids).loss
+    program = sharded.program
+    assert any(RECOMPUTED in node.meta for node in program.nodes())
+    for _ in range(2):
+        sharded.gradient_checkpointing_disable()
+        other = sharded(input_ids=ids, labels=ids)
+        sharded.gradient_checkpointing_enable()
+        again = sharded(input_ids=ids, labels=ids)
+        assert torch.equal(again.loss, loss)
+        torch.testing.assert_close(other.loss, loss)
+    assert len(sharded.programs) == 2
+    sharded.enable_input_require_grads()
+    sharded.disable_input_require_grads()
+    sharded(input_ids=ids, labels=ids).loss.backward()
+    assert all(param.grad is not None for param in sharded.parameters())
+    assert len(sharded.programs) == 2
+    sharded.gradient_checkpointing_enable({"use_reentrant": True})  # which is another program
+    assert torch.equal(sharded(input_ids=ids, labels=ids).loss, loss)
+    assert len(sharded.programs) == 3
