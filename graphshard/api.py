@@ -40,8 +40,9 @@ from graphshard.progress import Progress, Stages
 from graphshard.runtime.agreement import Agreement, call_text
 from graphshard.runtime.collective_memory import pool_of
 from graphshard.runtime.graph_registration import registration
-from graphshard.runtime.group import mesh_of, with_mesh
+from graphshard.runtime.group import mesh_of, with_mesh, without_cpu_index
 from graphshard.runtime.start import group_or_refusal
+from graphshard.state.replicas import require_one_model
 from graphshard.torch_private.inductor import require_inductor
 from graphshard.tune.auto_policy import AutoPolicy
 from graphshard.tune.tuner import needs_groups, received, search_plan, sendable
@@ -107,6 +108,8 @@ def compile(  # noqa: A001  # as torch.compile
     Raises:
         PolicyError: the policy, the mesh and the model do not fit, or an argument is invalid.
         PlanError: the model cannot be planned, or this is called in inference mode.
+        ReplicaError: ranks that hold copies of one parameter came with different weights, and the
+            policy has no `sync_module_states`.
         CaptureError, PassError, VerifyError: no program can be made for the example inputs, for
             example because the model fixes a dynamic size.
         UnsupportedTorchError: `backend="inductor"` does not support this version of torch.
@@ -168,6 +171,10 @@ def compile(  # noqa: A001  # as torch.compile
             )
             with progress.stage("shard"):
                 sharded = ShardedModule(model, plan, group, every, sizes, agreement)
+        if not policy.sync_module_states:
+            state = sharded._graphshard
+            require_one_model(state.bindings, state.on_meta)
+        with agreement.part():
             if "accelerate" in sys.modules:
                 from graphshard.hf.accelerators import let_accelerators_prepare
 
@@ -224,6 +231,7 @@ def plan(
         raise PolicyError(
             f'process_group_backend must be "nccl" or "gloo"; got {process_group_backend!r}'
         )
+    device = without_cpu_index(device)
     sizes = Dynamic.of(model, dynamic)
     shape = None if mesh_shape is None else tuple(mesh_shape)
     if world_size is None:

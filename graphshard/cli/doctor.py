@@ -26,8 +26,11 @@ PACKAGES = {
     "rich": "core",
     "transformers": "graphshard[hf]: Trainer",
     "accelerate": "graphshard[hf]: Accelerator",
+    "peft": "adapters of graphshard.hf",
+    "trl": "trainers for graphshard.hf.ShardedTrainer",
     "lightning": "graphshard[lightning]: Lightning's strategy",
     "matplotlib": "graphshard[plot]: plots of a step",
+    "bokeh": "graphshard[report]: a page to look at",
     "pyyaml": "graphshard[yaml]: policies from YAML",
     "triton": 'backend="inductor" on CUDA',
 }

@@ -1,10 +1,11 @@
 """Accelerate: what an `Accelerator` does with a sharded module, and compiling models for it.
 
-`let_accelerators_prepare` replaces four methods of the class once. `prepare` compiles the models of
+`let_accelerators_prepare` replaces six methods of the class once. `prepare` compiles the models of
 an accelerator that `shard_models_of` was called for, and gives their optimizers the new parameters.
 `prepare_model` hands a sharded module back, under the accelerator's autocast, where Accelerate
 would wrap it in DDP. `save_state` and `load_state` write and read it, and the states of its
-optimizers, as `save_checkpoint` does.
+optimizers, as `save_checkpoint` does. `get_state_dict` and `save_model` give and write whole
+tensors on the main process.
 """
 
 from __future__ import annotations
@@ -13,18 +14,23 @@ import contextlib
 import os
 import weakref
 from collections.abc import Callable, Iterator, Mapping
+from dataclasses import replace
 from functools import cache, wraps
 from pathlib import Path
 from typing import Any
 
 import torch
-from torch import nn
+import torch.distributed as dist
+from torch import Tensor, nn
 
 from graphshard.api import compile as compile_module
 from graphshard.errors import CheckpointError, PolicyError
 from graphshard.module.sharded_module import ShardedModule
 from graphshard.policy.accelerate import from_accelerate
 from graphshard.policy.base import Policy
+from graphshard.runtime.agreement import call_text
+from graphshard.state import save
+from graphshard.state.pretrained import checked_size
 from graphshard.torch_private.patches import patched_for_good
 
 try:
@@ -46,7 +52,8 @@ def shard_models_of(
     """Make `accelerator.prepare` compile the models that it is given.
 
     The accelerator then works as one without FSDP: `accumulate`, `no_sync`, `backward`,
-    `clip_grad_norm_`, `save_state` and `load_state` act on the sharded module.
+    `clip_grad_norm_`, `save_state` and `load_state` act on the sharded module. Every rank takes
+    rank 0's weights and buffers, as with DDP.
 
     Args:
         accelerator: without models yet.
@@ -58,9 +65,11 @@ def shard_models_of(
         The accelerator.
 
     Raises:
-        PolicyError: there is no policy, models were prepared before, or a setting contradicts it.
+        PolicyError: there is no policy, models were prepared before, a setting contradicts it, or
+            the accelerator counts other processes than the process group has ranks.
     """
     let_accelerators_prepare()
+    _require_all_ranks(accelerator)
     if accelerator._models:
         raise PolicyError(
             "shard_models_of: the accelerator has prepared a model already; call this right after "
@@ -157,6 +166,8 @@ def let_accelerators_prepare() -> None:
         ("prepare_model", _prepare_model),
         ("save_state", _save_state),
         ("load_state", _load_state),
+        ("get_state_dict", _get_state_dict),
+        ("save_model", _save_model),
     ):
         patched_for_good(Accelerator, name, method(getattr(Accelerator, name)))
     ShardedModule._known_to_accelerate = True
@@ -182,13 +193,20 @@ def _compiled(
     for index, model in enumerate(args):
         if isinstance(model, nn.Module) and not isinstance(model, ShardedModule):
             named = dict(model.named_parameters(remove_duplicate=False))
-            new[index] = compile_module(model, policy, **{"device": accelerator.device, **options})
+            new[index] = compile_module(
+                model, with_first_weights(policy), **{"device": accelerator.device, **options}
+            )
             shards = dict(new[index].named_parameters(remove_duplicate=False))
             params |= {id(param): shards[name] for name, param in named.items()}
     for optimizer in args:
         if isinstance(optimizer, torch.optim.Optimizer):
             _replace_params(optimizer, params)
     return tuple(new)
+
+
+def with_first_weights(policy: Policy) -> Policy:
+    """`policy` with rank 0's weights on every rank, as DDP has them."""
+    return replace(policy, sync_module_states=True)
 
 
 def _replace_params(optimizer: torch.optim.Optimizer, params: Mapping[int, nn.Parameter]) -> None:
@@ -226,6 +244,7 @@ def _require_settings(accelerator: Accelerator, model: ShardedModule) -> None:
 
     A policy with mixed precision takes the place of the accelerator's autocast.
     """
+    _require_all_ranks(accelerator)
     if accelerator.state.dynamo_plugin.backend != DynamoBackend.NO:
         raise PolicyError(
             "the accelerator is to use torch.compile, which cannot take a sharded module; leave "
@@ -243,6 +262,20 @@ def _require_settings(accelerator: Accelerator, model: ShardedModule) -> None:
         )
     if model.plan.policy.mixed_precision is not None and accelerator.native_amp:
         accelerator.native_amp = False
+
+
+def _require_all_ranks(accelerator: Accelerator) -> None:
+    """Refuse an accelerator that gives every rank the batches of a single one."""
+    launched = os.environ.get("WORLD_SIZE", "")
+    ranks = int(launched) if launched.isdecimal() else 1
+    if dist.is_available() and dist.is_initialized():
+        ranks = dist.get_world_size()
+    if accelerator.num_processes != ranks:
+        raise PolicyError(
+            f"the accelerator takes part in {accelerator.num_processes} process(es), but there are "
+            f"{ranks} ranks, which would all get the same batches and save the same files; on CPUs "
+            "make it by Accelerator(cpu=True), which use_cpu in a configuration of FSDP does not do"
+        )
 
 
 _FOLDER = "graphshard_{}"
@@ -317,3 +350,59 @@ def _load_state(original: Callable[..., Any]) -> Callable[..., Any]:
                 handle.remove()
 
     return load_state
+
+
+def _get_state_dict(original: Callable[..., Any]) -> Callable[..., Any]:
+    """Whole tensors on the CPU of the main process, {} on all others, as for FSDP."""
+
+    @wraps(original)
+    def get_state_dict(self: Accelerator, model: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        if isinstance(model, ShardedModule):
+            return model.full_state_dict()
+        return original(self, model, *args, **kwargs)
+
+    return get_state_dict
+
+
+class _Weights(nn.Module):
+    """Stands for a model whose state dict is there already."""
+
+    def __init__(self, weights: dict[str, Tensor]) -> None:
+        super().__init__()
+        self._weights = weights
+
+    def state_dict(self, *args: Any, **kwargs: Any) -> Any:
+        """The weights."""
+        return self._weights
+
+
+def _save_model(original: Callable[..., Any]) -> Callable[..., Any]:
+    @wraps(original)
+    def save_model(
+        self: Accelerator,
+        model: nn.Module,
+        save_directory: str | os.PathLike[str],
+        max_shard_size: int | str = "10GB",
+        safe_serialization: bool = True,
+    ) -> None:
+        options = {"max_shard_size": max_shard_size, "safe_serialization": safe_serialization}
+        if not isinstance(model, ShardedModule):
+            return original(self, model, save_directory, **options)
+        agreement = model._graphshard.bindings.agreement
+        text = call_text(save_model, "Accelerator.save_model", path=save_directory, **options)
+        with agreement.call(text):
+            with agreement.part():
+                size = checked_size(max_shard_size)
+                if os.path.isfile(save_directory):
+                    raise CheckpointError(f"save_model: {save_directory} is a file, not a folder")
+            if safe_serialization:
+                model.save_safetensors(save_directory, max_shard_bytes=size)
+                return None
+            weights = _Weights(model.full_state_dict())
+            with agreement.part():
+                save.writing(
+                    save_directory, lambda: original(self, weights, save_directory, **options)
+                )()
+        return None
+
+    return save_model

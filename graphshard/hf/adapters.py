@@ -10,7 +10,7 @@ from __future__ import annotations
 import copy
 import os
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -21,6 +21,7 @@ from torch import Tensor, nn
 
 from graphshard.errors import CheckpointError
 from graphshard.module.sharded_module import ShardedModule
+from graphshard.runtime.lowered import Bindings
 from graphshard.state import load, save
 from graphshard.state.files import open_files
 from graphshard.state.state_tensors import (
@@ -47,7 +48,11 @@ def has_adapters(sharded: ShardedModule) -> bool:
 
 
 def save_adapters(
-    sharded: ShardedModule, path: str | os.PathLike[str], *, dtype: torch.dtype | None = None
+    sharded: ShardedModule,
+    path: str | os.PathLike[str],
+    *,
+    dtype: torch.dtype | None = None,
+    given: Mapping[str, Tensor] | None = None,
 ) -> list[Path]:
     """Write the adapters as `PeftModel.save_pretrained` does; all ranks call this.
 
@@ -55,6 +60,8 @@ def save_adapters(
         sharded: compiled from a `PeftModel`.
         path: the folder; every adapter but "default" has a folder of its own name in it.
         dtype: of floating point values. None: the model's own.
+        given: on rank 0 the whole model's tensors, to take the adapters from in place of the
+            module's; {} elsewhere. None: the module's.
 
     Returns:
         The files, on rank 0.
@@ -66,6 +73,8 @@ def save_adapters(
     model = _peft_model(sharded)
     bindings = sharded._graphshard.bindings
     group, agreement = bindings.group, bindings.agreement
+    if given is not None:
+        return _save_given(bindings, model, Path(path), given)
     asked: set[str] = set()
     with agreement.part() as told:
         if group.rank == 0 and not _is_computed(model):
@@ -91,6 +100,17 @@ def save_adapters(
         write = partial(_write, model, Path(path), written, state_dict=state)
         keeper.keep(save.writing(path, write))
     keeper.end(agreement)
+    return written
+
+
+def _save_given(
+    bindings: Bindings, model: Any, path: Path, given: Mapping[str, Tensor]
+) -> list[Path]:
+    """Write the adapters among whole tensors that rank 0 has."""
+    written: list[Path] = []
+    with bindings.agreement.part():
+        if bindings.group.rank == 0:
+            save.writing(path, partial(_write, model, path, written, state_dict=dict(given)))()
     return written
 
 

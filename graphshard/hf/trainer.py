@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import os
 import sys
+import warnings
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
@@ -18,17 +19,18 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 
 from graphshard.api import compile as compile_module
 from graphshard.errors import CheckpointError, PolicyError
-from graphshard.hf.accelerators import policy_of_accelerator, shard_models_of
+from graphshard.hf.accelerators import policy_of_accelerator, shard_models_of, with_first_weights
 from graphshard.module.sharded_module import ShardedModule
 from graphshard.policy.base import Policy
 from graphshard.policy.units import BlockPolicy
 
 try:
     from transformers import Trainer
-    from transformers.trainer import TRAINING_ARGS_NAME
+    from transformers.trainer import OPTIMIZER_NAME, SCHEDULER_NAME, TRAINING_ARGS_NAME
 except ImportError as error:
     raise ImportError(
         "graphshard.hf.ShardedTrainer needs transformers; install graphshard[hf]"
@@ -44,7 +46,8 @@ class ShardedTrainer(Trainer):
     Logging, accumulation, clipping, evaluation, `load_best_model_at_end`, saving and resuming work
     as documented by transformers. `checkpoint-N` has the weights as `save_pretrained` writes them,
     and `graphshard/`, which any number of ranks resumes from. bf16 and fp16 of the arguments are
-    autocast, as with DDP, unless the policy has `mixed_precision`.
+    autocast, as with DDP, unless the policy has `mixed_precision`. Every rank takes rank 0's
+    weights and buffers, as with DDP.
 
     Args:
         args: of the Trainer class. The model may be a plain or a sharded one.
@@ -111,7 +114,9 @@ class ShardedTrainer(Trainer):
         policy, options = self._sharding
         assert policy is not None
         sharded = compile_module(
-            self.model, policy, **{"device": self.accelerator.device, **options}
+            self.model,
+            with_first_weights(policy),
+            **{"device": self.accelerator.device, **options},
         )
         self.model = self.model_wrapped = self.callback_handler.model = sharded
 
@@ -119,7 +124,8 @@ class ShardedTrainer(Trainer):
         """Compile the model, and make the optimizer of its shards.
 
         Raises:
-            PolicyError: an optimizer was passed, of the parameters before they were sharded.
+            PolicyError: an optimizer was passed, of the parameters before they were sharded, or its
+                class cannot step on shards.
         """
         if self.optimizer is not None and not isinstance(self.model, ShardedModule):
             raise PolicyError(
@@ -127,7 +133,16 @@ class ShardedTrainer(Trainer):
                 "before they are sharded; pass optimizer_cls_and_kwargs=(class, options)"
             )
         self._shard()
-        return super().create_optimizer(*args, **kwargs)
+        optimizer = super().create_optimizer(*args, **kwargs)
+        made = _torch_optimizer(optimizer)
+        on_shards = any(isinstance(p, DTensor) for g in made.param_groups for p in g["params"])
+        if type(made).__name__ in _OF_WHOLE_PARAMETERS and on_shards:
+            raise PolicyError(
+                f"ShardedTrainer: {type(made).__name__} (of optim= or optimizer_cls_and_kwargs=) "
+                "computes with whole parameters and cannot step on shards; use one that updates "
+                'element by element, such as optim="adamw_torch" or, for less memory, "sgd"'
+            )
+        return optimizer
 
     def _wrap_model(self, model: nn.Module, training: bool = True, dataloader: Any = None) -> Any:
         if model is not self.model and model is not self.model_wrapped:
@@ -195,10 +210,32 @@ class ShardedTrainer(Trainer):
             super()._load_from_checkpoint(resume_from_checkpoint, model)
 
     def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
-        if checkpoint is not None and Path(checkpoint, STATE).is_dir():
-            self.model.load_checkpoint(
-                Path(checkpoint, STATE), _torch_optimizer(self.optimizer), self.lr_scheduler
-            )
+        """Load both from what `_save_optimizer_and_scheduler` wrote, or a Trainer without sharding.
+
+        A checkpoint of weights alone (`save_only_model`) has neither.
+
+        Raises:
+            CheckpointError: the files do not belong to this model and optimizer, only one of them
+                is there, or they are those of FSDP or DeepSpeed.
+        """
+        if checkpoint is None:
+            return
+        optimizer, folder = _torch_optimizer(self.optimizer), Path(checkpoint)
+        scheduler: Any = self.lr_scheduler
+        if (folder / STATE).is_dir():
+            self.model.load_checkpoint(folder / STATE, optimizer, scheduler)
+            return
+        agreement = self.model._graphshard.bindings.agreement
+        with agreement.call(f"ShardedTrainer.train(resume_from_checkpoint={checkpoint!r})"):
+            with agreement.part() as part:
+                found = _plain_states(folder)
+                state = None if found is None else _by_name(found[0], optimizer, self.model, folder)
+                part.same += ["without optimizer.pt"] if found is None else []
+            if found is None:
+                return
+            self.model.load_optimizer_state_dict(optimizer, state)
+            with agreement.part():
+                scheduler.load_state_dict(found[1])
 
     def _load_best_model(self) -> None:
         best = self.state.best_model_checkpoint
@@ -220,8 +257,84 @@ class ShardedTrainer(Trainer):
         self.model.load_safetensors(folder)
 
 
+def _plain_states(folder: Path) -> tuple[Any, Any] | None:
+    """The optimizer's and the scheduler's state that a plain Trainer wrote; None without both.
+
+    Raises:
+        CheckpointError: one of them is missing or damaged, or is in the form of FSDP or DeepSpeed.
+    """
+    names = [each.name for each in folder.iterdir()] if folder.is_dir() else []
+    for name in names:
+        if name == "optimizer.bin" or name.startswith(("optimizer_", "global_step")):
+            raise CheckpointError(
+                f"{folder / name} holds optimizer states of FSDP or DeepSpeed, which are not "
+                "resumed from; remove it to start from the weights alone"
+            )
+    here = [name for name in (OPTIMIZER_NAME, SCHEDULER_NAME) if name in names]
+    if not here:
+        return None
+    if len(here) == 1:
+        raise CheckpointError(
+            f"{folder} has {here[0]} and lacks the other one of {OPTIMIZER_NAME} and "
+            f"{SCHEDULER_NAME}; resume from a whole checkpoint, or remove it to start from the "
+            "weights alone"
+        )
+    try:
+        optimizer = torch.load(
+            folder / OPTIMIZER_NAME, map_location="cpu", weights_only=True, mmap=True
+        )
+        with warnings.catch_warnings():  # that the optimizer's state is to be loaded, too
+            warnings.simplefilter("ignore")
+            scheduler = torch.load(folder / SCHEDULER_NAME, map_location="cpu", weights_only=True)
+    except Exception as error:
+        raise CheckpointError(
+            f"the states of optimizer and scheduler in {folder} cannot be read: {error}"
+        ) from error
+    return optimizer, scheduler
+
+
+def _by_name(
+    state: Any, optimizer: torch.optim.Optimizer, model: nn.Module, folder: Path
+) -> dict[str, Any]:
+    """The state of an optimizer of the plain model, by the names of its parameters.
+
+    Raises:
+        CheckpointError: its groups are not those of `optimizer`.
+    """
+    name_of = {id(param): name for name, param in model.named_parameters()}
+    names = [[name_of[id(p)] for p in group["params"]] for group in optimizer.param_groups]
+    groups = state["param_groups"]
+    theirs, ours = ([len(each) for each in sizes] for sizes in (_params_of(groups), names))
+    if theirs != ours:
+        raise CheckpointError(
+            f"{folder / OPTIMIZER_NAME} has groups of {theirs} parameters, and the optimizer has "
+            f"groups of {ours}; resume with the model and the optimizer's arguments of that run, "
+            "or remove it to start from the weights alone"
+        )
+    by_index = {
+        index: name
+        for indices, group in zip(_params_of(groups), names, strict=True)
+        for index, name in zip(indices, group, strict=True)
+    }
+    return {
+        "state": {by_index[index]: values for index, values in state["state"].items()},
+        "param_groups": [
+            {**group, "params": group_names}
+            for group, group_names in zip(groups, names, strict=True)
+        ],
+    }
+
+
+def _params_of(groups: Any) -> list[list[Any]]:
+    return [group["params"] for group in groups]
+
+
 _CHECKPOINTING = ("activation_checkpointing", "gradient_checkpointing")
 """The argument, by its new and its old name."""
+
+
+_OF_WHOLE_PARAMETERS = ("Adafactor", "LBFGS", "Rprop")
+"""Classes of torch and transformers that raise in their first step on DTensors."""
 
 
 def _asks_for_fsdp() -> bool:

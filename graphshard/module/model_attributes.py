@@ -25,6 +25,11 @@ _LOST = (
 )  # fmt: skip
 
 
+_ABOUT_INPUTS = ("enable_input_require_grads", "disable_input_require_grads")
+"""Methods of transformers that hook embeddings, so that checkpoints give frozen layers' inputs
+gradients. A program gives every trainable parameter its gradient without them."""
+
+
 class Changes:
     """Counts changes below a root, so that a step need not look at every module.
 
@@ -41,6 +46,22 @@ class Changes:
         self.attributes = 0
         self.reads: set[tuple[int, Any]] = set()
         self.acting = False
+        self._partials: list[functools.partial[Any]] = []
+
+    def known(self, value: Any, before: Any) -> Any:
+        """The `functools.partial` equal to `value` that an attribute held before, if it is one.
+
+        transformers makes a new one each time that it enables gradient checkpointing; a program is
+        found again by the identity of what it read.
+        """
+        for each in (before, value):
+            if type(each) is functools.partial and self._like(each) is None:
+                self._partials.append(each)
+        like = self._like(value) if type(value) is functools.partial else None
+        return value if like is None else like
+
+    def _like(self, value: functools.partial[Any]) -> functools.partial[Any] | None:
+        return next((one for one in self._partials if _alike(one, value)), None)
 
     def note(self, twin: nn.Module, name: str) -> None:
         """Count a change of this attribute if a program read it."""
@@ -112,8 +133,9 @@ class ModelAttributes(nn.Module):
             if isinstance(descriptor, property) and descriptor.fset is not None:
                 descriptor.fset(self, value)
             else:
-                setattr(twin, name, value)
-                self.__dict__["_graphshard_changes"].note(twin, name)
+                changes = self.__dict__["_graphshard_changes"]
+                setattr(twin, name, changes.known(value, vars(twin).get(name)))
+                changes.note(twin, name)
 
     def __delattr__(self, name: str) -> None:
         twin = self._twin
@@ -205,12 +227,26 @@ def _attribute(twin: nn.Module, part: ModelAttributes, name: str, missing: Any) 
     if isinstance(value, (staticmethod, classmethod)):
         return getattr(type(twin), name)
     if isinstance(value, types.FunctionType):
+        if name in _ABOUT_INPUTS and value.__module__.partition(".")[0] == "transformers":
+            return _do_nothing
         changes = part.__dict__["_graphshard_changes"]
         if changes.acting:
             return part._as_model(value)
         if not name.startswith("_"):
             return _method(changes, f"{part._fqn}.{name}" if part._fqn else name, value)
     return missing if hasattr(type(value), "__get__") else value
+
+
+def _do_nothing(*args: Any, **kwargs: Any) -> None:
+    """Stands for methods that a sharded module does not need."""
+
+
+def _alike(first: functools.partial[Any], second: functools.partial[Any]) -> bool:
+    """Whether both call one function with the same arguments, if these are plain values."""
+    forms = [[*each.args, *sorted(each.keywords.items())] for each in (first, second)]
+    values = [*second.args, *second.keywords.values()]
+    plain = all(isinstance(value, (type(None), bool, int, str)) for value in values)
+    return plain and first.func is second.func and repr(forms[0]) == repr(forms[1])
 
 
 def _method(changes: Changes, path: str, method: types.FunctionType) -> Callable[..., Any]:

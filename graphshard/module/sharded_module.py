@@ -5,9 +5,11 @@ from __future__ import annotations
 import os
 import weakref
 from collections.abc import Sequence
+from functools import cache
 from pathlib import Path
 from typing import Any, ClassVar, Literal
 
+import torch
 from torch import fx, nn
 
 from graphshard.capture.dynamic import Dynamic
@@ -48,8 +50,9 @@ class ShardedModule(StateMethods, TrainingMethods, CallMethods):
 
     Parameters, buffers and submodules have the model's own names; a parameter is a DTensor (a plain
     one on a single rank without a process group). Calling it runs a captured program; its outputs
-    have the model's own structure, and `backward` leaves averaged gradients on the shards. Any
-    torch optimizer works on `parameters()`. Made by `graphshard.compile`.
+    have the model's own structure, and `backward` leaves averaged gradients on the shards. Torch's
+    optimizers work on `parameters()`, but for Adafactor, LBFGS and Rprop, which raise on DTensors.
+    Made by `graphshard.compile`.
 
     Args:
         model: taken over by value; stays as it is.
@@ -75,6 +78,7 @@ class ShardedModule(StateMethods, TrainingMethods, CallMethods):
             agreement = Agreement(group)
             agreement.join()
         load_dynamo()  # which a capture would do in a frame that holds this module
+        _keep_out_of_torch_compile()
         changes = Changes()
         super().__init__(model, changes)
         named = dict(model.named_parameters(remove_duplicate=False))
@@ -171,6 +175,14 @@ class ShardedModule(StateMethods, TrainingMethods, CallMethods):
         vars(self)["_graphshard_prepared"] = value
 
     @property
+    def _ddp_params_and_buffers_to_ignore(self) -> Any:
+        """Read first by DistributedDataParallel, which would reduce gradients once more."""
+        raise RuntimeStateError(
+            "DistributedDataParallel cannot wrap a sharded module, whose backward has reduced the "
+            'gradients already; leave it out (strategy="NO_SHARD" trains as DDP does)'
+        )
+
+    @property
     def is_distributed_loading_by_transformers(self) -> bool:
         """Read by transformers' Trainer, whose checkpoints one rank would write alone."""
         if not vars(self).get("_graphshard_in_trainer"):
@@ -228,6 +240,12 @@ class ShardedModule(StateMethods, TrainingMethods, CallMethods):
             "a sharded module cannot be pickled, since it belongs to a process group; save its "
             "state_dict() with torch.distributed.checkpoint"
         )
+
+
+@cache
+def _keep_out_of_torch_compile() -> None:
+    """Let `torch.compile(sharded)` call programs as they are, instead of tracing graphshard."""
+    ShardedModule._run = torch.compiler.disable(ShardedModule._run)  # type: ignore[method-assign]
 
 
 def _buffer_homes(root: nn.Module) -> dict[str, tuple[dict[str, Any], str]]:

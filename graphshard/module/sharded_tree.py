@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import OrderedDict
 from collections.abc import Iterator, Mapping
 from typing import Any, NoReturn
 
@@ -14,6 +15,20 @@ from graphshard.runtime.shards import Shard
 from graphshard.torch_private import compat as torch_compat
 
 
+class _NothingOnTop(OrderedDict[str, Any]):
+    """The register of what was applied to a module, in which `fully_shard` looks for its name."""
+
+    def __contains__(self, name: object) -> bool:
+        raise RuntimeStateError(
+            f"{name} cannot be applied to a sharded module or to a part of one, whose parameters "
+            "are sharded already; leave it out, or apply it to the plain model instead of "
+            "graphshard.compile"
+        )
+
+
+_NOTHING_ON_TOP = _NothingOnTop()
+
+
 class TreeModule(ModelAttributes):
     """Stands for a module of the model: its children, parameters, buffers and `training` flag.
 
@@ -23,6 +38,7 @@ class TreeModule(ModelAttributes):
     def __init__(self, original: nn.Module, changes: Changes) -> None:
         self.__dict__["_graphshard_changes"] = changes
         super().__init__()
+        self.__dict__[torch_compat.composable_registry_key()] = _NOTHING_ON_TOP
         self.__dict__["_graphshard_name"] = type(original).__name__
         self.__dict__["_graphshard_repr"] = original.extra_repr()
         self.training = original.training

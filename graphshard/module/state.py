@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any, Literal
 import torch
 from torch import Tensor, nn
 
-from graphshard.errors import ReplicaWarning, RuntimeStateError
+from graphshard.errors import CheckpointError, ReplicaWarning, RuntimeStateError
 from graphshard.module.meta_init import initialize
 from graphshard.runtime.agreement import call_text, listed
 from graphshard.state import load, save
@@ -21,6 +21,7 @@ from graphshard.state.checkpoints import background_group, load_checkpoint, save
 from graphshard.state.matching import KeyRules
 from graphshard.state.optim import optimizer_state_dict
 from graphshard.state.optim_load import prepare_load
+from graphshard.state.pretrained import checked_size, given_weights
 from graphshard.state.replicas import differences, message_of, names_matching, require_equal
 from graphshard.state.stream import iter_full
 
@@ -518,11 +519,18 @@ class StateMethods(nn.Module):
         max_shard_bytes: int | None = 5 * 10**9,
         dtype: torch.dtype | None = None,
         merge: bool = False,
+        max_shard_size: int | str | None = None,
+        state_dict: Mapping[str, Any] | None = None,
+        is_main_process: bool = True,
+        save_function: Any = None,
+        safe_serialization: bool = True,
+        **others: Any,
     ) -> list[Path]:
         """Write a directory that transformers' `from_pretrained` reads; see `save_safetensors`.
 
         Weights keep the model's own names, also where transformers has other ones on disk. Of a
-        model of peft the adapters are written, for `PeftModel.from_pretrained`.
+        model of peft the adapters are written, for `PeftModel.from_pretrained`. All ranks call
+        this, and rank 0 writes.
 
         Args:
             path: the directory.
@@ -530,21 +538,45 @@ class StateMethods(nn.Module):
             dtype: likewise.
             merge: of a model of peft, write the base model with the active adapters merged into
                 its weights, for transformers' `from_pretrained`. This module keeps its adapters.
+            max_shard_size: in place of `max_shard_bytes`, as in transformers: "5GB", or bytes.
+            state_dict: on rank 0, whole tensors to write in place of the module's, such as
+                `accelerator.get_state_dict(model)`; elsewhere what that call gives there, {}.
+            is_main_process: True on rank 0, as in scripts for Accelerate.
+            save_function: none but Accelerate's and torch's, which are for pickles and not called.
+            safe_serialization: True.
+            **others: keywords of transformers' and peft's methods that ask for nothing.
 
         Raises:
             CheckpointError: the model has no configuration, peft cannot save or merge its
-                adapters, or rank 0 cannot write.
+                adapters, a keyword of transformers could have no effect, or rank 0 cannot write.
         """
         state = self._graphshard
-        model = state.programs.meta_model
+        model, agreement = state.programs.meta_model, state.bindings.agreement
         text = call_text(
             StateMethods.save_pretrained,
             path=path,
             max_shard_bytes=max_shard_bytes,
             dtype=dtype,
             merge=merge,
+            max_shard_size=max_shard_size,
         )
-        with state.bindings.agreement.call(text):
+        with agreement.call(text):
+            given = given_weights(
+                agreement,
+                state_dict,
+                is_main_process=is_main_process,
+                save_function=save_function,
+                safe_serialization=safe_serialization,
+                others=others,
+            )
+            with agreement.part():
+                if max_shard_size is not None:
+                    max_shard_bytes = checked_size(max_shard_size)
+                if given is not None and (merge or dtype is not None):
+                    raise CheckpointError(
+                        "save_pretrained: state_dict is written as it is, so that merge= and "
+                        "dtype= have no effect with it; leave one or the other out"
+                    )
             if "peft" in sys.modules:
                 from graphshard.hf import adapters
 
@@ -554,7 +586,7 @@ class StateMethods(nn.Module):
                         return adapters.save_merged(
                             module, path, max_shard_bytes=max_shard_bytes, dtype=dtype
                         )
-                    return adapters.save_adapters(module, path, dtype=dtype)
+                    return adapters.save_adapters(module, path, dtype=dtype, given=given)
             return save.save_pretrained(
                 self,
                 state.bindings,
@@ -563,6 +595,7 @@ class StateMethods(nn.Module):
                 max_shard_bytes=max_shard_bytes,
                 dtype=dtype,
                 merge=merge,
+                given=given,
             )
 
 

@@ -210,11 +210,16 @@ def _warn_of_lost_state(tree: ModuleTree) -> None:
             )
 
 
+_HOOKS_OF_TENSORS_ALONE = ("transformers", "peft")
+"""Libraries whose own hooks have no effects but on tensors, such as to make them require grad."""
+
+
 def _warn_of_hooks(tree: ModuleTree) -> None:
     hooks = [
         f"{_described(fqn, module)}: {getattr(hook, '__qualname__', type(hook).__name__)}"
         for fqn, module in tree.modules.items()
         for hook in torch_compat.module_hooks(module)
+        if str(getattr(hook, "__module__", "")).partition(".")[0] not in _HOOKS_OF_TENSORS_ALONE
     ]
     if hooks:
         warnings.warn(

@@ -157,7 +157,8 @@ class Policy(PrintsAsCode):
             forward without gradients reports at its own end. Checked steps are not captured as
             CUDA graphs, and keep their inputs until backward ends. None: no checks.
         sync_module_states: take rank 0's parameters and buffers on every rank; ignored parameters
-            stay each rank's own.
+            stay each rank's own. Without it `compile` refuses a model whose weights differ between
+            ranks that hold copies of a parameter.
         notes: remarks the plan prints, such as settings of another system that do not apply.
 
     Raises:

@@ -394,4 +394,10 @@ def _indexed(device: torch.device | str) -> torch.device:
         if local_rank.isdecimal() and not torch.cuda.is_initialized():
             torch.cuda.set_device(int(local_rank))  # as a DeviceMesh does, unless the user did
         return torch.device("cuda", torch.cuda.current_device())
-    return device
+    return without_cpu_index(device)
+
+
+def without_cpu_index(device: torch.device | str) -> torch.device:
+    """`device` as a tensor on it has it: there is one CPU, whatever index it is given."""
+    device = torch.device(device)
+    return torch.device("cpu") if device.type == "cpu" else device

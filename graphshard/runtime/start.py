@@ -11,7 +11,7 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
 from graphshard.errors import GraphshardError, PolicyError
-from graphshard.runtime.group import Group, meeting_group
+from graphshard.runtime.group import Group, meeting_group, without_cpu_index
 
 
 def group_or_refusal(
@@ -61,7 +61,7 @@ def usable_device(device: Any) -> torch.device:
             "or plan the model without ranks by graphshard.plan"
         )
     if found.type == "cpu":
-        return found
+        return without_cpu_index(found)
     api = getattr(torch, found.type, None)
     count = api.device_count() if api is not None and api.is_available() else 0
     if (found.index or 0) >= count:

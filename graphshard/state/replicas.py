@@ -9,8 +9,8 @@ from __future__ import annotations
 
 import re
 import zlib
-from collections.abc import Collection, Iterator
-from dataclasses import dataclass
+from collections.abc import Callable, Collection, Iterator
+from dataclasses import dataclass, replace
 from functools import cache
 from typing import Any
 
@@ -140,11 +140,18 @@ def differences(bindings: Bindings, leave_out: Collection[str] = ()) -> list[Dif
         FingerprintError: the ranks make different calls, or have different copies.
         CollectiveError: another rank died, or did not get here within the timeout.
     """
+    return _differences(
+        bindings, lambda: [copy for copy in copies_of(bindings) if copy.name not in leave_out]
+    )
+
+
+def _differences(bindings: Bindings, copies_here: Callable[[], list[Copy]]) -> list[Difference]:
+    """See `differences`; `copies_here()` gives this rank's copies, of the same names on each."""
     group = bindings.group
     if group.size == 1 or group.backend == "fake":
         return []
     with bindings.agreement.part() as part, torch.no_grad():
-        copies = [copy for copy in copies_of(bindings) if copy.name not in leave_out]
+        copies = copies_here()
         part.same += [copy.name for copy in copies]
         sums = [torch.tensor(group.shard.rank), *map(_sum_of, copies)]
         sent = torch.stack([each.to(group.device) for each in sums])
@@ -207,6 +214,39 @@ def require_equal(bindings: Bindings, leave_out: Collection[str]) -> None:
         ranks = {one.name: one.ranks for one in found}
         with bindings.agreement.part():  # in which all ranks see that all raise it
             raise ReplicaError(message_of(found), ranks)
+
+
+def require_one_model(bindings: Bindings, on_meta: Collection[str]) -> None:
+    """Check that ranks which hold the same copies came with the same weights.
+
+    Not compared are buffers and ignored parameters, which may differ by intent, parameters that a
+    rank has no values of yet, and rows that the first call gathers. One exchange; none if the plan
+    leaves no copies.
+
+    Args:
+        bindings: the state of a module that was just made.
+        on_meta: names of the tensors that have no values on this rank.
+
+    Raises:
+        ReplicaError: some differ; on every rank.
+        CollectiveError: see `differences`.
+    """
+    copies = [
+        replace(copy, tensor=None) if copy.name in on_meta else copy
+        for copy in copies_of(bindings)
+        if copy.what == "parameter" and copy.tensor is not None
+    ]
+    found = _differences(bindings, lambda: copies) if copies else []
+    if found:
+        ranks = {one.name: one.ranks for one in found}
+        with bindings.agreement.part():  # in which all ranks see that all raise it
+            raise ReplicaError(
+                "ranks that hold copies of one parameter came with different weights: "
+                f"{some_of([str(one) for one in found], ', ')}; each would train its own. Pass "
+                "sync_module_states=True in the policy to take rank 0's, or build the model from "
+                "one seed or checkpoint on all ranks",
+                ranks,
+            )
 
 
 def names_matching(bindings: Bindings, leave_out: Any) -> frozenset[str]:

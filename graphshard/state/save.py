@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import os
 import tempfile
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from graphshard.errors import CheckpointError
 from graphshard.runtime.lowered import Bindings
 from graphshard.state.files import Shapes, Target, TargetFiles
+from graphshard.state.pretrained import without_copies
 from graphshard.state.state_tensors import (
     Keeper,
     StateTensor,
@@ -237,8 +238,11 @@ def save_pretrained(
     max_shard_bytes: int | None,
     dtype: torch.dtype | None,
     merge: bool,
+    given: Mapping[str, Tensor] | None = None,
 ) -> list[Path]:
     """Write the configuration and weights of a transformers `model` for `from_pretrained`.
+
+    With `given`, the tensors in it on rank 0 are written in place of the module's.
 
     Raises:
         CheckpointError: on every rank, if the model has no configuration, has adapters, or rank 0
@@ -256,13 +260,27 @@ def save_pretrained(
                 f"save_pretrained is for models of transformers, which have a config; "
                 f"{type(model).__name__} has none; use save_safetensors"
             )
+
+    def configure() -> None:
+        save_config(model, Path(path), dtype)
+
+    if given is not None:
+        tensors = without_copies(given)
+        return write_values(
+            bindings,
+            path,
+            {name: (tuple(tensor.shape), tensor.dtype) for name, tensor in tensors.items()},
+            ((name, partial(tensor.to, "cpu")) for name, tensor in tensors.items()),
+            max_shard_bytes=max_shard_bytes,
+            before_commit=configure,
+        )
     return save_safetensors(
         module,
         bindings,
         path,
         max_shard_bytes=max_shard_bytes,
         dtype=dtype,
-        before_commit=lambda: save_config(model, Path(path), dtype),
+        before_commit=configure,
     )
 
 

@@ -328,6 +328,11 @@ def non_persistent_buffers(module: torch.nn.Module) -> frozenset[str]:
     return frozenset(module._non_persistent_buffers_set)
 
 
+def composable_registry_key() -> str:
+    """The entry of a module's `__dict__` that says what torch's composable APIs were applied."""
+    return private("torch.distributed._composable.contract", "REGISTRY_KEY")
+
+
 def has_state_dict_hooks(module: torch.nn.Module) -> bool:
     """Whether `module` itself has hooks that run before or after its part of a state dict."""
     return bool(module._state_dict_hooks or module._state_dict_pre_hooks)

@@ -14,15 +14,20 @@ import pytest
 import torch
 import torch.distributed as dist
 from accelerate import Accelerator
+from accelerate.state import AcceleratorState
 from accelerate.utils import TorchDynamoPlugin
-from ranks import on_ranks
+from ranks import error_of, on_ranks
+from safetensors.torch import load_file
+from state_checks import assert_same, shared_folder
 from torch import Tensor, nn
-from trainers import accelerator
+from trainers import accelerator, llama
+from transformers import LlamaForCausalLM, T5Config, T5ForConditionalGeneration
 
 import graphshard
 from graphshard import hf
 from graphshard.errors import CheckpointError, PolicyError, RuntimeStateError
 from graphshard.module.sharded_module import ShardedModule
+from graphshard.program.program import RECOMPUTED
 
 BLOCKS = graphshard.BlockPolicy({nn.Linear})
 
@@ -146,6 +151,70 @@ def states_are_saved_whole(rank: int) -> None:
     assert isinstance(plain, nn.parallel.DistributedDataParallel)
 
 
+def whole_weights_are_given_and_saved(rank: int) -> None:
+    folder = shared_folder()
+    acc = accelerator()
+    model = acc.prepare(graphshard.compile(net(), BLOCKS))
+    expected = net().state_dict()
+    given = acc.get_state_dict(model)
+    assert (rank == 0) == bool(given)
+    acc.save(given, folder / "weights.pt")
+    acc.save_model(model, folder / "one")
+    acc.save_model(model, folder / "many", max_shard_size="200B")
+    acc.save_model(model, folder / "pickled", safe_serialization=False)
+    dist.barrier()
+    for file in (folder / "weights.pt", folder / "pickled" / "pytorch_model.bin"):
+        assert_same(torch.load(file), expected)
+    assert_same(load_file(folder / "one" / "model.safetensors"), expected)
+    assert (folder / "many" / "model.safetensors.index.json").is_file()
+    assert len([*(folder / "many").glob("*.safetensors")]) == 2
+    again = graphshard.compile(Net(), graphshard.BlockPolicy({nn.Linear}, sync_module_states=True))
+    again.load_safetensors(folder / "many")
+    assert_same(again.full_state_dict(rank0_only=False), expected)
+    save = lambda **options: acc.save_model(model, folder / "one", **options)  # noqa: E731
+    assert "'ten' is not a size" in error_of(lambda: save(max_shard_size="ten"), CheckpointError)
+    text = error_of(lambda: acc.save_model(model, folder / "weights.pt"), CheckpointError)
+    assert "is a file, not a folder" in text
+    plain = acc.prepare(nn.Linear(2, 2))
+    assert len(acc.get_state_dict(plain)) == 2
+
+
+def pretrained_models_are_saved_as_scripts_for_accelerate_do(rank: int) -> None:
+    folder = shared_folder()
+    acc = hf.shard_models_of(accelerator(), graphshard.BlockPolicy())
+    model = acc.prepare(llama())
+    unwrapped = acc.unwrap_model(model)
+    options = {"is_main_process": acc.is_main_process, "save_function": acc.save}
+    weights = acc.get_state_dict(model)
+    unwrapped.save_pretrained(folder / "own", **options, safe_serialization=True)
+    unwrapped.save_pretrained(folder / "given", **options, state_dict=weights)
+    halves = {name: value.half() for name, value in weights.items()}
+    unwrapped.save_pretrained(folder / "half", state_dict=halves, max_shard_size="20KB")
+    dist.barrier()
+    for name, cast in (("own", Tensor.float), ("given", Tensor.float), ("half", Tensor.half)):
+        saved = LlamaForCausalLM.from_pretrained(folder / name, dtype="auto").state_dict()
+        expected = {key: cast(value) for key, value in llama().state_dict().items()}
+        assert_same({key: cast(value) for key, value in saved.items()}, expected)
+    assert len([*(folder / "half").glob("*.safetensors")]) > 1
+
+    for wrong, text in (
+        ({"is_main_process": rank == 1}, "is_main_process=False on rank 0"),
+        ({"safe_serialization": False}, "safe_serialization=False asks for pickles"),
+        ({"save_function": print}, "would never be called"),
+        ({"state_dict": model.state_dict()}, "state_dict has a DTensor for 'model.embed"),
+        ({"state_dict": {} if rank == 0 else None}, "missing or empty on rank 0"),
+        ({"state_dict": weights, "dtype": torch.half}, "state_dict is written as it is"),
+        ({"variant": "fp16"}, "has no variant= (got 'fp16'); rename the files"),
+        ({"push_to_hub": True}, "write a folder first and upload it"),
+        ({"max_shard_size": "big"}, "'big' is not a size"),
+    ):
+        message = error_of(
+            lambda wrong=wrong: model.save_pretrained(folder / "no", **wrong), CheckpointError
+        )
+        assert text in message
+    model.save_pretrained(folder / "own", push_to_hub=False, variant=None, save_peft_format=True)
+
+
 @contextmanager
 def fsdp_settings() -> Iterator[None]:
     """What the launcher makes of a configuration file of FSDP version 2."""
@@ -180,6 +249,40 @@ def a_configuration_of_fsdp2_switches_by_one_line(rank: int) -> None:
     assert_equal(weights(model), params)
 
 
+def ranks_take_the_first_ones_weights(rank: int) -> None:
+    """As DDP does, for models that each rank built from its own seed."""
+    for policy in (BLOCKS, graphshard.BlockPolicy({nn.Linear}, strategy="NO_SHARD")):
+        losses, params = by_ddp()
+        acc = hf.shard_models_of(accelerator(gradient_accumulation_steps=2), policy)
+        model = net()
+        if rank > 0:
+            model.up.reset_parameters()
+        model, optim = acc.prepare(model, sgd(model))
+        assert trained(acc, model, optim, 6) == pytest.approx(losses, rel=1e-6)
+        assert_equal(weights(model), params)
+    with torch.device("meta"):
+        model = Net()
+    model, optim = acc.prepare(model, sgd(model))
+    model.load_full_state_dict(net().state_dict() if rank == 0 else None)
+    assert torch.equal(weights(model)[0], weights(net())[0])
+
+
+def an_accelerator_that_believes_it_is_alone_is_refused(rank: int) -> None:
+    """As a configuration of FSDP with `use_cpu: true` makes it under `accelerate launch`."""
+    accelerator()  # forgets the settings of the last one
+    AcceleratorState._reset_state(reset_partial_state=True)
+    refused = r"1 process.*2 ranks.*Accelerator\(cpu=True\)"
+    with fsdp_settings(), warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        alone = Accelerator()
+        assert alone.num_processes == 1
+        with pytest.raises(PolicyError, match=refused):
+            hf.shard_models_of(alone)
+        with pytest.raises(PolicyError, match=refused):
+            alone.prepare(graphshard.compile(net(), BLOCKS))
+        assert hf.shard_models_of(accelerator()).num_processes == 2
+
+
 def what_would_have_no_effect_is_refused(rank: int) -> None:
     sharded = graphshard.compile(net(), BLOCKS)
     acc = accelerator(dynamo_plugin=TorchDynamoPlugin(backend="eager"))
@@ -208,7 +311,11 @@ ON_RANKS: list[Callable[[int], None]] = [
     handed_back_and_trains_as_ddp,
     autocast_acts,
     states_are_saved_whole,
+    whole_weights_are_given_and_saved,
+    pretrained_models_are_saved_as_scripts_for_accelerate_do,
     a_configuration_of_fsdp2_switches_by_one_line,
+    ranks_take_the_first_ones_weights,
+    an_accelerator_that_believes_it_is_alone_is_refused,
     what_would_have_no_effect_is_refused,
 ]
 test_on_two_ranks = on_ranks(ON_RANKS, 2, timeout=300)
@@ -221,3 +328,57 @@ def test_an_accelerator_that_does_not_know_sharded_modules_is_refused(
     monkeypatch.setattr(ShardedModule, "_known_to_accelerate", False)
     with pytest.raises(RuntimeStateError, match=r"import graphshard\.hf before Accelerator"):
         getattr(sharded, "_is_accelerate_prepared", False)
+
+
+def test_the_device_of_an_accelerator_on_cpus_is_the_cpu() -> None:
+    """It has an index, which caches of transformers compare with that of a tensor."""
+    torch.manual_seed(0)
+    config = T5Config(
+        vocab_size=64,
+        d_model=16,
+        d_kv=8,
+        d_ff=32,
+        num_layers=1,
+        num_heads=2,
+        dropout_rate=0.0,
+        decoder_start_token_id=0,
+    )
+    model = T5ForConditionalGeneration(config)
+    ids = torch.arange(1, 11).view(2, 5)
+    batch = {"input_ids": ids, "labels": ids}
+    policy = graphshard.BlockPolicy()
+    sharded = graphshard.compile(model, policy, device="cpu:0")
+    torch.testing.assert_close(sharded(**batch).loss, model(**batch).loss)
+    planned = graphshard.plan(model, policy, device="cpu:0", world_size=2, example_kwargs=batch)
+    assert planned.program is not None
+    assert planned.program.device == "cpu"
+
+
+def test_gradient_checkpointing_is_switched_without_capturing_again() -> None:
+    """As trainers do around what they compute without gradients."""
+    model = llama(0.0)
+    model.gradient_checkpointing_enable()
+    assert model.model.embed_tokens._forward_hooks  # of transformers
+    with warnings.catch_warnings():
+        warnings.filterwarnings("error", message="hooks on modules are captured")
+        sharded = graphshard.compile(model, graphshard.BlockPolicy())
+    ids = torch.arange(12).view(2, 6)
+    loss = sharded(input_ids=ids, labels=ids).loss
+    program = sharded.program
+    assert any(RECOMPUTED in node.meta for node in program.nodes())
+    for _ in range(2):
+        sharded.gradient_checkpointing_disable()
+        other = sharded(input_ids=ids, labels=ids)
+        sharded.gradient_checkpointing_enable()
+        again = sharded(input_ids=ids, labels=ids)
+        assert torch.equal(again.loss, loss)
+        torch.testing.assert_close(other.loss, loss)
+    assert len(sharded.programs) == 2
+    sharded.enable_input_require_grads()
+    sharded.disable_input_require_grads()
+    sharded(input_ids=ids, labels=ids).loss.backward()
+    assert all(param.grad is not None for param in sharded.parameters())
+    assert len(sharded.programs) == 2
+    sharded.gradient_checkpointing_enable({"use_reentrant": True})  # which is another program
+    assert torch.equal(sharded(input_ids=ids, labels=ids).loss, loss)
+    assert len(sharded.programs) == 3

@@ -6,6 +6,7 @@ import os
 import signal
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from tempfile import mkdtemp
 from typing import Any
@@ -14,7 +15,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from paths import ROOT
-from ranks import on_ranks
+from ranks import error_of, on_ranks
 from state_checks import shared_folder
 from torch.nn.utils.rnn import pad_sequence
 from trainers import Sharded, accelerator, arguments, llama, texts
@@ -22,7 +23,7 @@ from transformers import LlamaForCausalLM, Trainer, TrainerCallback
 from transformers.trainer_utils import get_last_checkpoint
 
 import graphshard
-from graphshard.errors import PolicyError, RuntimeStateError
+from graphshard.errors import CheckpointError, PolicyError, RuntimeStateError
 from graphshard.module.sharded_module import ShardedModule
 
 
@@ -141,6 +142,15 @@ def what_cannot_act_is_refused(rank: int) -> None:
     trainer = Sharded(model, arguments(mkdtemp()), train_dataset=texts(), optimizers=(optim, None))
     with pytest.raises(PolicyError, match="an optimizer of the model's parameters before they"):
         trainer.train()
+    args = arguments(mkdtemp(), optim="adafactor")
+    accelerator()
+    with pytest.raises(PolicyError, match=r"Adafactor \(of optim= .* whole parameters"):
+        Sharded(llama(), args, train_dataset=texts()).train()
+    args = arguments(mkdtemp())
+    accelerator()
+    whole: Any = {"optimizer_cls_and_kwargs": (torch.optim.Adafactor, {"lr": 0.1})}
+    with pytest.raises(PolicyError, match='such as optim="adamw_torch"'):
+        Sharded(llama(), args, train_dataset=texts(), **whole).train()
     accelerator()
     sharded = graphshard.compile(llama(), graphshard.BlockPolicy())
     with pytest.raises(RuntimeStateError, match=r"put graphshard\.hf\.ShardedTrainer before the"):
@@ -159,8 +169,86 @@ def a_sharded_module_is_taken_as_it_is(rank: int) -> None:
     assert trainer.label_names == ["labels"]
 
 
+def ranks_take_the_first_ones_weights(rank: int) -> None:
+    """As DDP does, for models that each rank built from its own seed."""
+    runs = []
+    for kind, options in (
+        (Trainer, {}),
+        (Sharded, {}),
+        (Sharded, {"policy": graphshard.BlockPolicy(strategy="NO_SHARD")}),
+    ):
+        accelerator()
+        model = llama()
+        if rank > 0:
+            model.lm_head.reset_parameters()
+        args = arguments(mkdtemp(), max_steps=2, save_strategy="no")
+        trainer = kind(model, args, train_dataset=texts(), **options)
+        trainer.train()
+        runs.append(logged(trainer))
+    assert runs[1] == pytest.approx(runs[0], rel=1e-6)
+    assert runs[2] == pytest.approx(runs[0], rel=1e-6)
+
+
+def a_checkpoint_of_a_plain_trainer_is_resumed(rank: int) -> None:
+    folder = shared_folder()
+    theirs = run(Trainer, folder / "ddp", weight_decay=0.1)
+    plain = folder / "ddp" / "checkpoint-3"
+    resumed: list[dict[str, Any]] = []
+
+    class Looking(Sharded):
+        def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
+            super()._load_optimizer_and_scheduler(checkpoint)
+            optim = getattr(self.optimizer, "optimizer", self.optimizer)
+            options = {"kind": "full", "rank0_only": False}
+            resumed.append(self.model.optimizer_state_dict(optim, **options))
+
+    ours = run(Looking, folder / "sharded", plain, weight_decay=0.1)
+    assert logged(ours) == pytest.approx(logged(theirs), rel=1e-6)
+    saved = torch.load(plain / "optimizer.pt", weights_only=True)
+    groups = [group["params"] for group in resumed[0]["param_groups"]]
+    assert list(map(len, groups)) == [len(group["params"]) for group in saved["param_groups"]]
+    for index, name in enumerate(name for names in groups for name in names):
+        for key, value in saved["state"][index].items():
+            assert torch.equal(resumed[0]["state"][name][key], value)
+    rates = [log["learning_rate"] for log in ours.state.log_history if "learning_rate" in log]
+    assert rates == [
+        log["learning_rate"] for log in theirs.state.log_history if "learning_rate" in log
+    ]
+
+    def refused(text: str) -> None:
+        dist.barrier()
+        message = error_of(lambda: run(Sharded, folder / "no", plain), CheckpointError)
+        assert text in message
+        dist.barrier()
+
+    def change(act: Callable[[], object]) -> None:
+        dist.barrier()
+        if rank == 0:
+            act()
+        dist.barrier()
+
+    saved["param_groups"][0]["params"].pop()
+    kept = (plain / "optimizer.pt").read_bytes()
+    change(lambda: torch.save(saved, plain / "optimizer.pt"))
+    refused("the optimizer has groups of [16, 5]; resume with the model and the optimizer's")
+    change(lambda: (plain / "optimizer.pt").write_bytes(kept))
+    change((plain / "scheduler.pt").unlink)
+    refused("has optimizer.pt and lacks the other one of optimizer.pt and scheduler.pt")
+    change(lambda: (plain / "scheduler.pt").write_bytes(b"cut off"))
+    refused("cannot be read")
+    change(lambda: (plain / "optimizer_0").mkdir())
+    refused("optimizer_0 holds optimizer states of FSDP or DeepSpeed")
+
+
 test_on_two_ranks = on_ranks(
-    [a_sharded_module_is_taken_as_it_is, what_cannot_act_is_refused], 2, timeout=400
+    [
+        a_checkpoint_of_a_plain_trainer_is_resumed,
+        a_sharded_module_is_taken_as_it_is,
+        what_cannot_act_is_refused,
+        ranks_take_the_first_ones_weights,
+    ],
+    2,
+    timeout=400,
 )
 test_more_on_two_ranks = pytest.mark.slow(
     on_ranks(

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import random
+import warnings
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +24,7 @@ from trl import DPOConfig, DPOTrainer, SFTConfig, SFTTrainer
 
 from graphshard.hf import ShardedTrainer
 from graphshard.module.sharded_module import ShardedModule
+from graphshard.program.program import RECOMPUTED
 
 WORDS = [f"w{i}" for i in range(120)]
 LORA = LoraConfig(r=4, target_modules=["q_proj", "v_proj"], task_type="CAUSAL_LM")
@@ -84,14 +87,14 @@ def fine_tuned(kind: type[Trainer], folder: Path) -> Trainer:
     )
 
 
-def preferring(kind: type[Trainer], folder: Path) -> Trainer:
+def preferring(kind: type[Trainer], folder: Path, **changes: Any) -> Trainer:
     """LoRA by preferences, against the model with its adapters disabled."""
     drawn = random.Random(0)
     pairs = [
         {"prompt": text(drawn, 5), "chosen": text(drawn, 9), "rejected": text(drawn, 9)}
         for _ in range(32)
     ]
-    args = DPOConfig(pad_to_multiple_of=16, **arguments(folder))
+    args = DPOConfig(pad_to_multiple_of=16, **arguments(folder) | changes)
     trainer: Any = kind
     return trainer(
         llama(0.0),
@@ -113,7 +116,7 @@ def logged(trainer: Trainer) -> list[dict[str, float]]:
 
 def equal_those_of_ddp(
     make: Callable[[type[Trainer], Path], Trainer], theirs: type[Trainer], ours: type[Trainer]
-) -> None:
+) -> Any:
     trained = []
     folder = shared_folder()
     for kind in (theirs, ours):
@@ -126,6 +129,7 @@ def equal_those_of_ddp(
     for theirs_of_step, ours_of_step in zip(expected, found, strict=True):
         assert ours_of_step == pytest.approx(theirs_of_step, rel=1e-6, abs=1e-7)
     dist.barrier()
+    return trained[1]
 
 
 def supervised(rank: int) -> None:
@@ -136,4 +140,18 @@ def preferences(rank: int) -> None:
     equal_those_of_ddp(preferring, DPOTrainer, ShardedDPO)
 
 
-test_on_two_ranks = pytest.mark.slow(on_ranks([supervised, preferences], 2, timeout=900))
+def preferences_by_default(rank: int) -> None:
+    """With gradient checkpointing, which TRL switches off for the reference and on again."""
+    make = partial(preferring, gradient_checkpointing=True)
+    with warnings.catch_warnings():
+        warnings.filterwarnings("error", message="hooks on modules are captured")
+        sharded = equal_those_of_ddp(make, DPOTrainer, ShardedDPO)
+    assert sharded.model.is_gradient_checkpointing
+    assert any(RECOMPUTED in node.meta for each in sharded.model.programs for node in each.nodes())
+    kinds = {(program.grad, len([*program.nodes()])) for program in sharded.model.programs}
+    assert len(sharded.model.programs) == len(kinds)  # none is captured again
+
+
+test_on_two_ranks = pytest.mark.slow(
+    on_ranks([supervised, preferences, preferences_by_default], 2, timeout=900)
+)

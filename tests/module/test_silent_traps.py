@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import socket
+import sys
 import warnings
 from dataclasses import replace
 from datetime import timedelta
@@ -109,6 +111,21 @@ def test_torch_compile_of_the_whole_model_is_taken_off_with_a_warning() -> None:
     assert [n for n, _ in sharded.named_parameters()] == [n for n, _ in model.named_parameters()]
 
 
+def test_torch_compile_of_a_sharded_module_runs_it_as_it_is(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    said: list[Any] = []
+    monkeypatch.setattr(sys, "unraisablehook", said.append)
+    sharded = compiled(Net())
+    expected = sharded(X)
+    loss = torch.compile(sharded)(X)
+    loss.backward()
+    gc.collect()
+    assert torch.equal(loss, expected)
+    assert all(param.grad is not None for param in sharded.parameters())
+    assert said == []
+
+
 def test_torch_compile_of_parts_is_told_by_name() -> None:
     model = Net()
     model.blocks[0] = torch.compile(model.blocks[0])
@@ -171,6 +188,17 @@ def wrapped_by_others(rank: int) -> None:
     assert message.startswith("blocks.0 (FSDPBlock) is sharded by fully_shard already")
     ddp = nn.parallel.DistributedDataParallel(Net())
     assert "pass its .module" in error_of(lambda: compiled(ddp), PlanError)
+
+
+def wrapped_after_compile(rank: int) -> None:
+    sharded = compiled(Net())
+    wrap = nn.parallel.DistributedDataParallel
+    message = error_of(lambda: wrap(sharded), RuntimeStateError)
+    assert message.startswith("DistributedDataParallel cannot wrap a sharded module")
+    for part in (sharded.blocks[0], sharded):
+        message = error_of(lambda part=part: fully_shard(part), RuntimeStateError)
+        assert message.startswith("fully_shard cannot be applied to a sharded module")
+    sharded(X).backward()
 
 
 def one_rank_fails_to_compile(rank: int) -> None:
@@ -257,6 +285,7 @@ def a_launched_rank_joins_the_others(rank: int) -> None:
 
 ON_RANKS = [
     wrapped_by_others,
+    wrapped_after_compile,
     one_rank_fails_to_compile,
     one_rank_fails_to_call,
     one_rank_fails_where_ranks_meet_in_the_store,

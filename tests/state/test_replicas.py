@@ -121,9 +121,58 @@ def saves_with_statistics(rank: int) -> None:
         sharded.save_checkpoint(folder, replicas=None)
 
 
-ON_TWO = [whole_parameters, saves_with_statistics]
+def models_with_other_weights(rank: int) -> None:
+    """Refused where ranks hold copies; taken from rank 0 if the policy says so."""
 
-ON_FOUR = [*ON_TWO, shards_of_replicas, resident_copies, ignored_parameters]
+    def model(seed: int, device: str = "cpu") -> nn.Module:
+        torch.manual_seed(seed)
+        with torch.device(device):
+            return nn.Sequential(Block(), Block())
+
+    policy = SizePolicy(100, strategy="NO_SHARD")
+    own = model(rank)
+    message = error_of(lambda: graphshard.compile(own, policy), ReplicaError)
+    assert "parameter '0.up.weight' on rank" in message
+    assert "sync_module_states=True" in message
+    with pytest.raises(ReplicaError) as caught:
+        graphshard.compile(model(7 if rank == 1 else 3), policy)
+    assert caught.value.ranks["0.up.weight"][:1] == (1,)
+    synced = graphshard.compile(own, SizePolicy(100, strategy="NO_SHARD", sync_module_states=True))
+    first = model(0).state_dict()
+    full = synced.full_state_dict(rank0_only=False)
+    assert all(torch.equal(full[name], value) for name, value in first.items())
+    graphshard.compile(model(0), policy)
+    ignored = SizePolicy(100, strategy="NO_SHARD", ignored=r".*")
+    graphshard.compile(own, ignored)  # by intent
+    late = graphshard.compile(model(0, "cpu" if rank == 0 else "meta"), policy)
+    late.load_full_state_dict(first if rank == 0 else None)
+    late.check_replicas()
+    # No rank has a copy that counts: each has rows of its own, as under FSDP.
+    for strategy in ("FULL_SHARD", "SHARD_OPTIMIZER"):
+        graphshard.compile(own, SizePolicy(100, strategy=strategy))
+
+
+def replicas_with_other_weights(rank: int) -> None:
+    mesh = init_device_mesh("cpu", (2, 2))
+    torch.manual_seed(rank % 2)
+    equal = nn.Sequential(Block(), Block())  # where the shards of replicas are
+    graphshard.compile(equal, SizePolicy(100, strategy="HYBRID_SHARD"), mesh=mesh)
+    torch.manual_seed(rank // 2)
+    other = nn.Sequential(Block(), Block())
+    policy = SizePolicy(100, strategy="HYBRID_SHARD")
+    message = error_of(lambda: graphshard.compile(other, policy, mesh=mesh), ReplicaError)
+    assert "parameter '0.up.weight' on rank 2 and on rank 0" in message
+
+
+ON_TWO = [whole_parameters, saves_with_statistics, models_with_other_weights]
+
+ON_FOUR = [
+    *ON_TWO,
+    shards_of_replicas,
+    replicas_with_other_weights,
+    resident_copies,
+    ignored_parameters,
+]
 
 test_on_two_ranks = on_ranks(ON_TWO, 2)
 test_on_four_ranks = pytest.mark.slow(on_ranks(ON_FOUR, 4))
