@@ -321,7 +321,8 @@ class StateMethods(nn.Module):
                 names differ from its name in the last number only, as "step-1000" and "step-2000".
                 None: keep all.
             background: write from copies on the CPU while training goes on. The next save or load
-                waits for the end of this one and raises its error; wait for the last one yourself.
+                waits for the end of this one and raises its error, unless you had it from the
+                result; wait for the last one yourself.
             replicas: what to do if copies of one tensor differ between ranks, of which the
                 checkpoint gets one; see `check_replicas`. "warn" saves nevertheless, "error" raises
                 before anything is written, None does not look. Buffers that the model's forward

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Iterator, Mapping, MutableMapping
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor, wait
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -73,8 +73,8 @@ def save_checkpoint(
     *,
     keep: int | None,
     background: Callable[[], Any] | None,
-    last: Future[None] | None = None,
-) -> Future[None] | None:
+    last: Saving | None = None,
+) -> Saving | None:
     """Write a training state.
 
     Args:
@@ -102,7 +102,7 @@ def save_checkpoint(
     copies: dict[str, str] = {}
     with agreement.part() as part:
         if last is not None:
-            last.result()
+            last.end()
         if keep is not None:
             if keep < 1:
                 raise CheckpointError(f"keep must be 1 or more checkpoints, or None; got {keep}")
@@ -135,10 +135,56 @@ def save_checkpoint(
         write.run(state, process_group)
         write.end()
 
-    saving = executor.submit(run)
+    saving = Saving()
+    saving.set_running_or_notify_cancel()  # so that nobody cancels it on one rank alone
+    executor.submit(saving.run, run)
     executor.shutdown(wait=False)
     wait_before_the_end(saving, group.process_group, process_group)
     return saving
+
+
+class Saving(Future[None]):
+    """A save in the background. Its error is told once: by its methods, or by the next save."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._told = False
+
+    def result(self, timeout: float | None = None) -> None:
+        """Wait for the end; see `concurrent.futures.Future.result`.
+
+        Raises:
+            CheckpointError: a rank could not write.
+        """
+        self.exception(timeout)
+        return super().result(0)
+
+    def exception(self, timeout: float | None = None) -> BaseException | None:
+        """Wait for the end and return its error; see `concurrent.futures.Future.exception`."""
+        error = super().exception(timeout)
+        self._told = True
+        return error
+
+    def end(self) -> None:
+        """Wait for the end.
+
+        Raises:
+            CheckpointError: a rank could not write, and nobody was told yet.
+        """
+        wait([self])
+        if not self._told:
+            self.result()
+
+    def run(self, write: Callable[[], None]) -> None:
+        """Do what this waits for; called on a thread of its own."""
+        try:
+            write()
+        except BaseException as error:
+            self.set_exception(error)
+        else:
+            self.set_result(None)
+        finally:
+            del self, write  # the error would refer to itself by this function, and keep the copies
 
 
 @dataclass(frozen=True)
@@ -190,7 +236,7 @@ def load_checkpoint(
     *,
     strict: bool,
     trust: bool,
-    last: Future[None] | None = None,
+    last: Saving | None = None,
 ) -> Match:
     """Check and read the whole checkpoint, then load it.
 
@@ -217,7 +263,7 @@ def load_checkpoint(
     optim_values: dict[str, Any] = {}
     with agreement.part() as part:
         if last is not None:
-            last.result()
+            last.end()
         state_tensors = state_tensors_of(module, bindings)
         stored = open_checkpoint(path, trust=trust)
         stored.verify(group.rank, group.size)

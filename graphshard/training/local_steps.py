@@ -58,17 +58,24 @@ def require_elementwise(kind: type[Optimizer], elementwise: bool | None) -> None
         PolicyError: they may not, or nobody says that they may.
     """
     if any(kind is getattr(torch.optim, name, None) for name in NOT_ELEMENTWISE):
+        # With torch 2.13 LBFGS and Muon step on DTensors to the values of the plain model.
+        made = (
+            "(sharded.full_parameters().values()), with its step inside of `with "
+            "sharded.unsharded(with_grads=True):`, since it fails on DTensors"
+            if kind.__name__ == "Adafactor"
+            else "(sharded.parameters())"
+        )
         raise PolicyError(
             f"{kind.__name__} looks at whole tensors, and on a rank's part of them would compute "
-            f"something else; make it of the DTensors, torch.optim.{kind.__name__}("
-            "sharded.parameters()), or step on full ones: see sharded.full_parameters()"
+            f"something else; make torch.optim.{kind.__name__}{made}"
         )
     is_known = any(kind is getattr(torch.optim, name, None) for name in ELEMENTWISE)
     if not (is_known if elementwise is None else elementwise):
         raise PolicyError(
             f"whether {kind.__module__}.{kind.__name__} updates every element by itself is not "
             f"known, as it is of {', '.join(ELEMENTWISE)} of torch.optim; if it does, say "
-            "elementwise=True, else make it of sharded.parameters()"
+            "elementwise=True, else make it of sharded.parameters(), or, if it fails on DTensors, "
+            "of sharded.full_parameters().values()"
         )
 
 

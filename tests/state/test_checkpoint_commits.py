@@ -283,14 +283,19 @@ def fails_on_one_rank_and_in_the_background(rank: int, folder: Path) -> None:
         dcp_write.CommittingWriter.write_data = fail
     with pytest.raises(CheckpointError, match=r"No space left on device \(on rank 1\)"):
         module.save_checkpoint(folder / "c", optim)
+    module.save_checkpoint(folder / "c", optim, background=True)
+    with pytest.raises(CheckpointError, match=r"No space left"):
+        module.save_checkpoint(folder / "d", optim)  # tells of the one in the background
+    assert not (folder / "d").exists()
     saving = module.save_checkpoint(folder / "c", optim, background=True)
     with pytest.raises(CheckpointError, match=r"No space left"):
         saving.result()
     dist.barrier()
     if rank == 1:
         dcp_write.CommittingWriter.write_data = write
-    with pytest.raises(CheckpointError, match=r"No space left"):
-        module.save_checkpoint(folder / "c", optim)  # tells of the one in the background
+    module.save_checkpoint(folder / "d", optim)  # has been told
+    assert values_of(module, optim) == {2.0}
+    module.load_checkpoint(folder / "d", optim)
     assert len(list((folder / "c").iterdir())) == 4
     module.load_checkpoint(folder / "c", optim)
     assert values_of(module, optim) == {1.0}

@@ -247,8 +247,10 @@ def what_is_not_elementwise_is_refused(rank: int) -> None:
     for name in ("Adafactor", "LBFGS", "Muon", "SparseAdam"):
         if hasattr(torch.optim, name):
             kind = getattr(torch.optim, name)
-            with pytest.raises(PolicyError, match=f"{name} looks at whole tensors"):
+            with pytest.raises(PolicyError, match=f"{name} looks at whole tensors") as caught:
                 sharded.optimizer(kind, elementwise=True, lr=0.1)
+            given = "full_parameters().values()" if name == "Adafactor" else "parameters()"
+            assert f"make torch.optim.{name}(sharded.{given})" in str(caught.value)
     optim = torch.optim.SGD(sharded.parameters(), lr=0.1)
     torch.optim.lr_scheduler.ConstantLR(optim)
     with pytest.raises(PolicyError, match="before making the scheduler"):
