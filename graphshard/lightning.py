@@ -9,6 +9,7 @@ from __future__ import annotations
 import pickle
 import shutil
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -51,7 +52,7 @@ class GraphShardStrategy(DDPStrategy):
     Every child module with parameters is compiled under `policy` and replaced by its sharded
     module before `configure_optimizers` runs. Precision, accumulation, gradient clipping, logging
     and callbacks remain Lightning's; `Trainer(precision="bf16-mixed")` uses autocast,
-    `policy.mixed_precision` graphshard's casts.
+    `policy.mixed_precision` graphshard's casts. Every rank takes rank 0's weights, as under DDP.
 
     Args:
         policy: chooses the units and their options.
@@ -122,7 +123,8 @@ class GraphShardStrategy(DDPStrategy):
             options = dict(self._compile_options)
             if "mesh" not in options:
                 options.setdefault("device", self.root_device)
-            setattr(module, name, compile_module(child, self.policy, **options))
+            policy = replace(self.policy, sync_module_states=True)  # as Lightning's DDP does
+            setattr(module, name, compile_module(child, policy, **options))
         inside = tuple(f"{name}." for name in names)
         outside = [name for name, _ in module.named_parameters() if not name.startswith(inside)]
         if outside:

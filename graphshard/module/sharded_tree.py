@@ -16,14 +16,19 @@ from graphshard.torch_private import compat as torch_compat
 
 
 class _NothingOnTop(OrderedDict[str, Any]):
-    """The register of what was applied to a module, in which `fully_shard` looks for its name."""
+    """The register of what was applied to a module, in which `fully_shard` looks for its name.
+
+    Other functions of torch look for other names there, such as those that take state dicts.
+    """
 
     def __contains__(self, name: object) -> bool:
-        raise RuntimeStateError(
-            f"{name} cannot be applied to a sharded module or to a part of one, whose parameters "
-            "are sharded already; leave it out, or apply it to the plain model instead of "
-            "graphshard.compile"
-        )
+        if name == "fully_shard":
+            raise RuntimeStateError(
+                "fully_shard cannot be applied to a sharded module or to a part of one, whose "
+                "parameters are sharded already; leave it out, or apply it to the plain model "
+                "instead of graphshard.compile"
+            )
+        return super().__contains__(name)
 
 
 _NOTHING_ON_TOP = _NothingOnTop()
