@@ -96,7 +96,7 @@ class Grid:
         case = self.case
         blocks = Blocks(ModuleTree(case.model))
         space = Space(case.auto, blocks, (case.ranks,), case.auto.described())
-        captures = Captures(case.model, case.inputs, {}, "cpu")
+        captures = Captures(case.model, case.inputs, {}, space.hardware.program_device)
         self.simulator = Simulator(case.model, captures, space, blocks.fqns)
         self._by_plan: dict[Any, tuple[float, int] | None] = {}
         if self.cache is not None and self.cache.exists():
