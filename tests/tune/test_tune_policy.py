@@ -36,7 +36,7 @@ def test_what_is_found_is_an_ordinary_policy():
     policy = eval(tuning.code, {"graphshard": graphshard, "torch": torch})
     assert policy == tuning.policy
     model, inputs = gpt()
-    again = graphshard.plan(model, policy, world_size=4, example_inputs=inputs)
+    again = graphshard.plan(model, policy, world_size=4, example_inputs=inputs, device="cuda")
     assert str(again.program) == str(tuning.plan.program)
     estimate = graphshard.simulate(again, hardware=SLOW)
     assert estimate.step_seconds == tuning.estimate.step_seconds
