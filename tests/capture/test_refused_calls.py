@@ -276,5 +276,13 @@ def test_functions_under_torch_compile_are_captured_as_they_are(whole: bool) -> 
 @pytest.mark.filterwarnings("ignore::UserWarning")
 def test_a_capture_inside_torch_compile_is_refused() -> None:
     sharded = graphshard.compile(nn.Sequential(nn.Linear(4, 4)), graphshard.SizePolicy(10))
+    capture = torch.compile(lambda x: sharded.capture((x,), {}), backend="eager")
     with pytest.raises(RuntimeStateError, match=r"inside torch\.compile; call it outside"):
-        torch.compile(sharded, backend="eager")(X)
+        capture(X)
+
+
+def test_a_call_inside_torch_compile_runs_its_program() -> None:
+    sharded = graphshard.compile(nn.Sequential(nn.Linear(4, 4)), graphshard.SizePolicy(10))
+    out = torch.compile(sharded, backend="eager")(X)
+    assert len(sharded.programs) == 1
+    assert torch.equal(out, sharded(X))
