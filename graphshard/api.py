@@ -162,7 +162,8 @@ def compile(  # noqa: A001  # as torch.compile
         group.check = os.environ.get("GRAPHSHARD_CHECK") == "1" if check is None else check
         for ranks in sorted({unit.options.reshard_ranks or 0 for unit in plan.units} - {0}):
             group.within(ranks)
-        with agreement.part():
+        with agreement.part() as part:
+            part.flag = True  # this rank came with a model of its own, as none that rebinds does
             group.shard.memory = pool_of(group, policy.collective_memory)
             every = (
                 *default_passes(policy, plan.process_group_backend),
@@ -171,7 +172,7 @@ def compile(  # noqa: A001  # as torch.compile
             )
             with progress.stage("shard"):
                 sharded = ShardedModule(model, plan, group, every, sizes, agreement)
-        if not policy.sync_module_states:
+        if all(part.flags) and not policy.sync_module_states:
             state = sharded._graphshard
             require_one_model(state.bindings, state.on_meta)
         with agreement.part():

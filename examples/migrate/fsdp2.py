@@ -1,5 +1,7 @@
 """Train sharded by FSDP2: torchrun --nproc-per-node 2 fsdp2.py"""
 
+import gc
+
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
@@ -59,4 +61,6 @@ dcp.save({**state, "schedule": schedule.state_dict(), "step": args.steps}, check
 full = get_model_state_dict(model, options=StateDictOptions(full_state_dict=True, cpu_offload=True))
 if here[0] == 0:
     torch.save(full, args.folder / "weights.pt")
+del model, optim, schedule, weights, moments, state, full
+gc.collect()  # collectives that FSDP2 holds; one that Python's end drops aborts the process
 dist.destroy_process_group()

@@ -67,6 +67,8 @@ def rebind(bindings: Bindings, mesh: DeviceMesh | None) -> None:
             if name not in new.subgroups:  # a part of the group that shards
                 new.within(int(name.removeprefix(ops.RESHARD)))
         with agreement.part():
+            pass  # others make the module: they see that this rank goes on with its own
+        with agreement.part():
             _take(group, new)
             torch_compat.move_mesh(group.mesh, new.mesh)
     agreement.group = group
