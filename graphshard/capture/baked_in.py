@@ -33,14 +33,15 @@ def tell_what_is_baked_in(
             f"the forward reads {clocks}; a captured program keeps the time it saw. Pass it as an "
             "argument"
         )
+    assigned = (*traced.state_changes, *(place.path for place, _ in traced.settled))
+    if assigned and not program.outputs and entry.method != "forward":
+        raise CaptureError(
+            f"{entry} returns no tensor and assigns {', '.join(assigned[:5])}, which a captured "
+            "program does not; pass it numbers instead of tensors, or set the attributes of the "
+            "sharded module, which its programs read"
+        )
     if traced.state_changes:
         changed = ", ".join(traced.state_changes[:5])
-        if not program.outputs and entry.method != "forward":
-            raise CaptureError(
-                f"{entry} returns no tensor and assigns {changed}, which a captured program does "
-                "not; pass it numbers instead of tensors, or set the attributes of the sharded "
-                "module, which its programs read"
-            )
         notes.append(f"python state assigned in forward is baked in: {changed}")
         line = traced.reads.line_of(traced.state_changes)
         at = f" (at {line})" if line else ""

@@ -6,13 +6,18 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import torch
 from torch import Tensor
 
-from graphshard.capture.guards import Guards
+from graphshard.capture.guards import Assignment, Guards
 from graphshard.capture.structure import CALL, Structure, take_apart
 from graphshard.program.program import Program
 
 _NO_GUARDS = Guards()
+
+
+def _equal(a: Tensor | None, b: Tensor | None) -> bool:
+    return a is not None and b is not None and a.dtype == b.dtype and torch.equal(a, b)
 
 
 @dataclass(frozen=True)
@@ -20,12 +25,36 @@ class Capture:
     """A captured program, and the structures of its inputs and of its result.
 
     guards: the Python state that it was captured with.
+    settled: attributes that forward sets from None to a plain value, as `config.problem_type` of
+        transformers' classifiers; each call repeats it.
     """
 
     program: Program
     inputs: Structure
     result: Structure
     guards: Guards = _NO_GUARDS
+    settled: tuple[Assignment, ...] = ()
+
+    def settle(self) -> None:
+        """Do what forward does to the attributes in `settled`."""
+        for place, value in self.settled:
+            if place.read() is None:
+                place.write(value)
+
+    def computes_as(self, other: Capture) -> bool:
+        """Whether the two are known to be one program, with results of one structure."""
+        mine, theirs = self.program, other.program
+        return (
+            mine.sizes is None
+            and theirs.sizes is None
+            and str(mine.graph) == str(theirs.graph)
+            and mine.notes == theirs.notes
+            and self.result == other.result
+            and all(
+                a.value is b.value or _equal(a.value, b.value)
+                for a, b in zip(mine.buffers, theirs.buffers, strict=True)
+            )
+        )
 
     def flatten_inputs(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Tensor]:
         """The tensors of a call, aligned with `program.inputs`."""

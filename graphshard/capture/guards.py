@@ -9,7 +9,7 @@ from __future__ import annotations
 import types
 from collections import deque
 from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from itertools import chain
 from operator import is_
 from typing import Any
@@ -84,6 +84,10 @@ class Place:
     def identity(self) -> tuple[int, Any]:
         """The same for two places that are one."""
         return id(self.owner), self.key
+
+
+Assignment = tuple[Place, Any]
+"""A place, and the value that is put there."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -166,6 +170,16 @@ class Guards:
         values = tuple(place.read() for place in distinct)
         return Guards(distinct, values, tuple(map(frozen, values)))
 
+    def also_after(self, assignments: Iterable[Assignment]) -> Guards:
+        """Guards that hold before and after `assignments`."""
+        new = {place.identity: frozen(value) for place, value in assignments}
+        pairs = zip(self.places, self.frozen, strict=True)
+        forms = (
+            _Either(form, new[place.identity]) if place.identity in new else form
+            for place, form in pairs
+        )
+        return replace(self, frozen=tuple(forms))
+
     def hold(self) -> bool:
         """Whether all places hold what they held."""
         return next(self._broken(), None) is None
@@ -185,7 +199,22 @@ class Guards:
                 yield place, form, now
 
 
+class _Either:
+    """Equals both of two forms."""
+
+    def __init__(self, *forms: Any) -> None:
+        self.forms = forms
+
+    def __eq__(self, other: object) -> bool:
+        return other in self.forms
+
+    def __hash__(self) -> int:
+        raise TypeError("unhashable, as it equals forms of several hashes")
+
+
 def _shown(value: Any) -> str:
+    if isinstance(value, _Either):
+        return " or ".join(map(_shown, value.forms))
     if isinstance(value, tuple) and len(value) == 2 and isinstance(value[0], type):
         value = value[1]  # a frozen one
         return value if isinstance(value, str) else repr(value)[:60]

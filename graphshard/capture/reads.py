@@ -18,7 +18,14 @@ import torch
 from torch import Tensor, nn
 
 from graphshard.capture.code_walk import in_library
-from graphshard.capture.guards import MISSING, Place, Version, containers_in, items_of
+from graphshard.capture.guards import (
+    MISSING,
+    Assignment,
+    Place,
+    Version,
+    containers_in,
+    items_of,
+)
 from graphshard.capture.side_effects import (
     TABLES,
     content_differs,
@@ -35,6 +42,9 @@ _OF_ANY_MODULE = frozenset({*dir(nn.Module), *vars(nn.Module())})
 _PATCHABLE = frozenset({"argparse"})
 """Modules of the standard library whose classes hold users' settings."""
 
+_SETTLED = frozenset({bool, int, float, str})
+"""The values of an attribute that was None by which a forward settles it once and for all."""
+
 _CLOCKS = ("time", "time_ns", "perf_counter", "perf_counter_ns", "monotonic", "monotonic_ns")
 
 
@@ -45,6 +55,8 @@ class Reads:
 
     places: where it read.
     changes: names of what it changed besides attributes of modules, which is undone.
+    settled: attributes of objects that it set from None to a plain value, with these; not among
+        `changes`, but undone as well.
     draws: random generators of its own that it drew from.
     clocks: functions of `time` that it called, with a source line each.
     """
@@ -52,6 +64,7 @@ class Reads:
     def __init__(self, model: nn.Module, globals_: Iterable[Place]) -> None:
         self.places: list[Place | Version] = []
         self.changes: list[str] = []
+        self.settled: list[Assignment] = []
         self.draws: list[str] = []
         self.clocks: dict[str, str] = {}
         self._lines: dict[str, str] = {}  # of assignments, by path
@@ -238,11 +251,17 @@ class Reads:
             for name in {**before, **attributes}
             if differs(before.get(name, MISSING), attributes.get(name, MISSING))
         ]
+        now = {name: attributes.get(name) for name in changed}
         if changed:
             refill(attributes, before)
         for name in changed:
-            if not isinstance(getattr(type(value), name, None), functools.cached_property):
-                self.changes.append(_joined(self._paths[id(value)], name))
+            path = _joined(self._paths[id(value)], name)
+            if isinstance(getattr(type(value), name, None), functools.cached_property):
+                continue
+            if before.get(name, MISSING) is None and type(now[name]) in _SETTLED:
+                self.settled.append((Place(path, attributes, name), now[name]))
+            else:
+                self.changes.append(path)
 
     def _require_iterators(self) -> None:
         for state in self._states.values():

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 from graphshard.capture.casting import cast_all
 from graphshard.capture.code_walk import CodeWalk
-from graphshard.capture.guards import Guards
+from graphshard.capture.guards import Assignment, Guards
 from graphshard.capture.reads import Reads
 from graphshard.capture.refused_calls import refuse_seeding
 from graphshard.capture.side_effects import PastTheTrace, restore_module_state
@@ -181,6 +181,11 @@ class TracedModel(nn.Module):
     def guards(self) -> Guards:
         """The Python state that the forward read, after the trace."""
         return Guards.of(self.reads.places)
+
+    @property
+    def settled(self) -> tuple[Assignment, ...]:
+        """The attributes that the forward set from None to a plain value, with these."""
+        return tuple(self.reads.settled)
 
     def _cast_params(self, params: list[Tensor]) -> list[Tensor]:
         """Each parameter in the dtype it is computed in.

@@ -193,7 +193,9 @@ class Programs:
         self._entry = entry
         try:
             names = self._names(tensors, structure)
-            return self._step(tensors, structure, names), tensors
+            step = self._step(tensors, structure, names)
+            step.capture.settle()
+            return step, tensors
         finally:
             self._entry = MAIN_ENTRY
 
@@ -384,11 +386,34 @@ class Programs:
             if index is not None:
                 return other, index
             return self._trace(tensors, structure, fewer, described, progress, notes)
+        if captured.settled:
+            captured = self._settled(captured, args, kwargs, names, progress or Progress())
         captured.program.notes += notes
         self._watch.add(captured.guards)
         self.changes.reads |= {each.identity for each in captured.guards.places}
         self._captures[key[:-1]] = [*captures, captured]
         return key, len(captures)
+
+    def _settled(self, captured: Capture, *call: Any) -> Capture:
+        """`captured`, to serve calls before and after what it settles, if one program can.
+
+        Args:
+            captured: what was captured of the call.
+            *call: as for `_capture`.
+        """
+        captured.settle()
+        try:
+            with warnings.catch_warnings():
+                warnings.simplefilter("ignore")
+                after = self._capture(*call)
+        except CaptureError:  # as the second call will be
+            return captured
+        finally:
+            for place, _ in captured.settled:
+                place.write(None)
+        if after.settled or not captured.computes_as(after):
+            return captured
+        return replace(captured, guards=captured.guards.also_after(captured.settled))
 
     def _capture(
         self,

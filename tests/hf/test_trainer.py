@@ -6,6 +6,7 @@ import os
 import signal
 import subprocess
 import sys
+import warnings
 from collections.abc import Callable
 from pathlib import Path
 from tempfile import mkdtemp
@@ -19,7 +20,13 @@ from ranks import error_of, on_ranks
 from state_checks import shared_folder
 from torch.nn.utils.rnn import pad_sequence
 from trainers import Sharded, accelerator, arguments, llama, texts
-from transformers import LlamaForCausalLM, Trainer, TrainerCallback
+from transformers import (
+    BertConfig,
+    BertForSequenceClassification,
+    LlamaForCausalLM,
+    Trainer,
+    TrainerCallback,
+)
 from transformers.trainer_utils import get_last_checkpoint
 
 import graphshard
@@ -240,6 +247,30 @@ def a_checkpoint_of_a_plain_trainer_is_resumed(rank: int) -> None:
     refused("optimizer_0 holds optimizer states of FSDP or DeepSpeed")
 
 
+def a_classifier_says_its_kind_of_problem_as_by_ddp(rank: int) -> None:
+    """Its forward settles `config.problem_type`, which is saved with it."""
+    folder = shared_folder()
+    data = [{"input_ids": each["input_ids"], "labels": i % 3} for i, each in enumerate(texts())]
+    sizes = {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2}
+    found = []
+    for kind in (Trainer, Sharded):
+        accelerator()
+        torch.manual_seed(0)
+        config = BertConfig(vocab_size=128, intermediate_size=64, num_labels=3, **sizes)
+        options = arguments(folder / kind.__name__, save_steps=6)
+        trainer = kind(BertForSequenceClassification(config), options, train_dataset=data)
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            trainer.train()
+        assert not [each for each in caught if "forward assigns" in str(each.message)]
+        dist.barrier()
+        saved = BertConfig.from_pretrained(folder / kind.__name__ / "checkpoint-6")
+        assert saved.problem_type == "single_label_classification"
+        found.append(logged(trainer))
+    assert found[1] == pytest.approx(found[0], rel=1e-6)
+    assert len(trainer.model.programs) == 2  # with accumulation
+
+
 test_on_two_ranks = on_ranks(
     [
         a_checkpoint_of_a_plain_trainer_is_resumed,
@@ -257,6 +288,7 @@ test_more_on_two_ranks = pytest.mark.slow(
             one_program_serves_texts_of_all_lengths,
             options_of_trainer_act,
             an_evaluation_may_come_first,
+            a_classifier_says_its_kind_of_problem_as_by_ddp,
         ],
         2,
         timeout=400,

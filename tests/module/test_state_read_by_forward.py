@@ -201,6 +201,78 @@ def test_what_forward_changes_is_said_and_undone(change: Any, make: Any, named: 
     globals()["CALLS"] = 0
 
 
+class Config:
+    def __init__(self) -> None:
+        self.kind: Any = None
+
+
+def _settle(self: Any, x: Tensor) -> Tensor:
+    """As transformers' classifiers settle the kind of their problem."""
+    if self.config.kind is None:
+        self.config.kind = "double" if x.dtype == torch.float32 else "triple"
+    return x * {"double": 2.0, "triple": 3.0, "fourfold": 4.0}[self.config.kind]
+
+
+def _settle_a_number(self: Any, x: Tensor) -> Tensor:
+    """Another program before than after, by the value of a constant alone."""
+    if self.config.kind is None:
+        self.config.kind = 2
+        return x * torch.tensor(1.0)
+    return x * torch.tensor(float(self.config.kind))
+
+
+def _settle_and_count(self: Any, x: Tensor) -> Tensor:
+    self.config.kind = 1 if self.config.kind is None else self.config.kind + 1
+    return x * self.config.kind
+
+
+def _with_config(change: Any) -> tuple[Any, Any]:
+    def init(self: Any) -> None:
+        self.config = Config()
+
+    return pair(with_change(change, init))
+
+
+def test_a_setting_that_forward_settles_is_settled_without_a_warning() -> None:
+    model, sharded = _with_config(_settle)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        for _ in range(2):
+            assert_same(model, sharded)
+        assert sharded.config.kind == "double"
+        assert len(sharded.programs) == 1
+        for kind, programs in (("fourfold", 2), (None, 2), ("triple", 3), ("double", 3)):
+            model.config.kind = sharded.config.kind = kind
+            for _ in range(2):
+                assert_same(model, sharded)
+            assert sharded.config.kind == model.config.kind
+            assert len(sharded.programs) == programs
+    assert not any("assigned" in note for note in sharded.program.notes)
+
+
+def test_a_setting_is_settled_by_a_call_and_not_by_a_capture() -> None:
+    model, _ = _with_config(_settle)
+    sharded = graphshard.compile(copy.deepcopy(model), LINEAR, example_inputs=(X,))
+    assert sharded.config.kind is None
+    assert_same(model, sharded)
+    assert len(sharded.programs) == 1
+
+
+def test_a_call_that_settles_may_compute_otherwise_than_later_ones() -> None:
+    model, sharded = _with_config(_settle_a_number)
+    for programs in (1, 2, 2):
+        assert_same(model, sharded)
+        assert len(sharded.programs) == programs
+        assert sharded.config.kind == 2
+
+
+def test_a_counter_that_begins_at_none_is_said_from_its_second_call() -> None:
+    model, sharded = _with_config(_settle_and_count)
+    assert_same(model, sharded)
+    with pytest.warns(UserWarning, match=r"the forward assigns config\.kind"):
+        assert_same(model, sharded)
+
+
 class Registry(dict[str, Any]):
     """Its keys are not what it is given, as those of some registries in libraries are not."""
 
