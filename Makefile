@@ -59,7 +59,7 @@ $(VENV)/.base: $(SOURCES)
 	@test -n "$(PYTHON)" || { echo "no python found: set PYTHON=/path/to/python3.11" >&2; exit 1; }
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "Python 3.11 or newer is needed: set PYTHON=...")'
 	@test -x $(PY) || { echo "making $(VENV)"; $(PYTHON) -m venv $(VENV); }
-	@test -z "$(TORCH)" || { grep -vE '^(torch|torchvision|triton)==' constraints.txt; \
+	@test -z "$(TORCH)" || { grep -vE '^(torch|torchvision|triton|setuptools)==' constraints.txt; \
 		echo torch==$(TORCH); } > $(CONSTRAINTS)
 	@touch $@
 
