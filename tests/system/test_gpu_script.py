@@ -419,6 +419,7 @@ def as_on_cuda(rank: int) -> dict[str, list[Row]]:
         "empty_cache": lambda: None,
         "set_sync_debug_mode": lambda mode: None,
         "device_count": lambda: 1,
+        "is_available": lambda: False,  # which torch of CUDA would answer by the count
         "current_device": lambda: 0,
     }
     for name, function in made_up.items():
