@@ -31,6 +31,23 @@ _aten = torch.ops.aten
 
 _CHECKPOINTING = "torch.utils.checkpoint"
 
+_under_way: list[contextlib.ExitStack] = []
+"""The contexts of the checkpointed calls that are under way, the outermost first."""
+
+
+@contextlib.contextmanager
+def ended_by_errors() -> Iterator[None]:
+    """At the end, leave the contexts of checkpointed calls that an error has ended.
+
+    Before torch 2.13 the error does not pass through the generator that holds them.
+    """
+    before = len(_under_way)
+    try:
+        yield
+    finally:
+        while len(_under_way) > before:
+            _under_way.pop().close()
+
 
 @contextlib.contextmanager
 def tag_checkpoint_regions(*, off_target: bool = False) -> Iterator[None]:
@@ -56,8 +73,12 @@ def tag_checkpoint_regions(*, off_target: bool = False) -> Iterator[None]:
             around.pop()
 
     def without_reentrant(context_fn: Any) -> Iterator[None]:
-        with region(), _selection(context_fn, off_target):
+        with contextlib.ExitStack() as stack:
+            stack.enter_context(region())
+            stack.enter_context(_selection(context_fn, off_target))
+            _under_way.append(stack)
             yield
+            _under_way.remove(stack)
 
     class Reentrant:
         @staticmethod

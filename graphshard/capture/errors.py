@@ -101,7 +101,7 @@ def _by_origin(error: Exception, text: str) -> str | None:
             "the model calls an operator that takes functions (torch.cond, while_loop, scan and "
             "the like), which a program does not hold; use plain operators, such as torch.where"
         )
-    if " and meta" in text and "devices" in text and _frames_in(error, "torch/autograd/function"):
+    if "meta" in text and "devices" in text and _frames_in(error, "torch/autograd/function"):
         return (
             "a backward of the model's own uses a parameter or buffer after the forward has ended, "
             "when a trace has taken it back; pass the tensor to the autograd.Function as an "

@@ -16,6 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from graphshard.capture.casting import cast_all
+from graphshard.capture.checkpoints import ended_by_errors
 from graphshard.capture.code_walk import CodeWalk
 from graphshard.capture.guards import Assignment, Guards
 from graphshard.capture.reads import Reads
@@ -164,7 +165,7 @@ class TracedModel(nn.Module):
             _install(model, self.model_params, cast_params)
             _install(model, self.model_buffers, cast_buffers)
             before = [tensor.requires_grad for tensor in tensors]
-            with past, reads.noting():
+            with past, reads.noting(), ended_by_errors():
                 output = self._entry.call(model, args, kwargs)
             past.require()
             self._refuse_changed_params(params, cast_params)

@@ -7,8 +7,11 @@ gradients by such exchanges. See README.md.
 
 from __future__ import annotations
 
+import atexit
+import time
 from collections import deque
 from collections.abc import Iterator, Sequence
+from functools import cache
 from itertools import count
 from typing import Any
 from weakref import WeakKeyDictionary
@@ -113,6 +116,19 @@ def empty_aliases(aliases: Sequence[Tensor]) -> None:
     """Point `aliases` at no storage, once the work that uses them is done."""
     for alias in aliases:
         alias.set_()  # type: ignore[call-overload]
+
+
+_LAST = 0.05
+"""Seconds in which Gloo's threads let go of the last works before Python ends."""
+
+
+@cache
+def let_threads_finish() -> None:
+    """Have Python wait at its end until Gloo's threads have let go of works that are done.
+
+    Also those of collectives that others began, which `keep` does not see. See README.md.
+    """
+    atexit.register(time.sleep, _LAST)
 
 
 _kept: deque[Any] = deque(maxlen=256)

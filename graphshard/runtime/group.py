@@ -18,7 +18,7 @@ from graphshard.errors import PolicyError
 from graphshard.program import ops
 from graphshard.program.packing import GATHER_BELOW, MOVABLE, REDUCE_BELOW
 from graphshard.runtime import streams as side_streams
-from graphshard.runtime.gloo import MAX_RANKS, PairwiseExchange
+from graphshard.runtime.gloo import MAX_RANKS, PairwiseExchange, let_threads_finish
 from graphshard.runtime.streams import SideStream
 from graphshard.runtime.whereabouts import Whereabouts
 from graphshard.torch_private import compat as torch_compat
@@ -309,6 +309,8 @@ def _default_device_type() -> str:
 def _group_of(process_group: Any, device: torch.device) -> Group:
     rank, size = dist.get_rank(process_group), dist.get_world_size(process_group)
     backend = torch_compat.group_backend(process_group, device)
+    if backend == "gloo":
+        let_threads_finish()
     by_sends = backend == "gloo" and device.type == "cpu" and 1 < size <= MAX_RANKS
     return Group(
         process_group,

@@ -12,6 +12,7 @@ from torch.nn import functional as F
 import graphshard
 from graphshard.errors import CaptureError, FixedSizeError
 
+TORCH = tuple(map(int, torch.__version__.split(".")[:2]))
 SHAPES = [(4, 11), (2, 17), (3, 5), (5, 2)]
 
 NAMES = ("input_ids", "attention_mask", "labels")
@@ -139,7 +140,9 @@ def test_convolutions_and_pooling_take_every_length():
         for b, length in [(4, 22), (2, 31), (3, 16), (2, 9)]
     ]
     dynamic = {"x": {0: "batch", 2: "length"}, "mask": {0: "batch", 1: "length"}}
-    assert train_alike(Signals(), batches, dynamic) == [1, 1, 1, 1]
+    # Before torch 2.12, pooling with ceil_mode asks whether a length is even.
+    counts = [1, 2, 2, 2] if TORCH < (2, 12) else [1, 1, 1, 1]
+    assert train_alike(Signals(), batches, dynamic) == counts
 
 
 def vit():
