@@ -39,7 +39,7 @@ _under_way: list[contextlib.ExitStack] = []
 def ended_by_errors() -> Iterator[None]:
     """At the end, leave the contexts of checkpointed calls that an error has ended.
 
-    Before torch 2.13 the error does not pass through the generator that holds them.
+    On torch 2.11 the error does not pass through the generator that holds them.
     """
     before = len(_under_way)
     try:

@@ -23,7 +23,7 @@ from graphshard.capture.dynamic import (
     enlarge_small_dims,
 )
 from graphshard.capture.entry import capture, signature_of_parts
-from graphshard.capture.guards import Watch
+from graphshard.capture.guards import Guards, Watch
 from graphshard.capture.input_checks import as_plain, require_values_of
 from graphshard.capture.structure import CALL, Structure, comparable, take_apart
 from graphshard.capture.traced_module import MAIN_ENTRY, EntryPoint
@@ -413,7 +413,8 @@ class Programs:
                 place.write(None)
         if after.settled or not captured.computes_as(after):
             return captured
-        return replace(captured, guards=captured.guards.also_after(captured.settled))
+        guards = Guards.of([*captured.guards.places, *after.guards.places])
+        return replace(captured, guards=guards.also_after(captured.settled))
 
     def _capture(
         self,

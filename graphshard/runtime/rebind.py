@@ -66,8 +66,8 @@ def rebind(bindings: Bindings, mesh: DeviceMesh | None) -> None:
         for name in group.subgroups:
             if name not in new.subgroups:  # a part of the group that shards
                 new.within(int(name.removeprefix(ops.RESHARD)))
-        with agreement.part():
-            pass  # others make the module: they see that this rank goes on with its own
+        with agreement.part() as part:
+            part.flag = False  # this rank goes on with the model it has; others make theirs
         with agreement.part():
             _take(group, new)
             torch_compat.move_mesh(group.mesh, new.mesh)

@@ -266,6 +266,27 @@ def test_a_call_that_settles_may_compute_otherwise_than_later_ones() -> None:
         assert sharded.config.kind == 2
 
 
+def _settle_by_a_table(self: Any, x: Tensor) -> Tensor:
+    """One program before and after, but only later calls read the table."""
+    if self.config.kind is None:
+        self.config.kind = "double"
+        return x * 2.0
+    return x * self.config.factors[self.config.kind]
+
+
+def test_what_only_later_calls_read_is_seen_when_it_changes() -> None:
+    model, sharded = _with_config(_settle_by_a_table)
+    for config in (model.config, sharded.config):
+        config.factors = {"double": 2.0}
+    for _ in range(2):
+        assert_same(model, sharded)
+    assert len(sharded.programs) == 1
+    for config in (model.config, sharded.config):
+        config.factors = {"double": 5.0}
+    assert_same(model, sharded)
+    assert len(sharded.programs) == 2
+
+
 def test_a_counter_that_begins_at_none_is_said_from_its_second_call() -> None:
     model, sharded = _with_config(_settle_and_count)
     assert_same(model, sharded)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
 import time
 import weakref
 from collections.abc import Callable
@@ -24,6 +26,32 @@ from graphshard.runtime.gather import AllGather, AllGatherInPlace, Gathered, Loc
 from graphshard.runtime.gloo_reduce import ReduceScatterByExchange, ReduceScatterByPairExchange
 from graphshard.runtime.group import Group, find_group
 from graphshard.runtime.reduce import AllReduce, LocalReduce, ReduceScatterByReduce
+
+ENDS = """
+import atexit, threading, time, torch.distributed as dist
+from graphshard.runtime.group import find_group
+
+dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+find_group(None, None)
+ending = threading.Event()
+atexit.register(ending.set)  # called first, as it is registered last
+
+def late():
+    ending.wait()
+    time.sleep(0.001)
+    print("a thread took the lock", flush=True)
+
+threading.Thread(target=late, daemon=True).start()
+"""
+"""A thread that takes Python's lock once Python has begun to end, as those of Gloo may."""
+
+
+def test_threads_may_take_the_lock_while_python_ends() -> None:
+    ended = subprocess.run(
+        [sys.executable, "-c", ENDS], capture_output=True, text=True, timeout=120, check=True
+    )
+    assert "took the lock" in ended.stdout, ended.stderr
+
 
 SHAPES = ((8, 3), (5,), (1, 4), (7, 2, 2), (16, 1))
 

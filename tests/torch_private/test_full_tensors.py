@@ -40,7 +40,9 @@ def as_torch_makes_it(rank: int) -> None:
             by_torch = split.redistribute(mesh, [Replicate()]).to_local()
             assert torch.equal(whole, tensor)
             assert torch.equal(by_torch, tensor)
-            assert whole.stride() == tensor.stride()  # which torch 2.11 does not keep
+            assert whole.stride() == tensor.stride()
+            if not torch.__version__.startswith("2.11."):
+                assert by_torch.stride() == tensor.stride()
             assert whole.untyped_storage().nbytes() == tensor.nbytes
 
 
