@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from graphshard.capture.guards import Assignment, Guards
+from graphshard.capture.guards import Guards
+from graphshard.capture.places import Assignment, Buffer, Contents, Place, mark_left
 from graphshard.capture.structure import CALL, Structure, take_apart
 from graphshard.program.program import Program
 
@@ -24,6 +25,8 @@ def _equal(a: Tensor | None, b: Tensor | None) -> bool:
 class Capture:
     """A captured program, and the structures of its inputs and of its result.
 
+    left: places besides the result where forward leaves tensors, with the structure of the value
+        there. These tensors are outputs of the program, behind those of the result.
     guards: the Python state that it was captured with.
     settled: attributes that forward sets from None to a plain value, as `config.problem_type` of
         transformers' classifiers; each call repeats it.
@@ -32,6 +35,7 @@ class Capture:
     program: Program
     inputs: Structure
     result: Structure
+    left: tuple[tuple[Place | Contents | Buffer, Structure], ...] = ()
     guards: Guards = _NO_GUARDS
     settled: tuple[Assignment, ...] = ()
 
@@ -49,12 +53,17 @@ class Capture:
             and theirs.sizes is None
             and str(mine.graph) == str(theirs.graph)
             and mine.notes == theirs.notes
-            and self.result == other.result
+            and self.returns_as(other)
             and all(
                 a.value is b.value or _equal(a.value, b.value)
                 for a, b in zip(mine.buffers, theirs.buffers, strict=True)
             )
         )
+
+    def returns_as(self, other: Capture) -> bool:
+        """Whether the two return and leave values of one structure, in the same places."""
+        places = [[(place.path, value) for place, value in each.left] for each in (self, other)]
+        return self.result == other.result and places[0] == places[1]
 
     def flatten_inputs(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Tensor]:
         """The tensors of a call, aligned with `program.inputs`."""
@@ -63,3 +72,21 @@ class Capture:
     def unflatten_outputs(self, tensors: Sequence[Any]) -> Any:
         """The model's own return value around `tensors`, aligned with `program.outputs`."""
         return self.result.build(tensors)
+
+    def leave(self, tensors: Sequence[Any], set_buffer: Callable[[str, Tensor], None]) -> None:
+        """Put what forward leaves in Python state and buffers into its places.
+
+        Args:
+            tensors: aligned with `program.outputs`.
+            set_buffer: gives the buffer of this name a tensor.
+        """
+        end = len(self.result.paths)
+        for place, structure in self.left:
+            start, end = end, end + len(structure.paths)
+            value = structure.build(tensors[start:end])
+            if isinstance(place, Buffer):
+                set_buffer(place.path, value)
+            else:
+                place.write(value)
+        for tensor in tensors[len(self.result.paths) :]:
+            mark_left(tensor)

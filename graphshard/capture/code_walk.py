@@ -14,7 +14,7 @@ from typing import Any
 
 from torch import nn
 
-from graphshard.capture.guards import Place
+from graphshard.capture.places import Place
 
 _LIBRARIES = frozenset({"torch", "numpy", "graphshard", "triton", *sys.stdlib_module_names})
 
@@ -28,6 +28,11 @@ _CODE = (
     types.FunctionType, types.BuiltinFunctionType, types.ModuleType, type, staticmethod,
     classmethod, property, functools.partial, types.MethodType,
 )  # fmt: skip
+
+
+_NO_STATE = (type(None), bool, int, float, str, bytes)
+
+_HOOKS = (types.FunctionType, types.MethodType)
 
 
 def in_library(module_name: Any) -> bool:
@@ -60,8 +65,15 @@ class CodeWalk:
                 roots |= {id(kind): kind}
             for value in vars(module).values():  # hooks are in dicts
                 held = value.values() if type(value) in (dict, OrderedDict) else (value,)
-                roots |= {id(each): each for each in held if isinstance(each, types.FunctionType)}
+                roots |= {id(each): each for each in held if isinstance(each, _HOOKS)}
         walk = CodeWalk((method,))
+        for module in model.modules():
+            for table in (module._forward_pre_hooks, module._forward_hooks):
+                walk.places += [
+                    Place(getattr(hook, "__qualname__", type(hook).__name__), table, key)
+                    for key, hook in table.items()
+                    if not isinstance(hook, types.FunctionType)
+                ]
         for root in roots.values():
             walk.follow(root)
         return walk
@@ -105,6 +117,9 @@ class CodeWalk:
             if cell_name != "__class__":
                 place = Place(f"{function.__qualname__}.{cell_name}", cell)
                 self._value(place, place.read(), owner, ())
+        for kind in ("__defaults__", "__kwdefaults__"):  # of arguments
+            if not _is_plain(getattr(function, kind)):
+                self.places.append(Place(f"{function.__qualname__}.{kind}", function, kind))
         names = _names_in(function.__code__)
         self.compares_identity |= names.compares
         for name in names.globals_ & function.__globals__.keys():
@@ -133,6 +148,11 @@ class CodeWalk:
                     self.follow(value)
             elif name in members and not hasattr(type(value), "__get__"):
                 self.places.append(Place(f"{path}.{name}", owner, name))
+
+
+def _is_plain(defaults: Any) -> bool:
+    values = defaults.values() if isinstance(defaults, dict) else defaults or ()
+    return all(isinstance(value, (*_CODE, *_NO_STATE)) for value in values)
 
 
 @dataclass(frozen=True)

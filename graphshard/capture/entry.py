@@ -304,7 +304,7 @@ def _trace_and_rebuild(
     program.notes = tuple(notes)
     program.capture_device, program.device = traced_on.type, target.type
     assert traced.result is not None
-    return Capture(program, inputs, traced.result, traced.guards(), traced.settled)
+    return Capture(program, inputs, traced.result, traced.left, traced.guards(), traced.settled)
 
 
 def _trace(

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import types
 from collections import deque
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from itertools import chain
 from operator import is_
@@ -16,10 +16,8 @@ from typing import Any
 
 import torch
 
+from graphshard.capture.places import MISSING, Assignment, Contents, Place, Version, is_left
 from graphshard.capture.structure import Same
-
-MISSING: Any = type("Missing", (), {"__repr__": lambda self: "not set"})()
-"""The value of a place that holds none."""
 
 CONTAINERS = (list, tuple, dict, set, frozenset, deque)
 
@@ -36,84 +34,15 @@ _LONGEST = 1024
 _DEEPEST = 8
 
 
-@dataclass(frozen=True, eq=False)
-class Place:
-    """An entry of `owner`: a dict (attributes, globals), a class, an object with slots, or a cell.
-
-    path: for people.
-    of_module: it is an attribute of a module of the model, whose changes a sharded module counts.
-    """
-
-    path: str
-    owner: Any
-    key: Any = None
-    of_module: bool = False
-
-    def read(self) -> Any:
-        """The value there, or `MISSING`."""
-        entries = self.entries
-        if entries is not None:
-            return entries.get(self.key, MISSING)
-        if isinstance(self.owner, types.CellType):
-            try:
-                return self.owner.cell_contents
-            except ValueError:  # nothing is assigned to the name yet
-                return MISSING
-        try:
-            return object.__getattribute__(self.owner, self.key)
-        except AttributeError:
-            return MISSING
-
-    def write(self, value: Any) -> None:
-        """Put `value` back there, which it held before."""
-        if isinstance(self.owner, types.CellType):
-            self.owner.cell_contents = value
-        elif isinstance(self.owner, dict):
-            self.owner[self.key] = value
-        else:
-            setattr(self.owner, self.key, value)
-
-    @property
-    def entries(self) -> Mapping[Any, Any] | None:
-        """The mapping that it is an entry of, if it is one."""
-        if isinstance(self.owner, type):
-            return self.owner.__dict__
-        return self.owner if isinstance(self.owner, dict) else None
-
-    @property
-    def identity(self) -> tuple[int, Any]:
-        """The same for two places that are one."""
-        return id(self.owner), self.key
-
-
-Assignment = tuple[Place, Any]
-"""A place, and the value that is put there."""
-
-
-@dataclass(frozen=True, eq=False)
-class Version:
-    """The counter of writes into a tensor whose values were read as numbers."""
-
-    path: str
-    owner: torch.Tensor
-    of_module = False
-    entries = None
-    key = None
-
-    def read(self) -> Any:
-        """The count."""
-        return self.owner._version
-
-    @property
-    def identity(self) -> tuple[int, Any]:
-        """The same for two of one tensor."""
-        return id(self.owner), Version
-
-
-def frozen(value: Any, depth: int = 0) -> Any:
+def frozen(
+    value: Any,
+    depth: int = 0,
+    by_properties: Callable[[torch.Tensor], bool] = lambda tensor: False,
+) -> Any:
     """`value` in a form to compare: containers and plain values by content, others by identity.
 
-    Values of different types differ (1 and True), as do 0.0 and -0.0; a NaN equals another.
+    Values of different types differ (1 and True), as do 0.0 and -0.0; a NaN equals another. A
+    tensor counts by identity, or by its properties if `by_properties` says so.
     """
     kind = type(value)
     if kind in _PLAIN:
@@ -122,10 +51,27 @@ def frozen(value: Any, depth: int = 0) -> Any:
         return kind, repr(value)
     if isinstance(value, types.SimpleNamespace):
         value = vars(value)
+    if isinstance(value, torch.Tensor) and by_properties(value):
+        return _AnyTensor(value)
     if not isinstance(value, CONTAINERS) or depth == _DEEPEST:
         return Same(value)
-    inner = (frozen(each, depth + 1) for each in items_of(value))
+    inner = (frozen(each, depth + 1, by_properties) for each in items_of(value))
     return kind, (frozenset if isinstance(value, (set, frozenset)) else tuple)(inner)
+
+
+class _AnyTensor:
+    """Equals the form of any tensor with the properties of `tensor`."""
+
+    def __init__(self, tensor: torch.Tensor) -> None:
+        self.properties = tensor.shape, tensor.dtype, tensor.device, tensor.requires_grad
+
+    def __eq__(self, other: object) -> bool:
+        if isinstance(other, Same) and isinstance(other.value, torch.Tensor):
+            other = _AnyTensor(other.value)
+        return isinstance(other, _AnyTensor) and self.properties == other.properties
+
+    def __hash__(self) -> int:
+        return hash(_AnyTensor)
 
 
 def containers_in(value: Any) -> list[Any]:
@@ -157,18 +103,51 @@ def items_of(container: Any) -> tuple[Any, ...]:
 
 @dataclass(frozen=True)
 class Guards:
-    """Places and the values that a program was captured with."""
+    """Places and the values that a program was captured with.
+
+    used: tensors that forward computed with, so that no others may be in their places. A tensor
+        that it did not compute with, and that a call left or will replace, may be any like it.
+    """
 
     places: tuple[Place | Version, ...] = ()
     values: tuple[Any, ...] = ()
     frozen: tuple[Any, ...] = field(default=(), repr=False)
+    used: tuple[torch.Tensor, ...] = field(default=(), repr=False)
 
     @staticmethod
-    def of(places: Iterable[Place | Version]) -> Guards:
-        """The guards on what `places` hold now."""
+    def of(
+        places: Iterable[Place | Version],
+        used: Iterable[torch.Tensor] = (),
+        written: Iterable[Contents] = (),
+    ) -> Guards:
+        """The guards on what `places` hold now; `written`: containers that each call writes."""
         distinct = tuple({place.identity: place for place in places}.values())
-        values = tuple(place.read() for place in distinct)
-        return Guards(distinct, values, tuple(map(frozen, values)))
+        values = [place.read() for place in distinct]
+        guards = Guards(used=tuple(used))
+        theirs = {id(item) for place in written for item in items_of(place.owner)}
+        forms = tuple(
+            frozen(
+                value,
+                by_properties=lambda t: not guards.uses(t) and (is_left(t) or id(t) in theirs),
+            )
+            for value in values
+        )
+        # A value that is compared by its form is not kept: it may hold the graph of a call.
+        values = [value if type(value) in _PLAIN else MISSING for value in values]
+        return replace(guards, places=distinct, values=tuple(values), frozen=forms)
+
+    def uses(self, tensor: torch.Tensor) -> bool:
+        """Whether forward computed with it."""
+        return any(tensor is each for each in self.used)
+
+    def carries(self, value: Any) -> bool:
+        """Whether `value` is or holds a tensor that a call left and forward computed with."""
+        reached = [value, *chain.from_iterable(map(items_of, containers_in(value)))]
+        return any(is_left(each) and self.uses(each) for each in reached)
+
+    def and_of(self, other: Guards) -> Guards:
+        """The guards of both, on what their places hold now."""
+        return Guards.of((*self.places, *other.places), (*self.used, *other.used))
 
     def also_after(self, assignments: Iterable[Assignment]) -> Guards:
         """Guards that hold before and after `assignments`."""
@@ -227,16 +206,18 @@ class Watch:
     """Notices that state which some program reads may have changed since the last call.
 
     A look compares identities only, and takes some tens of nanoseconds for each place. Attributes
-    of modules are not looked at: a sharded module counts their changes itself.
+    of modules are not looked at, unless calls change them: a sharded module counts their changes.
     """
 
     def __init__(self) -> None:
         self._places: dict[tuple[int, Any], Place | Version] = {}
+        self._left: set[tuple[int, Any]] = set()
         self._count = 0
         self._remember()
 
-    def add(self, guards: Guards) -> None:
-        """Watch these places, too."""
+    def add(self, guards: Guards, left: Iterable[Any] = ()) -> None:
+        """Watch the places of `guards`, too, and that calls leave tensors in those of `left`."""
+        self._left |= {place.identity for place in left if isinstance(place, Place)}
         self._places |= {place.identity: place for place in guards.places}
         self._remember()
 
@@ -281,7 +262,7 @@ class Watch:
         for place in self._places.values():
             value = place.read()
             containers |= {id(each): each for each in containers_in(value)}
-            if place.of_module:
+            if place.of_module and place.identity not in self._left:
                 continue
             if place.entries is None:
                 self._others.append((place, value))

@@ -276,8 +276,7 @@ class _Builder:
     def _results(
         self, tangents: dict[int, fx.Node]
     ) -> tuple[Results, tuple[MutationEntry, ...], tuple[OutputEntry, ...]]:
-        assert self.traced.result is not None
-        paths = self.traced.result.paths
+        paths = self.traced.output_paths
         results = Results(
             outputs=[None] * len(paths),
             mutations=[],

@@ -18,20 +18,13 @@ import torch
 from torch import Tensor, nn
 
 from graphshard.capture.code_walk import in_library
-from graphshard.capture.guards import (
-    MISSING,
-    Assignment,
-    Place,
-    Version,
-    containers_in,
-    items_of,
-)
+from graphshard.capture.guards import containers_in, items_of
+from graphshard.capture.places import MISSING, Assignment, Place, Version, contents, refill
 from graphshard.capture.side_effects import (
     TABLES,
+    Effects,
     content_differs,
-    contents,
     differs,
-    refill,
     unanswered_errors,
 )
 from graphshard.errors import CaptureError, user_line_here
@@ -54,17 +47,19 @@ class Reads:
     Classes of those objects note their attributes' reads meanwhile. Containers are compared whole.
 
     places: where it read.
-    changes: names of what it changed besides attributes of modules, which is undone.
+    effects: what it changed besides attributes of modules, which is undone.
     settled: attributes of objects that it set from None to a plain value, with these; not among
-        `changes`, but undone as well.
+        the changes of `effects`, but undone as well.
+    used: plain tensors, with values, that it computed with.
     draws: random generators of its own that it drew from.
     clocks: functions of `time` that it called, with a source line each.
     """
 
     def __init__(self, model: nn.Module, globals_: Iterable[Place]) -> None:
         self.places: list[Place | Version] = []
-        self.changes: list[str] = []
+        self.effects = Effects()
         self.settled: list[Assignment] = []
+        self.used: list[Tensor] = []
         self.draws: list[str] = []
         self.clocks: dict[str, str] = {}
         self._lines: dict[str, str] = {}  # of assignments, by path
@@ -117,6 +112,7 @@ class Reads:
         def __setattr__(owner: Any, name: str, value: Any) -> None:  # noqa: N807
             if id(owner) in known:
                 self._lines.setdefault(_joined(known[id(owner)], name), user_line_here() or "")
+                self._seen.add((id(owner), name))  # what is read later is of this forward
             write(owner, name, value)
 
         for new in (__getattribute__, __setattr__):
@@ -200,6 +196,8 @@ class Reads:
         self._reach_object(value, path)
 
     def _reach_object(self, value: Any, path: str) -> None:
+        if isinstance(value, types.MethodType):  # a hook
+            value = value.__self__
         kind = type(value)
         if id(value) in self._paths or isinstance(value, (type, nn.Module, Tensor, enum.Enum)):
             return
@@ -229,11 +227,11 @@ class Reads:
     def _compare_and_restore(self) -> None:
         for place, before in reversed(self._shared):
             if differs(before, place.read()):
-                self.changes.append(place.path)
+                self.effects.add(place, place.read())
                 place.write(before)
         for container, path, before in self._containers.values():
             if content_differs(before, container):
-                self.changes.append(path)
+                self.effects.add_contents(path, container, before)
                 refill(container, before)
         for value, attributes_before in self._objects:
             self._restore_object(value, attributes_before)
@@ -261,7 +259,7 @@ class Reads:
             if before.get(name, MISSING) is None and type(now[name]) in _SETTLED:
                 self.settled.append((Place(path, attributes, name), now[name]))
             else:
-                self.changes.append(path)
+                self.effects.add(Place(path, attributes, name), now[name])
 
     def _require_iterators(self) -> None:
         for state in self._states.values():

@@ -8,16 +8,20 @@ from __future__ import annotations
 import contextlib
 import random
 import sys
-from collections import OrderedDict, deque
+from collections import OrderedDict
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any, NoReturn
 
 import torch
 from torch import Tensor, fx, nn
 from torch.overrides import TorchFunctionMode
+from torch.utils import _pytree as pytree
 
+from graphshard.capture.places import Contents, Place, contents, refill
+from graphshard.capture.structure import Same, holds_tensors
 from graphshard.errors import CaptureError
 from graphshard.torch_private import trace as torch_trace
+from graphshard.torch_private.trace import is_real
 
 TABLES = ("_parameters", "_buffers", "_modules")
 
@@ -29,13 +33,40 @@ _NO_STATE = frozenset({*TABLES, "_flat_weights", "_flat_weight_refs"})
 _CONTAINERS = (dict, list, set, OrderedDict)  # the last holds hooks
 
 
-_REFILLED = (OrderedDict, dict, list, set, deque)
-
-
 _PLAIN = (int, float, str, bool, bytes, complex)
 
 
 _MISSING = object()
+
+
+class Effects:
+    """What a forward did to Python state, and a trace undoes.
+
+    changes: names of what calls of the program do not repeat.
+    left: places where it left tensors of this call, with the value there, which each call repeats.
+    """
+
+    def __init__(self) -> None:
+        self.changes: list[str] = []
+        self.left: list[tuple[Place | Contents, Any]] = []
+
+    def add(self, place: Place | Contents, value: Any) -> None:
+        """Note that `place` holds `value` now."""
+        value = pytree.tree_map(lambda each: Same(each) if is_real(each) else each, value)
+        if holds_tensors(value):
+            self.left.append((place, value))
+        else:
+            self.changes.append(place.path)
+
+    def add_contents(self, path: str, container: Any, before: Any) -> None:
+        """Note that a container's items are other ones than `before`, by `contents`."""
+        was = set(map(id, before.values() if isinstance(before, dict) else before))
+        now = contents(container)
+        if isinstance(now, dict):
+            items: Any = {key: Same(v) if id(v) in was else v for key, v in now.items()}
+        else:
+            items = [Same(each) if id(each) in was else each for each in now]
+        self.add(Contents(path, container), items)
 
 
 class _Before:
@@ -51,17 +82,17 @@ class _Before:
             if name in TABLES or type(value) in _CONTAINERS
         }
 
-    def changed(self) -> list[str]:
-        """Names of the attributes that now differ."""
-        return [
-            self.prefix + name
-            for name, value in vars(self.module).items()
-            if name not in _NO_STATE
-            and (
-                differs(self.attributes.get(name, _MISSING), value)
-                or (name in self.contents and content_differs(self.contents[name], value))
-            )
-        ]
+    def tell_changes(self, effects: Effects) -> None:
+        """Tell `effects` of the attributes that now differ."""
+        attributes = vars(self.module)
+        for name, value in attributes.items():
+            path = self.prefix + name
+            if name in _NO_STATE:
+                continue
+            if differs(self.attributes.get(name, _MISSING), value):
+                effects.add(Place(path, attributes, name, of_module=True), value)
+            elif name in self.contents and content_differs(self.contents[name], value):
+                effects.add_contents(path, value, self.contents[name])
 
     def made(self) -> list[str]:
         """Names of the buffers that were None or not there before, with a remark."""
@@ -81,16 +112,16 @@ class _Before:
 
 
 @contextlib.contextmanager
-def restore_module_state(model: nn.Module) -> Iterator[list[str]]:
-    """Restore every module's attributes on leaving; the list then names those that were changed."""
+def restore_module_state(model: nn.Module) -> Iterator[Effects]:
+    """Restore every module's attributes on leaving; the effects are then known."""
     before = [_Before(fqn, module) for fqn, module in model.named_modules()]
-    changes: list[str] = []
+    effects = Effects()
     try:
-        yield changes
+        yield effects
     finally:
         for each in before:
-            changes += each.changed()
-            changes += each.made()
+            each.tell_changes(effects)
+            effects.changes += each.made()
         for each in before:
             each.restore()
 
@@ -111,34 +142,6 @@ def restore_random_state() -> Iterator[list[str]]:
         if numpy and repr(numpy.random.get_state()) != repr(numpy_state):
             used.append("numpy.random")
             numpy.random.set_state(numpy_state)
-
-
-def contents(container: Any) -> Any:
-    """A copy of a list, deque, dict or set as a plain one.
-
-    A subclass's own methods, which may rename keys or load what is not there yet, are not called.
-    """
-    kind = _kind_of(container)
-    if issubclass(kind, dict):
-        return dict(kind.items(container))
-    return (set if kind is set else list)(kind.__iter__(container))
-
-
-def refill(container: Any, content: Any) -> None:
-    """Give a list, deque, dict or set the `contents` it had, past a subclass's own methods."""
-    kind = _kind_of(container)
-    kind.clear(container)
-    if issubclass(kind, dict):
-        for key, value in content.items():
-            kind.__setitem__(container, key, value)
-    elif kind is set:
-        kind.update(container, content)
-    else:
-        kind.extend(container, content)
-
-
-def _kind_of(container: Any) -> Any:
-    return next(kind for kind in _REFILLED if isinstance(container, kind))
 
 
 def differs(before: Any, after: Any) -> bool:
@@ -166,7 +169,21 @@ def _flat(items: dict[Any, Any]) -> list[Any]:
 
 _ASSIGN: Any = torch.Tensor.data.__set__  # type: ignore[attr-defined]
 
-_GRAD: Any = vars(torch.Tensor.__base__)["grad"].__get__
+
+_tensor: Any = vars(torch.Tensor.__base__)
+
+NO_COMPUTE: frozenset[Any] = frozenset({
+    torch.Tensor.requires_grad_, torch.Tensor.numel, torch.Tensor.nelement, torch.Tensor.size,
+    torch.Tensor.dim, torch.Tensor.element_size, torch.Tensor.is_floating_point,
+    torch.Tensor.is_complex,
+    *(_tensor[name].__get__ for name in (
+        "requires_grad", "is_leaf", "shape", "dtype", "device", "ndim", "is_cuda", "is_meta",
+    )),
+    _tensor["requires_grad"].__set__,
+})  # fmt: skip
+"""Functions of tensors that look at no values."""
+
+_GRAD: Any = _tensor["grad"].__get__
 
 _AS_NUMBERS: frozenset[Any] = frozenset(
     getattr(torch.Tensor, name)
@@ -188,14 +205,19 @@ class PastTheTrace(TorchFunctionMode):
     Args:
         names: of parameters and buffers, by identity.
         note_values: is told of each real tensor whose numbers are read.
+        note_use: is told of each real tensor that is computed with.
     """
 
     def __init__(
-        self, names: Mapping[int, str], note_values: Callable[[Tensor], None] = lambda tensor: None
+        self,
+        names: Mapping[int, str],
+        note_values: Callable[[Tensor], None] = lambda tensor: None,
+        note_use: Callable[[Tensor], None] = lambda tensor: None,
     ) -> None:
         super().__init__()
         self._names = names
         self._note_values = note_values
+        self._note_use = note_use
         self._error: Exception | None = None
 
     def __torch_function__(
@@ -212,7 +234,11 @@ class PastTheTrace(TorchFunctionMode):
                 f"reads .grad of {self._name(args[0])}, which a trace does not know, and which is "
                 "a shard between steps; pass what depends on it as an argument"
             )
-        if func in _AS_NUMBERS and torch_trace.is_real(args[0]):
+        if func not in NO_COMPUTE:
+            for each in pytree.tree_leaves((args, kwargs)):
+                if is_real(each):
+                    self._note_use(each)
+        if func in _AS_NUMBERS and is_real(args[0]):
             self._note_values(args[0])
             with torch_trace.without_dispatch_modes():
                 return func(*args, **(kwargs or {}))

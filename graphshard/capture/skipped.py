@@ -21,7 +21,6 @@ import torch
 from torch import Tensor, fx
 
 from graphshard.capture.captured import Capture
-from graphshard.capture.guards import Guards
 from graphshard.errors import CaptureError
 from graphshard.program import ops
 from graphshard.program.aliases import is_view_op
@@ -106,7 +105,7 @@ def admit_empty(captured: Capture, capture_where_empty: Callable[[], Capture]) -
         stacklevel=5,
     )
     program.notes += (f"captured for the case that {at}; the same program skips what is empty",)
-    guards = Guards.of([*captured.guards.places, *other.guards.places])
+    guards = captured.guards.and_of(other.guards)
     return replace(captured, guards=guards)
 
 
@@ -114,7 +113,7 @@ def _is_same_if_empty(captured: Capture, other: Capture) -> bool:
     sizes = captured.program.sizes
     assert sizes is not None
     return (
-        captured.result == other.result
+        captured.returns_as(other)
         and set(other.program.notes) <= set(captured.program.notes)
         and adds_nothing_if_empty(captured.program, other.program, sizes.answers_if_empty)
     )

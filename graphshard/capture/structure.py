@@ -57,7 +57,7 @@ class Same:
     value: Any
 
     def __eq__(self, other: object) -> bool:
-        return isinstance(other, Same) and self.value is other.value
+        return self.value is other.value if isinstance(other, Same) else NotImplemented
 
     def __hash__(self) -> int:
         return id(self.value)
@@ -187,7 +187,8 @@ def take_apart(value: Any, *, name: str) -> tuple[list[Tensor], Structure]:
     Symbolic sizes among the results of a model count as tensors.
 
     Args:
-        value: any nest of containers, tensors and other objects.
+        value: any nest of containers, tensors and other objects. What is in a `Same` stays as it
+            is, tensors included, and is taken out of it when the value is built.
         name: what the value is called in paths and errors, e.g. "out"; `CALL` for a call's
             `(args, kwargs)`.
 
@@ -203,6 +204,8 @@ def take_apart(value: Any, *, name: str) -> tuple[list[Tensor], Structure]:
         if isinstance(leaf, _TAKEN_OUT):
             stand_ins.append((_Hole, _Hole(len(tensors))))
             tensors.append(leaf)
+        elif isinstance(leaf, Same):
+            stand_ins.append((Same, leaf))
         elif type(leaf) in (float, complex):
             stand_ins.append((type(leaf), comparable(leaf)))
         elif isinstance(leaf, _PLAIN):
@@ -214,6 +217,20 @@ def take_apart(value: Any, *, name: str) -> tuple[list[Tensor], Structure]:
             stand_ins.append((_Opaque, opaque))
             tensors.extend(inner_tensors)
     return tensors, Structure(name, spec, tuple(stand_ins))
+
+
+def holds_tensors(value: Any) -> bool:
+    """Whether `value`, taken apart, gives any tensor or symbolic size."""
+    for leaf in pytree.tree_leaves(value):
+        if isinstance(leaf, _TAKEN_OUT):
+            return True
+        if not isinstance(leaf, (Same, *_PLAIN, *_BY_REFERENCE)):
+            pickler = _Pickler(io.BytesIO())
+            with contextlib.suppress(Exception):  # what an object raises that cannot be pickled
+                pickler.dump(leaf)
+            if pickler.tensors:
+                return True
+    return False
 
 
 def _refuse_hidden_tensors(spec: pytree.TreeSpec, name: str) -> None:

@@ -18,7 +18,8 @@ from torch import Tensor, nn
 from graphshard.capture.casting import cast_all
 from graphshard.capture.checkpoints import ended_by_errors
 from graphshard.capture.code_walk import CodeWalk
-from graphshard.capture.guards import Assignment, Guards
+from graphshard.capture.guards import Guards
+from graphshard.capture.places import Assignment, Buffer, Contents, Place
 from graphshard.capture.reads import Reads
 from graphshard.capture.refused_calls import refuse_seeding
 from graphshard.capture.side_effects import PastTheTrace, restore_module_state
@@ -90,8 +91,9 @@ MAIN_ENTRY = EntryPoint()
 class TracedModel(nn.Module):
     """The module AOT traces: flat tensors in, flat tensors out.
 
-    After a trace, `result` is the structure of the module's return value, `state_changes` names the
-    attributes its forward assigned, and `reachable` the parameters autograd connects to an output.
+    After a trace, `result` is the structure of the module's return value, `left` where it left
+    tensors else and their structures, `state_changes` names what else its forward assigned, and
+    `reachable` the parameters autograd connects to an output.
     `on_call` is called before each run of the module: a trace runs it more than once. A call whose
     tensors are not functionalized runs in the context that `plain` makes.
     """
@@ -120,6 +122,7 @@ class TracedModel(nn.Module):
         self._precisions = precisions
         self._plain = plain
         self.result: Structure | None = None
+        self.left: tuple[tuple[Place | Contents | Buffer, Structure], ...] = ()
         self.state_changes: tuple[str, ...] = ()
         self.made_to_require_grad: frozenset[str] = frozenset()  # paths of inputs
         self.reads = Reads(model, ())
@@ -140,7 +143,10 @@ class TracedModel(nn.Module):
                 yield name, tensor
 
     def forward(self, *tensors: Tensor) -> list[Tensor]:
-        """The module's tensor outputs, each a tensor of its own instead of an alias."""
+        """The module's tensor outputs, and then those that it leaves in Python state and buffers.
+
+        Each is a tensor of its own instead of an alias.
+        """
         model = self._model[0]
         self.on_call()
         if self.same_inputs:
@@ -155,9 +161,9 @@ class TracedModel(nn.Module):
             id(b): f"buffer {o.fqn!r}" for o, b in zip(self.model_buffers, buffers, strict=True)
         }
         self.reads = reads = Reads(model, self._globals)
-        past = PastTheTrace(names, reads.note_values)
+        past = PastTheTrace(names, reads.note_values, reads.used.append)
         is_plain = not any(map(torch_trace.is_functional, (*params, *buffers, *tensors)))
-        with restore_module_state(model) as changes, self._plain() if is_plain else nullcontext():
+        with restore_module_state(model) as effects, self._plain() if is_plain else nullcontext():
             cast_params = self._cast_params(params)
             cast_buffers = self._cast_buffers(model, buffers)
             for named, param in zip(self.model_params, cast_params, strict=True):
@@ -167,21 +173,60 @@ class TracedModel(nn.Module):
             before = [tensor.requires_grad for tensor in tensors]
             with past, reads.noting(), ended_by_errors():
                 output = self._entry.call(model, args, kwargs)
+                # A list or dict of the model's own may be among it, and is about to be undone.
+                results, self.result = take_apart(output, name="out")
             past.require()
             self._refuse_changed_params(params, cast_params)
-            self._write_back_buffers(model, buffers, cast_buffers)
-        self.state_changes = (*changes, *reads.changes)
+            left: list[tuple[Place | Contents | Buffer, Any]] = []
+            left += self._write_back_buffers(model, buffers, cast_buffers)
+        self.state_changes = (*effects.changes, *reads.effects.changes)
         now = zip(self._inputs.paths, tensors, before, strict=True)
         self.made_to_require_grad |= {path for path, t, was in now if t.requires_grad and not was}
         self._refuse_changed_inputs(args, kwargs)
-        results, self.result = take_apart(output, name="out")
         self._refuse_lent_results(self.result.references)
+        self.left = ()
+        for place, value in (*left, *effects.left, *reads.effects.left):
+            results += self._take_left(place, value)
         self.reachable = _reachable(results, params)
         return list(map(_own_tensor, results))
 
+    def _take_left(self, place: Place | Contents | Buffer, value: Any) -> list[Tensor]:
+        try:
+            tensors, structure = take_apart(value, name=place.path)
+            self._refuse_lent_results(structure.references)
+        except CaptureError as error:
+            line = self.reads.line_of([place.path])
+            at = f" (at {line})" if line else ""
+            raise CaptureError(f"the forward leaves tensors in {place.path}{at}: {error}") from None
+        self.left += ((place, structure),)
+        return tensors
+
+    @property
+    def output_paths(self) -> tuple[str, ...]:
+        """Where each of the tensors is that `forward` returns."""
+        assert self.result is not None
+        structures = (self.result, *(structure for _, structure in self.left))
+        return tuple(path for structure in structures for path in structure.paths)
+
     def guards(self) -> Guards:
-        """The Python state that the forward read, after the trace."""
-        return Guards.of(self.reads.places)
+        """The Python state that the forward read, after the trace.
+
+        Raises:
+            CaptureError: it computed with what an earlier call left where each call leaves another.
+        """
+        written = [place for place, _ in self.left if isinstance(place, Contents)]
+        guards = Guards.of(self.reads.places, self.reads.used, written)
+        for place, _ in self.left:
+            if not isinstance(place, Buffer) and guards.carries(place.read()):
+                line = self.reads.line_of([place.path])
+                at = f" (at {line})" if line else ""
+                raise CaptureError(
+                    f"the forward computes with a tensor that an earlier call left in {place.path}"
+                    f"{at}, and leaves another there, so a program would keep the values of the "
+                    "first; register it as a buffer, which calls read and write, or pass it as an "
+                    "argument"
+                )
+        return guards
 
     @property
     def settled(self) -> tuple[Assignment, ...]:
@@ -232,7 +277,8 @@ class TracedModel(nn.Module):
 
     def _write_back_buffers(
         self, model: nn.Module, buffers: list[Tensor], cast_buffers: list[Tensor]
-    ) -> None:
+    ) -> Iterator[tuple[Buffer, Tensor]]:
+        """Write new values into `buffers`; yields those that carry a gradient instead."""
         self._refuse_new_params(model)
         # `self.running = new` replaces the buffer object; the new value must outlive the step. So
         # must one written in place into what was shown in another dtype.
@@ -245,6 +291,9 @@ class TracedModel(nn.Module):
                     f"the forward assigned buffer {named.fqn!r} something of another shape; "
                     "a buffer must keep its shape to be carried from step to step"
                 )
+            if current is not cast and current.requires_grad:
+                yield Buffer(named.fqn), current.to(buffer.dtype)
+                continue
             with torch.no_grad():
                 buffer.copy_(current)
 

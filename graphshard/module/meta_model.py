@@ -9,7 +9,7 @@ import enum
 import random
 import types
 import weakref
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -18,6 +18,7 @@ from torch import Tensor, nn
 from graphshard.capture.code_walk import in_library
 from graphshard.capture.guards import CONTAINERS, items_of
 from graphshard.capture.traced_module import ORIGINALS
+from graphshard.torch_private import compat as torch_compat
 
 _OF_ANY_MODULE = frozenset(vars(nn.Module()))
 
@@ -49,9 +50,44 @@ def meta_model_of(model: nn.Module, copies: dict[int, Any] | None = None) -> nn.
         meta_model = copy.deepcopy(model, dict(twins))
     except Exception:  # whatever the attributes of a module raise
         meta_model = _copied_by_attribute(model, dict(twins))
+    _follow_closures(model, meta_model)
     named = (*model.named_parameters(), *model.named_buffers())
     vars(meta_model)[ORIGINALS] = [(name, weakref.ref(tensor)) for name, tensor in named]
     return meta_model
+
+
+def _follow_closures(model: nn.Module, twin: nn.Module) -> None:
+    """Let hooks of `twin` that close over a module of `model` close over its twin.
+
+    Such a hook keeps what it collects on that module, where forward may read it.
+    """
+    twins = dict(zip(model.modules(), twin.modules(), strict=True))
+    for module in twin.modules():
+        for table in (module._forward_pre_hooks, module._forward_hooks):
+            for key, hook in table.items():
+                if not isinstance(hook, types.FunctionType):
+                    continue
+                cells = hook.__closure__ or ()
+                ours = [_twin_cell(cell, twins) for cell in cells]
+                if any(mine is not cell for mine, cell in zip(ours, cells, strict=True)):
+                    table[key] = _with_cells(hook, tuple(ours))
+
+
+def _with_cells(function: types.FunctionType, cells: tuple[Any, ...]) -> types.FunctionType:
+    code, namespace, defaults = function.__code__, function.__globals__, function.__defaults__
+    copied = types.FunctionType(code, namespace, function.__name__, defaults, cells)
+    copied.__kwdefaults__, copied.__qualname__ = function.__kwdefaults__, function.__qualname__
+    copied.__module__ = function.__module__
+    return copied
+
+
+def _twin_cell(cell: Any, twins: Mapping[nn.Module, nn.Module]) -> Any:
+    try:
+        value = cell.cell_contents
+    except ValueError:  # nothing is assigned to the name yet
+        return cell
+    twin = twins.get(value) if isinstance(value, nn.Module) else None
+    return cell if twin is None else types.CellType(twin)
 
 
 def _copy_of(value: Any, memo: dict[int, Any]) -> Any:
@@ -81,13 +117,25 @@ def _on_meta(model: nn.Module) -> Iterator[tuple[Tensor, Tensor]]:
 
 
 def _plain_data(model: nn.Module) -> Iterator[Any]:
-    """The attributes of the user's own modules that hold no tensor, no module, nothing opaque."""
+    """The attributes of the user's own modules, and the objects whose methods are hooks, that hold
+    no tensor, no module, nothing opaque.
+    """
     plain: dict[int, bool] = {}
     for module in model.modules():
         if not in_library(type(module).__module__):
             for name, value in vars(module).items():
                 if name not in _OF_ANY_MODULE and _is_plain(value, plain):
                     yield value
+        for hook in torch_compat.module_hooks(module):
+            owner = getattr(hook, "__self__", hook)
+            if _is_plain(owner, plain):
+                yield owner
+            elif not isinstance(owner, nn.Module):
+                yield from (each for each in _attributes(owner) if _is_plain(each, plain))
+
+
+def _attributes(value: Any) -> Iterable[Any]:
+    return getattr(value, "__dict__", {}).values()
 
 
 def _is_plain(value: Any, known: dict[int, bool]) -> bool:

@@ -23,8 +23,9 @@ from graphshard.capture.dynamic import (
     enlarge_small_dims,
 )
 from graphshard.capture.entry import capture, signature_of_parts
-from graphshard.capture.guards import Guards, Watch
+from graphshard.capture.guards import Watch
 from graphshard.capture.input_checks import as_plain, require_values_of
+from graphshard.capture.places import Buffer
 from graphshard.capture.structure import CALL, Structure, comparable, take_apart
 from graphshard.capture.traced_module import MAIN_ENTRY, EntryPoint
 from graphshard.errors import CaptureError, RuntimeStateError
@@ -165,6 +166,7 @@ class Programs:
         names: set[str] = set()
         for step in self.steps.values():
             written = {m.name for m in step.program.mutations if m.kind == "buffer"}
+            written |= {each.path for each, _ in step.capture.left if isinstance(each, Buffer)}
             names.update(n for b in step.program.buffers if b.fqn in written for n in b.names)
         return frozenset(names)
 
@@ -389,7 +391,7 @@ class Programs:
         if captured.settled:
             captured = self._settled(captured, args, kwargs, names, progress or Progress())
         captured.program.notes += notes
-        self._watch.add(captured.guards)
+        self._watch.add(captured.guards, [place for place, _ in captured.left])
         self.changes.reads |= {each.identity for each in captured.guards.places}
         self._captures[key[:-1]] = [*captures, captured]
         return key, len(captures)
@@ -413,7 +415,7 @@ class Programs:
                 place.write(None)
         if after.settled or not captured.computes_as(after):
             return captured
-        guards = Guards.of([*captured.guards.places, *after.guards.places])
+        guards = captured.guards.and_of(after.guards)
         return replace(captured, guards=guards.also_after(captured.settled))
 
     def _capture(

@@ -10,18 +10,8 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_leaves
 
+from graphshard.capture.side_effects import NO_COMPUTE
 from graphshard.errors import RuntimeStateError
-
-_tensor: Any = vars(Tensor.__base__)
-
-_NO_COMPUTE: frozenset[Any] = frozenset({
-    Tensor.requires_grad_, Tensor.numel, Tensor.nelement, Tensor.size, Tensor.dim,
-    Tensor.element_size, Tensor.is_floating_point, Tensor.is_complex,
-    *(_tensor[name].__get__ for name in (
-        "requires_grad", "is_leaf", "shape", "dtype", "device", "ndim", "is_cuda", "is_meta",
-    )),
-    _tensor["requires_grad"].__set__,
-})  # fmt: skip
 
 
 class _ComputesError(Exception):
@@ -32,7 +22,7 @@ class _RefuseComputing(TorchFunctionMode):
     def __torch_function__(
         self, func: Any, types: Any, args: Any = (), kwargs: Mapping[str, Any] | None = None
     ) -> Any:
-        if func not in _NO_COMPUTE:
+        if func not in NO_COMPUTE:
             raise _ComputesError
         return func(*args, **(kwargs or {}))
 

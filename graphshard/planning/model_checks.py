@@ -224,8 +224,9 @@ def _warn_of_hooks(tree: ModuleTree) -> None:
     if hooks:
         warnings.warn(
             "hooks on modules are captured with the forward and the backward: their tensor "
-            "operations are in the program, but their other effects in Python (collect, print, "
-            f"count) happen only while capturing; {some_of(hooks)}",
+            "operations are in the program, and each call puts the tensors that they keep where "
+            "they put them, but other effects in Python (print, count) happen only while "
+            f"capturing; {some_of(hooks)}",
             stacklevel=5,  # the caller of compile or plan
         )
 

@@ -61,6 +61,13 @@ class Bindings:
         holder, leaf = self.buffers[name]
         return holder[leaf]
 
+    def set_buffer(self, name: str, tensor: Tensor) -> None:
+        """Give the module's buffer `name`, under all its names, another tensor."""
+        before = self.buffer(name)
+        for holder, leaf in self.buffers.values():
+            if holder[leaf] is before:
+                holder[leaf] = tensor
+
 
 class LoweredGraph:
     """Forward or backward of a program, lowered.

@@ -19,7 +19,7 @@ from graphshard.program import ops
 from graphshard.program.aliases import gather_waits
 from graphshard.program.collective import Collective, OneTensor, params_of
 from graphshard.program.cut import cut, cut_backward
-from graphshard.program.program import BACKWARD, FORWARD, Program
+from graphshard.program.program import BACKWARD, FORWARD, BufferEntry, Program
 from graphshard.progress import Progress, Stages
 from graphshard.runtime.cuda_graphs import GraphsFailed, graphs_of
 from graphshard.runtime.host_copies import wait_for_copies
@@ -33,6 +33,9 @@ from graphshard.runtime.strides import tangent_strides, with_stride
 from graphshard.torch_private import compat as torch_compat
 from graphshard.torch_private.random_ops import may_draw
 from graphshard.verify.rules import verify
+
+# An operator of the graph reads no more of what it overwrites than the shape.
+_OVERWRITE = (torch.ops.aten.copy.default, torch.ops.aten.copy_.default)
 
 
 class Step:
@@ -102,6 +105,11 @@ class Step:
         self.overwrites = overwritten_by(program)
         self._changes_inputs = any(m.kind == "input" for m in program.mutations)
         self._shared_outputs = _shared_outputs(program)
+        self._read_buffers = {
+            entry.fqn
+            for entry in program.buffers
+            if program.grad and any(user.target not in _OVERWRITE for user in entry.node.users)
+        }
         # On the device, so that autograd orders the gradients we set before the work that follows.
         self._anchor = torch.empty(0, device=bindings.group.device, requires_grad=True)
 
@@ -123,12 +131,16 @@ class Step:
             with torch.no_grad():
                 call.forward()
             self.wait_for_copies()
-            return self.capture.unflatten_outputs(call.outputs)
+            return self._returned(call.outputs)
         inputs_to_grad = [call.inputs[i] for i in self.inputs_to_grad]
         tracked = _StepFunction.apply(call, self._anchor, *inputs_to_grad)
         outputs, call.outputs = call.outputs, []
         for index, tensor in zip(self.differentiable, tracked, strict=True):
             outputs[index] = tensor
+        return self._returned(outputs)
+
+    def _returned(self, outputs: Sequence[Any]) -> Any:
+        self.capture.leave(outputs, self.bindings.set_buffer)
         return self.capture.unflatten_outputs(outputs)
 
     def compile(self, progress: Stages | None = None) -> None:
@@ -152,15 +164,28 @@ class Step:
         stale = self.program.stale
         args: list[Any] = [shard.program_input(stale) for shard in self.shards]
         for entry in self.program.buffers:
-            args.append(entry.value if entry.constant else self.bindings.buffer(entry.fqn))
+            args.append(entry.value if entry.constant else self._buffer(entry))
         args.extend(inputs)
         return args
+
+    def _buffer(self, entry: BufferEntry) -> Tensor:
+        buffer = self.bindings.buffer(entry.fqn)
+        if buffer.requires_grad and entry.fqn in self._read_buffers:
+            raise RuntimeStateError(
+                f"the forward reads buffer {entry.fqn!r}, which holds a value that carries a "
+                "gradient, of an earlier call if forward assigned it; a program gives buffers no "
+                "gradient. Assign a detached value to the buffer before the call"
+            )
+        return buffer
 
     def write_mutations(self, values: Sequence[Tensor], inputs: Sequence[Tensor]) -> None:
         """Write the values that forward computed for buffers and inputs into these."""
         for entry, value in zip(self.program.mutations, values, strict=True):
             if entry.kind == "buffer":
-                self.bindings.buffer(entry.name).copy_(value)
+                if self.bindings.buffer(entry.name).requires_grad:  # as an earlier call left it
+                    self.bindings.set_buffer(entry.name, value.clone())
+                else:
+                    self.bindings.buffer(entry.name).copy_(value)
             else:
                 inputs[self._input_index[entry.name]].copy_(value)
 

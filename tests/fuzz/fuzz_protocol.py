@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from fuzz_blocks_left import left_in
 from fuzz_case import Case
 from fuzz_model import batch, differentiable, loss_of
 from fuzz_sides import Sharded, Side
@@ -47,8 +48,10 @@ class Loop:
         return batch(self.case, 10 * self.number + part, dist.get_rank(), self.shape)
 
     def call(self, part: int = 0, **kwargs: Any) -> Any:
-        """A forward; its outputs are noted."""
+        """A forward; its outputs are noted, with what it left elsewhere."""
         outputs = self.side.module(*self.inputs(part), **kwargs)
+        left = left_in(self.side.module)
+        outputs = (outputs, left) if left else outputs
         self.note("outputs", outputs)
         return outputs
 

@@ -36,8 +36,13 @@ def reparametrized(change: Callable[[nn.Module], nn.Module]) -> nn.Module:
     return nn.Sequential(nn.Linear(6, 6), nn.Tanh(), change(nn.Linear(6, 6)), nn.Linear(6, 2))
 
 
-def _like_eager(make: Callable[[], nn.Module]) -> None:
-    """Train two steps of equal batches on all ranks, and compare values, gradients and state."""
+def _like_eager(make: Callable[[], nn.Module], read: Callable[[Any], Any] = lambda m: ()) -> None:
+    """Train two steps of equal batches on all ranks, and compare values, gradients and state.
+
+    Args:
+        make: makes the model.
+        read: gives what it left on itself.
+    """
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # of hooks, and of the weight they assign
         eager = make()
@@ -49,7 +54,7 @@ def _like_eager(make: Callable[[], nn.Module]) -> None:
             results = []
             for module, optim in zip((sharded, eager), optims, strict=True):
                 torch.manual_seed(step)
-                out = take_apart(module(x), name="out")[0]
+                out = take_apart((module(x), read(module)), name="out")[0]
                 optim.zero_grad()
                 sum(t.square().sum() for t in out if t.requires_grad).backward()
                 results.append(out)
@@ -88,6 +93,22 @@ def parametrization(rank: int) -> None:
 
 def pruning(rank: int) -> None:
     _like_eager(lambda: reparametrized(pruned))
+
+
+def left_tensors(rank: int) -> None:
+    def forward(m: Any, x: Tensor) -> Tensor:
+        y = m.a(x).tanh()
+        m.aux, m.pool, m.kept["y"] = y.square().mean(), y.mean(0), y[:, :2]
+        out: Tensor = m.b(y)
+        return out
+
+    def make() -> nn.Module:
+        net: Any = Net(forward, a=linear(6, 6), b=linear(6, 2))
+        net.register_buffer("pool", torch.zeros(6))
+        net.kept = {}
+        return net
+
+    _like_eager(make, lambda m: (m.aux, m.pool, m.kept["y"]))
 
 
 def keyless_classes(rank: int) -> None:
@@ -132,6 +153,7 @@ ON_TWO = [
     orthogonal,
     parametrization,
     pruning,
+    left_tensors,
     keyless_classes,
     unusual_parameters,
 ]

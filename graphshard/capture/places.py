@@ -1,0 +1,172 @@
+"""Places in Python state, which a forward reads and writes: attributes, items, globals, cells."""
+
+from __future__ import annotations
+
+import types
+from collections import OrderedDict, deque
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from graphshard.capture.structure import Same
+
+MISSING: Any = type("Missing", (), {"__repr__": lambda self: "not set"})()
+"""The value of a place that holds none."""
+
+_REFILLED = (OrderedDict, dict, list, set, deque)
+
+
+@dataclass(frozen=True, eq=False)
+class Place:
+    """An entry of `owner`: a dict (attributes, globals), a class, an object with slots, or a cell.
+
+    path: for people.
+    of_module: it is an attribute of a module of the model, whose changes a sharded module counts.
+    """
+
+    path: str
+    owner: Any
+    key: Any = None
+    of_module: bool = False
+
+    def read(self) -> Any:
+        """The value there, or `MISSING`."""
+        entries = self.entries
+        if entries is not None:
+            return entries.get(self.key, MISSING)
+        if isinstance(self.owner, types.CellType):
+            try:
+                return self.owner.cell_contents
+            except ValueError:  # nothing is assigned to the name yet
+                return MISSING
+        try:
+            return object.__getattribute__(self.owner, self.key)
+        except AttributeError:
+            return MISSING
+
+    def write(self, value: Any) -> None:
+        """Put `value` back there, which it held before."""
+        if isinstance(self.owner, types.CellType):
+            self.owner.cell_contents = value
+        elif isinstance(self.owner, dict):
+            self.owner[self.key] = value
+        else:
+            setattr(self.owner, self.key, value)
+
+    @property
+    def entries(self) -> Mapping[Any, Any] | None:
+        """The mapping that it is an entry of, if it is one."""
+        if isinstance(self.owner, type):
+            return self.owner.__dict__
+        return self.owner if isinstance(self.owner, dict) else None
+
+    @property
+    def identity(self) -> tuple[int, Any]:
+        """The same for two places that are one."""
+        return id(self.owner), self.key
+
+
+Assignment = tuple[Place, Any]
+"""A place, and the value that is put there."""
+
+
+@dataclass(frozen=True, eq=False)
+class Version:
+    """The counter of writes into a tensor whose values were read as numbers."""
+
+    path: str
+    owner: torch.Tensor
+    of_module = False
+    entries = None
+    key = None
+
+    def read(self) -> Any:
+        """The count."""
+        return self.owner._version
+
+    @property
+    def identity(self) -> tuple[int, Any]:
+        """The same for two of one tensor."""
+        return id(self.owner), Version
+
+
+@dataclass(frozen=True, eq=False)
+class Contents:
+    """All items of a list, deque, dict or set, as a place to write to."""
+
+    path: str
+    owner: Any
+
+    def read(self) -> Any:
+        """A plain copy of the container."""
+        return contents(self.owner)
+
+    def write(self, value: Any) -> None:
+        """Give the container the items of `value`, a plain one.
+
+        An item that is in a `Same` is taken out of it.
+        """
+        if isinstance(value, dict):
+            refill(self.owner, {key: _own(item) for key, item in value.items()})
+        else:
+            refill(self.owner, map(_own, value))
+
+    @property
+    def identity(self) -> tuple[int, Any]:
+        """The same for two places that are one."""
+        return id(self.owner), Contents
+
+
+@dataclass(frozen=True, eq=False)
+class Buffer:
+    """A buffer that a forward replaced by a tensor with a gradient; `path` is its name."""
+
+    path: str
+
+
+def _own(item: Any) -> Any:
+    return item.value if isinstance(item, Same) else item
+
+
+def contents(container: Any) -> Any:
+    """A copy of a list, deque, dict or set as a plain one.
+
+    A subclass's own methods, which may rename keys or load what is not there yet, are not called.
+    """
+    kind = _kind_of(container)
+    if issubclass(kind, dict):
+        return dict(kind.items(container))
+    return (set if kind is set else list)(kind.__iter__(container))
+
+
+def refill(container: Any, content: Any) -> None:
+    """Give a list, deque, dict or set the `contents` it had, past a subclass's own methods."""
+    kind = _kind_of(container)
+    kind.clear(container)
+    if issubclass(kind, dict):
+        for key, value in content.items():
+            kind.__setitem__(container, key, value)
+    elif kind is set:
+        kind.update(container, content)
+    else:
+        kind.extend(container, content)
+
+
+def _kind_of(container: Any) -> Any:
+    return next(kind for kind in _REFILLED if isinstance(container, kind))
+
+
+_LEFT = "_graphshard_left"
+
+
+def mark_left(tensor: Any) -> None:
+    """Mark a tensor that a call left in Python state."""
+    if isinstance(tensor, torch.Tensor):
+        vars(tensor)[_LEFT] = True
+
+
+def is_left(value: Any) -> bool:
+    """Whether it is a tensor that a call left in Python state."""
+    return isinstance(value, torch.Tensor) and _LEFT in vars(value)
