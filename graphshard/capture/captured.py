@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from graphshard.capture.guards import Guards
-from graphshard.capture.places import Assignment, Buffer, Contents, Place, mark_left
+from graphshard.capture.places import Argument, Assignment, Buffer, LeftAt, mark_left
 from graphshard.capture.structure import CALL, Structure, take_apart
 from graphshard.program.program import Program
 
@@ -35,7 +35,7 @@ class Capture:
     program: Program
     inputs: Structure
     result: Structure
-    left: tuple[tuple[Place | Contents | Buffer, Structure], ...] = ()
+    left: tuple[tuple[LeftAt, Structure], ...] = ()
     guards: Guards = _NO_GUARDS
     settled: tuple[Assignment, ...] = ()
 
@@ -73,11 +73,14 @@ class Capture:
         """The model's own return value around `tensors`, aligned with `program.outputs`."""
         return self.result.build(tensors)
 
-    def leave(self, tensors: Sequence[Any], set_buffer: Callable[[str, Tensor], None]) -> None:
-        """Put what forward leaves in Python state and buffers into its places.
+    def leave(
+        self, tensors: Sequence[Any], call: Any, set_buffer: Callable[[str, Tensor], None]
+    ) -> None:
+        """Put what forward leaves in Python state, arguments and buffers into its places.
 
         Args:
             tensors: aligned with `program.outputs`.
+            call: the arguments, as `(args, kwargs)`.
             set_buffer: gives the buffer of this name a tensor.
         """
         end = len(self.result.paths)
@@ -86,6 +89,8 @@ class Capture:
             value = structure.build(tensors[start:end])
             if isinstance(place, Buffer):
                 set_buffer(place.path, value)
+            elif isinstance(place, Argument):
+                place.add(call, value)
             else:
                 place.write(value)
         for tensor in tensors[len(self.result.paths) :]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import types
 from collections import OrderedDict, deque
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -124,6 +124,46 @@ class Buffer:
     """A buffer that a forward replaced by a tensor with a gradient; `path` is its name."""
 
     path: str
+
+
+@dataclass(frozen=True, eq=False)
+class Argument:
+    """A list or dict among the arguments of a call, to which forward adds items.
+
+    keys: what leads to it from `(args, kwargs)`.
+    """
+
+    path: str
+    keys: tuple[Any, ...]
+
+    def add(self, call: Any, value: Any) -> None:
+        """Add the items of `value` to that container of `call`, its `(args, kwargs)`."""
+        for key in self.keys:
+            call = call[key]
+        (call.update if isinstance(call, dict) else call.extend)(value)
+
+
+LeftAt = Place | Contents | Buffer | Argument
+"""Where a forward leaves tensors besides its result."""
+
+
+def arguments_in(call: Any, keys: tuple[Any, ...] = (), path: str = "") -> Iterator[Any]:
+    """Each list and dict in `call`, with its `Argument` and a copy of it."""
+    if type(call) in (list, dict) and len(keys) > 1:
+        yield call, Argument(path, keys), call.copy()
+    if type(call) in (list, dict, tuple):
+        for key, item in call.items() if isinstance(call, dict) else enumerate(call):
+            inner = f"{path}[{key!r}]" if keys else ("args", "kwargs")[key]
+            yield from arguments_in(item, (*keys, key), inner)
+
+
+def added(container: Any, before: Any) -> Any:
+    """What `container` has besides all of `before`, its copy; None if it lacks some of that."""
+    if isinstance(before, dict):
+        kept = all(container.get(key, MISSING) is value for key, value in before.items())
+        return {k: v for k, v in container.items() if k not in before} if kept else None
+    kept = list(map(id, container[: len(before)])) == list(map(id, before))
+    return container[len(before) :] if kept else None
 
 
 def _own(item: Any) -> Any:

@@ -19,7 +19,16 @@ from graphshard.capture.casting import cast_all
 from graphshard.capture.checkpoints import ended_by_errors
 from graphshard.capture.code_walk import CodeWalk
 from graphshard.capture.guards import Guards
-from graphshard.capture.places import Assignment, Buffer, Contents, Place
+from graphshard.capture.places import (
+    Assignment,
+    Buffer,
+    Contents,
+    LeftAt,
+    Place,
+    added,
+    arguments_in,
+    refill,
+)
 from graphshard.capture.reads import Reads
 from graphshard.capture.refused_calls import refuse_seeding
 from graphshard.capture.side_effects import PastTheTrace, restore_module_state
@@ -122,7 +131,7 @@ class TracedModel(nn.Module):
         self._precisions = precisions
         self._plain = plain
         self.result: Structure | None = None
-        self.left: tuple[tuple[Place | Contents | Buffer, Structure], ...] = ()
+        self.left: tuple[tuple[LeftAt, Structure], ...] = ()
         self.state_changes: tuple[str, ...] = ()
         self.made_to_require_grad: frozenset[str] = frozenset()  # paths of inputs
         self.reads = Reads(model, ())
@@ -154,6 +163,7 @@ class TracedModel(nn.Module):
         args, kwargs = self._inputs.build(tensors)
         params = [getattr(self, f"p{i}") for i in range(len(self.model_params))]
         buffers = [getattr(self, f"b{i}") for i in range(len(self.model_buffers))]
+        given = [*arguments_in((args, kwargs))]
         names = {
             id(p): f"parameter {o.fqn!r}" for o, p in zip(self.model_params, params, strict=True)
         }
@@ -177,8 +187,12 @@ class TracedModel(nn.Module):
                 results, self.result = take_apart(output, name="out")
             past.require()
             self._refuse_changed_params(params, cast_params)
-            left: list[tuple[Place | Contents | Buffer, Any]] = []
+            left: list[tuple[LeftAt, Any]] = []
             left += self._write_back_buffers(model, buffers, cast_buffers)
+            for container, place, before_call in given:
+                if new := added(container, before_call):
+                    left.append((place, new))
+                    refill(container, before_call)
         self.state_changes = (*effects.changes, *reads.effects.changes)
         now = zip(self._inputs.paths, tensors, before, strict=True)
         self.made_to_require_grad |= {path for path, t, was in now if t.requires_grad and not was}
@@ -190,7 +204,7 @@ class TracedModel(nn.Module):
         self.reachable = _reachable(results, params)
         return list(map(_own_tensor, results))
 
-    def _take_left(self, place: Place | Contents | Buffer, value: Any) -> list[Tensor]:
+    def _take_left(self, place: LeftAt, value: Any) -> list[Tensor]:
         try:
             tensors, structure = take_apart(value, name=place.path)
             self._refuse_lent_results(structure.references)
@@ -217,7 +231,7 @@ class TracedModel(nn.Module):
         written = [place for place, _ in self.left if isinstance(place, Contents)]
         guards = Guards.of(self.reads.places, self.reads.used, written)
         for place, _ in self.left:
-            if not isinstance(place, Buffer) and guards.carries(place.read()):
+            if isinstance(place, (Place, Contents)) and guards.carries(place.read()):
                 line = self.reads.line_of([place.path])
                 at = f" (at {line})" if line else ""
                 raise CaptureError(

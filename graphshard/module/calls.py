@@ -96,7 +96,7 @@ class CallMethods(TreeModule):
                 )
             self._tell_of_failure(error)
             raise
-        return step.run(tensors)
+        return step.run(tensors, (args, kwargs))
 
     def _tell_of_failure(self, error: Exception) -> None:
         """Let the other ranks, which may be about to run a program, raise the error of this one."""

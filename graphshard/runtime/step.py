@@ -113,11 +113,12 @@ class Step:
         # On the device, so that autograd orders the gradients we set before the work that follows.
         self._anchor = torch.empty(0, device=bindings.group.device, requires_grad=True)
 
-    def run(self, inputs: Sequence[Tensor]) -> Any:
+    def run(self, inputs: Sequence[Tensor], arguments: Any = ((), {})) -> Any:
         """The model's return value for a call.
 
         Args:
             inputs: aligned with `program.inputs`, on the device of the group.
+            arguments: those of the call, `(args, kwargs)`, to which forward may add tensors.
 
         Raises:
             FingerprintError: the ranks are about to issue different collectives.
@@ -131,16 +132,16 @@ class Step:
             with torch.no_grad():
                 call.forward()
             self.wait_for_copies()
-            return self._returned(call.outputs)
+            return self._returned(call.outputs, arguments)
         inputs_to_grad = [call.inputs[i] for i in self.inputs_to_grad]
         tracked = _StepFunction.apply(call, self._anchor, *inputs_to_grad)
         outputs, call.outputs = call.outputs, []
         for index, tensor in zip(self.differentiable, tracked, strict=True):
             outputs[index] = tensor
-        return self._returned(outputs)
+        return self._returned(outputs, arguments)
 
-    def _returned(self, outputs: Sequence[Any]) -> Any:
-        self.capture.leave(outputs, self.bindings.set_buffer)
+    def _returned(self, outputs: Sequence[Any], arguments: Any) -> Any:
+        self.capture.leave(outputs, arguments, self.bindings.set_buffer)
         return self.capture.unflatten_outputs(outputs)
 
     def compile(self, progress: Stages | None = None) -> None:

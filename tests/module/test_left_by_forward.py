@@ -255,6 +255,34 @@ def test_hooks_that_close_over_the_model_collect_on_the_sharded_one() -> None:
     assert collector.features["fc"].requires_grad
 
 
+def test_what_forward_adds_to_its_arguments() -> None:
+    class Adds(Net):
+        def forward(self, x: Tensor, out: Any, named: Any) -> Tensor:
+            y = super().forward(x)
+            out.append(y.mean())
+            named["inner"].append({"y": y, "n": 1})
+            named["y"] = self.fc.weight.norm()
+            return y
+
+    torch.manual_seed(0)
+    model = Adds(lambda self, y: None)
+    sharded = graphshard.compile(copy.deepcopy(model), LINEAR)
+    for step in range(2):
+        found = []
+        for each in (model, sharded):
+            each.zero_grad()
+            out: list[Any] = []
+            named: dict[str, Any] = {"inner": ["text"], "n": 2}
+            each(batch(step), out, named=named)
+            found.append((out, named))
+            sum(t.square().sum() for t in tensors_in(found[-1])).backward()
+        assert pytree.tree_structure(found[0]) == pytree.tree_structure(found[1])
+        for mine, theirs in zip(*map(tensors_in, found[::-1]), strict=True):
+            assert torch.equal(mine, theirs)
+        assert torch.equal(sharded.fc.weight.grad, model.fc.weight.grad)
+    assert len(sharded.programs) == 1
+
+
 def test_without_gradients_and_in_eval_it_is_left_as_well() -> None:
     model, sharded = pair(attribute)
     for each in (model, sharded):
