@@ -1,5 +1,7 @@
 """graphshard: a sharded-training compiler pass for PyTorch."""
 
+import sys
+
 from graphshard.api import compile, plan, simulate  # noqa: A004  # as torch.compile
 from graphshard.cost.compare import Comparison, compare
 from graphshard.cost.estimate import Estimate
@@ -25,7 +27,6 @@ from graphshard.errors import (
 )
 from graphshard.hardware.hardware import Hardware
 from graphshard.module.sharded_module import ShardedModule
-from graphshard.moved import find_moved_modules
 from graphshard.planning.layout import ParamLayout, Unit
 from graphshard.planning.options import UnitOptions
 from graphshard.planning.plan import ShardingPlan
@@ -92,4 +93,4 @@ __all__ = [
     "simulate",
 ]
 
-find_moved_modules()
+sys.modules["graphshard.ops"] = ops  # the path by which dumped code imports it

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import ast
 import importlib
-import sys
 from collections import defaultdict
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -15,9 +14,6 @@ from pathlib import Path
 
 import pytest
 from paths import ROOT
-
-import graphshard
-from graphshard.moved import MOVED
 
 LINE = (
     "errors",
@@ -47,7 +43,6 @@ LINE = (
     "lightning",
     "hf",
     "calibrate",
-    "moved",
     "__init__",
     "cli",
     "__main__",
@@ -201,22 +196,6 @@ def _is_kwargs(value: ast.AST) -> bool:
     return isinstance(value, ast.Attribute) and value.attr == "kwargs"
 
 
-def test_old_paths_of_modules_lead_to_modules_of_today() -> None:
-    today = set(files())
-    assert {f"graphshard.{new}" for new in MOVED.values()} <= today
-    assert not {f"graphshard.{old}" for old in MOVED} & today
-
-
-@pytest.mark.parametrize("old", ["graphshard.views", "graphshard.passes.keep_unsharded"])
-def test_an_old_path_says_where_the_module_is(old: str) -> None:
-    sys.modules.pop(old, None)
-    with pytest.warns(DeprecationWarning, match=f"{old} is graphshard"):
-        module = importlib.import_module(old)
-    assert module is sys.modules[module.__name__]
-    assert module.__spec__ is not None
-    assert module.__spec__.name == module.__name__ == f"graphshard.{MOVED[old.partition('.')[2]]}"
-
-
 @pytest.mark.parametrize(
     ("package", "name"),
     [
@@ -231,11 +210,9 @@ def test_a_package_has_what_the_module_of_its_name_had(package: str, name: str) 
     assert callable(getattr(importlib.import_module(f"graphshard.{package}"), name))
 
 
-def test_the_short_paths_stay() -> None:
-    ops, plan = map(importlib.import_module, ("graphshard.ops", "graphshard.plan"))
+def test_dumped_code_can_import_its_operators() -> None:
+    ops = importlib.import_module("graphshard.ops")
     assert ops.all_gather.__module__ == "graphshard.ops"
-    assert plan.ShardingPlan is graphshard.ShardingPlan
-    assert callable(graphshard.plan)
 
 
 def circles(graph: dict[str, set[str]]) -> list[list[str]]:
