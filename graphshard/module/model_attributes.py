@@ -13,7 +13,7 @@ from typing import Any, NoReturn
 from torch import Tensor, nn
 
 from graphshard.capture.code_walk import in_library
-from graphshard.errors import RuntimeStateError
+from graphshard.errors import ModelChangeError, RuntimeStateError
 from graphshard.format import some_of
 
 _OF_ANY_MODULE = frozenset(vars(nn.Module()))
@@ -125,7 +125,8 @@ class ModelAttributes(nn.Module):
             self._refuse_own(twin, name)
             super().__setattr__(name, value)
         elif name in self._modules or isinstance(value, nn.Module):
-            self._refuse_module(name)
+            if self._modules.get(name) is not value:
+                self._refuse_module(name)
         elif name in self._parameters or name in self._buffers or isinstance(value, nn.Parameter):
             super().__setattr__(name, value)
         else:
@@ -181,15 +182,21 @@ class ModelAttributes(nn.Module):
 
     def _as_model(self, method: Callable[..., Any]) -> Callable[..., Any]:
         """`method` of the model's class with this module as `self`, which `super()` accepts."""
+        name = getattr(method, "__name__", "a method")
 
         def call(*args: Any, **kwargs: Any) -> Any:
             changes = self.__dict__["_graphshard_changes"]
             before, changes.acting = changes.acting, True
             try:
                 return method(self, *args, **kwargs)
+            except ModelChangeError as error:
+                if before:
+                    raise
+                raise ModelChangeError.by(name, error) from error
             finally:
                 changes.acting = before
 
+        call.__name__ = name
         return call
 
     def _refuse_own(self, twin: nn.Module, name: str) -> None:
@@ -206,7 +213,7 @@ class ModelAttributes(nn.Module):
 
     def _refuse_module(self, name: str) -> NoReturn:
         path = f"{self._fqn}.{name}" if self._fqn else name
-        raise RuntimeStateError(
+        raise ModelChangeError(
             f"{path!r} cannot be added, replaced or removed as a module: the plan has the model's "
             "modules as they were; change the model and compile it again (state_dict() and "
             "load_state_dict() carry the weights over)"

@@ -189,11 +189,31 @@ def notices_replaced_storage(rank: int) -> None:
     sharded = graphshard.compile(seeded(TiedGPT, 0), BLOCK)
     sharded.eval()
     before = sharded(*tokens_of(rank, 0)).detach()
-    sharded.to(torch.float64).to(torch.float32)  # torch swaps the tensors inside
+    for param in sharded.parameters():
+        torch.utils.swap_tensors(param, nn.Parameter(param.double().float()))
     assert torch.equal(sharded(*tokens_of(rank, 0)).detach(), before)
-    sharded.to(torch.float64)
+    with pytest.raises(RuntimeStateError, match=r"cannot be cast or moved: 'embed.weight'"):
+        sharded.to(torch.float64)
+    assert sharded.float() is sharded
+    param = sharded.get_parameter("embed.weight")
+    torch.utils.swap_tensors(param, nn.Parameter(param.double()))
     with pytest.raises(RuntimeStateError, match=r"'embed.weight' is now .*float64"):
         sharded(*tokens_of(rank, 0))
+
+
+def ties_by_one_rule(rank: int) -> None:
+    for name in ("embed", "head"):
+        sharded = graphshard.compile(seeded(TiedGPT, 0), BLOCK)
+        part = sharded.get_submodule(name)
+        part.weight = nn.Parameter(part.weight.detach() * 2)
+        with pytest.raises(RuntimeStateError, match=r"are one tied parameter, and not all of them"):
+            sharded(*tokens_of(rank, 0))
+        for other in (sharded.embed, sharded.head):
+            other.weight = part.weight
+        model = seeded(TiedGPT, 0).eval()
+        with torch.no_grad():
+            model.head.weight.mul_(2)
+        assert torch.equal(sharded.eval()(*tokens_of(rank, 0)), model(*tokens_of(rank, 0)))
 
 
 ON_TWO = [
@@ -205,6 +225,7 @@ ON_TWO = [
     initializes_alike,
     travels_through_distributed_checkpoints,
     notices_replaced_storage,
+    ties_by_one_rule,
 ]
 
 test_on_two_ranks = on_ranks(ON_TWO, 2)
