@@ -77,9 +77,10 @@ class CallMethods(TreeModule):
             ran, result = run_setter(self, modules[""], part._as_model(method), args, kwargs)
             if ran:
                 return result
-            if result:
-                return self._run(entry, args, kwargs, changes=result)
-            self._graphshard.computing.add(entry)
+            computed = self._run(entry, args, kwargs, changes=result)
+            if not result:
+                self._graphshard.computing.add(entry)
+            return computed
         return self._run(entry, args, kwargs)
 
     def _run(
