@@ -107,6 +107,10 @@ class ModelChangeError(RuntimeStateError, CaptureError):
         )
 
 
+class ForeignNameError(RuntimeStateError, AttributeError):
+    """A name of DistributedDataParallel or FSDP2 that is nothing here. Says what to use instead."""
+
+
 class SizeCheckError(GraphshardError):
     """A size or number read off values breaks what the captured program relies on. Names both."""
 
