@@ -293,8 +293,11 @@ def test_a_failing_initialiser_is_named() -> None:
 def test_parameters_must_be_contiguous() -> None:
     model = nn.Sequential(nn.Linear(4, 3))
     model[0].weight = nn.Parameter(torch.randn(4, 3).t())
-    with pytest.raises(PlanError, match=r"'0\.weight' is not contiguous"):
+    values = model[0].weight.detach().clone()
+    with pytest.raises(PlanError, match=r"'0\.weight' is not contiguous") as caught:
         graphshard.compile(model, LINEAR)
+    exec(str(caught.value).split("`")[1])  # the line of code that it advises
+    assert torch.equal(graphshard.compile(model, LINEAR).get_parameter("0.weight"), values)
 
 
 def test_models_that_cannot_be_copied_work() -> None:
