@@ -1,5 +1,7 @@
 """graphshard: a sharded-training compiler pass for PyTorch."""
 
+import importlib
+import importlib.util
 import sys
 
 from graphshard.api import compile, plan, simulate  # noqa: A004  # as torch.compile
@@ -94,3 +96,10 @@ __all__ = [
 ]
 
 sys.modules["graphshard.ops"] = ops  # the path by which dumped code imports it
+
+
+def __getattr__(name: str) -> object:
+    """A sub-package, loaded when it is first asked for: some need libraries of an extra."""
+    if name.startswith("_") or importlib.util.find_spec(f"{__name__}.{name}") is None:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    return importlib.import_module(f"{__name__}.{name}")

@@ -95,6 +95,22 @@ class RuntimeStateError(GraphshardError):
     """A sharded module was used in an order or a state that is not allowed."""
 
 
+class ModelChangeError(RuntimeStateError, CaptureError):
+    """Code would change the parameters, modules, dtypes or devices of a sharded module."""
+
+    @staticmethod
+    def by(method: str, what: object) -> ModelChangeError:
+        """The error of a method of the model that would do so."""
+        return ModelChangeError(
+            f"{method}() changes the model, which a sharded module keeps as it was compiled; call "
+            f"it on the model before graphshard.compile, and compile it again ({what})"
+        )
+
+
+class ForeignNameError(RuntimeStateError, AttributeError):
+    """A name of DistributedDataParallel or FSDP2 that is nothing here. Says what to use instead."""
+
+
 class SizeCheckError(GraphshardError):
     """A size or number read off values breaks what the captured program relies on. Names both."""
 

@@ -13,7 +13,7 @@ from torch import nn
 
 from graphshard.capture.refused_calls import refusal_of_collective
 from graphshard.capture.undecided import undecided_reason
-from graphshard.errors import CaptureError, GraphshardError, user_line
+from graphshard.errors import CaptureError, GraphshardError, ModelChangeError, user_line
 from graphshard.torch_private import trace as torch_trace
 from graphshard.torch_private import unbacked
 
@@ -34,7 +34,8 @@ def explain_errors(model: nn.Module, environment: Any = None) -> Iterator[None]:
     except GraphshardError as error:
         line = user_line(error.__traceback__)
         if isinstance(error, CaptureError) and line and line not in str(error):
-            raise CaptureError(f"{error}\n  at {line}") from error
+            kind = ModelChangeError if isinstance(error, ModelChangeError) else CaptureError
+            raise kind(f"{error}\n  at {line}") from error
         raise
     except Exception as error:
         line = user_line(error.__traceback__) or f"the forward of {type(model).__name__}"

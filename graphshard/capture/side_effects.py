@@ -9,7 +9,7 @@ import contextlib
 import random
 import sys
 from collections import OrderedDict
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, NoReturn
 
 import torch
@@ -24,6 +24,10 @@ from graphshard.torch_private import trace as torch_trace
 from graphshard.torch_private.trace import is_real
 
 TABLES = ("_parameters", "_buffers", "_modules")
+
+
+PLANNED = ("_parameters", "_modules")
+"""The tables that a method of the model must leave as they are."""
 
 
 # nn.LSTM and its kind list their own weights anew in every forward.
@@ -67,6 +71,44 @@ class Effects:
         else:
             items = [Same(each) if id(each) in was else each for each in now]
         self.add(Contents(path, container), items)
+
+
+class ModuleTables:
+    """Which parameters, buffers and modules a model has.
+
+    Args:
+        model: whose tables are copied.
+        tables: the ones that count.
+        objects: the ones in which not only names count, but the objects under them.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        tables: Sequence[str] = TABLES,
+        objects: Sequence[str] = ("_modules",),
+    ) -> None:
+        self._tables = [
+            (f"{fqn}." if fqn else "", vars(module)[name], name in objects)
+            for fqn, module in model.named_modules()
+            for name in tables
+        ]
+        self._content = [dict(table) for _, table, _ in self._tables]
+
+    def changed(self) -> list[str]:
+        """The names that were added, removed or, if objects count, given another one."""
+        return [
+            prefix + name
+            for (prefix, now, by_object), before in zip(self._tables, self._content, strict=True)
+            for name in sorted({*now, *before})
+            if (name in now) != (name in before) or (by_object and now[name] is not before[name])
+        ]
+
+    def restore(self) -> None:
+        """Put back what there was."""
+        for (_, table, _), content in zip(self._tables, self._content, strict=True):
+            table.clear()
+            table.update(content)
 
 
 class _Before:
@@ -177,7 +219,8 @@ NO_COMPUTE: frozenset[Any] = frozenset({
     torch.Tensor.dim, torch.Tensor.element_size, torch.Tensor.is_floating_point,
     torch.Tensor.is_complex,
     *(_tensor[name].__get__ for name in (
-        "requires_grad", "is_leaf", "shape", "dtype", "device", "ndim", "is_cuda", "is_meta",
+        "requires_grad", "is_leaf", "grad_fn", "shape", "dtype", "device", "ndim", "is_cuda",
+        "is_meta",
     )),
     _tensor["requires_grad"].__set__,
 })  # fmt: skip
@@ -218,6 +261,7 @@ class PastTheTrace(TorchFunctionMode):
         self._names = names
         self._note_values = note_values
         self._note_use = note_use
+        self.assigned = ""  # what had .data assigned
         self._error: Exception | None = None
 
     def __torch_function__(
@@ -225,8 +269,9 @@ class PastTheTrace(TorchFunctionMode):
     ) -> Any:
         """Call `func`, unless it is refused."""
         if func == _ASSIGN:
+            self.assigned = self._name(args[0])
             self._refuse(
-                f"assigns .data of {self._name(args[0])}, which goes past any trace, so a captured "
+                f"assigns .data of {self.assigned}, which goes past any trace, so a captured "
                 "program would not do it; write into a buffer with copy_, or return the new value"
             )
         if func == _GRAD and id(args[0]) in self._names:

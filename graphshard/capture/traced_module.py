@@ -8,12 +8,13 @@ in eager's order); its forward puts them into the module, calls it, and takes th
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn.modules.module import register_module_parameter_registration_hook
 
 from graphshard.capture.casting import cast_all
 from graphshard.capture.checkpoints import ended_by_errors
@@ -31,9 +32,14 @@ from graphshard.capture.places import (
 )
 from graphshard.capture.reads import Reads
 from graphshard.capture.refused_calls import refuse_seeding
-from graphshard.capture.side_effects import PastTheTrace, restore_module_state
+from graphshard.capture.side_effects import (
+    PLANNED,
+    ModuleTables,
+    PastTheTrace,
+    restore_module_state,
+)
 from graphshard.capture.structure import CALL, Structure, take_apart
-from graphshard.errors import CaptureError
+from graphshard.errors import CaptureError, ModelChangeError
 from graphshard.format import some_of
 from graphshard.policy.precision import Precisions, keeps_its_dtype
 from graphshard.torch_private import trace as torch_trace
@@ -181,7 +187,7 @@ class TracedModel(nn.Module):
             _install(model, self.model_params, cast_params)
             _install(model, self.model_buffers, cast_buffers)
             before = [tensor.requires_grad for tensor in tensors]
-            with past, reads.noting(), ended_by_errors():
+            with past, reads.noting(), ended_by_errors(), self._refuse_changes(model, past):
                 output = self._entry.call(model, args, kwargs)
                 # A list or dict of the model's own may be among it, and is about to be undone.
                 results, self.result = take_apart(output, name="out")
@@ -270,6 +276,44 @@ class TracedModel(nn.Module):
             else:
                 cast_buffers.append(cast_all(buffer, dtype))
         return cast_buffers
+
+    @contextmanager
+    def _refuse_changes(self, model: nn.Module, past: PastTheTrace) -> Iterator[None]:
+        """Refuse a method, other than forward, that changes the model's parameters or modules.
+
+        One that fails after it has made parameters, or is about to write some, is taken for one
+        that was on its way to do so.
+
+        Raises:
+            ModelChangeError: it does.
+        """
+        if self._entry.method == "forward":
+            yield
+            return
+        tables = ModuleTables(model, PLANNED, PLANNED)
+        params = [(name, p, p._version) for name, p in model.named_parameters()]
+        made: list[str] = []
+
+        def changes() -> str:
+            if changed := tables.changed():
+                return f"it adds, removes or replaces {some_of(changed)}"
+            written = (name for name, param, version in params if param._version != version)
+            return "".join(f"it changes parameter {name!r} in place" for name in [*written][:1])
+
+        hook = register_module_parameter_registration_hook(lambda _, name, __: made.append(name))
+        try:
+            yield
+        except Exception as error:
+            what = changes() or (made and "it makes parameters")
+            if not what and past.assigned:
+                what = f"it assigns .data of {past.assigned}"
+            if what:
+                raise ModelChangeError.by(str(self._entry), what) from error
+            raise
+        finally:
+            hook.remove()
+        if what := changes():
+            raise ModelChangeError.by(str(self._entry), what)
 
     def _refuse_changed_params(self, params: list[Tensor], cast_params: list[Tensor]) -> None:
         for named, param, cast in zip(self.model_params, params, cast_params, strict=True):

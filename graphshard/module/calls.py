@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves, tree_map_only
 
 from graphshard.capture.traced_module import MAIN_ENTRY, EntryPoint
-from graphshard.errors import CaptureError, PolicyError, RuntimeStateError
+from graphshard.errors import CaptureError, ModelChangeError, PolicyError, RuntimeStateError
 from graphshard.module.gathered import Gathered
 from graphshard.module.setters import run_setter
 from graphshard.module.sharded_tree import TreeModule
@@ -61,6 +61,7 @@ class CallMethods(TreeModule):
             PolicyError: the model has no such method.
             CaptureError: it cannot be one graph. `run_eagerly` runs such methods, and does so by
                 itself for `generate` of transformers and peft.
+            ModelChangeError: it adds, removes or writes modules or parameters.
             RuntimeStateError, CollectiveError: as when calling the whole module.
         """
         entry = EntryPoint.of_method(name)
@@ -73,13 +74,18 @@ class CallMethods(TreeModule):
         method = getattr(kind, entry.method, None)
         if isinstance(method, FunctionType) and entry not in self._graphshard.computing:
             part: Any = self.get_submodule(entry.module)
-            ran, result = run_setter(modules[""], part._as_model(method), args, kwargs)
+            ran, result = run_setter(self, modules[""], part._as_model(method), args, kwargs)
             if ran:
                 return result
-            self._graphshard.computing.add(entry)
+            computed = self._run(entry, args, kwargs, changes=result)
+            if not result:
+                self._graphshard.computing.add(entry)
+            return computed
         return self._run(entry, args, kwargs)
 
-    def _run(self, entry: EntryPoint, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    def _run(
+        self, entry: EntryPoint, args: tuple[Any, ...], kwargs: dict[str, Any], changes: str = ""
+    ) -> Any:
         state = self._graphshard
         try:
             if not state.ready:
@@ -87,9 +93,12 @@ class CallMethods(TreeModule):
                 state.require_values(self)
             step, tensors = state.programs.step_for(args, kwargs, entry)
         except Exception as error:
-            if isinstance(error, CaptureError) and (
-                entry != MAIN_ENTRY or not torch.is_grad_enabled()
-            ):
+            is_capture = type(error) is not ModelChangeError and isinstance(error, CaptureError)
+            if is_capture and changes:
+                change = ModelChangeError(changes)
+                self._tell_of_failure(change)
+                raise change from error
+            if is_capture and (entry != MAIN_ENTRY or not torch.is_grad_enabled()):
                 error.add_note(
                     f"Without gradients, sharded.run_eagerly({_path_of(entry)!r}, ...) runs such "
                     "code as it is, on gathered parameters"

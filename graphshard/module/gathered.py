@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager
-from dataclasses import dataclass
 from functools import partial
 from typing import Any, NoReturn
 
@@ -16,6 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from graphshard.capture.casting import cast_at_units
+from graphshard.capture.side_effects import ModuleTables
 from graphshard.errors import PolicyError, RuntimeStateError
 from graphshard.format import human_bytes, some_of
 from graphshard.module.internals import _State
@@ -85,8 +85,8 @@ class Gathered:
         requires_grad = {n: s.param.requires_grad for n, s in self._state.bindings.shards.items()}
         with ExitStack() as stack:
             stack.enter_context(set_flags(model, flags, requires_grad))
-            structure = _Structure(model)
-            stack.callback(structure.restore)
+            tables = ModuleTables(model)
+            stack.callback(tables.restore)
             stack.enter_context(cast_at_units(model, self._state.bindings.plan.precisions))
             stack.callback(self._take_back)
             buffers = self._lend_buffers()
@@ -106,7 +106,12 @@ class Gathered:
                     raise
                 finally:
                     self._carry(buffers, flags)
-                structure.require_same()
+                if different := tables.changed():
+                    raise RuntimeStateError(
+                        f"code on gathered parameters added, removed or replaced "
+                        f"{some_of(different)}, which the sharded module cannot take over; do so "
+                        "on the model before compiling it"
+                    )
                 self._take_back()
                 self._require_nothing_lost()
 
@@ -253,46 +258,6 @@ def _refuse_gradient(name: str, gradient: Tensor) -> NoReturn:
         "and its gradient would be lost; make such calls under torch.no_grad(), and train by "
         "calling the sharded module"
     )
-
-
-@dataclass(frozen=True)
-class _Tables:
-    """The tables of a module, and what was in them."""
-
-    tables: tuple[dict[str, Any], ...]
-    content: tuple[dict[str, Any], ...]
-
-
-class _Structure:
-    """Which parameters, buffers and modules a model has."""
-
-    def __init__(self, model: nn.Module) -> None:
-        self._modules: dict[str, _Tables] = {}
-        for fqn, module in model.named_modules():
-            tables = (module._parameters, module._buffers, module._modules)
-            self._modules[fqn] = _Tables(tables, tuple(map(dict, tables)))
-
-    def require_same(self) -> None:
-        """Raise if one was added, removed or, a module, replaced."""
-        different = []
-        for fqn, module in self._modules.items():
-            for now, before in zip(module.tables, module.content, strict=True):
-                names = now.keys() ^ before.keys()
-                if now is module.tables[2]:
-                    names |= {n for n in now.keys() & before.keys() if now[n] is not before[n]}
-                different += [f"{fqn}.{name}" if fqn else name for name in sorted(names)]
-        if different:
-            raise RuntimeStateError(
-                f"code on gathered parameters added, removed or replaced {some_of(different)}, "
-                "which the sharded module cannot take over; do so on the model before compiling it"
-            )
-
-    def restore(self) -> None:
-        """Put back what there was."""
-        for module in self._modules.values():
-            for now, before in zip(module.tables, module.content, strict=True):
-                now.clear()
-                now.update(before)
 
 
 def _streamed(

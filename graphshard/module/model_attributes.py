@@ -13,8 +13,9 @@ from typing import Any, NoReturn
 from torch import Tensor, nn
 
 from graphshard.capture.code_walk import in_library
-from graphshard.errors import RuntimeStateError
+from graphshard.errors import ModelChangeError, RuntimeStateError
 from graphshard.format import some_of
+from graphshard.module.switches import SETTERS, answer, is_foreign
 
 _OF_ANY_MODULE = frozenset(vars(nn.Module()))
 
@@ -85,6 +86,12 @@ class ModelAttributes(nn.Module):
         return self.__dict__.get("_graphshard_fqn", "")
 
     @property
+    def _is_whole(self) -> bool:
+        """Whether this is the sharded module itself, not a part of it, and is ready."""
+        root = self.__dict__["_graphshard_changes"].root
+        return root is not None and root() is self
+
+    @property
     def __class__(self) -> type:
         """The model's class, so that `isinstance` takes this for one and inspection sees its code.
 
@@ -110,12 +117,18 @@ class ModelAttributes(nn.Module):
                 raise
             missing: Any = self
             value = _attribute(twin, self, name, missing)
-            if value is missing:
-                forwarding = type(twin).__getattr__  # as PEFT's, to the module inside
-                if forwarding is nn.Module.__getattr__:
-                    raise
-                return self._as_model(forwarding)(name)
-        return value
+            if value is not missing:
+                return value
+            forwarding = type(twin).__getattr__  # as PEFT's, to the module inside
+            if forwarding is not nn.Module.__getattr__:
+                try:
+                    return self._as_model(forwarding)(name)
+                except AttributeError:
+                    if not is_foreign(name):
+                        raise
+            elif not is_foreign(name):
+                raise
+        return answer(self, name, whole=self._is_whole)
 
     def __setattr__(self, name: str, value: Any) -> None:
         twin = self._twin
@@ -125,13 +138,16 @@ class ModelAttributes(nn.Module):
             self._refuse_own(twin, name)
             super().__setattr__(name, value)
         elif name in self._modules or isinstance(value, nn.Module):
-            self._refuse_module(name)
+            if self._modules.get(name) is not value:
+                self._refuse_module(name)
         elif name in self._parameters or name in self._buffers or isinstance(value, nn.Parameter):
             super().__setattr__(name, value)
         else:
             descriptor = getattr(type(twin), name, None)
             if isinstance(descriptor, property) and descriptor.fset is not None:
                 descriptor.fset(self, value)
+            elif name in SETTERS and self._is_whole and not hasattr(twin, name):
+                SETTERS[name](self, value)
             else:
                 changes = self.__dict__["_graphshard_changes"]
                 setattr(twin, name, changes.known(value, vars(twin).get(name)))
@@ -181,15 +197,21 @@ class ModelAttributes(nn.Module):
 
     def _as_model(self, method: Callable[..., Any]) -> Callable[..., Any]:
         """`method` of the model's class with this module as `self`, which `super()` accepts."""
+        name = getattr(method, "__name__", "a method")
 
         def call(*args: Any, **kwargs: Any) -> Any:
             changes = self.__dict__["_graphshard_changes"]
             before, changes.acting = changes.acting, True
             try:
                 return method(self, *args, **kwargs)
+            except ModelChangeError as error:
+                if before:
+                    raise
+                raise ModelChangeError.by(name, error) from error
             finally:
                 changes.acting = before
 
+        call.__name__ = name
         return call
 
     def _refuse_own(self, twin: nn.Module, name: str) -> None:
@@ -206,7 +228,7 @@ class ModelAttributes(nn.Module):
 
     def _refuse_module(self, name: str) -> NoReturn:
         path = f"{self._fqn}.{name}" if self._fqn else name
-        raise RuntimeStateError(
+        raise ModelChangeError(
             f"{path!r} cannot be added, replaced or removed as a module: the plan has the model's "
             "modules as they were; change the model and compile it again (state_dict() and "
             "load_state_dict() carry the weights over)"

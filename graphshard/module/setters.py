@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -10,8 +9,9 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_leaves
 
-from graphshard.capture.side_effects import NO_COMPUTE
-from graphshard.errors import RuntimeStateError
+from graphshard.capture.side_effects import NO_COMPUTE, PLANNED, ModuleTables
+from graphshard.errors import ModelChangeError, RuntimeStateError
+from graphshard.format import some_of
 
 
 class _ComputesError(Exception):
@@ -28,28 +28,43 @@ class _RefuseComputing(TorchFunctionMode):
 
 
 def run_setter(
-    model: nn.Module, method: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
+    sharded: nn.Module,
+    model: nn.Module,
+    method: Callable[..., Any],
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
 ) -> tuple[bool, Any]:
-    """Call `method`; (True, its result), or (False, None) if it has to be captured.
+    """Call `method`; (True, its result), or (False, why) if it has to be captured.
 
     It has to be if it computes with tensors, gives one, or is given one and sets an attribute. What
-    it had set until then of the attributes of `model` and the modules below is taken back.
+    it had set until then of the attributes of `model` and the modules below is taken back. It also
+    has to be, to see what it leaves, if it changes parameters or modules of `sharded` on its way;
+    `why` then says so, and is "" otherwise.
     """
     before = [(vars(module), dict(vars(module))) for module in model.modules()]
+    tables = ModuleTables(sharded, PLANNED, PLANNED)
+    why = ""
     # A part refuses to be called: so does a method that computes by parts alone.
-    with contextlib.suppress(_ComputesError, RuntimeStateError), _RefuseComputing():
-        result = method(*args, **kwargs)
+    try:
+        with _RefuseComputing():
+            result = method(*args, **kwargs)
         keeps = _has_tensors((args, kwargs)) and any(
             attributes.keys() != content.keys()
             or any(attributes[name] is not content[name] for name in content)
             for attributes, content in before
         )
-        if not keeps and not _has_tensors(result):
+        if changed := tables.changed():
+            what = f"it adds, removes or replaces {some_of(changed)}"
+            why = str(ModelChangeError.by(method.__name__, what))
+        if not why and not keeps and not _has_tensors(result):
             return True, result
+    except (_ComputesError, RuntimeStateError) as error:
+        why = str(error) if isinstance(error, ModelChangeError) else ""
+    tables.restore()
     for attributes, content in before:
         attributes.clear()
         attributes.update(content)
-    return False, None
+    return False, why
 
 
 def _has_tensors(value: Any) -> bool:

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any, NoReturn
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 
-from graphshard.errors import RuntimeStateError
+from graphshard.errors import ModelChangeError, RuntimeStateError
 from graphshard.module.model_attributes import Changes, ModelAttributes
 from graphshard.runtime.shards import Shard
 from graphshard.torch_private import compat as torch_compat
@@ -91,9 +92,33 @@ class TreeModule(ModelAttributes):
                 self._refuse_change(kind, name)
         super().__delattr__(name)
 
+    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Any:
+        """Do nothing, which is all that a `to`, `float` or `cuda` of what is so already does.
+
+        Raises:
+            RuntimeStateError: it would change a dtype or a device.
+        """
+        named = [*self.named_parameters(recurse=recurse), *self.named_buffers(recurse=recurse)]
+        kinds: dict[Any, str] = {}
+        for name, tensor in named:
+            local = torch_compat.local_tensor(tensor) if isinstance(tensor, DTensor) else tensor
+            kinds.setdefault((local.dtype, local.device), name)
+        for (dtype, device), name in kinds.items():
+            with torch_compat.past_torch_function_modes():
+                new = fn(torch.empty(0, dtype=dtype, device=device))
+            if (new.dtype, new.device) != (dtype, device):
+                path = ".".join(filter(None, (self._fqn, name)))
+                raise ModelChangeError(
+                    f"a sharded module cannot be cast or moved: {path!r} is {dtype} on {device} in "
+                    f"its plan and programs, and would be {new.dtype} on {new.device}; cast or "
+                    "move the model before graphshard.compile (device= chooses the ranks' device), "
+                    "or compute in another dtype by the policy's mixed_precision or torch.autocast"
+                )
+        return self
+
     def _refuse_change(self, kind: str, name: str) -> NoReturn:
         path = ".".join(filter(None, (self.__dict__["_graphshard_fqn"], name)))
-        raise RuntimeStateError(
+        raise ModelChangeError(
             f"{kind} {path!r} cannot be added or removed, since the plan has the model's as they "
             "were; weight_norm, spectral_norm, prune and parametrizations are captured if they are "
             "applied before graphshard.compile"
@@ -143,6 +168,15 @@ class TreeContainer(TreePart):
 
     def _parts(self) -> list[Any]:
         return list(self._modules.values())
+
+    def __setitem__(self, key: int | str, module: nn.Module) -> None:
+        self._refuse_module(str(key))
+
+    def __delitem__(self, key: int | slice | str) -> None:
+        self._refuse_module(str(key))
+
+    def __iadd__(self, modules: Any) -> Any:
+        self._refuse_module(str(len(self)))
 
     @property
     def _kind(self) -> type:

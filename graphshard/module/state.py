@@ -117,7 +117,8 @@ class StateMethods(nn.Module):
     ) -> Any:
         """As `nn.Module.load_state_dict`; values may be DTensors or full tensors.
 
-        One name of a tied parameter is enough. Values are cast to the model's dtypes, floating
+        One name of a tied parameter is enough, and it stays tied: the last name counts, as where
+        values are copied. Values are cast to the model's dtypes, floating
         point to floating point and integers to integers.
 
         Raises:
@@ -132,6 +133,7 @@ class StateMethods(nn.Module):
             with agreement.part():
                 result = super().load_state_dict(local_values, strict=strict, assign=assign)
                 for shard in state.shards:
+                    shard.tie()  # `assign` makes a parameter for each name
                     shard.current()
         return result
 

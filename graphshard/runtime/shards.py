@@ -12,7 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Mapping
 from functools import cache
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 from torch import Tensor, nn
@@ -26,6 +26,7 @@ from graphshard.runtime.group import Group, strides_of
 from graphshard.torch_private import compat as torch_compat
 
 _STEPS = "_graphshard_steps"
+_OWNER = "_graphshard_owner"  # of a parameter: the first name of the one it is, or was, here
 
 
 def count_steps(param: Tensor) -> None:
@@ -90,8 +91,8 @@ class Shard:
         if not model_param.is_contiguous():
             raise PlanError(
                 f"parameter {layout.fqn!r} is not contiguous (strides {model_param.stride()}) and "
-                "cannot be split along dim 0 without a copy each step; make it contiguous first, "
-                "e.g. model.to(memory_format=torch.contiguous_format)"
+                "cannot be split along dim 0 without a copy each step; before graphshard.compile "
+                "run `for p in model.parameters(): p.data = p.data.contiguous()`"
             )
         self.layout = layout
         self.group = group
@@ -108,6 +109,7 @@ class Shard:
         count_steps(self.param)
         for name, value in vars(model_param).items():
             setattr(self.param, name, value)
+        setattr(self.param, _OWNER, layout.fqn)
         if model_param.device.type == "meta" and layout.dtype.is_floating_point:
             self.local.fill_(float("nan"))  # see `has_values`
 
@@ -116,10 +118,14 @@ class Shard:
 
         Raises:
             RuntimeStateError: the new parameter has another shape, placement, dtype or device, or
+                is another one of the model's; or not all names of a tied parameter have it; or
                 there is none any more.
         """
         holder, name = self.holders[0]
         param = holder.get(name)
+        for other, other_name in self.holders[1:]:
+            if param is not None and other.get(other_name) is not param:
+                self._refuse_untied()
         if param is not self.param or self._local_of(param) is not self.local:
             if param is None:
                 raise RuntimeStateError(
@@ -129,6 +135,12 @@ class Shard:
                 )
             self._adopt(param)
         return self.storage
+
+    def tie(self) -> None:
+        """Give all names of a tied parameter the one that its last name has."""
+        last, last_name = self.holders[-1]
+        for holder, name in self.holders:
+            holder[name] = last[last_name]
 
     def program_input(self, stale: Collection[str]) -> Tensor:
         """The tensor that a program which gathers the parameters `stale` takes as its input."""
@@ -267,9 +279,16 @@ class Shard:
         self.local = local
         self.param = param
         count_steps(param)
+        setattr(param, _OWNER, self.layout.fqn)
         self.ready = True
-        for holder, name in self.holders:
-            holder[name] = param
+
+    def _refuse_untied(self) -> NoReturn:
+        names = self.layout.names
+        raise RuntimeStateError(
+            f"{' and '.join(map(repr, names))} are one tied parameter, and not all of them have "
+            "the same one now, which would untie them; give every name the same nn.Parameter, or "
+            "untie the model before graphshard.compile and compile it again"
+        )
 
     def _is_storage(self, local: Tensor) -> bool:
         """Whether `local` can be the storage that a gather sends."""
@@ -279,6 +298,11 @@ class Shard:
         """The local tensor of `param`, if that has the layout of the parameter it replaces."""
         advice = "keep its shape, dtype, device and placement, or compile the model again"
         name = self.layout.fqn
+        if (owner := getattr(param, _OWNER, name)) != name:
+            raise RuntimeStateError(
+                f"parameter {name!r} was replaced by parameter {owner!r}, which would tie them; "
+                "tie them before graphshard.compile, and compile the model again"
+            )
         if self.group.mesh is not None:
             if not isinstance(param, DTensor):
                 raise RuntimeStateError(

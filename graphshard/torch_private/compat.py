@@ -230,6 +230,12 @@ def _backend(group: Any, device: torch.device) -> Any:
 
 # -- sharded parameters ---------------------------------------------------------------------------
 
+
+def past_torch_function_modes() -> Any:
+    """A context in which no `TorchFunctionMode` sees a call."""
+    return private("torch._C", "DisableTorchFunction")()
+
+
 local_tensor = attrgetter("_local_tensor")
 """The local tensor of a DTensor itself; `to_local` gives a view of it."""
 

@@ -211,12 +211,25 @@ class Sharded(Side):
         )
         if case.start == "meta":
             self.module.load_full_state_dict(real.state_dict())
+        self._seed = case.seed
         self.optim = optimizer_of(case, self)
         if case.local:
             self.module.step_locally(self.optim)
 
-    def unsynced(self) -> Any:
-        return self.module.no_sync()
+    @contextlib.contextmanager
+    def unsynced(self) -> Iterator[None]:
+        """In a spelling that the seed draws."""
+        if self._seed % 3 == 0:
+            with self.module.no_sync():
+                yield
+        elif self._seed % 3 == 1:
+            self.module.require_backward_grad_sync = False
+            yield
+            self.module.require_backward_grad_sync = True
+        else:
+            self.module.set_requires_gradient_sync(False)
+            yield
+            self.module.set_requires_gradient_sync(True)
 
     def clip(self, bound: float, norm: float) -> Tensor:
         return self.module.clip_grad_norm_(bound, norm)

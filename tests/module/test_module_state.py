@@ -189,11 +189,31 @@ def notices_replaced_storage(rank: int) -> None:
     sharded = graphshard.compile(seeded(TiedGPT, 0), BLOCK)
     sharded.eval()
     before = sharded(*tokens_of(rank, 0)).detach()
-    sharded.to(torch.float64).to(torch.float32)  # torch swaps the tensors inside
+    for param in sharded.parameters():
+        torch.utils.swap_tensors(param, nn.Parameter(param.double().float()))
     assert torch.equal(sharded(*tokens_of(rank, 0)).detach(), before)
-    sharded.to(torch.float64)
+    with pytest.raises(RuntimeStateError, match=r"cannot be cast or moved: 'embed.weight'"):
+        sharded.to(torch.float64)
+    assert sharded.float() is sharded
+    param = sharded.get_parameter("embed.weight")
+    torch.utils.swap_tensors(param, nn.Parameter(param.double()))
     with pytest.raises(RuntimeStateError, match=r"'embed.weight' is now .*float64"):
         sharded(*tokens_of(rank, 0))
+
+
+def ties_by_one_rule(rank: int) -> None:
+    for name in ("embed", "head"):
+        sharded = graphshard.compile(seeded(TiedGPT, 0), BLOCK)
+        part = sharded.get_submodule(name)
+        part.weight = nn.Parameter(part.weight.detach() * 2)
+        with pytest.raises(RuntimeStateError, match=r"are one tied parameter, and not all of them"):
+            sharded(*tokens_of(rank, 0))
+        for other in (sharded.embed, sharded.head):
+            other.weight = part.weight
+        model = seeded(TiedGPT, 0).eval()
+        with torch.no_grad():
+            model.head.weight.mul_(2)
+        assert torch.equal(sharded.eval()(*tokens_of(rank, 0)), model(*tokens_of(rank, 0)))
 
 
 ON_TWO = [
@@ -205,6 +225,7 @@ ON_TWO = [
     initializes_alike,
     travels_through_distributed_checkpoints,
     notices_replaced_storage,
+    ties_by_one_rule,
 ]
 
 test_on_two_ranks = on_ranks(ON_TWO, 2)
@@ -272,8 +293,11 @@ def test_a_failing_initialiser_is_named() -> None:
 def test_parameters_must_be_contiguous() -> None:
     model = nn.Sequential(nn.Linear(4, 3))
     model[0].weight = nn.Parameter(torch.randn(4, 3).t())
-    with pytest.raises(PlanError, match=r"'0\.weight' is not contiguous"):
+    values = model[0].weight.detach().clone()
+    with pytest.raises(PlanError, match=r"'0\.weight' is not contiguous") as caught:
         graphshard.compile(model, LINEAR)
+    exec(str(caught.value).split("`")[1])  # the line of code that it advises
+    assert torch.equal(graphshard.compile(model, LINEAR).get_parameter("0.weight"), values)
 
 
 def test_models_that_cannot_be_copied_work() -> None:

@@ -141,6 +141,16 @@ def test_wheel(venv: Path, source: Path, tmp_path: Path) -> None:
     check_installed(venv, home=site_packages(venv))
 
 
+def test_packages_load_when_they_are_asked_for() -> None:
+    script = (
+        "import sys, graphshard\n"
+        "assert not {'transformers', 'accelerate', 'peft', 'lightning'} & set(sys.modules)\n"
+        "assert graphshard.hf.ShardedTrainer and graphshard.lightning.GraphShardStrategy\n"
+        "assert graphshard.calibrate.__doc__ and not hasattr(graphshard, 'nothing')\n"
+    )
+    subprocess.run([sys.executable, "-c", script], check=True, cwd=ROOT, timeout=120)
+
+
 def test_every_module_imports_with_the_core_dependencies_alone() -> None:
     """Whatever brings numpy along, the product does not need it."""
     script = (

@@ -341,6 +341,12 @@ test_on_two_ranks = on_ranks(ON_RANKS, 2, timeout=400)
 test_on_four_ranks = pytest.mark.slow(on_ranks(ON_FOUR, 4, timeout=400))
 
 
+def test_torch_s_own_clip_raises_where_a_shard_is_empty() -> None:
+    """README.md says so; once this fails, its sentence on `clip_grad_norm_` and inf can go."""
+    with pytest.raises(RuntimeError, match=r"infinity norm on an empty tensor"):
+        torch.nn.utils.get_total_norm([torch.ones(2), torch.empty(0)], float("inf"))
+
+
 def test_on_a_single_rank_parameters_are_full_already() -> None:
     model = gpt()
     sharded = compiled(model)
