@@ -86,6 +86,7 @@ class CallMethods(TreeModule):
                 self._refuse_unsharded()
                 state.require_values(self)
             step, tensors = state.programs.step_for(args, kwargs, entry)
+            return step.run(tensors)
         except Exception as error:
             if isinstance(error, CaptureError) and (
                 entry != MAIN_ENTRY or not torch.is_grad_enabled()
@@ -96,7 +97,6 @@ class CallMethods(TreeModule):
                 )
             self._tell_of_failure(error)
             raise
-        return step.run(tensors)
 
     def _tell_of_failure(self, error: Exception) -> None:
         """Let the other ranks, which may be about to run a program, raise the error of this one."""
