@@ -27,6 +27,7 @@ from graphshard.errors import (
     PlanError,
     RuntimeStateError,
 )
+from graphshard.runtime import group as of_groups
 from graphshard.runtime.collectives import wait
 from graphshard.runtime.gather import AllGather
 from graphshard.torch_private.full_tensors import full_tensor
@@ -449,6 +450,18 @@ LEFT_BY_FOUR = {
 )
 def test_a_rank_leaves_a_step(name: str) -> None:
     run_ranks(leaves_steps, 2, LEFT[name])
+
+
+def leaves_steps_of_collectives(rank: int) -> None:
+    """Gloo's own, as more than eight ranks use."""
+    of_groups.MAX_RANKS = 1
+    for policy in LEFT.values():
+        leaves_steps(rank, policy)
+
+
+@pytest.mark.slow
+def test_a_rank_leaves_a_step_of_collectives() -> None:
+    run_ranks(leaves_steps_of_collectives, 2, timeout=300)
 
 
 @pytest.mark.slow
