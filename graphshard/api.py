@@ -108,8 +108,8 @@ def compile(  # noqa: A001  # as torch.compile
     Raises:
         PolicyError: the policy, the mesh and the model do not fit, or an argument is invalid.
         PlanError: the model cannot be planned, or this is called in inference mode.
-        ReplicaError: ranks that hold copies of one parameter came with different weights, and the
-            policy has no `sync_module_states`.
+        ReplicaError: the ranks came with different weights or buffers, and the policy has no
+            `sync_module_states`.
         CaptureError, PassError, VerifyError: no program can be made for the example inputs, for
             example because the model fixes a dynamic size.
         UnsupportedTorchError: `backend="inductor"` does not support this version of torch.
@@ -173,8 +173,7 @@ def compile(  # noqa: A001  # as torch.compile
             with progress.stage("shard"):
                 sharded = ShardedModule(model, plan, group, every, sizes, agreement)
         if all(part.flags) and not policy.sync_module_states:
-            state = sharded._graphshard
-            require_one_model(state.bindings, state.on_meta)
+            require_one_model(sharded._graphshard.bindings, model)
         with agreement.part():
             if "accelerate" in sys.modules:
                 from graphshard.hf.accelerators import let_accelerators_prepare

@@ -58,6 +58,7 @@ def main() -> None:
     options = parser.parse_args()
     warnings.simplefilter("ignore")
     dist.init_process_group("gloo")
+    torch.manual_seed(0)
     layers = [nn.Linear(options.width, options.width) for _ in range(options.layers)]
     sharded = graphshard.compile(nn.Sequential(*layers), graphshard.BlockPolicy({nn.Linear}))
     optimizer = torch.optim.AdamW(sharded.parameters())

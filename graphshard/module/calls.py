@@ -92,6 +92,7 @@ class CallMethods(TreeModule):
                 self._refuse_unsharded()
                 state.require_values(self)
             step, tensors = state.programs.step_for(args, kwargs, entry)
+            return step.run(tensors, (args, kwargs))
         except Exception as error:
             is_capture = type(error) is not ModelChangeError and isinstance(error, CaptureError)
             if is_capture and changes:
@@ -105,7 +106,6 @@ class CallMethods(TreeModule):
                 )
             self._tell_of_failure(error)
             raise
-        return step.run(tensors, (args, kwargs))
 
     def _tell_of_failure(self, error: Exception) -> None:
         """Let the other ranks, which may be about to run a program, raise the error of this one."""

@@ -49,6 +49,7 @@ class AccumulatedGrads:
     kind: GRADIENT or SHARD inside `no_sync`, None outside of it.
     tensors: full gradients `(d0, ...)` or reduced shards `(ceil(d0/W), ...)`, in the dtype of
         their reduce.
+    incomplete: a backward failed that had changed some of them.
     """
 
     def __init__(self) -> None:
@@ -56,6 +57,8 @@ class AccumulatedGrads:
         self.tensors: dict[GradKey, Tensor] = {}
         self._pending: list[weakref.ref[Any]] = []
         self._paused = False
+        self._changes = 0
+        self.incomplete = False
 
     @contextmanager
     def no_sync(self, kind: str) -> Iterator[None]:
@@ -67,7 +70,17 @@ class AccumulatedGrads:
             self.kind = before
 
     def mode(self) -> Mode:
-        """The mode of the program that a call beginning now must run."""
+        """The mode of the program that a call beginning now must run.
+
+        Raises:
+            RuntimeStateError: the gradients are incomplete.
+        """
+        if self.incomplete:
+            raise RuntimeStateError(
+                "gradients accumulated by no_sync() are incomplete, since a backward failed; drop "
+                "them by zero_grad() of the sharded module (an optimizer's does not), and begin "
+                "with the first batch of the step again, or with the next step"
+            )
         if self.kind is None and not self.tensors and not self._pending:
             return REDUCED
         names: dict[str, set[str]] = {GRADIENT: set(), SHARD: set()}
@@ -109,6 +122,17 @@ class AccumulatedGrads:
     def clear(self) -> None:
         """Drop all accumulated gradients."""
         self.tensors.clear()
+        self.incomplete = False
+
+    @contextmanager
+    def whole(self) -> Iterator[None]:
+        """Note it if the body fails after it changed some of the gradients."""
+        before = self._changes
+        try:
+            yield
+        except BaseException:
+            self.incomplete |= self._changes != before
+            raise
 
     @contextmanager
     def paused(self) -> Iterator[None]:
@@ -138,6 +162,7 @@ class AccumulatedGrads:
         def accumulate(grad: Tensor) -> Tensor:
             if self._paused:
                 return grad.to(dtype)
+            self._changes += 1
             if key in self.tensors:
                 return self.tensors[key].add_(grad)
             # A copy, since other nodes of backward may read the gradient as well.
@@ -151,7 +176,10 @@ class AccumulatedGrads:
 
         def add_accumulated(grad: Tensor) -> Tensor:
             accumulated = None if self._paused else self.tensors.pop(key, None)
-            return grad.to(dtype) if accumulated is None else accumulated.add_(grad)
+            if accumulated is None:
+                return grad.to(dtype)
+            self._changes += 1
+            return accumulated.add_(grad)
 
         return add_accumulated
 

@@ -12,6 +12,8 @@ import inspect
 import logging
 import os
 import pickle
+import signal
+import threading
 import time
 import weakref
 from collections.abc import Callable, Iterable, Iterator
@@ -131,8 +133,41 @@ class _Failure:
     all that these functions refer to, the module among them, until the garbage collector runs.
     """
 
-    def __init__(self, error: Exception | None = None) -> None:
+    def __init__(self, error: BaseException | None = None) -> None:
         self.error = error
+
+
+@contextmanager
+def interrupts_held() -> Iterator[Callable[[], None]]:
+    """Hold back the KeyboardInterrupt of one Ctrl-C inside; the second comes at once.
+
+    Not where another thread runs or the script has a handler of its own.
+
+    Yields:
+        A function that raises what is held back, as the end of the context does.
+    """
+    held: list[int] = []
+
+    def hold(number: int, _: Any) -> None:
+        if held:
+            raise KeyboardInterrupt
+        held.append(number)
+
+    def let_go() -> None:
+        if held:
+            held.clear()
+            raise KeyboardInterrupt
+
+    main = threading.current_thread() is threading.main_thread()
+    if not main or signal.getsignal(signal.SIGINT) is not signal.default_int_handler:
+        yield let_go
+        return
+    signal.signal(signal.SIGINT, hold)
+    try:
+        yield let_go
+    finally:
+        signal.signal(signal.SIGINT, signal.default_int_handler)
+        let_go()
 
 
 class Agreement:
@@ -198,6 +233,76 @@ class Agreement:
         if self.meetings is None or not fingerprint.lines:
             return
         self._meet(fingerprint.call, once=fingerprint.call.number)
+
+    @contextmanager
+    def half(
+        self,
+        phase: str,
+        fingerprint: Fingerprint,
+        finish: Callable[[], None],
+        *,
+        ends: bool = False,
+        alone: bool = False,
+    ) -> Iterator[Part]:
+        """Run a forward or backward, which all ranks begin together.
+
+        On Gloo, a rank on which the body fails does by `finish` what the others wait for, before it
+        raises its error, of which the caller tells them by `give_up`, but for `ends` and `alone`.
+        Ctrl-C waits for the end of the body, so that it cannot come between two messages.
+
+        Args:
+            phase: "forward" or "backward".
+            fingerprint: of the graph that this rank is about to run.
+            finish: takes part in the collectives that the body did not come to.
+            ends: the ranks meet at the end, too: where one failed, all raise an error.
+            alone: the others need not know of an error: what they have is right.
+
+        Raises:
+            FingerprintError: some rank is about to run another one, or makes another call; raised
+                on every rank.
+            CollectiveError: a rank did not get here within the group's timeout, or the body failed
+                on another one, where all meet at the end.
+        """
+        if self.meetings is None or self.group.backend != "gloo" or not fingerprint.lines:
+            self.require(fingerprint)
+            try:
+                yield Part()
+            except Exception as error:
+                if alone:
+                    mark(error)
+                raise
+            return
+        part, own, here = Part(), _Failure(), self.group.here
+        with interrupts_held() as let_go:
+            self.require(fingerprint)
+            here.begun, here.lost = 0, False
+            try:
+                try:
+                    yield part
+                    let_go()
+                except BaseException as error:
+                    if not here.lost:
+                        self._finish(finish)
+                    mark(error, told=here.lost or alone)  # it may be an object raised before
+                    if here.lost or not ends:
+                        raise
+                    own.error = error
+                if ends:
+                    self._end(part, own, Call(f"calls {phase}"), keeps=True)
+            finally:
+                own.error = None
+
+    def _finish(self, finish: Callable[[], None]) -> None:
+        """Call it; where it fails, the others learn of the error by the group's timeout only."""
+        try:
+            finish()
+        except Exception as failure:
+            self.group.here.lost = True
+            logger.warning(
+                "rank %d: a call failed, and so did telling the other ranks: %s",
+                self.group.rank,
+                first_line(failure),
+            )
 
     def any_rank(self, changed: bool) -> bool:
         """Whether any rank says that its rows of resident parameters changed; all call this.
@@ -296,16 +401,19 @@ class Agreement:
                 return
             call = Call(f"calls {text}" if text else self._text, tuple(part.same))
             once = None if waits else call.text.partition("(")[0]
-            try:
-                part.flags = self._meet(call, own, flag=part.flag, once=once)
-            except GraphshardError as of_all:
-                if own.error is None or not keeps:
-                    raise
-                mark(own.error)
-                of_all.__cause__ = None  # which is this very error
-                raise own.error from of_all
+            self._end(part, own, call, keeps=keeps, once=once)
         finally:
             own.error = None
+
+    def _end(self, part: Part, own: _Failure, call: Call, *, keeps: bool, once: Any = None) -> None:
+        try:
+            part.flags = self._meet(call, own, flag=part.flag, once=once)
+        except GraphshardError as of_all:
+            if own.error is None or not keeps:
+                raise
+            mark(own.error)
+            of_all.__cause__ = None  # which is this very error
+            raise own.error from of_all
 
     # -- meeting --------------------------------------------------------------------------------
 
@@ -418,7 +526,7 @@ class Agreement:
     # -- errors ---------------------------------------------------------------------------------
 
     def _loss(
-        self, failure: Exception, call: Call, own: Exception | None = None
+        self, failure: Exception, call: Call, own: BaseException | None = None
     ) -> CollectiveError:
         """The error of a rank that cannot go on with the others; leaves a note for them."""
         group = self.group

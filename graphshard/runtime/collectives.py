@@ -138,6 +138,8 @@ class BoundCollective:
         Raises:
             CollectiveError: the call failed.
         """
+        if self.here.done and self.here.has_done():
+            return
         by_gloo = self.group.backend == "gloo"
         if by_gloo:
             args = tuple(alias_tensors(value, pending.aliases) for value in args)
@@ -150,9 +152,11 @@ class BoundCollective:
             else:
                 pending.launched = side_stream.launch(_launch_and_wait, launch, args)
                 self.here.launched(self.at_wait, pending.launched.event)
+            self.here.begun += 1
         except torch.OutOfMemoryError:
             raise
         except RuntimeError as error:
+            self.here.lost = True
             raise self.error(
                 "could not be started",
                 "if the error is not about this rank, look for the first error in the logs of all "
@@ -172,9 +176,13 @@ class BoundCollective:
             CollectiveError: another rank died, failed or timed out.
         """
         assert self.group.pairwise is not None
+        if self.here.done and self.here.has_done():
+            return
         try:
             pending.works += self.group.pairwise.exchange(sent, received)
+            self.here.begun += 1
         except RuntimeError as error:
+            self.here.lost = True
             raise self.peer_error(error) from error
 
     def wait(self, pending: Pending) -> list[Tensor]:
@@ -200,10 +208,44 @@ class BoundCollective:
         except torch.OutOfMemoryError:
             raise
         except RuntimeError as error:
+            self.here.lost = True
             raise self.peer_error(error) from error
         empty_aliases(pending.aliases)
         here.at = self.past_wait
         return self.results(pending)
+
+    def take_part(self, tensors: Sequence[Any]) -> None:
+        """Do what other ranks wait for, after an error on this one.
+
+        Args:
+            tensors: the operands, with None for those that this rank does not have. Poison is sent
+                in their place: the others get it only if they are told of the error before they use
+                it.
+
+        Raises:
+            RuntimeError, CollectiveError: another rank died, or did not get here in time.
+        """
+        if self.group.size == 1:
+            return
+        given = [
+            torch.full(
+                self.given_shape(o.layout),
+                poison_of(o.dtype),
+                dtype=o.dtype,
+                device=self.group.device,
+            )
+            if tensor is None
+            else tensor
+            for tensor, o in zip(tensors, self.operands, strict=True)
+        ]
+        pending = self(given)
+        works, pending.works = pending.works, []
+        for work in works:
+            work.wait()
+
+    def given_shape(self, layout: ParamLayout) -> tuple[int, ...]:
+        """The shape of an operand."""
+        return layout.shard_shape
 
     def peer_error(self, error: Exception) -> CollectiveError:
         """The error to raise when another rank did not take part."""
@@ -252,6 +294,13 @@ class BoundCollective:
             f"{self.op} of unit {self.unit or '(root)'} in {self.phase} {how} on rank "
             f"{self.group.rank} of {self.group.size}: {advice} ({error})"
         )
+
+
+def poison_of(dtype: torch.dtype) -> float | int:
+    """NaN, True, or the largest integer of `dtype`."""
+    if dtype.is_floating_point or dtype.is_complex:
+        return float("nan")
+    return 1 if dtype is torch.bool else torch.iinfo(dtype).max
 
 
 def _launch_and_wait(launch: Callable[..., Any], args: tuple[Any, ...]) -> None:

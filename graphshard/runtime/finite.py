@@ -126,6 +126,7 @@ class FiniteReports:
                 self.found = Found(names[place], ranks)
 
         report.__name__ = report.__qualname__ = "report_finite"
+        report.take_part = lambda _: self._of_all_ranks(places.new_tensor(len(names)))  # type: ignore[attr-defined]
         report.__module__ = "graphshard"
         return report
 
@@ -136,11 +137,13 @@ class FiniteReports:
             CollectiveError: another rank died, or did not get here within the timeout.
         """
         group = self.group
-        if group.size == 1 or group.backend == "fake":
+        if group.size == 1 or group.backend == "fake" or group.here.has_done():
             return [int(number)]
         try:
+            group.here.begun += 1
             return [row[0] for row in group.gather_tensor(number.view(1)).tolist()]
         except RuntimeError as error:
+            group.here.lost = True
             raise CollectiveError(
                 f"rank {group.rank} of {group.size} reports whether its step was finite, but "
                 "another rank died, raised an error, or did not get here within "

@@ -12,7 +12,13 @@ from torch import Tensor
 
 from graphshard.planning.layout import ParamLayout
 from graphshard.program.packing import MOVABLE
-from graphshard.runtime.collectives import BoundCollective, Message, Operand, Pending
+from graphshard.runtime.collectives import (
+    BoundCollective,
+    Message,
+    Operand,
+    Pending,
+    poison_of,
+)
 from graphshard.runtime.group import Group, as_bytes, strides_of
 from graphshard.runtime.host_copies import Copy
 from graphshard.torch_private import compat as torch_compat
@@ -52,7 +58,7 @@ def release(full: Tensor) -> None:
 
 def poison(full: Tensor) -> None:
     """Fill a released parameter with NaN or the like: `release` in checking mode."""
-    full.fill_(_poison(full.dtype))
+    full.fill_(poison_of(full.dtype))
 
 
 def leave(full: Tensor) -> None:
@@ -255,7 +261,7 @@ class AllGather(BoundCollective):
             if tensor is None:  # taken
                 continue
             if self.group.check:
-                tensor.fill_(_poison(tensor.dtype))
+                tensor.fill_(poison_of(tensor.dtype))
             else:
                 tensor.untyped_storage().resize_(0)
 
@@ -277,7 +283,7 @@ class AllGatherInPlace(AllGather):
             buffer = tensor.as_strided(shape, strides, 0)
             if self.group.check:
                 rows = tensor.clone()
-                buffer.fill_(_poison(buffer.dtype))
+                buffer.fill_(poison_of(buffer.dtype))
                 tensor.copy_(rows)
             buffers.append(buffer)
         return buffers
@@ -317,13 +323,6 @@ class LocalGather(AllGather):
         """Poison copies; the parameter's own storage stays."""
         if self.group.check:
             super().free(gathered)
-
-
-def _poison(dtype: torch.dtype) -> float | int:
-    """NaN, True, or the largest integer of `dtype`."""
-    if dtype.is_floating_point or dtype.is_complex:
-        return float("nan")
-    return 1 if dtype is torch.bool else torch.iinfo(dtype).max
 
 
 class Reshard:

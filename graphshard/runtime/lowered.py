@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -13,9 +13,11 @@ from graphshard.program.annotations import Regions
 from graphshard.runtime.accumulated import AccumulatedGrads
 from graphshard.runtime.agreement import Agreement
 from graphshard.runtime.checked import CheckedRun
+from graphshard.runtime.collectives import BoundCollective
 from graphshard.runtime.cuda_graphs import GraphPool
 from graphshard.runtime.fingerprint import Fingerprint
 from graphshard.runtime.finite import FiniteReports
+from graphshard.runtime.gather import AllGather
 from graphshard.runtime.group import Group
 from graphshard.runtime.lower import lower, phase_of
 from graphshard.runtime.names import NamedRun
@@ -92,6 +94,7 @@ class LoweredGraph:
         )
         self.fingerprint = Fingerprint.of(graph, bindings.plan)
         self._check = bindings.group.check
+        self._here = bindings.group.here
         self._run = self._runner(self.module)
         self._named: Runner | None = None
         self._profiled = profiler_check()
@@ -102,6 +105,33 @@ class LoweredGraph:
         While a profiler is on, each event has a range of its own.
         """
         return self._named_run(args) if self._profiled() else self._run(args)
+
+    def finish(self, params: Sequence[Any]) -> None:
+        """Take part in the collectives that a run did not come to, so that no rank waits for them.
+
+        Gathers send this rank's shards, as in a run: what other ranks get is right. Reduces send
+        poison, so all ranks must then raise an error.
+
+        Args:
+            params: in the places of the arguments, the parameters; None in those of others.
+
+        Raises:
+            RuntimeError, CollectiveError: another rank died, or did not get here in time.
+        """
+        nodes = self.module.graph.nodes
+        places = self.module.graph.find_nodes(op="placeholder")
+        known: dict[fx.Node, Any] = dict(zip(places, params, strict=False))
+        self._here.begun, self._here.done = 0, self._here.begun
+        try:
+            for node in nodes:
+                if isinstance(node.target, BoundCollective):
+                    gathers = isinstance(node.target, AllGather)
+                    operands: Any = node.args[0]
+                    node.target.take_part([_of(o, known) if gathers else None for o in operands])
+                elif (take_part := getattr(node.target, "take_part", None)) is not None:
+                    take_part(())
+        finally:
+            self._here.done = 0
 
     def _named_run(self, args: list[Any]) -> Any:
         if self._named is None:
@@ -115,3 +145,20 @@ class LoweredGraph:
         """The forms of its regions, each once."""
         calls = (node.target for node in self.module.graph.nodes)
         return iter(dict.fromkeys(call.form for call in calls if isinstance(call, RegionCall)))
+
+
+def _of(node: fx.Node, known: dict[fx.Node, Any]) -> Any:
+    """The value of `node`, which is made of `known` ones by casts and the like; None if it is not.
+
+    Those that were made of `known` ones are added to these.
+    """
+    if node not in known:
+        sources = [_of(source, known) for source in node.all_input_nodes]
+        lacks = not sources or any(source is None for source in sources)
+        target: Any = None if isinstance(node.target, BoundCollective) else node.target
+        known[node] = (
+            None
+            if lacks or target is None
+            else target(*fx.map_arg(node.args, known.get), **fx.map_arg(node.kwargs, known.get))
+        )
+    return known[node]

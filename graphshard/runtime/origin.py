@@ -28,6 +28,7 @@ from graphshard.program.text import node_line
 from graphshard.runtime.finite import Found
 from graphshard.runtime.lower import lower
 from graphshard.runtime.lowered import Bindings
+from graphshard.runtime.reports import mark
 
 
 class Step(Protocol):
@@ -196,7 +197,9 @@ def tell(
         return
     lines.append(_advice(program))
     node = None if origin is None else origin.node
-    raise NonFiniteError("\n".join(lines), check.meta["unit"], check.meta["phase"], ranks, node)
+    error = NonFiniteError("\n".join(lines), check.meta["unit"], check.meta["phase"], ranks, node)
+    mark(error)  # all ranks raise it
+    raise error
 
 
 def _first_of(

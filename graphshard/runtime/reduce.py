@@ -123,6 +123,10 @@ class ReduceScatter(BoundCollective):
         ]
         self.shapes = [shard_shape_of(o.layout) for o in self.operands]
 
+    def given_shape(self, layout: ParamLayout) -> tuple[int, ...]:
+        """That of the whole gradient."""
+        return layout.shape
+
     def pack_below(self) -> int:
         """Bytes of a gradient's shard below which it is packed with others into one message."""
         return self.group.pack_reduce_below
@@ -361,6 +365,11 @@ class AllReduceByCaller(AllReduce):
             pending.buffers.append(flat)
             self.start(pending, self._launch, flat)
         return pending
+
+    def take_part(self, tensors: Sequence[Any]) -> None:
+        """Nothing: ranks of other jobs, which wait in the function, are not told of the error."""
+        for _ in self.launches:
+            self.here.has_done()
 
     def _launch(self, flat: Tensor) -> Any:
         with self._errors(), torch.no_grad():

@@ -28,7 +28,7 @@ class Report:
     error: str | None = None
 
     @staticmethod
-    def of(module: int, call: Call, error: Exception | None) -> Report:
+    def of(module: int, call: Call, error: BaseException | None) -> Report:
         """The report of a rank that makes `call` of `module`, in which `error` was raised."""
         if error is None:
             return Report(module, call)
@@ -72,7 +72,7 @@ def judged(values: list[bytes]) -> bytes:
     return pickle.dumps(verdict_of(reports))
 
 
-def shared(verdict: Verdict, own: Exception | None) -> GraphshardError:
+def shared(verdict: Verdict, own: BaseException | None) -> GraphshardError:
     """The error of a verdict; `own`, this rank's, if all ranks met it and it is of our classes."""
     if verdict.everywhere and isinstance(own, GraphshardError):
         mark(own)
@@ -83,14 +83,14 @@ def shared(verdict: Verdict, own: Exception | None) -> GraphshardError:
     return error
 
 
-def is_shared(error: Exception) -> bool:
-    """Whether all ranks raise `error`, and know it."""
-    return hasattr(error, _SHARED)
+def is_shared(error: BaseException) -> bool:
+    """Whether all ranks raise `error`, and know it, or it is no use to tell them."""
+    return getattr(error, _SHARED, False)
 
 
-def mark(error: Exception) -> None:
-    """Note that all ranks raise `error`."""
-    setattr(error, _SHARED, True)
+def mark(error: BaseException, *, told: bool = True) -> None:
+    """Note whether all ranks raise `error`, or it is no use to tell them."""
+    setattr(error, _SHARED, told)
 
 
 def _made(kind: type[GraphshardError], text: str) -> GraphshardError:
@@ -102,7 +102,7 @@ def _made(kind: type[GraphshardError], text: str) -> GraphshardError:
     return CollectiveError(text)
 
 
-def first_line(error: Exception) -> str:
+def first_line(error: BaseException) -> str:
     """The class of `error` and the first line of its text."""
     return f"{type(error).__name__}: {error}".partition("\n")[0]
 

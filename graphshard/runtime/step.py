@@ -6,6 +6,7 @@ import contextlib
 import weakref
 from collections.abc import Collection, Sequence
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -18,10 +19,11 @@ from graphshard.passes.form_regions import FormRegions
 from graphshard.program import ops
 from graphshard.program.aliases import gather_waits
 from graphshard.program.collective import Collective, OneTensor, params_of
-from graphshard.program.cut import cut, cut_backward
+from graphshard.program.cut import cut, cut_backward, in_calling_order
 from graphshard.program.program import BACKWARD, FORWARD, BufferEntry, Program
 from graphshard.progress import Progress, Stages
 from graphshard.runtime.cuda_graphs import GraphsFailed, graphs_of
+from graphshard.runtime.fingerprint import Fingerprint
 from graphshard.runtime.host_copies import wait_for_copies
 from graphshard.runtime.lowered import Bindings, LoweredGraph
 from graphshard.runtime.origin import Replay, overwritten_by, tell
@@ -160,10 +162,14 @@ class Step:
 
     # -- forward ------------------------------------------------------------------------------
 
+    def param_inputs(self) -> list[Any]:
+        """The arguments of the forward graph that are parameters."""
+        stale = self.program.stale
+        return [shard.program_input(stale) for shard in self.shards]
+
     def forward_args(self, inputs: Sequence[Tensor]) -> list[Any]:
         """The arguments of the forward graph: shards, buffers and `inputs`."""
-        stale = self.program.stale
-        args: list[Any] = [shard.program_input(stale) for shard in self.shards]
+        args = self.param_inputs()
         for entry in self.program.buffers:
             args.append(entry.value if entry.constant else self._buffer(entry))
         args.extend(inputs)
@@ -289,6 +295,14 @@ class Step:
                 if grad is not None:
                     shard.add_to_grad(grad)
 
+    def has_hooks(self) -> bool:
+        """Whether `add_to_grads` may run hooks, in which this rank may fail by itself."""
+        return any(
+            torch_compat.tensor_hooks(shard.param)
+            or torch_compat.post_accumulate_hooks(shard.param)
+            for shard in self.shards
+        )
+
     def wait_for_copies(self) -> None:
         """With parameters offloaded, return once the CPU may use them and their gradients."""
         if self.bindings.plan.policy.offloads("params"):
@@ -329,23 +343,34 @@ class _Call:
     def forward(self) -> list[Tensor]:
         """Run forward and return the tensors that autograd saves for backward."""
         step = self.step
-        bindings = step.bindings
-        if step.forward_graph.fingerprint.lines:
-            # Compared with the backward that follows, since ranks may differ in that alone.
-            bindings.agreement.require(step.fingerprint)
+        bindings, grad = step.bindings, step.program.grad
+        # Compared with the backward that follows, since ranks may differ in that alone.
+        begins = step.fingerprint if step.forward_graph.fingerprint.lines else Fingerprint(())
+        reports = step.on_non_finite is not None and not grad
+        with (
+            _no_autocast(bindings.group.device),
+            bindings.agreement.half(
+                FORWARD, begins, self._finish_forward, ends=reports, alone=not (grad or reports)
+            ),
+            step.versions_kept(),
+        ):
             memory = bindings.group.shard.memory
-            if memory is not None:
-                memory.begin(step.fingerprint.call.number, step.program)
-        with _no_autocast(bindings.group.device), step.versions_kept():
+            if memory is not None and begins.lines:
+                memory.begin(begins.call.number, step.program)
             outputs, mutations, tensors, self.saved_others = self._run_forward()
-            if not step.program.grad:
-                self._tell_found(step.program)
+        if not grad:
+            self._tell_found(step.program)
         step.note_gathered()
         step.write_mutations(mutations, self.inputs)
         self.outputs = list(outputs)
         self.versions = step.versions()
         self.inputs = []
         return tensors
+
+    def _finish_forward(self) -> None:
+        with self.step.versions_kept():
+            self.step.forward_graph.finish(self.step.param_inputs())
+        self.step.note_gathered()
 
     def _run_forward(self) -> tuple[Any, Any, Any, Any]:
         """(outputs, values of mutations, saved tensors, other saved values).
@@ -384,6 +409,19 @@ class _Call:
             FingerprintError, CollectiveError: see `Step.run`.
             NonFiniteError: a check found NaN or infinity.
         """
+        try:
+            return self._backward(saved, tangents, sets_grads)
+        except Exception as error:
+            if self.step.fingerprint.lines:  # else ranks never meet
+                try:
+                    self.step.bindings.agreement.give_up(error)
+                finally:
+                    del error
+            raise
+
+    def _backward(
+        self, saved: list[Any], tangents: Sequence[Tensor | None], sets_grads: bool
+    ) -> list[Tensor | None]:
         step = self.step
         if self.saved_others is None:
             raise RuntimeStateError(
@@ -395,26 +433,42 @@ class _Call:
         if not self.grad_keys:
             accumulated.require_not_pending(self._earlier)
         backward = step.backward_graph(tangents)
-        step.bindings.agreement.require(backward.fingerprint)
-        saved += self.saved_others
-        tangents = step.with_traced_strides(tangents, self.sizes)
-        self.saved_others = None
-        if self.replay is not None:
-            self.replay.tangents = list(tangents)
-        accumulation = contextlib.nullcontext() if sets_grads else accumulated.paused()
-        device = step.bindings.group.device
-        with _no_autocast(device), accumulation, put_back_on_error(step.replays, device):
+        agreement, device = step.bindings.agreement, step.bindings.group.device
+        accumulation = accumulated.whole() if sets_grads else accumulated.paused()
+        finish = partial(self._finish_backward, backward)
+        with (
+            _no_autocast(device),
+            accumulation,
+            agreement.half(BACKWARD, backward.fingerprint, finish, ends=True) as part,
+            put_back_on_error(step.replays, device),
+        ):
+            accumulated.remove_pending(self)  # it cannot run again, whatever comes
+            others, self.saved_others = self.saved_others, None
+            saved += others
+            tangents = step.with_traced_strides(tangents, self.sizes)
+            if self.replay is not None:
+                self.replay.tangents = list(tangents)
+            part.flag = sets_grads and step.has_hooks()
             if self.replayed and step.cuda_graphs is not None:
                 with step.bindings.group.here.capturing():
                     grads, input_grads = step.cuda_graphs.backward(self, backward.run, tangents)
             else:
                 saved += tangents
                 grads, input_grads = backward.run(saved)
-        accumulated.remove_pending(self)
         self._tell_found(step.backward_program(tangents))
-        if sets_grads:
+        if sets_grads and any(part.flags):
+            with agreement.part(text="the hooks of gradients", keeps=True):
+                step.add_to_grads(grads)
+        elif sets_grads:
             step.add_to_grads(grads)
         return [input_grads[i] for i in step.inputs_to_grad]
+
+    def _finish_backward(self, backward: LoweredGraph) -> None:
+        step = self.step
+        params = dict(
+            zip([p.node.name for p in step.program.params], step.param_inputs(), strict=True)
+        )
+        backward.finish([params.get(value.name) for value in in_calling_order(step.saved)])
 
     def _tell_found(self, program: Program) -> None:
         """Raise or warn, as the policy says, if the report of `program` found something.

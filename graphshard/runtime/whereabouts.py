@@ -78,11 +78,15 @@ class Whereabouts:
     """Where this rank is in the programs of one module.
 
     turn: how often its ranks compared what they begin. at: the last place it came to.
+    begun: launches in this forward or backward so far. done: those that `LoweredGraph.finish` need
+    not make again. lost: one of them failed, so that nothing more reaches the other ranks.
     """
 
     def __init__(self) -> None:
         self.turn = 0
         self.at = _NOWHERE
+        self.begun = self.done = 0
+        self.lost = False
         self._captures = False
         self._store: Any = None
         self._rank, self._size, self._timeout, self._meets = 0, 1, 0.0, False
@@ -116,6 +120,11 @@ class Whereabouts:
         """Remember a launch on a side stream, of which the host waits for nothing."""
         if self.line is not None and not self._captures:
             self._launched.append((self.turn, at, event))
+
+    def has_done(self) -> bool:
+        """Whether the next launch was made before this rank's error."""
+        self.done, done = max(0, self.done - 1), self.done
+        return done > 0
 
     @contextmanager
     def capturing(self) -> Iterator[None]:

@@ -19,6 +19,7 @@ from graphshard.runtime.lowered import Bindings
 from graphshard.state.files import open_files
 from graphshard.state.matching import KeyRules, Match, TensorInfos, infos_of, match
 from graphshard.state.raw import Region
+from graphshard.state.replicas import require_one_source
 from graphshard.state.state_tensors import (
     StateTensor,
     copy_overlap,
@@ -33,10 +34,14 @@ from graphshard.torch_private import compat as torch_compat
 
 @dataclass(frozen=True)
 class TensorSource:
-    """Full tensors to load: their shapes and dtypes by key, and a function that reads a region."""
+    """Full tensors to load: their shapes and dtypes by key, and a function that reads a region.
+
+    Also all of them, by key, if they are in memory.
+    """
 
     infos: TensorInfos
     read: Callable[[str, Region], Tensor]
+    whole: Mapping[str, Tensor] | None = None
 
 
 def state_dict_source(state_dict: Mapping[str, Any]) -> TensorSource:
@@ -51,7 +56,11 @@ def state_dict_source(state_dict: Mapping[str, Any]) -> TensorSource:
                 f"{name!r} is a DTensor; load_full_state_dict takes full plain tensors, "
                 "load_state_dict takes DTensors"
             )
-    return TensorSource(infos_of(state_dict), lambda key, region: state_dict[key].detach()[region])
+
+    def read(key: str, region: Region) -> Tensor:
+        return state_dict[key].detach()[region]
+
+    return TensorSource(infos_of(state_dict), read, state_dict)
 
 
 def files_source(path: str | os.PathLike[str]) -> TensorSource:
@@ -104,6 +113,9 @@ def load(
     )
     if from_first:
         matched = group.all_gather_object(matched)[0]
+    elif opened is not None and opened.whole is not None:
+        whole = opened.whole
+        require_one_source(bindings, {name: whole[key] for name, key in matched.keys.items()})
     fill(state_tensors, matched.keys, opened, bindings, from_first=from_first)
     return matched
 
@@ -206,11 +218,13 @@ def load_state_dict(
     with bindings.agreement.part():
         state_tensors = state_tensors_of(module, bindings)
         matched = match(state_tensors, infos_of(state_dict), strict=strict)
+        values = {name: state_dict[key] for name, key in matched.keys.items()}
         for state_tensor in state_tensors:
             if state_tensor.name in matched.keys:
                 for name in state_tensor.names:
                     tensors.setdefault(name, state_dict[matched.keys[state_tensor.name]])
                     tensors[name] = _as_in_module(state_tensor, name, tensors[name])
+    require_one_source(bindings, values)
     return tensors
 
 

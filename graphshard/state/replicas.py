@@ -9,13 +9,14 @@ from __future__ import annotations
 
 import re
 import zlib
-from collections.abc import Callable, Collection, Iterator
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Collection, Iterator, Mapping
+from dataclasses import dataclass
 from functools import cache
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 
 from graphshard.errors import CollectiveError, PolicyError, ReplicaError
 from graphshard.format import some_of
@@ -33,7 +34,7 @@ _STALE = -1
 
 
 _MISSING = -2
-"""In place of the checksum of a buffer that is None."""
+"""In place of the checksum of what this rank alone does not have, such as a buffer that is None."""
 
 
 _INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32}
@@ -46,14 +47,17 @@ class Copy:
     Attributes:
         what: "parameter", "ignored parameter" or "buffer".
         name: its name in the model.
-        tensor: the copy; None for a buffer that is None, or rows that are to be gathered.
+        tensor: the copy, or None.
         of_shard: other ranks have it only if they have the same place in their shard group.
+        must_be: None differs from a copy, as a buffer that is None does. Else it is not compared:
+            rows that are to be gathered, or a tensor without values.
     """
 
     what: str
     name: str
     tensor: Tensor | None
     of_shard: bool = False
+    must_be: bool = False
 
 
 @dataclass(frozen=True)
@@ -88,8 +92,10 @@ def checksum(tensor: Tensor) -> Tensor:
     total = torch.full((), seed, dtype=torch.int64, device=tensor.device)
     factors = _factors(tensor.device)
     for chunk in words.split(_CHUNK):
-        part = chunk.to(torch.int64) * factors[: chunk.numel()]
-        total = total * 0x5851F42D4C957F2D + part.sum()
+        part, odd = chunk.to(torch.int64), factors[: chunk.numel()]
+        # CUDA has no integer dot product, which on the CPU takes half the time of the two.
+        part = (part * odd).sum() if part.is_cuda else torch.dot(part, odd)
+        total = total * 0x5851F42D4C957F2D + part
     return total
 
 
@@ -126,7 +132,7 @@ def copies_of(bindings: Bindings) -> Iterator[Copy]:
             shard.current()
             yield Copy("parameter", layout.fqn, shard.local, of_shard=True)
     for name in bindings.buffers:
-        yield Copy("buffer", name, bindings.buffer(name))
+        yield Copy("buffer", name, bindings.buffer(name), must_be=True)
 
 
 def differences(bindings: Bindings, leave_out: Collection[str] = ()) -> list[Difference]:
@@ -177,7 +183,7 @@ def _differences(bindings: Bindings, copies_here: Callable[[], list[Copy]]) -> l
 
 def _sum_of(copy: Copy) -> Tensor:
     if copy.tensor is None:
-        return torch.tensor(_MISSING if copy.what == "buffer" else _STALE)
+        return torch.tensor(_MISSING if copy.must_be else _STALE)
     return checksum(copy.tensor)
 
 
@@ -216,37 +222,72 @@ def require_equal(bindings: Bindings, leave_out: Collection[str]) -> None:
             raise ReplicaError(message_of(found), ranks)
 
 
-def require_one_model(bindings: Bindings, on_meta: Collection[str]) -> None:
-    """Check that ranks which hold the same copies came with the same weights.
+def require_one_model(bindings: Bindings, model: nn.Module) -> None:
+    """Check that all ranks came with the same weights, of which each keeps its shard.
 
-    Not compared are buffers and ignored parameters, which may differ by intent, parameters that a
-    rank has no values of yet, and rows that the first call gathers. One exchange; none if the plan
-    leaves no copies.
+    Not compared are ignored parameters, which are each rank's own, and tensors that a rank has on
+    meta. One exchange.
 
     Args:
         bindings: the state of a module that was just made.
-        on_meta: names of the tensors that have no values on this rank.
+        model: the model it was made of.
 
     Raises:
         ReplicaError: some differ; on every rank.
-        CollectiveError: see `differences`.
+        CollectiveError: see `_differences`.
     """
-    copies = [
-        replace(copy, tensor=None) if copy.name in on_meta else copy
-        for copy in copies_of(bindings)
-        if copy.what == "parameter" and copy.tensor is not None
-    ]
-    found = _differences(bindings, lambda: copies) if copies else []
+    params = dict(model.named_parameters(remove_duplicate=False))
+    names = [shard.layout.fqn for shard in distinct(bindings.shards) if not shard.layout.ignored]
+    whole = [("parameter", name, params[name]) for name in names]
+    whole += [("buffer", name, buffer) for name, buffer in model.named_buffers()]
+    _require_one(
+        bindings,
+        [Copy(what, name, None if value.is_meta else value) for what, name, value in whole],
+        "the ranks came with different weights",
+        "each would train its shard of another model. Pass sync_module_states=True in the policy "
+        "to take rank 0's, or build the model from one seed or checkpoint on all ranks (write "
+        "buffers that shall differ after graphshard.compile)",
+    )
+
+
+def require_one_source(bindings: Bindings, values: Mapping[str, Tensor | None]) -> None:
+    """Check that all ranks load the same whole parameters, of which each keeps its shard.
+
+    Buffers and ignored parameters may differ: each rank has its own.
+
+    Args:
+        bindings: the state of the module.
+        values: by name, what this rank loads; a DTensor is not compared. None, or no entry: the
+            parameter keeps its values.
+
+    Raises:
+        ReplicaError: some differ; on every rank, and nothing was loaded.
+        CollectiveError: see `_differences`.
+    """
+    copies = []
+    for shard in distinct(bindings.shards):
+        value = values.get(shard.layout.fqn)
+        if not shard.layout.ignored:
+            own = isinstance(value, DTensor)
+            copies.append(
+                Copy("parameter", shard.layout.fqn, None if own else value, must_be=not own)
+            )
+    _require_one(
+        bindings,
+        copies,
+        "the ranks load different weights",
+        "each would keep its shard of another model. Pass one state dict on all ranks, or rank 0's "
+        "alone: load_full_state_dict(state_dict if rank == 0 else None)",
+    )
+
+
+def _require_one(bindings: Bindings, copies: list[Copy], what: str, advice: str) -> None:
+    found = _differences(bindings, lambda: copies)
     if found:
         ranks = {one.name: one.ranks for one in found}
         with bindings.agreement.part():  # in which all ranks see that all raise it
-            raise ReplicaError(
-                "ranks that hold copies of one parameter came with different weights: "
-                f"{some_of([str(one) for one in found], ', ')}; each would train its own. Pass "
-                "sync_module_states=True in the policy to take rank 0's, or build the model from "
-                "one seed or checkpoint on all ranks",
-                ranks,
-            )
+            texts = some_of([str(one) for one in found], ", ")
+            raise ReplicaError(f"{what}: {texts}; {advice}", ranks)
 
 
 def names_matching(bindings: Bindings, leave_out: Any) -> frozenset[str]:

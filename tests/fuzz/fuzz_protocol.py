@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import signal
 import tempfile
+import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
+from random import Random
 from typing import Any
 
 import pytest
@@ -18,8 +21,11 @@ from fuzz_sides import Sharded, Side
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 from torch.utils import _pytree as pytree
+from torch.utils._python_dispatch import TorchDispatchMode
 
-from graphshard.errors import RuntimeStateError
+from graphshard.errors import GraphshardError, RuntimeStateError
+from graphshard.runtime.lowered import LoweredGraph
+from graphshard.runtime.reports import is_shared
 
 SHAPE = (2, 4)
 
@@ -491,3 +497,112 @@ def backward_twice(loop: Loop) -> None:
         with pytest.raises(RuntimeStateError, match="second time"):
             loss.backward()
     loop.update()
+
+
+class _FailsInside(TorchDispatchMode):
+    """Leaves a forward or backward at its `left`-th operator, once, by calling `leave`."""
+
+    def __init__(self, left: int, leave: Callable[[], None]) -> None:
+        super().__init__()
+        self.left, self.leave = left, leave
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func.namespace != "c10d":  # between two messages, as the two ends of one are one call
+            self.left -= 1
+            if self.left == 0:
+                self.leave()
+        return func(*args, **(kwargs or {}))
+
+
+class Left(Exception):  # noqa: N818  # of the loop
+    """What the rank raises that leaves."""
+
+
+def _leave(*_: Any) -> None:
+    raise Left
+
+
+def _interrupt() -> None:
+    signal.raise_signal(signal.SIGINT)
+
+
+def _inside(does: Callable[[], None]) -> Callable[[Loop, Random], None]:
+    def run(loop: Loop, rng: Random) -> None:
+        mode, run = _FailsInside(rng.randint(1, 150), does), LoweredGraph.run
+
+        def watched(graph: LoweredGraph, args: list[Any]) -> Any:
+            with mode:
+                return run(graph, args)
+
+        LoweredGraph.run = watched  # type: ignore[method-assign]
+        try:
+            loop.backward(loop.call())
+        finally:
+            LoweredGraph.run = run  # type: ignore[method-assign]
+
+    return run
+
+
+def _by_hook(loop: Loop, rng: Random) -> None:
+    params = [p for p in loop.side.params().values() if p.requires_grad]
+    handle = rng.choice(params).register_post_accumulate_grad_hook(_leave)
+    try:
+        loop.backward(loop.call())
+    finally:
+        handle.remove()
+
+
+def _before_backward(loop: Loop, _: Random) -> None:
+    loss = loop.loss(loop.call())
+    loss.register_hook(_leave)
+    loss.backward()
+
+
+def _unused(loop: Loop, _: Random) -> None:
+    loop.call()
+    raise Left
+
+
+LEAVES = (_inside(_leave), _inside(_interrupt), _by_hook, _before_backward, _unused)
+"""How a rank leaves a step. Where it raises nothing, its step is like any other."""
+
+
+@step(mixes=False)
+def leave(loop: Loop) -> None:
+    """One rank leaves a step; every rank gets an error soon, and nothing has changed."""
+    if not isinstance(loop.side, Sharded):
+        return
+    module, drawn = loop.side.module, torch.get_rng_state()
+    buffers = {name: value.clone() for name, value in module.named_buffers()}
+    loop.backward(loop.call())  # so that what follows is captured
+    last = [*module._graphshard.programs.steps.values()][-1]
+    # Ranks that do not meet in backward hear of an error in their next call only.
+    if last.fingerprint.lines != last.forward_graph.fingerprint.lines:
+        _one_leaves(loop)
+    loop.side.zero_grad(True)
+    with torch.no_grad():
+        for name, value in module.named_buffers():
+            value.copy_(buffers[name])
+    torch.set_rng_state(drawn)
+    loop.seen.clear()
+
+
+def _one_leaves(loop: Loop) -> None:
+    rng = Random(100 * loop.case.seed + loop.number)
+    way, leaves = rng.choice(LEAVES), dist.get_rank() == rng.randrange(dist.get_world_size())
+    loop.side.zero_grad(True)
+    begin, failed = time.monotonic(), False
+    try:
+        way(loop, rng) if leaves else loop.backward(loop.call())
+    except (Left, KeyboardInterrupt, GraphshardError) as error:
+        failed = True
+        if leaves and not is_shared(error):  # the others wait in the step that this rank left
+            try:
+                loop.backward(loop.call())
+                failed = False
+            except GraphshardError:
+                pass
+    assert time.monotonic() - begin < 20.0
+    told: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(told, failed)
+    assert len(set(told)) == 1, f"errors by rank: {told}"

@@ -4,19 +4,33 @@ from __future__ import annotations
 
 import os
 import re
+import signal
 import threading
 import time
-from pathlib import Path
+from collections.abc import Callable
+from functools import cache
+from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from models import Block, ManyOutputs, TiedGPT, features_of, tokens_of
 from ranks import Checks, RankError, error_of, on_ranks, run_ranks
 from torch import Tensor, nn
 
 import graphshard
-from graphshard.errors import CollectiveError, FingerprintError, PlanError
+from graphshard.errors import (
+    CaptureError,
+    CollectiveError,
+    FingerprintError,
+    GraphshardError,
+    PlanError,
+    RuntimeStateError,
+)
+from graphshard.runtime import group as of_groups
+from graphshard.runtime.collectives import wait
 from graphshard.runtime.gather import AllGather
+from graphshard.torch_private.full_tensors import full_tensor
 
 BLOCK = graphshard.BlockPolicy({Block})
 
@@ -187,51 +201,274 @@ def test_a_rank_that_stays_away_is_an_error() -> None:
     assert "did not get here within 3 s" in text
 
 
-class FailingInTheMiddle(nn.Module):
-    """An operator between the layers raises an error once it is armed."""
+# -- a rank that leaves a step, and goes on ----------------------------------------------------
+
+
+class Leaving(nn.Module):
+    """Operators between the layers do on a rank what it is told, in forward and in backward."""
 
     def __init__(self) -> None:
         super().__init__()
         self.layers = nn.ModuleList(nn.Linear(16, 16) for _ in range(3))
 
     def forward(self, x: Tensor) -> Tensor:
-        for layer in self.layers:
-            x = torch.ops.graphshard_tests.check(layer(x))
-        return x.sum()
+        for number, layer in enumerate(self.layers):
+            x = torch.ops.graphshard_tests.may_leave(layer(x), f"forward {number}")
+        return x.pow(2).mean()
 
 
-def fails_in_the_middle_of_a_step(rank: int, folder: Path) -> list[str]:
-    armed = False
+DOES: dict[str, Callable[[], None]] = {}
+"""What this rank does at a place, once."""
 
-    @torch.library.custom_op("graphshard_tests::check", mutates_args=())
-    def check(x: Tensor) -> Tensor:
-        if armed and rank == 1:
-            raise ValueError("a bad sample")
+
+@cache
+def define_may_leave() -> None:
+    @torch.library.custom_op("graphshard_tests::may_leave", mutates_args=())
+    def may_leave(x: Tensor, place: str) -> Tensor:
+        DOES.pop(place, lambda: None)()
         return x.clone()
 
-    check.register_fake(torch.empty_like)
-    check.register_autograd(lambda _, grad: grad)
-    sharded = graphshard.compile(FailingInTheMiddle(), graphshard.BlockPolicy({nn.Linear}))
-    sharded(torch.ones(2, 16)).backward()
-    armed = True
-    begin = time.monotonic()
-    with pytest.raises(ValueError if rank == 1 else CollectiveError, match=r"bad sample|all_gath"):
-        sharded(torch.ones(2, 16)).backward()
-    messages = []
-    for name in ("emergency", "again"):
-        with pytest.raises(CollectiveError) as caught:
-            sharded.save_checkpoint(folder / name)
-        messages.append(str(caught.value))
-    assert time.monotonic() - begin < 20.0
-    return messages
+    may_leave.register_fake(lambda x, place: torch.empty_like(x))
+    may_leave.register_autograd(
+        lambda ctx, grad: (may_leave(grad, f"backward {ctx.place[-1]}"), None),
+        setup_context=lambda ctx, inputs, output: setattr(ctx, "place", inputs[1]),
+    )
 
 
-def test_an_error_in_the_middle_of_a_step_is_one_in_the_next_calls(tmp_path: Path) -> None:
-    """A rank that left a step meets the others in the next call, who are in a gather."""
-    found = run_ranks(fails_in_the_middle_of_a_step, 2, tmp_path, group_timeout=4.0)
-    for rank, messages in enumerate(found):
-        assert all(f"rank {rank} of 2 calls save_checkpoint(" in text for text in messages)
-    assert not list(tmp_path.iterdir())
+def leave_by(error: BaseException) -> Callable[..., None]:
+    def leave(*_: Any) -> None:
+        raise error
+
+    return leave
+
+
+def bad(*_: Any) -> None:
+    raise ValueError("a bad sample")
+
+
+def interrupt() -> None:
+    signal.raise_signal(signal.SIGINT)
+
+
+StepOf = Callable[[graphshard.ShardedModule, Tensor], object]
+
+
+def train(sharded: graphshard.ShardedModule, x: Tensor) -> Tensor:
+    loss = sharded(x)
+    loss.backward()
+    return loss.detach()
+
+
+def at(place: str, does: Callable[[], None]) -> StepOf:
+    def step(sharded: graphshard.ShardedModule, x: Tensor) -> None:
+        DOES[place] = does
+        train(sharded, x)
+
+    return step
+
+
+def with_hook(register: str) -> StepOf:
+    """A step in which a hook of the middle layer's weight raises."""
+
+    def step(sharded: graphshard.ShardedModule, x: Tensor) -> None:
+        handle = getattr(sharded.get_parameter("layers.1.weight"), register)(bad)
+        try:
+            train(sharded, x)
+        finally:
+            handle.remove()
+
+    return step
+
+
+def write_between(sharded: graphshard.ShardedModule, x: Tensor) -> None:
+    loss = sharded(x)
+    with torch.no_grad():
+        sharded.get_parameter("layers.1.weight").mul_(1.0)
+    loss.backward()
+
+
+def hook_of_loss(sharded: graphshard.ShardedModule, x: Tensor) -> None:
+    loss = sharded(x)
+    loss.register_hook(bad)
+    loss.backward()
+
+
+def output_never_used(sharded: graphshard.ShardedModule, x: Tensor) -> None:
+    sharded(x)
+    raise ValueError("a bad sample")
+
+
+TOLD: dict[str, tuple[StepOf, type[BaseException], str]] = {
+    **{
+        f"an error in {place}": (at(place, bad), ValueError, "failed: ValueError: a bad sample (on")
+        for place in ("forward 0", "forward 2", "backward 2", "backward 0")
+    },
+    "Ctrl-C in backward": (
+        at("backward 1", interrupt), KeyboardInterrupt, "backward failed: KeyboardInterrupt",
+    ),
+    "an exit in backward": (
+        at("backward 1", leave_by(SystemExit(3))), SystemExit, "backward failed: SystemExit: 3",
+    ),
+    "a wrong input": (lambda sharded, _: sharded(torch.ones(2, 5)), CaptureError, "(on rank 1)"),
+    "a parameter written between": (write_between, RuntimeStateError, "between a forward and its"),
+    **{
+        register: (with_hook(register), ValueError, "the hooks of gradients failed: ValueError")
+        for register in ("register_hook", "register_post_accumulate_grad_hook")
+    },
+}  # fmt: skip
+"""A step of rank 1, the error that ends it, and what the error of the same step says on rank 0."""
+
+LATER: dict[str, tuple[StepOf, type[BaseException]]] = {
+    "Ctrl-C in forward": (at("forward 1", interrupt), KeyboardInterrupt),
+    "an exit in forward": (at("forward 1", leave_by(SystemExit(3))), SystemExit),
+    "a hook of the loss": (hook_of_loss, ValueError),
+    "an output never used": (output_never_used, ValueError),
+}
+"""A step that rank 1 leaves without a word. That of rank 0 fails once rank 1 begins its next.
+
+Under NO_SHARD, where no rank waits for another in forward, the two run on as if rank 1 had skipped
+the batch."""
+
+
+class StepsOf:
+    """A module whose steps, each time, must give the numbers of the first."""
+
+    def __init__(self, rank: int, policy: graphshard.Policy) -> None:
+        define_may_leave()
+        torch.manual_seed(0)
+        self.sharded = graphshard.compile(Leaving(), policy)
+        self.x = torch.randn(2, 16, generator=torch.Generator().manual_seed(rank))
+        self.first: list[Tensor] | None = None
+        self.are_right()
+
+    def are_right(self) -> None:
+        """Two steps, of which the second may find parameters unchanged."""
+        for _ in range(2):
+            self.sharded.zero_grad()
+            values = [train(self.sharded, self.x)]
+            values += [full_tensor(p.grad).clone() for p in self.sharded.parameters()]
+            self.first = self.first or values
+            assert all(map(torch.equal, values, self.first))
+        self.sharded.zero_grad()
+        with torch.no_grad():  # so that rows are gathered under SHARD_OPTIMIZER, too
+            for param in self.sharded.parameters():
+                param.mul_(1.0)
+
+    def fails(self, step: StepOf, error: type[BaseException]) -> str:
+        """Its error, which comes soon; no gradient is set unless by the step's own hooks."""
+        begin = time.monotonic()
+        with pytest.raises(error) as caught:
+            step(self.sharded, self.x)
+        assert time.monotonic() - begin < 20.0  # not the group's timeout of 60
+        return str(caught.value)
+
+
+def leaves_steps(rank: int, policy: graphshard.Policy) -> None:
+    steps, last = StepsOf(rank, policy), dist.get_world_size() - 1
+    for name, (step, error, told) in TOLD.items():
+        shards_again = policy.strategy == "FULL_SHARD" and policy.reshard_after_forward is None
+        if step is write_between and not shards_again:
+            continue  # whose backward reads what forward read
+        leaves = rank == last
+        says = steps.fails(step if leaves else train, error if leaves else GraphshardError)
+        assert leaves or told.replace("rank 1", f"rank {last}") in says, (name, says)
+        assert "hook" in told or all(p.grad is None for p in steps.sharded.parameters())
+        steps.are_right()
+    for step, error in LATER.values() if policy.strategy != "NO_SHARD" else ():
+        if rank == last:
+            steps.fails(step, error)
+        steps.fails(train, FingerprintError)
+        steps.are_right()
+    if policy.check_finite is None:  # or ranks meet at the end of forward
+        leaves_alone(rank == last, steps)
+    leaves_micro_batches(rank == last, steps)
+
+
+def leaves_alone(leaves: bool, steps: StepsOf) -> None:
+    """Without gradients, what the others gather is right, and they need not know."""
+    assert steps.first is not None
+    with torch.no_grad():
+        for place in ("forward 0", "forward 2"):
+            if leaves:
+                steps.fails(at(place, bad), ValueError)
+            else:
+                assert torch.equal(steps.sharded(steps.x), steps.first[0])
+    steps.are_right()
+
+
+def leaves_micro_batches(leaves: bool, steps: StepsOf) -> None:
+    """Accumulated gradients of which some miss a micro-batch are never used."""
+    sharded, x = steps.sharded, steps.x
+    with sharded.no_sync():
+        train(sharded, x)
+        meets = sharded.lowered[-1].graph.find_nodes(op="call_function", target=wait)
+        if leaves:
+            steps.fails(at("backward 1", bad), ValueError)
+        elif meets:
+            steps.fails(train, CollectiveError)
+        else:
+            train(sharded, x)
+    if not (leaves or meets):  # rank 0 is told once it meets the others again
+        first = steps.fails(train, GraphshardError)
+        assert "ValueError: a bad sample" in first or "are incomplete" in first
+        still = 1 if "are incomplete" in first else 2
+    else:
+        still = 2
+    for _ in range(still):
+        assert "are incomplete, since a backward" in steps.fails(train, RuntimeStateError)
+    steps.are_right()
+
+
+def of_strategy(strategy: str, **options: Any) -> graphshard.Policy:
+    return graphshard.BlockPolicy({nn.Linear}, strategy=strategy, **options)
+
+
+MIXED = graphshard.MixedPrecision(param_dtype=torch.bfloat16)
+LEFT = {
+    "FULL_SHARD": of_strategy("FULL_SHARD"),
+    "SHARD_OPTIMIZER": of_strategy("SHARD_OPTIMIZER"),
+    "SHARD_GRAD_OP": of_strategy("SHARD_GRAD_OP"),
+    "NO_SHARD": of_strategy("NO_SHARD"),
+    "offload": of_strategy("FULL_SHARD", mixed_precision=MIXED, offload="params"),
+    "checks": of_strategy("FULL_SHARD", check_finite="error", forward_prefetch=1),
+}
+LEFT_BY_FOUR = {
+    "HYBRID_SHARD": of_strategy("HYBRID_SHARD"),
+    "HYBRID_SHARD_ZERO2": of_strategy("HYBRID_SHARD_ZERO2", all_reduce_below=1 << 20),
+    "groups of 2": of_strategy("FULL_SHARD", reshard_after_forward=2),
+}
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        name
+        if name in ("FULL_SHARD", "SHARD_OPTIMIZER")
+        else pytest.param(name, marks=pytest.mark.slow)
+        for name in LEFT
+    ],
+)
+def test_a_rank_leaves_a_step(name: str) -> None:
+    run_ranks(leaves_steps, 2, LEFT[name])
+
+
+def leaves_steps_of_collectives(rank: int) -> None:
+    """Gloo's own, as more than eight ranks use."""
+    of_groups.MAX_RANKS = 1
+    for policy in LEFT.values():
+        leaves_steps(rank, policy)
+
+
+@pytest.mark.slow
+def test_a_rank_leaves_a_step_of_collectives() -> None:
+    run_ranks(leaves_steps_of_collectives, 2, timeout=300)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", LEFT_BY_FOUR)
+def test_one_of_four_ranks_leaves_a_step(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "2")
+    run_ranks(leaves_steps, 4, LEFT_BY_FOUR[name])
 
 
 # -- the harness itself ---------------------------------------------------------------------------

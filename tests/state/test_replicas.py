@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import tempfile
 import warnings
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -121,55 +122,80 @@ def saves_with_statistics(rank: int) -> None:
         sharded.save_checkpoint(folder, replicas=None)
 
 
+def model_of(seed: int, device: str = "cpu") -> nn.Module:
+    torch.manual_seed(seed)
+    with torch.device(device):
+        return nn.Sequential(Block(), Block())
+
+
 def models_with_other_weights(rank: int) -> None:
-    """Refused where ranks hold copies; taken from rank 0 if the policy says so."""
-
-    def model(seed: int, device: str = "cpu") -> nn.Module:
-        torch.manual_seed(seed)
-        with torch.device(device):
-            return nn.Sequential(Block(), Block())
-
-    policy = SizePolicy(100, strategy="NO_SHARD")
-    own = model(rank)
-    message = error_of(lambda: graphshard.compile(own, policy), ReplicaError)
-    assert "parameter '0.up.weight' on rank" in message
-    assert "sync_module_states=True" in message
-    with pytest.raises(ReplicaError) as caught:
-        graphshard.compile(model(7 if rank == 1 else 3), policy)
-    assert caught.value.ranks["0.up.weight"][:1] == (1,)
-    synced = graphshard.compile(own, SizePolicy(100, strategy="NO_SHARD", sync_module_states=True))
-    first = model(0).state_dict()
+    """Refused under every strategy; taken from rank 0 if the policy says so."""
+    own, first = model_of(rank), model_of(0).state_dict()
+    for strategy in ("FULL_SHARD", "SHARD_GRAD_OP", "SHARD_OPTIMIZER", "NO_SHARD"):
+        policy = SizePolicy(100, strategy=strategy)
+        message = error_of(lambda p=policy: graphshard.compile(own, p), ReplicaError)
+        assert "came with different weights: parameter '0.up.weight' on rank" in message
+        assert "sync_module_states=True" in message
+        with pytest.raises(ReplicaError) as caught:
+            graphshard.compile(model_of(7 if rank == 1 else 3), policy)
+        assert caught.value.ranks["0.up.weight"][:1] == (1,)
+        graphshard.compile(model_of(0), policy)
+        late = graphshard.compile(model_of(0, "cpu" if rank == 0 else "meta"), policy)
+        late.load_full_state_dict(first if rank == 0 else None)
+        late.check_replicas()
+    synced = graphshard.compile(own, replace(policy, sync_module_states=True))
     full = synced.full_state_dict(rank0_only=False)
     assert all(torch.equal(full[name], value) for name, value in first.items())
-    graphshard.compile(model(0), policy)
-    ignored = SizePolicy(100, strategy="NO_SHARD", ignored=r".*")
-    graphshard.compile(own, ignored)  # by intent
-    late = graphshard.compile(model(0, "cpu" if rank == 0 else "meta"), policy)
-    late.load_full_state_dict(first if rank == 0 else None)
-    late.check_replicas()
-    # No rank has a copy that counts: each has rows of its own, as under FSDP.
-    for strategy in ("FULL_SHARD", "SHARD_OPTIMIZER"):
-        graphshard.compile(own, SizePolicy(100, strategy=strategy))
+    graphshard.compile(own, replace(policy, ignored=r".*"))  # by intent
 
 
-def replicas_with_other_weights(rank: int) -> None:
-    mesh = init_device_mesh("cpu", (2, 2))
-    torch.manual_seed(rank % 2)
-    equal = nn.Sequential(Block(), Block())  # where the shards of replicas are
-    graphshard.compile(equal, SizePolicy(100, strategy="HYBRID_SHARD"), mesh=mesh)
-    torch.manual_seed(rank // 2)
-    other = nn.Sequential(Block(), Block())
-    policy = SizePolicy(100, strategy="HYBRID_SHARD")
-    message = error_of(lambda: graphshard.compile(other, policy, mesh=mesh), ReplicaError)
-    assert "parameter '0.up.weight' on rank 2 and on rank 0" in message
+def buffers_of_other_values(rank: int) -> None:
+    """Refused as weights are, to the bit; equal NaNs are equal, and later writes are a rank's."""
+
+    def model(values: Tensor) -> nn.Module:
+        torch.manual_seed(0)
+        block = Block()
+        block.register_buffer("table", values)
+        return block
+
+    nan = torch.tensor([float("nan"), 0.0])
+    sharded = graphshard.compile(model(nan.clone()), SizePolicy(100))
+    sharded.table[1] = rank
+    last = dist.get_world_size() - 1
+    own = model(nan * -1 if rank == last else nan)
+    message = error_of(lambda: graphshard.compile(own, SizePolicy(100)), ReplicaError)
+    assert f"different weights: buffer 'table' on rank {last} and on rank" in message
+    assert "write buffers that shall differ after graphshard.compile" in message
 
 
-ON_TWO = [whole_parameters, saves_with_statistics, models_with_other_weights]
+def state_dicts_of_other_weights(rank: int) -> None:
+    """Of which each rank would keep its own rows; nothing is loaded."""
+    sharded, own = compiled(), model_of(rank).state_dict()
+    before = sharded.full_state_dict(rank0_only=False)
+    for load in (sharded.load_state_dict, sharded.load_full_state_dict):
+        message = error_of(lambda load=load: load(own), ReplicaError)
+        assert "the ranks load different weights: parameter '0.up.weight' on rank" in message
+    some = {} if rank else {"1.norm.weight": torch.zeros(16)}
+    message = error_of(lambda: sharded.load_state_dict(some, strict=False), ReplicaError)
+    assert "parameter '1.norm.weight' on rank" in message
+    after = sharded.full_state_dict(rank0_only=False)
+    assert all(torch.equal(after[name], value) for name, value in before.items())
+    sharded.load_full_state_dict(own if rank == 0 else None)
+    sharded.load_state_dict(sharded.state_dict())  # each rank's own shards
+    sharded.load_state_dict(model_of(0).state_dict())
+
+
+ON_TWO = [
+    whole_parameters,
+    saves_with_statistics,
+    models_with_other_weights,
+    buffers_of_other_values,
+    state_dicts_of_other_weights,
+]
 
 ON_FOUR = [
     *ON_TWO,
     shards_of_replicas,
-    replicas_with_other_weights,
     resident_copies,
     ignored_parameters,
 ]

@@ -153,6 +153,7 @@ def _rank_main(
     faulthandler.dump_traceback_later(max(0.1, deadline - time.time()))
     os.environ.update(RANK=str(rank), WORLD_SIZE=str(world_size), LOCAL_RANK=str(rank))
     torch.set_num_threads(1)
+    torch.manual_seed(0)  # or a model that is made without a seed differs between ranks
     _gather_without_torch()
     try:
         dist.init_process_group(
@@ -277,6 +278,7 @@ def _run_checks(rank: int, checks: list[Check]) -> dict[str, tuple[float, str] |
     """By check that ran, when it failed and its traceback, or None."""
     report: dict[str, tuple[float, str] | None] = {}
     for check in checks:
+        torch.manual_seed(0)
         try:
             check(rank)
             dist.barrier()

@@ -168,7 +168,7 @@ def odd_parameters_on_replicas(rank: int) -> None:
     norm = sharded.clip_grad_norm_(1e6)
     theirs = torch.nn.utils.clip_grad_norm_(reference.model.parameters(), 1e6)
     torch.testing.assert_close(norm, theirs, rtol=1e-6, atol=0)
-    flat = compiled(Odd())
+    flat = compiled(model)
     with flat.no_sync(all_reduce_only=True), pytest.raises(PassError, match="over replicas"):
         flat(*features_of(rank, 0, 16))
 
