@@ -28,27 +28,39 @@ def _set_require_backward_grad_sync(root: nn.Module, on: Any) -> None:
     _of(root).kind = None if on else GRADIENT
 
 
-def _set_requires(
-    root: nn.Module, kind: str, name: str, requires: bool, *, recurse: bool = True
+def _set_requires_gradient_sync(
+    root: nn.Module, requires_gradient_sync: bool, *, recurse: bool = True
 ) -> None:
-    """FSDP2's switch of the reduce (`kind` GRADIENT) or of the all_reduce over replicas (SHARD).
+    """FSDP2's switch of the reduce."""
+    _switch(root, "set_requires_gradient_sync", GRADIENT, on=requires_gradient_sync, whole=recurse)
 
-    There a backward looks at the switch, here a forward does. Both give the same gradients, but
+
+def _set_requires_all_reduce(
+    root: nn.Module, requires_all_reduce: bool, *, recurse: bool = True
+) -> None:
+    """FSDP2's switch of the all_reduce over replicas."""
+    _switch(root, "set_requires_all_reduce", SHARD, on=requires_all_reduce, whole=recurse)
+
+
+def _switch(root: nn.Module, name: str, kind: str, *, on: bool, whole: bool) -> None:
+    """Accumulate gradients of `kind` from the next forward on, or reduce them.
+
+    In FSDP2 a backward looks at the switch, here a forward does. Both give the same gradients, but
     where the reduce is switched on between them: then nothing would be reduced any more.
     """
     accumulated = _of(root)
-    if not recurse:
+    if not whole:
         raise RuntimeStateError(
             f"{name}(recurse=False) switches a part of the gradients, and a sharded module has one "
             "switch for all; leave recurse out"
         )
-    if requires and accumulated.kind and accumulated.pending_calls():
+    if on and accumulated.kind and accumulated.pending_calls():
         raise RuntimeStateError(
             f"{name}(True) comes between a forward and its backward, which accumulates its "
             "gradients, since it was off in the forward; switch it on before the forward"
         )
     if kind == GRADIENT or accumulated.kind != GRADIENT:  # which leaves nothing to all_reduce
-        accumulated.kind = None if requires else kind
+        accumulated.kind = None if on else kind
 
 
 _POLICY = "is an option of the policy here"
@@ -60,12 +72,8 @@ Answer = str | Callable[[Any], Any]
 _ANSWERS: Mapping[tuple[str, ...], Answer] = {
     ("module",): lambda root: root,
     ("require_backward_grad_sync",): lambda root: _of(root).kind is None,
-    ("set_requires_gradient_sync",): lambda root: partial(
-        _set_requires, root, GRADIENT, "set_requires_gradient_sync"
-    ),
-    ("set_requires_all_reduce",): lambda root: partial(
-        _set_requires, root, SHARD, "set_requires_all_reduce"
-    ),
+    ("set_requires_gradient_sync",): lambda root: partial(_set_requires_gradient_sync, root),
+    ("set_requires_all_reduce",): lambda root: partial(_set_requires_all_reduce, root),
     ("unshard", "reshard"): (
         "is done by the programs, which gather and free by themselves; full parameters for code of "
         "your own are inside of `with sharded.unsharded():`"
@@ -119,7 +127,7 @@ _ANSWERS: Mapping[tuple[str, ...], Answer] = {
         f"{_BY_ITSELF}: gradients of a unit are reduced where they lie; the policy chooses the "
         "units, and all_reduce_below="
     ),
-    ("process_group",): "is chosen by mesh= of graphshard.compile, and is in sharded.plan",
+    ("process_group",): "is chosen by mesh= of graphshard.compile",
     ("mixed_precision",): _POLICY + ": mixed_precision=, in sharded.plan.policy",
 }  # fmt: skip
 

@@ -49,7 +49,7 @@ def by_attribute(sharded: Any) -> Iterator[None]:
 
 @contextlib.contextmanager
 def by_method(sharded: Any) -> Iterator[None]:
-    sharded.set_requires_gradient_sync(False)
+    sharded.set_requires_gradient_sync(requires_gradient_sync=False)
     assert not sharded.require_backward_grad_sync
     yield
     sharded.set_requires_gradient_sync(True)
