@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Mapping
-from functools import partial
+from functools import cache, partial
 from typing import Any
 
 from torch import nn
@@ -63,6 +63,27 @@ def _switch(root: nn.Module, name: str, kind: str, *, on: bool, whole: bool) -> 
         accumulated.kind = None if on else kind
 
 
+def _inside_of(root: Any) -> Any:
+    """DDP's `module`: the sharded module, by an object that has no `module` of its own.
+
+    Code unwraps a model for as long as it has this attribute, so it must not be `root`.
+    """
+    if hasattr(type(root), _OUTSIDE):
+        raise ForeignNameError("this is what .module of a sharded module gives, and has no other")
+    inside = object.__new__(_kind_inside(type(root)))
+    object.__setattr__(inside, "__dict__", vars(root))
+    object.__setattr__(inside, _OUTSIDE, root)  # which holds what the two share by weak references
+    return inside
+
+
+_OUTSIDE = "_graphshard_outside"
+
+
+@cache
+def _kind_inside(kind: type) -> type:
+    return type(kind.__name__, (kind,), {"__slots__": (_OUTSIDE,)})
+
+
 _POLICY = "is an option of the policy here"
 _PASS = "is a pass here; passes/README.md says how to add one of your own"
 _BY_ITSELF = "has no counterpart, as none is needed"
@@ -70,7 +91,7 @@ _BY_ITSELF = "has no counterpart, as none is needed"
 Answer = str | Callable[[Any], Any]
 
 _ANSWERS: Mapping[tuple[str, ...], Answer] = {
-    ("module",): lambda root: root,
+    ("module",): _inside_of,
     ("require_backward_grad_sync",): lambda root: _of(root).kind is None,
     ("set_requires_gradient_sync",): lambda root: partial(_set_requires_gradient_sync, root),
     ("set_requires_all_reduce",): lambda root: partial(_set_requires_all_reduce, root),

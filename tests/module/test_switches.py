@@ -142,7 +142,15 @@ def test_names_of_the_model_s_own_come_first() -> None:
 
 def test_module_is_the_sharded_module_itself() -> None:
     sharded = compiled()
-    assert sharded.module is sharded
+    inside = sharded
+    while hasattr(inside, "module"):  # as code unwraps a model
+        inside = inside.module
+    assert [*map(id, inside.parameters())] == [*map(id, sharded.parameters())]
+    inside.eval()
+    assert not sharded.training
+    out = inside(torch.randn(2, 4))
+    assert out.shape == (2, 4)
+    assert isinstance(inside, type(sharded))
     assert "module" not in dict(sharded.named_modules())
     assert list(sharded.module.state_dict()) == ["0.weight", "0.bias", "1.weight", "1.bias"]
     inner = nn.Module()
