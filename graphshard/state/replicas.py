@@ -238,7 +238,7 @@ def require_one_model(bindings: Bindings, model: nn.Module) -> None:
     """
     params = dict(model.named_parameters(remove_duplicate=False))
     names = [shard.layout.fqn for shard in distinct(bindings.shards) if not shard.layout.ignored]
-    whole = [("parameter", name, params[name]) for name in names]
+    whole: list[tuple[str, str, Tensor]] = [("parameter", name, params[name]) for name in names]
     whole += [("buffer", name, buffer) for name, buffer in model.named_buffers()]
     _require_one(
         bindings,
