@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-from collections.abc import Iterator
+import re
+from collections.abc import Collection, Iterator
 from typing import Any
 
 import torch
@@ -17,9 +18,12 @@ from torch.nn.utils.rnn import PackedSequence
 from torch.utils import _pytree as pytree
 
 from graphshard.capture.annotation import FQN
+from graphshard.errors import CaptureError
 from graphshard.policy.precision import Precisions, keeps_its_dtype
 from graphshard.program.aliases import cast_dtype
-from graphshard.program.program import Program
+from graphshard.program.program import FORWARD, Program
+from graphshard.program.text import source_line
+from graphshard.torch_private.kernels import refuses
 
 Args = tuple[Any, ...]
 
@@ -74,9 +78,81 @@ def cast_at_units(model: nn.Module, precisions: Precisions | None) -> Iterator[N
         removable.append(module.register_forward_hook(after))
     try:
         yield
+    except RuntimeError as error:
+        if not re.search("dtype|scalar type|weight type|bias type|same type", str(error)):
+            raise
+        kept = [
+            f"{name!r} ({buffer.dtype})"
+            for name, buffer in model.named_buffers()
+            if buffer.is_floating_point() and _keeps_another(model, name, buffer, precisions)
+        ]
+        if not kept:
+            raise
+        raise CaptureError(
+            "under mixed precision an operator meets operands of two dtypes, which its kernel "
+            f"refuses ({error}); buffers keep their dtype unless MixedPrecision has a "
+            f"buffer_dtype=, here {', '.join(kept)}: give buffer_dtype=, or cast in the forward"
+        ).with_traceback(error.__traceback__) from error
     finally:
         for hook in removable:
             hook.remove()
+
+
+def _keeps_another(model: nn.Module, name: str, buffer: Tensor, precisions: Precisions) -> bool:
+    """Whether a buffer stays in another dtype than the parameters around it are computed in."""
+    home = name.rpartition(".")[0]
+    precision = precisions.around(home)
+    if precision is None or keeps_its_dtype(model.get_submodule(home)):
+        return False
+    return precision.buffer_dtype is None and precision.param_dtype not in (None, buffer.dtype)
+
+
+def require_one_dtype(program: Program, precisions: Precisions | None) -> None:
+    """Refuse a buffer that keeps its dtype and meets another one in an operator that takes one.
+
+    Raises:
+        CaptureError: it does; names buffer, operator and line. A rank's call would fail there.
+    """
+    if precisions is None:
+        return
+    buffers = {entry.node: entry.fqn for entry in program.buffers if not entry.constant}
+    for node in program.nodes(FORWARD):
+        operands = node.all_input_nodes
+        vals = [operand.meta.get("val") for operand in operands]
+        if not refuses(node.target, [val for val in vals if isinstance(val, Tensor)]):
+            continue
+        dtypes = {val.dtype for val in vals if isinstance(val, Tensor) and val.is_floating_point()}
+        for operand in operands:
+            buffer = _buffer_behind(operand, buffers)
+            dtype = operand.meta["val"].dtype
+            if buffer is not None and len(dtypes) == 2:
+                (other,) = dtypes - {dtype}
+                line = source_line(node)
+                raise CaptureError(
+                    f"buffer {buffers[buffer]!r} is {dtype}, which mixed precision leaves as it "
+                    f"is, and meets {other} in {node.target} of {node.meta[FQN] or '(root)'}, "
+                    f"which takes one dtype alone; give MixedPrecision(buffer_dtype={other}), or "
+                    "cast the buffer in the forward" + (f"\n  at {line}" if line else "")
+                )
+
+
+def _buffer_behind(value: fx.Node, buffers: Collection[fx.Node]) -> fx.Node | None:
+    """A buffer from which `value` has its floating-point dtype."""
+    val = value.meta["val"]
+    if not isinstance(val, Tensor) or not val.is_floating_point():
+        return None
+    waiting, seen = [value], {value}
+    while waiting:
+        node = waiting.pop()
+        if node in buffers:
+            return node
+        for source in node.all_input_nodes:
+            val = source.meta.get("val")
+            same = isinstance(val, Tensor) and val.dtype == value.meta["val"].dtype
+            if same and source not in seen:
+                seen.add(source)
+                waiting.append(source)
+    return None
 
 
 def _hooks_for_dtypes(inputs: torch.dtype | None, outputs: torch.dtype | None) -> tuple[Any, Any]:

@@ -19,8 +19,11 @@ from graphshard.errors import GraphshardError
 from graphshard.program import ops
 from graphshard.program.aliases import alias_inputs
 from graphshard.program.program import BACKWARD, FORWARD, Program, copy_node
-from graphshard.program.regions import REGION
+from graphshard.program.regions import REGION, picks_from
 from graphshard.program.size_nodes import symbol_nodes
+
+OPERATOR = "operator"
+"""The key of a backward placeholder's `meta` for what computed its value in forward."""
 
 
 @dataclass(frozen=True)
@@ -79,6 +82,7 @@ def cut_backward(program: Program, crossings: Sequence[Crossing]) -> fx.Graph:
         placeholder.meta = {**(old.meta if old is not None else {}), "phase": BACKWARD}
         if old is not None:
             new[old] = placeholder
+            placeholder.meta[OPERATOR] = str((picks_from(old) or old).target)
     for entry in program.outputs:
         if entry.tangent is not None:
             new[entry.tangent] = graph.node_copy(entry.tangent)

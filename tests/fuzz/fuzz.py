@@ -56,6 +56,7 @@ def main() -> int:
     parser.add_argument("--first", type=int, default=0, help="the first seed")
     parser.add_argument("--count", type=int, help="stop after this many seeds")
     parser.add_argument("--backend", help="play the cases of this backend alone")
+    parser.add_argument("--autocast", action="store_true", help="play cases under autocast alone")
     parser.add_argument("--seed", type=int, help="play the case of this seed alone")
     parser.add_argument("--case", help="play this case alone")
     parser.add_argument("--minimise", action="store_true", help="make failing cases smaller")
@@ -87,7 +88,9 @@ def _many(pair: Pair, arguments: argparse.Namespace) -> int:
         if arguments.count is not None and seed >= arguments.first + arguments.count:
             break
         case = draw(seed)
-        if arguments.backend not in (None, case.backend):
+        if arguments.backend not in (None, case.backend) or arguments.autocast > bool(
+            case.autocast
+        ):
             seed += 1
             continue
         started = time.monotonic()

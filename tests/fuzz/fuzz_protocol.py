@@ -5,6 +5,7 @@ from __future__ import annotations
 import tempfile
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -46,9 +47,15 @@ class Loop:
     def inputs(self, part: int = 0) -> tuple[Tensor, Tensor]:
         return batch(self.case, 10 * self.number + part, dist.get_rank(), self.shape)
 
+    def forward(self, module: Any, *inputs: Tensor, **kwargs: Any) -> Any:
+        """Call `module`, under autocast if the case says so."""
+        low = getattr(torch, self.case.autocast or "bfloat16")
+        with torch.autocast("cpu", low, enabled=bool(self.case.autocast)):
+            return module(*inputs, **kwargs)
+
     def call(self, part: int = 0, **kwargs: Any) -> Any:
         """A forward; its outputs are noted."""
-        outputs = self.side.module(*self.inputs(part), **kwargs)
+        outputs = self.forward(self.side.module, *self.inputs(part), **kwargs)
         self.note("outputs", outputs)
         return outputs
 
@@ -392,7 +399,7 @@ def freeze(loop: Loop) -> None:
 def input_gradient(loop: Loop) -> None:
     x, ids = loop.inputs()
     x.requires_grad_()
-    outputs = loop.side.module(x, ids)
+    outputs = loop.forward(loop.side.module, x, ids)
     loop.note("outputs", outputs)
     loop.backward(outputs)
     loop.note("input", x.grad)
@@ -404,7 +411,8 @@ def only_input_gradient(loop: Loop) -> None:
     """Parameters get no gradient."""
     x, ids = loop.inputs()
     x.requires_grad_()
-    (grad,) = torch.autograd.grad(loop.loss(loop.side.module(x, ids)), x, allow_unused=True)
+    outputs = loop.forward(loop.side.module, x, ids)
+    (grad,) = torch.autograd.grad(loop.loss(outputs), x, allow_unused=True)
     loop.note("input", grad)
     loop.note_grads()
 
@@ -414,9 +422,10 @@ def part(loop: Loop) -> None:
     """A block by itself."""
     x, ids = loop.inputs()
     if isinstance(loop.side, Sharded):
-        outputs = loop.side.module.submodule_forward("blocks.0", x, ids)
+        call: Any = partial(loop.side.module.submodule_forward, "blocks.0")
     else:
-        outputs = loop.side.module.get_submodule("blocks.0")(x, ids)
+        call = loop.side.module.get_submodule("blocks.0")
+    outputs = loop.forward(call, x, ids)
     loop.note("outputs", outputs)
     if differentiable(outputs):
         loop.backward(outputs)
