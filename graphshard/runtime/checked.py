@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, fx
 
 from graphshard.errors import RuntimeStateError
-from graphshard.program.cut import OPERATOR
+from graphshard.program.cut import GIVEN_BY
 from graphshard.program.regions import picks_from
 from graphshard.program.sizes import number_of
 from graphshard.program.text import source_line
@@ -123,8 +123,7 @@ class CheckedRun(fx.Interpreter):
         if picked is not None and isinstance(picked.target, RegionCall):
             return f"the compiled code of {picked.name}"
         if node.op == "placeholder":
-            operator = node.meta.get(OPERATOR)
-            return None if operator is None else f"{operator} in forward"
+            return node.meta.get(GIVEN_BY)
         if not isinstance(node.target, torch._ops.OpOverload):
             return None
         stated = stated_results(node.target, *self.fetch_args_kwargs_from_env(node))

@@ -43,8 +43,7 @@ def draw(seed: int) -> Case:
     rng = Random(f"autocast {seed}")  # of its own, so that it changes no other case
     if case.mixed or rng.random() > AUTOCAST:
         return case
-    index = rng.choice([i for i, name in enumerate(case.blocks) if name != AGAIN])
-    blocks = (*case.blocks[:index], rng.choice(NORMS), *case.blocks[index + 1 :])
+    blocks = (*case.blocks, rng.choice(NORMS))
     return replace(case, blocks=blocks, dtype="float32", autocast="bfloat16")
 
 

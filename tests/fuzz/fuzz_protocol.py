@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
+import functools
 import tempfile
 from collections.abc import Callable
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -422,7 +422,7 @@ def part(loop: Loop) -> None:
     """A block by itself."""
     x, ids = loop.inputs()
     if isinstance(loop.side, Sharded):
-        call: Any = partial(loop.side.module.submodule_forward, "blocks.0")
+        call: Any = functools.partial(loop.side.module.submodule_forward, "blocks.0")
     else:
         call = loop.side.module.get_submodule("blocks.0")
     outputs = loop.forward(call, x, ids)

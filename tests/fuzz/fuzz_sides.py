@@ -291,7 +291,7 @@ def zero_gradients(case: Case) -> dict[str, Tensor]:
     """
     model = model_of(replace(case, dtype="float64", autocast=""))
     for number in range(2):
-        outputs = model(*batch(replace(case, dtype="float64"), number, 0, (2, 4)))
+        outputs = model(*batch(replace(case, dtype="float64"), number, 0, (8, 8)))
         loss_of(differentiable(outputs)).backward()
     grads = {name: p.grad.abs() for name, p in model.named_parameters() if p.grad is not None}
     largest = max((float(g.max()) for g in grads.values() if g.numel()), default=0.0)
