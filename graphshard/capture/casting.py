@@ -123,9 +123,11 @@ def require_one_dtype(program: Program, precisions: Precisions | None) -> None:
             continue
         dtypes = {val.dtype for val in vals if isinstance(val, Tensor) and val.is_floating_point()}
         for operand in operands:
-            buffer = _buffer_behind(operand, buffers)
             dtype = operand.meta["val"].dtype
-            if buffer is not None and len(dtypes) == 2:
+            if dtype not in dtypes or len(dtypes) != 2:
+                continue
+            buffer = _buffer_behind(operand, buffers)
+            if buffer is not None:
                 (other,) = dtypes - {dtype}
                 line = source_line(node)
                 raise CaptureError(
@@ -137,22 +139,26 @@ def require_one_dtype(program: Program, precisions: Precisions | None) -> None:
 
 
 def _buffer_behind(value: fx.Node, buffers: Collection[fx.Node]) -> fx.Node | None:
-    """A buffer from which `value` has its floating-point dtype."""
-    val = value.meta["val"]
-    if not isinstance(val, Tensor) or not val.is_floating_point():
-        return None
-    waiting, seen = [value], {value}
+    """A buffer from which `value` has its floating-point dtype, if it has that from buffers alone.
+
+    Under another precision an input or a cast may have made it so, where casting buffers is no use.
+    """
+
+    def is_alike(node: fx.Node) -> bool:
+        val = node.meta.get("val")
+        return isinstance(val, Tensor) and val.dtype == value.meta["val"].dtype
+
+    waiting, seen, found = [value], {value}, None
     while waiting:
         node = waiting.pop()
-        if node in buffers:
-            return node
-        for source in node.all_input_nodes:
-            val = source.meta.get("val")
-            same = isinstance(val, Tensor) and val.dtype == value.meta["val"].dtype
-            if same and source not in seen:
-                seen.add(source)
-                waiting.append(source)
-    return None
+        sources = [source for source in node.all_input_nodes if is_alike(source)]
+        if not sources:
+            if node not in buffers:
+                return None
+            found = node
+        waiting += [source for source in sources if source not in seen]
+        seen.update(sources)
+    return found
 
 
 def _hooks_for_dtypes(inputs: torch.dtype | None, outputs: torch.dtype | None) -> tuple[Any, Any]:
