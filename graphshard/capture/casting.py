@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-from collections.abc import Iterator
+import re
+from collections.abc import Collection, Iterator
 from typing import Any
 
 import torch
@@ -17,9 +18,12 @@ from torch.nn.utils.rnn import PackedSequence
 from torch.utils import _pytree as pytree
 
 from graphshard.capture.annotation import FQN
+from graphshard.errors import CaptureError
 from graphshard.policy.precision import Precisions, keeps_its_dtype
 from graphshard.program.aliases import cast_dtype
-from graphshard.program.program import Program
+from graphshard.program.program import FORWARD, Program
+from graphshard.program.text import source_line
+from graphshard.torch_private.kernels import refuses
 
 Args = tuple[Any, ...]
 
@@ -74,9 +78,87 @@ def cast_at_units(model: nn.Module, precisions: Precisions | None) -> Iterator[N
         removable.append(module.register_forward_hook(after))
     try:
         yield
+    except RuntimeError as error:
+        if not re.search("dtype|scalar type|weight type|bias type|same type", str(error)):
+            raise
+        kept = [
+            f"{name!r} ({buffer.dtype})"
+            for name, buffer in model.named_buffers()
+            if buffer.is_floating_point() and _keeps_another(model, name, buffer, precisions)
+        ]
+        if not kept:
+            raise
+        raise CaptureError(
+            "under mixed precision an operator meets operands of two dtypes, which its kernel "
+            f"refuses ({error}); buffers keep their dtype unless MixedPrecision has a "
+            f"buffer_dtype=, here {', '.join(kept)}: give buffer_dtype=, or cast in the forward"
+        ).with_traceback(error.__traceback__) from error
     finally:
         for hook in removable:
             hook.remove()
+
+
+def _keeps_another(model: nn.Module, name: str, buffer: Tensor, precisions: Precisions) -> bool:
+    """Whether a buffer stays in another dtype than the parameters around it are computed in."""
+    home = name.rpartition(".")[0]
+    precision = precisions.around(home)
+    if precision is None or keeps_its_dtype(model.get_submodule(home)):
+        return False
+    return precision.buffer_dtype is None and precision.param_dtype not in (None, buffer.dtype)
+
+
+def require_one_dtype(program: Program, precisions: Precisions | None) -> None:
+    """Refuse a buffer that keeps its dtype and meets another one in an operator that takes one.
+
+    Raises:
+        CaptureError: it does; names buffer, operator and line. A rank's call would fail there.
+    """
+    if precisions is None:
+        return
+    buffers = {entry.node: entry.fqn for entry in program.buffers if not entry.constant}
+    for node in program.nodes(FORWARD):
+        operands = node.all_input_nodes
+        vals = [operand.meta.get("val") for operand in operands]
+        if not refuses(node.target, [val for val in vals if isinstance(val, Tensor)]):
+            continue
+        dtypes = {val.dtype for val in vals if isinstance(val, Tensor) and val.is_floating_point()}
+        for operand in operands:
+            dtype = operand.meta["val"].dtype
+            if dtype not in dtypes or len(dtypes) != 2:
+                continue
+            buffer = _buffer_behind(operand, buffers)
+            if buffer is not None:
+                (other,) = dtypes - {dtype}
+                line = source_line(node)
+                raise CaptureError(
+                    f"buffer {buffers[buffer]!r} is {dtype}, which mixed precision leaves as it "
+                    f"is, and meets {other} in {node.target} of {node.meta[FQN] or '(root)'}, "
+                    f"which takes one dtype alone; give MixedPrecision(buffer_dtype={other}), or "
+                    "cast the buffer in the forward" + (f"\n  at {line}" if line else "")
+                )
+
+
+def _buffer_behind(value: fx.Node, buffers: Collection[fx.Node]) -> fx.Node | None:
+    """A buffer from which `value` has its floating-point dtype, if it has that from buffers alone.
+
+    Under another precision an input or a cast may have made it so, where casting buffers is no use.
+    """
+
+    def is_alike(node: fx.Node) -> bool:
+        val = node.meta.get("val")
+        return isinstance(val, Tensor) and val.dtype == value.meta["val"].dtype
+
+    waiting, seen, found = [value], {value}, None
+    while waiting:
+        node = waiting.pop()
+        sources = [source for source in node.all_input_nodes if is_alike(source)]
+        if not sources:
+            if node not in buffers:
+                return None
+            found = node
+        waiting += [source for source in sources if source not in seen]
+        seen.update(sources)
+    return found
 
 
 def _hooks_for_dtypes(inputs: torch.dtype | None, outputs: torch.dtype | None) -> tuple[Any, Any]:

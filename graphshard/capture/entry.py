@@ -26,7 +26,7 @@ from graphshard.capture.as_eager import (
 )
 from graphshard.capture.baked_in import tell_what_is_baked_in
 from graphshard.capture.captured import Capture
-from graphshard.capture.casting import cast_at_units, place_casts
+from graphshard.capture.casting import cast_at_units, place_casts, require_one_dtype
 from graphshard.capture.checkpoints import tag_checkpoint_regions
 from graphshard.capture.dynamic import Names, strides_of, symbolic_shapes
 from graphshard.capture.errors import explain_errors
@@ -260,7 +260,7 @@ def _trace_and_rebuild(
     dynamic = names is not None and any(names)
     largest = max((size for tensor in tensors for size in tensor.shape), default=1)
     sizes = Sizes(largest) if dynamic or values is not Values.UNKNOWN else None
-    mode = constant_folding_fake_mode(sizes)
+    mode = constant_folding_fake_mode(sizes, target.type)
 
     def fake(tensor: Tensor, shape: Any = None, stride: Any = None) -> Tensor:
         shape, stride = shape or tensor.shape, stride or tensor.stride()
@@ -295,6 +295,7 @@ def _trace_and_rebuild(
         joint, traced, inputs, needs_grad, training=model.training, sizes=sizes
     )
     place_casts(program, precisions)
+    require_one_dtype(program, precisions)
     _check_gradients(program, traced)
     if sizes is not None:
         sizes.close_guards(inputs.paths)

@@ -19,7 +19,7 @@ from graphshard.program.sizes import Answer, Sizes, hint
 from graphshard.torch_private import compat as torch_compat
 from graphshard.torch_private import trace as torch_trace
 from graphshard.torch_private.compat import SYMBOLIC
-from graphshard.torch_private.strides import OTHER_STRIDES, with_real_strides
+from graphshard.torch_private.kernels import DEVICE, OTHERWISE, as_real
 from graphshard.torch_private.unbacked import depends_on_values
 
 # Constants larger than this are not evaluated during capture: such code depends on real data.
@@ -124,8 +124,10 @@ class _Recipe:
         )
 
 
-def constant_folding_fake_mode(sizes: Sizes | None = None) -> Any:
+def constant_folding_fake_mode(sizes: Sizes | None = None, device: str = DEVICE) -> Any:
     """A FakeTensorMode that answers `.item()` on values computed from constants alone.
+
+    Its results are those of the real kernels, where it is known that torch's fake ones differ.
 
     Model code asks questions such as `(position_ids[:, 0] == 0).all()` whose operands are made by
     arange or ones: eager takes one branch, always the same. Fake tensors have no values, so the
@@ -134,6 +136,7 @@ def constant_folding_fake_mode(sizes: Sizes | None = None) -> Any:
 
     Args:
         sizes: those of the capture; None if all are numbers.
+        device: the type of the device that the program will run on.
     """
     base = torch_compat.fake_tensor_mode()
     ask = torch.ops.aten._local_scalar_dense.default
@@ -169,9 +172,9 @@ def constant_folding_fake_mode(sizes: Sizes | None = None) -> Any:
                 except by_value as error:
                     self.unanswered = self.unanswered or error
                     raise
-            if func in OTHER_STRIDES:
+            if func in OTHERWISE and device == DEVICE:
                 with self:
-                    result = with_real_strides(func, args, result)
+                    result = as_real(func, args, kwargs, result)
             self._recipes.remember(func, args, kwargs, result)
             return result
 

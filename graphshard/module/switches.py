@@ -70,7 +70,7 @@ def _inside_of(root: Any) -> Any:
     """
     if hasattr(type(root), _OUTSIDE):
         raise ForeignNameError("this is what .module of a sharded module gives, and has no other")
-    inside = object.__new__(_kind_inside(type(root)))
+    inside: Any = object.__new__(_kind_inside(type(root)))
     object.__setattr__(inside, "__dict__", vars(root))
     object.__setattr__(inside, _OUTSIDE, root)  # which holds what the two share by weak references
     return inside
@@ -80,7 +80,7 @@ _OUTSIDE = "_graphshard_outside"
 
 
 @cache
-def _kind_inside(kind: type) -> type:
+def _kind_inside(kind: Any) -> Any:
     return type(kind.__name__, (kind,), {"__slots__": (_OUTSIDE,)})
 
 

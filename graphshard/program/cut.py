@@ -19,8 +19,11 @@ from graphshard.errors import GraphshardError
 from graphshard.program import ops
 from graphshard.program.aliases import alias_inputs
 from graphshard.program.program import BACKWARD, FORWARD, Program, copy_node
-from graphshard.program.regions import REGION
+from graphshard.program.regions import REGION, picks_from
 from graphshard.program.size_nodes import symbol_nodes
+
+GIVEN_BY = "given_by"
+"""The key of a backward placeholder's `meta` for what gave its value, as text."""
 
 
 @dataclass(frozen=True)
@@ -79,9 +82,11 @@ def cut_backward(program: Program, crossings: Sequence[Crossing]) -> fx.Graph:
         placeholder.meta = {**(old.meta if old is not None else {}), "phase": BACKWARD}
         if old is not None:
             new[old] = placeholder
+            placeholder.meta[GIVEN_BY] = f"{(picks_from(old) or old).target} in forward"
     for entry in program.outputs:
         if entry.tangent is not None:
-            new[entry.tangent] = graph.node_copy(entry.tangent)
+            new[entry.tangent] = tangent = graph.node_copy(entry.tangent)
+            tangent.meta[GIVEN_BY] = f"the call of backward, for output {entry.path},"
     for node in program.nodes():
         unpacks_crossing = ops.is_unpack(node) and node.args[0] in new and node not in new
         if not _runs_in_forward(node) or unpacks_crossing:

@@ -35,6 +35,7 @@ from graphshard.program.annotations import Regions
 from graphshard.program.arguments import argument_key
 from graphshard.torch_private import compat as torch_compat
 from graphshard.torch_private.compat import SYMBOLIC
+from graphshard.torch_private.kernels import computes_otherwise
 
 REGION = "region"
 """The key of `node.meta` that holds a region's number."""
@@ -81,7 +82,10 @@ def works(node: fx.Node) -> bool:
 
 
 def may_join(node: fx.Node) -> bool:
-    """Whether `node` may be compiled: it writes to no operand and returns plain tensors."""
+    """Whether `node` may be compiled: it writes to no operand and returns plain tensors.
+
+    Compiled code is made from fake kernels, so operators for which these err run by themselves.
+    """
     if not ops.is_compute(node) or not _is_operator(node) or ops.writes(node):
         return False
     target: Any = node.target
@@ -89,7 +93,8 @@ def may_join(node: fx.Node) -> bool:
         return False
     if target.overloadpacket in _LEFT_OUT or any(tag in target.tags for tag in _BY_DATA):
         return False
-    if not all(_is_operand(value.meta.get("val")) for value in node.all_input_nodes):
+    operands = [value.meta.get("val") for value in node.all_input_nodes]
+    if not all(map(_is_operand, operands)) or computes_otherwise(target, operands):
         return False
     val = node.meta.get("val")
     if isinstance(val, (tuple, list)):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import linecache
 import operator
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -89,6 +90,16 @@ def full_text(program: Program) -> str:
         if node.op != "output":
             lines.append(node_line(node))
     return "\n".join([*lines, "", *_ends(program)]) + "\n"
+
+
+def source_line(node: fx.Node) -> str | None:
+    """The line of the model that a node comes from, and whether the node is of its backward."""
+    if "line" not in node.meta:
+        return None
+    file, number, function = node.meta["line"]
+    source = linecache.getline(file, number).strip()
+    of = "" if node.meta["phase"] == FORWARD else "the backward of "
+    return f"{of}{file}:{number} in {function}: {source}"
 
 
 def node_line(node: fx.Node) -> str:

@@ -95,12 +95,12 @@ class LoweredGraph:
         self.fingerprint = Fingerprint.of(graph, bindings.plan)
         self._check = bindings.group.check
         self._here = bindings.group.here
-        self._run = self._runner(self.module)
+        self._run = self._runner(self.module) if self._check else self._first_run
         self._named: Runner | None = None
         self._profiled = profiler_check()
 
     def run(self, args: list[Any]) -> Any:
-        """Run the code on `args`, which it empties; with checks in checking mode.
+        """Run the code on `args`, which it empties; with checks in checking mode, or at first.
 
         While a profiler is on, each event has a range of its own.
         """
@@ -133,13 +133,19 @@ class LoweredGraph:
         finally:
             self._here.done = 0
 
+    def _first_run(self, args: list[Any]) -> Any:
+        """Hold the operands of regions and collectives against the program, this once."""
+        results = CheckedRun(self.module, strict=False)(args)
+        self._run = self.module.forward
+        return results
+
     def _named_run(self, args: list[Any]) -> Any:
         if self._named is None:
             self._named = NamedRun(self.module, phase_of(self.module.graph), self._runner)
         return self._named(args)
 
     def _runner(self, module: fx.GraphModule) -> Runner:
-        return CheckedRun(module) if self._check else module.forward
+        return CheckedRun(module, strict=True) if self._check else module.forward
 
     def forms(self) -> Iterator[Form]:
         """The forms of its regions, each once."""

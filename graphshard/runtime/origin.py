@@ -9,7 +9,6 @@ wrong one, so each searches from the gradients that it gave to the reduce.
 from __future__ import annotations
 
 import contextlib
-import linecache
 import warnings
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
@@ -24,7 +23,7 @@ from graphshard.program.collective import operands_of, params_of
 from graphshard.program.cut import Crossing, cut, cut_backward
 from graphshard.program.finite import Check, checks_of, is_floating, may_hold_infinities, values_of
 from graphshard.program.program import FORWARD, Program
-from graphshard.program.text import node_line
+from graphshard.program.text import node_line, source_line
 from graphshard.runtime.finite import Found
 from graphshard.runtime.lower import lower
 from graphshard.runtime.lowered import Bindings
@@ -394,10 +393,5 @@ def _told(program: Program, node: fx.Node, what: str) -> str:
 
 def _line_of(node: fx.Node) -> str:
     """A node as the dump shows it, and the line of the model that it comes from."""
-    text = node_line(node)
-    if "line" not in node.meta:
-        return text
-    file, number, function = node.meta["line"]
-    source = linecache.getline(file, number).strip()
-    of = "" if node.meta["phase"] == FORWARD else "the backward of "
-    return f"{text}\n  {of}{file}:{number} in {function}: {source}"
+    text, line = node_line(node), source_line(node)
+    return text if line is None else f"{text}\n  {line}"

@@ -21,7 +21,7 @@ from graphshard.torch_private.compat import (
 )
 from graphshard.torch_private.cpp_kernels import Kernels
 from graphshard.torch_private.joint_passes import dims_by_stride, with_joint_passes
-from graphshard.torch_private.strides import with_real_strides
+from graphshard.torch_private.kernels import as_real
 
 _COMPILE = "torch._inductor.compile_fx"
 
@@ -136,11 +136,11 @@ def compile_graph(graph: fx.GraphModule, inputs: Sequence[Any], mode: Any) -> Co
 
 
 class _AsEager(fx.Interpreter):
-    """Runs a graph with results of the strides that eager gives them."""
+    """Runs a graph with the results that eager's kernels give."""
 
     def call_function(self, target: Any, args: Any, kwargs: Any) -> Any:
         """Call an operator."""
-        return with_real_strides(target, args, super().call_function(target, args, kwargs))
+        return as_real(target, args, kwargs, super().call_function(target, args, kwargs))
 
 
 class _Decomposed(fx.Interpreter):
@@ -157,8 +157,12 @@ def _lying_as(result: torch.Tensor, promised: torch.Tensor) -> torch.Tensor:
     """`result` with the strides of `promised`, copied if need be.
 
     Raises:
-        UnsupportedTorchError: a copy cannot have them.
+        UnsupportedTorchError: a copy cannot have them, or it has another dtype.
     """
+    if result.dtype != promised.dtype:
+        raise UnsupportedTorchError(
+            f"Inductor's operators give a result dtype {result.dtype}, torch's own {promised.dtype}"
+        )
     if same_sizes(result.stride(), promised.stride()):
         return result
     order, back = dims_by_stride(promised)

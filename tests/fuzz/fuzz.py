@@ -57,6 +57,7 @@ def main() -> int:
     parser.add_argument("--count", type=int, help="stop after this many seeds")
     parser.add_argument("--backend", help="play the cases of this backend alone")
     parser.add_argument("--block", default="", help="play cases with blocks named so, or so begun")
+    parser.add_argument("--autocast", action="store_true", help="play cases under autocast alone")
     parser.add_argument("--seed", type=int, help="play the case of this seed alone")
     parser.add_argument("--case", help="play this case alone")
     parser.add_argument("--minimise", action="store_true", help="make failing cases smaller")
@@ -89,6 +90,7 @@ def _many(pair: Pair, arguments: argparse.Namespace) -> int:
             break
         case = draw(seed)
         wanted = any(name.startswith(arguments.block) for name in case.blocks)
+        wanted &= bool(case.autocast) >= arguments.autocast
         if arguments.backend not in (None, case.backend) or not wanted:
             seed += 1
             continue

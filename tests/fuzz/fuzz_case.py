@@ -14,7 +14,7 @@ class Case:
     seed: of weights and batches.
     blocks: kinds of blocks (`fuzz_blocks.KINDS`), in the order in which the model calls them.
     dim: width of the activations. root: what the model has besides blocks. output: what it returns.
-    dtype: of parameters and inputs.
+    dtype: of parameters and inputs. autocast: the dtype of forwards under `torch.autocast`, or "".
     policy: fields of the policy as JSON can hold them, with "kind" and the kind's own fields.
     mesh: shape of the mesh; empty for the default one.
     start: where the weights come from. dynamic: sizes are symbols. check: poison freed memory.
@@ -28,6 +28,7 @@ class Case:
     root: str = "plain"
     output: str = "loss"
     dtype: str = "float64"
+    autocast: str = ""
     policy: dict[str, Any] = field(default_factory=lambda: {"kind": "block"})
     mesh: tuple[int, ...] = ()
     start: str = "real"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from random import Random
 from typing import Any
 
@@ -15,11 +16,38 @@ from fuzz_sides import OPTIMIZERS
 STARTS = ("real", "example", "meta")
 
 COMPILES = ("batch_norm_view", "encoder_layer", "lstm", "lstm_two_ways", "gru", "rnn", "lstm_cell")
-"""Kinds left out where Inductor compiles, since these take long."""
+"""Kinds left out where Inductor compiles, since these take long; norms are back under autocast."""
+
+NORMS = (
+    "batch_norm",
+    "batch_norm_view",
+    "conv2d",
+    "group_norm",
+    "instance_norm",
+    "tracked_instance_norm",
+    "layer_norm",
+    "norm_without_weights",
+    "rms_norm",
+    "weight_norm",
+    "spectral_norm",
+)
+"""Kinds of which a case under autocast has one."""
+
+AUTOCAST = 0.15
+"""The share of autocast among cases without mixed precision."""
 
 
 def draw(seed: int) -> Case:
     """The case of a seed."""
+    case = _draw(seed)
+    rng = Random(f"autocast {seed}")  # of its own, so that it changes no other case
+    if case.mixed or rng.random() > AUTOCAST:
+        return case
+    blocks = (*case.blocks, rng.choice(NORMS))
+    return replace(case, blocks=blocks, dtype="float32", autocast="bfloat16")
+
+
+def _draw(seed: int) -> Case:
     rng = Random(seed)
     compiled = rng.random() < 1 / 3
     mixed = not compiled and rng.random() < 0.15

@@ -8,7 +8,18 @@ from dataclasses import replace
 from fuzz_case import Case
 from fuzz_play import Outcome
 
-DROPPABLE = ("backend", "dynamic", "check", "start", "mesh", "local", "root", "optimizer", "dtype")
+DROPPABLE = (
+    "backend",
+    "dynamic",
+    "check",
+    "start",
+    "mesh",
+    "local",
+    "root",
+    "optimizer",
+    "autocast",
+    "dtype",
+)
 
 
 def minimise(case: Case, outcome: Outcome, play: Callable[[Case], Outcome]) -> tuple[Case, Outcome]:

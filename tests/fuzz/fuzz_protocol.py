@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import signal
 import tempfile
 import time
@@ -53,9 +54,15 @@ class Loop:
     def inputs(self, part: int = 0) -> tuple[Tensor, Tensor]:
         return batch(self.case, 10 * self.number + part, dist.get_rank(), self.shape)
 
+    def forward(self, module: Any, *inputs: Tensor, **kwargs: Any) -> Any:
+        """Call `module`, under autocast if the case says so."""
+        low = getattr(torch, self.case.autocast or "bfloat16")
+        with torch.autocast("cpu", low, enabled=bool(self.case.autocast)):
+            return module(*inputs, **kwargs)
+
     def call(self, part: int = 0, **kwargs: Any) -> Any:
         """A forward; its outputs are noted, with what it left elsewhere."""
-        outputs = self.side.module(*self.inputs(part), **kwargs)
+        outputs = self.forward(self.side.module, *self.inputs(part), **kwargs)
         left = left_in(self.side.module)
         outputs = (outputs, left) if left else outputs
         self.note("outputs", outputs)
@@ -401,7 +408,7 @@ def freeze(loop: Loop) -> None:
 def input_gradient(loop: Loop) -> None:
     x, ids = loop.inputs()
     x.requires_grad_()
-    outputs = loop.side.module(x, ids)
+    outputs = loop.forward(loop.side.module, x, ids)
     loop.note("outputs", outputs)
     loop.backward(outputs)
     loop.note("input", x.grad)
@@ -413,7 +420,8 @@ def only_input_gradient(loop: Loop) -> None:
     """Parameters get no gradient."""
     x, ids = loop.inputs()
     x.requires_grad_()
-    (grad,) = torch.autograd.grad(loop.loss(loop.side.module(x, ids)), x, allow_unused=True)
+    outputs = loop.forward(loop.side.module, x, ids)
+    (grad,) = torch.autograd.grad(loop.loss(outputs), x, allow_unused=True)
     loop.note("input", grad)
     loop.note_grads()
 
@@ -423,9 +431,10 @@ def part(loop: Loop) -> None:
     """A block by itself."""
     x, ids = loop.inputs()
     if isinstance(loop.side, Sharded):
-        outputs = loop.side.module.submodule_forward("blocks.0", x, ids)
+        call: Any = functools.partial(loop.side.module.submodule_forward, "blocks.0")
     else:
-        outputs = loop.side.module.get_submodule("blocks.0")(x, ids)
+        call = loop.side.module.get_submodule("blocks.0")
+    outputs = loop.forward(call, x, ids)
     loop.note("outputs", outputs)
     if differentiable(outputs):
         loop.backward(outputs)

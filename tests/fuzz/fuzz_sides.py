@@ -9,13 +9,14 @@ from __future__ import annotations
 import contextlib
 import re
 from collections.abc import Iterator
+from dataclasses import replace
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from full_tensors import full
 from fuzz_case import Case
-from fuzz_model import batch, model_of
+from fuzz_model import batch, differentiable, loss_of, model_of
 from fuzz_policies import dtypes_of, policy_of
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
@@ -89,6 +90,8 @@ def optimizer_of(case: Case, side: Side) -> torch.optim.Optimizer:
         NothingToTrain: there are none.
     """
     kind, options = OPTIMIZERS[case.optimizer.removesuffix("_groups")]
+    if case.autocast and "eps" in options:
+        options = {**options, "eps": 1.0}  # the noise is that of 16 bits
     rule = options_of if case.optimizer.endswith("_groups") else None
     groups: Any = [param for param in side.params().values() if param.requires_grad]
     if not groups:
@@ -294,14 +297,33 @@ def reference(case: Case, sharded: Sharded) -> Side:
     return Eager(case)
 
 
-def perturbed(side: Eager) -> Eager:
-    """`side` with every parameter changed by a few units in its last place, up or down."""
+def zero_gradients(case: Case) -> dict[str, Tensor]:
+    """By parameter, the elements whose true gradient is zero, so that a run has rounding alone.
+
+    Examples are a bias in front of a BatchNorm and the bias of an attention's keys.
+    """
+    model = model_of(replace(case, dtype="float64", autocast=""))
+    for number in range(2):
+        outputs = model(*batch(replace(case, dtype="float64"), number, 0, (8, 8)))
+        loss_of(differentiable(outputs)).backward()
+    grads = {name: p.grad.abs() for name, p in model.named_parameters() if p.grad is not None}
+    largest = max((float(g.max()) for g in grads.values() if g.numel()), default=0.0)
+    return {name: grad < 1e-12 * largest for name, grad in grads.items()}
+
+
+def perturbed(side: Eager, case: Case) -> Eager:
+    """`side` with every parameter changed by a few units in its last place, up or down.
+
+    Under autocast by half a unit in the last place of its dtype.
+    """
     signs = torch.Generator().manual_seed(0)
     with torch.no_grad():
         for param in side.module.parameters():
             if param.is_floating_point():
                 up = torch.rand(param.shape, generator=signs) < 0.5
                 step = 4 * torch.finfo(param.dtype).eps
+                if case.autocast:
+                    step = torch.finfo(getattr(torch, case.autocast)).eps / 2
                 param.mul_(torch.full_like(param, 1 - step).masked_fill_(up, 1 + step))
     return side
 

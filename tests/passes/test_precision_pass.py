@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -365,3 +366,73 @@ def test_reduces_are_not_put_off_to_the_end_of_backward() -> None:
     assert grads[-1] < place[program.first_backward()] + 8  # the head's, first in backward
     units = [e.unit for e in program_of(planned(param_dtype=BF16)).schedule()]
     assert units.index("blocks.1") < units.index("blocks.0", units.index("blocks.1"))
+
+
+# -- buffers of another dtype ---------------------------------------------------------------------
+
+
+class WithBuffer(nn.Module):
+    """A float32 buffer that meets, by `work`, the result of a layer in another dtype."""
+
+    def __init__(self, work: Callable[[nn.Module, Tensor, Tensor], Tensor], *shape: int) -> None:
+        super().__init__()
+        self.register_buffer("table", torch.ones(shape))
+        self.layer, self.work = nn.Linear(4, 4), work
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.work(self.layer, x, self.table)
+
+
+MEETS: dict[str, tuple[Callable[[], nn.Module], str]] = {
+    "added before a layer": (
+        lambda: WithBuffer(lambda layer, x, table: layer(x + table), 4),
+        r"buffer 'table' is torch.float32, .* meets torch.bfloat16 in aten.addmm.default of layer",
+    ),
+    "of spectral_norm": (
+        lambda: nn.utils.parametrizations.spectral_norm(nn.Linear(4, 4)),
+        r"buffer 'parametrizations.weight.0._[uv]' is torch.float32, .* in aten.mv.default of",
+    ),
+    "weights of a loss": (
+        lambda: WithBuffer(
+            lambda layer, x, table: nn.functional.cross_entropy(
+                layer(x), torch.zeros(2, dtype=torch.int64), table
+            ),
+            4,
+        ),
+        r"buffer 'table' is torch.float32, .* in aten.nll_loss_forward.default of",
+    ),
+    "in a batched product, which a trace refuses": (
+        lambda: WithBuffer(lambda layer, x, table: torch.bmm(layer(x)[None], table), 1, 4, 4),
+        r"meets operands of two dtypes, .* here 'table' \(torch.float32\)",
+    ),
+}
+
+
+@pytest.mark.parametrize("early", [True, False])
+@pytest.mark.parametrize("name", MEETS)
+def test_a_buffer_that_meets_another_dtype_is_named(name: str, early: bool) -> None:
+    model, message = MEETS[name]
+    x = torch.randn(2, 4)
+
+    def run(**fields: Any) -> None:
+        policy = graphshard.LambdaPolicy(
+            lambda _: False, mixed_precision=MixedPrecision(param_dtype=BF16, **fields)
+        )
+        sharded = graphshard.compile(model(), policy, example_inputs=(x,) if early else None)
+        assert not early or sharded.program
+        sharded(x).float().sum().backward()
+
+    with pytest.raises(CaptureError, match=message) as caught:
+        run()
+    assert "buffer_dtype=" in str(caught.value)
+    of_torch = name == "of spectral_norm"
+    assert of_torch or re.search(r"test_precision_pass\.py:\d+ in", str(caught.value))
+    run(buffer_dtype=BF16)
+
+
+def test_buffers_that_operators_promote_are_left_alone() -> None:
+    model = WithBuffer(lambda layer, x, table: layer(x) + table, 4)
+    policy = graphshard.LambdaPolicy(
+        lambda _: False, mixed_precision=MixedPrecision(param_dtype=BF16)
+    )
+    assert graphshard.compile(model, policy)(torch.randn(2, 4)).dtype == torch.float32

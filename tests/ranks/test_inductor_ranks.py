@@ -146,6 +146,31 @@ def batch_norm(rank: int) -> None:
     compiled(alike(rank, Net(), batch, policy=graphshard.SizePolicy(min_num_params=100)))
 
 
+def norms_under_autocast(rank: int) -> None:
+    """Their statistics are float32 by the real kernels alone, and cross between regions."""
+
+    class Net(nn.Module):
+        def __init__(self, norm: nn.Module) -> None:
+            super().__init__()
+            self.first, self.norm, self.last = nn.Conv1d(4, 4, 3), norm, nn.Conv1d(4, 4, 3)
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.last(self.norm(self.first(x).tanh())).float().sigmoid().sum()
+
+    def batch(rank: int, step: int) -> list[Tensor]:
+        return [torch.randn(8, 4, 16, generator=torch.Generator().manual_seed(2 * step + rank))]
+
+    for norm in (
+        nn.BatchNorm1d(4),
+        nn.BatchNorm1d(4, affine=False),
+        nn.InstanceNorm1d(4, affine=True, track_running_stats=True),
+        nn.GroupNorm(2, 4),
+        nn.LayerNorm(14),
+    ):
+        with torch.autocast("cpu", torch.bfloat16):
+            compiled(alike(rank, Net(norm), batch, (nn.Conv1d,), tolerance=BF16))
+
+
 def _transformers(rank: int, name: str) -> None:
     case = CASES[name]
 
@@ -245,6 +270,7 @@ def padded_products(rank: int) -> None:
 WIDE = [
     padded_products,
     batch_norm,
+    norms_under_autocast,
     llama,
     bert,
     gpt2,

@@ -13,7 +13,7 @@ from models import Block, Normed, TiedGPT
 from torch import Tensor, nn
 
 import graphshard
-from graphshard.errors import UnsupportedTorchError
+from graphshard.errors import RuntimeStateError, UnsupportedTorchError
 from graphshard.runtime.region import rotated
 from graphshard.torch_private import inductor as torch_inductor
 
@@ -194,6 +194,64 @@ def test_checks_and_poison_see_regions(monkeypatch):
     expected, _ = trained(model, "eager")
     found, _ = trained(model, "inductor", check=True)
     assert all(map(torch.equal, expected, found))
+
+
+@torch.library.custom_op("graphshard_tests::widened", mutates_args=())
+def widened(x: Tensor) -> Tensor:
+    """Gives float64, and states the dtype of `x`."""
+    return x.double()
+
+
+widened.register_fake(torch.empty_like)
+
+
+class Widened(nn.Module):
+    """A unit of one operator, which is no region."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.shift = nn.Parameter(torch.ones(4))
+
+    def forward(self) -> Tensor:
+        return widened(self.shift.detach())
+
+
+class Shifted(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.shift, self.last = nn.Linear(4, 4), Widened(), nn.Linear(4, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x, shift = self.first(x), self.shift()
+        return self.last(x.tanh() * shift)
+
+
+SHIFTED = graphshard.BlockPolicy((nn.Linear, Widened))
+
+
+def test_a_region_refuses_what_a_kernel_gives_otherwise_than_stated(monkeypatch):
+    made = by_torch(monkeypatch)
+    sharded = graphshard.compile(Shifted(), SHIFTED, backend="inductor")
+    for _ in range(2):
+        with pytest.raises(RuntimeStateError) as caught:
+            sharded(torch.ones(2, 4))
+        assert re.search(
+            r"graphshard_tests\.widened\.default in forward gave \w+ as \(4,\) torch\.float64, "
+            r"its program says \(4,\) torch\.float32\n.*in forward: return widened.*\n.*"
+            r"compiled region \d in forward is made for",
+            str(caught.value),
+        )
+    assert made
+
+
+def test_what_a_kernel_gives_otherwise_is_no_fault_of_a_pass(caplog):
+    model = Shifted()
+    model.last = nn.Identity()
+    sharded = graphshard.compile(model, SHIFTED, check=True)
+    with torch.no_grad():
+        assert sharded(torch.ones(2, 4)).dtype == torch.float64
+    assert "graphshard_tests.widened.default in forward gave" in caplog.text
+    assert len([record for record in caplog.records if record.name == "graphshard"]) == 1
 
 
 def test_ranks_of_a_host_compile_from_different_ends():

@@ -123,6 +123,45 @@ def gradients_that_cannot_be_averaged(rank: int) -> None:
         assert "parameter 'odd' is complex64, which the backend 'gloo' cannot average" in message
 
 
+@torch.library.custom_op("graphshard_tests::doubled", mutates_args=())
+def doubled(x: Tensor) -> Tensor:
+    """Gives float64, and states the dtype of `x`."""
+    return x.double() * 2
+
+
+doubled.register_fake(torch.empty_like)
+
+
+class DoubledBackward(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x: Tensor) -> Tensor:
+        return x * 2
+
+    @staticmethod
+    def backward(ctx, grad: Tensor) -> Tensor:
+        return doubled(grad)
+
+
+class Doubled(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(6))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return (DoubledBackward.apply(self.weight) * x).sum()
+
+
+def a_gradient_of_another_dtype_than_stated(rank: int) -> None:
+    """It is refused before the reduce that is made for the other dtype, in every call."""
+    sharded = graphshard.compile(Doubled(), graphshard.SizePolicy())
+    for _ in range(2):
+        message = error_of(lambda: sharded(torch.ones(6)).backward(), RuntimeStateError)
+        assert "graphshard_tests.doubled.default in backward gave" in message
+        assert "torch.float64, its program says (6,) torch.float32" in message
+        assert re.search(r"the backward of .*: return x \* 2", message)
+        assert "reduce_scatter of unit (root) in backward is made for" in message
+
+
 def other_outputs_used(rank: int) -> None:
     """Backward differs where ranks use different outputs."""
     sharded = graphshard.compile(ManyOutputs(), graphshard.BlockPolicy({nn.Linear}))
@@ -140,6 +179,7 @@ ON_TWO = [
     a_branch_on_one_rank,
     other_buffers_to_synchronise,
     other_outputs_used,
+    a_gradient_of_another_dtype_than_stated,
     frozen_parameters_of_any_dtype_move,
     gradients_that_cannot_be_averaged,
 ]
