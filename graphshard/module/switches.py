@@ -70,7 +70,8 @@ def _inside_of(root: Any) -> Any:
     """
     if hasattr(type(root), _OUTSIDE):
         raise ForeignNameError("this is what .module of a sharded module gives, and has no other")
-    inside: Any = object.__new__(_kind_inside(type(root)))
+    kind: Any = type(root)
+    inside = object.__new__(_kind_inside(kind))
     object.__setattr__(inside, "__dict__", vars(root))
     object.__setattr__(inside, _OUTSIDE, root)  # which holds what the two share by weak references
     return inside
