@@ -134,10 +134,15 @@ def _elementwise(args: Sequence[Any], results: list[Any]) -> None:
     )
 
 
+def _times_power(args: Sequence[Any], results: list[Any]) -> None:
+    """The result lies as a product with a power, which is contiguous in float32."""
+    if args[0].dtype is torch.float32:
+        _elementwise([args[0], args[1].contiguous()], results)
+
+
 # -- the table ------------------------------------------------------------------------------------
 
 _OTHER_NUMBERS: dict[Any, tuple[Rule, ...]] = {
-    _aten.native_batch_norm.default: (_statistics,),
     _aten._native_batch_norm_legit.default: (_statistics,),
     _aten._native_batch_norm_legit.no_stats: (_statistics,),
     _aten._native_batch_norm_legit_no_training.default: (_statistics,),
@@ -172,7 +177,6 @@ _OTHER_STRIDES: dict[Any, Rule] = {
     **{
         operator: _in_format_of(0)
         for operator in (
-            _aten.native_batch_norm.default,
             _aten._native_batch_norm_legit.default,
             _aten._native_batch_norm_legit.no_stats,
             _aten._native_batch_norm_legit_functional.default,
@@ -210,6 +214,7 @@ _OTHER_STRIDES: dict[Any, Rule] = {
         _contiguous,
     ),
     _aten.binary_cross_entropy_backward.default: _like(1),
+    _aten.ldexp.Tensor: _times_power,
     **dict.fromkeys(
         (
             _aten.copysign.Tensor,
@@ -219,7 +224,6 @@ _OTHER_STRIDES: dict[Any, Rule] = {
             _aten.hardswish_backward.default,
             _aten.hardtanh_backward.default,
             _aten.heaviside.default,
-            _aten.ldexp.Tensor,
             _aten.logaddexp.default,
             _aten.logical_and.default,
             _aten.logical_or.default,

@@ -26,7 +26,7 @@ from graphshard.capture.fake_mode import constant_folding_fake_mode
 from graphshard.torch_private.compat import private
 from graphshard.torch_private.kernels import OTHERWISE, as_real
 
-SAMPLES = 3
+SAMPLES = 8
 
 DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
 
@@ -134,7 +134,7 @@ def modules() -> Iterator[Call]:
             made = info.module_inputs_func(
                 info, device="cpu", dtype=dtype, requires_grad=True, training=training
             )
-            for sample in itertools.islice(made, 2 * SAMPLES):
+            for sample in itertools.islice(made, SAMPLES):
                 given = sample.constructor_input
                 module = info.module_cls(*given.args, **given.kwargs).train(training).to(dtype)
                 yield from of_module(module, sample.forward_input, dtype)
@@ -172,7 +172,7 @@ def of_module(module: nn.Module, sample: Any, dtype: torch.dtype) -> Iterator[Ca
     state = {**dict(module.named_parameters()), **dict(module.named_buffers())}
 
     def run(given: Any, tensors: Any) -> Any:
-        with torch.set_grad_enabled(any(t.requires_grad for t in module.parameters())):
+        with torch.set_grad_enabled(all(p.requires_grad for p in module.parameters())):
             return torch.func.functional_call(module, tensors, *given)
 
     yield from in_two_dtypes(run, (sample.args, sample.kwargs), state, dtype)
