@@ -17,7 +17,7 @@ from graphshard.errors import RuntimeStateError
 from graphshard.passes.drop_unused_tangents import DropUnusedTangents
 from graphshard.passes.form_regions import FormRegions
 from graphshard.program import ops
-from graphshard.program.aliases import gather_waits
+from graphshard.program.aliases import aliases_of, gather_waits, unpacks
 from graphshard.program.collective import Collective, OneTensor, params_of
 from graphshard.program.cut import cut, cut_backward, in_calling_order
 from graphshard.program.program import BACKWARD, FORWARD, BufferEntry, Program
@@ -533,18 +533,25 @@ def _read_in_backward(
     """The parameters whose storage backward reads, so that a change after forward would show.
 
     These are inputs of the program that backward uses (shards to gather again, resident
-    parameters), and resident parameters that were gathered in place.
+    parameters), and resident parameters that were gathered in place. It may use a view alone.
 
     Args:
         shards: of all parameters.
         program: the program.
         saved: names of the nodes that are saved for backward.
     """
-    names = {p.fqn for p in program.params if p.node.name in saved}
+    storages = {param.fqn: [param.node] for param in program.params}
     for wait in gather_waits(program):
         gather = ops.collective_of(wait)
-        if wait.name in saved and Collective.of(gather).in_place:
-            names.update(params_of(gather))
+        if Collective.of(gather).in_place:
+            for full in unpacks(wait):
+                index: Any = full.args[1]
+                storages[params_of(gather)[index]].append(full)
+    names = {
+        fqn
+        for fqn, nodes in storages.items()
+        if any(node.name in saved for node in aliases_of(*nodes))
+    }
     return [shard for shard in shards if shard.layout.fqn in names]
 
 

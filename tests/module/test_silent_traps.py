@@ -250,6 +250,23 @@ def all_ranks_fail_alike(rank: int) -> None:
     assert "on rank" not in str(caught.value)
 
 
+def weights_that_backward_reads_by_a_view_alone(rank: int) -> None:
+    """A change between forward and backward is refused, unless backward does not read it."""
+    for strategy in ("FULL_SHARD", "NO_SHARD", "SHARD_OPTIMIZER"):
+        model = nn.Sequential(nn.Linear(4, 4), nn.Tanh(), nn.Linear(4, 2))
+        policy = graphshard.BlockPolicy({nn.Linear}, strategy=strategy)
+        sharded = graphshard.compile(model, policy)
+        for name, refused in (("2.bias", False), ("2.weight", True)):
+            loss = sharded(torch.ones(3, 4)).sum()
+            with torch.no_grad():
+                sharded.get_parameter(name).add_(1.0)
+            if refused:
+                with pytest.raises(RuntimeStateError, match=r"'2\.weight' was changed between"):
+                    loss.backward()
+            else:
+                loss.backward()
+
+
 def nothing_to_load(rank: int) -> None:
     sharded = compiled(Net())
     full = sharded.full_state_dict()
@@ -284,6 +301,7 @@ def a_launched_rank_joins_the_others(rank: int) -> None:
 
 
 ON_RANKS = [
+    weights_that_backward_reads_by_a_view_alone,
     wrapped_by_others,
     wrapped_after_compile,
     one_rank_fails_to_compile,
