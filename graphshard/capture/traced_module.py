@@ -350,7 +350,7 @@ class TracedModel(nn.Module):
                     "a buffer must keep its shape to be carried from step to step"
                 )
             if current is not cast and current.requires_grad:
-                yield Buffer(named.fqn), current.to(buffer.dtype)
+                yield Buffer(named.fqn), current
                 continue
             with torch.no_grad():
                 buffer.copy_(current)

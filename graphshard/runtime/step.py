@@ -110,7 +110,7 @@ class Step:
         self._read_buffers = {
             entry.fqn
             for entry in program.buffers
-            if program.grad and any(user.target not in _OVERWRITE for user in entry.node.users)
+            if any(user.target not in _OVERWRITE for user in entry.node.users)
         }
         # On the device, so that autograd orders the gradients we set before the work that follows.
         self._anchor = torch.empty(0, device=bindings.group.device, requires_grad=True)
@@ -177,7 +177,14 @@ class Step:
 
     def _buffer(self, entry: BufferEntry) -> Tensor:
         buffer = self.bindings.buffer(entry.fqn)
-        if buffer.requires_grad and entry.fqn in self._read_buffers:
+        if entry.fqn not in self._read_buffers:
+            return buffer
+        if buffer.dtype != entry.node.meta["val"].dtype:
+            raise RuntimeStateError(
+                f"the forward reads buffer {entry.fqn!r}, which holds {buffer.dtype}; its program "
+                f"is for {entry.node.meta['val'].dtype}. Assign the buffer values of that dtype"
+            )
+        if buffer.requires_grad and self.program.grad:
             raise RuntimeStateError(
                 f"the forward reads buffer {entry.fqn!r}, which holds a value that carries a "
                 "gradient, of an earlier call if forward assigned it; a program gives buffers no "

@@ -76,7 +76,7 @@ class InBuffer(Left):
         self.register_buffer("pool", zeros(dim))
 
     def leave(self, y: Tensor) -> None:
-        self.pool = y.mean((0, 1))
+        self.pool = y.mean((0, 1)).to(self.pool.dtype)
 
 
 @kind("left_in_checkpoint")

@@ -335,6 +335,15 @@ def test_a_buffer_that_forward_replaces_carries_its_gradient() -> None:
     assert not sharded.pool.requires_grad
 
 
+def test_a_buffer_takes_the_dtype_of_what_replaces_it() -> None:
+    def leave(self: Any, y: Tensor) -> None:
+        self.pool = y.double().mean(0)
+
+    model, sharded = pair(leave, makes_buffer)
+    assert_same_steps(model, sharded, lambda m: m.pool)
+    assert sharded.pool.dtype == model.pool.dtype == torch.float64
+
+
 def test_a_buffer_that_forward_reads_must_not_carry_a_gradient() -> None:
     model, sharded = pair(written, makes_buffer)
     for each in (model, sharded):
