@@ -186,6 +186,7 @@ class Agreement:
         self.group = group
         self.agreed: set[Any] = set()
         self.turn = 0
+        self.failures = 0  # meetings over Gloo that raised an error, on all ranks
         self.module = 0
         self.made_by = "rebind()"
         self.meetings: Meetings | None = None
@@ -468,6 +469,7 @@ class Agreement:
             reports = group.all_gather_object(Report.of(self.module, call, own.error))
         except RuntimeError as failure:
             raise self._loss(failure, call, own.error) from (own.error or failure)
+        self.failures += 1
         raise shared(verdict_of(reports), own.error)
 
     def _meet_in_store(self, call: Call, own: _Failure, *, flag: bool) -> list[bool]:

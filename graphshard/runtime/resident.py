@@ -80,6 +80,11 @@ class ResidentShard(Shard):
         self._gathers = 0
         return None if self._gathered_rows is None else (self.storage, self._gathered_rows)
 
+    def forget_gathers(self) -> None:
+        """Forget what is known of rows that were gathered, as at the beginning."""
+        self._gathered_versions = self._gathered_rows = None
+        self._gathers = _KEPT_FOR
+
     def note_changed(self) -> None:
         """Note that some rank's rows may have changed."""
         self._gathered_versions = None

@@ -33,6 +33,7 @@ class ResidentRows:
         ]
         self.stale: tuple[bool, ...] = ()
         self._agreement = agreement
+        self._failures = agreement.failures
 
     def look_for_signs(self) -> None:
         """Set `stale` by signs alone, which costs no reading of rows."""
@@ -48,6 +49,11 @@ class ResidentRows:
             FingerprintError: another rank calls the module and saw other signs.
             CollectiveError: another rank did not get here within the group's timeout.
         """
+        if self._failures != self._agreement.failures:
+            # Some ranks may have looked for signs in a call that failed, and others did not.
+            self._failures = self._agreement.failures
+            for shard in self.shards:
+                shard.forget_gathers()
         self.look_for_signs()
         if all(self.stale):
             return

@@ -23,7 +23,13 @@ from fuzz_sides import (
 )
 from torch import Tensor
 
-from graphshard.errors import GraphshardError, PassError, VerifyError
+from graphshard.errors import (
+    CollectiveError,
+    FingerprintError,
+    GraphshardError,
+    PassError,
+    VerifyError,
+)
 
 EQUAL, REFUSED, MISMATCH, CRASH, SKIPPED = "equal", "refused", "mismatch", "crash", "skipped"
 
@@ -149,6 +155,8 @@ def play(case: Case, *, eager: bool = False) -> Outcome:
     except (PassError, VerifyError) as error:
         known = "memory_budget" in str(error)
         return Outcome(REFUSED if known else CRASH, where, _text(error, not known))
+    except (FingerprintError, CollectiveError) as error:  # the ranks make the same calls
+        return Outcome(CRASH, where, _text(error, True))
     except GraphshardError as error:
         return Outcome(REFUSED, where, _text(error))
     except (ReferenceFails, NothingToTrain) as error:

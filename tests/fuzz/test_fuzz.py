@@ -118,6 +118,14 @@ def test_a_few_cases(pair: Pair) -> None:
     require(pair, cases)
 
 
+def test_resident_parameters_after_a_rank_left(pair: Pair) -> None:
+    """What one rank saw of them in a call that failed must not part it from the others."""
+    policy = {"kind": "block", "strategy": "SHARD_OPTIMIZER"}
+    steps = ("leave", "edit", "freeze", "forwards_in_order")
+    blocks = ("hooks", "linear")
+    require(pair, [Case(seed=300052, blocks=blocks, root="norm", policy=policy, steps=steps)])
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("first", range(0, 60, 10))
 def test_sixty_seeds(first: int, pair: Pair) -> None:
