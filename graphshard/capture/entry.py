@@ -220,7 +220,13 @@ def _capture_as_is_or_functional(*example: Any, values: Values = Values.UNKNOWN)
     except (WriteError, CaptureError) as error:
         if not _needs_functionalization(error):
             raise
-    return _trace_and_rebuild(*example, functional=True, values=values)
+    try:
+        return _trace_and_rebuild(*example, functional=True, values=values)
+    except CaptureError as error:
+        if "modified by an inplace operation" not in str(error.__cause__):
+            raise
+    # A buffer that backward reads and forward assigns must not be written, as eager does not.
+    return _trace_and_rebuild(*example, functional=True, values=values, replaces_buffers=True)
 
 
 def _needs_functionalization(error: WriteError | CaptureError) -> bool:
@@ -247,6 +253,7 @@ def _trace_and_rebuild(
     *,
     functional: bool,
     values: Values,
+    replaces_buffers: bool = False,
 ) -> Capture:
     traced_on = target
     notes: list[str] = []
@@ -274,7 +281,7 @@ def _trace_and_rebuild(
         fakes = [fake(tensor, *shape) for tensor, shape in zip(tensors, shapes, strict=True)]
     fakes = [f.requires_grad_(t.requires_grad) for f, t in zip(fakes, tensors, strict=True)]
     plain = contextlib.nullcontext if functional else mode.no_writes.watching
-    traced = TracedModel(model, fake, inputs, entry, precisions, plain)
+    traced = TracedModel(model, fake, inputs, entry, precisions, plain, replaces_buffers)
     traced.same_inputs = _first_places(tensors) if traced.compares_identity else ()
     if sizes is not None:
         traced.on_call = sizes.begin_run
@@ -365,6 +372,8 @@ def _quiet() -> Iterator[None]:
         warnings.filterwarnings(
             "ignore", category=UserWarning, module=r"torch\._(functorch|dynamo)"
         )
+        # The error that follows says the same, or another trace mends it.
+        warnings.filterwarnings("ignore", message="Error detected in", category=UserWarning)
         yield
 
 

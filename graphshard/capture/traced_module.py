@@ -110,7 +110,8 @@ class TracedModel(nn.Module):
     tensors else and their structures, `state_changes` names what else its forward assigned, and
     `reachable` the parameters autograd connects to an output.
     `on_call` is called before each run of the module: a trace runs it more than once. A call whose
-    tensors are not functionalized runs in the context that `plain` makes.
+    tensors are not functionalized runs in the context that `plain` makes. A buffer that forward
+    assigns is replaced by a value that carries a gradient, or by any if `replaces_buffers`.
     """
 
     def __init__(
@@ -121,6 +122,7 @@ class TracedModel(nn.Module):
         entry: EntryPoint = MAIN_ENTRY,
         precisions: Precisions | None = None,
         plain: Callable[[], AbstractContextManager[Any]] = nullcontext,
+        replaces_buffers: bool = False,
     ) -> None:
         super().__init__()
         self.model_params = named_tensors(model.named_parameters(remove_duplicate=False))
@@ -136,6 +138,7 @@ class TracedModel(nn.Module):
         self._entry = entry
         self._precisions = precisions
         self._plain = plain
+        self._replaces_buffers = replaces_buffers
         self.result: Structure | None = None
         self.left: tuple[tuple[LeftAt, Structure], ...] = ()
         self.state_changes: tuple[str, ...] = ()
@@ -336,7 +339,7 @@ class TracedModel(nn.Module):
     def _write_back_buffers(
         self, model: nn.Module, buffers: list[Tensor], cast_buffers: list[Tensor]
     ) -> Iterator[tuple[Buffer, Tensor]]:
-        """Write new values into `buffers`; yields those that carry a gradient instead."""
+        """Write new values into `buffers`; yields those instead that are to replace a buffer."""
         self._refuse_new_params(model)
         # `self.running = new` replaces the buffer object; the new value must outlive the step. So
         # must one written in place into what was shown in another dtype.
@@ -349,7 +352,7 @@ class TracedModel(nn.Module):
                     f"the forward assigned buffer {named.fqn!r} something of another shape; "
                     "a buffer must keep its shape to be carried from step to step"
                 )
-            if current is not cast and current.requires_grad:
+            if current is not cast and (current.requires_grad or self._replaces_buffers):
                 yield Buffer(named.fqn), current
                 continue
             with torch.no_grad():

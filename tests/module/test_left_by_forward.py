@@ -335,6 +335,23 @@ def test_a_buffer_that_forward_replaces_carries_its_gradient() -> None:
     assert not sharded.pool.requires_grad
 
 
+def test_a_buffer_that_backward_reads_is_assigned_anew() -> None:
+    class Normed(Net):
+        def forward(self, x: Tensor) -> Tensor:
+            y = self.fc(x) / self.pool
+            self.pool = self.pool * 0.9 + y.detach().abs().mean(0)
+            return self.out(y)
+
+    models: list[Any] = []
+    for _ in range(2):
+        torch.manual_seed(0)
+        models.append(Normed(lambda self, y: None, lambda self: makes_buffer(self)))
+        models[-1].pool += 1
+    model, sharded = models[0], graphshard.compile(models[1], LINEAR)
+    assert_same_steps(model, sharded, lambda m: m.pool)
+    assert len(sharded.programs) == 1
+
+
 def test_a_buffer_takes_the_dtype_of_what_replaces_it() -> None:
     def leave(self: Any, y: Tensor) -> None:
         self.pool = y.double().mean(0)
