@@ -133,7 +133,7 @@ class _Builder:
                     fqn=owner.fqn,
                     names=owner.names,
                     shape=tuple(tensor.shape),
-                    stride=tuple(tensor.stride()),
+                    stride=tuple(node.meta["val"].stride()),
                     dtype=tensor.dtype,
                     requires_grad=tensor.requires_grad,
                     node=node,

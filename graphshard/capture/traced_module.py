@@ -129,7 +129,7 @@ class TracedModel(nn.Module):
         self.model_buffers = named_tensors(model.named_buffers(remove_duplicate=False))
         for index, named in enumerate(self.model_params):
             needs_grad = named.tensor.requires_grad
-            fake = nn.Parameter(make_fake(named.tensor), requires_grad=needs_grad)
+            fake = nn.Parameter(make_fake(_as_gathered(named.tensor)), requires_grad=needs_grad)
             self.register_parameter(f"p{index}", fake)
         for index, named in enumerate(self.model_buffers):
             self.register_buffer(f"b{index}", make_fake(named.tensor))
@@ -383,6 +383,17 @@ class TracedModel(nn.Module):
 
 def _any_tensor(cells: Iterable[Any]) -> bool:
     return any(isinstance(cell.cell_contents, Tensor) for cell in cells)
+
+
+def _as_gathered(param: Tensor) -> Tensor:
+    """What a trace asks of a parameter: shape, dtype, and the strides that gathers give it.
+
+    A dimension of size 1 may have any stride in a contiguous tensor, by which kernels choose the
+    memory format of their result.
+    """
+    if not param.is_contiguous():
+        return param
+    return torch.empty_like(param, device="meta", memory_format=torch.contiguous_format)
 
 
 def _own_tensor(value: Any) -> Any:

@@ -2,8 +2,8 @@
 
 Programs are traced by fake kernels, and compiled regions and collectives rely on what these say.
 The table here has the operators whose fake kernel states another dtype, shape or strides than the
-real one. A sweep over torch's own database of operators found them (`test_kernels.py`), on the CPU
-and for torch 2.13. Of other devices the table says nothing.
+real one. A sweep over torch's own database of operators found them (`test_real_kernels.py`), on the
+CPU and for torch 2.13. The table says nothing of other devices.
 """
 
 from __future__ import annotations

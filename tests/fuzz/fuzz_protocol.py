@@ -532,6 +532,8 @@ def _leave(*_: Any) -> None:
 
 
 def _interrupt() -> None:
+    if signal.getsignal(signal.SIGINT) == signal.SIG_IGN:  # in a job in the background
+        raise Left
     signal.raise_signal(signal.SIGINT)
 
 

@@ -352,6 +352,19 @@ def test_other_strides_than_captured_run_operator_by_operator(monkeypatch):
     assert call._run == call.form.module.forward
 
 
+def test_a_weight_in_channels_last_whose_channel_is_one():
+    """Its strides, which a gather does not keep, choose the format of a convolution's result."""
+    torch.manual_seed(0)
+    weight = nn.Conv2d(1, 3, 3).to(torch.float64, memory_format=torch.channels_last)
+    model = nn.Sequential(weight, nn.ReLU(), nn.Conv2d(3, 1, 1).double())
+    policy = graphshard.LambdaPolicy(lambda module: False)
+    sharded = graphshard.compile(model, policy, backend="inductor")
+    x = torch.randn(2, 1, 4, 8, dtype=torch.float64)
+    for each in (model, sharded):
+        each(x).square().sum().backward()
+    torch.testing.assert_close(sharded.get_parameter("0.weight").grad, weight.weight.grad)
+
+
 def test_sizes_may_vary_within_what_was_compiled(monkeypatch):
     monkeypatch.setattr(torch_inductor, "compile_graph", lambda graph, inputs, mode: graph.forward)
     torch.manual_seed(0)
