@@ -450,8 +450,8 @@ class _Call:
             put_back_on_error(step.replays, device),
         ):
             accumulated.remove_pending(self)  # it cannot run again, whatever comes
-            others, self.saved_others = self.saved_others, None
-            saved += others
+            saved += self.saved_others
+            self.saved_others = None  # no name here may keep what backward frees
             tangents = step.with_traced_strides(tangents, self.sizes)
             if self.replay is not None:
                 self.replay.tangents = list(tangents)
