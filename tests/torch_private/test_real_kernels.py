@@ -141,7 +141,7 @@ def modules() -> Iterator[Call]:
 
 
 def more_modules() -> Iterator[Call]:
-    """Norms that the database leaves out, and bags without a backward."""
+    """Norms that the database leaves out, bags without a backward, and losses of every pixel."""
     norms = nn.utils.parametrizations
     x, images, ids = torch.randn(2, 4, 4), torch.randn(2, 4, 4, 4), torch.randint(9, (2, 4))
     for dtype, training in itertools.product(DTYPES, (True, False)):
@@ -166,6 +166,8 @@ def more_modules() -> Iterator[Call]:
             given = given.flatten() if offsets else given
             sample = types.SimpleNamespace(args=(given, *offsets), kwargs={})
             yield from of_module(module.train(training).to(dtype), sample, dtype)
+        labels = types.SimpleNamespace(args=(images, torch.randint(4, (2, 4, 4))), kwargs={})
+        yield from of_module(nn.NLLLoss(reduction="none"), labels, dtype)
 
 
 def of_module(module: nn.Module, sample: Any, dtype: torch.dtype) -> Iterator[Call]:
