@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import importlib
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager
 from functools import cache
 from inspect import Parameter, signature
 from typing import Any
@@ -22,6 +23,7 @@ from graphshard.torch_private.compat import (
 from graphshard.torch_private.cpp_kernels import Kernels
 from graphshard.torch_private.joint_passes import dims_by_stride, with_joint_passes
 from graphshard.torch_private.kernels import as_real
+from graphshard.torch_private.patches import patched
 
 _COMPILE = "torch._inductor.compile_fx"
 
@@ -86,8 +88,11 @@ def compiling(environment: Any, kernels: Kernels) -> Iterator[Any]:
     guards = importlib.import_module("torch._guards")
     config = importlib.import_module("torch._inductor.config")
     mode = fake_tensor_mode()(shape_env=environment, allow_non_fake_inputs=True)
+    tags = importlib.import_module("torch.compiler.config")
     with (
         config.patch(SETTINGS),
+        tags.patch(cache_key_tag=f"{tags.cache_key_tag}graphshard"),  # torch's may be wrong
+        _renamed_reads(),
         kernels.put_off(),
         guards.tracing(private("torch._guards", "TracingContext")(mode)),
         torch.no_grad(),
@@ -95,6 +100,22 @@ def compiling(environment: Any, kernels: Kernels) -> Iterator[Any]:
         _no_autocast_on_accelerator(),
     ):
         yield mode
+
+
+def _renamed_reads() -> AbstractContextManager[Any]:
+    """A context in which a node keeps the order of its reads behind writes in place.
+
+    torch 2.13 forgets that a node reads the result of such a write when it fuses the node with one
+    of other ranges on the CPU: zeros, into which values are scattered, are then read before that.
+    """
+    kind = private("torch._inductor.scheduler", "SchedulerNode")
+    original = kind.recompute_size_and_body
+
+    def recompute(node: Any, *args: Any, **kwargs: Any) -> None:
+        original(node, *args, **kwargs)
+        node.set_read_writes(node.read_writes.rename(node.mutation_renames))
+
+    return patched(kind, "recompute_size_and_body", recompute)
 
 
 def compile_graph(graph: fx.GraphModule, inputs: Sequence[Any], mode: Any) -> Compiled:

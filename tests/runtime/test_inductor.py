@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch._inductor.config as inductor_config
 from models import Block, Normed, TiedGPT
 from torch import Tensor, nn
 
@@ -363,6 +364,24 @@ def test_a_weight_in_channels_last_whose_channel_is_one():
     for each in (model, sharded):
         each(x).square().sum().backward()
     torch.testing.assert_close(sharded.get_parameter("0.weight").grad, weight.weight.grad)
+
+
+class Spread(nn.Linear):
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        y = super().forward(x)
+        return x + y.std(1, keepdim=True), y.max(-1).values
+
+
+def test_what_is_scattered_into_zeros_is_there_when_it_is_read(monkeypatch):
+    """`torch.compile` of torch 2.13 reads the zeros."""
+    model = Spread(4, 4)
+    x = torch.randn(3, 5, 4)
+    policy = graphshard.LambdaPolicy(lambda module: False)
+    monkeypatch.setattr(inductor_config, "force_disable_caches", True)
+    sharded = graphshard.compile(model, policy, example_inputs=(x,), backend="inductor")
+    for module in (model, sharded):
+        sum(part.square().sum() for part in module(x)).backward()
+    close([p.grad for p in sharded.parameters()], [p.grad for p in model.parameters()])
 
 
 def test_sizes_may_vary_within_what_was_compiled(monkeypatch):
