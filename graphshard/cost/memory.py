@@ -462,8 +462,4 @@ def resident_bytes(
 
 def unpadded_bytes(layout: ParamLayout) -> int:
     """Bytes of the first rank's shard without padding, for which an optimizer keeps states."""
-    if not layout.sharded:
-        return layout.numel * layout.dtype.itemsize
-    start, stop = layout.rows(0)
-    rest = prod(layout.shape) // max(1, layout.shape[layout.dim])
-    return (stop - start) * rest * layout.dtype.itemsize
+    return prod(layout.part_shape(0)) * layout.dtype.itemsize

@@ -14,6 +14,7 @@ from graphshard.cost.reasons import Cause, Reason
 from graphshard.cost.reserved_text import device_lines
 from graphshard.cost.timeline import Transfer
 from graphshard.format import fold, human_bytes, human_seconds, sentence, table
+from graphshard.planning.plan import padding_text
 from graphshard.program.storages import PARAMETERS
 from graphshard.program.value_sizes import assumed_text
 
@@ -193,6 +194,8 @@ def _head(estimate: Estimate) -> Iterator[str]:
         f"memory     peak {human_bytes(estimate.peak_bytes)}, between steps "
         f"{human_bytes(estimate.valley_bytes)}{host}; {verdict}"
     )
+    if not estimate.fits and (padding := padding_text(estimate.plan)) is not None:
+        yield f"padding    {padding}"
     yield from device_lines(estimate)
 
 

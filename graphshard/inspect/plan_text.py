@@ -16,9 +16,10 @@ from graphshard.inspect.plan_notes import memory_dict, memory_notes, moved_notes
 from graphshard.planning.layout import ParamLayout, Unit
 from graphshard.planning.mesh import fitted
 from graphshard.planning.options import UnitOptions, options_of
-from graphshard.planning.plan import ShardingPlan, gradient_bytes
+from graphshard.planning.plan import ShardingPlan, gradient_bytes, padding_text
 from graphshard.planning.slabs import pack
 from graphshard.policy.base import plain_of
+from graphshard.policy.placement import along_text
 from graphshard.policy.strategy import Strategy
 from graphshard.program.program import Program
 
@@ -326,16 +327,17 @@ def _placements(plan: ShardingPlan) -> Iterator[tuple[str, str]]:
     for kind, reason in (
         ("replicated", " (no dimension to shard)"),
         ("copied", ": every rank keeps them whole"),
-        *((kind, "") for kind in sorted(named) if kind.startswith("dim ")),
-        ("padded", ": no dimension divides, and copies on every rank would cost more"),
+        *((kind, "") for kind in sorted(named) if kind.startswith("dim")),
     ):
         if kind in named:
             yield kind.replace("copied", "replicated"), f"{some_of(named[kind])}{reason}"
+    if (padding := padding_text(plan)) is not None:
+        yield "padding", padding
 
 
 def _placement(unit: Unit, layout: ParamLayout) -> str:
     if layout.sharded:
-        return f"dim {layout.dim}" if layout.dim else "padded" if layout.padded_too_much else ""
+        return along_text(layout.dim) if layout.dim else ""
     if unit.options.strategy is Strategy.NO_SHARD:
         return ""
     return "copied" if layout.shape else "replicated"

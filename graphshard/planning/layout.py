@@ -10,7 +10,7 @@ from math import prod
 import torch
 
 from graphshard.planning.options import UnitOptions
-from graphshard.policy.placement import IGNORED, MAX_PADDING, MIN_BYTES, SHARDED
+from graphshard.policy.placement import IGNORED, SHARDED, Along, cuts_of, split_along
 from graphshard.policy.precision import MixedPrecision
 
 
@@ -18,10 +18,12 @@ from graphshard.policy.precision import MixedPrecision
 class ParamLayout:
     """The layout of one parameter on `world_size` ranks, the ranks it is sharded over.
 
-    placement: "shard" (split along `dim`), "replicate" (a full copy per rank) or "ignore". Along
-    dim 0 a chunk has ceil(d0 / W) rows; the last chunks may have fewer or none, and each is stored
-    padded to that size. Any other dim must be a multiple of W.
-    resident: each rank also keeps the full parameter, and its chunk is a part of that memory.
+    placement: "shard" (split along `dim`), "replicate" (a full copy per rank) or "ignore".
+    dim: what it is split along: a dim in `world_size` parts, or two dims as (dim, parts), whose
+        parts ranks have row by row. A dim of size d in p parts is cut as `torch.chunk` cuts: into
+        ceil(d / p) each, fewer or none at the end. A rank stores its part, contiguous, at the
+        begin of memory for a full one.
+    resident: each rank also keeps the full parameter.
     """
 
     fqn: str
@@ -31,7 +33,7 @@ class ParamLayout:
     requires_grad: bool
     placement: str
     world_size: int
-    dim: int = 0
+    dim: Along = 0
     resident: bool = False
     precision: MixedPrecision | None = None  # None for a parameter that is never cast
 
@@ -74,23 +76,28 @@ class ParamLayout:
         return self.sharded and (not self.resident or self.fqn in stale)
 
     @property
-    def padded_rows(self) -> int:
-        """Size along `dim` of what each rank stores, ceil(d / W)."""
-        return -(-self.shape[self.dim] // self.world_size)
+    def cuts(self) -> tuple[tuple[int, int], ...]:
+        """Each dim that is split, with the number of its parts."""
+        return cuts_of(self.dim, self.world_size) if self.sharded else ()
 
     @property
     def shard_shape(self) -> tuple[int, ...]:
-        """The shape each rank stores, padding included; the same on every rank."""
-        if not self.sharded:
-            return self.shape
-        return (*self.shape[: self.dim], self.padded_rows, *self.shape[self.dim + 1 :])
+        """The shape of a full part, which has the elements that each rank stores."""
+        shape = list(self.shape)
+        for dim, parts in self.cuts:
+            shape[dim] = -(-shape[dim] // parts)
+        return tuple(shape)
+
+    @property
+    def shard_numel(self) -> int:
+        """Elements that each rank stores, padding included."""
+        return prod(self.shard_shape)
 
     @property
     def gathered_shape(self) -> tuple[int, ...]:
         """The shape of the buffer a gather fills: the ranks' shards concatenated along dim 0.
 
-        A parameter split along dim 0 is a prefix of this buffer; one split along another dim is a
-        reordered copy of it.
+        A parameter split along dim 0 is a prefix of this buffer; any other is a reordered copy.
         """
         if not self.sharded:
             return self.shape
@@ -98,32 +105,46 @@ class ParamLayout:
         return (rows * self.world_size, *rest)
 
     @property
-    def padded_too_much(self) -> bool:
-        """Whether its padding is large enough for a warning (see `graphshard.policy.placement`)."""
-        return (
-            self.sharded
-            and self.numel * self.dtype.itemsize >= MIN_BYTES
-            and self.padding_bytes > MAX_PADDING * self.numel * self.compute_dtype.itemsize
-        )
+    def is_prefix(self) -> bool:
+        """Whether the parameter is a prefix of its gathered buffer."""
+        return self.dim == 0
 
     def over(self, ranks: int) -> ParamLayout:
         """The same parameter split over `ranks` ranks."""
-        return replace(self, world_size=ranks)
+        grid = (
+            None
+            if isinstance(self.dim, int)
+            else split_along(self.shape, self.dtype.itemsize, ranks)
+        )
+        return replace(self, world_size=ranks, dim=self.dim if grid is None else grid)
 
     def columns(self, start: int, stop: int) -> ParamLayout:
         """The layout of its columns `start` to `stop` as a separate parameter."""
         return replace(self, shape=(*self.shape[:-1], stop - start))
 
-    def rows(self, rank: int) -> tuple[int, int]:
-        """The half-open range of `dim` that `rank` owns; it may be empty."""
-        start = min(rank * self.padded_rows, self.shape[self.dim])
-        return start, min(start + self.padded_rows, self.shape[self.dim])
+    def part(self, rank: int) -> tuple[tuple[int, int, int], ...]:
+        """The part that `rank` owns: (dim, start, stop) of each split dim; it may be empty."""
+        found = []
+        for dim, parts in reversed(self.cuts):
+            rank, index = divmod(rank, parts)
+            size, step = self.shape[dim], self.shard_shape[dim]
+            found.append((dim, min(index * step, size), min((index + 1) * step, size)))
+        return tuple(reversed(found))
+
+    def part_shape(self, rank: int) -> tuple[int, ...]:
+        """The shape of the part that `rank` owns."""
+        shape = list(self.shape)
+        for dim, start, stop in self.part(rank):
+            shape[dim] = stop - start
+        return tuple(shape)
 
     @property
     def shard_bytes(self) -> int:
         """Bytes a rank stores, padding included."""
-        stored = self.gathered_shape if self.resident else self.shard_shape
-        return prod(stored) * self.dtype.itemsize
+        stored = self.shard_numel
+        if self.resident:
+            stored = prod(self.gathered_shape) if self.is_prefix else self.numel + stored
+        return stored * self.dtype.itemsize
 
     @property
     def full_bytes(self) -> int:

@@ -12,10 +12,10 @@ from math import prod
 from typing import TYPE_CHECKING, Any
 
 from graphshard.errors import PlanError
-from graphshard.format import mesh_text
+from graphshard.format import human_bytes, mesh_text
 from graphshard.planning.layout import ParamLayout, Unit
 from graphshard.policy.base import Policy
-from graphshard.policy.placement import IGNORED, REPLICATED, SHARDED
+from graphshard.policy.placement import IGNORED, REPLICATED, SHARDED, along_text
 from graphshard.policy.precision import Precisions
 
 if TYPE_CHECKING:
@@ -159,7 +159,7 @@ class ShardingPlan:
             *(f"recomputed {fqn}" for fqn in self.recomputed),
             *(
                 f"{layout.fqn} of {unit.fqn or '(root)'}: {list(layout.shape)} "
-                f"{str(layout.dtype)[6:]}, {layout.placement} by dim {layout.dim}"
+                f"{str(layout.dtype)[6:]}, {layout.placement} by {along_text(layout.dim)}"
                 f"{', trained' if layout.requires_grad else ''}"
                 + (f", {', '.join(layout.names[1:])} is the same" if layout.names[1:] else "")
                 for unit in self.units
@@ -212,3 +212,22 @@ def gradient_bytes(plan: ShardingPlan) -> GradientBytes:
     shards = sum(prod(each.shard_shape) * each.grad_dtype.itemsize for each in trained)
     full = sum(each.numel * each.reduce_dtype.itemsize for each in trained)
     return GradientBytes(reduced=ignored + shards, accumulated=ignored + full)
+
+
+_PADDING_SHARE, _PADDING_BYTES = 0.01, 2**20
+"""The share of what is gathered, and the bytes, above which padding is worth a line."""
+
+
+def padding_text(plan: ShardingPlan) -> str | None:
+    """The padding in what the units gather, in one line; None if it is below 1 %, or 1 MiB."""
+    layouts = [layout for unit in plan.units for layout in unit.layouts]
+    padding = sum(layout.padding_bytes for layout in layouts)
+    gathered = sum(layout.full_bytes for layout in layouts)
+    if padding <= max(_PADDING_SHARE * gathered, _PADDING_BYTES):
+        return None
+    worst = max(layouts, key=lambda layout: layout.padding_bytes)
+    return (
+        f"{padding / gathered:.1%} of what is gathered ({human_bytes(padding)} of "
+        f"{human_bytes(gathered)}), most in {worst.fqn} {list(worst.shape)} over "
+        f"{worst.world_size} ranks"
+    )

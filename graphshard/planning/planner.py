@@ -22,9 +22,10 @@ from graphshard.policy.base import Policy
 from graphshard.policy.placement import (
     REPLICATED,
     SHARDED,
+    Along,
     RequestedPlacement,
     requested_placements,
-    split_dim,
+    split_along,
 )
 from graphshard.policy.precision import keeps_its_dtype
 from graphshard.policy.recompute import RecomputeChoice
@@ -43,8 +44,8 @@ def make_plan(
 
     A unit has the parameters of its module without those of units below it. A parameter tied over
     several units belongs to the lowest unit above all its users. Under NO_SHARD every parameter is
-    replicated; otherwise the policy or `graphshard.policy.placement.split_dim` chooses the dim
-    along which each is split.
+    replicated; otherwise the policy or `graphshard.policy.placement.split_along` chooses
+    what each is split along.
 
     Args:
         model: on any device, meta included.
@@ -93,7 +94,7 @@ def make_plan(
             _layout(param, options[fqn], mesh_shape[-1], placements.get(param.names[0]), granted)
             for param in unit_params[fqn]
         ]
-    _require_granted(granted, mesh_shape[-1])
+    _require_granted(granted)
     units = tuple(
         Unit(fqn, type(tree.modules[fqn]).__name__, tuple(layouts), options[fqn])
         for fqn, layouts in layouts_of.items()
@@ -183,8 +184,8 @@ def _dim(
     ranks: int,
     request: RequestedPlacement | None,
     granted: dict[str, bool],
-) -> int | None:
-    """The dim to split a parameter along, or None to replicate it."""
+) -> Along | None:
+    """What to split a parameter along, or None to replicate it."""
     name, shape = param.names[0], tuple(param.param.shape)
     if request is not None:
         if options.strategy is Strategy.NO_SHARD and request.where != REPLICATED:
@@ -192,18 +193,11 @@ def _dim(
                 f"{request.by}: parameter {name!r} is to be split along dim {request.where}, but "
                 "its unit's strategy NO_SHARD splits nothing; leave one of them out"
             )
-        if options.strategy is Strategy.SHARD_OPTIMIZER and request.where not in (0, REPLICATED):
-            raise PolicyError(
-                f"{request.by}: parameter {name!r} is to be split along dim {request.where}, but "
-                "its unit's strategy SHARD_OPTIMIZER updates rows, so it splits dim 0; leave one "
-                "of them out"
-            )
-        fits = request.fits(shape, ranks)
+        fits = request.fits(shape)
         if request.strict and not fits:
             raise PolicyError(
                 f"{request.by}: parameter {name!r} of shape {list(shape)} cannot be split along "
-                f"dim {request.where} over {ranks} ranks, which must divide it; choose another "
-                "dim, or "
+                f"dim {request.where}, which it does not have; choose another dim, or "
                 f'"{REPLICATED}"'
             )
         granted[request.by] = granted.get(request.by, False) or fits
@@ -211,14 +205,13 @@ def _dim(
             return request.where if isinstance(request.where, int) else None
     if options.strategy is Strategy.NO_SHARD:
         return None
-    rows_only = options.strategy is Strategy.SHARD_OPTIMIZER
-    return split_dim(shape, param.param.dtype.itemsize, ranks, rows_only=rows_only)
+    return split_along(shape, param.param.dtype.itemsize, ranks)
 
 
-def _require_granted(granted: Mapping[str, bool], ranks: int) -> None:
+def _require_granted(granted: Mapping[str, bool]) -> None:
     for by, any_fits in granted.items():
         if not any_fits:
             raise PolicyError(
-                f"{by}: none of the parameters it is for can be split along that dim over {ranks} "
-                "ranks, which must divide it; choose another dim, or leave it out"
+                f"{by}: none of the parameters it is for has that dim; choose another, or leave it "
+                "out"
             )

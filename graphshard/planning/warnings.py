@@ -6,7 +6,6 @@ from collections.abc import Iterator, Mapping, Sequence
 from statistics import median_high
 
 from graphshard.format import human_bytes, some_of
-from graphshard.planning.layout import Unit
 from graphshard.planning.options import UnitOptions
 from graphshard.planning.plan import ShardingPlan
 from graphshard.policy.strategy import Strategy
@@ -20,13 +19,6 @@ peak.
 """
 
 
-PADDING_SHARE = 0.1
-"""Warn of padding above this share of a unit's bytes that also exceeds `PADDING_BYTES`."""
-
-
-PADDING_BYTES = 2**20
-
-
 _WHOLE = (Strategy.NO_SHARD, Strategy.SHARD_OPTIMIZER)  # gathers need no new memory
 
 
@@ -36,7 +28,6 @@ def plan_warnings(plan: ShardingPlan) -> tuple[str, ...]:
         *_no_units(plan),
         *_large_units(plan),
         *_empty_units(plan),
-        *_padding(plan),
     )
 
 
@@ -100,22 +91,6 @@ def _empty_units(plan: ShardingPlan) -> Iterator[str]:
             f"{subject_of('unit', empty)} without parameters: the modules have none, or only ones "
             "that units below own or that are tied to modules elsewhere; choose other modules"
         )
-
-
-def _padding(plan: ShardingPlan) -> Iterator[str]:
-    for unit in plan.units:
-        if _wasteful(unit):
-            worst = max(unit.layouts, key=lambda layout: layout.padding_bytes)
-            yield (
-                f"unit {unit.fqn or '(root)'} gathers {human_bytes(unit.padding_bytes)} of padding "
-                f"in {human_bytes(unit.unsharded_bytes)}, most of it because {worst.fqn} has only "
-                f"{worst.shape[0]} rows for {plan.shard_size} ranks; use fewer ranks or put a "
-                "larger dimension first"
-            )
-
-
-def _wasteful(unit: Unit) -> bool:
-    return unit.padding_bytes > max(PADDING_BYTES, PADDING_SHARE * unit.unsharded_bytes)
 
 
 def subject_of(noun: str, names: Sequence[str]) -> str:

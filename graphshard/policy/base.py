@@ -274,7 +274,7 @@ class Policy(PrintsAsCode):
         """Fields that differ for some units: by the unit's FQN, then by field.
 
         The fields may be `strategy`, `reshard_after_forward`, `mixed_precision` and `placement`. A
-        `placement` is a dim or "replicate" for all parameters of the unit that can be placed so, or
+        `placement` is a dim or "replicate" for all parameters of the unit that have the dim, or
         a mapping from their FQNs to a `graphshard.policy.placement.RequestedPlacement`.
         """
         return {}

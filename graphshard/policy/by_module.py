@@ -48,9 +48,9 @@ class ModulePolicy(Policy):
                 A `strategy` also cancels the policy's and earlier entries'
                 `reshard_after_forward`; NO_SHARD also cancels earlier entries' `placement`.
             `placement`: the dim that the unit's parameters are split along, or "replicate"; or a
-                mapping from patterns for parameter names within the module to one of these. A dim
-                other than 0 must be a multiple of the ranks (dim 0 is padded): a name without
-                wildcards must allow it, other parameters that do not allow it are left out.
+                mapping from patterns for parameter names within the module to one of these. A
+                parameter of a name without wildcards must have the dim, others that do not have it
+                are left out.
             `unit`: False keeps the module in the unit around it, and only places its parameters.
 
             If several entries match, later ones override earlier ones, field by field.

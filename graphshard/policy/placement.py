@@ -1,9 +1,10 @@
-"""Where a parameter is split over the ranks: along dim 0, along another one, or not at all."""
+"""What a parameter is split along over the ranks: dim 0, another one, two dims, or none."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import combinations
 from math import prod
 from typing import Any
 
@@ -18,19 +19,16 @@ REPLICATED = "replicate"
 IGNORED = "ignore"
 
 
-MAX_PADDING = 0.1
-"""Dim 0 may be padded by this share of the parameter."""
+MAX_PADDING = 0.02
+"""A parameter may be padded by this share of its bytes before another way to split it is tried."""
 
 
-MIN_BYTES = 64 * 1024
-"""Smaller parameters are always split along dim 0, as FSDP2 does: their padding is negligible."""
+MIN_PADDING = 64 * 1024
+"""Bytes of padding, over all ranks, that any parameter may have, however small it is."""
 
 
-COPIES = 4
-"""Tensors a rank keeps per trained parameter: parameter, gradient, and the two moments of Adam.
-
-A frozen parameter counts the same, so that freezing it does not change its placement.
-"""
+Along = int | tuple[tuple[int, int], ...]
+"""What a parameter is split along: a dim, or two dims, each with the number of its parts."""
 
 
 @dataclass(frozen=True)
@@ -45,46 +43,65 @@ class RequestedPlacement:
     by: str
     strict: bool = False
 
-    def fits(self, shape: Sequence[int], ranks: int) -> bool:
-        """Whether a parameter of `shape` can be placed so on `ranks`; only dim 0 may be padded."""
-        if self.where == REPLICATED:
-            return True
-        dim = self.where
-        assert isinstance(dim, int)
-        return dim < len(shape) and (dim == 0 or (shape[dim] > 0 and shape[dim] % ranks == 0))
+    def fits(self, shape: Sequence[int]) -> bool:
+        """Whether a parameter of `shape` can be placed so: whether it has the dim."""
+        return isinstance(self.where, str) or self.where < len(shape)
 
 
-def split_dim(
-    shape: Sequence[int], itemsize: int, ranks: int, *, rows_only: bool = False
-) -> int | None:
-    """Choose the dim to split a parameter of `shape` along over `ranks`; None replicates it.
+def split_along(shape: Sequence[int], itemsize: int, ranks: int) -> Along | None:
+    """Choose what to split a parameter of `shape` along over `ranks`; None replicates a scalar.
 
-    Dim 0 is chosen unless padding it to a multiple of `ranks` adds more than 10 % to a parameter of
-    64 KiB or more. Then the lowest other dim that `ranks` divides is chosen. If no dim does, the
-    parameter is replicated where that takes a rank no more memory: where four whole copies (the
-    parameter, its gradient and two optimizer states) need no more bytes than four padded shards and
-    one padded gathered buffer. Otherwise dim 0 is padded after all, and the plan warns of it.
+    Dim 0 is chosen if its padding is at most 2 % of the parameter or 64 KiB over all ranks, since
+    parts along dim 0 lie one after the other in the parameter and need no copy. Otherwise the dim
+    that pads least is chosen, the lowest of several. If that pads more than this too, the ranks
+    form a grid and split two dims, whichever and however pads least, unless a single dim pads less.
 
     Args:
         shape: of the parameter.
         itemsize: bytes of an element.
         ranks: number of ranks to split over.
-        rows_only: consider dim 0 only, as SHARD_OPTIMIZER needs.
     """
     if not shape:
         return None
-    if prod(shape) * itemsize < MIN_BYTES or padding_share(shape, ranks) <= MAX_PADDING:
-        return 0
-    for dim in range(1, 1 if rows_only else len(shape)):
-        if shape[dim] % ranks == 0:
-            return dim
-    rows = -(-shape[0] // ranks)
-    return None if COPIES * shape[0] <= COPIES * rows + ranks * rows else 0
+    allowed = max(MAX_PADDING * prod(shape) * itemsize, MIN_PADDING)
+    dims: list[Along] = list(range(len(shape)))
+    for ways in (dims[:1], dims, [*dims, *_grids(len(shape), ranks)]):
+        along = min(ways, key=lambda way: stored_numel(shape, way, ranks))
+        if (stored_numel(shape, along, ranks) - prod(shape)) * itemsize <= allowed:
+            break
+    return along
 
 
-def padding_share(shape: Sequence[int], ranks: int) -> float:
-    """The share of elements that padding dim 0 to a multiple of `ranks` adds."""
-    return (-shape[0] % ranks) / max(shape[0], 1)
+def _grids(dims: int, ranks: int) -> Iterator[Along]:
+    """Every way to split two of `dims` dims, that with most parts along the first dim first.
+
+    Of equal ones it has the longest runs in memory.
+    """
+    for second in range(2, ranks):
+        if ranks % second == 0:
+            for pair in combinations(range(dims), 2):
+                yield tuple(zip(pair, (ranks // second, second), strict=True))
+
+
+def cuts_of(along: Along, ranks: int) -> tuple[tuple[int, int], ...]:
+    """Each dim that is split, with the number of its parts."""
+    return ((along, ranks),) if isinstance(along, int) else along
+
+
+def along_text(along: Along) -> str:
+    """For example "dim 1", or "dims 0 x 1 in 512 x 2" parts."""
+    if isinstance(along, int):
+        return f"dim {along}"
+    dims, parts = zip(*along, strict=True)
+    return f"dims {' x '.join(map(str, dims))} in {' x '.join(map(str, parts))}"
+
+
+def stored_numel(shape: Sequence[int], along: Along, ranks: int) -> int:
+    """Elements that all ranks store together of a parameter of `shape`, padding included."""
+    padded = list(shape)
+    for dim, parts in cuts_of(along, ranks):
+        padded[dim] = -(-padded[dim] // parts) * parts
+    return prod(padded)
 
 
 def requested_placements(

@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from torch import fx
 
+from graphshard.policy.placement import Along
 from graphshard.program import ops
 from graphshard.program.ops import OPS, Op
 from graphshard.program.program import Program
@@ -30,7 +31,7 @@ class Collective:
         ranks: size of a "reshard" group.
         columns: start and end along the last dim, for a reduce of some columns of one gradient.
         units: FQN of the unit of each operand.
-        dims: the dim that each parameter is split along.
+        dims: what each parameter is split along.
         in_place: whether the results are the whole copies that ranks keep.
         reduce_op: whether a reduce averages ("avg") or adds up ("sum").
     """
@@ -42,7 +43,7 @@ class Collective:
     ranks: int | None = None
     columns: tuple[int, int] | None = None
     units: tuple[str, ...] = ()
-    dims: tuple[int, ...] = ()
+    dims: tuple[Along, ...] = ()
     in_place: bool = False
     reduce_op: str = ops.AVG
 

@@ -13,7 +13,7 @@ A collective takes a list of operands, one for each parameter, and these keyword
                 "all"        every rank of the mesh
                 "reshard"    `ranks` neighbours within the "shard" group (all_gather only)
     ranks     size of a "reshard" group
-    dims      the dim that each parameter is split along, one for each operand; omitted if all are 0
+    dims      what each parameter is split along, an `Along` for each operand; omitted if all are 0
     units     FQN of the unit of each operand; omitted if all are `unit`, which is the first of them
     columns   (start, end) along the last dim (reduce_scatter with one operand only): the operand
               holds these columns of the full gradient, and the result the same columns of the
@@ -21,7 +21,7 @@ A collective takes a list of operands, one for each parameter, and these keyword
     reduce_op "sum" for a reduce that adds up gradients, which the scaled tangents made averages'
               parts (see `graphshard.passes.scale_tangents`). Omitted for an average
     in_place  True for a gather that refreshes the whole copies which ranks keep (SHARD_OPTIMIZER).
-              Shards are slices of these copies, which are never freed. Omitted for new buffers
+              Shards lie in the memory of these copies, never freed. Omitted for new buffers
 
 The collective returns a pending value, its `wait` returns the list of results, and `getitem` nodes
 pick single tensors from that list.
@@ -29,11 +29,11 @@ pick single tensors from that list.
 Shapes, for a group of W ranks and a parameter of shape (d0, d1, ...):
 
     full    (d0, d1, ...)             the parameter itself, or its gradient
-    shard   (ceil(d0 / W), d1, ...)   the part of one rank, padded with rows if W does not divide d0
+    shard   (ceil(d0 / W), d1, ...)   the part of one rank, padded if it is smaller
 
-A parameter split along another dim k has shards (d0, ..., dk / W, ...); W divides dk. The `wait`
-of a gather copies the full tensors out of the communication buffer and drops the buffer. A reduce
-sends a copy of the gradients, arranged by rank.
+A parameter split along another dim k has shards (d0, ..., ceil(dk / W), ...), one along two dims
+has both cut. Then the `wait` of a gather copies the full tensors out of the communication buffer
+and drops the buffer, and a reduce sends a copy of the gradients, arranged by rank.
 
 A transfer changes the dtype or the device of one tensor: of a parameter's shard before a gather, of
 a gradient before or after a reduce, or of an activation between forward and backward. It carries

@@ -78,8 +78,10 @@ def gathered_bytes(gather: fx.Node, program: Program) -> int:
 
 
 def new_bytes(gather: fx.Node, program: Program) -> int:
-    """Bytes that an all_gather allocates; 0 if it fills parameters that are resident."""
-    return 0 if Collective.of(gather).in_place else gathered_bytes(gather, program)
+    """Bytes that an all_gather allocates: of those that are copied out, if it fills residents."""
+    if not Collective.of(gather).in_place:
+        return gathered_bytes(gather, program)
+    return sum(_apart_bytes(gather, program))
 
 
 def released_bytes(release: fx.Node, program: Program) -> int:
@@ -93,11 +95,16 @@ def copied_bytes(gather: fx.Node, program: Program) -> int:
 
     Values not sharded along dim 0 are copied one by one, and the buffer of each is freed at once.
     """
-    ranks = _ranks(gather, program)
-    if ranks == 1:
+    if Collective.of(gather).in_place:
         return 0
+    return max(_apart_bytes(gather, program), default=0)
+
+
+def _apart_bytes(gather: fx.Node, program: Program) -> list[int]:
+    """Bytes of the buffer of each value that is not sharded along dim 0."""
+    ranks = _ranks(gather, program)
     shards = zip(operands_of(gather), Collective.of(gather).dims, strict=True)
-    return max((node_bytes(shard) * ranks for shard, dim in shards if dim), default=0)
+    return [node_bytes(shard) * ranks for shard, dim in shards if dim and ranks > 1]
 
 
 def _ranks(gather: fx.Node, program: Program) -> int:
@@ -201,7 +208,7 @@ class Storages:
         change = [0] * (end + 1)
         for storage in self.all:
             if storage.node.target is ops.all_gather:
-                freed = storage.ends[0].target in (ops.free, ops.release)
+                freed = storage.ends[0].target in (ops.free, ops.release, ops.wait)
                 gone = storage.dies if freed else end
             elif storage.node.target is ops.reshard:
                 gone = storage.dies if len(storage.ends) > 1 else end
@@ -366,6 +373,11 @@ class _Walk:
         """A buffer for each parameter that is released by itself, and one for all others."""
         released: dict[int, Storage] = {}
         size = new_bytes(node, self.program)
+        if size and Collective.of(node).in_place:
+            buffers = self._new(node, size, PARAMETERS)
+            buffers.ends = [user for user in node.users if user.target is ops.wait]
+            buffers.dies = max(self.place[end] for end in buffers.ends)
+            size = 0
         for release in releases_of(node):
             _, index = ops.released(release)
             param_bytes = released_bytes(release, self.program)

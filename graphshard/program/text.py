@@ -13,6 +13,7 @@ import torch
 from torch import fx
 
 from graphshard.format import mesh_text
+from graphshard.policy.placement import Along, along_text
 from graphshard.program import ops
 from graphshard.program.aliases import bytes_text
 from graphshard.program.collective import Collective, OneTensor, operands_of, param_of, wait_of
@@ -262,10 +263,10 @@ def _amount(
     values: list[torch.Tensor],
     noun: str = "param",
     over: str = "",
-    dims: Sequence[int] = (),
+    dims: Sequence[Along] = (),
 ) -> str:
     shapes = Counter(
-        value_text(value) + (f" by dim {dim}" if dim else "")
+        value_text(value) + (f" by {along_text(dim)}" if dim else "")
         for value, dim in zip_longest(values, dims, fillvalue=0)
     )
     each = ", ".join(text if n == 1 else f"{n} x {text}" for text, n in shapes.items())

@@ -10,6 +10,7 @@ from functools import cached_property
 from torch import fx
 
 from graphshard.planning.plan import ShardingPlan
+from graphshard.policy.placement import along_text
 from graphshard.program import ops
 from graphshard.program.collective import Collective, operands_of
 from graphshard.program.finite import values_of
@@ -67,7 +68,7 @@ def _collective_lines(graph: fx.Graph, plan: ShardingPlan) -> Iterator[str]:
             collective = Collective.of(node)
             operands = ", ".join(
                 f"{name} {list(plan.layouts[name].shape)} {str(o.meta['val'].dtype)[6:]}"
-                + (f" by dim {dim}" if (dim := plan.layouts[name].dim) else "")
+                + (f" by {along_text(dim)}" if (dim := plan.layouts[name].dim) else "")
                 + (f" columns {collective.columns}" if collective.columns is not None else "")
                 for name, o in zip(collective.params, operands_of(node), strict=True)
             )

@@ -21,6 +21,7 @@ from graphshard.runtime.collectives import (
 )
 from graphshard.runtime.group import Group, as_bytes, strides_of
 from graphshard.runtime.host_copies import Copy
+from graphshard.runtime.parts import part_of, put_together, without_padding
 from graphshard.torch_private import compat as torch_compat
 from graphshard.torch_private.coalesced import coalesced
 
@@ -114,7 +115,7 @@ class AllGather(BoundCollective):
     there, so that its memory is given back at once. A shard in another dtype is cast to its place,
     all of them in one launch on the side stream. Other shards are read where they lie.
 
-    A parameter split along another dim is copied out of its buffer at the wait, since the buffer
+    A parameter not split along dim 0 is copied out of its buffer at the wait, since the buffer
     holds the ranks' shards one after the other.
     """
 
@@ -131,8 +132,13 @@ class AllGather(BoundCollective):
             (shape, strides_of(shape), o.dtype)
             for shape, o in zip(shapes, self.operands, strict=True)
         ]
-        from_buffer = [_from_buffer(o.layout) for o in self.operands]
-        self.from_buffer = [(i, f) for i, f in enumerate(from_buffer) if f is not None]
+        layouts = [operand.layout for operand in self.operands]
+        self.padded = [
+            (i, one.shape[0])
+            for i, one in enumerate(layouts)
+            if one.is_prefix and one.gathered_shape != one.shape
+        ]
+        self.apart = [(i, one) for i, one in enumerate(layouts) if not one.is_prefix]
         unpacked = {m.indices[0] for launch in self.launches for m in launch if not m.packed}
         self.temporary = [i for i, o in enumerate(self.operands) if o.temporary and i in unpacked]
         self.cast = [i for i, o in enumerate(self.operands) if o.casts and i in unpacked]
@@ -247,9 +253,20 @@ class AllGather(BoundCollective):
                         dim=1,
                         out=[buffers[i].view(self.group.size, -1) for i in message.indices],
                     )
-        for index, from_buffer in self.from_buffer:
-            buffers[index] = from_buffer(buffers[index])
+        for index, rows in self.padded:
+            buffers[index] = buffers[index].narrow(0, 0, rows)
+        for index, layout in self.apart:
+            buffer = buffers[index]
+            whole = self.whole(index, pending)
+            put_together(buffer.view(layout.world_size, -1), whole, layout)
+            buffer.untyped_storage().resize_(0)  # Gloo's views of it may still refer to it
+            buffers[index] = whole
         return Gathered(buffers, self)
+
+    def whole(self, index: int, pending: Pending) -> Tensor:
+        """Memory for parameter `index`, whose parts are copied out of its buffer."""
+        operand = self.operands[index]
+        return pending.buffers[index].new_empty(operand.layout.shape)
 
     def free(self, gathered: Gathered) -> None:
         """Give back the storage, even if tensors still refer to it.
@@ -269,7 +286,8 @@ class AllGather(BoundCollective):
 class AllGatherInPlace(AllGather):
     """Gathers rows into a resident parameter's buffer, of which this rank's rows are a view.
 
-    In checking mode the other ranks' rows are poisoned first, so that a missing row shows.
+    One that is not split along dim 0 is gathered elsewhere, and copied there. In checking mode the
+    other ranks' rows are poisoned first, so that a missing row shows.
     """
 
     def __init__(self, group: Group, unit: str, phase: str, operands: Sequence[Operand]) -> None:
@@ -279,7 +297,13 @@ class AllGatherInPlace(AllGather):
     def buffers(self, tensors: Sequence[Tensor]) -> list[Tensor]:
         """The padded buffers, which begin where the storages of the shards begin."""
         buffers = []
-        for tensor, (shape, strides, _) in zip(tensors, self.shapes, strict=True):
+        apart = {index for index, _ in self.apart}
+        for index, (tensor, (shape, strides, _)) in enumerate(
+            zip(tensors, self.shapes, strict=True)
+        ):
+            if index in apart:
+                buffers.append(tensor.new_empty(shape))
+                continue
             buffer = tensor.as_strided(shape, strides, 0)
             if self.group.check:
                 rows = tensor.clone()
@@ -288,23 +312,10 @@ class AllGatherInPlace(AllGather):
             buffers.append(buffer)
         return buffers
 
-
-def _from_buffer(layout: ParamLayout) -> Callable[[Tensor], Tensor] | None:
-    """The function from a gathered buffer to the parameter; None if they are the same."""
-    dim, shape = layout.dim, layout.shape
-    if dim:
-
-        def in_order(buffer: Tensor) -> Tensor:
-            full = buffer.unflatten(0, (layout.world_size, -1)).movedim(0, dim).reshape(shape)
-            # Gloo's views of the buffer may still refer to it: free its storage.
-            if full.untyped_storage().data_ptr() != buffer.untyped_storage().data_ptr():
-                buffer.untyped_storage().resize_(0)
-            return full
-
-        return in_order
-    if layout.gathered_shape != shape:
-        return lambda buffer: buffer.narrow(0, 0, shape[0])
-    return None
+    def whole(self, index: int, pending: Pending) -> Tensor:
+        """The resident parameter, at the begin of the memory that has the shard."""
+        shape = self.operands[index].layout.shape
+        return pending.operands[index].as_strided(shape, strides_of(shape), 0)
 
 
 class LocalGather(AllGather):
@@ -326,9 +337,7 @@ class LocalGather(AllGather):
 
 
 class Reshard:
-    """Copies this rank's shard `(ceil(d0/k), ...)` on k ranks out of a full parameter `(d0, ...)`.
-
-    The shard is along another dim where the layout splits that one.
+    """Copies this rank's shard on k ranks out of a full parameter `(d0, ...)`.
 
     Args:
         layout: the parameter's layout on the `k` ranks.
@@ -337,17 +346,17 @@ class Reshard:
 
     def __init__(self, layout: ParamLayout, group: Group) -> None:
         self.layout = layout
-        self.rows = layout.rows(group.rank)
+        self.rank = group.rank
+        self.part_shape = layout.part_shape(group.rank)
         # fx prints a call by these.
         self.__name__ = self.__qualname__ = "reshard"
         self.__module__ = "graphshard"
 
     def __call__(self, full: Tensor) -> Tensor:
-        """A contiguous copy of the shard; zeros behind the end of the parameter."""
-        start, stop = self.rows
-        rows = full.narrow(self.layout.dim, start, stop - start)
-        if stop - start == self.layout.padded_rows:
-            return rows.clone(memory_format=torch.contiguous_format)
-        shard = full.new_zeros(self.layout.shard_shape)  # padded along dim 0 only
-        shard[: stop - start] = rows
+        """A contiguous copy of the shard; zeros behind the end of the part."""
+        part = part_of(full, self.layout, self.rank)
+        if self.part_shape == self.layout.shard_shape:
+            return part.clone(memory_format=torch.contiguous_format)
+        shard = full.new_zeros(self.layout.shard_shape)
+        without_padding(shard, self.part_shape).copy_(part)
         return shard

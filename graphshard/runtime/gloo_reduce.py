@@ -11,12 +11,19 @@ from collections.abc import Sequence
 
 import torch
 from torch import Tensor
+from torch.nn import functional
 
 from graphshard.program import ops
 from graphshard.runtime.collectives import Operand, Pending
 from graphshard.runtime.group import Group
 from graphshard.runtime.reduce import ReduceScatter
 from graphshard.torch_private import compat as torch_compat
+
+_IN_ORDER = 4
+"""Rows that torch adds up in order in every column."""
+
+_VECTORS = 32
+"""Columns of which torch adds up whole multiples in the order of the rows, in any dtype."""
 
 
 class ReduceScatterByExchange(ReduceScatter):
@@ -55,6 +62,14 @@ class ReduceScatterByExchange(ReduceScatter):
     def average(self, sent: Tensor, received: Tensor) -> Tensor:
         """The mean, or the sum, over the parts that the ranks sent."""
         parts = received.view(self.group.size, -1)
+        total = self._over_ranks(parts)
+        # The CPU adds up the last columns of many rows in another order, unless they fill vectors.
+        if self.group.size > _IN_ORDER and (rest := parts.shape[1] % _VECTORS):
+            padded = functional.pad(parts[:, -rest:], (0, _VECTORS - rest))
+            total[-rest:] = self._over_ranks(padded)[:rest]
+        return total
+
+    def _over_ranks(self, parts: Tensor) -> Tensor:
         return parts.mean(0) if self.reduce_op == ops.AVG else parts.sum(0)
 
 

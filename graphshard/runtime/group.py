@@ -23,6 +23,7 @@ from graphshard.runtime.streams import SideStream
 from graphshard.runtime.whereabouts import Whereabouts
 from graphshard.torch_private import compat as torch_compat
 from graphshard.torch_private.coalesced import coalesced
+from graphshard.torch_private.mixed_meshes import let_meshes_mix
 
 
 def movable(tensor: Tensor) -> Tensor:
@@ -82,6 +83,7 @@ class Group:
     replica_all_reduce: Callable[[Tensor], Any] | None = None
     memory: Any = field(default=None, repr=False, compare=False)
     here: Whereabouts = field(default_factory=Whereabouts, repr=False, compare=False)
+    _grids: dict[tuple[int, ...], DeviceMesh] = field(default_factory=dict, repr=False)
 
     def __post_init__(self) -> None:
         # Gloo moves tensors of a device through the host, which waits for it.
@@ -111,6 +113,31 @@ class Group:
             )
             self.subgroups[name] = _group_of(neighbours, self.device)
         return self.named(name)
+
+    def grid(self, parts: tuple[int, ...]) -> Any:
+        """The mesh whose last dimensions, of `parts` ranks, are the ranks that are sharded over.
+
+        Its process groups are created at the first call, which all ranks must make at the same
+        point.
+        """
+        if self.mesh is None or len(parts) < 2:
+            return self.mesh
+        if parts not in self._grids:
+            let_meshes_mix()
+            ranks = self.mesh.mesh.view(*self.mesh.shape[:-1], *parts)
+            here = (*(self.mesh.get_coordinate() or ())[:-1], *divmod(self.shard.rank, parts[-1]))
+            groups = [self.mesh.get_group(dim) for dim in range(self.mesh.ndim - 1)]
+            for dim in range(len(groups), ranks.ndim):
+                line: tuple[Any, ...] = (*here[:dim], slice(None), *here[dim + 1 :])
+                like = self.shard.process_group
+                groups.append(
+                    new_process_group(ranks[line].tolist(), like, self.device, callers=self.size)
+                )
+            names = ("replicate", "shard", "shard_within")[-ranks.ndim :]
+            self._grids[parts] = DeviceMesh.from_group(
+                groups, self.mesh.device_type, ranks, mesh_dim_names=names
+            )
+        return self._grids[parts]
 
     def allocating(self) -> AbstractContextManager[Any]:
         """A context in which buffers of collectives are allocated, by this thread."""

@@ -21,6 +21,7 @@ from graphshard.program.collective import operands_of, params_of
 from graphshard.program.packing import MOVABLE
 from graphshard.runtime.collectives import BoundCollective, Message, Operand, Pending
 from graphshard.runtime.group import Group
+from graphshard.runtime.parts import take_apart
 from graphshard.torch_private import compat as torch_compat
 from graphshard.torch_private.coalesced import coalesced
 
@@ -454,13 +455,8 @@ def _in_rank_order(layout: ParamLayout, packed: bool) -> Callable[[Tensor], Tens
     It returns the gradient itself where that has this layout already. None where packing lays it
     out.
     """
-    if layout.dim:
-
-        def rank_first(grad: Tensor) -> Tensor:
-            by_rank = grad.unflatten(layout.dim, (layout.world_size, -1))
-            return by_rank.movedim(layout.dim, 0).contiguous()
-
-        return rank_first
+    if not layout.is_prefix:
+        return lambda grad: take_apart(grad, layout)
     if packed:
         return None
     shape = layout.gathered_shape
@@ -468,8 +464,9 @@ def _in_rank_order(layout: ParamLayout, packed: bool) -> Callable[[Tensor], Tens
         return Tensor.contiguous
 
     def padded(grad: Tensor) -> Tensor:
-        full = grad.new_zeros(shape)
+        full = grad.new_empty(shape)
         full[: grad.shape[0]] = grad
+        full[grad.shape[0] :] = 0
         return full
 
     return padded

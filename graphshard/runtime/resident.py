@@ -1,7 +1,8 @@
 """SHARD_OPTIMIZER: every rank keeps all rows of a parameter and updates its own rows.
 
 The DTensor that the optimizer sees is a view of this rank's rows in a buffer of `W * ceil(d0/W)`
-rows. After an update the next program gathers the other rows. `unchanged.py` decides whether rows
+rows; of a parameter that is not split along dim 0, the rank's part lies behind the whole. After an
+update the next program gathers the other rows. `unchanged.py` decides whether rows
 that show no sign of a change are gathered. See README.md.
 """
 
@@ -9,6 +10,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Collection, Mapping
+from math import prod
 from typing import Any
 
 import torch
@@ -29,7 +31,8 @@ _KEPT_FOR = 2
 class ResidentShard(Shard):
     """A parameter that this rank stores whole, of which it updates its own rows.
 
-    full: the buffer `(W * ceil(d0/W), ...)`; `storage` and `local` are views of this rank's rows.
+    full: the parameter and its padding, `(W * ceil(d0/W), ...)`, in which `storage` and `local` are
+        views of this rank's rows; or the parameter, with `storage` behind it in the same memory.
     """
 
     def __init__(self, layout: ParamLayout, group: Group, model_param: nn.Parameter) -> None:
@@ -122,10 +125,13 @@ class ResidentShard(Shard):
     # -- layout -------------------------------------------------------------------------------
 
     def _new_storage(self, memory: Tensor | None = None) -> Tensor:
-        layout = self.layout
-        self.full = torch.zeros(layout.gathered_shape, dtype=layout.dtype, device=self.group.device)
-        rows = layout.padded_rows
-        return self.full.narrow(0, self.group.shard.rank * rows, rows)
+        layout, elements = self.layout, self.layout.shard_numel
+        size = layout.shard_bytes // layout.dtype.itemsize
+        whole = torch.zeros(size, dtype=layout.dtype, device=self.group.device)
+        start = self.rank * elements if layout.is_prefix else layout.numel
+        shape = layout.gathered_shape if layout.is_prefix else layout.shape
+        self.full = whole[: prod(shape)].view(shape)
+        return whole[start : start + elements].view(layout.shard_shape)
 
     def _is_storage(self, local: Tensor) -> bool:
         return False  # only a view of the buffer is
@@ -182,7 +188,8 @@ class IgnoredParameter(Shard):
         self.device = group.device
         self.holders = []
         self.ready = True
-        self.rows = (0, 0)
+        self.rank = 0
+        self.part_shape = layout.shape
         self.whole = True
         self.param = model_param
         self.local = self.storage = model_param.detach()

@@ -2,10 +2,9 @@
 
 A sharded parameter is a `DTensor(Shard(dim))`, and on a mesh of two dimensions a
 `DTensor(Replicate(), Shard(dim))`, laid out as in FSDP2, so that optimizers, gradient clipping and
-distributed checkpoints accept it unchanged. Along dim 0 rank r has rows
-[r * ceil(d0/W), (r+1) * ceil(d0/W)), fewer or none at the end. Its local tensor is the prefix of a
-storage padded to ceil(d0/W) rows, and a gather sends that storage without a copy. Along another
-dim, which W divides, the local tensor is contiguous and has no padding.
+distributed checkpoints accept it unchanged. One split along two dims is a
+`DTensor(Shard(dim), Shard(other))` on the same ranks as a grid. The local tensor is the prefix of a
+storage that has room for a full part, and a gather sends that storage without a copy.
 """
 
 from __future__ import annotations
@@ -23,6 +22,7 @@ from torch.optim.optimizer import Optimizer, register_optimizer_step_post_hook
 from graphshard.errors import PlanError, RuntimeStateError
 from graphshard.planning.layout import ParamLayout
 from graphshard.runtime.group import Group, strides_of
+from graphshard.runtime.parts import part_of, without_padding
 from graphshard.torch_private import compat as torch_compat
 
 _STEPS = "_graphshard_steps"
@@ -63,10 +63,11 @@ class Shard:
 
     holders: where modules hold the parameter; the first one counts.
     ready: it is known to have values.
-    rows: the half-open range of the sharded dim that this rank owns; (0, 0) if it is not sharded.
+    rank: this rank among those that share the parameter.
+    part_shape: the shape of `local`.
     whole: `local` is all of `storage`, without padding.
-    storage: this rank's padded rows `(ceil(d0/W), ...)`, in the parameter's dtype.
-    local: this rank's rows, a prefix of `storage`.
+    storage: this rank's part and its padding, of `layout.shard_shape`, in the parameter's dtype.
+    local: this rank's part, a prefix of `storage`.
     param: the `nn.Parameter` that the user sees.
 
     Args:
@@ -91,7 +92,7 @@ class Shard:
         if not model_param.is_contiguous():
             raise PlanError(
                 f"parameter {layout.fqn!r} is not contiguous (strides {model_param.stride()}) and "
-                "cannot be split along dim 0 without a copy each step; before graphshard.compile "
+                "cannot be split without a copy each step; before graphshard.compile "
                 "run `for p in model.parameters(): p.data = p.data.contiguous()`"
             )
         self.layout = layout
@@ -99,8 +100,9 @@ class Shard:
         self.device = group.device if host_memory is None else host_memory.device
         self.holders: Holders = []
         self.ready = False
-        self.rows = layout.rows(group.shard.rank) if layout.sharded else (0, 0)
-        self.whole = not layout.sharded or self.rows[1] - self.rows[0] == layout.padded_rows
+        self.rank = group.shard.rank
+        self.part_shape = layout.part_shape(self.rank)
+        self.whole = self.part_shape == layout.shard_shape
         self.storage = self._new_storage(host_memory)
         self.local = self._without_padding(self.storage)
         self.param = self._parameter(self.local)
@@ -114,7 +116,7 @@ class Shard:
             self.local.fill_(float("nan"))  # see `has_values`
 
     def current(self) -> Tensor:
-        """The padded storage `(ceil(d0/W), ...)`; adopts a parameter that the user put in place.
+        """The padded storage; adopts a parameter that the user put in place.
 
         Raises:
             RuntimeStateError: the new parameter has another shape, placement, dtype or device, or
@@ -154,7 +156,7 @@ class Shard:
     def set_full(self, full: Tensor) -> None:
         """Copy this rank's part of `full`, the whole parameter `(d0, ...)` on any device."""
         with torch.no_grad():
-            self.local.copy_(self.part_of(full))
+            self.local.copy_(part_of(full, self.layout, self.rank))
         self.note_values()
 
     def note_values(self) -> None:
@@ -162,14 +164,11 @@ class Shard:
         self.ready = True
 
     def part_of(self, full: Tensor) -> Tensor:
-        """This rank's rows of `full`, the whole parameter `(d0, ...)`, as a view."""
-        if not self.layout.sharded:
-            return full
-        start, stop = self.rows
-        return full.narrow(self.layout.dim, start, stop - start)
+        """This rank's part of `full`, the whole parameter `(d0, ...)`, as a view."""
+        return part_of(full, self.layout, self.rank)
 
     def as_dtensor(self, local: Tensor) -> Tensor:
-        """`local`, of the shape of this rank's rows, as a DTensor like the parameter.
+        """`local`, of the shape of this rank's part, as a DTensor like the parameter.
 
         Without a mesh the parameter is a plain tensor, and `local` is returned.
         """
@@ -178,7 +177,7 @@ class Shard:
         return torch_compat.dtensor_like(self.param, local)
 
     def add_to_grad(self, reduced: Tensor) -> None:
-        """Add a reduced gradient `(ceil(d0/W), ...)`, padding included, to `.grad`.
+        """Add a reduced gradient, of the shape of `storage`, to `.grad`.
 
         Runs the parameter's hooks as autograd would: those of `register_hook` before, those of
         `register_post_accumulate_grad_hook` after.
@@ -232,19 +231,21 @@ class Shard:
         return new(shape, dtype=dtype, device=self.device, pin_memory=pinned)
 
     def _without_padding(self, padded: Tensor) -> Tensor:
-        return padded if self.whole else padded[: self.rows[1] - self.rows[0]]
+        return padded if self.whole else without_padding(padded, self.part_shape)
 
     def _parameter(self, local: Tensor) -> nn.Parameter:
         if self.group.mesh is None:
             return nn.Parameter(local, requires_grad=False)
-        placement: Placement = ShardDim(self.layout.dim) if self.layout.sharded else Replicate()
-        placements = (*[Replicate()] * (self.group.mesh.ndim - 1), placement)
+        cuts = self.layout.cuts
+        mesh = self.group.grid(tuple(parts for _, parts in cuts))
+        split: list[Placement] = [ShardDim(dim) for dim, _ in cuts] or [Replicate()]
+        placements = (*[Replicate()] * (mesh.ndim - len(split)), *split)
         shape = torch.Size(self.layout.shape)
         # `from_local` would move a tensor to the device of the mesh.
         on_other_device = local.device.type != self.group.mesh.device_type
         dtensor = DTensor.from_local(
             local.to("meta") if on_other_device else local,
-            self.group.mesh,
+            mesh,
             placements,
             run_check=False,
             shape=shape,

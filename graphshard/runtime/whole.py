@@ -1,14 +1,14 @@
 """Whole parameters from the ranks' shards, outside of programs.
 
 A parameter split along dim 0 is received where it stays, so that gathering it takes its own bytes
-and no more. One split along another dim is received in pieces of rows. Small parameters are packed
+and no more. One split along other dims is received in pieces of rows. Small parameters are packed
 into one message, from which each is copied.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from math import prod
 
 import torch
@@ -17,6 +17,7 @@ from torch import Tensor
 
 from graphshard.runtime.gloo import alias_tensors, empty_aliases
 from graphshard.runtime.group import Group, as_bytes, movable
+from graphshard.runtime.parts import put_together
 from graphshard.runtime.shards import Shard
 from graphshard.torch_private.coalesced import coalesced
 
@@ -27,7 +28,7 @@ _PACK_BELOW, _MESSAGE = 64 * 1024, 4 * 1024 * 1024
 """Parts of fewer bytes are packed, into messages of about as many bytes in all."""
 
 _PIECES = 16
-"""A parameter that is split along another dim than 0 is received in about this many pieces."""
+"""A parameter of which dim 0 is not split is received in about this many pieces."""
 
 
 @dataclass(frozen=True)
@@ -50,7 +51,7 @@ class Wanted:
     @property
     def sent_bytes(self) -> int:
         """Bytes of this rank's part, as it is sent."""
-        return prod(self.shard.layout.shard_shape) * self.dtype.itemsize
+        return self.shard.layout.shard_numel * self.dtype.itemsize
 
     @property
     def peak(self) -> int:
@@ -61,7 +62,7 @@ class Wanted:
         local = self.shard.local
         copied = local.dtype != self.dtype or local.device != self.shard.group.device
         sent = self.sent_bytes if copied else 0
-        if layout.dim == 0:
+        if layout.is_prefix:
             return self.nbytes + sent
         piece = self.nbytes // max(layout.shape[0], 1) * self._piece_rows
         return self.nbytes + sent + piece + piece // layout.world_size
@@ -69,11 +70,13 @@ class Wanted:
     @property
     def copied_bytes(self) -> int:
         """Bytes that copying it out of a packed message takes, the result included."""
-        return self.nbytes if self.shard.layout.dim == 0 else 2 * self.nbytes
+        return self.nbytes if self.shard.layout.is_prefix else 2 * self.nbytes
 
     @property
     def _piece_rows(self) -> int:
-        return max(1, self.shard.layout.shape[0] // _PIECES)
+        """Rows of a piece: a few, or all if the rows themselves are split."""
+        rows, *_ = shape = self.shard.layout.shape
+        return rows if self.shard.layout.shard_shape[0] < rows else max(1, shape[0] // _PIECES)
 
     @property
     def is_there(self) -> bool:
@@ -94,16 +97,19 @@ class Wanted:
         if not self.is_split:
             return self.shard.current().detach().to(group.device, self.dtype, copy=True)
         sent = self._sent()
-        if layout.dim == 0:
+        if layout.is_prefix:
             gathered = sent.new_empty(layout.gathered_shape)
             gather_flat(group, sent, gathered)
             return gathered[: layout.shape[0]]
         whole = sent.new_empty(layout.shape)
-        for start in range(0, layout.shape[0], self._piece_rows):
-            piece = sent[start : start + self._piece_rows].contiguous()
-            received = piece.new_empty((group.size, *piece.shape))
-            gather_flat(group, piece, received)
-            _put_side_by_side(received, whole[start : start + self._piece_rows], layout.dim)
+        for start in range(0, layout.shape[0], max(1, self._piece_rows)):
+            rows = whole[start : start + self._piece_rows]
+            piece = replace(layout, shape=tuple(rows.shape))
+            received = sent.new_empty((group.size, piece.shard_numel))
+            # The rows of this rank's part begin where as many rows of it end.
+            first = start * prod(self.shard.part_shape[1:])
+            gather_flat(group, sent.view(-1)[first:][: piece.shard_numel], received)
+            put_together(received, rows, piece)
         return whole
 
     def _sent(self) -> Tensor:
@@ -114,11 +120,10 @@ class Wanted:
         """The whole parameter, copied from the parts of all ranks `(ranks, bytes)`."""
         layout = self.shard.layout
         parts = received.contiguous().view(-1).view(self.dtype)
-        if layout.dim == 0:
+        if layout.is_prefix:
             return parts.view(layout.gathered_shape)[: layout.shape[0]]
         whole = parts.new_empty(layout.shape)
-        _put_side_by_side(parts.view(received.shape[0], *layout.shard_shape), whole, layout.dim)
-        return whole
+        return put_together(parts.view(received.shape[0], -1), whole, layout)
 
 
 class Packed:
@@ -207,10 +212,3 @@ def gather_flat(group: Group, sent: Tensor, received: Tensor) -> None:
     for work in group.pairwise.exchange([mine], [theirs]):
         work.wait()
     empty_aliases(aliases)
-
-
-def _put_side_by_side(parts: Tensor, whole: Tensor, dim: int) -> None:
-    """Put `parts` `(ranks, ...)` next to each other along `dim` of `whole`."""
-    size = parts.shape[dim + 1]
-    for rank, part in enumerate(parts.unbind()):
-        whole.narrow(dim, rank * size, size).copy_(part)

@@ -167,8 +167,10 @@ def gather_full(tensor: Tensor, group: Group) -> Tensor:
         not placement.is_replicate() and tensor.device_mesh.size(dim) > 1
         for dim, placement in enumerate(tensor.placements)
     )
-    if tensor.numel() == 0 or not any(split):  # full_tensor() of one that is whole shares memory
+    if not any(split):  # full_tensor() of one that is whole shares memory
         return local.clone()
+    if tensor.numel() == 0:
+        return local.new_empty(tensor.shape)
     if tensor.dtype in MOVABLE:
         return full_tensor(torch_compat.dtensor_like(tensor, local))
     # Gather bytes, as a last dim, so that the other dims stay split as they are.

@@ -16,7 +16,8 @@ def full_tensor(dtensor: Any) -> Tensor:
     """`dtensor.full_tensor()`, which every rank must call.
 
     torch gathers by a coalesced call. Over Gloo the end of one and the begin of the next may
-    overwrite memory, so a DTensor that is split once, by `Shard`, is gathered by another one there.
+    overwrite memory, so a DTensor with dims that are split once each, by `Shard`, is gathered by
+    another one there.
 
     Args:
         dtensor: of a dtype that the backend moves; at least one dim, at least one element.
@@ -27,24 +28,37 @@ def full_tensor(dtensor: Any) -> Tensor:
     Raises:
         RuntimeError: a rank died, or did not get here within the group's timeout.
     """
-    mesh = dtensor.device_mesh
-    split = [dim for dim, placement in enumerate(dtensor.placements) if placement != Replicate()]
-    if len(split) != 1 or type(dtensor.placements[split[0]]) is not Shard or not dtensor.numel():
+    mesh, local = dtensor.device_mesh, local_tensor(dtensor).detach()
+    split = {
+        mesh_dim: placement.dim if type(placement) is Shard else None
+        for mesh_dim, placement in enumerate(dtensor.placements)
+        if placement != Replicate() and mesh.size(mesh_dim) > 1
+    }
+    groups = {mesh_dim: mesh.get_group(mesh_dim) for mesh_dim in split}
+    if (
+        None in split.values()
+        or len(set(split.values())) < max(1, len(split))
+        or not dtensor.numel()
+        or any(group_backend(group, local.device) != "gloo" for group in groups.values())
+    ):
         return dtensor.full_tensor()
-    group, dim = mesh.get_group(split[0]), dtensor.placements[split[0]].dim
-    local = local_tensor(dtensor).detach()
-    if group_backend(group, local.device) != "gloo" or group.size() == 1:
-        return dtensor.full_tensor()
-    # As Shard splits: each rank has so many rows, the last ones fewer or none.
-    total, size = dtensor.shape[dim], group.size()
+    for mesh_dim, dim in split.items():
+        local = _whole(local, dim, dtensor.shape[dim], groups[mesh_dim])
+    return local
+
+
+def _whole(local: Tensor, dim: Any, total: int, group: Any) -> Tensor:
+    """`local`, which the ranks of `group` have parts of as `Shard(dim)` splits, in one piece."""
+    # Each rank has so many rows, the last ones fewer or none.
+    size = group.size()
     rows = -(-total // size)
     mine = sent = local.movedim(dim, 0).contiguous()
     if len(mine) != rows:
         sent = mine.new_zeros((rows, *mine.shape[1:]))
         sent[: len(mine)] = mine
     received = mine.new_empty((size * rows, *mine.shape[1:]))
-    gather = coalesced(group, "allgather_into_tensor_coalesced", "gloo")
-    gather([received], [sent]).wait()
+    if received.numel():
+        coalesced(group, "allgather_into_tensor_coalesced", "gloo")([received], [sent]).wait()
     if dim == 0 and total == len(received):
         return received
     return received[:total].movedim(0, dim).clone(memory_format=torch.contiguous_format)

@@ -135,15 +135,26 @@ def patched_for_good(
     _put_in_place(owner, name, new, expects, where)
 
 
+def dtensor_handlers() -> dict[Any, Any]:
+    """The functions that torch calls for operators on DTensors, in place of its own rules.
+
+    Raises:
+        UnsupportedTorchError: this torch has none.
+    """
+    dtensor = private("torch.distributed.tensor._api", "DTensor")
+    handlers = getattr(getattr(dtensor, "_op_dispatcher", None), "_custom_op_handlers", None)
+    if not isinstance(handlers, dict):
+        raise _unsupported("DTensor._op_dispatcher._custom_op_handlers")
+    return handlers
+
+
 def replace_dtensor_handler(op: Any, handler: Any) -> None:
     """Let `handler(torch's own handler, op, args, kwargs)` do what `op` does on DTensors, for good.
 
     Raises:
         UnsupportedTorchError: this torch has no handler of its own for `op`.
     """
-    dtensor = private("torch.distributed.tensor._api", "DTensor")
-    dispatcher = getattr(dtensor, "_op_dispatcher", None)
-    handlers = getattr(dispatcher, "_custom_op_handlers", {})
+    handlers = dtensor_handlers()
     replacement = partial(handler, handlers.get(op))
     patched_for_good(handlers, op, replacement, where=f"the handler of DTensors for {op}")
 

@@ -41,7 +41,7 @@ class Pieces:
             return layouts
         (layout, *others) = layouts
         width = len(layout.shape) - 1
-        if others or width < 1 or layout.dim == width:
+        if others or width < 1 or width in dict(layout.cuts):
             self.facts.fail(
                 "reduces", reduce, "columns are of one parameter, and not split over the ranks"
             )

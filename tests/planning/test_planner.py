@@ -139,8 +139,9 @@ def test_uneven_rows_are_padded_and_dtypes_may_differ():
     plan = plan_of(model, world_size=4)
     rows, few = plan.layouts["a.weight"], plan.layouts["b.weight"]
     assert (rows.dtype, rows.shard_shape, rows.gathered_shape) == (torch.bfloat16, (3, 4), (12, 4))
-    assert [rows.rows(rank) for rank in range(4)] == [(0, 3), (3, 6), (6, 9), (9, 10)]
-    assert (few.requires_grad, few.shard_shape, few.rows(3)) == (False, (1, 4), (3, 3))
+    parts = [rows.part(rank)[0] for rank in range(4)]
+    assert parts == [(0, 0, 3), (0, 3, 6), (0, 6, 9), (0, 9, 10)]
+    assert (few.requires_grad, few.shard_shape, few.part_shape(3)) == (False, (1, 4), (0, 4))
     root = plan.unit("")
     assert root.sharded_bytes == 2 * (12 + 3) + 4 * (4 + 1)
     assert root.unsharded_bytes == 4 * root.sharded_bytes
@@ -273,16 +274,6 @@ def test_units_without_parameters_are_reported_but_not_the_root():
     (warning,) = plan_of(model, "a", "b", "relu").warnings
     assert warning.startswith("unit relu is without parameters")
     assert plan_of(model, "a", "b").warnings == ()
-
-
-def test_padding_that_multiplies_a_gather_is_reported():
-    experts = nn.Module()
-    experts.stacked = nn.Parameter(torch.empty(65, 255, 129, device="meta"))
-    plan = plan_of(tree_of(experts=experts), "experts", world_size=64)
-    assert "unit experts gathers 7.91 MiB of padding in 16.06 MiB" in plan.warnings[0]
-    assert "experts.stacked has only 65 rows for 64 ranks" in plan.warnings[0]
-    assert "padded: experts.stacked [65, 255, 129]: no dimension divides" in str(plan)
-    assert plan_of(tree_of(experts=experts), "experts", world_size=8).warnings == ()
 
 
 def captured(model, used, with_gradient, *, grad=True):

@@ -47,12 +47,12 @@ def test_the_plan_counts_what_a_rank_stores():
     assert "SHARD_OPTIMIZER, world size 8" in str(plan)
 
 
-def test_padding_that_rows_cannot_avoid_is_left_out_by_copies():
+def test_a_part_along_another_dim_lies_behind_the_whole():
     model, _ = meta()
     plan = make_plan(model, BlockPolicy({Experts}, strategy="SHARD_OPTIMIZER"), world_size=4)
-    assert not plan.layouts["blocks.0.w"].sharded
-    other = make_plan(model, BlockPolicy({Experts}), world_size=4)
-    assert other.layouts["blocks.0.w"].dim == 1
+    layout = plan.layouts["blocks.0.w"]
+    assert (layout.dim, layout.resident) == (1, True)
+    assert layout.shard_bytes == 4 * layout.numel + 4 * layout.shard_numel
 
 
 def test_the_program_after_a_step(golden):
@@ -85,7 +85,6 @@ def test_a_unit_may_be_of_that_kind_beside_others():
         ({"offload": "params"}, {}, "unit .root.: strategy SHARD_OPTIMIZER keeps whole"),
         ({"mixed_precision": MixedPrecision(torch.bfloat16)}, {}, "a param_dtype of mixed"),
         ({"reshard_after_forward": True}, {}, "SHARD_OPTIMIZER keeps parameters"),
-        ({}, {"blocks.0": {"placement": {"w": 1}}}, "'blocks.0.w' .* so it splits dim 0"),
     ],
 )
 def test_what_does_not_go_with_it_is_refused(fields, modules, said):

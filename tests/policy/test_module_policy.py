@@ -134,12 +134,12 @@ def dims(plan):
     return {n: x.dim if x.sharded else None for n, x in plan.layouts.items() if n[0] == "0"}
 
 
-def test_a_dim_is_taken_by_the_parameters_it_divides():
+def test_a_dim_is_taken_by_the_parameters_that_have_it():
     plan = plan_of({"?": {"placement": 2}}, model=stacked())
     assert dims(plan) == {"0.experts.w": 2, "0.experts.b": 0, "0.gate.weight": 0}
     layout = plan.layouts["0.experts.w"]
     assert (layout.shard_shape, layout.gathered_shape) == ((8, 6, 1), (32, 6, 1))
-    assert (layout.rows(2), layout.padding_bytes) == ((2, 3), 0)
+    assert (layout.part(2), layout.padding_bytes) == (((2, 2, 3),), 0)
 
 
 def test_names_within_the_module_and_parts_of_units_may_be_placed():

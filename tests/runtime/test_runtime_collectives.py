@@ -25,6 +25,7 @@ from graphshard.runtime.collectives import BoundCollective, Operand, wait
 from graphshard.runtime.gather import AllGather, AllGatherInPlace, Gathered, LocalGather, free
 from graphshard.runtime.gloo_reduce import ReduceScatterByExchange, ReduceScatterByPairExchange
 from graphshard.runtime.group import Group, find_group
+from graphshard.runtime.parts import part_of, without_padding
 from graphshard.runtime.reduce import AllReduce, LocalReduce, ReduceScatterByReduce
 
 ENDS = """
@@ -69,9 +70,8 @@ def full_values(seed: int, dtype: torch.dtype) -> list[Tensor]:
 
 
 def padded_part(full: Tensor, layout: ParamLayout, rank: int) -> Tensor:
-    start, stop = layout.rows(rank)
     part = torch.zeros(layout.shard_shape, dtype=full.dtype)
-    part[: stop - start] = full[start:stop]
+    without_padding(part, layout.part_shape(rank)).copy_(part_of(full, layout, rank))
     return part
 
 
@@ -181,7 +181,7 @@ def gathers_into_place(rank: int) -> None:
         buffers = [torch.zeros(p.layout.gathered_shape) for p in params]
         parts = []
         for buffer, value, param in zip(buffers, full, params, strict=True):
-            rows = param.layout.padded_rows
+            rows = param.layout.shard_shape[0]
             parts.append(buffer.narrow(0, rank * rows, rows))
             parts[-1].copy_(padded_part(value, param.layout, rank))
         for below in (0, 50):

@@ -78,7 +78,7 @@ def resident_copies(rank: int) -> None:
     with torch.no_grad():
         sharded(torch.randn(3, 16))
     shard = sharded._graphshard.bindings.shards["0.up.weight"]
-    other = (rank + 1) % 4 * shard.layout.padded_rows
+    other = (rank + 1) % 4 * shard.layout.shard_shape[0]
     if rank == 1:  # in the rows of another rank, behind torch's back
         shard.full.detach().numpy()[other, 0] += 1
     assert "'0.up.weight' on rank 1" in error_of(sharded.check_replicas, ReplicaError)

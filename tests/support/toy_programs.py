@@ -30,6 +30,7 @@ from graphshard.program.program import (
     Program,
     Results,
 )
+from graphshard.runtime import parts
 
 aten = torch.ops.aten
 WIDTH, VOCAB, BATCH = 6, 10, 4
@@ -394,12 +395,9 @@ def shard(full: Tensor, plan: ShardingPlan, name: str, rank: int) -> Tensor:
 
 def part_of(full: Tensor, layout: ParamLayout, rank: int) -> Tensor:
     """What `rank` holds by `layout`, zeros where it is padding."""
-    if not layout.sharded:
-        return full.clone()
-    start, stop = layout.rows(rank)
-    part = full.new_zeros(layout.shard_shape)
-    part[: stop - start] = full[start:stop]
-    return part
+    stored = full.new_zeros(layout.shard_shape)
+    parts.without_padding(stored, layout.part_shape(rank)).copy_(parts.part_of(full, layout, rank))
+    return stored
 
 
 def assert_same_values(captured: Program, program: Program, plan: ShardingPlan) -> None:
