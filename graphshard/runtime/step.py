@@ -196,10 +196,12 @@ class Step:
         """Write the values that forward computed for buffers and inputs into these."""
         for entry, value in zip(self.program.mutations, values, strict=True):
             if entry.kind == "buffer":
-                if self.bindings.buffer(entry.name).requires_grad:  # as an earlier call left it
-                    self.bindings.set_buffer(entry.name, value.clone())
+                buffer = self.bindings.buffer(entry.name)
+                if buffer.requires_grad or buffer.is_inference():  # as an earlier call left it
+                    with torch.inference_mode(False):  # or no later call could write it
+                        self.bindings.set_buffer(entry.name, value.detach().clone())
                 else:
-                    self.bindings.buffer(entry.name).copy_(value)
+                    buffer.copy_(value)
             else:
                 inputs[self._input_index[entry.name]].copy_(value)
 

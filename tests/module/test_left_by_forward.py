@@ -335,6 +335,20 @@ def test_a_buffer_that_forward_replaces_carries_its_gradient() -> None:
     assert not sharded.pool.requires_grad
 
 
+def test_a_buffer_replaced_in_inference_mode_can_be_replaced_outside_of_it() -> None:
+    model, sharded = pair(assigned, makes_buffer)
+    for mode in (torch.enable_grad, torch.inference_mode, torch.no_grad, torch.enable_grad):
+        for each in (model, sharded):
+            with mode():
+                each(batch(0))
+        assert torch.equal(sharded.pool, model.pool)
+    with torch.inference_mode():  # by the user
+        sharded.pool = torch.zeros(6)
+    with torch.no_grad():
+        sharded(batch(0))
+    assert torch.equal(sharded.pool, model.pool)
+
+
 def test_a_buffer_that_backward_reads_is_assigned_anew() -> None:
     class Normed(Net):
         def forward(self, x: Tensor) -> Tensor:
