@@ -8,7 +8,7 @@ from typing import Protocol
 
 from torch import fx
 
-from graphshard.errors import PassError
+from graphshard.errors import PassError, PolicyError
 from graphshard.planning.plan import ShardingPlan
 from graphshard.program.pass_protocol import Pass
 from graphshard.program.program import FORWARD, Program
@@ -78,8 +78,8 @@ class Recompute(Pass):
         """Edit `program` in place, before `Unshard`.
 
         Raises:
-            PassError: a backward node still reads a value that its region recomputes, or no module
-                that the policy recomputes is called.
+            PassError: a backward node still reads a value that its region recomputes.
+            PolicyError: the step needs nothing of the modules that the policy recomputes.
         """
         targets = {unit.fqn for unit in plan.units if unit.fqn} if self.units else set()
         if self.classes:
@@ -165,15 +165,15 @@ def rewrite(
 
 
 def require_calls(program: Program, plan: ShardingPlan) -> None:
-    """Check that a module of the classes that the policy recomputes is called.
+    """Check that the step computes something in a call of a module that the policy recomputes.
 
     Raises:
-        PassError: none is called.
+        PolicyError: none is called, or only for values that nothing needs.
     """
     if program.grad and not _any_call(program.nodes(FORWARD), plan.recomputed):
-        raise PassError(
+        raise PolicyError(
             f"the policy recomputes {', '.join(plan.recomputed[:4])}, but the step computes "
-            "nothing in a call of them; name the classes whose forward runs"
+            "nothing in a call of them that it needs; name the classes whose forward it needs"
         )
 
 

@@ -73,7 +73,7 @@ class RecomputeToBudget(RehearsingPass):
         Raises:
             PolicyError: no choice fits the budget; the error names the smallest budget found that
                 would.
-            PassError: see `Recompute`.
+            PassError, PolicyError: see `Recompute`.
         """
         targets, drawn = self._begin(program, plan)
         if not program.grad:

@@ -20,7 +20,7 @@ from torch.utils.checkpoint import (
 
 import graphshard
 from graphshard.capture.entry import capture
-from graphshard.errors import CaptureError, PassError, PolicyError
+from graphshard.errors import CaptureError, PolicyError
 from graphshard.passes.recompute import Recompute
 from graphshard.planning.planner import make_plan
 from graphshard.program.ops import is_compute
@@ -100,8 +100,11 @@ def test_a_class_that_matches_nothing_is_named():
         make_plan(
             Mixes(), graphshard.BlockPolicy({Mix}, recompute={nn.Conv2d, "Nix"}), world_size=2
         )
-    with pytest.raises(PassError, match=r"recomputes blocks, but the step computes nothing"):
+    with pytest.raises(PolicyError, match=r"recomputes blocks, but the step computes nothing"):
         program_of(Mixes(), recompute=nn.ModuleList)
+    unused = Mixes(around=lambda block, x: (x, block(x))[0])
+    with pytest.raises(PolicyError, match=r"recomputes blocks\.0, blocks\.1, but .* it needs"):
+        program_of(unused, recompute=Mix)
 
 
 def test_one_value_has_one_form():
