@@ -15,7 +15,7 @@ from functools import partial
 from typing import Any
 
 import torch
-from torch import Tensor, fx
+from torch import Tensor, fx, nn
 
 from graphshard.torch_private import compat as torch_compat
 from graphshard.torch_private import trace as torch_trace
@@ -173,6 +173,46 @@ def recurrent_layers() -> Iterator[None]:
         patched(_RULES, "select_one_layer_lstm_function", as_in_eager),
     ):
         yield
+
+
+@contextlib.contextmanager
+def encoder_layers(model: nn.Module) -> Iterator[None]:
+    """Trace nn.TransformerEncoderLayer in autocast's dtype where eager runs all of it in that.
+
+    Without gradients eager takes one fused operator for a layer, which a trace never does. Under
+    autocast on the CPU its sums and norms are of the lower dtype too, and so is its result.
+    """
+    forward = nn.TransformerEncoderLayer.forward
+    hooked = {m for m in model.modules() if m._forward_hooks or m._forward_pre_hooks}
+
+    def as_in_eager(layer: Any, src: Tensor, *args: Any, **kwargs: Any) -> Any:
+        low = torch.is_autocast_enabled("cpu") and src.device.type == "cpu"
+        if low and _is_fused(layer, src) and hooked.isdisjoint(layer.modules()):
+            src = src.to(torch.get_autocast_dtype("cpu"))
+        return forward(layer, src, *args, **kwargs)
+
+    with patched(nn.TransformerEncoderLayer, "forward", as_in_eager):
+        yield
+
+
+def _is_fused(layer: Any, src: Tensor) -> bool:
+    """Whether eager takes the fused operator where there are no hooks; float64 has no autocast."""
+    fused: bool = (
+        not layer.training
+        and src.dtype != torch.float64
+        and torch.backends.mha.get_fastpath_enabled()
+        and src.dim() == 3
+        and layer.self_attn.batch_first
+        and layer.self_attn.in_proj_bias is not None
+        and layer.self_attn.num_heads % 2 == 0
+        and layer.activation_relu_or_gelu > 0
+        and layer.norm1.eps == layer.norm2.eps
+        and not torch.is_autocast_enabled()  # on CUDA
+        and not (
+            torch.is_grad_enabled() and any(t.requires_grad for t in (src, *layer.parameters()))
+        )
+    )
+    return fused
 
 
 def lstm_layer_with_workspace(*args: Any) -> tuple[Tensor, ...]:

@@ -21,6 +21,7 @@ from graphshard.capture import traced_module
 from graphshard.capture.annotation import annotate_nodes, note_lines
 from graphshard.capture.as_eager import (
     eager_kernels,
+    encoder_layers,
     recurrent_layers,
     transformers_as_in_eager,
 )
@@ -327,6 +328,7 @@ def _trace(
     with contextlib.ExitStack() as stack:
         stack.enter_context(torch.set_grad_enabled(grad))
         stack.enter_context(torch_trace.preserve_node_meta()())
+        stack.enter_context(encoder_layers(model))  # before hooks of our own
         stack.enter_context(annotate_nodes(model))
         stack.enter_context(note_lines(traced_module.__file__, __file__))
         stack.enter_context(tag_checkpoint_regions(off_target=off_target))

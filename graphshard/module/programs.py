@@ -535,6 +535,7 @@ def _settings() -> tuple[Any, ...]:
         cuda.mem_efficient_sdp_enabled(),
         cuda.math_sdp_enabled(),
         cuda.cudnn_sdp_enabled(),
+        torch.backends.mha.get_fastpath_enabled(),
     )
 
 

@@ -76,6 +76,75 @@ def test_symbolic_sizes(mode):
             param.grad = None
 
 
+class Doubled(nn.Module):
+    """Has something to train, and the dtype of its input."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.scale = nn.Parameter(torch.tensor(2.0))
+
+    def forward(self, x):
+        return x * self.scale.to(x.dtype)
+
+
+def encoder(**options) -> nn.Module:
+    torch.manual_seed(0)
+    options = {"nhead": 2, "dim_feedforward": 16, "batch_first": True} | options
+    return nn.Sequential(*(nn.TransformerEncoderLayer(8, **options) for _ in range(2))).eval()
+
+
+def autocast_dtype(model: nn.Module, dtype: torch.dtype = torch.bfloat16) -> torch.dtype:
+    """The dtype of what `model` returns under autocast, as the sharded one does."""
+    sharded = graphshard.compile(model, graphshard.BlockPolicy(nn.TransformerEncoderLayer))
+    x = torch.randn(2, 4, 8, dtype=next(model.parameters()).dtype)
+    with torch.autocast("cpu", dtype):
+        torch.manual_seed(1)
+        expected = model(x)
+        torch.manual_seed(1)
+        actual = sharded(x)
+    assert (actual.dtype, actual.stride()) == (expected.dtype, expected.stride())
+    torch.testing.assert_close(actual, expected, rtol=0.02, atol=0.05)
+    return expected.dtype
+
+
+@torch.no_grad()
+def test_encoder_layers_under_autocast_have_the_dtype_of_eager_s_fused_operator():
+    assert autocast_dtype(encoder()) == torch.bfloat16
+    assert autocast_dtype(encoder(), torch.float16) == torch.float16
+    assert autocast_dtype(encoder(norm_first=True, activation="gelu")) == torch.bfloat16
+    frozen = encoder().requires_grad_(False)
+    with torch.enable_grad():
+        assert autocast_dtype(nn.Sequential(frozen, Doubled())) == torch.bfloat16
+
+
+@torch.no_grad()
+def test_encoder_layers_under_autocast_keep_their_dtype_where_eager_fuses_nothing():
+    for options in ({"batch_first": False}, {"bias": False}, {"nhead": 1}, {"activation": F.silu}):
+        assert autocast_dtype(encoder(**options)) == torch.float32
+    assert autocast_dtype(encoder().train()) == torch.float32
+    assert autocast_dtype(encoder().double()) == torch.float64
+    with torch.enable_grad():
+        assert autocast_dtype(encoder()) == torch.float32
+    hooked = encoder()
+    for layer in hooked:
+        layer.linear1.register_forward_hook(lambda module, args, out: None)
+    with pytest.warns(UserWarning, match="hooks on modules are captured"):
+        assert autocast_dtype(hooked) == torch.float32
+
+
+@torch.no_grad()
+def test_encoder_layers_follow_torch_s_switch_of_the_fused_operator():
+    model, x = encoder(), torch.randn(2, 4, 8)
+    sharded = graphshard.compile(model, graphshard.SizePolicy(10))
+    try:
+        for fused in (True, False, True):
+            torch.backends.mha.set_fastpath_enabled(fused)
+            with torch.autocast("cpu", torch.bfloat16):
+                assert sharded(x).dtype == model(x).dtype
+    finally:
+        torch.backends.mha.set_fastpath_enabled(True)
+
+
 def test_torch_s_rules_are_back_afterwards():
     rules = torch.ops.aten.upsample_bilinear2d.vec.py_kernels
     before = dict(rules)
