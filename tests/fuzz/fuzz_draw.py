@@ -39,12 +39,22 @@ AUTOCAST = 0.15
 
 def draw(seed: int) -> Case:
     """The case of a seed."""
-    case = _draw(seed)
+    case = _on_ranks(_draw(seed), seed)
     rng = Random(f"autocast {seed}")  # of its own, so that it changes no other case
     if case.mixed or rng.random() > AUTOCAST:
         return case
     blocks = (*case.blocks, rng.choice(NORMS))
     return replace(case, blocks=blocks, dtype="float32", autocast="bfloat16")
+
+
+def _on_ranks(case: Case, seed: int) -> Case:
+    """The case on three ranks for a fourth of the seeds, in runs, as processes are then started."""
+    rng = Random(f"ranks {seed}")
+    tight = rng.random() < 0.3
+    if seed // 20 % 4 != 3:
+        return replace(case, tight=tight)
+    mesh = tuple(3 if ranks == 2 else ranks for ranks in case.mesh)
+    return replace(case, ranks=3, tight=tight, mesh=mesh, dim=rng.choice([case.dim, case.dim + 2]))
 
 
 def _draw(seed: int) -> Case:

@@ -14,6 +14,8 @@ DROPPABLE = (
     "check",
     "start",
     "mesh",
+    "ranks",
+    "tight",
     "local",
     "root",
     "optimizer",

@@ -1,4 +1,4 @@
-"""A pair of processes in one group, which play one case after another."""
+"""Processes in one group, which play one case after another."""
 
 from __future__ import annotations
 
@@ -18,8 +18,6 @@ from typing import Any
 from fuzz_case import Case
 from fuzz_play import CRASH, FAILURES, Outcome, play
 
-RANKS = 2
-
 PRELOAD = ["torch", "torch.distributed.fsdp", "fuzz_play", "torch._inductor.compile_fx"]
 """Imported once, in the process that all ranks are forked from."""
 
@@ -33,18 +31,22 @@ class Pair:
     def __init__(self) -> None:
         self._context = get_context("forkserver")
         self._context.set_forkserver_preload(PRELOAD)
+        self._ranks = 0
         self._processes: list[Any] = []
         self._pipes: list[Any] = []
         self._folder: tempfile.TemporaryDirectory[str] | None = None
 
     def play(self, case: Case, *, eager: bool = False) -> list[Outcome]:
         """The outcome of `fuzz_play.play` on each rank. One that hangs or dies has crashed."""
+        if self._processes and self._ranks != case.ranks:
+            self.stop()
         if not self._processes:
+            self._ranks = case.ranks
             self._start()
         for pipe in self._pipes:
             pipe.send((case, eager))
         deadline = time.monotonic() + LIMITS[case.backend]
-        outcomes = [self._receive(rank, deadline) for rank in range(RANKS)]
+        outcomes = [self._receive(rank, deadline) for rank in range(self._ranks)]
         kinds = {outcome.kind for outcome in outcomes}
         places = {outcome.where for outcome in outcomes}
         if kinds & {*FAILURES} or len(kinds) > 1 or len(places) > 1:
@@ -74,10 +76,12 @@ class Pair:
     def _start(self) -> None:
         self._folder = tempfile.TemporaryDirectory()
         with _paths_for_children():
-            for rank in range(RANKS):
+            for rank in range(self._ranks):
                 ours, theirs = self._context.Pipe()
                 process = self._context.Process(
-                    target=_rank_main, args=(rank, self._folder.name, theirs), daemon=True
+                    target=_rank_main,
+                    args=(rank, self._ranks, self._folder.name, theirs),
+                    daemon=True,
                 )
                 process.start()
                 theirs.close()
@@ -112,7 +116,7 @@ def _paths_for_children() -> Iterator[None]:
         os.environ["PYTHONPATH"] = before
 
 
-def _rank_main(rank: int, folder: str, pipe: Any) -> None:
+def _rank_main(rank: int, ranks: int, folder: str, pipe: Any) -> None:
     import torch
     import torch.distributed as dist
 
@@ -126,7 +130,7 @@ def _rank_main(rank: int, folder: str, pipe: Any) -> None:
         "gloo",
         init_method=f"file://{folder}/store",
         rank=rank,
-        world_size=RANKS,
+        world_size=ranks,
         timeout=timedelta(seconds=60),
     )
     while (task := pipe.recv()) is not None:
