@@ -403,6 +403,18 @@ def test_an_estimate_adds_up():
     assert estimate.with_hardware("h200").fits
 
 
+def test_padding_is_named_where_a_step_does_not_fit():
+    with torch.device("meta"):
+        model = nn.Sequential(*(nn.Linear(1100, 1100, bias=False) for _ in range(5)))
+    plan = graphshard.plan(
+        model, graphshard.SizePolicy(1), world_size=61, example_inputs=(torch.zeros(2, 1100),)
+    )
+    said = "padding    5.1% of what is gathered (1.24 MiB of 24.32 MiB), most in 0.weight"
+    fitting = graphshard.simulate(plan, hardware="h100-sxm")
+    assert said not in str(fitting)
+    assert said in str(fitting.with_hardware(fitting.hardware.with_(memory_bytes=1000)))
+
+
 def test_an_estimate_is_told():
     estimate = estimate_of(backward_prefetch=None)
     text = str(estimate)

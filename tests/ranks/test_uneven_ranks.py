@@ -119,6 +119,16 @@ def every_kind_of_split_is_there(rank: int) -> None:
         assert all(map(torch.equal, before, after)) is infinite
 
 
+def initial_values_do_not_depend_on_the_split(rank: int) -> None:
+    values = []
+    for along in (0, 1, None):
+        sharded = compiled(along, meta=True)
+        sharded.init_weights(seed=3)
+        values.append({name: full(param).clone() for name, param in sharded.named_parameters()})
+    for other in values[1:]:
+        assert all(torch.equal(value, values[0][name]) for name, value in other.items())
+
+
 PLAIN = [
     Variant("chosen"),
     Variant("along_dim_1", along=1),
@@ -138,6 +148,7 @@ OPTIONS = [
     Variant("hybrid_zero2", mesh=(2, 3), strategy="HYBRID_SHARD_ZERO2", along=1, exact=False),
     Variant("reshard_to_groups", reshard_after_forward=3),
     every_kind_of_split_is_there,
+    initial_values_do_not_depend_on_the_split,
 ]
 
 test_on_three_ranks = on_ranks(PLAIN, 3, timeout=500)

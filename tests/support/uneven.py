@@ -30,6 +30,10 @@ class Block(nn.Module):
         self.none = nn.Parameter(torch.ones(0, 5))
         self.frozen = nn.Parameter(torch.randn(5, WIDTH), requires_grad=False)
 
+    def reset_parameters(self) -> None:
+        for param in (self.experts, self.thin, self.one, self.none, self.frozen):
+            nn.init.normal_(param)
+
     def forward(self, x: Tensor) -> Tensor:
         hidden = torch.relu(self.up(self.norm(x) + self.thin + self.frozen.sum(0)))
         each = torch.einsum("bti,eij->etbj", hidden, self.experts)
@@ -61,7 +65,9 @@ def batch(step: int, rank: int) -> Tensor:
     return torch.randint(VOCAB, (2, 5), generator=torch.Generator().manual_seed(100 * step + rank))
 
 
-def compiled(along: Any = None, mesh: tuple[int, ...] | None = None, **fields: Any) -> Any:
+def compiled(
+    along: Any = None, mesh: tuple[int, ...] | None = None, *, meta: bool = False, **fields: Any
+) -> Any:
     """Sharded along the dim `along` where there is one; None leaves every choice to the planner.
 
     The planner is not to pad at all where another split can help.
@@ -73,4 +79,6 @@ def compiled(along: Any = None, mesh: tuple[int, ...] | None = None, **fields: A
         policy = ModulePolicy(everywhere, base=BlockPolicy({Block}), **fields)
     on = None if mesh is None else init_device_mesh("cpu", mesh, mesh_dim_names=("r", "s"))
     with mock.patch.multiple(placement, MIN_PADDING=0, MAX_PADDING=0.0):
-        return graphshard.compile(net(), policy, mesh=on, backend=backend, check=True)
+        with torch.device("meta" if meta else "cpu"):
+            model = net()
+        return graphshard.compile(model, policy, mesh=on, backend=backend, check=True)
