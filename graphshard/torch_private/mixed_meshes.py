@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from graphshard.torch_private.full_tensors import full_tensor
-from graphshard.torch_private.patches import dtensor_handlers
+from graphshard.torch_private.patches import dtensor_handlers, patched_for_good
 
 
 @cache
@@ -27,7 +27,10 @@ def let_meshes_mix() -> None:
     Raises:
         UnsupportedTorchError: this torch has no handlers of operators on DTensors.
     """
-    dtensor_handlers().update(_HANDLERS)
+    handlers = dtensor_handlers()
+    for op, handler in _HANDLERS.items():
+        handlers.setdefault(op, None)
+        patched_for_good(handlers, op, handler, where=f"the handler of DTensors for {op}")
 
 
 def _stack(op: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
