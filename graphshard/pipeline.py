@@ -33,7 +33,6 @@ from graphshard.passes.reduce_in_pieces import ReduceInPieces
 from graphshard.passes.reduce_replicas import ReduceReplicas
 from graphshard.passes.regather import Regather
 from graphshard.passes.release_early import ReleaseEarly
-from graphshard.passes.scale_tangents import ScaleTangents
 from graphshard.passes.set_budget import SetBudget
 from graphshard.passes.sink_waits import SinkWaits
 from graphshard.passes.skip_reshard import SkipReshard
@@ -152,7 +151,6 @@ def default_passes(policy: Policy, process_group_backend: str = "nccl") -> tuple
         ReduceGrads(),
         ReduceReplicas(),
         *((AllReduceSmall(policy.all_reduce_below),) if policy.all_reduce_below else ()),
-        *((ScaleTangents(),) if policy.reduce_op == "sum" else ()),
         Precision(),
         Accumulate(),
         *((OffloadParams(),) if policy.offloads("params") else ()),

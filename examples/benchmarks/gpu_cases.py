@@ -359,7 +359,6 @@ CASES: dict[str, Callable[[Run], Told]] = {
     "reshard_after_forward=k": resharded,
     "overlap": partial(trained, schedule="overlap"),
     "offload": partial(trained, offload=("params", "activations")),
-    "sums": partial(trained, reduce_op="sum"),
     "clipping": partial(trained, how=Protocol(clip=0.1)),
     "no_sync": partial(trained, how=Protocol(steps=2, micro=3)),
     "checkpoint": checkpointed,

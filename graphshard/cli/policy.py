@@ -18,7 +18,6 @@ from graphshard.policy.base import (
     COLLECTIVE_MEMORY,
     OFFLOADS,
     ON_NON_FINITE,
-    REDUCE_OPS,
     SCHEDULES,
 )
 from graphshard.policy.by_module import ModulePolicy
@@ -135,12 +134,6 @@ def add_policy_fields(command: argparse.ArgumentParser) -> None:
         help="average units with fewer bytes of gradients by one all_reduce, e.g. 64KiB",
     )
     fields.add_argument(
-        "--reduce-op",
-        choices=REDUCE_OPS,
-        default=unset,
-        help="sum: add up gradients that were divided by the ranks before backward",
-    )
-    fields.add_argument(
         "--reshard-after-forward",
         type=parse_reshard,
         metavar="true|false|K",
@@ -222,7 +215,6 @@ _POLICY_FIELDS = (
     "backward_prefetch",
     "forward_prefetch",
     "all_reduce_below",
-    "reduce_op",
     "reshard_after_forward",
     "reshard_root",
     "recompute",

@@ -23,7 +23,6 @@ _COMPARED = 8
 
 _KEPT = (
     "mixed_precision",
-    "reduce_op",
     "ignored",
     "cuda_graph",
     "collective_memory",

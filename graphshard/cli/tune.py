@@ -22,7 +22,6 @@ from graphshard.tune.tuning import Tuning
 _FIELDS = (
     "mixed_precision",
     "all_reduce_below",
-    "reduce_op",
     "ignored",
     "cuda_graph",
     "collective_memory",

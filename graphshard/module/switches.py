@@ -118,8 +118,7 @@ _ANSWERS: Mapping[tuple[str, ...], Answer] = {
         "set_reduce_scatter_divide_factor", "set_gradient_divide_factor",
         "set_force_sum_reduction_for_comms",
     ): (
-        'is reduce_op= of the policy here ("avg" or "sum", of the same value); to scale gradients '
-        "otherwise, multiply the loss"
+        "has no place here, where gradients are averaged; to scale them, multiply the loss"
     ),
     ("set_allocate_memory_from_process_group_for_comm", "set_symm_mem_for_comm"): (
         f"{_POLICY}: collective_memory="

@@ -67,13 +67,6 @@ class ShardingPlan:
         """Whether reduced gradients are averaged over replicas, in the mesh or outside of it."""
         return self.replicas > 1 or bool(self.replica_all_reduce)
 
-    @property
-    def summed_ranks(self) -> int:
-        """The ranks over which reduces add up a gradient; 1 if they average."""
-        if self.policy.reduce_op == "avg":
-            return 1
-        return self.shard_size if self.replica_all_reduce else self.world_size
-
     @cached_property
     def layouts(self) -> Mapping[str, ParamLayout]:
         """Layout of every parameter by FQN; all names of a tied parameter map to one layout."""

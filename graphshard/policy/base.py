@@ -31,9 +31,6 @@ ON_NON_FINITE = ("error", "warn")
 COLLECTIVE_MEMORY = ("default", "nccl", "symmetric")
 
 
-REDUCE_OPS = ("avg", "sum")
-
-
 _CHECKS: dict[str, Check] = {
     "reshard_after_forward": (
         lambda value: value is None or isinstance(value, bool) or (is_int(value) and value >= 1),
@@ -55,7 +52,6 @@ _CHECKS: dict[str, Check] = {
         lambda value: is_int(value) and value >= 0,
         "a number of bytes, 0 or more",
     ),
-    "reduce_op": (lambda value: value in REDUCE_OPS, " or ".join(map(repr, REDUCE_OPS))),
     "memory_budget": (
         lambda value: value is None or (is_int(value) and value > 0),
         "a positive int of bytes or None",
@@ -103,11 +99,6 @@ class Policy(PrintsAsCode):
             reduced in) are averaged by one all_reduce, of which each rank keeps its shard, in
             place of a reduce_scatter: twice the bytes in fewer steps, since a small message on
             many ranks takes latency. 0: none.
-        reduce_op: the operator of the reduces. Gradients are averaged with either. "avg": each
-            reduce averages. "sum": each adds up, and backward starts from the gradients of the
-            outputs divided by the number of ranks, which on 2, 4, 8 ... ranks gives the same bits
-            (unless numbers are too small for their dtype). NCCL's fast paths (NVLS, registered
-            buffers) take sums only. float16 is refused, and so is a backward that is not linear.
         recompute: the activations that backward computes again instead of saving. "units": those
             of every unit but the root, so that only units' inputs are saved. A class, a class name
             or several: those of every call of such a module. "selective": those of the units except
@@ -171,7 +162,6 @@ class Policy(PrintsAsCode):
     forward_prefetch: int | None = None
     reshard_root: bool = False
     all_reduce_below: int = 0
-    reduce_op: str = "avg"
     mixed_precision: MixedPrecision | None = None
     offload: Collection[str] | str | None = None
     recompute: Collection[type | str] | type | str | None = None

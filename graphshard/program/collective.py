@@ -33,7 +33,6 @@ class Collective:
         units: FQN of the unit of each operand.
         dims: what each parameter is split along.
         in_place: whether the results are the whole copies that ranks keep.
-        reduce_op: whether a reduce averages ("avg") or adds up ("sum").
     """
 
     target: Any
@@ -45,7 +44,6 @@ class Collective:
     units: tuple[str, ...] = ()
     dims: tuple[Along, ...] = ()
     in_place: bool = False
-    reduce_op: str = ops.AVG
 
     def __post_init__(self) -> None:
         operands = len(self.params or ())
@@ -91,8 +89,6 @@ class Collective:
             written["dims"] = self.dims
         if self.in_place:
             written["in_place"] = True
-        if self.reduce_op != ops.AVG:
-            written["reduce_op"] = self.reduce_op
         return written
 
     def pick(self, indices: Iterable[int]) -> Collective:
@@ -160,10 +156,6 @@ def fault_in(node: fx.Node) -> str | None:
     units = arguments.get("units", (unit,) * len(params))
     if not isinstance(units, (tuple, list)) or len(units) != len(params) or unit != units[0]:
         return "a collective of several units names one per parameter"
-    if "reduce_op" in arguments and node.target not in ops.REDUCES:
-        return "only a reduce has a reduce_op"
-    if arguments.get("reduce_op", ops.AVG) not in (ops.AVG, ops.SUM):
-        return f"a reduce averages or sums; got {arguments['reduce_op']!r}"
     return None
 
 

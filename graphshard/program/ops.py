@@ -18,8 +18,6 @@ A collective takes a list of operands, one for each parameter, and these keyword
     columns   (start, end) along the last dim (reduce_scatter with one operand only): the operand
               holds these columns of the full gradient, and the result the same columns of the
               shard. Other reduces cover the other columns. Omitted for a whole gradient
-    reduce_op "sum" for a reduce that adds up gradients, which the scaled tangents made averages'
-              parts (see `graphshard.passes.scale_tangents`). Omitted for an average
     in_place  True for a gather that refreshes the whole copies which ranks keep (SHARD_OPTIMIZER).
               Shards lie in the memory of these copies, never freed. Omitted for new buffers
 
@@ -74,7 +72,6 @@ _F = TypeVar("_F", bound=Callable[..., Any])
 SHARD, REPLICATE, ALL, RESHARD = "shard", "replicate", "all", "reshard"
 """The groups a collective may name."""
 
-AVG, SUM = "avg", "sum"
 """The operators of a reduce."""
 
 
@@ -220,9 +217,8 @@ def reduce_scatter(
     unit: str,
     params: tuple[str, ...],
     group: str = SHARD,
-    reduce_op: str = AVG,
 ) -> Any:
-    """Start averaging full gradients, each `(d0, ...)`, over the group, or adding them up.
+    """Start averaging full gradients, each `(d0, ...)`, over the group.
 
     Returns a pending value; its `wait` returns this rank's shards, each `(ceil(d0/W), ...)`.
     """
@@ -243,9 +239,8 @@ def all_reduce(
     unit: str,
     params: tuple[str, ...],
     group: str = SHARD,
-    reduce_op: str = AVG,
 ) -> Any:
-    """Start averaging gradients over the group, or adding them up; ranks have equal shapes.
+    """Start averaging gradients over the group; ranks have equal shapes.
 
     The gradients are those of replicated parameters, or reduced shards over the "replicate" group.
     Returns a pending value; its `wait` returns tensors of the same shapes.
@@ -267,7 +262,6 @@ def all_reduce_shard(
     unit: str,
     params: tuple[str, ...],
     group: str = SHARD,
-    reduce_op: str = AVG,
 ) -> Any:
     """Start averaging full gradients, each `(d0, ...)`, by one all_reduce of a copy of them all.
 

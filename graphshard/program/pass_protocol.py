@@ -23,8 +23,6 @@ class Stage(Flag):
     """The gradient of each trainable parameter is reduced exactly once, and returned."""
     AVERAGED = auto()
     """Gradients that were reduced within one shard group are averaged over the replicas."""
-    SUMMED = auto()
-    """With `reduce_op="sum"`, every reduce adds up gradients of scaled tangents."""
     CAST = auto()
     """Gathers, reduces, accumulated gradients and results have the dtypes of the plan."""
     ACCUMULATED = auto()

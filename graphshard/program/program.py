@@ -42,14 +42,6 @@ REPLAYS = "replays"
 name."""
 
 
-SCALE = "scale"
-"""The key of `node.meta` on nodes that multiply a gradient by its value, a Fraction.
-
-They are no compute of the model's: `div.Tensor` of a tangent by the ranks over which reduces add
-up, and `mul.Tensor` of a gradient that is returned without such a reduce.
-"""
-
-
 Signature = tuple[Any, ...]
 
 

@@ -24,7 +24,6 @@ from graphshard.program.program import (
     FORWARD,
     RECOMPUTED,
     REPLAYS,
-    SCALE,
     Program,
 )
 from graphshard.program.regions import region_labels
@@ -109,7 +108,6 @@ def node_line(node: fx.Node) -> str:
         return f"return {argument_text(node.args[0])}"
     call = f"{node.op} {node.target}" if node.op != "call_function" else _call(node)
     where = f"{node.meta.get('phase', '?')} {node.meta.get('fqn') or '(root)'}"
-    where += f", scales by {node.meta[SCALE]}" if SCALE in node.meta else ""
     where += f", draws as %{node.meta[REPLAYS]}" if REPLAYS in node.meta else ""
     where += "".join(f", {region}" for region in region_labels([node], None))
     return f"%{node.name} : {value_text(node.meta.get('val'))} = {call}  # {where}"
@@ -251,7 +249,6 @@ def _over(collective: Collective) -> str:
     if collective.ranks is not None:
         over = f" over groups of {collective.ranks}"
     over += " in place" if collective.in_place else ""
-    over += " by sum" if collective.reduce_op == ops.SUM else ""
     if collective.columns is not None:
         over += f" of columns {collective.columns[0]}:{collective.columns[1]}"
     others = [unit_label(unit) for unit in dict.fromkeys(collective.units)][1:]

@@ -74,8 +74,7 @@ def _collective_lines(graph: fx.Graph, plan: ShardingPlan) -> Iterator[str]:
             )
             unit = collective.unit or "(root)"
             ranks = _ranks(collective, plan)
-            op = collective.op.name + (" by sum" if collective.reduce_op == ops.SUM else "")
-            yield f"{node.meta['phase']} {op} of {unit} over {ranks}: {operands}"
+            yield f"{node.meta['phase']} {collective.op.name} of {unit} over {ranks}: {operands}"
 
 
 def _ranks(collective: Collective, plan: ShardingPlan) -> str:

@@ -13,7 +13,6 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from graphshard.program import ops
 from graphshard.runtime.collectives import Operand, Pending
 from graphshard.runtime.group import Group
 from graphshard.runtime.reduce import ReduceScatter
@@ -29,15 +28,8 @@ _VECTORS = 32
 class ReduceScatterByExchange(ReduceScatter):
     """Averages by an exchange of parts and a local mean, which adds up 16-bit floats in float32."""
 
-    def __init__(
-        self,
-        group: Group,
-        unit: str,
-        phase: str,
-        operands: Sequence[Operand],
-        reduce_op: str = ops.AVG,
-    ) -> None:
-        super().__init__(group, unit, phase, operands, reduce_op)
+    def __init__(self, group: Group, unit: str, phase: str, operands: Sequence[Operand]) -> None:
+        super().__init__(group, unit, phase, operands)
         self.options = torch_compat.collective_options("AllToAllOptions")
         self.options.asyncOp = group.side_stream is None
 
@@ -60,17 +52,14 @@ class ReduceScatterByExchange(ReduceScatter):
         ]
 
     def average(self, sent: Tensor, received: Tensor) -> Tensor:
-        """The mean, or the sum, over the parts that the ranks sent."""
+        """The mean over the parts that the ranks sent."""
         parts = received.view(self.group.size, -1)
-        total = self._over_ranks(parts)
+        mean = parts.mean(0)
         # The CPU adds up the last columns of many rows in another order, unless they fill vectors.
         if self.group.size > _IN_ORDER and (rest := parts.shape[1] % _VECTORS):
             padded = functional.pad(parts[:, -rest:], (0, _VECTORS - rest))
-            total[-rest:] = self._over_ranks(padded)[:rest]
-        return total
-
-    def _over_ranks(self, parts: Tensor) -> Tensor:
-        return parts.mean(0) if self.reduce_op == ops.AVG else parts.sum(0)
+            mean[-rest:] = padded.mean(0)[:rest]
+        return mean
 
 
 class ReduceScatterByPairExchange(ReduceScatterByExchange):
@@ -91,10 +80,8 @@ class ReduceScatterByPairExchange(ReduceScatterByExchange):
             self.start(pending, launch, target, part, counts, counts, self.options)
 
     def average(self, sent: Tensor, received: Tensor) -> Tensor:
-        """The mean, or the sum, of both ranks' parts, in the storage of `received`."""
+        """The mean of both ranks' parts, in the storage of `received`."""
         local = self._split(sent)[0]
-        if self.reduce_op == ops.SUM:
-            return received.add_(local)
         if received.dtype is torch.float16:  # whose sum may overflow
             return received.copy_(received.float().add_(local).div_(2))
         return received.add_(local).div_(2)

@@ -310,8 +310,6 @@ def _bound_collective(
     if group.size == 1 and op.reduces:
         return LocalReduce(op.name, group, unit, phase)
     kind: Any = kind_of(op, group, in_place=collective.in_place)
-    if op.reduces:
-        return cast(BoundCollective, kind(group, unit, phase, operands, collective.reduce_op))
     return cast(BoundCollective, kind(group, unit, phase, operands))
 
 

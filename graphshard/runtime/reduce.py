@@ -78,7 +78,7 @@ class Averaging:
 
 
 def averaging_by_dtype(
-    operands: Sequence[Operand], group: Group, options_class: str, reduce_op: str = ops.AVG
+    operands: Sequence[Operand], group: Group, options_class: str
 ) -> dict[torch.dtype, Averaging]:
     """The average over `group` of gradients of each dtype among `operands`.
 
@@ -86,15 +86,12 @@ def averaging_by_dtype(
         operands: the parameters whose gradients are averaged.
         group: the ranks.
         options_class: the name of the class of the call's options, as torch has it.
-        reduce_op: "sum" for a plain sum, without any division.
     """
     by_dtype = {}
     for dtype in {operand.dtype for operand in operands}:
         options = torch_compat.collective_options(options_class)
         options.asyncOp = group.side_stream is None
-        before, options.reduceOp, after = (
-            averaging(dtype, group.size) if reduce_op == ops.AVG else (1, dist.ReduceOp.SUM, 1)
-        )
+        before, options.reduceOp, after = averaging(dtype, group.size)
         by_dtype[dtype] = Averaging(before, after, options)
     return by_dtype
 
@@ -107,16 +104,8 @@ class ReduceScatter(BoundCollective):
 
     op = "reduce_scatter"
 
-    def __init__(
-        self,
-        group: Group,
-        unit: str,
-        phase: str,
-        operands: Sequence[Operand],
-        reduce_op: str = ops.AVG,
-    ) -> None:
+    def __init__(self, group: Group, unit: str, phase: str, operands: Sequence[Operand]) -> None:
         super().__init__(group, unit, phase, operands)
-        self.reduce_op = reduce_op
         self.launches = self.messages(self.pack_below(), lambda o: o.shard_bytes)
         packed = {i for launch in self.launches for m in launch if m.packed for i in m.indices}
         self.in_rank_order = [
@@ -181,16 +170,9 @@ class ReduceScatter(BoundCollective):
 class ReduceScatterByReduce(ReduceScatter):
     """Averages with the backend's own reduce_scatter (NCCL)."""
 
-    def __init__(
-        self,
-        group: Group,
-        unit: str,
-        phase: str,
-        operands: Sequence[Operand],
-        reduce_op: str = ops.AVG,
-    ) -> None:
-        super().__init__(group, unit, phase, operands, reduce_op)
-        self.averaging = averaging_by_dtype(self.operands, group, "ReduceScatterOptions", reduce_op)
+    def __init__(self, group: Group, unit: str, phase: str, operands: Sequence[Operand]) -> None:
+        super().__init__(group, unit, phase, operands)
+        self.averaging = averaging_by_dtype(self.operands, group, "ReduceScatterOptions")
 
     def prepare(self, sent: Tensor) -> Tensor:
         """`sent`, divided so that the sum cannot overflow; a copy where sends have a pool."""
@@ -224,16 +206,9 @@ class ReduceScatterByAllReduce(ReduceScatter):
 
     op = "all_reduce_shard"
 
-    def __init__(
-        self,
-        group: Group,
-        unit: str,
-        phase: str,
-        operands: Sequence[Operand],
-        reduce_op: str = ops.AVG,
-    ) -> None:
-        super().__init__(group, unit, phase, operands, reduce_op)
-        self.averaging = averaging_by_dtype(self.operands, group, "AllreduceOptions", reduce_op)
+    def __init__(self, group: Group, unit: str, phase: str, operands: Sequence[Operand]) -> None:
+        super().__init__(group, unit, phase, operands)
+        self.averaging = averaging_by_dtype(self.operands, group, "AllreduceOptions")
 
     def pack_below(self) -> int:
         """No limit: all gradients of a dtype travel in one message."""
@@ -268,16 +243,8 @@ class AllReduce(BoundCollective):
 
     op = "all_reduce"
 
-    def __init__(
-        self,
-        group: Group,
-        unit: str,
-        phase: str,
-        operands: Sequence[Operand],
-        reduce_op: str = ops.AVG,
-    ) -> None:
+    def __init__(self, group: Group, unit: str, phase: str, operands: Sequence[Operand]) -> None:
         super().__init__(group, unit, phase, operands)
-        self.reduce_op = reduce_op
         self.launches = []
         for dtype in sorted({o.dtype for o in self.operands}, key=str):
             indices = [i for i, o in enumerate(self.operands) if o.dtype is dtype]
@@ -285,10 +252,8 @@ class AllReduce(BoundCollective):
             own = [self.message(i) for i in indices if self.operands[i].own]
             self.launches.append([self.message(*copied), *own] if copied else own)
         self.shapes = [shard_shape_of(o.layout) for o in self.operands]
-        self.averaging = averaging_by_dtype(self.operands, group, "AllreduceOptions", reduce_op)
-        self.coalesced = averaging_by_dtype(
-            self.operands, group, "AllreduceCoalescedOptions", reduce_op
-        )
+        self.averaging = averaging_by_dtype(self.operands, group, "AllreduceOptions")
+        self.coalesced = averaging_by_dtype(self.operands, group, "AllreduceCoalescedOptions")
 
     def __call__(self, tensors: Sequence[Tensor]) -> Pending:
         """Start one all_reduce for the gradients of each dtype."""

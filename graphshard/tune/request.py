@@ -77,7 +77,6 @@ class PolicyRequest:
     offload: Collection[str] | str | None = AUTO
     schedule: str = AUTO
     all_reduce_below: int = 0
-    reduce_op: str = "avg"
     ignored: Iterable[nn.Module | Tensor | str] | nn.Module | Tensor | str | None = None
     cuda_graph: bool = False
     collective_memory: str = "default"

@@ -13,7 +13,6 @@ say which rewrites preserve a number:
     a result of a reduce                                       reduced(operand)
     a gradient plus an accumulated one                         that gradient, or 0 if it was missing
     an accumulated gradient                                    the operand of the dropped reduce
-    a gradient times a number, if it is marked    the gradient; `check_scales` checks the number
     columns of an embedding's gradient                         see `number_of_columns`
 
 One difference is allowed where the plan asks for it: a gradient may be cast before its reduce and
@@ -39,8 +38,7 @@ from graphshard.program import ops
 from graphshard.program.aliases import cast_dtype
 from graphshard.program.arguments import argument_key
 from graphshard.program.collective import OneTensor
-from graphshard.program.gradient_scales import scaled_by_mark
-from graphshard.program.program import SCALE, Program, signature
+from graphshard.program.program import Program, signature
 from graphshard.program.random_states import device_of, generator_of
 from graphshard.recompute.regions import is_dropout, mask_needs_no_operand
 from graphshard.torch_private.compat import SYMBOLIC
@@ -240,9 +238,7 @@ class Values:
         values._enter_tables(program)
         for node in program.nodes():
             numbered = values.memo.get(node)
-            if SCALE in node.meta and (source := scaled_by_mark(node)) is not None:
-                values._set(node, values.number(source))
-            elif numbered is not None and numbered.plain and numbered.is_of(node, values.of_node):
+            if numbered is not None and numbered.plain and numbered.is_of(node, values.of_node):
                 values._reuse(node, numbered)
             elif ops.is_random(node):
                 values._draw(node, generator_of(program, node))

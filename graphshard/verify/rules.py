@@ -37,7 +37,6 @@ from graphshard.verify.memory import check_budget, check_frees, check_lifetimes,
 from graphshard.verify.precision import check_precision
 from graphshard.verify.random_states import check_random_states
 from graphshard.verify.regions import check_regions
-from graphshard.verify.scales import check_scales
 from graphshard.verify.values import check_values
 
 
@@ -82,7 +81,6 @@ RULES: tuple[Rule, ...] = (
     Rule("unchanged", check_unchanged),
     Rule("constants", check_constants),
     Rule("same values", check_values, stricter=Stage.CAST | Stage.ACCUMULATED),
-    Rule("scales", check_scales, stricter=Stage.SUMMED),
     Rule("regions", check_regions),
     Rule("checks", check_checks, stricter=Stage.CHECKED),
 )

@@ -132,9 +132,8 @@ def test_every_policy_field_reaches_the_plan(capsys: pytest.CaptureFixture[str])
     fields = ["--strategy", "SHARD_GRAD_OP", "--backward-prefetch", "none"]
     fields += ["--forward-prefetch", "2", "--memory-budget", "2GiB", "--all-reduce-below", "64KiB"]
     fields += ["--recompute", "units", "--sync-module-states", "--cuda-graph"]
-    fields += ["--check-finite", "warn", "--reduce-op", "sum"]
     fields += ["--param-dtype", "bf16", "--reduce-dtype", "fp32", "--ignored", r".*\.bias"]
-    fields += ["--offload", "params", "--offload", "activations"]
+    fields += ["--offload", "params", "--offload", "activations", "--check-finite", "warn"]
     policy = plan_json(capsys, *common, *fields)["policy"]
     expected = graphshard.BlockPolicy(
         ["Layer"],
@@ -142,7 +141,6 @@ def test_every_policy_field_reaches_the_plan(capsys: pytest.CaptureFixture[str])
         backward_prefetch=None,
         forward_prefetch=2,
         all_reduce_below=65536,
-        reduce_op="sum",
         memory_budget=2**31,
         recompute="units",
         sync_module_states=True,

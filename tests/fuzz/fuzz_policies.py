@@ -94,7 +94,6 @@ def draw_policy(rng: Random, blocks: tuple[str, ...], *, mixed: bool) -> dict[st
         ("sync_module_states", True, 0.1),
         ("check_finite", "warn", 0.1),  # a case may hold infinities of its own
         ("notes", ["drawn"], 0.05),
-        ("reduce_op", "sum", 0.25),
     )
     for name, value, share in rare:
         if rng.random() < share:

@@ -217,7 +217,6 @@ def test_the_default_passes_establish_every_stage_that_rules_ask_about() -> None
         hardware="a100-80gb",
         offload="params",
         check_finite="error",
-        reduce_op="sum",
     )
     assert stages_of(*default_passes(policy)) == FINISHED | Stage.OFFLOADED == ~Stage.CAPTURED
     assert {rule for stage in Stage for rule in rules_of(stage)} == {

@@ -327,7 +327,6 @@ def test_lambda_policy_wants_a_bool():
         (lambda: SizePolicy(backward_prefetch="before"), "backward_prefetch"),
         (lambda: SizePolicy(forward_prefetch=-1), "forward_prefetch"),
         (lambda: SizePolicy(forward_prefetch=True), "forward_prefetch"),
-        (lambda: SizePolicy(reduce_op="mean"), "reduce_op must be 'avg' or 'sum'"),
         (lambda: SizePolicy(all_reduce_below=-1), "all_reduce_below"),
         (lambda: SizePolicy(all_reduce_below=True), "all_reduce_below"),
         (

@@ -13,7 +13,7 @@ from torch import fx
 from toy_programs import WIDTH, aten
 
 from graphshard.program import ops
-from graphshard.program.program import BACKWARD, FORWARD, SCALE, Program
+from graphshard.program.program import BACKWARD, FORWARD, Program
 
 
 def named(program: Program, name: str) -> fx.Node:
@@ -32,7 +32,6 @@ def emit(program: Program, after: fx.Node, target: Any, *args: Any, like: fx.Nod
     with program.graph.inserting_after(after):
         node = program.graph.call_function(target, args)
     node.meta = {**like.meta, "phase": after.meta["phase"], "unit": after.meta["unit"]}
-    node.meta.pop(SCALE, None)
     return node
 
 

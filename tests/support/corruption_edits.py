@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable
-from fractions import Fraction
 from typing import Any
 
 import torch
@@ -14,7 +13,7 @@ from torch import fx
 
 from graphshard.program import ops
 from graphshard.program.collective import operands_of, params_of
-from graphshard.program.program import BACKWARD, FORWARD, SCALE, Program
+from graphshard.program.program import BACKWARD, FORWARD, Program
 
 aten = torch.ops.aten
 
@@ -437,52 +436,6 @@ def scaled_twice(program: Program, node: fx.Node) -> None:
     again.args = (node, *node.args[1:])
     for reader in readers:
         reader.args = _replaced(reader.args, node, again)
-
-
-@on_program
-def scale_bypassed(program: Program, place: tuple[fx.Node, fx.Node]) -> None:
-    """One reader of a scale reads its operand."""
-    node, reader = place
-    reader.replace_input_with(node, node.args[0])  # type: ignore[arg-type]
-
-
-@on_program
-def other_divisor(program: Program, node: fx.Node) -> None:
-    """The scale divides by, or multiplies with, twice the number, and its mark says so."""
-    factor = node.meta[SCALE]
-    node.args = (node.args[0], 2 * node.args[1])  # type: ignore[operator]
-    node.meta[SCALE] = factor / 2 if factor < 1 else 2 * factor
-
-
-@on_program
-def all_averages(program: Program, place: None) -> None:
-    """Every reduce averages, of tangents that are divided."""
-    for node in program.nodes(BACKWARD):
-        if node.target in ops.REDUCES:
-            node.kwargs = {k: v for k, v in node.kwargs.items() if k != "reduce_op"}
-
-
-@on_program
-def no_tangent_scaled(program: Program, place: None) -> None:
-    """Every reduce adds up, of tangents that are not divided."""
-    for node in [n for n in program.nodes(BACKWARD) if SCALE in n.meta]:
-        node.replace_all_uses_with(node.args[0])  # type: ignore[arg-type]
-        program.graph.erase_node(node)
-
-
-@on_program
-def marked_a_scale(program: Program, node: fx.Node) -> None:
-    """A product of the model's is marked as a scale by its number."""
-    number = node.args[1]
-    by_node = isinstance(number, fx.Node)
-    factor = Fraction(1) if by_node or not number else Fraction(number)  # type: ignore[arg-type]
-    divides = node.target in (aten.div.Tensor, aten.div.Scalar)
-    node.meta[SCALE] = 1 / factor if divides else factor
-
-
-@on_program
-def unmarked(program: Program, node: fx.Node) -> None:
-    del node.meta[SCALE]
 
 
 # -- results and tables -------------------------------------------------------------------------

@@ -32,7 +32,6 @@ from graphshard.program.ops import (
     to_host,
     wait,
 )
-from graphshard.program.program import SCALE
 
 HARMLESS = "harmless"
 
@@ -398,46 +397,6 @@ KINDS: tuple[Kind, ...] = (
     Kind("a gather issued earlier", gathers, do.issued_earlier, "harmless"),
     Kind("a reduce issued earlier", reduces, do.issued_earlier, "regions, checks, harmless"),
     Kind("a wait later", waits, do.waited_later, "harmless"),
-    # -- sums of gradients -------------------------------------------------------------------------
-    Kind("a scale left out", at.scales, do.deleted, "scales"),
-    Kind("a scale done twice", at.scales, do.scaled_twice, "scales"),
-    Kind("a scale done again for a reader", at.scales, do.repeated_for_a_reader, "harmless"),
-    Kind("a scale by twice the number", at.scales, do.other_divisor, "scales"),
-    Kind(
-        "a scale by another number than its mark",
-        at.scales,
-        do.meta(SCALE, lambda factor: factor / 2),
-        "same values",
-    ),
-    Kind("a scale without its mark", at.scales, do.unmarked, "same values"),
-    Kind("a quotient marked as a scale", at.own_quotients, do.marked_a_scale, "scales"),
-    Kind("a path around a scale", at.scaled_reads, do.scale_bypassed, "scales"),
-    Kind("scaled and averaged", at.summing, do.all_averages, "scales"),
-    Kind("summed and not scaled", at.summing, do.no_tangent_scaled, "scales"),
-    Kind(
-        "a reduce that averages as a sum",
-        at.where(reduces, lambda node: "reduce_op" not in node.kwargs),
-        do.keyword("reduce_op", lambda sample, node, value: "sum"),
-        "scales",
-    ),
-    Kind(
-        "a reduce that sums as an average",
-        at.where(reduces, lambda node: "reduce_op" in node.kwargs),
-        do.keyword("reduce_op", lambda sample, node, value: None),
-        "scales",
-    ),
-    Kind(
-        "a reduce by another operator",
-        reduces,
-        do.keyword("reduce_op", lambda sample, node, value: "max"),
-        "operands",
-    ),
-    Kind(
-        "a gather that sums",
-        gathers,
-        do.keyword("reduce_op", lambda sample, node, value: "sum"),
-        "operands",
-    ),
     # -- freed memory ------------------------------------------------------------------------------
     Kind("a free before a reader", at.freed_reads, do.above_a_reader, "lifetimes"),
     Kind("a release before a reader", at.released_reads, do.above_a_reader, "releases"),

@@ -12,7 +12,7 @@ from torch import fx
 
 from graphshard.program import ops
 from graphshard.program.aliases import aliases_of, cast_dtype, unpacks
-from graphshard.program.program import BACKWARD, RECOMPUTED, REPLAYS, SCALE, Program, signature
+from graphshard.program.program import BACKWARD, RECOMPUTED, REPLAYS, Program, signature
 from graphshard.program.random_states import begins_replay
 
 aten = torch.ops.aten
@@ -344,41 +344,6 @@ def size_uses(program: Program) -> list[Place]:
 def marked(program: Program) -> list[fx.Node]:
     """Nodes in a compiled region."""
     return [node for node in program.nodes() if "region" in node.meta]
-
-
-def scales(program: Program) -> list[fx.Node]:
-    """The nodes that divide a tangent, or multiply a gradient back."""
-    return [node for node in program.nodes() if SCALE in node.meta]
-
-
-def summing(program: Program) -> list[Place]:
-    """The whole program, if it has scales."""
-    return [None] if scales(program) else []
-
-
-def divided_tangents(program: Program) -> list[fx.Node]:
-    """The nodes that divide a tangent."""
-    return [node for node in scales(program) if node.target is aten.div.Tensor]
-
-
-def scaled_reads(program: Program) -> list[Place]:
-    """Each scale of a tangent with a reader that is a path of its own to some gradient."""
-    return [
-        (node, reader)
-        for node in divided_tangents(program)
-        for reader in node.users
-        if ops.is_compute(reader)
-    ]
-
-
-def own_quotients(program: Program) -> list[fx.Node]:
-    """The divisions and products of gradients by a number that the model does itself."""
-    return [
-        node
-        for node in program.nodes("backward")
-        if SCALE not in node.meta
-        and node.target in (aten.mul.Tensor, aten.div.Tensor, aten.mul.Scalar, aten.div.Scalar)
-    ]
 
 
 def pairs_of_frees(program: Program) -> list[Place]:

@@ -146,12 +146,6 @@ SETTINGS: dict[str, Setting] = {
     "mixed added": Setting({"mixed_precision": BF16}, add="gradient"),
     "checked": Setting({"check_finite": "error"}),
     "regions": Setting({}, last=(FormRegions(),)),
-    "sum": Setting({"reduce_op": "sum"}),
-    "hybrid sum": Setting({"reduce_op": "sum", "strategy": "HYBRID_SHARD"}, mesh=(2, 2)),
-    "shards kept of sums": Setting(
-        {"reduce_op": "sum", "strategy": "HYBRID_SHARD"}, mesh=(2, 2), keep="shard"
-    ),
-    "added to sums": Setting({"reduce_op": "sum"}, add="gradient"),
     "forward": Setting({"reshard_root": True}, grad=False),
     "dynamic": Setting({"recompute": "units"}, dynamic=True),
     "drawn again": Setting({"recompute": "units"}, draws_again=True),

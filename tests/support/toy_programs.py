@@ -363,13 +363,9 @@ class OneRank(fx.Interpreter):
             return None
         return super().call_function(target, args, kwargs)
 
-    def alike(
-        self, grads: Sequence[Tensor], *, group: str = "shard", reduce_op: str = "avg", **_: Any
-    ) -> list[Tensor]:
+    def alike(self, grads: Sequence[Tensor], **_: Any) -> list[Tensor]:
         """What a reduce gives where all ranks have the same gradients."""
-        sizes = {"replicate": self.plan.replicas, "all": self.plan.world_size}
-        ranks = sizes.get(group, self.plan.shard_size)
-        return [grad * ranks if reduce_op == "sum" else grad for grad in grads]
+        return list(grads)
 
     def reduced(
         self, grads: Sequence[Tensor], *, params: Sequence[str], columns: Any = None, **_: Any

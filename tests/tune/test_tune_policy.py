@@ -75,7 +75,6 @@ def test_what_is_fixed_stays():
         "mixed_precision": MixedPrecision(torch.bfloat16),
         "cuda_graph": True,
         "check_finite": "error",
-        "reduce_op": "sum",
         "notes": ("mine",),
     }
     for entry in tune(**fixed).tried:
@@ -164,8 +163,6 @@ def test_the_command(capsys, monkeypatch):
                 "bf16",
                 "--all-reduce-below",
                 "1MiB",
-                "--reduce-op",
-                "sum",
             ]
         )
         == 0
@@ -173,7 +170,6 @@ def test_the_command(capsys, monkeypatch):
     data = json.loads(capsys.readouterr().out)
     assert data["policy"]["forward_prefetch"] == 1
     assert data["policy"]["all_reduce_below"] == 1 << 20
-    assert data["policy"]["reduce_op"] == "sum"
     assert "bfloat16" in data["code"]
     assert main([*arguments, "--memory-budget", "1KiB"]) == 2
     assert "nothing fits in 1.00 KiB" in capsys.readouterr().err
