@@ -38,7 +38,6 @@ from graphshard.program.pass_protocol import PassLike
 from graphshard.program.program import Program
 from graphshard.progress import Progress, Stages
 from graphshard.runtime.agreement import Agreement, call_text
-from graphshard.runtime.collective_memory import pool_of
 from graphshard.runtime.graph_registration import registration
 from graphshard.runtime.group import mesh_of, with_mesh, without_cpu_index
 from graphshard.runtime.start import group_or_refusal
@@ -164,7 +163,6 @@ def compile(  # noqa: A001  # as torch.compile
             group.within(ranks)
         with agreement.part() as part:
             part.flag = True  # this rank came with a model of its own, as none that rebinds does
-            group.shard.memory = pool_of(group, policy.collective_memory)
             every = (
                 *default_passes(policy, plan.process_group_backend),
                 *passes,

@@ -22,7 +22,6 @@ from graphshard.passes.offload_activations import OffloadActivations
 from graphshard.passes.offload_params import OffloadParams
 from graphshard.passes.overlap import Overlap
 from graphshard.passes.partial_reshard import PartialReshard
-from graphshard.passes.pool_collectives import PoolCollectives
 from graphshard.passes.precision import Precision
 from graphshard.passes.prefetch import Prefetch
 from graphshard.passes.prefetch_copies import PrefetchCopies
@@ -164,11 +163,6 @@ def default_passes(policy: Policy, process_group_backend: str = "nccl") -> tuple
         InsertFree(),
         *_by_cost(policy),
         *((CheckFinite(),) if policy.check_finite else ()),
-        *(
-            (PoolCollectives(policy.collective_memory),)
-            if policy.collective_memory != "default"
-            else ()
-        ),
         *((CudaGraph(),) if policy.cuda_graph else ()),
     )
 

@@ -32,7 +32,6 @@ import torch
 
 from examples.benchmarks import (
     gpu_checks,
-    gpu_collective_memory,
     gpu_graph_ranks,
     gpu_ranks,
     gpu_rates,
@@ -68,12 +67,6 @@ PARTS = {
         ),
     ),
     "3": (
-        Section(
-            "memory",
-            "collectives' buffers in NCCL's memory",
-            180,
-            gpu_collective_memory.collective_memory,
-        ),
         Section("rates", "a preset's rates of products and attention", 60, gpu_rates.rates),
         Section(
             "reserved", "reserved memory: torch's allocator replayed", 60, gpu_reserved.reserved

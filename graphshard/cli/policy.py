@@ -15,7 +15,6 @@ from graphshard.hardware.hardware import preset_names
 from graphshard.pipeline import BACKENDS
 from graphshard.policy.accelerate import from_accelerate
 from graphshard.policy.base import (
-    COLLECTIVE_MEMORY,
     OFFLOADS,
     ON_NON_FINITE,
     SCHEDULES,
@@ -149,7 +148,6 @@ def add_policy_fields(command: argparse.ArgumentParser) -> None:
         help="units, selective, budget, or module classes: A,B or selective,A,B",
     )
     fields.add_argument("--cuda-graph", action="store_true", default=unset)
-    fields.add_argument("--collective-memory", choices=COLLECTIVE_MEMORY, default=unset)
     fields.add_argument("--check-finite", choices=ON_NON_FINITE, default=unset)
     fields.add_argument("--sync-module-states", action="store_true", default=unset)
     fields.add_argument(
@@ -219,7 +217,6 @@ _POLICY_FIELDS = (
     "reshard_root",
     "recompute",
     "cuda_graph",
-    "collective_memory",
     "check_finite",
     "sync_module_states",
     "memory_budget",

@@ -25,7 +25,6 @@ _KEPT = (
     "mixed_precision",
     "ignored",
     "cuda_graph",
-    "collective_memory",
     "check_finite",
     "sync_module_states",
 )

@@ -24,7 +24,6 @@ _FIELDS = (
     "all_reduce_below",
     "ignored",
     "cuda_graph",
-    "collective_memory",
     "check_finite",
     "sync_module_states",
     *SEARCHED,

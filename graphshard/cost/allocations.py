@@ -1,9 +1,8 @@
 """What a rank asks torch's allocator for, and gives back, in the order of a training step.
 
 The runtime allocates every tensor on the compute stream, whichever stream fills it, so all requests
-share one pool; buffers of collectives in NCCL's memory, and programs replayed as CUDA graphs, have
-pools of their own. A storage of several tensors (a unit's gathered parameters, say) is as many
-requests.
+share one pool; programs replayed as CUDA graphs have one of their own. A storage of several tensors
+(a unit's gathered parameters, say) is as many requests.
 """
 
 from __future__ import annotations
@@ -16,7 +15,6 @@ from torch import Tensor, fx
 
 from graphshard.cost.attention_work import BACKWARD
 from graphshard.cost.memory import (
-    BUFFERS,
     INPUTS,
     OPTIMIZER,
     OPTIMIZER_STEP,
@@ -29,11 +27,9 @@ from graphshard.planning.layout import ParamLayout
 from graphshard.planning.plan import ShardingPlan
 from graphshard.program import ops
 from graphshard.program.program import Program
-from graphshard.program.storages import END, PARAMETERS, Storage, bytes_of, node_bytes
+from graphshard.program.storages import END, Storage, bytes_of, node_bytes
 
 COMPUTE = "compute"
-COLLECTIVES = "collectives' memory"
-
 TEMPORARY = "inside operators"
 
 _ACCUMULATING = frozenset({ops.accumulate_grad, ops.add_accumulated})
@@ -140,7 +136,7 @@ def requests_of(
 def lives_of(program: Program, storages: Iterable[Storage]) -> Iterator[Life]:
     """What graphshard's runtime allocates for `storages`, which are those of `program`."""
     for storage in storages:
-        yield from lives(storage, _stream(storage, program))
+        yield from lives(storage, COMPUTE)
     yield from temporaries(program)
 
 
@@ -183,15 +179,6 @@ def _pieces(storage: Storage) -> tuple[int, ...]:
     """The bytes of each tensor of `storage`."""
     pieces = tuple(size for size in storage.pieces if size)
     return pieces if sum(pieces) == storage.size else (storage.size,)
-
-
-def _stream(storage: Storage, program: Program) -> str:
-    """The pool that `storage` comes from."""
-    if program.collective_memory is not None:
-        gathered = storage.kind == PARAMETERS and storage.node.target is ops.all_gather
-        if gathered or (storage.kind == BUFFERS and ops.is_collective(storage.node)):
-            return COLLECTIVES
-    return COMPUTE
 
 
 def temporaries(program: Program) -> Iterator[Life]:

@@ -171,8 +171,6 @@ def _reduce_storages(
     first, late = node, 0
     if scattered:
         copies, padding = _send_bytes(node, results, ranks, backend)
-        if program.collective_memory is not None and backend == "nccl":
-            copies += [size * ranks for size in pieces]  # into the pool
         if copies:  # the copied operands are freed once the reduce is launched
             yield new_storage(node, sum(copies), BUFFERS, ends=[node], pieces=copies)
         if padding:

@@ -120,8 +120,6 @@ def plan_dict(plan: ShardingPlan, units: bool = True) -> dict[str, Any]:
         data["memory"] = memory_dict(plan.program)
         if plan.program.budget is not None:
             data["schedule"] = plan.program.budget.to_dict()
-        if plan.program.collective_memory is not None:
-            data["collective_memory"] = plan.program.collective_memory.to_dict()
         if plan.program.regions is not None:
             data["regions"] = plan.program.regions.to_dict()
     if units:
@@ -296,8 +294,6 @@ def _of_program(plan: ShardingPlan, program: Program) -> Iterator[tuple[str, str
         yield from moved_notes(plan)
     if program.grad:
         yield from memory_notes(program)
-    if program.collective_memory is not None:
-        yield "collective memory", str(program.collective_memory)
     if program.cuda_graphs is not None:
         yield "cuda graph", str(program.cuda_graphs)
 

@@ -35,7 +35,6 @@ from graphshard.program.pass_protocol import PassLike
 from graphshard.program.program import Program
 from graphshard.progress import Stages
 from graphshard.runtime.agreement import Agreement
-from graphshard.runtime.collective_memory import pool_of
 from graphshard.runtime.group import Group, meeting_group
 from graphshard.runtime.lowered import Bindings
 from graphshard.runtime.resident import make_shards, watch_state_dicts
@@ -226,7 +225,6 @@ class ShardedModule(StateMethods, TrainingMethods, CallMethods):
             agreement.join()
             agreement.group = group = groups_like(old, agreement.group)
             with agreement.part():
-                group.shard.memory = pool_of(group, plan.policy.collective_memory)
                 programs = state.programs
                 passes, dynamic = programs.passes, programs.sizes.dynamic
                 model = model_like(self, state, memo)

@@ -121,7 +121,7 @@ _ANSWERS: Mapping[tuple[str, ...], Answer] = {
         "has no place here, where gradients are averaged; to scale them, multiply the loss"
     ),
     ("set_allocate_memory_from_process_group_for_comm", "set_symm_mem_for_comm"): (
-        f"{_POLICY}: collective_memory="
+        "has no counterpart: buffers of collectives are ordinary memory here; leave it out"
     ),
     ("set_custom_all_gather", "set_custom_reduce_scatter", "set_all_reduce_hook"): _PASS,
     ("register_comm_hook",): (

@@ -28,9 +28,6 @@ SCHEDULES = ("fsdp", "overlap")
 ON_NON_FINITE = ("error", "warn")
 
 
-COLLECTIVE_MEMORY = ("default", "nccl", "symmetric")
-
-
 _CHECKS: dict[str, Check] = {
     "reshard_after_forward": (
         lambda value: value is None or isinstance(value, bool) or (is_int(value) and value >= 1),
@@ -55,10 +52,6 @@ _CHECKS: dict[str, Check] = {
     "memory_budget": (
         lambda value: value is None or (is_int(value) and value > 0),
         "a positive int of bytes or None",
-    ),
-    "collective_memory": (
-        lambda value: value in COLLECTIVE_MEMORY,
-        f"one of {', '.join(COLLECTIVE_MEMORY)}",
     ),
     "schedule": (lambda value: value in SCHEDULES, f"one of {', '.join(SCHEDULES)}"),
     "notes": (
@@ -136,12 +129,6 @@ class Policy(PrintsAsCode):
             graph at its third call, and replay it from then on, without host work between kernels.
             Where this is impossible (on the CPU, with offload, symbolic sizes or no_sync()), the
             program runs uncaptured, and plan and dump say why. Ranks need inputs of equal shapes.
-        collective_memory: where the buffers of gathers, and copies of the gradients that a
-            reduce_scatter sends, are allocated on CUDA. "default": like other tensors. "nccl": in a
-            pool of NCCL's own memory, registered with the communicator, so that NCCL may send and
-            receive there without copies of its own. "symmetric": the same, registered as symmetric
-            windows, for NCCL's kernels between GPUs of an NVLink domain. `compile` refuses both
-            where NCCL or torch cannot. The plan says how large the pool is. Not with `cuda_graph`.
         check_finite: look for NaN and infinity in what units return and in gradients, before and
             after their reduce, and tell the first place at the end of the step: unit, phase, rank,
             operator and line. "error" raises `NonFiniteError` on every rank, "warn" warns. A
@@ -170,7 +157,6 @@ class Policy(PrintsAsCode):
     schedule: str = "fsdp"
     hardware: Hardware | str | os.PathLike[str] | None = None
     cuda_graph: bool = False
-    collective_memory: str = "default"
     check_finite: str | None = None
     sync_module_states: bool = False
     notes: tuple[str, ...] = ()
@@ -204,11 +190,6 @@ class Policy(PrintsAsCode):
                 'offload="activations" leaves little; give one, or recompute="selective" with it'
             )
         self._check_schedule()
-        if self.cuda_graph and self.collective_memory != "default":
-            raise PolicyError(
-                "CUDA graphs allocate every buffer in memory of their own, so cuda_graph=True and "
-                f"collective_memory={self.collective_memory!r} contradict each other; leave one out"
-            )
 
     def _check_all_reduce(self) -> None:
         strategy = Strategy(self.strategy)

@@ -90,30 +90,6 @@ class CudaGraphs:
 
 
 @dataclass(frozen=True)
-class CollectiveMemory:
-    """The memory pool that the buffers of collectives come from.
-
-    Attributes:
-        kind: "nccl" or "symmetric", as in `Policy.collective_memory`.
-        bytes: the most bytes of the pool that a step uses at once.
-        why_not: why it is not registered with NCCL after all; "" until a rank has found out.
-    """
-
-    kind: str
-    bytes: int
-    why_not: str = ""
-
-    def to_dict(self) -> dict[str, Any]:
-        """The pool as plain data, ready for JSON."""
-        return {"kind": self.kind, "bytes": self.bytes, "not_registered": self.why_not or None}
-
-    def __str__(self) -> str:
-        kind = "symmetric memory" if self.kind == "symmetric" else "registered memory"
-        why_not = f"; not registered, since {self.why_not}" if self.why_not else ""
-        return f"{self.bytes:,} bytes of NCCL's {kind}, for gathers and gradients sent{why_not}"
-
-
-@dataclass(frozen=True)
 class Budget:
     """The byte budget that scheduling must keep, and the hardware that steps are timed on.
 

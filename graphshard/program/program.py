@@ -30,7 +30,7 @@ import torch
 from torch import fx
 
 from graphshard.program import ops
-from graphshard.program.annotations import Budget, CollectiveMemory, CudaGraphs, Regions
+from graphshard.program.annotations import Budget, CudaGraphs, Regions
 from graphshard.program.sizes import Sizes
 
 RECOMPUTED = "recomputed"
@@ -217,7 +217,6 @@ class Program:
     sizes: Sizes | None = None  # symbolic sizes; None if all are numbers
     budget: Budget | None = None  # set if it is scheduled by cost
     cuda_graphs: CudaGraphs | None = None  # set by `CudaGraph`
-    collective_memory: CollectiveMemory | None = None  # the pool of collectives' buffers, if any
     regions: Regions | None = None  # compiled regions, if any
 
     @property

@@ -187,11 +187,6 @@ def _header(program: Program) -> list[str]:
         *((f"schedule: {program.budget}",) if program.budget else ()),
         *((f"regions: {program.regions}",) if program.regions is not None else ()),
         *(f"note: {note}" for note in program.notes),
-        *(
-            (f"collective memory: {program.collective_memory}",)
-            if program.collective_memory
-            else ()
-        ),
         *((f"note: cuda graph: {program.cuda_graphs}",) if program.cuda_graphs else ()),
     ]
 

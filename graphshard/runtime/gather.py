@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
-from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from typing import Any
 
@@ -126,7 +125,6 @@ class AllGather(BoundCollective):
         self.launches = self.messages(group.pack_gather_below, lambda o: o.shard_bytes)
         self.options = torch_compat.collective_options("AllgatherOptions")
         self.options.asyncOp = group.side_stream is None
-        self.allocating: Callable[[], AbstractContextManager[Any]] = group.allocating
         shapes = [o.layout.gathered_shape for o in self.operands]
         self.shapes = [
             (shape, strides_of(shape), o.dtype)
@@ -151,8 +149,7 @@ class AllGather(BoundCollective):
         arriving = [shard for shard in given if isinstance(shard, Copy)]
         side_stream = self.group.side_stream
         tensors = [t.hand_to(side_stream) if isinstance(t, Copy) else t for t in given]
-        with self.allocating():
-            buffers = self.buffers(tensors)
+        buffers = self.buffers(tensors)
         lasting = [
             t for t, o in zip(tensors, self.operands, strict=True) if arriving or not o.temporary
         ]
@@ -165,9 +162,8 @@ class AllGather(BoundCollective):
             inputs, outputs = [], []
             for message in messages:
                 if message.packed:
-                    with self.allocating():
-                        flat = self._flat(shards, message, copies, at_once=not arriving)
-                        gathered = flat.new_empty(self.group.size * message.numel)
+                    flat = self._flat(shards, message, copies, at_once=not arriving)
+                    gathered = flat.new_empty(self.group.size * message.numel)
                     pending.packed.append(gathered)
                     inputs.append(flat)
                     outputs.append(gathered)
@@ -289,10 +285,6 @@ class AllGatherInPlace(AllGather):
     One that is not split along dim 0 is gathered elsewhere, and copied there. In checking mode the
     other ranks' rows are poisoned first, so that a missing row shows.
     """
-
-    def __init__(self, group: Group, unit: str, phase: str, operands: Sequence[Operand]) -> None:
-        super().__init__(group, unit, phase, operands)
-        self.allocating = nullcontext  # the buffers are there
 
     def buffers(self, tensors: Sequence[Tensor]) -> list[Tensor]:
         """The padded buffers, which begin where the storages of the shards begin."""

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field, replace
 from datetime import timedelta
 from typing import Any
@@ -63,8 +62,6 @@ class Group:
     side_stream: the stream that collectives run on; None where the host waits for them.
     replica_all_reduce: the caller's function that averages over replicas; on the group of all ranks
         only. None: the process group of "replicate" does.
-    memory: the `RegisteredMemory` of this group, which buffers of its collectives come from; None
-        for ordinary memory.
     here: where this rank is in the module's programs; that of all ranks, in each smaller group.
     """
 
@@ -81,7 +78,6 @@ class Group:
     pairwise: PairwiseExchange | None = field(default=None, repr=False)
     side_stream: SideStream | None = field(default=None, repr=False)
     replica_all_reduce: Callable[[Tensor], Any] | None = None
-    memory: Any = field(default=None, repr=False, compare=False)
     here: Whereabouts = field(default_factory=Whereabouts, repr=False, compare=False)
     _grids: dict[tuple[int, ...], DeviceMesh] = field(default_factory=dict, repr=False)
 
@@ -138,10 +134,6 @@ class Group:
                 groups, self.mesh.device_type, ranks, mesh_dim_names=names
             )
         return self._grids[parts]
-
-    def allocating(self) -> AbstractContextManager[Any]:
-        """A context in which buffers of collectives are allocated, by this thread."""
-        return nullcontext() if self.memory is None else self.memory.use()
 
     @property
     def runs_on(self) -> str:

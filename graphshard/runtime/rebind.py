@@ -53,11 +53,6 @@ def rebind(bindings: Bindings, mesh: DeviceMesh | None) -> None:
                     "CUDA graphs have recorded collectives of the old process groups; compile the "
                     "module again, or use a policy with cuda_graph=False"
                 )
-            if plan.policy.collective_memory != "default":
-                raise RuntimeStateError(
-                    "memory of collectives is registered with the old process groups; compile the "
-                    'module again, or use a policy with collective_memory="default"'
-                )
         agreement.join()
         with agreement.part() as part:
             _require_same_ranks(group, agreement.group, mesh)

@@ -175,12 +175,8 @@ class ReduceScatterByReduce(ReduceScatter):
         self.averaging = averaging_by_dtype(self.operands, group, "ReduceScatterOptions")
 
     def prepare(self, sent: Tensor) -> Tensor:
-        """`sent`, divided so that the sum cannot overflow; a copy where sends have a pool."""
+        """`sent`, divided so that the sum cannot overflow."""
         before = self.averaging[sent.dtype].divide_before
-        if self.group.memory is not None:
-            with self.group.allocating():
-                copied = torch.empty_like(sent)
-            return copied.copy_(sent) if before == 1 else torch.div(sent, before, out=copied)
         return sent if before == 1 else sent / before
 
     def move(self, pending: Pending, sent: list[Tensor]) -> None:

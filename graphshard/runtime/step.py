@@ -363,9 +363,6 @@ class _Call:
             ),
             step.versions_kept(),
         ):
-            memory = bindings.group.shard.memory
-            if memory is not None and begins.lines:
-                memory.begin(begins.call.number, step.program)
             outputs, mutations, tensors, self.saved_others = self._run_forward()
         if not grad:
             self._tell_found(step.program)

@@ -22,7 +22,7 @@ def ends_of_groups() -> list[tuple[type, str]]:
     if not found:
         raise UnsupportedTorchError(
             f"torch {torch.__version__} shuts no process group down from Python, which "
-            f"cuda_graph=True, collective_memory and background=True need; use {SUPPORTED}"
+            f"cuda_graph=True and background=True need; use {SUPPORTED}"
         )
     return found
 

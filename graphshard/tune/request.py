@@ -79,7 +79,6 @@ class PolicyRequest:
     all_reduce_below: int = 0
     ignored: Iterable[nn.Module | Tensor | str] | nn.Module | Tensor | str | None = None
     cuda_graph: bool = False
-    collective_memory: str = "default"
     check_finite: str | None = None
     sync_module_states: bool = False
     notes: tuple[str, ...] = ()

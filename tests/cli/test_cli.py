@@ -155,8 +155,6 @@ def test_every_policy_field_reaches_the_plan(capsys: pytest.CaptureFixture[str])
     assert plan_json(capsys, *common, "--reshard-root")["policy"]["reshard_root"] is True
     by_cost = plan_json(capsys, *common, "--schedule", "overlap", "--hardware", "h200")["policy"]
     assert (by_cost["schedule"], by_cost["hardware"]) == ("overlap", "h200")
-    pooled = plan_json(capsys, *common, "--collective-memory", "symmetric")["policy"]
-    assert pooled["collective_memory"] == "symmetric"
     for text, value in (("true", True), ("false", False), ("2", 2)):
         policy = plan_json(capsys, *common, "--reshard-after-forward", text)["policy"]
         assert policy["reshard_after_forward"] is value or policy["reshard_after_forward"] == 2

@@ -78,7 +78,6 @@ def live(requests: StepRequests, workspaces: int = 0) -> int:
         {"strategy": "SHARD_OPTIMIZER"},
         {"strategy": "NO_SHARD"},
         {"offload": ("params", "activations")},
-        {"collective_memory": "nccl"},
     ],
     ids=str,
 )
@@ -252,11 +251,6 @@ def test_one_rank_has_no_communicator_and_replicas_have_two():
         example_inputs=(tokens, tokens),
     )
     assert hybrid.overheads.communicators == 2 * one
-
-
-def test_buffers_in_nccls_memory_have_a_pool_of_their_own():
-    streams = estimate(collective_memory="nccl").reserved.usage.by_stream
-    assert any(stream.startswith("collectives' memory") for stream in streams)
 
 
 def test_graphs_have_a_pool_of_their_own():

@@ -42,8 +42,7 @@ def test_every_block_step_and_optimizer_is_drawn() -> None:
 
 def test_every_field_of_a_policy_is_drawn() -> None:
     drawn = {name for case in DRAWN for name in case.policy}
-    needs_nccl = {"collective_memory"}
-    assert {field.name for field in fields(Policy)} - needs_nccl <= drawn
+    assert {field.name for field in fields(Policy)} <= drawn
     strategies = {case.policy.get("strategy", "FULL_SHARD") for case in DRAWN}
     assert strategies == {str(strategy) for strategy in graphshard.Strategy}
     precision = {n for case in DRAWN for n in case.policy.get("mixed_precision", ())}

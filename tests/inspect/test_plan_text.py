@@ -77,7 +77,6 @@ CHANGED = {
     "schedule": "overlap",
     "hardware": "a100-80gb",
     "cuda_graph": True,
-    "collective_memory": "symmetric",
     "check_finite": "warn",
     "sync_module_states": True,
     "notes": ("a remark",),

@@ -21,7 +21,6 @@ from ranks import run_ranks
 from examples.benchmarks import (
     gpu,
     gpu_checks,
-    gpu_collective_memory,
     gpu_results,
     gpu_rivals,
     gpu_trace,
@@ -254,41 +253,6 @@ def test_stress_on_a_cpu() -> None:
     ((found, freed, poisoned),) = run_ranks(stress_finds, 1)
     assert (found, poisoned) == ("", True)
     assert freed > 20
-
-
-@pytest.mark.slow
-def test_collective_memory_runs_by_default_and_is_refused_over_gloo(tmp_path: Path) -> None:
-    rows = list(gpu_collective_memory.collective_memory(Place(CPU, True, tmp_path)))
-    assert [row.check for row in rows if row.found == "ended" and row.ok] == [
-        f"2 ranks, {kind}" for kind in gpu_collective_memory.KINDS
-    ]
-    refused = [row for row in rows if row.check.endswith("refused")]
-    assert [row.ok for row in refused] == [True, True]
-    assert "collective_memory='symmetric' is impossible" in refused[1].found
-
-
-def test_collective_memory_fails_loudly(tmp_path: Path) -> None:
-    said = {"why_not": "", "planned": 1 << 20, "segments": 1 << 20, "inside": 3, "gathered": 3}
-    (tmp_path / "nccl.1").write_text("NCCL INFO register comm 0x1")
-    losses = {"default": [1.0] * 6, "nccl": [1.0] * 6}
-
-    def failed(**changed: object) -> list[str]:
-        rows = gpu_collective_memory._rows("nccl", said | changed, losses, tmp_path, alone=True)
-        return [row.check for row in rows if row.ok is False]
-
-    assert failed() == []
-    assert failed(why_not="NCCL did not register it on rank 1") == ["nccl"]
-    assert failed(segments=0) == failed(segments=1 << 30) == ["nccl, bytes held"]
-    assert failed(inside=2) == failed(inside=0, gathered=0) == ["nccl, inside the pool"]
-    losses["nccl"] = [2.0] * 6
-    assert failed() == ["nccl, losses of 6 steps"]
-    losses["nccl"] = [float("nan")] * 6
-    assert failed() == ["nccl, losses of 6 steps"]
-    losses["nccl"] = []
-    assert failed() == ["nccl, losses of 6 steps"]
-    losses["nccl"] = [1.0] * 6
-    (tmp_path / "nccl.1").write_text("")
-    assert failed() == ["nccl, lines of NCCL on registration"]
 
 
 def test_the_machine_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
