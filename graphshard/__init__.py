@@ -7,7 +7,6 @@ import sys
 from graphshard.api import compile, plan, simulate  # noqa: A004  # as torch.compile
 from graphshard.cost.compare import Comparison, compare
 from graphshard.cost.estimate import Estimate
-from graphshard.cost.in_step import LikeTrace, like_trace
 from graphshard.errors import (
     CaptureError,
     CheckpointError,
@@ -58,7 +57,6 @@ __all__ = [
     "GraphshardError",
     "Hardware",
     "LambdaPolicy",
-    "LikeTrace",
     "MixedPrecision",
     "ModulePolicy",
     "NonFiniteError",
@@ -89,7 +87,6 @@ __all__ = [
     "from_accelerate",
     "from_deepspeed",
     "latest_checkpoint",
-    "like_trace",
     "ops",
     "plan",
     "simulate",

@@ -11,9 +11,7 @@ from graphshard.api import simulate
 from graphshard.cli.machine import add_machine_options, check_attention
 from graphshard.cost.compare import compare
 from graphshard.cost.estimate import Estimate
-from graphshard.cost.in_step import like_trace
 from graphshard.cost.memory import OPTIMIZERS
-from graphshard.format import sentence
 from graphshard.hardware.hardware import preset_names
 from graphshard.planning.plan import ShardingPlan
 
@@ -43,13 +41,6 @@ def add_hardware_options(command: argparse.ArgumentParser) -> None:
 def add_simulate(command: argparse.ArgumentParser) -> None:
     """Add the arguments of `graphshard simulate` to `command`."""
     add_hardware_options(command)
-    command.add_argument(
-        "--like",
-        type=Path,
-        metavar="TRACE",
-        help="operators take as long as in this trace of torch.profiler, of the same model and "
-        "inputs on any number of ranks of the hardware",
-    )
     command.add_argument("--json", action="store_true", help="print the estimate as JSON")
     command.add_argument(
         "--trace", type=Path, metavar="FILE", help="write a trace for Perfetto or chrome://tracing"
@@ -69,17 +60,11 @@ def estimate_text(plan: ShardingPlan, options: argparse.Namespace) -> str:
     """Return the estimate for the program of `plan` as text, and write the requested files."""
     estimate = estimate_of(plan, options)
     check_attention(options, [estimate])
-    like = like_trace(estimate, options.like) if options.like else None
-    if like is not None:
-        estimate = like.estimate
     if options.trace:
         estimate.save_trace(options.trace)
     if options.plot:
         estimate.plot(options.plot)
-    if options.json:
-        data = estimate.to_dict() | ({} if like is None else {"like": like.to_dict()})
-        return json.dumps(data, indent=2)
-    return str(estimate) if like is None else f"{sentence(str(like))}\n\n{estimate}"
+    return json.dumps(estimate.to_dict(), indent=2) if options.json else str(estimate)
 
 
 def comparison_text(

@@ -54,7 +54,7 @@ class Hardware:
             sends; they slow kernels that only move bytes.
         step_overhead: seconds of a step besides its nodes and its optimizer.
         in_step: the time of an operator within a step, as a multiple of its time by the other
-            figures (see `graphshard.like_trace`).
+            figures.
         slowest: the speed of the slowest of many devices, as a fraction of a usual one's. Ranks
             wait for it.
         multiprocessors: over which the tiles of a matrix product are spread; 0 if they are not
