@@ -177,29 +177,72 @@ def recurrent_layers() -> Iterator[None]:
 
 @contextlib.contextmanager
 def encoder_layers(model: nn.Module) -> Iterator[None]:
-    """Trace nn.TransformerEncoderLayer in autocast's dtype where eager runs all of it in that.
+    """Trace nn.TransformerEncoder and its layers to the results of eager's paths without gradients.
 
-    Without gradients eager takes one fused operator for a layer, which a trace never does. Under
-    autocast on the CPU its sums and norms are of the lower dtype too, and so is its result.
+    Eager takes one fused operator for a layer then, which a trace never does. Under autocast on the
+    CPU its sums and norms are of the lower dtype too, and so is its result. An encoder with padding
+    takes nested tensors through its layers, which leave zeros.
     """
     forward = nn.TransformerEncoderLayer.forward
+    encode = nn.TransformerEncoder.forward
     hooked = {m for m in model.modules() if m._forward_hooks or m._forward_pre_hooks}
 
     def as_in_eager(layer: Any, src: Tensor, *args: Any, **kwargs: Any) -> Any:
         low = torch.is_autocast_enabled("cpu") and src.device.type == "cpu"
+        low = low and src.dtype != torch.float64  # which has no autocast
         if low and _is_fused(layer, src) and hooked.isdisjoint(layer.modules()):
             src = src.to(torch.get_autocast_dtype("cpu"))
         return forward(layer, src, *args, **kwargs)
 
-    with patched(nn.TransformerEncoderLayer, "forward", as_in_eager):
+    def encode_as_in_eager(
+        encoder: Any,
+        src: Tensor,
+        mask: Tensor | None = None,
+        src_key_padding_mask: Tensor | None = None,
+        is_causal: bool | None = None,
+    ) -> Any:
+        if (
+            src_key_padding_mask is not None
+            and mask is None
+            and getattr(encoder, "use_nested_tensor", False)
+            and _is_fused(encoder.layers[0], src)
+        ):
+            return _encode_nested(encoder, src, src_key_padding_mask)
+        # A trace takes no nested tensor, whatever the values say.
+        with patched(torch, "_nested_tensor_from_mask_left_aligned", lambda *_: False):
+            return encode(encoder, src, mask, src_key_padding_mask, is_causal)
+
+    with (
+        patched(nn.TransformerEncoderLayer, "forward", as_in_eager),
+        patched(nn.TransformerEncoder, "forward", encode_as_in_eager),
+    ):
         yield
 
 
+def _encode_nested(encoder: Any, src: Tensor, mask: Tensor) -> Any:
+    """The forward of an encoder where eager's would take nested tensors, by the values of `mask`.
+
+    A nested tensor has as many positions of a row as are not padding, and always the first ones:
+    without `mask_check` also of a row that has its padding elsewhere.
+    """
+    padding = mask.bool()
+    zeros = padding.sort(dim=1).values
+    if getattr(encoder, "mask_check", True):
+        zeros = zeros & (zeros == padding).all()
+        if mask.is_floating_point():  # and may be finite
+            mask = mask.masked_fill(zeros, float("-inf"))
+    else:
+        mask = zeros
+    for layer in encoder.layers:
+        src = layer(src, src_mask=None, is_causal=False, src_key_padding_mask=mask)
+    src = src.masked_fill(zeros.unsqueeze(-1), 0.0)
+    return src if encoder.norm is None else encoder.norm(src)
+
+
 def _is_fused(layer: Any, src: Tensor) -> bool:
-    """Whether eager takes the fused operator where there are no hooks; float64 has no autocast."""
+    """Whether eager takes the fused operator where there are no hooks."""
     fused: bool = (
         not layer.training
-        and src.dtype != torch.float64
         and torch.backends.mha.get_fastpath_enabled()
         and src.dim() == 3
         and layer.self_attn.batch_first

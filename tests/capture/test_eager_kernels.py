@@ -145,6 +145,122 @@ def test_encoder_layers_follow_torch_s_switch_of_the_fused_operator():
         torch.backends.mha.set_fastpath_enabled(True)
 
 
+class Padded(nn.Module):
+    """An encoder that is called with the padding of its input, and has a norm to train."""
+
+    def __init__(self, encoder_options=None, **options) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        options = {"nhead": 2, "dim_feedforward": 16, "batch_first": True} | options
+        layer = nn.TransformerEncoderLayer(8, **options)
+        self.encoder = nn.TransformerEncoder(layer, 2, nn.LayerNorm(8), **(encoder_options or {}))
+        nn.init.normal_(self.encoder.norm.bias)
+        self.eval()
+
+    def forward(self, x, padding, mask=None):
+        return self.encoder(x, mask, padding, is_causal=False)
+
+
+def as_floats(mask: torch.Tensor, value: float = -torch.inf) -> torch.Tensor:
+    return torch.zeros(mask.shape).masked_fill(mask, value)
+
+
+TOKENS = torch.randn(3, 4, 8)
+LEFT = torch.tensor([[0, 0, 1, 1], [0, 0, 0, 0], [0, 1, 1, 1]]).bool()
+MIXED = torch.tensor([[0, 0, 1, 1], [0, 1, 0, 0], [1, 1, 0, 1]]).bool()
+
+
+def assert_same_padding(model: nn.Module, masks: list[torch.Tensor], zeros: list[bool], *args):
+    """Compare with eager by each mask, with one program for masks that differ in values alone.
+
+    `zeros` says whether the encoder's norm is given zeros.
+    """
+    sharded = graphshard.compile(model, graphshard.SizePolicy(10))
+    dtype = model.encoder.norm.weight.dtype
+    for mask, any_zeros in zip(masks, zeros, strict=True):
+        expected = model(TOKENS.to(dtype), mask, *args)
+        actual = sharded(TOKENS.to(dtype), mask, *args)
+        assert (actual.dtype, actual.stride()) == (expected.dtype, expected.stride())
+        torch.testing.assert_close(actual, expected)
+        assert (expected == model.encoder.norm.bias).all(-1).any() == any_zeros
+
+
+EMPTY_ROW = torch.tensor([[0, 0, 1, 1], [0, 0, 0, 0], [1, 1, 1, 1]]).bool()
+PADDINGS = [LEFT, LEFT.flip(1), MIXED, EMPTY_ROW, as_floats(LEFT), as_floats(MIXED)]
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_an_encoder_leaves_zeros_where_its_padding_is_on_the_right_of_all_rows(dtype):
+    on_the_right = [True, False, False, True, True, False]
+    assert_same_padding(Padded().to(dtype), PADDINGS, on_the_right)
+    assert_same_padding(Padded(), [as_floats(LEFT, 1.0)], [True])
+
+
+@torch.no_grad()
+def test_an_encoder_without_mask_check_counts_the_padding_alone():
+    assert_same_padding(Padded({"mask_check": False}), PADDINGS, [True] * 6)
+
+
+@torch.no_grad()
+def test_an_encoder_with_hooks_on_its_layers_leaves_zeros_too():
+    model = Padded()
+    for layer in model.encoder.layers:
+        layer.linear1.register_forward_hook(lambda module, args, out: None)
+    masks = [LEFT, LEFT.flip(1), as_floats(LEFT, 1.0)]
+    with pytest.warns(UserWarning, match="hooks on modules are captured"):
+        assert_same_padding(model, masks, [True, False, True])
+
+
+def test_a_frozen_encoder_leaves_zeros_in_a_step_with_gradients():
+    model = Padded()
+    model.encoder.layers.requires_grad_(False)
+    assert_same_padding(model, [LEFT, LEFT.flip(1)], [True, False])
+
+
+@pytest.mark.filterwarnings("ignore:enable_nested_tensor is True")
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"encoder_options": {"enable_nested_tensor": False}},
+        {"nhead": 1},
+        {"norm_first": True},
+        {"bias": False},
+        {"activation": F.silu},
+    ],
+    ids=lambda options: next(iter(options)),
+)
+@torch.no_grad()
+def test_an_encoder_leaves_no_zeros_where_eager_does_not(options):
+    assert_same_padding(Padded(**options), [LEFT, LEFT.flip(1)], [False, False])
+
+
+def test_an_encoder_leaves_no_zeros_with_gradients_in_training_or_with_another_mask():
+    assert_same_padding(Padded(), [LEFT], [False])
+    assert_same_padding(Padded(dropout=0.0).train(), [LEFT], [False])
+    with torch.no_grad():
+        assert_same_padding(Padded(dropout=0.0).train(), [LEFT], [False])
+        assert_same_padding(Padded(), [LEFT], [False], torch.ones(4, 4).triu(1).bool())
+        try:
+            torch.backends.mha.set_fastpath_enabled(False)
+            assert_same_padding(Padded(), [LEFT], [False])
+        finally:
+            torch.backends.mha.set_fastpath_enabled(True)
+
+
+@torch.no_grad()
+def test_an_encoder_with_padding_under_autocast():
+    """Eager fails in float32 with padding on the right of all rows."""
+    model = Padded()
+    sharded = graphshard.compile(model, graphshard.SizePolicy(10))
+    with torch.autocast("cpu", torch.bfloat16):
+        expected, actual = model(TOKENS, LEFT.flip(1)), sharded(TOKENS, LEFT.flip(1))
+        assert actual.dtype == expected.dtype
+        torch.testing.assert_close(actual, expected, rtol=0.02, atol=0.05)
+        model = Padded().double()
+        assert_same_padding(model, [LEFT, LEFT.flip(1)], [True, False])
+
+
 def test_torch_s_rules_are_back_afterwards():
     rules = torch.ops.aten.upsample_bilinear2d.vec.py_kernels
     before = dict(rules)
