@@ -180,19 +180,26 @@ def encoder_layers(model: nn.Module) -> Iterator[None]:
     """Trace nn.TransformerEncoder and its layers to the results of eager's paths without gradients.
 
     Eager takes one fused operator for a layer then, which a trace never does. Under autocast on the
-    CPU its sums and norms are of the lower dtype too, and so is its result. An encoder with padding
-    takes nested tensors through its layers, which leave zeros.
+    CPU its sums and norms are of the lower dtype too, and so is its result. Float masks are made
+    bool. An encoder with padding takes nested tensors through its layers, and leaves zeros.
     """
     forward = nn.TransformerEncoderLayer.forward
     encode = nn.TransformerEncoder.forward
     hooked = {m for m in model.modules() if m._forward_hooks or m._forward_pre_hooks}
 
-    def as_in_eager(layer: Any, src: Tensor, *args: Any, **kwargs: Any) -> Any:
-        low = torch.is_autocast_enabled("cpu") and src.device.type == "cpu"
-        low = low and src.dtype != torch.float64  # which has no autocast
-        if low and _is_fused(layer, src) and hooked.isdisjoint(layer.modules()):
-            src = src.to(torch.get_autocast_dtype("cpu"))
-        return forward(layer, src, *args, **kwargs)
+    def as_in_eager(
+        layer: Any,
+        src: Tensor,
+        src_mask: Tensor | None = None,
+        src_key_padding_mask: Tensor | None = None,
+        is_causal: bool = False,
+    ) -> Any:
+        if _is_fused(layer, src) and hooked.isdisjoint(layer.modules()):
+            src_mask, src_key_padding_mask = _as_bool(src_mask), _as_bool(src_key_padding_mask)
+            low = torch.is_autocast_enabled("cpu") and src.device.type == "cpu"
+            if low and src.dtype != torch.float64:  # which has no autocast
+                src = src.to(torch.get_autocast_dtype("cpu"))
+        return forward(layer, src, src_mask, src_key_padding_mask, is_causal)
 
     def encode_as_in_eager(
         encoder: Any,
@@ -217,6 +224,10 @@ def encoder_layers(model: nn.Module) -> Iterator[None]:
         patched(nn.TransformerEncoder, "forward", encode_as_in_eager),
     ):
         yield
+
+
+def _as_bool(mask: Tensor | None) -> Tensor | None:
+    return mask.bool() if mask is not None and mask.is_floating_point() else mask
 
 
 def _encode_nested(encoder: Any, src: Tensor, mask: Tensor) -> Any:

@@ -194,7 +194,26 @@ PADDINGS = [LEFT, LEFT.flip(1), MIXED, EMPTY_ROW, as_floats(LEFT), as_floats(MIX
 def test_an_encoder_leaves_zeros_where_its_padding_is_on_the_right_of_all_rows(dtype):
     on_the_right = [True, False, False, True, True, False]
     assert_same_padding(Padded().to(dtype), PADDINGS, on_the_right)
-    assert_same_padding(Padded(), [as_floats(LEFT, 1.0)], [True])
+    finite = as_floats(LEFT, 1.0)
+    assert_same_padding(Padded(), [finite, finite.flip(1)], [True, False])
+
+
+@torch.no_grad()
+def test_the_fused_operator_takes_float_masks_as_masks_of_bool():
+    causal = torch.ones(4, 4).triu(1).bool()
+    layer = encoder()[0]
+    sharded = graphshard.compile(layer, graphshard.SizePolicy(10))
+    for mask, padding in (
+        (as_floats(causal, 0.5), None),
+        (None, as_floats(LEFT, 0.5)),
+        (causal, LEFT),
+        (as_floats(causal, 0.5), as_floats(LEFT)),
+    ):
+        expected = layer(TOKENS, mask, padding)
+        torch.testing.assert_close(sharded(TOKENS, mask, padding), expected)
+    with torch.enable_grad():
+        mask = as_floats(causal, 0.5)
+        torch.testing.assert_close(sharded(TOKENS, mask), layer(TOKENS, mask))
 
 
 @torch.no_grad()
