@@ -161,6 +161,8 @@ def compile(  # noqa: A001  # as torch.compile
         group.check = os.environ.get("GRAPHSHARD_CHECK") == "1" if check is None else check
         for ranks in sorted({unit.options.reshard_ranks or 0 for unit in plan.units} - {0}):
             group.within(ranks)
+        for shape in plan.grids:
+            group.grid(shape)
         with agreement.part() as part:
             part.flag = True  # this rank came with a model of its own, as none that rebinds does
             every = (

@@ -67,6 +67,12 @@ class ShardingPlan:
         """Whether reduced gradients are averaged over replicas, in the mesh or outside of it."""
         return self.replicas > 1 or bool(self.replica_all_reduce)
 
+    @property
+    def grids(self) -> list[tuple[int, ...]]:
+        """The shapes of the grids of ranks over which parameters are split along two dims."""
+        parts = {tuple(ranks for _, ranks in layout.cuts) for layout in self.layouts.values()}
+        return sorted(shape for shape in parts if len(shape) > 1)
+
     @cached_property
     def layouts(self) -> Mapping[str, ParamLayout]:
         """Layout of every parameter by FQN; all names of a tied parameter map to one layout."""

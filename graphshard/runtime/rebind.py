@@ -61,11 +61,14 @@ def rebind(bindings: Bindings, mesh: DeviceMesh | None) -> None:
         for name in group.subgroups:
             if name not in new.subgroups:  # a part of the group that shards
                 new.within(int(name.removeprefix(ops.RESHARD)))
+        grids = {shape: new.grid(shape) for shape in plan.grids}
         with agreement.part() as part:
             part.flag = False  # this rank goes on with the model it has; others make theirs
         with agreement.part():
             _take(group, new)
             torch_compat.move_mesh(group.mesh, new.mesh)
+            for shape, grid in grids.items():
+                torch_compat.move_mesh(group.grid(shape), grid)
     agreement.group = group
     agreement.watch()
     # The same object, which others hold, begins again on the new Store.

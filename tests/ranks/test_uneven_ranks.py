@@ -10,6 +10,7 @@ import torch.distributed as dist
 from full_tensors import full
 from ranks import on_ranks
 from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import Shard
 from uneven import batch, compiled, net
 
@@ -129,6 +130,17 @@ def initial_values_do_not_depend_on_the_split(rank: int) -> None:
         assert all(torch.equal(value, values[0][name]) for name, value in other.items())
 
 
+def grids_are_rebound(rank: int) -> None:
+    sharded = compiled()
+    grid = next(p for p in sharded.parameters() if len(p.placements) == 2)
+    before = [grid.device_mesh.get_group(dim) for dim in (0, 1)]
+    whole = full(grid).clone()
+    sharded.rebind(DeviceMesh.from_group(dist.new_group(), "cpu"))
+    assert all(grid.device_mesh.get_group(dim) is not before[dim] for dim in (0, 1))
+    assert torch.equal(full(grid), whole)
+    require_equal(by_ranks(sharded, rank), by_one_process(rank))
+
+
 PLAIN = [
     Variant("chosen"),
     Variant("along_dim_1", along=1),
@@ -149,6 +161,7 @@ OPTIONS = [
     Variant("reshard_to_groups", reshard_after_forward=3),
     every_kind_of_split_is_there,
     initial_values_do_not_depend_on_the_split,
+    grids_are_rebound,
 ]
 
 test_on_three_ranks = on_ranks(PLAIN, 3, timeout=500)
