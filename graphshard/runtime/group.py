@@ -305,7 +305,8 @@ def with_mesh(group: Group, shape: tuple[int, ...]) -> Group:
         names = ("replicate", "shard") if len(shape) == 2 else None
         mesh = init_device_mesh(group.device.type, shape, mesh_dim_names=names)
         if mesh.ndim == 1:
-            group = _group_of(mesh.get_group(0), group.device)
+            # The same ranks, which are watched already.
+            group = replace(_group_of(mesh.get_group(0), group.device), here=group.here)
     torch_compat.forget_operator_layouts()
     group = replace(group, mesh=mesh, mesh_shape=shape)
     if mesh.ndim == 2:

@@ -86,6 +86,17 @@ def one_stays_behind(rank: int, how: str, folder: Path) -> str:
     return str(caught.value)
 
 
+def all_say_where_they_are(rank: int) -> float:
+    sharded = graphshard.compile(TiedGPT(3), BLOCK)
+    assert soon(lambda: len(lines(store_of(sharded))) == dist.get_world_size())
+    dist.barrier()
+    return sharded._graphshard.bindings.group.here.patience
+
+
+def test_ranks_that_were_given_no_mesh() -> None:
+    assert run_ranks(all_say_where_they_are, 2, group_timeout=4.0) == [1.0, 1.0]
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("how", ["asleep", "stopped"])
 def test_a_rank_that_stays_behind(how: str, tmp_path: Path) -> None:
