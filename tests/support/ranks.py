@@ -1,4 +1,4 @@
-"""Running a function on several ranks, each a process of its own over Gloo."""
+"""Running a function on several ranks, each a process of its own, over Gloo or NCCL."""
 
 from __future__ import annotations
 
@@ -19,6 +19,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.tensor import DTensor
 
+from examples.benchmarks.gpu_ranks import join
 from graphshard.torch_private.full_tensors import full_tensor
 
 Check = Callable[[int], None]
@@ -53,8 +54,11 @@ def run_ranks(
     timeout: float = 120.0,
     group_timeout: float = 60.0,
     dying: frozenset[int] = frozenset(),
+    device: str = "cpu",
 ) -> list[Any]:
-    """`function(rank, *args)` on every rank inside a Gloo group: the results in rank order.
+    """`function(rank, *args)` on every rank inside a group: the results in rank order.
+
+    The group is Gloo's; with the device "cuda" NCCL's on GPUs, which ranks share if they are few.
 
     A rank that raised fails the test with its traceback; one that is still running after `timeout`
     seconds is killed and fails it too, with the Python stacks it had then; one that a signal ended,
@@ -62,7 +66,7 @@ def run_ranks(
     first is told first: those of other ranks mostly follow from it. Ranks in `dying` may end
     without a result (None then).
     """
-    results, errors = _once(function, world_size, args, timeout, group_timeout, dying)
+    results, errors = _once(function, world_size, args, timeout, group_timeout, dying, device)
     if errors:
         raise RankError(errors)
     return results
@@ -75,13 +79,16 @@ def _once(
     timeout: float,
     group_timeout: float,
     dying: frozenset[int],
+    device: str,
 ) -> tuple[list[Any], str]:
     """(Results in rank order, what failed if anything)."""
+    # CUDA may have been used in the process that forks.
+    start = _START if device == "cpu" else get_context("spawn")
     with tempfile.TemporaryDirectory() as directory:
         folder = Path(directory)
         dumps_at = time.time() + timeout
         ranks = [
-            _START.Process(
+            start.Process(
                 target=_rank_main,
                 args=(
                     function,
@@ -92,6 +99,7 @@ def _once(
                     dumps_at,
                     args,
                     {**os.environ},
+                    device,
                 ),
                 daemon=True,
             )
@@ -144,6 +152,7 @@ def _rank_main(
     deadline: float,
     args: tuple[Any, ...],
     environ: dict[str, str],
+    device: str,
 ) -> None:
     os.environ.clear()  # the server's, as it was at its start
     os.environ.update(environ)
@@ -154,15 +163,20 @@ def _rank_main(
     os.environ.update(RANK=str(rank), WORLD_SIZE=str(world_size), LOCAL_RANK=str(rank))
     torch.set_num_threads(1)
     torch.manual_seed(0)  # or a model that is made without a seed differs between ranks
-    _gather_without_torch()
+    if device == "cpu":
+        _gather_without_torch()
     try:
-        dist.init_process_group(
-            "gloo",
-            init_method=f"file://{folder}/store",
-            rank=rank,
-            world_size=world_size,
-            timeout=timedelta(seconds=group_timeout),
-        )
+        if device == "cuda":
+            crowded = torch.cuda.device_count() < world_size
+            join(rank, world_size, str(folder), device, crowded)
+        else:
+            dist.init_process_group(
+                "gloo",
+                init_method=f"file://{folder}/store",
+                rank=rank,
+                world_size=world_size,
+                timeout=timedelta(seconds=group_timeout),
+            )
         outcome = (True, function(rank, *args))
     except BaseException:
         outcome = (False, traceback.format_exc())

@@ -1,0 +1,78 @@
+"""The streams of the runtime made of CPU threads, from Python: queue a call, wait, read an error."""
+
+from __future__ import annotations
+
+import ctypes
+import itertools
+import traceback
+from collections.abc import Callable
+
+import torch
+
+_runtime = ctypes.CDLL(None)  # its calls give Python's lock back, so that queued calls can run
+_Call = ctypes.CFUNCTYPE(None, ctypes.c_void_p)
+_runtime.cuda_on_cpu_submit.argtypes = [ctypes.c_void_p, _Call, _Call, ctypes.c_void_p]
+_runtime.cuda_on_cpu_stream.argtypes = [ctypes.c_int, ctypes.c_void_p]
+_runtime.cuda_on_cpu_stream.restype = ctypes.c_void_p
+_runtime.cuda_on_cpu_fail.argtypes = [ctypes.c_char_p]
+_runtime.cudaStreamSynchronize.argtypes = [ctypes.c_void_p]
+_runtime.cudaStreamIsCapturing.argtypes = [ctypes.c_void_p, ctypes.POINTER(ctypes.c_int)]
+_runtime.cudaGetErrorString.restype = ctypes.c_char_p
+_runtime.cudaMemcpyAsync.argtypes = [
+    *(ctypes.c_void_p, ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int, ctypes.c_void_p)
+]
+
+_jobs: dict[int, Callable[[], object]] = {}
+_numbers = itertools.count(1)
+
+
+@_Call
+def _run(number: int) -> None:
+    try:
+        _jobs[number]()
+    except BaseException:
+        _runtime.cuda_on_cpu_fail(traceback.format_exc().encode())
+
+
+@_Call
+def _drop(number: int) -> None:
+    del _jobs[number]
+
+
+def current_stream(device: torch.device) -> int:
+    """The handle of the stream on which PyTorch's operators of this thread run."""
+    index = torch._C._cuda_getDevice() if device.index is None else device.index
+    return _runtime.cuda_on_cpu_stream(index, torch._C._cuda_getCurrentRawStream(index))
+
+
+def submit(stream: int, job: Callable[[], object]) -> None:
+    """Call `job` on the stream's thread; again at each replay if the stream is being captured.
+
+    What it raises is an error of the device, told by every later call, as CUDA does.
+    """
+    number = next(_numbers)
+    _jobs[number] = job
+    _check(_runtime.cuda_on_cpu_submit(stream, _run, _drop, number))
+
+
+def drain(stream: int) -> None:
+    """Wait for all work on a stream, with the errors of cudaStreamSynchronize."""
+    _check(_runtime.cudaStreamSynchronize(stream))
+
+
+def is_capturing(stream: int) -> bool:
+    status = ctypes.c_int()
+    _check(_runtime.cudaStreamIsCapturing(stream, ctypes.byref(status)))
+    return status.value != 0
+
+
+def copy(to: int, source: int, nbytes: int, stream: int) -> None:
+    """cudaMemcpyAsync, which knows pageable memory from pinned."""
+    _check(_runtime.cudaMemcpyAsync(to, source, nbytes, 4, stream))
+
+
+def _check(error: int) -> None:
+    if error:
+        said = _runtime.cudaGetErrorString(error).decode()
+        _runtime.cudaGetLastError()
+        raise torch.AcceleratorError(f"CUDA error: {said}")

@@ -1,0 +1,117 @@
+"""Two ranks over NCCL train as one process on the CPU does.
+
+On the CUDA runtime made of CPU threads they do so bit for bit, and with every stream delayed at
+random; on GPUs within the rounding of other kernels.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from made_up import is_made_up
+from ranks import run_ranks
+from torch import Tensor
+
+import graphshard
+from examples.gpt import GPT, Block, GPTConfig
+
+pytestmark = pytest.mark.cuda
+
+STEPS, VOCAB = 3, 67
+
+POLICIES: dict[str, dict[str, Any]] = {
+    "FULL_SHARD": {},
+    "SHARD_GRAD_OP": {"strategy": "SHARD_GRAD_OP"},
+    "SHARD_OPTIMIZER": {"strategy": "SHARD_OPTIMIZER"},
+    "NO_SHARD": {"strategy": "NO_SHARD"},
+    "overlap": {"schedule": "overlap"},
+    "offload": {"offload": ("params", "activations")},
+    "overlap, offload": {"schedule": "overlap", "offload": ("params", "activations")},
+    "recompute": {"recompute": "units"},
+}
+MICRO = {"FULL_SHARD": 2, "overlap": 2}
+"""Batches of a step under no_sync, but for the last."""
+
+Make = Callable[[], GPT]
+
+
+def model() -> GPT:
+    torch.manual_seed(0)
+    return GPT(GPTConfig(vocab=VOCAB, layers=2, heads=2, width=32))
+
+
+def batch(step: int, rank: int, micro: int) -> tuple[Tensor, Tensor]:
+    generator = torch.Generator().manual_seed(1000 * step + 10 * rank + micro)
+    ids = torch.randint(VOCAB, (2, 17), generator=generator)
+    return ids[:, :-1].contiguous(), ids[:, 1:].contiguous()
+
+
+def by_one_process(world_size: int, micro: int) -> tuple[list[float], dict[str, Tensor]]:
+    """Rank 0's losses and the weights, all ranks' batches in this process on the CPU."""
+    plain = model()
+    optim = torch.optim.AdamW(plain.parameters(), lr=1e-2)
+    losses = []
+    for step in range(STEPS):
+        grads: list[list[Tensor]] = []  # by rank
+        for rank in range(world_size):
+            for number in range(micro):
+                loss = plain(*batch(step, rank, number))
+                loss.backward()
+                losses += [loss.item()] if rank == 0 else []
+            grads.append([p.grad for p in plain.parameters() if p.grad is not None])
+            plain.zero_grad()
+        for param, *each in zip(plain.parameters(), *grads, strict=True):
+            param.grad = sum(each[1:], each[0]) / world_size
+        optim.step()
+        optim.zero_grad()
+    return losses, plain.state_dict()
+
+
+def by_ranks(rank: int, micro: int, fields: dict[str, Any]) -> tuple[list[float], Any]:
+    device = torch.device("cuda", torch.cuda.current_device())
+    sharded = graphshard.compile(model(), graphshard.BlockPolicy({Block}, **fields))
+    assert sharded.plan.process_group_backend == "nccl"
+    optim = torch.optim.AdamW(sharded.parameters(), lr=1e-2)
+    losses = []
+    for step in range(STEPS):
+        for number in range(micro):
+            last = number == micro - 1
+            with contextlib.nullcontext() if last else sharded.no_sync():
+                loss = sharded(*(ids.to(device) for ids in batch(step, rank, number)))
+                loss.backward()
+            losses.append(loss.item())
+        optim.step()
+        optim.zero_grad()
+    return losses, {name: value.cpu() for name, value in sharded.full_state_dict().items()}
+
+
+def compare(rank: int, names: list[str]) -> dict[str, float]:
+    """By policy, the largest difference of a loss or a weight from one process."""
+    found = {}
+    for name in names:
+        for micro in sorted({1, MICRO.get(name, 1)}):
+            losses, weights = by_ranks(rank, micro, POLICIES[name])
+            expected, state = by_one_process(dist.get_world_size(), micro)
+            gaps = [abs(a - b) for a, b in zip(losses, expected, strict=True) if rank == 0]
+            gaps += [float((weights[n] - w).abs().max()) for n, w in state.items() if weights]
+            found[name if micro == 1 else f"{name}, no_sync"] = max(gaps, default=0.0)
+    return found
+
+
+@pytest.mark.parametrize("seed", [None, 1, 2], ids=["at once", "delays 1", "delays 2"])
+def test_two_ranks_train_as_one_process(seed: int | None, monkeypatch: pytest.MonkeyPatch) -> None:
+    if seed is not None:
+        if not is_made_up():
+            pytest.skip("streams can be delayed on the made-up device alone")
+        monkeypatch.setenv("CUDA_ON_CPU_DELAY_US", "300")
+        monkeypatch.setenv("CUDA_ON_CPU_SEED", str(seed))
+    names = [*POLICIES] if seed is None else ["FULL_SHARD", "overlap", "overlap, offload"]
+    found = run_ranks(compare, 2, names, device="cuda", timeout=200.0)
+    bar = 0.0 if is_made_up() else 2e-4
+    for gaps in found:
+        assert all(gap <= bar for gap in gaps.values()), gaps
