@@ -58,18 +58,23 @@ class Stack(nn.Module):
 @contextmanager
 def in_program_order() -> Iterator[None]:
     """Inside, what is launched runs on the compute stream, where it stands."""
-    launch = SideStream.launch
+    launch, synchronize = SideStream.launch, SideStream.synchronize
 
     def inline(self: SideStream, work: Callable[..., Any], *args: Any) -> Launched:
         compute = self.cuda.current_stream(self.device)
         work(*args)
         return Launched(compute.record_event(), compute, self.cuda)
 
+    def synchronize_compute(self: SideStream) -> None:
+        self.cuda.current_stream(self.device).synchronize()
+
     SideStream.launch = inline  # type: ignore[method-assign]
+    SideStream.synchronize = synchronize_compute  # type: ignore[method-assign]
     try:
         yield
     finally:
         SideStream.launch = launch  # type: ignore[method-assign]
+        SideStream.synchronize = synchronize  # type: ignore[method-assign]
 
 
 def _poisoning(release_for: Callable[[AllGather], Callable[[Tensor], None]]) -> Any:
