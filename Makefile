@@ -15,8 +15,17 @@ PYTEST := $(PY) -m pytest -n $(WORKERS) --dist loadfile
 PYTEST_ARGS ?=
 SECONDS ?= 600
 
+# torch's CUDA build in an environment of its own (4.7 GB), and what stands in for a GPU there. The
+# package index is asked alone: a machine's settings may offer a build without CUDA first.
+CUDA_VENV := .venv-cuda
+CUDA_PY := $(CUDA_VENV)/bin/python
+CUDA_RUNTIME := $(CUDA_VENV)/cuda_on_cpu/libcuda.so.1
+CUDA_INDEX ?= https://pypi.org/simple
+ON_CPU_THREADS := LD_PRELOAD=$(CURDIR)/$(CUDA_RUNTIME) PYTORCH_NVML_BASED_CUDA_CHECK=0 \
+	CUDA_ON_CPU_DEVICES=4
+
 .DEFAULT_GOAL := help
-.PHONY: help demo test test-slow fuzz cover lint format bench clean
+.PHONY: help demo test test-slow test-cuda test-cuda-slow fuzz cover lint format bench clean
 
 help: ## list the targets
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## (.*)/make \1	\2/' | expand -t 18
@@ -31,6 +40,12 @@ test: $(VENV)/.test ## run the tests but for the widest matrix
 
 test-slow: $(VENV)/.test ## run the widest matrix, which `make test` leaves out
 	$(PYTEST) -m slow $(PYTEST_ARGS)
+
+test-cuda: $(CUDA_RUNTIME) ## run the tests of CUDA and NCCL on a CUDA runtime made of CPU threads
+	$(ON_CPU_THREADS) $(CUDA_PY) -m pytest -m "cuda and not slow" $(PYTEST_ARGS)
+
+test-cuda-slow: $(CUDA_RUNTIME) ## run those of them that take minutes
+	$(ON_CPU_THREADS) $(CUDA_PY) -m pytest -m "cuda and slow" $(PYTEST_ARGS)
 
 fuzz: $(VENV)/.test ## compare drawn cases with eager training: SECONDS=600, SEED=7, CASE='...', MINIMISE=1
 	$(PY) tests/fuzz/fuzz.py --seconds $(SECONDS) $(if $(SEED),--seed $(SEED)) $(if $(CASE),--case '$(CASE)') \
@@ -77,3 +92,14 @@ $(VENV)/.dev: $(VENV)/.base
 	@echo "installing graphshard and its development tools into $(VENV)"
 	@$(PIP_INSTALL) -e '.[test,dev]'
 	@touch $@ $(VENV)/.test $(VENV)/.demo
+
+$(CUDA_VENV)/.test: $(SOURCES)
+	@test -x $(CUDA_PY) || $(PYTHON) -m venv $(CUDA_VENV)
+	@echo "installing torch's CUDA build, graphshard and its test tools into $(CUDA_VENV): 4.7 GB"
+	@$(CUDA_PY) -m pip --isolated install --quiet --disable-pip-version-check \
+		--index-url $(CUDA_INDEX) -c constraints.txt -e '.[test]'
+	@touch $@
+
+$(CUDA_RUNTIME): $(CUDA_VENV)/.test $(wildcard tests/cuda_on_cpu/*.cpp tests/cuda_on_cpu/*.h) \
+		tests/cuda_on_cpu/make_runtime.py
+	@$(CUDA_PY) tests/cuda_on_cpu/make_runtime.py $(@D)

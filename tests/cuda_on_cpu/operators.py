@@ -11,21 +11,23 @@ from __future__ import annotations
 import os
 from collections import Counter
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 import torch
+from cuda_on_cpu import draws, stream_queue
 from torch import Tensor
 from torch.utils._pytree import tree_flatten, tree_map_only, tree_unflatten
-
-from cuda_on_cpu import queue, random
 
 CPU, META = torch.device("cpu"), torch.device("meta")
 
 KEPT = frozenset(
-    """empty.memory_format empty_strided as_strided view _reshape_alias resize_ record_stream
-    is_pinned _pin_memory view_as_real view_as_complex unfold set_ set_.source_Storage
-    set_.source_Storage_storage_offset set_.source_Tensor _has_same_storage_numel is_set_to
-    """.split()
+    (
+        *("empty.memory_format", "empty_strided", "as_strided", "view", "_reshape_alias"),
+        *("view_as_real", "view_as_complex", "unfold", "resize_", "record_stream"),
+        *("is_pinned", "_pin_memory", "set_", "set_.source_Storage", "set_.source_Tensor"),
+        *("set_.source_Storage_storage_offset", "_has_same_storage_numel", "is_set_to"),
+    )
 )
 """Kernels that compute nothing: they stay torch's own."""
 
@@ -37,7 +39,7 @@ AT_ONCE = os.environ.get("CUDA_ON_CPU_AT_ONCE") == "1"
 counts: Counter[str] = Counter()
 """Operators by how they ran: "queued", or "waited: NAME"."""
 
-_library = torch.library.Library("aten", "IMPL")  # noqa: TOR901
+_library = torch.library.Library("aten", "IMPL")
 
 
 def install() -> None:
@@ -59,8 +61,20 @@ def install() -> None:
         _library.impl(name, kernel, "CUDA", allow_override=True)
 
 
+_COMPUTES = ("CPU", "CompositeExplicitAutograd", "CompositeExplicitAutogradNonFunctional")
+
+
 def _kernel(op: Any) -> Callable[..., Any]:
-    drawn = random.draws(op)
+    """A kernel of the CUDA key for `op`."""
+    name = op._schema.name + (f".{op._schema.overload_name}" if op._schema.overload_name else "")
+    has = torch._C._dispatch_has_kernel_for_dispatch_key
+    if name.removeprefix("aten::") not in ADDED and not any(has(name, key) for key in _COMPUTES):
+
+        def not_built(*args: Any, **kwargs: Any) -> Any:
+            raise NotImplementedError(f"{name} has no CPU kernel to stand in for CUDA's")
+
+        return not_built
+    drawn = draws.draws_of(op)
     by = _by_other.get(op._schema.name, op)
 
     def kernel(*args: Any, **kwargs: Any) -> Any:
@@ -100,7 +114,7 @@ def alias(tensor: Tensor) -> Tensor:
     return torch._neg_view(made) if tensor.is_neg() else made
 
 
-class _Shapes(Exception):
+class _UnknownShapesError(Exception):
     """The shapes of the results are not known before the values are."""
 
 
@@ -118,14 +132,14 @@ class _Call:
                 self.device = leaf.device
             elif isinstance(leaf, torch.device) and leaf.type == "cuda":
                 self.device = leaf
-        self.stream = queue.current_stream(self.device)
+        self.stream = stream_queue.current_stream(self.device)
 
     def run(self, by: Callable[..., Any]) -> Any:
         """The result of the operator, computed by `by` on CPU tensors."""
         if not AT_ONCE:
             try:
                 return self._queued(by)
-            except _Shapes:
+            except _UnknownShapesError:
                 pass
         counts[f"waited: {self.op}"] += 1
         return self._waited(by)
@@ -133,7 +147,7 @@ class _Call:
     # -- the host waits ------------------------------------------------------------------------
 
     def _waited(self, by: Callable[..., Any]) -> Any:
-        queue.drain(self.stream)
+        stream_queue.drain(self.stream)
         args, kwargs = self._replaced(lambda x: self._given[id(x)][1], CPU)
         result = by(*args, **kwargs)
         back = {id(same): given for given, same in self._given.values()}
@@ -156,25 +170,7 @@ class _Call:
     # -- the host does not wait ----------------------------------------------------------------
 
     def _queued(self, by: Callable[..., Any]) -> Any:
-        metas = {
-            key: torch.empty_strided(x.size(), x.stride(), dtype=x.dtype, device=META)
-            for key, (x, _) in self._given.items()
-        }
-        for leaf in self._leaves:
-            if isinstance(leaf, Tensor) and not leaf.is_cuda and leaf.dim():
-                raise _Shapes  # such as an index on the CPU, which CUDA's kernels copy and wait for
-        args, kwargs = self._replaced(lambda x: metas[id(x)], META)
-        try:
-            shapes = self.op(*args, **kwargs)
-        except (NotImplementedError, RuntimeError) as error:
-            raise _Shapes from error
-        back = {}
-        for key, meta in metas.items():
-            given, _ = self._given[key]
-            if given.shape != meta.shape:  # resized, where `out=` was too small
-                given.resize_(meta.shape)
-                self._given[key] = given, alias(given)
-            back[id(meta)] = given
+        shapes, back = self._shapes()
         filled: list[Tensor | None] = []  # the results that `by` gives, in order; None: in place
 
         def on_device(meta: Tensor) -> Tensor:
@@ -198,8 +194,31 @@ class _Call:
                         to.copy_(value)
 
         counts["queued"] += 1
-        queue.submit(self.stream, job)
+        stream_queue.submit(self.stream, job)
         return result
+
+    def _shapes(self) -> tuple[Any, dict[int, Tensor]]:
+        """The results as meta tensors, and by id of those that were given, the CUDA tensors."""
+        if any(isinstance(x, Tensor) and not x.is_cuda and x.dim() for x in self._leaves):
+            # Such as an index on the CPU, which CUDA's kernels copy and wait for.
+            raise _UnknownShapesError
+        metas = {
+            key: torch.empty_strided(x.size(), x.stride(), dtype=x.dtype, device=META)
+            for key, (x, _) in self._given.items()
+        }
+        args, kwargs = self._replaced(lambda x: metas[id(x)], META)
+        try:
+            shapes = self.op(*args, **kwargs)
+        except (NotImplementedError, RuntimeError) as error:
+            raise _UnknownShapesError from error
+        back = {}
+        for key, meta in metas.items():
+            given, _ = self._given[key]
+            if given.shape != meta.shape:  # resized, where `out=` was too small
+                given.resize_(meta.shape)
+                self._given[key] = given, alias(given)
+            back[id(meta)] = given
+        return shapes, back  # ids that no result has: all were made while the metas lived
 
     def _replaced(
         self, same: Callable[[Tensor], Tensor], device: torch.device, scalars: bool = False
@@ -231,21 +250,23 @@ def _copy(self: Tensor, src: Tensor, non_blocking: bool = False) -> Tensor:
     Equal layouts are one cudaMemcpyAsync; others, and conversions, an operator of the stream.
     """
     device = self.device if self.is_cuda else src.device
-    stream = queue.current_stream(device)
+    stream = stream_queue.current_stream(device)
     expanded = src.expand(self.shape)
     whole = self.is_contiguous() and expanded.is_contiguous()
     plain = self.dtype == src.dtype and not (self.is_conj() or src.is_conj() or src.is_neg())
     on_host = [x for x in (self, src) if not x.is_cuda]
     if whole and plain:
-        queue.copy(self.data_ptr(), src.data_ptr(), self.nbytes, stream)
+        stream_queue.copy(self.data_ptr(), src.data_ptr(), self.nbytes, stream)
+        if on_host:  # pinned memory is not given to others before the copy has ended
+            stream_queue.submit(stream, partial(len, on_host))
     else:
         to = alias(self) if self.is_cuda else self
         # Pageable memory is read before the call returns.
         given = alias(src) if src.is_cuda else src if src.is_pinned() else src.clone()
         given = given.detach()
-        queue.submit(stream, lambda: _write(to, given))
+        stream_queue.submit(stream, lambda: _write(to, given))
     if on_host and not (non_blocking and all(x.is_pinned() for x in on_host)):
-        queue.drain(stream)
+        stream_queue.drain(stream)
     return self
 
 
@@ -256,5 +277,5 @@ def _write(to: Tensor, value: Tensor) -> None:
 
 def _local_scalar_dense(self: Tensor) -> Any:
     """`self.item()`: the host waits."""
-    queue.drain(queue.current_stream(self.device))
+    stream_queue.drain(stream_queue.current_stream(self.device))
     return torch.ops.aten._local_scalar_dense(alias(self))

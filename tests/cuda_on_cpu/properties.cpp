@@ -71,10 +71,24 @@ static std::map<const void*, std::string>& kernels() {
   return known;
 }
 
+/// The state that torch passes to a kernel that draws (ATen's PhiloxCudaState): seed and offset, or
+/// in a capture where they lie at a replay, and how far into the graph's draws the kernel is.
+struct Philox {
+  uint64_t seed, offset, within;
+  bool captured;
+};
+static thread_local bool draws = false;
+static thread_local Philox drawn;
+
 /// The one kernel that runs is torch.cuda._sleep's, a nanosecond for each cycle.
 static cudaError_t launch(const void* kernel, void** arguments, cudaStream_t stream) {
   auto found = kernels().find(kernel);
   const std::string name = found == kernels().end() ? "?" : found->second;
+  if (draws && name.find("distribution_elementwise") != std::string::npos) {
+    draws = false;
+    memcpy(&drawn, arguments[1], sizeof drawn);
+    return cudaSuccess;
+  }
   if (name.find("spin_kernel") == std::string::npos)
     return not_built("kernel " + name.substr(0, 200));
   const std::chrono::nanoseconds span(*(int64_t*)arguments[0]);
@@ -138,7 +152,11 @@ cudaError_t cudaDeviceEnablePeerAccess(int, unsigned) { return cudaSuccess; }
 cudaError_t cudaProfilerStart() { return cudaSuccess; }
 cudaError_t cudaProfilerStop() { return cudaSuccess; }
 
-// What torch asks for and no file defines: build.py makes calls of these.
+/// Not of CUDA: this thread's next kernel that draws only leaves its state, which the other returns.
+void cuda_on_cpu_expect_draw() { draws = true; }
+void cuda_on_cpu_drawn(Philox* out) { *out = drawn; }
+
+// What torch asks for and no file defines: make_runtime.py makes calls of these.
 int cuda_not_built(const char* name) { return not_built(name); }
 int nccl_not_built(const char* name) {
   not_built(name);

@@ -1,6 +1,6 @@
-"""Where the runtime made of CPU threads is loaded, replace torch's operators once torch is imported.
+"""Replaces torch's operators behind its import, where the runtime of CPU threads is loaded.
 
-Every process of the environment imports this as it starts (cuda_on_cpu.pth, which build.py wrote).
+Every process of the environment imports this first (cuda_on_cpu.pth, of make_runtime.py).
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""The streams of the runtime made of CPU threads, from Python: queue a call, wait, read an error."""
+"""The streams of the runtime made of CPU threads, from Python: queue a call, wait, copy."""
 
 from __future__ import annotations
 
@@ -16,7 +16,6 @@ _runtime.cuda_on_cpu_stream.argtypes = [ctypes.c_int, ctypes.c_void_p]
 _runtime.cuda_on_cpu_stream.restype = ctypes.c_void_p
 _runtime.cuda_on_cpu_fail.argtypes = [ctypes.c_char_p]
 _runtime.cudaStreamSynchronize.argtypes = [ctypes.c_void_p]
-_runtime.cudaStreamIsCapturing.argtypes = [ctypes.c_void_p, ctypes.POINTER(ctypes.c_int)]
 _runtime.cudaGetErrorString.restype = ctypes.c_char_p
 _runtime.cudaMemcpyAsync.argtypes = [
     *(ctypes.c_void_p, ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int, ctypes.c_void_p)
@@ -60,10 +59,31 @@ def drain(stream: int) -> None:
     _check(_runtime.cudaStreamSynchronize(stream))
 
 
-def is_capturing(stream: int) -> bool:
-    status = ctypes.c_int()
-    _check(_runtime.cudaStreamIsCapturing(stream, ctypes.byref(status)))
-    return status.value != 0
+class Philox(ctypes.Structure):
+    """What a kernel that draws gets: seed and offset, or in a capture their addresses."""
+
+    _fields_ = (
+        ("seed", ctypes.c_uint64),
+        ("offset", ctypes.c_uint64),
+        ("within", ctypes.c_uint64),
+        ("captured", ctypes.c_bool),
+    )
+
+    def read(self) -> tuple[int, int]:
+        """Seed and offset as they are when the kernel runs."""
+        if not self.captured:
+            return self.seed, self.offset
+        at = ctypes.c_uint64.from_address
+        return at(self.seed).value, at(self.offset).value + self.within
+
+
+def philox_of(draw: Callable[[], object]) -> Philox:
+    """The state that the kernel which `draw` launches would draw by; it does not run."""
+    state = Philox()
+    _runtime.cuda_on_cpu_expect_draw()
+    draw()
+    _runtime.cuda_on_cpu_drawn(ctypes.byref(state))
+    return state
 
 
 def copy(to: int, source: int, nbytes: int, stream: int) -> None:

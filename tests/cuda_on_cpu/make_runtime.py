@@ -1,4 +1,4 @@
-"""Build the CUDA runtime made of CPU threads: `build.py FOLDER` makes FOLDER/libcuda.so.1.
+"""Build the CUDA runtime made of CPU threads: `make_runtime.py FOLDER` makes FOLDER/libcuda.so.1.
 
 Run by the Python of the environment that it is for.
 What torch's libraries ask for and the sources do not define becomes a call that ends in an error.
@@ -38,7 +38,8 @@ def build(folder: Path) -> Path:
         subprocess.Popen(["g++", *FLAGS, *include, "-c", HERE / f"{made.stem}.cpp", "-o", made])
         for made in objects
     ]
-    if any([process.wait() for process in running]):
+    codes = [process.wait() for process in running]
+    if any(codes):
         raise SystemExit("the compiler failed")
     link = ["g++", "-shared", "-Wl,-soname,libcuda.so.1", *objects, "-lpthread", "-ldl", "-lrt"]
     subprocess.run([*link, "-o", part], check=True)

@@ -1,0 +1,197 @@
+"""The rules of streams, events and memory that other tests rely on; on GPUs they hold as well."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+
+import pytest
+import torch
+from made_up import is_made_up
+from torch import Tensor
+
+pytestmark = pytest.mark.cuda
+
+LONG = 200_000_000
+"""Cycles: 0.1 s or more."""
+
+
+def ones() -> Tensor:
+    x = torch.ones(1000, device="cuda")
+    torch.cuda.synchronize()
+    return x
+
+
+def slow_fill(x: Tensor, stream: torch.cuda.Stream) -> torch.cuda.Event:
+    """Fill `x` with 2, late, on a stream; the event behind it."""
+    with torch.cuda.stream(stream):
+        torch.cuda._sleep(LONG)
+        x.fill_(2.0)
+    return stream.record_event()
+
+
+def test_streams_run_in_order_and_apart() -> None:
+    x, y, (slow, other) = ones(), ones(), (torch.cuda.Stream(), torch.cuda.Stream())
+    late = slow_fill(x, slow)
+    with torch.cuda.stream(slow):
+        x.mul_(3.0)
+    with torch.cuda.stream(other):
+        y.mul_(5.0)
+    other.synchronize()
+    assert not late.query()
+    assert not slow.query()
+    assert y.eq(5.0).all()  # on the default stream, which waits for neither: they are non-blocking
+    slow.synchronize()
+    assert x.eq(6.0).all()
+
+
+def test_a_stream_waits_for_an_event_and_the_host_does_not() -> None:
+    x, (slow, other) = ones(), (torch.cuda.Stream(), torch.cuda.Stream())
+    other.wait_event(slow_fill(x, slow))
+    with torch.cuda.stream(other):
+        y = x.clone()
+    assert not slow.query()
+    other.synchronize()
+    assert y.eq(2.0).all()
+
+
+def test_a_missing_wait_reads_what_was_there_before() -> None:
+    x, (slow, other) = ones(), (torch.cuda.Stream(), torch.cuda.Stream())
+    slow_fill(x, slow)
+    with torch.cuda.stream(other):
+        y = x.clone()
+    torch.cuda.synchronize()
+    assert y.eq(1.0).all()
+
+
+def test_an_event_stands_for_its_last_record() -> None:
+    x, slow = ones(), torch.cuda.Stream()
+    event = slow_fill(x, slow)
+    other = torch.cuda.Stream()
+    other.record_event(event)  # of a stream without work
+    event.synchronize()
+    assert not slow.query()
+    slow.synchronize()
+
+
+def test_elapsed_time() -> None:
+    first, second = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+    first.record()
+    torch.cuda._sleep(LONG)
+    second.record()
+    torch.cuda.synchronize()
+    assert first.elapsed_time(second) > 20.0
+
+
+def test_memory_is_reused_at_once_by_the_stream_that_gave_it_back() -> None:
+    x = torch.empty(1 << 20, device="cuda")
+    address = x.data_ptr()
+    del x
+    y = torch.empty(1 << 20, device="cuda")
+    assert y.data_ptr() == address
+
+
+@pytest.mark.parametrize("recorded", [True, False])
+def test_memory_that_another_stream_still_reads(recorded: bool) -> None:
+    x, side = torch.ones(1 << 20, device="cuda"), torch.cuda.Stream()
+    side.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(side):
+        torch.cuda._sleep(LONG)
+        y = x.clone()
+    if recorded:
+        x.record_stream(side)
+    address = x.data_ptr()
+    del x
+    z = torch.full((1 << 20,), 7.0, device="cuda")
+    torch.cuda.synchronize()
+    assert (z.data_ptr() == address) is not recorded
+    assert y.eq(1.0 if recorded else 7.0).all()
+
+
+def test_new_memory_is_poisoned() -> None:
+    if not is_made_up():
+        pytest.skip("a GPU's memory holds what was there before")
+    torch.cuda.empty_cache()
+    assert torch.empty(1 << 20, device="cuda").isnan().all()
+
+
+def test_memory_has_an_end() -> None:
+    _, total = torch.cuda.mem_get_info()
+    with pytest.raises(torch.OutOfMemoryError):
+        torch.empty(total + 1, dtype=torch.uint8, device="cuda")
+
+
+def test_a_pinned_copy_is_asynchronous_and_a_pageable_one_reads_at_once() -> None:
+    for pinned in (True, False):
+        source = torch.ones(1000, pin_memory=pinned)
+        x = torch.zeros(1000, device="cuda")
+        torch.cuda.synchronize()
+        torch.cuda._sleep(LONG)
+        x.copy_(source, non_blocking=True)
+        source.fill_(2.0)
+        torch.cuda.synchronize()
+        assert x.eq(2.0 if pinned else 1.0).all()
+
+
+def test_a_copy_to_pinned_memory_needs_a_wait() -> None:
+    x, host = ones(), torch.zeros(1000, pin_memory=True)
+    torch.cuda._sleep(LONG)
+    host.copy_(x, non_blocking=True)
+    assert host.eq(0.0).all()
+    torch.cuda.synchronize()
+    assert host.eq(1.0).all()
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float64])
+def test_copies_convert(dtype: torch.dtype) -> None:
+    x = torch.arange(12.0).view(3, 4)
+    there = x.cuda().t().to(dtype)
+    assert torch.equal(there.cpu(), x.t().to(dtype))
+    assert torch.equal(there.float().cpu(), x.t())
+
+
+def test_draws_are_those_of_seed_and_offset() -> None:
+    torch.cuda.manual_seed(5)
+    first, state = torch.rand(8, device="cuda"), torch.cuda.get_rng_state()
+    dropped = torch.nn.functional.dropout(torch.ones(100, device="cuda"), 0.5)
+    torch.cuda.set_rng_state(state)
+    assert torch.equal(torch.nn.functional.dropout(torch.ones(100, device="cuda"), 0.5), dropped)
+    assert 20 < int(dropped.count_nonzero()) < 80
+    assert not torch.equal(torch.rand(8, device="cuda"), first)
+    host = torch.get_rng_state()
+    torch.cuda.manual_seed(5)
+    assert torch.equal(torch.rand(8, device="cuda"), first)
+    assert torch.equal(torch.get_rng_state(), host)
+
+
+FAILS = """
+import torch
+x = torch.ones(4, device="cuda")
+y = x[torch.tensor([9], device="cuda")]
+try:
+    torch.cuda.synchronize()
+except RuntimeError as error:
+    print("first", type(error).__name__)
+try:
+    torch.ones(4, device="cuda")
+    torch.cuda.synchronize()
+except RuntimeError as error:
+    print("again", type(error).__name__)
+import os; os._exit(0)
+"""
+
+
+def test_an_error_on_the_device_stays() -> None:
+    ended = subprocess.run([sys.executable, "-c", FAILS], capture_output=True, text=True)
+    assert ended.stdout.split("\n")[:2] == ["first AcceleratorError", "again AcceleratorError"]
+
+
+def test_what_is_not_built_names_itself() -> None:
+    if not is_made_up():
+        pytest.skip("a GPU has it")
+    x = torch.ones(4, device="cuda")
+    with pytest.raises(RuntimeError, match="cudaIpcGetMemHandle is not built"):
+        x.untyped_storage()._share_cuda_()
+    with pytest.raises(RuntimeError, match="aten::_cudnn_rnn has no CPU kernel"):
+        torch._cudnn_rnn(x, [x], 1, None, x, None, 0, 4, 0, 1, True, 0.0, True, False, [], None)
+    torch.cuda.synchronize()
