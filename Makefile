@@ -42,10 +42,10 @@ test-slow: $(VENV)/.test ## run the widest matrix, which `make test` leaves out
 	$(PYTEST) -m slow $(PYTEST_ARGS)
 
 test-cuda: $(CUDA_RUNTIME) ## run the tests of CUDA and NCCL on a CUDA runtime made of CPU threads
-	$(ON_CPU_THREADS) $(CUDA_PY) -m pytest -m "cuda and not slow" $(PYTEST_ARGS)
+	$(ON_CPU_THREADS) $(CUDA_PY) -m pytest -n $(WORKERS) --dist loadfile -m "cuda and not slow" $(PYTEST_ARGS)
 
 test-cuda-slow: $(CUDA_RUNTIME) ## run those of them that take minutes
-	$(ON_CPU_THREADS) $(CUDA_PY) -m pytest -m "cuda and slow" $(PYTEST_ARGS)
+	$(ON_CPU_THREADS) $(CUDA_PY) -m pytest -n $(WORKERS) --dist loadfile -m "cuda and slow" $(PYTEST_ARGS)
 
 fuzz: $(VENV)/.test ## compare drawn cases with eager training: SECONDS=600, SEED=7, CASE='...', MINIMISE=1
 	$(PY) tests/fuzz/fuzz.py --seconds $(SECONDS) $(if $(SEED),--seed $(SEED)) $(if $(CASE),--case '$(CASE)') \

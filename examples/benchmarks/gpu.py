@@ -40,12 +40,19 @@ from examples.benchmarks import (
     gpu_rivals,
     gpu_trace,
 )
-from examples.benchmarks.gpu_table import Place, Row, Section, run_apart, run_here, script, table
+from examples.benchmarks.gpu_table import (
+    Place,
+    Row,
+    Section,
+    patience,
+    run_apart,
+    run_here,
+    script,
+    table,
+)
 
 BUDGET = 560.0
-"""Seconds for one call on a GPU. On a CPU every limit is `PATIENCE` times as long."""
-
-PATIENCE = 8
+"""Seconds for one call on a GPU. On a CPU every limit is `patience` times as long."""
 
 PARTS = {
     "1": (
@@ -156,7 +163,7 @@ def run_section(args: argparse.Namespace) -> None:
 def run_sections(args: argparse.Namespace) -> int:
     """Run each chosen section in a process of its own; 1 if any line failed."""
     begin = time.perf_counter()
-    patience = 1 if args.device == "cuda" else PATIENCE
+    longer = patience(args.device)
     machine = gpu_results.machine(args.device)
     print(f"{time.strftime('%Y-%m-%d')}, {gpu_results.heading(machine)}", flush=True)
     results = gpu_results.results_in(args.save or Path(), machine)
@@ -164,7 +171,7 @@ def run_sections(args: argparse.Namespace) -> int:
     with tempfile.TemporaryDirectory() as folder:
         for section in chosen(args.only, args.part):
             started = time.perf_counter()
-            left = args.budget * patience - (started - begin)
+            left = args.budget * longer - (started - begin)
             if left < 10:
                 found = [Row(section.name, "the whole section", "no time left", "", False)]
             else:
@@ -173,7 +180,7 @@ def run_sections(args: argparse.Namespace) -> int:
                 )
                 command += ["--small"] if args.small else []
                 out = Path(folder, f"{section.name}.jsonl")
-                found = run_apart(section, command, out, min(section.limit * patience, left))
+                found = run_apart(section, command, out, min(section.limit * longer, left))
             rows += found
             # What is known is told at once: whoever runs this may be stopped.
             print(table(found), flush=True)

@@ -20,14 +20,13 @@ import torch
 import torch.distributed as dist
 
 from examples.benchmarks.gpu_cases import CASES, CLOSE, Numbers, Run, Told
-from examples.benchmarks.gpu_table import Place, Row
+from examples.benchmarks.gpu_table import Place, Row, patience
 
 COUNT = 4
 
 FIRST, EACH, END = 60.0, 40.0, 20.0
-"""Seconds for a GPU's ranks to start, for a case, and to end; a CPU's have `PATIENCE` times."""
-
-PATIENCE = 8
+"""Seconds for a GPU's ranks to start, for a case, and to end; `patience` times as long
+elsewhere."""
 
 STARTS = 4
 """How often ranks are started again behind a case that failed."""
@@ -142,7 +141,7 @@ class Ranks:
     def __init__(self, place: Place, names: Sequence[str]) -> None:
         Ranks.started += 1
         self.names, self.failed = list(names), False
-        self.patience = 1 if place.cuda else PATIENCE
+        self.patience = patience(place.device.type)
         self.folder = place.folder / f"ranks{Ranks.started}"
         self.folder.mkdir()
         context = multiprocessing.get_context("spawn")
@@ -230,7 +229,7 @@ def join(rank: int, count: int, folder: str, kind: str, alone: bool) -> torch.de
     os.environ.update(RANK=str(rank), WORLD_SIZE=str(count), LOCAL_RANK=str(own))
     store = dist.FileStore(f"{folder}/store", count)
     backend = "cpu:gloo,cuda:nccl" if kind == "cuda" else "gloo"
-    limit = timedelta(seconds=EACH * (1 if kind == "cuda" else PATIENCE))
+    limit = timedelta(seconds=EACH * patience(kind))
     dist.init_process_group(backend, store=store, rank=rank, world_size=count, timeout=limit)
     return device
 

@@ -55,6 +55,18 @@ class Place:
         return Row(section, "num_alloc_retries", str(count), "0", count == 0)
 
 
+PATIENCE = 8
+
+
+def patience(kind: str) -> int:
+    """How many times as long as on a GPU things may take on this `kind` of device.
+
+    Where CPU threads stand in for a GPU (tests/cuda_on_cpu), as long as on a CPU.
+    """
+    real = kind == "cuda" and "CPU threads" not in torch.cuda.get_device_name()
+    return 1 if real else PATIENCE
+
+
 Check = Callable[[Place], Iterator[Row]]
 
 

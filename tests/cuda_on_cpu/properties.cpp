@@ -238,6 +238,7 @@ CUresult cuInit(unsigned) { return 0; }
 CUresult cuDriverGetVersion(int* version) { return cudaDriverGetVersion(version); }
 CUresult cuDeviceGet(int* found, int index) { return *found = index, 0; }
 CUresult cuDeviceGetCount(int* count) { return cudaGetDeviceCount(count); }
+CUresult cuDeviceGetAttribute(int* value, int, int) { return *value = 0, 0; }  // it can nothing
 CUresult cuCtxGetCurrent(void** context) { return *context = (void*)8, 0; }
 CUresult cuCtxSetCurrent(void*) { return 0; }
 CUresult cuDevicePrimaryCtxGetState(int, unsigned* flags, int* active) {

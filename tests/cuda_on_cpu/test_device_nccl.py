@@ -1,0 +1,127 @@
+"""The rules of NCCL that other tests rely on; on GPUs they hold as well."""
+
+from __future__ import annotations
+
+import time
+from datetime import timedelta
+
+import pytest
+import torch
+import torch.distributed as dist
+from made_up import is_made_up
+from ranks import Checks
+from torch import Tensor
+
+pytestmark = pytest.mark.cuda
+
+TYPES = (
+    *(torch.float32, torch.float64, torch.float16, torch.bfloat16),
+    *(torch.int32, torch.int64, torch.uint8),
+)
+
+
+def here(rank: int, dtype: torch.dtype, count: int = 10) -> Tensor:
+    return torch.arange(count, device="cuda").add(rank + 1).to(dtype)
+
+
+def sums_of_every_type(rank: int) -> None:
+    for dtype in TYPES:
+        parts = [here(each, dtype) for each in range(2)]
+        x = here(rank, dtype)
+        dist.all_reduce(x)
+        assert torch.equal(x, parts[0] + parts[1]), dtype
+        x = here(rank, dtype)
+        dist.all_reduce(x, op=dist.ReduceOp.MAX)
+        assert torch.equal(x, parts[1]), dtype
+        out = torch.empty(5, dtype=dtype, device="cuda")
+        dist.reduce_scatter_tensor(out, here(rank, dtype))
+        assert torch.equal(out, (parts[0] + parts[1])[rank * 5 :][:5]), dtype
+        out = torch.empty(20, dtype=dtype, device="cuda")
+        dist.all_gather_into_tensor(out, here(rank, dtype))
+        assert torch.equal(out, torch.cat(parts)), dtype
+        x = here(rank, dtype)
+        dist.broadcast(x, 1)
+        assert torch.equal(x, parts[1]), dtype
+
+
+def averages_and_scaled_sums(rank: int) -> None:
+    for dtype in TYPES[:4]:
+        x = here(rank, dtype)
+        dist.all_reduce(x, op=dist.ReduceOp.AVG)
+        assert torch.equal(x, here(0, dtype) / 2 + here(1, dtype) / 2)
+    x = here(rank, torch.float32)
+    dist.all_reduce(x, op=dist._make_nccl_premul_sum(0.25))
+    assert torch.equal(x, (here(0, x.dtype) + here(1, x.dtype)) / 4)
+
+
+def more_than_one_exchange_holds(rank: int) -> None:
+    count = 3_000_001
+    x = here(rank, torch.float32, count)
+    dist.all_reduce(x)
+    assert torch.equal(x, here(0, x.dtype, count) + here(1, x.dtype, count))
+    out = torch.empty(2 * count, device="cuda")
+    dist.all_gather_into_tensor(out, here(rank, torch.float32, count))
+    assert torch.equal(out[count:], here(1, x.dtype, count))
+
+
+def a_group_of_calls(rank: int) -> None:
+    outs = [torch.empty(2 * n, device="cuda") for n in (3, 5)]
+    sent = [here(rank, torch.float32, n) for n in (3, 5)]
+    dist.group.WORLD.allgather_into_tensor_coalesced(outs, sent).wait()
+    for out, count in zip(outs, (3, 5), strict=True):
+        assert torch.equal(out, torch.cat([here(r, out.dtype, count) for r in range(2)]))
+
+
+def calls_run_beside_compute_and_are_waited_for(rank: int) -> None:
+    x = here(rank, torch.float32)
+    torch.cuda.synchronize()
+    if rank == 1:
+        torch.cuda._sleep(300_000_000)
+    work = dist.all_reduce(x, async_op=True)
+    begin = time.monotonic()
+    y = torch.ones(4, device="cuda").add(1)  # needs nothing of the other rank
+    if rank == 0:
+        assert y.sum().item() == 8.0
+        assert time.monotonic() - begin < 0.1 or not is_made_up()
+    work.wait()
+    assert torch.equal(x, here(0, x.dtype) + here(1, x.dtype))
+
+
+def groups_that_are_split_off(rank: int) -> None:
+    alone = [dist.new_group([r]) for r in range(2)]
+    both = dist.new_group([0, 1], timeout=timedelta(seconds=20))
+    x = here(rank, torch.float32)
+    dist.all_reduce(x, group=alone[rank])
+    assert torch.equal(x, here(rank, x.dtype))
+    dist.all_reduce(x, group=both)
+    assert torch.equal(x, here(0, x.dtype) + here(1, x.dtype))
+
+
+def an_abort_ends_a_wait(rank: int) -> None:
+    group = dist.new_group([0, 1])
+    dist.all_reduce(here(rank, torch.float32), group=group)
+    torch.cuda.synchronize()
+    if rank == 0:
+        x = here(rank, torch.float32)
+        dist.all_reduce(x, group=group, async_op=True)  # which the other rank never joins
+        time.sleep(0.2)
+        group._get_backend(torch.device("cuda")).abort()
+        torch.cuda.synchronize()
+    dist.barrier()
+
+
+CHECKS = [
+    sums_of_every_type,
+    averages_and_scaled_sums,
+    more_than_one_exchange_holds,
+    a_group_of_calls,
+    calls_run_beside_compute_and_are_waited_for,
+    groups_that_are_split_off,
+    an_abort_ends_a_wait,
+]
+_started = Checks(CHECKS, 2, device="cuda")
+
+
+@pytest.mark.parametrize("check", CHECKS, ids=lambda check: check.__name__)
+def test_nccl(check: object) -> None:
+    _started.require(check)
