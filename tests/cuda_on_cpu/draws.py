@@ -13,7 +13,7 @@ from threading import Lock
 from typing import Any
 
 import torch
-from cuda_on_cpu import stream_queue
+from cuda_on_cpu import attention, stream_queue
 from torch import Tensor
 
 Drawn = Callable[..., Any]
@@ -29,12 +29,22 @@ def draws_of(op: Any) -> Callable[[Any, torch.device, Sequence[Any], dict[str, A
     """
     if op._schema.name == "aten::native_dropout":
         return lambda op, device, args, kwargs: partial(_dropout, _next(None, device))
+    if op._schema.name in attention.FORWARD:
+        return _attention
+    if op._schema.name in attention.BACKWARD:
+        return None  # it draws again by the seed that forward kept
     places = [n for n, argument in enumerate(op._schema.arguments) if argument.name == "generator"]
     if places:
         return partial(_by_generator, places[0])
     if torch.Tag.nondeterministic_seeded in op.tags:
         return lambda op, device, args, kwargs: partial(_by_default, op, _next(None, device))
     return None
+
+
+def _attention(op: Any, device: torch.device, args: Sequence[Any], kwargs: dict[str, Any]) -> Drawn:
+    place = next(n for n, each in enumerate(op._schema.arguments) if each.name == "dropout_p")
+    p = args[place] if len(args) > place else kwargs.get("dropout_p", 0.0)
+    return partial(attention.FORWARD[op._schema.name], _next(None, device) if p > 0 else None)
 
 
 def _next(generator: Any, device: torch.device) -> Callable[[], torch.Generator]:

@@ -15,7 +15,7 @@ from functools import partial
 from typing import Any
 
 import torch
-from cuda_on_cpu import draws, stream_queue
+from cuda_on_cpu import attention, draws, stream_queue
 from torch import Tensor
 from torch.utils._pytree import tree_flatten, tree_map_only, tree_unflatten
 
@@ -44,12 +44,7 @@ _library = torch.library.Library("aten", "IMPL")
 
 def install() -> None:
     """Replace the kernels of this process."""
-    for switch in (
-        torch.backends.cuda.enable_flash_sdp,
-        torch.backends.cuda.enable_mem_efficient_sdp,
-        torch.backends.cuda.enable_cudnn_sdp,
-    ):
-        switch(False)  # attention by its formula: the others' operators have no CPU kernel
+    torch.backends.cuda.enable_cudnn_sdp(False)
     torch.backends.cudnn.enabled = False
     own = {"copy_": _copy, "_local_scalar_dense": _local_scalar_dense}
     named = torch._C._dispatch_get_registrations_for_dispatch_key("CUDA")
@@ -68,7 +63,8 @@ def _kernel(op: Any) -> Callable[..., Any]:
     """A kernel of the CUDA key for `op`."""
     name = op._schema.name + (f".{op._schema.overload_name}" if op._schema.overload_name else "")
     has = torch._C._dispatch_has_kernel_for_dispatch_key
-    if name.removeprefix("aten::") not in ADDED and not any(has(name, key) for key in _COMPUTES):
+    known = {*_by_other, *attention.FORWARD, *(f"aten::{added}" for added in ADDED)}
+    if name not in known and not any(has(name, key) for key in _COMPUTES):
 
         def not_built(*args: Any, **kwargs: Any) -> Any:
             raise NotImplementedError(f"{name} has no CPU kernel to stand in for CUDA's")
@@ -97,7 +93,7 @@ def _layer_norm_backward(
     return op(grad, value, shape, *stats, weight, *rest)
 
 
-_by_other = {"aten::native_layer_norm_backward": _layer_norm_backward}
+_by_other = {"aten::native_layer_norm_backward": _layer_norm_backward, **attention.BACKWARD}
 """What computes an operator on the CPU, where it is not the operator of the same name."""
 
 
