@@ -15,7 +15,6 @@ from made_up import is_made_up
 from ranks import RankError, run_ranks
 from test_cuda_ranks import by_one_process, by_ranks
 
-from graphshard.runtime import host_copies
 from graphshard.runtime.streams import Launched, SideStream
 
 pytestmark = [pytest.mark.cuda, pytest.mark.slow]
@@ -62,14 +61,6 @@ def an_event_is_recorded_on_compute() -> None:
     SideStream.launch = launch  # type: ignore[method-assign]
 
 
-def the_host_does_not_wait_for_copies() -> None:
-    SideStream.synchronize = lambda self: None  # type: ignore[method-assign]
-
-
-def a_copy_forgets_to_arrive() -> None:
-    host_copies.Copy.arrive = lambda self: self.tensor  # type: ignore[method-assign]
-
-
 OFFLOAD = {"schedule": "overlap", "offload": ("params", "activations")}
 FAULTS: list[tuple[Callable[[], None], dict[str, Any]]] = [
     (compute_does_not_wait_for_a_launch, {}),
@@ -77,8 +68,6 @@ FAULTS: list[tuple[Callable[[], None], dict[str, Any]]] = [
     (a_side_stream_does_not_follow_another, OFFLOAD),
     (an_event_is_recorded_before_the_launch, {}),
     (an_event_is_recorded_on_compute, {}),
-    (the_host_does_not_wait_for_copies, OFFLOAD),
-    (a_copy_forgets_to_arrive, OFFLOAD),
 ]
 
 
