@@ -198,7 +198,7 @@ def checkpointed(run: Run) -> Told:
 class Experts(nn.Module):
     """Three experts, which no even number of ranks divides, and a layer behind them."""
 
-    def __init__(self, width: int = 128) -> None:
+    def __init__(self, width: int = 192) -> None:
         super().__init__()
         self.experts = nn.Parameter(torch.randn(3, width, width) * width**-0.5)
         self.last = nn.Linear(width, 1)
@@ -217,7 +217,7 @@ def other_dims(run: Run) -> Told:
     def batch(step: int, rank: int | None = None) -> Batch:
         seed = 100 * step + (run.rank if rank is None else rank)
         generator = torch.Generator().manual_seed(seed)
-        return (torch.randn(8, 128, generator=generator).to(run.place.device),)
+        return (torch.randn(8, 192, generator=generator).to(run.place.device),)
 
     sharded = graphshard.compile(model(), graphshard.SizePolicy(1), device=run.place.device)
     found = train(sharded, batch, Protocol())
