@@ -114,6 +114,7 @@ def test_ranks_of_nccl_share_gpus_as_if_each_had_a_host(
     monkeypatch.setattr(gpu_ranks.os, "environ", {})
     monkeypatch.setattr(torch.cuda, "device_count", lambda: devices)
     monkeypatch.setattr(torch.cuda, "set_device", lambda device: None)
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda: "NVIDIA H100")
     monkeypatch.setattr(torch, "empty", lambda *shape, device: None)
     monkeypatch.setattr(
         torch.distributed, "init_process_group", lambda *args, **given: groups.append((args, given))
