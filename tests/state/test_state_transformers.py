@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -24,6 +25,7 @@ from transformers import (
 
 import graphshard
 from graphshard.errors import CheckpointError, RuntimeStateError
+from graphshard.policy import placement
 
 POLICY = graphshard.BlockPolicy()
 SMALL = {"vocab_size": 64, "n_embd": 32, "n_layer": 2, "n_head": 4, "n_positions": 32}
@@ -87,7 +89,11 @@ def test_there_and_back_on_one_rank(make: Callable[[], nn.Module], tmp_path: Pat
 
 
 def on_ranks(rank: int) -> None:
-    folder = shared_folder()
+    with mock.patch.multiple(placement, MIN_PADDING=0, MAX_PADDING=0.0):
+        _on_ranks(rank, shared_folder())
+
+
+def _on_ranks(rank: int, folder: Path) -> None:
     there_and_back(llama, folder)
     # As Accelerate's cpu_ram_efficient_loading: only rank 0 has the weights, and even the files.
     policy = graphshard.BlockPolicy(sync_module_states=True)
@@ -102,8 +108,9 @@ def on_ranks(rank: int) -> None:
     refuses(plain, lambda: plain.save_pretrained(folder / "no"), "Linear has none; use save_safe")
 
 
-@pytest.mark.parametrize("world_size", [2])
+@pytest.mark.parametrize("world_size", [2, pytest.param(6, marks=pytest.mark.slow)])
 def test_on_ranks(world_size: int) -> None:
+    """Six ranks split 32 rows unevenly, or on a grid of two by three."""
     run_ranks(on_ranks, world_size)
 
 
