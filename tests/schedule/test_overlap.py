@@ -14,6 +14,7 @@ from hypothesis import given, settings
 from simulations import UNIT
 
 from graphshard import Hardware, Policy
+from graphshard.cost.op_cost import op_cost
 from graphshard.cost.streams import COMPUTE
 from graphshard.cost.timeline import timeline_of
 from graphshard.errors import PassError, VerifyError
@@ -25,6 +26,7 @@ from graphshard.pipeline import default_passes, run_passes
 from graphshard.program.annotations import Budget
 from graphshard.program.pass_protocol import Pass
 from graphshard.program.program import Program
+from graphshard.schedule.clusters import ComputeTimes
 from graphshard.schedule.evaluate import OrderScorer, score_of
 from graphshard.schedule.jobs import JobTable
 from graphshard.schedule.list_scheduler import MINIMAL, Rule, place
@@ -309,3 +311,16 @@ def test_the_walk_and_the_simulation_agree(build: Any, fields: dict[str, Any]) -
             "for the order, and once in it"
         )
     assert placed.bytes >= score_of(program, plan).bytes * 0.8
+
+
+@pytest.mark.parametrize("unit", ["", "layers.0", "layers.2", "nowhere"])
+def test_work_of_others_is_all_work_between_two_places_but_a_units_own(unit: str) -> None:
+    program, _ = toys.rewritten(toys.blocks)
+    hardware = Hardware.load("h100-sxm")
+    work = ComputeTimes(program, hardware)
+    nodes = list(program.graph.nodes)
+    for start in range(0, len(nodes), 7):
+        for stop in range(start, len(nodes), 5):
+            others = [n for n in nodes[start:stop] if str(n.meta.get("unit", "")) != unit]
+            expected = sum(op_cost(n).seconds(hardware) for n in others)
+            assert work.outside_unit(unit, start, stop) == pytest.approx(expected, abs=1e-11)

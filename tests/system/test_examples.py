@@ -76,16 +76,6 @@ def test_custom_pass_frees_earlier():
     assert live["+"] < live["-"], "fewer bytes are alive at the peak"
 
 
-@pytest.mark.slow
-def test_comparison_with_fully_shard_reports_both():
-    tiny = "--pairs 2 --warmup 1 --layers 2 --width 32 --heads 2 --batch 1 --context 16"
-    output = run(f"{TORCHRUN} examples/benchmarks/compare_fsdp2.py {tiny}")
-    for name in ("graphshard", "fully_shard"):
-        assert re.search(rf"^{name} +[\d.]+ ms +[\d,]+$", output, re.MULTILINE)
-    assert re.search(r"^ratio +[\d.]+ +[\d.]+$", output, re.MULTILINE)
-    assert "losses: bit-equal on every step" in output
-
-
 TINY_GPT2 = "--layers 2 --width 32 --batch-size 2 --seq-length 16 --numel-to-wrap 5e3"
 FINE_TUNE = f"{TORCHRUN} examples/finetune_causal_lm.py {TINY_GPT2} --log-freq 2"
 LINE = r"step +(\d+)  loss ([\d.]+)  [\d,]+ tokens/s  valley [\d,]+ MiB  peak [\d,]+ MiB"

@@ -1,0 +1,81 @@
+"""Every benchmark runs as it says, with so little that its figures mean nothing."""
+
+from __future__ import annotations
+
+import importlib
+import json
+import re
+from pathlib import Path
+
+import pytest
+from example_runs import TORCHRUN, run
+from paths import ROOT
+
+from examples.benchmarks import gpu, gpu_results
+from examples.benchmarks.gpu_cases import CASES
+
+FOLDER = "examples/benchmarks"
+
+SMOKE = [
+    (
+        f"{TORCHRUN} {FOLDER}/compare_fsdp2.py --pairs 2 --warmup 1 --layers 2 --width 32 --heads 2"
+        " --batch 1 --context 16",
+        r"^ratio +[\d.]+ +[\d.]+\n(.*\n)*losses: bit-equal on every step",
+    ),
+    (
+        f"{TORCHRUN} {FOLDER}/rivals.py --models tiny --pairs 2 --warmup 1 --dtypes fp32 --eager",
+        r"^graphshard overlap +[\d.]+ s .*\n(.*\n)*tiny fp32 +step, of FSDP2's .*(met|MISSED)",
+    ),
+    (
+        f"{TORCHRUN} {FOLDER}/rivals.py --models tiny --pairs 2 --warmup 1 --dtypes fp32"
+        " --systems graphshard compile Simple",
+        r"^(SimpleFSDP|FSDP2 compile whole) ",
+    ),
+    (f"{FOLDER}/rivals.py --fake 8 --models tiny", "transient, of FSDP2's"),
+    (
+        f"{FOLDER}/schedules.py --models gpt2 --worlds 8 --hardware h100-sxm",
+        r"^gpt2 +8 +h100-sxm.*\n(.*\n)*never slower, never larger",
+    ),
+    (f"{FOLDER}/literature.py mpt-a100-40 ibm-a100-7b", "4 runs"),
+    (
+        f"{FOLDER}/first_step.py --depths 1 2 --width 32 --ranks 1 --rounds 1",
+        r"^1 +empty +[\d.]+.*\n1 +filled(.*\n)*2 +filled",
+    ),
+    (f"{TORCHRUN} {FOLDER}/zoo.py --only FNet", r"\| FNet \| transformers \| \d+ \| equal \|"),
+    (f"{FOLDER}/exits.py --trials 4 --ranks 2", "0 of 4 trials"),
+]
+
+
+@pytest.mark.parametrize("file", sorted((ROOT / FOLDER).glob("*.py")), ids=lambda file: file.stem)
+def test_a_benchmark_can_be_imported(file: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.syspath_prepend(file.parent)
+    importlib.import_module(f"examples.benchmarks.{file.stem}")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("command", "printed"), SMOKE, ids=lambda text: text.split("/")[-1][:24])
+def test_a_benchmark_runs(command: str, printed: str) -> None:
+    output = run(command, timeout=540.0)
+    assert re.search(printed, output, re.MULTILINE), output
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", [section.name for section in gpu.SECTIONS])
+def test_a_cpu_runs_every_section_for_gpus(name: str, tmp_path: Path) -> None:
+    """So that on a GPU, which is rarely at hand, only what a GPU does can fail."""
+    file = tmp_path / "gpu.json"
+    run(
+        f"{FOLDER}/gpu.py --device cpu --small --only {name} --save {file}",
+        timeout=580.0,
+    )
+    rows = gpu_results.rows_of(json.loads(file.read_text()))
+    assert {row.section for row in rows} == {name}
+    assert len(rows) > 1
+    if name == "ranks":
+        assert set(CASES) <= {row.check.strip() for row in rows if row.ok}
+
+
+def test_the_readme_has_the_table_of_a_gpu_as_it_is_or_says_that_there_is_none() -> None:
+    text, file = (ROOT / FOLDER / "README.md").read_text(), ROOT / FOLDER / "gpu.json"
+    assert gpu_results.included(text, file) == text
+    assert ("Not run on a GPU" in text) is not file.exists()
