@@ -40,6 +40,7 @@ from graphshard.progress import Progress, Stages
 from graphshard.runtime.agreement import Agreement, call_text
 from graphshard.runtime.graph_registration import registration
 from graphshard.runtime.group import mesh_of, with_mesh, without_cpu_index
+from graphshard.runtime.hosts import number_of_hosts
 from graphshard.runtime.start import group_or_refusal
 from graphshard.state.replicas import require_one_model
 from graphshard.torch_private.inductor import require_inductor
@@ -127,7 +128,8 @@ def compile(  # noqa: A001  # as torch.compile
             sizes = dynamic if dynamic == AUTO else Dynamic.of(model, dynamic)
         agreement.join()
         progress = progress or Progress()
-        group, hybrid = agreement.group, needs_groups(policy)
+        agreement.group = group = replace(agreement.group, hosts=number_of_hosts(agreement.group))
+        hybrid = needs_groups(policy)
         if isinstance(policy, AutoPolicy):
             found = None
             with agreement.part() as part:
@@ -156,7 +158,12 @@ def compile(  # noqa: A001  # as torch.compile
             registered = registration(group, cuda_graph=policy.cuda_graph)
             part.same += [registered] if registered else []
         agreement.group = group = with_mesh(group, mesh_shape)
-        plan = replace(plan, runs_on=group.runs_on, process_group_backend=group.backend)
+        plan = replace(
+            plan,
+            runs_on=group.runs_on,
+            process_group_backend=group.backend,
+            hosts=group.hosts,
+        )
         group.replica_all_reduce = replica_all_reduce
         group.check = os.environ.get("GRAPHSHARD_CHECK") == "1" if check is None else check
         for ranks in sorted({unit.options.reshard_ranks or 0 for unit in plan.units} - {0}):
@@ -166,7 +173,7 @@ def compile(  # noqa: A001  # as torch.compile
         with agreement.part() as part:
             part.flag = True  # this rank came with a model of its own, as none that rebinds does
             every = (
-                *default_passes(policy, plan.process_group_backend),
+                *default_passes(policy, plan.process_group_backend, plan.hosts),
                 *passes,
                 *backend_passes(backend),
             )
@@ -195,6 +202,7 @@ def plan(
     device: torch.device | str = "cpu",
     backend: str = "eager",
     process_group_backend: str = "nccl",
+    hosts: int = 1,
     dynamic: Mapping[str, Mapping[int, str]] | None = None,
     passes: Sequence[PassLike] = (),
     progress: Stages | None = None,
@@ -213,8 +221,9 @@ def plan(
         example_kwargs: keyword arguments of that call.
         device: the device that the program will run on.
         backend: as for `compile`; the program shows its regions, but nothing is compiled.
-        process_group_backend: connects the ranks. Over "gloo" with schedule "fsdp", by default, no
-            gather is issued ahead in forward, and each reduce is waited for at once.
+        process_group_backend: connects the ranks. Over "gloo" on one host, with schedule "fsdp", by
+            default, no gather is issued ahead in forward, and each reduce is waited for at once.
+        hosts: of the ranks that Gloo connects.
         dynamic: as for `compile`, but not "auto", which learns from calls.
         passes: passes to apply after the default ones, in order.
         progress: shows each stage. None: a bar on stderr, if that is a terminal.
@@ -230,6 +239,11 @@ def plan(
     if process_group_backend not in ("nccl", "gloo"):
         raise PolicyError(
             f'process_group_backend must be "nccl" or "gloo"; got {process_group_backend!r}'
+        )
+    if not is_int(hosts) or hosts < 1 or (hosts > 1 and process_group_backend != "gloo"):
+        raise PolicyError(
+            f'hosts counts the hosts of ranks that process_group_backend="gloo" connects; got '
+            f"{hosts!r} for {process_group_backend!r}; give a number of 1 or more, or leave it out"
         )
     device = without_cpu_index(device)
     sizes = Dynamic.of(model, dynamic)
@@ -257,6 +271,7 @@ def plan(
             sharding_plan,
             backend=backend,
             process_group_backend=process_group_backend if world_size > 1 else "none",
+            hosts=hosts,
         )
     if example_inputs is None and example_kwargs is None:
         return sharding_plan
@@ -338,7 +353,7 @@ def simulate(
         policy = replace(policy, hardware=machine)
     arguments = SimulationArguments(
         "gloo" if (backend or machine.process_group_backend) == "gloo" else "nccl",
-        machine.program_device,
+        machine,
         model,
         plan,
         policy,
@@ -395,7 +410,9 @@ def with_program(
     sharding_plan = with_capture_warnings(sharding_plan, program)
     program.stale = sharding_plan.stale_after_step
     every = (
-        *default_passes(sharding_plan.policy, sharding_plan.process_group_backend),
+        *default_passes(
+            sharding_plan.policy, sharding_plan.process_group_backend, sharding_plan.hosts
+        ),
         *passes,
         *backend_passes(sharding_plan.backend),
     )
@@ -505,7 +522,7 @@ class SimulationArguments:
     """The arguments of `simulate` that determine the program."""
 
     process_group_backend: str
-    device: str
+    machine: Hardware
     model: nn.Module | None = None
     plan: ShardingPlan | None = None
     policy: Policy | None = None
@@ -522,7 +539,7 @@ class SimulationArguments:
     def with_program(self, plan: ShardingPlan, model: nn.Module) -> ShardingPlan:
         """`plan` with the program of the example inputs."""
         args, kwargs = self.example_inputs, self.example_kwargs
-        return with_program(plan, model, args, kwargs, device=self.device)
+        return with_program(plan, model, args, kwargs, device=self.machine.program_device)
 
     def refuse(self, what: str, **reasons: str) -> None:
         """Refuse the arguments named in `reasons`.
@@ -642,13 +659,16 @@ def _plan_of_model(model: nn.Module, arguments: SimulationArguments) -> Sharding
             "a model is simulated on a number of ranks; give world_size= (1 for a single device) "
             "or mesh_shape="
         )
+    ranks = arguments.world_size or torch.Size(arguments.mesh_shape or (1,)).numel()
+    by_gloo = arguments.process_group_backend == "gloo"
     return plan(
         model,
         arguments.policy,
         process_group_backend=arguments.process_group_backend,
+        hosts=arguments.machine.nodes(ranks) if by_gloo else 1,
         world_size=arguments.world_size,
         mesh_shape=arguments.mesh_shape,
         example_inputs=arguments.example_inputs,
         example_kwargs=arguments.example_kwargs,
-        device=arguments.device,
+        device=arguments.machine.program_device,
     )

@@ -123,16 +123,19 @@ Watcher = Callable[[PassLike, Program], None]
 """Called after each pass with the pass and the program, which it must not edit."""
 
 
-def default_passes(policy: Policy, process_group_backend: str = "nccl") -> tuple[Pass, ...]:
+def default_passes(
+    policy: Policy, process_group_backend: str = "nccl", hosts: int = 1
+) -> tuple[Pass, ...]:
     """The passes that make a captured program a sharded one, in order.
 
     Args:
         policy: the user's policy.
-        process_group_backend: as of a plan. Over "gloo" the host waits for every collective, so in
-            FSDP's order no reduce is in flight while backward continues. With offloaded parameters
-            one is: their gradients are copied meanwhile.
+        process_group_backend: as of a plan. Over "gloo" on one host a collective takes the cores
+            that compute, so in FSDP's order no reduce is in flight while backward continues. With
+            offloaded parameters one is: their gradients are copied meanwhile.
+        hosts: of the ranks, as of a plan.
     """
-    waits = process_group_backend == "gloo"
+    waits = process_group_backend == "gloo" and hosts == 1
     at_once = waits and policy.schedule == "fsdp" and not policy.offloads("params")
     choice = RecomputeChoice.of(policy.recompute)
     # A CUDA graph cannot set the state of a generator.
@@ -156,7 +159,7 @@ def default_passes(policy: Policy, process_group_backend: str = "nccl") -> tuple
         *((OffloadActivations(),) if policy.offloads("activations") else ()),
         Prefetch(
             backward=policy.backward_prefetch,
-            forward=policy.forward_units_ahead(process_group_backend),
+            forward=policy.forward_units_ahead(process_group_backend, hosts),
         ),
         SinkWaits(0 if at_once else 1),
         *((PrefetchCopies(backward=policy.backward_prefetch),) if policy.offload else ()),

@@ -7,7 +7,6 @@ averaging are measured too.
 from __future__ import annotations
 
 import os
-import socket
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -28,6 +27,7 @@ from graphshard.runtime.collectives import Operand, wait
 from graphshard.runtime.gather import Gathered, free
 from graphshard.runtime.group import Group, find_group, new_process_group
 from graphshard.runtime.host_copies import arrive, to_device, to_host
+from graphshard.runtime.hosts import hosts_by_rank
 from graphshard.runtime.lower import kind_of
 
 _TIMEOUT = timedelta(minutes=5)
@@ -81,7 +81,7 @@ def host_groups(group: Group) -> HostGroups:
     Raises:
         CostError: the hosts have different numbers of ranks.
     """
-    hosts = group.all_gather_object(os.environ.get("NCCL_HOSTID") or socket.gethostname())
+    hosts = hosts_by_rank(group)
     members: dict[str, list[int]] = {}
     for rank, host in enumerate(hosts):
         members.setdefault(host, []).append(rank)

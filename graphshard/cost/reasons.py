@@ -270,7 +270,7 @@ class Reasons:
         if isinstance(policy, PolicyOfProgram):
             return "it is issued where the program has it"
         if node.meta["phase"] == FORWARD:
-            ahead = policy.forward_units_ahead(self.plan.process_group_backend)
+            ahead = policy.forward_units_ahead(self.plan.process_group_backend, self.plan.hosts)
             if not ahead:
                 return "it is issued where its result is needed (forward_prefetch=0)"
             return f"forward_prefetch={ahead} issues it so many units ahead"

@@ -186,6 +186,10 @@ class Hardware:
         """The same machine for a number of ranks; a single one waits for no slower device."""
         return self.with_(slowest=1.0) if ranks == 1 and self.slowest != 1 else self
 
+    def nodes(self, ranks: int) -> int:
+        """The number of nodes on which `ranks` find a device each."""
+        return -(-ranks // self.gpus_per_node)
+
     def with_(self, **changes: Any) -> Hardware:
         """Return a copy with some figures changed, such as `gpus_per_node=4`."""
         return replace(self, **changes)

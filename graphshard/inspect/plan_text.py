@@ -163,7 +163,9 @@ def _header(plan: ShardingPlan) -> Iterator[tuple[str, str]]:
     options |= policy.chosen_options()
     if not by_cost and policy.forward_prefetch is None:
         backend = plan.process_group_backend
-        ahead, on = policy.forward_units_ahead(backend), backend.replace("none", "one rank")
+        ahead = policy.forward_units_ahead(backend, plan.hosts)
+        on = backend.replace("none", "one rank")
+        on += f" between {plan.hosts} hosts" if plan.hosts > 1 else ""
         options["forward_prefetch"] = f"{ahead} (by default on {on})"
     strategy = shared["strategy"]
     options.pop("strategy", None)

@@ -36,7 +36,8 @@ class ShardingPlan:
     the caller's function that averages over replicas in place of the process group; "" if none.
     `process_group_backend` connects the ranks: "nccl", "gloo", or another one's name, as of
     torch.distributed; "none" for a single rank. `runs_on` names it and the kind of device, such
-    as "cuda by nccl"; "" if the plan was made without ranks.
+    as "cuda by nccl"; "" if the plan was made without ranks. `hosts` counts the hosts of the ranks;
+    ranks that NCCL connects do not count them, and have 1.
     """
 
     units: tuple[Unit, ...]
@@ -51,6 +52,7 @@ class ShardingPlan:
     replica_all_reduce: str = ""
     runs_on: str = ""
     process_group_backend: str = "nccl"
+    hosts: int = 1
 
     @property
     def shard_size(self) -> int:

@@ -68,6 +68,14 @@ _CHECKS: dict[str, Check] = {
 }
 
 
+def runs_beside_compute(process_group_backend: str, hosts: int) -> bool:
+    """Whether a collective moves bytes while its rank computes.
+
+    Over Gloo between ranks of one host it copies memory, which takes the cores that compute.
+    """
+    return process_group_backend not in ("gloo", "none") or hosts > 1
+
+
 @dataclass(frozen=True, kw_only=True, repr=False)
 class Policy(PrintsAsCode):
     """The fields that all policies share.
@@ -231,11 +239,11 @@ class Policy(PrintsAsCode):
             except (CostError, TypeError) as error:
                 raise PolicyError(f"hardware: {error}") from error
 
-    def forward_units_ahead(self, process_group_backend: str) -> int:
-        """`forward_prefetch`, or its default for ranks that this backend connects."""
+    def forward_units_ahead(self, process_group_backend: str, hosts: int = 1) -> int:
+        """`forward_prefetch`, or its default for ranks on `hosts` that this backend connects."""
         if self.forward_prefetch is not None:
             return self.forward_prefetch
-        return 0 if process_group_backend in ("gloo", "none") else 1
+        return 1 if runs_beside_compute(process_group_backend, hosts) else 0
 
     def offloads(self, what: str) -> bool:
         """Whether "params" or "activations" are kept on the host."""

@@ -62,6 +62,7 @@ class Group:
     side_stream: the stream that collectives run on; None where the host waits for them.
     replica_all_reduce: the caller's function that averages over replicas; on the group of all ranks
         only. None: the process group of "replicate" does.
+    hosts: of the ranks that Gloo connects.
     here: where this rank is in the module's programs; that of all ranks, in each smaller group.
     """
 
@@ -78,6 +79,7 @@ class Group:
     pairwise: PairwiseExchange | None = field(default=None, repr=False)
     side_stream: SideStream | None = field(default=None, repr=False)
     replica_all_reduce: Callable[[Tensor], Any] | None = None
+    hosts: int = 1
     here: Whereabouts = field(default_factory=Whereabouts, repr=False, compare=False)
     _grids: dict[tuple[int, ...], DeviceMesh] = field(default_factory=dict, repr=False)
 
@@ -137,9 +139,12 @@ class Group:
 
     @property
     def runs_on(self) -> str:
-        """The kind of device that ranks compute on, and the backend between them."""
+        """The kind of device that ranks compute on, the backend between them, and their hosts."""
         kind = self.device.type
-        return kind if self.process_group is None else f"{kind} by {self.backend}"
+        if self.process_group is None:
+            return kind
+        between = f" between {self.hosts} hosts" if self.hosts > 1 else ""
+        return f"{kind} by {self.backend}{between}"
 
     @property
     def shard(self) -> Group:
@@ -306,7 +311,9 @@ def with_mesh(group: Group, shape: tuple[int, ...]) -> Group:
         mesh = init_device_mesh(group.device.type, shape, mesh_dim_names=names)
         if mesh.ndim == 1:
             # The same ranks, which are watched already.
-            group = replace(_group_of(mesh.get_group(0), group.device), here=group.here)
+            group = replace(
+                _group_of(mesh.get_group(0), group.device), here=group.here, hosts=group.hosts
+            )
     torch_compat.forget_operator_layouts()
     group = replace(group, mesh=mesh, mesh_shape=shape)
     if mesh.ndim == 2:

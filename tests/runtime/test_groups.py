@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import subprocess
 import sys
 from dataclasses import replace
@@ -12,6 +13,7 @@ from unittest import mock
 import pytest
 import torch
 import torch.distributed as dist
+from full_tensors import full
 from ranks import on_ranks
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
@@ -70,6 +72,29 @@ def the_plan_says_where_it_runs(rank: int) -> None:
     assert "world size 2, mesh 2; on cpu by gloo" in str(sharded.plan)
     assert sharded.plan.to_dict()["runs_on"] == "cpu by gloo"
     assert "forward_prefetch=0 (by default on gloo)" in str(sharded.plan)
+
+
+def ranks_of_two_hosts_move_bytes_while_they_compute(rank: int) -> None:
+    torch.manual_seed(0)
+    plain, x = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4)), torch.ones(2, 4)
+    policy = graphshard.BlockPolicy({nn.Linear})
+    steps = []
+    for apart in (False, True):
+        with mock.patch.dict(os.environ, NCCL_HOSTID=f"host{rank * apart}"):
+            sharded = graphshard.compile(plain, policy, example_inputs=(x,))
+        sharded(x).square().sum().backward()
+        events = [(event.op, event.unit) for event in sharded.plan.program.schedule()]
+        grads = [full(param.grad) for param in sharded.parameters()]
+        steps.append((str(sharded.plan), events, grads))
+    (_, near, expected), (text, far, grads) = steps
+    assert "on cpu by gloo between 2 hosts" in text
+    assert "forward_prefetch=1 (by default on gloo between 2 hosts)" in text
+    gather, compute, reduce = ("all_gather", "1"), ("compute", "0"), ("reduce_scatter", "1")
+    assert near.index(gather) > near.index(compute)
+    assert far.index(gather) < far.index(compute)
+    assert near[near.index(reduce) + 1] == ("wait", "1")
+    assert far[far.index(reduce) + 1] == compute, "it is in flight while backward goes on"
+    assert all(map(torch.equal, grads, expected))
 
 
 def equal_meshes_over_other_groups(rank: int) -> None:
@@ -156,8 +181,8 @@ def gathers_of_gloo_in_flight(rank: int) -> None:
     pending = [gather(each) for each in parts]
     assert group.gather_ints([rank, 7]) == [[0, 7], [1, 7]]
     for n, each in enumerate(pending):
-        for full in wait(each):
-            assert full[:, 0].tolist() == [10.0 * n, 10.0 * n, 10.0 * n + 1, 10.0 * n + 1]
+        for gathered in wait(each):
+            assert gathered[:, 0].tolist() == [10.0 * n, 10.0 * n, 10.0 * n + 1, 10.0 * n + 1]
     sums = [torch.empty(3)]
     launch = coalesced(group.process_group, "reduce_scatter_tensor_coalesced", "gloo")
     launch(sums, [torch.ones(6)]).wait()
@@ -172,6 +197,7 @@ test_on_two_ranks = on_ranks(
         smaller_groups_wait_as_long,
         nccl_would_wait_for_ranks_outside_of_a_mesh,
         the_plan_says_where_it_runs,
+        ranks_of_two_hosts_move_bytes_while_they_compute,
     ],
     2,
     group_timeout=77.0,

@@ -74,17 +74,20 @@ def test_a_plan_warns_of_what_the_program_shows() -> None:
         ("nccl", 1, None, "0 (by default on one rank)", False),
         ("nccl", 4, 0, "0", False),
         ("gloo", 4, 1, "1", True),
+        ("gloo", 4, None, "1 (by default on gloo between 2 hosts)", True),
     ],
 )
 def test_forward_gathers_ahead_where_something_can_run_beside(
     backend: str, ranks: int, asked: int | None, shown: str, ahead: bool
 ) -> None:
     model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
+    hosts = 2 if "2 hosts" in shown else 1
     plan = graphshard.plan(
         model,
         graphshard.BlockPolicy({nn.Linear}, forward_prefetch=asked),
         world_size=ranks,
         process_group_backend=backend,
+        hosts=hosts,
         example_inputs=(torch.ones(2, 4),),
     )
     assert f", forward_prefetch={shown}\n" in str(plan)
@@ -96,6 +99,7 @@ def test_forward_gathers_ahead_where_something_can_run_beside(
         policy=plan.policy,
         world_size=ranks,
         hardware="h100-sxm" if backend == "nccl" else "cpu-gloo",
+        gpus_per_node=8 if backend == "nccl" else ranks // hosts,
         example_inputs=(torch.ones(2, 4),),
     )
     simulated = [(event.op, event.unit) for event in estimate.program.schedule()]
@@ -105,6 +109,8 @@ def test_forward_gathers_ahead_where_something_can_run_beside(
 def test_an_unknown_process_group_backend_is_refused() -> None:
     with pytest.raises(PolicyError, match='must be "nccl" or "gloo"; got \'mpi\''):
         graphshard.plan(nn.Linear(2, 2), graphshard.SizePolicy(1), process_group_backend="mpi")
+    with pytest.raises(PolicyError, match="got 2 for 'nccl'; give a number of 1 or more"):
+        graphshard.plan(nn.Linear(2, 2), graphshard.SizePolicy(1), hosts=2)
 
 
 def test_impossible_plans_are_refused() -> None:
