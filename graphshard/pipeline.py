@@ -41,7 +41,7 @@ from graphshard.passes.unshard import Unshard
 from graphshard.passes.zero_missing_grads import ZeroMissingGrads
 from graphshard.planning.plan import ShardingPlan
 from graphshard.planning.warnings import subject_of
-from graphshard.policy.base import Policy
+from graphshard.policy.base import Policy, runs_beside_compute
 from graphshard.policy.recompute import RecomputeChoice
 from graphshard.program.pass_protocol import Pass, PassLike, Stage, apply_pass, stages_of
 from graphshard.program.program import Program
@@ -164,7 +164,7 @@ def default_passes(
         SinkWaits(0 if at_once else 1),
         *((PrefetchCopies(backward=policy.backward_prefetch),) if policy.offload else ()),
         InsertFree(),
-        *_by_cost(policy),
+        *_finer(policy, process_group_backend, hosts),
         *((CheckFinite(),) if policy.check_finite else ()),
         *((CudaGraph(),) if policy.cuda_graph else ()),
     )
@@ -185,13 +185,25 @@ def backend_passes(backend: str) -> tuple[Pass, ...]:
     return (FormRegions(),) if backend == "inductor" else ()
 
 
-def _by_cost(policy: Policy) -> tuple[Pass, ...]:
-    """`ReleaseEarly`, and with `schedule="overlap"` the passes that decide by simulation."""
+APART = 4 << 20
+"""Bytes of full tensors from which parameters of a unit, or gradients, are moved apart."""
+
+
+def _finer(policy: Policy, process_group_backend: str, hosts: int) -> tuple[Pass, ...]:
+    """What moves apart and is released early; with `schedule="overlap"` decided by simulation too.
+
+    Where collectives run beside compute, parameters of a unit between whose uses other units run
+    are moved apart. That depends on no sizes of inputs and on no times, so ranks agree on it.
+    """
+    apart: tuple[Pass, ...] = ()
+    if runs_beside_compute(process_group_backend, hosts):
+        apart = (SplitGathers(apart=0.0, alone=APART), SplitReduces(apart=0.0, alone=APART))
     if policy.schedule != "overlap":
-        return (ReleaseEarly(),)
+        return (*apart, ReleaseEarly())
     hardware = None if policy.hardware is None else Hardware.load(policy.hardware)
     return (
         SetBudget(hardware),
+        *apart,
         SplitGathers(only_if_faster=True),
         SplitGathers(again=True, only_if_faster=True),
         SplitReduces(only_if_faster=True),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
@@ -65,13 +66,16 @@ class SplitGathers(Candidate):
             PassError: the program has no budget, which names the hardware (see `SetBudget`); or a
                 node still reads the old gather.
         """
-        work = ComputeTimes(program, budget_of(program).hardware)
+        timed = self.apart is None or self.alone is None
+        work = ComputeTimes(program, budget_of(program).hardware if timed else None)
         spans = find_spans(program, plan)
+        split = False
         for wait in list(gather_waits(program)):
             pieces = self._pieces(wait, plan, work, spans)
             if len(pieces) > 1:
                 _Split(self, program, plan, spans, wait).into(pieces)
-        if plan.policy.offloads("params"):
+                split = True
+        if split and plan.policy.offloads("params"):
             note_copies(program, COPIED, params=True)
 
     def _pieces(
@@ -89,7 +93,8 @@ class SplitGathers(Candidate):
 
         def enough(group: Sequence[Use]) -> float:
             if self.apart is not None:
-                return self.apart
+                large = self._worth_a_gather(wait, (index for index, _ in group), work)
+                return self.apart if large else math.inf
             return work.collective_seconds(gather, bytes_moved(wait, (index for index, _ in group)))
 
         def gap(start: int, stop: int) -> float:
@@ -131,11 +136,11 @@ class SplitGathers(Candidate):
         return pieces
 
     def _join_small(self, pieces: list[Piece], wait: fx.Node, work: ComputeTimes) -> list[Piece]:
-        """Join pieces with the same lifetime, and small pieces with one that lives longer."""
+        """Join pieces with the same lifetime, and small pieces with one that is there meanwhile."""
         by_life: dict[tuple[int, int], Piece] = {}
         for piece in sorted(pieces, key=lambda piece: (piece.first, -piece.last)):
             life = piece.first, piece.last
-            longer = [other for other in by_life if other[0] == piece.first]
+            longer = [o for o in by_life if o[0] <= piece.first and piece.last <= o[1]]
             params = [i for p in pieces if (p.first, p.last) == life for i in p.params]
             if life not in by_life and longer and not self._worth_a_gather(wait, params, work):
                 life = longer[-1]

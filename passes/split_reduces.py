@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -34,6 +35,7 @@ class SplitReduces(Candidate):
     """
 
     apart: float | None = None
+    alone: int = 0
 
     def apply(self, program: Program, plan: ShardingPlan) -> None:
         """See `Pass.apply`.
@@ -41,7 +43,8 @@ class SplitReduces(Candidate):
         Raises:
             PassError: the program has no budget, which names the hardware; see `SetBudget`.
         """
-        work = ComputeTimes(program, budget_of(program).hardware)
+        hardware = budget_of(program).hardware if self.apart is None else None
+        work = ComputeTimes(program, hardware)
         _accumulate_early(program, work)
         firsts = [node for node in program.nodes(BACKWARD) if _is_first(node)]
         for reduce in firsts:
@@ -59,11 +62,10 @@ class SplitReduces(Candidate):
         ready = [(work.place[ops.origin(grad)], index) for index, grad in enumerate(operands)]
 
         def enough(group: Sequence[int]) -> float:
+            size = sum(bytes_of(operands[i].meta["val"]) for i in group)
             if self.apart is not None:
-                return self.apart
-            return work.collective_seconds(
-                reduce, sum(bytes_of(operands[i].meta["val"]) for i in group)
-            )
+                return self.apart if size >= self.alone else math.inf
+            return work.collective_seconds(reduce, size)
 
         return clusters(sorted(ready), lambda *between: work.outside_unit(unit, *between), enough)
 

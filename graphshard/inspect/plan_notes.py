@@ -47,12 +47,12 @@ def memory_notes(program: Program) -> Iterator[tuple[str, str]]:
 
 
 def moved_notes(plan: ShardingPlan) -> Iterator[tuple[str, str]]:
-    """Yield notes on a program scheduled by cost, each with its title.
+    """Yield notes on how a program moves parameters and gradients, each with its title.
 
     They name units that are gathered or reduced in parts or together, or that stay unsharded.
     """
     program = plan.program
-    if program is None or program.budget is None:
+    if program is None:
         return
     for is_of_kind, verb in ((ops.is_gather, "gathered"), (ops.is_scatter, "reduced")):
         collectives = [node for node in program.nodes() if is_of_kind(node)]

@@ -293,7 +293,7 @@ def _notes(plan: ShardingPlan) -> Iterator[tuple[str, str]]:
 def _of_program(plan: ShardingPlan, program: Program) -> Iterator[tuple[str, str]]:
     if program.budget is not None:
         yield "schedule", str(program.budget)
-        yield from moved_notes(plan)
+    yield from moved_notes(plan)
     if program.grad:
         yield from memory_notes(program)
     if program.cuda_graphs is not None:

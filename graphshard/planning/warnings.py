@@ -74,8 +74,8 @@ def _large_units(plan: ShardingPlan) -> Iterator[str]:
             yield f"{size}; make units of the modules in it (a finer policy, or a smaller minimum)"
         elif not unit.fqn and _kept_between_phases(plan):
             yield (
-                f"{size}, for the whole step, nearly all of it {largest.fqn}; "
-                "set reshard_root=True to free it between forward and backward"
+                f"{size}, nearly all of it {largest.fqn}; set reshard_root=True to free between "
+                "forward and backward what both read"
             )
 
 

@@ -27,14 +27,14 @@ class ComputeTimes:
 
     Args:
         program: a finished program.
-        hardware: the machine of each rank.
+        hardware: the machine of each rank. None: each operator but a view counts as one second.
     """
 
-    def __init__(self, program: Program, hardware: Hardware) -> None:
+    def __init__(self, program: Program, hardware: Hardware | None) -> None:
         self.program, self.hardware = program, hardware
         nodes = list(program.graph.nodes)
         self.place: Mapping[fx.Node, int] = {node: index for index, node in enumerate(nodes)}
-        seconds = [op_cost(node).seconds(hardware) for node in nodes]
+        seconds = [_seconds(node, hardware) for node in nodes]
         self._upto = [0.0, *accumulate(seconds)]
         # By unit, the places of its nodes, and its seconds before each of them and after the last.
         self._by_unit: dict[str, tuple[list[int], list[float]]] = {}
@@ -53,13 +53,20 @@ class ComputeTimes:
 
     def collective_seconds(self, collective: fx.Node, size: int) -> float:
         """Seconds that `collective` would take to move `size` bytes of full tensors."""
+        assert self.hardware is not None
         shape = shape_of(collective, self.program, self.hardware.gpus_per_node)
         return collective_seconds(ops.OPS[collective.target].moves, size, shape, self.hardware)
 
     def is_latency_bound(self, collective: fx.Node, size: int) -> bool:
         """Whether latency would take over half of the time of a collective of `size` bytes."""
+        assert self.hardware is not None
         shape = shape_of(collective, self.program, self.hardware.gpus_per_node)
         return size < saturating_bytes(shape, self.hardware, share=0.5)
+
+
+def _seconds(node: fx.Node, hardware: Hardware | None) -> float:
+    cost = op_cost(node)
+    return float(cost.moved > 0) if hardware is None else cost.seconds(hardware)
 
 
 def readers_of(

@@ -16,7 +16,8 @@ class Case:
     dim: width of the activations. root: what the model has besides blocks. output: what it returns.
     dtype: of parameters and inputs. autocast: the dtype of forwards under `torch.autocast`, or "".
     policy: fields of the policy as JSON can hold them, with "kind" and the kind's own fields.
-    ranks: number of them. tight: parameters are not padded where another split can help.
+    ranks: number of them. tight: parameters are not padded where another split can help. far: each
+    rank says that it is a host of its own, and what is used far apart is moved apart at any size.
     mesh: shape of the mesh; empty for the default one.
     start: where the weights come from. dynamic: sizes are symbols. check: poison freed memory.
     optimizer: name of the optimizer. local: whether it steps on plain tensors.
@@ -33,6 +34,7 @@ class Case:
     policy: dict[str, Any] = field(default_factory=lambda: {"kind": "block"})
     ranks: int = 2
     tight: bool = False
+    far: bool = False
     mesh: tuple[int, ...] = ()
     start: str = "real"
     dynamic: bool = False

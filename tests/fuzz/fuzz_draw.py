@@ -53,11 +53,11 @@ def _on_ranks(case: Case, seed: int) -> Case:
     On three, `fully_shard` adds up in another order, and mixed precision is compared with it.
     """
     rng = Random(f"ranks {seed}")
-    tight = rng.random() < 0.3
+    case = replace(case, tight=rng.random() < 0.3, far=Random(f"far {seed}").random() < 0.4)
     if seed // 20 % 4 != 3 or case.mixed:
-        return replace(case, tight=tight)
+        return case
     mesh = tuple(3 if ranks == 2 else ranks for ranks in case.mesh)
-    return replace(case, ranks=3, tight=tight, mesh=mesh, dim=rng.choice([case.dim, case.dim + 2]))
+    return replace(case, ranks=3, mesh=mesh, dim=rng.choice([case.dim, case.dim + 2]))
 
 
 def _draw(seed: int) -> Case:

@@ -16,6 +16,7 @@ DROPPABLE = (
     "mesh",
     "ranks",
     "tight",
+    "far",
     "local",
     "root",
     "optimizer",

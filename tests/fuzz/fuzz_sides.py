@@ -7,6 +7,7 @@ A reference is the plain model on each rank's batch, whose gradients are average
 from __future__ import annotations
 
 import contextlib
+import os
 import re
 from collections.abc import Iterator
 from dataclasses import replace
@@ -24,6 +25,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
 import graphshard
+from graphshard import pipeline
 from graphshard.policy import placement
 
 OPTIMIZERS: dict[str, tuple[type[torch.optim.Optimizer], dict[str, Any]]] = {
@@ -205,8 +207,15 @@ class Sharded(Side):
                 model = model_of(case)
         x, ids = batch(case, 0, dist.get_rank(), (2, 4))
         dynamic = {"x": {0: "batch", 1: "time"}, "ids": {0: "batch", 1: "time"}}
-        allowed = {"MIN_PADDING": 0, "MAX_PADDING": 0.0} if case.tight else {}
-        with mock.patch.multiple(placement, **allowed) if allowed else contextlib.nullcontext():
+        with contextlib.ExitStack() as patches:
+            if case.tight:
+                patches.enter_context(
+                    mock.patch.multiple(placement, MIN_PADDING=0, MAX_PADDING=0.0)
+                )
+            if case.far:
+                host = {"NCCL_HOSTID": f"host{dist.get_rank()}"}
+                patches.enter_context(mock.patch.dict(os.environ, host))
+                patches.enter_context(mock.patch.object(pipeline, "APART", 0))
             self.module: Any = graphshard.compile(
                 model,
                 policy_of(case.policy),

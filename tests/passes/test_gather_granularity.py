@@ -87,7 +87,7 @@ def test_small_parameters_join_what_is_gathered_at_their_place() -> None:
         return events(program, FORWARD, "gather", "free")
 
     assert gathers(SplitGathers(apart=0.0, alone=100)) == (
-        "gather embed+place, gather 0, gather norm, free 0, free norm"
+        "gather embed+place+norm, gather 0, free 0"
     )
     assert gathers(SplitGathers(apart=0.0, alone=0)) == (
         "gather embed, gather place, free place, gather 0, gather norm, free 0, free norm"
