@@ -39,7 +39,7 @@ SMOKE = [
     (f"{FOLDER}/literature.py mpt-a100-40 ibm-a100-7b", "4 runs"),
     (
         f"{FOLDER}/first_step.py --depths 1 2 --width 32 --ranks 1 --rounds 1",
-        r"^1 +empty +[\d.]+.*\n1 +filled(.*\n)*2 +filled",
+        r"^ +1 +empty +[\d.]+.*\n +1 +filled(.*\n)* +2 +filled",
     ),
     (f"{TORCHRUN} {FOLDER}/zoo.py --only FNet", r"\| FNet \| transformers \| \d+ \| equal \|"),
     (f"{FOLDER}/exits.py --trials 4 --ranks 2", "0 of 4 trials"),
