@@ -185,7 +185,7 @@ def backend_passes(backend: str) -> tuple[Pass, ...]:
     return (FormRegions(),) if backend == "inductor" else ()
 
 
-APART = 4 << 20
+APART = 16 << 20
 """Bytes of full tensors from which parameters of a unit, or gradients, are moved apart."""
 
 
@@ -202,8 +202,8 @@ def _finer(policy: Policy, process_group_backend: str, hosts: int) -> tuple[Pass
         return (*apart, ReleaseEarly())
     hardware = None if policy.hardware is None else Hardware.load(policy.hardware)
     return (
-        SetBudget(hardware),
         *apart,
+        SetBudget(hardware),
         SplitGathers(only_if_faster=True),
         SplitGathers(again=True, only_if_faster=True),
         SplitReduces(only_if_faster=True),

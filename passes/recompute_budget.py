@@ -7,12 +7,13 @@ from collections.abc import Callable, Sequence, Set
 from dataclasses import dataclass, field
 from fractions import Fraction
 from functools import cached_property
-from itertools import pairwise
+from itertools import pairwise, takewhile
 from typing import ClassVar
 
 from torch import fx
 
 from graphshard.errors import PolicyError
+from graphshard.passes.by_cost import Candidate
 from graphshard.passes.recompute import (
     draws_to_repeat,
     recompute_checkpoints,
@@ -34,6 +35,10 @@ from graphshard.recompute.peak import LifetimeChanges, PeakModel, ShardingBytes
 from graphshard.recompute.problem import Frontiers, RegionProblem, forward_cost, region_problems
 from graphshard.recompute.redraw import replay_draws
 from graphshard.recompute.regions import Reads, reads_of_calls
+
+
+def _moves_apart(step: PassLike) -> bool:
+    return isinstance(step, Candidate) and not step.only_if_faster
 
 
 @dataclass(frozen=True)
@@ -61,10 +66,14 @@ class RecomputeToBudget(RehearsingPass):
     name: ClassVar[str] = "recompute"
 
     def rehearsed(self, following: Sequence[PassLike]) -> tuple[PassLike, ...]:
-        """The passes that decide how long parameters and gradients live: up to `Stage.FREED`."""
+        """The passes that decide how long parameters and gradients live.
+
+        Those up to `Stage.FREED`, and those behind them that move parts of a unit apart.
+        """
         for place, step in enumerate(following):
             if Stage.FREED in stages_of(step):
-                return tuple(following[: place + 1])
+                apart = takewhile(_moves_apart, following[place + 1 :])
+                return (*following[: place + 1], *apart)
         return tuple(following)
 
     def apply_before(self, program: Program, plan: ShardingPlan, rest: Sequence[PassLike]) -> None:

@@ -34,8 +34,9 @@ from graphshard.capture.entry import capture
 from graphshard.cost.memory import bytes_held
 from graphshard.cost.streams import COMPUTE
 from graphshard.cost.timeline import Timeline, timeline_of
-from graphshard.passes.insert_free import InsertFree
 from graphshard.passes.prefetch import Prefetch
+from graphshard.passes.split_gathers import SplitGathers
+from graphshard.passes.split_reduces import SplitReduces
 from graphshard.pipeline import default_passes
 from graphshard.planning.plan import ShardingPlan
 from graphshard.planning.planner import make_plan
@@ -247,7 +248,11 @@ def lines(name: str, worlds: list[int], hardware: list[str]) -> Iterator[Line]:
         assign_units(started, plan)
         every = default_passes(plan.policy)
         fsdp2 = started.copy()
-        its_order = [Fsdp2Order() if isinstance(step, Prefetch) else step for step in every]
+        its_order = [
+            Fsdp2Order() if isinstance(step, Prefetch) else step
+            for step in every
+            if not isinstance(step, SplitGathers | SplitReduces)
+        ]
         apply_passes(its_order, fsdp2, plan)
         shared, rest = parts(every)
         apply_passes(shared, started, plan)
@@ -259,7 +264,7 @@ def lines(name: str, worlds: list[int], hardware: list[str]) -> Iterator[Line]:
 
 def parts(passes: tuple[Pass, ...]) -> tuple[tuple[Pass, ...], tuple[Pass, ...]]:
     """The passes that both schedules begin with, and the others."""
-    after = [type(step) for step in passes].index(InsertFree) + 1
+    after = [type(step) for step in passes].index(SplitReduces) + 1
     return passes[:after], passes[after:]
 
 

@@ -22,7 +22,7 @@ class ParamLayout:
     dim: what it is split along: a dim in `world_size` parts, or two dims as (dim, parts), whose
         parts ranks have row by row. A dim of size d in p parts is cut as `torch.chunk` cuts: into
         ceil(d / p) each, fewer or none at the end. A rank stores its part, contiguous, at the
-        begin of memory for a full one.
+        beginning of memory for a full one.
     resident: each rank also keeps the full parameter.
     """
 

@@ -305,7 +305,7 @@ class AllGatherInPlace(AllGather):
         return buffers
 
     def whole(self, index: int, pending: Pending) -> Tensor:
-        """The resident parameter, at the begin of the memory that has the shard."""
+        """The resident parameter, at the beginning of the memory that has the shard."""
         shape = self.operands[index].layout.shape
         return pending.operands[index].as_strided(shape, strides_of(shape), 0)
 

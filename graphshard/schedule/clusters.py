@@ -13,7 +13,7 @@ from graphshard.cost.collective_cost import collective_seconds, saturating_bytes
 from graphshard.cost.op_cost import op_cost
 from graphshard.hardware.hardware import Hardware
 from graphshard.program import ops
-from graphshard.program.aliases import ParameterSource, unpacks, uses_of
+from graphshard.program.aliases import ParameterSource, is_view_op, unpacks, uses_of
 from graphshard.program.program import Program
 from graphshard.program.storages import bytes_of
 
@@ -65,8 +65,9 @@ class ComputeTimes:
 
 
 def _seconds(node: fx.Node, hardware: Hardware | None) -> float:
-    cost = op_cost(node)
-    return float(cost.moved > 0) if hardware is None else cost.seconds(hardware)
+    if hardware is None:
+        return float(ops.is_compute(node) and not is_view_op(node.target))
+    return op_cost(node).seconds(hardware)
 
 
 def readers_of(

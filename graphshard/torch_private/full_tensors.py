@@ -15,7 +15,7 @@ from graphshard.torch_private.compat import group_backend, local_tensor
 def full_tensor(dtensor: Any) -> Tensor:
     """`dtensor.full_tensor()`, which every rank must call.
 
-    torch gathers by a coalesced call. Over Gloo the end of one and the begin of the next may
+    torch gathers by a coalesced call. Over Gloo the end of one and the beginning of the next may
     overwrite memory, so a DTensor with dims that are split once each, by `Shard`, is gathered by
     another one there.
 

@@ -52,6 +52,8 @@ DEFAULT = [
     "prefetch",
     "sink_waits",
     "insert_free",
+    "split_gathers",
+    "split_reduces",
     "release_early",
 ]
 

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Sequence
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -16,7 +18,7 @@ from torch.distributed.tensor import DTensor
 import graphshard
 from examples.benchmarks.live_bytes import LiveBytes
 from examples.gpt import GPT, GPTConfig
-from graphshard import MixedPrecision
+from graphshard import MixedPrecision, pipeline
 from graphshard.passes.merge_gathers import MergeGathers
 from graphshard.passes.overlap import Overlap
 from graphshard.passes.reduce_in_pieces import ReduceInPieces
@@ -141,6 +143,27 @@ def by_cost(rank: int) -> None:
     _require_equal(found, expected, "tied")
 
 
+def by_default_between_hosts(rank: int) -> None:
+    """Each rank says that it is a host of its own; parts of any size are moved apart."""
+    host = {"NCCL_HOSTID": f"host{rank}"}
+    for fields in (
+        {},
+        {"micro": 1, "reshard_root": True},
+        {"strategy": "SHARD_GRAD_OP", "mixed_precision": PRECISION},
+        {"strategy": "SHARD_OPTIMIZER"},
+        {"offload": "params"},
+        {"schedule": "overlap"},
+    ):
+        expected, near = trained(MODELS["untied"], rank, (), **fields)
+        with mock.patch.dict(os.environ, host), mock.patch.object(pipeline, "APART", 0):
+            found, far = trained(MODELS["untied"], rank, (), **fields)
+        _require_equal(found, expected, str(fields))
+        assert far.plan.hosts == 2
+        # ZeRO-1 gathers nothing in a step, and by cost small parts are gathered together again.
+        if "schedule" not in fields and fields.get("strategy") != "SHARD_OPTIMIZER":
+            assert collectives(far) > collectives(near), fields
+
+
 WIDE = GPTConfig(vocab=4001, layers=2, heads=2, width=32, dropout=0.0, tied=False)
 
 
@@ -164,7 +187,14 @@ def held_bytes(rank: int) -> None:
     assert peaks[0] - peaks[1] > 0.8 * table, (peaks, table)
 
 
-CHECKS = [finer_and_coarser, micro_batches_keep, mixed_precision, by_cost, held_bytes]
+CHECKS = [
+    finer_and_coarser,
+    micro_batches_keep,
+    mixed_precision,
+    by_cost,
+    by_default_between_hosts,
+    held_bytes,
+]
 
 test_on_two_ranks = pytest.mark.slow(on_ranks(CHECKS, 2, timeout=300))
 
