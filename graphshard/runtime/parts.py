@@ -1,8 +1,8 @@
 """The parts of a parameter that ranks store, and the parameter that they make up.
 
-A rank's part is contiguous, at the beginning of memory for a full part: parts at the end of a dim may
-be smaller. Behind one another the memories of all ranks are the buffer of a gather. Split along dim
-0 the parameter is a prefix of it; otherwise parts are copied between the two.
+A rank's part is contiguous, at the beginning of memory for a full part: parts at the end of a dim
+may be smaller. Behind one another the memories of all ranks are the buffer of a gather. Split along
+dim 0 the parameter is a prefix of it; otherwise parts are copied between the two.
 """
 
 from __future__ import annotations
