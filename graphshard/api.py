@@ -23,7 +23,7 @@ from graphshard.module.sharded_module import ShardedModule
 from graphshard.module.sharded_tree import TreeModule
 from graphshard.pipeline import (
     backend_passes,
-    default_passes,
+    passes_of,
     run_passes,
     with_capture_warnings,
 )
@@ -173,7 +173,7 @@ def compile(  # noqa: A001  # as torch.compile
         with agreement.part() as part:
             part.flag = True  # this rank came with a model of its own, as none that rebinds does
             every = (
-                *default_passes(policy, plan.process_group_backend, plan.hosts),
+                *passes_of(plan),
                 *passes,
                 *backend_passes(backend),
             )
@@ -240,16 +240,18 @@ def plan(
         raise PolicyError(
             f'process_group_backend must be "nccl" or "gloo"; got {process_group_backend!r}'
         )
-    if not is_int(hosts) or hosts < 1 or (hosts > 1 and process_group_backend != "gloo"):
-        raise PolicyError(
-            f'hosts counts the hosts of ranks that process_group_backend="gloo" connects; got '
-            f"{hosts!r} for {process_group_backend!r}; give a number of 1 or more, or leave it out"
-        )
     device = without_cpu_index(device)
     sizes = Dynamic.of(model, dynamic)
     shape = None if mesh_shape is None else tuple(mesh_shape)
     if world_size is None:
         world_size = torch.Size(shape or (1,)).numel()
+    most = world_size if process_group_backend == "gloo" else 1
+    if not is_int(hosts) or not 1 <= hosts <= most:
+        raise PolicyError(
+            f'hosts counts the hosts of ranks that process_group_backend="gloo" connects; got '
+            f"{hosts!r} for {world_size} ranks by {process_group_backend!r}; give 1 to {most}, or "
+            "leave it out"
+        )
     progress = progress or Progress()
     if isinstance(policy, AutoPolicy):
         tuned_plan = search_plan(
@@ -410,9 +412,7 @@ def with_program(
     sharding_plan = with_capture_warnings(sharding_plan, program)
     program.stale = sharding_plan.stale_after_step
     every = (
-        *default_passes(
-            sharding_plan.policy, sharding_plan.process_group_backend, sharding_plan.hosts
-        ),
+        *passes_of(sharding_plan),
         *passes,
         *backend_passes(sharding_plan.backend),
     )

@@ -170,6 +170,11 @@ def default_passes(
     )
 
 
+def passes_of(plan: ShardingPlan) -> tuple[Pass, ...]:
+    """The default passes for the policy of a plan, and for the ranks that it was made for."""
+    return default_passes(plan.policy, plan.process_group_backend, plan.hosts)
+
+
 BACKENDS = ("eager", "inductor")
 """The backends that can run a program's compute."""
 
@@ -197,7 +202,12 @@ def _finer(policy: Policy, process_group_backend: str, hosts: int) -> tuple[Pass
     """
     apart: tuple[Pass, ...] = ()
     if runs_beside_compute(process_group_backend, hosts):
-        apart = (SplitGathers(apart=0.0, alone=APART), SplitReduces(apart=0.0, alone=APART))
+        forward = policy.forward_units_ahead(process_group_backend, hosts)
+        backward = 1 if policy.backward_prefetch == "pre" else 0
+        apart = (
+            SplitGathers(apart=0.0, alone=APART, forward=forward, backward=backward),
+            SplitReduces(apart=0.0, alone=APART),
+        )
     if policy.schedule != "overlap":
         return (*apart, ReleaseEarly())
     hardware = None if policy.hardware is None else Hardware.load(policy.hardware)

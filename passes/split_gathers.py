@@ -53,11 +53,14 @@ class SplitGathers(Candidate):
         apart: seconds of other units' compute that make two uses far apart. None: see above.
         alone: bytes from which parameters are worth a gather of their own. None: the bytes at which
             half of the gather's time is latency.
+        forward, backward: the steps ahead that a later gather is issued in each phase.
     """
 
     again: bool = False
     apart: float | None = None
     alone: int | None = None
+    forward: int = 1
+    backward: int = 1
 
     def apply(self, program: Program, plan: ShardingPlan) -> None:
         """See `Pass.apply`.
@@ -200,7 +203,7 @@ class _Split:
             self.program,
             self.wait,
             sorted(piece.params),
-            issued=gather if not piece.first else self._step_before(readers[0]),
+            issued=gather if not piece.first else self._ahead_of(readers[0]),
             waited=readers[0],
             phase=phase,
         )
@@ -222,9 +225,9 @@ class _Split:
             if source.param in names and source.node.args and source.node.args[0] is self.wait
         }
 
-    def _step_before(self, reader: fx.Node) -> fx.Node:
-        """The first node of the step before `reader`, whose compute hides a gather issued there."""
-        place = self.spans.position
-        steps = self.spans.steps(reader.meta["phase"])
-        earlier = [step for step in steps if place[step] < place[reader]]
-        return earlier[-1] if earlier else reader
+    def _ahead_of(self, reader: fx.Node) -> fx.Node:
+        """The first node of a step before `reader`, whose compute hides a gather issued there."""
+        place, phase = self.spans.position, reader.meta["phase"]
+        ahead = self.owner.forward if phase == FORWARD else self.owner.backward
+        earlier = [step for step in self.spans.steps(phase) if place[step] < place[reader]]
+        return [reader, *reversed(earlier)][min(ahead, len(earlier))]

@@ -21,7 +21,7 @@ from examples.benchmarks import literature_models as models
 from graphshard.capture.entry import capture
 from graphshard.hardware.hardware import Hardware
 from graphshard.passes.accumulate import GRADIENT
-from graphshard.pipeline import backend_passes, default_passes, run_passes
+from graphshard.pipeline import backend_passes, passes_of, run_passes
 from graphshard.planning.plan import ShardingPlan
 from graphshard.program.program import Program
 from graphshard.runtime.accumulated import REDUCED, Mode, passes_for
@@ -190,7 +190,7 @@ def plans_of(run: Run, captured: Captured) -> list[tuple[int, ShardingPlan]]:
         mesh_shape=run.mesh,
         backend=backend,
     )
-    passes = (*default_passes(plan.policy, plan.process_group_backend), *backend_passes(backend))
+    passes = (*passes_of(plan), *backend_passes(backend))
     modes: list[tuple[int, Mode]] = [(run.accumulation, REDUCED)]
     if run.no_sync:
         names = tuple(param.fqn for param in captured.program.params)

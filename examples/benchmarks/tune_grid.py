@@ -34,7 +34,7 @@ from examples.gpt import GPT, GPTConfig
 from graphshard import AutoPolicy, BlockPolicy, MixedPrecision, SizePolicy
 from graphshard.errors import GraphshardError
 from graphshard.format import human_bytes
-from graphshard.pipeline import default_passes
+from graphshard.pipeline import passes_of
 from graphshard.policy.base import Policy
 from graphshard.policy.tree import ModuleTree
 from graphshard.tune.blocks import Blocks
@@ -180,7 +180,7 @@ class Grid:
         try:
             plan = self.simulator.plan_of(policy)
             captured = self.simulator.captures.of(plan)
-            passes = default_passes(policy, plan.process_group_backend)
+            passes = passes_of(plan)
             units = plan.units, plan.recomputed, plan.ignored
             key = (id(captured), units, passes, policy.memory_budget)
             if key not in self._by_plan:

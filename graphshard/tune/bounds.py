@@ -30,7 +30,7 @@ from graphshard.cost.streams import copy_seconds
 from graphshard.errors import CaptureError, PassError, PlanError, PolicyError
 from graphshard.hardware.hardware import Hardware
 from graphshard.passes.offload_activations import ON_CUDA
-from graphshard.pipeline import default_passes
+from graphshard.pipeline import passes_of
 from graphshard.planning.plan import ShardingPlan
 from graphshard.program import ops
 from graphshard.program.aliases import alias_inputs, cast_dtype
@@ -205,7 +205,7 @@ class Bounds:
             plan = simulator.plan(Candidate(replace(group, offload=None)))
             program = captured.copy()
             assign_units(program, plan)
-            first, *following = default_passes(plan.policy, plan.process_group_backend)
+            first, *following = passes_of(plan)
             apply_pass(first, program, plan, following)
             self._needs[key] = _needs_of(program, self._hardware)
         return self._needs[key]

@@ -15,7 +15,7 @@ from graphshard.cost.estimate import Estimate, estimate_of
 from graphshard.errors import CaptureError, PassError, PlanError, PolicyError
 from graphshard.passes.prefetch import Prefetch
 from graphshard.passes.recompute_budget import RecomputeToBudget
-from graphshard.pipeline import default_passes
+from graphshard.pipeline import passes_of
 from graphshard.planning.plan import ShardingPlan
 from graphshard.planning.planner import make_plan
 from graphshard.policy.base import Policy
@@ -97,7 +97,7 @@ class Simulator:
         try:
             plan = self.plan(candidate)
             captured = self.captures.of(plan)
-            passes = default_passes(plan.policy, plan.process_group_backend)
+            passes = passes_of(plan)
             key: tuple[Any, ...] = (
                 id(captured),
                 plan.units,
@@ -159,16 +159,16 @@ class Simulator:
         for size in mesh:
             ranks *= size
         plan = make_plan(self.model, policy, world_size=ranks, mesh_shape=mesh)
-        backend = self.space.hardware.process_group_backend if ranks > 1 else "none"
-        return replace(plan, process_group_backend=backend)
+        hardware = self.space.hardware
+        backend = hardware.process_group_backend if ranks > 1 else "none"
+        hosts = hardware.nodes(ranks) if backend == "gloo" else 1
+        return replace(plan, process_group_backend=backend, hosts=hosts)
 
     def estimate(
         self, plan: ShardingPlan, captured: Program, passes: Sequence[PassLike] | None = None
     ) -> Estimate:
         """Rewrite a copy of `captured` for `plan` and simulate it."""
-        passes = (
-            default_passes(plan.policy, plan.process_group_backend) if passes is None else passes
-        )
+        passes = passes_of(plan) if passes is None else passes
         self.simulated += 1
         program = self._rewrite(plan, captured, passes)
         return estimate_of(

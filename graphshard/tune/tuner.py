@@ -14,7 +14,7 @@ from torch import nn
 from graphshard.cost.estimate import Estimate
 from graphshard.errors import PlanError, PolicyError
 from graphshard.format import human_bytes, human_seconds
-from graphshard.pipeline import default_passes, with_capture_warnings
+from graphshard.pipeline import passes_of, with_capture_warnings
 from graphshard.planning.ignored import ignored_by
 from graphshard.planning.mesh import checked_mesh
 from graphshard.planning.model_checks import check_model, require_module
@@ -154,7 +154,7 @@ def _verify(search: Search, winner: CandidateResult, progress: Stages) -> Estima
         estimate = simulator.estimate(plan, simulator.captures.of(plan))
     plan = with_capture_warnings(estimate.plan, simulator.captures.of(estimate.plan))
     with progress.stage("verify"):
-        passes = default_passes(plan.policy, plan.process_group_backend)
+        passes = passes_of(plan)
         verify(estimate.program, plan, after=passes[-1].name, done=stages_of(*passes))
     return replace(estimate, plan=replace(plan, program=estimate.program))
 

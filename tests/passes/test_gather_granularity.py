@@ -51,6 +51,18 @@ def test_embedding_and_head_are_gathered_and_freed_apart() -> None:
     assert (most_unsharded(program), most_unsharded(plain)) == (2 * 448, 2 * 448 + 2 * 288)
 
 
+@pytest.mark.parametrize(
+    ("ahead", "issued"),
+    [
+        (0, "run layers.2, free 2, gather head, wait"),
+        (2, "gather 1, wait-gather 1, gather head, run"),
+    ],
+)
+def test_a_later_gather_is_issued_as_far_ahead_as_others(ahead: int, issued: str) -> None:
+    program, _ = finer(toys.blocks, SplitGathers(apart=0.0, alone=0, forward=ahead))
+    assert issued in events(program, FORWARD, "gather", "wait-gather", "run", "free")
+
+
 def test_a_tied_parameter_stays_or_is_gathered_again() -> None:
     stays, _ = finer(toys.odd_params, SPLIT)
     assert events(stays, FORWARD, "gather") == "gather embed, gather a, gather b"

@@ -109,7 +109,7 @@ def test_forward_gathers_ahead_where_something_can_run_beside(
 def test_an_unknown_process_group_backend_is_refused() -> None:
     with pytest.raises(PolicyError, match='must be "nccl" or "gloo"; got \'mpi\''):
         graphshard.plan(nn.Linear(2, 2), graphshard.SizePolicy(1), process_group_backend="mpi")
-    with pytest.raises(PolicyError, match="got 2 for 'nccl'; give a number of 1 or more"):
+    with pytest.raises(PolicyError, match="got 2 for 1 ranks by 'nccl'; give 1 to 1"):
         graphshard.plan(nn.Linear(2, 2), graphshard.SizePolicy(1), hosts=2)
 
 
