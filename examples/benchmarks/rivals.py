@@ -80,6 +80,7 @@ def parse_args() -> argparse.Namespace:
     parser.add_argument("--scale", type=int, default=1, help="of batches")
     parser.add_argument("--threads", type=int, default=1, help="per rank on a CPU")
     parser.add_argument("--device", choices=["cpu", "cuda"], default="cpu")
+    parser.add_argument("--hardware", metavar="FILE", help="what our overlap is timed on")
     parser.add_argument("--json", type=Path, metavar="FILE", help="write all figures here")
     parser.add_argument("--errors", action="store_true", help="print whole tracebacks")
     parser.add_argument("--fake", type=int, metavar="RANKS", help="memory of one rank of so many")
@@ -166,6 +167,7 @@ class Case:
             units=self.model.blocks,
             dtype=DTYPES[self.dtype],
             batch=data.batch(0, rank),
+            hardware=self.args.hardware,
         )
 
     def _started(self, system: System, setting: Setting, result: Result) -> Trained | None:
