@@ -128,8 +128,8 @@ def compile(  # noqa: A001  # as torch.compile
             sizes = dynamic if dynamic == AUTO else Dynamic.of(model, dynamic)
         agreement.join()
         progress = progress or Progress()
-        agreement.group = group = replace(agreement.group, hosts=number_of_hosts(agreement.group))
-        hybrid = needs_groups(policy)
+        group, hybrid = agreement.group, needs_groups(policy)
+        group.hosts = number_of_hosts(group)
         if isinstance(policy, AutoPolicy):
             found = None
             with agreement.part() as part:

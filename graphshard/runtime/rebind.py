@@ -14,6 +14,7 @@ from graphshard.errors import PolicyError, RuntimeStateError
 from graphshard.program import ops
 from graphshard.runtime.agreement import Agreement
 from graphshard.runtime.group import Group, meeting_group, with_mesh
+from graphshard.runtime.hosts import number_of_hosts
 from graphshard.runtime.lowered import Bindings
 from graphshard.torch_private import compat as torch_compat
 
@@ -54,6 +55,7 @@ def rebind(bindings: Bindings, mesh: DeviceMesh | None) -> None:
                     "module again, or use a policy with cuda_graph=False"
                 )
         agreement.join()
+        agreement.group.hosts = number_of_hosts(agreement.group)
         with agreement.part() as part:
             _require_same_ranks(group, agreement.group, mesh)
             part.same += plan.lines()
@@ -79,7 +81,7 @@ def _require_same_ranks(old: Group, new: Group, mesh: DeviceMesh | None) -> None
     """Check that the new group has the ranks and the backend of the old one.
 
     Raises:
-        PolicyError: it has not.
+        PolicyError: it has not, or the ranks share one host now and did not, or the reverse.
     """
     if mesh is not None and mesh != old.mesh:
         raise PolicyError(
@@ -95,6 +97,11 @@ def _require_same_ranks(old: Group, new: Group, mesh: DeviceMesh | None) -> None
         raise PolicyError(
             f"the programs were made for the backend {old.backend!r}; the new groups have "
             f"{new.backend!r}; make them with the old backend, or compile again"
+        )
+    if (new.hosts > 1) != (old.hosts > 1):
+        raise PolicyError(
+            f"the programs were made for ranks of {old.hosts} host(s), now they are on "
+            f"{new.hosts}; between hosts gathers are issued ahead, so compile again"
         )
 
 
