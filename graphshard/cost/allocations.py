@@ -122,7 +122,7 @@ def requests_of(
         for layout in trained:
             size = unpadded_bytes(layout)
             states += _several(cost.states, size, OPTIMIZER, layout.fqn)
-            temporary += _several(cost.temporary, layout.shard_bytes, OPTIMIZER_STEP, layout.fqn)
+            temporary += _several(cost.temporary, size, OPTIMIZER_STEP, layout.fqn)
     return StepRequests(
         tuple(_held(program, plan, layouts)),
         tuple(events),
@@ -135,8 +135,11 @@ def requests_of(
 
 def lives_of(program: Program, storages: Iterable[Storage]) -> Iterator[Life]:
     """What graphshard's runtime allocates for `storages`, which are those of `program`."""
+    storages = list(storages)
+    becomes = {node: storage for storage in storages for node in storage.in_place}
     for storage in storages:
-        yield from lives(storage, COMPUTE)
+        result = becomes.get(storage.node)
+        yield from lives(storage, COMPUTE, result.dies if result else None)
     yield from temporaries(program)
 
 
@@ -176,8 +179,10 @@ def _several(times: float, size: int, category: str, name: str) -> list[Request]
 
 
 def _pieces(storage: Storage) -> tuple[int, ...]:
-    """The bytes of each tensor of `storage`."""
+    """The bytes of each tensor of `storage` that is allocated for it."""
     pieces = tuple(size for size in storage.pieces if size)
+    if storage.in_place:
+        return pieces
     return pieces if sum(pieces) == storage.size else (storage.size,)
 
 

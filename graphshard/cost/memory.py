@@ -24,7 +24,7 @@ from graphshard.errors import CostError
 from graphshard.planning.layout import ParamLayout
 from graphshard.planning.plan import ShardingPlan
 from graphshard.program import ops, packing
-from graphshard.program.aliases import unpacks, uses_of
+from graphshard.program.aliases import storage_root, unpacks, uses_of
 from graphshard.program.annotations import Budget
 from graphshard.program.collective import Collective, operands_of, wait_of
 from graphshard.program.owned import reduced_in_place
@@ -117,6 +117,7 @@ class _StorageFactory:
         ends: Iterable[fx.Node],
         over: int = 0,
         pieces: Iterable[int] = (),
+        in_place: Iterable[fx.Node] = (),
     ) -> Storage:
         first = node if first is ... else first
         last = list(ends)
@@ -133,6 +134,7 @@ class _StorageFactory:
             ends=last,
             over=over,
             pieces=tuple(pieces),
+            in_place=tuple(in_place),
         )
 
 
@@ -167,7 +169,9 @@ def _reduce_storages(
     exchanged = scattered and backend == "gloo" and ranks > 2
     result_bytes = sum(map(bytes_of, results))
     own = reduced_in_place(node, backend) if ranks > 1 else frozenset(range(len(results)))
-    pieces = _result_pieces(results, own, packing.REDUCE_BELOW[backend] if scattered else None)
+    taken = _taken(node, own) if ranks > 1 else {}
+    below = packing.REDUCE_BELOW[backend] if scattered else None
+    pieces = _result_pieces(results, own, taken, below)
     first, late = node, 0
     if scattered:
         copies, padding = _send_bytes(node, results, ranks, backend)
@@ -198,7 +202,31 @@ def _reduce_storages(
     stays = any(user in returned for user in unpacked)
     ends = [] if stays else uses_of(*unpacked) or [wait]
     kind = SHARD_GRADIENTS if stays else BUFFERS
-    yield new_storage(node, result_bytes, kind, first=first, late=late, ends=ends, pieces=pieces)
+    yield new_storage(
+        node,
+        result_bytes,
+        kind,
+        first=first,
+        late=late,
+        ends=ends,
+        pieces=pieces,
+        in_place=taken.values(),
+    )
+
+
+def _taken(reduce: fx.Node, own: Collection[int]) -> dict[int, fx.Node]:
+    """By the place of an operand that is reduced where it lies, the node that allocates it.
+
+    An earlier reduce allocates all its results at once, so these are taken together or not at all.
+    """
+    roots = {index: storage_root(operands_of(reduce)[index]) for index in sorted(own)}
+    taken = {}
+    for index, root in roots.items():
+        if not ops.is_unpack(root):
+            taken[index] = root
+        elif set(unpacks(earlier := ops.collective_of(root))) <= set(roots.values()):
+            taken[index] = earlier
+    return taken
 
 
 def _send_bytes(
@@ -234,9 +262,12 @@ def _messages(tensors: list[torch.Tensor], below: int) -> list[list[int]]:
 
 
 def _result_pieces(
-    results: list[torch.Tensor], own: Collection[int], below: int | None
+    results: list[torch.Tensor],
+    own: Collection[int],
+    taken: Collection[int],
+    below: int | None,
 ) -> list[int]:
-    """The bytes of each tensor that a reduce returns its results in.
+    """The bytes of each new tensor that a reduce returns its results in; `taken` ones are not new.
 
     Those of a packed message stay parts of it. `below` is the limit of packing; None for an
     all_reduce, which packs all that are not its `own`.
@@ -248,7 +279,7 @@ def _result_pieces(
         copied = [index for index in range(len(results)) if index not in own]
         messages = [[i for i in copied if dtypes[i] is dtype] for dtype in dict.fromkeys(dtypes)]
     packed = {index for message in messages for index in message}
-    alone = [size for index, size in enumerate(sizes) if index not in packed]
+    alone = [size for i, size in enumerate(sizes) if i not in packed and i not in taken]
     return alone + [sum(sizes[index] for index in message) for message in messages if message]
 
 

@@ -148,6 +148,8 @@ class Storage:
     one; computed in forward and used in backward; computed again in backward; copied from the host
     to the device; a full gradient to reduce; returned by the step; or none of these. part: the
     index among several results of `node`. pieces: bytes of the tensors, if they are several.
+    in_place: nodes whose allocations are part of it, since a collective writes into them; `pieces`
+    has the rest.
 
     In another order of the same nodes it is born `late` places after `first` (the beginning of the
     step if None), and dies `over` places after the last of `ends`. Without `ends` it outlives the
@@ -165,6 +167,7 @@ class Storage:
     ends: list[fx.Node] = field(default_factory=list)
     over: int = 0
     pieces: tuple[int, ...] = ()
+    in_place: tuple[fx.Node, ...] = ()
 
     @property
     def unit(self) -> str:
