@@ -9,15 +9,15 @@ from typing import TYPE_CHECKING, Any
 from torch import Tensor, nn
 
 from graphshard.errors import RuntimeStateError
+from graphshard.module.clip import GradNorm
 from graphshard.module.on_all_ranks import on_all_ranks
+from graphshard.module.originals import require_shards
+from graphshard.module.param_groups import Rule, parameter_groups
 from graphshard.module.sharded_tree import TreeModule
 from graphshard.passes.accumulate import GRADIENT, SHARD
 from graphshard.runtime.agreement import listed
 from graphshard.runtime.rebind import rebind
-from graphshard.training.clip import GradNorm
-from graphshard.training.local_steps import AnyOptimizer, require_elementwise, step_locally
-from graphshard.training.originals import require_shards
-from graphshard.training.param_groups import Rule, parameter_groups
+from graphshard.state.local_steps import AnyOptimizer, require_elementwise, step_locally
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
@@ -191,7 +191,7 @@ class TrainingMethods(TreeModule):
         `kind(sharded.parameter_groups(rule), **options)` in every respect, its values to the bit,
         but for the time of a step: an operator on a DTensor costs tens of microseconds of the host,
         and inside of `step` there is none. Groups and `state_dict()` hold DTensors; in
-        `optimizer.state` are this rank's parts of them. See `graphshard.training.local_steps`.
+        `optimizer.state` are this rank's parts of them. See `graphshard.state.local_steps`.
 
             optim = sharded.optimizer(torch.optim.AdamW, lr=3e-4, fused=True)
 

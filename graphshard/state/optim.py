@@ -17,6 +17,7 @@ from torch.distributed.tensor import DTensor
 
 from graphshard.errors import CheckpointError
 from graphshard.runtime.lowered import Bindings
+from graphshard.state.local_steps import state_of
 from graphshard.state.optim_copies import copies_of_state, require_same_copies
 from graphshard.state.state_tensors import (
     Keeper,
@@ -26,7 +27,6 @@ from graphshard.state.state_tensors import (
     local_of,
     state_tensors_of,
 )
-from graphshard.training.local_steps import state_of
 
 KINDS = ("sharded", "full", "local")
 
