@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import partial
 from types import FunctionType
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
@@ -15,11 +15,14 @@ from torch.utils._pytree import tree_leaves, tree_map_only
 from graphshard.capture.traced_module import MAIN_ENTRY, EntryPoint
 from graphshard.errors import CaptureError, ModelChangeError, PolicyError, RuntimeStateError
 from graphshard.module.gathered import Gathered
+from graphshard.module.on_all_ranks import on_all_ranks
 from graphshard.module.setters import run_setter
 from graphshard.module.sharded_tree import TreeModule
 from graphshard.policy.fields import is_int
 from graphshard.policy.strategy import Strategy
-from graphshard.runtime.agreement import call_text
+
+if TYPE_CHECKING:
+    from graphshard.module.internals import _State
 
 _GENERATES = "prepare_inputs_for_generation"
 """A class with this method has `generate` from transformers, or from peft over such a model: a loop
@@ -29,7 +32,7 @@ that values end, and never one graph."""
 class CallMethods(TreeModule):
     """Calls of the model, of its parts and of its methods."""
 
-    _graphshard: Any
+    _graphshard: _State
 
     def submodule_forward(self, fqn: str, *args: Any, **kwargs: Any) -> Any:
         """Call the module `fqn` of the model by itself, as a program of its own.
@@ -117,6 +120,7 @@ class CallMethods(TreeModule):
             finally:
                 del error  # which would refer to itself by this function, and keep the module
 
+    @on_all_ranks("name")
     def run_eagerly(self, name: str, /, *args: Any, **kwargs: Any) -> Any:
         """Call a method of the model as it is, operator by operator, on gathered parameters.
 
@@ -142,7 +146,7 @@ class CallMethods(TreeModule):
             CollectiveError: a rank makes another call, or the method failed on another rank.
         """
         entry = EntryPoint.of_method(name)
-        with self._gathered(f"run_eagerly({name!r})", None) as model:
+        with self._gathered(None) as model:
             try:
                 method = getattr(model.get_submodule(entry.module), entry.method)
             except AttributeError:
@@ -162,6 +166,7 @@ class CallMethods(TreeModule):
         return result
 
     @contextmanager
+    @on_all_ranks("max_bytes")
     def gathered(self, *, max_bytes: int | None = None) -> Iterator[nn.Module]:
         """The plain model on gathered parameters, for any number of calls as they are.
 
@@ -187,30 +192,28 @@ class CallMethods(TreeModule):
                 would be lost.
             CollectiveError: a rank makes another call, or failed inside.
         """
-        text = call_text(CallMethods.gathered, max_bytes=max_bytes)
-        with self._gathered(text, max_bytes) as model:
+        with self._gathered(max_bytes) as model:
             yield model
 
     @contextmanager
-    def _gathered(self, text: str, max_bytes: int | None) -> Iterator[nn.Module]:
+    def _gathered(self, max_bytes: int | None) -> Iterator[nn.Module]:
         state = self._graphshard
         agreement = state.bindings.agreement
-        with agreement.call(text):
-            with agreement.part() as part:
-                if max_bytes is not None and not is_int(max_bytes):
-                    raise PolicyError(
-                        f"gathered: max_bytes must be a number of bytes or None; got {max_bytes!r}"
-                    )
-                self._refuse_unsharded()
-                state.require_values(self)
-                loans = Gathered(self, state, max_bytes)
-                part.same += loans.lines
-            state.ready, state.lent = False, True
-            try:
-                with loans.lent(partial(agreement.part, text=text)) as model:
-                    yield model
-            finally:
-                state.ready, state.lent = True, False
+        with agreement.part() as part:
+            if max_bytes is not None and not is_int(max_bytes):
+                raise PolicyError(
+                    f"gathered: max_bytes must be a number of bytes or None; got {max_bytes!r}"
+                )
+            self._refuse_unsharded()
+            state.require_values(self)
+            loans = Gathered(self, state, max_bytes)
+            part.same += loans.lines
+        state.ready, state.lent = False, True
+        try:
+            with loans.lent(agreement.part) as model:
+                yield model
+        finally:
+            state.ready, state.lent = True, False
 
     def _refuse_unsharded(self) -> None:
         self._graphshard.refuse_lent()

@@ -10,9 +10,9 @@ from graphshard.capture.traced_module import EntryPoint
 from graphshard.errors import RuntimeStateError
 from graphshard.module.meta_init import initialize
 from graphshard.module.programs import Programs
+from graphshard.module.unsharded import Unsharded
 from graphshard.runtime.lowered import Bindings
 from graphshard.runtime.shards import distinct
-from graphshard.training.unsharded import Unsharded
 
 
 class _State:

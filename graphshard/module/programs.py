@@ -7,7 +7,7 @@ import warnings
 import weakref
 from collections.abc import Sequence
 from dataclasses import replace
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -117,6 +117,40 @@ _STALE = "parameters changed since they were gathered"
 _TRAINED = "trainable parameters"
 
 
+class CaptureKey(NamedTuple):
+    """What a capture of a call depends on.
+
+    signature: the shapes, dtypes and flags of its tensors, and its other arguments.
+    training: the `training` flag of every module.
+    grad: whether gradients are on.
+    autocast: the dtype of `torch.autocast`, if it is on.
+    settings: see `_settings`.
+    trained: of each parameter, whether it requires gradients.
+    entry: the method called.
+    """
+
+    signature: tuple[Any, ...]
+    training: tuple[bool, ...]
+    grad: bool
+    autocast: torch.dtype | None
+    settings: tuple[Any, ...]
+    trained: tuple[bool, ...]
+    entry: EntryPoint
+
+
+class CallKey(NamedTuple):
+    """What the program of a call is found by; the programs of one capture differ in the rest.
+
+    capture: what its capture is found by.
+    stale: of each parameter that is kept whole, whether it changed since it was gathered.
+    mode: which gradients are accumulated, and which reduced.
+    """
+
+    capture: CaptureKey
+    stale: tuple[bool, ...]
+    mode: Mode
+
+
 class Programs:
     """Captures, rewrites and keeps a program for each signature.
 
@@ -146,11 +180,13 @@ class Programs:
         self.passes = tuple(passes)
         self.sizes = CallSizes(meta_model, dynamic)
         self.plan = bindings.plan
-        self.steps: dict[Any, Step] = {}
-        self._recent: list[tuple[Any, Step]] = []  # by signature, of fixed sizes, the latest first
+        self.steps: dict[tuple[CallKey, int], Step] = {}  # the number is that of the capture
+        self._recent: list[tuple[CallKey, Step]] = []  # of fixed sizes, the latest first
         self._calls = FlatCalls()
-        self._captures: dict[Any, list[Capture]] = {}  # several for symbolic sizes that differ
-        self._fixed: dict[Any, set[str]] = {}  # names of sizes that were fixed for some calls
+        # Several for symbolic sizes that differ.
+        self._captures: dict[CaptureKey, list[Capture]] = {}
+        # Names of sizes that were fixed for some calls.
+        self._fixed: dict[CaptureKey, set[str]] = {}
         self._entry = MAIN_ENTRY  # of the call at hand
         self._described: list[dict[str, str]] = []
         self._noted: set[type] = set()  # classes of inputs that a warning told of
@@ -238,9 +274,10 @@ class Programs:
                 names = self._names(tensors, structure)
                 called = self._key(tensors, structure, names)
                 key, index = self._find(called, tensors, structure, names)
+        step = None
         if index is not None:
             key = self._without_unread(key, index)
-        step = self.steps.get((key, index))
+            step = self.steps.get((key, index))
         if step is None:
             require_values_of(tensors, structure)
             described = _description(tensors, structure, key)
@@ -256,34 +293,34 @@ class Programs:
             self._recent = [(called, step), *self._recent[: RECENT - 1]]
         return step
 
-    def _recent_step(self, called: tuple[Any, ...]) -> Step | None:
-        """The program of a recent call with the signature `called`, if Python state is the same."""
+    def _recent_step(self, called: CallKey) -> Step | None:
+        """The program of a recent call with the key `called`, if Python state is the same."""
         if self._watch.changed(self.changes.attributes):
             self._recent = []
             self._holding.clear()
-        for signature, recent in self._recent:  # comparing takes less time than hashing
-            if signature == called:
+        for key, recent in self._recent:  # comparing takes less time than hashing
+            if key == called:
                 return recent
         return None
 
     def _find(
         self,
-        key: tuple[Any, ...],
+        key: CallKey,
         tensors: Sequence[Tensor],
         structure: Structure,
         names: Sequence[Names] | None,
-    ) -> tuple[tuple[Any, ...], int | None]:
-        """The signature of a call, and the index of the capture that fits its sizes, if any.
+    ) -> tuple[CallKey, int | None]:
+        """The key of a call, and the index of the capture that fits its sizes, if any.
 
-        The signature differs from `key` if some of the sizes in `names` are fixed for this call.
+        The key differs from `key` if some of the sizes in `names` are fixed for this call.
         """
-        for index, captured in enumerate(self._captures.get(key[:-1], ())):
+        for index, captured in enumerate(self._captures.get(key.capture, ())):
             sizes = captured.program.sizes
             admits = sizes is None or sizes.admits(sizes.values(tensors))
             if admits and self._holds(captured):
                 return key, index
-        if names is not None and key[:-1] in self._fixed:
-            fewer = drop_names(names, self._fixed[key[:-1]])
+        if names is not None and key.capture in self._fixed:
+            fewer = drop_names(names, self._fixed[key.capture])
             other = self._key(tensors, structure, fewer)
             other, other_index = self._find(other, tensors, structure, fewer)
             if other_index is not None:
@@ -298,15 +335,14 @@ class Programs:
             self._holding.add(id(captured))
         return True
 
-    def _without_unread(self, key: tuple[Any, ...], index: int) -> tuple[Any, ...]:
+    def _without_unread(self, key: CallKey, index: int) -> CallKey:
         """`key` without the stale parameters that capture `index` of it does not read."""
-        are_stale, mode = key[-1]
-        if not any(are_stale):
+        if not any(key.stale):
             return key
-        params = self._captures[key[:-1]][index].program.params
+        params = self._captures[key.capture][index].program.params
         read = {param.fqn for param in params if param.node.users}
-        pairs = zip(self._resident.shards, are_stale, strict=True)
-        return *key[:-1], (tuple([stale and s.layout.fqn in read for s, stale in pairs]), mode)
+        pairs = zip(self._resident.shards, key.stale, strict=True)
+        return key._replace(stale=tuple([stale and s.layout.fqn in read for s, stale in pairs]))
 
     def _real(self, tensor: Tensor) -> Tensor:
         device = self.bindings.group.device
@@ -319,7 +355,7 @@ class Programs:
 
     def _key(
         self, tensors: Sequence[Tensor], structure: Structure, names: Sequence[Names] | None
-    ) -> tuple[Any, ...]:
+    ) -> CallKey:
         if self._training[0] != self.changes.version:
             root = self._root()
             assert root is not None  # it makes this call
@@ -329,19 +365,21 @@ class Programs:
             self._by_identity[method] = CodeWalk.of(self.meta_model, method).compares_identity
         device = self.bindings.group.device.type
         autocast = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else None
-        return (
-            signature_of_parts(tensors, structure, names, by_identity=self._by_identity[method]),
-            self._training[1],
-            torch.is_grad_enabled(),
-            autocast,
-            _settings(),
-            tuple([shard.param.requires_grad for shard in self._shards]),
-            self._entry,
-            # The last entry tells apart programs of one capture.
-            (
-                self._resident.stale,
-                self.bindings.accumulated.mode() if torch.is_grad_enabled() else REDUCED,
+        grad = torch.is_grad_enabled()
+        return CallKey(
+            CaptureKey(
+                signature_of_parts(
+                    tensors, structure, names, by_identity=self._by_identity[method]
+                ),
+                self._training[1],
+                grad,
+                autocast,
+                _settings(),
+                tuple([shard.param.requires_grad for shard in self._shards]),
+                self._entry,
             ),
+            self._resident.stale,
+            self.bindings.accumulated.mode() if grad else REDUCED,
         )
 
     def _trace(
@@ -352,7 +390,7 @@ class Programs:
         described: dict[str, str],
         progress: Stages | None,
         notes: tuple[str, ...] = (),
-    ) -> tuple[tuple[Any, ...], int]:
+    ) -> tuple[CallKey, int]:
         """Capture a call; returns the same as `_find`."""
         if torch_trace.inside_compiled_function():
             raise RuntimeStateError(
@@ -361,7 +399,7 @@ class Programs:
                 'graphshard.compile(..., backend="inductor")'
             )
         key = self._key(tensors, structure, names)
-        captures = self._captures.get(key[:-1], [])
+        captures = self._captures.get(key.capture, [])
         for captured in captures[-1:]:
             sizes = captured.program.sizes
             described[_STATE] = captured.guards.broken()
@@ -377,7 +415,7 @@ class Programs:
             unwanted = self.sizes.fix(error, *call, captured=bool(captures))
             if not unwanted:
                 raise
-            self._fixed.setdefault(key[:-1], set()).update(unwanted)
+            self._fixed.setdefault(key.capture, set()).update(unwanted)
             if self.sizes.dynamic == AUTO:
                 notes += (f'dynamic="auto" fixes {" and ".join(sorted(unwanted))}: {error}',)
                 self._log(notes[-1])
@@ -393,7 +431,7 @@ class Programs:
         captured.program.notes += notes
         self._watch.add(captured.guards, [place for place, _ in captured.left])
         self.changes.reads |= {each.identity for each in captured.guards.places}
-        self._captures[key[:-1]] = [*captures, captured]
+        self._captures[key.capture] = [*captures, captured]
         return key, len(captures)
 
     def _settled(self, captured: Capture, *call: Any) -> Capture:
@@ -440,20 +478,17 @@ class Programs:
                 precisions=bindings.plan.precisions,
             )
 
-    def _rewrite(self, key: tuple[Any, ...], index: int, progress: Stages | None) -> Step:
+    def _rewrite(self, key: CallKey, index: int, progress: Stages | None) -> Step:
         """Rewrite a copy of a capture for the parameters to gather and gradients to reduce now."""
         bindings = self.bindings
-        are_stale: tuple[bool, ...]
-        mode: Mode
-        are_stale, mode = key[-1]
-        captured = self._captures[key[:-1]][index]
+        captured = self._captures[key.capture][index]
         captured = replace(captured, program=captured.program.copy())
-        pairs = zip(self._resident.shards, are_stale, strict=True)
+        pairs = zip(self._resident.shards, key.stale, strict=True)
         captured.program.stale = frozenset(s.layout.fqn for s, stale in pairs if stale)
         if self.plan.program is None and self._entry == MAIN_ENTRY:
             plan = with_capture_warnings(bindings.plan, captured.program)
             self.plan = replace(plan, program=captured.program)
-        passes = passes_for(self.passes, mode)
+        passes = passes_for(self.passes, key.mode)
         run_passes(captured.program, bindings.plan, passes, progress=progress or Progress())
         step = Step(captured, captured.program, bindings)
         step.compile(progress)
@@ -539,11 +574,9 @@ def _settings() -> tuple[Any, ...]:
     )
 
 
-def _description(
-    tensors: Sequence[Tensor], structure: Structure, key: tuple[Any, ...]
-) -> dict[str, str]:
-    signature, training, grad, autocast, settings, _, entry, (stale, mode) = key
-    accumulates, *accumulated = mode
+def _description(tensors: Sequence[Tensor], structure: Structure, key: CallKey) -> dict[str, str]:
+    signature, training, grad, autocast, settings, _, entry = key.capture
+    accumulates, *accumulated = key.mode
     paths = structure.paths
     described = {
         path: f"[{', '.join(map(str, shape))}] {str(t.dtype)[6:]}"
@@ -567,7 +600,7 @@ def _description(
         if any(accumulated)
         else "reduced"
     )
-    if stale:
-        described[_STALE] = str(sum(stale))
+    if key.stale:
+        described[_STALE] = str(sum(key.stale))
     described[_OTHERS] = str(hash(signature[1]))
     return described

@@ -26,7 +26,9 @@ from graphshard.module.model_attributes import (
     link,
     warn_of_lost_methods,
 )
+from graphshard.module.originals import watch_originals
 from graphshard.module.programs import Programs
+from graphshard.module.scaler import let_scalers_agree
 from graphshard.module.sharded_tree import build_sharded_tree
 from graphshard.module.state import StateMethods
 from graphshard.module.training import TrainingMethods
@@ -40,8 +42,6 @@ from graphshard.runtime.lowered import Bindings
 from graphshard.runtime.resident import make_shards, watch_state_dicts
 from graphshard.state.load import take_model_values
 from graphshard.torch_private.trace import load_dynamo
-from graphshard.training.originals import watch_originals
-from graphshard.training.scaler import let_scalers_agree
 
 
 class ShardedModule(StateMethods, TrainingMethods, CallMethods):

@@ -15,7 +15,8 @@ from torch import Tensor, nn
 
 from graphshard.errors import CheckpointError, ReplicaWarning, RuntimeStateError
 from graphshard.module.meta_init import initialize
-from graphshard.runtime.agreement import call_text, listed
+from graphshard.module.on_all_ranks import on_all_ranks
+from graphshard.runtime.agreement import listed
 from graphshard.state import load, save
 from graphshard.state.checkpoints import background_group, load_checkpoint, save_checkpoint
 from graphshard.state.matching import KeyRules
@@ -62,6 +63,7 @@ class StateMethods(nn.Module):
 
     # -- the model's state ----------------------------------------------------------------------
 
+    @on_all_ranks("rank0_only", "cpu")
     def full_state_dict(self, *, rank0_only: bool = True, cpu: bool = True) -> dict[str, Tensor]:
         """The whole model's state dict: plain tensors under the model's names, copies of its own.
 
@@ -73,10 +75,9 @@ class StateMethods(nn.Module):
             cpu: on the CPU. (FSDP1 leaves it on the device by default.)
         """
         bindings = self._graphshard.bindings
-        text = call_text(StateMethods.full_state_dict, rank0_only=rank0_only, cpu=cpu)
-        with bindings.agreement.call(text):
-            return save.full_state_dict(self, bindings, rank0_only=rank0_only, cpu=cpu)
+        return save.full_state_dict(self, bindings, rank0_only=rank0_only, cpu=cpu)
 
+    @on_all_ranks("max_bytes", "dtype")
     def iter_full(
         self, *, max_bytes: int | None = None, dtype: torch.dtype | None = None
     ) -> Iterator[tuple[str, Tensor]]:
@@ -99,10 +100,7 @@ class StateMethods(nn.Module):
             CheckpointError: a tensor takes more than `max_bytes`; names it.
             CollectiveError: from the iterator, too: a rank stopped, or died.
         """
-        bindings = self._graphshard.bindings
-        text = call_text(StateMethods.iter_full, max_bytes=max_bytes, dtype=dtype)
-        with bindings.agreement.call(text):
-            return iter_full(self, bindings, text, max_bytes=max_bytes, dtype=dtype)
+        return iter_full(self, self._graphshard.bindings, max_bytes=max_bytes, dtype=dtype)
 
     def local_state_dict(self) -> dict[str, Tensor]:
         """This rank's shards and buffers as plain tensors under the model's names; not copied.
@@ -112,6 +110,7 @@ class StateMethods(nn.Module):
         """
         return save.local_state_dict(self, self._graphshard.bindings)
 
+    @on_all_ranks("strict", "assign")
     def load_state_dict(
         self, state_dict: Mapping[str, Any], strict: bool = True, assign: bool = False
     ) -> Any:
@@ -126,17 +125,15 @@ class StateMethods(nn.Module):
                 of a dtype is not the model's; nothing was changed.
         """
         state = self._graphshard
-        agreement = state.bindings.agreement
-        text = call_text(StateMethods.load_state_dict, strict=strict, assign=assign)
-        with agreement.call(text):
-            local_values = load.load_state_dict(self, state.bindings, state_dict, strict=strict)
-            with agreement.part():
-                result = super().load_state_dict(local_values, strict=strict, assign=assign)
-                for shard in state.shards:
-                    shard.tie()  # `assign` makes a parameter for each name
-                    shard.current()
+        local_values = load.load_state_dict(self, state.bindings, state_dict, strict=strict)
+        with state.bindings.agreement.part():
+            result = super().load_state_dict(local_values, strict=strict, assign=assign)
+            for shard in state.shards:
+                shard.tie()  # `assign` makes a parameter for each name
+                shard.current()
         return result
 
+    @on_all_ranks()
     def load_full_state_dict(self, state_dict: Mapping[str, Any] | None) -> None:
         """Take values from a plain state dict of the whole model.
 
@@ -148,27 +145,25 @@ class StateMethods(nn.Module):
             CheckpointError: a name, a shape or the kind of a dtype does not fit; nothing was
                 changed.
         """
-        state = self._graphshard
-        with state.bindings.agreement.call("load_full_state_dict()"):
-            load.load(
-                self,
-                state.bindings,
-                lambda: load.state_dict_source(state_dict) if state_dict else None,
-            )
-        state.fill_buffers()
+        load.load(
+            self,
+            self._graphshard.bindings,
+            lambda: load.state_dict_source(state_dict) if state_dict else None,
+        )
+        self._graphshard.fill_buffers()
 
+    @on_all_ranks()
     def load_local_state_dict(self, state_dict: Mapping[str, Tensor]) -> None:
         """Load the result of `local_state_dict` of as many ranks with the same plan.
 
         Raises:
             CheckpointError: a name, shape or dtype is not this rank's; nothing was changed.
         """
-        bindings = self._graphshard.bindings
-        with bindings.agreement.call("load_local_state_dict()"):
-            save.load_local_state_dict(self, bindings, dict(state_dict))
+        save.load_local_state_dict(self, self._graphshard.bindings, dict(state_dict))
 
     # -- optimizer state ------------------------------------------------------------------------
 
+    @on_all_ranks("optim", "kind", "rank0_only", "cpu")
     def optimizer_state_dict(
         self,
         optim: torch.optim.Optimizer,
@@ -193,18 +188,11 @@ class StateMethods(nn.Module):
             CheckpointError: `optim` holds a parameter that is not this module's.
         """
         bindings = self._graphshard.bindings
-        text = call_text(
-            StateMethods.optimizer_state_dict,
-            optim=optim,
-            kind=kind,
-            rank0_only=rank0_only,
-            cpu=cpu,
+        return optimizer_state_dict(
+            self, bindings, optim, form=kind, rank0_only=rank0_only, cpu=cpu
         )
-        with bindings.agreement.call(text):
-            return optimizer_state_dict(
-                self, bindings, optim, form=kind, rank0_only=rank0_only, cpu=cpu
-            )
 
+    @on_all_ranks("optim", "kind")
     def load_optimizer_state_dict(
         self,
         optim: torch.optim.Optimizer,
@@ -227,13 +215,11 @@ class StateMethods(nn.Module):
             CheckpointError: a parameter is missing or unknown, or a tensor has another shape or
                 kind of dtype than its parameter; nothing was changed.
         """
-        bindings = self._graphshard.bindings
-        text = call_text(StateMethods.load_optimizer_state_dict, optim=optim, kind=kind)
-        with bindings.agreement.call(text):
-            prepare_load(self, bindings, optim, state_dict, form=kind)()
+        prepare_load(self, self._graphshard.bindings, optim, state_dict, form=kind)()
 
     # -- copies ---------------------------------------------------------------------------------
 
+    @on_all_ranks(leave_out=listed)
     def check_replicas(self, *, leave_out: str | Iterable[str] | None = None) -> None:
         """Check that what several ranks have a copy of is equal on them, bit for bit.
 
@@ -252,18 +238,15 @@ class StateMethods(nn.Module):
             CollectiveError: another rank died, or did not get here.
         """
         state = self._graphshard
-        agreement = state.bindings.agreement
-        patterns = listed(leave_out)
-        with agreement.call(call_text(StateMethods.check_replicas, leave_out=patterns or None)):
-            with agreement.part():
-                if state.unsharded.open:
-                    raise RuntimeStateError(
-                        f"parameter {min(state.unsharded.open)!r} is unsharded; leave the "
-                        "unsharded() context before check_replicas()"
-                    )
-                state.require_values(self)
-                names = names_matching(state.bindings, patterns)
-            require_equal(state.bindings, names)
+        with state.bindings.agreement.part():
+            if state.unsharded.open:
+                raise RuntimeStateError(
+                    f"parameter {min(state.unsharded.open)!r} is unsharded; leave the "
+                    "unsharded() context before check_replicas()"
+                )
+            state.require_values(self)
+            names = names_matching(state.bindings, leave_out)
+        require_equal(state.bindings, names)
 
     def _compare_before_save(self, replicas: str | None) -> None:
         """Compare copies ahead of a save, without buffers that programs write on each rank.
@@ -284,10 +267,12 @@ class StateMethods(nn.Module):
         if replicas == "error":
             require_equal(state.bindings, leave_out)
         elif found := differences(state.bindings, leave_out):
-            warnings.warn(message_of(found), ReplicaWarning, stacklevel=3)
+            # The caller of `save_checkpoint`, which `on_all_ranks` calls.
+            warnings.warn(message_of(found), ReplicaWarning, stacklevel=4)
 
     # -- checkpoints ----------------------------------------------------------------------------
 
+    @on_all_ranks("path", "optim", "scheduler", "scaler", "keep", "background", "replicas")
     def save_checkpoint(
         self,
         path: str | os.PathLike[str],
@@ -339,31 +324,19 @@ class StateMethods(nn.Module):
                 a state, or the last save in the background failed.
             ReplicaError: copies differ, and `replicas` is "error".
         """
-        bindings = self._graphshard.bindings
-        text = call_text(
-            StateMethods.save_checkpoint,
-            path=path,
-            optim=optim,
-            scheduler=_class_of(scheduler),
-            scaler=_class_of(scaler),
+        self._compare_before_save(replicas)
+        saving = save_checkpoint(
+            self,
+            self._graphshard.bindings,
+            path,
+            optim,
+            scheduler,
+            scaler,
+            extra,
             keep=keep,
-            background=background,
-            replicas=replicas,
+            background=self._background_group if background else None,
+            last=vars(self).pop("_graphshard_saving", None),
         )
-        with bindings.agreement.call(text):
-            self._compare_before_save(replicas)
-            saving = save_checkpoint(
-                self,
-                bindings,
-                path,
-                optim,
-                scheduler,
-                scaler,
-                extra,
-                keep=keep,
-                background=self._background_group if background else None,
-                last=vars(self).pop("_graphshard_saving", None),
-            )
         if saving is not None:
             vars(self)["_graphshard_saving"] = saving
         return saving
@@ -375,6 +348,7 @@ class StateMethods(nn.Module):
             attributes["_graphshard_background"] = background_group(self._graphshard.bindings.group)
         return attributes["_graphshard_background"]
 
+    @on_all_ranks("path", "optim", "scheduler", "scaler", "strict", "trust")
     def load_checkpoint(
         self,
         path: str | os.PathLike[str],
@@ -419,34 +393,24 @@ class StateMethods(nn.Module):
                 or kind of dtype does not fit, a state is missing or its object refuses it, or a
                 pickle needs `trust`; nothing was changed.
         """
-        state = self._graphshard
-        text = call_text(
-            StateMethods.load_checkpoint,
-            path=path,
-            optim=optim,
-            scheduler=_class_of(scheduler),
-            scaler=_class_of(scaler),
+        matching = load_checkpoint(
+            self,
+            self._graphshard.bindings,
+            path,
+            optim,
+            scheduler,
+            scaler,
+            extra,
             strict=strict,
             trust=trust,
+            last=vars(self).pop("_graphshard_saving", None),
         )
-        with state.bindings.agreement.call(text):
-            matching = load_checkpoint(
-                self,
-                state.bindings,
-                path,
-                optim,
-                scheduler,
-                scaler,
-                extra,
-                strict=strict,
-                trust=trust,
-                last=vars(self).pop("_graphshard_saving", None),
-            )
-        state.fill_buffers()
+        self._graphshard.fill_buffers()
         return matching.missing, matching.unexpected
 
     # -- safetensors ----------------------------------------------------------------------------
 
+    @on_all_ranks("strict", "read")
     def load_safetensors(
         self, path: str | os.PathLike[str], *, strict: bool = True, read: str = "each"
     ) -> tuple[list[str], list[str]]:
@@ -479,12 +443,11 @@ class StateMethods(nn.Module):
             return load.files_source(path) if reads else None
 
         rules = KeyRules.of(state.programs.meta_model)
-        text = call_text(StateMethods.load_safetensors, strict=strict, read=read)
-        with state.bindings.agreement.call(text):
-            matching = load.load(self, state.bindings, source, strict=strict, rules=rules)
+        matching = load.load(self, state.bindings, source, strict=strict, rules=rules)
         state.fill_buffers()
         return matching.missing, matching.unexpected
 
+    @on_all_ranks("path", "max_shard_bytes", "dtype")
     def save_safetensors(
         self,
         path: str | os.PathLike[str],
@@ -507,14 +470,11 @@ class StateMethods(nn.Module):
             CheckpointError: rank 0 cannot write, or a dtype is not known to the format.
         """
         bindings = self._graphshard.bindings
-        text = call_text(
-            StateMethods.save_safetensors, path=path, max_shard_bytes=max_shard_bytes, dtype=dtype
+        return save.save_safetensors(
+            self, bindings, path, max_shard_bytes=max_shard_bytes, dtype=dtype
         )
-        with bindings.agreement.call(text):
-            return save.save_safetensors(
-                self, bindings, path, max_shard_bytes=max_shard_bytes, dtype=dtype
-            )
 
+    @on_all_ranks("path", "max_shard_bytes", "dtype", "merge", "max_shard_size")
     def save_pretrained(
         self,
         path: str | os.PathLike[str],
@@ -555,53 +515,39 @@ class StateMethods(nn.Module):
         """
         state = self._graphshard
         model, agreement = state.programs.meta_model, state.bindings.agreement
-        text = call_text(
-            StateMethods.save_pretrained,
-            path=path,
+        given = given_weights(
+            agreement,
+            state_dict,
+            is_main_process=is_main_process,
+            save_function=save_function,
+            safe_serialization=safe_serialization,
+            others=others,
+        )
+        with agreement.part():
+            if max_shard_size is not None:
+                max_shard_bytes = checked_size(max_shard_size)
+            if given is not None and (merge or dtype is not None):
+                raise CheckpointError(
+                    "save_pretrained: state_dict is written as it is, so that merge= and "
+                    "dtype= have no effect with it; leave one or the other out"
+                )
+        if "peft" in sys.modules:
+            from graphshard.hf import adapters
+
+            module: Any = self
+            if adapters.has_adapters(module):
+                if merge:
+                    return adapters.save_merged(
+                        module, path, max_shard_bytes=max_shard_bytes, dtype=dtype
+                    )
+                return adapters.save_adapters(module, path, dtype=dtype, given=given)
+        return save.save_pretrained(
+            self,
+            state.bindings,
+            model,
+            path,
             max_shard_bytes=max_shard_bytes,
             dtype=dtype,
             merge=merge,
-            max_shard_size=max_shard_size,
+            given=given,
         )
-        with agreement.call(text):
-            given = given_weights(
-                agreement,
-                state_dict,
-                is_main_process=is_main_process,
-                save_function=save_function,
-                safe_serialization=safe_serialization,
-                others=others,
-            )
-            with agreement.part():
-                if max_shard_size is not None:
-                    max_shard_bytes = checked_size(max_shard_size)
-                if given is not None and (merge or dtype is not None):
-                    raise CheckpointError(
-                        "save_pretrained: state_dict is written as it is, so that merge= and "
-                        "dtype= have no effect with it; leave one or the other out"
-                    )
-            if "peft" in sys.modules:
-                from graphshard.hf import adapters
-
-                module: Any = self
-                if adapters.has_adapters(module):
-                    if merge:
-                        return adapters.save_merged(
-                            module, path, max_shard_bytes=max_shard_bytes, dtype=dtype
-                        )
-                    return adapters.save_adapters(module, path, dtype=dtype, given=given)
-            return save.save_pretrained(
-                self,
-                state.bindings,
-                model,
-                path,
-                max_shard_bytes=max_shard_bytes,
-                dtype=dtype,
-                merge=merge,
-                given=given,
-            )
-
-
-def _class_of(value: Any) -> str | None:
-    """The name of the class of an object, for messages; None if there is none."""
-    return None if value is None else type(value).__name__

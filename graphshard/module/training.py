@@ -4,29 +4,31 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
-from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from torch import Tensor, nn
 
 from graphshard.errors import RuntimeStateError
+from graphshard.module.clip import GradNorm
+from graphshard.module.on_all_ranks import on_all_ranks
+from graphshard.module.originals import require_shards
+from graphshard.module.param_groups import Rule, parameter_groups
 from graphshard.module.sharded_tree import TreeModule
 from graphshard.passes.accumulate import GRADIENT, SHARD
-from graphshard.runtime.agreement import call_text, listed
+from graphshard.runtime.agreement import listed
 from graphshard.runtime.rebind import rebind
-from graphshard.training.clip import GradNorm
-from graphshard.training.local_steps import AnyOptimizer, require_elementwise, step_locally
-from graphshard.training.originals import require_shards
-from graphshard.training.param_groups import Rule, parameter_groups
+from graphshard.state.local_steps import AnyOptimizer, require_elementwise, step_locally
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
+
+    from graphshard.module.internals import _State
 
 
 class TrainingMethods(TreeModule):
     """Clipping, parameter groups and full parameters; thin, over the modules that do the work."""
 
-    _graphshard: Any
+    _graphshard: _State
 
     def release_graphs(self) -> None:
         """Give back the CUDA graphs of all programs (`cuda_graph=True`), and their memory.
@@ -40,6 +42,7 @@ class TrainingMethods(TreeModule):
             if step.cuda_graphs is not None:
                 step.cuda_graphs.release()
 
+    @on_all_ranks("max_norm", "norm_type", "error_if_nonfinite")
     def clip_grad_norm_(
         self,
         max_norm: float,
@@ -66,19 +69,11 @@ class TrainingMethods(TreeModule):
             CollectiveError: a rank makes another call, or none within the group's timeout. Nothing
                 was changed, as after every error.
         """
-        text = call_text(
-            TrainingMethods.clip_grad_norm_,
-            max_norm=max_norm,
-            norm_type=norm_type,
-            error_if_nonfinite=error_if_nonfinite,
-        )
-        agreement = self._graphshard.bindings.agreement
-        with agreement.call(text):
-            # With error_if_nonfinite the host waits for the norm anyway.
-            with agreement.part(waits=error_if_nonfinite) as part:
-                norm = self._grad_norm(norm_type, foreach)
-                part.same.append(norm.text)
-            return norm.clip(max_norm, error_if_nonfinite=error_if_nonfinite)
+        # With error_if_nonfinite the host waits for the norm anyway.
+        with self._graphshard.bindings.agreement.part(waits=error_if_nonfinite) as part:
+            norm = self._grad_norm(norm_type, foreach)
+            part.same.append(norm.text)
+        return norm.clip(max_norm, error_if_nonfinite=error_if_nonfinite)
 
     def _grad_norm(self, norm_type: float, foreach: bool | None) -> GradNorm:
         state = self._graphshard
@@ -196,7 +191,7 @@ class TrainingMethods(TreeModule):
         `kind(sharded.parameter_groups(rule), **options)` in every respect, its values to the bit,
         but for the time of a step: an operator on a DTensor costs tens of microseconds of the host,
         and inside of `step` there is none. Groups and `state_dict()` hold DTensors; in
-        `optimizer.state` are this rank's parts of them. See `graphshard.training.local_steps`.
+        `optimizer.state` are this rank's parts of them. See `graphshard.state.local_steps`.
 
             optim = sharded.optimizer(torch.optim.AdamW, lr=3e-4, fused=True)
 
@@ -231,6 +226,7 @@ class TrainingMethods(TreeModule):
         return step_locally(optimizer, elementwise)
 
     @contextmanager
+    @on_all_ranks("writeback", "with_grads", "rank0_only", modules=listed)
     def unsharded(
         self,
         modules: str | Iterable[str] | None = None,
@@ -260,34 +256,26 @@ class TrainingMethods(TreeModule):
             RuntimeStateError: a parameter has no values yet, or is unsharded already.
             CollectiveError: a rank makes another call, or code inside failed on another rank.
         """
-        state, wanted = self._graphshard, listed(modules)
-        text = call_text(
-            TrainingMethods.unsharded,
-            modules=wanted,
-            writeback=writeback,
-            with_grads=with_grads,
-            rank0_only=rank0_only,
-        )
+        state = self._graphshard
         agreement = state.bindings.agreement
-        with agreement.call(text):
-            with agreement.part() as part:
-                state.refuse_lent()
-                shards = state.unsharded.select(wanted)
-                state.require_values(self)
-                part.same += state.unsharded.check(
-                    shards, writeback=writeback, with_grads=with_grads, rank0_only=rank0_only
-                )
-            state.ready = False
-            try:
-                yield from state.unsharded.context(
-                    shards,
-                    partial(agreement.part, text=text),
-                    writeback=writeback,
-                    with_grads=with_grads,
-                    rank0_only=rank0_only,
-                )
-            finally:
-                state.ready = not state.unsharded.open
+        with agreement.part() as part:
+            state.refuse_lent()
+            shards = state.unsharded.select(modules)
+            state.require_values(self)
+            part.same += state.unsharded.check(
+                shards, writeback=writeback, with_grads=with_grads, rank0_only=rank0_only
+            )
+        state.ready = False
+        try:
+            yield from state.unsharded.context(
+                shards,
+                agreement.part,
+                writeback=writeback,
+                with_grads=with_grads,
+                rank0_only=rank0_only,
+            )
+        finally:
+            state.ready = not state.unsharded.open
 
     def full_parameters(self) -> dict[str, nn.Parameter]:
         """The parameters that `unsharded()` fills, by name, for an optimizer to hold.

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
+from functools import partial
 from typing import Any
 
 import torch
@@ -10,7 +11,17 @@ import torch
 from graphshard.errors import PolicyError
 from graphshard.policy.base import Policy
 from graphshard.policy.precision import MixedPrecision
-from graphshard.policy.settings import ConfigSource, Settings, read
+from graphshard.policy.settings import (
+    ConfigSource,
+    Key,
+    Section,
+    each,
+    flag,
+    notes_of,
+    number,
+    part,
+    read,
+)
 from graphshard.policy.strategy import Strategy
 from graphshard.policy.units import BlockPolicy, SizePolicy
 
@@ -33,176 +44,115 @@ _DTYPES = {
 _PREFETCH_ELEMENTS = 50_000_000  # DeepSpeed's default for stage3_prefetch_bucket_size
 
 
-_BY_UNITS = "units and the prefetch options decide what moves together, and when"
+_AUTO = "auto"
+"""What Hugging Face's Trainer fills in."""
 
 
-_BY_LOOP = "the training loop's own"
+_UNSUPPORTED = Key(refuse="{key} is not supported; leave it out")
+
+
+_OFFLOADED = Key(part("a section with a device"))
 
 
 _ZERO = {
-    **dict.fromkeys(
-        (
-            "allgather_bucket_size",
-            "allgather_partitions",
-            "contiguous_gradients",
-            "max_live_parameters",
-            "max_reuse_distance",
-            "model_persistence_threshold",
-            "module_granularity_threshold",
-            "overlap_comm",
-            "param_persistence_threshold",
-            "reduce_bucket_size",
-            "reduce_scatter",
-            "round_robin_gradients",
-            "stage3_allgather_sequential",
-            "stage3_max_live_parameters",
-            "stage3_max_reuse_distance",
-            "stage3_model_persistence_threshold",
-            "stage3_module_granularity_threshold",
-            "stage3_param_persistence_threshold",
-            "stage3_use_all_reduce_for_fetch_params",
-            "sub_group_size",
-            "use_multi_rank_bucket_allreduce",
-        ),
-        _BY_UNITS,
+    **each(
+        "allgather_bucket_size allgather_partitions contiguous_gradients max_live_parameters "
+        "max_reuse_distance model_persistence_threshold module_granularity_threshold overlap_comm "
+        "param_persistence_threshold reduce_bucket_size reduce_scatter round_robin_gradients "
+        "stage3_allgather_sequential stage3_max_live_parameters stage3_max_reuse_distance "
+        "stage3_model_persistence_threshold stage3_module_granularity_threshold "
+        "stage3_param_persistence_threshold stage3_use_all_reduce_for_fetch_params sub_group_size "
+        "use_multi_rank_bucket_allreduce",
+        Key(note="units and the prefetch options decide what moves together, and when"),
     ),
-    **dict.fromkeys(
-        (
-            "elastic_checkpoint",
-            "gather_16bit_weights_on_model_save",
-            "load_from_fp32_weights",
-            "pipeline_loading_checkpoint",
-            "stage3_gather_16bit_weights_on_model_save",
-            "stage3_gather_fp16_weights_on_model_save",
-        ),
-        "checkpoints load on any number of ranks; see sharded.full_state_dict()",
+    **each(
+        "elastic_checkpoint gather_16bit_weights_on_model_save load_from_fp32_weights "
+        "pipeline_loading_checkpoint stage3_gather_16bit_weights_on_model_save "
+        "stage3_gather_fp16_weights_on_model_save",
+        Key(note="checkpoints load on any number of ranks; see sharded.full_state_dict()"),
     ),
-    **dict.fromkeys(
-        (
-            "enable_sanity_checks",
-            "ignore_unused_parameters",
-            "leaf_module",
-            "legacy_stage1",
-            "log_trace_cache_warnings",
-            "memory_efficient_linear",
-            "override_module_apply",
-            "save_muon_momentum_buffer_in_memory",
-        ),
-        "nothing like it is needed",
+    **each(
+        "enable_sanity_checks ignore_unused_parameters leaf_module legacy_stage1 "
+        "log_trace_cache_warnings memory_efficient_linear override_module_apply "
+        "save_muon_momentum_buffer_in_memory",
+        Key(note="nothing like it is needed"),
     ),
-    **dict.fromkeys(
-        (
-            "cpu_offload",
-            "cpu_offload_param",
-            "cpu_offload_use_pin_memory",
-            "mics_hierarchical_params_gather",
-            "mics_shard_size",
-            "offload_optimizer",
-            "offload_param",
-            "prefetch_bucket_size",
-            "stage",
-            "stage3_prefetch_bucket_size",
-            "zenflow",
-            "zero_hpz_partition_size",
-            "zero_quantized_gradients",
-            "zero_quantized_nontrainable_weights",
-            "zero_quantized_weights",
-            "zeropp_loco_param",
-        ),
-        "",
+    **each(
+        "zenflow zero_quantized_gradients zero_quantized_nontrainable_weights "
+        "zero_quantized_weights zeropp_loco_param",
+        _UNSUPPORTED,
     ),
+    **each("offload_optimizer offload_param", _OFFLOADED),
+    **each("cpu_offload cpu_offload_param", Key(flag)),
+    **each("cpu_offload_use_pin_memory mics_hierarchical_params_gather", Key()),
+    **each(
+        "prefetch_bucket_size stage stage3_prefetch_bucket_size zero_hpz_partition_size",
+        Key(number),
+    ),
+    "mics_shard_size": Key(partial(number, least=-1)),
 }
-
-
-_UNSUPPORTED = (
-    "zenflow",
-    "zero_quantized_gradients",
-    "zero_quantized_nontrainable_weights",
-    "zero_quantized_weights",
-    "zeropp_loco_param",
-)
 
 
 _TOP = {
-    **dict.fromkeys(
-        (
-            "aio",
-            "autotuning",
-            "checkpoint",
-            "comms_logger",
-            "csv_monitor",
-            "curriculum_learning",
-            "data_efficiency",
-            "dataloader_drop_last",
-            "dump_state",
-            "elasticity",
-            "flops_profiler",
-            "gradient_accumulation_steps",
-            "hybrid_engine",
-            "memory_breakdown",
-            "optimizer",
-            "prescale_gradients",
-            "gradient_predivide_factor",
-            "scheduler",
-            "steps_per_print",
-            "tensorboard",
-            "train_batch_size",
-            "train_micro_batch_size_per_gpu",
-            "wall_clock_breakdown",
-            "wandb",
-            "zero_allow_untested_optimizer",
-            "zero_force_ds_cpu_optimizer",
-        ),
-        _BY_LOOP,
+    **each(
+        "aio autotuning checkpoint comms_logger csv_monitor curriculum_learning data_efficiency "
+        "dataloader_drop_last dump_state elasticity flops_profiler gradient_accumulation_steps "
+        "hybrid_engine memory_breakdown optimizer prescale_gradients gradient_predivide_factor "
+        "scheduler steps_per_print tensorboard train_batch_size train_micro_batch_size_per_gpu "
+        "wall_clock_breakdown wandb zero_allow_untested_optimizer zero_force_ds_cpu_optimizer",
+        Key(note="the training loop's own"),
     ),
-    "gradient_clipping": "call sharded.clip_grad_norm_(...) before the optimizer's step",
-    "activation_checkpointing": 'set recompute="units" in the policy to have it',
-    "compile": 'graphshard compiles itself; see compile(..., backend="...")',
-    "torch_autocast": "enter torch.autocast around the call",
-    "data_types": "",
-    "communication_data_type": "",
-    "zero_optimization": "",
-    "bf16": "",
-    "bfloat16": "",
-    "fp16": "",
-    "amp": "use torch.autocast and torch.amp.GradScaler",
-    "sparse_gradients": "",
-    "sparse_attention": "",
-    "compression_training": "",
-    "fp32_allreduce": "",
+    "gradient_clipping": Key(note="call sharded.clip_grad_norm_(...) before the optimizer's step"),
+    "activation_checkpointing": Key(note='set recompute="units" in the policy to have it'),
+    "compile": Key(note='graphshard compiles itself; see compile(..., backend="...")'),
+    "torch_autocast": Key(note="enter torch.autocast around the call"),
+    "amp": Key(note="use torch.autocast and torch.amp.GradScaler"),
+    "data_types": Key(note="gradients accumulate in the dtype of the shard"),
+    "zero_optimization": Key(part("a section of keys")),
+    **each("bf16 bfloat16 fp16", Key(part('a section, such as {"enabled": true}'))),
+    **each("communication_data_type fp32_allreduce", Key()),
+    "sparse_gradients": Key(refuse="{key}: only dense gradients are averaged"),
+    **each("sparse_attention compression_training", _UNSUPPORTED),
 }
 
 
-_BF16 = ("enabled", "immediate_grad_update", "check_grad_overflow", "check_overflow")
+_BF16 = {
+    "enabled": Key(flag),
+    **each(
+        "immediate_grad_update check_grad_overflow check_overflow",
+        Key(note="gradients are applied by the optimizer"),
+    ),
+}
 
 
-_FP16 = (
-    "enabled",
-    "auto_cast",
-    "loss_scale",
-    "initial_scale_power",
-    "loss_scale_window",
-    "hysteresis",
-    "consecutive_hysteresis",
-    "min_loss_scale",
-    "fp16_master_weights_and_grads",
-)
+_SCALE = "scale the loss with torch.amp.GradScaler, which has settings of its own"
 
 
-_OFFLOAD = (
-    "device",
-    "nvme_path",
-    "buffer_count",
-    "buffer_size",
-    "max_in_cpu",
-    "pin_memory",
-    "pipeline_read",
-    "pipeline_write",
-    "fast_init",
-    "ratio",
-    "super_offload",
-    "cpuadam_cores_perc",
-)
+_FP16 = {
+    "enabled": Key(flag, note={True: _SCALE}),
+    **each(
+        "auto_cast loss_scale initial_scale_power loss_scale_window hysteresis "
+        "consecutive_hysteresis min_loss_scale fp16_master_weights_and_grads",
+        Key(note=_SCALE),
+    ),
+}
+
+
+def _device(section: Section, key: str, value: Any) -> str:
+    device = str(value).lower()
+    if device not in ("none", "cpu"):
+        raise section.wrong(key, device, "none or cpu (there is no offload to NVMe)")
+    return device
+
+
+_OFFLOAD = {
+    "device": Key(_device),
+    **each(
+        "nvme_path buffer_count buffer_size max_in_cpu pin_memory pipeline_read pipeline_write "
+        "fast_init ratio super_offload cpuadam_cores_perc",
+        Key(note="host memory is pinned on CUDA, not buffered"),
+    ),
+}
 
 
 def from_deepspeed(
@@ -228,64 +178,54 @@ def from_deepspeed(
     config = read(source, "DeepSpeed")
     if "zero_optimization" not in config and "stage" in config:
         config = {"zero_optimization": config}
-    top = Settings(config, "the DeepSpeed configuration", _TOP)
-    section = top.take("zero_optimization", {})
-    if not isinstance(section, Mapping):
-        raise top.wrong("zero_optimization", section, "a section of keys")
-    zero = Settings(_without_auto(top, section, "zero_optimization"), "zero_optimization", _ZERO)
-    stage = zero.number("stage") or 0
+    top = Section(config, "the DeepSpeed configuration", _TOP, default=_AUTO)
+    zero = _inside(top, "zero_optimization", _ZERO)
+    stage = zero["stage"] or 0
     if stage not in _STAGES:
         raise zero.wrong("stage", stage, "0, 1, 2 or 3")
-    for key in _UNSUPPORTED:
-        if zero.take(key) not in (None, False):
-            raise zero.contradiction(f"{key} is not supported; leave it out")
-    buckets = [zero.number(f"{p}prefetch_bucket_size") for p in ("stage3_", "")]
-    shared: dict[str, Any] = {
-        "strategy": _strategy(zero, stage),
-        "offload": _offload(zero, stage),
-        "mixed_precision": _precision(top),
+    strategy = _strategy(top, zero, stage)
+    offloads = {key: _inside(zero, key, _OFFLOAD) for key in ("offload_param", "offload_optimizer")}
+    offload = _offload(zero, offloads, stage)
+    dtypes = {
+        key: _inside(top, key, _FP16 if key == "fp16" else _BF16)
+        for key in ("bf16", "bfloat16", "fp16")
     }
-    zero.note_rest(_ZERO)
-    if top.take("sparse_gradients") not in (None, False):
-        raise top.contradiction("sparse_gradients: only dense gradients are averaged")
-    for key in ("sparse_attention", "compression_training"):
-        if top.take(key):
-            raise top.contradiction(f"{key} is not supported; leave it out")
-    top.note_rest(_TOP)
-    notes = (*zero.notes, *top.notes)
+    precision = _precision(top, dtypes)
+    notes = notes_of(zero, *offloads.values(), top, *dtypes.values())
     if classes is not None:
-        return BlockPolicy(classes, **shared, notes=notes)
-    min_num_params = next((b for b in buckets if b), _PREFETCH_ELEMENTS)
-    notes = (
-        *notes,
-        f"units: of {min_num_params:,} elements or more, the size of the prefetch bucket",
+        return BlockPolicy(
+            classes, strategy=strategy, offload=offload, mixed_precision=precision, notes=notes
+        )
+    bucket = zero["stage3_prefetch_bucket_size"] or zero["prefetch_bucket_size"]
+    min_num_params = bucket or _PREFETCH_ELEMENTS
+    of_size = f"units: of {min_num_params:,} elements or more, the size of the prefetch bucket"
+    return SizePolicy(
+        min_num_params,
+        strategy=strategy,
+        offload=offload,
+        mixed_precision=precision,
+        notes=(*notes, of_size),
     )
-    return SizePolicy(min_num_params, **shared, notes=notes)
 
 
-def _without_auto(top: Settings, section: Mapping[str, Any], where: str) -> dict[str, Any]:
-    for key, value in section.items():
-        if value == "auto":
-            top.note(f"{where}.{key}", value, "left at its default; nothing here fills it in")
-    return {key: value if value != "auto" else None for key, value in section.items()}
+def _inside(section: Section, key: str, table: dict[str, Key]) -> Section:
+    return Section(section[key] or {}, key, table, prefix=f"{key}.", default=_AUTO)
 
 
-def _strategy(zero: Settings, stage: int) -> Strategy:
-    hpz = zero.number("zero_hpz_partition_size") or 1
-    mics = zero.number("mics_shard_size", least=-1) or -1
-    zero.take("mics_hierarchical_params_gather")
+def _strategy(top: Section, zero: Section, stage: int) -> Strategy:
+    hpz, mics = zero["zero_hpz_partition_size"] or 1, zero["mics_shard_size"] or -1
     for key, size in (("zero_hpz_partition_size", hpz), ("mics_shard_size", mics)):
         if size > 1 and stage != 3:
-            raise zero.contradiction(f"{key}={size} needs stage 3; stage is {stage}")
+            raise zero.error(f"{key}={size} needs stage 3; stage is {stage}")
     if hpz > 1 and mics > 1 and hpz != mics:
-        raise zero.contradiction(
+        raise zero.error(
             f"zero_hpz_partition_size={hpz} and mics_shard_size={mics} name different groups; "
             "leave one of them out"
         )
     size = max(hpz, mics)
     if size <= 1:
         return _STAGES[stage]
-    zero.note(
+    top.note(
         "zero_hpz_partition_size" if hpz > 1 else "mics_shard_size",
         size,
         f"pass a mesh of (ranks / {size}) x {size}; reshard_after_forward={size} with FULL_SHARD "
@@ -294,84 +234,45 @@ def _strategy(zero: Settings, stage: int) -> Strategy:
     return Strategy.HYBRID_SHARD
 
 
-def _offload(zero: Settings, stage: int) -> str | None:
-    offloaded = False
+def _offload(zero: Section, sections: dict[str, Section], stage: int) -> str | None:
+    offloaded = []
     for key, old in (("offload_param", "cpu_offload_param"), ("offload_optimizer", "cpu_offload")):
-        section = zero.take(key, {})
-        if not isinstance(section, Mapping):
-            raise zero.wrong(key, section, "a section with a device")
-        device_settings = Settings(section, key, _OFFLOAD)
-        device = str(device_settings.take("device", "none")).lower()
-        if device not in ("none", "cpu"):
-            raise device_settings.wrong(
-                "device", device, "none or cpu (there is no offload to NVMe)"
-            )
-        if zero.flag(old):
-            device = "cpu"
-        if device == "none":
+        if not zero[old] and sections[key]["device"] in (None, "none"):
+            sections[key].switch_off()
             continue
         if key == "offload_param" and stage != 3:
-            raise zero.contradiction(f"{key} needs stage 3; stage is {stage}")
+            raise zero.error(f"{key} needs stage 3; stage is {stage}")
         if stage == 0:
-            raise zero.contradiction(f"{key} needs stage 1, 2 or 3; stage is 0")
-        if key == "offload_optimizer" and not offloaded:
-            zero.note(key, device, "shards, gradients and the optimizer's step are offloaded alike")
-        offloaded = True
-        unused_keys = [
-            f"{key}.{name}" for name, value in device_settings.rest() if value not in (None, False)
-        ]
-        if unused_keys:
-            zero.notes.append(
-                f"{', '.join(unused_keys)}: host memory is pinned on CUDA, not buffered"
-            )
-    zero.take("cpu_offload_use_pin_memory")
+            raise zero.error(f"{key} needs stage 1, 2 or 3; stage is 0")
+        offloaded.append(key)
+    if offloaded == ["offload_optimizer"]:
+        why = "shards, gradients and the optimizer's step are offloaded alike"
+        zero.note("offload_optimizer", "cpu", why)
     return "params" if offloaded else None
 
 
-def _precision(top: Settings) -> MixedPrecision | None:
-    compute_dtype = _compute_dtype(top)
-    communication = top.take("communication_data_type")
-    if top.take("fp32_allreduce"):
+def _precision(top: Section, sections: dict[str, Section]) -> MixedPrecision | None:
+    communication = top["communication_data_type"]
+    if top["fp32_allreduce"]:
         communication = communication or "fp32"
-    types = top.take("data_types")
-    if types:
-        top.note("data_types", types, "gradients accumulate in the dtype of the shard")
     reduce_dtype = None
-    if communication is not None and communication != "auto":
+    if communication is not None:
         reduce_dtype = _DTYPES.get(str(communication).lower())
         if reduce_dtype is None:
             raise top.wrong("communication_data_type", communication, ", ".join(_DTYPES))
+    enabled = set()
+    for key, section in sections.items():
+        if section["enabled"]:
+            enabled.add(torch.float16 if key == "fp16" else torch.bfloat16)
+        else:
+            section.switch_off()
+    if len(enabled) > 1:
+        raise PolicyError(
+            "the DeepSpeed configuration enables bf16 and fp16; a step computes in one of them"
+        )
+    compute_dtype = next(iter(enabled), None)
     if compute_dtype is None and reduce_dtype is None:
         return None
     return MixedPrecision(
         param_dtype=compute_dtype, reduce_dtype=reduce_dtype, buffer_dtype=compute_dtype
     )
-
-
-def _compute_dtype(top: Settings) -> torch.dtype | None:
-    enabled: set[torch.dtype] = set()
-    for key, known_keys, dtype in (
-        ("bf16", _BF16, torch.bfloat16),
-        ("bfloat16", _BF16, torch.bfloat16),
-        ("fp16", _FP16, torch.float16),
-    ):
-        section = top.take(key, {})
-        if not isinstance(section, Mapping):
-            raise top.wrong(key, section, 'a section, such as {"enabled": true}')
-        dtype_settings = Settings(_without_auto(top, section, key), key, known_keys)
-        if not dtype_settings.flag("enabled"):
-            continue
-        enabled.add(dtype)
-        unused_keys = ", ".join(f"{key}.{name}" for name, _ in dtype_settings.rest())
-        if key == "fp16":
-            top.notes.append(
-                f"{unused_keys or key}: scale the loss with torch.amp.GradScaler, which has "
-                "settings of its own"
-            )
-        elif unused_keys:
-            top.notes.append(f"{unused_keys}: gradients are applied by the optimizer")
-    if len(enabled) > 1:
-        raise PolicyError(
-            "the DeepSpeed configuration enables bf16 and fp16; a step computes in one of them"
-        )
-    return next(iter(enabled), None)

@@ -1,4 +1,4 @@
-"""Read another system's configuration, a mapping or a file, key by key.
+"""Read another system's configuration, a mapping or a file, by a table of its keys.
 
 Nothing is dropped silently: an unknown key is an error, and a key without a counterpart is noted.
 """
@@ -7,9 +7,9 @@ from __future__ import annotations
 
 import difflib
 import os
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from graphshard.errors import PolicyError
 from graphshard.plain_data import read_json, read_yaml, shortened, shown
@@ -27,6 +27,9 @@ _JSON_BYTES = 1 << 22
 
 
 _GREATEST = 1 << 63
+
+
+_NOT_FILLED_IN = "left at its default; nothing here fills it in"
 
 
 def read(source: ConfigSource, system: str) -> dict[str, Any]:
@@ -60,94 +63,143 @@ def read(source: ConfigSource, system: str) -> dict[str, Any]:
     return config
 
 
-class Settings:
-    """The keys of one section of a configuration; each is taken once.
+class Key(NamedTuple):
+    """What becomes of one key of a configuration.
 
-    Args:
-        values: the section.
-        where: the section's name, for errors.
-        known_keys: every key that the system allows in the section.
-
-    Raises:
-        PolicyError: a key is unknown; names it and the known key most like it.
+    convert: reads its value, and refuses a wrong one; see `flag`.
+    note: why the value has no counterpart in a policy, or what to do for it; or that by value.
+    refuse: the error for a value that asks for something, in which "{key}" is the key.
     """
 
-    def __init__(self, values: Mapping[str, Any], where: str, known_keys: Collection[str]) -> None:
+    convert: Callable[[Section, str, Any], Any] | None = None
+    note: str | Mapping[Any, str] = ""
+    refuse: str = ""
+
+
+def each(keys: str, key: Key) -> dict[str, Key]:
+    """A table in which all the keys in a text are alike."""
+    return dict.fromkeys(keys.split(), key)
+
+
+class Section(dict[str, Any]):
+    """The values of one section of a configuration, converted; None for a key it has not.
+
+    Args:
+        values: the section. A None in it means the default, as a missing key does.
+        where: the section's name, for errors.
+        table: every key that the system allows in the section.
+        prefix: what stands before its keys in notes.
+        default: another value that means the default, of which there is a note.
+
+    Raises:
+        PolicyError: a key is unknown, or has a wrong value; names it, and the known key most like
+            it.
+    """
+
+    def __init__(
+        self,
+        values: Mapping[str, Any],
+        where: str,
+        table: Mapping[str, Key],
+        *,
+        prefix: str = "",
+        default: str | None = None,
+    ) -> None:
+        super().__init__()
         self.where = where
-        self._unread = dict(values)
-        self.notes: list[str] = []
+        self.notes: dict[str, list[str]] = {}  # keys and values, by what is said of them
+        self._prefix = prefix
         for key in values:
-            if key not in known_keys:
-                close = difflib.get_close_matches(str(key)[:80], known_keys, n=1)
+            if key not in table:
+                close = difflib.get_close_matches(str(key)[:80], table, n=1)
                 hint = f"; did you mean {close[0]!r}?" if close else ""
                 raise PolicyError(f"{where} has an unknown key {shown(key)}{hint}")
+        for key, value in values.items():
+            if value is not None and value == default:
+                self.note(key, value, _NOT_FILLED_IN)
+            elif value is not None:
+                self[key] = self._converted(key, value, table[key])
 
-    def take(self, key: str, default: Any = None) -> Any:
-        """Return the value of `key` and mark it as read; a None in the file means `default`."""
-        value = self._unread.pop(key, None)
-        return default if value is None else value
+    def __missing__(self, key: str) -> None:
+        return None
 
-    def flag(self, key: str, default: bool | None = None) -> bool | None:
-        """Return the value of `key` as a bool: a bool, or a text such as "yes", "off" or "1"."""
-        value = self.take(key)
-        if value is None or isinstance(value, bool):
-            return default if value is None else value
-        text = str(value).lower()
-        if text in _TRUE or text in _FALSE:
-            return text in _TRUE
-        raise self.wrong(key, value, "true or false")
-
-    def number(self, key: str, least: int = 0) -> int | None:
-        """Return the value of `key` as a whole number of `least` or more; None if it is missing."""
-        value = self.take(key)
-        if value is None:
-            return None
-        try:
-            number = float(value)
-        except (TypeError, ValueError, OverflowError):
-            number = 0.5
-        if isinstance(value, bool) or not number.is_integer() or not least <= number < _GREATEST:
-            raise self.wrong(key, value, f"a whole number of {least} or more")
-        return int(number)
-
-    def choice(self, key: str, names: tuple[str, ...]) -> str | None:
-        """Return the value of `key`: one of `names`, in any case, or given by its number from 1."""
-        value = self.take(key)
-        if value is None:
-            return None
-        text = str(value).upper()
-        if (
-            text.isdecimal()
-            and len(text) < 9
-            and 1 <= int(text) <= len(names)
-            and not isinstance(value, bool)
-        ):
-            return names[int(text) - 1]
-        if text in names:
-            return text
-        options = ", ".join(f"{name} or {number}" for number, name in enumerate(names, 1))
-        raise self.wrong(key, value, f"one of {options}")
+    def _converted(self, key: str, value: Any, how: Key) -> Any:
+        if how.convert is not None:
+            value = how.convert(self, key, value)
+        if how.refuse and value:
+            raise self.error(how.refuse.format(key=key))
+        if why := how.note if isinstance(how.note, str) else how.note.get(value):
+            self.note(key, value, why)
+        return value
 
     def note(self, key: str, value: Any, why: str) -> None:
         """Record that `key` has no counterpart in a policy, and why."""
-        self.notes.append(f"{key}={shortened(str(value))}: {why}")
+        text = f"{self._prefix}{key}={shortened(str(value))}"
+        self.notes.setdefault(why, []).append(text)
 
-    def note_rest(self, reasons: Mapping[str, str]) -> None:
-        """Note every unread key with its entry of `reasons`."""
-        for key, value in self.rest():
-            self.note(key, value, reasons[key])
+    def switch_off(self) -> None:
+        """Keep no notes but those of values left to others, since the section has no effect."""
+        self.notes = {why: keys for why, keys in self.notes.items() if why == _NOT_FILLED_IN}
 
-    def rest(self) -> Iterator[tuple[str, Any]]:
-        """Yield the unread keys that have a value, and mark all as read."""
-        unread, self._unread = self._unread, {}
-        for key, value in unread.items():
-            if value is not None:
-                yield key, value
+    def error(self, text: str) -> PolicyError:
+        """The error of keys that contradict each other, or ask for what there is not."""
+        return PolicyError(f"{self.where}: {text}")
 
     def wrong(self, key: str, value: object, expected: str) -> PolicyError:
         """The error for an invalid value of `key`."""
-        return PolicyError(f"{self.where}: {key} must be {expected}; got {shown(value)}")
+        return self.error(f"{key} must be {expected}; got {shown(value)}")
 
-    def contradiction(self, text: str) -> PolicyError:
-        """The error for keys that contradict each other."""
-        return PolicyError(f"{self.where}: {text}")
+
+def notes_of(*sections: Section) -> tuple[str, ...]:
+    """The notes of several sections, one for each thing that is said."""
+    keys_by_reason: dict[str, list[str]] = {}
+    for section in sections:
+        for why, keys in section.notes.items():
+            keys_by_reason.setdefault(why, []).extend(keys)
+    return tuple(f"{', '.join(keys)}: {why}" for why, keys in keys_by_reason.items())
+
+
+def flag(section: Section, key: str, value: Any) -> bool:
+    """A bool, or a text such as "yes", "off" or "1"."""
+    text = str(value).lower()
+    if text not in _TRUE | _FALSE:
+        raise section.wrong(key, value, "true or false")
+    return text in _TRUE
+
+
+def number(section: Section, key: str, value: Any, least: int = 0) -> int:
+    """A whole number of `least` or more."""
+    try:
+        found = float(value)
+    except (TypeError, ValueError, OverflowError):
+        found = 0.5
+    if isinstance(value, bool) or not found.is_integer() or not least <= found < _GREATEST:
+        raise section.wrong(key, value, f"a whole number of {least} or more")
+    return int(found)
+
+
+def choice(*names: str) -> Callable[[Section, str, Any], str]:
+    """One of `names`, in any case, or given by its number from 1."""
+
+    def convert(section: Section, key: str, value: Any) -> str:
+        text = str(value).upper()
+        numbers = {str(number): name for number, name in enumerate(names, 1)}
+        if text in names:
+            return text
+        if text in numbers:
+            return numbers[text]
+        options = ", ".join(f"{name} or {number}" for number, name in numbers.items())
+        raise section.wrong(key, value, f"one of {options}")
+
+    return convert
+
+
+def part(expected: str) -> Callable[[Section, str, Any], Mapping[str, Any]]:
+    """A section inside of this one, in words for the error `expected`."""
+
+    def convert(section: Section, key: str, value: Any) -> Mapping[str, Any]:
+        if not isinstance(value, Mapping):
+            raise section.wrong(key, value, expected)
+        return value
+
+    return convert

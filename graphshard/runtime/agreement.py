@@ -16,13 +16,12 @@ import signal
 import threading
 import time
 import weakref
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field, replace
 from functools import cache
 from typing import Any
 
-import torch
 from torch import Tensor
 from torch.distributed.distributed_c10d import PrefixStore
 
@@ -52,20 +51,25 @@ _NOTE_SECONDS = 0.5
 """How long a rank that lost the others waits for what they say of themselves."""
 
 
-def call_text(method: Callable[..., Any], name: str = "", **arguments: Any) -> str:
+def call_text(method: Callable[..., Any], name: str = "", /, **arguments: Any) -> str:
     """A call for messages, without arguments left at their defaults: "clip(max_norm=1.0)".
 
     Args:
         method: what is called.
         name: its name; "" for its own.
-        **arguments: those that ranks must give alike; one named `path` is shown without its name.
+        **arguments: those that ranks must give alike; one named `path`, or that has no name in
+            calls, is shown without it.
     """
-    defaults = _defaults(method)
-    shown = [
-        _value_text(value) if key == "path" else f"{key}={_value_text(value)}"
-        for key, value in arguments.items()
-        if key not in defaults or value != defaults[key]
-    ]
+    parameters = _parameters(method)
+    shown = []
+    for key, value in arguments.items():
+        parameter = parameters.get(key)
+        default = inspect.Parameter.empty if parameter is None else parameter.default
+        if default is inspect.Parameter.empty or value != default:
+            bare = key == "path" or (
+                parameter is not None and parameter.kind is parameter.POSITIONAL_ONLY
+            )
+            shown.append(f"{'' if bare else f'{key}='}{_value_text(value)}")
     return f"{name or method.__name__}({', '.join(shown)})"
 
 
@@ -96,20 +100,18 @@ def require_names(argument: str, names: Any, of: str) -> list[str]:
 
 
 @cache
-def _defaults(method: Callable[..., Any]) -> dict[str, Any]:
-    return {
-        name: parameter.default
-        for name, parameter in inspect.signature(method).parameters.items()
-        if parameter.default is not parameter.empty
-    }
+def _parameters(method: Callable[..., Any]) -> Mapping[str, inspect.Parameter]:
+    return inspect.signature(method).parameters
 
 
 def _value_text(value: Any) -> str:
     if isinstance(value, os.PathLike):
         return repr(os.fspath(value))
-    if isinstance(value, (torch.optim.Optimizer, torch.nn.Module)):
-        return type(value).__name__
-    return f"tensor({value.item()!r})" if isinstance(value, Tensor) else repr(value)
+    if isinstance(value, Tensor):
+        return f"tensor({value.item()!r})"
+    text = repr(value)
+    # An object with a state or an address is another one on each rank.
+    return type(value).__name__ if hasattr(value, "state_dict") or " at 0x" in text else text
 
 
 @dataclass
@@ -176,6 +178,7 @@ class Agreement:
     agreed: what all ranks have begun together, where they compare at the first time only.
     turn: how often this rank came to a point where ranks compare; equal on ranks that agree.
     module: its number among the modules that this rank compiled on the group; 0 before `join`.
+    text: the call that this rank is in.
     made_by: the call that compiled the module, as `call` takes it.
 
     Args:
@@ -190,7 +193,7 @@ class Agreement:
         self.module = 0
         self.made_by = "rebind()"
         self.meetings: Meetings | None = None
-        self._text = "calls a sharded module"
+        self.text = "a sharded module"
         self._part = ""  # of the Store
         self._lost = False
         self._tickets: Tickets | None = None
@@ -356,18 +359,19 @@ class Agreement:
         Raises:
             CollectiveError: a collective inside, or code between its parts, failed on this rank.
         """
-        before, self._text = self._text, f"calls {text}"
+        before, self.text = self.text, text
         try:
             yield
         except Exception as error:
             if self.meetings is None or is_shared(error):
                 raise
-            lost = [self._loss(error, Call(f"{self._text}, which failed with {first_line(error)}"))]
+            failed = f"calls {text}, which failed with {first_line(error)}"
+            lost = [self._loss(error, Call(failed))]
             if isinstance(error, GraphshardError):
                 raise
             raise lost.pop() from error
         finally:
-            self._text = before
+            self.text = before
 
     @contextmanager
     def part(
@@ -400,7 +404,7 @@ class Agreement:
             if self.meetings is None:
                 part.flags = [part.flag]
                 return
-            call = Call(f"calls {text}" if text else self._text, tuple(part.same))
+            call = Call(f"calls {text or self.text}", tuple(part.same))
             once = None if waits else call.text.partition("(")[0]
             self._end(part, own, call, keeps=keeps, once=once)
         finally:

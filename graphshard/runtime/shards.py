@@ -230,6 +230,14 @@ class Shard:
         pinned = self.device.type == "cpu" and self.group.device.type == "cuda"
         return new(shape, dtype=dtype, device=self.device, pin_memory=pinned)
 
+    def with_padding(self, local: Tensor) -> Tensor:
+        """`local`, of the shape of this rank's part, in the shape of `storage`."""
+        if self.whole:
+            return local
+        padded = local.new_zeros(self.layout.shard_shape)
+        self._without_padding(padded).copy_(local)
+        return padded
+
     def _without_padding(self, padded: Tensor) -> Tensor:
         return padded if self.whole else without_padding(padded, self.part_shape)
 

@@ -33,10 +33,11 @@ _PIECES = 16
 
 @dataclass(frozen=True)
 class Wanted:
-    """A parameter to be gathered in `dtype`."""
+    """A parameter to be gathered in `dtype`; or its gradient, of which this rank has `grad`."""
 
     shard: Shard
     dtype: torch.dtype
+    grad: Tensor | None = None
 
     @property
     def is_split(self) -> bool:
@@ -59,8 +60,7 @@ class Wanted:
         if not self.is_split:
             return self.nbytes
         layout = self.shard.layout
-        local = self.shard.local
-        copied = local.dtype != self.dtype or local.device != self.shard.group.device
+        copied = not self._is_as_wanted
         sent = self.sent_bytes if copied else 0
         if layout.is_prefix:
             return self.nbytes + sent
@@ -81,12 +81,18 @@ class Wanted:
     @property
     def is_there(self) -> bool:
         """Whether this rank stores what is wanted, as it is wanted."""
-        shard = self.shard
-        return (
-            not self.is_split
-            and shard.local.dtype == self.dtype
-            and shard.local.device == shard.group.device
-        )
+        return not self.is_split and self._is_as_wanted
+
+    @property
+    def _is_as_wanted(self) -> bool:
+        local = self.shard.local if self.grad is None else self.grad
+        return local.dtype == self.dtype and local.device == self.shard.group.device
+
+    def own(self) -> Tensor:
+        """This rank's part as it is stored, with padding."""
+        if self.grad is None:
+            return self.shard.current().detach()
+        return self.shard.with_padding(self.grad.detach())
 
     def gather(self) -> Tensor:
         """The whole parameter `(d0, ...)` in new memory, on the device of the group.
@@ -95,7 +101,7 @@ class Wanted:
         """
         layout, group = self.shard.layout, self.shard.group.shard
         if not self.is_split:
-            return self.shard.current().detach().to(group.device, self.dtype, copy=True)
+            return self.own().to(self.shard.group.device, self.dtype, copy=True)
         sent = self._sent()
         if layout.is_prefix:
             gathered = sent.new_empty(layout.gathered_shape)
@@ -114,7 +120,7 @@ class Wanted:
 
     def _sent(self) -> Tensor:
         device = self.shard.group.device
-        return self.shard.current().detach().to(device, self.dtype).contiguous()
+        return self.own().to(device, self.dtype).contiguous()
 
     def unpacked(self, received: Tensor) -> Tensor:
         """The whole parameter, copied from the parts of all ranks `(ranks, bytes)`."""
@@ -162,7 +168,7 @@ def gather_each(wanted: Sequence[Wanted]) -> Iterator[tuple[Wanted, Tensor]]:
     room = 0
     for each in wanted:
         if each.is_there:
-            yield each, each.shard.current().detach()
+            yield each, each.own()
         elif each.is_split and each.sent_bytes < _PACK_BELOW:
             if small and each.nbytes > room:
                 yield from _from_one_message(small)

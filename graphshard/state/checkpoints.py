@@ -75,28 +75,10 @@ def save_checkpoint(
     background: Callable[[], Any] | None,
     last: Saving | None = None,
 ) -> Saving | None:
-    """Write a training state.
+    """See `ShardedModule.save_checkpoint`.
 
-    Args:
-        module: the sharded module.
-        bindings: its shards.
-        path: the directory.
-        optim: an optimizer of its parameters, or None.
-        scheduler: an object with a state, or None.
-        scaler: the same.
-        extra: plain data, tensors and objects with a state, by name; or None.
-        keep: the number of checkpoints of this run to keep, this one among them; None: all.
-        background: makes the process group to write with in the background; None: write before
-            returning.
-        last: the last save in the background, to wait for.
-
-    Returns:
-        A future of the write in the background, or None.
-
-    Raises:
-        CheckpointError: on every rank, if one cannot write, `extra` has what cannot be saved, the
-            optimizer's state differs where a checkpoint has one of it, or the last save in the
-            background failed; the checkpoint at `path` is as before.
+    `background` makes the process group to write with in the background; `last` is the last save
+    there, to wait for.
     """
     group, agreement = bindings.group, bindings.agreement
     copies: dict[str, str] = {}
@@ -238,27 +220,7 @@ def load_checkpoint(
     trust: bool,
     last: Saving | None = None,
 ) -> Match:
-    """Check and read the whole checkpoint, then load it.
-
-    Args:
-        module: the sharded module.
-        bindings: its shards.
-        path: the directory.
-        optim: an optimizer of its parameters to load too, or None.
-        scheduler: an object to restore in place, or None.
-        scaler: the same.
-        extra: values to replace and objects to restore, by name; {}: to be filled; or None.
-        strict: refuse missing and unexpected keys of the model, and unexpected ones of `extra`.
-        trust: unpickle whatever the checkpoint holds, which may run code of its author.
-        last: the last save in the background, to wait for.
-
-    Returns:
-        The matched, missing and unexpected keys of the model.
-
-    Raises:
-        CheckpointError: on every rank, if the checkpoint is damaged or does not fit; nothing was
-            changed.
-    """
+    """See `ShardedModule.load_checkpoint`; `last` is the last save in the background."""
     group, agreement = bindings.group, bindings.agreement
     optim_values: dict[str, Any] = {}
     with agreement.part() as part:

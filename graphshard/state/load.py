@@ -80,19 +80,8 @@ def load(
 ) -> Match:
     """Load `module` from every rank's source, or from rank 0's if no other rank has one.
 
-    Args:
-        module: the sharded module.
-        bindings: its shards.
-        source: opens this rank's source; returns None if it has none.
-        strict: refuse missing and unexpected keys.
-        rules: how a transformers model names its parameters in checkpoints.
-
-    Returns:
-        The matched keys; missing and unexpected names.
-
-    Raises:
-        CheckpointError: on every rank, if a source cannot be opened or read or does not fit; the
-            module is unchanged.
+    `source` opens this rank's, or returns None; `rules` say how a transformers model names its
+    parameters in checkpoints. Where one does not fit, all ranks fail and nothing was changed.
     """
     group, agreement = bindings.group, bindings.agreement
     opened, matched = None, Match()
@@ -210,9 +199,6 @@ def load_state_dict(
     """Return `state_dict` in a form that `nn.Module.load_state_dict` accepts.
 
     Full tensors of sharded parameters become this rank's DTensors; a tied parameter gets all names.
-
-    Raises:
-        CheckpointError: on every rank, if one rank's does not fit.
     """
     tensors = dict(state_dict)
     with bindings.agreement.part():

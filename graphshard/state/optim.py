@@ -17,6 +17,7 @@ from torch.distributed.tensor import DTensor
 
 from graphshard.errors import CheckpointError
 from graphshard.runtime.lowered import Bindings
+from graphshard.state.local_steps import state_of
 from graphshard.state.optim_copies import copies_of_state, require_same_copies
 from graphshard.state.state_tensors import (
     Keeper,
@@ -26,7 +27,6 @@ from graphshard.state.state_tensors import (
     local_of,
     state_tensors_of,
 )
-from graphshard.training.local_steps import state_of
 
 KINDS = ("sharded", "full", "local")
 
@@ -40,20 +40,7 @@ def optimizer_state_dict(
     rank0_only: bool,
     cpu: bool,
 ) -> dict[str, Any]:
-    """Return the state of `optim` by parameter names.
-
-    Args:
-        module: the sharded module.
-        bindings: its shards.
-        optim: an optimizer of its parameters.
-        form: "sharded" (DTensors), "full" or "local" (this rank's parts).
-        rank0_only: return {} on other ranks; for form "full".
-        cpu: move tensors to the CPU; for form "full".
-
-    Raises:
-        CheckpointError: on every rank, if the optimizer has a parameter that is not the module's,
-            or, of form "full", if state that every rank must have alike differs.
-    """
+    """See `ShardedModule.optimizer_state_dict`, whose `kind` is `form` here."""
     group, agreement = bindings.group, bindings.agreement
     keep = form != "full" or group.rank == 0 or not rank0_only
     with agreement.part() as part:

@@ -44,16 +44,7 @@ def prepare_load(
 ) -> Callable[[], None]:
     """Check `state_dict` on all ranks and return a function that loads it into `optim`.
 
-    Args:
-        module: the sharded module.
-        bindings: its shards.
-        optim: an optimizer of its parameters.
-        state_dict: as from `optimizer_state_dict` or torch's `get_optimizer_state_dict`; a full one
-            may be on rank 0 alone.
-        form: "local" for local state; otherwise a tensor of its parameter's shape is full.
-
-    Raises:
-        CheckpointError: on every rank, if a rank's state does not fit; nothing was changed.
+    See `ShardedModule.load_optimizer_state_dict`, whose `kind` is `form` here.
     """
     group, agreement = bindings.group, bindings.agreement
     local = form == "local"

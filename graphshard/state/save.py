@@ -31,14 +31,7 @@ from graphshard.state.state_tensors import (
 def full_state_dict(
     module: nn.Module, bindings: Bindings, *, rank0_only: bool, cpu: bool
 ) -> dict[str, Tensor]:
-    """Return `module.state_dict()` with full tensors, gathered one by one.
-
-    Args:
-        module: the sharded module.
-        bindings: its shards.
-        rank0_only: return {} on all other ranks.
-        cpu: move each full tensor to the CPU.
-    """
+    """See `ShardedModule.full_state_dict`."""
     group, agreement = bindings.group, bindings.agreement
     keep = group.rank == 0 or not rank0_only
     with agreement.part() as part:
@@ -60,7 +53,7 @@ def full_state_dict(
 
 
 def local_state_dict(module: nn.Module, bindings: Bindings) -> dict[str, Tensor]:
-    """Return this rank's part of every tensor in `module.state_dict()`; memory is shared."""
+    """See `ShardedModule.local_state_dict`."""
     state_tensors = by_name(state_tensors_of(module, bindings))
     return {name: state_tensors[name].local.detach() for name in module.state_dict(keep_vars=True)}
 
@@ -68,11 +61,7 @@ def local_state_dict(module: nn.Module, bindings: Bindings) -> dict[str, Tensor]
 def load_local_state_dict(
     module: nn.Module, bindings: Bindings, state_dict: dict[str, Tensor]
 ) -> None:
-    """Load a state dict from `local_state_dict` on a group of the same size.
-
-    Raises:
-        CheckpointError: on every rank, if a rank's does not fit; nothing was changed.
-    """
+    """See `ShardedModule.load_local_state_dict`."""
     with bindings.agreement.part():
         state_tensors = [
             state_tensor
@@ -111,23 +100,9 @@ def save_safetensors(
     dtype: torch.dtype | None = None,
     before_commit: Callable[[], None] | None = None,
 ) -> list[Path]:
-    """Write the full model from rank 0, gathered tensor by tensor; a tied parameter once.
+    """See `ShardedModule.save_safetensors`.
 
-    Args:
-        module: the sharded module.
-        bindings: its shards.
-        path: a .safetensors file or a directory.
-        max_shard_bytes: the most bytes of one file, unless a single tensor takes more. None: one
-            file.
-        dtype: the dtype of written floating point tensors. None: unchanged.
-        before_commit: what rank 0 does once all tensors are written, before the files get their
-            names.
-
-    Returns:
-        The written files on rank 0; [] elsewhere.
-
-    Raises:
-        CheckpointError: on every rank, if rank 0 cannot write.
+    `before_commit` is what rank 0 does once all tensors are written, before files get their names.
     """
     group = bindings.group
     with bindings.agreement.part() as part:
@@ -240,13 +215,9 @@ def save_pretrained(
     merge: bool,
     given: Mapping[str, Tensor] | None = None,
 ) -> list[Path]:
-    """Write the configuration and weights of a transformers `model` for `from_pretrained`.
+    """See `ShardedModule.save_pretrained`; `model` is the model of transformers on meta.
 
     With `given`, the tensors in it on rank 0 are written in place of the module's.
-
-    Raises:
-        CheckpointError: on every rank, if the model has no configuration, has adapters, or rank 0
-            cannot write.
     """
     with bindings.agreement.part():
         if merge or getattr(model, "_hf_peft_config_loaded", False):

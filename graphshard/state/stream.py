@@ -55,23 +55,11 @@ class _Entry:
 def iter_full(
     module: nn.Module,
     bindings: Bindings,
-    text: str,
     *,
     max_bytes: int | None,
     dtype: torch.dtype | None,
 ) -> Iterator[tuple[str, Tensor]]:
-    """Check the call on all ranks; return the iterator of `ShardedModule.iter_full`.
-
-    Args:
-        module: the sharded module.
-        bindings: its shards.
-        text: of the call, for messages.
-        max_bytes: see there.
-        dtype: see there.
-
-    Raises:
-        CheckpointError: a tensor takes more than `max_bytes`; names it.
-    """
+    """Check the call on all ranks; return the iterator of `ShardedModule.iter_full`."""
     with bindings.agreement.part() as part:
         tensors = by_name(state_tensors_of(module, bindings))
         entries = []
@@ -81,7 +69,7 @@ def iter_full(
             entries.append(_Entry(name, source, dtype if cast and dtype else source.dtype))
         batches = _batches(entries, max_bytes)
         part.same += [gathered_line(each.name, each.source.tensor) for each in entries]
-    return _hand_out(batches, bindings, text)
+    return _hand_out(batches, bindings, bindings.agreement.text)
 
 
 def _hand_out(

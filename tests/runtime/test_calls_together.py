@@ -34,10 +34,10 @@ from graphshard.errors import (
     PolicyError,
 )
 from graphshard.errors import RuntimeStateError as StateError
+from graphshard.module import clip
 from graphshard.runtime.agreement import Agreement
 from graphshard.runtime.group import find_group
 from graphshard.state import dcp_write, manifest, optim, raw
-from graphshard.training import clip
 
 TIMEOUT = 5.0  # seconds
 

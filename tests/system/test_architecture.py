@@ -34,7 +34,6 @@ LINE = (
     "passes",
     "pipeline",
     "runtime",
-    "training",
     "tune",
     "report",
     "state",

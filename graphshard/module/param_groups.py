@@ -20,25 +20,7 @@ Rule = Callable[[str, nn.Parameter], Options | None] | Sequence[tuple[str, Optio
 def parameter_groups(
     named: Iterable[tuple[str, nn.Parameter]], rule: Rule | None
 ) -> list[dict[str, Any]]:
-    """Groups of the trainable parameters in `named`.
-
-    Parameters share a group if `rule` gives them the same options and they are of one kind: plain
-    or DTensor of the same mesh, in the same dtype on the same device. Optimizers that work on many
-    tensors at once (foreach, fused) fail where kinds mix.
-
-    Args:
-        named: (name, parameter) pairs.
-        rule: the options of a parameter, `rule(name, parameter)`, None for none; or pairs of a
-            regular expression, searched for in the name, and options, of which the first that
-            matches counts. None: no options.
-
-    Returns:
-        Dicts for an optimizer: "params", "names" (aligned with it), and the options.
-
-    Raises:
-        PolicyError: `rule` gives no mapping, or one with "params" or "names"; or an expression
-            matches no parameter.
-    """
+    """See `ShardedModule.parameter_groups`; `named` are pairs of a name and a parameter."""
     named = [(name, param) for name, param in named if param.requires_grad]
     options_of: Callable[[str, nn.Parameter], Any] = _as_function(rule, [name for name, _ in named])
     groups: dict[tuple[Any, ...], dict[str, Any]] = {}

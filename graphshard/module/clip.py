@@ -80,21 +80,7 @@ class GradNorm:
         return f"{self.shared} gradients, sums over {sizes} ranks in {self._norm.dtype}"
 
     def clip(self, max_norm: float, *, error_if_nonfinite: bool) -> Tensor:
-        """Scale the gradients in place so that their joint norm is at most `max_norm`.
-
-        There is one all_reduce, of a number for each gradient, for each set of mesh dimensions that
-        gradients are sharded over, none if all are replicated.
-
-        Args:
-            max_norm: the bound.
-            error_if_nonfinite: raise if the norm is no finite number.
-
-        Returns:
-            The norm before clipping: a plain tensor without dimensions, the same on all ranks.
-
-        Raises:
-            RuntimeStateError: the norm is not finite, if `error_if_nonfinite`.
-        """
+        """See `ShardedModule.clip_grad_norm_`."""
         norm = self._norm
         parts = [norm.over(local, groups, mean=mean) for local, groups, mean in self._parts]
         if len(parts) > 1:  # in the order of the gradients, by which sums are rounded

@@ -17,8 +17,8 @@ from torch.distributed.tensor import DTensor
 from graphshard.errors import PolicyError, RuntimeStateError
 from graphshard.runtime.agreement import require_names
 from graphshard.runtime.shards import Shard
+from graphshard.runtime.whole import Wanted, gather_each
 from graphshard.torch_private import compat as torch_compat
-from graphshard.torch_private.full_tensors import full_tensor
 
 
 class FullParameters(dict[str, nn.Parameter]):
@@ -148,14 +148,16 @@ class Unsharded:
             self.with_grads |= {shard.layout.fqn for shard in sharded}
         try:
             failures: list[Exception] = []
-            for shard in sharded:
-                full = _full(shard, shard.param)
-                grad = shard.param.grad
-                full_grad = _full(shard, grad) if with_grads and grad is not None else None
+            for wanted, full in gather_each(_wanted(sharded, with_grads=with_grads)):
+                shard = wanted.shard
                 if not failures and (shard.group.rank == 0 or not rank0_only):
                     try:
-                        opened.append((shard, self.twin(shard), shard.param))
-                        self._fill(opened[-1][1], full, full_grad)
+                        if wanted.grad is None:
+                            opened.append((shard, self.twin(shard), shard.param))
+                            self._fill(self.twin(shard), full)
+                        else:
+                            full = full.to(shard.local.device, copy=wanted.is_there)
+                            _set_grad(self.twin(shard), full)
                     except Exception as error:  # told once all is gathered, as others wait for it
                         failures.append(error)
             with part():
@@ -173,11 +175,10 @@ class Unsharded:
             self.open -= names
             self.with_grads -= names
 
-    def _fill(self, twin: nn.Parameter, full: Tensor, full_grad: Tensor | None) -> None:
+    def _fill(self, twin: nn.Parameter, full: Tensor) -> None:
         with torch.no_grad():
-            twin.untyped_storage().resize_(full.untyped_storage().nbytes())
+            twin.untyped_storage().resize_(twin.nbytes)
             twin.copy_(full)
-        _set_grad(twin, full_grad)
 
     def _split(
         self, shard: Shard, twin: nn.Parameter, param: Any, *, writeback: bool, with_grads: bool
@@ -205,21 +206,22 @@ def _sharded(shards: Iterable[Shard]) -> list[Shard]:
     return [shard for shard in shards if isinstance(shard.param, DTensor)]
 
 
-def _set_grad(param: nn.Parameter, grad: Tensor | None) -> None:
+def _set_grad(param: nn.Parameter, grad: Tensor) -> None:
     """Make `grad` the gradient of `param`, in whatever dtype mixed precision leaves it."""
-    if grad is not None and grad.dtype != param.dtype:
+    if grad.dtype != param.dtype:
         torch_compat.set_grad_dtype(param, grad.dtype)
     param.grad = grad
 
 
-def _full(shard: Shard, tensor: Any) -> Tensor:
-    """A copy of a DTensor, whole: gathered on the group's device, returned on the DTensor's."""
-    local = torch_compat.local_tensor(tensor)
-    there = torch_compat.dtensor_like(tensor, local.to(shard.group.device))
-    full = full_tensor(there).to(local.device)
-    # Where this rank has all rows they are the DTensor's own.
-    shared = full.untyped_storage().data_ptr() == local.untyped_storage().data_ptr()
-    return full.clone() if shared else full
+def _wanted(shards: Iterable[Shard], *, with_grads: bool) -> list[Wanted]:
+    """What to gather: parameters, and their gradients."""
+    wanted = [Wanted(shard, shard.local.dtype) for shard in shards]
+    if with_grads:
+        for shard in shards:
+            if shard.param.grad is not None:
+                grad = torch_compat.local_tensor(shard.param.grad)
+                wanted.append(Wanted(shard, grad.dtype, grad))
+    return wanted
 
 
 def _inside(name: str, module: str) -> bool:

@@ -24,7 +24,7 @@ from torch.distributed.tensor import DTensor
 
 import graphshard
 from graphshard.errors import CheckpointError, PolicyError, RuntimeStateError
-from graphshard.training.local_steps import ELEMENTWISE
+from graphshard.state.local_steps import ELEMENTWISE
 
 KINDS = {name: getattr(torch.optim, name) for name in ELEMENTWISE}
 NO_DECAY = [(r"bias|norm", {"lr": 3e-3})]

@@ -1,1 +1,0 @@
-"""The parts of a training loop beside a step: clipping, scaling, optimizers, full weights."""
