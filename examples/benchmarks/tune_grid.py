@@ -15,6 +15,7 @@ CPU seconds of both. Ends with status 1 where AutoPolicy is slower than the grid
 from __future__ import annotations
 
 import argparse
+import gc
 import json
 import random
 import sys
@@ -97,7 +98,7 @@ class Grid:
         blocks = Blocks(ModuleTree(case.model))
         space = Space(case.auto, blocks, (case.ranks,), case.auto.described())
         captures = Captures(case.model, case.inputs, {}, space.hardware.program_device)
-        self.simulator = Simulator(case.model, captures, space, blocks.fqns)
+        self.simulator = Simulator(case.model, captures, space)
         self._by_plan: dict[Any, tuple[float, int] | None] = {}
         if self.cache is not None and self.cache.exists():
             for line in self.cache.read_text().splitlines():
@@ -186,7 +187,7 @@ class Grid:
             if key not in self._by_plan:
                 self._by_plan[key] = None
                 estimate = self.simulator.estimate(plan, captured, passes)
-                self.simulator.collect_garbage()
+                gc.collect(1)
                 result = CandidateResult.of(None, estimate)  # type: ignore[arg-type]
                 if policy.memory_budget is None or result.step_bytes <= policy.memory_budget:
                     self._by_plan[key] = result.seconds, result.peak

@@ -12,17 +12,12 @@ from graphshard.format import human_bytes, human_seconds
 from graphshard.policy.base import Policy
 from graphshard.policy.code import value_code
 from graphshard.tune.bounds import Bound, Bounds
-from graphshard.tune.extrapolate import Extrapolator
 from graphshard.tune.request import AUTO, is_auto
 from graphshard.tune.search import Search
 from graphshard.tune.space import PLAIN, Candidate, CandidateGroup, Sharding, Space
-from graphshard.tune.tuning import CandidateResult
+from graphshard.tune.tuning import EQUAL, CandidateResult
 
 Neighbour = tuple[str, Candidate]
-
-
-_SAME = 5e-4
-"""Times that differ by at most this share count as equal."""
 
 
 _ROUNDS = 4
@@ -33,7 +28,7 @@ def settle(search: Search, winner: CandidateResult) -> tuple[CandidateResult, di
     """Replace `winner` by its best neighbour until none is better; return it and the reasons."""
     for _ in range(_ROUNDS):
         why = reasons(search, winner)
-        best = search.best(search.full_results.values())
+        best = search.best()
         if best is None or best.candidate == winner.candidate:
             return winner, why
         winner = best
@@ -46,45 +41,33 @@ def reasons(search: Search, winner: CandidateResult) -> dict[str, str]:
     Neighbours that are simulated for it join the results of `search`.
     """
     reason_of: dict[str, str] = {}
-    comparable = search.evaluator.result(winner.candidate) if search.extrapolator else winner
     for name, candidate in _neighbours(search, winner.candidate):
         if name in reason_of:
             continue
-        if search.limit.passed():
-            break
-        reason = _reason(search, candidate, winner, comparable or winner)
+        reason = _reason(search, candidate, winner)
         if reason is not None:
             reason_of[name] = reason
     return reason_of
 
 
-def _reason(
-    search: Search, candidate: Candidate, winner: CandidateResult, comparable: CandidateResult
-) -> str | None:
-    """Say why `candidate` is not better than `winner`; None if the model cannot be sharded so."""
+def _reason(search: Search, candidate: Candidate, winner: CandidateResult) -> str | None:
+    """Say why `candidate` is not better than `winner`.
+
+    None if the model cannot be sharded so, or there is no time to simulate it.
+    """
     bound = _bound_of(search, candidate.group)
     if bound is not None and not bound.possible:
         return None
     if bound is not None and bound.bytes > search.budget:
         return f"needs at least {human_bytes(bound.bytes)} of {human_bytes(search.budget)}"
-    result = search.full_results.get(candidate)
-    base = winner if result is not None else comparable
-    if result is None and search.exhaustive:
+    if candidate not in search.results:
         reason = _by_search(search, candidate, winner, bound)
         if reason:
             return reason
-    elif result is None and candidate.group != winner.candidate.group:
-        result, base = _comparable(search, candidate, winner, comparable)
-    result = result or search.evaluator.result(candidate)
-    if result is None:
-        return None
-    search.record([result])
-    if result.whole:
-        search.full_results[result.candidate] = result
-    elif result.peak <= search.budget and result.seconds < base.seconds * (1 - _SAME):
-        whole = search.simulate_full(result.candidate)
-        result, base = (result, base) if whole is None else (whole, winner)
-    return _why(result, base, search.budget)
+        if search.over():
+            return None
+    result = search.result(candidate)
+    return None if result is None else _why(result, winner, search.budget)
 
 
 def _chooses(group: CandidateGroup) -> bool:
@@ -106,13 +89,12 @@ def _by_search(
     """Say why no candidate like `candidate` won, by its bound or what was tried; "" if unknown."""
     if candidate.group == winner.candidate.group:
         return ""
-    if bound is not None and bound.seconds > winner.seconds * (1 + _SAME):
+    if bound is not None and bound.seconds > winner.seconds * (1 + EQUAL):
         return f"at least {bound.seconds / winner.seconds - 1:.1%} slower"
     group = replace(candidate.group, budget=None)
     groups = {group}
     if group.recompute is None:  # a budget may have chosen to recompute nothing
-        chosen = search.space.budgets(Candidate(group)).candidate(0).group
-        groups.add(replace(chosen, budget=None))
+        groups.add(search.space.with_budgets(group))
     tried = [
         result
         for result in search.results.values()
@@ -128,37 +110,19 @@ def _by_search(
     return f"{_why(other, winner, search.budget)}, with schedule={other.candidate.schedule!r}"
 
 
-def _comparable(
-    search: Search, candidate: Candidate, winner: CandidateResult, winner_result: CandidateResult
-) -> tuple[CandidateResult | None, CandidateResult]:
-    """Return results of the candidate's and the winner's group that can be compared.
-
-    A search that is not exhaustive has tried one way to issue gathers for most groups: compare
-    results of that way if the candidate's group is slower with it.
-    """
-    probe = search.space.likeliest(winner.candidate.group)
-    winner_probe = None if search.exhaustive else search.evaluator.result(probe)
-    if winner_probe is not None:
-        other_probe = search.evaluator.result(replace(probe, group=candidate.group))
-        if other_probe is not None and other_probe.seconds > winner_probe.seconds * (1 + _SAME):
-            return other_probe, winner_probe
-    return search.evaluator.result(candidate), winner_result
-
-
 def _why(result: CandidateResult, base: CandidateResult, budget: int) -> str:
-    about = "" if result.whole else "about "
     if result.peak > budget:
         most = max(result.at_peak, key=lambda kind: result.at_peak[kind])
         return (
-            f"needs {about}{human_bytes(result.peak)} of {human_bytes(budget)}, "
+            f"needs {human_bytes(result.peak)} of {human_bytes(budget)}, "
             f"{human_bytes(result.at_peak[most])} of it {most}"
         )
     longer = result.seconds / base.seconds - 1
-    if abs(longer) < _SAME:
+    if abs(longer) <= EQUAL:
         more = result.peak - base.peak
         same = f"as fast, and needs {human_bytes(abs(more))} {'more' if more > 0 else 'less'}"
         return "makes no difference" if not more else same
-    text = f"{about}{abs(longer):.1%} {'slower' if longer > 0 else 'faster'}"
+    text = f"{abs(longer):.1%} {'slower' if longer > 0 else 'faster'}"
     compute, exposed = result.compute - base.compute, result.exposed - base.exposed
     if compute > exposed:
         return f"{text}, {human_seconds(compute)} more of compute" if compute > 0 else text
@@ -257,9 +221,8 @@ def advice(search: Search) -> str:
     at_peak = sorted(least.at_peak.items(), key=lambda item: -item[1])
     parts = ", ".join(f"{human_bytes(size)} {kind}" for kind, size in at_peak[:3] if size)
     policy = search.space.policy(least.candidate)
-    about = "" if least.whole else "about "
     lines = [
-        f"nothing fits in {budget}: the least that was found is {about}{human_bytes(least.peak)}, "
+        f"nothing fits in {budget}: the least that was found is {human_bytes(least.peak)}, "
         f"under {policy!r}; at its peak it holds {parts}",
         *_remedies(search, least),
     ]
@@ -309,11 +272,7 @@ def _space(search: Search, name: str) -> Space:
 
 def _search_in(search: Search, space: Space) -> Search:
     """Return the same search in another space."""
-    return Search(search.simulator.in_space(space), _extrapolator(search, space), search.budget)
-
-
-def _extrapolator(search: Search, space: Space) -> Extrapolator | None:
-    return None if search.extrapolator is None else search.extrapolator.in_space(space)
+    return Search(search.simulator.in_space(space), search.budget)
 
 
 def _least(search: Search) -> CandidateResult | None:
@@ -331,7 +290,7 @@ def _least(search: Search) -> CandidateResult | None:
         for candidate in search.space.candidates(group)
         if candidate.forward == 0
     ]
-    tried = [search.evaluator.result(candidate) for candidate in candidates]
+    tried = [search.result(candidate) for candidate in candidates]
     results = [*search.results.values(), *(o for o in tried if o is not None)]
     return min(results, key=lambda result: result.peak, default=None)
 
@@ -342,7 +301,7 @@ def _ranks_that_fit(search: Search, least: CandidateResult) -> tuple[int, Candid
     for _ in range(_DOUBLINGS):
         mesh = (*mesh[:-1], 2 * mesh[-1])
         other = _search_in(search, replace(search.space, mesh_shape=mesh))
-        result = other.evaluator.result(least.candidate)
+        result = other.result(least.candidate)
         if result is not None and result.peak <= search.budget:
             return prod(mesh), result
     return None

@@ -1,278 +1,447 @@
-"""The search: groups in the order of their bounds, then budgets, then the best in full."""
+"""The search: best first, by lower bounds, with every policy simulated as `simulate` does.
+
+Candidates are tried in the order of the least time that they may take, and left out where that is
+not below the best time found. Of the candidates of a group, those that differ in where gathers are
+issued, the one with the most prefetching is tried first: where it is too slow, or fits, the others
+are left out, unless it is nearly the best.
+
+FSDP's order goes first, since `schedule="overlap"` takes ten times as long to simulate: that is
+tried where it may win by `_GAIN`. FSDP's order also finds the budget for recomputation within which
+a step just fits, and "overlap" starts from there.
+"""
 
 from __future__ import annotations
 
 import gc
-from collections.abc import Iterable, Iterator
-from dataclasses import dataclass, replace
+import time
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass, field, replace
+from math import inf
 
 from graphshard.errors import PolicyError
-from graphshard.format import human_seconds
-from graphshard.tune.bounds import Bounds
-from graphshard.tune.extrapolate import extrapolator_of
-from graphshard.tune.limit import TimeLimit
+from graphshard.format import human_bytes, human_seconds
+from graphshard.progress import Progress, Stages
+from graphshard.tune.bounds import Bound, Bounds
 from graphshard.tune.simulator import Simulator
-from graphshard.tune.space import (
-    BUDGET_STEPS,
-    PLAIN,
-    BudgetRange,
-    Candidate,
-    CandidateGroup,
-    rounded,
-)
-from graphshard.tune.state import EXHAUSTIVE, SearchState
-from graphshard.tune.tuning import CandidateResult
-from graphshard.tune.whole import WholeSearch
+from graphshard.tune.space import PLAIN, Candidate, CandidateGroup, rounded
+from graphshard.tune.tuning import EQUAL, CandidateResult
 
-_FINALISTS = 4
-"""Candidates with extrapolated results that are simulated in full, at least until one fits."""
+_GAIN = 0.05
+"""The share by which "overlap" may be faster than FSDP's order; no bound, see README.md."""
 
 
-_EXPANDED = 3
-"""Groups whose candidates are all tried if the search is not exhaustive."""
+_CLOSE = 1.01
+"""Groups this much slower than the best are tried with every way to issue gathers."""
 
 
-_MIN_GAIN = 2e-3
-"""Extrapolated candidates are simulated in full only if they are faster by this share."""
+_NEARLY_FITS = 1.02
+"""Other ways to issue gathers may fit where a step needs this much of the memory."""
 
 
-_BUDGETED = 2
-"""Groups for which budgets are tried if the search is not exhaustive."""
+_TRIES = {PLAIN: 12, "overlap": 4}
+"""The most simulations in which a budget is adjusted, by schedule."""
 
 
-_FRONTIER = 2
-"""More candidates, with less memory, that are simulated in full to show the frontier."""
+_LEFT = 3e-3
+"""A budget is adjusted no further if this share of the memory is left."""
 
 
-_SLACK = 1.02
-"""Candidates are simulated in full if their extrapolated peak is at most this times the budget."""
+_TELL_SECONDS = 5.0
+"""The time between two lines of progress while candidates are simulated."""
+
+
+_TO_FINISH = 3
+"""What follows the search, the winner's verification, takes as long as so many simulations."""
 
 
 class NotFasterError(PolicyError):
     """Policies fit, but no step of them is as fast as was asked for."""
 
 
-@dataclass
-class Search(SearchState):
-    """One search for the fastest candidate within a budget of bytes; see `SearchState`."""
+class TimeLimit:
+    """A limit of `seconds` from now on, or none."""
 
-    @classmethod
-    def of(cls, simulator: Simulator, budget: int, limit: TimeLimit) -> Search:
-        """Return a search that extrapolates if the model is large, with many equal blocks."""
-        space = simulator.space
-        plan = simulator.plan(space.candidates(space.groups()[0])[0])
-        extrapolator = None
-        if len(simulator.captures.like(plan).graph.nodes) > EXHAUSTIVE:
-            extrapolator = extrapolator_of(simulator.model, simulator.captures, space)
-        return cls(simulator, extrapolator, budget, limit=limit)
+    def __init__(self, seconds: float | None = None) -> None:
+        self.seconds = seconds
+        self._begin = time.monotonic()
+
+    def passes_in(self, seconds: float) -> bool:
+        """Whether the time is over when so many more seconds have gone by."""
+        if self.seconds is None:
+            return False
+        return time.monotonic() - self._begin + seconds >= self.seconds
+
+
+@dataclass(frozen=True)
+class _Task:
+    """One thing to try: the candidates of `group` with one `schedule`.
+
+    room: give the step all bytes there are, as a budget for its schedule or recomputation.
+    """
+
+    group: CandidateGroup
+    schedule: str
+    room: bool
+    bound: Bound
+
+
+@dataclass
+class Search:
+    """One search for the fastest candidate within `budget` bytes.
+
+    results: by candidate. bounds: of each group; budget_bounds: of those that recompute within a
+    budget. too_large, too_slow, impossible: groups that were not simulated, because their bound
+    exceeds the budget or the best time, or because the model cannot be sharded so. untried:
+    candidates that stand for what there was no time for. cut: whether the time limit ended it.
+    faster_than: seconds that a step must beat.
+    """
+
+    simulator: Simulator
+    budget: int
+    limit: TimeLimit = field(default_factory=TimeLimit)
+    progress: Stages | None = None
+    faster_than: float | None = None
+    results: dict[Candidate, CandidateResult] = field(default_factory=dict)
+    bounds: dict[CandidateGroup, Bound] = field(default_factory=dict)
+    budget_bounds: dict[CandidateGroup, Bound] = field(default_factory=dict)
+    too_large: list[CandidateGroup] = field(default_factory=list)
+    too_slow: list[CandidateGroup] = field(default_factory=list)
+    impossible: list[CandidateGroup] = field(default_factory=list)
+    untried: list[Candidate] = field(default_factory=list)
+    cut: bool = False
+
+    def __post_init__(self) -> None:
+        self.space = self.simulator.space
+        self._rooms: dict[CandidateGroup, int] = {}
+        """The largest budget within which FSDP's order fits, of groups that recompute all."""
+        self._simulation_seconds = 0.0
+        self._told = time.monotonic()
 
     def run(self) -> CandidateResult | None:
-        """Return the fastest candidate that fits, simulated in full; None if none fits.
+        """Return the fastest candidate that fits; None if none was found.
 
         Raises:
             NotFasterError: there is none as fast as `faster_than`.
         """
-        if self.exhaustive:
-            WholeSearch(self).run()
-        else:
-            self._simulate_groups()
-            self._simulate_budgets()
-        if self.extrapolator is None:
-            self.full_results = dict(self.results)
-            winner = self.best(self.full_results.values())
-        else:
-            winner = self._simulate_finalists()
-        limit = self.faster_than
+        self.find_bounds()
+        tasks = sorted(self._tasks(), key=lambda task: task.bound.seconds)
+        quick = [task for task in tasks if task.schedule == PLAIN]
+        slow = [task for task in tasks if task.schedule != PLAIN]
+        self._try_likely(quick or slow)
+        with self.stage("simulate candidates", len(tasks)):
+            self._try_all(quick)
+            self._try_all(sorted(slow, key=self._expected))
+        self._try_close_issues()
+        self._simplify()
+        winner, limit = self.best(), self.faster_than
         if limit is not None:
             left_out = winner is None and self.too_slow and not self.untried
             if left_out or (winner is not None and winner.seconds >= limit):
                 raise NotFasterError(f"no step takes less than {human_seconds(limit)}")
         return winner
 
-    # -- every group, by its bound --------------------------------------------------------------
+    # -- results ----------------------------------------------------------------------------------
 
-    def _simulate_groups(self) -> None:
-        self.find_bounds(Bounds(self.simulator, self.extrapolator))
-        order = sorted(self.bounds, key=lambda group: self.bounds[group].seconds)
-        with self.stage("simulate candidates", len(order)):
-            for group in order:
-                self.advance()
-                if not self.space.is_default(group):
-                    continue
-                if self.results and self.over(self.shares.groups):
+    def over(self) -> bool:
+        """Whether the time ends with what is left to do, so that something is left out."""
+        self.cut |= (over := self.limit.passes_in(_TO_FINISH * self._simulation_seconds))
+        return over
+
+    def result(self, candidate: Candidate, *, record: bool = True) -> CandidateResult | None:
+        """Simulate `candidate`; keep its result, if `record`, and tell of a new best one."""
+        begin, simulated = time.monotonic(), self.simulator.simulated
+        result = self.simulator.result(candidate)
+        if self.simulator.simulated > simulated:
+            gc.collect(1)
+            if candidate.schedule == PLAIN:
+                self._simulation_seconds = time.monotonic() - begin
+        if result is not None and record:
+            before = self.best()
+            self.results[candidate] = result
+            self._tell(before)
+        return result
+
+    def _tell(self, before: CandidateResult | None) -> None:
+        """Tell of a new best one, and from time to time that the search goes on."""
+        best, now = self.best(), time.monotonic()
+        is_new = best is not None and best != before
+        if not isinstance(self.progress, Progress):
+            return
+        if not is_new and now - self._told < _TELL_SECONDS:
+            return
+        self._told = now
+        text = f"{self.simulator.simulated} simulations, nothing fits so far"
+        if best is not None:
+            text = f"best so far: {human_seconds(best.seconds)} a step, {human_bytes(best.peak)}"
+            text += f", {self.space.policy(best.candidate)!r}" if is_new else ""
+            text += "" if is_new else f", after {self.simulator.simulated} simulations"
+        self.progress.tell(text)
+
+    def best(self, results: Iterable[CandidateResult] | None = None) -> CandidateResult | None:
+        """Return the fastest of `results` that fits; the simplest of those that are as fast."""
+        results = self.results.values() if results is None else results
+        fitting = [result for result in results if result.peak <= self.budget]
+        if not fitting:
+            return None
+        fastest = min(result.seconds for result in fitting)
+        equal = [result for result in fitting if result.seconds <= fastest * (1 + EQUAL)]
+        return min(equal, key=lambda one: (self.space.complexity(one.candidate), one.peak))
+
+    def to_beat(self) -> float:
+        """The seconds below which a candidate is better than the best so far and `faster_than`."""
+        fitting = (one.seconds for one in self.results.values() if one.peak <= self.budget)
+        limit = inf if self.faster_than is None else self.faster_than
+        return min(limit, min(fitting, default=inf) * (1 - EQUAL))
+
+    # -- what to try ------------------------------------------------------------------------------
+
+    def find_bounds(self) -> None:
+        """Fill `bounds`, for as many groups as there is time for."""
+        bounds, groups = Bounds(self.simulator), self.space.groups()
+        with self.stage("bounds", len(groups)):
+            for group in groups:
+                if self.bounds and self.over():
                     self.untried.append(self.space.likeliest(group))
-                elif self._is_promising(group):
-                    self.record(self._likeliest(group))
-                    self.evaluator.collect_garbage()
-        self._expand()
+                else:
+                    self.bounds[group] = bounds.of(group)
+                self.advance()
 
-    def _all(self, group: CandidateGroup) -> list[CandidateResult]:
-        return self.evaluator.results(group, lambda: self.over(self.shares.groups))
+    def _tasks(self) -> Iterator[_Task]:
+        slow = self.space.schedules[-1]
+        for group, bound in self.bounds.items():
+            if not bound.possible:
+                self.impossible.append(group)
+                continue
+            if bound.bytes <= self.budget:
+                if PLAIN in self.space.schedules:
+                    yield _Task(group, PLAIN, False, bound.of_schedule(PLAIN))
+                if slow != PLAIN and self.space.is_default(group):
+                    room = not self.space.tries_budgets
+                    yield _Task(group, slow, room, bound.of_schedule(slow))
+            else:
+                self.too_large.append(group)
+            if self.space.tries_budgets and self._may_have_budgets(group):
+                # Whatever is recomputed, a step takes no less than with nothing recomputed.
+                least = replace(self.bounds[replace(group, recompute=None)], bytes=0)
+                self.budget_bounds[group] = least
+                for schedule in self.space.schedules:
+                    yield _Task(group, schedule, True, least.of_schedule(schedule))
 
-    def _likeliest(self, group: CandidateGroup) -> list[CandidateResult]:
-        result = self.evaluator.result(self.space.likeliest(group))
-        return [] if result is None else [result]
+    def _may_have_budgets(self, group: CandidateGroup) -> bool:
+        """Whether `group` recomputes all, so that budgets between that and nothing are tried."""
+        if group.recompute != self.space.recompute_all:
+            return False
+        if replace(group, recompute=None) not in self.bounds:
+            return False  # there was no time for its bound
+        if self.space.schedules[-1] != PLAIN and not self.space.is_default(group):
+            return False
+        return group.offload is None or "activations" not in group.offload
 
-    def _expand(self) -> None:
-        """Try neighbours of the best so far: other shardings, then all ways to issue gathers."""
-        for group in self._leading_groups():
-            for other in self.bounds:
-                same_rest = replace(other, sharding=group.sharding) == group
-                same_strategy = other.sharding.strategy is group.sharding.strategy
-                if not (same_rest and same_strategy) or self.space.is_default(other):
-                    continue
-                if self.over(self.shares.groups):
-                    self.untried.append(self.space.likeliest(other))
-                elif self._is_promising(other):
-                    self.record(self._likeliest(other))
-                    self.evaluator.collect_garbage()
-        for group in self._leading_groups():
-            self.record(self._all(group))
-            self.evaluator.collect_garbage()
+    def _is_promising(self, task: _Task) -> bool:
+        bound = task.bound
+        if bound.bytes > self.budget or bound.seconds >= self.to_beat():
+            return False
+        return task.schedule == PLAIN or self._expected(task) * (1 - _GAIN) < self.to_beat()
 
-    def _leading_groups(self) -> list[CandidateGroup]:
-        """The groups of the fastest candidates that may fit."""
-        ranked = sorted(self.results.values(), key=lambda result: (result.seconds, result.peak))
-        fitting = [result for result in ranked if result.peak <= _SLACK * self.budget]
-        return list(dict.fromkeys(result.candidate.group for result in fitting))[:_EXPANDED]
+    def _expected(self, task: _Task) -> float:
+        """Seconds of `task` in FSDP's order; those of its bound where that is not simulated."""
+        group = task.group
+        if task.room and self.space.tries_budgets:
+            if group not in self._rooms:
+                return task.bound.seconds
+            group = replace(self.space.with_budgets(group), budget=self._rooms[group])
+        tried = [self.results.get(other) for other in self.space.plain(group)]
+        return min((o.seconds for o in tried if o is not None), default=task.bound.seconds)
 
-    def _is_promising(self, group: CandidateGroup) -> bool:
-        """Whether a candidate of `group` may be the best; record the reason if not."""
-        bound = self.bounds[group]
-        if not bound.possible:
-            self.impossible.append(group)
-        elif bound.bytes > self.budget:
-            self.too_large.append(group)
-        elif bound.seconds > self.to_beat():
-            self.too_slow.append(group)
+    def _untried(self, task: _Task) -> Candidate:
+        """A candidate that stands for `task`."""
+        group = task.group
+        if task.room:
+            group = self.space.with_budgets(group) if self.space.tries_budgets else group
+            group = replace(group, budget=self.budget)
+        if task.schedule != PLAIN:
+            return Candidate(group, schedule=task.schedule)
+        return replace(self.space.likeliest(task.group), group=group)
+
+    # -- trying -----------------------------------------------------------------------------------
+
+    def _try_likely(self, tasks: list[_Task]) -> None:
+        """Try the likeliest candidate of most groups, before time is spent on all of a few."""
+        likely = [task for task in tasks if not task.room and self.space.is_default(task.group)]
+        with self.stage("simulate likely candidates", len(likely)):
+            for task in likely:
+                if self.results and self.over():
+                    return
+                if self._is_promising(task):
+                    self.result(self.space.fastest(task.group))
+                self.advance()
+
+    def _try_all(self, tasks: list[_Task]) -> None:
+        for task in tasks:
+            if not self._is_promising(task):
+                if not task.room and not any(c.group == task.group for c in self.results):
+                    self.too_slow.append(task.group)
+            elif self.results and self.over():
+                self.untried.append(self._untried(task))
+            else:
+                self._try(task)
+            self.advance()
+
+    def _try(self, task: _Task) -> None:
+        if task.schedule != PLAIN and task.room:
+            self._try_room(task)
+        elif task.schedule != PLAIN:
+            self.result(Candidate(task.group, schedule=task.schedule))
         else:
-            return True
-        return False
+            with self.simulator.sharing_prefix():
+                if task.room:
+                    self._find_room(task.group)
+                else:
+                    self._try_issues(task.group)
+
+    def _try_issues(self, group: CandidateGroup) -> None:
+        """Try the ways to issue gathers in FSDP's order."""
+        to_beat = self.to_beat()
+        fastest = self.result(self.space.fastest(group))
+        if fastest is None or fastest.peak <= self.budget or fastest.seconds >= to_beat:
+            return
+        plain = self.space.plain(group)
+        least = self.result(next(c for c in plain if c.backward == plain[-1].backward))
+        if least is not None and least.peak <= _NEARLY_FITS * self.budget:
+            self._while_there_is_time(plain)
+
+    def _while_there_is_time(self, candidates: Iterable[Candidate]) -> None:
+        for candidate in candidates:
+            if self.over():
+                return
+            self.result(candidate)
+
+    def _try_close_issues(self) -> None:
+        """Try all ways to issue gathers of groups that are nearly as fast as the best.
+
+        Gathers in flight slow compute down, so less prefetching is faster at times.
+        """
+        close = [
+            result.candidate.group
+            for result in self.results.values()
+            if result.candidate.schedule == PLAIN
+            and result.seconds <= _CLOSE * self.to_beat()
+            and result.peak <= _NEARLY_FITS * self.budget
+        ]
+        for group in dict.fromkeys(close):
+            with self.simulator.sharing_prefix():
+                self._while_there_is_time(self.space.plain(group))
 
     # -- budgets ----------------------------------------------------------------------------------
 
-    def _simulate_budgets(self) -> None:
-        """Try partial recomputation of groups that do not fit without recomputation."""
-        if not self.space.tries_budgets:
+    def _find_room(self, group: CandidateGroup) -> None:
+        """Find the budget within which `group` just fits in FSDP's order, which is quick."""
+        records = PLAIN in self.space.schedules
+        nothing = replace(group, recompute=None)
+        start = None
+        if self.bounds[nothing].bytes <= self.budget:
+            start = self.result(self.space.likeliest(nothing), record=records)
+        fits = start is not None and start.peak <= self.budget
+        if not fits:
+            start = self.result(self.space.likeliest(group), record=records)
+        if start is None:
             return
-        groups = [group for group in self.bounds if self._needs_budgets(group)]
-        with self.stage("simulate budgets", len(groups)):
-            ranked: list[tuple[float, int, Candidate]] = []
-            for index, group in enumerate(groups):
-                self.advance()
-                if self.over(self.shares.budgets):
-                    self.untried.append(self.space.likeliest(group))
-                    continue
-                results = self._likeliest(group)
-                if self.space.schedules[-1] != PLAIN:
-                    overlap = Candidate(group, schedule=self.space.schedules[-1])
-                    results += filter(None, [self.evaluator.result(overlap)])
-                self.record(results)
-                self.evaluator.collect_garbage()
-                fitting = [result for result in results if result.peak <= self.budget]
-                if fitting:  # full recomputation has the lowest peak
-                    best = min(fitting, key=lambda result: (result.seconds, result.peak))
-                    ranked.append((best.seconds, index, best.candidate))
-            ranked.sort(key=lambda entry: entry[:2])
-            for _, _, candidate in ranked[:_BUDGETED]:
-                self._search_budgets(self.space.budgets(candidate))
-                self.evaluator.collect_garbage()
+        self._rooms[group] = self.budget - (start.peak - start.step_bytes)
+        if fits:
+            return
+        issue = replace(start.candidate, group=self.space.with_budgets(group))
+        room = self._fit(issue, self._rooms[group], record=records)
+        if room is None:
+            return
+        self._rooms[group] = room
+        found = replace(issue.group, budget=room)
+        best = self.result(replace(issue, group=found), record=records)
+        if records and best is not None and best.seconds <= _CLOSE * self.to_beat():
+            same = [c for c in self.space.plain(found) if c.backward == issue.backward]
+            self._while_there_is_time(same)
 
-    def _search_budgets(self, budgets: BudgetRange) -> None:
-        """Bisect `budgets` for the highest that fits.
+    def _try_room(self, task: _Task) -> None:
+        """Try a schedule within the budget of FSDP's order, then within others around it.
 
-        Skip if recomputing nothing fits or is too slow, since no budget is faster than that.
+        With fewer bytes "overlap" is faster at times.
         """
-        fastest = self.evaluator.result(budgets.recompute_none)
-        best = self.best(self.results.values())
-        if fastest is None or fastest.peak <= self.budget:
+        group = task.group
+        if self.space.tries_budgets:
+            group, room = self.space.with_budgets(group), self._rooms.get(group)
+        else:
+            start = self.result(self.space.fastest(group), record=False)
+            room = None if start is None else self.budget - (start.peak - start.step_bytes)
+        if room is None:
             return
-        if best is not None and fastest.seconds >= best.seconds:
+        candidate = Candidate(replace(group, budget=room), schedule=task.schedule)
+        result = self.result(candidate)
+        if result is None:
             return
-        low, high = 1, BUDGET_STEPS
-        while low < high and not self.over(self.shares.budgets):
-            step = (low + high) // 2
-            result = self.evaluator.at_budget(budgets, step)
-            self.record([result])
-            if result is None or result.peak > self.budget:
-                high = step
-            else:
-                low = step + 1
+        left = self.budget - result.peak
+        if not 0 <= left < _LEFT * self.budget and room + left < self.budget:
+            self._fit(candidate, room + left)
 
-    def _needs_budgets(self, group: CandidateGroup) -> bool:
-        """Whether `group` recomputes everything and its budgets may be better than the best."""
-        if group.recompute != self.space.recompute_all or not self.bounds[group].possible:
-            return False
-        if group.offload is not None and "activations" in group.offload:
-            return False
-        if not self.space.is_default(group):
-            return False
-        bound = self.bounds.get(replace(group, recompute=None))
-        best = self.best(self.results.values())
-        return bound is not None and (best is None or bound.seconds <= best.seconds)
+    def _fit(self, issue: Candidate, first: int, *, record: bool = True) -> int | None:
+        """Try `issue` within budgets from `first` on; return the largest with which it fits."""
 
-    # -- the full model ---------------------------------------------------------------------------
+        def left(room: int) -> int | None:
+            if self.over():
+                return None
+            group = replace(issue.group, budget=room)
+            result = self.result(replace(issue, group=group), record=record)
+            return None if result is None else self.budget - result.peak
 
-    def _simulate_finalists(self) -> CandidateResult | None:
-        ranked = sorted(self.results.values(), key=lambda result: (result.seconds, result.peak))
-        likely = [result for result in ranked if result.peak <= _SLACK * self.budget]
-        self.simulator.estimates = {}  # keep estimates: the winner's is part of the `Tuning`
-        with self.stage("simulate the best whole"):
-            for count, result in enumerate(likely):
-                best = self.best(self.full_results.values())
-                if best is not None and (
-                    self.over()
-                    or count >= _FINALISTS
-                    or result.seconds >= best.seconds * (1 - _MIN_GAIN)
-                ):
-                    break
-                self._simulate_near(result)
-            best = self.best(self.full_results.values())
-            if best is not None:
-                for result in self._smaller_results(ranked, best):
-                    if not self.over():
-                        self._simulate_near(result, fit=False)
-        return best
+        return largest_room(left, first, self.budget, _TRIES[issue.schedule])
 
-    def _simulate_near(self, result: CandidateResult, *, fit: bool = True) -> None:
-        """Simulate an extrapolated candidate in full; with `fit`, adjust its budget to fit."""
-        candidate = result.candidate
-        full_result = self.simulate_full(candidate)
-        for _ in range(3):
-            budget = candidate.group.budget
-            if not fit or budget is None or full_result is None:
-                return
-            left = self.budget - full_result.peak
-            if 0 <= left <= 0.01 * self.budget:
-                return
-            new_budget = rounded(budget + left - (self.budget // 1000 if left < 0 else 0))
-            candidate = replace(candidate, group=replace(candidate.group, budget=new_budget))
-            full_result = self.simulate_full(candidate)
+    def _simplify(self) -> None:
+        """Try the best policy without its budget: it may have chosen to recompute nothing."""
+        best = self.best()
+        if best is None or best.candidate.group.budget is None:
+            return
+        group = replace(best.candidate.group, budget=None)
+        if self.space.tries_budgets:
+            group = replace(group, recompute=None)
+        self._while_there_is_time([replace(best.candidate, group=group)])
 
-    def simulate_full(self, candidate: Candidate) -> CandidateResult | None:
-        """Return the result of `candidate` for the full model, and keep it among those."""
-        result = self.simulator.result(candidate)
-        gc.collect(1)
-        if result is not None:
-            self.full_results[candidate] = result
-        return result
+    # -- progress ---------------------------------------------------------------------------------
 
-    def _smaller_results(
-        self, ranked: list[CandidateResult], best: CandidateResult
-    ) -> Iterator[CandidateResult]:
-        """Yield some extrapolated results that need less memory than all faster ones."""
-        frontier: list[CandidateResult] = []
-        for result in ranked:
-            if result.peak < min([best.peak, *(o.peak for o in frontier)]) * 0.98:
-                frontier.append(result)
-        step = max(1, -(-len(frontier) // _FRONTIER))
-        yield from reversed(frontier[::-1][::step])
+    def stage(self, name: str, total: int | None = None) -> AbstractContextManager[None]:
+        """Show a stage of the search with `total` steps; see `Progress.stage`."""
+        return nullcontext() if self.progress is None else self.progress.stage(name, total)
+
+    def advance(self) -> None:
+        """Count one step of the stage as done."""
+        if self.progress is not None:
+            self.progress.advance()
 
 
-def frontier_of(results: Iterable[CandidateResult]) -> list[CandidateResult]:
-    """Return the results that no other beats in both time and memory, the fastest first."""
-    frontier: list[CandidateResult] = []
-    for result in sorted(results, key=lambda result: (result.seconds, result.peak)):
-        if not frontier or result.peak < frontier[-1].peak:
-            frontier.append(result)
-    return frontier
+def largest_room(
+    left: Callable[[int], int | None], first: int, memory: int, tries: int
+) -> int | None:
+    """Return the largest budget found that fits, up to `memory`; None if none was found.
+
+    Args:
+        left: the bytes of memory that a step within this budget leaves: negative if it needs more
+            than there is. None if no step keeps within the budget, which is then too small.
+        first: the budget to try first.
+        memory: bytes; a step within as large a budget does not leave any.
+        tries: the most calls of `left`.
+    """
+    too_small, too_large = 0, memory + 1
+    fits = None
+    room = first
+    for attempt in range(tries):
+        if not too_small < room < too_large:
+            room = (too_small + too_large) // 2
+        room = rounded(room)
+        if room <= too_small or too_large - too_small <= min(1 << 20, memory >> 10):
+            break
+        rest = left(room)
+        if rest is not None and rest < 0:
+            too_large = room
+        else:
+            too_small = room
+            fits = fits if rest is None else room
+        room = room + rest if rest and attempt < 2 else (too_small + too_large) // 2
+    return fits

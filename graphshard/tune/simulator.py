@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import gc
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import Any
@@ -23,15 +23,7 @@ from graphshard.program.pass_protocol import PassLike, RehearsingPass, apply_pas
 from graphshard.program.program import Program
 from graphshard.program.spans import assign_units
 from graphshard.tune.captures import Captures
-from graphshard.tune.space import (
-    BUDGET_STEPS,
-    PLAIN,
-    BudgetRange,
-    Candidate,
-    CandidateGroup,
-    Space,
-    rounded,
-)
+from graphshard.tune.space import PLAIN, Candidate, Space
 from graphshard.tune.tuning import CandidateResult
 
 
@@ -50,33 +42,20 @@ class Simulator:
         model: on any device.
         captures: its captured programs.
         space: the candidates.
-        blocks: FQNs of the model's blocks.
     """
 
-    def __init__(
-        self, model: nn.Module, captures: Captures, space: Space, blocks: Sequence[str]
-    ) -> None:
-        self.model, self.captures, self.space, self.blocks = model, captures, space, blocks
+    def __init__(self, model: nn.Module, captures: Captures, space: Space) -> None:
+        self.model, self.captures, self.space = model, captures, space
         self.simulated = 0
         self.results_of: dict[Candidate, CandidateResult | None] = {}
         self._by_program: dict[Any, CandidateResult] = {}
-        self.estimates: dict[Candidate, Estimate] | None = None  # a dict to keep estimates
         self._keep_prefix = False
         self._prefix: _Prefix | None = None
         self._memo: tuple[Any, list[Any]] | None = None
 
     def in_space(self, space: Space) -> Simulator:
         """Return a simulator of the same model for candidates of another space."""
-        return Simulator(self.model, self.captures, space, self.blocks)
-
-    def results(
-        self, group: CandidateGroup, stop: Callable[[], bool] = lambda: False
-    ) -> list[CandidateResult]:
-        """Return the results of all possible candidates of `group`, or those until `stop()`."""
-        candidates = self.space.candidates(group)
-        with self.sharing_prefix():
-            results = [self.result(candidate) for candidate in candidates if not stop()]
-        return [result for result in results if result is not None]
+        return Simulator(self.model, self.captures, space)
 
     @contextmanager
     def sharing_prefix(self) -> Iterator[None]:
@@ -119,8 +98,6 @@ class Simulator:
                     self.space.auto.micro_batches,
                     self.space.further_bytes(estimate),
                 )
-                if self.estimates is not None:
-                    self.estimates[candidate] = estimate
         except (CaptureError, PolicyError, PlanError, PassError):
             return None
         result = replace(self._by_program[key], candidate=candidate)
@@ -129,28 +106,9 @@ class Simulator:
             return None  # even full recomputation does not fit: verify would refuse the program
         return result
 
-    def at_budget(self, budgets: BudgetRange, step: int) -> CandidateResult | None:
-        """Return the result at `step` of `BUDGET_STEPS` steps through `budgets`."""
-        limits = self.budget_limits(budgets)
-        if limits is None:
-            return None
-        low, high = limits
-        return self.result(budgets.candidate(rounded(low + (high - low) * step // BUDGET_STEPS)))
-
-    def budget_limits(self, budgets: BudgetRange) -> tuple[int, int] | None:
-        """Bytes with all regions recomputed and with none; None if recomputation saves nothing."""
-        low, high = self.result(budgets.recompute_all), self.result(budgets.recompute_none)
-        if low is None or high is None or low.step_bytes >= high.step_bytes:
-            return None
-        return low.step_bytes, high.step_bytes
-
-    def collect_garbage(self) -> None:
-        """Collect unreachable objects of recent simulations."""
-        gc.collect(1)
-
     def plan(self, candidate: Candidate) -> ShardingPlan:
         """Return the plan of `candidate`, without a program."""
-        return self.plan_of(self.space.policy(candidate, self.blocks))
+        return self.plan_of(self.space.policy(candidate))
 
     def plan_of(self, policy: Policy) -> ShardingPlan:
         """Return the plan of `policy`, without a program."""
@@ -244,7 +202,7 @@ class Simulator:
 
 @contextmanager
 def without_garbage_collection() -> Iterator[None]:
-    """Disable automatic garbage collection; `Simulator.collect_garbage` collects instead."""
+    """Disable automatic garbage collection; the search collects instead."""
     enabled, frozen = gc.isenabled(), gc.get_freeze_count()
     if not frozen:
         gc.collect()

@@ -54,24 +54,6 @@ class Candidate:
     schedule: str = PLAIN
 
 
-BUDGET_STEPS = 10
-"""Steps between recomputing everything and nothing, where budgets are bisected."""
-
-
-@dataclass(frozen=True)
-class BudgetRange:
-    """Candidates that differ only in recomputation: from everything, by budgets, to nothing."""
-
-    recompute_all: Candidate
-    recompute_none: Candidate
-    recompute: frozenset[str]  # the field of candidates in between
-
-    def candidate(self, budget: int) -> Candidate:
-        """Return the candidate that recomputes just enough for a step to fit in `budget` bytes."""
-        group = replace(self.recompute_none.group, recompute=self.recompute, budget=budget)
-        return replace(self.recompute_none, group=group)
-
-
 def rounded(budget: int) -> int:
     """Round `budget` bytes down to whole MiB if it is 256 MiB or more."""
     mib = 1 << 20
@@ -110,14 +92,8 @@ class Space:
 
     # -- from candidates to policies -------------------------------------------------------------
 
-    def policy(self, candidate: Candidate, blocks: Sequence[str] | None = None) -> Policy:
-        """Return the explicit policy of `candidate`.
-
-        Args:
-            candidate: of this space.
-            blocks: FQNs of the blocks of a shallower model to make the policy for. None: the
-                space's own.
-        """
+    def policy(self, candidate: Candidate) -> Policy:
+        """Return the explicit policy of `candidate`."""
         group, sharding = candidate.group, candidate.group.sharding
         values: dict[str, Any] = {
             "strategy": sharding.strategy,
@@ -138,7 +114,7 @@ class Space:
             values["all_reduce_below"] = 0
         if not sharding.kept_blocks:
             return replace(self.unit_choices[group.units], **values)
-        last = (self.blocks.fqns if blocks is None else blocks)[-sharding.kept_blocks :]
+        last = self.blocks.fqns[-sharding.kept_blocks :]
         entries: dict[type | str, Mapping[str, Any]] = {}
         base: Policy | None = self.unit_choices[group.units]
         if isinstance(base, ModulePolicy):
@@ -194,6 +170,26 @@ class Space:
         plain = [c for c in candidates if c.schedule == PLAIN]
         return (likely or plain or candidates)[0]
 
+    def plain(self, group: CandidateGroup) -> list[Candidate]:
+        """The candidates of `group` in FSDP's order: "pre" first, smaller distances first."""
+        return [c for c in self.candidates(group) if c.schedule == PLAIN]
+
+    def fastest(self, group: CandidateGroup) -> Candidate:
+        """The candidate of `group` with the most prefetching, in FSDP's order if allowed."""
+        plain = self.plain(group) or self.candidates(group)
+        return [candidate for candidate in plain if candidate.backward == plain[0].backward][-1]
+
+    def complexity(self, candidate: Candidate) -> tuple[bool | int, ...]:
+        """A key that is smaller for simpler policies; it decides between those as fast."""
+        group, sharding = candidate.group, candidate.group.sharding
+        return (
+            group.budget is not None,
+            group.offload is not None,
+            group.recompute is not None,
+            candidate.schedule != PLAIN,
+            sharding.reshard_root or bool(sharding.kept_blocks) or sharding.reshard is not None,
+        )
+
     @cached_property
     def unit_choices(self) -> list[Policy]:
         """The policies that choose the units."""
@@ -206,21 +202,14 @@ class Space:
         """Whether recompute "budget" may be tried."""
         return is_auto(self.auto.recompute)
 
-    def budgets(self, candidate: Candidate) -> BudgetRange:
-        """Return the range from `candidate`, which recomputes everything, to no recomputation."""
-        recompute_none = replace(candidate, group=replace(candidate.group, recompute=None))
-        recompute = frozenset({"budget", *self.blocks.classes})
-        return BudgetRange(candidate, recompute_none, recompute)
+    def with_budgets(self, group: CandidateGroup) -> CandidateGroup:
+        """Return `group` with just enough recomputed to fit in a budget, which is still to set."""
+        return replace(group, recompute=frozenset({"budget", *self.blocks.classes}), budget=None)
 
     @property
     def recompute_all(self) -> frozenset[str]:
-        """The value of `recompute` that saves the most memory."""
-        return frozenset(self.regions)
-
-    @property
-    def regions(self) -> tuple[str, ...]:
-        """The recomputed regions: classes of blocks, or "units" if there are no blocks."""
-        return self.blocks.classes or ("units",)
+        """The value of `recompute` that saves the most memory: blocks, or units without these."""
+        return frozenset(self.blocks.classes or ("units",))
 
     @cached_property
     def recomputes(self) -> list[Any]:

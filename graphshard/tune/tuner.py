@@ -26,10 +26,9 @@ from graphshard.program.pass_protocol import stages_of
 from graphshard.progress import Progress, Stages
 from graphshard.tune.blocks import Blocks
 from graphshard.tune.captures import Captures
-from graphshard.tune.limit import TimeLimit
 from graphshard.tune.reasons import advice, out_of_time, settle
 from graphshard.tune.request import PolicyRequest, is_auto
-from graphshard.tune.search import Search, frontier_of
+from graphshard.tune.search import Search, TimeLimit
 from graphshard.tune.simulator import Simulator, without_garbage_collection
 from graphshard.tune.space import Space
 from graphshard.tune.tuning import CandidateResult, PolicyResult, Tuning, taken
@@ -74,12 +73,11 @@ def tune(
         captures = Captures(model, tuple(example_inputs or ()), example_kwargs or {}, device)
     with progress.stage("tune"):
         with progress.stage("capture"):
-            simulator = Simulator(model, captures, space, space.blocks.fqns)
+            simulator = Simulator(model, captures, space)
             first = space.candidates(space.groups()[0])[0]
             captures.like(simulator.plan(first))
         with without_garbage_collection():
-            search = Search.of(simulator, space.budget, limit)
-            search.progress, search.faster_than = progress, faster_than
+            search = Search(simulator, space.budget, limit, progress, faster_than)
             winner = search.run()
             if winner is None:
                 raise PolicyError(out_of_time(search) if search.untried else advice(search))
@@ -106,17 +104,16 @@ def _tuning(
 
     def policy_result(result: CandidateResult) -> PolicyResult:
         policy = space.policy(result.candidate)
-        return PolicyResult(policy, result.seconds, result.peak, result.whole)
+        return PolicyResult(policy, result.seconds, result.peak)
 
-    results = {**search.results, **search.full_results}.values()
+    results = search.results.values()
     ranked = sorted(results, key=lambda result: (result.seconds, result.peak))
     estimate = _verify(search, winner, progress)
     policy = estimate.plan.policy
-    frontier = frontier_of(search.full_results.values())
-    extrapolator = search.extrapolator
-    simulations = search.simulator.simulated
-    if extrapolator is not None:
-        simulations += extrapolator.simulated
+    frontier = [winner]
+    for result in ranked:
+        if result.seconds >= winner.seconds and result.peak < frontier[-1].peak:
+            frontier.append(result)
     skipped = {
         "too large": len(search.too_large),
         "too slow": len(set(search.too_slow)),
@@ -134,7 +131,7 @@ def _tuning(
         tried=tuple(map(policy_result, ranked)),
         reasons=dict(why),
         groups={"simulated": len(tried), **skipped},
-        simulations=simulations,
+        simulations=search.simulator.simulated,
         untried=tuple(map(space.policy, untried)),
         micro_batches=space.auto.micro_batches,
         further_bytes=space.further_bytes(estimate),
@@ -148,10 +145,8 @@ def _verify(search: Search, winner: CandidateResult, progress: Stages) -> Estima
     It is verified once, after all passes; `compile` with the policy verifies after every pass.
     """
     simulator, space = search.simulator, search.space
-    estimate = (simulator.estimates or {}).get(winner.candidate)
-    if estimate is None:
-        plan = simulator.plan_of(space.policy(winner.candidate))
-        estimate = simulator.estimate(plan, simulator.captures.of(plan))
+    plan = simulator.plan_of(space.policy(winner.candidate))
+    estimate = simulator.estimate(plan, simulator.captures.of(plan))
     plan = with_capture_warnings(estimate.plan, simulator.captures.of(estimate.plan))
     with progress.stage("verify"):
         passes = passes_of(plan)

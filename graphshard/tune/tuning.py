@@ -18,22 +18,21 @@ if TYPE_CHECKING:
     from rich.console import RenderableType
 
 
+EQUAL = 1e-3
+"""Policies whose times differ by at most this share are equal, and the simplest is chosen."""
+
+
 _SHOWN = 5
 """The number of policies without a result that a text shows."""
 
 
 @dataclass(frozen=True)
 class PolicyResult:
-    """The seconds of a step and the peak bytes of a simulated policy.
-
-    whole: whether the full model was simulated; if not, the figures are extrapolated from models
-    with fewer blocks.
-    """
+    """The seconds of a step and the peak bytes of a simulated policy."""
 
     policy: Policy
     seconds: float
     bytes: int
-    whole: bool
 
     def to_dict(self) -> dict[str, Any]:
         """As plain data, ready for JSON."""
@@ -41,7 +40,6 @@ class PolicyResult:
             "policy": repr(self.policy),
             "seconds": self.seconds,
             "bytes": self.bytes,
-            "whole": self.whole,
         }
 
 
@@ -53,8 +51,7 @@ class Tuning:
         policy: the chosen policy, explicit.
         estimate: the estimate of a step under it; its plan has the verified program.
         memory_budget: the bytes it had to fit in.
-        frontier: the policies simulated in full that no other beats in both time and memory, the
-            fastest first.
+        frontier: the chosen policy, then those that need less memory, the fastest first.
         tried: all simulated policies, the fastest first.
         reasons: why policies that differ in one field are not better, by that field.
         groups: number of groups of policies (each with several ways to issue gathers) that were
@@ -139,14 +136,15 @@ class Tuning:
             f"searched   {self.simulations:,} simulations; kinds of policies: {skipped}",
             *self._not_tried(),
             "",
-            "time and memory, simulated whole:",
+            "time and memory:",
         ]
         best = self.frontier[0].seconds
         for entry in self.frontier:
             longer = entry.seconds / best - 1
             mark = "  chosen" if entry.policy == self.policy else ""
             time, size = human_seconds(entry.seconds), human_bytes(entry.bytes)
-            lines.append(f"  {time:>8}  {longer:+7.1%}  {size:>10}  {entry.policy!r}{mark}")
+            slower = f"{longer:+.1%}" if abs(longer) > EQUAL else "equal"
+            lines.append(f"  {time:>8}  {slower:>7}  {size:>10}  {entry.policy!r}{mark}")
         if self.reasons:
             lines += ["", "why not:"]
             lines += [f"  {what}: {why}" for what, why in self.reasons.items()]
@@ -169,8 +167,8 @@ class Tuning:
         among = ", among others" if len(self.untried) > len(shown) else ""
         rest = f"; not tried{among}:" if shown else ""
         return [
-            f"stopped    by the limit of {self.stopped_after:g} s with the best so far; more time "
-            f"may find a better one{rest}",
+            f"stopped    by the limit of {self.stopped_after:g} s, in time to verify the best so "
+            f"far; more time may find a better one{rest}",
             *shown,
         ]
 
@@ -202,8 +200,7 @@ class CandidateResult:
     peak: the most bytes that torch reserves, on hosts that are alive, and those beside them that
     the budget leaves no room for (`Space.further_bytes`). compute, communication:
     seconds. step_bytes: peak bytes as `Policy.memory_budget` counts them. valley: least bytes.
-    at_peak: bytes at the peak by category. whole: whether the full model was simulated; if not, the
-    figures are extrapolated.
+    at_peak: bytes at the peak by category.
     """
 
     candidate: Candidate
@@ -214,7 +211,6 @@ class CandidateResult:
     step_bytes: int
     valley: int
     at_peak: Mapping[str, int]
-    whole: bool = True
 
     @property
     def exposed(self) -> float:
@@ -247,27 +243,4 @@ class CandidateResult:
             max(sum(point.by_category.get(kind, 0) for kind in KINDS) for point in points),
             estimate.valley_bytes,
             at_peak,
-        )
-
-    def extrapolated(self, deeper: CandidateResult, share: float) -> CandidateResult:
-        """Extrapolate linearly by `share` times the difference between this result and `deeper`."""
-
-        def line(a: float, b: float) -> float:
-            return a + share * (b - a)
-
-        kinds = {**self.at_peak, **deeper.at_peak}
-        at_peak = {
-            kind: max(0, round(line(self.at_peak.get(kind, 0), deeper.at_peak.get(kind, 0))))
-            for kind in kinds
-        }
-        return CandidateResult(
-            self.candidate,
-            line(self.seconds, deeper.seconds),
-            round(line(self.peak, deeper.peak)),
-            line(self.compute, deeper.compute),
-            line(self.communication, deeper.communication),
-            round(line(self.step_bytes, deeper.step_bytes)),
-            round(line(self.valley, deeper.valley)),
-            at_peak,
-            whole=False,
         )
