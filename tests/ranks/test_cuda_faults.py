@@ -1,44 +1,78 @@
 """The CUDA runtime made of CPU threads shows what it is for: seeded faults, under random delays.
 
-Each fault takes away an order that the code of streams and copies makes; two ranks then differ from
-one process, or end in an error.
+Each fault takes away an order that the code of streams, collectives, copies, graphs makes. Two
+ranks then end with other weights or losses than without it, or in an error; without a fault they
+do neither.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import pytest
-import torch.distributed as dist
+import torch
 from made_up import is_made_up
 from ranks import RankError, run_ranks
-from test_cuda_ranks import by_one_process, by_ranks
+from test_cuda_ranks import STEPS, batch, model
+from torch import Tensor
 
-from graphshard.runtime.streams import Launched, SideStream
+import graphshard
+from examples.gpt import Block
+from graphshard.runtime import cuda_graphs, host_copies, lower, step
+from graphshard.runtime.collectives import BoundCollective
+from graphshard.runtime.cuda_graphs import _CapturedGraph
+from graphshard.runtime.gather import AllGather, _Copies
+from graphshard.runtime.host_copies import Copy
+from graphshard.runtime.reduce import AllReduce, ReduceScatterByReduce
+from graphshard.runtime.streams import Launched, SideStream, copy_stream
 
 pytestmark = [pytest.mark.cuda, pytest.mark.slow]
 
+Put = Callable[..., None]
+"""`monkeypatch.setattr`, in the process of a rank."""
 
-def compute_does_not_wait_for_a_launch() -> None:
-    Launched.join = lambda self: None  # type: ignore[method-assign]
-
-
-def a_launch_does_not_wait_for_compute() -> None:
-    def launch(self: SideStream, work: Callable[..., Any], *args: Any) -> Launched:
-        compute = self.cuda.current_stream(self.device)
-        with self.cuda.stream(self.stream):
-            work(*args)
-        return Launched(self.stream.record_event(), compute, self.cuda)
-
-    SideStream.launch = launch  # type: ignore[method-assign]
+FULL: dict[str, Any] = {}
+OVERLAP: dict[str, Any] = {"schedule": "overlap"}
+BF16 = {**OVERLAP, "mixed_precision": graphshard.MixedPrecision(torch.bfloat16)}
+REPLICAS = {"strategy": "NO_SHARD"}
+RESIDENT = {"strategy": "SHARD_OPTIMIZER"}
+OFFLOAD = {**OVERLAP, "offload": ("params", "activations")}
+GRAPHS = {"cuda_graph": True}
 
 
-def a_side_stream_does_not_follow_another() -> None:
-    SideStream.follow = lambda self, launched: None  # type: ignore[method-assign]
+# -- streams -------------------------------------------------------------------------------------
 
 
-def an_event_is_recorded_before_the_launch() -> None:
+def compute_does_not_wait(put: Put, rank: int) -> None:
+    put(Launched, "join", lambda self: None)
+
+
+def another_stream_waits(put: Put, rank: int) -> None:
+    def join(self: Launched) -> None:
+        torch.cuda.Stream(self.compute.device).wait_event(self.event)
+
+    put(Launched, "join", join)
+
+
+def a_launch_does_not_wait(put: Put, rank: int) -> None:
+    put(SideStream, "launch", partial_launch(lambda self, compute: None))
+
+
+def a_launch_waits_for_what_was_queued_before(put: Put, rank: int) -> None:
+    last: dict[SideStream, Any] = {}
+
+    def wait(self: SideStream, compute: Any) -> None:
+        if self in last:
+            self.stream.wait_event(last[self])
+        last[self] = compute.record_event()
+
+    put(SideStream, "launch", partial_launch(wait))
+
+
+def an_event_is_recorded_before_the_launch(put: Put, rank: int) -> None:
     def launch(self: SideStream, work: Callable[..., Any], *args: Any) -> Launched:
         compute = self.cuda.current_stream(self.device)
         self.stream.wait_stream(compute)
@@ -47,10 +81,10 @@ def an_event_is_recorded_before_the_launch() -> None:
             work(*args)
         return Launched(event, compute, self.cuda)
 
-    SideStream.launch = launch  # type: ignore[method-assign]
+    put(SideStream, "launch", launch)
 
 
-def an_event_is_recorded_on_compute() -> None:
+def an_event_is_recorded_on_compute(put: Put, rank: int) -> None:
     def launch(self: SideStream, work: Callable[..., Any], *args: Any) -> Launched:
         compute = self.cuda.current_stream(self.device)
         self.stream.wait_stream(compute)
@@ -58,38 +92,301 @@ def an_event_is_recorded_on_compute() -> None:
             work(*args)
         return Launched(compute.record_event(), compute, self.cuda)
 
-    SideStream.launch = launch  # type: ignore[method-assign]
+    put(SideStream, "launch", launch)
 
 
-OFFLOAD = {"schedule": "overlap", "offload": ("params", "activations")}
-FAULTS: list[tuple[Callable[[], None], dict[str, Any]]] = [
-    (compute_does_not_wait_for_a_launch, {}),
-    (a_launch_does_not_wait_for_compute, {}),
-    (a_side_stream_does_not_follow_another, OFFLOAD),
-    (an_event_is_recorded_before_the_launch, {}),
-    (an_event_is_recorded_on_compute, {}),
-]
+def a_stream_does_not_follow_another(put: Put, rank: int) -> None:
+    put(SideStream, "follow", lambda self, launched: None)
 
 
-def gap(rank: int, fault: Callable[[], None], fields: dict[str, Any]) -> float:
-    fault()
-    losses, weights = by_ranks(rank, 1, fields)
-    expected, state = by_one_process(dist.get_world_size(), 1)
-    gaps = [abs(a - b) for a, b in zip(losses, expected, strict=True) if rank == 0]
-    gaps += [float((weights[n] - w).abs().max()) for n, w in state.items() if weights]
+def partial_launch(wait: Callable[[SideStream, Any], None]) -> Callable[..., Launched]:
+    def launch(self: SideStream, work: Callable[..., Any], *args: Any) -> Launched:
+        compute = self.cuda.current_stream(self.device)
+        wait(self, compute)
+        with self.cuda.stream(self.stream):
+            work(*args)
+        return Launched(self.stream.record_event(), compute, self.cuda)
+
+    return launch
+
+
+# -- collectives ---------------------------------------------------------------------------------
+
+
+def nobody_waits_for(cls: type[BoundCollective], put: Put, rank: int) -> None:
+    wait = cls.wait
+
+    def at_once(self: BoundCollective, pending: Any) -> Any:
+        kept.append(pending.launched)
+        pending.launched = None
+        return wait(self, pending)
+
+    kept: list[Any] = []
+    put(cls, "wait", at_once)
+
+
+def results_are_copied_before_the_wait(put: Put, rank: int) -> None:
+    def wait(self: AllGather, pending: Any) -> Any:
+        results = self.results(pending)
+        if pending.launched is not None:
+            pending.launched.join()
+            pending.launched = None
+        pending.arriving = []
+        return results
+
+    put(AllGather, "wait", wait)
+
+
+def operands_are_given_back_at_the_launch(cls: Any, put: Put, rank: int) -> None:
+    call = cls.__call__
+
+    def launch(self: Any, given: Any) -> Any:
+        pending = call(self, given)
+        pending.operands = [t.new_empty(0) for t in pending.operands]
+        return pending
+
+    put(cls, "__call__", launch)
+
+
+def shards_are_cast_behind_the_launch(put: Put, rank: int) -> None:
+    def before(self: _Copies, launch: Callable[..., Any], *args: Any) -> Any:
+        work = launch(*args)
+        self.make()
+        return work
+
+    put(_Copies, "before", before)
+
+
+def everything_is_reduced_in_place(put: Put, rank: int) -> None:
+    """Also what others read: tied parameters' gradients."""
+    put(lower, "reduced_in_place", lambda node, backend: frozenset(range(len(node.args[0]))))
+
+
+def two_launches_change_places(put: Put, rank: int) -> None:
+    """On one rank, where both have started before either is waited for."""
+    start, wait = BoundCollective.start, BoundCollective.wait
+    held: list[Any] = []
+
+    def late(self: BoundCollective, pending: Any, launch: Any, *args: Any) -> None:
+        if rank == 1 and self.op == "all_gather" and not held:
+            held.append(partial(start, self, pending, launch, *args))
+            return
+        start(self, pending, launch, *args)
+        while held:
+            held.pop()()
+
+    def waits(self: BoundCollective, pending: Any) -> Any:
+        while held:
+            held.pop()()
+        return wait(self, pending)
+
+    put(BoundCollective, "start", late)
+    put(BoundCollective, "wait", waits)
+
+
+def a_rank_leaves_out(cls: type[BoundCollective], put: Put, rank: int) -> None:
+    start, count = cls.start, [0]
+
+    def without(self: BoundCollective, pending: Any, launch: Any, *args: Any) -> None:
+        count[0] += 1
+        if rank == 0 or count[0] != 2:
+            start(self, pending, launch, *args)
+
+    put(cls, "start", without)
+
+
+# -- copies to and from the host -----------------------------------------------------------------
+
+
+def a_copy_arrives_unwaited_for(put: Put, rank: int) -> None:
+    kept: list[Any] = []
+
+    def arrive(self: Copy) -> Tensor:
+        kept.append(self.launched)
+        self.launched = self.source = None
+        return self.tensor
+
+    put(Copy, "arrive", arrive)
+
+
+def no_event_behind_copies(direction: str, put: Put, rank: int) -> None:
+    copy = host_copies._copy
+    kept: list[Any] = []
+
+    def unwatched(new: Tensor, source: Tensor, device: torch.device, way: str) -> Any:
+        launched = copy(new, source, device, way)
+        if way != direction:
+            return launched
+        kept.append(launched)
+        return None
+
+    put(host_copies, "_copy", unwatched)
+
+
+def a_source_is_given_back_at_once(put: Put, rank: int) -> None:
+    def to_host(tensor: Tensor) -> Copy:
+        host = host_copies.new_host(tensor)
+        return Copy(host, host, host_copies._copy(host, tensor, tensor.device, "out"))
+
+    to_host.__module__ = "graphshard"
+    put(host_copies, "to_host", to_host)
+
+
+def the_host_does_not_wait_for_copies(put: Put, rank: int) -> None:
+    put(step, "wait_for_copies", lambda device: None)
+
+
+def the_host_waits_for_copies_in_alone(put: Put, rank: int) -> None:
+    put(step, "wait_for_copies", lambda device: copy_stream(device, "in").synchronize())
+
+
+# -- CUDA graphs ---------------------------------------------------------------------------------
+
+
+def a_replay_reads_the_first_inputs(put: Put, rank: int) -> None:
+    def replay(self: _CapturedGraph, copied: Any) -> Any:
+        self.graph.replay()
+        return self.results
+
+    put(_CapturedGraph, "replay_with", replay)
+
+
+def a_replay_does_not_wait_for_its_inputs(put: Put, rank: int) -> None:
+    def replay(self: _CapturedGraph, copied: Any) -> Any:
+        for static, value in zip(self.static, copied, strict=True):
+            if isinstance(static, Tensor):
+                static.copy_(value)
+        apart = torch.cuda.Stream()
+        with torch.cuda.stream(apart):
+            self.graph.replay()
+        torch.cuda.current_stream().wait_stream(apart)
+        return self.results
+
+    put(_CapturedGraph, "replay_with", replay)
+
+
+def nobody_waits_for_a_replay(put: Put, rank: int) -> None:
+    replay = _CapturedGraph.replay_with
+
+    def apart(self: _CapturedGraph, copied: Any) -> Any:
+        stream = torch.cuda.Stream()
+        stream.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(stream):
+            return replay(self, copied)
+
+    put(_CapturedGraph, "replay_with", apart)
+
+
+def results_are_not_copied_out(put: Put, rank: int) -> None:
+    put(cuda_graphs, "_cloned", lambda value: value)
+
+
+@dataclass(frozen=True)
+class Fault:
+    """A fault, the policy it is tried under, and why it cannot be seen there, if so."""
+
+    put: Callable[[Put, int], None]
+    fields: dict[str, Any] = field(default_factory=dict)
+    unseen: str = ""
+
+
+IN_TIME = "compute is so far behind the host that the copies are made before it needs them"
+
+FAULTS = {
+    "no wait": Fault(compute_does_not_wait),
+    "no wait, replicas": Fault(compute_does_not_wait, REPLICAS),
+    "no wait, residents": Fault(compute_does_not_wait, RESIDENT),
+    "no wait, bf16": Fault(compute_does_not_wait, BF16),
+    "another stream waits": Fault(another_stream_waits, OVERLAP),
+    "a launch at once": Fault(a_launch_does_not_wait),
+    "a launch at once, replicas": Fault(a_launch_does_not_wait, REPLICAS),
+    "a launch at once, residents": Fault(a_launch_does_not_wait, RESIDENT),
+    "a launch at once, bf16": Fault(a_launch_does_not_wait, BF16),
+    "a launch behind an old event": Fault(a_launch_waits_for_what_was_queued_before),
+    "an event too early": Fault(an_event_is_recorded_before_the_launch),
+    "an event too early, offload": Fault(an_event_is_recorded_before_the_launch, OFFLOAD),
+    "an event on compute": Fault(an_event_is_recorded_on_compute),
+    "no wait for a gather": Fault(partial(nobody_waits_for, AllGather), OVERLAP),
+    "no wait for a reduce": Fault(partial(nobody_waits_for, ReduceScatterByReduce)),
+    "no wait for an all_reduce": Fault(partial(nobody_waits_for, AllReduce), REPLICAS),
+    "results before the wait": Fault(results_are_copied_before_the_wait),
+    "operands of gathers": Fault(partial(operands_are_given_back_at_the_launch, AllGather), BF16),
+    "operands of reduces": Fault(
+        partial(operands_are_given_back_at_the_launch, ReduceScatterByReduce),
+        unseen="nothing takes that memory until the reduce has read it",
+    ),
+    "casts behind the launch": Fault(shards_are_cast_behind_the_launch, BF16),
+    "launches that change places": Fault(two_launches_change_places, OVERLAP),
+    "a gather left out": Fault(partial(a_rank_leaves_out, AllGather)),
+    "a reduce left out": Fault(partial(a_rank_leaves_out, ReduceScatterByReduce)),
+    "streams side by side": Fault(a_stream_does_not_follow_another, OFFLOAD),
+    "copies arrive unwaited for": Fault(a_copy_arrives_unwaited_for, OFFLOAD, unseen=IN_TIME),
+    "no event behind copies in": Fault(partial(no_event_behind_copies, "in"), OFFLOAD),
+    "no event behind copies out": Fault(
+        partial(no_event_behind_copies, "out"), OFFLOAD, unseen=IN_TIME
+    ),
+    "sources of copies": Fault(a_source_is_given_back_at_once, OFFLOAD),
+    "the host does not wait": Fault(the_host_does_not_wait_for_copies, OFFLOAD),
+    "the host waits for one way": Fault(the_host_waits_for_copies_in_alone, OFFLOAD),
+    "graphs: old inputs": Fault(a_replay_reads_the_first_inputs, GRAPHS),
+    "graphs: inputs too late": Fault(a_replay_does_not_wait_for_its_inputs, GRAPHS),
+    "graphs: no wait": Fault(nobody_waits_for_a_replay, GRAPHS),
+    "graphs: results in place": Fault(results_are_not_copied_out, GRAPHS),
+}
+
+
+def trained(rank: int, fields: dict[str, Any]) -> list[Tensor]:
+    """Losses and weights of a run in which the host reads nothing before its end."""
+    device = torch.device("cuda", torch.cuda.current_device())
+    sharded = graphshard.compile(model(), graphshard.BlockPolicy({Block}, **fields))
+    optim = torch.optim.AdamW(sharded.parameters(), lr=1e-2)
+    losses = []
+    for number in range(2 * STEPS):
+        loss = sharded(*(ids.to(device) for ids in batch(number, rank, 0)))
+        loss.backward()
+        losses.append(loss.detach())
+        optim.step()
+        optim.zero_grad()
+    weights = sharded.full_state_dict().values()
+    return [value.cpu().clone() for value in (*losses, *weights)]
+
+
+def gap(rank: int, fault: str | None, fields: dict[str, Any]) -> float:
+    """The largest difference that the fault makes."""
+    expected = trained(rank, fields)
+    with pytest.MonkeyPatch.context() as patch:
+        if fault is not None:
+            FAULTS[fault].put(patch.setattr, rank)
+        found = trained(rank, fields)
+    gaps = [float((a - b).abs().max()) for a, b in zip(found, expected, strict=True)]
     return max((1.0 if gap != gap else gap for gap in gaps), default=0.0)
 
 
-@pytest.mark.parametrize(("fault", "fields"), FAULTS, ids=[fault.__name__ for fault, _ in FAULTS])
-def test_a_fault_is_seen(
-    fault: Callable[[], None], fields: dict[str, Any], monkeypatch: pytest.MonkeyPatch
-) -> None:
+@pytest.fixture(autouse=True)
+def delays(monkeypatch: pytest.MonkeyPatch) -> None:
     if not is_made_up():
         pytest.skip("on a GPU a race is seen by luck")
     monkeypatch.setenv("CUDA_ON_CPU_DELAY_US", "300")
     monkeypatch.setenv("CUDA_ON_CPU_SEED", "1")
+
+
+run = partial(run_ranks, device="cuda", timeout=90.0, group_timeout=20.0)
+
+
+@pytest.mark.parametrize(
+    "fields", [FULL, OVERLAP, BF16, REPLICAS, RESIDENT, OFFLOAD, GRAPHS], ids=str
+)
+def test_without_a_fault_nothing_is_seen(fields: dict[str, Any]) -> None:
+    assert max(run(gap, 2, None, fields)) == 0
+
+
+@pytest.mark.parametrize("fault", FAULTS)
+def test_a_fault_is_seen(fault: str) -> None:
+    """As other numbers, or as an error: without it there is none, by the test above."""
+    if FAULTS[fault].unseen:
+        pytest.skip(FAULTS[fault].unseen)
     try:
-        gaps = run_ranks(gap, 2, fault, fields, device="cuda", timeout=60.0, group_timeout=30.0)
+        gaps = run(gap, 2, fault, FAULTS[fault].fields)
     except RankError:
         return
     assert max(gaps) > 0
