@@ -43,10 +43,11 @@ def test_one_program_serves_all_lengths(name):
             one.zero_grad()
             losses.append(one(*batch(lengths, seed)))
             losses[-1].backward()
-        assert torch.equal(*losses), lengths
+        # Products of few rows are rounded in another way on CPUs without AVX-512.
+        torch.testing.assert_close(*losses, rtol=1e-6, atol=1e-7, msg=str(lengths))
         wanted = dict(model.named_parameters())
         for parameter, param in sharded.named_parameters():
-            assert torch.equal(param.grad, wanted[parameter].grad), (lengths, parameter)
+            torch.testing.assert_close(param.grad, wanted[parameter].grad, rtol=1e-5, atol=1e-6)
     assert len(sharded.programs) == 1
 
 
