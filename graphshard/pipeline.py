@@ -28,7 +28,6 @@ from graphshard.passes.prefetch_copies import PrefetchCopies
 from graphshard.passes.recompute import Recompute
 from graphshard.passes.recompute_budget import RecomputeToBudget
 from graphshard.passes.reduce_grads import ReduceGrads
-from graphshard.passes.reduce_in_pieces import ReduceInPieces
 from graphshard.passes.reduce_replicas import ReduceReplicas
 from graphshard.passes.regather import Regather
 from graphshard.passes.release_early import ReleaseEarly
@@ -217,7 +216,6 @@ def _finer(policy: Policy, process_group_backend: str, hosts: int) -> tuple[Pass
         SplitGathers(only_if_faster=True),
         SplitGathers(again=True, only_if_faster=True),
         SplitReduces(only_if_faster=True),
-        ReduceInPieces(only_if_faster=True),
         SkipReshard(),
         MergeGathers(),
         ReleaseEarly(),

@@ -200,8 +200,6 @@ def _drop_results(program: Program, zero: set[fx.Node]) -> None:
             for user in [user for user in wait.users if user.args[1] not in keep]:
                 dropped.update((user, *transfers_after(user)))
             partly.append((wait, keep))
-    joined = _concatenations(program, dropped)
-    dropped |= joined
     _drop_checks(program, dropped | zero)
     for node in list(program.nodes(BACKWARD)):
         if node.target is ops.accumulate_grad and node.args[0] in zero:
@@ -209,8 +207,6 @@ def _drop_results(program: Program, zero: set[fx.Node]) -> None:
     # The gradient of an ignored parameter is returned without a reduce.
     results.grads = [None if grad in dropped | zero else grad for grad in results.grads]
     program.set_results(results)
-    for node in sorted(joined, reverse=True):
-        program.graph.erase_node(node)
     for wait, keep in reversed(partly):  # readers of a reduced shard are erased before it
         erased = [user for user in wait.users if user in dropped]
         erased += [transfer for node in erased for transfer in transfers_after(node)]
@@ -237,12 +233,6 @@ def _drop_checks(program: Program, gone: set[fx.Node]) -> None:
             node.args = (kept,)
         else:
             program.graph.erase_node(node)
-
-
-def _concatenations(program: Program, dropped: set[fx.Node]) -> set[fx.Node]:
-    """The concatenations of pieces in `dropped`, with the transfers that follow them."""
-    joined = [n for n in program.nodes(BACKWARD) if not dropped.isdisjoint(ops.joined(n))]
-    return {each for node in joined for each in (node, *transfers_after(node))}
 
 
 def _erase_dead(program: Program, read: set[fx.Node]) -> None:

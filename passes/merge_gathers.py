@@ -14,7 +14,6 @@ from graphshard.passes.by_cost import ByCost
 from graphshard.planning.plan import ShardingPlan
 from graphshard.program import ops
 from graphshard.program.aliases import gather_waits, unpacks
-from graphshard.program.collective import Collective
 from graphshard.program.edit import join_gathers, join_reduces
 from graphshard.program.pass_protocol import PassLike
 from graphshard.program.program import BACKWARD, FORWARD, Program
@@ -157,9 +156,7 @@ def _merge_reduces(program: Program, limit: int) -> None:
     for reduce in scatters:
         (wait,) = reduce.users
         bytes_moved = moved_bytes(reduce, program)
-        if Collective.of(reduce).columns is not None:
-            group = []
-        elif group and size + bytes_moved <= limit:
+        if group and size + bytes_moved <= limit:
             join_reduces(program, group[-1], wait)
             group, size = [wait], size + bytes_moved
         else:

@@ -79,10 +79,7 @@ def _parts(collectives: Sequence[fx.Node], unit: str) -> list[list[str]]:
     for node in collectives:
         collective = Collective.of(node)
         if not collective.several_units and collective.unit == unit:
-            names, columns = collective.params, collective.columns
-            if columns is not None:
-                names = tuple(f"columns {columns[0]}:{columns[1]} of {name}" for name in names)
-            by_phase[node.meta["phase"]][names] = None
+            by_phase[node.meta["phase"]][collective.params] = None
     parts = by_phase[FORWARD] if len(by_phase[FORWARD]) > 1 else by_phase[BACKWARD]
     return list(map(list, parts))
 

@@ -118,10 +118,6 @@ class ParamLayout:
         )
         return replace(self, world_size=ranks, dim=self.dim if grid is None else grid)
 
-    def columns(self, start: int, stop: int) -> ParamLayout:
-        """The layout of its columns `start` to `stop` as a separate parameter."""
-        return replace(self, shape=(*self.shape[:-1], stop - start))
-
     def part(self, rank: int) -> tuple[tuple[int, int, int], ...]:
         """The part that `rank` owns: (dim, start, stop) of each split dim; it may be empty."""
         found = []

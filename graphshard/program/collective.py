@@ -29,7 +29,6 @@ class Collective:
         params: FQNs of the parameters, one for each operand.
         named_group: the group that the node names; None if it names none.
         ranks: size of a "reshard" group.
-        columns: start and end along the last dim, for a reduce of some columns of one gradient.
         units: FQN of the unit of each operand.
         dims: what each parameter is split along.
         in_place: whether the results are the whole copies that ranks keep.
@@ -40,7 +39,6 @@ class Collective:
     params: tuple[str, ...]
     named_group: str | None = None
     ranks: int | None = None
-    columns: tuple[int, int] | None = None
     units: tuple[str, ...] = ()
     dims: tuple[Along, ...] = ()
     in_place: bool = False
@@ -81,8 +79,6 @@ class Collective:
             written["group"] = self.named_group
         if self.ranks is not None:
             written["ranks"] = self.ranks
-        if self.columns is not None:
-            written["columns"] = self.columns
         if self.several_units:
             written["units"] = self.units
         if any(self.dims):

@@ -15,9 +15,6 @@ A collective takes a list of operands, one for each parameter, and these keyword
     ranks     size of a "reshard" group
     dims      what each parameter is split along, an `Along` for each operand; omitted if all are 0
     units     FQN of the unit of each operand; omitted if all are `unit`, which is the first of them
-    columns   (start, end) along the last dim (reduce_scatter with one operand only): the operand
-              holds these columns of the full gradient, and the result the same columns of the
-              shard. Other reduces cover the other columns. Omitted for a whole gradient
     in_place  True for a gather that refreshes the whole copies which ranks keep (SHARD_OPTIMIZER).
               Shards lie in the memory of these copies, never freed. Omitted for new buffers
 
@@ -460,19 +457,7 @@ def is_unpack(node: fx.Node) -> bool:
 def is_reduced(node: fx.Node) -> bool:
     """Whether `node` is a result of a reduce, possibly after transfers."""
     node = origin(node)
-    node = next(iter(joined(node)), node)
     return is_unpack(node) and collective_of(node).target in REDUCES
-
-
-def joined(node: fx.Node) -> list[fx.Node]:
-    """The reduced pieces of columns that `node` concatenates; empty for any other node."""
-    if node.target is not torch.ops.aten.cat.default:
-        return []
-    pieces = node.all_input_nodes
-    are_columns = (
-        is_unpack(piece) and "columns" in collective_of(piece).kwargs for piece in pieces
-    )
-    return pieces if all(are_columns) else []
 
 
 def writes(node: fx.Node) -> bool:

@@ -239,13 +239,11 @@ def _of_generator(node: fx.Node) -> str:
 
 
 def _over(collective: Collective) -> str:
-    """The group, columns and further units of a collective, as text."""
+    """The group and further units of a collective, as text."""
     over = f" over {collective.named_group}" if collective.named_group is not None else ""
     if collective.ranks is not None:
         over = f" over groups of {collective.ranks}"
     over += " in place" if collective.in_place else ""
-    if collective.columns is not None:
-        over += f" of columns {collective.columns[0]}:{collective.columns[1]}"
     others = [unit_label(unit) for unit in dict.fromkeys(collective.units)][1:]
     return over + (f" with {', '.join(others)}" if others else "")
 

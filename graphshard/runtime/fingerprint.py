@@ -69,7 +69,6 @@ def _collective_lines(graph: fx.Graph, plan: ShardingPlan) -> Iterator[str]:
             operands = ", ".join(
                 f"{name} {list(plan.layouts[name].shape)} {str(o.meta['val'].dtype)[6:]}"
                 + (f" by {along_text(dim)}" if (dim := plan.layouts[name].dim) else "")
-                + (f" columns {collective.columns}" if collective.columns is not None else "")
                 for name, o in zip(collective.params, operands_of(node), strict=True)
             )
             unit = collective.unit or "(root)"

@@ -287,8 +287,6 @@ def _bound_collective(
 ) -> BoundCollective:
     collective = Collective.of(node)
     layouts = [plan.layouts[name] for name in collective.params]
-    if collective.columns is not None:
-        layouts = [layout.columns(*collective.columns) for layout in layouts]
     by_caller = group.replica_all_reduce if collective.group == ops.REPLICATE else None
     if collective.ranks is not None:
         layouts = [layout.over(collective.ranks) for layout in layouts]

@@ -302,11 +302,7 @@ def _given(value: fx.Node) -> list[fx.Node]:
     """The gradients that a rank gave to the reduces that the reduced `value` comes out of."""
     if not ops.is_reduced(value):
         return [value]
-    node = ops.origin(value)
-    given = []
-    for piece in ops.joined(node) or [node]:
-        given += _given(_operand(piece))
-    return given
+    return _given(_operand(ops.origin(value)))
 
 
 def _overflow(values: Sequence[fx.Node], bad: dict[str, str]) -> Origin | None:
@@ -315,7 +311,6 @@ def _overflow(values: Sequence[fx.Node], bad: dict[str, str]) -> Origin | None:
     if value is None:
         return None
     node = ops.origin(value)
-    node = next(iter(ops.joined(node)), node)
     collective, name = ops.collective_of(node), _param(node)
     text = (
         f"the reduced gradient of {name!r} has {bad[value.name]}, though it was finite on each "

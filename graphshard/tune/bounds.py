@@ -172,7 +172,7 @@ def _needs_of(program: Program, hardware: Hardware) -> _StepNeeds:
 def _activations(program: Program, grads: Collection[fx.Node]) -> tuple[int, int]:
     """The least peak bytes of activations; and the bytes of large ones saved for backward.
 
-    Gradients do not count, since they may be computed and reduced in pieces.
+    Gradients do not count: each may be reduced as soon as it is made.
     """
     storages = storages_of(program)
     made = {id(storage) for grad in grads for storage in storages.of_node.get(grad, ())}

@@ -23,68 +23,6 @@ from graphshard.verify.facts import CollectiveKey, Facts, collective_key
 from graphshard.verify.groups import averaged_by, is_reduced_shard
 
 
-class Pieces:
-    """The reduces that move some columns of a gradient only, by parameter, in order."""
-
-    def __init__(self, facts: Facts) -> None:
-        self.facts = facts
-        self.of_param: dict[str, list[fx.Node]] = {}
-
-    def layouts(self, reduce: fx.Node, layouts: list[ParamLayout]) -> list[ParamLayout]:
-        """`layouts` of the gradients that `reduce` takes, cut to the columns that it moves.
-
-        Raises:
-            VerifyError: its columns do not begin where those of the reduce before ended.
-        """
-        columns = Collective.of(reduce).columns
-        if columns is None:
-            return layouts
-        (layout, *others) = layouts
-        width = len(layout.shape) - 1
-        if others or width < 1 or width in dict(layout.cuts):
-            self.facts.fail(
-                "reduces", reduce, "columns are of one parameter, and not split over the ranks"
-            )
-        before = self.of_param.setdefault(layout.fqn, [])
-        start = _end(before[-1]) if before else 0
-        if columns[0] != start or not start < columns[1] <= layout.shape[-1]:
-            self.facts.fail(
-                "reduces", reduce, f"it reduces columns {columns}; those from {start} are next"
-            )
-        before.append(reduce)
-        return [layout.columns(*columns)]
-
-    def are_of(self, reduce: fx.Node, param: str) -> bool:
-        """Whether `reduce` moves columns of `param`, and an earlier reduce did, too."""
-        return reduce in self.of_param.get(param, [])[1:]
-
-    def check_complete(self) -> None:
-        """Raise unless the last columns of each parameter are reduced, too.
-
-        Raises:
-            VerifyError: they are not.
-        """
-        for name, reduces in self.of_param.items():
-            if _end(reduces[-1]) != self.facts.plan.layouts[name].shape[-1]:
-                self.facts.fail(
-                    "reduces", reduces[-1], f"the last columns of {name!r} are never reduced"
-                )
-
-    def picked(self, grad: fx.Node, param: str) -> fx.Node:
-        """The result of the last reduce that `grad`, the gradient of `param`, is made of."""
-        node = ops.origin(grad)
-        pieces = ops.joined(node)
-        if pieces and list(map(ops.collective_of, pieces)) == self.of_param.get(param):
-            return pieces[-1]
-        return node
-
-
-def _end(reduce: fx.Node) -> int:
-    columns = Collective.of(reduce).columns
-    assert columns is not None
-    return columns[1]
-
-
 def check_shards(facts: Facts) -> None:
     """A sharded parameter enters as its shard, which only gathers read."""
     for param in facts.program.params:
@@ -205,17 +143,15 @@ def check_waits(facts: Facts) -> None:
 def check_reduces(facts: Facts) -> None:
     """The gradient of every trainable parameter is reduced exactly once, and then returned."""
     reduced_by: dict[str, fx.Node] = {}
-    pieces = Pieces(facts)
     for reduce in facts.collectives:
         if reduce.target not in ops.REDUCES:
             continue
         operands, layouts = _operands(facts, reduce)
         if ops.group_of(reduce) == ops.REPLICATE:
             continue
-        layouts = pieces.layouts(reduce, layouts)
         for operand, layout in zip(operands, layouts, strict=True):
             before = reduced_by.get(layout.fqn)
-            if before is not None and not pieces.are_of(reduce, layout.fqn):
+            if before is not None:
                 facts.fail(
                     "reduces",
                     reduce,
@@ -227,9 +163,8 @@ def check_reduces(facts: Facts) -> None:
         expected = [(one.shard_shape, dtype) for one, dtype in zip(layouts, dtypes, strict=True)]
         for wait in facts.waits[reduce]:
             _check_values(facts, wait, expected)
-    pieces.check_complete()
     _check_kept(facts, reduced_by)
-    _check_returned(facts, reduced_by | averaged_by(facts, reduced_by), pieces)
+    _check_returned(facts, reduced_by | averaged_by(facts, reduced_by))
 
 
 def _check_operand(facts: Facts, reduce: fx.Node, operand: fx.Node, layout: ParamLayout) -> None:
@@ -259,7 +194,7 @@ def _check_kept(facts: Facts, reduced_by: Mapping[str, fx.Node]) -> None:
             facts.fail("reduces", node, f"%{shard.name} is no reduced shard of {name!r}")
 
 
-def _check_returned(facts: Facts, reduced_by: dict[str, fx.Node], pieces: Pieces) -> None:
+def _check_returned(facts: Facts, reduced_by: dict[str, fx.Node]) -> None:
     grads = facts.program.results().grads
     accumulated = {param_of(node) for node in facts.nodes if node.target is ops.accumulate_grad}
     for param, grad in zip(facts.program.params, grads, strict=True):
@@ -281,7 +216,7 @@ def _check_returned(facts: Facts, reduced_by: dict[str, fx.Node], pieces: Pieces
         reduce = reduced_by.get(param.fqn)
         if reduce is None:
             facts.fail("reduces", grad, f"the gradient of {param.fqn!r} is never reduced")
-        picked = pieces.picked(grad, param.fqn)
+        picked = ops.origin(grad)
         if (
             not ops.is_unpack(picked)
             or ops.collective_of(picked) is not reduce

@@ -13,7 +13,6 @@ say which rewrites preserve a number:
     a result of a reduce                                       reduced(operand)
     a gradient plus an accumulated one                         that gradient, or 0 if it was missing
     an accumulated gradient                                    the operand of the dropped reduce
-    columns of an embedding's gradient                         see `number_of_columns`
 
 One difference is allowed where the plan asks for it: a gradient may be cast before its reduce and
 behind it, and so be rounded at other places. `check_precision` checks the dtypes.
@@ -49,84 +48,14 @@ _aten = torch.ops.aten
 
 REDUCED = "reduced"
 
-
-COLUMNS = "columns"
-"""The first items of the keys of values that no operator of the program computes."""
-
-
-def number_of_columns(values: Values, node: fx.Node) -> Number | None:
-    """The number of columns of a gradient, or of a concatenation of columns; None for others."""
-    if node.target is _aten.embedding_dense_backward.default:
-        return _of_embedding(values, node)
-    if node.target is ops.cast and (operand := _columns(values, values.number(node.args[0]))):
-        dtype = values.number(OneTensor.of(node).dtype)
-        whole = values.intern((ops.cast, (operand[0], dtype), ()))
-        return values.intern((COLUMNS, whole, *operand[1:]))
-    if node.target is _aten.add.Tensor:
-        return _of_sum(values, node)
-    pieces = ops.joined(node)
-    if not pieces or node.args[1] != node.meta["val"].dim() - 1:
-        return None
-    wholes: set[Number] = set()
-    end = 0
-    for piece in pieces:
-        columns = _columns(values, values.keys[values.of_node[piece]][1])
-        if columns is None or columns[1] != end:
-            return None
-        wholes.add(columns[0])
-        end = columns[2]
-    return values.intern((REDUCED, wholes.pop())) if len(wholes) == 1 else None
-
-
-def _of_embedding(values: Values, node: fx.Node) -> Number | None:
-    """The number of an embedding's gradient computed from columns of its operand."""
-    columns: Any = node.args[0]
-    if columns.target is not _aten.slice.Tensor or len(columns.args) != 4:
-        return None
-    source, dim, start, stop = columns.args
-    if dim != columns.meta["val"].dim() - 1:
-        return None
-    args = (values.number(source), *map(values.number, node.args[1:]))
-    whole = values.intern((node.target, args, values.number(node.kwargs)))
-    values.name.setdefault(whole, node.name)
-    return values.intern((COLUMNS, whole, start, stop))
-
-
-def _of_sum(values: Values, node: fx.Node) -> Number | None:
-    """The number of a sum of the same columns of two values, one an embedding's gradient."""
-    columns_of = [_columns(values, values.number(value)) for value in node.args]
-    if len(columns_of) != 2 or node.kwargs or columns_of.count(None) != 1:
-        return None
-    columns = columns_of[0] or columns_of[1]
-    other: Any = node.args[columns_of.index(None)]
-    assert columns is not None
-    slice_args = [other.meta["val"].dim() - 1, *columns[1:]] if isinstance(other, fx.Node) else []
-    if (
-        not slice_args
-        or other.target is not _aten.slice.Tensor
-        or list(other.args[1:]) != slice_args
-    ):
-        return None
-    whole = values.number(other.args[0])
-    args = (columns[0], whole) if columns_of[0] else (whole, columns[0])
-    total = values.intern((node.target, args, ()))
-    return values.intern((COLUMNS, total, *columns[1:]))
-
-
-def _columns(values: Values, number: Number) -> tuple[Number, int, int] | None:
-    """The whole value, start and end, if `number` is columns of a value; None otherwise."""
-    key = values.keys[number] if isinstance(number, int) else ()
-    return (key[1], key[2], key[3]) if key[:1] == (COLUMNS,) else None
+"""The first item of the key of a result of a reduce, which no operator of the program computes."""
 
 
 # Operators that appear in one of the equations.
 _WITH_EQUATIONS = frozenset(
     {
         _aten._to_copy.default,
-        _aten.add.Tensor,
-        _aten.cat.default,
         _aten.clone.default,
-        _aten.embedding_dense_backward.default,
         torch.ops.prims.convert_element_type.default,
     }
 )
@@ -370,8 +299,6 @@ class Values:
     def _visit(self, node: fx.Node) -> None:
         if is_plain(node.target):
             self._compute(node)
-        elif (number := number_of_columns(self, node)) is not None:
-            self._set(node, number)
         elif ops.is_unpack(node):
             self._unpack(node)
         elif node.target is ops.add_accumulated:

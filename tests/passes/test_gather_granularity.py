@@ -10,6 +10,7 @@ import toy_programs as toys
 from granularity import (
     AGAIN,
     ALL_FINER,
+    REDUCES,
     SPLIT,
     events,
     finer,
@@ -23,7 +24,6 @@ from toy_programs import BATCH, VOCAB, WIDTH, Toy
 from graphshard.errors import PassError, VerifyError
 from graphshard.inspect.plan_notes import moved_notes
 from graphshard.passes.merge_gathers import MergeGathers
-from graphshard.passes.reduce_in_pieces import ReduceInPieces
 from graphshard.passes.skip_reshard import SkipReshard
 from graphshard.passes.split_gathers import SplitGathers
 from graphshard.planning.plan import ShardingPlan
@@ -268,16 +268,12 @@ def test_a_merged_collective_names_the_unit_of_each_parameter() -> None:
 
 
 def test_the_plan_says_what_moves_apart_together_or_stays() -> None:
-    steps = (SPLIT, ReduceInPieces(2), SkipReshard(("layers.1",)), MergeGathers(500))
+    steps = (SPLIT, REDUCES, SkipReshard(("layers.1",)), MergeGathers(500))
     program, plan = finer(toys.blocks, *steps)
     notes = list(moved_notes(replace(plan, program=program)))
     assert notes == [
         ("apart", "(root) is gathered in 2 parts: embed.weight; head.weight"),
-        (
-            "apart",
-            "(root) is reduced in 3 parts: columns 0:3 of embed.weight; columns 3:6 of "
-            "embed.weight; head.weight",
-        ),
+        ("apart", "(root) is reduced in 2 parts: head.weight; embed.weight"),
         ("unsharded", "layers.1 from forward to backward, not gathered again"),
     ]
     program, plan = finer(toys.blocks, MergeGathers(900))

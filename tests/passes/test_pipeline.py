@@ -334,7 +334,6 @@ def test_what_passes_by_cost_rehearse() -> None:
         "set_budget",
         "split_gathers",
         "split_reduces",
-        "reduce_in_pieces",
         "skip_reshard",
         "merge_gathers",
     }

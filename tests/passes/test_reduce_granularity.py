@@ -1,4 +1,4 @@
-"""Reduces finer than a unit, in pieces; and any row of passes that split, merge and keep."""
+"""Reduces finer than a unit; and any row of passes that split, merge and keep."""
 
 from __future__ import annotations
 
@@ -13,12 +13,10 @@ from hypothesis import strategies as st
 from simulations import SLOW_HOPS, SLOW_NETWORK
 from toy_programs import BATCH, VOCAB, WIDTH, Toy
 
-from graphshard.errors import VerifyError
 from graphshard.hardware.hardware import Hardware
 from graphshard.passes.drop_unused_tangents import DropUnusedTangents
 from graphshard.passes.merge_gathers import MergeGathers
 from graphshard.passes.overlap import Overlap
-from graphshard.passes.reduce_in_pieces import ReduceInPieces
 from graphshard.passes.skip_reshard import SkipReshard
 from graphshard.passes.split_gathers import SplitGathers
 from graphshard.passes.split_reduces import SplitReduces
@@ -26,7 +24,6 @@ from graphshard.pipeline import default_passes, run_passes
 from graphshard.policy.units import Policy
 from graphshard.program.pass_protocol import Pass
 from graphshard.program.program import BACKWARD, Program
-from graphshard.program.storages import FULL_GRADIENTS, storages_of
 from graphshard.schedule.evaluate import score_of
 from graphshard.verify.rules import verify
 
@@ -89,90 +86,6 @@ def test_gradients_are_cast_and_sent_to_the_host_as_before() -> None:
     )
 
 
-# -- reduce_in_pieces --------------------------------------------------------------------------
-
-
-def test_the_embedding_s_gradient_is_made_and_reduced_in_pieces() -> None:
-    program, _ = finer(toys.blocks, REDUCES, ReduceInPieces(3))
-    assert events(program, BACKWARD, "reduce", "wait-reduce", "run").endswith(
-        "wait-reduce 1, reduce 0, run root, wait-reduce 0, reduce embed, run root, "
-        "wait-reduce embed, reduce embed, run root, wait-reduce embed, reduce embed, "
-        "wait-reduce embed, run root"
-    )
-    reduces = [node for node in program.nodes() if "columns" in node.kwargs]
-    assert [node.kwargs["columns"] for node in reduces] == [(0, 2), (2, 4), (4, 6)]
-    shapes = [tuple(node.args[0][0].meta["val"].shape) for node in reduces]
-    assert shapes == [(VOCAB, 2)] * 3
-    assert "80 bytes of columns 2:4, 1 param: f32[10, 2]" in str(program)
-    whole, _ = finer(toys.blocks, REDUCES)
-    made = [s for s in storages_of(whole).all if s.kind == FULL_GRADIENTS][-1]
-    pieces = [s for s in storages_of(program).all if s.kind == FULL_GRADIENTS][-3:]
-    assert [piece.size for piece in pieces] == [made.size // 3] * 3
-    assert pieces[0].dies < pieces[2].born
-
-
-def test_a_tied_gradient_is_added_up_in_pieces() -> None:
-    program, _ = finer(toys.odd_params, REDUCES, ReduceInPieces(2))
-    reduces = [node for node in program.nodes() if "columns" in node.kwargs]
-    assert [node.kwargs["columns"] for node in reduces] == [(0, 3), (3, 6)]
-    whole, _ = finer(toys.odd_params, REDUCES)
-    sizes = [
-        sum(storage.size == VOCAB * WIDTH * 4 for storage in storages_of(one).all)
-        for one in (whole, program)
-    ]
-    # The lookup's gradient and the sum are made in pieces, the head's is whole.
-    assert sizes[0] - sizes[1] == 2
-
-
-def test_gradients_over_replicas_stay_whole() -> None:
-    for build, policy, mesh in (
-        (toys.blocks, Policy(strategy="HYBRID_SHARD"), (2, 2)),
-        (toys.blocks, Policy(strategy="NO_SHARD"), (4,)),
-    ):
-        program, _ = finer(build, ReduceInPieces(2), policy=policy, mesh=mesh)
-        assert not [node for node in program.nodes() if "columns" in node.kwargs]
-
-
-def test_a_kept_gradient_is_added_to_a_whole_one() -> None:
-    mode = (None, ("embed.weight",), ())
-    program, _ = finer(toys.blocks, REDUCES, ReduceInPieces(2), mode=mode, same=False)
-    assert not [node for node in program.nodes() if "columns" in node.kwargs]
-
-
-def test_as_many_pieces_as_use_the_network_well() -> None:
-    for floor, number in ((100.0, 0), (9.0, 2), (4.9, 4), (1.0, WIDTH)):
-        hardware = SLOW_NETWORK.with_(launch_floor=floor)
-        program, _ = finer(toys.blocks, REDUCES, ReduceInPieces(), hardware=hardware)
-        found = [node for node in program.nodes() if "columns" in node.kwargs]
-        assert len(found) == number, (floor, len(found))
-
-
-def test_pieces_that_leave_columns_out_or_stand_in_another_order() -> None:
-    def broken(edit: Callable[[list[Any]], None], match: str) -> None:
-        program, plan = finer(toys.blocks, REDUCES, ReduceInPieces(3))
-        edit([node for node in program.nodes() if "columns" in node.kwargs])
-        with pytest.raises(VerifyError, match=match):
-            verify(program, plan, after="test")
-
-    def told(index: int, columns: tuple[int, int]) -> Callable[[list[Any]], None]:
-        def edit(reduces: list[Any]) -> None:
-            reduces[index].kwargs = {**reduces[index].kwargs, "columns": columns}
-
-        return edit
-
-    broken(told(1, (3, 5)), r"it reduces columns \(3, 5\); those from 2 are next")
-
-    def left_out(reduces: list[Any]) -> None:
-        (wait,) = reduces[2].users
-        (shard,) = wait.users
-        (joined,) = shard.users
-        joined.args = (joined.args[0][:2], 1)
-        for node in (shard, wait, reduces[2]):
-            node.graph.erase_node(node)
-
-    broken(left_out, r"the last columns of 'embed.weight' are never reduced")
-
-
 # -- together ----------------------------------------------------------------------------------
 
 
@@ -190,9 +103,7 @@ def two_heads() -> Program:
     return toy.finish(toy.linear(x, "head.weight"))
 
 
-@pytest.mark.parametrize(
-    "passes", [ALL_FINER, (*ALL_FINER, ReduceInPieces(2), MergeGathers(2000))], ids=len
-)
+@pytest.mark.parametrize("passes", [ALL_FINER, (*ALL_FINER, MergeGathers(2000))], ids=len)
 def test_an_output_without_a_gradient_drops_collectives_made_by_these_passes(passes: Any) -> None:
     program, plan = finer(two_heads, *passes, units=("", "a", "b"))
     drop = DropUnusedTangents(frozenset({0}))
@@ -232,7 +143,6 @@ STEPS = st.one_of(
         alone=st.sampled_from([None, 0, 200]),
     ),
     st.builds(SplitReduces, apart=st.sampled_from([None, 0.0, 3.0])),
-    st.builds(ReduceInPieces, st.integers(2, 4)),
     st.builds(MergeGathers, limit=st.integers(200, 2000)),
     st.just(SkipReshard()),
 )

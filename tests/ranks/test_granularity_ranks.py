@@ -21,7 +21,6 @@ from examples.gpt import GPT, GPTConfig
 from graphshard import MixedPrecision, pipeline
 from graphshard.passes.merge_gathers import MergeGathers
 from graphshard.passes.overlap import Overlap
-from graphshard.passes.reduce_in_pieces import ReduceInPieces
 from graphshard.passes.set_budget import SetBudget
 from graphshard.passes.skip_reshard import SkipReshard
 from graphshard.passes.split_gathers import SplitGathers
@@ -122,18 +121,18 @@ def collectives(model: Any) -> int:
 def finer_and_coarser(rank: int) -> None:
     kept = SkipReshard(("blocks.1",))
     plain, finer, coarser = require_same(
-        MODELS["untied"], rank, (*SPLIT, ReduceInPieces(3), kept), (MergeGathers(1 << 20),)
+        MODELS["untied"], rank, (*SPLIT, kept), (MergeGathers(1 << 20),)
     )
     assert collectives(coarser) < collectives(plain) < collectives(finer)
 
 
 def micro_batches_keep(rank: int) -> None:
-    row = (*SPLIT, ReduceInPieces(2), MergeGathers(30_000))
+    row = (*SPLIT, MergeGathers(30_000))
     require_same(MODELS["untied"], rank, row, micro=1)
 
 
 def mixed_precision(rank: int) -> None:
-    row = (*SPLIT, ReduceInPieces(2), MergeGathers(20_000))
+    row = (*SPLIT, MergeGathers(20_000))
     require_same(MODELS["untied"], rank, row, mixed_precision=PRECISION)
 
 
@@ -201,13 +200,13 @@ test_on_two_ranks = pytest.mark.slow(on_ranks(CHECKS, 2, timeout=300))
 
 def every_model(rank: int) -> None:
     for name in ("gpt", "frozen", "llama", "t5"):
-        plain, finer = require_same(MODELS[name], rank, (*SPLIT, ReduceInPieces(2)))
+        plain, finer = require_same(MODELS[name], rank, SPLIT)
         assert collectives(finer) > collectives(plain), name
     require_same(MODELS["llama"], rank, SPLIT, mixed_precision=PRECISION)
 
 
 def every_strategy(rank: int) -> None:
-    row = (*SPLIT, ReduceInPieces(2))
+    row = SPLIT
     require_same(MODELS["untied"], rank, row, strategy="SHARD_GRAD_OP")
     require_same(MODELS["untied"], rank, row, strategy="SHARD_OPTIMIZER")
     require_same(MODELS["untied"], rank, row, reshard_root=True, recompute="units")

@@ -310,11 +310,6 @@ def waited_later(program: Program, wait: fx.Node) -> None:
         before.prepend(node)
 
 
-def columns(change: Callable[[int, int], tuple[int, int]]) -> Edit:
-    """Other columns of a reduce in pieces."""
-    return keyword("columns", lambda sample, node, value: change(*value))
-
-
 # -- compute ------------------------------------------------------------------------------------
 
 

@@ -69,7 +69,6 @@ collectives = calls(*ops.COLLECTIVES)
 waits = calls(wait)
 fulls = at.results_of(all_gather)
 shards = at.results_of(*ops.REDUCES)
-pieces = at.where(calls(reduce_scatter), lambda node: "columns" in node.kwargs)
 dropouts = calls(aten.native_dropout.default)
 constants = at.entries("buffers", lambda entry: entry.constant)
 
@@ -365,34 +364,6 @@ KINDS: tuple[Kind, ...] = (
         calls(all_reduce),
         do.other_op(reduce_scatter),
         "groups, reduces",
-    ),
-    Kind("columns from 1 on", pieces, do.columns(lambda start, end: (start + 1, end)), "reduces"),
-    Kind(
-        "columns without the last",
-        pieces,
-        do.columns(lambda start, end: (start, end - 1)),
-        "reduces",
-    ),
-    Kind(
-        "other columns of the same number",
-        pieces,
-        do.columns(lambda start, end: (end, 2 * end - start) if not start else (0, end - start)),
-        "reduces",
-    ),
-    Kind(
-        "pieces of columns exchanged",
-        at.where(
-            at.pairs_of(at.where(shards, lambda node: "columns" in ops.collective_of(node).kwargs)),
-            at.readers_behind,
-        ),
-        do.exchanged,
-        "reduces",
-    ),
-    Kind(
-        "said to be columns",
-        at.where(calls(reduce_scatter), lambda node: "columns" not in node.kwargs),
-        do.keyword("columns", lambda sample, node, value: (0, 4)),
-        "reduces",
     ),
     Kind("a gather issued earlier", gathers, do.issued_earlier, "harmless"),
     Kind("a reduce issued earlier", reduces, do.issued_earlier, "regions, checks, harmless"),

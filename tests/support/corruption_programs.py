@@ -20,7 +20,6 @@ from graphshard.hardware.hardware import Hardware
 from graphshard.passes.form_regions import FormRegions
 from graphshard.passes.offload_activations import OffloadActivations
 from graphshard.passes.recompute import Recompute
-from graphshard.passes.reduce_in_pieces import ReduceInPieces
 from graphshard.passes.release_early import ReleaseEarly
 from graphshard.passes.set_budget import SetBudget
 from graphshard.passes.split_gathers import SplitGathers
@@ -98,7 +97,6 @@ SPLIT: tuple[PassLike, ...] = (
     SetBudget(Hardware.load("h100-sxm")),
     SplitGathers(apart=0.0, alone=0),
     SplitReduces(apart=0.0),
-    ReduceInPieces(pieces=2),
 )
 """Passes that split every gather and reduce that can be, whatever it costs."""
 

@@ -367,13 +367,8 @@ class OneRank(fx.Interpreter):
         """What a reduce gives where all ranks have the same gradients."""
         return list(grads)
 
-    def reduced(
-        self, grads: Sequence[Tensor], *, params: Sequence[str], columns: Any = None, **_: Any
-    ) -> list[Tensor]:
-        """This rank's parts of gradients, or of some columns of one."""
-        if columns is not None:
-            layout = self.plan.layouts[params[0]].columns(*columns)
-            return [part_of(grads[0], layout, self.rank)]
+    def reduced(self, grads: Sequence[Tensor], *, params: Sequence[str], **_: Any) -> list[Tensor]:
+        """This rank's parts of gradients."""
         return [self.part(grad, name) for grad, name in zip(grads, params, strict=True)]
 
     def part(self, full: Tensor, name: str, ranks: int | None = None) -> Tensor:

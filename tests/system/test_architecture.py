@@ -163,7 +163,6 @@ ARGUMENTS = {
     "params",
     "group",
     "ranks",
-    "columns",
     "units",
     "dims",
     "in_place",
