@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
-import networkx as nx
+from typing import TYPE_CHECKING
+
 from torch import fx
 
 from graphshard.program import ops
 from graphshard.program.program import COMPUTE, Program
+
+if TYPE_CHECKING:
+    import networkx as nx
 
 COMPUTE_STREAM = "compute"
 
@@ -30,6 +34,8 @@ def schedule_graph(program: Program) -> nx.DiGraph:
     `order` (both events are on one stream, one after the other) and `data` (the end uses a result
     of the beginning).
     """
+    import networkx as nx  # here, as it takes long to load and few programs are dumped
+
     graph = nx.DiGraph()
     event_of: dict[fx.Node, int] = {}
     last: dict[str, int] = {}  # by stream

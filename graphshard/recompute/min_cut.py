@@ -10,9 +10,6 @@ from dataclasses import dataclass
 from functools import cached_property
 from itertools import pairwise
 
-import networkx as nx
-from networkx.algorithms.flow import preflow_push
-
 
 @dataclass(frozen=True)
 class Value:
@@ -67,6 +64,9 @@ class Cutter:
         Raises:
             networkx.NetworkXUnbounded: a needed value can neither be saved nor recomputed.
         """
+        import networkx as nx  # here: it takes long to load, and few policies cut
+        from networkx.algorithms.flow import preflow_push
+
         graph = nx.DiGraph()
         graph.add_nodes_from(("source", "sink"))
         for index, value in enumerate(self.problem.values):

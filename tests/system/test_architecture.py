@@ -7,6 +7,8 @@ from __future__ import annotations
 
 import ast
 import importlib
+import subprocess
+import sys
 from collections import defaultdict
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -14,6 +16,8 @@ from pathlib import Path
 
 import pytest
 from paths import ROOT
+
+import graphshard
 
 LINE = (
     "errors",
@@ -25,6 +29,7 @@ LINE = (
     "policy",
     "planning",
     "program",
+    "ops",
     "capture",
     "cost",
     "inspect",
@@ -211,6 +216,21 @@ def test_a_package_has_what_the_module_of_its_name_had(package: str, name: str) 
 def test_dumped_code_can_import_its_operators() -> None:
     ops = importlib.import_module("graphshard.ops")
     assert ops.all_gather.__module__ == "graphshard.ops"
+
+
+def test_public_names_are_typed_as_they_are_found_and_loaded_when_used() -> None:
+    tree = ast.parse((ROOT / "graphshard/__init__.py").read_text())
+    typed = {
+        alias.asname: node.module
+        for node in ast.walk(tree)
+        if isinstance(node, ast.ImportFrom) and str(node.module).startswith("graphshard.")
+        for alias in node.names
+    }
+    assert sorted([*typed, "ops"]) == graphshard.__all__
+    for name, module in typed.items():
+        assert getattr(graphshard, name) is getattr(importlib.import_module(str(module)), name)
+    code = "import sys, graphshard; print([name for name in sys.modules if 'graphshard.' in name])"
+    assert subprocess.check_output([sys.executable, "-c", code], text=True).strip() == "[]"
 
 
 def circles(graph: dict[str, set[str]]) -> list[list[str]]:
