@@ -41,6 +41,7 @@ from graphshard.runtime.agreement import Agreement, call_text
 from graphshard.runtime.graph_registration import registration
 from graphshard.runtime.group import mesh_of, with_mesh, without_cpu_index
 from graphshard.runtime.hosts import number_of_hosts
+from graphshard.runtime.links import measured_on
 from graphshard.runtime.start import group_or_refusal
 from graphshard.state.replicas import require_one_model
 from graphshard.torch_private.inductor import require_inductor
@@ -130,6 +131,9 @@ def compile(  # noqa: A001  # as torch.compile
         progress = progress or Progress()
         group, hybrid = agreement.group, needs_groups(policy)
         group.hosts = number_of_hosts(group)
+        if asks_for_hardware(policy) and group.size > 1 and group.backend in ("gloo", "nccl"):
+            with progress.stage("measure links"):
+                policy = replace(policy, hardware=measured_on(group))
         if isinstance(policy, AutoPolicy):
             found = None
             with agreement.part() as part:
@@ -189,6 +193,12 @@ def compile(  # noqa: A001  # as torch.compile
             if example_inputs is not None or example_kwargs is not None:
                 sharded.capture(tuple(example_inputs or ()), dict(example_kwargs or {}), progress)
     return sharded
+
+
+def asks_for_hardware(policy: Policy | AutoPolicy) -> bool:
+    """Whether steps are timed for `policy`, and it does not say on which hardware."""
+    timed = isinstance(policy, AutoPolicy) or policy.schedule == "overlap"
+    return timed and policy.hardware is None
 
 
 def plan(
@@ -351,7 +361,7 @@ def simulate(
         if not is_int(gpus_per_node) or gpus_per_node < 1:
             raise CostError(f"gpus_per_node must be 1 rank or more; got {gpus_per_node!r}")
         machine = machine.with_(gpus_per_node=gpus_per_node)
-    if policy is not None and policy.schedule == "overlap" and policy.hardware is None:
+    if policy is not None and asks_for_hardware(policy):
         policy = replace(policy, hardware=machine)
     arguments = SimulationArguments(
         "gloo" if (backend or machine.process_group_backend) == "gloo" else "nccl",

@@ -323,9 +323,9 @@ def slowest_step(model: nn.Module, run: Run, steps: int = 8) -> float:
 def calibrated(run: Run) -> Told:
     """A rough calibration of all ranks: on GPUs the one case of its events beside real gathers."""
     from graphshard.calibrate.bench import CudaBench, HostBench
-    from graphshard.calibrate.measure import Effort
     from graphshard.calibrate.ranks import joined
     from graphshard.calibrate.run import calibrate
+    from graphshard.runtime.measure import Effort
 
     device = run.place.device
     rough = Effort(least=1, most=1, piece=0.0, budget=0.0)

@@ -32,12 +32,12 @@ import torch.distributed as dist
 from benchmark_models import TIMED, Model, loss_of
 
 import graphshard
-from graphshard.calibrate.measure import Effort
 from graphshard.calibrate.ranks import joined
 from graphshard.calibrate.run import calibrate
 from graphshard.hardware.hardware import Hardware
 from graphshard.progress import Progress
 from graphshard.runtime.group import Group
+from graphshard.runtime.measure import Effort
 
 BAR = 0.15
 

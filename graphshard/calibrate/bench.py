@@ -17,10 +17,10 @@ from graphshard.calibrate.device_time import (
     warmed_up,
 )
 from graphshard.calibrate.in_step import StepSize
-from graphshard.calibrate.measure import Ranks, Stopwatch, Timing, Watch
 from graphshard.calibrate.probes import Cold
 from graphshard.format import human_bytes
 from graphshard.runtime.group import Group
+from graphshard.runtime.measure import Ranks, Stopwatch, Timing, Watch
 
 Timed = Callable[[str, Sequence[Any]], list[Timing]]
 

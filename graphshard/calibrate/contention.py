@@ -10,10 +10,11 @@ from typing import Any
 import torch
 
 from graphshard.calibrate.device_time import DeviceWatch, event_pair
-from graphshard.calibrate.measure import Ranks, Timing
-from graphshard.calibrate.ranks import TimedCollective, TimedCompute
+from graphshard.calibrate.ranks import TimedCompute
 from graphshard.program import ops
 from graphshard.runtime.group import Group
+from graphshard.runtime.links import TimedCollective
+from graphshard.runtime.measure import Ranks, Timing
 
 GATHER_BYTES = 256 << 20
 """Bytes of the gather beside which a CUDA device computes."""

@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 
-from graphshard.calibrate.measure import Benchmark
+from graphshard.runtime.measure import Benchmark
 
 MOST_RUNS = 100
 """Runs of one timing: so few that the launches of all fit into the queue of a device."""

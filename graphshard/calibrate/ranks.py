@@ -20,15 +20,9 @@ from torch.distributed.tensor import DTensor
 from torch.distributed.tensor import Shard as ShardDim
 
 from graphshard.errors import CostError
-from graphshard.planning.layout import ParamLayout
-from graphshard.policy.placement import SHARDED
-from graphshard.program import ops
-from graphshard.runtime.collectives import Operand, wait
-from graphshard.runtime.gather import Gathered, free
-from graphshard.runtime.group import Group, find_group, new_process_group
+from graphshard.runtime.group import Group, find_group
 from graphshard.runtime.host_copies import arrive, to_device, to_host
-from graphshard.runtime.hosts import hosts_by_rank
-from graphshard.runtime.lower import kind_of
+from graphshard.runtime.links import TimedCollective
 
 _TIMEOUT = timedelta(minutes=5)
 
@@ -61,119 +55,6 @@ def joined(device: torch.device) -> Iterator[Group]:
     finally:
         if creates_group:
             dist.destroy_process_group()
-
-
-@dataclass(frozen=True)
-class HostGroups:
-    """The hosts of the ranks, with groups of the ranks on this host, and of one rank per host."""
-
-    hosts: int
-    per_host: int
-    within: Group | None
-    between: Group | None
-
-
-def host_groups(group: Group) -> HostGroups:
-    """Find the ranks of each host, and make groups to measure within and between hosts.
-
-    Every rank must call this at the same point.
-
-    Raises:
-        CostError: the hosts have different numbers of ranks.
-    """
-    hosts = hosts_by_rank(group)
-    members: dict[str, list[int]] = {}
-    for rank, host in enumerate(hosts):
-        members.setdefault(host, []).append(rank)
-    sizes = {len(ranks) for ranks in members.values()}
-    if len(sizes) > 1:
-        raise CostError(
-            f"the hosts have {sorted(sizes)} ranks; start equally many on each, so that they share "
-            "their network alike"
-        )
-    per_host = sizes.pop()
-    if len(members) == 1:
-        return HostGroups(1, per_host, group if group.size > 1 else None, None)
-    within = members[hosts[group.rank]]
-    local_rank = within.index(group.rank)
-    between = [ranks[local_rank] for ranks in members.values()]
-    return HostGroups(
-        len(members),
-        per_host,
-        _subgroup(within, group) if per_host > 1 else None,
-        _subgroup(between, group),
-    )
-
-
-def _subgroup(ranks: list[int], group: Group) -> Group:
-    process_group = new_process_group(ranks, group.process_group, group.device, callers=group.size)
-    return Group(
-        process_group,
-        dist.get_rank(process_group),
-        len(ranks),
-        group.device,
-        backend=group.backend,
-        timeout=group.timeout,
-    )
-
-
-@dataclass
-class TimedCollective:
-    """A collective on `tensors` parameters of `size` bytes in all, from launch to free."""
-
-    op: Any
-    ranks: Group
-    tensors: int
-    size: int
-    group: str = "collectives"
-    wall: bool = True
-    _launch: Callable[[], Any] = field(init=False, repr=False)
-
-    def __post_init__(self) -> None:
-        n = self.ranks.size
-        rows = max(1, self.size // (4 * self.tensors * n))
-        self.size = rows * 4 * self.tensors * n  # rounded to whole shards
-        layouts = [
-            ParamLayout(
-                f"p{i}",
-                (f"p{i}",),
-                (rows * n,),
-                torch.float32,
-                requires_grad=True,
-                placement=SHARDED,
-                world_size=n,
-            )
-            for i in range(self.tensors)
-        ]
-        operands = [Operand(layout, torch.float32) for layout in layouts]
-        op = ops.OPS[self.op]
-        collective = kind_of(op, self.ranks)(self.ranks, "measured", "forward", operands)
-        whole = op.takes is ops.Value.FULL
-        if op.gives is op.takes:
-            self.size = rows * 4 * self.tensors  # shards are moved
-        numel = rows * n if whole else rows
-        tensors = [torch.ones(numel, device=self.ranks.device) for _ in layouts]
-        self._launch = lambda: collective(tensors)
-
-    @property
-    def name(self) -> str:
-        """The collective's name."""
-        return str(self.op.__name__)
-
-    def start(self) -> Any:
-        """Launch it and return its pending result."""
-        return self._launch()
-
-    def finish(self, pending: Any) -> None:
-        """Wait for it, and free gathered tensors."""
-        results = wait(pending)
-        if isinstance(results, Gathered):
-            free(results)
-
-    def run(self, times: int) -> None:
-        """Launch and finish it, `times` times."""
-        for _ in range(times):
-            self.finish(self.start())
 
 
 @dataclass

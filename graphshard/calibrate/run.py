@@ -4,11 +4,9 @@ from __future__ import annotations
 
 import os
 import platform
-import re
 from collections import defaultdict
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from functools import partial
 from typing import Any
 
 import torch
@@ -16,30 +14,26 @@ from torch import nn
 
 from graphshard.calibrate.bench import HostBench, bench_for
 from graphshard.calibrate.in_step import LEAST, TransformerStep
-from graphshard.calibrate.measure import Effort, Stopwatch, Timing, Watch, measure
 from graphshard.calibrate.overhead import Calls, TinyStep
 from graphshard.calibrate.probes import SizedProbe, sized_probes
-from graphshard.calibrate.ranks import (
-    HostCopy,
-    HostGroups,
-    TimedCollective,
-    TimedOptimizer,
-    host_groups,
-)
+from graphshard.calibrate.ranks import HostCopy, TimedOptimizer
 from graphshard.cost.collective_cost import BETWEEN_NODES
 from graphshard.cost.op_cost import VIEW
 from graphshard.errors import CostError
-from graphshard.hardware.curves import Points, ascending, fit_line
+from graphshard.hardware.curves import Points, ascending
 from graphshard.hardware.hardware import KINDS, Hardware
-from graphshard.program import ops
+from graphshard.hardware.presets import nearest
 from graphshard.progress import Progress
 from graphshard.runtime.group import Group
-
-_TENSORS = (1, 8)
-
-
-_OPERATIONS = (ops.all_gather, ops.reduce_scatter, ops.all_reduce)
-
+from graphshard.runtime.links import (
+    HostGroups,
+    fitted_lines,
+    host_groups,
+    link_figures,
+    ring_lines,
+    timed_collectives,
+)
+from graphshard.runtime.measure import Effort, Stopwatch, Timing, Watch, measure
 
 _VIEWS = 8
 
@@ -163,23 +157,18 @@ def calibrate(
     del compute
     updates = list(_updates(group, bench, share))
     rows += _rows(updates, timings := timed("optimizers", updates))
-    lines = _lines(updates, timings, lambda benchmark: (1, benchmark.tensors, benchmark.size))
+    lines = fitted_lines(updates, timings, lambda benchmark: (1, benchmark.tensors, benchmark.size))
     del updates
     contention: float | None = None
     for subgroup, ending in ((hosts.within, ""), (hosts.between, BETWEEN_NODES)):
         if subgroup is None:
             continue
-        moves = [
-            TimedCollective(op, subgroup, count, size)
-            for op in _OPERATIONS
-            for size in bench.collective_bytes(group, share)
-            for count in _TENSORS
-        ]
+        moves = timed_collectives(subgroup, bench.collective_bytes(group, share))
         rows += _rows(moves, timings := timed(f"collectives{ending}", moves), ending)
-        ring_lines = _lines(moves, timings, partial(_ring, subgroup.size))
-        lines |= {f"{op}{ending}": line for op, line in ring_lines.items()}
+        lines |= ring_lines(moves, timings, subgroup.size, ending)
         del moves
         contention = max(contention or 0.0, bench.contention(subgroup, timed))
+    hosts.end()
     host_bandwidth: float | None = None
     if group.device.type == "cuda":
         copies = [HostCopy(group.device, 1 << 26)]
@@ -233,34 +222,6 @@ def _rounded(figures: Any) -> Any:
     return figures
 
 
-def nearest(device: torch.device) -> str:
-    """Return the name of the preset most like `device`."""
-    if device.type != "cuda":
-        return "cpu-gloo"
-    return preset_of(torch.cuda.get_device_name(device))
-
-
-def preset_of(device_name: str) -> str:
-    """Return the name of the preset most like a GPU that the driver calls `device_name`."""
-    words = device_name.lower()
-    return next((preset for chip, preset in _PRESETS if re.search(chip, words)), "h100-sxm")
-
-
-_PRESETS = (
-    ("gb200", "gb200"),
-    ("b200", "b200"),
-    ("h200", "h200"),
-    ("h20", "h20"),
-    ("h100.*pcie", "h100-pcie"),
-    ("h100", "h100-sxm"),
-    ("a100.*pcie", "a100-pcie"),
-    ("a100.*80gb", "a100-80gb"),
-    ("a100", "a100-40gb"),
-    ("l40s", "l40s"),
-    ("mi300x", "mi300x"),
-)
-
-
 def _updates(group: Group, bench: HostBench, share: float) -> Iterator[TimedOptimizer]:
     sizes = bench.shard_sizes()
     for name, make in _OPTIMIZERS.items():
@@ -268,11 +229,6 @@ def _updates(group: Group, bench: HostBench, share: float) -> Iterator[TimedOpti
             for tensors in (2, 8):
                 copies = bench.optimizer_copies(4 * 4 * tensors * numel)
                 yield TimedOptimizer(name, make, tensors, numel, group, copies)
-
-
-def _ring(ranks: int, benchmark: TimedCollective) -> Sequence[float]:
-    """Return the hops, the tensors and the bytes that pass a rank (see `collective_cost`)."""
-    return ranks - 1, benchmark.tensors, (ranks - 1) / ranks * benchmark.size
 
 
 def _rows(benchmarks: Sequence[Any], timings: Sequence[Timing], ending: str = "") -> list[Row]:
@@ -299,19 +255,6 @@ def _curves(rows: Sequence[Row]) -> dict[str, Points]:
             [(amount, sum(seconds) / len(seconds)) for amount, seconds in points.items()]
         )
         for name, points in by_operator.items()
-    }
-
-
-def _lines(
-    benchmarks: Sequence[Any], timings: Sequence[Timing], features: Callable[[Any], Sequence[float]]
-) -> dict[str, tuple[float, ...]]:
-    """Return the fitted line of each benchmark, by name."""
-    points: dict[str, list[tuple[Sequence[float], float]]] = defaultdict(list)
-    for benchmark, timing in zip(benchmarks, timings, strict=True):
-        points[benchmark.name].append((features(benchmark), timing.seconds))
-    return {
-        name: fit_line([row for row, _ in measurements], [seconds for _, seconds in measurements])
-        for name, measurements in points.items()
     }
 
 
@@ -378,16 +321,12 @@ def _hardware(
         family, _, dtype = curve.partition(".")
         if family == "matmul":
             flops[dtype or "float32"] = max(amount / seconds for amount, seconds in points)
-    figures: dict[str, Any] = {}
+    figures = link_figures(lines)
     unmeasured = [d for d in flops if flops[d] == base.flops.get(d)]
     efficiency = dict.fromkeys(KINDS, 1.0)
     efficiency |= {f"matmul.{d}": base.efficiency_of("matmul", d) for d in unmeasured}
-    for ending, figure in (("", "intra"), (BETWEEN_NODES, "inter")):
-        line = lines.get(f"all_gather{ending}")
-        if line is not None:
-            figures[f"{figure}_bandwidth"] = 1 / max(line[2], 1e-15)
-            figures[f"{figure}_latency"] = max(line[0], 1e-9)
-        else:
+    for ending in ("", BETWEEN_NODES):
+        if f"all_gather{ending}" not in lines:
             unmeasured.append(f"the network {'within' if not ending else 'between'} nodes")
             efficiency |= _of_the_network(base, ending)
     if device_type == "cpu" and "intra_bandwidth" in figures and "inter_bandwidth" not in figures:

@@ -11,13 +11,13 @@ from typing import Any
 
 import torch
 
-from graphshard.calibrate.measure import QUICK, Effort
 from graphshard.calibrate.ranks import joined
 from graphshard.calibrate.report import report
 from graphshard.calibrate.run import Links, calibrate
 from graphshard.errors import CostError
 from graphshard.hardware.hardware import Hardware
 from graphshard.progress import Progress
+from graphshard.runtime.measure import QUICK, Effort
 
 _DTYPES = {
     "bfloat16": torch.bfloat16,

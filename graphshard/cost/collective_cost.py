@@ -112,22 +112,14 @@ def saturating_bytes(shape: GroupShape, hardware: Hardware, share: float = 0.9) 
 
 def _line(op: str, shape: GroupShape, hardware: Hardware) -> tuple[float, float, float] | None:
     """Measured seconds per call, per tensor and per byte; None if there is no measurement."""
-    within = hardware.lines.get(op)
-    if within is None:
+    hops, across = shape.size - 1, shape.nodes - 1
+    within = hardware.lines.get(op) if hops > across else (0.0, 0.0, 0.0)
+    between = hardware.lines.get(f"{op}{BETWEEN_NODES}") if across else (0.0, 0.0, 0.0)
+    if within is None or between is None:
         return None
-    hop, tensor, byte = within
-    hops, fraction = shape.size - 1, (shape.size - 1) / shape.size
-    if shape.nodes == 1:
-        return hops * hop, tensor, fraction * byte
-    between = hardware.lines.get(f"{op}{BETWEEN_NODES}")
-    if between is None:
-        return None
-    across = shape.nodes - 1
-    slowest = between[2] / shape.per_node
-    if shape.per_node > 1:
-        slowest = max(slowest, byte)
-    fixed = (hops - across) * hop + across * between[0]
-    return fixed, max(tensor, between[1]), fraction * slowest
+    fixed = (hops - across) * within[0] + across * between[0]
+    slowest = max(within[2], between[2] / shape.per_node)
+    return fixed, max(within[1], between[1]), hops / shape.size * slowest
 
 
 def _bandwidth(shape: GroupShape, hardware: Hardware) -> float:

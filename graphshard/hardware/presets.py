@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import json
+import re
 import tomllib
 from functools import cache
 from importlib import resources
 from typing import Any
+
+import torch
 
 from graphshard.hardware.checks import TABLES
 
@@ -51,3 +54,31 @@ def merged(base: dict[str, Any], table: dict[str, Any]) -> dict[str, Any]:
         if isinstance(base.get(name), dict) and isinstance(table.get(name), dict):
             both[name] = merged(base[name], table[name])
     return {name: value for name, value in both.items() if value is not False}
+
+
+def nearest(device: torch.device) -> str:
+    """Return the name of the preset most like `device`."""
+    if device.type != "cuda":
+        return "cpu-gloo"
+    return preset_of(torch.cuda.get_device_name(device))
+
+
+def preset_of(device_name: str) -> str:
+    """Return the name of the preset most like a GPU that the driver calls `device_name`."""
+    words = device_name.lower()
+    return next((preset for chip, preset in _CHIPS if re.search(chip, words)), "h100-sxm")
+
+
+_CHIPS = (
+    ("gb200", "gb200"),
+    ("b200", "b200"),
+    ("h200", "h200"),
+    ("h20", "h20"),
+    ("h100.*pcie", "h100-pcie"),
+    ("h100", "h100-sxm"),
+    ("a100.*pcie", "a100-pcie"),
+    ("a100.*80gb", "a100-80gb"),
+    ("a100", "a100-40gb"),
+    ("l40s", "l40s"),
+    ("mi300x", "mi300x"),
+)

@@ -131,8 +131,9 @@ class Policy(PrintsAsCode):
             its "fsdp" order. Times depend on sizes, so ranks with inputs of different sizes, which
             "fsdp" allows, would issue different collectives and raise `FingerprintError`.
         hardware: the hardware that "overlap" estimates times for: a preset's name, a hardware file,
-            or a `graphshard.Hardware`; the same on every rank. None: "h100-sxm" for a program that
-            runs on CUDA, "cpu-gloo" for one on the CPU.
+            or a `graphshard.Hardware`; the same on every rank. None: where ranks run, the preset
+            most like their device on the links between them, which `compile` measures; without
+            ranks "h100-sxm" for a program that runs on CUDA, "cpu-gloo" for one on the CPU.
         cuda_graph: capture the kernels of each program's forward, and of its backward, as a CUDA
             graph at its third call, and replay it from then on, without host work between kernels.
             Where this is impossible (on the CPU, with offload, symbolic sizes or no_sync()), the

@@ -109,7 +109,7 @@ class Group:
             neighbours = new_process_group(
                 members[start : start + ranks], process_group, self.device, callers=self.size
             )
-            self.subgroups[name] = _group_of(neighbours, self.device)
+            self.subgroups[name] = group_of(neighbours, self.device)
         return self.named(name)
 
     def grid(self, parts: tuple[int, ...]) -> Any:
@@ -260,15 +260,15 @@ def meeting_group(
     if mesh is None:
         device = _indexed(device or _default_device_type())
         try:
-            return _group_of(dist.group.WORLD, device)
+            return group_of(dist.group.WORLD, device)
         except RuntimeError:  # which has no backend for this device; a mesh gets another group
             mesh = init_device_mesh(device.type, (dist.get_world_size(),))
-            return replace(_group_of(mesh.get_group(0), device), mesh=mesh)
+            return replace(group_of(mesh.get_group(0), device), mesh=mesh)
     kind = mesh.device_type
     if device is None or torch.device(device).type != kind:
         device = kind
     process_group = mesh.get_group(0) if mesh.ndim == 1 else _flat(mesh)
-    return replace(_group_of(process_group, _indexed(device)), mesh=mesh)
+    return replace(group_of(process_group, _indexed(device)), mesh=mesh)
 
 
 def mesh_of(
@@ -312,14 +312,14 @@ def with_mesh(group: Group, shape: tuple[int, ...]) -> Group:
         if mesh.ndim == 1:
             # The same ranks, which are watched already.
             group = replace(
-                _group_of(mesh.get_group(0), group.device), here=group.here, hosts=group.hosts
+                group_of(mesh.get_group(0), group.device), here=group.here, hosts=group.hosts
             )
     torch_compat.forget_operator_layouts()
     group = replace(group, mesh=mesh, mesh_shape=shape)
     if mesh.ndim == 2:
         group.subgroups = {
-            ops.REPLICATE: _group_of(mesh.get_group(0), group.device),
-            ops.SHARD: _group_of(mesh.get_group(1), group.device),
+            ops.REPLICATE: group_of(mesh.get_group(0), group.device),
+            ops.SHARD: group_of(mesh.get_group(1), group.device),
         }
     return group
 
@@ -333,7 +333,8 @@ def _default_device_type() -> str:
     return "cuda" if by_nccl and torch.cuda.is_available() else "cpu"
 
 
-def _group_of(process_group: Any, device: torch.device) -> Group:
+def group_of(process_group: Any, device: torch.device) -> Group:
+    """The ranks of an existing `process_group`, which compute on `device`."""
     rank, size = dist.get_rank(process_group), dist.get_world_size(process_group)
     backend = torch_compat.group_backend(process_group, device)
     if backend == "gloo":

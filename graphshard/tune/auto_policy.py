@@ -28,8 +28,8 @@ class AutoPolicy(PolicyRequest):
         memory_budget: the most bytes that torch may reserve on a rank's GPU, or that may be alive
             on a host (`Estimate.reserved_bytes`): a number, or a text such as "70GiB". None: the
             hardware's memory, less what CUDA, NCCL and the driver take under the policy.
-        hardware: a preset's name, a hardware file, or a `graphshard.Hardware`. None: "cpu-gloo"
-            where `compile` runs on the CPU, else "h100-sxm".
+        hardware: a preset's name, a hardware file, or a `graphshard.Hardware`. None: as for a
+            policy, measured links where ranks run.
         gpus_per_node: ranks on a node. None: as in the hardware.
         optimizer: the optimizer whose states count: "adamw", "adamw-fused", "sgd", "sgd-momentum"
             or "none".

@@ -17,11 +17,10 @@ from simulations import node_of
 import graphshard
 from graphshard.calibrate import run
 from graphshard.calibrate.in_step import StepSize, TransformerStep
-from graphshard.calibrate.measure import Effort, Timing, Watch, measure
 from graphshard.calibrate.probes import sized_probes
 from graphshard.calibrate.ranks import joined
 from graphshard.calibrate.report import report
-from graphshard.calibrate.run import calibrate, overhead_of, preset_of
+from graphshard.calibrate.run import calibrate, overhead_of
 from graphshard.cli import calibrate as command
 from graphshard.cli.main import main
 from graphshard.cost.collective_cost import GroupShape, collective_seconds, saturating_bytes
@@ -29,7 +28,9 @@ from graphshard.cost.op_curves import ELEMENTWISE, RELATIVES
 from graphshard.errors import CostError
 from graphshard.hardware.curves import ascending, fit_line, seconds_at
 from graphshard.hardware.hardware import Hardware
+from graphshard.hardware.presets import preset_of
 from graphshard.program import ops
+from graphshard.runtime.measure import Effort, Timing, Watch, measure
 
 ROUGH = Effort(least=1, most=1, piece=0.0, budget=0.0)
 CPU = torch.device("cpu")

@@ -23,12 +23,12 @@ from graphshard.calibrate.device_time import (
     sm_megahertz,
     warmed_up,
 )
-from graphshard.calibrate.measure import Effort, measure
 from graphshard.calibrate.probes import Cold, sized_probes
 from graphshard.calibrate.ranks import joined
 from graphshard.calibrate.report import report
 from graphshard.calibrate.run import calibrate
 from graphshard.hardware.hardware import Hardware
+from graphshard.runtime.measure import Effort, measure
 
 CPU = torch.device("cpu")
 

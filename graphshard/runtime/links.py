@@ -1,0 +1,263 @@
+"""The links between ranks, measured: within a host, and between hosts.
+
+The collectives are those of a lowered program (see `lower.kind_of`), so copies, packing and
+averaging are measured too. Both `compile` and a calibration measure with them.
+"""
+
+from __future__ import annotations
+
+from collections import Counter, defaultdict
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from graphshard.cost.collective_cost import BETWEEN_NODES
+from graphshard.errors import CostError
+from graphshard.hardware.curves import fit_line
+from graphshard.hardware.hardware import Hardware
+from graphshard.hardware.presets import nearest
+from graphshard.planning.layout import ParamLayout
+from graphshard.policy.placement import SHARDED
+from graphshard.program import ops
+from graphshard.runtime.collectives import Operand, wait
+from graphshard.runtime.gather import Gathered, free
+from graphshard.runtime.group import Group, group_of, new_process_group
+from graphshard.runtime.hosts import hosts_by_rank
+from graphshard.runtime.lower import kind_of
+from graphshard.runtime.measure import Effort, Timing, Watch, measure
+
+TENSORS = (1, 8)
+"""Numbers of tensors that a measured collective moves."""
+
+
+OPERATIONS = (ops.all_gather, ops.reduce_scatter, ops.all_reduce)
+
+
+_SIZES = (1 << 14, 1 << 18, 1 << 22)
+
+
+_EFFORT = Effort(least=3, most=3, piece=1e-4, budget=3.0)
+
+
+_measured: dict[tuple[str, ...], Hardware] = {}
+"""What this process has measured, by the hosts of the ranks and their kind of device."""
+
+
+def measured_on(group: Group) -> Hardware:
+    """The preset most like this rank's device, on the links between the ranks as they are now.
+
+    It takes about a second over 1 Gb/s. Every rank must call this at the same point, and gets the
+    figures of rank 0. A process that has measured the same hosts before does not again.
+
+    Args:
+        group: more than one rank, by Gloo or NCCL.
+
+    Returns:
+        The preset itself if the hosts have different numbers of ranks, which no figure describes.
+    """
+    base = Hardware.load(nearest(group.device))
+    hosts = hosts_by_rank(group)
+    if len(set(Counter(hosts).values())) > 1:
+        return base
+    key = (*hosts, group.runs_on)
+    if not all(group.all_gather_object(key in _measured)):
+        _measured[key] = _measured_now(group, base)
+    return _measured[key]
+
+
+def _measured_now(group: Group, base: Hardware) -> Hardware:
+    hosts = host_groups(group)
+    lines: dict[str, tuple[float, ...]] = {}
+    for ranks, ending in ((hosts.within, ""), (hosts.between, BETWEEN_NODES)):
+        if ranks is not None:
+            moves = timed_collectives(ranks, _SIZES)
+            timings = measure(moves, Watch(group.device), group, _EFFORT)
+            lines |= ring_lines(moves, timings, ranks.size, ending)
+    hosts.end()
+    lines = group.all_gather_object(lines)[0]
+    figures = link_figures(lines)
+    name = f"{base.name} on links measured now ({_shown(figures)})"
+    if hosts.hosts > 1 or group.device.type == "cuda":
+        figures["gpus_per_node"] = hosts.per_host
+    return base.with_(name=name, lines={**base.lines, **lines}, **figures)
+
+
+def timed_collectives(ranks: Group, sizes: Sequence[int]) -> list[TimedCollective]:
+    """Every collective over `ranks`, of each of `sizes` bytes and in one tensor or in several."""
+    return [
+        TimedCollective(op, ranks, tensors, size)
+        for op in OPERATIONS
+        for size in sizes
+        for tensors in TENSORS
+    ]
+
+
+def ring_lines(
+    moves: Sequence[TimedCollective], timings: Sequence[Timing], ranks: int, ending: str
+) -> dict[str, tuple[float, ...]]:
+    """The line of each collective (see `Hardware.lines`), by its name with `ending`."""
+    fitted = fitted_lines(moves, timings, partial(_ring, ranks))
+    return {f"{op}{ending}": line for op, line in fitted.items()}
+
+
+def link_figures(lines: Mapping[str, Sequence[float]]) -> dict[str, Any]:
+    """The bandwidths and latencies in `Hardware` that the lines of gathers give."""
+    figures: dict[str, Any] = {}
+    for ending, link in (("", "intra"), (BETWEEN_NODES, "inter")):
+        line = lines.get(f"all_gather{ending}")
+        if line is not None:
+            figures[f"{link}_bandwidth"] = 1 / max(line[2], 1e-15)
+            figures[f"{link}_latency"] = max(line[0], 1e-9)
+    return figures
+
+
+def _shown(figures: Mapping[str, float]) -> str:
+    links = {"intra": "within a host", "inter": "between hosts"}
+    return "; ".join(
+        f"{figures[f'{link}_bandwidth'] / 1e9:.2g} GB/s and "
+        f"{1e3 * figures[f'{link}_latency']:.2g} ms {where}"
+        for link, where in links.items()
+        if f"{link}_bandwidth" in figures
+    )
+
+
+@dataclass(frozen=True)
+class HostGroups:
+    """The hosts of the ranks, with groups of the ranks on this host, and of one rank per host.
+
+    made: those of the groups that were made for this; `end` frees them.
+    """
+
+    hosts: int
+    per_host: int
+    within: Group | None
+    between: Group | None
+    made: tuple[Group, ...] = ()
+
+    def end(self) -> None:
+        """Destroy the process groups that were made."""
+        for group in self.made:
+            dist.destroy_process_group(group.process_group)
+
+
+def host_groups(group: Group) -> HostGroups:
+    """Find the ranks of each host, and make groups to measure within and between hosts.
+
+    Every rank must call this at the same point.
+
+    Raises:
+        CostError: the hosts have different numbers of ranks.
+    """
+    hosts = hosts_by_rank(group)
+    members: dict[str, list[int]] = {}
+    for rank, host in enumerate(hosts):
+        members.setdefault(host, []).append(rank)
+    sizes = {len(ranks) for ranks in members.values()}
+    if len(sizes) > 1:
+        raise CostError(
+            f"the hosts have {sorted(sizes)} ranks; start equally many on each, so that they share "
+            "their network alike"
+        )
+    per_host = sizes.pop()
+    if len(members) == 1:
+        return HostGroups(1, per_host, group if group.size > 1 else None, None)
+    if per_host == 1:
+        return HostGroups(len(members), 1, None, group)
+    within = members[hosts[group.rank]]
+    between = [ranks[within.index(group.rank)] for ranks in members.values()]
+    made = _subgroup(within, group), _subgroup(between, group)
+    return HostGroups(len(members), per_host, *made, made)
+
+
+def _subgroup(ranks: list[int], group: Group) -> Group:
+    members = dist.get_process_group_ranks(group.process_group)
+    return group_of(
+        new_process_group(
+            [members[rank] for rank in ranks],
+            group.process_group,
+            group.device,
+            callers=group.size,
+        ),
+        group.device,
+    )
+
+
+@dataclass
+class TimedCollective:
+    """A collective on `tensors` parameters of `size` bytes in all, from launch to free."""
+
+    op: Any
+    ranks: Group
+    tensors: int
+    size: int
+    group: str = "collectives"
+    wall: bool = True
+    _launch: Callable[[], Any] = field(init=False, repr=False)
+
+    def __post_init__(self) -> None:
+        n = self.ranks.size
+        rows = max(1, self.size // (4 * self.tensors * n))
+        self.size = rows * 4 * self.tensors * n  # rounded to whole shards
+        layouts = [
+            ParamLayout(
+                f"p{i}",
+                (f"p{i}",),
+                (rows * n,),
+                torch.float32,
+                requires_grad=True,
+                placement=SHARDED,
+                world_size=n,
+            )
+            for i in range(self.tensors)
+        ]
+        operands = [Operand(layout, torch.float32) for layout in layouts]
+        op = ops.OPS[self.op]
+        collective = kind_of(op, self.ranks)(self.ranks, "measured", "forward", operands)
+        whole = op.takes is ops.Value.FULL
+        if op.gives is op.takes:
+            self.size = rows * 4 * self.tensors  # shards are moved
+        numel = rows * n if whole else rows
+        tensors = [torch.ones(numel, device=self.ranks.device) for _ in layouts]
+        self._launch = lambda: collective(tensors)
+
+    @property
+    def name(self) -> str:
+        """The collective's name."""
+        return str(self.op.__name__)
+
+    def start(self) -> Any:
+        """Launch it and return its pending result."""
+        return self._launch()
+
+    def finish(self, pending: Any) -> None:
+        """Wait for it, and free gathered tensors."""
+        results = wait(pending)
+        if isinstance(results, Gathered):
+            free(results)
+
+    def run(self, times: int) -> None:
+        """Launch and finish it, `times` times."""
+        for _ in range(times):
+            self.finish(self.start())
+
+
+def _ring(ranks: int, benchmark: TimedCollective) -> Sequence[float]:
+    """Return the hops, the tensors and the bytes that pass a rank (see `collective_cost`)."""
+    return ranks - 1, benchmark.tensors, (ranks - 1) / ranks * benchmark.size
+
+
+def fitted_lines(
+    benchmarks: Sequence[Any], timings: Sequence[Timing], features: Callable[[Any], Sequence[float]]
+) -> dict[str, tuple[float, ...]]:
+    """Return the fitted line of each benchmark, by name."""
+    points: dict[str, list[tuple[Sequence[float], float]]] = defaultdict(list)
+    for benchmark, timing in zip(benchmarks, timings, strict=True):
+        points[benchmark.name].append((features(benchmark), timing.seconds))
+    return {
+        name: fit_line([row for row, _ in measurements], [seconds for _, seconds in measurements])
+        for name, measurements in points.items()
+    }
