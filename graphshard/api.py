@@ -400,9 +400,6 @@ def with_program(
     """Capture a call of `model`, rewrite and verify it, and return the plan with the program.
 
     The other arguments are those of `plan`; `sizes` holds the dynamic sizes.
-
-    Raises:
-        CaptureError, PassError, VerifyError: the program cannot be made.
     """
     progress = progress or Progress()
     args, kwargs = tuple(example_inputs or ()), dict(example_kwargs or {})
@@ -552,23 +549,14 @@ class SimulationArguments:
         return with_program(plan, model, args, kwargs, device=self.machine.program_device)
 
     def refuse(self, what: str, **reasons: str) -> None:
-        """Refuse the arguments named in `reasons`.
-
-        Raises:
-            CostError: one of them is not None; says why `what` does not take it.
-        """
+        """Refuse the arguments named in `reasons`."""
         for name, why in reasons.items():
             if getattr(self, name) is not None:
                 raise CostError(f"{name} has no place in a simulation of {what}: {why}")
 
 
 def plan_to_simulate(what: Any, arguments: SimulationArguments) -> ShardingPlan:
-    """Return the plan, with its program, that `what` stands for; see `graphshard.simulate`.
-
-    Raises:
-        CostError: the arguments determine no program, or one of them has no effect.
-        PlanError, PolicyError, CaptureError: the model cannot be planned or captured.
-    """
+    """Return the plan, with its program, that `what` stands for; see `graphshard.simulate`."""
     match what:
         case Program():
             return _plan_of_program(what, arguments)

@@ -63,11 +63,7 @@ UNITS |= {f"{p}iB": 1024 ** (i + 1) for i, p in enumerate("KMGT")}
 
 
 def bytes_in(text: str) -> int:
-    """Parse a number of bytes, such as "1500000", "2GiB" or "1.5 GB".
-
-    Raises:
-        ValueError: `text` is no number followed by one of `UNITS`.
-    """
+    """Parse a number of bytes, such as "1500000", "2GiB" or "1.5 GB"."""
     number = text.rstrip("BiKMGT ")
     try:
         return int(float(number) * UNITS[text[len(number) :].strip()])

@@ -41,9 +41,6 @@ def read_file(file: Path, what: str, error: type[GraphshardError], most_bytes: i
         what: the words for it in an error, such as "the hardware file".
         error: the class of the error.
         most_bytes: a longer file is refused unread.
-
-    Raises:
-        GraphshardError: of class `error`: it is no regular file, too long, or unreadable.
     """
     try:
         if not file.is_file():
@@ -60,11 +57,7 @@ def read_file(file: Path, what: str, error: type[GraphshardError], most_bytes: i
 def read_json(
     file: Path, what: str, error: type[GraphshardError], *, most_bytes: int = 100_000_000
 ) -> Any:
-    """Return the data in a JSON file; see `from_json` and `read_file`.
-
-    Raises:
-        GraphshardError: of class `error`; names the file, and the key at fault if there is one.
-    """
+    """Return the data in a JSON file; see `from_json` and `read_file`."""
     raw = read_file(file, what, error, most_bytes)
     try:
         return from_json(raw)
@@ -73,12 +66,7 @@ def read_json(
 
 
 def read_yaml(file: Path, what: str, error: type[GraphshardError]) -> Any:
-    """Return the data in a YAML file of at most 256 KiB; see `from_yaml` and `read_file`.
-
-    Raises:
-        GraphshardError: of class `error`; names the file, and the key at fault if there is one.
-        ImportError: PyYAML is not installed.
-    """
+    """Return the data in a YAML file of at most 256 KiB; see `from_yaml` and `read_file`."""
     raw = read_file(file, what, error, _YAML_BYTES)
     try:
         return from_yaml(raw)
@@ -87,12 +75,7 @@ def read_yaml(file: Path, what: str, error: type[GraphshardError]) -> Any:
 
 
 def from_json(raw: bytes) -> Any:
-    """Return the dicts, lists, texts, numbers, bools and None in a JSON text in UTF-8.
-
-    Raises:
-        DataError: it is no JSON, repeats a key, nests over 32 deep, or has a number that is not
-            finite or an integer beyond 64 bits.
-    """
+    """Return the dicts, lists, texts, numbers, bools and None in a JSON text in UTF-8."""
     try:
         data = json.loads(raw.decode("utf-8"), object_pairs_hook=_without_repeats)
     except DataError:
@@ -117,13 +100,7 @@ def _without_repeats(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
 
 
 def from_yaml(raw: bytes) -> Any:
-    """Return the plain data in a YAML text in UTF-8, as `from_json` does.
-
-    Raises:
-        DataError: it is no YAML; has a tag of an object, a date, bytes or a set, or a key that is
-            no text; repeats values by anchors to over 100,000; or breaks a rule of `from_json`.
-        ImportError: PyYAML is not installed.
-    """
+    """Return the plain data in a YAML text in UTF-8, as `from_json` does."""
     import yaml
 
     try:
@@ -182,11 +159,7 @@ def _require_bounded(root: Any) -> None:
 
 
 def require_plain(data: Any) -> None:
-    """Check each value in `data`, which holds no cycles.
-
-    Raises:
-        DataError: one is no plain data, too large or too deep; names its key.
-    """
+    """Check each value in `data`, which holds no cycles."""
     for where, value, depth in _values(data):
         if depth > _DEPTH:
             raise DataError(f"it nests deeper than {_DEPTH}")

@@ -50,9 +50,6 @@ class Progress:
         lines: where stderr is no terminal (a file, a pipe), write plain lines there, one for each
             stage as it begins and for its steps every few seconds.
         file: write these lines to this file, too, whatever stderr is.
-
-    Raises:
-        OSError: `file` cannot be written.
     """
 
     def __init__(

@@ -47,12 +47,6 @@ class Accumulate(Pass):
     establishes: ClassVar[Stage] = Stage.ACCUMULATED
 
     def apply(self, program: Program, plan: ShardingPlan) -> None:
-        """See `Pass.apply`.
-
-        Raises:
-            PassError: the program lacks the reduce to replace or to add to, or a node reads a
-                result of a reduce that is replaced.
-        """
         if not (self.keep or self.add or self.add_shards):
             return
         first, second = _reduces(program)

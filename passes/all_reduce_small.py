@@ -35,7 +35,6 @@ class AllReduceSmall(Pass):
             raise PassError(f"pass {self.name}: below must be 1 byte or more; got {self.below}")
 
     def apply(self, program: Program, plan: ShardingPlan) -> None:
-        """See `Pass.apply`."""
         if plan.shard_size == 1:
             return
         for node in list(program.nodes(BACKWARD)):

@@ -47,11 +47,6 @@ class Candidate(ByCost):
         """Edit `program` in place, without a comparison."""
 
     def apply_before(self, program: Program, plan: ShardingPlan, rest: Sequence[PassLike]) -> None:
-        """See `RehearsingPass.apply_before`.
-
-        Raises:
-            PassError: the program has no budget (see `SetBudget`), or `apply` raises it.
-        """
         if not self.only_if_faster:
             self.apply(program, plan)
             return

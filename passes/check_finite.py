@@ -36,7 +36,6 @@ class CheckFinite(Pass):
     establishes: ClassVar[Stage] = Stage.CHECKED
 
     def apply(self, program: Program, plan: ShardingPlan) -> None:
-        """See `Pass.apply`."""
         checks = _Checks(program)
         checks.add_leaving(plan)
         for node in list(program.nodes(BACKWARD)):

@@ -62,12 +62,6 @@ class DropUnusedTangents(Pass):
     unused: frozenset[int]
 
     def apply(self, program: Program, plan: ShardingPlan) -> None:
-        """See `Pass.apply`.
-
-        Raises:
-            PassError: an index names no output with a tangent, or backward still reads an unused
-                tangent.
-        """
         tangents = {i: o.tangent for i, o in enumerate(program.outputs) if o.tangent is not None}
         wrong = sorted(self.unused - tangents.keys())
         if wrong:

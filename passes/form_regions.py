@@ -46,7 +46,6 @@ class FormRegions(Pass):
     least: int = 2
 
     def apply(self, program: Program, plan: ShardingPlan) -> None:
-        """See `Pass.apply`."""
         _sizes_first(program)
         _states_apart(program)
         forming = _Forming(program, self.least)

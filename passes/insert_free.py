@@ -37,12 +37,6 @@ class InsertFree(Pass):
     establishes: ClassVar[Stage] = Stage.FREED
 
     def apply(self, program: Program, plan: ShardingPlan) -> None:
-        """See `Pass.apply`.
-
-        Raises:
-            PassError: a gather is freed already, never used, or used outside the spans of its
-                unit.
-        """
         spans = find_spans(program, plan)
         last_use = _last_uses(spans)
         resharded = _spans_resharded(spans)

@@ -47,11 +47,6 @@ class MergeGathers(ByCost):
     limit: int | None = None
 
     def apply_before(self, program: Program, plan: ShardingPlan, rest: Sequence[PassLike]) -> None:
-        """See `RehearsingPass.apply_before`.
-
-        Raises:
-            PassError: `limit` is None and the program has no budget; see `SetBudget`.
-        """
         limit = self._choose_limit(program, plan, rest) if self.limit is None else self.limit
         if limit:
             _merge_gathers(program, limit)

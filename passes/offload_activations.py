@@ -43,11 +43,6 @@ class OffloadActivations(Pass):
     min_bytes: int | None = None
 
     def apply(self, program: Program, plan: ShardingPlan) -> None:
-        """See `Pass.apply`.
-
-        Raises:
-            PassError: an activation is still saved on the device, or a saved value writes in place.
-        """
         if not program.grad:
             return
         _pick_in_forward(program, plan)

@@ -32,11 +32,6 @@ class OffloadParams(Pass):
     establishes: ClassVar[Stage] = Stage.OFFLOADED
 
     def apply(self, program: Program, plan: ShardingPlan) -> None:
-        """See `Pass.apply`.
-
-        Raises:
-            PassError: a parameter is on the host already, or is read without a copy to the device.
-        """
         for param in _offloaded_params(program):
             if any(user.target is ops.to_device for user in param.node.users):
                 raise PassError(

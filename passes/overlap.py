@@ -32,11 +32,6 @@ class Overlap(Pass):
     establishes: ClassVar[Stage] = Stage.SCHEDULED
 
     def apply(self, program: Program, plan: ShardingPlan) -> None:
-        """See `Pass.apply`.
-
-        Raises:
-            PassError: the program has no budget; see `SetBudget`.
-        """
         budget = budget_of(program)
         best = best_order(program, plan, budget, fewest_bytes=True)
         reason = None if best.changed else _UNCHANGED

@@ -45,11 +45,6 @@ class PartialReshard(Pass):
     """
 
     def apply(self, program: Program, plan: ShardingPlan) -> None:
-        """See `Pass.apply`.
-
-        Raises:
-            PassError: backward reads a parameter that no gather in forward returns.
-        """
         if not any(unit.options.reshard_ranks for unit in plan.units):
             return
         spans = find_spans(program, plan)

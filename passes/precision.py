@@ -39,12 +39,6 @@ class Precision(Pass):
     establishes: ClassVar[Stage] = Stage.CAST
 
     def apply(self, program: Program, plan: ShardingPlan) -> None:
-        """See `Pass.apply`.
-
-        Raises:
-            PolicyError: a matrix product or convolution has operands of two dtypes.
-            PassError: a parameter is read, moved or returned in another dtype than the plan says.
-        """
         if plan.precisions is None:
             return
         _require_equal_dtypes(program, plan)
@@ -96,11 +90,7 @@ _PRODUCTS = frozenset(
 
 
 def _require_equal_dtypes(program: Program, plan: ShardingPlan) -> None:
-    """Check that no ignored parameter, which is not cast, meets values of another dtype.
-
-    Raises:
-        PolicyError: one does, as the operand of a matrix product or convolution.
-    """
+    """Check that no ignored parameter, which is not cast, meets values of another dtype."""
     ignored = {entry.node: entry.fqn for entry in program.params if plan.layouts[entry.fqn].ignored}
     for node in program.nodes() if ignored else ():
         if getattr(node.target, "overloadpacket", None) not in _PRODUCTS:

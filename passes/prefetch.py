@@ -36,11 +36,6 @@ class Prefetch(Pass):
     forward: int = 0
 
     def apply(self, program: Program, plan: ShardingPlan) -> None:
-        """See `Pass.apply`.
-
-        Raises:
-            PassError: a gather serves no span of its unit.
-        """
         spans = find_spans(program, plan)
         gathers = gathers_by_span(spans)
         unserved = {n for n in program.nodes() if n.target is ops.all_gather} - set(

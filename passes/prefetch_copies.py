@@ -36,7 +36,6 @@ class PrefetchCopies(Pass):
     backward: str | None = "pre"
 
     def apply(self, program: Program, plan: ShardingPlan) -> None:
-        """See `Pass.apply`."""
         spans = find_spans(program, plan)
         for phase, how in ((FORWARD, "pre"), (BACKWARD, self.backward)):
             firsts = spans.steps(phase)

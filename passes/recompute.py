@@ -75,12 +75,7 @@ class Recompute(Pass):
     min_bytes: int | None = None
 
     def apply(self, program: Program, plan: ShardingPlan) -> None:
-        """Edit `program` in place, before `Unshard`.
-
-        Raises:
-            PassError: a backward node still reads a value that its region recomputes.
-            PolicyError: the step needs nothing of the modules that the policy recomputes.
-        """
+        """Edit `program` in place, before `Unshard`."""
         targets = {unit.fqn for unit in plan.units if unit.fqn} if self.units else set()
         if self.classes:
             require_calls(program, plan)

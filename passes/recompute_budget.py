@@ -77,13 +77,6 @@ class RecomputeToBudget(RehearsingPass):
         return tuple(following)
 
     def apply_before(self, program: Program, plan: ShardingPlan, rest: Sequence[PassLike]) -> None:
-        """See `RehearsingPass.apply_before`.
-
-        Raises:
-            PolicyError: no choice fits the budget; the error names the smallest budget found that
-                would.
-            PassError, PolicyError: see `Recompute`.
-        """
         targets, drawn = self._begin(program, plan)
         if not program.grad:
             return
@@ -96,11 +89,7 @@ class RecomputeToBudget(RehearsingPass):
     def chosen(
         self, program: Program, plan: ShardingPlan, rest: Sequence[PassLike]
     ) -> frozenset[str]:
-        """The names of the nodes that `apply_before` would recompute in a captured `program`.
-
-        Raises:
-            PolicyError, PassError: see `apply_before`.
-        """
+        """The names of the nodes that `apply_before` would recompute in a captured `program`."""
         if self.memo:
             return self.memo[0].choice(self.budget)[0]
         program = program.copy()
@@ -190,11 +179,7 @@ class _Rehearsal:
         return self._make_search()
 
     def choice(self, budget: int) -> tuple[frozenset[str], str]:
-        """The names of the nodes to recompute for `budget`, and a note on the cost.
-
-        Raises:
-            PolicyError: no choice fits the budget.
-        """
+        """The names of the nodes to recompute for `budget`, and a note on the cost."""
         if self.plain <= budget:
             return frozenset(), _note(budget, self.plain, "nothing is recomputed for it")
         search = self.search

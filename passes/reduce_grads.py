@@ -30,11 +30,6 @@ class ReduceGrads(Pass):
     establishes: ClassVar[Stage] = Stage.REDUCED
 
     def apply(self, program: Program, plan: ShardingPlan) -> None:
-        """See `Pass.apply`.
-
-        Raises:
-            PassError: a gradient is reduced already, or belongs to no unit.
-        """
         results = program.results()
         place_of = {name: i for i, param in enumerate(program.params) for name in param.names}
         for param, grad in zip(program.params, results.grads, strict=True):

@@ -33,11 +33,6 @@ class ReduceReplicas(Pass):
     establishes: ClassVar[Stage] = Stage.AVERAGED
 
     def apply(self, program: Program, plan: ShardingPlan) -> None:
-        """See `Pass.apply`.
-
-        Raises:
-            PassError: a node reads a reduced shard already, as after a first run of this pass.
-        """
         if not plan.has_replicas:
             return
         by_caller = plan.replica_all_reduce

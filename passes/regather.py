@@ -23,11 +23,6 @@ class Regather(Pass):
     """
 
     def apply(self, program: Program, plan: ShardingPlan) -> None:
-        """See `Pass.apply`.
-
-        Raises:
-            PassError: a use in backward is outside every span of its unit.
-        """
         spans = find_spans(program, plan)
         entries = entries_by_name(program)
         for unit, readers in readers_by_unit(spans).items():

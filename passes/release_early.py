@@ -34,11 +34,6 @@ class ReleaseEarly(Pass):
     establishes: ClassVar[Stage] = Stage.RELEASED
 
     def apply(self, program: Program, plan: ShardingPlan) -> None:
-        """See `Pass.apply`.
-
-        Raises:
-            PassError: parameters are released already.
-        """
         sites: list[tuple[fx.Node, fx.Node]] = []
         for wait in gather_waits(program):
             free = next((user for user in wait.users if user.target is ops.free), None)

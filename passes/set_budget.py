@@ -27,7 +27,6 @@ class SetBudget(ByCost):
     hardware: Hardware | None = None
 
     def apply_before(self, program: Program, plan: ShardingPlan, rest: Sequence[PassLike]) -> None:
-        """See `RehearsingPass.apply_before`."""
         default = DEFAULT_HARDWARE.get(program.capture_device, DEFAULT_HARDWARE["cuda"])
         hardware = self.hardware or Hardware.load(default)
         limit = plan.policy.memory_budget

@@ -39,7 +39,6 @@ class SinkWaits(Pass):
             )
 
     def apply(self, program: Program, plan: ShardingPlan) -> None:
-        """See `Pass.apply`."""
         position = {node: index for index, node in enumerate(program.graph.nodes)}
         waits = [node for node in program.nodes() if node.target is ops.wait]
         scatters: list[fx.Node] = []

@@ -51,12 +51,6 @@ class SkipReshard(ByCost):
     units: tuple[str, ...] | None = None
 
     def apply_before(self, program: Program, plan: ShardingPlan, rest: Sequence[PassLike]) -> None:
-        """See `RehearsingPass.apply_before`.
-
-        Raises:
-            PassError: a unit in `units` is not gathered again in backward; or `units` is None and
-                the program has no budget (see `SetBudget`).
-        """
         pairs = pairs_of(program)
         if self.units is None:
             chosen = self._choose(program, plan, list(pairs.values()), rest)

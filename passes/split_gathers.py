@@ -63,12 +63,6 @@ class SplitGathers(Candidate):
     backward: int = 1
 
     def apply(self, program: Program, plan: ShardingPlan) -> None:
-        """See `Pass.apply`.
-
-        Raises:
-            PassError: the program has no budget, which names the hardware (see `SetBudget`); or a
-                node still reads the old gather.
-        """
         timed = self.apart is None or self.alone is None
         work = ComputeTimes(program, budget_of(program).hardware if timed else None)
         spans = find_spans(program, plan)

@@ -38,11 +38,6 @@ class SplitReduces(Candidate):
     alone: int = 0
 
     def apply(self, program: Program, plan: ShardingPlan) -> None:
-        """See `Pass.apply`.
-
-        Raises:
-            PassError: the program has no budget, which names the hardware; see `SetBudget`.
-        """
         hardware = budget_of(program).hardware if self.apart is None else None
         work = ComputeTimes(program, hardware)
         _accumulate_early(program, work)

@@ -46,12 +46,6 @@ class Unshard(Pass):
     establishes: ClassVar[Stage] = Stage.GATHERED
 
     def apply(self, program: Program, plan: ShardingPlan) -> None:
-        """See `Pass.apply`.
-
-        Raises:
-            PassError: the program is unsharded already; a unit that backward reads has no node in
-                forward; or a parameter is read outside the spans of its unit.
-        """
         if any(gather_waits(program)):
             raise PassError(f"pass {self.name}: the program is unsharded already; run it once")
         _copy_returned(program, plan)

@@ -30,11 +30,6 @@ class ZeroMissingGrads(Pass):
     params: frozenset[str] = frozenset()
 
     def apply(self, program: Program, plan: ShardingPlan) -> None:
-        """See `Pass.apply`.
-
-        Raises:
-            PassError: the program has no such parameter, or no backward.
-        """
         unknown = self.params - {param.fqn for param in program.params}
         if unknown or (self.params and not program.grad):
             raise PassError(

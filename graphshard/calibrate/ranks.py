@@ -35,9 +35,6 @@ def joined(device: torch.device) -> Iterator[Group]:
 
     Args:
         device: the device to measure: "cuda" with NCCL, "cpu" with Gloo.
-
-    Raises:
-        CostError: this build of torch has no backend for the ranks.
     """
     creates_group = not (dist.is_available() and dist.is_initialized())
     if creates_group and int(os.environ.get("WORLD_SIZE", "1")) > 1:

@@ -129,10 +129,6 @@ def calibrate(
 
     Returns:
         The same calibration on every rank.
-
-    Raises:
-        CostError: there is no preset `like`, hosts have different numbers of ranks, or a figure of
-            `links` is none or is measured.
     """
     effort, progress = effort or Effort(), progress or Progress(visible=False)
     links = links or Links()

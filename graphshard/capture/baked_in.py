@@ -13,11 +13,7 @@ from graphshard.program.program import Program
 def tell_what_is_baked_in(
     traced: TracedModel, drawn_from: Sequence[str], entry: EntryPoint, program: Program
 ) -> list[str]:
-    """Warn of each kind once; returns notes for the program.
-
-    Raises:
-        CaptureError: a method returns nothing and only sets attributes.
-    """
+    """Warn of each kind once; returns notes for the program."""
     notes = []
     if drawn_from:
         drawn = " and ".join(drawn_from)

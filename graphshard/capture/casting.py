@@ -108,11 +108,7 @@ def _keeps_another(model: nn.Module, name: str, buffer: Tensor, precisions: Prec
 
 
 def require_one_dtype(program: Program, precisions: Precisions | None) -> None:
-    """Refuse a buffer that keeps its dtype and meets another one in an operator that takes one.
-
-    Raises:
-        CaptureError: it does; names buffer, operator and line. A rank's call would fail there.
-    """
+    """Refuse a buffer that keeps its dtype and meets another one in an operator that takes one."""
     if precisions is None:
         return
     buffers = {entry.node: entry.fqn for entry in program.buffers if not entry.constant}

@@ -55,9 +55,6 @@ def tag_checkpoint_regions(*, off_target: bool = False) -> Iterator[None]:
 
     Args:
         off_target: the trace is on the CPU, of a program that will run on CUDA.
-
-    Raises:
-        CaptureError: from inside, for contexts that cannot be carried into a graph.
     """
     annotate = torch_trace.annotate()
     numbers = itertools.count()

@@ -50,11 +50,7 @@ class Dynamic:
 
     @classmethod
     def of(cls, model: nn.Module, dynamic_argument: object) -> Dynamic | None:
-        """The user's `dynamic` argument, checked; None if it names no dimension.
-
-        Raises:
-            PolicyError: it is no such mapping, or names an argument that forward does not take.
-        """
+        """The user's `dynamic` argument, checked; None if it names no dimension."""
         dimensions = _check_mapping(dynamic_argument)
         if not dimensions:
             return None
@@ -68,12 +64,7 @@ class Dynamic:
         return cls(dimensions, arguments)
 
     def names(self, tensors: Sequence[Tensor], structure: Structure) -> tuple[Names, ...]:
-        """The dynamic dimensions of each tensor of a call.
-
-        Raises:
-            PolicyError: an argument holds several tensors or none, or lacks a dimension; or
-                dimensions of one name differ in size.
-        """
+        """The dynamic dimensions of each tensor of a call."""
         names = self._resolved.get(structure)
         if names is None:
             names = self._resolved[structure] = self._resolve(tensors, structure)

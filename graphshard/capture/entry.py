@@ -76,9 +76,6 @@ def signature_of(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, ..
     A tensor counts by shape, dtype, device type, requires_grad, strides if it is not contiguous,
     by the arguments that are this same tensor, and by whether it is conjugated or negated when it
     is read. Functions, classes and modules count by identity, everything else by value.
-
-    Raises:
-        CaptureError: an argument cannot be taken apart.
     """
     return signature_of_parts(*take_apart((args, kwargs), name=CALL))
 
@@ -94,9 +91,6 @@ def signature_of_parts(
 
     A dimension in `names` counts by its name instead of its size. With `by_identity` it counts
     which arguments are one tensor.
-
-    Raises:
-        CaptureError: a tensor is not dense.
     """
     same = _first_places(tensors) if by_identity else ()
     try:
@@ -149,10 +143,6 @@ def capture(
             of sizes of at least 2; see `graphshard.capture.dynamic`.
         entry: the module or method of the model that is called.
         precisions: the tensors to compute in another dtype. None: none.
-
-    Raises:
-        CaptureError: the step cannot be one graph; names the user's source line and what to do.
-            `FixedSizeError` if the model fixes a dynamic dimension.
     """
     example = model, args, kwargs or {}, torch.device(device), grad, names, entry, precisions
     try:

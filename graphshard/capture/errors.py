@@ -25,9 +25,6 @@ def explain_errors(model: nn.Module, environment: Any = None) -> Iterator[None]:
     """Re-raise any error as a `CaptureError` that names a line of the user's and a remedy.
 
     `environment` is the ShapeEnv of symbolic sizes, if there are any.
-
-    Raises:
-        CaptureError: for any exception inside but other errors of graphshard, which pass through.
     """
     try:
         yield

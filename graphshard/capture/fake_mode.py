@@ -70,11 +70,7 @@ class _Recipes:
                 del self._made_by[value]
 
     def recipe(self, tensor: Tensor) -> _Recipe:
-        """The operators that make `tensor`.
-
-        Raises:
-            _UnknownValueError: a tensor that it depends on was overwritten.
-        """
+        """The operators that make `tensor`."""
         if tensor not in self._made_by:
             raise _UnknownValueError
         func, args, kwargs = self._made_by[tensor]
@@ -94,11 +90,7 @@ class _Recipe:
     kwargs: Any
 
     def evaluate(self, number: Callable[[Any], Any]) -> Tensor:
-        """The value; `number` gives the value of a symbolic size.
-
-        Raises:
-            _UnknownValueError: it has too many elements.
-        """
+        """The value; `number` gives the value of a symbolic size."""
 
         def real(value: Any) -> Any:
             if isinstance(value, _Recipe):

@@ -13,12 +13,7 @@ from graphshard.planning.tensor_kinds import Unfit, class_name, is_plain, unfit
 
 
 def require_fit(tensors: Sequence[Tensor], structure: Structure) -> None:
-    """Check that a program can take the `tensors` of a call.
-
-    Raises:
-        CaptureError: one is of another layout, of a class with code of its own, or not yet
-            conjugated or negated.
-    """
+    """Check that a program can take the `tensors` of a call."""
     for index, tensor in enumerate(tensors):
         problem = unfit(tensor)
         if problem is None and (tensor.is_conj() or tensor.is_neg()):
@@ -32,11 +27,7 @@ def require_fit(tensors: Sequence[Tensor], structure: Structure) -> None:
 
 
 def require_values_of(tensors: Sequence[Tensor], structure: Structure) -> None:
-    """Check that the `tensors` of a call that is to run are not on meta.
-
-    Raises:
-        CaptureError: one is; names it.
-    """
+    """Check that the `tensors` of a call that is to run are not on meta."""
     for path, tensor in zip(structure.paths, tensors, strict=True):
         if tensor.device.type == "meta":
             raise CaptureError(
@@ -56,9 +47,6 @@ def as_plain(
         structure: what is around them.
         noted: the classes that were warned of already; new ones are added.
         stacklevel: of the warning, as seen from the caller of this function.
-
-    Raises:
-        CaptureError: see `require_fit`.
     """
     require_fit(tensors, structure)
     plain = []

@@ -53,10 +53,6 @@ def program_of_joint(
     """Rebuild the joint graph with readable names, in table order, and fill the tables.
 
     With symbolic `sizes`, each size is computed by one node, in forward where it can be.
-
-    Raises:
-        CaptureError: the graph holds what a program cannot: a nested graph, a parameter the
-            forward changes, a constant on the meta device.
     """
     return _Builder(joint, traced, inputs, input_needs_grad, sizes).build(training)
 
@@ -215,9 +211,6 @@ class _Builder:
         """Give the gradients of outputs the outputs' own sizes, where these depend on values.
 
         A trace makes the gradients in its first run of the model, with the symbols of that run.
-
-        Raises:
-            CaptureError: the runs differ.
         """
         assert self.sizes is not None
         vals = [node.meta["val"] for node in tangents.values()]

@@ -77,12 +77,7 @@ class Reads:
 
     @contextlib.contextmanager
     def noting(self) -> Iterator[None]:
-        """Note reads, and undo changes at the end.
-
-        Raises:
-            CaptureError: the forward advanced an iterator that outlives it.
-            Exception: torch's, since the forward asked for the value of a tensor.
-        """
+        """Note reads, and undo changes at the end."""
         with self._patches:
             self._patch(nn.Module, self._note_module, self._fqns)
             for name in _CLOCKS:

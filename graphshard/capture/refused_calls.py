@@ -29,11 +29,7 @@ def refusal_of_collective(call: str) -> str:
 
 
 def refuse_operator(func: Any, args: Any, kwargs: Mapping[str, Any]) -> None:
-    """Refuse a collective, and numbers drawn from a generator.
-
-    Raises:
-        CaptureError: the operator is one of them.
-    """
+    """Refuse a collective, and numbers drawn from a generator."""
     if func.namespace in _COLLECTIVES:
         raise CaptureError(refusal_of_collective(str(func)))
     if kwargs.get("generator") is not None or any(isinstance(arg, torch.Generator) for arg in args):
@@ -46,11 +42,7 @@ def refuse_operator(func: Any, args: Any, kwargs: Mapping[str, Any]) -> None:
 
 @contextlib.contextmanager
 def refuse_seeding() -> Iterator[None]:
-    """Refuse calls that set the state of torch's default generator.
-
-    Raises:
-        CaptureError: from inside, for such a call.
-    """
+    """Refuse calls that set the state of torch's default generator."""
     with patched("torch.random", "default_generator", _Unseedable()):
         yield
 

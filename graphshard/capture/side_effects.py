@@ -301,12 +301,7 @@ class PastTheTrace(TorchFunctionMode):
         raise self._error
 
     def require(self) -> None:
-        """Raise the refusal again, if the model caught it.
-
-        Raises:
-            CaptureError: something was refused.
-            Exception: torch's, since the value of a tensor was asked for.
-        """
+        """Raise the refusal again, if the model caught it."""
         if self._error is not None:
             raise self._error
 
@@ -343,9 +338,6 @@ class NoWrites:
 
         A forward that writes is run to its end before it is refused, since it may have changed
         Python state which it will restore.
-
-        Raises:
-            WriteError: at the end, if an operator wrote.
         """
         before, self._watches = self._watches, watches
         try:
@@ -361,11 +353,7 @@ class NoWrites:
             self._met = True
 
     def require(self, graph: fx.Graph) -> None:
-        """Check a finished trace for writes: autograd's own operators run outside of `watching`.
-
-        Raises:
-            WriteError: an operator writes in place.
-        """
+        """Check a finished trace for writes: autograd's own operators run outside of `watching`."""
         if self._met or any(_writes(node.target) for node in graph.nodes):
             raise WriteError
 

@@ -191,10 +191,6 @@ def take_apart(value: Any, *, name: str) -> tuple[list[Tensor], Structure]:
             is, tensors included, and is taken out of it when the value is built.
         name: what the value is called in paths and errors, e.g. "out"; `CALL` for a call's
             `(args, kwargs)`.
-
-    Raises:
-        CaptureError: an object pytree does not know cannot be pickled either, or a class hides a
-            tensor from pytree.
     """
     leaves, spec = pytree.tree_flatten(value)
     _refuse_hidden_tensors(spec, name)

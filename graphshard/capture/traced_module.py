@@ -232,11 +232,7 @@ class TracedModel(nn.Module):
         return tuple(path for structure in structures for path in structure.paths)
 
     def guards(self) -> Guards:
-        """The Python state that the forward read, after the trace.
-
-        Raises:
-            CaptureError: it computed with what an earlier call left where each call leaves another.
-        """
+        """The Python state that the forward read, after the trace."""
         written = [place for place, _ in self.left if isinstance(place, Contents)]
         guards = Guards.of(self.reads.places, self.reads.used, written)
         for place, _ in self.left:
@@ -286,9 +282,6 @@ class TracedModel(nn.Module):
 
         One that fails after it has made parameters, or is about to write some, is taken for one
         that was on its way to do so.
-
-        Raises:
-            ModelChangeError: it does.
         """
         if self._entry.method == "forward":
             yield

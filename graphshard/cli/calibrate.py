@@ -93,12 +93,7 @@ def add_calibrate(commands: Any) -> None:
 
 
 def run_calibrate(options: argparse.Namespace, progress: Progress) -> str:
-    """Calibrate and return the measurements as a table; "" on ranks other than 0.
-
-    Raises:
-        CostError: an argument does not fit this machine, or a rank failed.
-        OSError: the file cannot be written.
-    """
+    """Calibrate and return the measurements as a table; "" on ranks other than 0."""
     dtypes = [_dtype(name) for name in options.dtypes.split(",") if name not in ("", "none")]
     if options.out is not None:
         _require_writable(options.out)

@@ -36,11 +36,7 @@ def check_attention(options: argparse.Namespace, estimates: Iterable[Estimate]) 
 
 
 def set_machine(options: argparse.Namespace) -> None:
-    """Replace `options.hardware` by the machine that the other options change it to.
-
-    Raises:
-        CostError: there is no such hardware, or it has no figures for an option.
-    """
+    """Replace `options.hardware` by the machine that the other options change it to."""
     changes = {
         name: getattr(options, option)
         for name, option in (("power_limit", "power_limit"), ("attention_kernel", "attention"))

@@ -76,12 +76,7 @@ class ModelAndInputs:
 
 
 def load_model(spec: str) -> ModelAndInputs:
-    """Import and call the factory `spec`, "pkg.module:function" (see `FACTORY_HELP`).
-
-    Raises:
-        PlanError: there is no such factory, or its result has none of the allowed forms.
-        ModelCodeError: importing or calling it raised an error.
-    """
+    """Import and call the factory `spec`, "pkg.module:function" (see `FACTORY_HELP`)."""
     module_name, colon, attribute = spec.partition(":")
     if not (module_name and colon and attribute):
         raise PlanError(f"a factory is written pkg.module:function; got {spec!r}")

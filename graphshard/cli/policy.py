@@ -39,11 +39,7 @@ _DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
 
 
 def parse_policy(text: str, **fields: Any) -> Policy:
-    """Return the policy of `text` (see `POLICY_HELP`), with these fields of `Policy`.
-
-    Raises:
-        PolicyError: `text` has none of the forms, or a field has an invalid value.
-    """
+    """Return the policy of `text` (see `POLICY_HELP`), with these fields of `Policy`."""
     kind, colon, argument = text.partition(":")
     if kind in ("accelerate", "deepspeed") and argument:
         read = from_accelerate if kind == "accelerate" else from_deepspeed

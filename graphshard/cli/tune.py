@@ -101,11 +101,7 @@ def parse_counts(text: str) -> tuple[int, ...]:
 
 
 def wants_runs(options: argparse.Namespace) -> bool:
-    """Whether `options` ask for runs of one global batch.
-
-    Raises:
-        PolicyError: an option has no effect without a global batch, or has none with it.
-    """
+    """Whether `options` ask for runs of one global batch."""
     runs = options.global_tokens is not None or options.global_batch is not None
     for name in ("ranks", "batches", "price"):
         if not runs and getattr(options, name) is not None:

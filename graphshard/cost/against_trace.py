@@ -120,9 +120,6 @@ def compare_trace(estimate: Estimate, path: Path) -> TraceComparison:
     Args:
         estimate: of the program that was traced, with the same inputs.
         path: what `prof.export_chrome_trace` or `tensorboard_trace_handler` wrote, also gzipped.
-
-    Raises:
-        CostError: the file is no such trace, or shows other programs only.
     """
     run = read_trace(path)
     program = estimate.program

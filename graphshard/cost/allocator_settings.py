@@ -29,12 +29,7 @@ class AllocatorSettings:
 
     @classmethod
     def parse(cls, text: str) -> AllocatorSettings:
-        """Read the text of PYTORCH_CUDA_ALLOC_CONF, such as "expandable_segments:True".
-
-        Raises:
-            CostError: a setting is malformed, or changes how torch allocates in a way that is not
-                modelled.
-        """
+        """Read the text of PYTORCH_CUDA_ALLOC_CONF, such as "expandable_segments:True"."""
         values: dict[str, bool | int] = {}
         for entry in filter(None, (part.strip() for part in text.split(","))):
             name, colon, value = (part.strip() for part in entry.partition(":"))
@@ -83,11 +78,7 @@ NO_CACHE = "none"
 
 
 def allocator_settings(text: str) -> AllocatorSettings | None:
-    """The settings that `text` names, as in PYTORCH_CUDA_ALLOC_CONF; None for "none".
-
-    Raises:
-        CostError: as of `AllocatorSettings.parse`.
-    """
+    """The settings that `text` names, as in PYTORCH_CUDA_ALLOC_CONF; None for "none"."""
     return None if text == NO_CACHE else AllocatorSettings.parse(text)
 
 

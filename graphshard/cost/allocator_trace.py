@@ -58,9 +58,6 @@ def replay_trace(
     Args:
         entries: in order, each with "action", "addr", "size" and "stream".
         settings: those that torch's allocator had.
-
-    Raises:
-        CostError: the history does not begin with the first request, or has none.
     """
     replay = _Replay(settings or AllocatorSettings())
     for entry in entries:

@@ -159,11 +159,7 @@ class CachingAllocator:
         return -(-size // MIN_BLOCK) * MIN_BLOCK
 
     def malloc(self, size: int, stream: Hashable = 0, label: Hashable = None) -> Block:
-        """Allocate `size` bytes, 1 or more, for `stream`.
-
-        Raises:
-            OutOfDeviceMemoryError: there is no room, even after free segments went back.
-        """
+        """Allocate `size` bytes, 1 or more, for `stream`."""
         rounded = self.rounded(size)
         pool = self._pool(stream, small=rounded <= SMALL_REQUEST)
         block = (

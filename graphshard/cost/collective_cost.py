@@ -49,9 +49,6 @@ def group_shape(
         mesh_shape: `(ranks,)`, or `(replicas, ranks to shard over)`.
         gpus_per_node: ranks on a node.
         reshard: ranks of each group of a partial reshard.
-
-    Raises:
-        CostError: the name of the group is unknown.
     """
     shard = mesh_shape[-1]
     world = shard * (mesh_shape[0] if len(mesh_shape) > 1 else 1)

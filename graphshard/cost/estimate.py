@@ -322,10 +322,6 @@ def estimate_of(
         tf32: whether float32 products run in TF32.
         allocator: settings of torch's allocator on GPUs; None if it caches nothing.
         runner: the runtime, where it is not this library's.
-
-    Raises:
-        CostError: the plan has no program, the optimizer or backend is unknown, or a name of
-            `runner.leave_eager` has no effect.
     """
     program = plan.program
     if program is None:

@@ -91,11 +91,7 @@ class _Range:
 
 
 def read_trace(path: Path) -> MeasuredRun:
-    """The forwards and backwards in a trace of torch.profiler (Chrome's JSON, plain or gzipped).
-
-    Raises:
-        CostError: the file cannot be read, is no such trace, or has no program of graphshard's.
-    """
+    """The forwards and backwards in a trace of torch.profiler (Chrome's JSON, plain or gzipped)."""
     data = _parsed(path)
     events = data.get("traceEvents") if isinstance(data, dict) else data
     if not isinstance(events, list):

@@ -398,9 +398,6 @@ def memory_of(
         backend: "nccl" or "gloo".
         runner: what runs compiled regions as such, and may hold outputs; None counts operators one
             by one, which is what a region that cannot be compiled takes.
-
-    Raises:
-        CostError: the optimizer is unknown.
     """
     if optimizer not in OPTIMIZERS:
         raise CostError(f"optimizer must be one of {', '.join(OPTIMIZERS)}; got {optimizer!r}")

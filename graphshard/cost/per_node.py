@@ -111,11 +111,7 @@ def _form(value: Any) -> Any:
 
 
 def _form_of_leaf(value: Any) -> Any:
-    """The form of a node's value, or of a tensor: shape, strides and dtype.
-
-    Raises:
-        TypeError: a size is symbolic, and so stands for different numbers.
-    """
+    """The form of a node's value, or of a tensor: shape, strides and dtype."""
     if isinstance(value, fx.Node):
         return _form(value.meta.get("val"))
     if isinstance(value, torch.Tensor):

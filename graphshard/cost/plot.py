@@ -52,11 +52,7 @@ _MIN_SHARE = 0.001  # a category is drawn if it reaches this fraction of the pea
 
 
 def draw(estimate: Estimate, path: str | os.PathLike[str]) -> None:
-    """Draw `estimate` into a file whose suffix names its format (svg, png, pdf).
-
-    Raises:
-        CostError: matplotlib is missing.
-    """
+    """Draw `estimate` into a file whose suffix names its format (svg, png, pdf)."""
     try:
         from matplotlib.figure import Figure
     except ImportError:

@@ -26,9 +26,6 @@ class Runner:
             root, with its norm, head and loss, eager.
         holds_outputs: whether the training loop holds what a call returned until the next call
             returns, as the variable of `outputs = model(**batch)` does.
-
-    Raises:
-        CostError: the runtime is unknown, or `leave_eager` is a text.
     """
 
     runtime: str = "graphshard"
@@ -50,11 +47,7 @@ class Runner:
         return cls(runtime, frozenset(leave_eager), holds_outputs)
 
     def check(self, program: Program) -> None:
-        """Check that each name of `leave_eager` keeps something of `program` from being compiled.
-
-        Raises:
-            CostError: nothing is compiled, or nothing that is compiled belongs to a name.
-        """
+        """Check that each name of `leave_eager` keeps a part of `program` from being compiled."""
         if self.leave_eager and program.regions is None:
             raise CostError(
                 "leave_eager has no effect where nothing is compiled; leave it out, or plan with "

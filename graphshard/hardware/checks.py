@@ -62,11 +62,7 @@ _WHOLE = ("memory_bytes", "gpus_per_node", "multiprocessors")
 
 
 def checked(figures: Mapping[str, Any]) -> dict[str, Any]:
-    """Check the fields of `Hardware`, and return those that are stored in another form.
-
-    Raises:
-        CostError: a figure is missing, of another form than its field, or out of its bounds.
-    """
+    """Check the fields of `Hardware`, and return those that are stored in another form."""
     return _Check(figures).stored()
 
 

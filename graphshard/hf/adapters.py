@@ -265,11 +265,7 @@ class _Merged:
 
     @staticmethod
     def of(model: Any) -> _Merged:
-        """Merge a copy of `model`, which is on meta.
-
-        Raises:
-            CheckpointError: peft cannot, or in a way that takes more than one layer at a time.
-        """
+        """Merge a copy of `model`, which is on meta."""
         twin = copy.deepcopy(model)
         layers: dict[int, list[str]] = {}
         for fqn, module in twin.named_modules():
@@ -311,11 +307,7 @@ def _joined(fqn: str, leaf: str) -> str:
 
 
 def _names(model: Any, adapter: str) -> dict[str, str]:
-    """By the name of each tensor in the file of `adapter`, its name in the model.
-
-    Raises:
-        CheckpointError: one is no tensor of the model, but computed.
-    """
+    """By the name of each tensor in the file of `adapter`, its name in the model."""
     state = model.state_dict(keep_vars=True)
     names = {id(tensor): name for name, tensor in reversed(state.items())}
     with warnings.catch_warnings():

@@ -213,10 +213,6 @@ class ShardedTrainer(Trainer):
         """Load both from what `_save_optimizer_and_scheduler` wrote, or a Trainer without sharding.
 
         A checkpoint of weights alone (`save_only_model`) has neither.
-
-        Raises:
-            CheckpointError: the files do not belong to this model and optimizer, only one of them
-                is there, or they are those of FSDP or DeepSpeed.
         """
         if checkpoint is None:
             return
@@ -258,11 +254,7 @@ class ShardedTrainer(Trainer):
 
 
 def _plain_states(folder: Path) -> tuple[Any, Any] | None:
-    """The optimizer's and the scheduler's state that a plain Trainer wrote; None without both.
-
-    Raises:
-        CheckpointError: one of them is missing or damaged, or is in the form of FSDP or DeepSpeed.
-    """
+    """The optimizer's and the scheduler's state that a plain Trainer wrote; None without both."""
     names = [each.name for each in folder.iterdir()] if folder.is_dir() else []
     for name in names:
         if name == "optimizer.bin" or name.startswith(("optimizer_", "global_step")):
@@ -296,11 +288,7 @@ def _plain_states(folder: Path) -> tuple[Any, Any] | None:
 def _by_name(
     state: Any, optimizer: torch.optim.Optimizer, model: nn.Module, folder: Path
 ) -> dict[str, Any]:
-    """The state of an optimizer of the plain model, by the names of its parameters.
-
-    Raises:
-        CheckpointError: its groups are not those of `optimizer`.
-    """
+    """The state of an optimizer of the plain model, by the names of its parameters."""
     name_of = {id(param): name for name, param in model.named_parameters()}
     names = [[name_of[id(p)] for p in group["params"]] for group in optimizer.param_groups]
     groups = state["param_groups"]

@@ -49,9 +49,6 @@ def dump_program(
 
     Returns:
         The paths of the files, in the order above.
-
-    Raises:
-        OSError: a file cannot be written.
     """
     phases = cut(program)
     meanings = dict(_meanings(program, plan))
@@ -76,10 +73,6 @@ def dump_programs(
 
     Returns:
         The paths of all files.
-
-    Raises:
-        RuntimeStateError: no program was captured yet.
-        OSError: a file cannot be written.
     """
     if not programs:
         raise RuntimeStateError(

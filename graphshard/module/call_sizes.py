@@ -34,11 +34,7 @@ class CallSizes:
     def names(
         self, tensors: Sequence[Tensor], structure: Structure, entry: EntryPoint
     ) -> tuple[Names, ...] | None:
-        """The dimensions of a call that are symbols; None if there are none.
-
-        Raises:
-            PolicyError: the call's tensors are not what the user's `dynamic` says.
-        """
+        """The dimensions of a call that are symbols; None if there are none."""
         if self.dynamic is None:
             return None
         if self.dynamic == AUTO:

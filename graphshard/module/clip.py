@@ -35,9 +35,6 @@ class GradNorm:
         foreach: as for torch's `clip_grad_norm_`.
         groups: the process groups that `unreduced` gradients are averaged over.
         device: where the ranks' numbers are added up.
-
-    Raises:
-        PolicyError: `norm_type` is not above 0.
     """
 
     def __init__(

@@ -40,9 +40,6 @@ class Gathered:
         root: the sharded module.
         state: of it.
         max_bytes: the most bytes of gathered parameters; None: gather all at once.
-
-    Raises:
-        PolicyError: `max_bytes` is too little for one unit and the root.
     """
 
     def __init__(self, root: nn.Module, state: _State, max_bytes: int | None) -> None:
@@ -77,9 +74,6 @@ class Gathered:
 
         Args:
             part: a part of the call, at whose end all ranks meet; see `Agreement.part`.
-
-        Raises:
-            RuntimeStateError: code inside made something that would be lost.
         """
         model, flags = self._model, training_flags(self._root)
         requires_grad = {n: s.param.requires_grad for n, s in self._state.bindings.shards.items()}
@@ -266,11 +260,7 @@ def _streamed(
     is_nested: Callable[[str, str], bool],
     max_bytes: int,
 ) -> list[str]:
-    """The units to gather for each of their forwards; the first ones that fit are kept.
-
-    Raises:
-        PolicyError: not even one at a time fits.
-    """
+    """The units to gather for each of their forwards; the first ones that fit are kept."""
     streamed = [unit.fqn for unit in units if unit.fqn]
     around = {
         fqn: [each for each in streamed if each != fqn and is_nested(fqn, each)] for fqn in streamed

@@ -58,11 +58,7 @@ class _State:
         return self.bindings.buffer(name) is buffer and buffer._version == version
 
     def refuse_lent(self) -> None:
-        """Raise inside of `gathered()` and `run_eagerly()`.
-
-        Raises:
-            RuntimeStateError: the model's own code has the parameters.
-        """
+        """Raise inside of `gathered()` and `run_eagerly()`."""
         if self.lent:
             raise RuntimeStateError(
                 "the parameters are gathered for gathered() or run_eagerly(), so that the sharded "
@@ -70,11 +66,7 @@ class _State:
             )
 
     def require_values(self, module: nn.Module) -> None:
-        """Check that every parameter and buffer got a value since the model left the meta device.
-
-        Raises:
-            RuntimeStateError: one did not; names it.
-        """
+        """Check that every parameter and buffer got a value after the model left meta."""
         for shard in self.shards:
             if not shard.has_values():
                 raise RuntimeStateError(

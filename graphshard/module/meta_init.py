@@ -36,10 +36,6 @@ def initialize(model: nn.Module, bindings: Bindings, on_meta: Collection[str], s
         bindings: whose shards and buffers to fill.
         on_meta: every name of each parameter and buffer the model came with on meta.
         seed: of torch's random numbers, which are as before afterwards.
-
-    Raises:
-        RuntimeStateError: a parameter or buffer is left without a value, or a module's
-            initialisation fails; names the module.
     """
     device = bindings.group.device
     modules = dict(model.named_modules(remove_duplicate=False))

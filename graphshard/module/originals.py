@@ -44,11 +44,7 @@ def watch_originals(model: nn.Module, sharded: nn.Module) -> None:
 
 
 def require_shards(optimizer: Optimizer) -> None:
-    """Check that `optimizer` holds no parameter of a model that was compiled.
-
-    Raises:
-        PolicyError: it does; names the first.
-    """
+    """Check that `optimizer` holds no parameter of a model that was compiled."""
     for param, origin in _originals(optimizer):
         raise PolicyError(
             f"the optimizer holds {origin.name!r}, of shape {list(param.shape)}, of the model that "

@@ -64,11 +64,7 @@ class FlatCalls:
     def take_apart(
         self, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> tuple[list[Tensor], Structure]:
-        """Flatten a call as `graphshard.capture.structure.take_apart` does, faster for known forms.
-
-        Raises:
-            CaptureError: an argument cannot be taken apart.
-        """
+        """Flatten a call as `capture.structure.take_apart` does, faster for known forms."""
         tensors: list[Tensor] = []
         form: list[Any] = [len(args), *kwargs]
         for value in (*args, *kwargs.values()):
@@ -209,14 +205,7 @@ class Programs:
     def step_for(
         self, args: tuple[Any, ...], kwargs: dict[str, Any], entry: EntryPoint = MAIN_ENTRY
     ) -> tuple[Step, list[Tensor]]:
-        """The program for a call of `entry`, captured if new, and the call's tensors.
-
-        Raises:
-            CaptureError: the call cannot be captured.
-            FingerprintError, CollectiveError: the ranks cannot agree on what changed.
-            PolicyError: the call's tensors are not what `dynamic` says.
-            PassError, VerifyError: its program cannot be rewritten.
-        """
+        """The program for a call of `entry`, captured if new, and the call's tensors."""
         tensors, structure = self._calls.take_apart(args, kwargs)
         if not _PLAIN_CLASSES.issuperset(map(type, tensors)):
             tensors = as_plain(tensors, structure, self._noted, stacklevel=6)

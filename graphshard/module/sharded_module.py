@@ -198,12 +198,6 @@ class ShardedModule(StateMethods, TrainingMethods, CallMethods):
         It has the same plan, mesh and passes, the flags `training` and `requires_grad`, and hooks
         of the whole module, and captures programs when it is called. As in any copy by torch,
         parameters have no gradients and no hooks.
-
-        Raises:
-            RuntimeStateError: parameters have no values yet, or are gathered for the model's code,
-                or the process group is gone.
-            FingerprintError: another rank makes another call.
-            CollectiveError: another rank failed, or made no copy.
         """
         state = self._graphshard
         old, plan = state.bindings.group, state.bindings.plan

@@ -93,11 +93,7 @@ class TreeModule(ModelAttributes):
         super().__delattr__(name)
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Any:
-        """Do nothing, which is all that a `to`, `float` or `cuda` of what is so already does.
-
-        Raises:
-            RuntimeStateError: it would change a dtype or a device.
-        """
+        """Do nothing, which is all that a `to`, `float` or `cuda` of what is so already does."""
         named = [*self.named_parameters(recurse=recurse), *self.named_buffers(recurse=recurse)]
         kinds: dict[Any, str] = {}
         for name, tensor in named:
@@ -129,11 +125,7 @@ class TreePart(TreeModule):
     """A module below the root: it holds values, and is never called by itself."""
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        """Refuse the call.
-
-        Raises:
-            RuntimeStateError: always.
-        """
+        """Refuse the call."""
         raise RuntimeStateError(
             f"{self._get_name()} is a part of a sharded module and cannot be called by itself; "
             f"call the whole module, or sharded.submodule_forward({self._fqn!r}, ...), which "

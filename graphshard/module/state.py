@@ -249,12 +249,7 @@ class StateMethods(nn.Module):
         require_equal(state.bindings, names)
 
     def _compare_before_save(self, replicas: str | None) -> None:
-        """Compare copies ahead of a save, without buffers that programs write on each rank.
-
-        Raises:
-            RuntimeStateError: `replicas` is something else.
-            ReplicaError: some differ, and `replicas` is "error".
-        """
+        """Compare copies ahead of a save, without buffers that programs write on each rank."""
         state = self._graphshard
         if replicas not in ("warn", "error", None):
             with state.bindings.agreement.part():  # in which other ranks are that got another value

@@ -171,9 +171,6 @@ def answer(module: nn.Module, name: str, *, whole: bool) -> Any:
         module: the sharded module, or a part of it.
         name: for which `is_foreign` is true.
         whole: it is no part.
-
-    Raises:
-        ForeignNameError: it is nothing there; says what to use.
     """
     found = ANSWERS.get(name, "has no counterpart here; README.md lists the options of a policy")
     if callable(found):

@@ -77,11 +77,7 @@ class Unsharded:
         return self._twins[fqn]
 
     def select(self, modules: Any) -> list[Shard]:
-        """The shards of the parameters in `modules` (an FQN or a list of them), or all.
-
-        Raises:
-            PolicyError: one has no parameter, or is no name.
-        """
+        """The shards of the parameters in `modules` (an FQN or a list of them), or all."""
         fqns = require_names("unsharded: modules", modules, "the name of a module")
         if modules is None:
             return self.shards
@@ -96,12 +92,7 @@ class Unsharded:
     def check(
         self, shards: list[Shard], *, writeback: bool, with_grads: bool, rank0_only: bool
     ) -> list[str]:
-        """Check the arguments of `context`; return what it gathers, the same on all ranks.
-
-        Raises:
-            RuntimeStateError: a parameter is unsharded already.
-            PolicyError: `rank0_only` with `writeback`.
-        """
+        """Check the arguments of `context`; return what it gathers, the same on all ranks."""
         if rank0_only and writeback:
             raise PolicyError(
                 "unsharded(rank0_only=True) would leave what rank 0 writes on rank 0 alone; pass "

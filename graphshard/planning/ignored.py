@@ -30,10 +30,6 @@ def ignored_by(policy: Policy, model: nn.Module) -> Ignored:
 
     A module stands for the parameters of its whole subtree; a tied parameter is ignored under all
     its names; a regular expression must match the whole FQN of modules or parameters (any name).
-
-    Raises:
-        PolicyError: an entry is no module or parameter of the model, matches nothing, or is no
-            valid regular expression; or the root is ignored.
     """
     params: set[int] = set()
     modules: set[str] = set()

@@ -25,12 +25,7 @@ _HYBRID_OF = {plain: hybrid for hybrid, plain in _PLAIN_OF.items()}
 def checked_mesh(
     world_size: int, mesh_shape: Sequence[int] | None, policy: Policy
 ) -> tuple[int, ...]:
-    """Return the mesh shape of `world_size` ranks: `(ranks,)` or `(replicas, ranks to shard over)`.
-
-    Raises:
-        PlanError: the numbers contradict each other.
-        PolicyError: the strategy needs a mesh of two dimensions, and `mesh_shape` is None.
-    """
+    """Return the mesh shape of the ranks: `(ranks,)` or `(replicas, ranks to shard over)`."""
     if type(world_size) is not int or world_size < 1:
         raise PlanError(
             f"world_size must be a whole number of ranks, 1 or more; got {world_size!r}"
@@ -64,10 +59,6 @@ def fitted(options: UnitOptions, unit: str, mesh_shape: tuple[int, ...]) -> Unit
 
     Resharding to groups of one rank means keeping parameters whole, and resharding to one group of
     all ranks means freeing them.
-
-    Raises:
-        PolicyError: the strategy needs another number of mesh dimensions.
-        PlanError: the unit's reshard groups do not divide the ranks.
     """
     name, strategy, shard_size = unit or "(root)", options.strategy, mesh_shape[-1]
     if len(mesh_shape) == 2 and not (strategy.hybrid or strategy is Strategy.NO_SHARD):
@@ -103,11 +94,7 @@ def fitted(options: UnitOptions, unit: str, mesh_shape: tuple[int, ...]) -> Unit
 
 
 def name_of_all_reduce(function: Any, plan: ShardingPlan) -> str:
-    """The name of the caller's average over replicas; "" if there is none.
-
-    Raises:
-        PolicyError: it is no function, or the mesh has no dimension to replicate over.
-    """
+    """The name of the caller's average over replicas; "" if there is none."""
     if function is None:
         return ""
     if not callable(function):

@@ -22,11 +22,7 @@ ORIGINAL = "_orig_mod"
 
 
 def require_module(model: object) -> None:
-    """Check that `model` is an nn.Module.
-
-    Raises:
-        PlanError: it is something else, for example a module class.
-    """
+    """Check that `model` is an nn.Module."""
     if isinstance(model, type) and issubclass(model, nn.Module):
         raise PlanError(
             f"the model must be an nn.Module; got the class {model.__name__}; make an instance of "
@@ -64,13 +60,7 @@ def without_compiler(model: nn.Module) -> nn.Module:
 
 
 def check_model(tree: ModuleTree, world_size: int) -> None:
-    """Refuse a model that cannot be sharded; warn of state and hooks that sharding loses.
-
-    Raises:
-        PlanError: a module is a ScriptModule, exchanges data with other ranks by itself, or names
-            its parameters differently from the module tree; or a parameter or buffer is no plain
-            dense tensor, or a parameter shares memory with another tensor.
-    """
+    """Refuse a model that cannot be sharded; warn of state and hooks that sharding loses."""
     for fqn, module in tree.modules.items():
         if isinstance(module, torch.jit.ScriptModule):
             raise PlanError(

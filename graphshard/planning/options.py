@@ -48,10 +48,6 @@ def options_of(policy: Policy, unit: str, overrides: Mapping[str, Any]) -> UnitO
 
     The root is kept unsharded between forward and backward, unless `policy.reshard_root` or an
     override for it frees it.
-
-    Raises:
-        PolicyError: parameters are to be both offloaded and kept whole on the device, or are to be
-            freed under a strategy that keeps them.
     """
     strategy = Strategy(overrides.get("strategy", policy.strategy))
     if strategy is Strategy.SHARD_OPTIMIZER and policy.offloads("params"):

@@ -56,10 +56,6 @@ def make_plan(
 
     Returns:
         The plan; its `program` is None.
-
-    Raises:
-        PlanError: `model` cannot be sharded, or the world size or mesh shape is impossible.
-        PolicyError: `policy` is no policy, or does not fit the model or the mesh.
     """
     require_module(model)
     require_policy(policy)
@@ -108,11 +104,7 @@ def make_plan(
 
 
 def require_policy(policy: object) -> None:
-    """Check that `policy` is a `Policy`.
-
-    Raises:
-        PolicyError: it is something else, for example a policy class.
-    """
+    """Check that `policy` is a `Policy`."""
     if isinstance(policy, type) and issubclass(policy, Policy):
         raise PolicyError(
             f"the policy must be an instance of a Policy; got the class {policy.__name__}; "

@@ -331,11 +331,7 @@ def _ignored_entries(ignored: Any) -> tuple[nn.Module | Tensor | str, ...] | Non
 
 
 def require_units_only(policy: Policy, field: str, owner: str) -> None:
-    """Check that `policy`, the field `field` of an `owner`, chooses units and sets nothing else.
-
-    Raises:
-        PolicyError: it sets a shared field.
-    """
+    """Check that `policy`, the field `field` of an `owner`, chooses units and sets nothing else."""
     options = [*policy.chosen_options(), *(["notes"] if policy.notes else [])]
     if options:
         raise PolicyError(

@@ -12,11 +12,7 @@ Check = tuple[Callable[[Any], bool], str]
 
 
 def check_fields(owner: object, checks: Mapping[str, Check], prefix: str = "") -> None:
-    """Check fields of `owner` by name; `prefix` starts the message.
-
-    Raises:
-        PolicyError: a field is invalid; names the field, the valid values and the given one.
-    """
+    """Check fields of `owner` by name; `prefix` starts the message."""
     for name, (is_valid, expected) in checks.items():
         value = getattr(owner, name)
         if not is_valid(value):

@@ -114,9 +114,6 @@ def requested_placements(
             to a `RequestedPlacement`.
         names: FQNs of the unit's parameters.
         unit: the unit's FQN, for errors.
-
-    Raises:
-        PolicyError: `value` is none of these.
     """
     if value is None:
         return {}
@@ -129,11 +126,7 @@ def requested_placements(
 
 
 def checked_where(value: Any, by: str) -> int | str:
-    """Return `value` if it is a dim or "replicate".
-
-    Raises:
-        PolicyError: it is neither; `by` starts the message.
-    """
+    """Return `value` if it is a dim or "replicate"."""
     dim = isinstance(value, int) and not isinstance(value, bool) and value >= 0
     if not dim and value != REPLICATED:
         raise PolicyError(

@@ -47,12 +47,7 @@ class RecomputeChoice:
 
     @classmethod
     def of(cls, value: Any) -> RecomputeChoice:
-        """Parse the field's value.
-
-        Raises:
-            PolicyError: `value` is not None, a word above, a class, a class name, or a collection
-                of these; or its words exclude each other.
-        """
+        """Parse the field's value."""
         if value is None:
             return cls()
         entries = (value,) if isinstance(value, (str, type)) else value
@@ -85,9 +80,6 @@ class RecomputeChoice:
         """FQNs of the modules of `classes`, in module order.
 
         A subclass matches a class, but not a class name.
-
-        Raises:
-            PolicyError: a class matches no module; names it.
         """
         types = tuple(c for c in self.classes if isinstance(c, type))
         missing = set(self.classes)

@@ -33,12 +33,7 @@ _NOT_FILLED_IN = "left at its default; nothing here fills it in"
 
 
 def read(source: ConfigSource, system: str) -> dict[str, Any]:
-    """Return the configuration in `source`: a mapping, or the path of a YAML or JSON file.
-
-    Raises:
-        PolicyError: the file does not exist, holds no mapping or more than plain data (see
-            `graphshard.plain_data`), or PyYAML is missing.
-    """
+    """Return the configuration in `source`: a mapping, or the path of a YAML or JSON file."""
     if isinstance(source, Mapping):
         return dict(source)
     if not isinstance(source, str | os.PathLike):
@@ -90,10 +85,6 @@ class Section(dict[str, Any]):
         table: every key that the system allows in the section.
         prefix: what stands before its keys in notes.
         default: another value that means the default, of which there is a note.
-
-    Raises:
-        PolicyError: a key is unknown, or has a wrong value; names it, and the known key most like
-            it.
     """
 
     def __init__(

@@ -180,12 +180,7 @@ def _no_split_modules(tree: ModuleTree) -> frozenset[str]:
 
 
 def refuse_containers(who: str, tree: ModuleTree, chosen: Iterable[str]) -> None:
-    """Refuse units of containers that never run.
-
-    Raises:
-        PolicyError: one of the modules `chosen` by the policy `who` is a list or dict of modules
-            without a forward.
-    """
+    """Refuse units of containers that never run."""
     for fqn in chosen:
         module = tree.modules[fqn]
         if (

@@ -58,11 +58,7 @@ class Cut:
 
 
 def cut(program: Program) -> Cut:
-    """Cut `program`, which is not changed.
-
-    Raises:
-        GraphshardError: a forward node reads a value that only backward computes.
-    """
+    """Cut `program`, which is not changed."""
     crossings = tuple(_crossings(program)) if program.grad else ()
     backward = cut_backward(program, crossings) if program.grad else None
     return Cut(_forward(program, crossings), backward, crossings)

@@ -117,9 +117,6 @@ class SizeNodes:
         """Insert nodes for the symbols that no node needed, since a later pass may need them.
 
         Insert the checks of what the model promises about sizes that depend on values, too.
-
-        Raises:
-            CaptureError: the graph holds a size that no node computes.
         """
         self._insert_checks()
         for size in self.sizes.symbols:
@@ -157,11 +154,7 @@ class SizeNodes:
         return node
 
     def _insert_checks(self) -> None:
-        """Insert a node for each promise, behind the nodes of the numbers that it is about.
-
-        Raises:
-            CaptureError: a promise is about the size of a value that is not in the graph.
-        """
+        """Insert a node for each promise, behind the nodes of the numbers that it is about."""
         place = {node: index for index, node in enumerate(self.graph.nodes)}
         of_symbol = dict(self.by_values)
         for size in self.sizes.symbols:
@@ -210,9 +203,6 @@ def as_arguments(
     """Turn `sizes` into arguments of a node: numbers, or nodes for symbolic sizes.
 
     Nodes that compute with symbols are inserted at the graph's insertion point.
-
-    Raises:
-        PassError: a size applies an operator to symbols that no node can compute.
     """
     symbols = symbol_nodes(program) if any(isinstance(s, SYMBOLIC) for s in sizes) else {}
 

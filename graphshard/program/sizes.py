@@ -196,20 +196,13 @@ class Sizes:
 
         Args:
             paths: the user's names of the inputs, for errors.
-
-        Raises:
-            FixedSizeError: the model works for only one value of a size.
         """
         self.require_free(paths)
         self._closed_at = len(self.guards)
         self._fulfils = self.evaluator([sympy.And(*(g.expr for g in self.guards))])
 
     def require_free(self, paths: Sequence[str]) -> None:
-        """Check that no decision so far fixes a size.
-
-        Raises:
-            FixedSizeError: one does; `paths` are the user's names of the inputs.
-        """
+        """Check that no decision so far fixes a size."""
         for size in self.symbols:
             number = torch_compat.size_expression(size.value)
             if number.is_number and not size.is_stride:
@@ -217,11 +210,7 @@ class Sizes:
                 raise FixedSizeError(self._fixed_size_text(size, number, dim_text), size.name)
 
     def require_closed(self, who: str) -> None:
-        """Check that no guard was added since `close_guards`.
-
-        Raises:
-            PassError: one was, so the program would be wrong for some calls that it admits.
-        """
+        """Check that no guard was added since `close_guards`."""
         if len(self.guards) != self._closed_at:
             raise PassError(
                 f"pass {who} decided by a symbolic size ({self._text(self._closed_at)}), which "

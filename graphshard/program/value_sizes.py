@@ -63,9 +63,6 @@ def check_sizes(condition: str, line: str | None, numbers: Mapping[str, Any]) ->
         condition: an expression of Python over the names in `numbers`.
         line: the user's line that states it.
         numbers: the values in this call.
-
-    Raises:
-        SizeCheckError: it does not hold.
     """
     if not eval(_compiled(condition), _functions(), dict(numbers)):
         values = ", ".join(f"{name}={value}" for name, value in numbers.items())

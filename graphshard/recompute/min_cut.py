@@ -59,11 +59,7 @@ class Cutter:
         )
 
     def cut(self, per_byte: int, per_cost: int) -> Choice:
-        """The choice with the least `per_byte` x bytes saved + `per_cost` x cost of recomputing.
-
-        Raises:
-            networkx.NetworkXUnbounded: a needed value can neither be saved nor recomputed.
-        """
+        """The choice with the least `per_byte` x bytes saved + `per_cost` x cost of recomputing."""
         import networkx as nx  # here: it takes long to load, and few policies cut
         from networkx.algorithms.flow import preflow_push
 

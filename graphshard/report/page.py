@@ -56,11 +56,7 @@ def page(
     tuning: Tuning | None = None,
     trace: str | os.PathLike[str] | None = None,
 ) -> str:
-    """The text of the page; the same arguments give the same text.
-
-    Raises:
-        CostError: as of `Estimate.report`.
-    """
+    """The text of the page; the same arguments give the same text."""
     try:
         from bokeh.resources import Resources
 

@@ -23,9 +23,6 @@ def what_if_dict(
 
     points: those with an estimate first. pairs: the text of `graphshard.compare` by the numbers of
     two points, as "0,1".
-
-    Raises:
-        CostError: two estimates have one name, or one is no estimate.
     """
     if not others and tuning is None:
         return None

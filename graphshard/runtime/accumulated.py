@@ -70,11 +70,7 @@ class AccumulatedGrads:
             self.kind = before
 
     def mode(self) -> Mode:
-        """The mode of the program that a call beginning now must run.
-
-        Raises:
-            RuntimeStateError: the gradients are incomplete.
-        """
+        """The mode of the program that a call beginning now must run."""
         if self.incomplete:
             raise RuntimeStateError(
                 "gradients accumulated by no_sync() are incomplete, since a backward failed; drop "
@@ -106,11 +102,7 @@ class AccumulatedGrads:
         self._pending = [ref for ref in self._pending if ref() is not call]
 
     def require_not_pending(self, calls: Iterable[weakref.ref[Any]]) -> None:
-        """Check that none of the earlier `calls` is pending when a backward is about to reduce.
-
-        Raises:
-            RuntimeStateError: one is, so the reduce would miss its gradient.
-        """
+        """Check that none of the earlier `calls` is pending when a backward is about to reduce."""
         pending = self.pending_calls()
         if any(ref() in pending for ref in calls if ref() is not None):
             raise RuntimeStateError(

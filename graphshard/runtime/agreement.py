@@ -89,9 +89,6 @@ def require_names(argument: str, names: Any, of: str) -> list[str]:
         argument: its name, for messages.
         names: the value.
         of: what it names, for messages.
-
-    Raises:
-        PolicyError: it is something else.
     """
     found = [names] if isinstance(names, str) else [] if names is None else names
     if not isinstance(found, list) or not all(isinstance(name, str) for name in found):
@@ -228,11 +225,6 @@ class Agreement:
 
         Args:
             fingerprint: of the graph that this rank is about to run.
-
-        Raises:
-            FingerprintError: some rank is about to run another one, or makes another call; raised
-                on every rank.
-            CollectiveError: a rank did not get here within the group's timeout.
         """
         if self.meetings is None or not fingerprint.lines:
             return
@@ -260,12 +252,6 @@ class Agreement:
             finish: takes part in the collectives that the body did not come to.
             ends: the ranks meet at the end, too: where one failed, all raise an error.
             alone: the others need not know of an error: what they have is right.
-
-        Raises:
-            FingerprintError: some rank is about to run another one, or makes another call; raised
-                on every rank.
-            CollectiveError: a rank did not get here within the group's timeout, or the body failed
-                on another one, where all meet at the end.
         """
         if self.meetings is None or self.group.backend != "gloo" or not fingerprint.lines:
             self.require(fingerprint)
@@ -309,12 +295,7 @@ class Agreement:
             )
 
     def any_rank(self, changed: bool) -> bool:
-        """Whether any rank says that its rows of resident parameters changed; all call this.
-
-        Raises:
-            FingerprintError: another rank makes another call.
-            CollectiveError: another rank did not get here within the group's timeout.
-        """
+        """Whether any rank says that its rows of resident parameters changed; all call this."""
         if self.meetings is None:
             return changed
         self.group.here.at = _UNCHANGED.at
@@ -324,10 +305,6 @@ class Agreement:
         """Tell the others, which are about to run a forward, of the `error` that ended this one's.
 
         On NCCL only as long as no program is known to all, since they wait for no rank after that.
-
-        Raises:
-            GraphshardError: that all ranks raise, if `error` is of such a class. Otherwise this
-                returns, and `error` is to be raised.
         """
         known = self.group.backend != "gloo" and self.agreed
         if self.meetings is None or is_shared(error) or known:
@@ -354,11 +331,7 @@ class Agreement:
 
     @contextmanager
     def call(self, text: str) -> Iterator[None]:
-        """A call that all ranks make, named `text`, in whose parts they meet.
-
-        Raises:
-            CollectiveError: a collective inside, or code between its parts, failed on this rank.
-        """
+        """A call that all ranks make, named `text`, in whose parts they meet."""
         before, self.text = self.text, text
         try:
             yield
@@ -386,12 +359,6 @@ class Agreement:
             waits: the host waits for the other ranks. If not, they meet only the first time on
                 backends other than Gloo, and the error of one rank is its own there.
             keeps: a rank on which it failed raises its error as it is.
-
-        Raises:
-            FingerprintError: the ranks make different calls, or `same` differs; on every rank.
-            GraphshardError: the code inside failed on a rank; raised on every rank, in the class of
-                that error if it is graphshard's, else as a CollectiveError.
-            CollectiveError: a rank did not get here within the group's timeout.
         """
         part, own = Part(), _Failure()
         try:

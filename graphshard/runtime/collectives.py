@@ -91,11 +91,7 @@ class Pending:
 
 
 def wait(pending: Pending) -> list[Tensor]:
-    """Wait for `pending` and return its results in operand order.
-
-    Raises:
-        CollectiveError: another rank died, failed or timed out.
-    """
+    """Wait for `pending` and return its results in operand order."""
     return pending.collective.wait(pending)
 
 
@@ -125,19 +121,11 @@ class BoundCollective:
         self.at_wait, self.past_wait = At(number, text, True), At(number, text, False)
 
     def __call__(self, tensors: Sequence[Tensor]) -> Pending:
-        """Start the collective on `tensors`, one per operand.
-
-        Raises:
-            CollectiveError: it could not be started.
-        """
+        """Start the collective on `tensors`, one per operand."""
         raise NotImplementedError
 
     def start(self, pending: Pending, launch: Callable[..., Any], *args: Any) -> None:
-        """Call `launch(*args)`, a method of the process group, and add its work to `pending`.
-
-        Raises:
-            CollectiveError: the call failed.
-        """
+        """Call `launch(*args)`, a method of the process group, and add its work to `pending`."""
         if self.here.done and self.here.has_done():
             return
         by_gloo = self.group.backend == "gloo"
@@ -170,11 +158,7 @@ class BoundCollective:
         sent: Sequence[Sequence[Tensor]],
         received: Sequence[Sequence[Tensor]],
     ) -> None:
-        """Start `PairwiseExchange.exchange(sent, received)` and add its works to `pending`.
-
-        Raises:
-            CollectiveError: another rank died, failed or timed out.
-        """
+        """Start `PairwiseExchange.exchange(sent, received)` and add its works to `pending`."""
         assert self.group.pairwise is not None
         if self.here.done and self.here.has_done():
             return
@@ -186,11 +170,7 @@ class BoundCollective:
             raise self.peer_error(error) from error
 
     def wait(self, pending: Pending) -> list[Tensor]:
-        """Wait for the works that `__call__` launched and return the results in operand order.
-
-        Raises:
-            CollectiveError: another rank died, failed or timed out.
-        """
+        """Wait for the works that `__call__` launched and return the results in operand order."""
         here = self.here
         here.at = self.at_wait
         for target, source in pending.copies:
@@ -221,9 +201,6 @@ class BoundCollective:
             tensors: the operands, with None for those that this rank does not have. Poison is sent
                 in their place: the others get it only if they are told of the error before they use
                 it.
-
-        Raises:
-            RuntimeError, CollectiveError: another rank died, or did not get here in time.
         """
         if self.group.size == 1:
             return

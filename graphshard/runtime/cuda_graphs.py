@@ -151,10 +151,6 @@ class Graphs:
         Args:
             args: the arguments of forward.
             inputs: how many of them, the last ones, are inputs of the model.
-
-        Raises:
-            FingerprintError: the ranks have inputs of other shapes, or make another call.
-            CollectiveError: a rank did not get here within the group's timeout.
         """
         if self.failed:
             return False
@@ -188,12 +184,7 @@ class Graphs:
         ]
 
     def forward(self, call: Any, run: Run, args: list[Any], inputs: int) -> tuple[Any, Any]:
-        """(outputs, values of mutations) of `call`, by a replay.
-
-        Raises:
-            GraphsFailed: forward cannot be captured on some rank; run it without a graph.
-            CollectiveError: a rank did not get here within the group's timeout.
-        """
+        """(outputs, values of mutations) of `call`, by a replay."""
         split = len(args) - inputs
         in_place, copied = args[:split], args[split:]
         if self._forward is None:
@@ -207,12 +198,7 @@ class Graphs:
         return [_cloned(value) for value in outputs], mutations
 
     def backward(self, call: Any, run: Run, tangents: Sequence[Tensor | None]) -> tuple[Any, Any]:
-        """(gradients of parameters, gradients of inputs) of `call`, the last replayed one.
-
-        Raises:
-            RuntimeStateError: other outputs have gradients than at the capture, backward cannot be
-                captured, or the graphs were released since forward.
-        """
+        """(gradients of parameters, gradients of inputs) of `call`, the last replayed one."""
         if not self._pool.holds(call):
             raise RuntimeStateError(
                 "CUDA graphs were released between a forward and its backward, and with them the "
@@ -244,11 +230,7 @@ class Graphs:
     def _capture(
         self, phase: str, run: Run, in_place: list[Any], copied: Sequence[Any]
     ) -> _CapturedGraph:
-        """The captured forward or backward.
-
-        Raises:
-            GraphsFailed: it cannot be captured, on this or another rank; says why.
-        """
+        """The captured forward or backward."""
         captured: Any = None
         failure = ""
         with self._agreement.part(text=f"{phase}, captured as a CUDA graph") as part:

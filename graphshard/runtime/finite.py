@@ -131,11 +131,7 @@ class FiniteReports:
         return report
 
     def _of_all_ranks(self, number: Tensor) -> list[int]:
-        """An integer `()` of each rank, in rank order; the host waits for it.
-
-        Raises:
-            CollectiveError: another rank died, or did not get here within the timeout.
-        """
+        """An integer `()` of each rank, in rank order; the host waits for it."""
         group = self.group
         if group.size == 1 or group.backend == "fake" or group.here.has_done():
             return [int(number)]

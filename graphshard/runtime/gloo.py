@@ -69,9 +69,6 @@ class PairwiseExchange:
 
         Returns:
             The works to wait for, which keep the tensors alive. Until then nobody may write `sent`.
-
-        Raises:
-            RuntimeError: a rank died, or did not get here within the group's timeout.
         """
         while self._abandoned:
             self._abandoned.pop(0).wait()

@@ -38,9 +38,6 @@ class Recorder:
 
         Nothing is executed yet. Only this thread is captured, since NCCL's threads query events
         meanwhile.
-
-        Raises:
-            RuntimeStateError: nothing was queued on the device.
         """
         with torch.cuda.device(self.device):
             graph, before = torch.cuda.CUDAGraph(), torch.cuda.current_stream()

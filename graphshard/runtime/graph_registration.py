@@ -19,9 +19,6 @@ def registration(group: Group, *, cuda_graph: bool) -> str:
     """The value of NCCL's variable, "0" unless the user set another one; "" where it is of no use.
 
     To be called before the first communicator, if possible: NCCL looks at the variable once.
-
-    Raises:
-        PolicyError: registration was asked for with expandable segments.
     """
     if not cuda_graph or group.size == 1 or "nccl" not in group.backend:
         return ""

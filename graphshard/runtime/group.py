@@ -191,9 +191,6 @@ class Group:
 
         Args:
             values: integers of 64 bits, equally many on each rank.
-
-        Raises:
-            RuntimeError: a rank died, or did not get here within the timeout.
         """
         sent = torch.tensor(values, device=self.device)
         return self.gather_tensor(sent, meets=True).tolist()
@@ -204,9 +201,6 @@ class Group:
         Args:
             sent: of as many elements on each rank.
             meets: see `PairwiseExchange.exchange`.
-
-        Raises:
-            RuntimeError: a rank died, or did not get here within the timeout.
         """
         received = sent.new_empty(self.size * sent.numel())
         if self.pairwise is not None:
@@ -242,10 +236,6 @@ def find_group(
         device: where to run; None leaves it to the mesh or the group.
         alone: where a single rank without a group runs if `device` is None.
         hybrid: without a mesh, make one of two dimensions that shards over the ranks of a node.
-
-    Raises:
-        PolicyError: the mesh has more than two dimensions or is on another kind of device, or
-            `hybrid` needs the number of ranks per node and it is not known.
     """
     group = meeting_group(mesh, device, alone=alone)
     return with_mesh(group, mesh_of(group, mesh, device, hybrid=hybrid))
@@ -278,11 +268,7 @@ def mesh_of(
     *,
     hybrid: bool = False,
 ) -> tuple[int, ...]:
-    """The shape of the mesh of `group`, which was found with these arguments of `find_group`.
-
-    Raises:
-        PolicyError: see `find_group`.
-    """
+    """The shape of the mesh of `group`, which was found with these arguments of `find_group`."""
     if mesh is None:
         if group.process_group is None:
             return (1, 1) if hybrid else (1,)
@@ -352,11 +338,7 @@ def group_of(process_group: Any, device: torch.device) -> Group:
 
 
 def _by_node(device: torch.device) -> tuple[int, int]:
-    """(nodes, ranks per node), as torch's FSDP1 determines them when it gets no process groups.
-
-    Raises:
-        PolicyError: the number of ranks per node is not known, or does not divide the world size.
-    """
+    """(nodes, ranks per node), as torch's FSDP1 determines them when it gets no process groups."""
     local_world_size = os.environ.get("LOCAL_WORLD_SIZE", "")
     ranks = int(local_world_size) if local_world_size.isdecimal() else 0
     if not ranks and device.type == "cuda":
@@ -395,9 +377,6 @@ def new_process_group(
         like: an existing process group.
         device: where the ranks compute.
         callers: how many ranks call this at that point, each for a group that it is in.
-
-    Raises:
-        PolicyError: NCCL would wait for ranks that do not call this.
     """
     world_size = dist.get_world_size()
     if callers < world_size and torch_compat.is_bound_to_device(dist.group.WORLD):

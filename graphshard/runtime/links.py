@@ -148,9 +148,6 @@ def host_groups(group: Group) -> HostGroups:
     """Find the ranks of each host, and make groups to measure within and between hosts.
 
     Every rank must call this at the same point.
-
-    Raises:
-        CostError: the hosts have different numbers of ranks.
     """
     hosts = hosts_by_rank(group)
     members: dict[str, list[int]] = {}

@@ -76,9 +76,6 @@ class LoweredGraph:
 
     module: its code.
     fingerprint: its sequence of collectives.
-
-    Raises:
-        PlanError: it reduces a gradient that the ranks cannot average.
     """
 
     def __init__(self, graph: fx.Graph, bindings: Bindings, regions: Regions | None) -> None:
@@ -114,9 +111,6 @@ class LoweredGraph:
 
         Args:
             params: in the places of the arguments, the parameters; None in those of others.
-
-        Raises:
-            RuntimeError, CollectiveError: another rank died, or did not get here in time.
         """
         nodes = self.module.graph.nodes
         places = self.module.graph.find_nodes(op="placeholder")

@@ -54,10 +54,6 @@ class Meetings:
             digest: what must be the same on all ranks.
             flag: to tell.
             failed: whether this rank refuses to go on.
-
-        Raises:
-            RuntimeError: a rank did not come within the timeout, or came and had given up; an
-                error of the Store.
         """
         self.arrive(turn, digest, flag=flag, failed=failed)
         return self.leave(turn)
@@ -117,9 +113,6 @@ class Meetings:
             turn: of the meeting that `meet` returned None of.
             mine: the value of this rank.
             judge: from the values of all ranks, in order, to what all return; called on rank 0.
-
-        Raises:
-            RuntimeError: a rank said nothing within the timeout.
         """
         store, own = self.store, f"{turn}/value/{self.rank}"
         store.set(own, mine)

@@ -164,10 +164,6 @@ def tell(
         replay: what it takes to run the call again.
         found: by the report.
         raises: raise `NonFiniteError`; or else warn, and search only at a check's first time.
-
-    Raises:
-        NonFiniteError: always, if `raises`.
-        CollectiveError: another rank died meanwhile.
     """
     group = step.bindings.group
     check = next(node for node in checks_of(program) if node.name == found.check)

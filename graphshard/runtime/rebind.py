@@ -25,11 +25,6 @@ def rebind(bindings: Bindings, mesh: DeviceMesh | None) -> None:
     Args:
         bindings: the state that programs are bound to.
         mesh: equal to the old mesh. None: made over the default process group.
-
-    Raises:
-        RuntimeStateError: the module has no process group, or replays CUDA graphs.
-        PolicyError: the mesh is another one, or its backend.
-        FingerprintError: another rank compiles another module, or makes another call.
     """
     group, plan = bindings.group, bindings.plan
     if group.mesh is None:
@@ -78,11 +73,7 @@ def rebind(bindings: Bindings, mesh: DeviceMesh | None) -> None:
 
 
 def _require_same_ranks(old: Group, new: Group, mesh: DeviceMesh | None) -> None:
-    """Check that the new group has the ranks and the backend of the old one.
-
-    Raises:
-        PolicyError: it has not, or the ranks share one host now and did not, or the reverse.
-    """
+    """Check that the new group has the ranks and the backend of the old one."""
     if mesh is not None and mesh != old.mesh:
         raise PolicyError(
             f"the module is sharded over {old.mesh}; got {mesh}; pass a mesh of the same ranks, "

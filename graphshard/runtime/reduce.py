@@ -27,11 +27,7 @@ from graphshard.torch_private.coalesced import coalesced
 
 
 def require_reducible(graph: fx.Graph, group: Group) -> None:
-    """Check that the ranks can average every gradient that `graph` reduces.
-
-    Raises:
-        PlanError: one is sparse, or of a dtype the backend cannot add up; names its parameter.
-    """
+    """Check that the ranks can average every gradient that `graph` reduces."""
     for node in graph.nodes:
         if node.target not in ops.REDUCES:
             continue
@@ -316,11 +312,7 @@ class AllReduceByCaller(AllReduce):
         self.average = average
 
     def __call__(self, tensors: Sequence[Tensor]) -> Pending:
-        """Copy the gradients of each dtype into one tensor and pass it to the function.
-
-        Raises:
-            CollectiveError: the function raised an error.
-        """
+        """Copy the gradients of each dtype into one tensor and pass it to the function."""
         pending = Pending(self, [], [])
         for (message,) in self.launches:
             flat = self.flat(tensors, message)

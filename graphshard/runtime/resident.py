@@ -168,9 +168,6 @@ class IgnoredParameter(Shard):
 
     One on the meta device is replaced by a plain parameter on the group's device, which gets its
     values as sharded parameters do.
-
-    Raises:
-        PlanError: it is on another device than the group computes on.
     """
 
     def __init__(self, layout: ParamLayout, group: Group, model_param: nn.Parameter) -> None:
@@ -213,9 +210,6 @@ def make_shards(
         group: all ranks.
         model_params: the model's parameters, by every name.
         on_host: store shards in the host's memory; ignored parameters stay where they are.
-
-    Raises:
-        PlanError: a parameter is not contiguous, or an ignored one is on another device.
     """
     by_fqn: dict[str, Shard] = {}
     memory = _memory_on_host(layouts, group) if on_host else {}

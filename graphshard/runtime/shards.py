@@ -76,9 +76,6 @@ class Shard:
         model_param: the model's own parameter; its values are not read.
         host_memory: store it there, uint8 `(bytes,)` on the host (pinned if the ranks compute on
             CUDA devices), so that its gradient and the optimizer's work are there too.
-
-    Raises:
-        PlanError: the parameter is not contiguous.
     """
 
     def __init__(
@@ -116,13 +113,7 @@ class Shard:
             self.local.fill_(float("nan"))  # see `has_values`
 
     def current(self) -> Tensor:
-        """The padded storage; adopts a parameter that the user put in place.
-
-        Raises:
-            RuntimeStateError: the new parameter has another shape, placement, dtype or device, or
-                is another one of the model's; or not all names of a tied parameter have it; or
-                there is none any more.
-        """
+        """The padded storage; adopts a parameter that the user put in place."""
         holder, name = self.holders[0]
         param = holder.get(name)
         for other, other_name in self.holders[1:]:

@@ -42,11 +42,7 @@ def group_or_refusal(
 
 
 def usable_device(device: Any) -> torch.device:
-    """`device` as a torch.device that this process can compute on.
-
-    Raises:
-        PolicyError: it is no device, holds no values, or is not there.
-    """
+    """`device` as a torch.device that this process can compute on."""
     try:
         found = torch.device(device)
     except (RuntimeError, TypeError) as error:
@@ -78,9 +74,6 @@ def join_launched_ranks() -> None:
     """Make the default process group if a launcher started several ranks and nobody made it.
 
     As torch's `fully_shard`, by `init_process_group()`, so by the environment; a warning says so.
-
-    Raises:
-        PolicyError: the environment does not say how the ranks find each other.
     """
     ranks = os.environ.get("WORLD_SIZE", "")
     launched = ranks.isdecimal() and int(ranks) > 1

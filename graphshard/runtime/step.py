@@ -57,9 +57,6 @@ class Step:
         capture: takes calls apart and puts their outputs together.
         program: `capture.program` after all passes.
         bindings: the state of the module.
-
-    Raises:
-        PlanError: it reduces a gradient that the ranks cannot average.
     """
 
     def __init__(self, capture: Capture, program: Program, bindings: Bindings) -> None:
@@ -121,11 +118,6 @@ class Step:
         Args:
             inputs: aligned with `program.inputs`, on the device of the group.
             arguments: those of the call, `(args, kwargs)`, to which forward may add tensors.
-
-        Raises:
-            FingerprintError: the ranks are about to issue different collectives.
-            CollectiveError: another rank died, failed or timed out.
-            RuntimeStateError: an input shares memory with one that the forward changes.
         """
         if self._changes_inputs:
             _require_no_shared_memory(inputs, self.program)
@@ -233,11 +225,7 @@ class Step:
         return [shard.changes() for shard in self._read_in_backward]
 
     def require_unchanged(self, versions: Sequence[tuple[int, int]]) -> None:
-        """Check that the parameters that backward reads did not change since forward.
-
-        Raises:
-            RuntimeStateError: one was changed in place.
-        """
+        """Check that the parameters that backward reads did not change since forward."""
         for shard, version in zip(self._read_in_backward, versions, strict=True):
             if shard.changes() != version:
                 raise RuntimeStateError(
@@ -408,12 +396,6 @@ class _Call:
             saved: the tensors that autograd saved; the list is emptied.
             tangents: the gradients of the differentiable outputs, None where there is none.
             sets_grads: add the gradients of parameters to their `.grad`.
-
-        Raises:
-            RuntimeStateError: backward ran before, a parameter was changed since forward, or an
-                earlier call has yet to accumulate gradients that this backward reduces.
-            FingerprintError, CollectiveError: see `Step.run`.
-            NonFiniteError: a check found NaN or infinity.
         """
         try:
             return self._backward(saved, tangents, sets_grads)
@@ -477,11 +459,7 @@ class _Call:
         backward.finish([params.get(value.name) for value in in_calling_order(step.saved)])
 
     def _tell_found(self, program: Program) -> None:
-        """Raise or warn, as the policy says, if the report of `program` found something.
-
-        Raises:
-            NonFiniteError: it did.
-        """
+        """Raise or warn, as the policy says, if the report of `program` found something."""
         step, replay, self.replay = self.step, self.replay, None
         found = step.bindings.reports.take()
         if found is not None and replay is not None:
@@ -565,9 +543,6 @@ def _require_no_shared_memory(inputs: Sequence[Tensor], program: Program) -> Non
     """Check that no input shares memory with one that the forward changes in place.
 
     In eager the change would show in the other input as well, and a program does not have that.
-
-    Raises:
-        RuntimeStateError: one does.
     """
     changed = {m.name for m in program.mutations if m.kind == "input"}
     seen: dict[int, str] = {}

@@ -44,10 +44,6 @@ class ResidentRows:
 
         A parameter that shows no sign is gathered nevertheless if no copy of its rows was kept, or
         if any rank finds a difference between such rows and their copies.
-
-        Raises:
-            FingerprintError: another rank calls the module and saw other signs.
-            CollectiveError: another rank did not get here within the group's timeout.
         """
         if self._failures != self._agreement.failures:
             # Some ranks may have looked for signs in a call that failed, and others did not.

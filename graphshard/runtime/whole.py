@@ -196,9 +196,6 @@ def gather_flat(group: Group, sent: Tensor, received: Tensor) -> None:
     """Put the `sent` of every rank one after another into `received`; both are contiguous.
 
     Without the copies that Gloo's own all_gather makes.
-
-    Raises:
-        RuntimeError: a rank died, or did not get here within the timeout.
     """
     if sent.numel() == 0:
         return

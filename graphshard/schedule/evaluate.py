@@ -85,11 +85,7 @@ class OrderScorer:
 
 
 def budget_of(program: Program) -> Budget:
-    """The byte budget of `program`.
-
-    Raises:
-        PassError: the program has no budget.
-    """
+    """The byte budget of `program`."""
     if program.budget is None:
         raise PassError(
             "the program has no byte budget to be scheduled in; run SetBudget after InsertFree"
@@ -98,11 +94,7 @@ def budget_of(program: Program) -> Budget:
 
 
 def score_of(program: Program, plan: ShardingPlan) -> Score:
-    """The score of a finished `program`, counted as in its budget.
-
-    Raises:
-        PassError: the program has no budget.
-    """
+    """The score of a finished `program`, counted as in its budget."""
     budget = budget_of(program)
     seconds = timeline_of(program, plan, budget.hardware).seconds
     return Score(seconds, bytes_held(program, plan, budget.of_policy, budget.backend))

@@ -170,9 +170,6 @@ def trial_of(
     """Find the best order of `program` after the passes `rest`, without changing `program`.
 
     `fewest_bytes` is that of `best_order`.
-
-    Raises:
-        PassError: the program has no budget, or one of `rest` raises it.
     """
     if rest:
         program = program.copy()
@@ -184,11 +181,7 @@ def trial_of(
 def trial_after(
     step: PassLike, program: Program, plan: ShardingPlan, rest: Sequence[PassLike] = ()
 ) -> Trial | None:
-    """The trial of a copy of `program` after `step` and `rest`; None if `step` changes nothing.
-
-    Raises:
-        PassError: the program has no budget, or a pass raises it.
-    """
+    """The trial of a copy of `program` after `step` and `rest`; None if `step` changes nothing."""
     changed = program.copy()
     step.apply(changed, plan)
     if _form(changed) == _form(program):

@@ -39,11 +39,7 @@ def full_optimizer_state(module: nn.Module, optimizer: Optimizer) -> dict[str, A
 
 
 def load_full_state(module: nn.Module, state: Mapping[Any, Any], *, strict: bool) -> None:
-    """Load each rank's part of the full tensors `state`, which every rank must pass.
-
-    Raises:
-        CheckpointError: names or shapes do not fit.
-    """
+    """Load each rank's part of the full tensors `state`, which every rank must pass."""
     tensors = module.state_dict()
     for name, value in state.items():
         if not isinstance(name, str) or not isinstance(value, Tensor):
@@ -66,11 +62,7 @@ def load_full_state(module: nn.Module, state: Mapping[Any, Any], *, strict: bool
 def load_full_optimizer_state(
     module: nn.Module, optimizer: Optimizer, state: Mapping[str, Any]
 ) -> None:
-    """Load each rank's part of a full state by parameter name, which every rank must pass.
-
-    Raises:
-        CheckpointError: the state is none of this optimizer.
-    """
+    """Load each rank's part of a full state by parameter name, which every rank must pass."""
     options = StateDictOptions(full_state_dict=True)
     try:
         set_optimizer_state_dict(module, optimizer, optim_state_dict=dict(state), options=options)
@@ -99,9 +91,6 @@ def load_sharded(
         module: the module.
         optimizers: its optimizers, in the order in which they were saved.
         trust: unpickle whatever the folder holds, which may run code of its author.
-
-    Raises:
-        CheckpointError: the folder holds no checkpoint, a damaged one, or one of another model.
     """
     state = _sharded(module, optimizers)
     stored = open_checkpoint(path, trust=trust)

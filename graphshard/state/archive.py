@@ -65,9 +65,6 @@ class Archive:
         stream: the open file, which is read on demand.
         start: the first byte of the archive.
         length: of the archive in bytes.
-
-    Raises:
-        ArchiveError: it is damaged, compressed, big-endian, or no archive.
     """
 
     def __init__(self, stream: IO[bytes], start: int, length: int) -> None:
@@ -98,11 +95,7 @@ class Archive:
         self._values_left = 16 * len(raw)
 
     def tensor(self, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
-        """Return the one tensor that was saved.
-
-        Raises:
-            ArchiveError: something else was saved, or a tensor of another shape or dtype.
-        """
+        """Return the one tensor that was saved."""
         if not _calls(self._root, "torch._utils", "_rebuild_tensor"):
             raise ArchiveError("the archive holds no tensor")
         tensor = self._tensor(self._root)
@@ -114,12 +107,7 @@ class Archive:
         return tensor
 
     def value(self) -> Any:
-        """Return what was saved: tensors and plain data.
-
-        Raises:
-            ForeignError: it has a class of another kind; names it.
-            ArchiveError: it is damaged.
-        """
+        """Return what was saved: tensors and plain data."""
         try:
             return self._plain(self._root, 0)
         except (TypeError, ValueError, OverflowError, RuntimeError) as error:
@@ -131,9 +119,6 @@ class Archive:
         """Check every record, and every tensor against its record, whatever else was saved.
 
         After this `torch.load(weights_only=True)` reads no byte outside of a record.
-
-        Raises:
-            ArchiveError: one is damaged, or does not fit.
         """
         for name in self._infos:
             if not name.startswith(self._prefix):
@@ -308,11 +293,7 @@ def _calls(value: Any, module: str, start: str) -> bool:
 
 
 def _check_strides(offset: Any, size: Any, stride: Any, count: int) -> None:
-    """Check that a tensor lies inside its record of `count` elements, and repeats none.
-
-    Raises:
-        ArchiveError: it does not, or `offset`, `size` and `stride` are no numbers of elements.
-    """
+    """Check that a tensor lies inside its record of `count` elements, and repeats none."""
     fine = all(isinstance(part, tuple) and all(map(_is_size, part)) for part in (size, stride))
     if not fine or not _is_size(offset) or len(size) != len(stride) or len(size) > _DEPTH:
         raise ArchiveError("a tensor is damaged: its sizes are no numbers of elements")

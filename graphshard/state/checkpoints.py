@@ -133,11 +133,7 @@ class Saving(Future[None]):
         self._told = False
 
     def result(self, timeout: float | None = None) -> None:
-        """Wait for the end; see `concurrent.futures.Future.result`.
-
-        Raises:
-            CheckpointError: a rank could not write.
-        """
+        """Wait for the end; see `concurrent.futures.Future.result`."""
         self.exception(timeout)
         return super().result(0)
 
@@ -148,11 +144,7 @@ class Saving(Future[None]):
         return error
 
     def end(self) -> None:
-        """Wait for the end.
-
-        Raises:
-            CheckpointError: a rank could not write, and nobody was told yet.
-        """
+        """Wait for the end."""
         wait([self])
         if not self._told:
             self.result()
@@ -178,11 +170,7 @@ class _Write:
     keep: int | None
 
     def run(self, state: dict[str, Any], process_group: Any, *, alone: bool = False) -> None:
-        """Write `state` with all ranks of `process_group` (None: of the default one).
-
-        Raises:
-            CheckpointError: on every rank, if one cannot write; its files are removed.
-        """
+        """Write `state` with all ranks of `process_group` (None: of the default one)."""
         try:
             with quiet():
                 save(
@@ -301,11 +289,7 @@ class _Model:
     def of(
         cls, stored: StoredCheckpoint, state_tensors: list[StateTensor], *, strict: bool
     ) -> Self:
-        """Check the model against the module's tensors.
-
-        Raises:
-            CheckpointError: it does not fit.
-        """
+        """Check the model against the module's tensors."""
         keys = stored.below(stored.prefix_of(by_name(state_tensors)))
         matched = match(state_tensors, stored.infos(keys), strict=strict)
         loaded = {t.name: t for t in state_tensors if t.name in matched.keys}
@@ -317,11 +301,7 @@ class _Model:
 def _require_asked(
     parts: PartsToLoad, path: str | os.PathLike[str], group: Group, agreement: Agreement
 ) -> None:
-    """Check that each name of the checkpoint's `extra` is asked for by some rank.
-
-    Raises:
-        CheckpointError: on every rank, if one is not.
-    """
+    """Check that each name of the checkpoint's `extra` is asked for by some rank."""
     own = parts.unasked()
     seen = [own] if group.backend == "fake" else group.all_gather_object(own)
     with agreement.part():

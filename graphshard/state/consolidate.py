@@ -31,11 +31,7 @@ class Consolidation:
     left_out: tuple[str, ...]
 
     def run(self, advance: Callable[[], None] = lambda: None) -> list[Path]:
-        """Write the files and return their paths; call `advance` after each tensor.
-
-        Raises:
-            CheckpointError: something cannot be read or written.
-        """
+        """Write the files and return their paths; call `advance` after each tensor."""
 
         def value(name: str) -> Iterator[Tensor]:
             key = self.keys[name]
@@ -72,10 +68,6 @@ def plan_consolidation(
             file.
         dtype: the dtype of written floating point tensors. None: unchanged.
         trust: unpickle whatever `source` holds, which may run code of its author.
-
-    Raises:
-        CheckpointError: `source` is no checkpoint, is damaged, or has no such key or no tensors
-            there; or `out` names one file and several are needed.
     """
     stored = open_checkpoint(source, trust=trust)
     stored.verify()

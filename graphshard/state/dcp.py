@@ -55,11 +55,7 @@ class StoredCheckpoint:
         return "" if self.manifest is None else self.manifest.save_id
 
     def verify(self, rank: int = 0, ranks: int = 1) -> None:
-        """Compare the files with their records; each of `ranks` ranks takes its part of them.
-
-        Raises:
-            CheckpointError: a file is damaged; names it.
-        """
+        """Compare the files with their records; each of `ranks` ranks takes its part of them."""
         if self.manifest is not None:
             self.manifest.verify(self.folder, sorted(self.manifest.files)[rank::ranks])
 
@@ -69,11 +65,7 @@ class StoredCheckpoint:
         return entry if isinstance(entry, TensorStorageMetadata) else None
 
     def below(self, prefix: tuple[str, ...]) -> dict[str, str]:
-        """Keys of the tensors in the dict at `prefix`, by their dotted names in that dict.
-
-        Raises:
-            CheckpointError: two tensors have one name.
-        """
+        """Keys of the tensors in the dict at `prefix`, by their dotted names in that dict."""
         keys: dict[str, str] = {}
         for key, path in self.paths.items():
             if path[: len(prefix)] == prefix and self.tensor(key) is not None:
@@ -118,10 +110,6 @@ def open_checkpoint(path: str | os.PathLike[str], *, trust: bool = False) -> Sto
         path: the directory.
         trust: unpickle whatever it holds, which may run code of its author. Otherwise the metadata
             may name torch's own descriptions of a checkpoint only, and entries plain data only.
-
-    Raises:
-        CheckpointError: there is no checkpoint, or a file is damaged, missing, cut off, outside the
-            directory, or a pickle of another class; names the file.
     """
     folder = Path(path)
     file = folder / METADATA
@@ -148,11 +136,7 @@ def _hint(folder: Path) -> str:
 
 
 def _paths(metadata: Metadata) -> dict[str, tuple[str, ...]]:
-    """The path of each entry; its key alone where dicts were not flattened.
-
-    Raises:
-        ValueError: some entries have a path and others none.
-    """
+    """The path of each entry; its key alone where dicts were not flattened."""
     nested = metadata.planner_data if isinstance(metadata.planner_data, Mapping) else {}
     keys = metadata.state_dict_metadata
     lacking = next((key for key in keys if key not in nested), None)
@@ -168,9 +152,6 @@ def read_entries(stored: StoredCheckpoint, into: dict[str, Any], group: Any = No
         stored: the checkpoint.
         into: tensors or other values, by key or as a nested dict; ranks may have other keys.
         group: the process group of the ranks that call this. None: this process alone.
-
-    Raises:
-        CheckpointError: an entry cannot be read.
     """
     try:
         with quiet():

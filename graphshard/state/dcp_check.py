@@ -39,9 +39,6 @@ def check_metadata(
 
     Returns:
         Bytes of each data file, by name.
-
-    Raises:
-        CheckpointError: names the entry at fault.
     """
     sizes = _check_places(folder, metadata, trust=trust)
     _check_paths(folder, paths)

@@ -37,10 +37,6 @@ def read_metadata(file: Path, *, trust: bool) -> Metadata:
         file: a `.metadata`.
         trust: unpickle any class, which may run code. Otherwise none is unpickled: the descriptions
             of tensors, chunks and files are built from the pickle's plain data.
-
-    Raises:
-        CheckpointError: it is damaged, holds something else, or names a class that a checkpoint
-            does not need.
     """
     try:
         if file.stat().st_size > _MOST_BYTES:

@@ -173,12 +173,7 @@ class CommittingWriter(FileSystemWriter):
         return plan
 
     def prepare_global_plan(self, plans: list[SavePlan]) -> list[SavePlan]:
-        """Name the files of every rank; called on the coordinator.
-
-        Raises:
-            CheckpointError: some ranks are missing. torch lets each rank save by itself where it
-                finds no default process group.
-        """
+        """Name the files of every rank; called on the coordinator."""
         if len(plans) != self._ranks:
             raise CheckpointError(
                 f"{len(plans)} of {self._ranks} ranks take part, since the process group was "

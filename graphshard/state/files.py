@@ -31,10 +31,6 @@ def open_files(path: str | os.PathLike[str]) -> dict[str, StoredTensor]:
     Args:
         path: a .safetensors file; an index (.json) as transformers writes it; or a directory with
             `model.safetensors.index.json`, `model.safetensors`, or one other .safetensors file.
-
-    Raises:
-        CheckpointError: there is no checkpoint, or a file is missing, cut off or damaged; names
-            the file.
     """
     file_or_index = Path(path)
     if file_or_index.is_dir():
@@ -127,11 +123,7 @@ class Target:
     max_shard_bytes: int | None = None
 
     def assign(self, tensors: Shapes) -> dict[str, list[str]]:
-        """Return the names of the tensors of each file, in order.
-
-        Raises:
-            CheckpointError: one file was named, and the tensors take more than `max_shard_bytes`.
-        """
+        """Return the names of the tensors of each file, in order."""
         limit = self.max_shard_bytes
         files: list[list[str]] = [[]]
         file_bytes = 0
@@ -179,12 +171,7 @@ class TargetFiles:
         self._writers: list[Writer] = []
 
     def open(self) -> None:
-        """Make the directory and begin the first file.
-
-        Raises:
-            CheckpointError: see `Target.assign` and `Writer`.
-            OSError: the directory or file cannot be written.
-        """
+        """Make the directory and begin the first file."""
         self._files = self._target.assign(self._tensors)
         self._target.folder.mkdir(parents=True, exist_ok=True)
         self._next_file()
@@ -197,21 +184,13 @@ class TargetFiles:
         self._writers.append(Writer(self._target.folder / file, shapes))
 
     def write(self, name: str, tensor: Tensor) -> None:
-        """Write the next tensor, or its next rows, in its dtype.
-
-        Raises:
-            OSError: the file cannot be written.
-        """
+        """Write the next tensor, or its next rows, in its dtype."""
         while name not in self._writers[-1].tensors:
             self._next_file()
         self._writers[-1].write(tensor)
 
     def commit(self) -> list[Path]:
-        """Give all files their names, and return them.
-
-        Raises:
-            OSError: a file cannot be written; those named before it remain.
-        """
+        """Give all files their names, and return them."""
         self._writers[-1].finish()
         for writer in self._writers:
             writer.close()
@@ -239,10 +218,6 @@ def write_files(
         target: the file or directory.
         tensors: shape and dtype of each tensor by name, in the order to write.
         value: yields the tensor of a name in its dtype, whole or in pieces of rows.
-
-    Raises:
-        CheckpointError: see `Target.assign` and `Writer`.
-        OSError: a file cannot be written.
     """
     files = TargetFiles(target, tensors)
     try:

@@ -45,11 +45,7 @@ class TensorSource:
 
 
 def state_dict_source(state_dict: Mapping[str, Any]) -> TensorSource:
-    """Return the source of a state dict of full plain tensors.
-
-    Raises:
-        CheckpointError: an entry is something else.
-    """
+    """Return the source of a state dict of full plain tensors."""
     for name, value in state_dict.items():
         if isinstance(value, DTensor):
             raise CheckpointError(
@@ -131,9 +127,6 @@ def fill(
         bindings: the shards.
         from_first: rank 0 reads and sends to all.
         in_place: no tensor has values that count.
-
-    Raises:
-        CheckpointError: on every rank, if reading fails on one; what had values has the same ones.
     """
     to_fill = [each for each in state_tensors if each.name in keys]
     read: list[tuple[StateTensor, Tensor]] = []
@@ -252,9 +245,6 @@ def take_model_values(
 
     Returns:
         Every name of the parameters and buffers left without values.
-
-    Raises:
-        FingerprintError: on every rank, if a rank's model differs from rank 0's.
     """
     group = bindings.group
     tensors: dict[str, Tensor] = {

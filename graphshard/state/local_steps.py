@@ -53,9 +53,6 @@ def require_elementwise(kind: type[Optimizer], elementwise: bool | None) -> None
     Args:
         kind: the class.
         elementwise: whether the user says so; None: it must be one of `ELEMENTWISE`.
-
-    Raises:
-        PolicyError: they may not, or nobody says that they may.
     """
     if any(kind is getattr(torch.optim, name, None) for name in NOT_ELEMENTWISE):
         # With torch 2.13 LBFGS and Muon step on DTensors to the values of the plain model.
@@ -87,10 +84,6 @@ def step_locally(optimizer: AnyOptimizer, elementwise: bool | None = None) -> An
     Args:
         optimizer: of a class that updates each element by itself; it may have state already.
         elementwise: whether it does, for a class of which this is not known.
-
-    Raises:
-        PolicyError: it does not, or this is not known; or its `step` is wrapped, by a learning rate
-            scheduler say, which must come after.
     """
     kind: Any = type(optimizer)
     if issubclass(kind, _LocalStepping):
@@ -233,11 +226,7 @@ def _dtensor_state(param: Tensor, state: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _local_state(param: Tensor, state: Mapping[str, Any]) -> dict[str, Any]:
-    """`state` of `param` with each DTensor replaced by its local tensor.
-
-    Raises:
-        CheckpointError: a tensor is laid out otherwise than the parameter.
-    """
+    """`state` of `param` with each DTensor replaced by its local tensor."""
     if not isinstance(param, DTensor):
         return dict(state)
     local_state = {}

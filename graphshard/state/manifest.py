@@ -111,11 +111,7 @@ class Manifest:
 
     @classmethod
     def read(cls, file: Path) -> Self:
-        """Read a manifest.
-
-        Raises:
-            CheckpointError: it is missing or damaged.
-        """
+        """Read a manifest."""
         try:
             raw = read_file(file, "the manifest", CheckpointError, _MOST_BYTES)
             data: dict[str, Any] = from_json(raw.partition(b"\n")[0])
@@ -138,11 +134,7 @@ class Manifest:
         return manifest
 
     def verify(self, folder: Path, names: Collection[str]) -> None:
-        """Compare files in `folder` with their records.
-
-        Raises:
-            CheckpointError: one is missing, or has another size or CRC-32; names it.
-        """
+        """Compare files in `folder` with their records."""
         for name in names:
             recorded = self.files[name]
             try:
@@ -161,9 +153,6 @@ def manifest_of(folder: Path, data_files: Collection[str]) -> Manifest | None:
     """The manifest of the checkpoint in `folder` whose metadata names `data_files`.
 
     None if graphshard did not write it.
-
-    Raises:
-        CheckpointError: the manifest is missing or damaged, or the files are not those of one save.
     """
     ids = {save_id_of(name) for name in data_files}
     if ids <= {None}:
@@ -188,10 +177,6 @@ def commit(folder: Path, save_id: str, metadata: bytes, files: Mapping[str, File
         save_id: of the save.
         metadata: contents of `.metadata`.
         files: the records of the data files.
-
-    Raises:
-        OSError: the disk refuses; the checkpoint in `folder` is then as before, or the new one if
-            only the last wait for the disk failed.
     """
     temporary = folder / f"{METADATA}.{save_id}.tmp"
     record = FileRecord(len(metadata), zlib.crc32(metadata))
@@ -325,11 +310,7 @@ def latest_checkpoint(folder: str | os.PathLike[str]) -> Path | None:
 
 
 def series_of(path: Path) -> str:
-    """The name of `path` with a mark for its last number: checkpoints of a run share it.
-
-    Raises:
-        CheckpointError: the name has no number.
-    """
+    """The name of `path` with a mark for its last number: checkpoints of a run share it."""
     match = re.fullmatch(r"(.*?)\d+(\D*)", path.name)
     if match is None:
         raise CheckpointError(

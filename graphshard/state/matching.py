@@ -71,10 +71,6 @@ def match(
         infos: shapes and dtypes of the checkpoint's tensors.
         strict: refuse missing and unexpected keys; otherwise only list them.
         rules: how a transformers model names its parameters in checkpoints.
-
-    Raises:
-        CheckpointError: names the first key that is missing, unexpected, of another shape or of
-            another kind of dtype.
     """
     rules = rules or KeyRules()
     names = {name for state_tensor in state_tensors for name in state_tensor.names}
@@ -157,11 +153,7 @@ def _require_fit(
 
 
 def infos_of(state_dict: Mapping[str, Any]) -> dict[str, tuple[Sequence[int], torch.dtype]]:
-    """Return the shapes and dtypes of a state dict of tensors.
-
-    Raises:
-        CheckpointError: an entry is no tensor.
-    """
+    """Return the shapes and dtypes of a state dict of tensors."""
     infos: dict[str, tuple[Sequence[int], torch.dtype]] = {}
     for name, value in state_dict.items():
         if not isinstance(value, torch.Tensor):

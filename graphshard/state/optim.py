@@ -73,9 +73,6 @@ def sharded_state_dict(
     """As `optimizer_state_dict` of form "sharded"; and what of it must be alike on all ranks.
 
     That is the tensors that ranks gather, and copies to give to `require_same_copies`.
-
-    Raises:
-        CheckpointError: the optimizer has a parameter that is not the module's.
     """
     entries = entries_of(module, bindings, optim)
     copies = copies_of_state(bindings.group, _with_params(optim, entries))
@@ -87,11 +84,7 @@ Entries = dict[int, tuple[str, Mapping[str, Any] | None]]
 
 
 def entries_of(module: nn.Module, bindings: Bindings, optim: torch.optim.Optimizer) -> Entries:
-    """The name and state of every parameter of `optim`.
-
-    Raises:
-        CheckpointError: the optimizer has a parameter that is not the module's.
-    """
+    """The name and state of every parameter of `optim`."""
     state_tensors = state_tensors_of_optimizer(module, bindings, optim)
     return {
         id(param): (
@@ -145,11 +138,7 @@ def local_part(value: Any) -> Any:
 def state_tensors_of_optimizer(
     module: nn.Module, bindings: Bindings, optim: torch.optim.Optimizer
 ) -> dict[int, StateTensor]:
-    """Return the module's tensors by `id`.
-
-    Raises:
-        CheckpointError: `optim` has other parameters.
-    """
+    """Return the module's tensors by `id`."""
     state_tensors = {
         id(state_tensor.tensor): state_tensor for state_tensor in state_tensors_of(module, bindings)
     }

@@ -61,9 +61,6 @@ def require_same_copies(group: Group, agreement: Agreement, copies: Mapping[str,
         group: the ranks.
         agreement: between them.
         copies: of this rank; see `copies_of_state`.
-
-    Raises:
-        CheckpointError: some differ; names them, on every rank.
     """
     if group.size == 1 or group.backend == "fake":
         return

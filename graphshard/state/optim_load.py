@@ -93,11 +93,7 @@ class _Checker:
         self.local = local
 
     def check(self, state_dict: Mapping[str, Any]) -> StateInfo:
-        """Return the settings and entries of `state_dict`, without its tensors.
-
-        Raises:
-            CheckpointError: it does not fit.
-        """
+        """Return the settings and entries of `state_dict`, without its tensors."""
         state, groups = self._parts(state_dict)
         group_of = {name: i for i, group in enumerate(groups) for name in group["params"]}
         by_group = [

@@ -56,9 +56,6 @@ def read_pickle(raw: bytes) -> Any:
     Returns:
         None, bools, numbers, texts, bytes, tuples, lists, dicts and sets as they are; `Name`,
         `Made` and `Reference` for all else. Containers may be shared, and may hold themselves.
-
-    Raises:
-        PickleError: it is damaged, or has keys other than texts, numbers and objects.
     """
     try:
         return _Machine(raw).run()

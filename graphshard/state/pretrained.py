@@ -33,11 +33,7 @@ _ASKS_NOTHING = {"save_peft_format": True, "save_embedding_layers": "auto"}
 
 
 def checked_size(max_shard_size: int | str) -> int:
-    """The bytes of a `max_shard_size` of transformers or Accelerate, such as "5GB".
-
-    Raises:
-        CheckpointError: it is no size.
-    """
+    """The bytes of a `max_shard_size` of transformers or Accelerate, such as "5GB"."""
     try:
         return bytes_in(str(max_shard_size))
     except ValueError as error:
@@ -62,10 +58,6 @@ def given_weights(
         save_function: likewise; one of Accelerate or torch.
         safe_serialization: likewise.
         others: keywords that no method of graphshard has.
-
-    Raises:
-        CheckpointError: on every rank, if a keyword could have no effect, or rank 0 has no whole
-            tensors while another rank says so.
     """
     rank = agreement.group.rank
     with agreement.part() as part:

@@ -53,11 +53,7 @@ def random_staging(stored: StoredCheckpoint, group: Group) -> dict[str, Any]:
 def checked_states(
     stored: StoredCheckpoint, entries: Mapping[str, Any], group: Group
 ) -> dict[str, Any]:
-    """The states for this rank from the entries of `random_staging`, by library, once read.
-
-    Raises:
-        CheckpointError: one is no state of its library.
-    """
+    """The states for this rank from the entries of `random_staging`, by library, once read."""
     saved = _saved(stored)
     own = saved.get(group.rank, saved.get(0, {}))
     states = {name: entries[key] for name, key in own.items()}

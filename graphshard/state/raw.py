@@ -77,11 +77,7 @@ class StoredTensor:
         return prod(self.shape) * self.dtype.itemsize
 
     def read(self, region: Region) -> Tensor:
-        """Read the part of it in `region` to the CPU, and no other bytes.
-
-        Raises:
-            CheckpointError: the file ends before the part does, or holds a bool other than 0 or 1.
-        """
+        """Read the part of it in `region` to the CPU, and no other bytes."""
         sizes = [dim.stop - dim.start for dim in region]
         result = torch.empty(sizes, dtype=self.dtype)
         if result.numel() == 0:
@@ -116,11 +112,7 @@ def _runs(shape: Sequence[int], region: Region) -> Iterator[tuple[int, int]]:
 
 
 def require_bools(tensor: Tensor, where: str) -> None:
-    """Check that the bytes of a tensor of bools are 0 or 1, since torch relies on it.
-
-    Raises:
-        CheckpointError: one is not.
-    """
+    """Check that the bytes of a tensor of bools are 0 or 1, since torch relies on it."""
     if tensor.dtype is torch.bool and tensor.numel() and tensor.view(torch.uint8).max() > 1:
         raise CheckpointError(f"{where} has a bool whose byte is neither 0 nor 1; it is damaged")
 
@@ -132,12 +124,7 @@ def memory_of(tensor: Tensor) -> memoryview:
 
 
 def read_header(file: Path) -> dict[str, StoredTensor]:
-    """Return the tensors in `file` by name, all checked against the size of the file.
-
-    Raises:
-        CheckpointError: it is no safetensors file, is shorter or longer than its header says, has a
-            dtype unknown to torch, or tensors that overlap or leave bytes between them.
-    """
+    """Return the tensors in `file` by name, all checked against the size of the file."""
     try:
         if not file.is_file():
             raise CheckpointError(f"{file} is missing")
@@ -221,9 +208,6 @@ class Writer:
     Args:
         file: the path of the file.
         tensors: shape and dtype of each tensor by name, in the order to write.
-
-    Raises:
-        CheckpointError: the format does not support a dtype.
     """
 
     def __init__(

@@ -141,10 +141,6 @@ def differences(bindings: Bindings, leave_out: Collection[str] = ()) -> list[Dif
     Args:
         bindings: the module's state.
         leave_out: names of tensors that may differ; the same on every rank.
-
-    Raises:
-        FingerprintError: the ranks make different calls, or have different copies.
-        CollectiveError: another rank died, or did not get here within the timeout.
     """
     return _differences(
         bindings, lambda: [copy for copy in copies_of(bindings) if copy.name not in leave_out]
@@ -209,12 +205,7 @@ def message_of(found: list[Difference]) -> str:
 
 
 def require_equal(bindings: Bindings, leave_out: Collection[str]) -> None:
-    """Check that all copies are equal.
-
-    Raises:
-        ReplicaError: some differ; on every rank.
-        CollectiveError: see `differences`.
-    """
+    """Check that all copies are equal."""
     found = differences(bindings, leave_out)
     if found:
         ranks = {one.name: one.ranks for one in found}
@@ -231,10 +222,6 @@ def require_one_model(bindings: Bindings, model: nn.Module) -> None:
     Args:
         bindings: the state of a module that was just made.
         model: the model it was made of.
-
-    Raises:
-        ReplicaError: some differ; on every rank.
-        CollectiveError: see `_differences`.
     """
     params = dict(model.named_parameters(remove_duplicate=False))
     names = [shard.layout.fqn for shard in distinct(bindings.shards) if not shard.layout.ignored]
@@ -259,10 +246,6 @@ def require_one_source(bindings: Bindings, values: Mapping[str, Tensor | None]) 
         bindings: the state of the module.
         values: by name, what this rank loads; a DTensor is not compared. None, or no entry: the
             parameter keeps its values.
-
-    Raises:
-        ReplicaError: some differ; on every rank, and nothing was loaded.
-        CollectiveError: see `_differences`.
     """
     copies = []
     for shard in distinct(bindings.shards):
@@ -291,11 +274,7 @@ def _require_one(bindings: Bindings, copies: list[Copy], what: str, advice: str)
 
 
 def names_matching(bindings: Bindings, leave_out: Any) -> frozenset[str]:
-    """The parameters and buffers whose whole name a regular expression of `leave_out` matches.
-
-    Raises:
-        PolicyError: an expression matches none, or is no regular expression.
-    """
+    """The parameters and buffers whose whole name a regular expression of `leave_out` matches."""
     expressions = require_names("leave_out", leave_out, "a regular expression")
     names = [shard.layout.fqn for shard in distinct(bindings.shards)] + [*bindings.buffers]
     matching: set[str] = set()

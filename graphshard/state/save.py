@@ -150,9 +150,6 @@ def write_values(
             move data between ranks; it must not fail.
         max_shard_bytes: as of `save_safetensors`.
         before_commit: as of `save_safetensors`.
-
-    Raises:
-        CheckpointError: on every rank, if rank 0 cannot write.
     """
     group, agreement = bindings.group, bindings.agreement
     files = TargetFiles(Target(Path(path), max_shard_bytes), tensors)

@@ -100,11 +100,7 @@ class StateTensor:
 
 
 def state_tensors_of(module: nn.Module, bindings: Bindings) -> list[StateTensor]:
-    """Return every parameter and buffer of `module` once, in module order.
-
-    Raises:
-        RuntimeStateError: a parameter was replaced by one of another layout, or is unsharded.
-    """
+    """Return every parameter and buffer of `module` once, in module order."""
     state = vars(module).get("_graphshard")
     if state is not None and state.unsharded.open:
         raise RuntimeStateError(
@@ -233,9 +229,6 @@ def only_rank_zero(agreement: Agreement, empty: Sequence[bool], if_empty: str) -
 
     Returns:
         True if only rank 0 has values; it then sends them to the others.
-
-    Raises:
-        CheckpointError: on every rank, if some have none.
     """
     ranks = [rank for rank, is_empty in enumerate(empty) if is_empty]
     if not ranks:

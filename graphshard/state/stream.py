@@ -104,9 +104,6 @@ def _batches(entries: Sequence[_Entry], max_bytes: int | None) -> list[list[_Ent
 
     Counted is the tensor that was handed out before, too, which a `for` loop holds until it has the
     next one. Where only that would be too much, it is left to the caller to drop it.
-
-    Raises:
-        CheckpointError: one tensor takes more.
     """
     if max_bytes is None:
         before = [0, *(each.nbytes for each in entries)]

@@ -104,9 +104,6 @@ def parts_to_save(scheduler: Any, scaler: Any, extra: Mapping[str, Any] | None) 
         scheduler: with `state_dict` and `load_state_dict`, or None.
         scaler: the same.
         extra: values and such objects by name.
-
-    Raises:
-        CheckpointError: one has no state, or holds what a load could not restore.
     """
     parts: dict[str, Any] = {}
     seen: dict[str, Path] = {}
@@ -123,11 +120,7 @@ def parts_to_save(scheduler: Any, scaler: Any, extra: Mapping[str, Any] | None) 
 def _targets(
     scheduler: Any, scaler: Any, extra: Mapping[Any, Any] | None
 ) -> Iterator[tuple[tuple[str, ...], Any]]:
-    """Yield what the caller passed, with the path of its entries.
-
-    Raises:
-        CheckpointError: an object has no state, or a key of `extra` is no name.
-    """
+    """Yield what the caller passed, with the path of its entries."""
     for name, value in ((SCHEDULER, scheduler), (SCALER, scaler)):
         if value is None:
             continue
@@ -172,9 +165,6 @@ def _require_saveable(path: Path, state: Any, seen: dict[str, Path]) -> None:
         path: of the state.
         state: to be saved.
         seen: by the key of each entry so far, the path of what it belongs to; is added to.
-
-    Raises:
-        CheckpointError: it does not; names the entry.
     """
     for entry, value in flatten(state, path):
         key = key_of(entry)
@@ -225,9 +215,6 @@ class PartsToLoad:
         extra: values by name to be replaced, and objects to be restored in place; if empty, it is
             to be filled with all there are. None: none.
         strict: refuse the state of another kind of scheduler or scaler.
-
-    Raises:
-        CheckpointError: the checkpoint lacks one, or has a tensor of another shape or dtype.
     """
 
     def __init__(
@@ -284,9 +271,6 @@ class PartsToLoad:
 
         Returns:
             What restores their former states.
-
-        Raises:
-            CheckpointError: one refuses its state; all are as before.
         """
         former: list[tuple[Stateful, Any]] = []
 
@@ -376,11 +360,7 @@ def _lacks(stored: StoredCheckpoint, path: tuple[str, ...], names: list[str]) ->
 def _require_same_kind(
     stored: StoredCheckpoint, name: str, live: Any, keys: Mapping[str, Path]
 ) -> None:
-    """Refuse a state that lacks what the live object's state has.
-
-    Raises:
-        CheckpointError: it does.
-    """
+    """Refuse a state that lacks what the live object's state has."""
     saved = {below[0] for below in keys.values() if below}
     lacking = [key for key in live if key not in saved] if isinstance(live, Mapping) else []
     if lacking:

@@ -15,20 +15,12 @@ ENTRIES = 2_000_000
 
 
 def use_settings(text: str) -> None:
-    """Set what PYTORCH_CUDA_ALLOC_CONF would have, before anything is allocated.
-
-    Raises:
-        UnsupportedTorchError: this torch has no such function.
-    """
+    """Set what PYTORCH_CUDA_ALLOC_CONF would have, before anything is allocated."""
     private(_MODULE, "_set_allocator_settings")(text)
 
 
 def record_history() -> None:
-    """Begin to record every request to the allocator, without stacks.
-
-    Raises:
-        UnsupportedTorchError: this torch has no such function.
-    """
+    """Begin to record every request to the allocator, without stacks."""
     record = private(_MODULE, "_record_memory_history")
     record(enabled="all", context=None, max_entries=ENTRIES)
 
@@ -37,9 +29,6 @@ def history(device: int) -> list[dict[str, Any]]:
     """What the allocator of the CUDA device with this index did since `record_history`, in order.
 
     Each entry has `action`, `addr`, `size` and `stream`.
-
-    Raises:
-        UnsupportedTorchError: this torch has no such function.
     """
     torch.cuda.synchronize(device)
     traces = private(_MODULE, "_snapshot")()["device_traces"]

@@ -14,9 +14,6 @@ def ends_of_groups() -> list[tuple[type, str]]:
     """The class of process groups, with each of its methods that end a group's communicators.
 
     `destroy_process_group` calls one of them.
-
-    Raises:
-        UnsupportedTorchError: it has none.
     """
     found = _methods(private("torch.distributed.distributed_c10d", "ProcessGroup"))
     if not found:

@@ -27,11 +27,7 @@ SUPPORTED = "torch 2.11 to 2.15"
 
 @cache
 def private(module: str, name: str) -> Any:
-    """Attribute `name` of the private module `module`.
-
-    Raises:
-        UnsupportedTorchError: this torch has no such module or name.
-    """
+    """Attribute `name` of the private module `module`."""
     try:
         return getattr(importlib.import_module(module), name)
     except (ImportError, AttributeError) as error:
@@ -248,11 +244,7 @@ def move_mesh(mesh: Any, new: Any) -> None:
 
 
 def private_of(owner: Any, name: str) -> Any:
-    """Attribute `name` of an object of torch's.
-
-    Raises:
-        UnsupportedTorchError: it has none.
-    """
+    """Attribute `name` of an object of torch's."""
     try:
         return getattr(owner, name)
     except AttributeError as error:
@@ -302,11 +294,7 @@ def find_infinities() -> Any:
 
 
 def rewrap_step(optimizer: torch.optim.Optimizer) -> None:
-    """Let hooks run around the `step` of the class that `optimizer` has now.
-
-    Raises:
-        UnsupportedTorchError: this torch cannot.
-    """
+    """Let hooks run around the `step` of the class that `optimizer` has now."""
     rewrap = getattr(optimizer, "_patch_step_function", None)
     if rewrap is None:
         raise UnsupportedTorchError(
@@ -316,11 +304,7 @@ def rewrap_step(optimizer: torch.optim.Optimizer) -> None:
 
 
 def set_grad_dtype(param: torch.Tensor, dtype: torch.dtype) -> None:
-    """Let `param.grad` be of `dtype`, other than the parameter's.
-
-    Raises:
-        UnsupportedTorchError: this torch cannot.
-    """
+    """Let `param.grad` be of `dtype`, other than the parameter's."""
     if not hasattr(torch.Tensor, "grad_dtype"):
         raise UnsupportedTorchError(
             f"torch {torch.__version__} has no gradients of another dtype than the parameter's, "
@@ -374,9 +358,6 @@ def release_saved_tensors(ctx: Any) -> None:
     """Drop the tensors that `ctx` saved, unless the caller of backward retains the graph.
 
     Otherwise `ctx` keeps each of them to the end of backward.
-
-    Raises:
-        UnsupportedTorchError: this torch cannot.
     """
     release = getattr(ctx, "maybe_clear_saved_tensors", None)
     if release is None:
@@ -404,11 +385,7 @@ def engine_accumulates(leaf_node: Any) -> bool:
 
 
 def versions_kept(tensors: tuple[torch.Tensor, ...]) -> AbstractContextManager[Any]:
-    """A context whose writes into `tensors` and their views leave the version counters as they are.
-
-    Raises:
-        UnsupportedTorchError: this torch cannot.
-    """
+    """A context where writes into `tensors` and their views keep version counters as they are."""
     return private("torch.autograd", "_unsafe_preserve_version_counter")(tensors)
 
 

@@ -24,9 +24,6 @@ def full_tensor(dtensor: Any) -> Tensor:
 
     Returns:
         The tensor, on the device of the DTensor; it shares the memory of one that is whole here.
-
-    Raises:
-        RuntimeError: a rank died, or did not get here within the group's timeout.
     """
     mesh, local = dtensor.device_mesh, local_tensor(dtensor).detach()
     split = {

@@ -61,11 +61,7 @@ def draws_as_eager() -> bool:
 
 
 def require_inductor() -> None:
-    """Check that this torch can compile a region.
-
-    Raises:
-        UnsupportedTorchError: it does not.
-    """
+    """Check that this torch can compile a region."""
     parameters = signature(private(_COMPILE, "compile_fx_inner")).parameters
     needed = [n for n, p in parameters.items() if p.default is p.empty and p.kind in _NAMED]
     if needed != ["gm", "example_inputs"]:
@@ -127,9 +123,6 @@ def compile_graph(graph: fx.GraphModule, inputs: Sequence[Any], mode: Any) -> Co
         graph: of operators that write nowhere; it is traced, and stays as it is.
         inputs: FakeTensors of `mode`, and symbolic sizes.
         mode: the FakeTensorMode of `compiling`.
-
-    Raises:
-        Exception: whatever Inductor, or the compiler it calls, raises.
     """
     make_fx = importlib.import_module("torch.fx.experimental.proxy_tensor").make_fx
     decompositions = {
@@ -175,11 +168,7 @@ class _Decomposed(fx.Interpreter):
 
 
 def _lying_as(result: torch.Tensor, promised: torch.Tensor) -> torch.Tensor:
-    """`result` with the strides of `promised`, copied if need be.
-
-    Raises:
-        UnsupportedTorchError: a copy cannot have them, or it has another dtype.
-    """
+    """`result` with the strides of `promised`, copied if need be."""
     if result.dtype != promised.dtype:
         raise UnsupportedTorchError(
             f"Inductor's operators give a result dtype {result.dtype}, torch's own {promised.dtype}"

@@ -23,9 +23,6 @@ def let_meshes_mix() -> None:
     """Let `torch.stack` and `torch._foreach_mul_` by a number take several meshes, for good.
 
     A stack is a plain tensor then, the same on every rank.
-
-    Raises:
-        UnsupportedTorchError: this torch has no handlers of operators on DTensors.
     """
     handlers = dtensor_handlers()
     for op, handler in _HANDLERS.items():

@@ -100,11 +100,6 @@ def patched(
         new: the value meanwhile.
         expects: whether the original is of the kind that `new` can stand for.
         where: what `active_patches` and errors call it; None: its path.
-
-    Raises:
-        UnsupportedTorchError: there is no such attribute, or `expects` says no.
-        RuntimeStateError: on leaving, somebody else has replaced it meanwhile; the original is back
-            nevertheless. Not raised where the context is left by an exception.
     """
     patch = _put_in_place(owner, name, new, expects, where)
     try:
@@ -127,20 +122,12 @@ def patched_for_good(
     expects: Callable[[Any], bool] | None = None,
     where: str | None = None,
 ) -> None:
-    """Replace attribute `name` of `owner` for as long as that lives; see `patched`.
-
-    Raises:
-        UnsupportedTorchError: there is no such attribute, or `expects` says no.
-    """
+    """Replace attribute `name` of `owner` for as long as that lives; see `patched`."""
     _put_in_place(owner, name, new, expects, where)
 
 
 def dtensor_handlers() -> dict[Any, Any]:
-    """The functions that torch calls for operators on DTensors, in place of its own rules.
-
-    Raises:
-        UnsupportedTorchError: this torch has none.
-    """
+    """The functions that torch calls for operators on DTensors, in place of its own rules."""
     dtensor = private("torch.distributed.tensor._api", "DTensor")
     handlers = getattr(getattr(dtensor, "_op_dispatcher", None), "_custom_op_handlers", None)
     if not isinstance(handlers, dict):
@@ -149,11 +136,7 @@ def dtensor_handlers() -> dict[Any, Any]:
 
 
 def replace_dtensor_handler(op: Any, handler: Any) -> None:
-    """Let `handler(torch's own handler, op, args, kwargs)` do what `op` does on DTensors, for good.
-
-    Raises:
-        UnsupportedTorchError: this torch has no handler of its own for `op`.
-    """
+    """Let `handler(torch's own handler, op, args, kwargs)` run `op` on DTensors, for good."""
     handlers = dtensor_handlers()
     replacement = partial(handler, handlers.get(op))
     patched_for_good(handlers, op, replacement, where=f"the handler of DTensors for {op}")

@@ -49,11 +49,7 @@ class Captures:
         self._by_units: dict[tuple[str, ...], Program] = {}
 
     def of(self, plan: ShardingPlan) -> Program:
-        """Return the captured program for `plan`; the caller must not edit it.
-
-        Raises:
-            CaptureError: the step cannot be captured.
-        """
+        """Return the captured program for `plan`; the caller must not edit it."""
         shared = self._shared_program(plan)
         if shared is None:
             return self._of_units(plan, tuple(unit.fqn for unit in plan.units))

@@ -119,11 +119,7 @@ class Search:
         self._told = time.monotonic()
 
     def run(self) -> CandidateResult | None:
-        """Return the fastest candidate that fits; None if none was found.
-
-        Raises:
-            NotFasterError: there is none as fast as `faster_than`.
-        """
+        """Return the fastest candidate that fits; None if none was found."""
         self.find_bounds()
         tasks = sorted(self._tasks(), key=lambda task: task.bound.seconds)
         quick = [task for task in tasks if task.schedule == PLAIN]

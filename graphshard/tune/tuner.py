@@ -52,9 +52,6 @@ def tune(
 
     `captures` are the captured programs of the call, if searches share them; a step must take less
     than `faster_than` seconds.
-
-    Raises:
-        NotFasterError: policies fit, but no step is faster than `faster_than`.
     """
     require_module(model)
     if example_inputs is None and example_kwargs is None:
@@ -172,12 +169,7 @@ def search_plan(
     device: torch.device | str,
     progress: Stages,
 ) -> ShardingPlan:
-    """Search a policy and return its plan with its program; a note in the policy says so.
-
-    Raises:
-        PolicyError: there are no example inputs to search with, or no policy fits.
-        PlanError: the model cannot be planned, or is in eval mode, or gradients are disabled.
-    """
+    """Search a policy and return its plan with its program; a note in the policy says so."""
     if not model.training or not torch.is_grad_enabled():
         raise PlanError(
             "AutoPolicy looks for the fastest training step; call model.train() first, and not in "
@@ -198,11 +190,7 @@ def search_plan(
 
 
 def sendable(policy: Policy) -> bytes:
-    """`policy` for another rank, which has the objects in `ignored` itself.
-
-    Raises:
-        PolicyError: it cannot be sent.
-    """
+    """`policy` for another rank, which has the objects in `ignored` itself."""
     try:
         return pickle.dumps(replace(policy, ignored=None))
     except Exception as error:  # whatever the user's objects raise

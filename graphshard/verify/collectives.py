@@ -291,11 +291,7 @@ def _kind(key: CollectiveKey) -> str:
 
 
 def _operands(facts: Facts, collective: fx.Node) -> tuple[list[fx.Node], list[ParamLayout]]:
-    """The operands of a collective, and the layouts of their parameters.
-
-    Raises:
-        VerifyError: its arguments do not fit each other, the tables or the plan.
-    """
+    """The operands of a collective, and the layouts of their parameters."""
     operands, arguments = operands_of(collective), Collective.of(collective)
     fault = fault_in(collective)
     if fault is not None:
@@ -315,11 +311,7 @@ def _operands(facts: Facts, collective: fx.Node) -> tuple[list[fx.Node], list[Pa
 
 
 def _check_values(facts: Facts, wait: fx.Node, expected: list[tuple[Any, ...]]) -> None:
-    """Raise unless the results of `wait`, and the picked ones, have the expected signatures.
-
-    Raises:
-        VerifyError: one has another shape or dtype.
-    """
+    """Raise unless the results of `wait`, and the picked ones, have the expected signatures."""
     results = [signature(val) for val in wait.meta["val"]]
     if results != expected:
         facts.fail("shapes", wait, f"it returns {results}; the layouts say {expected}")

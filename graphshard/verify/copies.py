@@ -70,11 +70,7 @@ def _check_offloaded(facts: Facts) -> None:
 
 
 def _arrival(facts: Facts, copy: fx.Node) -> fx.Node:
-    """The `arrive` that ends `copy`.
-
-    Raises:
-        VerifyError: it has none in its phase, several, or another reader.
-    """
+    """The `arrive` that ends `copy`."""
     for user in copy.users:
         if user.target is not ops.arrive:
             facts.fail("copies", user, f"it reads %{copy.name}, which has not arrived")

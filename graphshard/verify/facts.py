@@ -150,11 +150,7 @@ class Facts:
         return facts
 
     def operand(self, node: fx.Node) -> fx.Node:
-        """The collective that a `wait` ends, or the wait whose results a `free` frees.
-
-        Raises:
-            VerifyError: the node takes anything else.
-        """
+        """The collective that a `wait` ends, or the wait whose results a `free` frees."""
         source = node.args[0] if node.args else None
         allowed = ops.COLLECTIVES if node.target is ops.wait else {ops.wait}
         if not isinstance(source, fx.Node) or source.target not in allowed:
@@ -167,11 +163,7 @@ class Facts:
         return [node for node in self.collectives if node.target is ops.all_gather]
 
     def fail(self, rule: str, node: fx.Node | None, text: str) -> NoReturn:
-        """Raise the error for `node`, or for the whole program.
-
-        Raises:
-            VerifyError: always.
-        """
+        """Raise the error for `node`, or for the whole program."""
         lines = [f"after pass {self.after!r} the program breaks the rule {rule!r}: {text}"]
         if node is not None:
             unit = node.meta.get("unit", "?")

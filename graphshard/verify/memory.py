@@ -85,11 +85,7 @@ def check_releases(facts: Facts) -> None:
 
 
 def _released(facts: Facts, release: fx.Node) -> fx.Node:
-    """The full parameter that `release` releases.
-
-    Raises:
-        VerifyError: it takes anything else than a parameter gathered in its own phase.
-    """
+    """The full parameter that `release` releases."""
     picked = release.args[0] if release.args else None
     if not isinstance(picked, fx.Node) or not ops.is_unpack(picked):
         facts.fail("releases", release, "release must take what a wait on an all_gather gave")

@@ -23,10 +23,6 @@ def check_values(facts: Facts) -> None:
     numbers; see `graphshard.verify.numbering`. From `Stage.CAST` on, a gradient may be cast for its
     reduce. From `Stage.ACCUMULATED` on, zeros may replace a missing gradient only where an
     accumulated one is added to them.
-
-    Raises:
-        VerifyError: a value differs, or random or writing nodes changed; names the first node that
-            computes something new.
     """
     captured = None if facts.reference is None else facts.reference.values
     if captured is None:
