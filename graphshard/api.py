@@ -38,7 +38,7 @@ from graphshard.program.pass_protocol import PassLike
 from graphshard.program.program import Program
 from graphshard.progress import Progress, Stages
 from graphshard.runtime.agreement import Agreement, call_text
-from graphshard.runtime.graph_registration import registration
+from graphshard.runtime.cuda_graphs import registration
 from graphshard.runtime.group import mesh_of, with_mesh, without_cpu_index
 from graphshard.runtime.hosts import number_of_hosts
 from graphshard.runtime.links import measured_on

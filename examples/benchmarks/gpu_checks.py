@@ -21,7 +21,7 @@ from examples.benchmarks.stress import allocated, broken
 from examples.gpt import GPT, Block, GPTConfig
 from graphshard.errors import RuntimeStateError
 from graphshard.hardware.hardware import Hardware
-from graphshard.runtime.graph_recorder import Recorder
+from graphshard.runtime.cuda_graphs import Recorder
 
 HARDWARE = "hardware.json"  # in the folder of the run
 ASKED_FOR = "requested_bytes.all"  # in the allocator's statistics

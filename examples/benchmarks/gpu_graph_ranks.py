@@ -17,7 +17,7 @@ from examples.benchmarks.gpu_ranks import join, nccl_said, number_of_ranks
 from examples.benchmarks.gpu_table import Place, Row, patience
 from examples.gpt import GPT, Block
 from graphshard.errors import FingerprintError
-from graphshard.runtime.graph_recorder import Recorder
+from graphshard.runtime.cuda_graphs import Recorder
 
 LIMIT = 40.0
 """Seconds for each end on GPUs; elsewhere `patience` times as long."""

@@ -3,24 +3,139 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from statistics import median
 from typing import Any
 
 import torch
 
-from graphshard.calibrate import contention
 from graphshard.calibrate.device_time import (
     MOST_RUNS,
     DeviceWatch,
     Product,
     Warmth,
+    event_pair,
     l2_bytes,
     warmed_up,
 )
 from graphshard.calibrate.in_step import StepSize
 from graphshard.calibrate.probes import Cold
+from graphshard.calibrate.ranks import TimedCompute
 from graphshard.format import human_bytes
+from graphshard.program import ops
 from graphshard.runtime.group import Group
+from graphshard.runtime.links import TimedCollective
 from graphshard.runtime.measure import Ranks, Stopwatch, Timing, Watch
+
+GATHER_BYTES = 256 << 20
+"""Bytes of the gather beside which a CUDA device computes."""
+
+
+_HOST_GATHER_BYTES = 8 << 20
+
+
+_GATHERS = 4
+
+
+_ROUNDS = 5
+
+
+@dataclass(frozen=True)
+class Contention:
+    """The fractions of their speed that compute and communication lose while both are under way."""
+
+    compute: float
+    communication: float
+
+
+def contention_on_host(group: Group, timed: Callable[[str, Sequence[Any]], list[Timing]]) -> float:
+    """The fraction of compute's speed that a gather under way takes from products on CPU ranks."""
+    gather = TimedCollective(ops.all_gather, group, 1, _HOST_GATHER_BYTES)
+    product = torch.ones(256, 256, device=group.device)
+    products = TimedCompute(product, 20, None)
+    gather_alone, products_alone = timed("contention", [gather, products])
+    # Products that take about twice as long as the gather.
+    count = max(20, round(40 * gather_alone.seconds / products_alone.seconds))
+    count = max(group.all_gather_object(count))
+    without, during = timed(
+        "contention", [TimedCompute(product, count, None), TimedCompute(product, count, gather)]
+    )
+    slowdown = (during.seconds - without.seconds) / gather_alone.seconds
+    return min(1.0, max(0.0, slowdown))
+
+
+@dataclass(frozen=True)
+class Beside:
+    """Gathers on their stream while a CUDA device computes on its own.
+
+    gather: has `run`, `start` and `finish`. compute: queues work on the current stream. stream: the
+    one that gathers run on. watch: the stopwatch of the device.
+    """
+
+    gather: Any
+    compute: Callable[[], Any]
+    stream: Any
+    watch: DeviceWatch
+
+    def seconds(self, gathers: int, count: int) -> tuple[float, float]:
+        """(Seconds of `gathers` gathers, seconds of `count` computations), queued at once."""
+        begin, moved = event_pair(self.watch.cuda)
+        started, computed = event_pair(self.watch.cuda)
+        for _ in range(self.watch.products_for(1e-3)):
+            self.watch.product()
+        if gathers:
+            self.gather.run(1)  # so that all ranks begin together
+        begin.record()
+        pending = [self.gather.start() for _ in range(gathers)]
+        moved.record(self.stream)
+        started.record()
+        for _ in range(count):
+            self.compute()
+        computed.record()
+        for each in pending:
+            self.gather.finish(each)
+        moved.synchronize()
+        computed.synchronize()
+        return begin.elapsed_time(moved) / 1e3, started.elapsed_time(computed) / 1e3
+
+    def contention(self, ranks: Ranks) -> Contention:
+        """The mean over `ranks`, all of which must call this at the same point.
+
+        Both take about as long alone, so that they are under way together for most of their time.
+        """
+        self.seconds(1, 1)  # warm up
+        moving = median(self.seconds(_GATHERS, 0)[0] for _ in range(_ROUNDS))
+        one = median(self.seconds(0, 8)[1] for _ in range(_ROUNDS)) / 8
+        count = max(ranks.all_gather_object(max(1, round(moving / one))))
+        computing = median(self.seconds(0, count)[1] for _ in range(_ROUNDS))
+        both = [self.seconds(_GATHERS, count) for _ in range(_ROUNDS)]
+        moving_beside, computing_beside = (median(each) for each in zip(*both, strict=True))
+        together = min(moving_beside, computing_beside)
+        found = (
+            _lost(computing, computing_beside, together),
+            _lost(moving, moving_beside, together),
+        )
+        of_ranks = zip(*ranks.all_gather_object(found), strict=True)
+        return Contention(*(sum(each) / len(each) for each in of_ranks))
+
+
+def _lost(alone: float, beside: float, together: float) -> float:
+    """The fraction of its speed that work lost in the `together` of its `beside` seconds."""
+    done = alone - (beside - together)  # of its seconds alone, what was done meanwhile
+    return min(1.0, max(0.0, 1 - done / together))
+
+
+def contention_on_device(
+    group: Group, computes: dict[str, Callable[[], Any]], watch: DeviceWatch, size: int
+) -> dict[str, Contention]:
+    """Contention between a gather of `size` bytes and each of `computes` on CUDA ranks, by name."""
+    gather = TimedCollective(ops.all_gather, group, 1, size)
+    stream = None if group.side_stream is None else group.side_stream.stream
+    found = {}
+    for name, compute in computes.items():
+        found[name] = Beside(gather, compute, stream, watch).contention(group)
+    return found
+
 
 Timed = Callable[[str, Sequence[Any]], list[Timing]]
 
@@ -69,7 +184,7 @@ class HostBench:
 
     def contention(self, group: Group, timed: Timed) -> float:
         """The fraction of compute's speed that a collective of `group` under way takes from it."""
-        return contention.on_host(group, timed)
+        return contention_on_host(group, timed)
 
     def notes(self) -> list[str]:
         """Sentences on how the measuring went."""
@@ -101,7 +216,7 @@ class CudaBench(HostBench):
         step_width: int = 4096,
         large: tuple[int, ...] = (128 << 20, 512 << 20),
         largest_shard: int = 1 << 23,
-        gather_bytes: int = contention.GATHER_BYTES,
+        gather_bytes: int = GATHER_BYTES,
     ) -> None:
         super().__init__(device)
         self.cuda = cuda
@@ -165,7 +280,7 @@ class CudaBench(HostBench):
             "products": Product(self.device, self.beside_size, torch.bfloat16),
             "sums": lambda: torch.add(left, right),
         }
-        found = contention.on_device(group, computes, self.watch(), size)
+        found = contention_on_device(group, computes, self.watch(), size)
         for name, lost in found.items():
             self._notes.append(
                 f"beside a gather of {human_bytes(size)} over {group.size} ranks {name} lose "

@@ -11,7 +11,6 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from graphshard.cost.estimate import Estimate
 from graphshard.cost.kernel_rates import EFFICIENT, WITHOUT_MASKS
 from graphshard.cost.reasons import Cause, Reason
-from graphshard.cost.reserved_text import device_lines
 from graphshard.cost.timeline import Transfer
 from graphshard.format import fold, human_bytes, human_seconds, sentence, table
 from graphshard.planning.plan import padding_text
@@ -21,6 +20,14 @@ from graphshard.program.value_sizes import assumed_text
 if TYPE_CHECKING:
     from graphshard.cost.by_unit import UnitEstimate
     from graphshard.cost.compare import Comparison
+
+
+from typing import TYPE_CHECKING
+
+from graphshard.cost.reserved import ReservedMemory
+
+if TYPE_CHECKING:
+    from graphshard.cost.estimate import Estimate
 
 
 def causes_of(estimate: Estimate) -> dict[tuple[str, str, str], Cause]:
@@ -463,3 +470,53 @@ def _categories(both: Comparison) -> str:
         for c in largest
         if abs(change[c]) > _MIN_SHARE * both.a.peak_bytes
     )
+
+
+_MIN_FREE_SHARE = 0.02  # of what is reserved, for a segment's free bytes to be shown
+
+_MOST = 3
+
+
+def device_lines(estimate: Estimate) -> Iterator[str]:
+    """Lines on the bytes of the device and of the allocator; none on hosts."""
+    overheads = estimate.overheads
+    if overheads is None:
+        return
+    outside = [("CUDA context", overheads.context), ("NCCL", overheads.communicators)]
+    outside.append(("driver", overheads.driver))
+    shown = ", ".join(f"{name} {human_bytes(size)}" for name, size in outside if size)
+    yield sentence(
+        f"device     {human_bytes(estimate.device_bytes)}: reserved "
+        f"{human_bytes(estimate.reserved_bytes)}, {shown}"
+    )
+    if estimate.reserved is not None:
+        workspaces = sum(overheads.workspaces)
+        yield from (sentence(line) for line in _reserved(estimate.reserved, workspaces))
+
+
+def _reserved(reserved: ReservedMemory, workspaces: int) -> Iterator[str]:
+    usage = reserved.usage
+    parts = [
+        ("tensors at their peak", usage.live - workspaces),
+        ("cuBLAS workspaces", workspaces),
+        ("rounding", usage.rounding),
+        ("holes between tensors", usage.holes),
+        ("segments without tensors", usage.unused),
+    ]
+    shown = ", ".join(f"{human_bytes(size)} {name}" for name, size in parts if size)
+    conf = f" with {reserved.settings}" if str(reserved.settings) else ""
+    yield f"reserved   {human_bytes(reserved.bytes)}{conf}: {shown}"
+    least = _MIN_FREE_SHARE * reserved.bytes
+    for segment in [s for s in usage.largest if s.free > least][:_MOST]:
+        held = f", beside {segment.holders[0]}" if segment.holders else ""
+        yield (
+            f"  {human_bytes(segment.free)} free in a segment of {human_bytes(segment.size)}"
+            f" ({segment.stream}): the largest hole {human_bytes(segment.largest)}{held}"
+        )
+    if reserved.retries:
+        yield (
+            f"  the device is full {reserved.retries:,} times in {reserved.steps} steps: then free "
+            "segments go back to it, and compute waits"
+        )
+    if reserved.failed:
+        yield f"  no room for {reserved.failed}"

@@ -2,22 +2,22 @@
 
 from __future__ import annotations
 
+import copy
 import os
 import weakref
 from collections.abc import Sequence
 from functools import cache
 from pathlib import Path
-from typing import Any, ClassVar, Literal
+from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
 import torch
 from torch import fx, nn
 
 from graphshard.capture.dynamic import Dynamic
-from graphshard.capture.traced_module import MAIN_ENTRY
+from graphshard.capture.traced_module import MAIN_ENTRY, ORIGINALS
 from graphshard.errors import RuntimeStateError
 from graphshard.inspect.dump import dump_programs
 from graphshard.module.calls import CallMethods
-from graphshard.module.copying import groups_like, model_like, remember, take_over
 from graphshard.module.internals import _State
 from graphshard.module.meta_model import meta_model_of
 from graphshard.module.model_attributes import (
@@ -33,15 +33,20 @@ from graphshard.module.sharded_tree import build_sharded_tree
 from graphshard.module.state import StateMethods
 from graphshard.module.training import TrainingMethods
 from graphshard.planning.plan import ShardingPlan
+from graphshard.program import ops
 from graphshard.program.pass_protocol import PassLike
 from graphshard.program.program import Program
 from graphshard.progress import Stages
 from graphshard.runtime.agreement import Agreement
-from graphshard.runtime.group import Group, meeting_group
+from graphshard.runtime.group import Group, meeting_group, with_mesh
 from graphshard.runtime.lowered import Bindings
 from graphshard.runtime.resident import make_shards, watch_state_dicts
 from graphshard.state.load import take_model_values
+from graphshard.state.state_tensors import state_tensors_of
 from graphshard.torch_private.trace import load_dynamo
+
+if TYPE_CHECKING:
+    from graphshard.module.internals import _State
 
 
 class ShardedModule(StateMethods, TrainingMethods, CallMethods):
@@ -246,3 +251,72 @@ def _buffer_homes(root: nn.Module) -> dict[str, tuple[dict[str, Any], str]]:
         path, _, leaf = name.rpartition(".")
         homes[name] = (root.get_submodule(path)._buffers, leaf)
     return homes
+
+
+_HOOKS = (
+    "_forward_pre_hooks", "_forward_pre_hooks_with_kwargs", "_forward_hooks",
+    "_forward_hooks_with_kwargs", "_forward_hooks_always_called", "_backward_pre_hooks",
+    "_backward_hooks",
+)  # fmt: skip
+
+
+def groups_like(group: Group, found: Group) -> Group:
+    """The group `found` with all that `group` has, on the same mesh; all ranks call this."""
+    made = with_mesh(found, group.mesh_shape)
+    made.replica_all_reduce, made.check = group.replica_all_reduce, group.check
+    for name in group.subgroups:
+        if name not in made.subgroups:  # a part of the group that shards
+            made.within(int(name.removeprefix(ops.RESHARD)))
+    return made
+
+
+def model_like(sharded: nn.Module, state: _State, memo: dict[int, Any]) -> nn.Module:
+    """A model to compile anew: the code and Python state of `sharded`, its weights on meta.
+
+    Ignored parameters, which stay whole and in place, have values of their own.
+
+    Args:
+        sharded: the module that is copied.
+        state: its state.
+        memo: that of `copy.deepcopy`, by which what else is copied shares objects with the model.
+    """
+    model = meta_model_of(state.programs.meta_model, memo)
+    for layout in state.bindings.plan.ignored:
+        param = copy.deepcopy(sharded.get_parameter(layout.fqn))
+        for name in layout.names:
+            path, _, leaf = name.rpartition(".")
+            model.get_submodule(path)._parameters[leaf] = param
+    return model
+
+
+def take_over(twin: nn.Module, mine: _State, sharded: nn.Module, theirs: _State) -> None:
+    """Give `twin`, compiled of `model_like(sharded)`, the values and flags of `sharded`.
+
+    Args:
+        twin: the new module.
+        mine: its state.
+        sharded: the module that is copied.
+        theirs: the state of that.
+    """
+    to, of = state_tensors_of(twin, mine.bindings), state_tensors_of(sharded, theirs.bindings)
+    with torch.no_grad():
+        for tensor, original in zip(to, of, strict=True):
+            tensor.local.copy_(original.local)
+            tensor.mark_filled()
+    mine.on_meta = theirs.on_meta
+    for param, other in zip(twin.parameters(), sharded.parameters(), strict=True):
+        param.requires_grad_(other.requires_grad)
+    for part, other_part in zip(twin.modules(), sharded.modules(), strict=True):
+        part.training = other_part.training
+    # Code of the model may still reach the weights that it was compiled of.
+    vars(mine.programs.meta_model)[ORIGINALS] = vars(theirs.programs.meta_model)[ORIGINALS]
+
+
+def remember(memo: dict[int, Any], twin: nn.Module, sharded: nn.Module) -> None:
+    """Note in the memo of `copy.deepcopy` what stands for what; copy the hooks of the root."""
+    memo[id(sharded)] = twin
+    for get in (nn.Module.modules, nn.Module.parameters, nn.Module.buffers):
+        pairs = zip(get(sharded), get(twin), strict=True)
+        memo.update((id(original), copied) for original, copied in pairs)
+    for name in _HOOKS:
+        vars(twin)[name] = copy.deepcopy(vars(sharded)[name], memo)

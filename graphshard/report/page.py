@@ -21,13 +21,25 @@ from typing import TYPE_CHECKING, Any
 from graphshard.cost.against_trace import compare_trace
 from graphshard.errors import CostError
 from graphshard.report.colours import CLASSES, MEMORY, SPANS
-from graphshard.report.treemap import tiles
-from graphshard.report.verdict import verdict
-from graphshard.report.what_if import what_if_dict
 
 if TYPE_CHECKING:
     from graphshard.cost.estimate import Estimate
     from graphshard.tune.tuning import Tuning
+
+
+from itertools import combinations
+from typing import TYPE_CHECKING
+
+from graphshard.cost.compare import compare
+from graphshard.format import human_bytes, human_seconds
+
+if TYPE_CHECKING:
+    from graphshard.cost.estimate import Estimate
+    from graphshard.tune.tuning import Tuning
+
+
+from collections.abc import Sequence
+from typing import NamedTuple
 
 _TIMES = {"s": 1.0, "ms": 1e-3, "us": 1e-6}
 _SIZES = {"GiB": 2**30, "MiB": 2**20, "KiB": 2**10, "B": 1}
@@ -136,3 +148,146 @@ def _asset(name: str) -> str:
 def _packed(text: str) -> str:
     """Compressed, as text that needs no escapes in HTML; the same bytes in each run."""
     return base64.b64encode(gzip.compress(text.encode(), 9, mtime=0)).decode()
+
+
+_REASONS = 3
+
+
+def verdict(estimate: dict[str, Any]) -> str:
+    """The verdict on `Estimate.to_dict(details=True)` as HTML; links name places of the program."""
+    left = estimate["hardware"]["memory_bytes"] - estimate["device_bytes"]
+    of = human_bytes(estimate["hardware"]["memory_bytes"])
+    fits = f"Fits in {of}" if estimate["fits"] else f"Does not fit in {of}"
+    over = f"{human_bytes(left)} to spare" if left >= 0 else f"{human_bytes(-left)} too much"
+    memory = estimate["memory"]
+    at_peak = memory["place"][memory["peak"]]
+    peak = _link(at_peak, f"peak of {human_bytes(estimate['peak_bytes'])}")
+    step = estimate["step_seconds"]
+    share = estimate["exposed_seconds"] / step if step else 0.0
+    low, high = map(human_seconds, estimate["step_range"])
+    expected = f" ({low} to {high} expected)" if low != high else ""
+    sentences = [
+        f'<strong class="{"good" if estimate["fits"] else "bad"}">{fits}</strong>: {over} at the '
+        f"{peak}.",
+        f"A step takes <strong>{human_seconds(step)}</strong>{expected} at "
+        f"<strong>{estimate['mfu']:.1%}</strong> of the device's peak (MFU), of which "
+        f"<strong>{human_seconds(estimate['exposed_seconds'])}</strong> ({share:.1%}) are exposed "
+        "communication.",
+    ]
+    causes = estimate["causes"][:_REASONS]
+    if not causes:
+        return f"<p>{' '.join([*sentences, 'Compute waits for nothing.'])}</p>"
+    return f"<p>{' '.join(sentences)}</p>\n<ol>{''.join(_cause(c, estimate) for c in causes)}</ol>"
+
+
+def _cause(cause: dict[str, Any], estimate: dict[str, Any]) -> str:
+    worst = estimate["transfers"][cause["worst_transfer"]]
+    unit = worst["unit"] or "(root)"
+    more = f" and {cause['count'] - 1} more" if cause["count"] > 1 else ""
+    what = _link(worst["place"], f"{cause['op']} of {unit}")
+    return (
+        f"<li><strong>{human_seconds(cause['seconds'])}</strong>: {what}{more} in "
+        f"{cause['phase']}: {escape(cause['text'])}</li>"
+    )
+
+
+def _link(place: int, text: str) -> str:
+    return f'<a href="#place-{place}" data-place="{place}">{escape(text)}</a>'
+
+
+THIS = "this policy"
+
+
+def what_if_dict(
+    estimate: Estimate, others: Mapping[str, Estimate] | None, tuning: Tuning | None
+) -> dict[str, Any] | None:
+    """The points and comparisons as plain data; None if there is nothing but `estimate`.
+
+    points: those with an estimate first. pairs: the text of `graphshard.compare` by the numbers of
+    two points, as "0,1".
+    """
+    if not others and tuning is None:
+        return None
+    if THIS in (others or {}):
+        raise CostError(f"{THIS!r} is the report's own name for its estimate; choose another one")
+    estimates = {THIS: estimate, **(others or {})}
+    compared = {repr(e.plan.policy) for e in estimates.values()}
+    if tuning is not None and tuning.code not in compared:
+        estimates["chosen by the search"] = tuning.estimate
+        compared.add(tuning.code)
+    points = [_point(name, e) for name, e in estimates.items()]
+    for result in () if tuning is None else tuning.tried:
+        if repr(result.policy) not in compared:
+            points.append({"name": "", "estimated": False, **result.to_dict()})
+    pairs = {
+        f"{a},{b}": str(compare(one, other, names=(first, second)))
+        for (a, (first, one)), (b, (second, other)) in combinations(enumerate(estimates.items()), 2)
+    }
+    return {"points": points, "pairs": pairs}
+
+
+def _point(name: str, estimate: Estimate) -> dict[str, Any]:
+    return {
+        "name": name,
+        "estimated": True,
+        "policy": repr(estimate.plan.policy),
+        "seconds": estimate.step_seconds,
+        "bytes": estimate.peak_bytes,
+        "whole": True,
+    }
+
+
+class Tile(NamedTuple):
+    """A rectangle; x to the right, y upwards."""
+
+    left: float
+    right: float
+    bottom: float
+    top: float
+
+
+def tiles(sizes: Sequence[float], width: float, height: float) -> list[Tile]:
+    """Fill the rectangle `width` x `height` with one tile for each of `sizes`, in their order.
+
+    The area of a tile is its size's share of the sum; a size of 0 gets an empty tile.
+    """
+    total = sum(sizes)
+    if not total:
+        return [Tile(0.0, 0.0, 0.0, 0.0) for _ in sizes]
+    order = sorted(range(len(sizes)), key=lambda index: -sizes[index])
+    areas = [sizes[index] * width * height / total for index in order]
+    placed: dict[int, Tile] = {}
+    left, bottom, right, top = 0.0, 0.0, width, height
+    start = 0
+    while start < len(areas) and areas[start] > 0:
+        side = min(right - left, top - bottom)
+        end = start + 1
+        while end < len(areas) and _worst(areas[start : end + 1], side) <= _worst(
+            areas[start:end], side
+        ):
+            end += 1
+        row = areas[start:end]
+        thick = sum(row) / side
+        along = 0.0
+        for index, area in zip(order[start:end], row, strict=True):
+            one, other = along, along + area / thick
+            if right - left >= top - bottom:
+                placed[index] = Tile(left, left + thick, bottom + one, bottom + other)
+            else:
+                placed[index] = Tile(left + one, left + other, top - thick, top)
+            along = other
+        if right - left >= top - bottom:
+            left += thick
+        else:
+            top -= thick
+        start = end
+    return [placed.get(index, Tile(0.0, 0.0, 0.0, 0.0)) for index in range(len(sizes))]
+
+
+def _worst(row: Sequence[float], side: float) -> float:
+    """The largest ratio of the sides of a tile, if `row` is laid along a `side`."""
+    total = sum(row)
+    smallest, largest = min(row), max(row)
+    if not smallest:
+        return float("inf")
+    return max(side * side * largest / total**2, total**2 / (side * side * smallest))

@@ -8,8 +8,9 @@ that show no sign of a change are gathered. See README.md.
 
 from __future__ import annotations
 
+import ctypes
 import weakref
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Mapping, Sequence
 from math import prod
 from typing import Any
 
@@ -19,10 +20,34 @@ from torch.distributed.tensor import DTensor
 
 from graphshard.errors import PlanError
 from graphshard.planning.layout import ParamLayout
+from graphshard.planning.slabs import pack
 from graphshard.runtime.group import Group
-from graphshard.runtime.host_memory import host_memory
 from graphshard.runtime.shards import Shard
 from graphshard.torch_private import compat as torch_compat
+
+
+def host_memory(sizes: Sequence[int], *, pinned: bool) -> list[Tensor]:
+    """Uninitialised memory for tensors of these bytes, in slabs (see `graphshard.planning.slabs`).
+
+    Each has a storage of its own, so that saving or copying one does not take its slab with it. A
+    slab lives as long as one of them.
+
+    Returns:
+        By tensor, uint8 `(bytes,)`.
+    """
+    slabs = pack(sizes)
+    blocks = [torch.empty(size, dtype=torch.uint8, pin_memory=pinned) for size in slabs.sizes]
+    return [
+        _piece(blocks[slab], start, size) if size else torch.empty(0, dtype=torch.uint8)
+        for size, (slab, start) in zip(sizes, slabs.places, strict=True)
+    ]
+
+
+def _piece(block: Tensor, start: int, size: int) -> Tensor:
+    memory: Any = (ctypes.c_ubyte * size).from_address(block.data_ptr() + start)
+    memory.block = block  # torch keeps `memory` as long as the storage
+    return torch.frombuffer(memory, dtype=torch.uint8)
+
 
 _KEPT_FOR = 2
 """Gathers after a call without a sign at which a copy is made: its own, and the next step's."""

@@ -19,9 +19,9 @@ from graphshard.calibrate import run
 from graphshard.calibrate.in_step import StepSize, TransformerStep
 from graphshard.calibrate.probes import sized_probes
 from graphshard.calibrate.ranks import joined
-from graphshard.calibrate.report import report
 from graphshard.calibrate.run import calibrate, overhead_of
 from graphshard.cli import calibrate as command
+from graphshard.cli.calibrate import report
 from graphshard.cli.main import main
 from graphshard.cost.collective_cost import GroupShape, collective_seconds, saturating_bytes
 from graphshard.cost.op_curves import ELEMENTWISE, RELATIVES

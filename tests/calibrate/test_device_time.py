@@ -13,8 +13,7 @@ from fake_cuda import COMPUTE, SIDE, FakeCuda
 from ranks import run_ranks
 
 import graphshard
-from graphshard.calibrate.bench import CudaBench, HostBench, bench_for
-from graphshard.calibrate.contention import Beside
+from graphshard.calibrate.bench import Beside, CudaBench, HostBench, bench_for
 from graphshard.calibrate.device_time import (
     MOST_RUNS,
     DeviceWatch,
@@ -25,8 +24,8 @@ from graphshard.calibrate.device_time import (
 )
 from graphshard.calibrate.probes import Cold, sized_probes
 from graphshard.calibrate.ranks import joined
-from graphshard.calibrate.report import report
 from graphshard.calibrate.run import calibrate
+from graphshard.cli.calibrate import report
 from graphshard.hardware.hardware import Hardware
 from graphshard.runtime.measure import Effort, measure
 

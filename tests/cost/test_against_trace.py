@@ -11,8 +11,7 @@ import pytest
 from traces import estimate, trace_steps
 
 from graphshard.cli.main import main
-from graphshard.cost.against_trace import compare_trace
-from graphshard.cost.measured import read_trace
+from graphshard.cost.against_trace import compare_trace, read_trace
 from graphshard.errors import CostError
 from graphshard.program import ops
 from graphshard.program.program import BACKWARD, FORWARD, Program

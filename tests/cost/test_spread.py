@@ -9,7 +9,7 @@ from graphshard.cli.main import build_parser
 from graphshard.cost.spread import Range, apart, range_of, ranges_apart
 from graphshard.errors import CostError
 from graphshard.hardware.hardware import Hardware, preset_names
-from graphshard.report.verdict import verdict
+from graphshard.report.page import verdict
 
 ROUGH = UNIT.with_(spread=(0.5, 1.25), pair_spread=0.1)
 

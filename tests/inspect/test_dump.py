@@ -22,9 +22,7 @@ from torch import fx, nn
 
 import graphshard
 from graphshard.cli.main import main
-from graphshard.inspect.code import graph_source
-from graphshard.inspect.dot import dot_text, schedule_graph
-from graphshard.inspect.dump import dump_program
+from graphshard.inspect.dump import dot_text, dump_program, graph_source, schedule_graph
 
 FILES = ["schedule.txt", "program.txt", "forward.py", "backward.py", "plan.json", "schedule.dot"]
 

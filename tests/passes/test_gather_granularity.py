@@ -22,7 +22,7 @@ from simulations import SLOW_HOPS, SLOW_NETWORK
 from toy_programs import BATCH, VOCAB, WIDTH, Toy
 
 from graphshard.errors import PassError, VerifyError
-from graphshard.inspect.plan_notes import moved_notes
+from graphshard.inspect.plan_text import moved_notes
 from graphshard.passes.merge_gathers import MergeGathers
 from graphshard.passes.skip_reshard import SkipReshard
 from graphshard.passes.split_gathers import SplitGathers

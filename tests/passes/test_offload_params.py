@@ -15,8 +15,7 @@ from toy_programs import offloaded
 
 import graphshard
 from graphshard.errors import PassError, PolicyError, VerifyError
-from graphshard.inspect.dot import schedule_graph
-from graphshard.inspect.dump import dump_program
+from graphshard.inspect.dump import dump_program, schedule_graph
 from graphshard.passes.offload_params import OffloadParams
 from graphshard.pipeline import default_passes, run_passes
 from graphshard.policy.units import Policy

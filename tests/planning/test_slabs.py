@@ -13,7 +13,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from graphshard.planning.slabs import ALIGNMENT, pack
-from graphshard.runtime.host_memory import host_memory
+from graphshard.runtime.resident import host_memory
 
 SIZES = st.lists(st.integers(0, 3_000_000), max_size=40)
 

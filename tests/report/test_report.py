@@ -21,7 +21,7 @@ from graphshard.cost.text import causes_of
 from graphshard.errors import CostError
 from graphshard.report import page as pages
 from graphshard.report.colours import MEMORY, SPANS
-from graphshard.report.treemap import tiles
+from graphshard.report.page import tiles
 
 
 @pytest.fixture(scope="module", params=["plain", "recomputed", "overlapped"])

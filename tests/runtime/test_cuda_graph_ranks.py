@@ -15,8 +15,8 @@ from repeated_graphs import Repeated, graphs_on_cpu
 
 import graphshard
 from graphshard.errors import FingerprintError, PolicyError, RuntimeStateError
-from graphshard.runtime import graph_registration
-from graphshard.runtime.graph_registration import registration
+from graphshard.runtime import cuda_graphs
+from graphshard.runtime.cuda_graphs import registration
 from graphshard.runtime.group import Group
 
 EXPANDABLE = "max_split_size_mb:64, expandable_segments: True"
@@ -139,10 +139,10 @@ def test_registration_of_buffers_is_turned_off(monkeypatch: pytest.MonkeyPatch) 
     assert registration(ranks, cuda_graph=False) == ""
     assert registration(replace(ranks, size=1), cuda_graph=True) == ""
     assert registration(replace(ranks, backend="gloo"), cuda_graph=True) == ""
-    monkeypatch.setattr(graph_registration, "allocator_settings", lambda: EXPANDABLE)
+    monkeypatch.setattr(cuda_graphs, "allocator_settings", lambda: EXPANDABLE)
     assert registration(ranks, cuda_graph=True) == "0"
     monkeypatch.setenv("NCCL_GRAPH_REGISTER", "1")
     with pytest.raises(PolicyError, match="expandable_segments:True ends in illegal"):
         registration(ranks, cuda_graph=True)
-    monkeypatch.setattr(graph_registration, "allocator_settings", lambda: "")
+    monkeypatch.setattr(cuda_graphs, "allocator_settings", lambda: "")
     assert registration(ranks, cuda_graph=True) == "1"

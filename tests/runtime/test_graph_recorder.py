@@ -12,8 +12,7 @@ import pytest
 import torch
 
 from graphshard.errors import RuntimeStateError
-from graphshard.runtime.cuda_graphs import _cause
-from graphshard.runtime.graph_recorder import Recorder
+from graphshard.runtime.cuda_graphs import Recorder, _cause
 from graphshard.torch_private import compat as torch_compat
 
 DEVICE = SimpleNamespace(type="cuda", index=1)

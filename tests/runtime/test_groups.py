@@ -45,7 +45,7 @@ def test_ranks_with_nccl_compute_on_cuda(backends: str, cuda: bool, expected: st
         mock.patch.object(dist, "get_backend_config", return_value=backends),
         mock.patch.object(torch.cuda, "is_available", return_value=cuda),
         mock.patch.object(torch.cuda, "current_device", return_value=3),
-        mock.patch("graphshard.runtime.group._group_of") as group_of,
+        mock.patch("graphshard.runtime.group.group_of") as group_of,
     ):
         meeting_group(None, None)
     ((_, device),) = [call.args for call in group_of.call_args_list]

@@ -20,8 +20,7 @@ import graphshard
 from graphshard.cost.against_trace import compare_trace
 from graphshard.errors import RuntimeStateError
 from graphshard.runtime.gather import AllGather
-from graphshard.runtime.lowered import LoweredGraph
-from graphshard.runtime.names import NamedRun
+from graphshard.runtime.lowered import LoweredGraph, NamedRun
 
 
 def trace_of(step: Callable[[], object], file: Path) -> None:

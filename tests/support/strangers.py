@@ -36,7 +36,7 @@ from torch.optim.lr_scheduler import StepLR
 from torch.serialization import set_crc32_options
 
 import graphshard
-from graphshard.cost.measured import read_trace
+from graphshard.cost.against_trace import read_trace
 from graphshard.errors import CheckpointError, CostError, GraphshardError, PolicyError
 from graphshard.hardware.hardware import Hardware
 from graphshard.state.consolidate import plan_consolidation
