@@ -8,10 +8,12 @@ hardware has curves of seconds by operator, which include launch, cache and peak
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Collection, Iterator
 from dataclasses import dataclass
+from functools import cache, wraps
 from math import prod
-from typing import Any
+from operator import is_
+from typing import Any, TypeVar, cast
 
 import torch
 from torch import Tensor, fx
@@ -27,12 +29,235 @@ from graphshard.cost.kernel_rates import (
     convolution_rate,
     product_rate,
 )
-from graphshard.cost.op_curves import curves_of
-from graphshard.cost.per_node import once_per_operation
 from graphshard.hardware.curves import seconds_at
 from graphshard.hardware.hardware import Hardware, dtype_name
 from graphshard.program.aliases import is_view_op
+from graphshard.program.arguments import argument_key
 from graphshard.torch_private.compat import size_hint
+
+Cost = TypeVar("Cost")
+
+
+_MAX_OPERATIONS = 1 << 16  # a model has some hundred distinct operations
+
+
+def once_per_operation(key: str, cost: Callable[[fx.Node], Cost]) -> Callable[[fx.Node], Cost]:
+    """Cache `cost`, a function of a node's target, constants and values.
+
+    Args:
+        key: the key of `node.meta` under which the cost of a node is stored.
+        cost: the function to cache.
+    """
+    by_form: dict[Any, Cost] = {}
+
+    @wraps(cost)
+    def cached(node: fx.Node) -> Cost:
+        values = [node.target, node.meta.get("val")]
+        values += [value.meta.get("val") for value in node.all_input_nodes]
+        entry = node.meta.get(key)
+        if (
+            entry is not None
+            and _same(entry[0], values)
+            and _agree(entry[1], node.args)
+            and (not node.kwargs or _agree(entry[2], _keywords(node)))
+        ):
+            return cast("Cost", entry[3])
+        form = _form_of(node)
+        result = None if form is None else by_form.get(form)
+        if result is None:
+            result = cost(node)
+            if form is not None:
+                if len(by_form) >= _MAX_OPERATIONS:
+                    by_form.clear()
+                by_form[form] = result
+        constants = tuple(map(_constant, node.args)), tuple(map(_constant, _keywords(node)))
+        node.meta[key] = (values, *constants, result)
+        return result
+
+    return cached
+
+
+def _same(values: list[Any], others: list[Any]) -> bool:
+    """Whether both lists hold the same objects."""
+    return len(values) == len(others) and all(map(is_, values, others))
+
+
+def _keywords(node: fx.Node) -> tuple[Any, ...]:
+    """Names and values of the keyword arguments of `node`."""
+    return (*node.kwargs, *node.kwargs.values())
+
+
+def _constant(arg: Any) -> Any:
+    """`arg` with each node in it replaced by `_VALUE`."""
+    if isinstance(arg, fx.Node):
+        return _VALUE
+    return tuple(map(_constant, arg)) if isinstance(arg, (list, tuple)) else arg
+
+
+_VALUE = object()
+
+
+def _agree(constants: tuple[Any, ...], args: Collection[Any]) -> bool:
+    """Whether `_constant` of each of `args` equals `constants`, without building it."""
+    if len(constants) != len(args):
+        return False
+    for constant, arg in zip(constants, args, strict=True):
+        if constant is _VALUE:
+            if not isinstance(arg, fx.Node):
+                return False
+        elif isinstance(arg, (list, tuple)):
+            if type(constant) is not tuple or not _agree(constant, arg):
+                return False
+        elif constant is not arg and constant != arg:
+            return False
+    return True
+
+
+def _form_of(node: fx.Node) -> Any:
+    """A hashable key of all that the cost of `node` depends on; None if a size is symbolic."""
+    try:
+        form = node.target, _form(node.args), _form(node.kwargs), _form(node.meta.get("val"))
+        hash(form)
+    except TypeError:
+        return None
+    return form
+
+
+def _form(value: Any) -> Any:
+    return argument_key(value, _form_of_leaf)
+
+
+def _form_of_leaf(value: Any) -> Any:
+    """The form of a node's value, or of a tensor: shape, strides and dtype."""
+    if isinstance(value, fx.Node):
+        return _form(value.meta.get("val"))
+    if isinstance(value, torch.Tensor):
+        shape, strides = tuple(value.shape), tuple(value.stride())
+        if all(type(number) is int for number in (*shape, *strides)):
+            return shape, strides, value.dtype
+    raise TypeError("a symbolic size stands for different numbers")
+
+
+_LIKE = {
+    "gelu": ("erf", "mish", "tanh", "sin", "cos", "exp", "expm1", "log", "log1p", "sigmoid",
+             "atan2"),
+    "silu": ("hardswish", "elu", "softplus", "logit", "log_sigmoid_forward"),
+    "gelu_backward": ("mish_backward", "elu_backward", "softplus_backward"),
+    "silu_backward": ("hardswish_backward", "tanh_backward", "sigmoid_backward"),
+    "pow": ("sqrt", "rsqrt", "reciprocal"),
+    "sum": ("mean", "amax", "amin", "var", "var_mean", "std", "linalg_vector_norm", "norm", "prod",
+            "max", "min", "argmax", "argmin", "any", "all", "logsumexp", "cumsum", "avg_pool2d",
+            "adaptive_avg_pool2d", "_adaptive_avg_pool2d"),
+    "_softmax": ("_log_softmax",),
+    "_softmax_backward_data": ("_log_softmax_backward_data",),
+    "native_layer_norm": ("native_group_norm", "_fused_rms_norm", "rms_norm"),
+    "native_layer_norm_backward": ("native_group_norm_backward", "_fused_rms_norm_backward"),
+    "native_batch_norm": ("_native_batch_norm_legit", "_native_batch_norm_legit_functional",
+                          "_native_batch_norm_legit_no_training", "_batch_norm_with_update",
+                          "_batch_norm_with_update_functional", "cudnn_batch_norm"),
+    "native_batch_norm_backward": ("batch_norm_backward", "cudnn_batch_norm_backward"),
+    "native_dropout": ("bernoulli", "rand", "rand_like", "randn", "randn_like", "rrelu_with_noise"),
+    "native_dropout_backward": ("masked_fill", "where"),
+    "embedding": ("index_select",),
+    "index": ("gather",),
+    "embedding_dense_backward": ("index_add", "scatter_add"),
+    "index_put": ("_unsafe_index_put", "scatter", "scatter_reduce", "select_scatter",
+                  "slice_scatter"),
+    "slice_backward": ("select_backward", "constant_pad_nd", "new_zeros", "zeros", "zeros_like",
+                       "full", "full_like", "fill", "new_ones", "ones", "ones_like", "new_full"),
+    "cat": ("stack", "repeat", "roll", "flip"),
+    "clone": ("_to_copy", "copy", "convert_element_type", "_reshape_copy"),
+    "topk": ("sort", "argsort"),
+    "_safe_softmax": (),
+    "max_pool2d_with_indices": (),
+    "max_pool2d_with_indices_backward": (),
+}  # fmt: skip
+
+
+RELATIVES = {name: like for like, names in _LIKE.items() for name in (like, *names)}
+"""By operator name, the operator whose curve is used for it."""
+
+
+ELEMENTWISE = "add"
+"""The curve of all other operators."""
+
+
+STRIDED = ".strided"
+"""Suffix of a curve that was measured with non-contiguous operands."""
+
+
+_BY_LAYOUT = {ELEMENTWISE, "clone", "gelu", "silu"}
+
+
+def curves_of(packet: Any, kind: str, node: fx.Node) -> tuple[str, ...]:
+    """Names of the curves that apply to an operator, the best first.
+
+    Args:
+        packet: the operator, an `OpOverloadPacket`.
+        kind: the kind of its cost (see `OpCost`).
+        node: the call of the operator.
+    """
+    name = _name(packet)
+    if kind == "attention":
+        family = "attention_backward" if name.endswith("_backward") else "attention"
+        return (f"{family}.causal", family) if _is_causal(node) else (family,)
+    if kind == "convolution":
+        return _convolution_curves(name, node)
+    if kind == "matmul":
+        if name in ("bmm", "baddbmm"):
+            return ("bmm", "matmul")
+        return ("grouped_mm", "matmul") if name == "_grouped_mm" else ("matmul",)
+    like = RELATIVES.get(name, ELEMENTWISE)
+    if like in _BY_LAYOUT and _strided(node):
+        return (f"{like}{STRIDED}", f"{ELEMENTWISE}{STRIDED}", like, ELEMENTWISE)
+    return (like, ELEMENTWISE)
+
+
+@cache
+def _name(packet: Any) -> str:
+    return str(packet).rpartition(".")[2]
+
+
+def _is_causal(node: fx.Node) -> bool:
+    schema: Any = node.target._schema  # type: ignore[union-attr]
+    for position, argument in enumerate(schema.arguments):
+        if argument.name == "is_causal":
+            positional = node.args[position] if position < len(node.args) else None
+            return bool(node.kwargs.get("is_causal", positional))
+    return False
+
+
+def _convolution_curves(name: str, node: fx.Node) -> tuple[str, ...]:
+    """Curves by window size, stride and groups, on which libraries choose their algorithm."""
+    family = "convolution_backward" if name.endswith("_backward") else "convolution"
+    backward = family == "convolution_backward"
+    weight: Any = node.args[2 if backward else 1]
+    rest: Any = node.args[4:] if backward else node.args[3:]
+    stride, groups = rest[0], rest[5]
+    shape = family
+    if groups > 1:
+        shape += ".grouped"
+    elif prod(map(size_hint, weight.meta["val"].shape[2:])) == 1:
+        shape += ".pointwise"
+    return (shape if max(stride) == 1 else f"{shape}{STRIDED}", shape, family)
+
+
+def _strided(node: fx.Node) -> bool:
+    """Whether an operand with at least as many dimensions as the result is not contiguous."""
+    result = node.meta.get("val")
+    if not isinstance(result, torch.Tensor):
+        return False
+    for value in node.all_input_nodes:
+        operand = value.meta.get("val")
+        if isinstance(operand, torch.Tensor) and operand.dim() >= result.dim():
+            sizes = [size_hint(size) for size in operand.shape]
+            expected = 1
+            for size, stride in zip(reversed(sizes), reversed(operand.stride()), strict=True):
+                if size != 1 and size_hint(stride) != expected:
+                    return True
+                expected *= size
+    return False
+
 
 _aten = torch.ops.aten
 

@@ -1,9 +1,8 @@
 """The base of the collectives that a lowered program calls.
 
 Each collective node of a lowered program is one `BoundCollective`, made once: it knows its unit and
-the layout of its parameters, so that a step only allocates, launches and waits. `gather.py`,
-`reduce.py` and `gloo_reduce.py` hold the subclasses; nothing outside this package moves data
-between ranks.
+the layout of its parameters, so that a step only allocates, launches and waits. `gather.py`
+and `reduce.py` hold the subclasses; nothing outside this package moves data between ranks.
 
 On CUDA a collective is launched on the side stream of its group, and `wait` makes the compute
 stream wait for it; the host never waits. See README.md for why memory is safe.

@@ -1,7 +1,7 @@
 """Moving tensors between the ranks of a Gloo group, which keeps them in the host's memory.
 
 A send reads a tensor where it lies and a receive writes it where it belongs, without the copies of
-Gloo's collectives. All ranks must call `exchange` in the same order. `gloo_reduce.py` averages
+Gloo's collectives. All ranks must call `exchange` in the same order. `reduce.py` averages
 gradients by such exchanges. See README.md.
 """
 

@@ -58,11 +58,16 @@ from graphshard.runtime.gather import (
     release_for,
     take,
 )
-from graphshard.runtime.gloo_reduce import ReduceScatterByExchange, ReduceScatterByPairExchange
 from graphshard.runtime.group import Group
 from graphshard.runtime.host_copies import bind_transfer
 from graphshard.runtime.random_states import bind_random_state
-from graphshard.runtime.reduce import REDUCES, AllReduceByCaller, LocalReduce
+from graphshard.runtime.reduce import (
+    REDUCES,
+    AllReduceByCaller,
+    LocalReduce,
+    ReduceScatterByExchange,
+    ReduceScatterByPairExchange,
+)
 from graphshard.runtime.region import Forms, pack
 
 EVENTS = "events"

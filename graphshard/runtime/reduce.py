@@ -1,6 +1,6 @@
 """Averaging a unit's gradients over the ranks, with the backend's own collectives.
 
-`gloo_reduce.py` has the reduce_scatter for Gloo, which has none of its own.
+Gloo has no reduce_scatter of its own; there `ReduceScatterByExchange` exchanges shares and adds them.
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, fx
+from torch.nn import functional
 
 from graphshard.errors import CollectiveError, PlanError
 from graphshard.planning.layout import ParamLayout
@@ -423,3 +424,77 @@ def _in_rank_order(layout: ParamLayout, packed: bool) -> Callable[[Tensor], Tens
         return full
 
     return padded
+
+
+_IN_ORDER = 4
+"""Rows that torch adds up in order in every column."""
+
+_VECTORS = 32
+"""Columns of which torch adds up whole multiples in the order of the rows, in any dtype."""
+
+
+class ReduceScatterByExchange(ReduceScatter):
+    """Averages by an exchange of parts and a local mean, which adds up 16-bit floats in float32."""
+
+    def __init__(self, group: Group, unit: str, phase: str, operands: Sequence[Operand]) -> None:
+        super().__init__(group, unit, phase, operands)
+        self.options = torch_compat.collective_options("AllToAllOptions")
+        self.options.asyncOp = group.side_stream is None
+
+    def move(self, pending: Pending, sent: list[Tensor]) -> None:
+        """Send every other rank its parts of each message."""
+        received = [torch.empty_like(flat) for flat in sent]
+        pending.buffers += received
+        if self.group.pairwise is None:
+            launch = self.group.process_group.alltoall_base
+            for source, target in zip(sent, received, strict=True):
+                self.start(pending, launch, target, source, [], [], self.options)
+            return
+        size, rank = self.group.size, self.group.rank
+        to_ranks = [flat.view(size, flat.numel() // size).unbind() for flat in sent]
+        from_ranks = [flat.view(size, flat.numel() // size).unbind() for flat in received]
+        self.exchange(pending, to_ranks, from_ranks)
+        pending.copies += [
+            (target[rank], source[rank])
+            for target, source in zip(from_ranks, to_ranks, strict=True)
+        ]
+
+    def average(self, sent: Tensor, received: Tensor) -> Tensor:
+        """The mean over the parts that the ranks sent."""
+        parts = received.view(self.group.size, -1)
+        mean = parts.mean(0)
+        # The CPU adds up the last columns of many rows in another order, unless they fill vectors.
+        if self.group.size > _IN_ORDER and (rest := parts.shape[1] % _VECTORS):
+            padded = functional.pad(parts[:, -rest:], (0, _VECTORS - rest))
+            mean[-rest:] = padded.mean(0)[:rest]
+        return mean
+
+
+class ReduceScatterByPairExchange(ReduceScatterByExchange):
+    """The exchange on two ranks, without a copy of this rank's own part."""
+
+    def move(self, pending: Pending, sent: list[Tensor]) -> None:
+        """Send the other rank its part of each message."""
+        outgoing = [self._split(flat)[1] for flat in sent]
+        received = [torch.empty_like(part) for part in outgoing]
+        pending.buffers += received
+        if self.group.pairwise is not None:
+            self.exchange(pending, [(p, p) for p in outgoing], [(r, r) for r in received])
+            return
+        launch = self.group.process_group.alltoall_base
+        for part, target in zip(outgoing, received, strict=True):
+            counts = [0, 0]
+            counts[1 - self.group.rank] = part.numel()
+            self.start(pending, launch, target, part, counts, counts, self.options)
+
+    def average(self, sent: Tensor, received: Tensor) -> Tensor:
+        """The mean of both ranks' parts, in the storage of `received`."""
+        local = self._split(sent)[0]
+        if received.dtype is torch.float16:  # whose sum may overflow
+            return received.copy_(received.float().add_(local).div_(2))
+        return received.add_(local).div_(2)
+
+    def _split(self, sent: Tensor) -> tuple[Tensor, Tensor]:
+        """(this rank's part, the other rank's part) of `sent`."""
+        first, second = sent.chunk(2)
+        return (first, second) if self.group.rank == 0 else (second, first)

@@ -21,7 +21,7 @@ from graphshard.verify.collectives import (
     check_transfers,
     check_waits,
 )
-from graphshard.verify.copies import check_accumulated, check_copies
+from graphshard.verify.copies import check_accumulated, check_copies, check_precision
 from graphshard.verify.facts import Facts, Reference
 from graphshard.verify.finite import check_checks
 from graphshard.verify.graph import (
@@ -34,7 +34,6 @@ from graphshard.verify.graph import (
 )
 from graphshard.verify.groups import check_groups, check_reshards
 from graphshard.verify.memory import check_budget, check_frees, check_lifetimes, check_releases
-from graphshard.verify.precision import check_precision
 from graphshard.verify.random_states import check_random_states
 from graphshard.verify.regions import check_regions
 from graphshard.verify.values import check_values

@@ -24,7 +24,7 @@ from graphshard.cli import calibrate as command
 from graphshard.cli.calibrate import report
 from graphshard.cli.main import main
 from graphshard.cost.collective_cost import GroupShape, collective_seconds, saturating_bytes
-from graphshard.cost.op_curves import ELEMENTWISE, RELATIVES
+from graphshard.cost.op_cost import ELEMENTWISE, RELATIVES
 from graphshard.errors import CostError
 from graphshard.hardware.curves import ascending, fit_line, seconds_at
 from graphshard.hardware.hardware import Hardware
@@ -394,9 +394,9 @@ def test_a_missing_backend_is_named(monkeypatch):
 
 
 def test_every_collective_takes_the_time_of_one_that_is_measured():
-    from graphshard.calibrate.run import _OPERATIONS
+    from graphshard.runtime.links import OPERATIONS
 
-    measured = {op.__name__ for op in _OPERATIONS}
+    measured = {op.__name__ for op in OPERATIONS}
     assert measured == {ops.OPS[op].moves for op in ops.COLLECTIVES}
 
 

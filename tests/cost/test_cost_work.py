@@ -10,9 +10,7 @@ import torch
 from torch import nn
 
 import graphshard
-from graphshard.cost import per_node
-from graphshard.cost.op_cost import FREE, _computed, op_cost
-from graphshard.cost.per_node import once_per_operation
+from graphshard.cost.op_cost import FREE, _computed, once_per_operation, op_cost
 
 
 class Stack(nn.Module):
@@ -77,7 +75,7 @@ def test_what_was_found_for_a_node_is_kept_with_its_copies(monkeypatch):
     def none(node: Any) -> None:
         raise AssertionError(f"looked up {node.format_node()}")
 
-    monkeypatch.setattr(per_node, "_form_of", none)
+    monkeypatch.setattr("graphshard.cost.op_cost._form_of", none)
     assert counted.walk(program.copy()) == 0
 
 

@@ -16,7 +16,6 @@ from torch._inductor.fx_passes import pad_mm
 
 import graphshard
 from graphshard.torch_private import inductor as torch_inductor
-from graphshard.torch_private import joint_passes
 
 FP32, BF16 = 1e-5, 2e-2
 HALVES = graphshard.MixedPrecision(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
@@ -249,7 +248,7 @@ def several_outputs(rank: int) -> None:
 def padded_products(rank: int) -> None:
     """Products of odd sizes, by a pass that takes CPUs for GPUs."""
     pads = 0
-    original = joint_passes.with_joint_passes
+    original = torch_inductor.with_joint_passes
 
     def watched(traced: Any, *args: Any) -> Any:
         nonlocal pads

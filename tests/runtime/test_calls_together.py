@@ -34,7 +34,7 @@ from graphshard.errors import (
     PolicyError,
 )
 from graphshard.errors import RuntimeStateError as StateError
-from graphshard.module import clip
+from graphshard.module import training
 from graphshard.runtime.agreement import Agreement
 from graphshard.runtime.group import find_group
 from graphshard.state import dcp_write, manifest, optim, raw
@@ -150,7 +150,7 @@ def patched(owner: Any, name: str) -> Any:
 Failure = tuple[str, int, Callable[[Setup], Any], type[GraphshardError]]
 
 FAILURES: list[Failure] = [
-    ("clip_grad_norm_", 1, lambda s: patched(clip, "_local"), CollectiveError),
+    ("clip_grad_norm_", 1, lambda s: patched(training, "_local"), CollectiveError),
     ("full_state_dict", 1, hooked, CollectiveError),
     ("full_state_dict", 0, lambda s: call_fails(Tensor, "cpu", 1), CollectiveError),
     ("optimizer_state_dict", 1, lambda s: patched(optim, "state_of"), CollectiveError),

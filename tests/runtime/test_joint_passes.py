@@ -15,7 +15,6 @@ from torch.fx.experimental.proxy_tensor import make_fx
 from torch.fx.experimental.symbolic_shapes import ShapeEnv
 
 from graphshard.torch_private import inductor as torch_inductor
-from graphshard.torch_private import joint_passes
 from graphshard.torch_private.cpp_kernels import Kernels
 
 aten = torch.ops.aten
@@ -28,7 +27,7 @@ def rewritten(function: Any, *shapes: tuple[int, ...]) -> tuple[fx.GraphModule, 
             inputs = [torch.empty(shape) for shape in shapes]
             traced = make_fx(function)(*inputs)
             promised = function(*inputs)
-        return traced, joint_passes.with_joint_passes(traced, inputs, promised, mode)
+        return traced, torch_inductor.with_joint_passes(traced, inputs, promised, mode)
 
 
 def counted(graph: fx.GraphModule, operator: Any) -> int:

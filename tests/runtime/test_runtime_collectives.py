@@ -23,10 +23,15 @@ from graphshard.program import packing
 from graphshard.runtime import gloo
 from graphshard.runtime.collectives import BoundCollective, Operand, wait
 from graphshard.runtime.gather import AllGather, AllGatherInPlace, Gathered, LocalGather, free
-from graphshard.runtime.gloo_reduce import ReduceScatterByExchange, ReduceScatterByPairExchange
 from graphshard.runtime.group import Group, find_group
 from graphshard.runtime.parts import part_of, without_padding
-from graphshard.runtime.reduce import AllReduce, LocalReduce, ReduceScatterByReduce
+from graphshard.runtime.reduce import (
+    AllReduce,
+    LocalReduce,
+    ReduceScatterByExchange,
+    ReduceScatterByPairExchange,
+    ReduceScatterByReduce,
+)
 
 ENDS = """
 import atexit, threading, time, torch.distributed as dist
