@@ -1,6 +1,6 @@
 """Averaging a unit's gradients over the ranks, with the backend's own collectives.
 
-Gloo has no reduce_scatter of its own; there `ReduceScatterByExchange` exchanges shares and adds them.
+Gloo has no reduce_scatter of its own: `ReduceScatterByExchange` exchanges shares and adds them up.
 """
 
 from __future__ import annotations
