@@ -6,7 +6,6 @@ child modules of the LightningModule are compiled, so `training_step` calls shar
 
 from __future__ import annotations
 
-import pickle
 import shutil
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
@@ -30,7 +29,7 @@ from graphshard.state.any_module import (
     load_sharded,
     save_sharded,
 )
-from graphshard.state.archive import Archive, ForeignError
+from graphshard.state.archive import ForeignError, load_file
 
 try:
     import lightning.pytorch as pl
@@ -272,15 +271,14 @@ def read_file(file: Path, *, trust: bool) -> dict[str, Any]:
         CheckpointError: it is damaged, holds no dict, or holds what only `trust` allows.
     """
     try:
-        if not trust:
-            with file.open("rb") as stream:
-                Archive(stream, 0, file.stat().st_size).check()
-        contents = torch.load(file, map_location="cpu", mmap=True, weights_only=not trust)
-    except (pickle.UnpicklingError, ForeignError) as error:
-        reason = shortened(str(error).rpartition("WeightsUnpickler error: ")[2])
+        if trust:
+            contents = torch.load(file, map_location="cpu", mmap=True, weights_only=False)
+        else:
+            contents = load_file(file)
+    except ForeignError as error:
         raise CheckpointError(
             f"{file} holds more than tensors and plain data, which may run code; pass trust=True "
-            f"to GraphShardStrategy if you trust whoever wrote it ({reason})"
+            f"to GraphShardStrategy if you trust whoever wrote it ({shortened(str(error))})"
         ) from error
     except Exception as error:  # whatever reading damaged bytes raises
         reason = shortened(f"{type(error).__name__}: {error}")

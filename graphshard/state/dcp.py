@@ -28,9 +28,8 @@ from torch.futures import Future
 
 from graphshard.errors import CheckpointError
 from graphshard.plain_data import shown
-from graphshard.state.archive import Archive, ArchiveError, ForeignError
-from graphshard.state.dcp_check import check_metadata
-from graphshard.state.dcp_metadata import read_metadata
+from graphshard.state.archive import ArchiveError, ForeignError, load_part
+from graphshard.state.dcp_metadata import check_metadata, read_metadata
 from graphshard.state.manifest import METADATA, Manifest, manifest_of
 
 
@@ -118,10 +117,10 @@ def open_checkpoint(path: str | os.PathLike[str], *, trust: bool = False) -> Sto
     metadata = read_metadata(file, trust=trust)
     try:
         paths = _paths(metadata)
-        sizes = check_metadata(folder, metadata, paths, trust=trust)
-    except (AttributeError, TypeError, ValueError) as error:
+        files = check_metadata(folder, metadata, paths, trust=trust)
+    except (AttributeError, LookupError, TypeError, ValueError) as error:
         raise CheckpointError(f"{file} is damaged ({type(error).__name__}: {error})") from error
-    return StoredCheckpoint(folder, metadata, paths, manifest_of(folder, list(sizes)), trust)
+    return StoredCheckpoint(folder, metadata, paths, manifest_of(folder, files), trust)
 
 
 def _hint(folder: Path) -> str:
@@ -203,13 +202,7 @@ class _Reader(FileSystemReader):
         place = metadata.storage_data[index]
         entry = metadata.state_dict_metadata[index.fqn]
         try:
-            archive = Archive(stream, place.offset, place.length)
-            if not isinstance(entry, TensorStorageMetadata):
-                planner.load_bytes(item, _saved(archive.value()))
-                return
-            assert index.index is not None  # the number of the chunk
-            sizes = tuple(entry.chunks[index.index].sizes)
-            saved = archive.tensor(sizes, entry.properties.dtype)
+            saved = load_part(stream, place.offset, place.length)
         except ForeignError as error:
             raise CheckpointError(
                 f"entry {shown(index.fqn)} is a pickle of more than tensors and plain data "
@@ -219,11 +212,30 @@ class _Reader(FileSystemReader):
             raise CheckpointError(
                 f"entry {shown(index.fqn)} in {place.relative_path} is damaged: {error}"
             ) from error
+        if not isinstance(entry, TensorStorageMetadata):
+            planner.load_bytes(item, _saved(saved))
+            return
+        assert index.index is not None  # the number of the chunk
+        sizes, dtype = tuple(entry.chunks[index.index].sizes), entry.properties.dtype
+        if not isinstance(saved, torch.Tensor) or (tuple(saved.shape), saved.dtype) != (
+            sizes,
+            dtype,
+        ):
+            raise CheckpointError(
+                f"entry {shown(index.fqn)} in {place.relative_path} is damaged: it holds "
+                f"{_kind(saved)}, and a tensor of {dtype} {list(sizes)} is said to lie there"
+            )
         region = zip(item.storage_offsets, item.lengths, strict=True)
         part = saved[tuple(slice(start, start + length) for start, length in region)]
         target = planner.resolve_tensor(item).detach()
         target.copy_(part)
         planner.commit_tensor(item, target)
+
+
+def _kind(value: Any) -> str:
+    if not isinstance(value, torch.Tensor):
+        return f"a {type(value).__name__}"
+    return f"a tensor of {value.dtype} {list(value.shape)}"
 
 
 def _saved(value: Any) -> io.BytesIO:

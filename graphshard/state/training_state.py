@@ -22,7 +22,7 @@ from torch.utils import _pytree as pytree
 
 from graphshard.errors import CheckpointError
 from graphshard.format import some_of
-from graphshard.state.archive import Archive
+from graphshard.state.archive import load_part
 from graphshard.state.dcp import StoredCheckpoint, empty_like
 from graphshard.torch_private import compat as torch_compat
 
@@ -187,7 +187,7 @@ def _require_saveable(path: Path, state: Any, seen: dict[str, Path]) -> None:
         try:
             buffer = io.BytesIO()
             torch.save(value, buffer)
-            Archive(buffer, 0, buffer.tell()).value()
+            load_part(buffer, 0, buffer.tell())
         except Exception as error:
             raise CheckpointError(
                 f"{key!r} is or holds something that a load could restore only by running code "
