@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import contextlib
 import copy
+from collections.abc import Iterator
+from typing import Any
 
 import pytest
 import torch
@@ -32,38 +34,63 @@ def micro_batches(rank: int, step: int) -> list[tuple[Tensor, ...]]:
 
 def kept_is_one_process_s(rank: int) -> None:
     """Two steps of three micro-batches, the last of which reduces."""
-    strategies = ("FULL_SHARD", "SHARD_GRAD_OP", "SHARD_OPTIMIZER", "NO_SHARD")
-    for strategy in strategies if exact() else strategies[:1]:
-        model = gpt(1)
-        sharded = compiled(model, strategy=strategy)
-        optim = torch.optim.AdamW(sharded.parameters(), lr=1e-2)
-        reference = OneProcess(
-            model, dist.get_world_size(), lambda m: torch.optim.AdamW(m.parameters(), lr=1e-2)
-        )
-        for step in range(2):
-            batches = micro_batches(rank, step)
-            with sharded.no_sync():
-                for batch in batches[:-1]:
-                    backward(sharded, rank, *batch)
-                    assert all(p.grad is None for p in sharded.parameters())
-            backward(sharded, rank, *batches[-1])
-            reference.backward(lambda r, step=step: micro_batches(r, step))
-            same_grads(sharded, reference.model, exact=exact())
-            optim.step()
-            sharded.zero_grad()
-            reference.step()
-        same_params(sharded, reference.model, exact=exact())
-        reduce = "all_reduce" if strategy == "NO_SHARD" else "reduce_scatter"
-        kinds = [
-            ops_of(program) & {"accumulate_grad", "add_accumulated", reduce}
-            for program in sharded.programs
-        ]
-        assert {"accumulate_grad"} in kinds
-        assert {"add_accumulated", reduce} in kinds
-        assert all(kind in ({"accumulate_grad"}, {"add_accumulated", reduce}) for kind in kinds)
+    for strategy in ("FULL_SHARD", "NO_SHARD") if exact() else ("FULL_SHARD",):
+        kept_with(strategy, rank)
+
+
+def kept_under_other_strategies(rank: int) -> None:
+    for strategy in ("SHARD_GRAD_OP", "SHARD_OPTIMIZER"):
+        kept_with(strategy, rank)
+
+
+def kept_with(strategy: str, rank: int) -> None:
+    model = gpt(1)
+    sharded = compiled(model, strategy=strategy)
+    optim = torch.optim.AdamW(sharded.parameters(), lr=1e-2)
+    reference = OneProcess(
+        model, dist.get_world_size(), lambda m: torch.optim.AdamW(m.parameters(), lr=1e-2)
+    )
+    for step in range(2):
+        batches = micro_batches(rank, step)
+        with sharded.no_sync():
+            for batch in batches[:-1]:
+                backward(sharded, rank, *batch)
+                assert all(p.grad is None for p in sharded.parameters())
+        backward(sharded, rank, *batches[-1])
+        reference.backward(lambda r, step=step: micro_batches(r, step))
+        same_grads(sharded, reference.model, exact=exact())
+        optim.step()
+        sharded.zero_grad()
+        reference.step()
+    same_params(sharded, reference.model, exact=exact())
+    reduce = "all_reduce" if strategy == "NO_SHARD" else "reduce_scatter"
+    kinds = [
+        ops_of(program) & {"accumulate_grad", "add_accumulated", reduce}
+        for program in sharded.programs
+    ]
+    assert {"accumulate_grad"} in kinds
+    assert {"add_accumulated", reduce} in kinds
+    assert all(kind in ({"accumulate_grad"}, {"add_accumulated", reduce}) for kind in kinds)
+
+
+@contextlib.contextmanager
+def by_attribute(sharded: Any) -> Iterator[None]:
+    sharded.require_backward_grad_sync = False
+    assert sharded.require_backward_grad_sync is False
+    yield
+    sharded.require_backward_grad_sync = True
+
+
+@contextlib.contextmanager
+def by_method(sharded: Any) -> Iterator[None]:
+    sharded.set_requires_gradient_sync(requires_gradient_sync=False)
+    assert not sharded.require_backward_grad_sync
+    yield
+    sharded.set_requires_gradient_sync(True)
 
 
 def kept_is_fully_shard_s(rank: int) -> None:
+    """By the context, and by the switches that DDP's and FSDP2's loops set."""
     model = gpt(1)
     reference = copy.deepcopy(model)
     for block in reference.blocks:
@@ -72,17 +99,43 @@ def kept_is_fully_shard_s(rank: int) -> None:
     sharded = compiled(model)
     batches = micro_batches(rank, 0)
     reference.set_requires_gradient_sync(False)
-    with sharded.no_sync():
-        for batch in batches[:-1]:
-            backward(sharded, rank, *batch)
-            backward(reference, rank, *batch)
+    for batch in batches[:-1]:
+        backward(reference, rank, *batch)
     reference.set_requires_gradient_sync(True)
-    backward(sharded, rank, *batches[-1])
     backward(reference, rank, *batches[-1])
-    for (name, ours), theirs in zip(
-        sharded.named_parameters(), reference.parameters(), strict=True
-    ):
-        assert torch.equal(full(ours.grad), full(theirs.grad)), name
+    for off in (sharded.no_sync, lambda: by_attribute(sharded), lambda: by_method(sharded)):
+        sharded.zero_grad()
+        with off():
+            for batch in batches[:-1]:
+                backward(sharded, rank, *batch)
+        assert all(param.grad is None for param in sharded.parameters())
+        backward(sharded, rank, *batches[-1])
+        for (name, ours), theirs in zip(
+            sharded.named_parameters(), reference.parameters(), strict=True
+        ):
+            assert torch.equal(full(ours.grad), full(theirs.grad)), name
+
+
+def switches_are_fully_shard_s(rank: int) -> None:
+    """Both switches of FSDP2 on a mesh with replicas; then the loop is the same on both."""
+    mesh = init_device_mesh("cpu", (2, 1), mesh_dim_names=("replicate", "shard"))
+    model = gpt(1).eval()
+    theirs = fully_shard(copy.deepcopy(model), mesh=mesh)
+    policy = graphshard.SizePolicy(10, strategy="HYBRID_SHARD")
+    mine = graphshard.compile(model, policy, mesh=mesh)
+    for name in ("set_requires_gradient_sync", "set_requires_all_reduce"):
+        for module in (theirs, mine):
+            module.zero_grad()
+            for micro in range(3):
+                getattr(module, name)(micro == 2)
+                module(*tokens_of(rank, micro)).backward()
+        for param, other in zip(mine.parameters(), theirs.parameters(), strict=True):
+            torch.testing.assert_close(full(param.grad), full(other.grad))
+    mine.set_requires_gradient_sync(False)
+    mine.set_requires_all_reduce(False)  # of what is not reduced at all
+    mine.zero_grad()
+    mine(*tokens_of(rank, 0)).backward()
+    assert all(param.grad is None for param in mine.parameters())
 
 
 def reduced_each_time(rank: int) -> None:
@@ -205,19 +258,6 @@ def other_parameters(rank: int) -> None:
         assert not sharded._graphshard.bindings.accumulated.tensors
 
 
-def odd_parameters(rank: int) -> None:
-    """Frozen, unused, replicated and single-row parameters."""
-    torch.manual_seed(0)
-    model = Odd()
-    sharded = graphshard.compile(model, graphshard.BlockPolicy({Block}), check=True)
-    reference = OneProcess(model, dist.get_world_size())
-    reference.backward(lambda r: [features_of(r, s, 16) for s in range(2)])
-    with sharded.no_sync():
-        backward(sharded, rank, *features_of(rank, 0, 16))
-    backward(sharded, rank, *features_of(rank, 1, 16))
-    same_grads(sharded, reference.model, exact=exact())
-
-
 def partial_backwards(rank: int) -> None:
     """Outputs that get no gradient: nothing is kept for them, what was kept is reduced."""
     torch.manual_seed(0)
@@ -244,29 +284,6 @@ def partial_backwards(rank: int) -> None:
             each = [dict(r.named_parameters())[name].grad for r in replicas]
             expected = sum(each[1:], each[0]) / world
             torch.testing.assert_close(full(param.grad), expected, rtol=1e-5, atol=1e-7)
-
-
-def eval_between(rank: int) -> None:
-    """Evaluation inside and between is of the one forward-only program."""
-    model = gpt(1)
-    sharded = compiled(model)
-    reference = OneProcess(model, dist.get_world_size())
-    reference.backward(lambda r: micro_batches(r, 0)[:2])
-    first, second, third = micro_batches(rank, 0)
-
-    def evaluate() -> None:
-        with torch.no_grad():
-            sharded.eval()(*third)
-        sharded.train()
-
-    with sharded.no_sync():
-        backward(sharded, rank, *first)
-        evaluate()
-    evaluate()
-    backward(sharded, rank, *second)
-    evaluate()
-    same_grads(sharded, reference.model, exact=exact())
-    assert len(sharded.programs) == 3
 
 
 def forwards_before_backwards(rank: int) -> None:
@@ -326,20 +343,6 @@ def dropped_and_refused(rank: int) -> None:
         assert torch.equal(full(ours.grad), full(theirs.grad))
 
 
-def only_inputs(rank: int) -> None:
-    """`autograd.grad` of an input keeps nothing and takes nothing."""
-    torch.manual_seed(0)
-    sharded = compiled(Odd())
-    (x,) = features_of(rank, 0, 16)
-    with sharded.no_sync():
-        torch.autograd.grad(sharded(x.requires_grad_()), x)
-        assert not sharded._graphshard.bindings.accumulated.tensors
-        sharded(x).backward()
-    kept = len(sharded._graphshard.bindings.accumulated.tensors)
-    torch.autograd.grad(sharded(x), x)
-    assert len(sharded._graphshard.bindings.accumulated.tensors) == kept > 0
-
-
 def ranks_must_agree(rank: int) -> None:
     sharded = compiled(gpt(1))
     syncing = sharded.no_sync() if rank == 0 else contextlib.nullcontext()
@@ -350,22 +353,20 @@ def ranks_must_agree(rank: int) -> None:
 ON_TWO = [
     kept_is_one_process_s,
     kept_is_fully_shard_s,
+    switches_are_fully_shard_s,
     reduced_each_time,
     other_parameters,
-    odd_parameters,
     partial_backwards,
-    eval_between,
     forwards_before_backwards,
     dropped_and_refused,
-    only_inputs,
     ranks_must_agree,
 ]
 ON_FOUR = [
     kept_is_one_process_s,
-    odd_parameters,
     only_all_reduce_put_off,
     odd_parameters_on_replicas,
 ]
 
 test_on_two_ranks = on_ranks(ON_TWO, 2, timeout=400)
+test_more_on_two_ranks = pytest.mark.slow(on_ranks([kept_under_other_strategies], 2))
 test_on_four_ranks = pytest.mark.slow(on_ranks(ON_FOUR, 4, timeout=400))

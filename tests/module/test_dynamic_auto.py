@@ -8,7 +8,8 @@ import re
 import pytest
 import torch
 from capture_models import Asks, Net, linear
-from models import CASES, TiedGPT, loss_of
+from loops import same_step
+from models import CASES, TiedGPT
 from torch import nn
 
 import graphshard
@@ -30,14 +31,7 @@ def tied(**options):
 
 def step(model, sharded, *args, **kwargs):
     """Run both forward and backward; the number of programs after it."""
-    losses = []
-    for one in (model, sharded):
-        one.zero_grad()
-        losses.append(loss_of(one(*args, **kwargs)))
-        losses[-1].backward()
-    assert torch.equal(*losses)
-    for p, q in zip(model.parameters(), sharded.parameters(), strict=True):
-        assert torch.equal(p.grad, q.grad)
+    same_step(model, sharded, *args, **kwargs)
     return len(sharded.programs)
 
 

@@ -158,10 +158,6 @@ def freed_after_errors(rank: int, path: Path) -> None:
     assert not bad, bad
 
 
-def test_after_errors(tmp_path: Path) -> None:
-    freed_after_errors(0, tmp_path)
-
-
 def test_after_errors_on_two_ranks(tmp_path: Path) -> None:
     run_ranks(freed_after_errors, 2, tmp_path)
 

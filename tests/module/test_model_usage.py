@@ -355,19 +355,6 @@ def methods_are_called(rank: int) -> None:
     assert sharded.block.up.weight.grad is not None
 
 
-def unused_in_one_call(rank: int) -> None:
-    """A parameter used in one program and not in the next: no gradient there, no hang."""
-    torch.manual_seed(0)
-    sharded = compiled(Odd())
-    (x,) = features_of(rank, 0, 16)
-    backward(sharded, rank, x)
-    assert sharded.unused.up.weight.grad is None
-    sharded.zero_grad()
-    sharded.submodule_forward("unused", x).sum().backward()
-    assert sharded.unused.up.weight.grad is not None
-    assert sharded.first.up.weight.grad is None
-
-
 # -- hooks ------------------------------------------------------------------------------------
 
 
@@ -388,17 +375,6 @@ def hooks_on_the_model(rank: int) -> None:
     same_grads(sharded, reference.model, exact=exact())
 
 
-def hooks_on_parts(rank: int) -> None:
-    sharded = compiled(gpt(1))
-    for register in ("register_forward_hook", "register_full_backward_hook"):
-        with pytest.raises(RuntimeStateError, match=r"blocks.0.up \(Linear\) is a part"):
-            getattr(sharded.blocks[0].up, register)(lambda *args: None)
-    seen: list[str] = []
-    sharded.register_forward_hook(lambda module, args, out: seen.append("whole"))
-    sharded(*tokens_of(rank, 0))
-    assert seen == ["whole"]
-
-
 ON_RANKS = [
     frozen_between_steps,
     ignored_parameters,
@@ -406,9 +382,7 @@ ON_RANKS = [
     two_models,
     parts_are_called,
     methods_are_called,
-    unused_in_one_call,
     hooks_on_the_model,
-    hooks_on_parts,
 ]
 ON_FOUR = [adapters, ignored_parameters, two_models, parts_are_called]
 

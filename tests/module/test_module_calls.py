@@ -72,19 +72,6 @@ def test_unused_outputs_have_no_backward_of_their_own(
     assert sharded.get_submodule("right").weight.grad is None
 
 
-def test_inputs_get_gradients(pair: tuple[graphshard.ShardedModule, nn.Module]) -> None:
-    sharded, model = pair
-    (mine,), (theirs,) = features_of(0, 0, 6), features_of(0, 0, 6)
-    mine = mine.requires_grad_() * 2.0
-    theirs = theirs.requires_grad_() * 2.0
-    mine.retain_grad()
-    theirs.retain_grad()
-    sharded(mine, scale=3.0)["loss"].backward()
-    model(theirs, scale=3.0)["loss"].backward()
-    torch.testing.assert_close(mine.grad, theirs.grad)
-    assert_same_grads(sharded, model)
-
-
 def test_gradients_that_are_not_contiguous(
     pair: tuple[graphshard.ShardedModule, nn.Module],
 ) -> None:
@@ -94,21 +81,6 @@ def test_gradients_that_are_not_contiguous(
         left, right = module(x)["pair"]
         (left.sum() + (right.t() * torch.arange(6.0)).sum()).backward()
     assert_same_grads(sharded, model)
-
-
-def test_forwards_before_their_backwards() -> None:
-    torch.manual_seed(0)
-    model = Normed()
-    sharded = graphshard.compile(model, LINEAR)
-    for module in (sharded, model):
-        first, second = (module(*features_of(0, step, 8)) for step in range(2))
-        second.backward()
-        first.backward()
-    assert_same_grads(sharded, model)
-    for (name, mine), (_, theirs) in zip(
-        sharded.named_buffers(), model.named_buffers(), strict=True
-    ):
-        assert torch.equal(mine, theirs), name
 
 
 def test_second_backward_is_refused() -> None:
@@ -127,15 +99,6 @@ def test_second_derivatives_are_refused() -> None:
         torch.autograd.grad(loss, x, create_graph=True)
 
 
-def test_parameters_changed_before_backward_are_noticed() -> None:
-    sharded = graphshard.compile(TiedGPT(1), BLOCK)
-    loss = sharded(*tokens_of(0, 0))
-    with torch.no_grad():
-        sharded.get_parameter("blocks.0.up.weight").mul_(2.0)
-    with pytest.raises(RuntimeStateError, match=r"'blocks.0.up.weight' was changed"):
-        loss.backward()
-
-
 def test_a_forward_without_backward_keeps_nothing() -> None:
     sharded = graphshard.compile(ManyOutputs(), LINEAR)
     gc.disable()  # what it holds must go at once, not when a cycle is found
@@ -147,14 +110,6 @@ def test_a_forward_without_backward_keeps_nothing() -> None:
         assert call() is None
     finally:
         gc.enable()
-
-
-def test_no_grad_runs_a_program_without_backward() -> None:
-    sharded = graphshard.compile(TiedGPT(1), BLOCK)
-    with torch.no_grad():
-        loss = sharded(*tokens_of(0, 0))
-    assert not loss.requires_grad
-    assert {event.phase for event in sharded.program.schedule()} == {"forward"}
 
 
 def test_frozen_models_need_no_backward() -> None:

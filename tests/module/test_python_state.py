@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import copy
 import inspect
+import time
 import types
 import warnings
 from collections.abc import Callable
@@ -12,10 +13,11 @@ from typing import Any
 
 import pytest
 import torch
+from ranks import error_of, on_ranks
 from torch import Tensor, nn
 
 import graphshard
-from graphshard.errors import CaptureError, RuntimeStateError
+from graphshard.errors import CaptureError, FingerprintError, RuntimeStateError
 
 LINEAR = graphshard.BlockPolicy({nn.Linear})
 X = torch.randn(5, 4, generator=torch.Generator().manual_seed(0))
@@ -210,15 +212,6 @@ def test_attributes_read_as_they_are() -> None:
     assert not hasattr(sharded.drop, "alpha")
 
 
-def test_code_that_looks_for_a_class_of_parts_finds_them() -> None:
-    model, sharded = pair()
-    for each in (model, sharded):
-        for part in each.modules():
-            if isinstance(part, nn.Dropout):
-                part.p = 0.0
-    assert_same_step(model, sharded)
-
-
 @pytest.mark.parametrize("name", ["fc", "drop", "new"])
 def test_modules_are_not_replaced(name: str) -> None:
     _, sharded = pair()
@@ -238,12 +231,6 @@ def test_modules_are_not_removed_nor_forwards_replaced() -> None:
         sharded.fc = None
     with pytest.raises(RuntimeStateError, match="the forward of 'fc' is captured with the model's"):
         sharded.fc.forward = lambda x: x
-
-
-def test_a_part_does_not_become_another_class() -> None:
-    _, sharded = pair()
-    with pytest.raises(RuntimeStateError, match="fc cannot become Identity"):
-        sharded.fc.__class__ = nn.Identity
 
 
 def test_an_attribute_with_a_name_of_graphshards_is_refused() -> None:
@@ -375,38 +362,6 @@ def test_train_replaced_on_an_instance_is_honoured() -> None:
     assert_same_step(model, sharded)
 
 
-class MergingLinear(nn.Linear):
-    """As loralib's: merged into the weight for eval, taken out of it for training."""
-
-    def __init__(self) -> None:
-        super().__init__(4, 4)
-        self.a = nn.Parameter(torch.randn(2, 4))
-        self.b = nn.Parameter(torch.randn(4, 2))
-        self.merged = False
-
-    def train(self, mode: bool = True) -> nn.Module:
-        nn.Linear.train(self, mode)
-        if mode == self.merged:
-            self.weight.data += (-1 if mode else 1) * (self.b @ self.a)
-            self.merged = not mode
-        return self
-
-    def forward(self, x: Tensor) -> Tensor:
-        out = super().forward(x)
-        return out if self.merged else out + x @ (self.b @ self.a).T
-
-
-def test_merging_in_train_works_on_the_shards() -> None:
-    model, sharded = pair(lambda: nn.Sequential(MergingLinear(), nn.Linear(4, 2)))
-    for mode in (True, False, True, False):
-        for each in (model, sharded):
-            each.train(mode)
-        weight = sharded.get_parameter("0.weight")
-        assert torch.equal(weight, model[0].weight)
-        with torch.no_grad():
-            assert torch.allclose(sharded(X), model(X), rtol=0, atol=1e-6)
-
-
 def test_other_overrides_are_named_at_compile() -> None:
     class Few(Net):
         def parameters(self, recurse: bool = True) -> Any:
@@ -441,3 +396,57 @@ def test_plain_objects_are_shared_with_the_model_and_its_attributes_are_not() ->
     assert_same_step(model, sharded)
     model.alpha = 9.0
     assert sharded.alpha == 1.0
+
+
+# -- on ranks ------------------------------------------------------------------------------------
+
+
+class Merging(nn.Module):
+    """Merges a product of parameters into a weight for eval, as loralib does."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.fc = nn.Linear(4, 4)
+        self.extra = nn.Linear(4, 4)
+        self.deep = True
+        self.scale = 1.0
+        self.merged = False
+
+    def train(self, mode: bool = True) -> nn.Module:
+        super().train(mode)
+        if mode == self.merged:
+            self.fc.weight.data += (-1 if mode else 1) * (self.extra.weight @ self.extra.weight)
+            self.merged = not mode
+        return self
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.fc(x) * self.scale
+        return self.extra(x) if self.deep else x
+
+
+def merged_on_the_shards(rank: int) -> None:
+    model, sharded = pair(Merging)
+    for mode in (False, True, False):
+        for each in (model, sharded):
+            each.train(mode)
+        assert sharded.merged is model.merged
+        assert torch.equal(sharded.fc.weight.full_tensor(), model.fc.weight)
+        with torch.no_grad():
+            assert torch.equal(sharded(X), model(X))
+
+
+def set_on_one(rank: int) -> None:
+    _, sharded = pair(Merging)
+    sharded(X).sum().backward()
+    sharded.zero_grad()
+    if rank == 1:
+        sharded.deep = False
+    begin = time.monotonic()
+    message = error_of(lambda: sharded(X), FingerprintError)
+    assert time.monotonic() - begin < 20.0  # not the group's timeout of 60
+    assert "rank 0: forward all_gather of extra" in message
+    sharded.deep = True
+    sharded(X).sum().backward()
+
+
+test_on_two_ranks = on_ranks([merged_on_the_shards, set_on_one], 2)

@@ -2,20 +2,12 @@
 
 from __future__ import annotations
 
-import contextlib
-import copy
-from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
 import torch
-from full_tensors import full
-from models import TiedGPT, tokens_of
-from ranks import on_ranks
-from state_checks import seeded
-from torch import Tensor, nn
-from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import FSDPModule, fully_shard
+from torch import nn
+from torch.distributed.fsdp import FSDPModule
 from torch.nn.parallel import DistributedDataParallel
 
 import graphshard
@@ -35,77 +27,6 @@ def compiled(model: nn.Module | None = None) -> Any:
     model = model or nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
     return graphshard.compile(model, LARGE)
 
-
-# -- on ranks -------------------------------------------------------------------------------------
-
-
-@contextlib.contextmanager
-def by_attribute(sharded: Any) -> Iterator[None]:
-    sharded.require_backward_grad_sync = False
-    assert sharded.require_backward_grad_sync is False
-    yield
-    sharded.require_backward_grad_sync = True
-
-
-@contextlib.contextmanager
-def by_method(sharded: Any) -> Iterator[None]:
-    sharded.set_requires_gradient_sync(requires_gradient_sync=False)
-    assert not sharded.require_backward_grad_sync
-    yield
-    sharded.set_requires_gradient_sync(True)
-
-
-def accumulated(
-    sharded: Any, off: Callable[[Any], Any], rank: int
-) -> tuple[list[bool], dict[str, Tensor]]:
-    """Whether there were gradients after the unsynchronised micro-steps, and them at the end."""
-    sharded.zero_grad()
-    with off(sharded):
-        for micro in range(2):
-            sharded(*tokens_of(rank, micro)).backward()
-    between = [param.grad is not None for param in sharded.parameters()]
-    sharded(*tokens_of(rank, 2)).backward()
-    return between, {name: full(param.grad) for name, param in sharded.named_parameters()}
-
-
-def switches_are_no_sync(rank: int) -> None:
-    sharded = compiled(seeded(TiedGPT).eval())
-    expected = accumulated(sharded, lambda m: m.no_sync(), rank)
-    assert not any(expected[0])
-    for off in (by_attribute, by_method):
-        between, grads = accumulated(sharded, off, rank)
-        assert between == expected[0]
-        assert all(torch.equal(grads[name], grad) for name, grad in expected[1].items())
-    reduced, _ = accumulated(sharded, lambda m: contextlib.nullcontext(), rank)
-    assert all(reduced)
-
-
-def switches_are_fully_shard_s(rank: int) -> None:
-    """Both switches of FSDP2 on a mesh with replicas; then the loop is the same on both."""
-    mesh = init_device_mesh("cpu", (2, 1), mesh_dim_names=("replicate", "shard"))
-    model = seeded(TiedGPT).eval()
-    theirs = fully_shard(copy.deepcopy(model), mesh=mesh)
-    policy = graphshard.SizePolicy(10, strategy="HYBRID_SHARD")
-    mine = graphshard.compile(model, policy, mesh=mesh)
-    for name in ("set_requires_gradient_sync", "set_requires_all_reduce"):
-        for module in (theirs, mine):
-            module.zero_grad()
-            for micro in range(3):
-                getattr(module, name)(micro == 2)
-                module(*tokens_of(rank, micro)).backward()
-        for param, other in zip(mine.parameters(), theirs.parameters(), strict=True):
-            torch.testing.assert_close(full(param.grad), full(other.grad))
-    mine.set_requires_gradient_sync(False)
-    mine.set_requires_all_reduce(False)  # of what is not reduced at all
-    mine.zero_grad()
-    mine(*tokens_of(rank, 0)).backward()
-    assert all(param.grad is None for param in mine.parameters())
-
-
-test_on_two_ranks = on_ranks([switches_are_no_sync, switches_are_fully_shard_s], 2)
-
-
-# -- on one ---------------------------------------------------------------------------------------
 
 WORKS = {"module", "no_sync", "set_requires_gradient_sync", "set_requires_all_reduce"}
 WORKS |= {"require_backward_grad_sync"}

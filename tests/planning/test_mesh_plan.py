@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
 import toy_programs as toys
-from broken_programs import emit, named
 from event_order import events
 from models import CASES
 
@@ -24,11 +22,8 @@ from graphshard.passes.unshard import Unshard
 from graphshard.pipeline import run_passes
 from graphshard.policy.units import Policy
 from graphshard.program import ops
-from graphshard.program.program import Program
 from graphshard.program.storages import live_unsharded
 from graphshard.program.text import full_text, schedule_text
-from graphshard.verify.facts import Reference
-from graphshard.verify.rules import verify
 
 GPT = CASES["gpt"]
 HYBRID = {"strategy": "HYBRID_SHARD"}
@@ -213,162 +208,6 @@ def test_parts_count_as_long_as_they_are_kept() -> None:
 
 
 # -- rules --------------------------------------------------------------------------------------
-
-
-def average_of_one_group(program: Program) -> None:
-    """A shard's gradient is returned as its own group averaged it."""
-    average = named(program, "layers_1_all_reduce")
-    wait = next(iter(average.users))
-    shards = average.args[0]
-    results = program.results()
-    for index, grad in enumerate(results.grads):
-        if grad is not None and grad.args[0] is wait:
-            results.grads[index] = shards[grad.args[1]]
-    program.set_results(results)
-    for node in [*wait.users, wait, average]:
-        program.graph.erase_node(node)
-
-
-def average_of_another_shard(program: Program) -> None:
-    average = named(program, "root_all_reduce")
-    average.args = (average.args[0][::-1],)
-
-
-def average_of_a_full_gradient(program: Program) -> None:
-    average, reduce = named(program, "root_all_reduce"), named(program, "root_reduce_scatter")
-    average.args = (list(reduce.args[0]),)
-
-
-def average_within_the_shards(program: Program) -> None:
-    average = named(program, "layers_1_all_reduce")
-    average.kwargs = {**average.kwargs, "group": "shard"}
-
-
-def average_twice(program: Program) -> None:
-    average = named(program, "layers_1_all_reduce")
-    wait = next(iter(average.users))
-    with program.graph.inserting_after(wait):
-        again = program.graph.node_copy(average)
-    again.meta = dict(average.meta)
-    emit(program, again, ops.wait, again, like=wait)
-
-
-def average_before_its_shards(program: Program) -> None:
-    reduce = named(program, "layers_1_reduce_scatter")
-    reduce.append(named(program, "layers_1_all_reduce"))
-
-
-def reordered_averages(program: Program) -> None:
-    first = named(program, "layers_1_all_reduce")
-    named(program, "layers_0_all_reduce").append(first)
-
-
-def gather_over_the_replicas(program: Program) -> None:
-    gather = named(program, "layers_1_all_gather")
-    gather.kwargs = {**gather.kwargs, "group": "replicate"}
-
-
-def returned_before_the_average(program: Program) -> None:
-    average = named(program, "layers_1_all_reduce")
-    wait = next(iter(average.users))
-    results = program.results()
-    for index, grad in enumerate(results.grads):
-        if grad is not None and grad.args[0] is wait:
-            results.grads[index] = average.args[0][grad.args[1]]
-    program.set_results(results)
-
-
-def other_groups_than_planned(program: Program) -> None:
-    part = named(program, "layers_1_up_weight_part")
-    part.kwargs = {**part.kwargs, "ranks": 4}
-
-
-def other_groups_throughout(program: Program) -> None:
-    for node in program.nodes():
-        if "ranks" in node.kwargs:
-            node.kwargs = {**node.kwargs, "ranks": 4}
-
-
-def part_of_another_parameter(program: Program) -> None:
-    part = named(program, "layers_1_up_weight_part")
-    part.kwargs = {**part.kwargs, "param": "layers.1.down.weight"}
-
-
-def part_of_a_shard(program: Program) -> None:
-    part = named(program, "layers_1_up_weight_part")
-    part.args = (next(p.node for p in program.params if p.fqn == "layers.1.up.weight"),)
-
-
-def part_read_whole(program: Program) -> None:
-    part = named(program, "layers_1_up_weight_part")
-    emit(program, part, toys.aten.t.default, part, like=part)
-
-
-def part_taken_after_the_free(program: Program) -> None:
-    free = named(program, "layers_1_free")
-    free.append(named(program, "layers_1_up_weight_part"))
-
-
-def part_of_the_wrong_size(program: Program) -> None:
-    part = named(program, "layers_1_up_weight_part")
-    part.meta["val"] = part.meta["val"].new_empty((1, toys.WIDTH))
-
-
-def swapped_parts(program: Program) -> None:
-    gather = named(program, "layers_1_all_gather_1")
-    gather.args = (gather.args[0][::-1],)
-
-
-def parts_gathered_among_all(program: Program) -> None:
-    gather = named(program, "layers_1_all_gather_1")
-    gather.kwargs = {k: v for k, v in gather.kwargs.items() if k not in ("group", "ranks")}
-
-
-def shards_gathered_among_few(program: Program) -> None:
-    gather = named(program, "layers_1_all_gather")
-    gather.kwargs = {**gather.kwargs, "group": "reshard", "ranks": 2}
-
-
-HYBRID_BREAKS: dict[Callable[[Program], None], tuple[str, str]] = {
-    average_of_one_group: ("replicas", "is averaged over the 2 ranks of a replica only"),
-    average_of_another_shard: ("replicas", "is no reduced shard of 'embed.weight'"),
-    average_of_a_full_gradient: ("replicas", "is no reduced shard of 'embed.weight'"),
-    average_within_the_shards: ("reduces", "is reduced here and by %layers_1_reduce_scatter"),
-    average_twice: ("replicas", "'layers.1.up.weight' is averaged here and by %layers_1_all_red"),
-    average_before_its_shards: ("metadata", "which stands below it"),
-    reordered_averages: ("order", "it is issued where %layers_1_all_reduce was"),
-    gather_over_the_replicas: ("groups", "this all_gather joins the ranks 'replicate'"),
-    returned_before_the_average: ("reduces", "which %layers_1_all_reduce reduces"),
-}
-PARTS_BREAKS: dict[Callable[[Program], None], tuple[str, str]] = {
-    other_groups_than_planned: ("gathers", "is not the shard of 'layers.1.up.weight'"),
-    other_groups_throughout: ("reshards", "it keeps parts for groups of 4 ranks; the plan: 2"),
-    part_of_another_parameter: ("gathers", "is not the shard of 'layers.1.up.weight'"),
-    part_of_a_shard: ("shards", "reads the shard of 'layers.1.up.weight' as if it were"),
-    part_read_whole: ("reshards", "it reads %layers_1_up_weight_part, a part kept for a gather"),
-    part_taken_after_the_free: ("lifetimes", "after %layers_1_free freed it"),
-    part_of_the_wrong_size: ("shapes", "and must be ((4, 6), torch.float32)"),
-    swapped_parts: ("gathers", "is not the shard of 'layers.1.up.weight'"),
-    parts_gathered_among_all: ("gathers", "is not the shard of 'layers.1.up.weight'"),
-    shards_gathered_among_few: ("gathers", "is not the shard of 'layers.1.up.weight'"),
-}
-
-
-@pytest.mark.parametrize("break_it", [*HYBRID_BREAKS, *PARTS_BREAKS], ids=lambda f: f.__name__)
-def test_a_broken_program_is_refused(break_it: Callable[[Program], None]) -> None:
-    if break_it in HYBRID_BREAKS:
-        program, plan = toys.rewritten(toys.blocks, Policy(**HYBRID), mesh=(2, 2))
-    else:
-        program, plan = toys.rewritten(toys.blocks, Policy(reshard_after_forward=2))
-    reference = Reference.of(program)
-    verify(program, plan, after="before")
-    break_it(program)
-    rule, said = {**HYBRID_BREAKS, **PARTS_BREAKS}[break_it]
-    with pytest.raises(VerifyError) as raised:
-        verify(program, plan, after="the culprit", reference=reference)
-    message = str(raised.value)
-    assert message.startswith(f"after pass 'the culprit' the program breaks the rule {rule!r}: ")
-    assert said in message
 
 
 def test_passes_refuse_what_they_cannot_rewrite() -> None:

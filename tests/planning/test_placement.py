@@ -25,7 +25,6 @@ from graphshard.program.storages import live_unsharded, storages_of
 from graphshard.program.text import full_text
 from graphshard.runtime.fingerprint import Fingerprint
 from graphshard.runtime.parts import part_of, put_together, take_apart, without_padding
-from graphshard.verify.rules import verify
 
 SHAPES = st.lists(st.one_of(st.integers(1, 9), st.integers(1, 3000)), min_size=1, max_size=4)
 
@@ -189,11 +188,3 @@ def test_ranks_compare_the_dims():
     program, by_dim_1 = planned(4).program, planned(4)
     lines = Fingerprint.of(program.graph, by_dim_1).lines
     assert any("blocks.0.w [2, 128, 128] float32 by dim 1" in line for line in lines)
-
-
-def test_verify_wants_the_dims_the_layouts_have():
-    plan = planned(4)
-    gather = next(n for n in plan.program.nodes() if n.kwargs.get("unit") == "blocks.0")
-    gather.kwargs = {name: value for name, value in gather.kwargs.items() if name != "dims"}
-    with pytest.raises(VerifyError, match=r"layouts say dims=\(1, 0, 0\)"):
-        verify(plan.program, plan, after="test")

@@ -58,44 +58,12 @@ def test_tied_embedding_of_gpt2_belongs_to_the_unit_above_both_users():
     assert sum(unit.numel for unit in plan.units) == sum(p.numel() for p in model.parameters())
 
 
-def test_tied_parameter_goes_no_higher_than_it_must():
-    model = tree_of(
-        stem=Weight(3),
-        body=tree_of(left=tree_of(w=Weight(8)), mid=Weight(2), right=tree_of(w=Weight(8))),
-    )
-    model.body.right.w.weight = model.body.left.w.weight
-    plan = plan_of(model, "body", "body.left", "body.right")
-    assert plan.unit("body").params == ("body.left.w.weight", "body.mid.weight")
-    assert plan.unit("").params == ("stem.weight",)
-    assert plan_of(model, "body.left", "body.right").unit("").numel == 13
-
-
-def test_parameter_tied_within_a_unit_stays_there():
-    model = tree_of(block=tree_of(a=Weight(8), b=Weight(8)))
-    model.block.b.weight = model.block.a.weight
-    model.block.register_parameter("alias", model.block.a.weight)
-    unit = plan_of(model, "block").unit("block")
-    assert unit.params == ("block.alias",)
-    assert unit.layouts[0].names == ("block.alias", "block.a.weight", "block.b.weight")
-    assert unit.numel == 8
-
-
 def test_module_under_two_names_is_one_unit():
     layer = Block()
     plan = make_plan(nn.ModuleList([layer, layer, layer]), BlockPolicy(Block), world_size=2)
     assert [unit.fqn for unit in plan.units] == ["", "0"]
     assert plan.unit("0").numel == 920
     assert plan.layouts["2.up.weight"].names == ("0.up.weight", "1.up.weight", "2.up.weight")
-
-
-def test_module_shared_by_two_units_belongs_above_both():
-    shared = Weight(8)
-    model = tree_of(body=tree_of(a=tree_of(s=shared, own=Weight(1)), b=tree_of(s=shared)))
-    plan = plan_of(model, "body", "body.a", "body.b")
-    assert plan.unit("body").params == ("body.a.s.weight",)
-    assert plan.unit("body.a").params == ("body.a.own.weight",)
-    deeper = plan_of(model, "body", "body.a", "body.b", "body.a.s")
-    assert deeper.unit("body.a.s").params == ("body.a.s.weight",)
 
 
 @st.composite
@@ -183,13 +151,6 @@ def test_impossible_meshes(world_size, mesh, said):
 def test_mesh_is_all_ranks_by_default():
     assert plan_of(Example(), world_size=8).mesh_shape == (8,)
     assert make_plan(Example(), SizePolicy(), world_size=4, mesh_shape=(4,)).mesh_shape == (4,)
-
-
-def test_models_without_shapes_or_that_are_none():
-    with pytest.raises(PlanError, match=r"'b\.weight' has no shape yet"):
-        plan_of(tree_of(a=Weight(3), b=nn.LazyLinear(3)))
-    with pytest.raises(PlanError, match=r"must be an nn\.Module; got dict"):
-        make_plan({}, SizePolicy(), world_size=2)  # type: ignore[arg-type]
 
 
 def test_model_without_parameters_has_an_empty_root():

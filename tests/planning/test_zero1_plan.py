@@ -2,23 +2,19 @@
 
 from __future__ import annotations
 
-import dataclasses
-
 import pytest
 import torch
 from layouts import Experts, MoE
 
 import graphshard
-from graphshard.errors import PolicyError, VerifyError
+from graphshard.errors import PolicyError
 from graphshard.planning.planner import make_plan
 from graphshard.policy.by_module import ModulePolicy
 from graphshard.policy.precision import MixedPrecision
 from graphshard.policy.units import BlockPolicy
 from graphshard.program import ops
-from graphshard.program.edit import insert_node
 from graphshard.program.storages import live_unsharded
 from graphshard.program.text import full_text
-from graphshard.verify.rules import verify
 
 
 def meta(*blocks):
@@ -91,26 +87,3 @@ def test_what_does_not_go_with_it_is_refused(fields, modules, said):
     model, _ = meta()
     with pytest.raises(PolicyError, match=said):
         make_plan(model, ModulePolicy(modules, strategy="SHARD_OPTIMIZER", **fields), world_size=2)
-
-
-def test_verify_refuses_a_free_of_what_stays():
-    plan = planned(2)
-    program = plan.program
-    wait = next(iter(gathers(program)[0].users))
-    with program.graph.inserting_after(wait):
-        where = {"unit": "", "phase": "forward"}
-        insert_node(program, ops.free, (wait,), {}, name="a_free", val=None, **where)
-    with pytest.raises(VerifyError, match="stands in the copies that ranks keep"):
-        verify(program, plan, after="test")
-
-
-def test_verify_wants_gathers_in_place_and_of_what_is_stale_only():
-    plan = planned(2)
-    gather = gathers(plan.program)[0]
-    gather.kwargs = {k: v for k, v in gather.kwargs.items() if k != "in_place"}
-    with pytest.raises(VerifyError, match="resident=True"):
-        verify(plan.program, plan, after="test")
-    plan = planned(2)
-    program = dataclasses.replace(plan.program, stale=frozenset())
-    with pytest.raises(VerifyError, match="rule 'shards'"):
-        verify(program, plan, after="test")

@@ -8,7 +8,6 @@ import pytest
 import torch
 from meta_models import Block, Example
 
-import graphshard
 from graphshard import BlockPolicy, MixedPrecision, SizePolicy, Strategy, from_accelerate
 from graphshard import from_deepspeed as deepspeed
 from graphshard.errors import PolicyError
@@ -222,6 +221,17 @@ def test_the_plan_prints_what_did_not_apply():
             {"deepspeed_config": {"zero_stage": 3}, **section(version=1)},
             "deepspeed_config is given although",
         ),
+        (section(sharding_strategy="²"), "fsdp_sharding_strategy"),
+        (section(sharding_strategy=[1]), "fsdp_sharding_strategy"),
+        (section(version="1e400"), "fsdp_version"),
+        (section(min_num_params=-1), "fsdp_min_num_params"),
+        (section(transformer_layer_cls_to_wrap=3), "fsdp_transformer_layer_cls_to_wrap"),
+        (section(transformer_layer_cls_to_wrap=[3]), "fsdp_transformer_layer_cls_to_wrap"),
+        (section(ignored_modules=3), "fsdp_ignored_modules"),
+        (section(ignored_modules={"a": "b"}), "fsdp_ignored_modules"),
+        (section(ignored_modules=[3]), "ignored"),
+        (section(offload_params=[True]), "fsdp_offload_params"),
+        (section(state_dict_type={}), "fsdp_state_dict_type"),
         (3, "a path or a mapping"),
         ("/nowhere/config.yaml", "cannot be read"),
     ],
@@ -337,13 +347,24 @@ def test_units_without_classes_follow_the_prefetch_bucket():
         ({"communication_data_type": "int8"}, "communication_data_type"),
         ({"sparse_gradients": True}, "sparse_gradients"),
         ({"sparse_attention": {"mode": "fixed"}}, "sparse_attention is not supported"),
+        ({"zero_optimization": {"stage": float("nan")}}, "stage"),
+        ({"zero_optimization": {"stage": 1e300}}, "stage"),
+        ({"zero_optimization": {"stage": "1" * 5000}}, "stage"),
+        ({"zero_optimization": {"stage": [3]}}, "stage"),
+        ({"zero_optimization": [["stage", 3]]}, "zero_optimization"),
+        ({"stage": 3, "zero_hpz_partition_size": -2}, "zero_hpz_partition_size"),
+        ({"stage": 3, "stage3_prefetch_bucket_size": -5}, "stage3_prefetch_bucket_size"),
+        ({"stage": 3, "offload_param": ["cpu"]}, "offload_param"),
+        ({"stage": 3, "offload_param": {"device": ["cpu"]}}, "device"),
+        ({"stage": 3, "cpu_offload": {"a": 1}}, "cpu_offload"),
+        ({"bf16": {"enabled": [True]}}, "enabled"),
+        ({"communication_data_type": {"a": 1}}, "communication_data_type"),
+        ({"x" * 100_000: 1}, "x" * 40),
     ],
 )
-def test_deepspeed_errors_name_the_key(config, said):
-    with pytest.raises(PolicyError, match=said):
-        deepspeed(config)
-
-
-def test_both_are_public():
-    assert graphshard.from_accelerate is from_accelerate
-    assert graphshard.from_deepspeed is deepspeed
+def test_deepspeed_errors_name_the_key(config, said, tmp_path):
+    (tmp_path / "ds.json").write_text(json.dumps(config))
+    for source in (config, tmp_path / "ds.json"):
+        with pytest.raises(PolicyError, match=said) as caught:
+            deepspeed(source)
+        assert len(str(caught.value)) < 1000

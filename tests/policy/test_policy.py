@@ -58,63 +58,12 @@ def test_units_of_llama_equal_torch(name, build):
     assert sum(u.numel for u in plan.units) == oracle["total_numel"]
 
 
-PARTS_101 = ["blocks.0", "blocks.0.up", "blocks.0.down", "blocks.1", "blocks.1.up", "blocks.1.down"]
-
-
-@pytest.mark.parametrize(
-    ("least", "units"),
-    [
-        (
-            100,
-            ["emb"]
-            + [f"blocks.{i}.{part}" for i in range(2) for part in ("attn", "up", "down")]
-            + ["head"],
-        ),
-        (101, ["emb", *PARTS_101, "head"]),
-        (400, ["emb", *(u for u in PARTS_101 if u.count(".") == 2), "head"]),
-        (401, ["emb", "blocks.0", "blocks.1", "head"]),
-        (500, ["emb", "blocks.0", "blocks.1", "head"]),
-        (501, ["blocks.0", "blocks.1"]),
-        (920, ["blocks.0", "blocks.1"]),
-        (921, []),
-        (2840, []),
-        (2841, []),
-    ],
-)
-def test_remainder_rule_is_inclusive(least, units):
-    assert select(SizePolicy(least), Example()) == units
-
-
 def test_remainder_goes_to_the_block_or_to_the_root():
     def params(least, fqn):
         return make_plan(Example(), SizePolicy(least), world_size=2).unit(fqn).params
 
     assert params(101, "blocks.0") == ("blocks.0.attn.weight", "blocks.0.norm.weight")
     assert "blocks.0.attn.weight" in params(400, "")
-
-
-def attention_model():
-    with torch.device("meta"):
-        attention = nn.MultiheadAttention(16, 2)  # 1,088 elements
-        return tree_of(inner=tree_of(attention=attention, other=nn.Linear(16, 16)))
-
-
-def test_force_leaf_is_invisible():
-    assert select(SizePolicy(200), attention_model()) == ["inner", "inner.other"]
-    seen = select(SizePolicy(200, force_leaf=()), attention_model())
-    assert {"inner.attention", "inner.attention.out_proj"} <= set(seen)
-
-
-def test_force_leaf_at_the_root_leaves_only_the_root():
-    with torch.device("meta"):
-        assert select(SizePolicy(1), nn.MultiheadAttention(16, 2)) == []
-
-
-def test_excluded_containers_are_looked_into():
-    model = tree_of(list=nn.ModuleList([Weight(5), Weight(5)]), seq=nn.Sequential(Weight(5)))
-    assert select(SizePolicy(10), model) == []
-    assert select(SizePolicy(5), model) == ["list.0", "list.1", "seq.0"]
-    assert select(SizePolicy(10, exclude=()), model) == ["list"]
 
 
 def test_sequential_and_parameter_list_can_be_units():

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from full_tensors import full
-from models import Block, TiedGPT
+from models import Block, TiedGPT, loss_of
 from torch import Tensor, nn
 
 import graphshard
@@ -67,6 +67,25 @@ def same(ours: Tensor, theirs: Tensor, name: str, *, exact: bool) -> None:
         assert torch.equal(ours, theirs), f"{name}: {(ours - theirs).abs().max()}"
     else:
         torch.testing.assert_close(ours, theirs, rtol=1e-5, atol=1e-7, msg=lambda m: f"{name}: {m}")
+
+
+def same_step(
+    model: nn.Module,
+    other: nn.Module,
+    *args: Any,
+    objective: Callable[[Any], Tensor] = loss_of,
+    exact: bool = True,
+    **kwargs: Any,
+) -> None:
+    """Both compute the same loss and gradients, from the same seed; `exact`: to the bit."""
+    losses = []
+    for each in (model, other):
+        each.zero_grad()
+        torch.manual_seed(3)
+        losses.append(objective(each(*args, **kwargs)))
+        losses[-1].backward()
+    same(losses[1], losses[0], "loss", exact=exact)
+    same_grads(other, model, exact=exact)
 
 
 def gpt(layers: int = 1) -> nn.Module:
