@@ -9,6 +9,7 @@ import torch
 from ranks import run_ranks
 
 from examples.benchmarks.memory_truth import TOLERANCE, row, truth_of, worst
+from examples.benchmarks.paired import median_interval
 from examples.benchmarks.truth_cases import Case, every, sample
 
 
@@ -61,3 +62,9 @@ def test_cases_cover_every_option():
     assert {case.mode for case in cases} == {"step", "accumulate", "eval", "dynamic"}
     assert {case.model for case in sample(2)} == {case.model for case in cases}
     assert len({(case.model, case.name) for case in cases}) == len(cases)
+
+
+@pytest.mark.parametrize(("count", "low", "high"), [(6, 0, 5), (9, 1, 7), (20, 5, 14), (30, 9, 20)])
+def test_interval_of_a_median(count, low, high):
+    # Ranks from tables of the sign test at 95 %.
+    assert median_interval([float(i) for i in range(count)][::-1]) == (low, high)
