@@ -10,12 +10,10 @@ import pytest
 import torch
 import toy_programs as toys
 from broken_programs import named
-from models import CASES, VOCAB
 from torch import Tensor, nn
 from toy_programs import BATCH, WIDTH, offloaded, without_bound
 
 import graphshard
-from examples.gpt import Block
 from graphshard.passes.offload_activations import OffloadActivations
 from graphshard.pipeline import default_passes, run_passes
 from graphshard.policy.units import Policy
@@ -202,24 +200,6 @@ def test_unused_outputs_bring_nothing_back() -> None:
     _, hidden = sharded(x)
     hidden.sum().backward()
     assert all(p.grad is not None for p in sharded.parameters())
-
-
-@pytest.mark.slow
-def test_symbolic_sizes_are_offloaded_too() -> None:
-    results = []
-    for offload in (None, ACTIVATIONS):
-        policy = graphshard.BlockPolicy({Block}, offload=offload)
-        sizes = {"idx": {0: "batch", 1: "seq"}, "targets": {0: "batch", 1: "seq"}}
-        sharded = graphshard.compile(CASES["gpt"].model(), policy, dynamic=sizes)
-        for shape in ((2, 18), (3, 12)):
-            torch.manual_seed(5)
-            ids = torch.randint(VOCAB, shape)
-            sharded(ids[:, :-1], ids[:, 1:]).backward()
-        results.append([p.grad for p in sharded.parameters()])
-    for plain, copied in zip(*results, strict=True):
-        assert torch.equal(plain, copied)
-    (program,) = sharded.programs
-    assert "*batch*seq bytes, 1 tensor: f32[batch, seq, 24]" in str(program)
 
 
 def test_the_plan_says_it() -> None:
