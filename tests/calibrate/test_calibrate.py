@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import json
 import os
 from itertools import pairwise
 
@@ -135,36 +134,6 @@ def test_a_line_counts_before_the_ring():
     assert collective_seconds("reduce_scatter", 10**9, GroupShape(8, 1), measured) == plain
     enough = saturating_bytes(GroupShape(8, 1), measured, share=0.5)
     assert collective_seconds("all_gather", enough, GroupShape(8, 1), measured) > 2 * enough * 7e-10
-
-
-@pytest.mark.parametrize(
-    ("change", "said"),
-    [
-        ({"curves": {"add": []}}, "the curve 'add' must be pairs"),
-        ({"curves": {"add": [[1, 2.0], [1, 3.0]]}}, "amounts ascending"),
-        ({"curves": {"add": [[1, 2.0], [2, 1.0]]}}, "seconds never descending"),
-        ({"curves": {"add": 3}}, "a curve is a list of pairs"),
-        ({"curves": [1]}, "curves must be a table"),
-        ({"lines": {"adamw": [1, 2]}}, "the line 'adamw' must be three times"),
-        ({"lines": {"adamw": [1, 2, -3]}}, "0 seconds or more"),
-        ({"contention": 1.5}, "contention must be a part between 0 and 1; got 1.5"),
-        ({"step_overhead": -1}, "step_overhead must be 0 seconds or more; got -1"),
-    ],
-)
-def test_a_wrong_measurement_is_named(tmp_path, change, said):
-    path = tmp_path / "wrong.json"
-    path.write_text(json.dumps(PLAIN.to_dict() | change))
-    with pytest.raises(CostError, match=said):
-        Hardware.load(path)
-
-
-def test_a_file_without_measurements_loads_as_before(tmp_path):
-    path = tmp_path / "old.json"
-    data = PLAIN.to_dict()
-    for name in ("curves", "lines", "contention", "step_overhead"):
-        del data[name]
-    path.write_text(json.dumps(data))
-    assert Hardware.load(path) == PLAIN.with_(contention=0.0)
 
 
 def test_the_cpu_preset_is_a_calibration():

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -44,93 +46,89 @@ def test_sizes_of_blocks_and_of_segments(size, rounded, segment):
     assert block.size == rounded if segment - rounded > MIB else segment
 
 
-def test_a_large_block_keeps_a_rest_of_one_mebibyte_and_gives_up_more():
-    allocator = CachingAllocator()
-    assert allocator.malloc(11 * MIB).size == 12 * MIB  # the rest is exactly 1 MiB
-    assert allocator.allocated == 12 * MIB
-    block = allocator.malloc(11 * MIB - 512)  # 1 MiB and 512 bytes
-    assert block.size == 11 * MIB - 512
-    assert allocator.reserved == 24 * MIB
+SPLIT_100 = "max_split_size_mb:100"
+SCRIPTS: dict[str, tuple[str, int | None, list[tuple[Any, ...]], list[int]]] = {
+    "a large block keeps a rest of 1 MiB and gives up more": (
+        "", None, [("a", 11, 0), ("b", 11 - 1 / 2048, 12), ("c", 1 + 1 / 2048, 23 - 1 / 2048)],
+        [12, 12],
+    ),
+    "small requests share a segment down to 512 bytes": (
+        "", None, [("a", 1, 0), ("b", 1 - 1 / 2048, 1), ("c", 1 / 4096, 2 - 1 / 2048),
+                   ("d", 1 / 4096, 2)],
+        [2, 2],
+    ),
+    "the smallest block that fits is taken, of equal ones the lowest, and its rest": (
+        "", None, [("a", 40, 0), ("b", 30, 40), ("c", 50, 70), ("d", 30, 120), "d", "c", "b", "a",
+                   ("e", 29, 40), ("f", 30, 120), ("g", 31, 0), ("h", 9, 31)],
+        [40, 30, 50, 30],
+    ),
+    "pools of sizes and of streams share nothing": (
+        "", None, [("a", 30, 0), "a", ("b", 30, 30, "gathers"), ("c", 1 / 4096, 60), ("d", 30, 0)],
+        [30, 30, 2],
+    ),
+    "free neighbours merge and others do not": (
+        "", None, [("a", 60, 0), "a", ("b", 20, 0), ("c", 20, 20), ("d", 20, 40), "b", "d",
+                   ("e", 40, 60), "c", ("f", 60, 0)],
+        [60, 40],
+    ),
+    "a block used on another stream waits for its event": (
+        "", None, [("a", 30, 0), "a later", ("b", 30, 30), "events", ("c", 30, 0)],
+        [30, 30],
+    ),
+    "a full device gets back the segments that hold nothing": (
+        "", 100, [("a", 40, 0), ("b", 30, 40), "b", ("c", 10, 40), ("d", 20, 70, "gathers"), "d",
+                  ("e", 26, 90)],
+        [40, 30, 26],
+    ),
+    "and waits for events before": ("", 60, [("a", 60, 0), "a later", ("b", 40, 60)], [40]),
+    "expandable segments map pages behind each other": (
+        "expandable_segments:True", None,
+        [("a", 25, 0), ("b", 15, 25), "b", ("c", 30, 25)],
+        [60],
+    ),
+    "expandable segments prefer a hole to the end that can grow": (
+        "expandable_segments:True", None, [("a", 18, 0), ("b", 10, 18), "a", ("c", 11, 0)], [40],
+    ),
+    "expandable segments give back whole pages": (
+        "expandable_segments:True", 80,
+        [("a", 50, 0), ("b", 10, 50), "a", ("c", 40, None, "gathers"), ("d", 10, 40)],
+        [20, 40],
+    ),
+    "blocks above max_split_size stay whole": (
+        SPLIT_100, None, [("a", 200, 0), "a", ("b", 50, 200), ("c", 190, 0), ("d", 120, 250)],
+        [200, 50, 120],
+    ),
+    "of those a full device gets back one first": (
+        SPLIT_100, 400, [("a", 50, 0), "a", ("b", 300, 50), "b", ("c", 150, 350)],
+        [50, 150],
+    ),
+}  # fmt: skip
+"""By what it shows: settings, MiB of the device, steps, and the MiB of the segments at the end.
+
+A step requests a block, named, of so many MiB, which must lie so many behind the first one, on a
+stream; or gives the block of a name back, at once or when the events have passed."""
 
 
-def test_small_requests_share_a_segment_down_to_512_bytes():
-    allocator = CachingAllocator()
-    first = allocator.malloc(MIB)
-    second = allocator.malloc(MIB - 512)
-    third = allocator.malloc(300)
-    assert [b.address - first.address for b in (first, second, third)] == [0, MIB, 2 * MIB - 512]
-    assert allocator.reserved == 2 * MIB
-    allocator.malloc(1)
-    assert allocator.reserved == 4 * MIB
-
-
-def test_the_smallest_block_that_fits_is_taken_and_of_equal_ones_the_lowest():
-    allocator = CachingAllocator()
-    sizes = [40, 30, 50, 30]
-    blocks = [allocator.malloc(size * MIB) for size in sizes]
-    places = [block.address for block in blocks]
-    for block in reversed(blocks):
-        allocator.free(block)
-    assert allocator.malloc(29 * MIB).address == places[1]
-    assert allocator.malloc(30 * MIB).address == places[3]
-    assert allocator.malloc(31 * MIB).address == places[0]  # its rest of 9 MiB is split off
-    assert allocator.malloc(9 * MIB).address == places[0] + 31 * MIB
-    assert allocator.reserved == 150 * MIB
-
-
-def test_pools_of_sizes_and_of_streams_share_nothing():
-    allocator = CachingAllocator()
-    allocator.free(allocator.malloc(30 * MIB, "compute"))
-    allocator.malloc(30 * MIB, "gathers")
-    assert allocator.reserved == 60 * MIB
-    allocator.malloc(100, "compute")  # the small pool
-    assert allocator.reserved == 62 * MIB
-    allocator.malloc(30 * MIB, "compute")
-    assert allocator.reserved == 62 * MIB
-
-
-def test_free_neighbours_merge_and_others_do_not():
-    allocator = CachingAllocator()
-    whole = allocator.malloc(60 * MIB)
-    place = whole.address
-    allocator.free(whole)
-    left, middle, right = (allocator.malloc(20 * MIB) for _ in range(3))
-    assert segments(allocator) == [60 * MIB]
-    allocator.free(left)
-    allocator.free(right)
-    allocator.malloc(40 * MIB)  # 40 MiB are free, in two places
-    assert segments(allocator) == [60 * MIB, 40 * MIB]
-    allocator.free(middle)
-    assert allocator.malloc(60 * MIB).address == place
-    assert allocator.reserved == 100 * MIB
-
-
-def test_a_block_used_on_another_stream_waits_for_its_event():
-    allocator = CachingAllocator()
-    block = allocator.malloc(30 * MIB)
-    allocator.free(block, after_event=True)
-    assert allocator.allocated == 0
-    other = allocator.malloc(30 * MIB)
-    assert allocator.reserved == 60 * MIB
-    allocator.events_passed()
-    assert allocator.malloc(30 * MIB).address == block.address
-    assert other.address != block.address
-
-
-def test_a_full_device_gets_back_the_segments_that_hold_nothing():
-    allocator = CachingAllocator(capacity=100 * MIB)
-    kept = allocator.malloc(40 * MIB)
-    cached = allocator.malloc(30 * MIB)
-    place = cached.address
-    allocator.free(cached)
-    held = allocator.malloc(10 * MIB)  # splits the segment of 30
-    assert held.address == place
-    allocator.free(allocator.malloc(20 * MIB, "gathers"))
-    assert segments(allocator) == [40 * MIB, 30 * MIB, 20 * MIB]
-    allocator.malloc(26 * MIB)  # the 20 go back; the 30 hold something
-    assert allocator.retries == 1
-    assert segments(allocator) == [40 * MIB, 30 * MIB, 26 * MIB]
-    assert kept.used
+@pytest.mark.parametrize("name", SCRIPTS)
+def test_blocks_lie_where_torch_puts_them(name):
+    text, most, steps, mapped = SCRIPTS[name]
+    capacity = None if most is None else most * MIB
+    allocator = CachingAllocator(capacity, AllocatorSettings.parse(text))
+    blocks: dict[str, Any] = {}
+    first = None
+    for step in steps:
+        if step == "events":
+            allocator.events_passed()
+        elif isinstance(step, str):
+            name, _, later = step.partition(" ")
+            allocator.free(blocks.pop(name), after_event=bool(later))
+        else:
+            name, size, place, *stream = step
+            block = blocks[name] = allocator.malloc(int(size * MIB), *stream)
+            first = block.address if first is None else first
+            assert place is None or block.address - first == place * MIB, step
+        check(allocator, list(blocks.values()))
+    assert segments(allocator) == [size * MIB for size in mapped]
 
 
 def test_a_device_that_stays_full_refuses_and_says_what_it_holds():
@@ -141,73 +139,6 @@ def test_a_device_that_stays_full_refuses_and_says_what_it_holds():
     allocator.free(block)
     assert allocator.malloc(90 * MIB).size == 90 * MIB
     assert allocator.reserved == 90 * MIB
-
-
-def test_a_retry_waits_for_events():
-    allocator = CachingAllocator(capacity=60 * MIB)
-    allocator.free(allocator.malloc(60 * MIB), after_event=True)
-    assert allocator.malloc(40 * MIB).size == 40 * MIB
-    assert allocator.reserved == 40 * MIB
-
-
-def test_expandable_segments_map_pages_behind_each_other():
-    allocator = CachingAllocator(settings=EXPANDABLE)
-    first = allocator.malloc(25 * MIB)
-    assert segments(allocator) == [40 * MIB]
-    second = allocator.malloc(15 * MIB)  # what is left of the second page
-    assert (second.address - first.address, allocator.reserved) == (25 * MIB, 40 * MIB)
-    allocator.free(second)
-    third = allocator.malloc(30 * MIB)  # grows the free end by 15 MiB: one page
-    assert (third.address, allocator.reserved) == (second.address, 60 * MIB)
-    allocator.malloc(600)
-    assert segments(allocator) == [60 * MIB, 2 * MIB]
-
-
-def test_expandable_segments_prefer_a_hole_to_the_end_that_can_grow():
-    allocator = CachingAllocator(settings=EXPANDABLE)
-    hole = allocator.malloc(18 * MIB)
-    place = hole.address
-    allocator.malloc(10 * MIB)  # 12 MiB are left at the end
-    allocator.free(hole)
-    assert allocator.malloc(11 * MIB).address == place
-    assert allocator.reserved == 40 * MIB
-
-
-def test_expandable_segments_give_back_whole_pages():
-    allocator = CachingAllocator(capacity=80 * MIB, settings=EXPANDABLE)
-    first = allocator.malloc(50 * MIB)
-    place = first.address
-    last = allocator.malloc(10 * MIB)
-    allocator.free(first)
-    assert allocator.reserved == 60 * MIB
-    allocator.malloc(40 * MIB, "gathers")  # two of three pages hold nothing
-    assert allocator.retries == 1
-    assert allocator.reserved == 60 * MIB
-    assert last.used
-    assert allocator.malloc(10 * MIB).address == place + 40 * MIB
-
-
-def test_blocks_above_max_split_size_stay_whole():
-    allocator = CachingAllocator(settings=AllocatorSettings.parse("max_split_size_mb:100"))
-    large = allocator.malloc(200 * MIB)
-    allocator.free(large)
-    allocator.malloc(50 * MIB)  # not out of the large one
-    assert allocator.reserved == 250 * MIB
-    assert allocator.malloc(190 * MIB).size == 200 * MIB
-    assert allocator.reserved == 250 * MIB
-    allocator.malloc(120 * MIB)
-    assert allocator.reserved == 370 * MIB
-
-
-def test_a_full_device_gets_back_one_large_block_first():
-    settings_ = AllocatorSettings.parse("max_split_size_mb:100")
-    allocator = CachingAllocator(capacity=400 * MIB, settings=settings_)
-    small = allocator.malloc(50 * MIB)
-    allocator.free(small)
-    allocator.free(allocator.malloc(300 * MIB))
-    allocator.malloc(150 * MIB)
-    assert allocator.retries == 0
-    assert sorted(segments(allocator)) == [50 * MIB, 150 * MIB]
 
 
 @pytest.mark.parametrize(

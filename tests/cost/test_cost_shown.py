@@ -80,8 +80,9 @@ def test_a_trace_is_what_perfetto_reads(tmp_path):
             by_row.setdefault(event["tid"], []).append((event["ts"], event["ts"] + event["dur"]))
     for spans in by_row.values():  # a row is drawn flat only if nothing in it overlaps
         assert all(one[1] <= other[0] + 1e-3 for one, other in pairwise(sorted(spans)))
-    counters = [event["ts"] for event in trace["traceEvents"] if event["ph"] == "C"]
-    assert counters == sorted(counters)
+    counters = [event for event in trace["traceEvents"] if event["ph"] == "C"]
+    assert [event["ts"] for event in counters] == sorted(event["ts"] for event in counters)
+    assert max(sum(event["args"].values()) for event in counters) == estimate.peak_bytes
     exposed = [e for e in trace["traceEvents"] if e["ph"] == "X" and e["args"].get("reason")]
     assert len(exposed) == sum(bool(t.exposed) for t in estimate.transfers)
 

@@ -1,6 +1,5 @@
 """Matrix products by tiles and waves, attention by kernel, power, and what collectives slow."""
 
-import json
 from dataclasses import replace
 from math import isclose
 
@@ -119,47 +118,6 @@ def test_a_power_limit_slows_products_and_nothing_else():
     assert product.seconds(low) == pytest.approx(4 * product.seconds(machine))
     for node in (sdpa((1, 1, 64, 8)), node_of(aten.add.Tensor, (4, 6), (4, 6))):
         assert op_cost(node).seconds(low) == op_cost(node).seconds(machine)
-
-
-@pytest.mark.parametrize(
-    ("changes", "said"),
-    [
-        ({"power_limit": 500}, "needs tdp_watts"),
-        ({"tdp_watts": 400, "power_limit": 500}, "at most tdp_watts, 400 W; got 500"),
-        ({"tdp_watts": -1}, "tdp_watts must be 0 watts or more"),
-        ({"slowest": 0}, "slowest must be more than 0"),
-        ({"slowest": 1.5}, "slowest must be a part between 0 and 1"),
-        ({"multiprocessors": 10}, "tiles and multiprocessors are given together"),
-        ({"tiles": [[1, 2]], "multiprocessors": 1}, "a tile is its rows"),
-        ({"tiles": 3, "multiprocessors": 1}, "tiles must be a list"),
-        ({"attention_kernel": "fa2"}, "has no rates"),
-        ({"attention_rates": {"fa9.forward.64": [[1, 1]]}}, "unknown row 'fa9.forward.64'"),
-        (
-            {"attention_rates": {"fa2.forward.64": [[1, 2.0]]}},
-            "fraction of the peak",
-        ),
-        ({"efficiency": UNIT.efficiency | {"matmul.int3": 1.0}}, "unknown kind 'matmul.int3'"),
-        ({"spread": [1.2, 1.0]}, "spread must be"),
-        ({"confidence": {"flops": 3}}, "confidence.flops must be a text"),
-    ],
-)
-def test_a_wrong_figure_of_a_kernel_is_named(changes, said):
-    with pytest.raises(CostError, match=said):
-        UNIT.with_(**changes)
-
-
-def test_files_of_older_versions_have_no_figures_of_kernels(tmp_path):
-    old = {
-        name: value
-        for name, value in UNIT.to_dict().items()
-        if name in ("name", "flops", "memory_bytes", "memory_bandwidth", "launch_floor",
-                    "gpus_per_node", "intra_bandwidth", "intra_latency", "inter_bandwidth",
-                    "inter_latency", "host_bandwidth", "efficiency", "about", "source",
-                    "contention", "step_overhead", "curves", "lines")
-    }  # fmt: skip
-    path = tmp_path / "old.json"
-    path.write_text(json.dumps(old))
-    assert Hardware.load(path) == UNIT
 
 
 # -- attention -------------------------------------------------------------------------------------

@@ -9,6 +9,7 @@ import torch
 from ranks import run_ranks
 
 from examples.benchmarks.memory_truth import TOLERANCE, row, truth_of, worst
+from examples.benchmarks.paired import median_interval
 from examples.benchmarks.truth_cases import Case, every, sample
 
 
@@ -40,11 +41,15 @@ def test_predicted_bytes_are_those_that_live_on_four_ranks():
     check(4, sample(4))
 
 
+MODELS = ["gpt", "llama", "bert", "t5", "regnet", "mixtral", "lora"]
+
+
 @pytest.mark.slow
-@pytest.mark.parametrize("model", ["gpt", "llama", "bert", "t5", "regnet", "mixtral", "lora"])
+@pytest.mark.parametrize("model", MODELS)
 def test_a_cross_section_of_every_option(model):
+    """Other options of each model; together they have all."""
     cases = [case for case in every(2) if case.model == model and allowed(case)]
-    check(2, cases[::9])
+    check(2, cases[2 * MODELS.index(model) :: 19])
 
 
 def allowed(case: Case) -> bool:
@@ -61,3 +66,9 @@ def test_cases_cover_every_option():
     assert {case.mode for case in cases} == {"step", "accumulate", "eval", "dynamic"}
     assert {case.model for case in sample(2)} == {case.model for case in cases}
     assert len({(case.model, case.name) for case in cases}) == len(cases)
+
+
+@pytest.mark.parametrize(("count", "low", "high"), [(6, 0, 5), (9, 1, 7), (20, 5, 14), (30, 9, 20)])
+def test_interval_of_a_median(count, low, high):
+    # Ranks from tables of the sign test at 95 %.
+    assert median_interval([float(i) for i in range(count)][::-1]) == (low, high)

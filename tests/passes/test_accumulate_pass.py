@@ -7,9 +7,8 @@ from dataclasses import replace
 import pytest
 import torch
 import toy_programs as toys
-from torch import fx
 
-from graphshard.errors import PassError, VerifyError
+from graphshard.errors import PassError
 from graphshard.passes.accumulate import Accumulate
 from graphshard.passes.recompute_budget import RecomputeToBudget
 from graphshard.passes.release_early import ReleaseEarly
@@ -21,7 +20,6 @@ from graphshard.policy.units import Policy
 from graphshard.program import ops
 from graphshard.program.program import Program
 from graphshard.runtime.accumulated import passes_for
-from graphshard.verify.facts import Reference
 from graphshard.verify.rules import verify
 
 
@@ -98,18 +96,6 @@ def test_a_gradient_is_accumulated_as_it_was_computed() -> None:
             assert node.meta["val"].dtype == torch.bfloat16
             assert node.args[0].meta["val"].dtype == torch.float32
         verify(program, plan, after="the test")
-        gradient = nodes[0].args[0]
-        with program.graph.inserting_before(nodes[0]):
-            cast = program.graph.node_copy(gradient)
-        cast.target, cast.args = ops.cast, (gradient,)
-        cast.kwargs = {
-            "dtype": torch.bfloat16,
-            **{k: nodes[0].kwargs[k] for k in ("unit", "param")},
-        }
-        cast.meta = {**nodes[0].meta}
-        nodes[0].args = (cast,)
-        with pytest.raises(VerifyError, match="cast, and the sum is to be rounded alone"):
-            verify(program, plan, after="the test")
 
 
 def test_replicated_and_unused_parameters() -> None:
@@ -138,71 +124,6 @@ def test_a_kept_gradient_without_a_reduce_is_an_error() -> None:
 
 
 BOTH = frozenset({"a.unused", "gain"})
-
-
-def broken(program: Program, plan: ShardingPlan, reference: Reference | None = None) -> str:
-    with pytest.raises(VerifyError) as raised:
-        verify(program, plan, after="the test", reference=reference)
-    return str(raised.value)
-
-
-def keeps(program: Program) -> list[fx.Node]:
-    return [node for node in program.nodes() if node.target is ops.accumulate_grad]
-
-
-def test_verify_sees_what_is_kept_wrongly() -> None:
-    program, plan = rewritten(keep="gradient")
-    first, second = keeps(program)[1:3]
-    second.kwargs = {**second.kwargs, "param": first.kwargs["param"]}
-    assert "keeps" in broken(program, plan) or "its operand is no" in broken(program, plan)
-
-    program, plan = rewritten(keep="gradient")
-    node = keeps(program)[0]
-    results = program.results()
-    results.grads[0] = node.args[0]
-    program.set_results(results)
-    assert "is returned, but those of others are kept" in broken(program, plan)
-
-    program, plan = rewritten(keep="gradient")
-    node = keeps(program)[0]
-    node.kwargs = {**node.kwargs, "unit": "layers.0"}
-    assert "must say its parameter" in broken(program, plan)
-
-
-def test_verify_sees_a_gradient_that_is_neither_kept_nor_returned() -> None:
-    captured = toys.blocks()
-    plan = toys.make_toy_plan(captured, toys.UNITS[toys.blocks])
-    passes = passes_for(default_passes(plan.policy), ("gradient", (), ()))
-
-    class Forgets:
-        name = "forgets"
-
-        def apply(self, program: Program, plan: ShardingPlan) -> None:
-            program.graph.erase_node(keeps(program)[0])
-
-    with pytest.raises(VerifyError, match="computed but not returned"):
-        run_passes(captured, plan, [*passes, Forgets()])
-
-    class Scales:
-        name = "scales"
-
-        def apply(self, program: Program, plan: ShardingPlan) -> None:
-            node = keeps(program)[0]
-            (grad,) = node.args
-            with program.graph.inserting_before(node):
-                twice = program.graph.call_function(toys.aten.mul.Tensor, (grad, 2))
-            twice.meta = {**grad.meta}
-            node.args = (twice,)
-
-    captured = toys.blocks()
-    with pytest.raises(VerifyError, match="same values"):
-        run_passes(captured, plan, [*passes, Scales()])
-
-
-def test_verify_refuses_collectives_of_ignored_parameters() -> None:
-    program, plan = rewritten()
-    program.params = (replace(program.params[0], ignored=True), *program.params[1:])
-    assert "'embed.weight' is ignored: it is each rank's own" in broken(program, plan)
 
 
 def test_gradients_of_ignored_parameters_stay_as_they_are() -> None:

@@ -12,15 +12,11 @@ from toy_programs import assert_same_values, blocks, odd_params, rewritten
 import graphshard
 from graphshard import BlockPolicy, Hardware, MixedPrecision, ops
 from graphshard.cost.memory import BUFFERS, buffers_of
-from graphshard.errors import PassError, VerifyError
+from graphshard.errors import PassError
 from graphshard.passes.all_reduce_small import AllReduceSmall
-from graphshard.pipeline import default_passes
 from graphshard.planning.plan import ShardingPlan
 from graphshard.policy import Policy
-from graphshard.program.collective import params_of
-from graphshard.program.pass_protocol import stages_of
 from graphshard.program.program import Program
-from graphshard.verify import verify
 
 
 def reduces(program: Program) -> dict[str, str]:
@@ -79,16 +75,6 @@ def test_a_single_rank_has_nothing_to_gain() -> None:
 def test_a_bound_of_nothing_is_refused() -> None:
     with pytest.raises(PassError, match="below must be 1 byte or more; got 0"):
         AllReduceSmall(0)
-
-
-def test_verify_sees_a_gradient_left_whole() -> None:
-    """An all_reduce in its place would leave each rank a whole gradient."""
-    program, plan = rewritten(blocks, Policy(all_reduce_below=1 << 30))
-    verify(program, plan, after="test", done=stages_of(*default_passes(plan.policy)))
-    node = next(n for n in program.nodes() if n.target is ops.all_reduce_shard)
-    node.target = ops.all_reduce
-    with pytest.raises(VerifyError, match=f"'reduces': '{params_of(node)[0]}' is sharded"):
-        verify(program, plan, after="test", done=stages_of(*default_passes(plan.policy)))
 
 
 class Small(nn.Module):

@@ -110,8 +110,8 @@ def assert_as_if_zero(captured: Program, program: Program, plan: Any, unused: se
     "policy",
     [
         BlockPolicy({Block}),
-        BlockPolicy({Block}, strategy="SHARD_GRAD_OP"),
-        BlockPolicy({Block}, strategy="NO_SHARD"),
+        pytest.param(BlockPolicy({Block}, strategy="SHARD_GRAD_OP"), marks=pytest.mark.slow),
+        pytest.param(BlockPolicy({Block}, strategy="NO_SHARD"), marks=pytest.mark.slow),
         BlockPolicy({nn.Embedding}, reshard_root=True),  # all blocks in one unit
     ],
     ids=["FULL_SHARD", "SHARD_GRAD_OP", "NO_SHARD", "one unit"],

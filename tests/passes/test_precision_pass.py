@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable
-from dataclasses import dataclass
 from typing import Any
 
 import pytest
@@ -12,24 +11,20 @@ import torch
 from torch import Tensor, fx, nn
 from toy_programs import (
     BATCH,
-    UNITS,
     VOCAB,
     WIDTH,
     Toy,
     assert_same_values,
     block_params,
     blocks,
-    make_toy_plan,
     rewritten,
-    through,
 )
 
 import graphshard
 from graphshard import BlockPolicy, MixedPrecision
 from graphshard.capture.casting import place_casts
 from graphshard.capture.entry import capture
-from graphshard.errors import CaptureError, PassError, VerifyError
-from graphshard.pipeline import default_passes, run_passes
+from graphshard.errors import CaptureError, PassError
 from graphshard.planning.plan import ShardingPlan, gradient_bytes
 from graphshard.planning.planner import make_plan
 from graphshard.policy.precision import Precisions
@@ -158,83 +153,6 @@ def test_parts_kept_between_forward_and_backward() -> None:
 def test_a_parameter_read_in_its_own_dtype_is_refused() -> None:
     with pytest.raises(PassError, match=r"reads parameter 'embed.weight' in torch.float32, which"):
         rewritten(blocks, Policy(mixed_precision=MixedPrecision(BF16)))
-
-
-@dataclass(frozen=True)
-class RoundedReduce:
-    """Casts gradients to bfloat16 before they are reduced, and back."""
-
-    name: str = "rounded_reduce"
-
-    def apply(self, program: Program, plan: ShardingPlan) -> None:
-        results = program.results()
-        for reduce in [n for n in program.nodes() if n.target in ops.REDUCES]:
-            (wait,) = reduce.users
-            reduce.args = (
-                through(program, reduce, reduce.args[0], reduce, (ops.cast,), dtype=BF16),
-            )
-            wait.meta["val"] = [val.to(BF16) for val in wait.meta["val"]]
-            picked = list(wait.users)
-            for node, val in zip(picked, wait.meta["val"], strict=True):
-                node.meta["val"] = val
-            back = through(program, reduce, picked, picked[-1].next, (ops.cast,), dtype=F32)
-            new = dict(zip(picked, back, strict=True))
-            results.grads = [new.get(grad, grad) for grad in results.grads]
-        program.set_results(results)
-
-
-@dataclass(frozen=True)
-class RoundTrip:
-    """Casts what is reduced, or has been, to float16 and, if `back`, to what it was."""
-
-    results: bool
-    back: bool = True
-    name: str = "round_trip"
-
-    def apply(self, program: Program, plan: ShardingPlan) -> None:
-        for reduce in [n for n in program.nodes() if n.target is ops.reduce_scatter]:
-            (wait,) = reduce.users
-            values = list(wait.users) if self.results else list(reduce.args[0])
-            before = values[-1].next if self.results else reduce
-            readers = {v: list(v.users) if self.results else [reduce] for v in values}
-            new = through(program, reduce, values, before, (ops.cast,), dtype=F16)
-            if self.back:
-                dtype = values[0].meta["val"].dtype
-                new = through(program, reduce, new, before, (ops.cast,), dtype=dtype)
-            else:
-                wait.meta["val"] = [val.to(F16) for val in wait.meta["val"]]
-                for picked, val in zip(wait.users, wait.meta["val"], strict=True):
-                    picked.meta["val"] = val
-            for value, rounded in zip(values, new, strict=True):
-                for reader in readers[value]:
-                    reader.replace_input_with(value, rounded)
-
-
-@pytest.mark.parametrize("reduce_dtype", [BF16, F32])
-@pytest.mark.parametrize(
-    ("broken", "rule"),
-    [
-        (RoundTrip(results=False), "same values"),
-        (RoundTrip(results=True), "same values"),
-        (RoundTrip(results=False, back=False), "'precision'|in torch.float16, and must"),
-    ],
-)
-def test_mixed_precision_lets_no_other_rounding_pass(
-    broken: RoundTrip, rule: str, reduce_dtype: torch.dtype
-) -> None:
-    policy = Policy(mixed_precision=MixedPrecision(BF16, reduce_dtype))
-    program = mixed_blocks()
-    plan = make_toy_plan(program, UNITS[blocks], policy)
-    with pytest.raises(VerifyError, match=rule):
-        run_passes(program, plan, [*default_passes(policy), broken])
-
-
-def test_rounding_that_the_plan_does_not_ask_for_is_refused() -> None:
-    program = blocks()
-    plan = make_toy_plan(program, UNITS[blocks])
-    passes = list(default_passes(Policy()))
-    with pytest.raises(VerifyError, match=r"'precision': it moves .* in torch\.bfloat16"):
-        run_passes(program, plan, [*passes, RoundedReduce()])
 
 
 # -- captured -------------------------------------------------------------------------------------

@@ -67,32 +67,14 @@ def _like_eager(make: Callable[[], nn.Module], read: Callable[[Any], Any] = lamb
         torch.testing.assert_close(state[name], value, rtol=0, atol=0)
 
 
-def old_weight_norm(rank: int) -> None:
-    _like_eager(lambda: reparametrized(weight_norm))
+class Reparametrized:
+    """A check of a model with a layer that a function of torch changes."""
 
+    def __init__(self, name: str, change: Callable[[nn.Module], nn.Module]) -> None:
+        self.__name__, self.change = name, change
 
-def new_weight_norm(rank: int) -> None:
-    _like_eager(lambda: reparametrized(parametrizations.weight_norm))
-
-
-def old_spectral_norm(rank: int) -> None:
-    _like_eager(lambda: reparametrized(spectral_norm))
-
-
-def new_spectral_norm(rank: int) -> None:
-    _like_eager(lambda: reparametrized(parametrizations.spectral_norm))
-
-
-def orthogonal(rank: int) -> None:
-    _like_eager(lambda: reparametrized(parametrizations.orthogonal))
-
-
-def parametrization(rank: int) -> None:
-    _like_eager(lambda: reparametrized(symmetric))
-
-
-def pruning(rank: int) -> None:
-    _like_eager(lambda: reparametrized(pruned))
+    def __call__(self, rank: int) -> None:
+        _like_eager(lambda: reparametrized(self.change))
 
 
 def left_tensors(rank: int) -> None:
@@ -146,13 +128,13 @@ def unusual_parameters(rank: int) -> None:
 
 
 ON_TWO = [
-    old_weight_norm,
-    new_weight_norm,
-    old_spectral_norm,
-    new_spectral_norm,
-    orthogonal,
-    parametrization,
-    pruning,
+    Reparametrized("old weight_norm", weight_norm),
+    Reparametrized("new weight_norm", parametrizations.weight_norm),
+    Reparametrized("old spectral_norm", spectral_norm),
+    Reparametrized("new spectral_norm", parametrizations.spectral_norm),
+    Reparametrized("orthogonal", parametrizations.orthogonal),
+    Reparametrized("parametrization", symmetric),
+    Reparametrized("pruning", pruned),
     left_tensors,
     keyless_classes,
     unusual_parameters,

@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 import value_size_models as models
 from models import VOCAB, Case
-from ranks import Checks, on_ranks
+from ranks import on_ranks
 
 import graphshard
 
@@ -99,10 +99,6 @@ def experts_of_differing_rows(rank):
     train(rank, case_of("experts_by_nonzero"))
 
 
-def experts_computed_again(rank):
-    train(rank, case_of("experts_by_mask"), recompute="units")
-
-
 def experts_that_skip_what_is_empty(rank):
     """On rank 0 all rows are equal, so one of three experts gets none; fully_shard aborts there."""
     case = case_of("experts_that_skip")
@@ -143,32 +139,14 @@ def words_of_packed_sequences(rank):
     train(rank, Case("tagger", tagger, ("LSTM",), batch))
 
 
-def rows_repeated(rank):
-    train(rank, case_of("repeated"))
-
-
-def means_by_key(rank):
-    train(rank, case_of("unique"))
-
-
-def rows_split(rank):
-    train(rank, case_of("split"))
-
-
-ON_TWO = [loss_on_rows_of_a_mask, rows_up_to_a_number, experts_of_differing_rows]
-
-test_on_two_ranks = on_ranks(ON_TWO, 2, timeout=400)
-
-
-WIDE: Checks = [
-    experts_computed_again,
+ON_TWO = [
+    loss_on_rows_of_a_mask,
+    rows_up_to_a_number,
+    experts_of_differing_rows,
     experts_that_skip_what_is_empty,
     experts_of_mixtral,
     labelled_rows_of_deberta,
     words_of_packed_sequences,
-    rows_repeated,
-    means_by_key,
-    rows_split,
 ]
 
-test_more_models = pytest.mark.slow(on_ranks(WIDE, 2, timeout=500))
+test_on_two_ranks = on_ranks(ON_TWO, 2, timeout=595)

@@ -91,32 +91,22 @@ def zero1_gathers_only_what_has_changed(rank: int) -> None:
 
 
 def zero1_accumulates_without_gathering_again(rank: int) -> None:
-    sharded, expected = zero1(rank), model()
-    optims = [torch.optim.SGD(m.parameters(), lr=0.1) for m in (sharded, expected)]
-    size = dist.get_world_size()
-    for step in range(2):
-        for micro in range(3):
-            sharded(*batch(rank, 3 * step + micro)).backward()
-            for other in range(size):
-                (expected(*batch(other, 3 * step + micro)) / size).backward()
-        for optim in optims:
-            optim.step()
-            optim.zero_grad()
-    for name, param in sharded.named_parameters():
-        torch.testing.assert_close(full(param), expected.get_parameter(name))
-    assert [len(gathers(program)) for program in sharded.programs] == [3, 0, 3]
-
-
-def zero1_accumulates_two_batches_without_gathering_again(rank: int) -> None:
-    sharded = zero1(rank)
-    optim = torch.optim.SGD(sharded.parameters(), lr=0.1)
-    for step in range(3):
-        for micro in range(2):
-            sharded(*batch(rank, 2 * step + micro)).backward()
-        optim.step()
-        optim.zero_grad()
-    # The second batch of the first step comes before a copy of the rows is kept.
-    assert [len(gathers(program)) for program in sharded.programs] == [3, 3, 0]
+    # Of two batches the second of the first step comes before a copy of the rows is kept.
+    for batches, gathered in ((3, [3, 0, 3]), (2, [3, 3, 0])):
+        sharded, expected = zero1(rank), model()
+        optims = [torch.optim.SGD(m.parameters(), lr=0.1) for m in (sharded, expected)]
+        size = dist.get_world_size()
+        for step in range(5 - batches):
+            for number in range(batches * step, batches * (step + 1)):
+                sharded(*batch(rank, number)).backward()
+                for other in range(size):
+                    (expected(*batch(other, number)) / size).backward()
+            for optim in optims:
+                optim.step()
+                optim.zero_grad()
+        for name, param in sharded.named_parameters():
+            torch.testing.assert_close(full(param), expected.get_parameter(name))
+        assert [len(gathers(program)) for program in sharded.programs] == gathered
 
 
 def zero1_stores_what_the_plan_says(rank: int) -> None:
@@ -424,7 +414,6 @@ ALL = [
     zero1_goes_with_every_kind_of_optimizer,
     zero1_gathers_only_what_has_changed,
     zero1_accumulates_without_gathering_again,
-    zero1_accumulates_two_batches_without_gathering_again,
     zero1_stores_what_the_plan_says,
     zero1_sees_every_way_a_parameter_is_written,
     zero1_sees_writes_that_leave_no_sign,
@@ -444,9 +433,8 @@ ON_FOUR = [
     zero1_trains_as_one_process_and_fully_shard_do,
     zero1_gathers_only_what_has_changed,
     zero1_accumulates_without_gathering_again,
-    zero1_accumulates_two_batches_without_gathering_again,
+    zero1_units_live_beside_others,
 ]
-REST = [check for check in ALL if check not in ON_FOUR]
 SLOW = [
     zero1_goes_with_every_kind_of_optimizer,
     zero1_notes_only_what_a_program_gathers,
@@ -459,4 +447,3 @@ SLOW = [
 test_on_two_ranks = on_ranks([check for check in ALL if check not in SLOW], 2, timeout=500)
 test_the_rest_on_two_ranks = pytest.mark.slow(on_ranks(SLOW, 2, timeout=500))
 test_on_four_ranks = pytest.mark.slow(on_ranks(ON_FOUR, 4, timeout=500))
-test_the_rest_on_four_ranks = pytest.mark.slow(on_ranks(REST, 4, timeout=580))

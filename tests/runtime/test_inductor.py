@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import re
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import pytest
 import torch
 import torch._inductor.config as inductor_config
-from models import Block, Normed, TiedGPT
+from models import Block, TiedGPT
 from torch import Tensor, nn
 
 import graphshard
@@ -83,15 +83,16 @@ def test_trains_as_eager_and_draws_the_same_numbers(caplog):
 
 
 class Draws(nn.Module):
-    """Numbers that `draw` makes for a value, and numbers drawn after them."""
+    """Numbers that each of `draws` makes for a value, and numbers drawn after them."""
 
-    def __init__(self, draw: Callable[[Tensor], Tensor]) -> None:
+    def __init__(self, draws: list[Callable[[Tensor], Tensor]]) -> None:
         super().__init__()
         self.weight = nn.Parameter(torch.ones(6))
-        self.draw = draw
+        self.draws = draws
 
-    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
-        return self.draw((x * self.weight).detach()) * self.weight, torch.rand(2)
+    def forward(self, x: Tensor) -> tuple[Tensor, ...]:
+        x = (x * self.weight).detach()
+        return *(draw(x) * self.weight for draw in self.draws), torch.rand(2)
 
 
 def draws(dtype: torch.dtype) -> dict[str, Callable[[Tensor], Tensor]]:
@@ -133,51 +134,42 @@ def draws(dtype: torch.dtype) -> dict[str, Callable[[Tensor], Tensor]]:
     }
 
 
-def check_draws(name: str, dtype: torch.dtype, backend: str) -> None:
-    draw = draws(dtype)[name]
+def check_draws(dtype: torch.dtype, backend: str, names: Iterable[str]) -> None:
     x = torch.linspace(-1, 1, 120, dtype=dtype).view(5, 4, 6)
-    eager = Draws(draw).to(dtype)
+    eager = Draws([draws(dtype)[name] for name in names]).to(dtype)
     sharded = graphshard.compile(eager, graphshard.LambdaPolicy(lambda _: False), backend=backend)
     torch.manual_seed(7)
-    expected = (*eager(x), torch.get_rng_state())
+    *expected, last = (*eager(x), torch.get_rng_state())
     torch.manual_seed(7)
-    got = (*sharded(x), torch.get_rng_state())
-    if backend == "inductor" and dtype.itemsize == 2:
-        # Compiled code rounds less often: by one unit of the largest value where a sum cancels.
-        unit = torch.finfo(dtype).eps
-        atol = unit * expected[0].abs().max().item()
-        torch.testing.assert_close(got[0], expected[0], rtol=unit, atol=atol)
-        got, expected = got[1:], expected[1:]
-    for mine, theirs in zip(got, expected, strict=True):
-        assert torch.equal(mine, theirs)
+    *got, now = (*sharded(x), torch.get_rng_state())
+    assert torch.equal(now, last)
+    for name, mine, theirs in zip((*names, "after"), got, expected, strict=True):
+        if backend == "inductor" and dtype.itemsize == 2 and name != "after":
+            # Compiled code rounds less often: by one unit of the largest value where a sum cancels.
+            unit = torch.finfo(dtype).eps
+            atol = unit * theirs.abs().max().item()
+            torch.testing.assert_close(mine, theirs, rtol=unit, atol=atol)
+        else:
+            assert torch.equal(mine, theirs), name
 
 
 IN_FLOAT64 = ("bernoulli", "bernoulli of a view", "random_ from")
 
 
-@pytest.mark.parametrize("name", IN_FLOAT64)
-def test_numbers_for_float64_are_those_of_eager(name):
-    check_draws(name, torch.float64, "inductor")
+def test_numbers_for_float64_are_those_of_eager():
+    check_draws(torch.float64, "inductor", IN_FLOAT64)
 
-
-DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
 
 NOT_OF_TWO_BYTES = {"binomial", "dirichlet", "gamma"}  # eager has no kernel
-
-CASES_OF_DRAWS = [
-    pytest.param(name, dtype, id=f"{name}-{dtype}")
-    for name in draws(torch.float64)
-    for dtype in DTYPES
-    if not (dtype.itemsize == 2 and name in NOT_OF_TWO_BYTES)
-    and (name, dtype) != ("rrelu", torch.float16)
-]
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("backend", ["eager", "inductor"])
-@pytest.mark.parametrize(("name", "dtype"), CASES_OF_DRAWS)
-def test_every_random_operator_draws_the_numbers_of_eager(name, dtype, backend):
-    check_draws(name, dtype, backend)
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16, torch.float16])
+def test_every_random_operator_draws_the_numbers_of_eager(dtype, backend):
+    without = NOT_OF_TWO_BYTES if dtype.itemsize == 2 else set()
+    without = without | ({"rrelu"} if dtype == torch.float16 else set())
+    check_draws(dtype, backend, [name for name in draws(dtype) if name not in without])
 
 
 def test_one_function_for_each_form(monkeypatch):
@@ -186,15 +178,6 @@ def test_one_function_for_each_form(monkeypatch):
     train, evaluated = (program.regions for program in sharded.programs)
     assert max(train.distinct, evaluated.distinct) <= len(made)
     assert len(made) <= train.distinct + evaluated.distinct < len(train.forms)
-
-
-def test_checks_and_poison_see_regions(monkeypatch):
-    by_torch(monkeypatch)
-    torch.manual_seed(0)
-    model = TiedGPT(2)
-    expected, _ = trained(model, "eager")
-    found, _ = trained(model, "inductor", check=True)
-    assert all(map(torch.equal, expected, found))
 
 
 @torch.library.custom_op("graphshard_tests::widened", mutates_args=())
@@ -385,19 +368,6 @@ def test_what_is_scattered_into_zeros_is_there_when_it_is_read(monkeypatch):
     close([p.grad for p in sharded.parameters()], [p.grad for p in model.parameters()])
 
 
-def test_sizes_may_vary_within_what_was_compiled(monkeypatch):
-    monkeypatch.setattr(torch_inductor, "compile_graph", lambda graph, inputs, mode: graph.forward)
-    torch.manual_seed(0)
-    model = TiedGPT(1)
-    names = {"tokens": {1: "length"}, "targets": {1: "length"}}
-    batches = [tokens(7), tokens(5), tokens(9)]
-    expected, _ = trained(model, "eager", dynamic=names, batches=batches)
-    found, sharded = trained(model, "inductor", dynamic=names, batches=batches)
-    assert all(map(torch.equal, expected, found))
-    assert len(sharded.programs) == 2  # train and eval
-    assert not sharded.programs[0].regions.fell_back
-
-
 def test_sizes_beyond_what_was_compiled_run_operator_by_operator(monkeypatch):
     """A compiler may decide by a size; then what it made is right for some calls only."""
     compiled_calls: list[int] = []
@@ -443,17 +413,6 @@ def test_outputs_without_gradients_have_regions_of_their_own(monkeypatch):
         sharded(x)[0].backward()
         grads.append([p.grad.clone() for p in sharded.parameters()])
     assert all(map(torch.equal, *grads))
-
-
-def test_batch_norm_updates_its_buffers(monkeypatch):
-    by_torch(monkeypatch)
-    torch.manual_seed(0)
-    model = Normed()
-    policy = graphshard.SizePolicy(min_num_params=10)
-    batches = [(torch.randn(6, 8),) for _ in range(2)]
-    expected, _ = trained(model, "eager", policy, batches=batches)
-    found, _ = trained(model, "inductor", policy, batches=batches)
-    assert all(map(torch.equal, expected, found))
 
 
 def test_another_torch_is_refused(monkeypatch):

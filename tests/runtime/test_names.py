@@ -68,35 +68,35 @@ def require_names(**options: Any) -> list[str]:
     return names
 
 
-def names_of_events(rank: int) -> None:
-    names = require_names()
-    assert names[:3] == ["(root) all_gather forward", "(root) wait forward", names[2]]
-    for name in ("blocks.1 free forward", "blocks.1 compute backward", "blocks.0 wait backward"):
-        assert name in names
+class Names:
+    """A check that a module of these `options` shows its events, and among them those `shown`."""
+
+    def __init__(self, name: str, *shown: str, **options: Any) -> None:
+        self.__name__, self.shown, self.options = name, shown, options
+
+    def __call__(self, rank: int) -> None:
+        options = self.options
+        if options.get("mesh"):
+            mesh = init_device_mesh("cpu", options["mesh"], mesh_dim_names=("replicate", "shard"))
+            options = options | {"mesh": mesh}
+        names = require_names(**options)
+        assert names[:2] == ["(root) all_gather forward", "(root) wait forward"] or self.options
+        assert set(self.shown) <= set(names)
 
 
-def names_with_offload_and_recompute(rank: int) -> None:
-    names = require_names(**OFFLOADED)
-    assert "blocks.1 to_device forward" in names
-    assert "blocks.1 arrive backward" in names
-
-
-def names_of_regions(rank: int) -> None:
-    require_names(backend="inductor")
-    require_names(backend="inductor", **OFFLOADED)
-
-
-def names_of_replicas(rank: int) -> None:
-    mesh = init_device_mesh("cpu", (2, 1), mesh_dim_names=("replicate", "shard"))
-    names = require_names(strategy="HYBRID_SHARD", mesh=mesh)
-    assert "blocks.0 all_reduce backward" in names
-
-
-def names_in_checking_mode_and_of_other_options(rank: int) -> None:
-    require_names(check=True, forward_prefetch=1)
-    require_names(schedule="overlap")
-    require_names(strategy="SHARD_OPTIMIZER")
-    require_names(check_finite="error")
+QUICK = [
+    Names("plain", "blocks.1 free forward", "blocks.1 compute backward", "blocks.0 wait backward"),
+    Names("offload", "blocks.1 to_device forward", "blocks.1 arrive backward", **OFFLOADED),
+    Names("replicas", "blocks.0 all_reduce backward", strategy="HYBRID_SHARD", mesh=(2, 1)),
+]
+WIDE = [
+    Names("regions", backend="inductor"),
+    Names("offload in regions", backend="inductor", **OFFLOADED),
+    Names("checking mode", check=True, forward_prefetch=1),
+    Names("by cost", schedule="overlap"),
+    Names("zero1", strategy="SHARD_OPTIMIZER"),
+    Names("check_finite", check_finite="error"),
+]
 
 
 def names_of_micro_batches_and_of_some_outputs(rank: int) -> None:
@@ -158,17 +158,11 @@ def without_a_profiler_there_are_no_names(rank: int) -> None:
             sharded(*tokens_of(0, 0)).backward()
 
 
-ON_TWO = [
-    names_of_events,
-    names_with_offload_and_recompute,
-    names_of_replicas,
+OTHERS = [
     names_of_micro_batches_and_of_some_outputs,
     a_range_ends_where_a_half_fails,
     without_a_profiler_there_are_no_names,
 ]
 
-test_on_two_ranks = on_ranks(ON_TWO, 2)
-
-SLOW = [names_of_regions, names_in_checking_mode_and_of_other_options]
-
-test_slow_on_two_ranks = pytest.mark.slow(on_ranks(SLOW, 2))
+test_on_two_ranks = on_ranks([*QUICK, *OTHERS], 2)
+test_more_on_two_ranks = pytest.mark.slow(on_ranks(WIDE, 2))

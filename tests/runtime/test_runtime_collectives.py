@@ -6,14 +6,13 @@ import subprocess
 import sys
 import time
 import weakref
-from collections.abc import Callable
 from dataclasses import replace
 from unittest import mock
 
 import pytest
 import torch
 import torch.distributed as dist
-from ranks import Checks, run_ranks
+from ranks import on_ranks
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
@@ -291,7 +290,25 @@ def averages_replicas(rank: int) -> None:
             assert operand.own or (grad == rank).all()
 
 
-ALONE = [
+def a_failing_launch(rank: int) -> None:
+    """The error names op, unit and phase."""
+    group = find_group(None, None)
+    group.pairwise = None
+    params = operands(group.size, torch.float32)
+    with mock.patch.dict(packing.GATHER_BELOW, gloo=0):
+        gather = AllGather(group, "blocks.1", "backward", params)
+    full = full_values(0, torch.float32)
+    parts = [padded_part(f, p.layout, rank) for f, p in zip(full, params, strict=True)]
+    gather.options = torch.distributed.distributed_c10d.AllgatherOptions()
+    parts[0] = parts[0].to(torch.float64)
+    with pytest.raises(CollectiveError) as caught:
+        wait(gather(parts))
+    told = "all_gather of unit blocks.1 in backward could not be started on rank "
+    assert str(caught.value).startswith(told)
+    assert "died" not in str(caught.value)
+
+
+ON_TWO = [
     gathers,
     mixed_dtypes,
     poisons,
@@ -304,19 +321,8 @@ ALONE = [
     gathers_into_place,
 ]
 
-
-@pytest.fixture(scope="module", params=[2, 3])
-def ranks(request: pytest.FixtureRequest) -> Checks:
-    return Checks(ALONE, request.param)
-
-
-@pytest.mark.parametrize("check", ALONE, ids=lambda check: check.__name__)
-def test_on_ranks(ranks: Checks, check: Callable[[int], None]) -> None:
-    ranks.require(check)
-
-
-def test_groups_within_groups() -> None:
-    Checks([within_smaller_groups], 3).require(within_smaller_groups)
+test_on_two_ranks = on_ranks([*ON_TWO, a_failing_launch], 2)
+test_on_three_ranks = on_ranks([*ON_TWO, within_smaller_groups], 3)
 
 
 def test_a_single_rank_gathers_without_copying() -> None:
@@ -345,31 +351,6 @@ def test_a_single_ranks_gradient_shares_nothing() -> None:
     assert torch.equal(result, grad)
     assert result.is_contiguous()
     assert result.data_ptr() != grad.data_ptr()
-
-
-def failing_launch(rank: int) -> str:
-    group = find_group(None, None)
-    group.pairwise = None
-    params = operands(group.size, torch.float32)
-    with mock.patch.dict(packing.GATHER_BELOW, gloo=0):
-        gather = AllGather(group, "blocks.1", "backward", params)
-    full = full_values(0, torch.float32)
-    parts = [padded_part(f, p.layout, rank) for f, p in zip(full, params, strict=True)]
-    gather.options = torch.distributed.distributed_c10d.AllgatherOptions()
-    parts[0] = parts[0].to(torch.float64)
-    try:
-        wait(gather(parts))
-    except CollectiveError as error:
-        return str(error)
-    return "no error"
-
-
-def test_errors_name_op_unit_and_phase() -> None:
-    for text in run_ranks(failing_launch, 2):
-        assert text.startswith(
-            "all_gather of unit blocks.1 in backward could not be started on rank "
-        )
-        assert "died" not in text
 
 
 @pytest.mark.parametrize("ranks", [8, 512])

@@ -2,21 +2,16 @@
 
 from __future__ import annotations
 
+import copy
 import time
 from collections.abc import Callable
-from dataclasses import replace
-from datetime import timedelta
 
-import pytest
 import torch
 from ranks import error_of, on_ranks
 from torch import Tensor, nn
 
 import graphshard
-from graphshard.errors import CollectiveError, FingerprintError
-from graphshard.runtime.agreement import Agreement
-from graphshard.runtime.fingerprint import Fingerprint
-from graphshard.runtime.group import find_group
+from graphshard.errors import FingerprintError
 
 
 class Heads(nn.Module):
@@ -147,21 +142,15 @@ def a_replicated_forward_on_one_rank(rank: int) -> None:
     sharded(X, 0).sum().backward()
 
 
-def where_the_host_may_not_wait(rank: int) -> None:
-    """As with NCCL: compared through the Store at a sequence's first use, later by tickets."""
-    group = replace(find_group(None, None), backend="nccl", timeout=timedelta(seconds=2))
-    agreement = Agreement(group)
-    agreement.join()
-    first, second = Fingerprint(("first",)), Fingerprint(("second",))
-    agreement.require(first)
-    agreement.require(second)
-    agreement.require(first)
-    message = error_of(lambda: agreement.require(Fingerprint((f"of {rank}",))), FingerprintError)
-    assert "rank 0: of 0" in message
-    assert "rank 1: of 1" in message
-    if rank == 0:
-        with pytest.raises(CollectiveError, match=r"'third', but rank 1 died"):
-            agreement.require(Fingerprint(("third",)))
+def sizes_of_other_costs(rank: int) -> None:
+    """FSDP's order does not mind; what is merged or split depends on how long compute takes."""
+    layers = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
+    x = torch.zeros(400_000 if rank else 2, 4)
+    compiled(copy.deepcopy(layers))(x).sum().backward()
+    by_cost = graphshard.BlockPolicy({nn.Linear}, schedule="overlap")
+    sharded = graphshard.compile(layers, by_cost)
+    message = refused(lambda: sharded(x), sharded)
+    assert "would issue different collectives" in message
 
 
 ON_TWO = [
@@ -174,7 +163,7 @@ ON_TWO = [
     a_new_program_on_one_rank,
     modules_in_another_order,
     a_replicated_forward_on_one_rank,
-    where_the_host_may_not_wait,
+    sizes_of_other_costs,
 ]
 
 test_on_two_ranks = on_ranks(ON_TWO, 2)

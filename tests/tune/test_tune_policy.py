@@ -152,21 +152,8 @@ def test_the_command(capsys, monkeypatch):
     shown = capsys.readouterr().out
     assert shown.startswith("graphshard.")
     assert "of 1.00 GiB" in shown
-    assert (
-        main(
-            [
-                *arguments,
-                "--json",
-                "--forward-prefetch",
-                "1",
-                "--param-dtype",
-                "bf16",
-                "--all-reduce-below",
-                "1MiB",
-            ]
-        )
-        == 0
-    )
+    more = ["--forward-prefetch", "1", "--param-dtype", "bf16", "--all-reduce-below", "1MiB"]
+    assert main([*arguments, *more, "--json"]) == 0
     data = json.loads(capsys.readouterr().out)
     assert data["policy"]["forward_prefetch"] == 1
     assert data["policy"]["all_reduce_below"] == 1 << 20
@@ -243,7 +230,6 @@ def test_ranks_find_the_same_and_train():
     assert one == other == pytest.approx(losses_of(BlockPolicy({"Block"}))[0], rel=1e-5)
 
 
-@pytest.mark.slow
 @pytest.mark.slow
 def test_ranks_take_rank_0_s_policy_where_time_is_limited():
     (one, policy), (other, same) = run_ranks(trained, 2, 1e-3, timeout=300)
