@@ -10,11 +10,9 @@ import pytest
 import torch
 import toy_programs as toys
 from broken_programs import emit, named
-from granularity import REDUCES, finer
 from toy_programs import offloaded
 
 from graphshard.errors import VerifyError
-from graphshard.passes.reduce_in_pieces import ReduceInPieces
 from graphshard.passes.release_early import ReleaseEarly
 from graphshard.pipeline import default_passes, run_passes
 from graphshard.planning.plan import ShardingPlan
@@ -83,16 +81,6 @@ def rounded_before_it_is_added(program: Program) -> None:
     node.args = (cast,)
 
 
-def last_piece_left_out(program: Program) -> None:
-    reduce = [node for node in program.nodes() if "columns" in node.kwargs][2]
-    (wait,) = reduce.users
-    (shard,) = wait.users
-    (joined,) = shard.users
-    joined.args = (joined.args[0][:2], 1)
-    for node in (shard, wait, reduce):
-        node.graph.erase_node(node)
-
-
 ROUNDED = MixedPrecision(reduce_dtype=torch.bfloat16)
 
 
@@ -116,11 +104,6 @@ ROUNDED = MixedPrecision(reduce_dtype=torch.bfloat16)
             lambda: kept(mixed_precision=ROUNDED),
             rounded_before_it_is_added,
             "cast, and the sum is to be rounded alone",
-        ),
-        (
-            lambda: finer(toys.blocks, REDUCES, ReduceInPieces(3)),
-            last_piece_left_out,
-            "the last columns of 'embed.weight' are never reduced",
         ),
     ],
     ids=lambda value: getattr(value, "__name__", None),
