@@ -8,7 +8,6 @@ from dataclasses import dataclass
 import numpy as np
 import pytest
 import torch
-import torch.nn.functional as F
 from capture_models import Net, X, linear
 from program_runner import assert_same_as_eager, first_tensor, run_captured
 from torch import Tensor, nn
@@ -56,27 +55,10 @@ def test_tables_name_parameters_buffers_inputs_and_outputs():
     assert program.results().input_grads[1] is not None
 
 
-def test_batch_norm_conv_with_inplace_relu():
-    model = nn.Sequential(
-        nn.Conv2d(3, 8, 3), nn.BatchNorm2d(8), nn.ReLU(inplace=True), nn.Flatten(), nn.LazyLinear(3)
-    )
-    images = torch.randn(4, 3, 8, 8)
-    model(images)
-    assert_same_as_eager(model, (images,))
-    assert_same_as_eager(model.eval(), (images,))
-
-
 @pytest.mark.parametrize("p", [0.0, 0.3, 1.0])
 def test_dropout_draws_the_random_numbers_eager_draws(p):
     model = nn.Sequential(linear(), nn.Dropout(p), linear(), nn.Dropout(p))
     assert_same_as_eager(model, (X,))
-
-
-def test_tied_parameter_has_one_entry_and_one_summed_gradient():
-    model = nn.Sequential(nn.Embedding(4, 4), nn.Linear(4, 4, bias=False))
-    model[1].weight = model[0].weight
-    program = assert_same_as_eager(model, (torch.tensor([1, 3]),)).program
-    assert [p.names for p in program.params] == [("0.weight", "1.weight")]
 
 
 def test_frozen_and_unused_parameters_get_no_gradient():
@@ -96,23 +78,12 @@ def test_one_module_used_several_times_keeps_its_name():
     assert names == ["a"] * len(names)
 
 
-def test_scalar_parameter():
-    assert_same_as_eager(
-        Net(lambda m, x: m.fc(x) * m.s, fc=linear(), s=nn.Parameter(torch.tensor(2.0))), (X,)
-    )
-
-
 def test_forward_only_under_no_grad():
     program = capture(nn.Sequential(linear(), nn.BatchNorm1d(4)), (X,), grad=False).program
     assert not program.grad
     assert not list(program.nodes(BACKWARD))
     assert len(program.mutations) == 3
     assert program.results().grads == [None] * 4
-
-
-def test_all_frozen_is_forward_only():
-    program = capture(linear().requires_grad_(False), (X,)).program
-    assert not program.grad
 
 
 def test_inputs_that_need_gradients():
@@ -203,20 +174,6 @@ def test_functions_count_by_identity_for_as_long_as_they_are_asked_about():
     assert len(seen) == 20
 
 
-def test_buffers_changed_in_place_or_assigned_are_mutations():
-    def forward(m, x):
-        m.count += 1
-        m.mean = 0.9 * m.mean + 0.1 * x.mean(0).detach()
-        return m.fc(x) - m.mean
-
-    model = Net(forward, fc=linear(), count=torch.tensor(0), mean=torch.zeros(4))
-    captured = capture(model, (X,))
-    _, mutated, _, _ = run_captured(captured, model, (X,), {})
-    model(X)
-    assert torch.equal(mutated["count"], torch.tensor(1))
-    assert torch.equal(mutated["mean"], model.mean)
-
-
 def test_an_input_changed_in_place_is_a_mutation():
     model = Net(lambda m, x, seen: (seen.add_(1), m.fc(x))[1], fc=linear())
     program = capture(model, (X, torch.zeros(2))).program
@@ -263,14 +220,6 @@ def test_state_in_containers_and_random_numbers_are_said_to_be_baked_in():
     assert (random.random(), np.random.rand()) == expected
 
 
-def test_questions_about_constants_are_answered():
-    def forward(m, x):
-        positions = torch.arange(x.shape[1])
-        return m.fc(x) if bool((positions[1:] - positions[:-1] == 1).all()) else x
-
-    assert_same_as_eager(Net(forward, fc=linear()), (X,))
-
-
 def test_plain_tensors_the_model_closes_over_are_constants():
     table = torch.randn(4)
     program = assert_same_as_eager(Net(lambda m, x: m.fc(x) + table, fc=linear()), (X,)).program
@@ -314,12 +263,6 @@ def test_a_user_function_may_give_no_gradient():
     assert_same_as_eager(model, (X,))
 
 
-def test_gradient_that_autograd_never_gives_is_none():
-    model = Net(lambda m, x: m.fc(x) + m.w.detach(), fc=linear(), w=nn.Parameter(torch.ones(4)))
-    program = assert_same_as_eager(model, (X,)).program
-    assert program.results().grads[program.params.index(_entry(program, "w"))] is None
-
-
 def test_copy_is_independent():
     program = capture(linear(), (X,)).program
     other = program.copy()
@@ -342,19 +285,6 @@ def test_names_that_make_one_identifier_stay_apart():
         Net(lambda m, x: m.a(x) @ m.a_weight, a=linear(), a_weight=nn.Parameter(torch.eye(4) * 2)),
         (X,),
     )
-
-
-def test_attention_stays_one_kernel():
-    def forward(m, x):
-        q = m.fc(x).view(1, 1, 6, 4)
-        return F.scaled_dot_product_attention(q, q, q, is_causal=True)
-
-    program = assert_same_as_eager(Net(forward, fc=linear()), (X,)).program
-    assert any("flash_attention" in str(n.target) for n in program.nodes())
-
-
-def _entry(program, fqn):
-    return next(p for p in program.params if p.fqn == fqn)
 
 
 def test_hooks_that_a_forward_installs_are_installed_once_in_each_trace():

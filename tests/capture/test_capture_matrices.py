@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from capture_models import Net, X, linear
+from capture_models import Net, X
 from program_runner import assert_same_as_eager, run_captured
 from torch import nn
 
@@ -36,8 +36,3 @@ def test_a_bad_matrix_is_an_error_of_the_step_as_of_eager():
     for run in (lambda: net(X), lambda: run_captured(captured, net, (X,), {})):
         with pytest.raises(torch.linalg.LinAlgError, match="could not be completed"):
             run()
-
-
-def test_a_parametrization_by_linear_algebra():
-    layer = nn.utils.parametrizations.orthogonal(linear(), orthogonal_map="cayley")
-    assert_same_as_eager(Net(lambda m, x: m.fc(x).square().sum() * 1, fc=layer), (X,))

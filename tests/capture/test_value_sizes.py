@@ -8,6 +8,7 @@ import pytest
 import torch
 import value_size_models as models
 from capture_models import Net, X, linear
+from loops import same_step
 from torch import nn
 
 import graphshard
@@ -22,18 +23,9 @@ SEEDS = (0, 1, 103)  # batches whose masks have 7 rows, all 12, none
 
 
 def assert_trains_as_eager(model, sharded, seeds=SEEDS):
-    """Losses and gradients bit for bit, for masks with no, some and all rows."""
+    """For masks with no, some and all rows."""
     for seed in seeds:
-        batch = models.batch(seed)
-        losses = []
-        for one in (model, sharded):
-            one.zero_grad()
-            losses.append(models.loss_of(one(*batch)))
-            losses[-1].backward()
-        assert torch.equal(*losses), seed
-        wanted = dict(model.named_parameters())
-        for name, param in sharded.named_parameters():
-            assert torch.equal(param.grad, wanted[name].grad), (seed, name)
+        same_step(model, sharded, *models.batch(seed), objective=models.loss_of)
 
 
 def slow(name):
@@ -125,10 +117,7 @@ def test_a_gradient_of_parts_has_the_shape_of_its_parameter():
     masks = [torch.arange(6) < rows for rows in (2, 0, 6)]
     sharded = graphshard.compile(model, graphshard.SizePolicy(1), example_inputs=masks[:1])
     for mask in masks:
-        for one in (model, sharded):
-            one.zero_grad()
-            one(mask).backward()
-        assert torch.equal(sharded.weight.grad, model.weight.grad)
+        same_step(model, sharded, mask)
 
 
 def test_outputs_of_such_sizes_may_have_no_gradient():
@@ -137,12 +126,8 @@ def test_outputs_of_such_sizes_may_have_no_gradient():
     sharded = graphshard.compile(model, policy, example_inputs=models.batch(2), check=True)
     for chosen in (0, 2):
         for seed in SEEDS:
-            for one in (model, sharded):
-                one.zero_grad()
-                one(*models.batch(seed))[chosen].sum().backward()
-            wanted = dict(model.named_parameters())
-            for name, param in sharded.named_parameters():
-                assert torch.equal(param.grad, wanted[name].grad), (chosen, seed, name)
+            batch = models.batch(seed)
+            same_step(model, sharded, *batch, objective=lambda out, i=chosen: out[i].sum())
 
 
 def test_experts_of_transformers_loop_over_all():
@@ -160,13 +145,7 @@ def test_experts_of_transformers_loop_over_all():
         model, graphshard.SizePolicy(1), example_inputs=(x, chosen, weights)
     )
     for choice in (chosen, chosen.clamp(max=1), torch.zeros_like(chosen)):
-        results = [one(x, choice, weights) for one in (model, sharded)]
-        assert torch.equal(*results)
-        for one, result in zip((model, sharded), results, strict=True):
-            one.zero_grad()
-            result.pow(2).sum().backward()
-        for p, q in zip(model.parameters(), sharded.parameters(), strict=True):
-            assert torch.equal(p.grad, q.grad)
+        same_step(model, sharded, x, choice, weights, objective=lambda out: out.pow(2).sum())
     assert len(sharded.programs) == 1
 
 

@@ -46,7 +46,13 @@ def _lines(model: nn.Module, kwargs: dict[str, Any], **options: Any) -> list[str
 _WRITE = ("t5", "regnet")  # shifted labels, running statistics
 
 
-@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize(
+    "name",
+    [
+        pytest.param(n, marks=[pytest.mark.slow] if n in ("gpt2", "bert", "t5") else [])
+        for n in CASES
+    ],
+)
 def test_graphs_are_the_same_either_way(
     name: str, ways: list[bool], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -235,14 +241,6 @@ def test_an_error_of_the_model_is_told_with_its_line(ways: list[bool]) -> None:
     with pytest.raises(CaptureError, match="ValueError while being captured: no luck here"):
         capture(Net(fails), (X,))
     assert ways == [False], "an error of the model's needs no second trace"
-
-    def writes_a_parameter(net: Net, x: Tensor) -> Tensor:
-        with torch.no_grad():
-            net.linear.weight.mul_(0.5)
-        return x
-
-    with pytest.raises(CaptureError, match=r"changes parameter 'linear.weight' in place"):
-        capture(Net(writes_a_parameter), (X,))
 
 
 def test_a_value_that_is_known_but_for_a_write_is_asked_for_again(ways: list[bool]) -> None:

@@ -6,6 +6,7 @@ import os
 import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import cache
 from pathlib import Path
 from tempfile import mkdtemp
 from typing import Any
@@ -16,12 +17,13 @@ import torch.distributed as dist
 from accelerate import Accelerator
 from accelerate.state import AcceleratorState
 from accelerate.utils import TorchDynamoPlugin
+from models import CASES
 from ranks import error_of, on_ranks
 from safetensors.torch import load_file
 from state_checks import assert_same, shared_folder
 from torch import Tensor, nn
 from trainers import accelerator, llama
-from transformers import LlamaForCausalLM, T5Config, T5ForConditionalGeneration
+from transformers import LlamaForCausalLM
 
 import graphshard
 from graphshard import hf
@@ -77,6 +79,7 @@ def weights(model: nn.Module) -> list[Tensor]:
     return [p.full_tensor() if hasattr(p, "full_tensor") else p for p in model.parameters()]
 
 
+@cache
 def by_ddp(**options: Any) -> tuple[list[float], list[Tensor]]:
     plain = accelerator(gradient_accumulation_steps=2, **options)
     model, optim = plain.prepare(model := net(), sgd(model))
@@ -251,15 +254,15 @@ def a_configuration_of_fsdp2_switches_by_one_line(rank: int) -> None:
 
 def ranks_take_the_first_ones_weights(rank: int) -> None:
     """As DDP does, for models that each rank built from its own seed."""
-    for policy in (BLOCKS, graphshard.BlockPolicy({nn.Linear}, strategy="NO_SHARD")):
-        losses, params = by_ddp()
-        acc = hf.shard_models_of(accelerator(gradient_accumulation_steps=2), policy)
-        model = net()
-        if rank > 0:
-            model.up.reset_parameters()
-        model, optim = acc.prepare(model, sgd(model))
-        assert trained(acc, model, optim, 6) == pytest.approx(losses, rel=1e-6)
-        assert_equal(weights(model), params)
+    losses, params = by_ddp()
+    policy = graphshard.BlockPolicy({nn.Linear}, strategy="NO_SHARD")
+    acc = hf.shard_models_of(accelerator(gradient_accumulation_steps=2), policy)
+    model = net()
+    if rank > 0:
+        model.up.reset_parameters()
+    model, optim = acc.prepare(model, sgd(model))
+    assert trained(acc, model, optim, 6) == pytest.approx(losses, rel=1e-6)
+    assert_equal(weights(model), params)
     with torch.device("meta"):
         model = Net()
     model, optim = acc.prepare(model, sgd(model))
@@ -332,22 +335,10 @@ def test_an_accelerator_that_does_not_know_sharded_modules_is_refused(
 
 def test_the_device_of_an_accelerator_on_cpus_is_the_cpu() -> None:
     """It has an index, which caches of transformers compare with that of a tensor."""
-    torch.manual_seed(0)
-    config = T5Config(
-        vocab_size=64,
-        d_model=16,
-        d_kv=8,
-        d_ff=32,
-        num_layers=1,
-        num_heads=2,
-        dropout_rate=0.0,
-        decoder_start_token_id=0,
-    )
-    model = T5ForConditionalGeneration(config)
-    ids = torch.arange(1, 11).view(2, 5)
-    batch = {"input_ids": ids, "labels": ids}
+    case = CASES["t5"]
+    model, batch = case.model().eval(), case.inputs(0)
     policy = graphshard.BlockPolicy()
-    sharded = graphshard.compile(model, policy, device="cpu:0")
+    sharded = graphshard.compile(model, policy, device="cpu:0").eval()
     torch.testing.assert_close(sharded(**batch).loss, model(**batch).loss)
     planned = graphshard.plan(model, policy, device="cpu:0", world_size=2, example_kwargs=batch)
     assert planned.program is not None

@@ -19,7 +19,7 @@ from transformers import (
 )
 
 import graphshard
-from graphshard.errors import CaptureError, FingerprintError, RuntimeStateError
+from graphshard.errors import CaptureError, FingerprintError
 
 Make = Callable[[], PreTrainedModel]
 
@@ -133,20 +133,6 @@ def units_are_gathered_one_by_one(rank: int) -> None:
         assert torch.equal(sharded(ids).logits, llama()(ids).logits)
 
 
-def gradients_are_refused(rank: int) -> None:
-    sharded = graphshard.compile(llama(), graphshard.BlockPolicy())
-    ids = prompts(0)
-    text = error_of(lambda: sharded.run_eagerly("forward", ids, labels=ids), RuntimeStateError)
-    assert "requires gradients, which would be lost" in text
-    with torch.no_grad():
-        found = sharded.run_eagerly("forward", ids, labels=ids)
-        assert torch.equal(found.loss, sharded(ids, labels=ids).loss)
-    with sharded.gathered() as model:
-        loss = model(ids, labels=ids).loss
-    with pytest.raises(RuntimeStateError, match="backward reached parameter"):
-        loss.backward()
-
-
 def what_no_graph_can_be_names_the_way_out(rank: int) -> None:
     class Until(LlamaForCausalLM):
         def last(self, ids: Tensor) -> Tensor:
@@ -165,16 +151,14 @@ def what_no_graph_can_be_names_the_way_out(rank: int) -> None:
     dist.barrier()
 
 
-test_on_two_ranks = on_ranks(
-    [tokens_are_those_of_the_plain_model, units_are_gathered_one_by_one], 2, timeout=300
-)
+test_on_two_ranks = on_ranks([tokens_are_those_of_the_plain_model], 2, timeout=300)
 test_more_on_two_ranks = pytest.mark.slow(
     on_ranks(
         [
             tokens_of_other_models,
+            units_are_gathered_one_by_one,
             training_goes_on_between_calls,
             the_result_may_be_an_object,
-            gradients_are_refused,
             what_no_graph_can_be_names_the_way_out,
         ],
         2,

@@ -116,38 +116,30 @@ def test_a_budget_does_not_go_with_activations_on_the_host():
         Policy(recompute="budget", memory_budget=10, offload="activations")
 
 
-@pytest.mark.parametrize("strategy", ["SHARD_GRAD_OP", "NO_SHARD", "HYBRID_SHARD"])
-def test_a_budget_holds_under_other_strategies(strategy):
-    policy = {"strategy": strategy}
-    mesh = (2, 2) if strategy == "HYBRID_SHARD" else None
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {"strategy": "SHARD_GRAD_OP"},
+        {"strategy": "NO_SHARD"},
+        {"strategy": "HYBRID_SHARD"},
+        {"mixed_precision": graphshard.MixedPrecision(torch.bfloat16)},
+    ],
+    ids=str,
+)
+def test_a_budget_holds_under_other_policies(fields):
+    mesh = (2, 2) if fields.get("strategy") == "HYBRID_SHARD" else None
 
-    def program(**fields) -> Program:
-        made = graphshard.plan(
-            Deep(),
-            graphshard.BlockPolicy({Wide}, **policy, **fields),
-            world_size=4,
-            mesh_shape=mesh,
-            example_inputs=(X,),
-        )
-        return made.program
+    def program(**more) -> Program:
+        policy = graphshard.BlockPolicy({Wide}, **fields, **more)
+        return graphshard.plan(
+            Deep(), policy, world_size=4, mesh_shape=mesh, example_inputs=(X,)
+        ).program
 
-    plain = peak(program())
-    fits = program(recompute="budget", memory_budget=int(plain * 0.8))
-    assert peak(fits) <= plain * 0.8
-    assert work(fits)
-
-
-def test_a_budget_holds_in_mixed_precision():
-    def program(**fields) -> Program:
-        policy = graphshard.BlockPolicy(
-            {Wide}, mixed_precision=graphshard.MixedPrecision(torch.bfloat16), **fields
-        )
-        return graphshard.plan(Deep(), policy, world_size=2, example_inputs=(X,)).program
-
-    plain, least = peak(program()), peak(program(recompute="units"))
-    fits = program(recompute="budget", memory_budget=(plain + least) // 2)
-    assert peak(fits) <= (plain + least) // 2
-    assert 0 < work(fits) < work(program(recompute="units"))
+    plain, whole = program(), program(recompute="units")
+    budget = (peak(plain) + peak(whole)) // 2
+    fits = program(recompute="budget", memory_budget=budget)
+    assert peak(fits) <= budget
+    assert 0 < work(fits) < work(whole)
     # What full parameters and gradients are cast from is gone, and counts for nothing.
     (note,) = [note for note in fits.notes if "memory_budget" in note]
     holds = int(re.search(r"holds ([\d,]+)", note)[1].replace(",", ""))

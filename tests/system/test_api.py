@@ -7,7 +7,7 @@ import warnings
 import pytest
 import torch
 from models import Block, TiedGPT, tokens_of
-from ranks import run_ranks
+from ranks import on_ranks, run_ranks
 from torch import nn
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 from torch.distributed.device_mesh import init_device_mesh
@@ -113,11 +113,6 @@ def test_an_unknown_process_group_backend_is_refused() -> None:
         graphshard.plan(nn.Linear(2, 2), graphshard.SizePolicy(1), hosts=2)
 
 
-def test_impossible_plans_are_refused() -> None:
-    with pytest.raises(PlanError, match="world_size is 3"):
-        graphshard.plan(meta_gpt(), BLOCK, world_size=3, mesh_shape=(4,))
-
-
 def test_further_passes_run_last() -> None:
     seen = []
 
@@ -161,7 +156,7 @@ def test_a_dimension_of_a_larger_mesh() -> None:
     assert {size for _, _, size in results} == {"2"}
 
 
-def one_rank_group(rank: int) -> bool:
+def one_rank_group(rank: int) -> None:
     torch.manual_seed(0)
     model = TiedGPT(1)
     sharded = graphshard.compile(model, BLOCK)
@@ -173,14 +168,10 @@ def one_rank_group(rank: int) -> bool:
     expected.backward()
     assert torch.equal(loss, expected)
     grad = sharded.get_parameter("embed.weight").grad
-    return bool((grad.full_tensor() - model.embed.weight.grad).abs().max() < 1e-6)
+    assert (grad.full_tensor() - model.embed.weight.grad).abs().max() < 1e-6
 
 
-def test_a_process_group_of_one() -> None:
-    assert run_ranks(one_rank_group, 1) == [True]
-
-
-def fake_ranks(rank: int) -> str:
+def fake_ranks(rank: int) -> None:
     """Torch's "fake" backend: one real rank of eight, to measure without the others."""
     from torch.testing._internal.distributed.fake_pg import FakeStore
 
@@ -188,11 +179,10 @@ def fake_ranks(rank: int) -> str:
     torch.distributed.init_process_group("fake", store=FakeStore(), rank=3, world_size=8)
     sharded = graphshard.compile(TiedGPT(1), BLOCK)
     sharded(*tokens_of(0, 0)).backward()
-    return str(tuple(sharded.get_parameter("embed.weight").grad.to_local().shape))
+    assert sharded.get_parameter("embed.weight").grad.to_local().shape == (3, 16)
 
 
-def test_one_rank_of_a_fake_group() -> None:
-    assert run_ranks(fake_ranks, 1) == ["(3, 16)"]
+test_on_one_rank = on_ranks([one_rank_group, fake_ranks], 1)  # the last one ends the group
 
 
 def test_running_needs_weights() -> None:
