@@ -59,8 +59,11 @@ class _UnknownClassError(Exception):
     """The pickle names something else."""
 
 
-class _Unpickler(pickle._Unpickler):  # Python's own, whose instructions can be replaced
-    dispatch: ClassVar[dict[int, Any]] = dict(pickle._Unpickler.dispatch)
+_InPython: Any = pickle._Unpickler  # whose instructions can be replaced
+
+
+class _Unpickler(_InPython):  # type: ignore[misc]
+    dispatch: ClassVar[dict[int, Any]] = dict(_InPython.dispatch)
 
     def find_class(self, module: str, name: str) -> Any:
         if (module, name) in _ALLOWED:

@@ -1,4 +1,4 @@
-"""Edits that corrupt a program at a place; each is used by rows of `corruptions.KINDS`."""
+"""Edits that corrupt a program at a place; each is used by rows of `corruption_kinds.KINDS`."""
 
 from __future__ import annotations
 
@@ -39,13 +39,7 @@ def deleted(program: Program, node: fx.Node) -> None:
 
 
 def _replaced(value: Any, node: fx.Node, new: Any) -> Any:
-    if value is node:
-        return new
-    if isinstance(value, (list, tuple)):
-        return type(value)([_replaced(item, node, new) for item in value])
-    if isinstance(value, dict):
-        return {key: _replaced(item, node, new) for key, item in value.items()}
-    return value
+    return fx.map_arg(value, lambda item: new if item is node else item)
 
 
 @on_program
@@ -105,31 +99,10 @@ def at_the_other_phase(program: Program, node: fx.Node) -> None:
 def exchanged(sample: Finished, place: tuple[fx.Node, fx.Node]) -> None:
     """Readers of either of two nodes read the other; no reader moves."""
     first, second = place
-    readers = [*first.users], [*second.users]
-    for old, new, users in ((first, second, readers[0]), (second, first, readers[1])):
-        for user in users:
-            user.args = _replaced(user.args, old, _Other(new))
-            user.kwargs = _replaced(user.kwargs, old, _Other(new))
-    for user in {*readers[0], *readers[1]}:
-        user.args = _settled(user.args)
-        user.kwargs = _settled(user.kwargs)
-
-
-@dataclasses.dataclass(frozen=True)
-class _Other:
-    """A node that stands for itself until both replacements are made."""
-
-    node: fx.Node
-
-
-def _settled(value: Any) -> Any:
-    if isinstance(value, _Other):
-        return value.node
-    if isinstance(value, (list, tuple)):
-        return type(value)([_settled(item) for item in value])
-    if isinstance(value, dict):
-        return {key: _settled(item) for key, item in value.items()}
-    return value
+    other = {first: second, second: first}
+    for user in {**first.users, **second.users}:
+        user.args = fx.map_arg(user.args, lambda value: other.get(value, value))  # type: ignore[assignment]
+        user.kwargs = fx.map_arg(user.kwargs, lambda value: other.get(value, value))  # type: ignore[assignment]
 
 
 def arguments_exchanged(sample: Finished, place: tuple[fx.Node, fx.Node]) -> None:
@@ -356,14 +329,18 @@ def rounded_between(low: torch.dtype) -> Edit:
     """All readers read the value cast to `low` and back."""
 
     def edit(sample: Finished, node: fx.Node) -> None:
-        readers, val = list(node.users), node.meta["val"]
-        down = emit(sample.program, node, _CONVERT, node, low, like=node)
-        down.meta["val"] = val.to(low)
-        up = emit(sample.program, down, _CONVERT, down, val.dtype, like=node)
+        readers = list(node.users)
+        up = _rounded(sample, node, low)
         for reader in readers:
             reader.replace_input_with(node, up)
 
     return edit
+
+
+def _rounded(sample: Finished, node: fx.Node, low: torch.dtype) -> fx.Node:
+    down = emit(sample.program, node, _CONVERT, node, low, like=node)
+    down.meta["val"] = node.meta["val"].to(low)
+    return emit(sample.program, down, _CONVERT, down, node.meta["val"].dtype, like=node)
 
 
 _CONVERT = torch.ops.prims.convert_element_type.default
@@ -407,30 +384,13 @@ def gradient_through(target: Any, *arguments: Any) -> Edit:
 def gradient_rounded(sample: Finished, place: tuple[fx.Node, fx.Node]) -> None:
     """A gradient is cast to float16 and back before its reduce."""
     reader, grad = place
-    down = emit(sample.program, grad, _CONVERT, grad, torch.float16, like=grad)
-    down.meta["val"] = grad.meta["val"].to(torch.float16)
-    up = emit(sample.program, down, _CONVERT, down, grad.meta["val"].dtype, like=grad)
-    reader.replace_input_with(grad, up)
+    reader.replace_input_with(grad, _rounded(sample, grad, torch.float16))
 
 
 def gradient_of_zeros(sample: Finished, place: tuple[fx.Node, fx.Node]) -> None:
     reader, grad = place
     zeros = emit(sample.program, grad, aten.zeros.default, list(grad.meta["val"].shape), like=grad)
     reader.replace_input_with(grad, zeros)
-
-
-# -- scales of gradients ------------------------------------------------------------------------
-
-
-@on_program
-def scaled_twice(program: Program, node: fx.Node) -> None:
-    """The readers of a scale read a scale of it."""
-    readers = list(node.users)
-    with program.graph.inserting_after(node):
-        again = _copy_of(program, node)
-    again.args = (node, *node.args[1:])
-    for reader in readers:
-        reader.args = _replaced(reader.args, node, again)
 
 
 # -- results and tables -------------------------------------------------------------------------
@@ -478,7 +438,6 @@ def returns(
 def before_its_reduce(sample: Finished, index: int) -> fx.Node:
     """The gradient of this rank alone."""
     grad = ops.origin(sample.program.results().grads[index])
-    grad = next(iter(ops.joined(grad)), grad)
     return ops.collective_of(grad).args[0][grad.args[1]]  # type: ignore[index, return-value]
 
 
@@ -523,13 +482,13 @@ def swap_fields(*names: str) -> Callable[[list[Any], tuple[int, int]], None]:
     return change
 
 
-def field(name: str, change: Callable[[Any], Any]) -> Callable[[list[Any], int], None]:
-    """Another value of one field of one entry."""
+def field(of: str, name: str, change: Callable[[Any], Any]) -> Edit:
+    """Another value of one field of one entry of the table `of`."""
 
     def edit(rows: list[Any], index: int) -> None:
         rows[index] = dataclasses.replace(rows[index], **{name: change(getattr(rows[index], name))})
 
-    return edit
+    return table(of, edit)
 
 
 def placeholders_exchanged(name: str, of: str = "node") -> Edit:

@@ -7,8 +7,9 @@ the corrupted program may be accepted; then it returns the same numbers.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
+from typing import Any
 
 import corruption_edits as do
 import corruption_places as at
@@ -32,6 +33,7 @@ from graphshard.program.ops import (
     to_host,
     wait,
 )
+from graphshard.program.program import RECOMPUTED
 
 HARMLESS = "harmless"
 
@@ -43,7 +45,7 @@ class Kind:
     name: str
     places: Places
     edit: Edit
-    outcomes: str  # names of rules, and HARMLESS, separated by commas
+    outcomes: str = "same values"  # names of rules, and HARMLESS, separated by commas
 
     @property
     def rules(self) -> frozenset[str]:
@@ -63,19 +65,67 @@ def each(edit: Edit, text: str, rows: Mapping[str, str]) -> tuple[Kind, ...]:
     )
 
 
+def made_by(edit: Edit, *rows: tuple[Any, ...]) -> tuple[Kind, ...]:
+    """Rows of one edit: a name, where it is made, and the outcomes."""
+    return tuple(Kind(name, places, edit, *outcomes) for name, places, *outcomes in rows)
+
+
+def made_at(places: Places, *rows: tuple[Any, ...]) -> tuple[Kind, ...]:
+    """Rows of one kind of places: a name, what is done there, and the outcomes."""
+    return tuple(Kind(name, places, edit, *outcomes) for name, edit, *outcomes in rows)
+
+
 gathers = calls(all_gather)
 reduces = calls(*ops.REDUCES)
 collectives = calls(*ops.COLLECTIVES)
 waits = calls(wait)
 fulls = at.results_of(all_gather)
 shards = at.results_of(*ops.REDUCES)
+ATTENTION = (
+    aten._scaled_dot_product_flash_attention_for_cpu.default,
+    aten._scaled_dot_product_flash_attention_for_cpu_backward.default,
+)
 dropouts = calls(aten.native_dropout.default)
 constants = at.entries("buffers", lambda entry: entry.constant)
+
+
+def results_of(
+    results: str, one: str, many: str, changed: str, forgotten: str, doubled: str
+) -> Iterator[Kind]:
+    """Rows for one list of results; `changed`, `forgotten`, `doubled` are outcomes."""
+    pairs, each_one = at.pairs_of_results(results), at.returned(results)
+    last = one.split(" ", 1)[1]
+    yield Kind(f"two {many} exchanged", pairs, do.result(results, do.swap), changed)
+    yield Kind(
+        f"one {last} returned for another", pairs, do.result(results, do.copy_first), changed
+    )
+    yield Kind(f"{one} returned as None", each_one, do.result(results, do.forget), forgotten)
+    yield Kind(
+        f"the last {last} not returned",
+        at.last_result(results),
+        do.result(results, do.drop_last),
+        "layout",
+    )
+    yield Kind(
+        f"{one} doubled where it is returned",
+        each_one,
+        do.result_through(results, aten.mul.Tensor, 2),
+        doubled,
+    )
+
+
+RESULTS = (
+    ("grads", "a gradient", "gradients", "reduces", "reduces", "copies, reduces"),
+    ("outputs", "an output", "outputs", "same values", "unchanged", "same values"),
+    ("mutations", "a mutation", "mutations", "same values", "unchanged", "same values"),
+    ("input_grads", "a gradient of an input", "gradients of inputs", *["same values"] * 3),
+)
 
 _REDUCES = "reduce_scatter all_reduce all_reduce_shard"
 _COLLECTIVES = f"all_gather {_REDUCES}"
 _COPIES = "to_device to_host arrive"
 _KEPT = "accumulate_grad add_accumulated"
+_GRADIENTS = "reduces, replicas, same values"
 _STATES = "save_random_state set_random_state"
 
 KINDS: tuple[Kind, ...] = (
@@ -200,92 +250,81 @@ KINDS: tuple[Kind, ...] = (
         {"shapes": f"reshard cast {_COPIES} add_accumulated", "random states": _STATES},
     ),
     # -- collectives -------------------------------------------------------------------------------
-    Kind(
-        "a collective joins the group shard",
-        at.where(collectives, lambda node: ops.group_of(node) != "shard"),
-        do.each_group("shard"),
-        "gathers, groups, reduces",
+    *(
+        Kind(
+            f"a collective joins the group {name}",
+            at.where(collectives, lambda node, name=name: ops.group_of(node) != name),
+            do.each_group(name),
+            outcomes,
+        )
+        for name, outcomes in {
+            "shard": "gathers, groups, reduces",
+            "replicate": "groups",
+            "all": "groups, reduces",
+            "reshard": "gathers, groups",
+        }.items()
     ),
-    Kind(
-        "a collective joins the group replicate",
-        at.where(collectives, lambda node: ops.group_of(node) != "replicate"),
-        do.each_group("replicate"),
-        "groups",
-    ),
-    Kind(
-        "a collective joins the group all",
-        at.where(collectives, lambda node: ops.group_of(node) != "all"),
-        do.each_group("all"),
-        "groups, reduces",
-    ),
-    Kind(
-        "a collective joins the group reshard",
-        at.where(collectives, lambda node: ops.group_of(node) != "reshard"),
-        do.each_group("reshard"),
-        "gathers, groups",
-    ),
-    Kind(
-        "two operands of a collective exchanged",
+    *made_at(
         at.equal_operands(collectives),
-        do.operands_exchanged,
-        "gathers, replicas, same values",
+        (
+            "two operands of a collective exchanged",
+            do.operands_exchanged,
+            "gathers, replicas, same values",
+        ),
+        (
+            "two parameters of a collective exchanged",
+            do.params_exchanged,
+            "gathers, reduces, replicas",
+        ),
+        (
+            "two operands and their parameters exchanged",
+            do.operands_and_params_exchanged,
+            "reduces, replicas, reshards, same values",
+        ),
+        ("an operand taken twice", do.operand_doubled, "gathers, replicas, same values"),
     ),
-    Kind(
-        "two parameters of a collective exchanged",
-        at.equal_operands(collectives),
-        do.params_exchanged,
-        "gathers, reduces, replicas",
+    *made_at(
+        collectives,
+        ("an operand dropped", do.operand_dropped, "operands, shapes"),
+        (
+            "a collective splits another dim",
+            do.keyword("dims", lambda sample, node, dims: (1,) * len(node.args[0])),
+            "operands",
+        ),
+        (
+            "a collective names a unit for too few operands",
+            do.keyword(
+                "units",
+                lambda sample, node, units: (node.kwargs["unit"],) * (len(node.args[0]) + 1),
+            ),
+            "operands",
+        ),
     ),
-    Kind(
-        "two operands and their parameters exchanged",
-        at.equal_operands(collectives),
-        do.operands_and_params_exchanged,
-        "reduces, replicas, reshards, same values",
-    ),
-    Kind(
-        "an operand taken twice",
-        at.equal_operands(collectives),
-        do.operand_doubled,
-        "gathers, replicas, same values",
-    ),
-    Kind("an operand dropped", collectives, do.operand_dropped, "operands, shapes"),
-    Kind(
-        "operands of two collectives exchanged",
+    *made_at(
         at.where(at.of_one_shape(collectives), at.operands_before),
-        do.arguments_exchanged,
-        "gathers",
+        ("operands of two collectives exchanged", do.arguments_exchanged, "gathers"),
+        ("two collectives exchanged", do.all_exchanged, "order, reshards"),
     ),
-    Kind(
-        "two collectives exchanged",
-        at.where(at.of_one_shape(collectives), at.operands_before),
-        do.all_exchanged,
-        "order, reshards",
-    ),
-    Kind(
-        "waits of two collectives exchanged",
-        at.where(at.of_one_shape(collectives), at.readers_behind),
+    *made_by(
         do.exchanged,
-        "reduces, same values",
+        (
+            "waits of two collectives exchanged",
+            at.where(at.of_one_shape(collectives), at.readers_behind),
+            "reduces, same values",
+        ),
+        (
+            "a gather's full parameters exchanged",
+            at.exchangeable(fulls),
+            "lifetimes, reshards, same values",
+        ),
+        ("reduced shards exchanged", at.exchangeable(shards), _GRADIENTS),
+        ("parts of a resharded parameter exchanged", at.exchangeable(calls(reshard)), "gathers"),
     ),
     Kind(
         "results picked from the other collective",
         at.pairs_of(waits),
         do.merged_waits,
         "lifetimes, reduces, replicas, reshards, same values",
-    ),
-    Kind(
-        "a collective splits another dim",
-        collectives,
-        do.keyword("dims", lambda sample, node, dims: (1,) * len(node.args[0])),
-        "operands",
-    ),
-    Kind(
-        "a collective names a unit for too few operands",
-        collectives,
-        do.keyword(
-            "units", lambda sample, node, units: (node.kwargs["unit"],) * (len(node.args[0]) + 1)
-        ),
-        "operands",
     ),
     Kind(
         "a gather in place",
@@ -312,22 +351,10 @@ KINDS: tuple[Kind, ...] = (
         "gathers",
     ),
     Kind(
-        "a gather's full parameters exchanged",
-        at.where(at.pairs_of(fulls), at.readers_behind),
-        do.exchanged,
-        "lifetimes, reshards, same values",
-    ),
-    Kind(
         "a gather's next result picked",
         at.where(fulls, at.has_others),
         do.next_result,
         "releases, same values, shapes",
-    ),
-    Kind(
-        "reduced shards exchanged",
-        at.where(at.pairs_of(shards), at.readers_behind),
-        do.exchanged,
-        "reduces, replicas, same values",
     ),
     Kind(
         "a reduce's next result picked",
@@ -335,29 +362,11 @@ KINDS: tuple[Kind, ...] = (
         do.next_result,
         "reduces, replicas, same values, shapes",
     ),
-    Kind(
-        "parts of a resharded parameter exchanged",
-        at.where(at.pairs_of(calls(reshard)), at.readers_behind),
-        do.exchanged,
-        "gathers",
-    ),
-    Kind(
-        "a reduce_scatter as an all_reduce",
+    *made_at(
         calls(reduce_scatter),
-        do.other_op(all_reduce),
-        "groups, reduces",
-    ),
-    Kind(
-        "a reduce_scatter as a gather",
-        calls(reduce_scatter),
-        do.other_op(all_gather),
-        "gathers, operands",
-    ),
-    Kind(
-        "a reduce_scatter as an all_reduce_shard",
-        calls(reduce_scatter),
-        do.other_op(all_reduce_shard),
-        "harmless",
+        ("a reduce_scatter as an all_reduce", do.other_op(all_reduce), "groups, reduces"),
+        ("a reduce_scatter as a gather", do.other_op(all_gather), "gathers, operands"),
+        ("a reduce_scatter as an all_reduce_shard", do.other_op(all_reduce_shard), "harmless"),
     ),
     Kind(
         "an all_reduce as a reduce_scatter",
@@ -376,28 +385,30 @@ KINDS: tuple[Kind, ...] = (
     Kind("a release at the end", calls(release), do.freed_later, "lifetimes"),
     Kind(
         "a free of another gather",
-        at.where(at.pairs_of_frees, at.operands_before),
+        at.where(at.pairs_in_one_phase(calls(free)), at.operands_before),
         do.arguments_exchanged,
         "lifetimes",
     ),
     Kind(
         "a release of another parameter",
-        at.where(at.pairs_of_releases, at.operands_before),
+        at.where(at.pairs_in_one_phase(calls(release)), at.operands_before),
         do.arguments_exchanged,
         "lifetimes, releases, harmless",
     ),
     # -- copies and transfers ----------------------------------------------------------------------
-    Kind(
-        "copies that arrive exchanged",
-        at.where(at.pairs_of(calls(arrive)), at.readers_behind),
+    *made_by(
         do.exchanged,
-        "gathers, reduces, same values",
-    ),
-    Kind(
-        "copies under way exchanged",
-        at.where(at.pairs_of(calls(to_host, to_device)), at.readers_behind),
-        do.exchanged,
-        "reduces, same values",
+        (
+            "copies that arrive exchanged",
+            at.exchangeable(calls(arrive)),
+            "gathers, reduces, same values",
+        ),
+        (
+            "copies under way exchanged",
+            at.exchangeable(calls(to_host, to_device)),
+            "reduces, same values",
+        ),
+        ("casts exchanged", at.exchangeable(at.casts), "gathers, same values"),
     ),
     Kind(
         "sources of copies exchanged",
@@ -407,15 +418,12 @@ KINDS: tuple[Kind, ...] = (
     ),
     Kind("a copy in the other direction", calls(to_host), do.other_op(to_device), "copies"),
     Kind("a copy to the host, not to the device", calls(to_device), do.other_op(to_host), "copies"),
-    Kind("a cast dropped", at.casts, do.cast_dropped, "same values, shapes, unchanged"),
-    Kind("a cast to float16", at.casts, do.cast_elsewhere, "same values, shapes"),
-    Kind("a value rounded", at.read_floats, do.rounded_between(torch.float16), "same values"),
-    Kind(
-        "casts exchanged",
-        at.where(at.pairs_of(at.casts), at.readers_behind),
-        do.exchanged,
-        "gathers, same values",
+    *made_at(
+        at.casts,
+        ("a cast dropped", do.cast_dropped, "same values, shapes, unchanged"),
+        ("a cast to float16", do.cast_elsewhere, "same values, shapes"),
     ),
+    Kind("a value rounded", at.read_floats, do.rounded_between(torch.float16)),
     # -- accumulated gradients ---------------------------------------------------------------------
     Kind(
         "gradients kept for each other",
@@ -425,7 +433,7 @@ KINDS: tuple[Kind, ...] = (
     ),
     Kind(
         "accumulated gradients added to each other",
-        at.where(at.pairs_of(calls(add_accumulated)), at.readers_behind),
+        at.exchangeable(calls(add_accumulated)),
         do.exchanged,
         "replicas, same values",
     ),
@@ -433,7 +441,6 @@ KINDS: tuple[Kind, ...] = (
         "accumulated gradients named for each other",
         at.pairs_of(calls(add_accumulated)),
         do.keywords_exchanged,
-        "same values",
     ),
     Kind(
         "kept gradients named for each other",
@@ -454,153 +461,19 @@ KINDS: tuple[Kind, ...] = (
         "accumulated",
     ),
     # -- gradients ---------------------------------------------------------------------------------
-    Kind(
-        "a gradient doubled",
+    *(kind for rows in RESULTS for kind in results_of(*rows)),
+    *made_at(
         at.gradients,
-        do.gradient_through(aten.mul.Tensor, 2),
-        "reduces, replicas, same values",
+        ("a gradient doubled", do.gradient_through(aten.mul.Tensor, 2), _GRADIENTS),
+        ("a gradient negated", do.gradient_through(aten.neg.default), _GRADIENTS),
+        ("a gradient divided by the ranks", do.gradient_through(aten.div.Tensor, 2), _GRADIENTS),
+        ("a gradient of zeros", do.gradient_of_zeros, _GRADIENTS),
+        ("a gradient rounded", do.gradient_rounded, _GRADIENTS),
     ),
-    Kind(
-        "a gradient negated",
-        at.gradients,
-        do.gradient_through(aten.neg.default),
-        "reduces, replicas, same values",
-    ),
-    Kind(
-        "a gradient divided by the ranks",
-        at.gradients,
-        do.gradient_through(aten.div.Tensor, 2),
-        "reduces, replicas, same values",
-    ),
-    Kind(
-        "a gradient of zeros", at.gradients, do.gradient_of_zeros, "reduces, replicas, same values"
-    ),
-    Kind("a gradient rounded", at.gradients, do.gradient_rounded, "reduces, replicas, same values"),
     Kind(
         "a summand of a gradient dropped",
         at.where(at.sums, lambda place: place[0].meta["phase"] == "backward"),
         do.summand_dropped,
-        "same values",
-    ),
-    Kind(
-        "two gradients exchanged",
-        at.pairs_of_results("grads"),
-        do.result("grads", do.swap),
-        "reduces",
-    ),
-    Kind(
-        "one gradient returned for another",
-        at.pairs_of_results("grads"),
-        do.result("grads", do.copy_first),
-        "reduces",
-    ),
-    Kind(
-        "a gradient returned as None",
-        at.returned("grads"),
-        do.result("grads", do.forget),
-        "reduces",
-    ),
-    Kind(
-        "the last gradient not returned",
-        at.last_result("grads"),
-        do.result("grads", do.drop_last),
-        "layout",
-    ),
-    Kind(
-        "a gradient doubled where it is returned",
-        at.returned("grads"),
-        do.result_through("grads", aten.mul.Tensor, 2),
-        "copies, reduces",
-    ),
-    Kind(
-        "two outputs exchanged",
-        at.pairs_of_results("outputs"),
-        do.result("outputs", do.swap),
-        "same values",
-    ),
-    Kind(
-        "one output returned for another",
-        at.pairs_of_results("outputs"),
-        do.result("outputs", do.copy_first),
-        "same values",
-    ),
-    Kind(
-        "an output returned as None",
-        at.returned("outputs"),
-        do.result("outputs", do.forget),
-        "unchanged",
-    ),
-    Kind(
-        "the last output not returned",
-        at.last_result("outputs"),
-        do.result("outputs", do.drop_last),
-        "layout",
-    ),
-    Kind(
-        "an output doubled where it is returned",
-        at.returned("outputs"),
-        do.result_through("outputs", aten.mul.Tensor, 2),
-        "same values",
-    ),
-    Kind(
-        "two mutations exchanged",
-        at.pairs_of_results("mutations"),
-        do.result("mutations", do.swap),
-        "same values",
-    ),
-    Kind(
-        "one mutation returned for another",
-        at.pairs_of_results("mutations"),
-        do.result("mutations", do.copy_first),
-        "same values",
-    ),
-    Kind(
-        "a mutation returned as None",
-        at.returned("mutations"),
-        do.result("mutations", do.forget),
-        "unchanged",
-    ),
-    Kind(
-        "the last mutation not returned",
-        at.last_result("mutations"),
-        do.result("mutations", do.drop_last),
-        "layout",
-    ),
-    Kind(
-        "a mutation doubled where it is returned",
-        at.returned("mutations"),
-        do.result_through("mutations", aten.mul.Tensor, 2),
-        "same values",
-    ),
-    Kind(
-        "two gradients of inputs exchanged",
-        at.pairs_of_results("input_grads"),
-        do.result("input_grads", do.swap),
-        "same values",
-    ),
-    Kind(
-        "one gradient of an input returned for another",
-        at.pairs_of_results("input_grads"),
-        do.result("input_grads", do.copy_first),
-        "same values",
-    ),
-    Kind(
-        "a gradient of an input returned as None",
-        at.returned("input_grads"),
-        do.result("input_grads", do.forget),
-        "same values",
-    ),
-    Kind(
-        "the last gradient of an input not returned",
-        at.last_result("input_grads"),
-        do.result("input_grads", do.drop_last),
-        "layout",
-    ),
-    Kind(
-        "a gradient of an input doubled where it is returned",
-        at.returned("input_grads"),
-        do.result_through("input_grads", aten.mul.Tensor, 2),
-        "same values",
     ),
     Kind(
         "a gradient returned before its reduce",
@@ -612,38 +485,40 @@ KINDS: tuple[Kind, ...] = (
         "a mutated tensor returned as it was",
         at.returned("mutations"),
         do.result("mutations", do.returns(do.as_it_entered)),
-        "same values",
     ),
     # -- tables ------------------------------------------------------------------------------------
-    Kind(
-        "two parameters exchanged",
+    *made_at(
         at.pairs_of_entries("params"),
-        do.table("params", do.swap_entries),
-        "layout",
+        ("two parameters exchanged", do.table("params", do.swap_entries), "layout"),
+        (
+            "two parameters named for each other",
+            do.table("params", do.swap_fields("fqn", "names")),
+            "copies, gathers, reduces",
+        ),
+        (
+            "readers of two parameters exchanged",
+            do.placeholders_exchanged("params"),
+            "copies, gathers, same values",
+        ),
     ),
-    Kind(
-        "two buffers exchanged",
-        at.pairs_of_entries("buffers"),
-        do.table("buffers", do.swap_entries),
-        "layout",
+    *(
+        kind
+        for table in ("buffers", "inputs")
+        for kind in made_at(
+            at.pairs_of_entries(table),
+            (f"two {table} exchanged", do.table(table, do.swap_entries), "layout"),
+            (f"readers of two {table} exchanged", do.placeholders_exchanged(table)),
+        )
     ),
-    Kind(
-        "two inputs exchanged",
-        at.pairs_of_entries("inputs"),
-        do.table("inputs", do.swap_entries),
-        "layout",
-    ),
-    Kind(
-        "two tangents exchanged",
+    *made_at(
         at.pairs_of_entries("outputs"),
-        do.table("outputs", do.swap_fields("tangent")),
-        "layout",
-    ),
-    Kind(
-        "two outputs named for each other",
-        at.pairs_of_entries("outputs"),
-        do.table("outputs", do.swap_fields("path")),
-        "unchanged",
+        ("two tangents exchanged", do.table("outputs", do.swap_fields("tangent")), "layout"),
+        (
+            "two outputs named for each other",
+            do.table("outputs", do.swap_fields("path")),
+            "unchanged",
+        ),
+        ("readers of two tangents exchanged", do.placeholders_exchanged("outputs", "tangent")),
     ),
     Kind(
         "two mutated tensors named for each other",
@@ -652,100 +527,64 @@ KINDS: tuple[Kind, ...] = (
         "unchanged",
     ),
     Kind(
-        "two parameters named for each other",
-        at.pairs_of_entries("params"),
-        do.table("params", do.swap_fields("fqn", "names")),
-        "copies, gathers, reduces",
-    ),
-    Kind(
-        "readers of two parameters exchanged",
-        at.pairs_of_entries("params"),
-        do.placeholders_exchanged("params"),
-        "copies, gathers, same values",
-    ),
-    Kind(
-        "readers of two buffers exchanged",
-        at.pairs_of_entries("buffers"),
-        do.placeholders_exchanged("buffers"),
-        "same values",
-    ),
-    Kind(
-        "readers of two inputs exchanged",
-        at.pairs_of_entries("inputs"),
-        do.placeholders_exchanged("inputs"),
-        "same values",
-    ),
-    Kind(
-        "readers of two tangents exchanged",
-        at.pairs_of_entries("outputs"),
-        do.placeholders_exchanged("outputs", "tangent"),
-        "same values",
-    ),
-    Kind(
         "a parameter frozen",
         at.entries("params", lambda entry: entry.requires_grad),
-        do.table("params", do.field("requires_grad", lambda flag: False)),
+        do.field("params", "requires_grad", lambda flag: False),
         "reduces, unchanged",
     ),
     Kind(
         "a parameter trained",
         at.entries("params", lambda entry: not entry.requires_grad),
-        do.table("params", do.field("requires_grad", lambda flag: True)),
+        do.field("params", "requires_grad", lambda flag: True),
         "unchanged",
     ),
-    Kind(
-        "a parameter ignored",
+    *made_at(
         at.entries("params"),
-        do.table("params", do.field("ignored", lambda flag: True)),
-        "operands, unchanged",
+        (
+            "a parameter ignored",
+            do.field("params", "ignored", lambda flag: True),
+            "operands, unchanged",
+        ),
+        (
+            "a parameter of other strides",
+            do.field("params", "stride", lambda stride: (7, *stride[1:])),
+            "unchanged",
+        ),
+        (
+            "a parameter of another dtype",
+            do.field("params", "dtype", lambda dtype: torch.float64),
+            "unchanged",
+        ),
     ),
-    Kind(
-        "a parameter of other strides",
-        at.entries("params"),
-        do.table("params", do.field("stride", lambda stride: (7, *stride[1:]))),
-        "unchanged",
-    ),
-    Kind(
-        "a parameter of another dtype",
-        at.entries("params"),
-        do.table("params", do.field("dtype", lambda dtype: torch.float64)),
-        "unchanged",
-    ),
-    Kind(
-        "a constant of other values",
+    *made_at(
         constants,
-        do.table("buffers", do.field("value", lambda value: value + 1)),
-        "constants",
-    ),
-    Kind(
-        "a constant with one bit changed",
-        constants,
-        do.table("buffers", do.field("value", do.one_bit)),
-        "constants",
-    ),
-    Kind(
-        "a constant of another dtype",
-        constants,
-        do.table("buffers", do.field("value", torch.Tensor.double)),
-        "constants",
-    ),
-    Kind(
-        "a constant of other strides",
-        constants,
-        do.table("buffers", do.field("value", do.of_other_strides)),
-        "constants",
-    ),
-    Kind(
-        "a constant without a value",
-        constants,
-        do.table("buffers", do.field("value", lambda value: None)),
-        "constants",
-    ),
-    Kind(
-        "an equal constant",
-        constants,
-        do.table("buffers", do.field("value", torch.clone)),
-        "harmless",
+        (
+            "a constant of other values",
+            do.field("buffers", "value", lambda value: value + 1),
+            "constants",
+        ),
+        ("a constant with one bit changed", do.field("buffers", "value", do.one_bit), "constants"),
+        (
+            "a constant of another dtype",
+            do.field("buffers", "value", torch.Tensor.double),
+            "constants",
+        ),
+        (
+            "a constant of other strides",
+            do.field("buffers", "value", do.of_other_strides),
+            "constants",
+        ),
+        (
+            "a constant without a value",
+            do.field("buffers", "value", lambda value: None),
+            "constants",
+        ),
+        ("an equal constant", do.field("buffers", "value", torch.clone), "harmless"),
+        (
+            "a constant made a buffer",
+            do.field("buffers", "constant", lambda flag: False),
+            "unchanged",
+        ),
     ),
     Kind(
         "values of constants exchanged",
@@ -754,97 +593,72 @@ KINDS: tuple[Kind, ...] = (
         "constants, harmless",
     ),
     Kind(
-        "a constant made a buffer",
-        constants,
-        do.table("buffers", do.field("constant", lambda flag: False)),
-        "unchanged",
-    ),
-    Kind(
         "a buffer made a constant",
         at.entries("buffers", lambda entry: not entry.constant),
-        do.table("buffers", do.field("constant", lambda flag: True)),
+        do.field("buffers", "constant", lambda flag: True),
         "unchanged",
     ),
     Kind(
         "an input that needs no gradient",
         at.entries("inputs", lambda entry: entry.requires_grad),
-        do.table("inputs", do.field("requires_grad", lambda flag: False)),
+        do.field("inputs", "requires_grad", lambda flag: False),
         "unchanged",
     ),
-    Kind(
-        "the training flag flipped",
+    *made_at(
         at.whole,
-        do.attribute("training", lambda flag: not flag),
-        "unchanged",
-    ),
-    Kind(
-        "the grad flag flipped",
-        at.whole,
-        do.attribute("grad", lambda flag: not flag),
-        "phases, unchanged",
-    ),
-    Kind(
-        "another mesh", at.whole, do.attribute("mesh_shape", lambda mesh: (*mesh, 1)), "unchanged"
-    ),
-    Kind("on another device", at.whole, do.attribute("device", lambda device: "meta"), "unchanged"),
-    Kind(
-        "captured on another device",
-        at.whole,
-        do.attribute("capture_device", lambda device: "meta"),
-        "unchanged",
-    ),
-    Kind("one stale parameter more or less", at.whole, do.stale_changed, "shards, unchanged"),
-    Kind(
-        "another note", at.whole, do.attribute("notes", lambda notes: (*notes, "note")), "harmless"
+        ("the training flag flipped", do.attribute("training", lambda flag: not flag), "unchanged"),
+        ("the grad flag flipped", do.attribute("grad", lambda flag: not flag), "phases, unchanged"),
+        ("another mesh", do.attribute("mesh_shape", lambda mesh: (*mesh, 1)), "unchanged"),
+        ("on another device", do.attribute("device", lambda device: "meta"), "unchanged"),
+        (
+            "captured on another device",
+            do.attribute("capture_device", lambda device: "meta"),
+            "unchanged",
+        ),
+        ("one stale parameter more or less", do.stale_changed, "shards, unchanged"),
+        ("another note", do.attribute("notes", lambda notes: (*notes, "note")), "harmless"),
     ),
     # -- random numbers ----------------------------------------------------------------------------
-    Kind("a draw repeated", at.draws, do.repeated_behind, "same values"),
-    Kind("a draw repeated before", at.draws, do.repeated_before, "same values"),
-    Kind("a reader draws again", at.draws, do.repeated_for_a_reader, "same values"),
+    *made_at(
+        at.draws,
+        ("a draw repeated", do.repeated_behind, "same values"),
+        ("a draw repeated before", do.repeated_before, "same values"),
+        ("a reader draws again", do.repeated_for_a_reader),
+    ),
     Kind(
         "two draws exchanged in order",
         at.draws_in_order,
         do.first_behind_second,
         "metadata, same values",
     ),
-    Kind(
-        "masks read for each other",
-        at.where(at.pairs_of(at.masks), at.readers_behind),
-        do.exchanged,
-        "same values",
-    ),
+    Kind("masks read for each other", at.exchangeable(at.masks), do.exchanged),
     Kind("a draw dropped", dropouts, do.draw_dropped, "metadata, same values"),
     Kind(
         "another probability",
-        at.named_arguments(aten.native_dropout.default, "p"),
+        at.named_argument("p", aten.native_dropout.default),
         do.argument(lambda p: p / 2),
-        "same values",
     ),
     Kind(
         "a draw said not to train",
-        at.named_arguments(aten.native_dropout.default, "train"),
+        at.named_argument("train", aten.native_dropout.default),
         do.argument(lambda train: not train),
-        "same values",
     ),
-    Kind(
-        "states of two repeated draws exchanged",
-        at.pairs_of(at.replays),
-        do.arguments_exchanged,
-        "same values",
-    ),
-    Kind("a state put back before the draw", at.replays, do.put_back_at_once, "same values"),
-    Kind(
-        "a repeated draw before its state",
+    Kind("states of two repeated draws exchanged", at.pairs_of(at.replays), do.arguments_exchanged),
+    Kind("a state put back before the draw", at.replays, do.put_back_at_once),
+    *made_at(
         at.draws_again,
-        do.drawn_before_the_state,
-        "metadata, same values",
+        ("a repeated draw before its state", do.drawn_before_the_state, "metadata, same values"),
+        (
+            "said to repeat another draw",
+            do.meta("replays", lambda name: f"{name}_1"),
+            "same values",
+        ),
+        ("not said to repeat a draw", do.meta("replays", lambda name: None)),
     ),
-    Kind("a state saved behind the draw", at.repeated_draws, do.state_saved_behind, "same values"),
-    Kind(
-        "a state saved before other draws",
+    *made_at(
         at.repeated_draws,
-        do.state_saved_first,
-        "same values",
+        ("a state saved behind the draw", do.state_saved_behind, "same values"),
+        ("a state saved before other draws", do.state_saved_first),
     ),
     Kind(
         "a state of another device's generator",
@@ -853,65 +667,38 @@ KINDS: tuple[Kind, ...] = (
         "random states",
     ),
     Kind(
-        "said to repeat another draw",
-        at.draws_again,
-        do.meta("replays", lambda name: f"{name}_1"),
-        "same values",
-    ),
-    Kind(
-        "not said to repeat a draw",
-        at.draws_again,
-        do.meta("replays", lambda name: None),
-        "same values",
-    ),
-    Kind(
         "another mask's scale in recomputation",
         at.recomputed_scales,
         do.argument(lambda scale: scale * 2),
-        "same values",
     ),
     # -- compute -----------------------------------------------------------------------------------
-    Kind(
-        "an operand exchanged for another of its shape",
-        at.other_operands,
+    *made_by(
         do.reads_another,
-        "lifetimes, releases, same values, unchanged",
+        (
+            "an operand exchanged for another of its shape",
+            at.other_operands,
+            "lifetimes, releases, same values, unchanged",
+        ),
+        (
+            "a recomputed operand exchanged for another",
+            at.where(at.other_operands, lambda place: RECOMPUTED in place[0].meta),
+            "releases, same values, unchanged",
+        ),
+        ("another size", at.size_uses, "same values, unchanged"),
     ),
-    Kind(
-        "a recomputed operand exchanged for another",
-        at.where(at.other_operands, lambda place: at.is_recomputed(place[0])),
-        do.reads_another,
-        "releases, same values, unchanged",
-    ),
-    Kind("operands reversed", at.noncommutative, do.operands_reversed, "same values"),
-    Kind(
-        "a sum as a difference", calls(aten.add.Tensor), do.other_op(aten.sub.Tensor), "same values"
-    ),
-    Kind(
-        "a product as a quotient",
-        calls(aten.mul.Tensor),
-        do.other_op(aten.div.Tensor),
-        "same values",
-    ),
+    Kind("operands reversed", at.noncommutative, do.operands_reversed),
+    Kind("a sum as a difference", calls(aten.add.Tensor), do.other_op(aten.sub.Tensor)),
+    Kind("a product as a quotient", calls(aten.mul.Tensor), do.other_op(aten.div.Tensor)),
     Kind("an operator bypassed", at.bypassable, do.cast_dropped, "scales, same values"),
-    Kind("a value negated", at.read_floats, do.followed_by(aten.neg.default), "same values"),
-    Kind("a value cloned", at.read_floats, do.followed_by(aten.clone.default), "harmless"),
-    Kind(
-        "a value written in place", at.read_floats, do.followed_by(aten.neg_.default), "same values"
+    *made_at(
+        at.read_floats,
+        ("a value negated", do.followed_by(aten.neg.default), "same values"),
+        ("a value cloned", do.followed_by(aten.clone.default), "harmless"),
+        ("a value written in place", do.followed_by(aten.neg_.default)),
     ),
-    Kind(
-        "another float argument",
-        at.arguments(float),
-        do.argument(lambda value: value * 2 + 1),
-        "same values",
-    ),
-    Kind(
-        "another int argument",
-        at.arguments(int),
-        do.argument(lambda value: value + 1),
-        "same values",
-    ),
-    Kind("another flag", at.arguments(bool), do.argument(lambda value: not value), "same values"),
+    Kind("another float argument", at.arguments(float), do.argument(lambda value: value * 2 + 1)),
+    Kind("another int argument", at.arguments(int), do.argument(lambda value: value + 1)),
+    Kind("another flag", at.arguments(bool), do.argument(lambda value: not value)),
     Kind(
         "another list of sizes",
         at.lists,
@@ -920,70 +707,67 @@ KINDS: tuple[Kind, ...] = (
     ),
     Kind(
         "another eps",
-        at.named_arguments(aten.native_layer_norm.default, "eps"),
+        at.named_argument("eps", aten.native_layer_norm.default),
         do.argument(lambda eps: eps * 10),
-        "same values",
     ),
     Kind(
-        "another causal flag", at.attention_flags, do.argument(lambda flag: not flag), "same values"
+        "another causal flag",
+        at.named_argument("is_causal", *ATTENTION),
+        do.argument(lambda flag: not flag),
     ),
     Kind(
         "another dropout of attention",
-        at.attention_dropout,
+        at.named_argument("dropout_p", *ATTENTION),
         do.argument(lambda p: 0.5),
-        "same values",
     ),
     Kind(
-        "another alpha",
-        at.named_arguments(aten.add.Tensor, "alpha"),
-        do.argument(lambda alpha: 2),
-        "same values",
+        "another alpha", at.named_argument("alpha", aten.add.Tensor), do.argument(lambda alpha: 2)
     ),
-    Kind("another result picked", at.picked, do.next_pick, "same values"),
-    Kind(
-        "computed again in backward differently",
-        at.recomputed,
-        do.followed_by(aten.neg.default),
-        "same values",
-    ),
+    Kind("another result picked", at.picked, do.next_pick),
+    Kind("computed again in backward differently", at.recomputed, do.followed_by(aten.neg.default)),
     Kind(
         "computed again for a reader",
         at.pure,
         do.repeated_for_a_reader,
         "layout, releases, regions, checks, harmless",
     ),
-    Kind(
-        "of another unit",
+    *made_at(
         at.compute,
-        do.meta("unit", lambda unit: "layers.0" if unit != "layers.0" else "layers.1"),
-        "regions, harmless",
+        (
+            "of another unit",
+            do.meta("unit", lambda unit: "layers.0" if unit != "layers.0" else "layers.1"),
+            "regions, harmless",
+        ),
+        ("said to be of the other phase", do.in_the_other_phase, "layout, phases"),
+        ("above its operands", do.above_its_operands, "layout, metadata"),
+        ("without its value", do.without_value, "metadata"),
     ),
-    Kind("said to be of the other phase", at.compute, do.in_the_other_phase, "layout, phases"),
-    Kind("above its operands", at.compute, do.above_its_operands, "layout, metadata"),
     Kind(
         "behind a reader",
         at.where(at.compute, lambda node: bool(node.users)),
         do.below_its_readers,
         "layout, metadata",
     ),
-    Kind(
-        "said to be of another shape",
+    *made_at(
         at.of_tensors,
-        do.meta("val", do.other_shape),
-        "reduces, shapes, unchanged",
+        (
+            "said to be of another shape",
+            do.meta("val", do.other_shape),
+            "reduces, shapes, unchanged",
+        ),
+        (
+            "said to be of another dtype",
+            do.meta("val", do.other_dtype),
+            "reduces, shapes, unchanged",
+        ),
     ),
-    Kind(
-        "said to be of another dtype",
-        at.of_tensors,
-        do.meta("val", do.other_dtype),
-        "reduces, shapes, unchanged",
+    *made_at(
+        at.marked,
+        ("in another region", do.meta("region", lambda region: region + 1), "regions"),
+        ("in no region", do.in_no_region, "regions"),
     ),
-    Kind("without its value", at.compute, do.without_value, "metadata"),
-    Kind("in another region", at.marked, do.meta("region", lambda region: region + 1), "regions"),
-    Kind("in no region", at.marked, do.in_no_region, "regions"),
     Kind("a collective in a region", at.collectives_with_regions, do.in_a_region, "regions"),
-    Kind("another size", at.size_uses, do.reads_another, "same values, unchanged"),
-    Kind("a size of another dim", at.size_reads, do.argument(lambda dim: 1 - dim), "same values"),
+    Kind("a size of another dim", at.size_reads, do.argument(lambda dim: 1 - dim)),
     Kind("a size made a number", at.fixed_sizes, do.size_fixed, "same values, unchanged"),
 )
 """The table; names of rows are unique."""

@@ -84,19 +84,12 @@ def results_of(*targets: Any) -> Places:
     return find
 
 
-def pairs_of(finder: Places, *, same_unit: bool | None = None) -> Places:
+def pairs_of(finder: Places) -> Places:
     """Pairs of nodes in one phase with values of one shape and dtype, the earlier one first."""
-
-    def find(program: Program) -> list[Place]:
-        return [
-            (a, b)
-            for a, b in combinations(finder(program), 2)
-            if signature(a.meta["val"]) == signature(b.meta["val"])
-            and a.meta["phase"] == b.meta["phase"]
-            and (same_unit is None or (a.meta["unit"] == b.meta["unit"]) is same_unit)
-        ]
-
-    return find
+    return where(
+        pairs_in_one_phase(finder),
+        lambda pair: signature(pair[0].meta["val"]) == signature(pair[1].meta["val"]),
+    )
 
 
 def of_one_shape(finder: Places) -> Places:
@@ -105,17 +98,12 @@ def of_one_shape(finder: Places) -> Places:
     def shapes(node: fx.Node) -> Any:
         return [signature(operand.meta["val"]) for operand in node.args[0]]  # type: ignore[union-attr]
 
-    def find(program: Program) -> list[Place]:
-        return [
-            (a, b)
-            for a, b in combinations(finder(program), 2)
-            if a.target is b.target
-            and a.meta["phase"] == b.meta["phase"]
-            and shapes(a) == shapes(b)
-            and a.kwargs["params"] != b.kwargs["params"]
-        ]
+    def alike(pair: tuple[fx.Node, fx.Node]) -> bool:
+        a, b = pair
+        params = a.kwargs["params"] != b.kwargs["params"]
+        return a.target is b.target and params and shapes(a) == shapes(b)
 
-    return find
+    return where(pairs_in_one_phase(finder), alike)
 
 
 def equal_operands(finder: Places) -> Places:
@@ -165,13 +153,15 @@ def arguments(*kinds: type) -> Places:
     return find
 
 
-def named_arguments(target: Any, *names: str) -> Places:
-    """(node, name) of the arguments `names` of the calls of `target`, given or by default."""
+def named_argument(name: str, *targets: Any) -> Places:
+    """(node, `name`) of the calls of `targets`, whether the argument is given or by default."""
+    return lambda program: [(node, name) for node in calls(*targets)(program)]
 
-    def find(program: Program) -> list[Place]:
-        return [(node, name) for node in calls(target)(program) for name in names]
 
-    return find
+def pairs_in_one_phase(finder: Places) -> Places:
+    return lambda program: [
+        (a, b) for a, b in combinations(finder(program), 2) if a.meta["phase"] == b.meta["phase"]
+    ]
 
 
 def pairs_of_entries(table: str) -> Places:
@@ -255,6 +245,11 @@ def readers_behind(place: Any) -> bool:
     """Whether all readers of the first node of a pair stand behind the second."""
     first, second = place
     return all(user > second for user in first.users)
+
+
+def exchangeable(finder: Places) -> Places:
+    """Pairs of nodes of which the second's value is there for the readers of the first."""
+    return where(pairs_of(finder), readers_behind)
 
 
 def operands_before(place: Any) -> bool:
@@ -346,18 +341,6 @@ def marked(program: Program) -> list[fx.Node]:
     return [node for node in program.nodes() if "region" in node.meta]
 
 
-def pairs_of_frees(program: Program) -> list[Place]:
-    return [
-        (a, b)
-        for a, b in combinations(calls(ops.free)(program), 2)
-        if a.meta["phase"] == b.meta["phase"]
-    ]
-
-
-def pairs_of_releases(program: Program) -> list[Place]:
-    return list(combinations(calls(ops.release)(program), 2))
-
-
 def last_result(kind: str) -> Places:
     """The index of the last value of a list of the output node."""
 
@@ -403,10 +386,6 @@ def recomputed_scales(program: Program) -> list[Place]:
     return [(node, 2) for node in calls(target)(program) if RECOMPUTED in node.meta]
 
 
-def is_recomputed(node: fx.Node) -> bool:
-    return RECOMPUTED in node.meta
-
-
 def noncommutative(program: Program) -> list[fx.Node]:
     """Operators of two tensors of one shape, whose order matters."""
     targets = (aten.sub.Tensor, aten.div.Tensor, aten.mm.default, aten.bmm.default)
@@ -430,20 +409,6 @@ def bypassable(program: Program) -> list[fx.Node]:
         and node.target not in copies
         and not ops.has_effect(node)
     ]
-
-
-_ATTENTION = (
-    aten._scaled_dot_product_flash_attention_for_cpu.default,
-    aten._scaled_dot_product_flash_attention_for_cpu_backward.default,
-)
-
-
-def attention_flags(program: Program) -> list[Place]:
-    return [(node, "is_causal") for node in calls(*_ATTENTION)(program)]
-
-
-def attention_dropout(program: Program) -> list[Place]:
-    return [(node, "dropout_p") for node in calls(*_ATTENTION)(program)]
 
 
 def picked(program: Program) -> list[fx.Node]:
