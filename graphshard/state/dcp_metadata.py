@@ -62,7 +62,7 @@ class _UnknownClassError(Exception):
 _InPython: Any = pickle._Unpickler  # whose instructions can be replaced
 
 
-class _Unpickler(_InPython):  # type: ignore[misc]
+class _Unpickler(_InPython):
     dispatch: ClassVar[dict[int, Any]] = dict(_InPython.dispatch)
 
     def find_class(self, module: str, name: str) -> Any:
