@@ -194,4 +194,4 @@ SETTERS: Mapping[str, Callable[[Any, Any], None]] = {
         )
     },
 }  # fmt: skip
-"""What setting an attribute does that the model has not: to set others would do nothing."""
+"""What setting an attribute does that the model lacks: to set others would do nothing."""

@@ -80,10 +80,12 @@ def _measured_now(group: Group, base: Hardware) -> Hardware:
     hosts.end()
     lines = group.all_gather_object(lines)[0]
     figures = link_figures(lines)
-    name = f"{base.name} on links measured now ({_shown(figures)})"
-    if hosts.hosts > 1 or group.device.type == "cuda":
-        figures["gpus_per_node"] = hosts.per_host
-    return base.with_(name=name, lines={**base.lines, **lines}, **figures)
+    return base.with_(
+        name=f"{base.name} on links measured now ({_shown(figures)})",
+        gpus_per_node=hosts.per_host,
+        lines={**base.lines, **lines},
+        **figures,
+    )
 
 
 def timed_collectives(ranks: Group, sizes: Sequence[int]) -> list[TimedCollective]:

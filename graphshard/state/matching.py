@@ -126,7 +126,7 @@ def _require_complete(
         )
     if matched.unexpected:
         raise CheckpointError(
-            f"the checkpoint has {matched.unexpected[0]!r}, which the model has not "
+            f"the checkpoint has {matched.unexpected[0]!r}, which the model does not have "
             f"({len(matched.unexpected)} such keys); remove or rename it, or pass strict=False"
         )
 

@@ -129,7 +129,9 @@ class _Checker:
                 )
             if name not in trained_names:
                 lacks = (
-                    "this optimizer does not train" if name in module_names else "the model has not"
+                    "this optimizer does not train"
+                    if name in module_names
+                    else "the model does not have"
                 )
                 raise CheckpointError(f"the optimizer's state dict has {name!r}, which {lacks}")
 

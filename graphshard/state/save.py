@@ -83,7 +83,7 @@ def load_local_state_dict(
         unexpected = next((name for name in state_dict if name not in names), None)
         if unexpected is not None:
             raise CheckpointError(
-                f"the local state dict has {unexpected!r}, which the model has not"
+                f"the local state dict has {unexpected!r}, which the model does not have"
             )
     with torch.no_grad():
         for state_tensor in state_tensors:

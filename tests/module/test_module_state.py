@@ -103,7 +103,7 @@ def refuses_full_state_dicts_that_do_not_fit(rank: int) -> None:
     lacking = {k: v for k, v in wanted.items() if k != "body.3.bias"}
     cases = [
         (lacking, "no 'body.3.bias'"),
-        ({**wanted, "extra": torch.ones(1)}, "has 'extra', which the model has not"),
+        ({**wanted, "extra": torch.ones(1)}, "has 'extra', which the model does not have"),
         ({**wanted, "body.0.bias": torch.ones(3)}, r"'body.0.bias' has shape \[3\]"),
         ({**wanted, "body.0.bias": 3}, "'body.0.bias' is a int"),
         ({}, "empty"),

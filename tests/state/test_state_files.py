@@ -201,7 +201,7 @@ def refuses_files_that_do_not_fit(rank: int) -> None:
     good = full_state(seeded(Normed, 1))
     cases = {
         "lacking": ({k: v for k, v in good.items() if k != "body.3.bias"}, "has no 'body.3.bias'"),
-        "extra": ({**good, "extra": torch.ones(1)}, "has 'extra', which the model has not"),
+        "extra": ({**good, "extra": torch.ones(1)}, "has 'extra', which the model does not have"),
         "shape": ({**good, "body.0.bias": torch.ones(3)}, r"'body.0.bias' has shape \[3\]"),
         "kind": ({**good, "body.0.bias": torch.arange(12)}, r"'body.0.bias' is torch.int64"),
         "other": ({"foo": torch.ones(1)}, "lacks 9 of 9; its first key is 'foo'"),
@@ -269,7 +269,7 @@ def refuses_state_dicts_that_do_not_fit(rank: int) -> None:
     good = full_state(seeded(Normed, 1))
     cases = [
         ({k: v for k, v in good.items() if k != "body.3.bias"}, "no 'body.3.bias'"),
-        ({**good, "extra": torch.ones(1)}, "has 'extra', which the model has not"),
+        ({**good, "extra": torch.ones(1)}, "has 'extra', which the model does not have"),
         ({**good, "body.3.bias": torch.ones(3)}, r"'body.3.bias' has shape \[3\]"),
         ({**good, "body.3.bias": torch.ones(5, dtype=torch.bool)}, "'body.3.bias' is torch.bool"),
         ({**good, "body.3.bias": 3}, "'body.3.bias' is a int"),

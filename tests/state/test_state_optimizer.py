@@ -154,7 +154,7 @@ def refuses_what_does_not_fit(rank: int) -> None:
             changed(lambda s: s["param_groups"][0]["params"].append("no")),
             "'no', which the model has",
         ),
-        (changed(lambda s: s["state"].update(no={})), "'no', which the model has not"),
+        (changed(lambda s: s["state"].update(no={})), "'no', which the model does not have"),
         (changed(lambda s: s["param_groups"][0].update(params=[0, 1])), r"are numbers \(0\)"),
         (changed(lambda s: s.pop("param_groups")), 'has "state"'),
         (changed(put("exp_avg", torch.ones(7))), rf"'{name}'.exp_avg has shape \[7\]"),
