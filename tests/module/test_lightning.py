@@ -264,7 +264,7 @@ def test_a_file_with_a_tensor_larger_than_its_record_is_refused(tmp_path):
             assert b"K\x03tq" in raw or not name.endswith("data.pkl")
             grown = raw.replace(b"K\x03tq", b"Mxftq").replace(b"K\x03\x85", b"Mxf\x85")
             archive.writestr(name, grown if name.endswith("data.pkl") else raw)
-    with pytest.raises(CheckpointError, match=r"x.ckpt is damaged .*12 bytes, and 26232 elements"):
+    with pytest.raises(CheckpointError, match=r"x.ckpt is damaged"):
         read_file(file, trust=False)
 
 
