@@ -152,7 +152,7 @@ def refuses_what_does_not_fit(rank: int) -> None:
         (changed(lambda s: s["param_groups"][0]["params"].remove(name)), f"no '{name}' in any"),
         (
             changed(lambda s: s["param_groups"][0]["params"].append("no")),
-            "'no', which the model has",
+            "'no', which the model does not have",
         ),
         (changed(lambda s: s["state"].update(no={})), "'no', which the model does not have"),
         (changed(lambda s: s["param_groups"][0].update(params=[0, 1])), r"are numbers \(0\)"),
