@@ -66,10 +66,6 @@ class SideStream:
         """Make this stream, but not compute, wait for a launch on another side stream."""
         self.stream.wait_event(launched.event)
 
-    def is_idle(self) -> bool:
-        """Whether all work on the stream is done; the host does not wait."""
-        return bool(self.stream.query())
-
     def synchronize(self) -> None:
         """Return once all work on the stream is done; the host waits."""
         self.stream.synchronize()
