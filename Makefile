@@ -25,7 +25,7 @@ ON_CPU_THREADS := LD_PRELOAD=$(CURDIR)/$(CUDA_RUNTIME) PYTORCH_NVML_BASED_CUDA_C
 	CUDA_ON_CPU_DEVICES=4
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test test-slow cuda-runtime test-cuda test-cuda-slow fuzz cover lint format bench clean
+.PHONY: help demo test test-slow test-cuda test-cuda-slow fuzz cover lint format bench clean
 
 help: ## list the targets
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## (.*)/make \1	\2/' | expand -t 18
@@ -40,8 +40,6 @@ test: $(VENV)/.test ## run the tests but for the widest matrix
 
 test-slow: $(VENV)/.test ## run the widest matrix, which `make test` leaves out
 	$(PYTEST) -m slow $(PYTEST_ARGS)
-
-cuda-runtime: $(CUDA_RUNTIME)
 
 test-cuda: $(CUDA_RUNTIME) ## run the tests of CUDA and NCCL on a CUDA runtime made of CPU threads
 	$(ON_CPU_THREADS) $(CUDA_PY) -m pytest -n $(WORKERS) --dist loadfile -m "cuda and not slow" $(PYTEST_ARGS)
