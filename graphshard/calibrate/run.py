@@ -25,6 +25,7 @@ from graphshard.hardware.hardware import KINDS, Hardware
 from graphshard.hardware.presets import nearest
 from graphshard.progress import Progress
 from graphshard.runtime.group import Group
+from graphshard.runtime.hosts import hosts_by_rank
 from graphshard.runtime.links import (
     HostGroups,
     fitted_lines,
@@ -133,7 +134,7 @@ def calibrate(
     effort, progress = effort or Effort(), progress or Progress(visible=False)
     links = links or Links()
     base = Hardware.load(like or nearest(group.device)).with_(**links.given())
-    hosts = host_groups(group)
+    hosts = host_groups(group, hosts_by_rank(group))
     links.require_unmeasured(_measured_links(group, hosts))
     bench = bench or bench_for(group.device)
 

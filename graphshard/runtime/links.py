@@ -43,8 +43,11 @@ _SIZES = (1 << 14, 1 << 18, 1 << 22)
 _EFFORT = Effort(least=3, most=3, piece=1e-4, budget=3.0)
 
 
-_measured: dict[tuple[str, ...], Hardware] = {}
-"""What this process has measured, by the hosts of the ranks and their kind of device."""
+Lines = dict[str, tuple[float, ...]]
+
+
+_measured: dict[tuple[str, ...], tuple[str, Lines]] = {}
+"""What this process knows: the preset and the lines, by the hosts of ranks and what they run on."""
 
 
 def measured_on(group: Group) -> Hardware:
@@ -59,33 +62,37 @@ def measured_on(group: Group) -> Hardware:
     Returns:
         The preset itself if the hosts have different numbers of ranks, which no figure describes.
     """
-    base = Hardware.load(nearest(group.device))
     hosts = hosts_by_rank(group)
-    if len(set(Counter(hosts).values())) > 1:
-        return base
+    per_host = set(Counter(hosts).values())
     key = (*hosts, group.runs_on)
-    if not all(group.all_gather_object(key in _measured)):
-        _measured[key] = _measured_now(group, base)
-    return _measured[key]
+    known: list[Any] = group.all_gather_object(_measured.get(key))
+    if None in known:
+        lines = _measured_now(group, hosts) if len(per_host) == 1 else {}
+        known = group.all_gather_object((nearest(group.device), lines))
+    # Ranks that measured in other groups know other figures, and all must time on the same.
+    preset, lines = _measured[key] = known[0]
+    base = Hardware.load(preset)
+    if not lines:
+        return base
+    figures = link_figures(lines)
+    return base.with_(
+        name=f"{base.name} on links measured now ({_shown(figures)})",
+        gpus_per_node=max(per_host),
+        lines={**base.lines, **lines},
+        **figures,
+    )
 
 
-def _measured_now(group: Group, base: Hardware) -> Hardware:
-    hosts = host_groups(group)
-    lines: dict[str, tuple[float, ...]] = {}
-    for ranks, ending in ((hosts.within, ""), (hosts.between, BETWEEN_NODES)):
+def _measured_now(group: Group, hosts: Sequence[str]) -> Lines:
+    groups = host_groups(group, hosts)
+    lines: Lines = {}
+    for ranks, ending in ((groups.within, ""), (groups.between, BETWEEN_NODES)):
         if ranks is not None:
             moves = timed_collectives(ranks, _SIZES)
             timings = measure(moves, Watch(group.device), group, _EFFORT)
             lines |= ring_lines(moves, timings, ranks.size, ending)
-    hosts.end()
-    lines = group.all_gather_object(lines)[0]
-    figures = link_figures(lines)
-    return base.with_(
-        name=f"{base.name} on links measured now ({_shown(figures)})",
-        gpus_per_node=hosts.per_host,
-        lines={**base.lines, **lines},
-        **figures,
-    )
+    groups.end()
+    return lines
 
 
 def timed_collectives(ranks: Group, sizes: Sequence[int]) -> list[TimedCollective]:
@@ -100,7 +107,7 @@ def timed_collectives(ranks: Group, sizes: Sequence[int]) -> list[TimedCollectiv
 
 def ring_lines(
     moves: Sequence[TimedCollective], timings: Sequence[Timing], ranks: int, ending: str
-) -> dict[str, tuple[float, ...]]:
+) -> Lines:
     """The line of each collective (see `Hardware.lines`), by its name with `ending`."""
     fitted = fitted_lines(moves, timings, partial(_ring, ranks))
     return {f"{op}{ending}": line for op, line in fitted.items()}
@@ -146,12 +153,11 @@ class HostGroups:
             dist.destroy_process_group(group.process_group)
 
 
-def host_groups(group: Group) -> HostGroups:
-    """Find the ranks of each host, and make groups to measure within and between hosts.
+def host_groups(group: Group, hosts: Sequence[str]) -> HostGroups:
+    """Make groups to measure within and between `hosts`, the name of each rank's in order.
 
     Every rank must call this at the same point.
     """
-    hosts = hosts_by_rank(group)
     members: dict[str, list[int]] = {}
     for rank, host in enumerate(hosts):
         members.setdefault(host, []).append(rank)

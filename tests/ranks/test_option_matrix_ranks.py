@@ -274,12 +274,15 @@ def trained(sharded: Any, rank: int, micro: str = "", *, dynamic: bool = False) 
     return [*found, {name: full(param).clone() for name, param in sharded.named_parameters()}]
 
 
+def as_it_is(graph: Any, *_: Any) -> Any:
+    return graph.forward
+
+
 @contextmanager
 def surroundings(rank: int, fields: dict[str, Any]) -> Iterator[Any]:
     """A sharded module, while regions are "compiled" to their operators and hosts are made up."""
     with ExitStack() as stack:
-        run = lambda graph, *_: graph.forward  # noqa: E731
-        stack.enter_context(mock.patch.object(torch_inductor, "compile_graph", run))
+        stack.enter_context(mock.patch.object(torch_inductor, "compile_graph", as_it_is))
         if fields.get("hosts"):
             host = {"NCCL_HOSTID": f"host{rank}"}
             stack.enter_context(mock.patch.dict(os.environ, host))

@@ -10,6 +10,7 @@ import torch
 import torch.distributed as dist
 from models import Block, TiedGPT, tokens_of
 from ranks import on_ranks
+from torch.distributed.device_mesh import DeviceMesh
 
 import graphshard
 from graphshard.cost.collective_cost import GroupShape, collective_seconds
@@ -17,10 +18,10 @@ from graphshard.hardware.hardware import Hardware
 from graphshard.runtime import links
 
 
-def compiled(**fields: object) -> graphshard.ShardedModule:
+def compiled(on: DeviceMesh | None = None, **fields: object) -> graphshard.ShardedModule:
     torch.manual_seed(0)
     policy = graphshard.BlockPolicy(Block, **fields)
-    return graphshard.compile(TiedGPT(), policy, example_inputs=tokens_of(0, 0))
+    return graphshard.compile(TiedGPT(), policy, example_inputs=tokens_of(0, 0), mesh=on)
 
 
 def hardware_of(model: graphshard.ShardedModule) -> Hardware:
@@ -46,6 +47,20 @@ def one_figure_on_all_ranks(rank: int) -> None:
         compiled()
 
 
+def ranks_that_measured_in_other_groups_agree(rank: int) -> None:
+    links._measured.clear()
+    names = []
+    for pairs in ([[0, 1], [2, 3]], [[0, 2], [1, 3]]):
+        mesh = DeviceMesh("cpu", torch.tensor(pairs), mesh_dim_names=("apart", "together"))
+        hardware = hardware_of(compiled(schedule="overlap", on=mesh["together"]))
+        names.append(hardware.name)
+        by_rank: list[str] = [""] * 4
+        dist.all_gather_object(by_rank, repr(hardware.to_dict()))
+        assert all(by_rank[a] == by_rank[b] for a, b in pairs)
+    # The first rank of each group was measured before: nobody measures again.
+    assert (names[0] == names[1]) == (rank < 2)
+
+
 def links_within_and_between_hosts_are_told_apart(rank: int) -> None:
     with mock.patch.dict(os.environ, {"NCCL_HOSTID": f"host{rank // 2}"}):
         hardware = hardware_of(compiled(schedule="overlap"))
@@ -59,7 +74,9 @@ def links_within_and_between_hosts_are_told_apart(rank: int) -> None:
 
 
 test_on_two_ranks = on_ranks([one_figure_on_all_ranks], 2)
-test_on_four_ranks = on_ranks([links_within_and_between_hosts_are_told_apart], 4)
+test_on_four_ranks = on_ranks(
+    [ranks_that_measured_in_other_groups_agree, links_within_and_between_hosts_are_told_apart], 4
+)
 
 
 def test_a_rank_on_each_host_needs_no_line_within_a_host() -> None:

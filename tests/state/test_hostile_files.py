@@ -382,6 +382,16 @@ def test_an_archive_runs_no_code(tmp_path: Path) -> None:
     assert not (tmp_path / "ran").exists()
 
 
+def test_what_the_user_lets_torch_load_stays_so() -> None:
+    stream = io.BytesIO()
+    torch.save(frozenset({1}), stream)
+    with torch.serialization.safe_globals([frozenset]):
+        assert loaded(stream) == {1}
+        assert frozenset in torch.serialization.get_safe_globals()
+    assert loaded(stream) == {1}
+    assert frozenset not in torch.serialization.get_safe_globals()
+
+
 def test_plain_data_come_back_as_they_were_saved() -> None:
     tensor = torch.arange(12.0).view(3, 4)
     shared = torch.ones(2)

@@ -101,8 +101,8 @@ def exchanged(sample: Finished, place: tuple[fx.Node, fx.Node]) -> None:
     first, second = place
     other = {first: second, second: first}
     for user in {**first.users, **second.users}:
-        user.args = fx.map_arg(user.args, lambda value: other.get(value, value))  # type: ignore[assignment]
-        user.kwargs = fx.map_arg(user.kwargs, lambda value: other.get(value, value))  # type: ignore[assignment]
+        user.args = fx.map_arg(user.args, lambda value: other.get(value, value))
+        user.kwargs = fx.map_arg(user.kwargs, lambda value: other.get(value, value))
 
 
 def arguments_exchanged(sample: Finished, place: tuple[fx.Node, fx.Node]) -> None:
