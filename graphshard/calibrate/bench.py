@@ -20,18 +20,14 @@ from graphshard.calibrate.device_time import (
 )
 from graphshard.calibrate.in_step import StepSize
 from graphshard.calibrate.probes import Cold
-from graphshard.calibrate.ranks import TimedCompute
 from graphshard.format import human_bytes
 from graphshard.program import ops
 from graphshard.runtime.group import Group
-from graphshard.runtime.links import TimedCollective
+from graphshard.runtime.links import TimedCollective, contention_on_host
 from graphshard.runtime.measure import Ranks, Stopwatch, Timing, Watch
 
 GATHER_BYTES = 256 << 20
 """Bytes of the gather beside which a CUDA device computes."""
-
-
-_HOST_GATHER_BYTES = 8 << 20
 
 
 _GATHERS = 4
@@ -46,22 +42,6 @@ class Contention:
 
     compute: float
     communication: float
-
-
-def contention_on_host(group: Group, timed: Callable[[str, Sequence[Any]], list[Timing]]) -> float:
-    """The fraction of compute's speed that a gather under way takes from products on CPU ranks."""
-    gather = TimedCollective(ops.all_gather, group, 1, _HOST_GATHER_BYTES)
-    product = torch.ones(256, 256, device=group.device)
-    products = TimedCompute(product, 20, None)
-    gather_alone, products_alone = timed("contention", [gather, products])
-    # Products that take about twice as long as the gather.
-    count = max(20, round(40 * gather_alone.seconds / products_alone.seconds))
-    count = max(group.all_gather_object(count))
-    without, during = timed(
-        "contention", [TimedCompute(product, count, None), TimedCompute(product, count, gather)]
-    )
-    slowdown = (during.seconds - without.seconds) / gather_alone.seconds
-    return min(1.0, max(0.0, slowdown))
 
 
 @dataclass(frozen=True)

@@ -15,14 +15,13 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
+from torch import nn
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor import Shard as ShardDim
 
 from graphshard.errors import CostError
 from graphshard.runtime.group import Group, find_group
 from graphshard.runtime.host_copies import arrive, to_device, to_host
-from graphshard.runtime.links import TimedCollective
 
 _TIMEOUT = timedelta(minutes=5)
 
@@ -52,26 +51,6 @@ def joined(device: torch.device) -> Iterator[Group]:
     finally:
         if creates_group:
             dist.destroy_process_group()
-
-
-@dataclass
-class TimedCompute:
-    """Matrix products, alone or while the collective `under` is under way."""
-
-    product: Tensor
-    count: int
-    under: TimedCollective | None
-    group: str = "contention"
-    wall: bool = True
-
-    def run(self, times: int) -> None:
-        """Compute `count` products, `times` times."""
-        for _ in range(times):
-            pending = None if self.under is None else self.under.start()
-            for _ in range(self.count):
-                torch.mm(self.product, self.product)
-            if self.under is not None:
-                self.under.finish(pending)
 
 
 @dataclass

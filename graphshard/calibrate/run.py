@@ -164,7 +164,7 @@ def calibrate(
         rows += _rows(moves, timings := timed(f"collectives{ending}", moves), ending)
         lines |= ring_lines(moves, timings, subgroup.size, ending)
         del moves
-        contention = max(contention or 0.0, bench.contention(subgroup, timed))
+        contention = bench.contention(subgroup, timed)  # between hosts, where there are several
     hosts.end()
     host_bandwidth: float | None = None
     if group.device.type == "cuda":

@@ -14,6 +14,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch import Tensor
 
 from graphshard.cost.collective_cost import BETWEEN_NODES
 from graphshard.errors import CostError
@@ -40,20 +41,33 @@ OPERATIONS = (ops.all_gather, ops.reduce_scatter, ops.all_reduce)
 _SIZES = (1 << 14, 1 << 18, 1 << 22)
 
 
+_GATHER_BYTES = 8 << 20
+"""Bytes of the gather beside which CPU ranks compute."""
+
+
 _EFFORT = Effort(least=3, most=3, piece=1e-4, budget=3.0)
 
 
 Lines = dict[str, tuple[float, ...]]
 
 
-_measured: dict[tuple[str, ...], tuple[str, Lines]] = {}
-"""What this process knows: the preset and the lines, by the hosts of ranks and what they run on."""
+@dataclass(frozen=True)
+class _Measured:
+    """The preset, the lines, and what compute loses beside a collective; None: as in the preset."""
+
+    preset: str
+    lines: Lines
+    contention: float | None = None
+
+
+_measured: dict[tuple[str, ...], _Measured] = {}
+"""What this process knows, by the hosts of the ranks and what they run on."""
 
 
 def measured_on(group: Group) -> Hardware:
     """The preset most like this rank's device, on the links between the ranks as they are now.
 
-    It takes about a second over 1 Gb/s. Every rank must call this at the same point, and gets the
+    It takes one to five seconds. Every rank must call this at the same point, and gets the
     figures of rank 0. A process that has measured the same hosts before does not again.
 
     Args:
@@ -67,32 +81,39 @@ def measured_on(group: Group) -> Hardware:
     key = (*hosts, group.runs_on)
     known: list[Any] = group.all_gather_object(_measured.get(key))
     if None in known:
-        lines = _measured_now(group, hosts) if len(per_host) == 1 else {}
-        known = group.all_gather_object((nearest(group.device), lines))
+        known = group.all_gather_object(_measured_now(group, hosts if len(per_host) == 1 else ()))
     # Ranks that measured in other groups know other figures, and all must time on the same.
-    preset, lines = _measured[key] = known[0]
-    base = Hardware.load(preset)
-    if not lines:
+    found = _measured[key] = known[0]
+    base = Hardware.load(found.preset)
+    if not found.lines:
         return base
-    figures = link_figures(lines)
+    figures = link_figures(found.lines)
     return base.with_(
         name=f"{base.name} on links measured now ({_shown(figures)})",
         gpus_per_node=max(per_host),
-        lines={**base.lines, **lines},
+        lines={**base.lines, **found.lines},
+        contention=base.contention if found.contention is None else found.contention,
         **figures,
     )
 
 
-def _measured_now(group: Group, hosts: Sequence[str]) -> Lines:
-    groups = host_groups(group, hosts)
+def _measured_now(group: Group, hosts: Sequence[str]) -> _Measured:
+    """Measure between `hosts`; nothing if there are none."""
+
+    def timed(_: str, benchmarks: Sequence[Any]) -> list[Timing]:
+        return measure(benchmarks, Watch(group.device), group, _EFFORT)
+
     lines: Lines = {}
+    contention = None
+    groups = host_groups(group, hosts) if hosts else HostGroups(0, 0, None, None)
     for ranks, ending in ((groups.within, ""), (groups.between, BETWEEN_NODES)):
         if ranks is not None:
             moves = timed_collectives(ranks, _SIZES)
-            timings = measure(moves, Watch(group.device), group, _EFFORT)
-            lines |= ring_lines(moves, timings, ranks.size, ending)
+            lines |= ring_lines(moves, timed("collectives", moves), ranks.size, ending)
+            if group.device.type == "cpu":
+                contention = contention_on_host(ranks, timed)
     groups.end()
-    return lines
+    return _Measured(nearest(group.device), lines, contention)
 
 
 def timed_collectives(ranks: Group, sizes: Sequence[int]) -> list[TimedCollective]:
@@ -266,3 +287,39 @@ def fitted_lines(
         name: fit_line([row for row, _ in measurements], [seconds for _, seconds in measurements])
         for name, measurements in points.items()
     }
+
+
+@dataclass
+class TimedCompute:
+    """Matrix products, alone or while the collective `under` is under way."""
+
+    product: Tensor
+    count: int
+    under: TimedCollective | None
+    group: str = "contention"
+    wall: bool = True
+
+    def run(self, times: int) -> None:
+        """Compute `count` products, `times` times."""
+        for _ in range(times):
+            pending = None if self.under is None else self.under.start()
+            for _ in range(self.count):
+                torch.mm(self.product, self.product)
+            if self.under is not None:
+                self.under.finish(pending)
+
+
+def contention_on_host(group: Group, timed: Callable[[str, Sequence[Any]], list[Timing]]) -> float:
+    """The fraction of compute's speed that a gather under way takes from products on CPU ranks."""
+    gather = TimedCollective(ops.all_gather, group, 1, _GATHER_BYTES)
+    product = torch.ones(256, 256, device=group.device)
+    products = TimedCompute(product, 20, None)
+    gather_alone, products_alone = timed("contention", [gather, products])
+    # Products that take about twice as long as the gather.
+    count = max(20, round(40 * gather_alone.seconds / products_alone.seconds))
+    count = max(group.all_gather_object(count))
+    without, during = timed(
+        "contention", [TimedCompute(product, count, None), TimedCompute(product, count, gather)]
+    )
+    slowdown = (during.seconds - without.seconds) / gather_alone.seconds
+    return min(1.0, max(0.0, slowdown))

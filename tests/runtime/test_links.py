@@ -62,8 +62,11 @@ def ranks_that_measured_in_other_groups_agree(rank: int) -> None:
 
 
 def links_within_and_between_hosts_are_told_apart(rank: int) -> None:
-    with mock.patch.dict(os.environ, {"NCCL_HOSTID": f"host{rank // 2}"}):
+    # What compute loses beside a gather is that of the links between hosts, measured last.
+    lost = mock.patch.object(links, "contention_on_host", side_effect=[0.75, 0.25])
+    with lost, mock.patch.dict(os.environ, {"NCCL_HOSTID": f"host{rank // 2}"}):
         hardware = hardware_of(compiled(schedule="overlap"))
+        assert hardware.contention == 0.25
         assert hardware.gpus_per_node == 2
         assert {"all_gather", "all_gather.inter", "reduce_scatter.inter"} <= hardware.lines.keys()
         assert "within a host; " in hardware.name
