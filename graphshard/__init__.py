@@ -7,7 +7,6 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from graphshard.api import compile as compile  # noqa: A004  # as torch.compile
     from graphshard.api import plan as plan
-    from graphshard.api import simulate as simulate
     from graphshard.cost.compare import Comparison as Comparison
     from graphshard.cost.compare import compare as compare
     from graphshard.cost.estimate import Estimate as Estimate
@@ -45,6 +44,7 @@ if TYPE_CHECKING:
     from graphshard.policy.units import Strategy as Strategy
     from graphshard.program.program import Event as Event
     from graphshard.program.program import Program as Program
+    from graphshard.simulation import simulate as simulate
     from graphshard.state.manifest import latest_checkpoint as latest_checkpoint
     from graphshard.tune.auto_policy import AutoPolicy as AutoPolicy
     from graphshard.tune.runs import RunRequest as RunRequest
@@ -52,7 +52,7 @@ if TYPE_CHECKING:
     from graphshard.tune.tuning import Tuning as Tuning
 
 _NAMES = {
-    "api": "compile plan simulate",
+    "api": "compile plan",
     "cost.compare": "Comparison compare",
     "cost.estimate": "Estimate",
     "errors": (
@@ -71,6 +71,7 @@ _NAMES = {
     "policy.precision": "MixedPrecision",
     "policy.units": "BlockPolicy LambdaPolicy Policy SizePolicy Strategy",
     "program.program": "Event Program",
+    "simulation": "simulate",
     "state.manifest": "latest_checkpoint",
     "tune.auto_policy": "AutoPolicy",
     "tune.runs": "RunRequest Runs",

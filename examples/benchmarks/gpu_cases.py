@@ -140,12 +140,23 @@ def train_alone(model: nn.Module, run: Run, batch: Callable[..., Batch], how: Pr
 # -- the cases -------------------------------------------------------------------------------------
 
 
-def trained(run: Run, how: Protocol = Protocol(), backend: str = "eager", **fields: Any) -> Told:
+def trained(run: Run, how: Protocol = Protocol(), **fields: Any) -> Told:
     """A policy with these fields against one process."""
     policy = graphshard.BlockPolicy({Block}, **fields)
-    sharded = graphshard.compile(run.model(), policy, device=run.place.device, backend=backend)
+    sharded = graphshard.compile(run.model(), policy, device=run.place.device)
     found = train(sharded, run.batch, how)
     return Told(found, train_alone(run.model(), run, run.batch, how))
+
+
+def compiled(run: Run) -> Told:
+    """Compiled regions, none of which may run operator by operator instead."""
+    policy, how = graphshard.BlockPolicy({Block}), Protocol()
+    sharded = graphshard.compile(run.model(), policy, device=run.place.device, backend="inductor")
+    found = train(sharded, run.batch, how)
+    told = Told(found, train_alone(run.model(), run, run.batch, how))
+    regions = sharded.program.regions
+    told.note, told.ok = str(regions), bool(regions.forms) and not regions.fell_back
+    return told
 
 
 def hybrid(run: Run) -> Told:
@@ -367,7 +378,7 @@ CASES: dict[str, Callable[[Run], Told]] = {
     "gathered weights": gathered,
     "FSDP2": against_fsdp2,
     "cuda_graph": graphs,
-    "inductor": partial(trained, backend="inductor"),
+    "inductor": compiled,
     "calibrate": calibrated,
     "parting ways": parted,
 }

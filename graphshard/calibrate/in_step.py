@@ -12,11 +12,11 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.nn import functional
 
 from graphshard.api import compile as compile_module
-from graphshard.api import simulate
 from graphshard.calibrate.overhead import run_steps
 from graphshard.hardware.hardware import Hardware
 from graphshard.policy.units import BlockPolicy
 from graphshard.runtime.group import Group
+from graphshard.simulation import simulate
 
 
 class StepSize(NamedTuple):

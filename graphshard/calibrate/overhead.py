@@ -11,9 +11,9 @@ import torch
 from torch import Tensor, nn
 
 from graphshard.api import compile as compile_module
-from graphshard.api import simulate
 from graphshard.hardware.hardware import Hardware
 from graphshard.policy.units import SizePolicy
+from graphshard.simulation import simulate
 
 _WIDTH = 8
 

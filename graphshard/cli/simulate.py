@@ -7,13 +7,13 @@ import json
 from collections.abc import Sequence
 from pathlib import Path
 
-from graphshard.api import simulate
 from graphshard.cli.machine import add_machine_options, check_attention
 from graphshard.cost.compare import compare
 from graphshard.cost.estimate import Estimate
 from graphshard.cost.memory import OPTIMIZERS
 from graphshard.hardware.hardware import preset_names
 from graphshard.planning.plan import ShardingPlan
+from graphshard.simulation import simulate
 
 
 def add_hardware_options(command: argparse.ArgumentParser) -> None:

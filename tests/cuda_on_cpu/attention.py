@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -32,7 +33,7 @@ def flash(
     scale: float | None = None,
 ) -> tuple[Any, ...]:
     """`_scaled_dot_product_flash_attention`; the tensors of its result."""
-    out, lse, seed = _forward(seeded, q, k, v, None, p, causal, scale)
+    out, lse, seed = _Attention(q, k, v, None, p, causal, scale).forward(seeded)
     state = torch.tensor([seed, 0]).to(torch.uint64)
     return out, lse, state, torch.zeros((), dtype=torch.uint64), torch.empty(0, dtype=q.dtype)
 
@@ -59,7 +60,7 @@ def flash_backward(
     if p == 0:
         return _CPU_BACKWARD(grad, q, k, v, out, lse, 0.0, causal, scale=scale)
     seed = int(state.to(torch.int64)[0])
-    return _gradients(seed, grad, q, k, v, None, p, causal, scale)[:3]
+    return _Attention(q, k, v, None, p, causal, scale).gradients(seed, grad)[:3]
 
 
 def efficient(
@@ -75,7 +76,7 @@ def efficient(
     scale: float | None = None,
 ) -> tuple[Tensor, ...]:
     """`_scaled_dot_product_efficient_attention`."""
-    out, lse, seed = _forward(seeded, q, k, v, bias, p, causal, scale)
+    out, lse, seed = _Attention(q, k, v, bias, p, causal, scale).forward(seeded)
     rows = math.ceil(q.size(2) / _ROWS) * _ROWS if keep_lse else 0
     padded = lse.new_full((*lse.shape[:2], rows), math.inf)
     if keep_lse:
@@ -103,70 +104,64 @@ def efficient_backward(
     if p == 0 and not wanted[3]:
         lse = lse[..., : q.size(2)].contiguous()
         return _CPU_BACKWARD(grad, q, k, v, out, lse, 0.0, causal, attn_mask=bias, scale=scale)
-    return _gradients(int(seed), grad, q, k, v, bias, p, causal, scale)[: 3 + wanted[3]]
+    attention = _Attention(q, k, v, bias, p, causal, scale)
+    return attention.gradients(int(seed), grad)[: 3 + wanted[3]]
 
 
-def _forward(
-    seeded: Seeded,
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    bias: Tensor | None,
-    p: float,
-    causal: bool,
-    scale: float | None,
-) -> tuple[Tensor, Tensor, int]:
-    if seeded is None:
-        return *_CPU(q, k, v, 0.0, causal, attn_mask=bias, scale=scale), 0
-    seed = seeded().initial_seed()
-    scores = _scores(q, k, bias, causal, scale)
-    kept = _kept(seed, scores, p)
-    return (scores.softmax(-1) * kept).to(v.dtype) @ v, scores.logsumexp(-1), seed
+@dataclass(frozen=True)
+class _Attention:
+    """softmax(q @ k.T * scale + bias) @ v by its formula, where each weight is dropped by p."""
 
+    q: Tensor
+    k: Tensor
+    v: Tensor
+    bias: Tensor | None
+    p: float
+    causal: bool
+    scale: float | None
 
-def _gradients(
-    seed: int,
-    grad: Tensor,
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    bias: Tensor | None,
-    p: float,
-    causal: bool,
-    scale: float | None,
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Of query, key, value and bias."""
-    scores = _scores(q, k, bias, causal, scale)
-    weights, kept = scores.softmax(-1), _kept(seed, scores, p)
-    of_v = (weights * kept).to(v.dtype).mT @ grad
-    of_weights = (grad @ v.mT).float() * kept
-    of_scores = weights * (of_weights - (of_weights * weights).sum(-1, keepdim=True))
-    factor = _scale(q, scale)
-    of_q = (of_scores @ k.float() * factor).to(q.dtype)
-    of_k = (of_scores.mT @ q.float() * factor).to(k.dtype)
-    return of_q, of_k, of_v, of_scores.to(q.dtype)
+    def forward(self, seeded: Seeded) -> tuple[Tensor, Tensor, int]:
+        """(result, logarithms of the sums of weights, seed of what was dropped)."""
+        q, k, v = self.q, self.k, self.v
+        if seeded is None:
+            out = _CPU(q, k, v, 0.0, self.causal, attn_mask=self.bias, scale=self.scale)
+            return *out, 0
+        seed = seeded().initial_seed()
+        scores = self._scores()
+        weights = scores.softmax(-1) * self._kept(seed, scores)
+        return weights.to(v.dtype) @ v, scores.logsumexp(-1), seed
 
+    def gradients(self, seed: int, grad: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        """The gradients of query, key, value and bias."""
+        q, k, v = self.q, self.k, self.v
+        scores = self._scores()
+        weights, kept = scores.softmax(-1), self._kept(seed, scores)
+        of_v = (weights * kept).to(v.dtype).mT @ grad
+        of_weights = (grad @ v.mT).float() * kept
+        of_scores = weights * (of_weights - (of_weights * weights).sum(-1, keepdim=True))
+        of_q = (of_scores @ k.float() * self._factor).to(q.dtype)
+        of_k = (of_scores.mT @ q.float() * self._factor).to(k.dtype)
+        return of_q, of_k, of_v, of_scores.to(q.dtype)
 
-def _scale(q: Tensor, scale: float | None) -> float:
-    return 1 / math.sqrt(q.size(-1)) if scale is None else scale
+    @property
+    def _factor(self) -> float:
+        return 1 / math.sqrt(self.q.size(-1)) if self.scale is None else self.scale
 
+    def _scores(self) -> Tensor:
+        scores = self.q.float() @ self.k.float().mT * self._factor
+        if self.bias is not None:
+            scores = scores + self.bias
+        if self.causal:
+            later = torch.ones(scores.shape[-2:], dtype=torch.bool).triu(1)
+            scores = scores.masked_fill(later, -math.inf)
+        return scores
 
-def _scores(q: Tensor, k: Tensor, bias: Tensor | None, causal: bool, scale: float | None) -> Tensor:
-    scores = q.float() @ k.float().mT * _scale(q, scale)
-    if bias is not None:
-        scores = scores + bias
-    if causal:
-        later = torch.ones(scores.shape[-2:], dtype=torch.bool).triu(1)
-        scores = scores.masked_fill(later, -math.inf)
-    return scores
-
-
-def _kept(seed: int, scores: Tensor, p: float) -> Tensor:
-    """By which each weight is multiplied: 0, or more than 1."""
-    if p == 0:
-        return torch.ones_like(scores)
-    generator = torch.Generator().manual_seed(seed)
-    return torch.empty_like(scores).bernoulli_(1 - p, generator=generator) / (1 - p)
+    def _kept(self, seed: int, scores: Tensor) -> Tensor:
+        """The factor of each weight: 0, or more than 1."""
+        if self.p == 0:
+            return torch.ones_like(scores)
+        generator = torch.Generator().manual_seed(seed)
+        return torch.empty_like(scores).bernoulli_(1 - self.p, generator=generator) / (1 - self.p)
 
 
 FORWARD: dict[str, Callable[..., Any]] = {

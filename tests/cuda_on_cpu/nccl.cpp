@@ -213,6 +213,25 @@ void exchange(ncclComm_t comm, size_t count, size_t step, Show show, Take take) 
     if (!comm->meet(1)) return;
   }
 }
+constexpr int EVERY_RANK = -1;
+
+/// Each rank shows its whole operand, and `root` (or every rank) sums those of all.
+ncclResult_t reduce_whole(const void* from, void* to, size_t count, ncclDataType_t type,
+                          ncclRedOp_t op, int root, ncclComm_t comm, cudaStream_t stream) {
+  const size_t w = width(type);
+  const auto how = reduction_of(comm, op, type);
+  return queue(comm, stream, [=] {
+    auto show = [&](size_t at, size_t n) {
+      memcpy(comm->slot(comm->rank), (char*)from + at * w, n * w);
+    };
+    auto take = [&](size_t at, size_t n) {
+      auto whole = [&](int r) { return comm->slot(r); };
+      if (root == EVERY_RANK || root == comm->rank)
+        reduce((char*)to + at * w, whole, n, type, how, comm->size);
+    };
+    exchange(comm, count, SLOT / w, show, take);
+  });
+}
 }  // namespace
 
 extern "C" {
@@ -394,34 +413,12 @@ ncclResult_t ncclReduceScatter(const void* from, void* to, size_t count, ncclDat
 }
 ncclResult_t ncclAllReduce(const void* from, void* to, size_t count, ncclDataType_t type,
                            ncclRedOp_t op, ncclComm_t comm, cudaStream_t stream) {
-  const size_t w = width(type);
-  const auto how = reduction_of(comm, op, type);
-  return queue(comm, stream, [=] {
-    auto show = [&](size_t at, size_t n) {
-      memcpy(comm->slot(comm->rank), (char*)from + at * w, n * w);
-    };
-    auto take = [&](size_t at, size_t n) {
-      auto whole = [&](int r) { return comm->slot(r); };
-      reduce((char*)to + at * w, whole, n, type, how, comm->size);
-    };
-    exchange(comm, count, SLOT / w, show, take);
-  });
+  return reduce_whole(from, to, count, type, op, EVERY_RANK, comm, stream);
 }
 /// Only the root gets the sum.
 ncclResult_t ncclReduce(const void* from, void* to, size_t count, ncclDataType_t type,
                         ncclRedOp_t op, int root, ncclComm_t comm, cudaStream_t stream) {
-  const size_t w = width(type);
-  const auto how = reduction_of(comm, op, type);
-  return queue(comm, stream, [=] {
-    auto show = [&](size_t at, size_t n) {
-      memcpy(comm->slot(comm->rank), (char*)from + at * w, n * w);
-    };
-    auto take = [&](size_t at, size_t n) {
-      auto whole = [&](int r) { return comm->slot(r); };
-      if (comm->rank == root) reduce((char*)to + at * w, whole, n, type, how, comm->size);
-    };
-    exchange(comm, count, SLOT / w, show, take);
-  });
+  return reduce_whole(from, to, count, type, op, root, comm, stream);
 }
 ncclResult_t ncclBroadcast(const void* from, void* to, size_t count, ncclDataType_t type, int root,
                            ncclComm_t comm, cudaStream_t stream) {

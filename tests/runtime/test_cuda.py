@@ -19,6 +19,7 @@ from examples.benchmarks.gpu_table import Row, patience, read_rows
 
 pytestmark = pytest.mark.cuda
 SCRIPT = EXAMPLES / "benchmarks" / "gpu.py"
+COMPILED = "  inductor"  # the row that says whether every region is compiled
 
 
 def section(name: str, folder: Path, *options: str) -> list[Row]:
@@ -57,4 +58,6 @@ def test_ranks_over_nccl(name: str, tmp_path: Path) -> None:
     said = [row.found for row in rows if row.check == "NCCL said"]
     if said and not all(row.ok for row in rows if row.ok is not None):
         pytest.skip(f"NCCL does not run several ranks here: {said[0]}")
+    if is_made_up():  # Triton's kernels need a GPU
+        rows = [row for row in rows if row.check != COMPILED]
     require(rows)

@@ -44,6 +44,7 @@ LINE = (
     "state",
     "module",
     "api",
+    "simulation",
     "lightning",
     "hf",
     "calibrate",
