@@ -9,6 +9,8 @@ from dataclasses import dataclass, fields, replace
 from operator import is_
 from typing import Any
 
+import torch
+
 from graphshard.errors import GraphshardError, PassError, PolicyError
 from graphshard.hardware.hardware import Hardware
 from graphshard.passes.accumulate import Accumulate
@@ -247,7 +249,8 @@ def run_passes(
         PassError: a pass failed or cannot rewrite the program; names the pass.
         VerifyError: the program breaks a rule before the first pass or after a pass; names both.
     """
-    with collect_only_new():
+    # Whoever plans may have set another default device, which the passes' own tensors are not for.
+    with collect_only_new(), torch.device("cpu"):
         return _run(program, plan, passes, watcher, progress)
 
 

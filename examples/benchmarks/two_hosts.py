@@ -47,6 +47,12 @@ def run(*command: str) -> None:
         raise RuntimeError(f"{' '.join(command)}: {done.stderr.strip() or done.stdout.strip()}")
 
 
+def link_of(name: str) -> str:
+    """The network device of a host, by the name of its namespace."""
+    mark, _, host = name.removeprefix("gs").partition("h")
+    return f"gsi{mark}{host}"
+
+
 @contextmanager
 def namespaces(hosts: int, rate: str) -> Iterator[list[str]]:
     """The names of network namespaces, joined by a bridge and gone at the end."""
@@ -56,7 +62,7 @@ def namespaces(hosts: int, rate: str) -> Iterator[list[str]]:
         run("ip", "link", "add", bridge, "type", "bridge")
         run("ip", "link", "set", bridge, "up")
         for host, name in enumerate(names):
-            inside, outside = f"gsi{mark}{host}", f"gso{mark}{host}"
+            inside, outside = link_of(name), f"gso{mark}{host}"
             run("ip", "netns", "add", name)
             run("ip", "link", "add", inside, "type", "veth", "peer", "name", outside)
             run("ip", "link", "set", inside, "netns", name)
@@ -81,7 +87,6 @@ def started(
     cores = sorted(os.sched_getaffinity(0))
     share = max(1, len(cores) // args.hosts)
     own = cores[host * share : (host + 1) * share] or cores
-    link = f"gsi{names[host].removeprefix('gs').partition('h')[0]}{host}"
     torchrun = (
         *(sys.executable, "-m", "torch.distributed.run", "--nnodes", str(args.hosts)),
         *("--node-rank", str(host), "--nproc-per-node", str(args.per_host)),
@@ -94,7 +99,7 @@ def started(
             "OMP_NUM_THREADS": "1",
             "PYTHONPATH": str(ROOT),
             **os.environ,
-            "GLOO_SOCKET_IFNAME": link,
+            "GLOO_SOCKET_IFNAME": link_of(names[host]),
         },
         stdout=None if host == 0 else subprocess.DEVNULL,
         stderr=None if host == 0 else subprocess.DEVNULL,

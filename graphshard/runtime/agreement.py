@@ -26,6 +26,7 @@ from torch import Tensor
 from torch.distributed.distributed_c10d import PrefixStore
 
 from graphshard.errors import CollectiveError, FingerprintError, GraphshardError, PolicyError
+from graphshard.runtime.bounded_store import BoundedStore
 from graphshard.runtime.fingerprint import Call, Fingerprint
 from graphshard.runtime.group import Group
 from graphshard.runtime.meetings import Meetings
@@ -46,6 +47,9 @@ from graphshard.runtime.whereabouts import connection_of
 logger = logging.getLogger("graphshard")
 
 _POLL_SECONDS = 0.02
+
+_ANSWER_SECONDS = 30.0
+"""How long a rank waits for an answer of the Store, or the group's timeout if that is shorter."""
 
 _NOTE_SECONDS = 0.5
 """How long a rank that lost the others waits for what they say of themselves."""
@@ -197,8 +201,8 @@ class Agreement:
         # With the "fake" backend there are no other ranks.
         if group.size > 1 and group.backend != "fake":
             self._part = f"graphshard/{group.store.add(self._counter, 0) + 1}"
-            store = PrefixStore(self._part, group.store)
             timeout = group.timeout.total_seconds()
+            store = self._bounded(PrefixStore(self._part, group.store))
             self.meetings = Meetings(store, group.rank, group.size, timeout)
             self.watch()
 
@@ -206,8 +210,12 @@ class Agreement:
         """Let others know where this rank is, if it does not move on."""
         if self.meetings is not None:
             group = self.group
-            writes = PrefixStore(self._part, connection_of(group.process_group, group.store))
+            connection = connection_of(group.process_group, group.store)
+            writes = self._bounded(PrefixStore(self._part, connection))
             group.here.attach(self.meetings, writes=writes, meets=group.backend == "gloo")
+
+    def _bounded(self, store: Any) -> BoundedStore:
+        return BoundedStore(store, min(_ANSWER_SECONDS, self.group.timeout.total_seconds()))
 
     @property
     def _counter(self) -> str:
@@ -528,7 +536,7 @@ class Agreement:
         notes: dict[int, str] = {}
         others = [rank for rank in range(self.group.size) if rank != self.group.rank]
         with suppress(Exception):  # the Store may be gone with the rank that held it
-            store = self.group.store
+            store = self._bounded(self.group.store)
             store.set(_note_of(self.group.rank), mine)
             deadline = time.monotonic() + _NOTE_SECONDS
             while len(notes) < len(others) and time.monotonic() < deadline:
@@ -542,7 +550,8 @@ class Agreement:
         """Take the note back, since the ranks have met again."""
         self._lost = False
         with suppress(Exception):
-            self.group.store.delete_key(_note_of(self.group.rank))
+            store = self._bounded(self.group.store)
+            store.delete_key(_note_of(self.group.rank))
 
 
 _UNCHANGED = Call("calls the module and saw no change of some parameter since the last call")

@@ -63,7 +63,7 @@ def order_holding_less(
     sharding = bytes_by_frame(lifetimes.live(places, sharding=True), places, lifetimes, table)
     others = limits.least - sharding
     most, least = lifetimes.sharding_bytes(order), int(sharding.max())
-    while most - least > most // _PRECISION:
+    while most - least > max(1, most // _PRECISION):
         middle = (most + least) // 2
         allowed = ByteTable(limits.least, torch.minimum(limits.most, others + middle))
         placed = place(table, rule, allowed)

@@ -12,7 +12,9 @@ import torch
 import toy_programs as toys
 from hypothesis import given, settings
 from simulations import UNIT
+from torch import nn
 
+import graphshard
 from graphshard import Hardware, Policy
 from graphshard.cost.op_cost import op_cost
 from graphshard.cost.streams import COMPUTE
@@ -324,3 +326,24 @@ def test_work_of_others_is_all_work_between_two_places_but_a_units_own(unit: str
             others = [n for n in nodes[start:stop] if str(n.meta.get("unit", "")) != unit]
             expected = sum(op_cost(n).seconds(hardware) for n in others)
             assert work.outside_unit(unit, start, stop) == pytest.approx(expected, abs=1e-11)
+
+
+class Norms(nn.Module):
+    """Parameters of a few bytes, used far apart."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm = nn.LayerNorm(2, bias=False)
+        self.head = nn.Linear(2, 1, bias=False)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.head(self.norm(x))
+
+
+def test_the_search_ends_where_sharding_holds_a_few_bytes() -> None:
+    policy = graphshard.BlockPolicy({nn.LayerNorm}, schedule="overlap", hardware="h100-sxm")
+    with torch.device("meta"):  # which the tensors of the search are not made on
+        plan = graphshard.plan(Norms(), policy, world_size=2, example_inputs=(torch.ones(2, 2),))
+    assert plan.program is not None
+    assert plan.program.budget is not None
+    assert 0 < plan.program.budget.sharding < 64
