@@ -77,8 +77,8 @@ class TransformerStep:
     def __post_init__(self) -> None:
         device = self.ranks.device
         torch.manual_seed(0)
-        self._x = torch.randint(self.size.vocab, (self.size.samples, self.size.tokens))
-        self._x = self._x.to(device)
+        size = self.size.samples, self.size.tokens
+        self._x = torch.randint(self.size.vocab, size, device=device)
         with device:
             model = _Transformer(self.size).to(self.size.dtype)
         self.module = compile_module(
@@ -93,7 +93,7 @@ class TransformerStep:
         """A mesh of this rank alone; None without a process group."""
         if not dist.is_initialized():
             return None
-        ranks = torch.arange(dist.get_world_size())[:, None]
+        ranks = torch.arange(dist.get_world_size(), device="cpu")[:, None]
         mesh = DeviceMesh(self.ranks.device.type, ranks, mesh_dim_names=("ranks", "alone"))
         return mesh["alone"]
 

@@ -51,7 +51,7 @@ class Calls:
 
     def timed_run(self, times: int, clock: Callable[[], float]) -> float:
         """Return the seconds per view."""
-        matrix = torch.ones(_COLD).view(512, -1)
+        matrix = torch.ones(_COLD, device="cpu").view(512, -1)
         seconds = 0.0
         for _ in range(times):
             view = torch.ops.aten.clone.default(matrix)

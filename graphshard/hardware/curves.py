@@ -6,6 +6,7 @@ from bisect import bisect_left
 from collections.abc import Sequence
 from itertools import combinations
 from math import exp, log
+from typing import Any
 
 import torch
 
@@ -69,8 +70,9 @@ def fit_line(rows: Sequence[Sequence[float]], seconds: Sequence[float]) -> tuple
     Returns:
         One coefficient per column, each 0 or more.
     """
-    times = torch.tensor(seconds, dtype=torch.float64)
-    table = torch.tensor([list(row) for row in rows], dtype=torch.float64) / times[:, None]
+    kind: Any = {"dtype": torch.float64, "device": "cpu"}
+    times = torch.tensor(seconds, **kind)
+    table = torch.tensor([list(row) for row in rows], **kind) / times[:, None]
     columns = table.shape[1]
     scale = table.abs().amax(0).clamp_min(1e-300)  # so that no column is lost in another's rounding
     best, least_loss = (0.0,) * columns, float("inf")
@@ -92,8 +94,8 @@ def fit_line(rows: Sequence[Sequence[float]], seconds: Sequence[float]) -> tuple
 
 def _reweighted(table: torch.Tensor) -> torch.Tensor:
     """Return the coefficients that bring the rows of `table` closest to 1."""
-    weights = torch.ones(len(table), dtype=torch.float64)
-    coefficients = torch.zeros(table.shape[1], dtype=torch.float64)
+    weights = torch.ones_like(table[:, 0])
+    coefficients = torch.zeros_like(table[0])
     for _ in range(_ROUNDS):
         root = weights.sqrt()[:, None]
         coefficients = torch.linalg.lstsq(table * root, root, driver="gelsd").solution[:, 0]

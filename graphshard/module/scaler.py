@@ -14,6 +14,7 @@ from collections.abc import Mapping, Sequence
 from functools import cache
 from typing import Any
 
+import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.tensor import DTensor, Replicate
@@ -59,6 +60,9 @@ def _find_in_offloaded(
     op: Any, mesh: Any, grads: Sequence[DTensor], args: Sequence[Any], kwargs: Mapping[str, Any]
 ) -> None:
     """`_find_infinities` in gradients on the host, where the groups of `mesh` may not reduce."""
+    if mesh.device_type == "cuda":
+        # The scaler's copies of its scale to the host do not wait for the device.
+        torch.cuda.current_stream().synchronize()
     op([grad.to_local() for grad in grads], *args[1:], **kwargs)
     found = args[1].to(mesh.device_type)
     for dim in range(mesh.ndim):

@@ -36,9 +36,10 @@ def host_memory(sizes: Sequence[int], *, pinned: bool) -> list[Tensor]:
         By tensor, uint8 `(bytes,)`.
     """
     slabs = pack(sizes)
-    blocks = [torch.empty(size, dtype=torch.uint8, pin_memory=pinned) for size in slabs.sizes]
+    kind: Any = {"dtype": torch.uint8, "device": "cpu"}
+    blocks = [torch.empty(size, pin_memory=pinned, **kind) for size in slabs.sizes]
     return [
-        _piece(blocks[slab], start, size) if size else torch.empty(0, dtype=torch.uint8)
+        _piece(blocks[slab], start, size) if size else torch.empty(0, **kind)
         for size, (slab, start) in zip(sizes, slabs.places, strict=True)
     ]
 
@@ -61,7 +62,7 @@ class ResidentShard(Shard):
     """
 
     def __init__(self, layout: ParamLayout, group: Group, model_param: nn.Parameter) -> None:
-        self.full = torch.empty(0)
+        self.full = torch.empty(0, device="cpu")
         self._gathered_versions: tuple[int, ...] | None = None  # when all rows were current
         self._grad: weakref.ref[Tensor] | None = None  # the `.grad` that backward left
         self._gathered_rows: Tensor | None = None  # a copy of this rank's rows at the last gather

@@ -81,8 +81,7 @@ class Tickets:
     def send(self, call: Call) -> None:
         """Start to compare `call`; the host waits for nothing."""
         sent = self._numbers_of(call).clone()
-        pinned = sent.is_cuda
-        received = torch.empty(2, dtype=torch.int64, pin_memory=pinned) if pinned else sent
+        received = torch.empty_like(sent, device="cpu", pin_memory=True) if sent.is_cuda else sent
         ticket = _Ticket(self._count, call, sent, received)
         side_stream, reduce = self._group.side_stream, self._group.process_group.allreduce
         if side_stream is None:

@@ -311,4 +311,4 @@ def nested(entries: Mapping[str, Any], paths: Mapping[str, Sequence[str]]) -> di
 
 def empty_like(entry: TensorStorageMetadata) -> torch.Tensor:
     """Return an uninitialized CPU tensor of an entry's shape and dtype."""
-    return torch.empty(entry.size, dtype=entry.properties.dtype)
+    return torch.empty(entry.size, dtype=entry.properties.dtype, device="cpu")

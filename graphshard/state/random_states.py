@@ -59,7 +59,7 @@ def checked_states(
     states = {name: entries[key] for name, key in own.items()}
     try:
         if states:
-            torch.Generator().set_state(states["cpu"])
+            torch.Generator("cpu").set_state(states["cpu"])
         if "python" in states:
             random.Random().setstate(states["python"])
         if "numpy" in states:

@@ -79,7 +79,7 @@ class StoredTensor:
     def read(self, region: Region) -> Tensor:
         """Read the part of it in `region` to the CPU, and no other bytes."""
         sizes = [dim.stop - dim.start for dim in region]
-        result = torch.empty(sizes, dtype=self.dtype)
+        result = torch.empty(sizes, dtype=self.dtype, device="cpu")
         if result.numel() == 0:
             return result
         target = memory_of(result)

@@ -111,8 +111,8 @@ def _words(tensor: Tensor) -> Tensor:
 
 @cache
 def _factors(device: torch.device) -> Tensor:
-    generator = torch.Generator().manual_seed(0)
-    drawn = torch.randint(-(2**63), 2**63 - 1, (_CHUNK,), generator=generator)
+    generator = torch.Generator("cpu").manual_seed(0)
+    drawn = torch.randint(-(2**63), 2**63 - 1, (_CHUNK,), generator=generator, device="cpu")
     return (drawn | 1).to(device)
 
 
@@ -155,7 +155,7 @@ def _differences(bindings: Bindings, copies_here: Callable[[], list[Copy]]) -> l
     with bindings.agreement.part() as part, torch.no_grad():
         copies = copies_here()
         part.same += [copy.name for copy in copies]
-        sums = [torch.tensor(group.shard.rank), *map(_sum_of, copies)]
+        sums = [torch.tensor(group.shard.rank, device="cpu"), *map(_sum_of, copies)]
         sent = torch.stack([each.to(group.device) for each in sums])
     if not copies:
         return []
@@ -179,7 +179,7 @@ def _differences(bindings: Bindings, copies_here: Callable[[], list[Copy]]) -> l
 
 def _sum_of(copy: Copy) -> Tensor:
     if copy.tensor is None:
-        return torch.tensor(_MISSING if copy.must_be else _STALE)
+        return torch.tensor(_MISSING if copy.must_be else _STALE, device="cpu")
     return checksum(copy.tensor)
 
 

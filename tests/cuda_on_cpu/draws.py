@@ -58,7 +58,7 @@ def _next(generator: Any, device: torch.device) -> Callable[[], torch.Generator]
     def seeded() -> torch.Generator:
         seed, offset = state.read()
         mixed = (seed * 6364136223846793005 + offset * 1442695040888963407) % 2**63
-        return torch.Generator().manual_seed(mixed)
+        return torch.Generator("cpu").manual_seed(mixed)
 
     return seeded
 

@@ -99,12 +99,15 @@ _by_other = {"aten::native_layer_norm_backward": _layer_norm_backward, **attenti
 
 def alias(tensor: Tensor) -> Tensor:
     """A CPU tensor of the same bytes, which keeps none of them alive, as a kernel's pointer."""
-    if tensor.numel() == 0:
-        return torch.empty_strided(tensor.size(), tensor.stride(), dtype=tensor.dtype)
-    storage = tensor.untyped_storage()
-    same = torch._C._construct_storage_from_data_pointer(storage.data_ptr(), CPU, storage.nbytes())
-    made = torch.empty(0, dtype=tensor.dtype)
-    made.set_(same, tensor.storage_offset(), tensor.size(), tensor.stride())
+    size, stride = tensor.size(), tensor.stride()
+    with torch.inference_mode(False):  # a kernel writes behind the mode in which it was called
+        if tensor.numel() == 0:
+            return torch.empty_strided(size, stride, dtype=tensor.dtype, device=CPU)
+        storage = tensor.untyped_storage()
+        bytes_ = storage.data_ptr(), CPU, storage.nbytes()
+        made = torch.empty(0, dtype=tensor.dtype, device=CPU)
+        same = torch._C._construct_storage_from_data_pointer(*bytes_)
+        made.set_(same, tensor.storage_offset(), size, stride)
     if tensor.is_conj():
         made = made.conj()
     return torch._neg_view(made) if tensor.is_neg() else made
@@ -186,7 +189,8 @@ class _Call:
             with torch.no_grad(), torch._C._AutoDispatchBelowAutograd():
                 found = [x for x in tree_flatten(by(*args, **kwargs))[0] if isinstance(x, Tensor)]
                 for to, value in zip(filled, found, strict=True):
-                    if to is not None and to.numel():
+                    # Meta functions give statistics that evaluation leaves out a size.
+                    if to is not None and to.numel() and value.numel():
                         to.copy_(value)
 
         counts["queued"] += 1
@@ -233,7 +237,8 @@ class _Call:
 
 def _is_number(scalar: Tensor) -> bool:
     """Whether a scalar tensor is a Python number, which does not widen the type of a result."""
-    probe = torch.empty((), dtype=torch.float16 if scalar.is_floating_point() else torch.int8)
+    kind = torch.float16 if scalar.is_floating_point() else torch.int8
+    probe = torch.empty((), dtype=kind, device=CPU)
     return scalar.dtype != probe.dtype and torch.result_type(scalar, probe) == probe.dtype
 
 

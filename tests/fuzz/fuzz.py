@@ -6,9 +6,11 @@ Each failure is printed with the command that plays it again; the last lines cou
 from __future__ import annotations
 
 import argparse
+import os
 import sys
 import time
 from collections import Counter
+from dataclasses import replace
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "support"))
@@ -18,6 +20,20 @@ from fuzz_draw import draw
 from fuzz_minimise import minimise
 from fuzz_pair import Pair
 from fuzz_play import EQUAL, FAILURES, MISMATCH, SKIPPED, Outcome
+
+ON_GLOO_ONLY = ("leave",)
+"""Steps left out on NCCL, where ranks do not wait for one that leaves."""
+
+NOT_ON_CPU_THREADS = {
+    "gru",
+    "instance_norm",
+    "lstm",
+    "lstm_cell",
+    "lstm_two_ways",
+    "rms_norm",
+    "tracked_instance_norm",
+}
+"""Blocks of CUDA kernels that the CUDA runtime made of CPU threads has nothing for."""
 
 
 def verdict(outcomes: list[Outcome]) -> Outcome:
@@ -58,11 +74,14 @@ def main() -> int:
     parser.add_argument("--backend", help="play the cases of this backend alone")
     parser.add_argument("--block", default="", help="play cases with blocks named so, or so begun")
     parser.add_argument("--autocast", action="store_true", help="play cases under autocast alone")
+    parser.add_argument("--device", default="cpu", help="cuda: the ranks are NCCL's")
+    parser.add_argument("--ranks", type=int, help="play every case on so many ranks")
     parser.add_argument("--seed", type=int, help="play the case of this seed alone")
     parser.add_argument("--case", help="play this case alone")
     parser.add_argument("--minimise", action="store_true", help="make failing cases smaller")
     parser.add_argument("--verbose", action="store_true", help="print every case")
     arguments = parser.parse_args()
+    os.environ["FUZZ_DEVICE"] = arguments.device  # of the processes that Pair starts
     pair = Pair()
     if arguments.case or arguments.seed is not None:
         case = Case.parse(arguments.case) if arguments.case else draw(arguments.seed)
@@ -89,8 +108,15 @@ def _many(pair: Pair, arguments: argparse.Namespace) -> int:
         if arguments.count is not None and seed >= arguments.first + arguments.count:
             break
         case = draw(seed)
+        if arguments.ranks:
+            mesh = tuple(size if size == 1 else arguments.ranks for size in case.mesh)
+            case = replace(case, ranks=arguments.ranks, mesh=mesh)
         wanted = any(name.startswith(arguments.block) for name in case.blocks)
+        if arguments.device == "cuda":
+            steps = tuple(each for each in case.steps if each not in ON_GLOO_ONLY)
+            case = replace(case, steps=steps)
         wanted &= bool(case.autocast) >= arguments.autocast
+        wanted &= arguments.device != "cuda" or not set(case.blocks) & NOT_ON_CPU_THREADS
         if arguments.backend not in (None, case.backend) or not wanted:
             seed += 1
             continue

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from typing import Any
 
 import fuzz_blocks_code  # noqa: F401  # adds its kinds
@@ -15,6 +16,8 @@ from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
 ROOTS = ("plain", "head", "tied", "norm", "frozen_head")
+DEVICE = torch.device(os.environ.get("FUZZ_DEVICE", "cpu"))
+
 OUTPUTS = ("loss", "tensor", "tuple", "dict", "views")
 
 
@@ -81,10 +84,23 @@ def model_of(case: Case, *, weights: int = 0) -> Fuzzed:
 
 def batch(case: Case, number: int, rank: int, shape: tuple[int, int]) -> tuple[Tensor, Tensor]:
     """Inputs of a rank's call: `(B, T, D)` and ids `(B, T)`."""
-    generator = torch.Generator().manual_seed(97 * case.seed + 13 * number + rank)
-    x = torch.randn(*shape, case.dim, generator=generator, dtype=torch.float64)
-    ids = torch.randint(VOCAB, shape, generator=generator)
-    return x.to(getattr(torch, case.dtype)), ids
+    generator = torch.Generator("cpu").manual_seed(97 * case.seed + 13 * number + rank)
+    x = torch.randn(*shape, case.dim, generator=generator, dtype=torch.float64, device="cpu")
+    ids = torch.randint(VOCAB, shape, generator=generator, device="cpu")
+    return x.to(DEVICE, getattr(torch, case.dtype)), ids.to(DEVICE)
+
+
+def random_states() -> list[Tensor]:
+    """The states of the generators that a model draws from."""
+    states = [torch.get_rng_state()]
+    return [*states, torch.cuda.get_rng_state()] if DEVICE.type == "cuda" else states
+
+
+def set_random_states(states: list[Tensor]) -> None:
+    """Put back what `random_states` gave."""
+    torch.set_rng_state(states[0])
+    if len(states) > 1:
+        torch.cuda.set_rng_state(states[1])
 
 
 def differentiable(outputs: Any) -> list[Tensor]:

@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from fuzz_case import Case
-from fuzz_play import CRASH, FAILURES, Outcome, play
+from fuzz_play import CRASH, EQUAL, FAILURES, Outcome, play
 
 PRELOAD = ["torch", "torch.distributed.fsdp", "fuzz_play", "torch._inductor.compile_fx"]
 """Imported once, in the process that all ranks are forked from."""
@@ -49,7 +49,8 @@ class Pair:
         outcomes = [self._receive(rank, deadline) for rank in range(self._ranks)]
         kinds = {outcome.kind for outcome in outcomes}
         places = {outcome.where for outcome in outcomes}
-        if kinds & {*FAILURES} or len(kinds) > 1 or len(places) > 1:
+        errors_stay = os.environ.get("FUZZ_DEVICE") == "cuda" and kinds != {EQUAL}
+        if errors_stay or kinds & {*FAILURES} or len(kinds) > 1 or len(places) > 1:
             self.stop()
         return outcomes
 
@@ -119,6 +120,9 @@ def _paths_for_children() -> Iterator[None]:
 def _rank_main(rank: int, ranks: int, folder: str, pipe: Any) -> None:
     import torch
     import torch.distributed as dist
+    from fuzz_model import DEVICE
+
+    from examples.benchmarks.gpu_ranks import join
 
     stderr = os.open(f"{folder}/stderr_{rank}", os.O_WRONLY | os.O_CREAT | os.O_APPEND)
     os.dup2(stderr, 2)
@@ -126,13 +130,17 @@ def _rank_main(rank: int, ranks: int, folder: str, pipe: Any) -> None:
     faulthandler.enable()
     faulthandler.register(signal.SIGUSR1)
     torch.set_num_threads(1)
-    dist.init_process_group(
-        "gloo",
-        init_method=f"file://{folder}/store",
-        rank=rank,
-        world_size=ranks,
-        timeout=timedelta(seconds=60),
-    )
+    if DEVICE.type == "cuda":
+        join(rank, ranks, folder, "cuda", torch.cuda.device_count() < ranks)
+        torch.set_default_device("cuda")  # of tensors that models make in forward
+    else:
+        dist.init_process_group(
+            "gloo",
+            init_method=f"file://{folder}/store",
+            rank=rank,
+            world_size=ranks,
+            timeout=timedelta(seconds=60),
+        )
     while (task := pipe.recv()) is not None:
         case, eager = task
         pipe.send(play(case, eager=eager))

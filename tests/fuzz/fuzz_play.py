@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from full_tensors import full
 from fuzz_case import Case
+from fuzz_model import random_states
 from fuzz_protocol import STEPS, Loop
 from fuzz_sides import (
     Eager,
@@ -177,11 +178,11 @@ def _step(mine: Loop, theirs: Loop, number: int, tolerance: Tolerance) -> None:
         STEPS[name].run(theirs)
     except Exception as error:
         raise ReferenceFails(f"{type(theirs.side).__name__}: {_text(error)}") from error
-    drawn = torch.get_rng_state()
+    drawn = random_states()
     mine.begin(number)
     STEPS[name].run(mine)
     _same_seen(mine, theirs, tolerance)
-    if not torch.equal(torch.get_rng_state(), drawn):
+    if not all(map(torch.equal, random_states(), drawn)):
         raise Difference("the state of the generator of random numbers")
     _same_state(mine.side, theirs.side, tolerance)
 

@@ -17,7 +17,14 @@ import torch
 import torch.distributed as dist
 from fuzz_blocks_left import left_in
 from fuzz_case import Case
-from fuzz_model import batch, differentiable, loss_of
+from fuzz_model import (
+    DEVICE,
+    batch,
+    differentiable,
+    loss_of,
+    random_states,
+    set_random_states,
+)
 from fuzz_sides import Sharded, Side
 from torch import Tensor
 from torch.distributed.tensor import DTensor
@@ -57,7 +64,7 @@ class Loop:
     def forward(self, module: Any, *inputs: Tensor, **kwargs: Any) -> Any:
         """Call `module`, under autocast if the case says so."""
         low = getattr(torch, self.case.autocast or "bfloat16")
-        with torch.autocast("cpu", low, enabled=bool(self.case.autocast)):
+        with torch.autocast(DEVICE.type, low, enabled=bool(self.case.autocast)):
             return module(*inputs, **kwargs)
 
     def call(self, part: int = 0, **kwargs: Any) -> Any:
@@ -368,15 +375,15 @@ def reload_files(loop: Loop) -> None:
     folder: list[Any] = [tempfile.mkdtemp()]
     dist.broadcast_object_list(folder)
     path = Path(folder[0]) / "saved"
-    drawn = torch.get_rng_state()
+    drawn = random_states()
     loop.side.module.save_checkpoint(path, loop.side.optim)
     loop.backward(loop.call())
-    after = torch.get_rng_state()
+    after = random_states()
     loop.side.optim.step()
     loop.side.zero_grad(True)
     loop.side.module.load_checkpoint(path, loop.side.optim)
-    assert torch.equal(torch.get_rng_state(), drawn)
-    torch.set_rng_state(after)
+    assert all(map(torch.equal, random_states(), drawn))
+    set_random_states(after)
 
 
 @step(mixes=False)

@@ -18,7 +18,7 @@ import torch
 import torch.distributed as dist
 from full_tensors import full
 from fuzz_case import Case
-from fuzz_model import batch, differentiable, loss_of, model_of
+from fuzz_model import DEVICE, batch, differentiable, loss_of, model_of
 from fuzz_policies import dtypes_of, policy_of
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
@@ -191,7 +191,7 @@ class Sharded(Side):
         mesh = None
         if case.mesh:
             names = ("replicate", "shard")[-len(case.mesh) :]
-            mesh = init_device_mesh("cpu", case.mesh, mesh_dim_names=names)
+            mesh = init_device_mesh(DEVICE.type, case.mesh, mesh_dim_names=names)
         synced = case.policy.get("sync_module_states") and case.start != "meta"
         own_weights = dist.get_rank() if synced else 0
         real = model_of(case, weights=own_weights)
@@ -329,11 +329,11 @@ def perturbed(side: Eager, case: Case) -> Eager:
 
     Under autocast by half a unit in the last place of its dtype.
     """
-    signs = torch.Generator().manual_seed(0)
+    signs = torch.Generator("cpu").manual_seed(0)
     with torch.no_grad():
         for param in side.module.parameters():
             if param.is_floating_point():
-                up = torch.rand(param.shape, generator=signs) < 0.5
+                up = (torch.rand(param.shape, generator=signs, device="cpu") < 0.5).to(DEVICE)
                 step = 4 * torch.finfo(param.dtype).eps
                 if case.autocast:
                     step = torch.finfo(getattr(torch, case.autocast)).eps / 2

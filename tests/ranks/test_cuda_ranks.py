@@ -42,12 +42,13 @@ Make = Callable[[], GPT]
 
 def model() -> GPT:
     torch.manual_seed(0)
-    return GPT(GPTConfig(vocab=VOCAB, layers=2, heads=2, width=32))
+    with torch.device("cpu"):
+        return GPT(GPTConfig(vocab=VOCAB, layers=2, heads=2, width=32))
 
 
 def batch(step: int, rank: int, micro: int) -> tuple[Tensor, Tensor]:
-    generator = torch.Generator().manual_seed(1000 * step + 10 * rank + micro)
-    ids = torch.randint(VOCAB, (2, 17), generator=generator)
+    generator = torch.Generator("cpu").manual_seed(1000 * step + 10 * rank + micro)
+    ids = torch.randint(VOCAB, (2, 17), generator=generator, device="cpu")
     return ids[:, :-1].contiguous(), ids[:, 1:].contiguous()
 
 
@@ -88,6 +89,52 @@ def by_ranks(rank: int, micro: int, fields: dict[str, Any]) -> tuple[list[float]
         optim.step()
         optim.zero_grad()
     return losses, {name: value.cpu() for name, value in sharded.full_state_dict().items()}
+
+
+def on_the_default_device(rank: int) -> None:
+    """`torch.set_default_device("cuda")`, as training scripts call it, changes no number."""
+    torch.set_default_device("cuda")
+    for name in ("overlap", "offload"):
+        losses, weights = by_ranks(rank, 1, POLICIES[name])
+        torch.set_default_device("cpu")
+        expected, state = by_one_process(dist.get_world_size(), 1)
+        torch.set_default_device("cuda")
+        if rank == 0:
+            bar = 0.0 if is_made_up() else 2e-4
+            torch.testing.assert_close(losses, expected, rtol=0, atol=bar)
+            torch.testing.assert_close(weights, dict(state), rtol=0, atol=bar)
+
+
+def test_with_gpus_as_the_default_device() -> None:
+    run_ranks(on_the_default_device, 2, device="cuda", timeout=200.0)
+
+
+def with_a_scaler(rank: int) -> None:
+    """Gradients on the host are unscaled by a scale that has arrived there; 8 rounds nothing."""
+    device = torch.device("cuda", torch.cuda.current_device())
+    sharded = graphshard.compile(model(), graphshard.BlockPolicy({Block}, offload="params"))
+    optim = torch.optim.AdamW(sharded.parameters(), lr=1e-2)
+    scaler = torch.amp.GradScaler("cuda", init_scale=8.0, growth_interval=1)
+    losses = []
+    for step in range(STEPS):
+        loss = sharded(*(ids.to(device) for ids in batch(step, rank, 0)))
+        scaler.scale(loss).backward()
+        scaler.step(optim)
+        scaler.update()
+        optim.zero_grad()
+        losses.append(loss.item())
+    weights = sharded.full_state_dict()
+    expected, state = by_one_process(dist.get_world_size(), 1)
+    assert scaler.get_scale() == 8.0 * 2**STEPS
+    if rank == 0:
+        bar = 0.0 if is_made_up() else 2e-4
+        torch.testing.assert_close(losses, expected, rtol=0, atol=bar)
+        cpu = {name: value.cpu() for name, value in weights.items()}
+        torch.testing.assert_close(cpu, dict(state), rtol=0, atol=bar)
+
+
+def test_a_scaler_of_offloaded_gradients() -> None:
+    run_ranks(with_a_scaler, 2, device="cuda", timeout=200.0)
 
 
 def compare(rank: int, names: list[str]) -> dict[str, float]:

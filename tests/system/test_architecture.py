@@ -200,6 +200,27 @@ def _is_kwargs(value: ast.AST) -> bool:
     return isinstance(value, ast.Attribute) and value.attr == "kwargs"
 
 
+FACTORIES = {
+    *("arange", "empty", "empty_strided", "eye", "full", "linspace", "ones", "rand", "randint"),
+    *("randn", "randperm", "scalar_tensor", "tensor", "zeros"),
+}
+
+
+def test_tensors_of_the_package_name_their_device() -> None:
+    """A user may have set another default device; passes run under the CPU as the default."""
+    unnamed = []
+    for module, path in files().items():
+        if folder_of(module) in ("passes", "recompute", "schedule"):
+            continue
+        for node in ast.walk(ast.parse(path.read_text())):
+            made = ast.unparse(node.func).split(".") if isinstance(node, ast.Call) else []
+            if made[:1] != ["torch"] or not FACTORIES & {*made[1:]}:
+                continue
+            if not {"device", None} & {keyword.arg for keyword in node.keywords}:
+                unnamed.append(f"{module}, line {node.lineno}")
+    assert unnamed == []
+
+
 @pytest.mark.parametrize(
     ("package", "name"),
     [

@@ -326,11 +326,10 @@ def test_units_share_a_captured_program_where_it_is_the_same(kind, choices, capt
 @pytest.mark.slow
 @pytest.mark.timeout(1200)
 def test_it_is_as_good_as_all_there_is():
-    everywhere = AutoPolicy(hardware=SLOW, schedule="fsdp", allocator="none")
-    simulator = simulator_of(*gpt(), everywhere, ranks=8)
+    simulator = simulator_of(*gpt(), OPEN, ranks=8)
     everything = [o for group in simulator.space.groups() for o in results(simulator, group)]
     peaks = [result.peak for result in everything]
-    for part in (0.0, 0.05, 0.1, 0.2, 0.4, 0.7, 1.0):
+    for part in (0.0, 0.05, 0.2, 0.5, 1.0):
         budget = int(min(peaks) + part * (max(peaks) - min(peaks)))
         winner = Search(simulator, budget).run()
         assert winner is not None
