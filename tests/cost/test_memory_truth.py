@@ -41,7 +41,7 @@ def test_predicted_bytes_are_those_that_live_on_four_ranks():
     check(4, sample(4))
 
 
-MODELS = ["gpt", "llama", "bert", "t5", "regnet", "mixtral", "lora"]
+MODELS = ["llama", "t5", "regnet", "mixtral", "lora"]
 
 
 @pytest.mark.slow

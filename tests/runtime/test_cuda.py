@@ -15,6 +15,7 @@ import pytest
 from made_up import is_made_up
 from paths import EXAMPLES, ROOT
 
+from examples.benchmarks.gpu_cases import CASES
 from examples.benchmarks.gpu_table import Row, patience, read_rows
 
 pytestmark = pytest.mark.cuda
@@ -60,4 +61,6 @@ def test_ranks_over_nccl(name: str, tmp_path: Path) -> None:
         pytest.skip(f"NCCL does not run several ranks here: {said[0]}")
     if is_made_up():  # Triton's kernels need a GPU
         rows = [row for row in rows if row.check != COMPILED]
+    if name == "ranks":
+        assert set(CASES) <= {row.check.strip() for row in rows if row.ok}
     require(rows)

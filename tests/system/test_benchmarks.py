@@ -12,9 +12,11 @@ from example_runs import TORCHRUN, run
 from paths import ROOT
 
 from examples.benchmarks import gpu, gpu_results
-from examples.benchmarks.gpu_cases import CASES
 
 FOLDER = "examples/benchmarks"
+
+ON_CPU_THREADS = ("parity", "ranks", "graph", "graph_ranks", "stress")
+"""Sections that the tests of CUDA run on a CUDA runtime made of CPU threads."""
 
 SMOKE = [
     (
@@ -60,7 +62,7 @@ def test_a_benchmark_runs(command: str, printed: str) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", [section.name for section in gpu.SECTIONS])
+@pytest.mark.parametrize("name", [s.name for s in gpu.SECTIONS if s.name not in ON_CPU_THREADS])
 def test_a_cpu_runs_every_section_for_gpus(name: str, tmp_path: Path) -> None:
     """So that on a GPU, which is rarely at hand, only what a GPU does can fail."""
     file = tmp_path / "gpu.json"
@@ -71,8 +73,6 @@ def test_a_cpu_runs_every_section_for_gpus(name: str, tmp_path: Path) -> None:
     rows = gpu_results.rows_of(json.loads(file.read_text()))
     assert {row.section for row in rows} == {name}
     assert len(rows) > 1
-    if name == "ranks":
-        assert set(CASES) <= {row.check.strip() for row in rows if row.ok}
 
 
 def test_the_readme_has_the_table_of_a_gpu_as_it_is_or_says_that_there_is_none() -> None:

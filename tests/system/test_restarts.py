@@ -167,11 +167,7 @@ KILLS = {
     "saving and loading": [
         kill(1, "save", 2, 1),
         kill(0, "load", 1, 3),
-        kill(0, "save", 1, 4),
-    ],
-    "committed": [
         kill(0, "save", 1, 5),
-        kill(1, "load", 1, 2),
     ],
 }
 
