@@ -25,12 +25,12 @@ ON_CPU_THREADS := LD_PRELOAD=$(CURDIR)/$(CUDA_RUNTIME) PYTORCH_NVML_BASED_CUDA_C
 	CUDA_ON_CPU_DEVICES=4
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test test-slow test-cuda test-cuda-slow fuzz cover lint format bench clean
+.PHONY: help demo test test-slow test-cuda test-cuda-slow fuzz fuzz-cuda cover lint format bench clean
 
 help: ## list the targets
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## (.*)/make \1	\2/' | expand -t 18
 
-demo bench fuzz: export OMP_NUM_THREADS ?= 1
+demo bench fuzz fuzz-cuda: export OMP_NUM_THREADS ?= 1
 
 demo: $(VENV)/.demo ## train a GPT on two ranks, showing its plan and its rewritten graph
 	$(PY) -m torch.distributed.run --standalone --nproc-per-node $(NPROC) examples/train_gpt.py $(ARGS)
@@ -50,6 +50,9 @@ test-cuda-slow: $(CUDA_RUNTIME) ## run those of them that take minutes
 fuzz: $(VENV)/.test ## compare drawn cases with eager training: SECONDS=600, SEED=7, CASE='...', MINIMISE=1
 	$(PY) tests/fuzz/fuzz.py --seconds $(SECONDS) $(if $(SEED),--seed $(SEED)) $(if $(CASE),--case '$(CASE)') \
 		$(if $(MINIMISE),--minimise) $(ARGS)
+
+fuzz-cuda: $(CUDA_RUNTIME) ## the same on NCCL ranks, on a CUDA runtime made of CPU threads
+	$(ON_CPU_THREADS) $(CUDA_PY) tests/fuzz/fuzz.py --device cuda --backend eager --seconds $(SECONDS) $(ARGS)
 
 cover: $(VENV)/.test ## run every test and print line coverage
 	$(PYTEST) --cov --cov-report=term-missing:skip-covered --cov-fail-under=90 $(PYTEST_ARGS)

@@ -20,7 +20,27 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor, Replicate
 
 from graphshard.torch_private import compat as torch_compat
-from graphshard.torch_private.patches import replace_dtensor_handler
+from graphshard.torch_private.compat import private
+from graphshard.torch_private.patches import patched_for_good, replace_dtensor_handler
+
+
+@cache
+def let_scales_arrive() -> None:
+    """Make a scaler's copies of its scale on the host complete before it reads them.
+
+    torch copies the scale to each gradient's device without waiting for the copy, which on the host
+    is read at once: gradients of offloaded parameters would be multiplied by what lay there before.
+    """
+    replicator = private("torch.amp.grad_scaler", "_MultiDeviceReplicator")
+    get = replicator.get
+
+    def complete(self: Any, device: torch.device) -> Tensor:
+        copied: Tensor = get(self, device)
+        if copied.device.type == "cpu" and self.master.is_cuda:
+            torch.cuda.current_stream(self.master.device).synchronize()
+        return copied
+
+    patched_for_good(replicator, "get", complete)
 
 
 @cache
@@ -60,9 +80,6 @@ def _find_in_offloaded(
     op: Any, mesh: Any, grads: Sequence[DTensor], args: Sequence[Any], kwargs: Mapping[str, Any]
 ) -> None:
     """`_find_infinities` in gradients on the host, where the groups of `mesh` may not reduce."""
-    if mesh.device_type == "cuda":
-        # The scaler's copies of its scale to the host do not wait for the device.
-        torch.cuda.current_stream().synchronize()
     op([grad.to_local() for grad in grads], *args[1:], **kwargs)
     found = args[1].to(mesh.device_type)
     for dim in range(mesh.ndim):

@@ -28,7 +28,7 @@ from graphshard.module.model_attributes import (
 )
 from graphshard.module.originals import watch_originals
 from graphshard.module.programs import Programs
-from graphshard.module.scaler import let_scalers_agree
+from graphshard.module.scaler import let_scalers_agree, let_scales_arrive
 from graphshard.module.sharded_tree import build_sharded_tree
 from graphshard.module.state import StateMethods
 from graphshard.module.training import TrainingMethods
@@ -88,6 +88,8 @@ class ShardedModule(StateMethods, TrainingMethods, CallMethods):
         named = dict(model.named_parameters(remove_duplicate=False))
         if group.mesh is not None:
             let_scalers_agree()
+        if plan.policy.offloads("params"):
+            let_scales_arrive()
         shards = make_shards(plan.layouts, group, named, on_host=plan.policy.offloads("params"))
         build_sharded_tree(self, model, shards, group.device, changes)
         bindings = Bindings(plan, group, shards, _buffer_homes(self), agreement)

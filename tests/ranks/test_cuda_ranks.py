@@ -109,7 +109,7 @@ def test_with_gpus_as_the_default_device() -> None:
     run_ranks(on_the_default_device, 2, device="cuda", timeout=200.0)
 
 
-def with_a_scaler(rank: int) -> None:
+def scaled(rank: int, world_size: int) -> None:
     """Gradients on the host are unscaled by a scale that has arrived there; 8 rounds nothing."""
     device = torch.device("cuda", torch.cuda.current_device())
     sharded = graphshard.compile(model(), graphshard.BlockPolicy({Block}, offload="params"))
@@ -123,18 +123,18 @@ def with_a_scaler(rank: int) -> None:
         scaler.update()
         optim.zero_grad()
         losses.append(loss.item())
-    weights = sharded.full_state_dict()
-    expected, state = by_one_process(dist.get_world_size(), 1)
+    weights = {name: value.cpu() for name, value in sharded.full_state_dict().items()}
+    expected, state = by_one_process(world_size, 1)
     assert scaler.get_scale() == 8.0 * 2**STEPS
     if rank == 0:
         bar = 0.0 if is_made_up() else 2e-4
         torch.testing.assert_close(losses, expected, rtol=0, atol=bar)
-        cpu = {name: value.cpu() for name, value in weights.items()}
-        torch.testing.assert_close(cpu, dict(state), rtol=0, atol=bar)
+        torch.testing.assert_close(weights, dict(state), rtol=0, atol=bar)
 
 
-def test_a_scaler_of_offloaded_gradients() -> None:
-    run_ranks(with_a_scaler, 2, device="cuda", timeout=200.0)
+@pytest.mark.parametrize("world_size", [1, 2])
+def test_a_scaler_of_offloaded_gradients(world_size: int) -> None:
+    run_ranks(scaled, world_size, world_size, device="cuda", timeout=200.0)
 
 
 def compare(rank: int, names: list[str]) -> dict[str, float]:
