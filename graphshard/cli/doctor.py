@@ -67,14 +67,15 @@ def run_doctor(options: argparse.Namespace, progress: Progress) -> str:
 
 
 def _versions() -> Iterator[Row]:
-    yield "graphshard", _version_of("graphshard"), str(Path(graphshard.__path__[0]))
+    yield "graphshard", version_of("graphshard"), str(Path(graphshard.__path__[0]))
     yield "Python", platform.python_version(), platform.platform()
     yield "torch", torch.__version__, f"CUDA {torch.version.cuda or 'none'}"
     for name, serves in PACKAGES.items():
-        yield name, _version_of(name), serves
+        yield name, version_of(name), serves
 
 
-def _version_of(package: str) -> str:
+def version_of(package: str) -> str:
+    """The installed version of `package`, or "not installed"."""
     try:
         return importlib.metadata.version(package)
     except importlib.metadata.PackageNotFoundError:

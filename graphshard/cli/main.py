@@ -26,7 +26,7 @@ import graphshard
 from graphshard.cli.calibrate import add_calibrate
 from graphshard.cli.compare_trace import add_compare_trace, trace_text
 from graphshard.cli.consolidate import add_consolidate
-from graphshard.cli.doctor import add_doctor
+from graphshard.cli.doctor import add_doctor, version_of
 from graphshard.cli.machine import set_machine
 from graphshard.cli.policy import (
     POLICY_HELP,
@@ -129,6 +129,8 @@ def build_parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="graphshard", description="Plan and inspect sharded training steps, without ranks."
     )
+    version = f"graphshard {version_of('graphshard')}, torch {torch.__version__}"
+    parser.add_argument("--version", action="version", version=version)
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
 
     plan = _add_command(commands, "plan", "print the sharding plan of a model")

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import importlib
+import importlib.metadata
 import io
 import json
 import os
@@ -273,6 +273,14 @@ def test_what_cannot_be_done_is_said_in_one_paragraph(
     assert captured.out == ""
     assert main(["plan", *arguments, "--world-size", "2", "--debug"]) == code
     assert "Traceback" in capsys.readouterr().err
+
+
+def test_its_version(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as ended:
+        main(["--version"])
+    assert ended.value.code == 0
+    said = f"graphshard {importlib.metadata.version('graphshard')}, torch {torch.__version__}"
+    assert capsys.readouterr().out.strip() == said
 
 
 def test_a_dump_needs_example_inputs(capsys: pytest.CaptureFixture[str]) -> None:
