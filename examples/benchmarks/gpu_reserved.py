@@ -14,13 +14,12 @@ from typing import Any
 import torch
 
 import graphshard
+from examples.benchmarks import allocator_trace
 from examples.benchmarks.gpu_checks import BF16, config, fake_ranks, hardware, step_of
 from examples.benchmarks.gpu_table import Place, Row
 from examples.benchmarks.stand_in import stand_in
 from examples.gpt import GPT, Block
 from graphshard.cost.allocator_settings import AllocatorSettings
-from graphshard.cost.allocator_trace import replay_trace
-from graphshard.torch_private import allocator_history
 
 RANKS = 8
 WITHIN = 0.05
@@ -47,8 +46,8 @@ def reserved_with(place: Place, settings: str) -> Iterator[Row]:
     name = "reserved_expandable" if settings else "reserved"
     if place.cuda:
         if settings:
-            allocator_history.use_settings(settings)
-        allocator_history.record_history()
+            allocator_trace.use_settings(settings)
+        allocator_trace.record_history()
     fake_ranks(RANKS)
     where = hardware(place)
     for case, fields in CASES.items():
@@ -67,7 +66,7 @@ def reserved_with(place: Place, settings: str) -> Iterator[Row]:
         del sharded
         gc.collect()
     if place.cuda:
-        entries = allocator_history.history(torch.cuda.current_device())
+        entries = allocator_trace.history(torch.cuda.current_device())
         yield from replayed(name, entries, settings, torch.cuda.max_memory_reserved())
         yield place.retries(name)
 
@@ -101,7 +100,7 @@ def compared(
 
 def replayed(name: str, entries: list[dict[str, Any]], settings: str, held: int) -> Iterator[Row]:
     """The history replayed: equal bytes at every request, at equal places."""
-    found = replay_trace(entries, AllocatorSettings.parse(settings))
+    found = allocator_trace.replay_trace(entries, AllocatorSettings.parse(settings))
     said = f"{found.requests:,} requests, at most {found.peak / 2**20:.0f} MiB"
     yield Row(name, "history", said)
     said = found.differences[0] if found.differences else "equal bytes at every request"

@@ -6,11 +6,11 @@ import random
 
 import pytest
 
+from examples.benchmarks.allocator_trace import replay_trace
 from graphshard.cost.allocator_settings import MIB, AllocatorSettings
-from graphshard.cost.allocator_trace import replay_trace
 from graphshard.cost.caching_allocator import CachingAllocator
 from graphshard.errors import CostError
-from graphshard.torch_private import allocator_history
+from graphshard.torch_private.compat import private
 
 TOP = 0x7F00_0000_0000
 
@@ -112,4 +112,4 @@ def test_histories_of_the_model_itself_come_out_equal(text):
 
 def test_this_torch_has_what_records_a_history():
     for name in ("_set_allocator_settings", "_record_memory_history", "_snapshot"):
-        assert callable(allocator_history.private("torch.cuda.memory", name))
+        assert callable(private("torch.cuda.memory", name))
