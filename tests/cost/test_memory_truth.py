@@ -41,15 +41,16 @@ def test_predicted_bytes_are_those_that_live_on_four_ranks():
     check(4, sample(4))
 
 
-MODELS = ["llama", "t5", "regnet", "mixtral", "lora"]
+FIRST = {"llama": 2, "t5": 6, "regnet": 8, "mixtral": 10, "lora": 12}
+"""The first case of each model."""
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("model", MODELS)
+@pytest.mark.parametrize("model", FIRST)
 def test_a_cross_section_of_every_option(model):
     """Other options of each model; together they have all."""
     cases = [case for case in every(2) if case.model == model and allowed(case)]
-    drawn = cases[2 * MODELS.index(model) :: 19]
+    drawn = cases[FIRST[model] :: 19]
     check(2, [case for case in drawn if not needs_more_than_its_budget(case)])
 
 
