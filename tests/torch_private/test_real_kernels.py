@@ -26,9 +26,9 @@ from graphshard.capture.fake_mode import constant_folding_fake_mode
 from graphshard.torch_private.compat import private
 from graphshard.torch_private.kernels import OTHERWISE, as_real
 
-SAMPLES = 5
+SAMPLES = 3
 
-MORE_SAMPLES = 8  # of the operators in the table, whose later samples are of two shapes
+MORE_SAMPLES = 8  # of modules, and of the operators in the table, whose later samples differ more
 
 DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
 
@@ -117,9 +117,8 @@ def operators() -> Iterator[Call]:
 
     corrected = {func._schema.name.partition("::")[2] for func in OTHERWISE}
     for op in op_db:
-        name = op.name.rpartition(".")[2]
-        more = any(other.startswith(name) for other in corrected)
-        count = MORE_SAMPLES if more else SAMPLES
+        names = op.name.rpartition(".")[2], op.name.replace(".", "_")
+        count = MORE_SAMPLES if any(each.startswith(names) for each in corrected) else SAMPLES
         for dtype in DTYPES:
             if "jiterator" in op.name or dtype not in op.supported_dtypes("cpu"):
                 continue
@@ -140,7 +139,7 @@ def modules() -> Iterator[Call]:
             made = info.module_inputs_func(
                 info, device="cpu", dtype=dtype, requires_grad=True, training=training
             )
-            for sample in itertools.islice(made, SAMPLES):
+            for sample in itertools.islice(made, MORE_SAMPLES):
                 given = sample.constructor_input
                 module = info.module_cls(*given.args, **given.kwargs).train(training).to(dtype)
                 yield from of_module(module, sample.forward_input, dtype)
