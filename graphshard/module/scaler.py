@@ -18,6 +18,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.tensor import DTensor, Replicate
+from torch.optim.optimizer import Optimizer, register_optimizer_step_pre_hook
 
 from graphshard.torch_private import compat as torch_compat
 from graphshard.torch_private.compat import private
@@ -30,6 +31,8 @@ def let_scales_arrive() -> None:
 
     torch copies the scale to each gradient's device without waiting for the copy, which on the host
     is read at once: gradients of offloaded parameters would be multiplied by what lay there before.
+    A fused optimizer does the same with the scale, and with whether there are infinities, which it
+    subtracts from its counts of steps.
     """
     replicator = private("torch.amp.grad_scaler", "_MultiDeviceReplicator")
     get = replicator.get
@@ -41,6 +44,21 @@ def let_scales_arrive() -> None:
         return copied
 
     patched_for_good(replicator, "get", complete)
+    register_optimizer_step_pre_hook(_bring_to_host)
+
+
+def _bring_to_host(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
+    """Copy what a scaler gave a fused `optimizer` to the host, if a parameter lies there."""
+    for name in ("grad_scale", "found_inf"):
+        value = getattr(optimizer, name, None)
+        if isinstance(value, Tensor) and value.is_cuda and _is_offloaded(optimizer):
+            setattr(optimizer, name, value.cpu())
+
+
+def _is_offloaded(optimizer: Optimizer) -> bool:
+    params = (param for group in optimizer.param_groups for param in group["params"])
+    local = (param.to_local() if isinstance(param, DTensor) else param for param in params)
+    return any(param.device.type == "cpu" for param in local)
 
 
 @cache

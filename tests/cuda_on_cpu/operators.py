@@ -261,17 +261,18 @@ def _copy(self: Tensor, src: Tensor, non_blocking: bool = False) -> Tensor:
         if on_host:  # pinned memory is not given to others before the copy has ended
             stream_queue.submit(stream, partial(len, on_host))
     else:
-        to = alias(self) if self.is_cuda else self
+        to = alias(self)  # whose version, and not that of `self`, goes up when the copy runs
         # Pageable memory is read before the call returns.
         given = alias(src) if src.is_cuda else src if src.is_pinned() else src.clone()
         given = given.detach()
-        stream_queue.submit(stream, lambda: _write(to, given))
+        stream_queue.submit(stream, partial(_write, to, given, on_host))
     if on_host and not (non_blocking and all(x.is_pinned() for x in on_host)):
         stream_queue.drain(stream)
     return self
 
 
-def _write(to: Tensor, value: Tensor) -> None:
+def _write(to: Tensor, value: Tensor, kept: list[Tensor]) -> None:
+    """Copy `value` into `to`; `kept` are tensors on the host whose memory is read or written."""
     with torch.no_grad():
         to.copy_(value)
 
