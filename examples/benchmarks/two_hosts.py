@@ -53,6 +53,11 @@ def link_of(name: str) -> str:
     return f"gsi{mark}{host}"
 
 
+def bucket(rate: str) -> tuple[str, ...]:
+    """The queue of a link that sends at `rate`, in the words of tc."""
+    return "tbf", "rate", rate, "burst", "256kb", "latency", "100ms"
+
+
 @contextmanager
 def namespaces(hosts: int, rate: str) -> Iterator[list[str]]:
     """The names of network namespaces, joined by a bridge and gone at the end."""
@@ -72,7 +77,7 @@ def namespaces(hosts: int, rate: str) -> Iterator[list[str]]:
             run("ip", "-n", name, "link", "set", inside, "up")
             if rate != "none":
                 add = ("ip", "netns", "exec", name, "tc", "qdisc", "add", "dev", inside, "root")
-                run(*add, "tbf", "rate", rate, "burst", "256kb", "latency", "100ms")
+                run(*add, *bucket(rate))
         yield names
     finally:
         for name in names:

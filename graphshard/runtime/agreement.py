@@ -200,7 +200,7 @@ class Agreement:
         self._tickets: Tickets | None = None
         # With the "fake" backend there are no other ranks.
         if group.size > 1 and group.backend != "fake":
-            self._part = f"graphshard/{group.store.add(self._counter, 0) + 1}"
+            self._part = f"graphshard/{self._store.add(self._counter, 0) + 1}"
             timeout = group.timeout.total_seconds()
             store = self._bounded(PrefixStore(self._part, group.store))
             self.meetings = Meetings(store, group.rank, group.size, timeout)
@@ -218,13 +218,18 @@ class Agreement:
         return BoundedStore(store, min(_ANSWER_SECONDS, self.group.timeout.total_seconds()))
 
     @property
+    def _store(self) -> BoundedStore:
+        """The Store that all modules of the group share."""
+        return self._bounded(self.group.store)
+
+    @property
     def _counter(self) -> str:
         return f"graphshard/modules/{self.group.rank}"
 
     def join(self) -> None:
         """Give the module its number, once all ranks are known to compile it."""
         if self.meetings is not None:
-            self.module = self.group.store.add(self._counter, 1)
+            self.module = self._store.add(self._counter, 1)
 
     # -- forward and backward -------------------------------------------------------------------
 
@@ -536,7 +541,7 @@ class Agreement:
         notes: dict[int, str] = {}
         others = [rank for rank in range(self.group.size) if rank != self.group.rank]
         with suppress(Exception):  # the Store may be gone with the rank that held it
-            store = self._bounded(self.group.store)
+            store = self._store
             store.set(_note_of(self.group.rank), mine)
             deadline = time.monotonic() + _NOTE_SECONDS
             while len(notes) < len(others) and time.monotonic() < deadline:
@@ -550,8 +555,7 @@ class Agreement:
         """Take the note back, since the ranks have met again."""
         self._lost = False
         with suppress(Exception):
-            store = self._bounded(self.group.store)
-            store.delete_key(_note_of(self.group.rank))
+            self._store.delete_key(_note_of(self.group.rank))
 
 
 _UNCHANGED = Call("calls the module and saw no change of some parameter since the last call")

@@ -13,6 +13,7 @@ from collections import Counter
 from dataclasses import replace
 from pathlib import Path
 
+sys.path.insert(0, str(Path(__file__).parents[2]))
 sys.path.insert(0, str(Path(__file__).parents[1] / "support"))
 
 from fuzz_case import Case
@@ -66,6 +67,25 @@ def fails(outcome: Outcome) -> bool:
     return outcome.kind in FAILURES
 
 
+def fitted(case: Case, arguments: argparse.Namespace) -> Case:
+    """The case on as many ranks, and without steps that NCCL's ranks cannot take."""
+    if arguments.ranks:
+        mesh = tuple(size if size == 1 else arguments.ranks for size in case.mesh)
+        case = replace(case, ranks=arguments.ranks, mesh=mesh)
+    if arguments.device == "cuda":
+        steps = tuple(each for each in case.steps if each not in ON_GLOO_ONLY)
+        case = replace(case, steps=steps)
+    return case
+
+
+def again(seed: int, arguments: argparse.Namespace) -> str:
+    """The command that plays a seed again."""
+    if arguments.device != "cuda" and not arguments.ranks:
+        return f"make fuzz SEED={seed}"
+    options = f"--seed {seed}" + (f" --ranks {arguments.ranks}" if arguments.ranks else "")
+    return f"make {'fuzz-cuda' if arguments.device == 'cuda' else 'fuzz'} ARGS='{options}'"
+
+
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--seconds", type=float, default=600.0, help="stop after this time")
@@ -85,6 +105,7 @@ def main() -> int:
     pair = Pair()
     if arguments.case or arguments.seed is not None:
         case = Case.parse(arguments.case) if arguments.case else draw(arguments.seed)
+        case = fitted(case, arguments)
         return _one(pair, case, arguments.minimise)
     return _many(pair, arguments)
 
@@ -107,14 +128,8 @@ def _many(pair: Pair, arguments: argparse.Namespace) -> int:
     while time.monotonic() - begin < arguments.seconds:
         if arguments.count is not None and seed >= arguments.first + arguments.count:
             break
-        case = draw(seed)
-        if arguments.ranks:
-            mesh = tuple(size if size == 1 else arguments.ranks for size in case.mesh)
-            case = replace(case, ranks=arguments.ranks, mesh=mesh)
+        case = fitted(draw(seed), arguments)
         wanted = any(name.startswith(arguments.block) for name in case.blocks)
-        if arguments.device == "cuda":
-            steps = tuple(each for each in case.steps if each not in ON_GLOO_ONLY)
-            case = replace(case, steps=steps)
         wanted &= bool(case.autocast) >= arguments.autocast
         wanted &= arguments.device != "cuda" or not set(case.blocks) & NOT_ON_CPU_THREADS
         if arguments.backend not in (None, case.backend) or not wanted:
@@ -127,7 +142,7 @@ def _many(pair: Pair, arguments: argparse.Namespace) -> int:
         if arguments.verbose:
             print(f"{time.monotonic() - started:5.1f} s", case, flush=True)
         if outcome.kind != EQUAL:
-            print(f"make fuzz SEED={seed}    {str(outcome).splitlines()[0][:400]}", flush=True)
+            print(f"{again(seed, arguments)}    {str(outcome).splitlines()[0][:400]}", flush=True)
         if fails(outcome) and arguments.minimise:
             case, outcome = minimise(case, outcome, lambda each: judged(pair, each))
             print(f"    make fuzz CASE='{case}'", flush=True)

@@ -128,7 +128,8 @@ def scaled(rank: int, world_size: int, fused: bool) -> None:
     assert scaler.get_scale() == 8.0 * 2**STEPS
     assert {float(each["step"]) for each in optim.state.values()} == {float(STEPS)}
     if rank == 0:
-        bar = 0.0 if is_made_up() and not fused else 2e-4
+        exact = 3e-5 if fused else 0.0  # the fused kernel rounds otherwise; see also its steps
+        bar = exact if is_made_up() else 2e-4
         torch.testing.assert_close(losses, expected, rtol=0, atol=bar)
         torch.testing.assert_close(weights, dict(state), rtol=0, atol=bar)
 

@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 from paths import ROOT, SUPPORT
 
-from examples.benchmarks.two_hosts import NETWORK, link_of, namespaces, run
+from examples.benchmarks.two_hosts import NETWORK, bucket, link_of, namespaces, run
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(300)]
 
@@ -38,10 +38,6 @@ def queue(host: str, *discipline: str) -> None:
     """Give what `host` sends another queue."""
     device = ("dev", link_of(host), "root")
     run("ip", "netns", "exec", host, "tc", "qdisc", "replace", *device, *discipline)
-
-
-def bucket(rate: str) -> tuple[str, ...]:
-    return "tbf", "rate", rate, "burst", "256kb", "latency", "100ms"
 
 
 def down(host: str) -> None:
