@@ -69,21 +69,24 @@ class ResidentRows:
 
 def _differ(pairs: Iterable[tuple[Tensor, Tensor]]) -> bool:
     """Whether two tensors of a pair, equal in shape and dtype, differ in any bit."""
-    words = [(_words(mine), _words(other)) for mine, other in pairs]
+    words = [_words(mine, other) for mine, other in pairs]
     if words[0][0].device.type == "cpu":
         return not all(torch.equal(mine, other) for mine, other in words)
     # The host waits once for all of them.
     return bool(torch.stack([torch.ne(mine, other).any() for mine, other in words]).any())
 
 
-def _words(tensor: Tensor) -> Tensor:
-    """The bits of a contiguous tensor, as the widest integers that fit it."""
-    size = tensor.element_size()
-    flat = tensor.view(-1).view(_INTEGERS.get(size, torch.int64))
+def _words(*pair: Tensor) -> list[Tensor]:
+    """The bits of contiguous tensors of one shape, as the widest integers that fit them all.
+
+    A view of rows may begin where no wide integer does, and its copy elsewhere.
+    """
+    size = pair[0].element_size()
+    flat = [tensor.view(-1).view(_INTEGERS.get(size, torch.int64)) for tensor in pair]
     wider = 8 // size if size < 8 else 1
-    if flat.numel() % wider or flat.storage_offset() % wider:
+    if any(words.numel() % wider or words.storage_offset() % wider for words in flat):
         return flat
-    return flat.view(torch.int64)
+    return [words.view(torch.int64) for words in flat]
 
 
 _INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32}

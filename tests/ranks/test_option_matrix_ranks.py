@@ -189,6 +189,12 @@ class Net(uneven.Net):
         return F.cross_entropy(logits.transpose(1, 2), ids) + self.wide.sum()
 
 
+def device() -> torch.device:
+    """Where this rank computes."""
+    nccl = "nccl" in dist.get_backend_config()
+    return torch.device("cuda", torch.cuda.current_device()) if nccl else torch.device("cpu")
+
+
 def net(seed: int = 5) -> Net:
     """Without training what has no dims on more ranks, where its sum has another order."""
     torch.manual_seed(seed)
@@ -204,7 +210,7 @@ Step = dict[str, Tensor]
 def batch(step: int, rank: int, sizes: tuple[int, int] = (2, 5)) -> Tensor:
     """The ids; the dropout of a step that takes them is that of this rank, too."""
     torch.manual_seed(100 * step + rank)
-    return torch.randint(VOCAB, sizes)
+    return torch.randint(VOCAB, sizes).to(device())
 
 
 def backward(
@@ -213,7 +219,7 @@ def backward(
     loss = model(batch(step, rank, (2 + step, 5 + 2 * step) if dynamic else (2, 5)), skip=skip)
     loss.backward()
     # What is drawn next tells how much forward and backward drew.
-    return torch.stack([loss.detach(), torch.rand(())])
+    return torch.stack([loss.detach(), torch.rand((), device=device())])
 
 
 def optimizer(model: nn.Module, precision: MixedPrecision | None) -> torch.optim.Optimizer:
@@ -229,7 +235,7 @@ def batches(step: int, kept: bool) -> Iterator[tuple[int, bool]]:
 
 
 def by_one_process(rank: int, *, kept: bool, dynamic: bool) -> list[Step]:
-    model = net()
+    model = net().to(device())
     optim = optimizer(model, None)
     found: list[Step] = []
     for step in range(2):
@@ -305,7 +311,7 @@ def compiled(
     policy: Any = BlockPolicy({Block}, **fields)
     if modules is not None:
         policy = ModulePolicy(modules, base=BlockPolicy({Block}), **fields)
-    on = None if mesh is None else init_device_mesh("cpu", mesh, mesh_dim_names=("r", "s"))
+    on = None if mesh is None else init_device_mesh(device().type, mesh, mesh_dim_names=("r", "s"))
     with mock.patch.multiple(placement, MIN_PADDING=0, MAX_PADDING=0.0):
         with torch.device("meta" if meta else "cpu"):
             model = net(seed)
@@ -319,11 +325,12 @@ def require_equal(found: list[Step], expected: list[Step], *, within: float = 0.
     for step, (ours, theirs) in enumerate(zip(found, expected, strict=True)):
         assert ours.keys() == theirs.keys(), (step, ours.keys() ^ theirs.keys())
         for name, value in theirs.items():
+            mine = ours[name].to(value.device)  # of offloaded parameters, from the host
             if not within:
-                assert torch.equal(ours[name], value), (step, name)
+                assert torch.equal(mine, value), (step, name)
             elif step == 0 and value.numel():
                 bound = within * max(value.abs().max().item(), 1e-3 * largest)
-                assert (ours[name] - value).abs().max().item() <= bound, name
+                assert (mine - value).abs().max().item() <= bound, name
 
 
 _references: dict[Any, list[Step]] = {}
@@ -601,3 +608,8 @@ test_on_four_ranks = pytest.mark.slow(on_ranks(ON_FOUR, 4, timeout=500))
 test_on_three_ranks = pytest.mark.slow(on_ranks(UNEVEN, 3, timeout=500))
 test_on_six_ranks = pytest.mark.slow(on_ranks([*UNEVEN, *ON_SIX], 6, timeout=595))
 test_on_seven_ranks = pytest.mark.slow(on_ranks(UNEVEN, 7, timeout=500))
+
+NCCL = {"device": "cuda", "timeout": 595}
+test_pairs_on_nccl = pytest.mark.cuda(on_ranks(QUICK, 2, **NCCL))
+test_other_pairs_on_nccl = pytest.mark.cuda(pytest.mark.slow(on_ranks(REST, 2, **NCCL)))
+test_on_four_nccl_ranks = pytest.mark.cuda(pytest.mark.slow(on_ranks(ON_FOUR, 4, **NCCL)))
