@@ -8,9 +8,9 @@ from torch import fx
 
 from graphshard.planning.plan import ShardingPlan
 from graphshard.program import ops
+from graphshard.program.collective import begins_replay
 from graphshard.program.pass_protocol import Pass
 from graphshard.program.program import Program
-from graphshard.program.random_states import begins_replay
 from graphshard.program.regions import (
     REGION,
     may_join,

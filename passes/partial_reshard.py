@@ -8,17 +8,12 @@ from dataclasses import dataclass
 from torch import fx
 
 from graphshard.errors import PassError
+from graphshard.passes.regather import gather_in_backward
 from graphshard.planning.plan import ShardingPlan
 from graphshard.program import ops
-from graphshard.program.aliases import gather_waits
 from graphshard.program.edit import (
-    entries_by_name,
-    erase_dead,
     fake_like,
-    insert_gather,
     insert_node,
-    prune_gather,
-    rewire,
 )
 from graphshard.program.pass_protocol import Pass
 from graphshard.program.program import BACKWARD, Program
@@ -48,7 +43,6 @@ class PartialReshard(Pass):
         if not any(unit.options.reshard_ranks for unit in plan.units):
             return
         spans = find_spans(program, plan)
-        entries = entries_by_name(program)
         reshards = _Reshards(self, program, plan, spans)
         spans_by_unit = {
             unit: spans_served(unit, BACKWARD, readers, spans)
@@ -61,22 +55,7 @@ class PartialReshard(Pass):
             for _, used, _ in served
             for name in used
         )
-        for unit, served in spans_by_unit.items():
-            for span, params, inside in served:
-                values = insert_gather(
-                    program,
-                    plan,
-                    unit,
-                    params,
-                    entries=entries,
-                    before=span.first,
-                    phase=BACKWARD,
-                    parts=reshards.parts,
-                )
-                rewire(inside, spans.derived, values, unit=unit)
-        erase_dead(node for node in spans.derived if node.op != "placeholder")
-        for wait in list(gather_waits(program)):
-            prune_gather(wait)
+        gather_in_backward(program, plan, spans, spans_by_unit, reshards.parts)
 
 
 class _Reshards:

@@ -115,15 +115,9 @@ def draws_to_repeat(
 
 
 def recompute_checkpoints(program: Program, name: str, drawn: Container[fx.Node]) -> None:
-    """Recompute the calls of `torch.utils.checkpoint`, innermost first.
+    """Recompute the calls of `torch.utils.checkpoint`, innermost first, without `replay_draws`.
 
-    Args:
-        program: edited in place; `replay_draws` is left to do.
-        name: name of the pass, for errors.
-        drawn: the draws that backward repeats.
-
-    Raises:
-        PassError: a backward node still reads a value that its region recomputes.
+    `name` is that of the pass, for errors; `drawn` are the draws that backward repeats.
     """
     order = {node: place for place, node in enumerate(program.graph.nodes)}
     for depth in reversed(range(checkpoint_depth(program))):
@@ -140,18 +134,7 @@ def recompute_checkpoints(program: Program, name: str, drawn: Container[fx.Node]
 def rewrite(
     program: Program, reads: Reads, chosen: NodePredicate, order: dict[fx.Node, int], name: str
 ) -> None:
-    """Issue the nodes of one region again, and redirect backward to them.
-
-    Args:
-        program: edited in place.
-        reads: the region, and the backward nodes that read its values.
-        chosen: whether to issue a node again.
-        order: position of every node.
-        name: name of the pass, for errors.
-
-    Raises:
-        PassError: a reader was not redirected.
-    """
+    """Issue the `chosen` nodes of one region again, and let backward read them."""
     issue_again(program, reads, plan_issues(reads, chosen, order))
     for user, values in reads.by_user.items():
         for value in values:
@@ -160,11 +143,7 @@ def rewrite(
 
 
 def require_calls(program: Program, plan: ShardingPlan) -> None:
-    """Check that the step computes something in a call of a module that the policy recomputes.
-
-    Raises:
-        PolicyError: none is called, or only for values that nothing needs.
-    """
+    """Check that the step computes something in a call of a module that the policy recomputes."""
     if program.grad and not _any_call(program.nodes(FORWARD), plan.recomputed):
         raise PolicyError(
             f"the policy recomputes {', '.join(plan.recomputed[:4])}, but the step computes "

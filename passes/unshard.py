@@ -11,7 +11,6 @@ from torch import fx
 
 from graphshard.errors import PassError
 from graphshard.planning.plan import ShardingPlan
-from graphshard.program import ops
 from graphshard.program.aliases import derived_values, gather_waits
 from graphshard.program.edit import (
     entries_by_name,
@@ -55,14 +54,6 @@ class Unshard(Pass):
         for unit, nodes in readers.items():
             _Unit(self, program, plan, spans, entries, unit, nodes).rewrite()
         erase_dead(node for node in spans.derived if node.op != "placeholder")
-        for node, source in spans.derived.items():
-            if source.node is node and any(u.target is not ops.all_gather for u in node.users):
-                user = next(u for u in node.users if u.target is not ops.all_gather)
-                raise PassError(
-                    f"pass {self.name}: parameter {source.param!r} of unit {source.unit!r} is "
-                    f"still read whole by node {user.name}; every use must be inside a span of "
-                    "its unit"
-                )
         for param in program.params:
             layout = plan.layouts[param.fqn]
             if layout.enters_as_shard(program.stale):

@@ -109,10 +109,7 @@ _DEFINED = {
 def graph_source(graph: fx.Graph, function: str, explanation: str) -> str:
     """Return the Python source of a module with a function that computes `graph`.
 
-    Args:
-        graph: its placeholders become the function's parameters, in order.
-        function: the name of the function.
-        explanation: the module's docstring.
+    The placeholders become its parameters, in order; `explanation` is the module's docstring.
     """
     code = graph.python_code("self")
     _, _, body = code.src.strip().partition("\n")

@@ -17,6 +17,7 @@ from graphshard.policy.placement import Along
 from graphshard.program import ops
 from graphshard.program.ops import OPS, Op
 from graphshard.program.program import Program
+from graphshard.torch_private.random_ops import drawn_on
 
 
 @dataclass(frozen=True)
@@ -188,19 +189,9 @@ def insert_collective(
     wait: fx.Node,
     phase: str,
 ) -> tuple[fx.Node, list[fx.Node]]:
-    """Insert a collective, its wait, and a node that picks each result.
+    """Insert a collective before `issue`, and its wait and picked results before `wait`.
 
-    Args:
-        program: edited in place.
-        collective: the node's arguments.
-        operands: one for each parameter, in order.
-        vals: the results as FakeTensors, one for each parameter.
-        issue: the node to insert the collective before.
-        wait: the node to insert the wait before.
-        phase: the phase of all new nodes.
-
-    Returns:
-        The wait, and the results in order.
+    `vals` are the results as FakeTensors, one for each operand. Returns the wait and the results.
     """
     label, gathers = collective.unit or "root", collective.op.gathers
     whole, each = ("full", "full") if gathers else ("reduced", "grad")
@@ -219,3 +210,24 @@ def insert_collective(
         for index, (param, val) in enumerate(zip(collective.params, vals, strict=True))
     ]
     return waited, results
+
+
+def generator_of(program: Program, draw: fx.Node) -> str:
+    """The type of the device, "cpu" or "cuda", from whose generator `draw` draws when it runs."""
+    traced = drawn_on(draw)
+    if traced == torch.device(program.capture_device).type:
+        return torch.device(program.device).type
+    return traced
+
+
+def device_of(node: fx.Node) -> str:
+    """The type of the device whose generator a node saves or sets."""
+    return str(node.kwargs.get("device"))
+
+
+def begins_replay(node: fx.Node) -> bool:
+    """Whether `node` sets a state that forward saved, so that what follows draws again."""
+    if node.target is not ops.set_random_state or not node.args:
+        return False
+    state = node.args[0]
+    return isinstance(state, fx.Node) and state.target is ops.save_random_state

@@ -61,7 +61,7 @@ import torch
 from torch import Tensor, fx
 
 from graphshard.errors import GraphshardError
-from graphshard.program.value_sizes import check_sizes
+from graphshard.program.sizes import check_sizes
 from graphshard.torch_private.random_ops import is_random as is_random
 
 _F = TypeVar("_F", bound=Callable[..., Any])
@@ -489,11 +489,7 @@ def released(node: fx.Node) -> tuple[fx.Node, int]:
 
 
 def collective_of(node: fx.Node) -> fx.Node:
-    """The collective that a `wait`, a `free` or a picked result belongs to, or `node` itself.
-
-    Raises:
-        GraphshardError: `node` belongs to no collective.
-    """
+    """The collective that a `wait`, a `free` or a picked result belongs to, or `node` itself."""
     current = node
     while not is_collective(current):
         if current.target not in (wait, free) and not is_unpack(current):

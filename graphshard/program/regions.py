@@ -32,7 +32,7 @@ from torch import Tensor, fx
 from graphshard.program import ops
 from graphshard.program.aliases import alias_inputs, is_view_op
 from graphshard.program.annotations import Regions
-from graphshard.program.arguments import argument_key
+from graphshard.program.program import argument_key
 from graphshard.torch_private import compat as torch_compat
 from graphshard.torch_private.compat import SYMBOLIC
 from graphshard.torch_private.kernels import computes_otherwise

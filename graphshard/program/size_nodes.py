@@ -20,8 +20,7 @@ from torch import fx
 
 from graphshard.errors import CaptureError, PassError
 from graphshard.program.program import BACKWARD, FORWARD, Program
-from graphshard.program.sizes import Sizes, expression_text, is_size, size_text
-from graphshard.program.value_sizes import check_sizes
+from graphshard.program.sizes import Sizes, check_sizes, expression_text, is_size, size_text
 from graphshard.torch_private import compat as torch_compat
 from graphshard.torch_private import unbacked
 from graphshard.torch_private.compat import SYMBOLIC

@@ -33,7 +33,7 @@ from graphshard.program.aliases import (
 )
 from graphshard.program.collective import Collective, operands_of
 from graphshard.program.cut import saved_nodes
-from graphshard.program.gather_inputs import done_by_gather
+from graphshard.program.packing import done_by_gather
 from graphshard.program.program import FORWARD, Program
 from graphshard.torch_private.compat import size_hint
 
@@ -153,7 +153,7 @@ class Storage:
 
     In another order of the same nodes it is born `late` places after `first` (the beginning of the
     step if None), and dies `over` places after the last of `ends`. Without `ends` it outlives the
-    step. See `graphshard.schedule.memory`.
+    step. See `graphshard.schedule.evaluate`.
     """
 
     node: fx.Node
@@ -479,9 +479,7 @@ class _Walk:
 def held_text(sizes: Mapping[tuple[str, str], int], shown: int = 3) -> str:
     """Bytes by kind and unit as text: "saved for backward 640: layers.1 384, layers.0 256".
 
-    Args:
-        sizes: bytes by kind and unit.
-        shown: the maximum number of units to name for each kind, the largest first.
+    For each kind it names the `shown` largest units.
     """
     texts = []
     for kind in KINDS:

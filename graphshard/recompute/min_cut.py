@@ -104,10 +104,9 @@ class Cutter:
         )
 
     def frontier(self, most: int) -> list[Choice]:
-        """Choices on the convex hull, from the least cost to the fewest bytes.
+        """Up to `most` choices on the convex hull, from the least cost to the fewest bytes.
 
-        Args:
-            most: the maximum number of choices; those in the widest gaps are found first.
+        Those in the widest gaps are found first.
         """
         all_bytes, all_costs = self._bounds
         ends = [self.cut(1, all_bytes), self.cut(all_costs, 1)]

@@ -79,12 +79,7 @@ def region_problems(
 ) -> list[RegionProblem]:
     """The problem of every call of `targets` that has values read by backward, in forward order.
 
-    Args:
-        program: the captured program.
-        plan: its plan.
-        targets: FQNs of modules whose calls are regions.
-        storages: of `program`.
-        drawn: the names of the draws that may be repeated instead of saving their results.
+    `drawn` names the draws that may be repeated instead of saving their results.
     """
     draws = frozenset(node for node in program.nodes(FORWARD) if node.name in drawn)
     builder = _ProblemBuilder(program, plan, frozenset(targets), storages, draws)

@@ -161,10 +161,7 @@ class Issues:
 def plan_issues(reads: Reads, again: NodePredicate, order: Mapping[fx.Node, int]) -> Issues:
     """Place each recomputed node right before the first backward node that needs it.
 
-    Args:
-        reads: the reads of the region.
-        again: whether to recompute a forward node; all others are saved.
-        order: places of the forward nodes.
+    `again` says which forward nodes are recomputed; all others are saved.
     """
     issues = Issues([], again, _masks_alone(reads, again))
     placed: set[fx.Node] = set()
@@ -239,12 +236,8 @@ def issue_again(program: Program, reads: Reads, issues: Issues) -> dict[fx.Node,
 def recomputable(node: fx.Node, redrawn: Container[fx.Node] = ()) -> bool:
     """Whether `node` computes the same when issued again: no write, no number, no random draw.
 
-    The output of a dropout can be recomputed from its mask, which stays saved.
-
-    Args:
-        node: any node.
-        redrawn: the draws that backward repeats from the random state that they had; see
-            `graphshard.recompute.redraw`.
+    The output of a dropout can be recomputed from its mask, which stays saved. `redrawn` are the
+    draws that backward repeats; see `graphshard.recompute.redraw`.
     """
     if node.op != "call_function" or node.meta["phase"] != FORWARD or writes(node):
         return False

@@ -10,10 +10,9 @@ from torch import fx
 
 from graphshard.planning.plan import ShardingPlan
 from graphshard.program.annotations import Budget, Score
-from graphshard.program.arguments import argument_key
 from graphshard.program.pass_protocol import PassLike, apply_passes
-from graphshard.program.program import Program
-from graphshard.schedule.evaluate import OrderScorer, budget_of
+from graphshard.program.program import Program, argument_key
+from graphshard.schedule.evaluate import OrderScorer, budget_of, bytes_by_frame, least_bytes
 from graphshard.schedule.jobs import JobTable
 from graphshard.schedule.list_scheduler import (
     CHAIN,
@@ -25,7 +24,6 @@ from graphshard.schedule.list_scheduler import (
     Rule,
     place,
 )
-from graphshard.schedule.memory import bytes_by_frame, least_bytes
 
 SLACK = 1e-3
 """The fraction of a step's time by which `order_holding_less` may prolong it."""
@@ -42,20 +40,11 @@ def order_holding_less(
     limits: ByteTable,
     rule: Rule,
 ) -> tuple[list[fx.Node], Score]:
-    """Find the order that holds the fewest bytes because of sharding, by bisection.
+    """Find the order of at most `seconds` that holds the fewest bytes because of sharding.
 
-    Such bytes are unsharded parameters, gradients to reduce, and buffers of collectives.
-
-    Args:
-        order: the order of all nodes to start from.
-        seconds: the maximum time of an order.
-        table: the jobs to place.
-        scorer: the scorer of orders.
-        limits: the bytes by place of the frame.
-        rule: the rule of the list scheduler.
-
-    Returns:
-        An order that takes at most `seconds`, and its score.
+    Such bytes are unsharded parameters, gradients to reduce, and buffers of collectives. The search
+    is a bisection that begins with `order` and places the jobs of `table` by `rule` within
+    `limits`.
     """
     best, score = order, scorer.score(order)
     lifetimes = scorer.lifetimes
@@ -103,14 +92,8 @@ def best_order(
 
     The list scheduler tries a few rules, and the best order by simulation that keeps the budget is
     taken. If it is not faster than the present order (or as fast and smaller), only frees are
-    moved, or nothing.
-
-    Args:
-        program: a finished program.
-        plan: the plan it was rewritten by.
-        budget: its byte budget.
-        fewest_bytes: among orders that are as fast, take the one that holds the fewest bytes
-            because of sharding.
+    moved, or nothing. With `fewest_bytes`, of the orders that are as fast the one is taken that
+    holds the fewest bytes because of sharding.
     """
     present = list(program.graph.nodes)
     scorer = OrderScorer.of(program, plan, budget)

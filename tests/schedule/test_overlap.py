@@ -29,10 +29,9 @@ from graphshard.program.annotations import Budget
 from graphshard.program.pass_protocol import Pass
 from graphshard.program.program import Program
 from graphshard.schedule.clusters import ComputeTimes
-from graphshard.schedule.evaluate import OrderScorer, score_of
+from graphshard.schedule.evaluate import OrderScorer, least_bytes, score_of
 from graphshard.schedule.jobs import JobTable
 from graphshard.schedule.list_scheduler import MINIMAL, Rule, place
-from graphshard.schedule.memory import least_bytes
 from graphshard.schedule.search import SLACK, best_order
 
 

@@ -20,8 +20,7 @@ from graphshard.pipeline import default_passes, run_passes
 from graphshard.policy.units import Policy
 from graphshard.program.pass_protocol import Pass
 from graphshard.program.program import Program
-from graphshard.verify.constants import Constant
-from graphshard.verify.numbering import Values
+from graphshard.verify.numbering import Constant, Values
 
 aten = torch.ops.aten
 
