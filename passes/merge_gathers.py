@@ -19,7 +19,7 @@ from graphshard.program.pass_protocol import PassLike
 from graphshard.program.program import BACKWARD, FORWARD, Program
 from graphshard.schedule.clusters import last_use
 from graphshard.schedule.evaluate import budget_of
-from graphshard.schedule.search import Trial, trial_of
+from graphshard.schedule.search import BestOrder, trial_of
 
 SHARES = (0.5, 0.75, 0.9)
 """Limits to try: sizes at which this share of a collective's time is bandwidth, not latency."""
@@ -83,7 +83,7 @@ def _collective_names(program: Program) -> list[str]:
     return [node.name for node in program.nodes() if ops.is_collective(node)]
 
 
-def _limits(plain: Trial, plan: ShardingPlan) -> list[int]:
+def _limits(plain: BestOrder, plan: ShardingPlan) -> list[int]:
     """Bytes at which a collective uses the network well; empty if none is exposed."""
     program, nodes = plain.program, plain.order
     hardware = budget_of(program).hardware

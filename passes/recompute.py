@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Collection, Container, Iterable
 from dataclasses import dataclass
-from typing import Protocol
 
 from torch import fx
 
@@ -34,18 +33,6 @@ KEPT = (
     "can set the state of a generator to draw it again"
 )
 """The note of a program that keeps its draws."""
-
-
-class KeepsDraws(Protocol):
-    """What passes that recompute say about random draws; see `Recompute`."""
-
-    @property
-    def keep_draws(self) -> bool:
-        """Whether the results of random operators are saved."""
-
-    @property
-    def min_bytes(self) -> int | None:
-        """Bytes of a region's random results from which they are drawn again."""
 
 
 @dataclass(frozen=True)
@@ -80,7 +67,7 @@ class Recompute(Pass):
         if self.classes:
             require_calls(program, plan)
             targets |= set(plan.recomputed)
-        drawn = draws_to_repeat(program, targets, self)
+        drawn = draws_to_repeat(program, targets, self.keep_draws, self.min_bytes)
         recompute_checkpoints(program, self.name, drawn)
 
         def is_chosen(node: fx.Node) -> bool:
@@ -96,18 +83,18 @@ class Recompute(Pass):
 
 
 def draws_to_repeat(
-    program: Program, targets: Collection[str], step: KeepsDraws
+    program: Program, targets: Collection[str], keep_draws: bool, min_bytes: int | None
 ) -> frozenset[fx.Node]:
     """The draws that backward repeats in checkpoints and in calls of `targets`.
 
-    Notes on the program if `step` keeps them all.
+    Notes on the program if all are kept. The arguments are those of `Recompute`.
     """
 
     def region_of(node: fx.Node) -> Region | None:
         return (checkpoints(node) or (call_of(node, targets),))[-1]
 
-    drawn = redrawn(program, region_of, step.min_bytes)
-    if not step.keep_draws:
+    drawn = redrawn(program, region_of, min_bytes)
+    if not keep_draws:
         return drawn
     if drawn:
         program.notes = (*program.notes, KEPT)

@@ -6,7 +6,7 @@ from bisect import bisect_left
 from collections.abc import Callable, Sequence, Set
 from dataclasses import dataclass, field
 from fractions import Fraction
-from functools import cached_property
+from functools import cache, cached_property
 from itertools import pairwise, takewhile
 from typing import ClassVar
 
@@ -30,9 +30,14 @@ from graphshard.program.pass_protocol import (
 )
 from graphshard.program.program import RECOMPUTED, Program
 from graphshard.program.storages import storages_of
-from graphshard.recompute.min_cut import Choice
 from graphshard.recompute.peak import LifetimeChanges, PeakModel, ShardingBytes
-from graphshard.recompute.problem import Frontiers, RegionProblem, forward_cost, region_problems
+from graphshard.recompute.problem import (
+    Choice,
+    RegionProblem,
+    forward_cost,
+    frontier,
+    region_problems,
+)
 from graphshard.recompute.redraw import replay_draws
 from graphshard.recompute.regions import Reads, reads_of_calls
 
@@ -99,7 +104,7 @@ class RecomputeToBudget(RehearsingPass):
     def _begin(self, program: Program, plan: ShardingPlan) -> tuple[set[str], Set[fx.Node]]:
         """Recompute the model's checkpoints; return the modules to recompute, and the draws."""
         targets = set(plan.recomputed) if self.classes else {unit.fqn for unit in plan.units}
-        drawn = draws_to_repeat(program, targets, self)
+        drawn = draws_to_repeat(program, targets, self.keep_draws, self.min_bytes)
         recompute_checkpoints(program, self.name, drawn)
         return targets, drawn
 
@@ -139,8 +144,8 @@ class RecomputeToBudget(RehearsingPass):
         def search() -> _Search:
             storages = storages_of(program)
             problems = region_problems(program, plan, targets, storages, drawn)
-            frontiers = Frontiers()
-            choices = [frontiers.of(problem.problem) for problem in problems]
+            once = cache(frontier)  # regions of equal structure have equal problems
+            choices = [once(problem.problem) for problem in problems]
             all_names = {
                 node.name
                 for problem, ladder in zip(problems, choices, strict=True)

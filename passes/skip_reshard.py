@@ -20,7 +20,7 @@ from graphshard.program.pass_protocol import PassLike
 from graphshard.program.program import BACKWARD, FORWARD, Program
 from graphshard.program.storages import new_bytes
 from graphshard.schedule.evaluate import budget_of
-from graphshard.schedule.search import Trial, trial_after, trial_of
+from graphshard.schedule.search import BestOrder, trial_after, trial_of
 
 MAX_TRIALS = 8
 """The most programs to schedule and simulate for the choice of units."""
@@ -95,7 +95,7 @@ class SkipReshard(ByCost):
         return [pair for pair in pairs if pair.unit in chosen]
 
     @staticmethod
-    def _rank(plain: Trial, plan: ShardingPlan, units: set[str]) -> list[str]:
+    def _rank(plain: BestOrder, plan: ShardingPlan, units: set[str]) -> list[str]:
         """The units whose gather in backward is exposed, the best to keep first."""
         program, nodes = plain.program, plain.order
         hardware = budget_of(program).hardware

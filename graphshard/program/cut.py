@@ -149,7 +149,7 @@ def saved_nodes(program: Program) -> list[fx.Node]:
             if _runs_in_forward(source):
                 used.add(_crossing_node(source))
     # A backward specialised later to outputs without gradients may need any size.
-    used |= {node for node in symbol_nodes(program).values() if _runs_in_forward(node)}
+    used |= {node for node in symbol_nodes(program.nodes()).values() if _runs_in_forward(node)}
     return [node for node in program.graph.nodes if node in used]
 
 

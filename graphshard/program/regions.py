@@ -33,6 +33,7 @@ from graphshard.program import ops
 from graphshard.program.aliases import alias_inputs, is_view_op
 from graphshard.program.annotations import Regions
 from graphshard.program.program import argument_key
+from graphshard.program.size_nodes import symbol_nodes
 from graphshard.torch_private import compat as torch_compat
 from graphshard.torch_private.compat import SYMBOLIC
 from graphshard.torch_private.kernels import computes_otherwise
@@ -166,15 +167,8 @@ def regions_in(graph: fx.Graph) -> list[Region]:
 
 
 def size_nodes(graph: fx.Graph) -> dict[Any, fx.Node]:
-    """The first node for each symbol of a size, by torch's symbol."""
-    by_symbol: dict[Any, fx.Node] = {}
-    for node in graph.nodes:
-        val = node.meta.get("val")
-        if isinstance(val, torch.SymInt):
-            expression = torch_compat.size_expression(val)
-            if expression.is_symbol:
-                by_symbol.setdefault(expression, node)
-    return by_symbol
+    """The first node for each symbol of a size (no floating-point number), by torch's symbol."""
+    return symbol_nodes(n for n in graph.nodes if isinstance(n.meta.get("val"), torch.SymInt))
 
 
 def symbols_of(val: Any) -> list[Any]:

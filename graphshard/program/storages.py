@@ -38,20 +38,11 @@ from graphshard.program.program import FORWARD, Program
 from graphshard.torch_private.compat import size_hint
 
 
-@dataclass(frozen=True)
-class SavedStorage:
-    """A storage that forward computes and backward reads.
-
-    root: the value that allocates it. values: the values of it that backward reads (the root or
-    views), in order of the graph.
-    """
-
-    root: fx.Node
-    values: tuple[fx.Node, ...]
-
-
-def saved_storages(program: Program, plan: ShardingPlan) -> list[SavedStorage]:
+def saved_storages(program: Program, plan: ShardingPlan) -> dict[fx.Node, tuple[fx.Node, ...]]:
     """The storages that forward computes on the device and backward reads.
+
+    By the value that allocates one, the values of it that backward reads (itself or views), in
+    order of the graph.
 
     Parameters, shards, values gathered from shards or derived from those, buffers, inputs, numbers,
     random states and values on the host are not included.
@@ -69,7 +60,7 @@ def saved_storages(program: Program, plan: ShardingPlan) -> list[SavedStorage]:
         if node.meta["val"].device.type != torch.device(program.capture_device).type:
             continue
         by_root.setdefault(root, []).append(node)
-    return [SavedStorage(root, tuple(values)) for root, values in by_root.items()]
+    return {root: tuple(values) for root, values in by_root.items()}
 
 
 def gathered_bytes(gather: fx.Node, program: Program) -> int:

@@ -73,12 +73,13 @@ _MAX_TRIES = 3  # placed orders to score exactly, until one keeps the budget
 
 @dataclass(frozen=True)
 class BestOrder:
-    """The best order found for the nodes of a program.
+    """The best order found for the nodes of `program`.
 
     score: its seconds and bytes. changed: whether it differs from the order of the graph. sharding:
     the maximum bytes held at once because of sharding (see `Budget.room`).
     """
 
+    program: Program
     order: list[fx.Node]
     score: Score
     changed: bool
@@ -98,7 +99,7 @@ def best_order(
     present = list(program.graph.nodes)
     scorer = OrderScorer.of(program, plan, budget)
     before = scorer.score(present)
-    table = JobTable.of(program, plan, budget, scorer.cost)
+    table = JobTable.of(program, budget, scorer.cost)
     least = place(table, Rule(MINIMAL))
     limits = least_bytes(least.order, scorer.lifetimes, table, budget)
     for rule, placed in (*_ranked(table, limits)[:_MAX_TRIES], (Rule(), least)):
@@ -116,7 +117,8 @@ def best_order(
         slack = 0.0 if budget.of_policy else SLACK
         longest = max(score.seconds, min(score.seconds * (1 + slack), before.seconds))
         order, score = order_holding_less(order, longest, table, scorer, limits, chosen)
-    return BestOrder(order, score, order is not present, scorer.lifetimes.sharding_bytes(order))
+    sharding = scorer.lifetimes.sharding_bytes(order)
+    return BestOrder(program, order, score, order is not present, sharding)
 
 
 def _ranked(table: JobTable, limits: ByteTable) -> list[tuple[Rule, PlacedOrder]]:
@@ -130,26 +132,13 @@ def _ranked(table: JobTable, limits: ByteTable) -> list[tuple[Rule, PlacedOrder]
     return ranked
 
 
-@dataclass(frozen=True)
-class Trial:
-    """A program, its best order, and the score of that order.
-
-    sharding: the maximum bytes that it holds at once because of sharding.
-    """
-
-    program: Program
-    order: list[fx.Node]
-    score: Score
-    sharding: int
-
-
 def trial_of(
     program: Program,
     plan: ShardingPlan,
     rest: Sequence[PassLike] = (),
     *,
     fewest_bytes: bool = False,
-) -> Trial:
+) -> BestOrder:
     """Find the best order of `program` after the passes `rest`, without changing `program`.
 
     `fewest_bytes` is that of `best_order`.
@@ -157,13 +146,12 @@ def trial_of(
     if rest:
         program = program.copy()
     apply_passes(rest, program, plan)
-    best = best_order(program, plan, budget_of(program), fewest_bytes=fewest_bytes)
-    return Trial(program, best.order, best.score, best.sharding)
+    return best_order(program, plan, budget_of(program), fewest_bytes=fewest_bytes)
 
 
 def trial_after(
     step: PassLike, program: Program, plan: ShardingPlan, rest: Sequence[PassLike] = ()
-) -> Trial | None:
+) -> BestOrder | None:
     """The trial of a copy of `program` after `step` and `rest`; None if `step` changes nothing."""
     changed = program.copy()
     step.apply(changed, plan)

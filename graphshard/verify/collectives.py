@@ -332,7 +332,7 @@ def check_groups(facts: Facts) -> None:
     """A collective joins a group that the mesh has and that this kind of collective may join."""
     for node in facts.collectives:
         op, group = ops.OPS[node.target], ops.group_of(node)
-        allowed = op.groups_with_replicas if facts.plan.has_replicas else op.groups
+        allowed = op.groups if facts.plan.has_replicas else op.groups - {ops.REPLICATE, ops.ALL}
         if group not in allowed:
             facts.fail(
                 "groups",

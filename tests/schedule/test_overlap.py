@@ -299,7 +299,7 @@ def test_the_walk_and_the_simulation_agree(build: Any, fields: dict[str, Any]) -
     machine = UNIT.with_(contention=0.25)
     program.budget = Budget(10**9, machine, of_policy=False)
     scorer = OrderScorer.of(program, plan, program.budget)
-    table = JobTable.of(program, plan, program.budget, scorer.cost)
+    table = JobTable.of(program, program.budget, scorer.cost)
     least = place(table, Rule(MINIMAL))
     held = least_bytes(least.order, scorer.lifetimes, table, program.budget)
     for placed in (least, place(table, Rule(), held)):
