@@ -35,7 +35,7 @@ from graphshard.verify.graph import (
     check_unchanged,
 )
 from graphshard.verify.memory import check_budget, check_frees, check_lifetimes, check_releases
-from graphshard.verify.numbering import check_values
+from graphshard.verify.values import check_values
 
 
 @dataclass(frozen=True)
