@@ -13,9 +13,9 @@ from graphshard.errors import PassError
 from graphshard.passes.by_cost import ByCost
 from graphshard.planning.plan import ShardingPlan
 from graphshard.program import ops
-from graphshard.program.aliases import gather_waits, transfers_into, unpacks
+from graphshard.program.aliases import gather_waits, unpacks
 from graphshard.program.collective import Collective, params_of
-from graphshard.program.edit import erase_dead, insert_node
+from graphshard.program.edit import insert_node, prune_gather
 from graphshard.program.pass_protocol import PassLike
 from graphshard.program.program import BACKWARD, FORWARD, Program
 from graphshard.program.storages import new_bytes
@@ -161,16 +161,12 @@ def _redirect_backward(program: Program, pair: Pair) -> None:
                     val=node.meta["val"],
                 )
         node.replace_all_uses_with(values[name])
-        graph.erase_node(node)
     for node in [user for user in pair.forward.users if user.target is ops.free]:
         graph.erase_node(node)
     for node in [user for user in pair.backward.users if user.target is ops.free]:
         node.args = (pair.forward,)
-    graph.erase_node(pair.backward)
     shards = list(gather.all_input_nodes)
-    transfers = transfers_into(gather)
-    graph.erase_node(gather)
-    erase_dead(transfers)
+    prune_gather(pair.backward)
     for shard in shards:
         if shard.target is ops.reshard and not shard.users:
             graph.erase_node(shard)

@@ -57,12 +57,10 @@ class Check:
     """The arguments of a `check_finite`.
 
     Attributes:
-        values: what it reads.
         of: "outputs", "gradients" or "reduced gradients"; None if that is missing.
         masked: whether -inf counts as finite.
     """
 
-    values: tuple[fx.Node, ...]
     of: str | None
     masked: bool
 
@@ -70,7 +68,7 @@ class Check:
     def of_node(cls, node: fx.Node) -> Check:
         """Read the arguments of `node`."""
         of: Any = node.kwargs.get("of")
-        return cls(tuple(values_of(node)), of, bool(node.kwargs.get("masked")))
+        return cls(of, bool(node.kwargs.get("masked")))
 
 
 def checks_of(program: Program) -> list[fx.Node]:

@@ -177,18 +177,13 @@ class Storages:
     of_node: Mapping[fx.Node, tuple[Storage, ...]]
     place: Mapping[fx.Node, int]
 
-    def held_at(self, place: int) -> Iterator[Storage]:
-        """The storages alive while the node at `place` runs."""
-        return (s for s in self.all if s.born <= place <= s.dies)
-
     def live(self) -> list[int]:
         """By place, the bytes alive while the node there runs."""
-        total = 0
-        live: list[int] = []
-        for place, freed, new in changes(self.all):
-            live += [total] * (place - len(live))
-            total += sum(storage.size for storage in new) - sum(storage.size for storage in freed)
-        return live + [total] * (len(self.place) - len(live))
+        change = [0] * (len(self.place) + 1)
+        for storage in self.all:
+            change[storage.born] += storage.size
+            change[storage.dies + 1] -= storage.size
+        return list(accumulate(change[:-1]))
 
     def live_unsharded(self) -> list[int]:
         """By place, the bytes of gathered parameters that live once the node there is issued.
@@ -465,20 +460,3 @@ class _Walk:
                     storage.ends = [self.program.output_node]
                     if storage.kind == AT_WORK:
                         storage.kind = RETURNED
-
-
-def held_text(sizes: Mapping[tuple[str, str], int], shown: int = 3) -> str:
-    """Bytes by kind and unit as text: "saved for backward 640: layers.1 384, layers.0 256".
-
-    For each kind it names the `shown` largest units.
-    """
-    texts = []
-    for kind in KINDS:
-        of_kind = {unit: size for (k, unit), size in sizes.items() if k == kind and size}
-        if not of_kind:
-            continue
-        ranked = sorted(of_kind.items(), key=lambda item: (-item[1], item[0]))
-        named = ", ".join(f"{unit or '(root)'} {size:,}" for unit, size in ranked[:shown])
-        more = f" and {len(ranked) - shown} units more" if len(ranked) > shown else ""
-        texts.append(f"{kind} {sum(of_kind.values()):,}: {named}{more}")
-    return "; ".join(texts)

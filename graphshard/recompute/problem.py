@@ -16,7 +16,7 @@ from torch import Tensor, fx
 
 from graphshard.cost.op_cost import FLOPS_PER_BYTE, equivalent_flops
 from graphshard.planning.plan import ShardingPlan
-from graphshard.program.aliases import alias_inputs, derived_values
+from graphshard.program.aliases import derived_values, is_view_op
 from graphshard.program.ops import is_compute
 from graphshard.program.program import BACKWARD, FORWARD, Program
 from graphshard.program.storages import RETURNED, Storage, Storages
@@ -205,15 +205,10 @@ class _ProblemBuilder:
 
 def _allocated_by(node: fx.Node, storages: Storages) -> Iterator[Storage]:
     """The storages allocated by `node`, or by the operator whose result it selects."""
-    source = node.args[0] if node.args and not is_view(node) else None
+    source = node.args[0] if node.args and not is_view_op(node.target) else None
     for storage in storages.of_node.get(node, ()):
         if storage.node is node or storage.node is source:
             yield storage
-
-
-def is_view(node: fx.Node) -> bool:
-    """Whether `node` is a view operator; selecting one of several results is not."""
-    return bool(alias_inputs(node)) and getattr(node.target, "_schema", None) is not None
 
 
 def forward_cost(program: Program) -> int:

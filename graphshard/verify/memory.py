@@ -8,7 +8,7 @@ from graphshard.program import ops
 from graphshard.program.aliases import aliases_of, unpacks
 from graphshard.program.collective import Collective
 from graphshard.program.pass_protocol import Stage
-from graphshard.program.storages import held_text, storages_of
+from graphshard.program.storages import KINDS, Storage, storages_of
 from graphshard.verify.facts import Facts
 
 
@@ -113,14 +113,27 @@ def check_budget(facts: Facts) -> None:
     peak = max(live, default=0)
     if peak > budget:
         place = live.index(peak)
-        sizes: dict[tuple[str, str], int] = {}
-        for storage in storages.held_at(place):
-            key = storage.kind, storage.unit
-            sizes[key] = sizes.get(key, 0) + storage.size
+        held = [storage for storage in storages.all if storage.born <= place <= storage.dies]
         facts.fail(
             "budget",
             facts.nodes[place],
             f"the step holds {peak:,} bytes here, more than memory_budget={budget:,} "
-            f"({held_text(sizes)}); recompute more, make smaller units, prefetch less, or raise "
+            f"({_held_text(held)}); recompute more, make smaller units, prefetch less, or raise "
             "the budget",
         )
+
+
+def _held_text(held: list[Storage], shown: int = 3) -> str:
+    """Bytes by kind, and of the largest units: "saved for backward 640: layers.1 384, (root) 256"."""
+    texts = []
+    for kind in KINDS:
+        by_unit: dict[str, int] = {}
+        for storage in held:
+            if storage.kind == kind and storage.size:
+                by_unit[storage.unit] = by_unit.get(storage.unit, 0) + storage.size
+        if by_unit:
+            ranked = sorted(by_unit.items(), key=lambda item: (-item[1], item[0]))
+            named = ", ".join(f"{unit or '(root)'} {size:,}" for unit, size in ranked[:shown])
+            more = f" and {len(ranked) - shown} units more" if len(ranked) > shown else ""
+            texts.append(f"{kind} {sum(by_unit.values()):,}: {named}{more}")
+    return "; ".join(texts)
