@@ -124,7 +124,7 @@ def check_budget(facts: Facts) -> None:
 
 
 def _held_text(held: list[Storage], shown: int = 3) -> str:
-    """Bytes by kind, and of the largest units: "saved for backward 640: layers.1 384, (root) 256"."""
+    """Bytes by kind and of the largest units: "returned 640: layers.1 384, (root) 256"."""
     texts = []
     for kind in KINDS:
         by_unit: dict[str, int] = {}
