@@ -12,7 +12,7 @@ from graphshard.errors import PassError
 from graphshard.planning.plan import ShardingPlan
 from graphshard.program import ops
 from graphshard.program.collective import Collective, operands_of, params_of
-from graphshard.program.edit import insert_node
+from graphshard.program.edit import erase_dead, insert_node
 from graphshard.program.pass_protocol import Pass, Stage
 from graphshard.program.program import BACKWARD, Program
 
@@ -75,7 +75,7 @@ class Accumulate(Pass):
                 for grad, name in zip(operands, params, strict=True)
             ]
             reduce.args = (sums,)
-            _erase_unread_casts(operands)
+            erase_dead(grad for grad in operands if grad.target is ops.cast)
             missing -= set(params)
         if missing:
             raise PassError(
@@ -97,7 +97,7 @@ class Accumulate(Pass):
         for reduce in reduces:
             operands, _ = _operands(reduce)
             _erase_with_followers(self, reduce)
-            _erase_unread_casts(operands)
+            erase_dead(grad for grad in operands if grad.target is ops.cast)
         form = "unsharded gradients" if self.keep == GRADIENT else "shards of gradients"
         program.notes = (
             *program.notes,
@@ -137,12 +137,6 @@ def _insert(
             phase=BACKWARD,
             val=grad.meta["val"],
         )
-
-
-def _erase_unread_casts(grads: list[fx.Node]) -> None:
-    for grad in grads:
-        if grad.target is ops.cast and not grad.users:
-            grad.graph.erase_node(grad)
 
 
 def _erase_with_followers(owner: Accumulate, reduce: fx.Node) -> None:

@@ -24,15 +24,8 @@ from graphshard.torch_private.random_ops import drawn_on
 class Collective:
     """The arguments of a collective's node; see `graphshard.program.ops` for each.
 
-    Attributes:
-        target: the op's function.
-        unit: FQN of the unit it serves; with several units, that of the first operand.
-        params: FQNs of the parameters, one for each operand.
-        named_group: the group that the node names; None if it names none.
-        ranks: size of a "reshard" group.
-        units: FQN of the unit of each operand.
-        dims: what each parameter is split along.
-        in_place: whether the results are the whole copies that ranks keep.
+    `named_group` is None if the node names no group; `unit`, with several, is that of the first
+    operand. `params`, `units` and `dims` have one entry for each operand.
     """
 
     target: Any
@@ -114,13 +107,8 @@ class Collective:
 class OneTensor:
     """The arguments of a node that takes one tensor: transfers, `accumulate_grad` and `reshard`.
 
-    Attributes:
-        target: the op's function.
-        unit: FQN of the unit.
-        param: FQN of the parameter whose shard or gradient it takes; None for an activation.
-        dtype: the dtype that a cast returns.
-        accumulated_as: "gradient" or "shard", the form in which a gradient is accumulated.
-        ranks: size of the groups, for a reshard.
+    `param` is the parameter whose shard or gradient it takes; None for an activation.
+    `accumulated_as` is "gradient" or "shard"; `dtype` is of a cast, `ranks` of a reshard.
     """
 
     target: Any

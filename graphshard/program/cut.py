@@ -28,12 +28,10 @@ GIVEN_BY = "given_by"
 
 @dataclass(frozen=True)
 class Crossing:
-    """A forward value that backward reads.
+    """A forward value that backward reads, by the name of its node.
 
-    Attributes:
-        name: the name of its node.
-        tensor: True for an activation, input or buffer, which autograd saves and checks. False for
-            a shard, a gathered parameter or part of one, or a number, which the runtime holds.
+    `tensor`: an activation, input or buffer, which autograd saves and checks. Otherwise a shard, a
+    gathered parameter or part of one, or a number, which the runtime holds.
     """
 
     name: str

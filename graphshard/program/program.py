@@ -15,7 +15,6 @@ Every node but the output carries in `meta`:
     "fqn"    the FQN of the module it came from ("" is the root)
     "unit"   the FQN of the innermost unit around that module (set once there is a plan)
     "replays" the node of forward whose random numbers it draws again, by name
-    "scale"  the number that the node multiplies a gradient by, if it stands for that alone
     "region" the number of the region it is compiled in, if any (see `graphshard.program.regions`)
 """
 

@@ -54,15 +54,11 @@ _BY_DATA = (torch.Tag.data_dependent_output, torch.Tag.dynamic_output_shape)
 
 @dataclass(frozen=True)
 class Region:
-    """One region of a graph.
+    """One region of a graph, and the releases that stand between its nodes.
 
-    Attributes:
-        number: its number in the graph.
-        nodes: its nodes in order.
-        inputs: the nodes that it reads, sizes first. They include a node for every symbol of a
-            size, and no numbers that are the same in every call.
-        outputs: its nodes that are read outside, without such numbers.
-        releases: the releases that stand between its nodes.
+    `inputs` are the nodes that it reads, sizes first. They include a node for every symbol of a
+    size, and no numbers that are the same in every call; neither do `outputs`, its nodes that are
+    read outside.
     """
 
     number: int

@@ -382,13 +382,8 @@ def is_size(node: fx.Node) -> bool:
 class ValueSize:
     """A number that an operator reads off values.
 
-    Attributes:
-        name: the number's name in the program.
-        symbol: torch's symbol.
-        source: the name of the node that computes it, or whose result has it as a size.
-        where: the FQN of the module it came from.
-        bound: the most it can be; None if nobody knows.
-        assumed: the value that estimates of time and memory take for it.
+    `symbol` is torch's, `source` the name of the node that computes it, `where` the FQN of the
+    module it came from. It is at most `bound`, if anybody knows; estimates take `assumed` for it.
     """
 
     name: str

@@ -142,11 +142,10 @@ def checkpoint_depth(program: Program) -> int:
 class Issues:
     """The nodes that are issued again, and how.
 
-    Attributes:
-        before: the nodes to recompute before each backward node, in the order of the graph.
-        again: whether a node is recomputed.
-        masks_alone: the dropouts of which only the mask is drawn again. Its numbers do not depend
-            on the values that are dropped, so zeros stand in for these.
+    `before` has the nodes to recompute before each backward node, in the order of the graph;
+    `again` says whether a node is recomputed. Only the mask is drawn again of the dropouts in
+    `masks_alone`: its numbers do not depend on the values that are dropped, so zeros stand in for
+    these.
     """
 
     before: list[Issue]

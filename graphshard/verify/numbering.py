@@ -62,17 +62,9 @@ class Numbered:
     """A node's number with the operator and arguments that it follows from, for reuse.
 
     An edit replaces a node's arguments and never changes them in place, so comparing identities is
-    enough.
-
-    Attributes:
-        target: the operator.
-        args: positional arguments of the node.
-        kwargs: keyword arguments of the node.
-        inputs: the nodes among the arguments.
-        numbers: the numbers of `inputs`.
-        number: the number of the node.
-        effect: whether the node draws random numbers or writes.
-        plain: whether the operator is ordinary; equal arguments then give an equal number.
+    enough. `numbers` are those of `inputs`, the nodes among the arguments; `effect` says whether
+    the node draws random numbers or writes; `plain`, whether the operator is ordinary: equal
+    arguments then give an equal number.
     """
 
     target: Any
@@ -114,18 +106,15 @@ class Values:
 
     Attributes:
         keys: the key of each number: operator and numbers of arguments.
-        by_key: the number of each key.
-        of_node: the number of each node.
         name: for each number, the name of its first node.
         effects: nodes that draw random numbers or write, in order, but for draws done again.
         states: the present random state, by type of device.
         drawn: by the name of a draw, the number of what it draws.
         repeated: nodes that draw random numbers again.
         replaying: the types of devices whose generator is in a state of forward.
-        accumulated: by parameter, "gradient" or "shard", and the number that a `keep` takes.
+        accumulated: by parameter, "gradient" or "shard", and the number that is accumulated.
         ends: the numbers of the values in each list of the output node.
         memo: the numbers of ordinary operators, by node.
-        constants: the constants, to compare with later ones.
     """
 
     keys: list[Key] = field(default_factory=list)
@@ -407,10 +396,8 @@ class Values:
 class Constant:
     """A constant as it was when the values of a program were numbered.
 
-    Attributes:
-        fqn: its name in the table of buffers.
-        value: the tensor itself; it may be large, so nothing is copied.
-        version: torch's count of the writes into it; None for an inference tensor, which has none.
+    `value` is the tensor itself; it may be large, so nothing is copied. `version` is torch's count
+    of the writes into it; None for an inference tensor, which has none.
     """
 
     fqn: str
