@@ -83,7 +83,10 @@ class Recompute(Pass):
 
 
 def draws_to_repeat(
-    program: Program, targets: Collection[str], keep_draws: bool, min_bytes: int | None
+    program: Program,
+    targets: Collection[str],
+    keep_draws: bool,
+    min_bytes: int | None = None,
 ) -> frozenset[fx.Node]:
     """The draws that backward repeats in checkpoints and in calls of `targets`.
 

@@ -58,7 +58,7 @@ class RecomputeToBudget(RehearsingPass):
     Args:
         budget: peak memory of a step in bytes.
         classes: the calls of the modules in `plan.recomputed` are the regions.
-        keep_draws, min_bytes: see `Recompute`.
+        keep_draws: see `Recompute`.
         memo: an empty list that caches the rehearsal, for passes that differ only in `budget` and
             are applied to copies of one program.
     """
@@ -66,7 +66,6 @@ class RecomputeToBudget(RehearsingPass):
     budget: int
     classes: bool = False
     keep_draws: bool = False
-    min_bytes: int | None = None
     memo: list[_Rehearsal] | None = field(default=None, compare=False, repr=False)
     name: ClassVar[str] = "recompute"
 
@@ -104,7 +103,7 @@ class RecomputeToBudget(RehearsingPass):
     def _begin(self, program: Program, plan: ShardingPlan) -> tuple[set[str], Set[fx.Node]]:
         """Recompute the model's checkpoints; return the modules to recompute, and the draws."""
         targets = set(plan.recomputed) if self.classes else {unit.fqn for unit in plan.units}
-        drawn = draws_to_repeat(program, targets, self.keep_draws, self.min_bytes)
+        drawn = draws_to_repeat(program, targets, self.keep_draws)
         recompute_checkpoints(program, self.name, drawn)
         return targets, drawn
 
