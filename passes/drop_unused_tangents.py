@@ -151,7 +151,6 @@ class _Zeros:
                         self.program,
                         aten.as_strided.default,
                         (zeros, shape, strides),
-                        {},
                         name="undefined_zeros",
                         val=val,
                         **place,

@@ -154,7 +154,6 @@ def _redirect_backward(program: Program, pair: Pair) -> None:
                     program,
                     operator.getitem,
                     (pair.forward, names.index(name)),
-                    {},
                     name=f"{name}_full",
                     unit=pair.unit,
                     phase=FORWARD,

@@ -141,7 +141,6 @@ def _copy_returned(program: Program, plan: ShardingPlan) -> None:
                     program,
                     torch.ops.aten.clone.default,
                     (value,),
-                    {},
                     name=f"{value.name}_returned",
                     unit=derived[value].unit,
                     phase=phase,

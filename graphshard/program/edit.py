@@ -75,12 +75,12 @@ def insert_node(
     program: Program,
     target: Any,
     args: tuple[Any, ...],
-    kwargs: dict[str, Any],
+    kwargs: dict[str, Any] | None = None,
     *,
     name: str,
     unit: str,
     phase: str,
-    val: Any,
+    val: Any = None,
 ) -> fx.Node:
     """Insert a node of `unit` at the graph's insertion point.
 
@@ -354,11 +354,9 @@ def insert_free(program: Program, wait: fx.Node, after: fx.Node) -> fx.Node:
             program,
             ops.free,
             (wait,),
-            {},
             name=f"{unit or 'root'}_free",
             unit=unit,
             phase=after.meta["phase"],
-            val=None,
         )
 
 
