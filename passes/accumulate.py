@@ -96,7 +96,7 @@ class Accumulate(Pass):
         program.set_results(results)
         for reduce in reduces:
             operands, _ = _operands(reduce)
-            _erase_with_followers(self, reduce)
+            _erase_with_followers(reduce)
             erase_dead(grad for grad in operands if grad.target is ops.cast)
         form = "unsharded gradients" if self.keep == GRADIENT else "shards of gradients"
         program.notes = (
@@ -139,13 +139,13 @@ def _insert(
         )
 
 
-def _erase_with_followers(owner: Accumulate, reduce: fx.Node) -> None:
+def _erase_with_followers(reduce: fx.Node) -> None:
     nodes = [reduce]
     for node in nodes:  # grows while it is walked
         for user in node.users:
             if ops.is_compute(user) or user.op == "output":
                 raise PassError(
-                    f"pass {owner.name}: {user.name} reads a result of {reduce.name}, so its "
+                    f"{user.name} reads a result of {reduce.name}, so its "
                     "operand cannot be accumulated instead"
                 )
             if user not in nodes:

@@ -68,7 +68,7 @@ class Recompute(Pass):
             require_calls(program, plan)
             targets |= set(plan.recomputed)
         drawn = draws_to_repeat(program, targets, self.keep_draws, self.min_bytes)
-        recompute_checkpoints(program, self.name, drawn)
+        recompute_checkpoints(program, drawn)
 
         def is_chosen(node: fx.Node) -> bool:
             return recomputable(node, drawn) and not (self.selective and is_compute_intensive(node))
@@ -77,7 +77,7 @@ class Recompute(Pass):
             order = {node: place for place, node in enumerate(program.graph.nodes)}
             for reads in list(reads_of_calls(program, targets)):
                 inside = _Inside(reads, targets, is_chosen)
-                rewrite(program, reads, inside, order, self.name)
+                rewrite(program, reads, inside, order)
         if not self.keep_draws:
             replay_draws(program)
 
@@ -104,10 +104,10 @@ def draws_to_repeat(
     return frozenset()
 
 
-def recompute_checkpoints(program: Program, name: str, drawn: Container[fx.Node]) -> None:
+def recompute_checkpoints(program: Program, drawn: Container[fx.Node]) -> None:
     """Recompute the calls of `torch.utils.checkpoint`, innermost first, without `replay_draws`.
 
-    `name` is that of the pass, for errors; `drawn` are the draws that backward repeats.
+    `drawn` are the draws that backward repeats.
     """
     order = {node: place for place, node in enumerate(program.graph.nodes)}
     for depth in reversed(range(checkpoint_depth(program))):
@@ -118,18 +118,18 @@ def recompute_checkpoints(program: Program, name: str, drawn: Container[fx.Node]
                 inside = len(chain) > depth and chain[depth] == reads.region
                 return inside and recomputable(node, drawn) and not saved_by_model(node)
 
-            rewrite(program, reads, is_chosen, order, name)
+            rewrite(program, reads, is_chosen, order)
 
 
 def rewrite(
-    program: Program, reads: Reads, chosen: NodePredicate, order: dict[fx.Node, int], name: str
+    program: Program, reads: Reads, chosen: NodePredicate, order: dict[fx.Node, int]
 ) -> None:
     """Issue the `chosen` nodes of one region again, and let backward read them."""
     issue_again(program, reads, plan_issues(reads, chosen, order))
     for user, values in reads.by_user.items():
         for value in values:
             if chosen(value) and value in user.all_input_nodes:
-                raise PassError(f"pass {name}: {user.name} still reads {value.name} from forward")
+                raise PassError(f"{user.name} still reads {value.name} from forward")
 
 
 def require_calls(program: Program, plan: ShardingPlan) -> None:

@@ -104,7 +104,7 @@ class RecomputeToBudget(RehearsingPass):
         """Recompute the model's checkpoints; return the modules to recompute, and the draws."""
         targets = set(plan.recomputed) if self.classes else {unit.fqn for unit in plan.units}
         drawn = draws_to_repeat(program, targets, self.keep_draws)
-        recompute_checkpoints(program, self.name, drawn)
+        recompute_checkpoints(program, drawn)
         return targets, drawn
 
     def _rehearsal(
@@ -160,7 +160,7 @@ class RecomputeToBudget(RehearsingPass):
         """Recompute the nodes with these names."""
         order = {node: place for place, node in enumerate(program.graph.nodes)}
         for reads in list(reads_of_calls(program, targets)):
-            rewrite(program, reads, lambda node: node.name in names, order, self.name)
+            rewrite(program, reads, lambda node: node.name in names, order)
         if not self.keep_draws:
             replay_draws(program)
 

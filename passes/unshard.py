@@ -52,7 +52,7 @@ class Unshard(Pass):
         entries = entries_by_name(program)
         readers = readers_by_unit(spans)
         for unit, nodes in readers.items():
-            _Unit(self, program, plan, spans, entries, unit, nodes).rewrite()
+            _Unit(program, plan, spans, entries, unit, nodes).rewrite()
         erase_dead(node for node in spans.derived if node.op != "placeholder")
         for param in program.params:
             layout = plan.layouts[param.fqn]
@@ -64,7 +64,6 @@ class Unshard(Pass):
 class _Unit:
     """The rewrite of one unit; `readers` are the nodes that read its parameters, in order."""
 
-    owner: Unshard
     program: Program
     plan: ShardingPlan
     spans: UnitSpans
@@ -119,7 +118,7 @@ class _Unit:
         spans = self.spans.of(self.unit, FORWARD)
         if not spans:
             raise PassError(
-                f"pass {self.owner.name}: backward reads {sorted(params)} of unit {self.unit!r}, "
+                f"backward reads {sorted(params)} of unit {self.unit!r}, "
                 "but no node of that unit is in forward; put the parameter in the unit of the "
                 "module that uses it"
             )
