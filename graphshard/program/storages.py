@@ -75,12 +75,6 @@ def new_bytes(gather: fx.Node, program: Program) -> int:
     return sum(_apart_bytes(gather, program))
 
 
-def released_bytes(release: fx.Node, program: Program) -> int:
-    """Bytes that a `release` frees, padding included."""
-    gather, index = ops.released(release)
-    return _ranks(gather, program) * node_bytes(operands_of(gather)[index])
-
-
 def copied_bytes(gather: fx.Node, program: Program) -> int:
     """Bytes of the largest value that the wait of an all_gather copies out of its buffer.
 
@@ -367,16 +361,16 @@ class _Walk:
             buffers.ends = [user for user in node.users if user.target is ops.wait]
             buffers.dies = max(self.place[end] for end in buffers.ends)
             size = 0
+        ranks, operands = _ranks(node, self.program), operands_of(node)
         for release in releases_of(node):
             _, index = ops.released(release)
-            param_bytes = released_bytes(release, self.program)
+            param_bytes = ranks * node_bytes(operands[index])
             released[index] = self._new(node, param_bytes, PARAMETERS)
             size -= param_bytes
         rest = self._new(node, size, PARAMETERS)
-        ranks = _ranks(node, self.program)
         rest.pieces = tuple(
             ranks * node_bytes(operand)
-            for index, operand in enumerate(operands_of(node))
+            for index, operand in enumerate(operands)
             if size and index not in released
         )
         self.of_node[node] = (rest, *released.values())
