@@ -49,9 +49,8 @@ from graphshard.program.program import Program
 from graphshard.program.spans import assign_units
 from graphshard.progress import Stages
 from graphshard.torch_private.gc_pause import collect_only_new, pause_collections
-from graphshard.verify.constants import constants_of
 from graphshard.verify.facts import Reference
-from graphshard.verify.numbering import Values
+from graphshard.verify.numbering import Values, constants_of
 from graphshard.verify.rules import RULES, rules_of, verify
 
 

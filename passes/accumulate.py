@@ -12,7 +12,7 @@ from graphshard.errors import PassError
 from graphshard.planning.plan import ShardingPlan
 from graphshard.program import ops
 from graphshard.program.collective import Collective, operands_of, params_of
-from graphshard.program.edit import insert_node
+from graphshard.program.edit import erase_dead, insert_node
 from graphshard.program.pass_protocol import Pass, Stage
 from graphshard.program.program import BACKWARD, Program
 
@@ -75,7 +75,7 @@ class Accumulate(Pass):
                 for grad, name in zip(operands, params, strict=True)
             ]
             reduce.args = (sums,)
-            _erase_unread_casts(operands)
+            erase_dead(grad for grad in operands if grad.target is ops.cast)
             missing -= set(params)
         if missing:
             raise PassError(
@@ -96,8 +96,8 @@ class Accumulate(Pass):
         program.set_results(results)
         for reduce in reduces:
             operands, _ = _operands(reduce)
-            _erase_with_followers(self, reduce)
-            _erase_unread_casts(operands)
+            _erase_with_followers(reduce)
+            erase_dead(grad for grad in operands if grad.target is ops.cast)
         form = "unsharded gradients" if self.keep == GRADIENT else "shards of gradients"
         program.notes = (
             *program.notes,
@@ -139,19 +139,13 @@ def _insert(
         )
 
 
-def _erase_unread_casts(grads: list[fx.Node]) -> None:
-    for grad in grads:
-        if grad.target is ops.cast and not grad.users:
-            grad.graph.erase_node(grad)
-
-
-def _erase_with_followers(owner: Accumulate, reduce: fx.Node) -> None:
+def _erase_with_followers(reduce: fx.Node) -> None:
     nodes = [reduce]
     for node in nodes:  # grows while it is walked
         for user in node.users:
             if ops.is_compute(user) or user.op == "output":
                 raise PassError(
-                    f"pass {owner.name}: {user.name} reads a result of {reduce.name}, so its "
+                    f"{user.name} reads a result of {reduce.name}, so its "
                     "operand cannot be accumulated instead"
                 )
             if user not in nodes:

@@ -146,11 +146,9 @@ class _Checks:
                 program,
                 ops.report_finite,
                 (numbers,),
-                {},
                 name="root_report_finite",
                 unit="",
                 phase=BACKWARD if program.grad else FORWARD,
-                val=None,
             )
         size = bytes_text(self.read)
         program.notes = (

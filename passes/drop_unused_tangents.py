@@ -13,11 +13,11 @@ from graphshard.passes.release_early import ReleaseEarly
 from graphshard.planning.plan import ShardingPlan
 from graphshard.program import ops
 from graphshard.program.aliases import gather_waits, transfers_after
+from graphshard.program.collective import begins_replay, device_of, generator_of
 from graphshard.program.edit import insert_node, keep_operands, prune_gather
 from graphshard.program.finite import values_of
 from graphshard.program.pass_protocol import Pass
 from graphshard.program.program import BACKWARD, REPLAYS, Program, signature
-from graphshard.program.random_states import begins_replay, device_of, generator_of
 from graphshard.program.size_nodes import as_arguments
 from graphshard.program.sizes import is_contiguous
 from graphshard.torch_private.compat import same_sizes
@@ -151,7 +151,6 @@ class _Zeros:
                         self.program,
                         aten.as_strided.default,
                         (zeros, shape, strides),
-                        {},
                         name="undefined_zeros",
                         val=val,
                         **place,

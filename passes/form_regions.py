@@ -8,9 +8,9 @@ from torch import fx
 
 from graphshard.planning.plan import ShardingPlan
 from graphshard.program import ops
+from graphshard.program.collective import begins_replay
 from graphshard.program.pass_protocol import Pass
 from graphshard.program.program import Program
-from graphshard.program.random_states import begins_replay
 from graphshard.program.regions import (
     REGION,
     may_join,
@@ -25,6 +25,9 @@ from graphshard.torch_private.inductor import draws_as_eager
 from graphshard.torch_private.random_ops import may_draw, may_move_generators
 from graphshard.torch_private.unbacked import is_unbacked
 
+LEAST = 2
+"""The fewest operators of a region, without views."""
+
 
 @dataclass(frozen=True)
 class FormRegions(Pass):
@@ -32,23 +35,18 @@ class FormRegions(Pass):
 
     A region is a maximal sequence of nodes of one unit that can be compiled. It ends with the unit,
     so a forward without communication still has one region for each block. A sequence with fewer
-    than `least` operators is no region, since there is nothing to fuse. Nodes that read a symbolic
+    than two operators is no region, since there is nothing to fuse. Nodes that read a symbolic
     size off an input move to the front of the program, since compiled code needs every symbol.
     Nodes that save or set random states move away from the draws, to where a region would end.
     Nothing else moves. A release between two nodes of a region belongs to the region. Operators
     that draw random numbers join a region if this torch's Inductor draws the same numbers as eager.
     Operators on tensors whose sizes depend on values stay outside.
-
-    Args:
-        least: the fewest operators of a region, without views.
     """
-
-    least: int = 2
 
     def apply(self, program: Program, plan: ShardingPlan) -> None:
         _sizes_first(program)
         _states_apart(program)
-        forming = _Forming(program, self.least)
+        forming = _Forming(program)
         for node in program.graph.nodes:
             node.meta.pop(REGION, None)
             if node.op == "call_function":
@@ -60,8 +58,7 @@ class FormRegions(Pass):
 class _Forming:
     """Forms regions in one walk over the nodes, and numbers each when it is complete."""
 
-    def __init__(self, program: Program, least: int) -> None:
-        self.least = least
+    def __init__(self, program: Program) -> None:
         nodes = size_nodes(program.graph)
         self.symbol_of = {node: symbol for symbol, node in nodes.items()}
         # Symbols that have a node before the current one.
@@ -107,7 +104,7 @@ class _Forming:
 
     def close(self) -> None:
         """End the current region, and number it if it has enough operators."""
-        if sum(map(works, self.inside)) >= self.least:
+        if sum(map(works, self.inside)) >= LEAST:
             for node in (*self.inside, *self.releases):
                 node.meta[REGION] = self.number
             self.number += 1

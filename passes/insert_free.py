@@ -12,7 +12,7 @@ from graphshard.planning.plan import ShardingPlan
 from graphshard.program import ops
 from graphshard.program.aliases import gather_waits, unpacks
 from graphshard.program.collective import Collective
-from graphshard.program.edit import insert_node
+from graphshard.program.edit import insert_free
 from graphshard.program.pass_protocol import Pass, Stage
 from graphshard.program.program import Program
 from graphshard.program.spans import (
@@ -61,17 +61,7 @@ class InsertFree(Pass):
             reshards = [
                 user for node in unpacks(wait) for user in node.users if user.target is ops.reshard
             ]
-            with program.graph.inserting_after(max([end_of(span, plan), *reshards])):
-                insert_node(
-                    program,
-                    ops.free,
-                    (wait,),
-                    {},
-                    name=f"{span.unit or 'root'}_free",
-                    unit=span.unit,
-                    phase=span.phase,
-                    val=None,
-                )
+            insert_free(program, wait, after=max([end_of(span, plan), *reshards]))
 
 
 def _last_uses(spans: UnitSpans) -> dict[fx.Node, fx.Node]:

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
+from itertools import pairwise
 
 from torch import fx
 
@@ -19,7 +20,7 @@ from graphshard.program.pass_protocol import PassLike
 from graphshard.program.program import BACKWARD, FORWARD, Program
 from graphshard.schedule.clusters import last_use
 from graphshard.schedule.evaluate import budget_of
-from graphshard.schedule.search import Trial, trial_of
+from graphshard.schedule.search import BestOrder, trial_of
 
 SHARES = (0.5, 0.75, 0.9)
 """Limits to try: sizes at which this share of a collective's time is bandwidth, not latency."""
@@ -83,7 +84,7 @@ def _collective_names(program: Program) -> list[str]:
     return [node.name for node in program.nodes() if ops.is_collective(node)]
 
 
-def _limits(plain: Trial, plan: ShardingPlan) -> list[int]:
+def _limits(plain: BestOrder, plan: ShardingPlan) -> list[int]:
     """Bytes at which a collective uses the network well; empty if none is exposed."""
     program, nodes = plain.program, plain.order
     hardware = budget_of(program).hardware
@@ -105,18 +106,23 @@ def _limits(plain: Trial, plan: ShardingPlan) -> list[int]:
 def _merge_gathers(program: Program, limit: int) -> None:
     for phase in (FORWARD, BACKWARD):
         waits = [wait for wait in gather_waits(program) if wait.meta["phase"] == phase]
-        for group in _groups(waits, program, limit):
+        for group in _groups(waits, program, limit, _can_merge):
             for wait in group[1:]:
                 join_gathers(program, group[0], wait)
 
 
-def _groups(waits: Sequence[fx.Node], program: Program, limit: int) -> Iterator[list[fx.Node]]:
-    """Groups of gathers to merge, by their waits, of units used one after the other."""
+def _groups(
+    waits: Sequence[fx.Node],
+    program: Program,
+    limit: int,
+    can_merge: Callable[[fx.Node, fx.Node], bool],
+) -> Iterator[list[fx.Node]]:
+    """Groups of neighbouring collectives to merge, by their waits."""
     group: list[fx.Node] = []
     size = 0
     for wait in sorted(waits, key=ops.collective_of):
         bytes_moved = moved_bytes(ops.collective_of(wait), program)
-        if group and size + bytes_moved <= limit and _can_merge(wait, group[-1]):
+        if group and size + bytes_moved <= limit and can_merge(wait, group[-1]):
             group.append(wait)
             size += bytes_moved
             continue
@@ -145,14 +151,8 @@ _SIGNATURE = ("group", "ranks", "in_place")
 
 
 def _merge_reduces(program: Program, limit: int) -> None:
-    group: list[fx.Node] = []
-    size = 0
     scatters = [n for n in program.nodes(BACKWARD) if n.target is ops.reduce_scatter]
-    for reduce in scatters:
-        (wait,) = reduce.users
-        bytes_moved = moved_bytes(reduce, program)
-        if group and size + bytes_moved <= limit:
-            join_reduces(program, group[-1], wait)
-            group, size = [wait], size + bytes_moved
-        else:
-            group, size = [wait], bytes_moved
+    waits = [wait for reduce in scatters for wait in reduce.users]
+    for group in _groups(waits, program, limit, lambda wait, before: True):
+        for before, wait in pairwise(group):
+            join_reduces(program, before, wait)

@@ -15,7 +15,7 @@ from graphshard.program.edit import erase_dead, insert_copy, note_copies
 from graphshard.program.pass_protocol import Pass
 from graphshard.program.program import BACKWARD, FORWARD, Program
 from graphshard.program.spans import UnitSpans, find_spans
-from graphshard.program.storages import SavedStorage, saved_storages
+from graphshard.program.storages import saved_storages
 
 ON_CUDA = 1 << 20
 """Bytes below which an activation stays: over PCIe 1 MiB takes 20 us each way, and the launches and
@@ -81,30 +81,30 @@ def to_copy(program: Program, plan: ShardingPlan, min_bytes: int) -> list[Copied
     For each storage this is its owner, or each saved view by itself if that is fewer bytes.
     """
     copies: list[Copied] = []
-    for saved in saved_storages(program, plan):
-        size = nbytes(saved.root)
+    for root, values in saved_storages(program, plan).items():
+        size = nbytes(root)
         if size is None or size >= min_bytes:
-            copies += _copies_of(saved)
+            copies += _copies_of(Copied(root, values))
     return sorted(copies, key=lambda copied: copied.value)
 
 
-def _copies_of(saved: SavedStorage) -> list[Copied]:
-    whole = Copied(saved.root, saved.values)
-    if saved.values == (saved.root,):
+def _copies_of(whole: Copied) -> list[Copied]:
+    """The copies of one storage, of which `whole` is the owner."""
+    if whole.saved == (whole.value,):
         return [whole]
-    sizes = [nbytes(value) for value in saved.values]
-    root = nbytes(saved.root)
-    if all(map(is_dense, saved.values)) and root is not None and None not in sizes:
+    sizes = [nbytes(value) for value in whole.saved]
+    size = nbytes(whole.value)
+    if all(map(is_dense, whole.saved)) and size is not None and None not in sizes:
         together = sum(size for size in sizes if size is not None)
-        if together < root or len(sizes) == 1:
-            return [Copied(value, (value,)) for value in saved.values]
+        if together < size or len(sizes) == 1:
+            return [Copied(value, (value,)) for value in whole.saved]
     return [whole]
 
 
 def _pick_in_forward(program: Program, plan: ShardingPlan) -> None:
     """Move picks from a forward result to forward, where they run anyway."""
-    for saved in saved_storages(program, plan):
-        for node in saved.values:
+    for values in saved_storages(program, plan).values():
+        for node in values:
             if node.meta["phase"] == BACKWARD:
                 source = node.args[0]
                 assert isinstance(source, fx.Node)

@@ -8,17 +8,12 @@ from dataclasses import dataclass
 from torch import fx
 
 from graphshard.errors import PassError
+from graphshard.passes.regather import gather_in_backward
 from graphshard.planning.plan import ShardingPlan
 from graphshard.program import ops
-from graphshard.program.aliases import gather_waits
 from graphshard.program.edit import (
-    entries_by_name,
-    erase_dead,
     fake_like,
-    insert_gather,
     insert_node,
-    prune_gather,
-    rewire,
 )
 from graphshard.program.pass_protocol import Pass
 from graphshard.program.program import BACKWARD, Program
@@ -48,76 +43,55 @@ class PartialReshard(Pass):
         if not any(unit.options.reshard_ranks for unit in plan.units):
             return
         spans = find_spans(program, plan)
-        entries = entries_by_name(program)
-        reshards = _Reshards(self, program, plan, spans)
         spans_by_unit = {
             unit: spans_served(unit, BACKWARD, readers, spans)
             for unit, readers in readers_by_unit(spans).items()
             if plan.unit(unit).options.reshard_ranks
         }
-        reshards.insert(
+        used = (
             (unit, name)
             for unit, served in spans_by_unit.items()
-            for _, used, _ in served
-            for name in used
+            for _, names, _ in served
+            for name in names
         )
-        for unit, served in spans_by_unit.items():
-            for span, params, inside in served:
-                values = insert_gather(
-                    program,
-                    plan,
-                    unit,
-                    params,
-                    entries=entries,
-                    before=span.first,
-                    phase=BACKWARD,
-                    parts=reshards.parts,
-                )
-                rewire(inside, spans.derived, values, unit=unit)
-        erase_dead(node for node in spans.derived if node.op != "placeholder")
-        for wait in list(gather_waits(program)):
-            prune_gather(wait)
+        parts = _insert_reshards(program, plan, spans, used)
+        gather_in_backward(program, plan, spans, spans_by_unit, parts)
 
 
-class _Reshards:
-    """Inserts the reshards; `parts` holds them by parameter."""
-
-    def __init__(
-        self, owner: PartialReshard, program: Program, plan: ShardingPlan, spans: UnitSpans
-    ) -> None:
-        self.owner, self.program, self.plan = owner, program, plan
-        self.parts: dict[str, fx.Node] = {}
-        span_of = {gather: span for span, gather in gathers_by_span(spans).items()}
-        self.latest: dict[str, tuple[fx.Node, UnitSpan]] = {}
-        for node, source in spans.derived.items():  # in graph order
-            if source.node is node and ops.is_unpack(node):
-                self.latest[source.param] = node, span_of[ops.collective_of(node)]
-
-    def insert(self, params: Iterable[tuple[str, str]]) -> None:
-        """Insert a `reshard` for each (unit, parameter); inner units first where several end."""
-        place = {name: index for index, name in enumerate(self.plan.layouts)}
-        sites: list[tuple[int, int, int, str, str]] = []
-        for unit, name in set(params):
-            if name not in self.latest:
-                raise PassError(
-                    f"pass {self.owner.name}: backward reads {name!r} of unit {unit!r}, which no "
-                    "gather in forward has; run the pass after unshard and before regather"
-                )
-            depth = len(unit_ancestry(unit, self.plan))
-            sites.append((self.latest[name][1].stop, -depth, place[name], unit, name))
-        for _, _, _, unit, name in sorted(sites):
-            full, span = self.latest[name]
-            ranks = self.plan.unit(unit).options.reshard_ranks
-            assert ranks is not None
-            shape = self.plan.layouts[name].over(ranks).shard_shape
-            with self.program.graph.inserting_after(end_of(span, self.plan)):
-                self.parts[name] = insert_node(
-                    self.program,
-                    ops.reshard,
-                    (full,),
-                    {"ranks": ranks, "unit": unit, "param": name},
-                    name=f"{name}_part",
-                    unit=unit,
-                    phase=span.phase,
-                    val=fake_like(full.meta["val"], shape),
-                )
+def _insert_reshards(
+    program: Program, plan: ShardingPlan, spans: UnitSpans, params: Iterable[tuple[str, str]]
+) -> dict[str, fx.Node]:
+    """Insert a `reshard` for each (unit, parameter); inner units first where several end."""
+    span_of = {gather: span for span, gather in gathers_by_span(spans).items()}
+    latest: dict[str, tuple[fx.Node, UnitSpan]] = {}
+    for node, source in spans.derived.items():  # in graph order
+        if source.node is node and ops.is_unpack(node):
+            latest[source.param] = node, span_of[ops.collective_of(node)]
+    place = {name: index for index, name in enumerate(plan.layouts)}
+    sites: list[tuple[int, int, int, str, str]] = []
+    for unit, name in set(params):
+        if name not in latest:
+            raise PassError(
+                f"backward reads {name!r} of unit {unit!r}, which no gather in forward has; run "
+                "the pass after unshard and before regather"
+            )
+        depth = len(unit_ancestry(unit, plan))
+        sites.append((latest[name][1].stop, -depth, place[name], unit, name))
+    parts: dict[str, fx.Node] = {}
+    for _, _, _, unit, name in sorted(sites):
+        full, span = latest[name]
+        ranks = plan.unit(unit).options.reshard_ranks
+        assert ranks is not None
+        shape = plan.layouts[name].over(ranks).shard_shape
+        with program.graph.inserting_after(end_of(span, plan)):
+            parts[name] = insert_node(
+                program,
+                ops.reshard,
+                (full,),
+                {"ranks": ranks, "unit": unit, "param": name},
+                name=f"{name}_part",
+                unit=unit,
+                phase=span.phase,
+                val=fake_like(full.meta["val"], shape),
+            )
+    return parts

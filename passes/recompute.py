@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Collection, Container, Iterable
 from dataclasses import dataclass
-from typing import Protocol
 
 from torch import fx
 
@@ -34,18 +33,6 @@ KEPT = (
     "can set the state of a generator to draw it again"
 )
 """The note of a program that keeps its draws."""
-
-
-class KeepsDraws(Protocol):
-    """What passes that recompute say about random draws; see `Recompute`."""
-
-    @property
-    def keep_draws(self) -> bool:
-        """Whether the results of random operators are saved."""
-
-    @property
-    def min_bytes(self) -> int | None:
-        """Bytes of a region's random results from which they are drawn again."""
 
 
 @dataclass(frozen=True)
@@ -80,8 +67,8 @@ class Recompute(Pass):
         if self.classes:
             require_calls(program, plan)
             targets |= set(plan.recomputed)
-        drawn = draws_to_repeat(program, targets, self)
-        recompute_checkpoints(program, self.name, drawn)
+        drawn = draws_to_repeat(program, targets, self.keep_draws, self.min_bytes)
+        recompute_checkpoints(program, drawn)
 
         def is_chosen(node: fx.Node) -> bool:
             return recomputable(node, drawn) and not (self.selective and is_compute_intensive(node))
@@ -90,40 +77,37 @@ class Recompute(Pass):
             order = {node: place for place, node in enumerate(program.graph.nodes)}
             for reads in list(reads_of_calls(program, targets)):
                 inside = _Inside(reads, targets, is_chosen)
-                rewrite(program, reads, inside, order, self.name)
+                rewrite(program, reads, inside, order)
         if not self.keep_draws:
             replay_draws(program)
 
 
 def draws_to_repeat(
-    program: Program, targets: Collection[str], step: KeepsDraws
+    program: Program,
+    targets: Collection[str],
+    keep_draws: bool,
+    min_bytes: int | None = None,
 ) -> frozenset[fx.Node]:
     """The draws that backward repeats in checkpoints and in calls of `targets`.
 
-    Notes on the program if `step` keeps them all.
+    Notes on the program if all are kept. The arguments are those of `Recompute`.
     """
 
     def region_of(node: fx.Node) -> Region | None:
         return (checkpoints(node) or (call_of(node, targets),))[-1]
 
-    drawn = redrawn(program, region_of, step.min_bytes)
-    if not step.keep_draws:
+    drawn = redrawn(program, region_of, min_bytes)
+    if not keep_draws:
         return drawn
     if drawn:
         program.notes = (*program.notes, KEPT)
     return frozenset()
 
 
-def recompute_checkpoints(program: Program, name: str, drawn: Container[fx.Node]) -> None:
-    """Recompute the calls of `torch.utils.checkpoint`, innermost first.
+def recompute_checkpoints(program: Program, drawn: Container[fx.Node]) -> None:
+    """Recompute the calls of `torch.utils.checkpoint`, innermost first, without `replay_draws`.
 
-    Args:
-        program: edited in place; `replay_draws` is left to do.
-        name: name of the pass, for errors.
-        drawn: the draws that backward repeats.
-
-    Raises:
-        PassError: a backward node still reads a value that its region recomputes.
+    `drawn` are the draws that backward repeats.
     """
     order = {node: place for place, node in enumerate(program.graph.nodes)}
     for depth in reversed(range(checkpoint_depth(program))):
@@ -134,37 +118,22 @@ def recompute_checkpoints(program: Program, name: str, drawn: Container[fx.Node]
                 inside = len(chain) > depth and chain[depth] == reads.region
                 return inside and recomputable(node, drawn) and not saved_by_model(node)
 
-            rewrite(program, reads, is_chosen, order, name)
+            rewrite(program, reads, is_chosen, order)
 
 
 def rewrite(
-    program: Program, reads: Reads, chosen: NodePredicate, order: dict[fx.Node, int], name: str
+    program: Program, reads: Reads, chosen: NodePredicate, order: dict[fx.Node, int]
 ) -> None:
-    """Issue the nodes of one region again, and redirect backward to them.
-
-    Args:
-        program: edited in place.
-        reads: the region, and the backward nodes that read its values.
-        chosen: whether to issue a node again.
-        order: position of every node.
-        name: name of the pass, for errors.
-
-    Raises:
-        PassError: a reader was not redirected.
-    """
+    """Issue the `chosen` nodes of one region again, and let backward read them."""
     issue_again(program, reads, plan_issues(reads, chosen, order))
     for user, values in reads.by_user.items():
         for value in values:
             if chosen(value) and value in user.all_input_nodes:
-                raise PassError(f"pass {name}: {user.name} still reads {value.name} from forward")
+                raise PassError(f"{user.name} still reads {value.name} from forward")
 
 
 def require_calls(program: Program, plan: ShardingPlan) -> None:
-    """Check that the step computes something in a call of a module that the policy recomputes.
-
-    Raises:
-        PolicyError: none is called, or only for values that nothing needs.
-    """
+    """Check that the step computes something in a call of a module that the policy recomputes."""
     if program.grad and not _any_call(program.nodes(FORWARD), plan.recomputed):
         raise PolicyError(
             f"the policy recomputes {', '.join(plan.recomputed[:4])}, but the step computes "

@@ -6,7 +6,7 @@ from bisect import bisect_left
 from collections.abc import Callable, Sequence, Set
 from dataclasses import dataclass, field
 from fractions import Fraction
-from functools import cached_property
+from functools import cache, cached_property
 from itertools import pairwise, takewhile
 from typing import ClassVar
 
@@ -30,9 +30,14 @@ from graphshard.program.pass_protocol import (
 )
 from graphshard.program.program import RECOMPUTED, Program
 from graphshard.program.storages import storages_of
-from graphshard.recompute.min_cut import Choice
 from graphshard.recompute.peak import LifetimeChanges, PeakModel, ShardingBytes
-from graphshard.recompute.problem import Frontiers, RegionProblem, forward_cost, region_problems
+from graphshard.recompute.problem import (
+    Choice,
+    RegionProblem,
+    forward_cost,
+    frontier,
+    region_problems,
+)
 from graphshard.recompute.redraw import replay_draws
 from graphshard.recompute.regions import Reads, reads_of_calls
 
@@ -53,7 +58,7 @@ class RecomputeToBudget(RehearsingPass):
     Args:
         budget: peak memory of a step in bytes.
         classes: the calls of the modules in `plan.recomputed` are the regions.
-        keep_draws, min_bytes: see `Recompute`.
+        keep_draws: see `Recompute`.
         memo: an empty list that caches the rehearsal, for passes that differ only in `budget` and
             are applied to copies of one program.
     """
@@ -61,7 +66,6 @@ class RecomputeToBudget(RehearsingPass):
     budget: int
     classes: bool = False
     keep_draws: bool = False
-    min_bytes: int | None = None
     memo: list[_Rehearsal] | None = field(default=None, compare=False, repr=False)
     name: ClassVar[str] = "recompute"
 
@@ -99,8 +103,8 @@ class RecomputeToBudget(RehearsingPass):
     def _begin(self, program: Program, plan: ShardingPlan) -> tuple[set[str], Set[fx.Node]]:
         """Recompute the model's checkpoints; return the modules to recompute, and the draws."""
         targets = set(plan.recomputed) if self.classes else {unit.fqn for unit in plan.units}
-        drawn = draws_to_repeat(program, targets, self)
-        recompute_checkpoints(program, self.name, drawn)
+        drawn = draws_to_repeat(program, targets, self.keep_draws)
+        recompute_checkpoints(program, drawn)
         return targets, drawn
 
     def _rehearsal(
@@ -139,8 +143,8 @@ class RecomputeToBudget(RehearsingPass):
         def search() -> _Search:
             storages = storages_of(program)
             problems = region_problems(program, plan, targets, storages, drawn)
-            frontiers = Frontiers()
-            choices = [frontiers.of(problem.problem) for problem in problems]
+            once = cache(frontier)  # regions of equal structure have equal problems
+            choices = [once(problem.problem) for problem in problems]
             all_names = {
                 node.name
                 for problem, ladder in zip(problems, choices, strict=True)
@@ -156,7 +160,7 @@ class RecomputeToBudget(RehearsingPass):
         """Recompute the nodes with these names."""
         order = {node: place for place, node in enumerate(program.graph.nodes)}
         for reads in list(reads_of_calls(program, targets)):
-            rewrite(program, reads, lambda node: node.name in names, order, self.name)
+            rewrite(program, reads, lambda node: node.name in names, order)
         if not self.keep_draws:
             replay_draws(program)
 

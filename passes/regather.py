@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
+
+from torch import fx
 
 from graphshard.errors import PassError
 from graphshard.planning.plan import ShardingPlan
@@ -10,7 +13,7 @@ from graphshard.program.aliases import gather_waits
 from graphshard.program.edit import entries_by_name, erase_dead, insert_gather, prune_gather, rewire
 from graphshard.program.pass_protocol import Pass
 from graphshard.program.program import BACKWARD, FORWARD, Program
-from graphshard.program.spans import find_spans, readers_by_unit, spans_served
+from graphshard.program.spans import Served, UnitSpans, find_spans, readers_by_unit, spans_served
 
 
 @dataclass(frozen=True)
@@ -24,24 +27,12 @@ class Regather(Pass):
 
     def apply(self, program: Program, plan: ShardingPlan) -> None:
         spans = find_spans(program, plan)
-        entries = entries_by_name(program)
-        for unit, readers in readers_by_unit(spans).items():
-            if plan.unit(unit).options.reshard is not True:
-                continue
-            for span, params, inside in spans_served(unit, BACKWARD, readers, spans):
-                values = insert_gather(
-                    program,
-                    plan,
-                    unit,
-                    params,
-                    entries=entries,
-                    before=span.first,
-                    phase=BACKWARD,
-                )
-                rewire(inside, spans.derived, values, unit=unit)
-        erase_dead(node for node in spans.derived if node.op != "placeholder")
-        for wait in list(gather_waits(program)):
-            prune_gather(wait)
+        served = {
+            unit: spans_served(unit, BACKWARD, readers, spans)
+            for unit, readers in readers_by_unit(spans).items()
+            if plan.unit(unit).options.reshard is True
+        }
+        gather_in_backward(program, plan, spans, served)
         self._check(program, plan)
 
     def _check(self, program: Program, plan: ShardingPlan) -> None:
@@ -56,3 +47,33 @@ class Regather(Pass):
                         f"{value.name}, made from parameter {source.param!r} of unit "
                         f"{source.unit!r} as gathered in forward"
                     )
+
+
+def gather_in_backward(
+    program: Program,
+    plan: ShardingPlan,
+    spans: UnitSpans,
+    served: Mapping[str, list[Served]],
+    parts: Mapping[str, fx.Node] | None = None,
+) -> None:
+    """Gather before each span of backward in `served`, by unit, and drop what nobody reads then.
+
+    `parts` is that of `insert_gather`.
+    """
+    entries = entries_by_name(program)
+    for unit, spans_of_unit in served.items():
+        for span, params, inside in spans_of_unit:
+            values = insert_gather(
+                program,
+                plan,
+                unit,
+                params,
+                entries=entries,
+                before=span.first,
+                phase=BACKWARD,
+                parts=parts,
+            )
+            rewire(inside, spans.derived, values, unit=unit)
+    erase_dead(node for node in spans.derived if node.op != "placeholder")
+    for wait in list(gather_waits(program)):
+        prune_gather(wait)

@@ -51,11 +51,9 @@ class ReleaseEarly(Pass):
                     program,
                     ops.release,
                     (full,),
-                    {},
                     name=f"{full.name}_release",
                     unit=full.meta["unit"],
                     phase=BACKWARD,
-                    val=None,
                 )
 
 

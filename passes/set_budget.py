@@ -12,7 +12,7 @@ from graphshard.planning.plan import ShardingPlan
 from graphshard.program.annotations import DEFAULT_HARDWARE, Budget
 from graphshard.program.pass_protocol import PassLike, apply_passes
 from graphshard.program.program import Program
-from graphshard.schedule.memory import Lifetimes
+from graphshard.schedule.evaluate import Lifetimes
 
 
 @dataclass(frozen=True)

@@ -9,8 +9,8 @@ from torch import fx
 from graphshard.errors import PassError
 from graphshard.planning.plan import ShardingPlan
 from graphshard.program import ops
-from graphshard.program.aliases import transfers_after, unpacks
-from graphshard.program.edit import issue_of
+from graphshard.program.aliases import unpacks
+from graphshard.program.edit import follow_ups, issue_of
 from graphshard.program.pass_protocol import Pass
 from graphshard.program.program import Program
 
@@ -55,18 +55,13 @@ class SinkWaits(Pass):
         reductions.sort(key=lambda w: ops.group_of(ops.collective_of(w)) == ops.REPLICATE)
         limit = self.max_reduces_in_flight
         later_issue: dict[fx.Node, fx.Node] = {
-            wait: _first_issued(later)
+            wait: issue_of(ops.collective_of(later))[0]
             for wait, later in zip(scatters, scatters[limit:], strict=False)
         }
         if not limit:
             reductions = [wait for wait in reductions if wait not in later_issue]
         for wait in reductions:
             _move_wait(wait, later_issue.get(wait, program.output_node))
-
-
-def _first_issued(wait: fx.Node) -> fx.Node:
-    """The first node that issues the collective of `wait`: a transfer of an operand, or itself."""
-    return issue_of(ops.collective_of(wait))[0]
 
 
 def _sink_gather(wait: fx.Node, position: dict[fx.Node, int]) -> None:
@@ -82,9 +77,5 @@ def _sink_gather(wait: fx.Node, position: dict[fx.Node, int]) -> None:
 
 def _move_wait(wait: fx.Node, before: fx.Node) -> None:
     picked = unpacks(wait)
-    followers = {transfer for result in picked for transfer in transfers_after(result)}
-    followers |= {
-        n for result in (*picked, *followers) for n in result.users if ops.is_collective(n)
-    }
-    for node in (wait, *picked, *sorted(followers)):
+    for node in (wait, *picked, *follow_ups(picked)):
         before.prepend(node)

@@ -13,14 +13,14 @@ from graphshard.errors import PassError
 from graphshard.passes.by_cost import ByCost
 from graphshard.planning.plan import ShardingPlan
 from graphshard.program import ops
-from graphshard.program.aliases import gather_waits, transfers_into, unpacks
+from graphshard.program.aliases import gather_waits, unpacks
 from graphshard.program.collective import Collective, params_of
-from graphshard.program.edit import erase_dead, insert_node
+from graphshard.program.edit import insert_node, prune_gather
 from graphshard.program.pass_protocol import PassLike
 from graphshard.program.program import BACKWARD, FORWARD, Program
 from graphshard.program.storages import new_bytes
 from graphshard.schedule.evaluate import budget_of
-from graphshard.schedule.search import Trial, trial_after, trial_of
+from graphshard.schedule.search import BestOrder, trial_after, trial_of
 
 MAX_TRIALS = 8
 """The most programs to schedule and simulate for the choice of units."""
@@ -95,7 +95,7 @@ class SkipReshard(ByCost):
         return [pair for pair in pairs if pair.unit in chosen]
 
     @staticmethod
-    def _rank(plain: Trial, plan: ShardingPlan, units: set[str]) -> list[str]:
+    def _rank(plain: BestOrder, plan: ShardingPlan, units: set[str]) -> list[str]:
         """The units whose gather in backward is exposed, the best to keep first."""
         program, nodes = plain.program, plain.order
         hardware = budget_of(program).hardware
@@ -154,23 +154,18 @@ def _redirect_backward(program: Program, pair: Pair) -> None:
                     program,
                     operator.getitem,
                     (pair.forward, names.index(name)),
-                    {},
                     name=f"{name}_full",
                     unit=pair.unit,
                     phase=FORWARD,
                     val=node.meta["val"],
                 )
         node.replace_all_uses_with(values[name])
-        graph.erase_node(node)
     for node in [user for user in pair.forward.users if user.target is ops.free]:
         graph.erase_node(node)
     for node in [user for user in pair.backward.users if user.target is ops.free]:
         node.args = (pair.forward,)
-    graph.erase_node(pair.backward)
     shards = list(gather.all_input_nodes)
-    transfers = transfers_into(gather)
-    graph.erase_node(gather)
-    erase_dead(transfers)
+    prune_gather(pair.backward)
     for shard in shards:
         if shard.target is ops.reshard and not shard.users:
             graph.erase_node(shard)

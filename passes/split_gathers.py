@@ -13,9 +13,16 @@ from graphshard.passes.by_cost import Candidate
 from graphshard.passes.offload_params import COPIED
 from graphshard.planning.plan import ShardingPlan
 from graphshard.program import ops
-from graphshard.program.aliases import ParameterSource, gather_waits, transfers_into
+from graphshard.program.aliases import ParameterSource, gather_waits
 from graphshard.program.collective import Collective, params_of
-from graphshard.program.edit import erase_dead, gather_again, insert_free, note_copies, rewire
+from graphshard.program.edit import (
+    erase_dead,
+    gather_again,
+    insert_free,
+    note_copies,
+    prune_gather,
+    rewire,
+)
 from graphshard.program.program import BACKWARD, FORWARD, Program
 from graphshard.program.spans import UnitSpans, find_spans
 from graphshard.schedule.clusters import ComputeTimes, bytes_moved, clusters, last_use, readers_of
@@ -185,10 +192,7 @@ class _Split:
                 f"{Collective.of(gather).unit!r} is still read, by "
                 f"{next(iter(remaining[0].users)).name}"
             )
-        transfers = transfers_into(gather)
-        for node in (*self.wait.users, self.wait, gather):
-            self.program.graph.erase_node(node)
-        erase_dead(transfers)
+        prune_gather(self.wait)
 
     def _insert(self, piece: Piece, gather: fx.Node) -> None:
         readers = sorted(set(piece.readers))

@@ -12,7 +12,7 @@ from graphshard.passes.by_cost import Candidate
 from graphshard.planning.plan import ShardingPlan
 from graphshard.program import ops
 from graphshard.program.aliases import transfers_after, unpacks
-from graphshard.program.collective import Collective
+from graphshard.program.collective import Collective, operands_of
 from graphshard.program.edit import issue_of, take_operands
 from graphshard.program.program import BACKWARD, Program
 from graphshard.program.storages import bytes_of
@@ -44,7 +44,7 @@ class SplitReduces(Candidate):
         firsts = [node for node in program.nodes(BACKWARD) if _is_first(node)]
         for reduce in firsts:
             (wait,) = reduce.users
-            operands: Sequence[fx.Node] = reduce.args[0]  # type: ignore[assignment]
+            operands = operands_of(reduce)
             groups = self._groups(reduce, operands, work)
             for group in groups[:-1]:
                 _split(program, wait, [operands[index] for index in group])
@@ -67,13 +67,13 @@ class SplitReduces(Candidate):
 
 def _is_first(node: fx.Node) -> bool:
     """Whether `node` is the first reduce of its gradients."""
-    return node.target in ops.REDUCES and not any(map(ops.is_reduced, node.args[0]))  # type: ignore[arg-type]
+    return node.target in ops.REDUCES and not any(map(ops.is_reduced, operands_of(node)))
 
 
 def _split(program: Program, wait: fx.Node, grads: Sequence[fx.Node]) -> None:
     """Move `grads`, operands of the reduce that `wait` ends, to a reduce where they are ready."""
     collective = ops.collective_of(wait)
-    operands: Sequence[fx.Node] = collective.args[0]  # type: ignore[assignment]
+    operands = operands_of(collective)
     new_wait = take_operands(program, wait, (i for i, grad in enumerate(operands) if grad in grads))
     reduce = ops.collective_of(new_wait)
     averaged = _split_averages(program, new_wait)
@@ -88,8 +88,8 @@ def _split(program: Program, wait: fx.Node, grads: Sequence[fx.Node]) -> None:
     if index:
         (before,) = scatters[index - 1].users
         if before > reduce:
-            _move_wait(before, _issued_first(reduce))
-    _move_wait(new_wait, _issued_first(scatters[index + 1]), averaged)
+            _move_wait(before, issue_of(reduce)[0])
+    _move_wait(new_wait, issue_of(scatters[index + 1])[0], averaged)
 
 
 def _split_averages(program: Program, wait: fx.Node) -> list[fx.Node]:
@@ -102,16 +102,12 @@ def _split_averages(program: Program, wait: fx.Node) -> list[fx.Node]:
     all_reduces: list[fx.Node] = []
     for average in sorted(averages):
         (average_wait,) = average.users
-        operands: Sequence[fx.Node] = average.args[0]  # type: ignore[assignment]
+        operands = operands_of(average)
         indices = [index for index, operand in enumerate(operands) if operand in results]
         if len(indices) < len(operands):
             average = ops.collective_of(take_operands(program, average_wait, indices))
         all_reduces.append(average)
     return all_reduces
-
-
-def _issued_first(collective: fx.Node) -> fx.Node:
-    return issue_of(collective)[0]
 
 
 def _move_wait(wait: fx.Node, before: fx.Node, averages: Sequence[fx.Node] | None = None) -> None:

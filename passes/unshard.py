@@ -11,7 +11,6 @@ from torch import fx
 
 from graphshard.errors import PassError
 from graphshard.planning.plan import ShardingPlan
-from graphshard.program import ops
 from graphshard.program.aliases import derived_values, gather_waits
 from graphshard.program.edit import (
     entries_by_name,
@@ -53,16 +52,8 @@ class Unshard(Pass):
         entries = entries_by_name(program)
         readers = readers_by_unit(spans)
         for unit, nodes in readers.items():
-            _Unit(self, program, plan, spans, entries, unit, nodes).rewrite()
+            _Unit(program, plan, spans, entries, unit, nodes).rewrite()
         erase_dead(node for node in spans.derived if node.op != "placeholder")
-        for node, source in spans.derived.items():
-            if source.node is node and any(u.target is not ops.all_gather for u in node.users):
-                user = next(u for u in node.users if u.target is not ops.all_gather)
-                raise PassError(
-                    f"pass {self.name}: parameter {source.param!r} of unit {source.unit!r} is "
-                    f"still read whole by node {user.name}; every use must be inside a span of "
-                    "its unit"
-                )
         for param in program.params:
             layout = plan.layouts[param.fqn]
             if layout.enters_as_shard(program.stale):
@@ -73,7 +64,6 @@ class Unshard(Pass):
 class _Unit:
     """The rewrite of one unit; `readers` are the nodes that read its parameters, in order."""
 
-    owner: Unshard
     program: Program
     plan: ShardingPlan
     spans: UnitSpans
@@ -128,7 +118,7 @@ class _Unit:
         spans = self.spans.of(self.unit, FORWARD)
         if not spans:
             raise PassError(
-                f"pass {self.owner.name}: backward reads {sorted(params)} of unit {self.unit!r}, "
+                f"backward reads {sorted(params)} of unit {self.unit!r}, "
                 "but no node of that unit is in forward; put the parameter in the unit of the "
                 "module that uses it"
             )
@@ -150,7 +140,6 @@ def _copy_returned(program: Program, plan: ShardingPlan) -> None:
                     program,
                     torch.ops.aten.clone.default,
                     (value,),
-                    {},
                     name=f"{value.name}_returned",
                     unit=derived[value].unit,
                     phase=phase,

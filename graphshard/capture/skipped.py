@@ -24,9 +24,8 @@ from graphshard.capture.captured import Capture
 from graphshard.errors import CaptureError
 from graphshard.program import ops
 from graphshard.program.aliases import is_view_op
-from graphshard.program.arguments import argument_key
-from graphshard.program.program import BACKWARD, Program
-from graphshard.program.value_sizes import check_sizes
+from graphshard.program.program import BACKWARD, Program, argument_key
+from graphshard.program.sizes import check_sizes
 from graphshard.torch_private.compat import SYMBOLIC, size_expression
 
 _aten = torch.ops.aten

@@ -27,7 +27,7 @@ from graphshard.program import ops, packing
 from graphshard.program.aliases import storage_root, unpacks, uses_of
 from graphshard.program.annotations import Budget
 from graphshard.program.collective import Collective, operands_of, wait_of
-from graphshard.program.owned import reduced_in_place
+from graphshard.program.packing import reduced_in_place
 from graphshard.program.program import Program
 from graphshard.program.sizes import is_contiguous
 from graphshard.program.storages import (

@@ -32,7 +32,7 @@ from graphshard.cost.kernel_rates import (
 from graphshard.hardware.curves import seconds_at
 from graphshard.hardware.hardware import Hardware, dtype_name
 from graphshard.program.aliases import is_view_op
-from graphshard.program.arguments import argument_key
+from graphshard.program.program import argument_key
 from graphshard.torch_private.compat import size_hint
 
 Cost = TypeVar("Cost")

@@ -14,8 +14,8 @@ from graphshard.cost.reasons import Cause, Reason
 from graphshard.cost.timeline import Transfer
 from graphshard.format import fold, human_bytes, human_seconds, sentence, table
 from graphshard.planning.plan import padding_text
+from graphshard.program.sizes import assumed_text
 from graphshard.program.storages import PARAMETERS
-from graphshard.program.value_sizes import assumed_text
 
 if TYPE_CHECKING:
     from graphshard.cost.by_unit import UnitEstimate

@@ -18,7 +18,7 @@ from graphshard.planning.plan import ShardingPlan
 from graphshard.program import ops
 from graphshard.program.cut import cut
 from graphshard.program.program import COMPUTE, ParamEntry, Program
-from graphshard.program.text import full_text, schedule_text, value_text
+from graphshard.program.text import full_text, roles_of_others, schedule_text, value_text
 
 if TYPE_CHECKING:
     import networkx as nx
@@ -109,10 +109,7 @@ _DEFINED = {
 def graph_source(graph: fx.Graph, function: str, explanation: str) -> str:
     """Return the Python source of a module with a function that computes `graph`.
 
-    Args:
-        graph: its placeholders become the function's parameters, in order.
-        function: the name of the function.
-        explanation: the module's docstring.
+    The placeholders become its parameters, in order; `explanation` is the module's docstring.
     """
     code = graph.python_code("self")
     _, _, body = code.src.strip().partition("\n")
@@ -235,13 +232,8 @@ def _meanings(program: Program, plan: ShardingPlan) -> Iterator[tuple[str, str]]
         shard = ", this rank's shard" if _is_shard(param, program, plan) else ""
         host = ", on the host" if plan.policy.offloads("params") and not param.ignored else ""
         yield param.node.name, f"parameter {' = '.join(param.names)}{shard}{host}"
-    for buffer in program.buffers:
-        yield buffer.node.name, f"{'constant' if buffer.constant else 'buffer'} {buffer.fqn}"
-    for entry in program.inputs:
-        yield entry.node.name, f"input {entry.path}"
-    for output in program.outputs:
-        if output.tangent is not None:
-            yield output.tangent.name, f"gradient of output {output.path}"
+    for node, role in roles_of_others(program):
+        yield node.name, role
 
 
 def _is_shard(param: ParamEntry, program: Program, plan: ShardingPlan) -> bool:

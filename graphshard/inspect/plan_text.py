@@ -25,8 +25,8 @@ from graphshard.program import ops
 from graphshard.program.aliases import gather_waits
 from graphshard.program.collective import Collective
 from graphshard.program.program import BACKWARD, FORWARD, RECOMPUTED, Program
+from graphshard.program.sizes import assumed_text
 from graphshard.program.storages import storages_of
-from graphshard.program.value_sizes import assumed_text
 
 COLUMNS = ("unit", "class", "units", "params", "numel", "sharded", "unsharded", "padding")
 

@@ -17,21 +17,15 @@ from graphshard.policy.placement import Along
 from graphshard.program import ops
 from graphshard.program.ops import OPS, Op
 from graphshard.program.program import Program
+from graphshard.torch_private.random_ops import drawn_on
 
 
 @dataclass(frozen=True)
 class Collective:
     """The arguments of a collective's node; see `graphshard.program.ops` for each.
 
-    Attributes:
-        target: the op's function.
-        unit: FQN of the unit it serves; with several units, that of the first operand.
-        params: FQNs of the parameters, one for each operand.
-        named_group: the group that the node names; None if it names none.
-        ranks: size of a "reshard" group.
-        units: FQN of the unit of each operand.
-        dims: what each parameter is split along.
-        in_place: whether the results are the whole copies that ranks keep.
+    `named_group` is None if the node names no group; `unit`, with several, is that of the first
+    operand. `params`, `units` and `dims` have one entry for each operand.
     """
 
     target: Any
@@ -113,13 +107,8 @@ class Collective:
 class OneTensor:
     """The arguments of a node that takes one tensor: transfers, `accumulate_grad` and `reshard`.
 
-    Attributes:
-        target: the op's function.
-        unit: FQN of the unit.
-        param: FQN of the parameter whose shard or gradient it takes; None for an activation.
-        dtype: the dtype that a cast returns.
-        accumulated_as: "gradient" or "shard", the form in which a gradient is accumulated.
-        ranks: size of the groups, for a reshard.
+    `param` is the parameter whose shard or gradient it takes; None for an activation.
+    `accumulated_as` is "gradient" or "shard"; `dtype` is of a cast, `ranks` of a reshard.
     """
 
     target: Any
@@ -188,19 +177,9 @@ def insert_collective(
     wait: fx.Node,
     phase: str,
 ) -> tuple[fx.Node, list[fx.Node]]:
-    """Insert a collective, its wait, and a node that picks each result.
+    """Insert a collective before `issue`, and its wait and picked results before `wait`.
 
-    Args:
-        program: edited in place.
-        collective: the node's arguments.
-        operands: one for each parameter, in order.
-        vals: the results as FakeTensors, one for each parameter.
-        issue: the node to insert the collective before.
-        wait: the node to insert the wait before.
-        phase: the phase of all new nodes.
-
-    Returns:
-        The wait, and the results in order.
+    `vals` are the results as FakeTensors, one for each operand. Returns the wait and the results.
     """
     label, gathers = collective.unit or "root", collective.op.gathers
     whole, each = ("full", "full") if gathers else ("reduced", "grad")
@@ -219,3 +198,24 @@ def insert_collective(
         for index, (param, val) in enumerate(zip(collective.params, vals, strict=True))
     ]
     return waited, results
+
+
+def generator_of(program: Program, draw: fx.Node) -> str:
+    """The type of the device, "cpu" or "cuda", from whose generator `draw` draws when it runs."""
+    traced = drawn_on(draw)
+    if traced == torch.device(program.capture_device).type:
+        return torch.device(program.device).type
+    return traced
+
+
+def device_of(node: fx.Node) -> str:
+    """The type of the device whose generator a node saves or sets."""
+    return str(node.kwargs.get("device"))
+
+
+def begins_replay(node: fx.Node) -> bool:
+    """Whether `node` sets a state that forward saved, so that what follows draws again."""
+    if node.target is not ops.set_random_state or not node.args:
+        return False
+    state = node.args[0]
+    return isinstance(state, fx.Node) and state.target is ops.save_random_state

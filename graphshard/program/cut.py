@@ -28,12 +28,10 @@ GIVEN_BY = "given_by"
 
 @dataclass(frozen=True)
 class Crossing:
-    """A forward value that backward reads.
+    """A forward value that backward reads, by the name of its node.
 
-    Attributes:
-        name: the name of its node.
-        tensor: True for an activation, input or buffer, which autograd saves and checks. False for
-            a shard, a gathered parameter or part of one, or a number, which the runtime holds.
+    `tensor`: an activation, input or buffer, which autograd saves and checks. Otherwise a shard, a
+    gathered parameter or part of one, or a number, which the runtime holds.
     """
 
     name: str
@@ -149,7 +147,7 @@ def saved_nodes(program: Program) -> list[fx.Node]:
             if _runs_in_forward(source):
                 used.add(_crossing_node(source))
     # A backward specialised later to outputs without gradients may need any size.
-    used |= {node for node in symbol_nodes(program).values() if _runs_in_forward(node)}
+    used |= {node for node in symbol_nodes(program.nodes()).values() if _runs_in_forward(node)}
     return [node for node in program.graph.nodes if node in used]
 
 

@@ -75,12 +75,12 @@ def insert_node(
     program: Program,
     target: Any,
     args: tuple[Any, ...],
-    kwargs: dict[str, Any],
+    kwargs: dict[str, Any] | None = None,
     *,
     name: str,
     unit: str,
     phase: str,
-    val: Any,
+    val: Any = None,
 ) -> fx.Node:
     """Insert a node of `unit` at the graph's insertion point.
 
@@ -103,14 +103,8 @@ def insert_copy(
 ) -> fx.Node:
     """Insert a `to_host`, `to_device` or `arrive` of `source` at the graph's insertion point.
 
-    Args:
-        program: edited in place.
-        target: the vocabulary function.
-        source: the node to copy; for an `arrive`, the pending copy.
-        name: name of the new node; see `insert_node`.
-        phase: phase of the new node.
-        param: FQN of the parameter whose shard or gradient is copied; None for an activation.
-        unit: FQN of its unit; None for the unit of `source`.
+    `param` and `unit` name the parameter whose shard or gradient is copied; without them it is an
+    activation of the unit of `source`.
     """
     val = source.meta["val"]
     if target is not ops.arrive:
@@ -125,12 +119,8 @@ def insert_copy(
 def note_copies(program: Program, subject: str, *, params: bool) -> None:
     """Note on the program how many bytes a step copies between host and device.
 
-    Replaces an earlier note that starts with `subject`.
-
-    Args:
-        program: gets the note.
-        subject: the copied values, as text.
-        params: count copies of parameters and gradients, or else those of activations.
+    It replaces an earlier note on `subject`. `params`: count copies of parameters and gradients, or
+    else those of activations.
     """
     texts = []
     for target, where in ((ops.to_device, "to the device"), (ops.to_host, "to the host")):
@@ -155,13 +145,10 @@ def insert_gather(
     phase: str,
     parts: Mapping[str, fx.Node] | None = None,
 ) -> dict[str, fx.Node]:
-    """Insert one all_gather of `params` and its wait before the node `before`.
+    """Insert one all_gather of `params` and its wait before a node; return the full values.
 
     With `parts`, the operands are these results of `reshard` (by parameter) instead of the shards,
     and the gather joins a "reshard" group.
-
-    Returns:
-        The full value by parameter.
     """
     chosen = set(params)
     names = tuple(name for name in plan.unit(unit).params if name in chosen)
@@ -191,18 +178,8 @@ def insert_reduce(
 ) -> tuple[dict[str, fx.Node], fx.Node]:
     """Insert one reduce and its wait after the node `after`.
 
-    Args:
-        program: edited in place.
-        plan: says how parameters are laid out.
-        target: the vocabulary function.
-        unit: FQN of the unit.
-        grads: the gradient to reduce and the shape of the result, by parameter.
-        after: the node to insert after.
-        phase: phase of the new nodes.
-        group: name of the group; None for the default.
-
-    Returns:
-        The reduced gradient by parameter, and the last node inserted.
+    `grads` has the gradient to reduce and the shape of its result, by parameter. Returns the
+    reduced gradient by parameter, and the last node inserted.
     """
     shards = [fake_like(grad.meta["val"], shape) for grad, shape in grads.values()]
     _, reduced = insert_collective(
@@ -244,17 +221,9 @@ def rewire(
     """Redirect `readers` to `values`, the full value by parameter.
 
     A reader that is itself a view or cast of a parameter stays in place and reads the new value.
-    Other views and casts that the readers need are computed again right before them.
-
-    Args:
-        readers: nodes that read parameters or values derived from them, in graph order.
-        derived: every value derived from a parameter, with its source.
-        values: the full value by parameter.
-        unit: FQN of the parameters' unit.
-        rewired: views and casts that read `values` already.
-
-    Returns:
-        The views and casts that this call redirected.
+    Other views and casts that the readers need are computed again right before them. `readers` are
+    in the order of the graph; `rewired` are views and casts that read `values` already. Returns
+    those that this call redirected.
     """
     current: dict[fx.Node, fx.Node] = {node: node for node in rewired}
     redirected: list[fx.Node] = []
@@ -344,18 +313,10 @@ def gather_again(
     waited: fx.Node,
     phase: str,
 ) -> tuple[fx.Node, dict[int, fx.Node]]:
-    """Gather some of the parameters that `wait` returns a second time.
+    """Gather the parameters at `indices` of the result of `wait` a second time.
 
-    Args:
-        program: edited in place.
-        wait: the wait of the gather to repeat.
-        indices: indices of the operands to gather, in order.
-        issued: the node to insert the gather before.
-        waited: the node to insert its wait before.
-        phase: phase of the new nodes.
-
-    Returns:
-        The new wait, and the new full value by index.
+    The gather is inserted before `issued`, its wait before `waited`. Returns the new wait, and the
+    new full value by index.
     """
     gather = ops.collective_of(wait)
     operands = operands_of(gather)
@@ -393,11 +354,9 @@ def insert_free(program: Program, wait: fx.Node, after: fx.Node) -> fx.Node:
             program,
             ops.free,
             (wait,),
-            {},
             name=f"{unit or 'root'}_free",
             unit=unit,
             phase=after.meta["phase"],
-            val=None,
         )
 
 

@@ -54,15 +54,8 @@ _KEEP_INFINITIES = frozenset(
 
 @dataclass(frozen=True)
 class Check:
-    """The arguments of a `check_finite`.
+    """The arguments of a `check_finite`; `of` is None if it is missing."""
 
-    Attributes:
-        values: what it reads.
-        of: "outputs", "gradients" or "reduced gradients"; None if that is missing.
-        masked: whether -inf counts as finite.
-    """
-
-    values: tuple[fx.Node, ...]
     of: str | None
     masked: bool
 
@@ -70,18 +63,13 @@ class Check:
     def of_node(cls, node: fx.Node) -> Check:
         """Read the arguments of `node`."""
         of: Any = node.kwargs.get("of")
-        return cls(tuple(values_of(node)), of, bool(node.kwargs.get("masked")))
+        return cls(of, bool(node.kwargs.get("masked")))
 
 
 def checks_of(program: Program) -> list[fx.Node]:
     """The `check_finite` nodes whose numbers the program reports, in the order of its report."""
-    report = report_of(program)
-    return [] if report is None else values_of(report)
-
-
-def report_of(program: Program) -> fx.Node | None:
-    """The program's `report_finite`; None if it has no checks."""
-    return next((node for node in program.nodes() if node.target is ops.report_finite), None)
+    reports = (node for node in program.nodes() if node.target is ops.report_finite)
+    return [check for report in reports for check in values_of(report)]
 
 
 def values_of(check: fx.Node) -> list[fx.Node]:

@@ -61,7 +61,7 @@ import torch
 from torch import Tensor, fx
 
 from graphshard.errors import GraphshardError
-from graphshard.program.value_sizes import check_sizes
+from graphshard.program.sizes import check_sizes
 from graphshard.torch_private.random_ops import is_random as is_random
 
 _F = TypeVar("_F", bound=Callable[..., Any])
@@ -104,8 +104,7 @@ class Op:
         gives: shape of each result, for a collective.
         moves: for a collective or a report, the backend's collective that moves its bytes and sets
             its time: "all_gather", "reduce_scatter" or "all_reduce".
-        groups: the groups that it may join on a mesh of one dimension.
-        groups_with_replicas: the groups that it may join on a mesh of two dimensions.
+        groups: the groups that it may join, if the mesh has them.
         streams_bytes: it runs on the compute stream, bound by memory bandwidth.
         drawn_as: the Graphviz shape of its nodes in a drawn schedule.
     """
@@ -116,7 +115,6 @@ class Op:
     gives: Value | None = None
     moves: str = ""
     groups: frozenset[str] = frozenset()
-    groups_with_replicas: frozenset[str] = frozenset()
     streams_bytes: bool = False
     drawn_as: str = "ellipse"
 
@@ -183,7 +181,6 @@ def _only_in_graphs(name: str) -> NoReturn:
     gives=Value.FULL,
     moves="all_gather",
     groups=frozenset({SHARD, RESHARD}),
-    groups_with_replicas=frozenset({SHARD, RESHARD}),
 )
 def all_gather(
     shards: Sequence[Tensor],
@@ -206,7 +203,6 @@ def all_gather(
     gives=Value.SHARD,
     moves="reduce_scatter",
     groups=frozenset({SHARD}),
-    groups_with_replicas=frozenset({SHARD}),
 )
 def reduce_scatter(
     grads: Sequence[Tensor],
@@ -227,8 +223,7 @@ def reduce_scatter(
     takes=Value.SHARD,
     gives=Value.SHARD,
     moves="all_reduce",
-    groups=frozenset({SHARD}),
-    groups_with_replicas=frozenset({SHARD, REPLICATE, ALL}),
+    groups=frozenset({SHARD, REPLICATE, ALL}),
 )
 def all_reduce(
     grads: Sequence[Tensor],
@@ -251,7 +246,6 @@ def all_reduce(
     gives=Value.SHARD,
     moves="all_reduce",
     groups=frozenset({SHARD}),
-    groups_with_replicas=frozenset({SHARD}),
 )
 def all_reduce_shard(
     grads: Sequence[Tensor],
@@ -489,11 +483,7 @@ def released(node: fx.Node) -> tuple[fx.Node, int]:
 
 
 def collective_of(node: fx.Node) -> fx.Node:
-    """The collective that a `wait`, a `free` or a picked result belongs to, or `node` itself.
-
-    Raises:
-        GraphshardError: `node` belongs to no collective.
-    """
+    """The collective that a `wait`, a `free` or a picked result belongs to, or `node` itself."""
     current = node
     while not is_collective(current):
         if current.target not in (wait, free) and not is_unpack(current):

@@ -15,23 +15,23 @@ Every node but the output carries in `meta`:
     "fqn"    the FQN of the module it came from ("" is the root)
     "unit"   the FQN of the innermost unit around that module (set once there is a plan)
     "replays" the node of forward whose random numbers it draws again, by name
-    "scale"  the number that the node multiplies a gradient by, if it stands for that alone
     "region" the number of the region it is compiled in, if any (see `graphshard.program.regions`)
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from math import prod
 from typing import Any, cast
 
 import torch
-from torch import fx
+from torch import Tensor, fx
 
 from graphshard.program import ops
 from graphshard.program.annotations import Budget, CudaGraphs, Regions
 from graphshard.program.sizes import Sizes
+from graphshard.torch_private.compat import SYMBOLIC
 
 RECOMPUTED = "recomputed"
 """The key of `node.meta` on nodes of backward that recompute a value of forward."""
@@ -325,3 +325,29 @@ def copy_node(graph: fx.Graph, node: fx.Node, new: Mapping[fx.Node, Any]) -> fx.
         copied.kwargs = fx.map_arg(node.kwargs, new.__getitem__)
     copied.meta.update(node.meta)
     return copied
+
+
+_LEAVES = (fx.Node, Tensor, *SYMBOLIC)
+
+_ATOMS = frozenset({int, bool, str, type(None), torch.dtype})
+"""Types of most constants, told first: keys are made of every argument of every node."""
+
+
+def argument_key(value: Any, leaf: Callable[[Any], Hashable]) -> Hashable:
+    """A hashable key of an argument, equal for arguments that are equal in structure.
+
+    A constant goes with its type, as 1 and 1.0 differ, and a float by its text, as 0.0 and -0.0
+    differ and NaN equals itself. `leaf` gives the key of a node, a tensor or a symbolic number.
+    """
+    kind = type(value)
+    if kind in _ATOMS:
+        return kind, value
+    if isinstance(value, _LEAVES):
+        return leaf(value)
+    if isinstance(value, (list, tuple)):
+        return tuple([argument_key(item, leaf) for item in value])
+    if isinstance(value, Mapping):
+        return tuple([(key, argument_key(value[key], leaf)) for key in sorted(value)])
+    if isinstance(value, slice):
+        return tuple([argument_key(end, leaf) for end in (value.start, value.stop, value.step)])
+    return kind, repr(value) if isinstance(value, float) else value

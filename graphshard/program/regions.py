@@ -32,7 +32,8 @@ from torch import Tensor, fx
 from graphshard.program import ops
 from graphshard.program.aliases import alias_inputs, is_view_op
 from graphshard.program.annotations import Regions
-from graphshard.program.arguments import argument_key
+from graphshard.program.program import argument_key
+from graphshard.program.size_nodes import symbol_nodes
 from graphshard.torch_private import compat as torch_compat
 from graphshard.torch_private.compat import SYMBOLIC
 from graphshard.torch_private.kernels import computes_otherwise
@@ -53,15 +54,11 @@ _BY_DATA = (torch.Tag.data_dependent_output, torch.Tag.dynamic_output_shape)
 
 @dataclass(frozen=True)
 class Region:
-    """One region of a graph.
+    """One region of a graph, and the releases that stand between its nodes.
 
-    Attributes:
-        number: its number in the graph.
-        nodes: its nodes in order.
-        inputs: the nodes that it reads, sizes first. They include a node for every symbol of a
-            size, and no numbers that are the same in every call.
-        outputs: its nodes that are read outside, without such numbers.
-        releases: the releases that stand between its nodes.
+    `inputs` are the nodes that it reads, sizes first. They include a node for every symbol of a
+    size, and no numbers that are the same in every call; neither do `outputs`, its nodes that are
+    read outside.
     """
 
     number: int
@@ -166,15 +163,8 @@ def regions_in(graph: fx.Graph) -> list[Region]:
 
 
 def size_nodes(graph: fx.Graph) -> dict[Any, fx.Node]:
-    """The first node for each symbol of a size, by torch's symbol."""
-    by_symbol: dict[Any, fx.Node] = {}
-    for node in graph.nodes:
-        val = node.meta.get("val")
-        if isinstance(val, torch.SymInt):
-            expression = torch_compat.size_expression(val)
-            if expression.is_symbol:
-                by_symbol.setdefault(expression, node)
-    return by_symbol
+    """The first node for each symbol of a size (no floating-point number), by torch's symbol."""
+    return symbol_nodes(n for n in graph.nodes if isinstance(n.meta.get("val"), torch.SymInt))
 
 
 def symbols_of(val: Any) -> list[Any]:

@@ -11,7 +11,7 @@ operator. What the model promises about such sizes is checked by a node behind t
 from __future__ import annotations
 
 import operator
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from functools import reduce
 from typing import Any
 
@@ -20,8 +20,7 @@ from torch import fx
 
 from graphshard.errors import CaptureError, PassError
 from graphshard.program.program import BACKWARD, FORWARD, Program
-from graphshard.program.sizes import Sizes, expression_text, is_size, size_text
-from graphshard.program.value_sizes import check_sizes
+from graphshard.program.sizes import Sizes, check_sizes, expression_text, is_size, size_text
 from graphshard.torch_private import compat as torch_compat
 from graphshard.torch_private import unbacked
 from graphshard.torch_private.compat import SYMBOLIC
@@ -186,10 +185,10 @@ def _key(value: Any) -> tuple[type, Any]:
 # -- sizes a pass needs ---------------------------------------------------------------------------
 
 
-def symbol_nodes(program: Program) -> dict[Any, fx.Node]:
-    """The first node for each symbol of a size in `program`, by torch's symbol."""
+def symbol_nodes(nodes: Iterable[fx.Node]) -> dict[Any, fx.Node]:
+    """The first of `nodes` for each symbol of a size, by torch's symbol."""
     by_symbol: dict[Any, fx.Node] = {}
-    for node in program.nodes():
+    for node in nodes:
         if is_size(node):
             expression = torch_compat.size_expression(node.meta["val"])
             if expression.is_symbol:
@@ -204,7 +203,7 @@ def as_arguments(
 
     Nodes that compute with symbols are inserted at the graph's insertion point.
     """
-    symbols = symbol_nodes(program) if any(isinstance(s, SYMBOLIC) for s in sizes) else {}
+    symbols = symbol_nodes(program.nodes()) if any(isinstance(s, SYMBOLIC) for s in sizes) else {}
 
     def node_of(expression: Any) -> Any:
         if expression.is_Integer:

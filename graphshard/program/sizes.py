@@ -6,7 +6,7 @@ program is valid for exactly the calls whose sizes fulfil all guards. Capture ma
 by values computed from constants of such sizes, for example whether a mask built by arange is
 causal. These answers are computed again for the sizes of each call.
 
-Sizes that depend on the values of tensors are symbols too; see `graphshard.program.value_sizes`.
+Sizes that depend on the values of tensors are symbols too; see above.
 """
 
 from __future__ import annotations
@@ -16,15 +16,16 @@ import traceback
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
+from functools import cache
 from itertools import count
+from types import CodeType
 from typing import Any
 
 import sympy
 import torch
 from torch import Tensor, fx
 
-from graphshard.errors import FixedSizeError, PassError, user_line_of
-from graphshard.program.value_sizes import ValueSize
+from graphshard.errors import FixedSizeError, PassError, SizeCheckError, user_line_of
 from graphshard.torch_private import compat as torch_compat
 from graphshard.torch_private import unbacked
 from graphshard.torch_private.compat import SYMBOLIC, same_sizes
@@ -375,3 +376,60 @@ def is_contiguous(value: Tensor) -> bool:
 def is_size(node: fx.Node) -> bool:
     """Whether a node's value is a symbolic size or a number computed from sizes."""
     return isinstance(node.meta.get("val"), SYMBOLIC)
+
+
+@dataclass(frozen=True)
+class ValueSize:
+    """A number that an operator reads off values.
+
+    `symbol` is torch's, `source` the name of the node that computes it, `where` the FQN of the
+    module it came from. It is at most `bound`, if anybody knows; estimates take `assumed` for it.
+    """
+
+    name: str
+    symbol: Any
+    source: str
+    where: str
+    bound: int | None
+    assumed: int
+
+    def __str__(self) -> str:
+        most = f"at most {self.bound}" if self.bound is not None else "no bound known"
+        where = f" in {self.where}" if self.where else ""
+        return (
+            f"size {self.name}: by the values of %{self.source}{where}; {most}, estimates take "
+            f"{self.assumed}"
+        )
+
+
+def assumed_text(assumed: Mapping[str, int]) -> str:
+    """The assumptions of estimates, as one line: "u0, u1 assumed 12, u2 assumed 4; ..."."""
+    by_value: dict[int, list[str]] = {}
+    for name, value in assumed.items():
+        by_value.setdefault(value, []).append(name)
+    texts = [f"{', '.join(names)} assumed {value:,}" for value, names in by_value.items()]
+    return f"{', '.join(texts)}; they depend on values, and bytes and times on them"
+
+
+def check_sizes(condition: str, line: str | None, numbers: Mapping[str, Any]) -> None:
+    """Check `condition`, Python over the names in `numbers`, which the user's `line` states."""
+    if not eval(_compiled(condition), _functions(), dict(numbers)):
+        values = ", ".join(f"{name}={value}" for name, value in numbers.items())
+        at = f"\n  at {line}" if line else ""
+        raise SizeCheckError(
+            f"the model relies on {condition}, which does not hold in this call: {values}; pass "
+            f"values for which it does, or change what asks for it, as a torch._check may{at}"
+        )
+
+
+check_sizes.__module__ = "graphshard"  # fx prints a call by it
+
+
+@cache
+def _compiled(condition: str) -> CodeType:
+    return compile(condition, "<condition>", "eval")
+
+
+@cache
+def _functions() -> dict[str, Any]:
+    return torch_compat.size_functions()

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
+from functools import cache
 
 from torch import fx
 
@@ -25,13 +26,7 @@ from graphshard.program.program import BACKWARD, FORWARD, Program
 class UnitSpan:
     """One span of one unit.
 
-    Attributes:
-        unit: FQN of the unit.
-        phase: "forward" or "backward".
-        first: the first compute node.
-        last: the last compute node.
-        start: position of `first` in the graph.
-        stop: position of `last` in the graph.
+    first, last: its first and its last compute node. start, stop: their positions in the graph.
     """
 
     unit: str
@@ -92,36 +87,32 @@ def find_spans(program: Program, plan: ShardingPlan) -> UnitSpans:
     """Compute all spans of `program` in one walk."""
     derived = derived_values(program, plan)
     position = {node: place for place, node in enumerate(program.graph.nodes)}
-    ancestry: dict[str, tuple[str, ...]] = {}
-    open_spans: dict[str, _OpenSpan] = {}  # by unit
-    closed: list[_OpenSpan] = []
+    ancestry = cache(lambda unit: unit_ancestry(unit, plan))
+    open_spans: dict[str, tuple[fx.Node, fx.Node]] = {}  # by unit, the first and the last node
+    spans: list[UnitSpan] = []
     phase = FORWARD
+
+    def close(*units: str) -> None:
+        for unit in units:
+            first, last = open_spans.pop(unit)
+            spans.append(UnitSpan(unit, phase, first, last, position[first], position[last]))
 
     for node in program.nodes():
         if not ops.is_compute(node):
             continue
         if node.meta["phase"] != phase:
+            close(*open_spans)
             phase = node.meta["phase"]
-            closed += open_spans.values()
-            open_spans = {}
         unit = node.meta["unit"]
-        if unit not in ancestry:
-            ancestry[unit] = unit_ancestry(unit, plan)
-        touched = dict.fromkeys((*ancestry[unit], *_read_units(node, derived)))
+        touched = dict.fromkeys((*ancestry(unit), *_read_units(node, derived)))
         for other in list(open_spans):
             if other not in touched and not plan.is_nested(other, unit):
-                closed.append(open_spans.pop(other))
+                close(other)
         for name in touched:
-            if name in open_spans:
-                open_spans[name].last = node
-            else:
-                open_spans[name] = _OpenSpan(name, phase, node, node)
+            first, _ = open_spans.get(name, (node, node))
+            open_spans[name] = first, node
 
-    closed += open_spans.values()
-    spans = [
-        UnitSpan(s.unit, s.phase, s.first, s.last, position[s.first], position[s.last])
-        for s in closed
-    ]
+    close(*open_spans)
     spans.sort(key=lambda span: (span.start, -span.stop, len(span.unit), span.unit))
     by_unit: dict[tuple[str, str], list[UnitSpan]] = {}
     for span in spans:
@@ -243,14 +234,6 @@ def spans_served(unit: str, phase: str, readers: list[fx.Node], spans: UnitSpans
         if params:
             served.append((span, params, inside))
     return served
-
-
-@dataclass
-class _OpenSpan:
-    unit: str
-    phase: str
-    first: fx.Node
-    last: fx.Node
 
 
 def _read_units(node: fx.Node, derived: Mapping[fx.Node, ParameterSource]) -> list[str]:

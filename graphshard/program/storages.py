@@ -33,25 +33,16 @@ from graphshard.program.aliases import (
 )
 from graphshard.program.collective import Collective, operands_of
 from graphshard.program.cut import saved_nodes
-from graphshard.program.gather_inputs import done_by_gather
+from graphshard.program.packing import done_by_gather
 from graphshard.program.program import FORWARD, Program
 from graphshard.torch_private.compat import size_hint
 
 
-@dataclass(frozen=True)
-class SavedStorage:
-    """A storage that forward computes and backward reads.
-
-    root: the value that allocates it. values: the values of it that backward reads (the root or
-    views), in order of the graph.
-    """
-
-    root: fx.Node
-    values: tuple[fx.Node, ...]
-
-
-def saved_storages(program: Program, plan: ShardingPlan) -> list[SavedStorage]:
+def saved_storages(program: Program, plan: ShardingPlan) -> dict[fx.Node, tuple[fx.Node, ...]]:
     """The storages that forward computes on the device and backward reads.
+
+    By the value that allocates one, the values of it that backward reads (itself or views), in
+    order of the graph.
 
     Parameters, shards, values gathered from shards or derived from those, buffers, inputs, numbers,
     random states and values on the host are not included.
@@ -69,7 +60,7 @@ def saved_storages(program: Program, plan: ShardingPlan) -> list[SavedStorage]:
         if node.meta["val"].device.type != torch.device(program.capture_device).type:
             continue
         by_root.setdefault(root, []).append(node)
-    return [SavedStorage(root, tuple(values)) for root, values in by_root.items()]
+    return {root: tuple(values) for root, values in by_root.items()}
 
 
 def gathered_bytes(gather: fx.Node, program: Program) -> int:
@@ -82,12 +73,6 @@ def new_bytes(gather: fx.Node, program: Program) -> int:
     if not Collective.of(gather).in_place:
         return gathered_bytes(gather, program)
     return sum(_apart_bytes(gather, program))
-
-
-def released_bytes(release: fx.Node, program: Program) -> int:
-    """Bytes that a `release` frees, padding included."""
-    gather, index = ops.released(release)
-    return _ranks(gather, program) * node_bytes(operands_of(gather)[index])
 
 
 def copied_bytes(gather: fx.Node, program: Program) -> int:
@@ -153,7 +138,7 @@ class Storage:
 
     In another order of the same nodes it is born `late` places after `first` (the beginning of the
     step if None), and dies `over` places after the last of `ends`. Without `ends` it outlives the
-    step. See `graphshard.schedule.memory`.
+    step. See `graphshard.schedule.evaluate`.
     """
 
     node: fx.Node
@@ -186,18 +171,13 @@ class Storages:
     of_node: Mapping[fx.Node, tuple[Storage, ...]]
     place: Mapping[fx.Node, int]
 
-    def held_at(self, place: int) -> Iterator[Storage]:
-        """The storages alive while the node at `place` runs."""
-        return (s for s in self.all if s.born <= place <= s.dies)
-
     def live(self) -> list[int]:
         """By place, the bytes alive while the node there runs."""
-        total = 0
-        live: list[int] = []
-        for place, freed, new in changes(self.all):
-            live += [total] * (place - len(live))
-            total += sum(storage.size for storage in new) - sum(storage.size for storage in freed)
-        return live + [total] * (len(self.place) - len(live))
+        change = [0] * (len(self.place) + 1)
+        for storage in self.all:
+            change[storage.born] += storage.size
+            change[storage.dies + 1] -= storage.size
+        return list(accumulate(change[:-1]))
 
     def live_unsharded(self) -> list[int]:
         """By place, the bytes of gathered parameters that live once the node there is issued.
@@ -381,16 +361,16 @@ class _Walk:
             buffers.ends = [user for user in node.users if user.target is ops.wait]
             buffers.dies = max(self.place[end] for end in buffers.ends)
             size = 0
+        ranks, operands = _ranks(node, self.program), operands_of(node)
         for release in releases_of(node):
             _, index = ops.released(release)
-            param_bytes = released_bytes(release, self.program)
+            param_bytes = ranks * node_bytes(operands[index])
             released[index] = self._new(node, param_bytes, PARAMETERS)
             size -= param_bytes
         rest = self._new(node, size, PARAMETERS)
-        ranks = _ranks(node, self.program)
         rest.pieces = tuple(
             ranks * node_bytes(operand)
-            for index, operand in enumerate(operands_of(node))
+            for index, operand in enumerate(operands)
             if size and index not in released
         )
         self.of_node[node] = (rest, *released.values())
@@ -474,22 +454,3 @@ class _Walk:
                     storage.ends = [self.program.output_node]
                     if storage.kind == AT_WORK:
                         storage.kind = RETURNED
-
-
-def held_text(sizes: Mapping[tuple[str, str], int], shown: int = 3) -> str:
-    """Bytes by kind and unit as text: "saved for backward 640: layers.1 384, layers.0 256".
-
-    Args:
-        sizes: bytes by kind and unit.
-        shown: the maximum number of units to name for each kind, the largest first.
-    """
-    texts = []
-    for kind in KINDS:
-        of_kind = {unit: size for (k, unit), size in sizes.items() if k == kind and size}
-        if not of_kind:
-            continue
-        ranked = sorted(of_kind.items(), key=lambda item: (-item[1], item[0]))
-        named = ", ".join(f"{unit or '(root)'} {size:,}" for unit, size in ranked[:shown])
-        more = f" and {len(ranked) - shown} units more" if len(ranked) > shown else ""
-        texts.append(f"{kind} {sum(of_kind.values()):,}: {named}{more}")
-    return "; ".join(texts)

@@ -309,6 +309,11 @@ def _roles(program: Program) -> Iterator[tuple[fx.Node, str]]:
         frozen += ", ignored" if param.ignored else ""
         shape = ", ".join(map(str, param.shape))
         yield param.node, f"parameter {param.fqn} [{shape}]{frozen}{ties}"
+    yield from roles_of_others(program)
+
+
+def roles_of_others(program: Program) -> Iterator[tuple[fx.Node, str]]:
+    """Each placeholder but those of parameters, with its role in words."""
     for buffer in program.buffers:
         yield buffer.node, f"{'constant' if buffer.constant else 'buffer'} {buffer.fqn}"
     for entry in program.inputs:

@@ -51,12 +51,9 @@ class ShardingBytes:
 
     @classmethod
     def of(cls, program: Program, rewritten: Program, issued: str) -> ShardingBytes:
-        """Measure a program that all passes have rewritten.
+        """Measure `rewritten`: `program` with regions recomputed and after all passes.
 
-        Args:
-            program: the captured program, whose places are used.
-            rewritten: `program` with regions recomputed, parameters gathered and gradients reduced.
-            issued: the meta key of recomputed nodes.
+        The places are those of `program`; `issued` is the meta key of recomputed nodes.
         """
         place = {node.name: index for index, node in enumerate(program.graph.nodes)}
         storages = storages_of(rewritten)

@@ -1,20 +1,25 @@
-"""Turn the regions of a program into minimum cuts: the price to save or recompute each value."""
+"""Choose the values of each region to save or recompute, by minimum cuts.
+
+A region becomes a graph of values with the price to save or recompute each. The choice with the
+least bytes saved plus price times cost of recomputation is a minimum cut; over all prices the
+choices form a convex hull of (cost, bytes). See README.md.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Collection, Container, Iterable, Iterator
 from dataclasses import dataclass
 from functools import cached_property
+from itertools import pairwise
 
 from torch import Tensor, fx
 
 from graphshard.cost.op_cost import FLOPS_PER_BYTE, equivalent_flops
 from graphshard.planning.plan import ShardingPlan
-from graphshard.program.aliases import alias_inputs, derived_values
+from graphshard.program.aliases import derived_values, is_view_op
 from graphshard.program.ops import is_compute
 from graphshard.program.program import BACKWARD, FORWARD, Program
 from graphshard.program.storages import RETURNED, Storage, Storages
-from graphshard.recompute.min_cut import Choice, CutProblem, Cutter, Value
 from graphshard.recompute.regions import (
     Reads,
     Region,
@@ -54,20 +59,9 @@ class RegionProblem:
         return frozenset((*nodes, *(draw for draw in draws if draw is not None)))
 
 
-class Frontiers:
-    """The choices of each region, computed once for regions of equal structure."""
-
-    def __init__(self) -> None:
-        self._by_problem: dict[CutProblem, tuple[Choice, ...]] = {}
-
-    def of(self, problem: CutProblem) -> tuple[Choice, ...]:
-        """The choices of `problem`, from recomputing only views to saving the fewest bytes."""
-        if problem not in self._by_problem:
-            self._by_problem[problem] = tuple(Cutter(problem).frontier(MOST_CHOICES))
-        return self._by_problem[problem]
-
-    def __len__(self) -> int:
-        return len(self._by_problem)
+def frontier(problem: CutProblem) -> tuple[Choice, ...]:
+    """The choices of `problem`, from recomputing only views to saving the fewest bytes."""
+    return tuple(Cutter(problem).frontier(MOST_CHOICES))
 
 
 def region_problems(
@@ -79,12 +73,7 @@ def region_problems(
 ) -> list[RegionProblem]:
     """The problem of every call of `targets` that has values read by backward, in forward order.
 
-    Args:
-        program: the captured program.
-        plan: its plan.
-        targets: FQNs of modules whose calls are regions.
-        storages: of `program`.
-        drawn: the names of the draws that may be repeated instead of saving their results.
+    `drawn` names the draws that may be repeated instead of saving their results.
     """
     draws = frozenset(node for node in program.nodes(FORWARD) if node.name in drawn)
     builder = _ProblemBuilder(program, plan, frozenset(targets), storages, draws)
@@ -216,17 +205,127 @@ class _ProblemBuilder:
 
 def _allocated_by(node: fx.Node, storages: Storages) -> Iterator[Storage]:
     """The storages allocated by `node`, or by the operator whose result it selects."""
-    source = node.args[0] if node.args and not is_view(node) else None
+    source = node.args[0] if node.args and not is_view_op(node.target) else None
     for storage in storages.of_node.get(node, ()):
         if storage.node is node or storage.node is source:
             yield storage
 
 
-def is_view(node: fx.Node) -> bool:
-    """Whether `node` is a view operator; selecting one of several results is not."""
-    return bool(alias_inputs(node)) and getattr(node.target, "_schema", None) is not None
-
-
 def forward_cost(program: Program) -> int:
     """FLOPs of forward, by `graphshard.cost.op_cost.equivalent_flops`."""
     return sum(equivalent_flops(node) for node in program.nodes(FORWARD) if is_compute(node))
+
+
+@dataclass(frozen=True)
+class Value:
+    """One value of a region.
+
+    inputs: numbers of the values it is computed from, all smaller than its own; values that are
+    always available in backward are left out. size: bytes to save it; None if it cannot be saved (a
+    view, a tuple). cost: FLOPs to compute it again; None if that is forbidden.
+    """
+
+    inputs: tuple[int, ...]
+    size: int | None
+    cost: int | None
+
+
+@dataclass(frozen=True)
+class CutProblem:
+    """Values in the order they are computed, and the numbers of those that backward reads."""
+
+    values: tuple[Value, ...]
+    needed: frozenset[int]
+
+
+@dataclass(frozen=True)
+class Choice:
+    """Numbers of the saved and the recomputed values, with the bytes and the FLOPs of them."""
+
+    saved: frozenset[int]
+    recomputed: frozenset[int]
+    size: int
+    cost: int
+
+
+class Cutter:
+    """Finds minimum cuts of one problem at several prices."""
+
+    def __init__(self, problem: CutProblem) -> None:
+        self.problem = problem
+
+    def cut(self, per_byte: int, per_cost: int) -> Choice:
+        """The choice with the least `per_byte` x bytes saved + `per_cost` x cost of recomputing."""
+        import networkx as nx  # here: it takes long to load, and few policies cut
+        from networkx.algorithms.flow import preflow_push
+
+        graph = nx.DiGraph()
+        graph.add_nodes_from(("source", "sink"))
+        for index, value in enumerate(self.problem.values):
+            if value.size is None:
+                graph.add_edge((index, "in"), (index, "out"))
+            else:
+                graph.add_edge((index, "in"), (index, "out"), capacity=per_byte * value.size)
+            if value.cost is None:
+                graph.add_edge("source", (index, "in"))
+            else:
+                graph.add_edge("source", (index, "in"), capacity=per_cost * value.cost)
+            for source in value.inputs:
+                graph.add_edge((source, "out"), (index, "in"))
+        for index in self.problem.needed:
+            graph.add_edge((index, "out"), "sink")
+        _, (_, behind) = nx.minimum_cut(graph, "source", "sink", flow_func=preflow_push)
+        return self._choice(behind)
+
+    def _choice(self, behind: set[object]) -> Choice:
+        """The values of a cut that the needed values depend on; a cut may have others."""
+        values = self.problem.values
+        saved: set[int] = set()
+        recomputed: set[int] = set()
+        stack = list(self.problem.needed)
+        while stack:
+            index = stack.pop()
+            if index in saved or index in recomputed:
+                continue
+            if (index, "in") in behind:
+                recomputed.add(index)
+                stack.extend(values[index].inputs)
+            else:
+                saved.add(index)
+        return Choice(
+            frozenset(saved),
+            frozenset(recomputed),
+            sum(values[i].size or 0 for i in saved),
+            sum(values[i].cost or 0 for i in recomputed),
+        )
+
+    def frontier(self, most: int) -> list[Choice]:
+        """Up to `most` choices on the convex hull, from the least cost to the fewest bytes.
+
+        Those in the widest gaps are found first.
+        """
+        # One above the sum of all sizes, and of all costs.
+        all_bytes = 1 + sum(value.size or 0 for value in self.problem.values)
+        all_costs = 1 + sum(value.cost or 0 for value in self.problem.values)
+        ends = [self.cut(1, all_bytes), self.cut(all_costs, 1)]
+        hull = ends if ends[0].size > ends[1].size else ends[:1]
+        open_gaps = set(pairwise(hull))
+        while open_gaps and len(hull) < most:
+            gap = max(open_gaps, key=_area)
+            open_gaps.remove(gap)
+            left, right = gap
+            per_byte, per_cost = right.cost - left.cost, left.size - right.size
+            middle = self.cut(per_byte, per_cost)
+
+            def price(choice: Choice, a: int = per_byte, b: int = per_cost) -> int:
+                return a * choice.size + b * choice.cost
+
+            if price(middle) < price(left):
+                hull.insert(hull.index(right), middle)
+                open_gaps |= {(left, middle), (middle, right)}
+        return hull
+
+
+def _area(gap: tuple[Choice, Choice]) -> tuple[int, int, int]:
+    left, right = gap
+    return ((left.size - right.size) * (right.cost - left.cost), left.size, left.cost)

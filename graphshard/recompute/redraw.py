@@ -16,9 +16,9 @@ from torch import Tensor, fx
 from torch.utils._pytree import tree_leaves
 
 from graphshard.program import ops
+from graphshard.program.collective import generator_of
 from graphshard.program.edit import fake_as, fake_like, fake_on, insert_node
 from graphshard.program.program import BACKWARD, FORWARD, REPLAYS, Program
-from graphshard.program.random_states import generator_of
 from graphshard.program.storages import bytes_of
 from graphshard.recompute.regions import Region, is_dropout, saved_by_model
 from graphshard.torch_private.random_ops import may_draw, may_move_generators, state_bytes
@@ -31,13 +31,9 @@ def redrawn(
 ) -> frozenset[fx.Node]:
     """The draws of forward that backward may repeat, in the regions where that saves memory.
 
-    Operators that may draw without saying so are always repeated, as they mostly do not.
-
-    Args:
-        program: the program.
-        region_of: the region that a node is recomputed with; None if with none.
-        min_bytes: a region whose random results take fewer bytes keeps them. None: no more than a
-            state of the generator.
+    A region whose random results take fewer than `min_bytes` keeps them; None: no more than a state
+    of the generator. Operators that may draw without saying so are always repeated, as they mostly
+    do not. `region_of` gives the region that a node is recomputed with.
     """
     by_region: dict[tuple[Region, str], list[fx.Node]] = defaultdict(list)
     found: list[fx.Node] = []

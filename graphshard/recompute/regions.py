@@ -142,11 +142,10 @@ def checkpoint_depth(program: Program) -> int:
 class Issues:
     """The nodes that are issued again, and how.
 
-    Attributes:
-        before: the nodes to recompute before each backward node, in the order of the graph.
-        again: whether a node is recomputed.
-        masks_alone: the dropouts of which only the mask is drawn again. Its numbers do not depend
-            on the values that are dropped, so zeros stand in for these.
+    `before` has the nodes to recompute before each backward node, in the order of the graph;
+    `again` says whether a node is recomputed. Only the mask is drawn again of the dropouts in
+    `masks_alone`: its numbers do not depend on the values that are dropped, so zeros stand in for
+    these.
     """
 
     before: list[Issue]
@@ -161,10 +160,7 @@ class Issues:
 def plan_issues(reads: Reads, again: NodePredicate, order: Mapping[fx.Node, int]) -> Issues:
     """Place each recomputed node right before the first backward node that needs it.
 
-    Args:
-        reads: the reads of the region.
-        again: whether to recompute a forward node; all others are saved.
-        order: places of the forward nodes.
+    `again` says which forward nodes are recomputed; all others are saved.
     """
     issues = Issues([], again, _masks_alone(reads, again))
     placed: set[fx.Node] = set()
@@ -239,12 +235,8 @@ def issue_again(program: Program, reads: Reads, issues: Issues) -> dict[fx.Node,
 def recomputable(node: fx.Node, redrawn: Container[fx.Node] = ()) -> bool:
     """Whether `node` computes the same when issued again: no write, no number, no random draw.
 
-    The output of a dropout can be recomputed from its mask, which stays saved.
-
-    Args:
-        node: any node.
-        redrawn: the draws that backward repeats from the random state that they had; see
-            `graphshard.recompute.redraw`.
+    The output of a dropout can be recomputed from its mask, which stays saved. `redrawn` are the
+    draws that backward repeats; see `graphshard.recompute.redraw`.
     """
     if node.op != "call_function" or node.meta["phase"] != FORWARD or writes(node):
         return False

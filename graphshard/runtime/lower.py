@@ -40,8 +40,7 @@ from graphshard.program import ops
 from graphshard.program.annotations import Regions
 from graphshard.program.collective import Collective, OneTensor, operands_of
 from graphshard.program.finite import Check
-from graphshard.program.gather_inputs import done_by_gather
-from graphshard.program.owned import reduced_in_place
+from graphshard.program.packing import done_by_gather, reduced_in_place
 from graphshard.program.program import BACKWARD, FORWARD, copy_node, events_of
 from graphshard.program.regions import Region, is_fixed, picks_from, regions_in
 from graphshard.runtime.accumulated import AccumulatedGrads

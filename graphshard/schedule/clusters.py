@@ -98,13 +98,10 @@ def clusters(
     gap: Callable[[int, int], float],
     enough: Callable[[Sequence[T]], float],
 ) -> list[list[T]]:
-    """Group items whose places are near each other, in the order of `items`.
+    """Group `items`, pairs of place and item in order, whose places are near each other.
 
-    Args:
-        items: pairs of place and item, with ascending or descending places.
-        gap: the distance between two places, the lower one first.
-        enough: the distance to the next item at which a group ends; only a positive distance
-            ends one.
+    `gap` is the distance between two places, the lower one first. A group ends where the distance
+    to the next item is positive and at least `enough` of the group.
     """
     groups: list[list[T]] = []
     last = -1

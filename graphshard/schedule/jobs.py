@@ -14,7 +14,6 @@ from torch import fx
 
 from graphshard.cost.streams import NodeCost, local_seconds, stream_of
 from graphshard.hardware.hardware import Hardware
-from graphshard.planning.plan import ShardingPlan
 from graphshard.program import ops
 from graphshard.program.aliases import transfers_after, transfers_into, unpacks, uses_of
 from graphshard.program.annotations import Budget
@@ -90,15 +89,9 @@ class JobTable:
     hardware: Hardware
 
     @classmethod
-    def of(
-        cls,
-        program: Program,
-        plan: ShardingPlan,
-        budget: Budget,
-        cost: Mapping[fx.Node, NodeCost],
-    ) -> JobTable:
+    def of(cls, program: Program, budget: Budget, cost: Mapping[fx.Node, NodeCost]) -> JobTable:
         """The table of `program`, timed on the hardware of `budget`; `cost`: by node."""
-        return _TableBuilder(program, plan, budget, cost).table()
+        return _TableBuilder(program, budget, cost).table()
 
     def with_early_frees(self, order: Iterable[fx.Node]) -> list[fx.Node]:
         """`order` with each free right after the last use of the parameters it frees."""
@@ -115,17 +108,9 @@ class JobTable:
 
 
 class _TableBuilder:
-    def __init__(
-        self,
-        program: Program,
-        plan: ShardingPlan,
-        budget: Budget,
-        cost: Mapping[fx.Node, NodeCost],
-    ) -> None:
+    def __init__(self, program: Program, budget: Budget, cost: Mapping[fx.Node, NodeCost]) -> None:
         self.program, self.hardware, self.cost = program, budget.hardware, cost
-        nodes = list(program.graph.nodes)
-        self.place = {node: index for index, node in enumerate(nodes)}
-        self.nodes = nodes
+        self.nodes = list(program.graph.nodes)
         self.job_of: dict[fx.Node, Job] = {}  # by each of its nodes
 
     def table(self) -> JobTable:

@@ -159,7 +159,7 @@ class _Walk:
         for arrival in self.late_arrivals:
             self._emit(arrival)
         self.order.append(table.tail)
-        most = 0 if self.live is None else _most(self.live)
+        most = 0 if self.live is None or not self.live.numel() else int(self.live.max())
         return PlacedOrder(self.order, self.clocks.end, most)
 
     def _cross(self) -> None:
@@ -341,7 +341,3 @@ class _Walk:
                 self._reduce(queue[0], index)
                 if follower in self.ended:
                     break
-
-
-def _most(live: Tensor) -> int:
-    return int(live.max()) if live.numel() else 0

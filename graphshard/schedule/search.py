@@ -10,10 +10,9 @@ from torch import fx
 
 from graphshard.planning.plan import ShardingPlan
 from graphshard.program.annotations import Budget, Score
-from graphshard.program.arguments import argument_key
 from graphshard.program.pass_protocol import PassLike, apply_passes
-from graphshard.program.program import Program
-from graphshard.schedule.evaluate import OrderScorer, budget_of
+from graphshard.program.program import Program, argument_key
+from graphshard.schedule.evaluate import OrderScorer, budget_of, bytes_by_frame, least_bytes
 from graphshard.schedule.jobs import JobTable
 from graphshard.schedule.list_scheduler import (
     CHAIN,
@@ -25,7 +24,6 @@ from graphshard.schedule.list_scheduler import (
     Rule,
     place,
 )
-from graphshard.schedule.memory import bytes_by_frame, least_bytes
 
 SLACK = 1e-3
 """The fraction of a step's time by which `order_holding_less` may prolong it."""
@@ -42,20 +40,11 @@ def order_holding_less(
     limits: ByteTable,
     rule: Rule,
 ) -> tuple[list[fx.Node], Score]:
-    """Find the order that holds the fewest bytes because of sharding, by bisection.
+    """Find the order of at most `seconds` that holds the fewest bytes because of sharding.
 
-    Such bytes are unsharded parameters, gradients to reduce, and buffers of collectives.
-
-    Args:
-        order: the order of all nodes to start from.
-        seconds: the maximum time of an order.
-        table: the jobs to place.
-        scorer: the scorer of orders.
-        limits: the bytes by place of the frame.
-        rule: the rule of the list scheduler.
-
-    Returns:
-        An order that takes at most `seconds`, and its score.
+    Such bytes are unsharded parameters, gradients to reduce, and buffers of collectives. The search
+    is a bisection that begins with `order` and places the jobs of `table` by `rule` within
+    `limits`.
     """
     best, score = order, scorer.score(order)
     lifetimes = scorer.lifetimes
@@ -84,12 +73,13 @@ _MAX_TRIES = 3  # placed orders to score exactly, until one keeps the budget
 
 @dataclass(frozen=True)
 class BestOrder:
-    """The best order found for the nodes of a program.
+    """The best order found for the nodes of `program`.
 
     score: its seconds and bytes. changed: whether it differs from the order of the graph. sharding:
     the maximum bytes held at once because of sharding (see `Budget.room`).
     """
 
+    program: Program
     order: list[fx.Node]
     score: Score
     changed: bool
@@ -103,19 +93,13 @@ def best_order(
 
     The list scheduler tries a few rules, and the best order by simulation that keeps the budget is
     taken. If it is not faster than the present order (or as fast and smaller), only frees are
-    moved, or nothing.
-
-    Args:
-        program: a finished program.
-        plan: the plan it was rewritten by.
-        budget: its byte budget.
-        fewest_bytes: among orders that are as fast, take the one that holds the fewest bytes
-            because of sharding.
+    moved, or nothing. With `fewest_bytes`, of the orders that are as fast the one is taken that
+    holds the fewest bytes because of sharding.
     """
     present = list(program.graph.nodes)
     scorer = OrderScorer.of(program, plan, budget)
     before = scorer.score(present)
-    table = JobTable.of(program, plan, budget, scorer.cost)
+    table = JobTable.of(program, budget, scorer.cost)
     least = place(table, Rule(MINIMAL))
     limits = least_bytes(least.order, scorer.lifetimes, table, budget)
     for rule, placed in (*_ranked(table, limits)[:_MAX_TRIES], (Rule(), least)):
@@ -133,7 +117,8 @@ def best_order(
         slack = 0.0 if budget.of_policy else SLACK
         longest = max(score.seconds, min(score.seconds * (1 + slack), before.seconds))
         order, score = order_holding_less(order, longest, table, scorer, limits, chosen)
-    return BestOrder(order, score, order is not present, scorer.lifetimes.sharding_bytes(order))
+    sharding = scorer.lifetimes.sharding_bytes(order)
+    return BestOrder(program, order, score, order is not present, sharding)
 
 
 def _ranked(table: JobTable, limits: ByteTable) -> list[tuple[Rule, PlacedOrder]]:
@@ -147,26 +132,13 @@ def _ranked(table: JobTable, limits: ByteTable) -> list[tuple[Rule, PlacedOrder]
     return ranked
 
 
-@dataclass(frozen=True)
-class Trial:
-    """A program, its best order, and the score of that order.
-
-    sharding: the maximum bytes that it holds at once because of sharding.
-    """
-
-    program: Program
-    order: list[fx.Node]
-    score: Score
-    sharding: int
-
-
 def trial_of(
     program: Program,
     plan: ShardingPlan,
     rest: Sequence[PassLike] = (),
     *,
     fewest_bytes: bool = False,
-) -> Trial:
+) -> BestOrder:
     """Find the best order of `program` after the passes `rest`, without changing `program`.
 
     `fewest_bytes` is that of `best_order`.
@@ -174,13 +146,12 @@ def trial_of(
     if rest:
         program = program.copy()
     apply_passes(rest, program, plan)
-    best = best_order(program, plan, budget_of(program), fewest_bytes=fewest_bytes)
-    return Trial(program, best.order, best.score, best.sharding)
+    return best_order(program, plan, budget_of(program), fewest_bytes=fewest_bytes)
 
 
 def trial_after(
     step: PassLike, program: Program, plan: ShardingPlan, rest: Sequence[PassLike] = ()
-) -> Trial | None:
+) -> BestOrder | None:
     """The trial of a copy of `program` after `step` and `rest`; None if `step` changes nothing."""
     changed = program.copy()
     step.apply(changed, plan)

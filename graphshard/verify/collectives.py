@@ -1,4 +1,7 @@
-"""Rules on shards and collectives: gathers, reduces, transfers, their waits and their order."""
+"""Rules on shards and collectives.
+
+Gathers, reduces and transfers, their waits and their order; the groups of ranks that they join.
+"""
 
 from __future__ import annotations
 
@@ -18,9 +21,9 @@ from graphshard.program.collective import (
     param_of,
     params_of,
 )
+from graphshard.program.pass_protocol import Stage
 from graphshard.program.program import signature
 from graphshard.verify.facts import CollectiveKey, Facts, collective_key
-from graphshard.verify.groups import averaged_by, is_reduced_shard
 
 
 def check_shards(facts: Facts) -> None:
@@ -100,10 +103,7 @@ def check_gathers(facts: Facts) -> None:
                 facts.fail("gathers", gather, f"{layout.fqn!r} is whole on each rank already")
             if layout.resident != Collective.of(gather).in_place:
                 facts.fail("gathers", gather, f"{layout.fqn!r} has resident={layout.resident}")
-        dtypes = [operand.meta["val"].dtype for operand in operands]
-        expected = [(one.shape, dtype) for one, dtype in zip(layouts, dtypes, strict=True)]
-        for wait in facts.waits[gather]:
-            _check_values(facts, wait, expected)
+        _check_values(facts, gather, [layout.shape for layout in layouts])
 
 
 def _is_part(facts: Facts, node: fx.Node, gather: fx.Node, name: str) -> bool:
@@ -159,10 +159,7 @@ def check_reduces(facts: Facts) -> None:
                 )
             reduced_by[layout.fqn] = reduce
             _check_operand(facts, reduce, operand, layout)
-        dtypes = [operand.meta["val"].dtype for operand in operands]
-        expected = [(one.shard_shape, dtype) for one, dtype in zip(layouts, dtypes, strict=True)]
-        for wait in facts.waits[reduce]:
-            _check_values(facts, wait, expected)
+        _check_values(facts, reduce, [layout.shard_shape for layout in layouts])
     _check_kept(facts, reduced_by)
     _check_returned(facts, reduced_by | averaged_by(facts, reduced_by))
 
@@ -190,7 +187,7 @@ def _check_kept(facts: Facts, reduced_by: Mapping[str, fx.Node]) -> None:
             continue
         name, shard = str(param_of(node)), node.args[0]
         assert isinstance(shard, fx.Node)
-        if not is_reduced_shard(shard, name, reduced_by.get(name)):
+        if not _is_result(ops.origin(shard), name, reduced_by.get(name)):
             facts.fail("reduces", node, f"%{shard.name} is no reduced shard of {name!r}")
 
 
@@ -216,12 +213,7 @@ def _check_returned(facts: Facts, reduced_by: dict[str, fx.Node]) -> None:
         reduce = reduced_by.get(param.fqn)
         if reduce is None:
             facts.fail("reduces", grad, f"the gradient of {param.fqn!r} is never reduced")
-        picked = ops.origin(grad)
-        if (
-            not ops.is_unpack(picked)
-            or ops.collective_of(picked) is not reduce
-            or params_of(reduce)[picked.args[1]] != param.fqn  # type: ignore[index]
-        ):
+        if not _is_result(ops.origin(grad), param.fqn, reduce):
             facts.fail(
                 "reduces",
                 grad,
@@ -310,11 +302,18 @@ def _operands(facts: Facts, collective: fx.Node) -> tuple[list[fx.Node], list[Pa
     return operands, layouts
 
 
-def _check_values(facts: Facts, wait: fx.Node, expected: list[tuple[Any, ...]]) -> None:
-    """Raise unless the results of `wait`, and the picked ones, have the expected signatures."""
-    results = [signature(val) for val in wait.meta["val"]]
-    if results != expected:
-        facts.fail("shapes", wait, f"it returns {results}; the layouts say {expected}")
+def _check_values(facts: Facts, collective: fx.Node, shapes: list[tuple[int, ...]]) -> None:
+    """Raise unless its results, and the picked ones, have `shapes` and the operands' dtypes."""
+    dtypes = [operand.meta["val"].dtype for operand in operands_of(collective)]
+    expected = list(zip(shapes, dtypes, strict=True))
+    for wait in facts.waits[collective]:
+        results = [signature(val) for val in wait.meta["val"]]
+        if results != expected:
+            facts.fail("shapes", wait, f"it returns {results}; the layouts say {expected}")
+        _check_picked(facts, wait, expected)
+
+
+def _check_picked(facts: Facts, wait: fx.Node, expected: list[tuple[Any, ...]]) -> None:
     for user in wait.users:
         if not ops.is_unpack(user):
             continue
@@ -327,3 +326,101 @@ def _check_values(facts: Facts, wait: fx.Node, expected: list[tuple[Any, ...]]) 
                 user,
                 f"it is {signature(user.meta['val'])}; the layout says {expected[index]}",
             )
+
+
+def check_groups(facts: Facts) -> None:
+    """A collective joins a group that the mesh has and that this kind of collective may join."""
+    for node in facts.collectives:
+        op, group = ops.OPS[node.target], ops.group_of(node)
+        allowed = op.groups if facts.plan.has_replicas else op.groups - {ops.REPLICATE, ops.ALL}
+        if group not in allowed:
+            facts.fail(
+                "groups",
+                node,
+                f"this {ops.op_name(node)} joins the ranks {group!r} of a mesh of shape "
+                f"{facts.plan.mesh_shape}; it may join {' or '.join(map(repr, sorted(allowed)))}",
+            )
+
+
+def averaged_by(facts: Facts, reduced_by: Mapping[str, fx.Node]) -> dict[str, fx.Node]:
+    """By parameter, the all_reduce that averages its reduced shards over the replicas.
+
+    Its operand must be a result of the reduce that `reduced_by` has for the parameter. From
+    `Stage.AVERAGED` on, every reduced shard has one, or is kept for a later one.
+    """
+    averages: dict[str, fx.Node] = {}
+    for node in facts.collectives:
+        if ops.group_of(node) != ops.REPLICATE:
+            continue
+        params = params_of(node)
+        for name, operand in zip(params, operands_of(node), strict=True):
+            if name in averages:
+                facts.fail(
+                    "replicas", node, f"{name!r} is averaged here and by %{averages[name].name}"
+                )
+            if not _is_result(ops.origin(operand), name, reduced_by.get(name)):
+                facts.fail("replicas", node, f"%{operand.name} is no reduced shard of {name!r}")
+            averages[name] = node
+        _check_values(facts, node, [facts.plan.layouts[name].shard_shape for name in params])
+    if facts.plan.has_replicas and Stage.AVERAGED in facts.done:
+        _check_all_averaged(facts, reduced_by, averages)
+    return averages
+
+
+def _is_result(node: fx.Node, name: str, collective: fx.Node | None) -> bool:
+    """Whether `node` picks the result for the parameter `name` from the wait of `collective`."""
+    if collective is None or not ops.is_unpack(node) or ops.collective_of(node) is not collective:
+        return False
+    return params_of(collective)[node.args[1]] == name  # type: ignore[index]
+
+
+def _check_all_averaged(
+    facts: Facts, reduced_by: Mapping[str, fx.Node], averages: Mapping[str, fx.Node]
+) -> None:
+    accumulated = {param_of(node) for node in facts.nodes if node.target is ops.accumulate_grad}
+    for name, reduce in reduced_by.items():
+        whole = not ops.is_scatter(reduce) and ops.group_of(reduce) == ops.ALL
+        if name not in averages and name not in accumulated and not whole:
+            facts.fail(
+                "replicas",
+                reduce,
+                f"the gradient of {name!r} is averaged over the {facts.plan.shard_size} ranks of a "
+                "replica only",
+            )
+
+
+def check_reshards(facts: Facts) -> None:
+    """A `reshard` takes a full parameter of its unit, and only gathers of its group read it."""
+    for node in facts.nodes:
+        if node.op != "call_function" or node.target is not ops.reshard:
+            continue
+        part = OneTensor.of(node)
+        unit, name, ranks = part.unit, part.param, part.ranks
+        full = node.args[0] if len(node.args) == 1 else None
+        if not isinstance(full, fx.Node) or name not in facts.params:
+            facts.fail("operands", node, "a reshard takes one tensor, and says unit and param")
+        if facts.plan.unit_of_param(str(name)) != unit:
+            facts.fail("operands", node, f"{name!r} is not a parameter of unit {unit!r}")
+        planned = facts.plan.unit(str(unit)).options.reshard_ranks
+        if ranks != planned:
+            facts.fail(
+                "reshards", node, f"it keeps parts for groups of {ranks} ranks; the plan: {planned}"
+            )
+        if not _is_full(full, str(name)):
+            facts.fail("reshards", node, f"%{full.name} is not the full value of {name!r}")
+        dtype = full.meta["val"].dtype
+        expected = (facts.plan.layouts[str(name)].over(int(ranks)).shard_shape, dtype)  # type: ignore
+        if signature(node.meta["val"]) != expected:
+            shape = signature(node.meta["val"])
+            facts.fail("shapes", node, f"it is {shape}, and must be {expected}")
+        for user in node.users:
+            if user.target is not ops.all_gather or ops.group_of(user) != ops.RESHARD:
+                facts.fail(
+                    "reshards", user, f"it reads %{node.name}, a part kept for a gather, whole"
+                )
+
+
+def _is_full(node: fx.Node, name: str) -> bool:
+    """Whether `node` is the full parameter `name`, picked from a gather of its shards."""
+    gather = ops.collective_of(node) if ops.is_unpack(node) else None
+    return gather is not None and ops.is_gather(gather) and _is_result(node, name, gather)

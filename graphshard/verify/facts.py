@@ -40,12 +40,10 @@ class Reference:
     def of(
         cls, program: Program, captured: Reference | None = None, facts: Facts | None = None
     ) -> Reference:
-        """The reference of `program` as it is now.
+        """The reference of `program` as it is now, before the next pass rewrites it.
 
-        Args:
-            program: the program that the next pass rewrites.
-            captured: the reference taken before the first pass.
-            facts: the facts of `program`, if it was verified just now.
+        `captured` was taken before the first pass; `facts` are of `program`, if it was verified
+        just now.
         """
         cache = Signatures() if facts is None else facts.signatures
         results = program.results()

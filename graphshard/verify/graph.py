@@ -10,8 +10,8 @@ from torch import fx
 
 from graphshard.program.program import BACKWARD, FORWARD, signatures
 from graphshard.program.text import argument_text
-from graphshard.verify.constants import constants_of
 from graphshard.verify.facts import Facts, settings_of, tables_of
+from graphshard.verify.numbering import constants_of
 
 
 def check_layout(facts: Facts) -> None:

@@ -8,7 +8,7 @@ from graphshard.program import ops
 from graphshard.program.aliases import aliases_of, unpacks
 from graphshard.program.collective import Collective
 from graphshard.program.pass_protocol import Stage
-from graphshard.program.storages import held_text, storages_of
+from graphshard.program.storages import KINDS, Storage, storages_of
 from graphshard.verify.facts import Facts
 
 
@@ -38,24 +38,31 @@ def check_lifetimes(facts: Facts) -> None:
     for wait, frees in facts.frees.items():
         if not frees or ops.collective_of(wait).target is not ops.all_gather:
             continue
-        freed = facts.place[frees[0]]
-        late: list[tuple[int, fx.Node, fx.Node]] = []
-        for value in aliases_of(*unpacks(wait)):
-            late += [
-                (facts.place[last], last, value)
-                for user in (value, *value.users)
-                for last in (user, *facts.waits.get(user, ()))
-                if facts.place[last] > freed
-            ]
-        if late:
-            _, user, value = min(late, key=lambda item: item[0])
-            reads = "ends what reads" if user.target is ops.wait else "reads"
-            facts.fail(
-                "lifetimes",
-                user,
-                f"it {reads} %{value.name}, which shares the storage of %{wait.name}, after "
-                f"%{frees[0].name} freed it",
-            )
+        _require_no_later_use(facts, "lifetimes", unpacks(wait), wait, frees[0], "freed")
+
+
+def _require_no_later_use(
+    facts: Facts, rule: str, roots: list[fx.Node], owner: fx.Node, end: fx.Node, done: str
+) -> None:
+    """Raise if a node behind `end`, a free or a release, uses `roots` or a view of them."""
+    late = [
+        (facts.place[last], last, value)
+        for value in aliases_of(*roots)
+        for user in (value, *value.users)
+        for last in (user, *facts.waits.get(user, ()))
+        if facts.place[last] > facts.place[end]
+        # A second release has an error of its own.
+        and not (last.target is ops.release and end.target is ops.release)
+    ]
+    if late:
+        _, user, value = min(late, key=lambda item: item[0])
+        reads = "ends what reads" if user.target is ops.wait else "reads"
+        facts.fail(
+            rule,
+            user,
+            f"it {reads} %{value.name}, which shares the storage of %{owner.name}, after "
+            f"%{end.name} {done} it",
+        )
 
 
 def check_releases(facts: Facts) -> None:
@@ -70,18 +77,7 @@ def check_releases(facts: Facts) -> None:
             before = by_parameter[picked].name
             facts.fail("releases", release, f"%{picked.name} is released by %{before} already")
         by_parameter[picked] = release
-        at = facts.place[release]
-        reads = [(value, user) for value in aliases_of(picked) for user in value.users]
-        for value, user in reads:
-            if user.target is ops.release:
-                continue
-            if any(facts.place[last] > at for last in (user, *facts.waits.get(user, ()))):
-                facts.fail(
-                    "releases",
-                    user,
-                    f"it reads %{value.name}, which shares the storage of %{picked.name}, after "
-                    f"%{release.name} released it",
-                )
+        _require_no_later_use(facts, "releases", [picked], picked, release, "released")
 
 
 def _released(facts: Facts, release: fx.Node) -> fx.Node:
@@ -117,14 +113,27 @@ def check_budget(facts: Facts) -> None:
     peak = max(live, default=0)
     if peak > budget:
         place = live.index(peak)
-        sizes: dict[tuple[str, str], int] = {}
-        for storage in storages.held_at(place):
-            key = storage.kind, storage.unit
-            sizes[key] = sizes.get(key, 0) + storage.size
+        held = [storage for storage in storages.all if storage.born <= place <= storage.dies]
         facts.fail(
             "budget",
             facts.nodes[place],
             f"the step holds {peak:,} bytes here, more than memory_budget={budget:,} "
-            f"({held_text(sizes)}); recompute more, make smaller units, prefetch less, or raise "
+            f"({_held_text(held)}); recompute more, make smaller units, prefetch less, or raise "
             "the budget",
         )
+
+
+def _held_text(held: list[Storage], shown: int = 3) -> str:
+    """Bytes by kind and of the largest units: "returned 640: layers.1 384, (root) 256"."""
+    texts = []
+    for kind in KINDS:
+        by_unit: dict[str, int] = {}
+        for storage in held:
+            if storage.kind == kind and storage.size:
+                by_unit[storage.unit] = by_unit.get(storage.unit, 0) + storage.size
+        if by_unit:
+            ranked = sorted(by_unit.items(), key=lambda item: (-item[1], item[0]))
+            named = ", ".join(f"{unit or '(root)'} {size:,}" for unit, size in ranked[:shown])
+            more = f" and {len(ranked) - shown} units more" if len(ranked) > shown else ""
+            texts.append(f"{kind} {sum(by_unit.values()):,}: {named}{more}")
+    return "; ".join(texts)

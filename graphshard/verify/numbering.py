@@ -31,17 +31,14 @@ from functools import cache
 from typing import Any
 
 import torch
-from torch import fx
+from torch import Tensor, fx
 
 from graphshard.program import ops
-from graphshard.program.aliases import cast_dtype
-from graphshard.program.arguments import argument_key
-from graphshard.program.collective import OneTensor
-from graphshard.program.program import Program, signature
-from graphshard.program.random_states import device_of, generator_of
+from graphshard.program.aliases import COPYING_OPS, cast_dtype
+from graphshard.program.collective import OneTensor, device_of, generator_of
+from graphshard.program.program import Program, argument_key, signature
 from graphshard.recompute.regions import is_dropout, mask_needs_no_operand
 from graphshard.torch_private.compat import SYMBOLIC
-from graphshard.verify.constants import Constant, constants_of
 
 _aten = torch.ops.aten
 
@@ -51,23 +48,13 @@ REDUCED = "reduced"
 """The first item of the key of a result of a reduce, which no operator of the program computes."""
 
 
-# Operators that appear in one of the equations.
-_WITH_EQUATIONS = frozenset(
-    {
-        _aten._to_copy.default,
-        _aten.clone.default,
-        torch.ops.prims.convert_element_type.default,
-    }
-)
-
-
 _Operator = type(_aten.add.Tensor)
 
 
 @cache
 def is_plain(target: Any) -> bool:
     """Whether `target` is an ordinary operator, which appears in no equation."""
-    return isinstance(target, _Operator) and target not in _WITH_EQUATIONS
+    return isinstance(target, _Operator) and target not in COPYING_OPS
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,17 +62,9 @@ class Numbered:
     """A node's number with the operator and arguments that it follows from, for reuse.
 
     An edit replaces a node's arguments and never changes them in place, so comparing identities is
-    enough.
-
-    Attributes:
-        target: the operator.
-        args: positional arguments of the node.
-        kwargs: keyword arguments of the node.
-        inputs: the nodes among the arguments.
-        numbers: the numbers of `inputs`.
-        number: the number of the node.
-        effect: whether the node draws random numbers or writes.
-        plain: whether the operator is ordinary; equal arguments then give an equal number.
+    enough. `numbers` are those of `inputs`, the nodes among the arguments; `effect` says whether
+    the node draws random numbers or writes; `plain`, whether the operator is ordinary: equal
+    arguments then give an equal number.
     """
 
     target: Any
@@ -127,18 +106,15 @@ class Values:
 
     Attributes:
         keys: the key of each number: operator and numbers of arguments.
-        by_key: the number of each key.
-        of_node: the number of each node.
         name: for each number, the name of its first node.
         effects: nodes that draw random numbers or write, in order, but for draws done again.
         states: the present random state, by type of device.
         drawn: by the name of a draw, the number of what it draws.
         repeated: nodes that draw random numbers again.
         replaying: the types of devices whose generator is in a state of forward.
-        accumulated: by parameter, "gradient" or "shard", and the number that a `keep` takes.
+        accumulated: by parameter, "gradient" or "shard", and the number that is accumulated.
         ends: the numbers of the values in each list of the output node.
         memo: the numbers of ordinary operators, by node.
-        constants: the constants, to compare with later ones; see graph.py.
     """
 
     keys: list[Key] = field(default_factory=list)
@@ -159,9 +135,7 @@ class Values:
     def of(cls, program: Program, captured: Values | None = None) -> Values:
         """Number the values of `program`, which must keep the rules on its graph and collectives.
 
-        Args:
-            program: is only read.
-            captured: values of the captured program, whose numbers are reused.
+        The numbers of the `captured` program are reused.
         """
         values = cls() if captured is None else cls._like(captured)
         values._enter_tables(program)
@@ -223,13 +197,8 @@ class Values:
     ) -> bool:
         """Whether passes may rewrite the gradient `was` to `now`: reduced, accumulated, or cast.
 
-        Args:
-            param: FQN of its parameter.
-            now: its number in the rewritten program.
-            was: its number in the captured program.
-            zeros_need_sum: whether zeros may replace a missing gradient only where an accumulated
-                one is added to them.
-            recast: whether the plan lets it be cast for its reduce.
+        `zeros_need_sum`: zeros may replace a missing gradient only where an accumulated one is
+        added to them. `recast`: the plan lets it be cast for its reduce.
         """
         if param in self.accumulated:
             form, number = self.accumulated[param]
@@ -418,3 +387,73 @@ class Values:
         if len(number) == 2 and isinstance(number[0], type):
             return str(number[1])
         return f"[{', '.join(map(self.text, number))}]"
+
+
+# -- captured constants ----------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Constant:
+    """A constant as it was when the values of a program were numbered.
+
+    `value` is the tensor itself; it may be large, so nothing is copied. `version` is torch's count
+    of the writes into it; None for an inference tensor, which has none.
+    """
+
+    fqn: str
+    value: Tensor | None
+    version: int | None
+
+    def difference(self, now: Constant) -> str | None:
+        """Describe how `now` differs from this constant; None if it does not."""
+        if now.value is self.value:
+            return None if now.version == self.version else "was written in place"
+        if now.value is None or self.value is None:
+            return "has lost its value" if now.value is None else "has a value, and had none"
+        if _form(now.value) != _form(self.value):
+            return f"is {_form_text(now.value)}, and was {_form_text(self.value)}"
+        return None if _same_bits(now.value, self.value) else "has other values"
+
+
+def constants_of(program: Program) -> tuple[Constant, ...]:
+    """The constants of `program`, in the order of its buffers."""
+    return tuple(
+        Constant(entry.fqn, entry.value, _version_of(entry.value))
+        for entry in program.buffers
+        if entry.constant
+    )
+
+
+def _version_of(value: Tensor | None) -> int | None:
+    return None if value is None or value.is_inference() else value._version
+
+
+def _form(value: Tensor) -> tuple[object, ...]:
+    strides = value.stride() if value.layout is torch.strided else None
+    return value.dtype, value.shape, strides, value.device, value.layout
+
+
+def _form_text(value: Tensor) -> str:
+    strided = value.layout is torch.strided
+    at = f"strides {value.stride()}" if strided else str(value.layout)
+    return f"{value.dtype} of shape {tuple(value.shape)}, {at}, on {value.device}"
+
+
+_AS_INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+
+
+def _same_bits(a: Tensor, b: Tensor) -> bool:
+    """Whether two tensors of one form have equal bits; any NaN equals any other.
+
+    Sparse and quantized tensors count as different unless they are one object.
+    """
+    if a.layout is not torch.strided or a.is_quantized:
+        return False
+    if a.is_complex():
+        a, b = torch.view_as_real(a.resolve_conj()), torch.view_as_real(b.resolve_conj())
+    a, b = a.resolve_neg(), b.resolve_neg()
+    as_integers = _AS_INTEGERS[a.dtype.itemsize]
+    equal = a.view(as_integers) == b.view(as_integers)
+    if a.is_floating_point() and not equal.all():
+        equal |= a.float().isnan() & b.float().isnan()
+    return bool(equal.all())

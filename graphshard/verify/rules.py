@@ -15,15 +15,17 @@ from graphshard.program.pass_protocol import Stage
 from graphshard.program.program import Program
 from graphshard.verify.collectives import (
     check_gathers,
+    check_groups,
     check_order,
     check_reduces,
+    check_reshards,
     check_shards,
     check_transfers,
     check_waits,
 )
+from graphshard.verify.compute import check_checks, check_random_states, check_regions
 from graphshard.verify.copies import check_accumulated, check_copies, check_precision
 from graphshard.verify.facts import Facts, Reference
-from graphshard.verify.finite import check_checks
 from graphshard.verify.graph import (
     check_constants,
     check_layout,
@@ -32,10 +34,7 @@ from graphshard.verify.graph import (
     check_tables,
     check_unchanged,
 )
-from graphshard.verify.groups import check_groups, check_reshards
 from graphshard.verify.memory import check_budget, check_frees, check_lifetimes, check_releases
-from graphshard.verify.random_states import check_random_states
-from graphshard.verify.regions import check_regions
 from graphshard.verify.values import check_values
 
 
@@ -111,20 +110,12 @@ def verify(
     reference: Reference | None = None,
     rules: Sequence[Rule] = RULES,
 ) -> Facts:
-    """Check every rule that a program must keep.
+    """Check `rules` on `program`, and return the facts that they looked at.
 
-    Args:
-        program: its nodes have units (see `graphshard.program.spans.assign_units`).
-        plan: the plan that it was rewritten by.
-        after: the name of the pass that ran last, for errors.
-        done: the stages that the program has reached.
-        reference: the program before the pass, to compare with: its tables, the order of its
-            collectives, the shapes and dtypes that its nodes read; and, as captured, which
-            parameters have gradients and which values the step returns.
-        rules: the rows of `RULES` to check.
-
-    Returns:
-        The facts that the rules looked at, from which the next reference is made.
+    `after` is the name of the pass that ran last, for errors; `done` the stages reached.
+    `reference` is the program before the pass, to compare with: its tables, the order of its
+    collectives, what its nodes read; and, as captured, which parameters have gradients and which
+    values the step returns. The nodes have units (see `graphshard.program.spans.assign_units`).
 
     Raises:
         VerifyError: a rule is broken. Names the pass, the rule, the node and its unit, and shows

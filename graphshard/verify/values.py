@@ -3,17 +3,15 @@
 from __future__ import annotations
 
 from itertools import zip_longest
-from typing import TYPE_CHECKING, Any, NoReturn
+from typing import Any, NoReturn
 
 from torch import fx
 
 from graphshard.program import ops
 from graphshard.program.pass_protocol import Stage
 from graphshard.program.program import REPLAYS
+from graphshard.verify.facts import Facts
 from graphshard.verify.numbering import Values
-
-if TYPE_CHECKING:
-    from graphshard.verify.facts import Facts
 
 
 def check_values(facts: Facts) -> None:

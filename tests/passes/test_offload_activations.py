@@ -97,11 +97,6 @@ def test_what_is_small_stays() -> None:
     assert len(kept_on_device(program)) == 4
 
 
-def test_default_bound_leaves_a_toy_alone() -> None:
-    program, _ = toys.rewritten(toys.blocks, Policy(offload=ACTIVATIONS))
-    assert str(program) == str(toys.rewritten(toys.blocks)[0])
-
-
 @pytest.mark.parametrize(("device", "smallest"), [("cpu", 1 << 12), ("cuda", 1 << 20)])
 def test_the_default_bound_is_what_the_link_is_worth(device: str, smallest: int) -> None:
     hidden = 256

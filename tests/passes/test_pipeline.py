@@ -285,20 +285,6 @@ def test_a_pass_has_its_name_from_its_class_and_holds_no_other_pass(step: type[P
     assert not holding
 
 
-def test_passes_in_a_pipeline_hold_no_other_pass() -> None:
-    for policy in (
-        Policy(schedule="overlap", hardware="a100-80gb"),
-        Policy(recompute="budget", memory_budget=1 << 40),
-    ):
-        for step in default_passes(policy):
-            stack: list[Any] = [getattr(step, field.name) for field in fields(step)]
-            while stack:
-                value = stack.pop()
-                assert not hasattr(value, "apply"), f"{step.name} holds a pass"
-                if isinstance(value, (list, tuple, set, frozenset)):
-                    stack += value
-
-
 def test_the_runner_hands_over_the_passes_that_follow() -> None:
     handed: list[list[str]] = []
 

@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import fx
 
-from graphshard.program.arguments import argument_key
+from graphshard.program.program import argument_key
 
 
 def key(value: Any) -> Any:

@@ -12,7 +12,7 @@ import graphshard
 from graphshard.cost.memory import BUFFERS, buffers_of
 from graphshard.program import ops
 from graphshard.program.collective import operands_of, params_of
-from graphshard.program.owned import reduced_in_place
+from graphshard.program.packing import reduced_in_place
 from graphshard.program.program import Program
 
 WIDE = 256  # a weight of 256 KiB

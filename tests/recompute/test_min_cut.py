@@ -7,7 +7,7 @@ from itertools import pairwise, product
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from graphshard.recompute.min_cut import CutProblem, Cutter, Value
+from graphshard.recompute.problem import CutProblem, Cutter, Value
 
 
 def test_a_chain_is_cut_where_it_is_thinnest() -> None:

@@ -20,8 +20,8 @@ from graphshard.passes.recompute import KEPT
 from graphshard.pipeline import run_passes
 from graphshard.planning.plan import ShardingPlan
 from graphshard.program import ops
+from graphshard.program.collective import begins_replay
 from graphshard.program.program import BACKWARD, FORWARD, RECOMPUTED, REPLAYS, Program
-from graphshard.program.random_states import begins_replay
 from graphshard.program.regions import REGION
 from graphshard.program.storages import SAVED, storages_of
 from graphshard.runtime.random_states import bind_random_state, put_back_on_error

@@ -29,10 +29,9 @@ from graphshard.program.annotations import Budget
 from graphshard.program.pass_protocol import Pass
 from graphshard.program.program import Program
 from graphshard.schedule.clusters import ComputeTimes
-from graphshard.schedule.evaluate import OrderScorer, score_of
+from graphshard.schedule.evaluate import OrderScorer, least_bytes, score_of
 from graphshard.schedule.jobs import JobTable
 from graphshard.schedule.list_scheduler import MINIMAL, Rule, place
-from graphshard.schedule.memory import least_bytes
 from graphshard.schedule.search import SLACK, best_order
 
 
@@ -300,7 +299,7 @@ def test_the_walk_and_the_simulation_agree(build: Any, fields: dict[str, Any]) -
     machine = UNIT.with_(contention=0.25)
     program.budget = Budget(10**9, machine, of_policy=False)
     scorer = OrderScorer.of(program, plan, program.budget)
-    table = JobTable.of(program, plan, program.budget, scorer.cost)
+    table = JobTable.of(program, program.budget, scorer.cost)
     least = place(table, Rule(MINIMAL))
     held = least_bytes(least.order, scorer.lifetimes, table, program.budget)
     for placed in (least, place(table, Rule(), held)):

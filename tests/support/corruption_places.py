@@ -12,8 +12,8 @@ from torch import fx
 
 from graphshard.program import ops
 from graphshard.program.aliases import aliases_of, cast_dtype, unpacks
+from graphshard.program.collective import begins_replay
 from graphshard.program.program import BACKWARD, RECOMPUTED, REPLAYS, Program, signature
-from graphshard.program.random_states import begins_replay
 
 aten = torch.ops.aten
 
