@@ -20,26 +20,23 @@ from torch import Tensor, nn
 from graphshard.capture import traced_module
 from graphshard.capture.annotation import annotate_nodes, note_lines
 from graphshard.capture.as_eager import (
+    attention_of_cuda,
     eager_kernels,
     encoder_layers,
     recurrent_layers,
     transformers_as_in_eager,
 )
-from graphshard.capture.baked_in import tell_what_is_baked_in
 from graphshard.capture.captured import Capture
 from graphshard.capture.casting import cast_at_units, place_casts, require_one_dtype
 from graphshard.capture.checkpoints import tag_checkpoint_regions
 from graphshard.capture.dynamic import Names, strides_of, symbolic_shapes
 from graphshard.capture.errors import explain_errors
-from graphshard.capture.experts import all_experts
 from graphshard.capture.fake_mode import constant_folding_fake_mode
 from graphshard.capture.input_checks import as_plain, require_fit
 from graphshard.capture.joint import program_of_joint
-from graphshard.capture.off_target import attention_of_cuda
 from graphshard.capture.packed_sequences import packed_sequences
-from graphshard.capture.python_max import max_and_min_of_sizes
 from graphshard.capture.side_effects import WriteError, restore_random_state
-from graphshard.capture.skipped import admit_empty
+from graphshard.capture.sizes_by_values import admit_empty, all_experts, max_and_min_of_sizes
 from graphshard.capture.structure import CALL, Structure, take_apart
 from graphshard.capture.traced_module import MAIN_ENTRY, EntryPoint, TracedModel
 from graphshard.errors import CaptureError, FixedSizeError
@@ -405,3 +402,55 @@ def _check_gradients(program: Program, traced: TracedModel) -> None:
                 "depends on it; please keep its use differentiable, or freeze it with "
                 "requires_grad_(False)"
             )
+
+
+# -- what a program keeps as its trace saw it ----------------------------------------------------
+
+
+def tell_what_is_baked_in(
+    traced: TracedModel, drawn_from: Sequence[str], entry: EntryPoint, program: Program
+) -> list[str]:
+    """Warn of each kind once; returns notes for the program."""
+    notes = []
+    if drawn_from:
+        drawn = " and ".join(drawn_from)
+        notes.append(f"random numbers drawn from {drawn} in forward are baked in")
+        _warn(
+            f"the forward draws random numbers from {drawn}; a captured program keeps those it "
+            "saw. Draw them with torch, or pass them as arguments"
+        )
+    if traced.reads.clocks:
+        clocks = " and ".join(f"{name}() (at {line})" for name, line in traced.reads.clocks.items())
+        notes.append(f"the time that forward reads is baked in: {clocks}")
+        _warn(
+            f"the forward reads {clocks}; a captured program keeps the time it saw. Pass it as an "
+            "argument"
+        )
+    assigned = (*traced.state_changes, *(place.path for place, _ in traced.settled))
+    if assigned and not program.outputs and entry.method != "forward":
+        raise CaptureError(
+            f"{entry} returns no tensor and assigns {', '.join(assigned[:5])}, which a captured "
+            "program does not; pass it numbers instead of tensors, or set the attributes of the "
+            "sharded module, which its programs read"
+        )
+    if traced.state_changes:
+        changed = ", ".join(traced.state_changes[:5])
+        notes.append(f"python state assigned in forward is baked in: {changed}")
+        line = traced.reads.line_of(traced.state_changes)
+        at = f" (at {line})" if line else ""
+        _warn(
+            f"the forward assigns {changed}{at}; a captured program keeps the value it saw and "
+            "does not repeat the assignment. Use a buffer for state that changes from step to step"
+        )
+    if traced.made_to_require_grad:
+        inputs = ", ".join(sorted(traced.made_to_require_grad))
+        _warn(
+            f"the forward calls requires_grad_() on {inputs}, which in a captured program concerns "
+            "values of its own: the tensor that is passed gets no .grad. Call it before, if you "
+            "want one"
+        )
+    return notes
+
+
+def _warn(message: str) -> None:
+    warnings.warn(message, stacklevel=6)

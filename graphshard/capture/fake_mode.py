@@ -13,7 +13,7 @@ from torch.utils._pytree import tree_leaves, tree_map
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from graphshard.capture.as_eager import INTERPOLATION_BACKWARDS, interpolation_gradient
-from graphshard.capture.refused_calls import refuse_operator
+from graphshard.capture.errors import refuse_operator
 from graphshard.capture.side_effects import NoWrites
 from graphshard.program.sizes import Answer, Sizes, hint
 from graphshard.torch_private import compat as torch_compat

@@ -19,6 +19,7 @@ from torch.nn.modules.module import register_module_parameter_registration_hook
 from graphshard.capture.casting import cast_all
 from graphshard.capture.checkpoints import ended_by_errors
 from graphshard.capture.code_walk import CodeWalk
+from graphshard.capture.errors import refuse_seeding
 from graphshard.capture.guards import Guards
 from graphshard.capture.places import (
     Assignment,
@@ -31,7 +32,6 @@ from graphshard.capture.places import (
     refill,
 )
 from graphshard.capture.reads import Reads
-from graphshard.capture.refused_calls import refuse_seeding
 from graphshard.capture.side_effects import (
     PLANNED,
     ModuleTables,

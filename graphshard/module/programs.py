@@ -32,8 +32,7 @@ from graphshard.errors import CaptureError, RuntimeStateError
 from graphshard.format import some_of
 from graphshard.module.call_sizes import CallSizes
 from graphshard.module.meta_model import set_flags
-from graphshard.module.model_attributes import Changes
-from graphshard.module.sharded_tree import training_flags
+from graphshard.module.sharded_tree import Changes, training_flags
 from graphshard.pipeline import run_passes, with_capture_warnings
 from graphshard.program.pass_protocol import PassLike
 from graphshard.progress import Progress, Stages

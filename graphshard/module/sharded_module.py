@@ -8,7 +8,7 @@ import weakref
 from collections.abc import Sequence
 from functools import cache
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, ClassVar, Literal
+from typing import Any, ClassVar, Literal
 
 import torch
 from torch import fx, nn
@@ -20,16 +20,15 @@ from graphshard.inspect.dump import dump_programs
 from graphshard.module.calls import CallMethods
 from graphshard.module.internals import _State
 from graphshard.module.meta_model import meta_model_of
-from graphshard.module.model_attributes import (
+from graphshard.module.optimizers import let_scalers_agree, let_scales_arrive, watch_originals
+from graphshard.module.programs import Programs
+from graphshard.module.sharded_tree import (
     Changes,
     ModelSignature,
+    build_sharded_tree,
     link,
     warn_of_lost_methods,
 )
-from graphshard.module.originals import watch_originals
-from graphshard.module.programs import Programs
-from graphshard.module.scaler import let_scalers_agree, let_scales_arrive
-from graphshard.module.sharded_tree import build_sharded_tree
 from graphshard.module.state import StateMethods
 from graphshard.module.training import TrainingMethods
 from graphshard.planning.plan import ShardingPlan
@@ -44,9 +43,6 @@ from graphshard.runtime.resident import make_shards, watch_state_dicts
 from graphshard.state.load import take_model_values
 from graphshard.state.state_tensors import state_tensors_of
 from graphshard.torch_private.trace import load_dynamo
-
-if TYPE_CHECKING:
-    from graphshard.module.internals import _State
 
 
 class ShardedModule(StateMethods, TrainingMethods, CallMethods):

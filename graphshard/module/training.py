@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from graphshard.errors import RuntimeStateError
 from graphshard.module.on_all_ranks import on_all_ranks
-from graphshard.module.originals import require_shards
+from graphshard.module.optimizers import require_shards
 from graphshard.module.sharded_tree import TreeModule
 from graphshard.passes.accumulate import GRADIENT, SHARD
 from graphshard.runtime.agreement import listed

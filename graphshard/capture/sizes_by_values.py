@@ -1,19 +1,23 @@
-"""Code that skips what is empty, as `if rows.numel() == 0: continue` does.
+"""Code that asks for sizes which depend on values.
 
-A graph holds one way, and the way for "not empty" can also run on what is empty. That gives the
-same as to skip it where an empty tensor only ever adds nothing. To know that, the model is traced
-twice, for sizes that are not 0 and for sizes that are. In the first graph the sizes are then
-replaced by 0, and what empty tensors add is left out; the rest must be the second graph.
+`if rows.numel() == 0: continue` skips what is empty. A graph holds one way, and the way for "not
+empty" can also run on what is empty. That gives the same as to skip it where an empty tensor only
+ever adds nothing. To know that, the model is traced twice, for sizes that are not 0 and for sizes
+that are. In the first graph the sizes are then replaced by 0, and what empty tensors add is left
+out; the rest must be the second graph.
 """
 
 from __future__ import annotations
 
+import builtins
 import contextlib
 import math
 import operator
+import sys
 import warnings
-from collections.abc import Callable, Collection, Hashable, Mapping
+from collections.abc import Callable, Collection, Hashable, Iterator, Mapping
 from dataclasses import replace
+from functools import reduce
 from typing import Any
 
 import sympy
@@ -27,7 +31,11 @@ from graphshard.program.aliases import is_view_op
 from graphshard.program.arguments import argument_key
 from graphshard.program.program import BACKWARD, Program
 from graphshard.program.value_sizes import check_sizes
+from graphshard.torch_private import compat as torch_compat
+from graphshard.torch_private import unbacked
 from graphshard.torch_private.compat import SYMBOLIC, size_expression
+from graphshard.torch_private.patches import patched
+from graphshard.torch_private.unbacked import depends_on_values
 
 _aten = torch.ops.aten
 
@@ -282,3 +290,57 @@ def _constant_key(value: Any) -> Hashable:
     value = value.detach().cpu().contiguous()
     content = value.view(-1).view(torch.uint8).numpy().tobytes()
     return "constant", str(value.dtype), tuple(value.shape), content
+
+
+# -- sizes where Python or transformers ask for numbers ------------------------------------------
+
+
+@contextlib.contextmanager
+def max_and_min_of_sizes() -> Iterator[None]:
+    """Let `max` and `min` of such sizes be sizes, as in `total / max(count, 1)`.
+
+    Python decides by a comparison, which a trace cannot; torch has functions that give a size.
+    """
+    with (
+        patched(builtins, "max", _of_sizes(builtins.max, torch.sym_max)),
+        patched(builtins, "min", _of_sizes(builtins.min, torch.sym_min)),
+    ):
+        yield
+
+
+def _of_sizes(plain: Callable[..., Any], of_two: Callable[[Any, Any], Any]) -> Callable[..., Any]:
+    def function(*args: Any, **kwargs: Any) -> Any:
+        values = args[0] if len(args) == 1 and type(args[0]) in (list, tuple) else args
+        if not kwargs and len(values) > 1 and any(map(depends_on_values, values)):
+            return reduce(of_two, values)
+        return plain(*args, **kwargs)
+
+    return function
+
+
+_CHOSEN = "expert_hit"
+"""The name that transformers gives the numbers of the chosen experts, of shape (chosen, 1)."""
+
+
+@contextlib.contextmanager
+def all_experts() -> Iterator[None]:
+    """Let a loop of transformers over the chosen experts run over all.
+
+    Which experts a batch chooses depends on values, and a graph cannot loop over them. The code for
+    an expert that no token chose computes on no rows and adds nothing, so the numbers are the same.
+    """
+    iterate: Callable[[Tensor], Iterator[Tensor]] = Tensor.__iter__
+
+    def over_all(self: Tensor) -> Iterator[Tensor]:
+        frame = sys._getframe(1)
+        module = frame.f_globals.get("__name__", "")
+        if not module.startswith("transformers.") or frame.f_locals.get(_CHOSEN) is not self:
+            return iterate(self)
+        count = self.shape[0]
+        if not unbacked.depends_on_values(count):
+            return iterate(self)
+        most = torch_compat.size_hint(count)
+        return (torch.full((1,), number, device=self.device) for number in range(most))
+
+    with patched(Tensor, "__iter__", over_all):
+        yield
