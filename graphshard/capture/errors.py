@@ -63,7 +63,7 @@ def _reason(error: Exception, environment: Any, line: str) -> str:
             "and call pack_padded_sequence in the forward"
         )
     if undecided and environment is not None:
-        return undecided_reason(error, environment, line)
+        return _undecided_reason(error, environment, line)
     if isinstance(error, by_value):
         return (
             "the model's control flow depends on the values of a tensor "
@@ -142,14 +142,8 @@ def _op(error: Exception, default: object = None) -> str:
     return str(getattr(error, "func", default or error))
 
 
-def undecided_reason(error: Any, environment: Any, line: str) -> str:
-    """The reason of a CaptureError, for one of `unbacked.undecided_error()`.
-
-    Args:
-        error: torch's error, which has the question as `cond`.
-        environment: the ShapeEnv of the trace.
-        line: the user's line at fault.
-    """
+def _undecided_reason(error: Any, environment: Any, line: str) -> str:
+    """The reason of a CaptureError at `line`, for one of `unbacked.undecided_error()`."""
     condition = error.cond
     lines = {s: unbacked.origin_of(environment, s) for s in condition.free_symbols}
     origins = "".join(

@@ -125,10 +125,7 @@ def constant_folding_fake_mode(sizes: Sizes | None = None, device: str = DEVICE)
     arange or ones: eager takes one branch, always the same. Fake tensors have no values, so the
     mode remembers how each such tensor was made and computes it for real when asked. If symbolic
     sizes are among the constants, it answers for the example's and notes the question in `sizes`.
-
-    Args:
-        sizes: those of the capture; None if all are numbers.
-        device: the type of the device that the program will run on.
+    `device` is the type of the one that the program will run on.
     """
     base = torch_compat.fake_tensor_mode()
     ask = torch.ops.aten._local_scalar_dense.default

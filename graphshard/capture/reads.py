@@ -25,9 +25,9 @@ from graphshard.capture.side_effects import (
     Effects,
     content_differs,
     differs,
-    unanswered_errors,
 )
 from graphshard.errors import CaptureError, user_line_here
+from graphshard.torch_private import trace as torch_trace
 from graphshard.torch_private.patches import patched
 
 _OF_ANY_MODULE = frozenset({*dir(nn.Module), *vars(nn.Module())})
@@ -129,7 +129,7 @@ class Reads:
         def __bool__(value: Any) -> bool:  # noqa: N807
             try:
                 return bool(truth(value))
-            except unanswered_errors() as error:
+            except torch_trace.untraceable_errors()[0] as error:  # which a model may catch
                 if not in_library(sys._getframe(1).f_globals.get("__name__")):
                     self._unanswered = self._unanswered or error
                 raise

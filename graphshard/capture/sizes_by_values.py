@@ -15,7 +15,7 @@ import math
 import operator
 import sys
 import warnings
-from collections.abc import Callable, Collection, Hashable, Iterator, Mapping
+from collections.abc import Callable, Hashable, Iterator, Mapping
 from dataclasses import replace
 from functools import reduce
 from typing import Any
@@ -76,14 +76,8 @@ _LINEAR = frozenset({
 def admit_empty(captured: Capture, capture_where_empty: Callable[[], Capture]) -> Capture:
     """Drop the checks that sizes are not 0 from a program which is right if they are.
 
-    A warning says what differs.
-
-    Args:
-        captured: as if none of the sizes that the model asks about is 0.
-        capture_where_empty: captures the same call as if all of them are.
-
-    Returns:
-        `captured`, with guards on what code for empty tensors reads.
+    `captured` is for none of the sizes that the model asks about being 0, and what
+    `capture_where_empty` gives for all of them; its guards are added. A warning says what differs.
     """
     program = captured.program
     assert program.sizes is not None
@@ -118,29 +112,15 @@ def admit_empty(captured: Capture, capture_where_empty: Callable[[], Capture]) -
 
 
 def _is_same_if_empty(captured: Capture, other: Capture) -> bool:
+    """Whether `captured` computes for empty tensors what `other` does, which skips them."""
     sizes = captured.program.sizes
     assert sizes is not None
-    return (
-        captured.returns_as(other)
-        and set(other.program.notes) <= set(captured.program.notes)
-        and adds_nothing_if_empty(captured.program, other.program, sizes.answers_if_empty)
-    )
-
-
-def adds_nothing_if_empty(
-    program: Program, where_empty: Program, conditions: Collection[Any]
-) -> bool:
-    """Whether `program` computes for empty tensors what the model does where it skips them.
-
-    Args:
-        program: captured as if none of the sizes that the model asks about is 0.
-        where_empty: captured as if all of them are 0.
-        conditions: the answers of the first: expressions of torch's symbols.
-    """
-    sizes = {symbol for condition in conditions for symbol in condition.free_symbols}
+    if not captured.returns_as(other) or set(other.program.notes) - set(captured.program.notes):
+        return False
+    symbols = {s for condition in sizes.answers_if_empty for s in condition.free_symbols}
     keys: dict[Hashable, int] = {}
-    with_zeros = _Keys(program, keys, dict.fromkeys(sizes, sympy.Integer(0)))
-    others = _Keys(where_empty, keys, {})
+    with_zeros = _Keys(captured.program, keys, dict.fromkeys(symbols, sympy.Integer(0)))
+    others = _Keys(other.program, keys, {})
     mine, theirs = with_zeros.ends(), others.ends()
     return (
         with_zeros.random == others.random
@@ -155,12 +135,8 @@ def adds_nothing_if_empty(
 class _Keys:
     """What each node of a program computes, as numbers that equal nodes share.
 
-    random: how many nodes draw random numbers.
-
-    Args:
-        program: the program.
-        keys: the numbers by what they stand for; two programs with the same are compared.
-        values: of symbols, by symbol.
+    Two programs are compared by numbers in the same `keys`, which has them by what they stand for.
+    `values` are those of symbols. `random` counts the nodes that draw random numbers.
     """
 
     def __init__(

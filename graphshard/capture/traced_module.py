@@ -16,13 +16,12 @@ import torch
 from torch import Tensor, nn
 from torch.nn.modules.module import register_module_parameter_registration_hook
 
-from graphshard.capture.casting import cast_all
+from graphshard.capture.casting import dtype_of_buffer
 from graphshard.capture.checkpoints import ended_by_errors
 from graphshard.capture.code_walk import CodeWalk
 from graphshard.capture.errors import refuse_seeding
 from graphshard.capture.guards import Guards
 from graphshard.capture.places import (
-    Assignment,
     Buffer,
     Contents,
     LeftAt,
@@ -41,7 +40,7 @@ from graphshard.capture.side_effects import (
 from graphshard.capture.structure import CALL, Structure, take_apart
 from graphshard.errors import CaptureError, ModelChangeError
 from graphshard.format import some_of
-from graphshard.policy.precision import Precisions, keeps_its_dtype
+from graphshard.policy.precision import Precisions
 from graphshard.torch_private import trace as torch_trace
 
 ORIGINALS = "_graphshard_originals"
@@ -94,9 +93,13 @@ class EntryPoint:
             with torch_trace.annotate()({"fqn": self.module, "calls": ((self.module, 0),)}):
                 return getattr(module, self.method)(*args, **kwargs)
 
+    @property
+    def path(self) -> str:
+        """The method with the FQN of its module before it."""
+        return f"{self.module}.{self.method}" if self.module else self.method
+
     def __str__(self) -> str:
-        path = f"{self.module}.{self.method}" if self.module else self.method
-        return path.removesuffix(".forward")
+        return self.path.removesuffix(".forward")
 
 
 MAIN_ENTRY = EntryPoint()
@@ -247,11 +250,6 @@ class TracedModel(nn.Module):
                 )
         return guards
 
-    @property
-    def settled(self) -> tuple[Assignment, ...]:
-        """The attributes that the forward set from None to a plain value, with these."""
-        return tuple(self.reads.settled)
-
     def _cast_params(self, params: list[Tensor]) -> list[Tensor]:
         """Each parameter in the dtype it is computed in.
 
@@ -263,17 +261,11 @@ class TracedModel(nn.Module):
         return [p if d is None else p.to(d) for p, d in zip(params, dtypes, strict=True)]
 
     def _cast_buffers(self, model: nn.Module, buffers: list[Tensor]) -> list[Tensor]:
-        if self._precisions is None:
-            return buffers
         cast_buffers = []
         for named, buffer in zip(self.model_buffers, buffers, strict=True):
             home = named.fqn.rpartition(".")[0]
-            precision = self._precisions.around(home)
-            dtype = None if precision is None else precision.buffer_dtype
-            if dtype is None or keeps_its_dtype(model.get_submodule(home)):
-                cast_buffers.append(buffer)
-            else:
-                cast_buffers.append(cast_all(buffer, dtype))
+            module = model.get_submodule(home)
+            cast_buffers.append(buffer.to(dtype_of_buffer(module, home, buffer, self._precisions)))
         return cast_buffers
 
     @contextmanager

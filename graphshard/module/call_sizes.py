@@ -191,9 +191,7 @@ OFFER = 3
 class CallSizes:
     """Tells which dimensions of a call are symbols.
 
-    Args:
-        model: its forward names the tensors of a call.
-        dynamic: the user's choice; None: no dimension is a symbol, and one that changes is offered.
+    Without `dynamic`, the user's choice, none is, and one that changes is offered.
     """
 
     def __init__(self, model: nn.Module, dynamic: Dynamic | Literal["auto"] | None) -> None:
@@ -228,13 +226,7 @@ class CallSizes:
     ) -> set[str]:
         """The names of sizes to fix for a call after a capture failed; none: it cannot be helped.
 
-        Args:
-            error: that of the capture, in which the sizes in `names` were symbols.
-            tensors: of the call.
-            structure: of the call.
-            names: the symbols of the call.
-            entry: the entry point called.
-            captured: another capture with these symbols succeeded.
+        The sizes in `names` were symbols in it. `captured`: another capture with these succeeded.
         """
         automatic = self.dynamic == AUTO
         if isinstance(error, FixedSizeError):

@@ -125,12 +125,7 @@ class Unsharded:
     ) -> Iterator[dict[str, nn.Parameter]]:
         """Gather, yield the twins by name, and split again; see `ShardedModule.unsharded`.
 
-        Args:
-            shards: which `check` has accepted.
-            part: a part of the call, at whose end all ranks meet; see `Agreement.part`.
-            writeback: keep what was changed, if no rank failed.
-            with_grads: gather gradients, too.
-            rank0_only: the other ranks gather, and keep nothing.
+        All ranks meet after each `part`. With `rank0_only` the others gather, and keep nothing.
         """
         names = {shard.layout.fqn for shard in shards}
         sharded = _sharded(shards)

@@ -22,7 +22,7 @@ from graphshard.capture.dynamic import (
     drop_names,
     enlarge_small_dims,
 )
-from graphshard.capture.entry import capture, signature_of_parts
+from graphshard.capture.entry import capture, signature_of
 from graphshard.capture.guards import Watch
 from graphshard.capture.input_checks import as_plain, require_values_of
 from graphshard.capture.places import Buffer
@@ -149,14 +149,8 @@ class CallKey(NamedTuple):
 class Programs:
     """Captures, rewrites and keeps a program for each signature.
 
-    Args:
-        meta_model: the model, whose forward is traced.
-        root: the sharded module, whose flags count.
-        changes: tells when an attribute of a module below `root` may have changed.
-        bindings: what programs run on.
-        passes: applied to each captured program, in order.
-        dynamic: the sizes that are symbols. One signature then has a further program for calls
-            whose sizes the first ones were not right for. "auto": those that change.
+    With `dynamic` sizes one signature has a further program for calls whose sizes the first ones
+    were not right for.
     """
 
     def __init__(
@@ -356,9 +350,7 @@ class Programs:
         grad = torch.is_grad_enabled()
         return CallKey(
             CaptureKey(
-                signature_of_parts(
-                    tensors, structure, names, by_identity=self._by_identity[method]
-                ),
+                signature_of(tensors, structure, names, by_identity=self._by_identity[method]),
                 self._training[1],
                 grad,
                 autocast,
@@ -423,12 +415,7 @@ class Programs:
         return key, len(captures)
 
     def _settled(self, captured: Capture, *call: Any) -> Capture:
-        """`captured`, to serve calls before and after what it settles, if one program can.
-
-        Args:
-            captured: what was captured of the call.
-            *call: as for `_capture`.
-        """
+        """`captured`, to serve calls before and after what it settles, if one program can."""
         captured.settle()
         try:
             with warnings.catch_warnings():

@@ -224,9 +224,9 @@ class ShardedModule(StateMethods, TrainingMethods, CallMethods):
             with agreement.part():
                 programs = state.programs
                 passes, dynamic = programs.passes, programs.sizes.dynamic
-                model = model_like(self, state, memo)
+                model = model_like(self, memo)
                 twin = ShardedModule(model, plan, group, passes, dynamic, agreement)
-                take_over(twin, twin._graphshard, self, state)
+                take_over(twin, self)
                 remember(memo, twin, self)
         return twin
 
@@ -268,16 +268,13 @@ def groups_like(group: Group, found: Group) -> Group:
     return made
 
 
-def model_like(sharded: nn.Module, state: _State, memo: dict[int, Any]) -> nn.Module:
+def model_like(sharded: ShardedModule, memo: dict[int, Any]) -> nn.Module:
     """A model to compile anew: the code and Python state of `sharded`, its weights on meta.
 
-    Ignored parameters, which stay whole and in place, have values of their own.
-
-    Args:
-        sharded: the module that is copied.
-        state: its state.
-        memo: that of `copy.deepcopy`, by which what else is copied shares objects with the model.
+    Ignored parameters, which stay whole and in place, have values of their own. By the `memo` of
+    `copy.deepcopy` what else is copied shares objects with the model.
     """
+    state = sharded._graphshard
     model = meta_model_of(state.programs.meta_model, memo)
     for layout in state.bindings.plan.ignored:
         param = copy.deepcopy(sharded.get_parameter(layout.fqn))
@@ -287,15 +284,9 @@ def model_like(sharded: nn.Module, state: _State, memo: dict[int, Any]) -> nn.Mo
     return model
 
 
-def take_over(twin: nn.Module, mine: _State, sharded: nn.Module, theirs: _State) -> None:
-    """Give `twin`, compiled of `model_like(sharded)`, the values and flags of `sharded`.
-
-    Args:
-        twin: the new module.
-        mine: its state.
-        sharded: the module that is copied.
-        theirs: the state of that.
-    """
+def take_over(twin: ShardedModule, sharded: ShardedModule) -> None:
+    """Give `twin`, compiled of `model_like(sharded)`, the values and flags of `sharded`."""
+    mine, theirs = twin._graphshard, sharded._graphshard
     to, of = state_tensors_of(twin, mine.bindings), state_tensors_of(sharded, theirs.bindings)
     with torch.no_grad():
         for tensor, original in zip(to, of, strict=True):

@@ -12,8 +12,14 @@ from capture_models import Net, X, linear
 from program_runner import assert_same_as_eager, first_tensor, run_captured
 from torch import Tensor, nn
 
-from graphshard.capture.entry import capture, signature_of
+from graphshard.capture import entry
+from graphshard.capture.entry import capture
+from graphshard.capture.structure import CALL, take_apart
 from graphshard.program.program import BACKWARD, FORWARD
+
+
+def signature_of(args, kwargs):
+    return entry.signature_of(*take_apart((args, kwargs), name=CALL))
 
 
 def test_a_meta_model_captures_without_memory_for_its_parameters():
@@ -303,3 +309,34 @@ def test_hooks_that_a_forward_installs_are_installed_once_in_each_trace():
         captured = capture(model, (X,))
     assert len(captured.program.outputs) == 2
     assert not model.fc._forward_hooks
+
+
+# -- linear algebra ---------------------------------------------------------------------------
+
+
+MATRICES = {
+    "inv": torch.linalg.inv,
+    "cholesky": torch.linalg.cholesky,
+    "solve": lambda a: torch.linalg.solve(a, a + 1),
+    "eigh": lambda a: torch.linalg.eigh(a)[0],
+    "qr": lambda a: torch.linalg.qr(a)[0],
+    "slogdet": lambda a: torch.linalg.slogdet(a)[1],
+}
+
+
+@pytest.mark.parametrize("name", MATRICES)
+def test_linear_algebra(name):
+    w = nn.Parameter(3 * torch.eye(4) + 0.1 * torch.randn(4, 4))
+    net = Net(lambda m, x: (MATRICES[name](m.w @ m.w.t()) * x[0, 0]).sum(), w=w)
+    assert_same_as_eager(net, (X,))
+
+
+def test_a_bad_matrix_is_an_error_of_the_step_as_of_eager():
+    net = Net(lambda m, x: torch.linalg.inv(m.w).sum() * x.sum(), w=nn.Parameter(torch.eye(4)))
+    captured = capture(net, (X,))
+    run_captured(captured, net, (X,), {})
+    with torch.no_grad():
+        net.w.zero_()
+    for run in (lambda: net(X), lambda: run_captured(captured, net, (X,), {})):
+        with pytest.raises(torch.linalg.LinAlgError, match="could not be completed"):
+            run()

@@ -10,7 +10,8 @@ from typing import Any
 import pytest
 import torch
 from full_tensors import full
-from models import Block, Normed, Odd, TiedGPT, features_of, tokens_of
+from loops import same_step
+from models import CASES, Block, Normed, Odd, TiedGPT, features_of, tokens_of
 from ranks import on_ranks
 from state_checks import assert_same, full_state, seeded
 from torch import Tensor, nn
@@ -312,3 +313,24 @@ def test_models_that_cannot_be_copied_work() -> None:
     sharded.eval()
     sharded(x)
     assert model.training
+
+
+@pytest.mark.parametrize("name", ["llama", "gpt2", "t5"])
+def test_from_meta(name: str) -> None:
+    case = CASES[name]
+    with torch.device("meta"):
+        model = case.build().train()
+    sharded = graphshard.compile(model, graphshard.BlockPolicy(), check=True)
+    sharded.init_weights(seed=1)
+    real = case.build().train()
+    for (name, mine), (_, theirs) in zip(
+        sharded.named_parameters(), real.named_parameters(), strict=True
+    ):
+        spread = torch.stack([mine.std(), theirs.std()]) if mine.numel() > 1 else torch.zeros(2)
+        torch.testing.assert_close(spread[0], spread[1], rtol=0.2, atol=1e-3, msg=name)
+    real.load_state_dict(sharded.state_dict())
+    for (name, mine), (_, theirs) in zip(
+        sharded.named_buffers(), real.named_buffers(), strict=True
+    ):
+        assert torch.equal(mine, theirs), name  # rotary frequencies are in no state dict
+    same_step(real, sharded, **case.inputs(0))
