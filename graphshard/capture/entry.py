@@ -398,8 +398,7 @@ def tell_what_is_baked_in(
     if traced.state_changes:
         changed = ", ".join(traced.state_changes[:5])
         notes.append(f"python state assigned in forward is baked in: {changed}")
-        line = traced.reads.line_of(traced.state_changes)
-        at = f" (at {line})" if line else ""
+        at = traced.reads.at_line(*traced.state_changes)
         _warn(
             f"the forward assigns {changed}{at}; a captured program keeps the value it saw and "
             "does not repeat the assignment. Use a buffer for state that changes from step to step"

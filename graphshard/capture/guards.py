@@ -181,8 +181,7 @@ class _Either:
     def __eq__(self, other: object) -> bool:
         return other in self.forms
 
-    def __hash__(self) -> int:
-        raise TypeError("unhashable, as it equals forms of several hashes")
+    __hash__ = None  # type: ignore[assignment]  # it equals forms of several hashes
 
 
 def _shown(value: Any) -> str:

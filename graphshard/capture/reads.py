@@ -213,9 +213,9 @@ class Reads:
         shape = ", ".join(map(str, tensor.shape))
         self.places.append(Version(f"the values of a plain tensor of shape [{shape}]", tensor))
 
-    def line_of(self, paths: Iterable[str]) -> str | None:
-        """The source line that assigned the first of `paths` of which it is known."""
-        return next((self._lines[path] for path in paths if self._lines.get(path)), None)
+    def at_line(self, *paths: str) -> str:
+        """Where the first of `paths` was assigned of which it is known, for a message."""
+        return next((f" (at {self._lines[path]})" for path in paths if self._lines.get(path)), "")
 
     # -- comparing ----------------------------------------------------------------------------
 

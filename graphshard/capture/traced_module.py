@@ -221,8 +221,7 @@ class TracedModel(nn.Module):
             tensors, structure = take_apart(value, name=place.path)
             self._refuse_lent_results(structure.references)
         except CaptureError as error:
-            line = self.reads.line_of([place.path])
-            at = f" (at {line})" if line else ""
+            at = self.reads.at_line(place.path)
             raise CaptureError(f"the forward leaves tensors in {place.path}{at}: {error}") from None
         self.left += ((place, structure),)
         return tensors
@@ -240,8 +239,7 @@ class TracedModel(nn.Module):
         guards = Guards.of(self.reads.places, self.reads.used, written)
         for place, _ in self.left:
             if isinstance(place, (Place, Contents)) and guards.carries(place.read()):
-                line = self.reads.line_of([place.path])
-                at = f" (at {line})" if line else ""
+                at = self.reads.at_line(place.path)
                 raise CaptureError(
                     f"the forward computes with a tensor that an earlier call left in {place.path}"
                     f"{at}, and leaves another there, so a program would keep the values of the "

@@ -7,13 +7,14 @@ of their own.
 
 from __future__ import annotations
 
+import itertools
 import re
 from collections.abc import Collection, Iterator, Mapping, Sequence
-from typing import Literal
+from typing import Literal, NamedTuple
 
 from torch import Tensor, nn
 
-from graphshard.capture.dynamic import AUTO, Arguments, Dynamic, Names
+from graphshard.capture.dynamic import AUTO, Arguments, Dynamic, Names, drop_names
 from graphshard.capture.structure import Structure
 from graphshard.capture.traced_module import MAIN_ENTRY, EntryPoint
 from graphshard.errors import CaptureError, FixedSizeError
@@ -178,14 +179,24 @@ def _candidates(group: Sequence[_Place]) -> Iterator[str]:
     words = re.sub(r"\W+", "_", label).strip("_")
     name = f"{words}_{dim}" if words.isidentifier() else f"size_{dim}"
     yield name
-    number = 2
-    while True:
-        yield f"{name}_{number}"
-        number += 1
+    yield from (f"{name}_{number}" for number in itertools.count(2))
 
 
 OFFER = 3
 """The number of shapes of a tensor from which on `dynamic` is offered as code."""
+
+
+class Call(NamedTuple):
+    """A call, taken apart. `names` has its dimensions that are symbols; None if there are none."""
+
+    tensors: Sequence[Tensor]
+    structure: Structure
+    entry: EntryPoint
+    names: Sequence[Names] | None = None
+
+    def without(self, unwanted: Collection[str]) -> Call:
+        """The call with fixed sizes in place of the symbols `unwanted`."""
+        return self._replace(names=drop_names(self.names or (), unwanted))
 
 
 class CallSizes:
@@ -199,43 +210,35 @@ class CallSizes:
         self._arguments = Arguments.of(model)
         self._changing: dict[EntryPoint, ChangingSizes] = {}
 
-    def names(
-        self, tensors: Sequence[Tensor], structure: Structure, entry: EntryPoint
-    ) -> tuple[Names, ...] | None:
+    def names(self, call: Call) -> tuple[Names, ...] | None:
         """The dimensions of a call that are symbols; None if there are none."""
         if self.dynamic is None:
             return None
         if self.dynamic == AUTO:
-            labels = self._labels(structure, entry)
-            return self._of(entry).names(tensors, labels, structure)
-        return self.dynamic.names(tensors, structure) if entry == MAIN_ENTRY else None
+            changing = self._of(call.entry)
+            return changing.names(call.tensors, self._labels(call), call.structure)
+        if call.entry != MAIN_ENTRY:
+            return None
+        return self.dynamic.names(call.tensors, call.structure)
 
-    def meet(self, tensors: Sequence[Tensor], structure: Structure, entry: EntryPoint) -> bool:
+    def meet(self, call: Call) -> bool:
         """Learn from a call that no program fits; whether its shapes are new."""
-        return self._of(entry).meet(tensors, self._labels(structure, entry))
+        return self._of(call.entry).meet(call.tensors, self._labels(call))
 
-    def fix(
-        self,
-        error: CaptureError,
-        tensors: Sequence[Tensor],
-        structure: Structure,
-        names: Sequence[Names],
-        entry: EntryPoint,
-        *,
-        captured: bool,
-    ) -> set[str]:
+    def fix(self, error: CaptureError, call: Call, *, captured: bool) -> set[str]:
         """The names of sizes to fix for a call after a capture failed; none: it cannot be helped.
 
-        The sizes in `names` were symbols in it. `captured`: another capture with these succeeded.
+        `captured`: another capture with the symbols of this call succeeded.
         """
         automatic = self.dynamic == AUTO
+        names = call.names or ()
         if isinstance(error, FixedSizeError):
             # The model may take any size in general, and handle this one in another way.
             unwanted = {error.size} if automatic or captured else set()
         else:
             unwanted = {n for dims in names for n in dims.values()} if automatic else set()
         if automatic and unwanted:
-            self._of(entry).fix(tensors, self._labels(structure, entry), names, unwanted)
+            self._of(call.entry).fix(call.tensors, self._labels(call), names, unwanted)
         return unwanted
 
     def offer(self) -> str | None:
@@ -248,5 +251,7 @@ class CallSizes:
     def _of(self, entry: EntryPoint) -> ChangingSizes:
         return self._changing.setdefault(entry, ChangingSizes())
 
-    def _labels(self, structure: Structure, entry: EntryPoint) -> tuple[str, ...]:
-        return self._arguments.labels(structure) if entry == MAIN_ENTRY else structure.paths
+    def _labels(self, call: Call) -> tuple[str, ...]:
+        structure = call.structure
+        is_main = call.entry == MAIN_ENTRY
+        return self._arguments.labels(structure) if is_main else structure.paths

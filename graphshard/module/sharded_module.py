@@ -52,15 +52,7 @@ class ShardedModule(StateMethods, TrainingMethods, CallMethods):
     one on a single rank without a process group). Calling it runs a captured program; its outputs
     have the model's own structure, and `backward` leaves averaged gradients on the shards. Torch's
     optimizers work on `parameters()`, but for Adafactor, LBFGS and Rprop, which raise on DTensors.
-    Made by `graphshard.compile`.
-
-    Args:
-        model: taken over by value; stays as it is.
-        plan: made for `model` and the size of `group`.
-        group: the ranks.
-        passes: applied to each captured program.
-        dynamic: the sizes that are symbols in a captured program; "auto": those that change.
-        agreement: between the ranks. None: they have not met to make this module.
+    Made by `graphshard.compile`, of a model that stays as it is.
     """
 
     _known_to_accelerate: ClassVar[bool] = False
@@ -74,7 +66,7 @@ class ShardedModule(StateMethods, TrainingMethods, CallMethods):
         dynamic: Dynamic | Literal["auto"] | None = None,
         agreement: Agreement | None = None,
     ) -> None:
-        if agreement is None:
+        if agreement is None:  # the ranks have not met to make this module
             agreement = Agreement(group)
             agreement.join()
         load_dynamo()  # which a capture would do in a frame that holds this module

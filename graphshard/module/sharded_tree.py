@@ -55,7 +55,7 @@ class Changes:
         self.attributes = 0
         self.reads: set[tuple[int, Any]] = set()
         self.acting = False
-        self._partials: list[functools.partial[Any]] = []
+        self._partials: dict[Any, functools.partial[Any]] = {}
 
     def known(self, value: Any, before: Any) -> Any:
         """The `functools.partial` equal to `value` that an attribute held before, if it is one.
@@ -64,13 +64,10 @@ class Changes:
         found again by the identity of what it read.
         """
         for each in (before, value):
-            if type(each) is functools.partial and self._like(each) is None:
-                self._partials.append(each)
-        like = self._like(value) if type(value) is functools.partial else None
-        return value if like is None else like
-
-    def _like(self, value: functools.partial[Any]) -> functools.partial[Any] | None:
-        return next((one for one in self._partials if _alike(one, value)), None)
+            form = _form(each)
+            if form is not None:
+                self._partials.setdefault(form, each)
+        return self._partials.get(_form(value), value)
 
     def note(self, twin: nn.Module, name: str) -> None:
         """Count a change of this attribute if a program read it."""
@@ -364,12 +361,14 @@ def _do_nothing(*args: Any, **kwargs: Any) -> None:
     """Stands for methods that a sharded module does not need."""
 
 
-def _alike(first: functools.partial[Any], second: functools.partial[Any]) -> bool:
-    """Whether both call one function with the same arguments, if these are plain values."""
-    forms = [[*each.args, *sorted(each.keywords.items())] for each in (first, second)]
-    values = [*second.args, *second.keywords.values()]
-    plain = all(isinstance(value, (type(None), bool, int, str)) for value in values)
-    return plain and first.func is second.func and repr(forms[0]) == repr(forms[1])
+def _form(value: Any) -> tuple[int, str] | None:
+    """The same for two `functools.partial` of one function and arguments, if these are plain."""
+    if type(value) is not functools.partial:
+        return None
+    arguments = [*value.args, *value.keywords.values()]
+    if not all(isinstance(each, (type(None), bool, int, str)) for each in arguments):
+        return None
+    return id(value.func), repr([*value.args, *sorted(value.keywords.items())])
 
 
 def _method(changes: Changes, path: str, method: types.FunctionType) -> Callable[..., Any]:
