@@ -228,7 +228,9 @@ class Programs:
     def _named(self, call: Call) -> Call:
         """`call` with the dimensions that are symbols now."""
         names = self.sizes.names(call)
-        return call._replace(names=None if names is None else dims_above_one(call.tensors, names))
+        if names is not None:
+            names = dims_above_one(call.tensors, names)
+        return call if names is call.names else call._replace(names=names)
 
     def _step(self, call: Call, progress: Stages | None = None) -> Step:
         called = self._key(call)
