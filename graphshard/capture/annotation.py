@@ -36,9 +36,8 @@ LINE = "line"
 def note_lines(*outermost: str) -> Iterator[None]:
     """Annotate traced nodes of forward with their lines; their backward gets them by annotation.
 
-    Args:
-        outermost: the files of the functions around the model's forward and around the trace,
-            where the search for a line of the user ends.
+    `outermost` are the files of the functions around the model's forward and around the trace,
+    where the search for a line of the user ends.
     """
     libraries: dict[str, bool] = {}  # by file
 

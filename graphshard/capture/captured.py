@@ -11,7 +11,7 @@ from torch import Tensor
 
 from graphshard.capture.guards import Guards
 from graphshard.capture.places import Argument, Assignment, Buffer, LeftAt, mark_left
-from graphshard.capture.structure import CALL, Structure, take_apart
+from graphshard.capture.structure import Structure
 from graphshard.program.program import Program
 
 _NO_GUARDS = Guards()
@@ -65,23 +65,12 @@ class Capture:
         places = [[(place.path, value) for place, value in each.left] for each in (self, other)]
         return self.result == other.result and places[0] == places[1]
 
-    def flatten_inputs(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Tensor]:
-        """The tensors of a call, aligned with `program.inputs`."""
-        return take_apart((args, kwargs), name=CALL)[0]
-
-    def unflatten_outputs(self, tensors: Sequence[Any]) -> Any:
-        """The model's own return value around `tensors`, aligned with `program.outputs`."""
-        return self.result.build(tensors)
-
     def leave(
         self, tensors: Sequence[Any], call: Any, set_buffer: Callable[[str, Tensor], None]
     ) -> None:
-        """Put what forward leaves in Python state, arguments and buffers into its places.
+        """Put what forward leaves in Python state, the arguments `call` and buffers there.
 
-        Args:
-            tensors: aligned with `program.outputs`.
-            call: the arguments, as `(args, kwargs)`.
-            set_buffer: gives the buffer of this name a tensor.
+        `tensors` are aligned with `program.outputs`.
         """
         end = len(self.result.paths)
         for place, structure in self.left:

@@ -98,6 +98,17 @@ def cast_at_units(model: nn.Module, precisions: Precisions | None) -> Iterator[N
             hook.remove()
 
 
+def dtype_of_buffer(
+    module: nn.Module, fqn: str, buffer: Tensor, precisions: Precisions | None
+) -> torch.dtype:
+    """The dtype in which the forward is shown a buffer of `module`, whose name is `fqn`."""
+    precision = None if precisions is None else precisions.around(fqn)
+    dtype = None if precision is None else precision.buffer_dtype
+    if dtype is None or not buffer.is_floating_point() or keeps_its_dtype(module):
+        return buffer.dtype
+    return dtype
+
+
 def _keeps_another(model: nn.Module, name: str, buffer: Tensor, precisions: Precisions) -> bool:
     """Whether a buffer stays in another dtype than the parameters around it are computed in."""
     home = name.rpartition(".")[0]

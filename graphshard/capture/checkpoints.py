@@ -51,11 +51,7 @@ def ended_by_errors() -> Iterator[None]:
 
 @contextlib.contextmanager
 def tag_checkpoint_regions(*, off_target: bool = False) -> Iterator[None]:
-    """Tag the nodes traced under `torch.utils.checkpoint`.
-
-    Args:
-        off_target: the trace is on the CPU, of a program that will run on CUDA.
-    """
+    """Tag the nodes traced under `torch.utils.checkpoint`; `off_target`: on the CPU, for CUDA."""
     annotate = torch_trace.annotate()
     numbers = itertools.count()
     around: list[int] = []

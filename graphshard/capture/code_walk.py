@@ -79,12 +79,9 @@ class CodeWalk:
         return walk
 
     def follow(self, value: Any, owner: type | None = None, names: Iterable[str] = ()) -> None:
-        """Walk the code that `value` stands for.
+        """Walk the code of `value`: a function, a method of `owner`, or an object around one.
 
-        Args:
-            value: a function, a class, or an object that wraps a function.
-            owner: the class whose method it is.
-            names: of a class: the methods to walk besides those that any class may be called by.
+        Of a class, the methods in `names` are walked, and those that any class may be called by.
         """
         if isinstance(value, (staticmethod, classmethod, types.MethodType)):
             value = value.__func__

@@ -20,26 +20,23 @@ from torch import Tensor, nn
 from graphshard.capture import traced_module
 from graphshard.capture.annotation import annotate_nodes, note_lines
 from graphshard.capture.as_eager import (
+    attention_of_cuda,
     eager_kernels,
     encoder_layers,
     recurrent_layers,
     transformers_as_in_eager,
 )
-from graphshard.capture.baked_in import tell_what_is_baked_in
 from graphshard.capture.captured import Capture
 from graphshard.capture.casting import cast_at_units, place_casts, require_one_dtype
 from graphshard.capture.checkpoints import tag_checkpoint_regions
 from graphshard.capture.dynamic import Names, strides_of, symbolic_shapes
 from graphshard.capture.errors import explain_errors
-from graphshard.capture.experts import all_experts
 from graphshard.capture.fake_mode import constant_folding_fake_mode
 from graphshard.capture.input_checks import as_plain, require_fit
 from graphshard.capture.joint import program_of_joint
-from graphshard.capture.off_target import attention_of_cuda
 from graphshard.capture.packed_sequences import packed_sequences
-from graphshard.capture.python_max import max_and_min_of_sizes
 from graphshard.capture.side_effects import WriteError, restore_random_state
-from graphshard.capture.skipped import admit_empty
+from graphshard.capture.sizes_by_values import admit_empty, all_experts, max_and_min_of_sizes
 from graphshard.capture.structure import CALL, Structure, take_apart
 from graphshard.capture.traced_module import MAIN_ENTRY, EntryPoint, TracedModel
 from graphshard.errors import CaptureError, FixedSizeError
@@ -70,27 +67,19 @@ class Values(Enum):
 _IF_EMPTY = {Values.NOT_EMPTY: False, Values.EMPTY: True}
 
 
-def signature_of(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, ...]:
-    """The properties of a call's arguments that a captured program depends on, hashable.
-
-    A tensor counts by shape, dtype, device type, requires_grad, strides if it is not contiguous,
-    by the arguments that are this same tensor, and by whether it is conjugated or negated when it
-    is read. Functions, classes and modules count by identity, everything else by value.
-    """
-    return signature_of_parts(*take_apart((args, kwargs), name=CALL))
-
-
-def signature_of_parts(
+def signature_of(
     tensors: Sequence[Tensor],
     structure: Structure,
     names: Sequence[Names] | None = None,
     *,
     by_identity: bool = False,
 ) -> tuple[Any, ...]:
-    """`signature_of` a call that `take_apart` has flattened already.
+    """The properties of a call, taken apart, that a captured program depends on, hashable.
 
-    A dimension in `names` counts by its name instead of its size. With `by_identity` it counts
-    which arguments are one tensor.
+    A tensor counts by shape, dtype, device type, requires_grad, strides if it is not contiguous,
+    and by whether it is conjugated or negated when it is read. Functions, classes and modules count
+    by identity, everything else by value. A dimension in `names` counts by its name instead of its
+    size. With `by_identity` it counts which arguments are one tensor.
     """
     same = _first_places(tensors) if by_identity else ()
     try:
@@ -130,19 +119,12 @@ def capture(
     entry: EntryPoint = MAIN_ENTRY,
     precisions: Precisions | None = None,
 ) -> Capture:
-    """Trace one step of `model` into a `Program`.
+    """Trace one step of `model`, which is left as it was, into a `Program`.
 
-    Args:
-        model: on any device, meta included; left as it was.
-        args: example positional inputs, real, meta or fake; only their metadata is read.
-        kwargs: example keyword inputs, likewise.
-        device: where the program will run. A CUDA program captured without CUDA is traced for the
-            CPU, and `program.notes` says so.
-        grad: forward and backward (of what requires gradients), or a forward-only program.
-        names: for each tensor of the call (in the order of `take_apart`) its dynamic dimensions,
-            of sizes of at least 2; see `graphshard.capture.dynamic`.
-        entry: the module or method of the model that is called.
-        precisions: the tensors to compute in another dtype. None: none.
+    `args` and `kwargs` may be real, meta or fake; only their metadata is read. A CUDA program
+    captured without CUDA is traced for the CPU, and `program.notes` says so. Without `grad` it has
+    a forward only. `names` are for each tensor of the call (in the order of `take_apart`) its
+    dynamic dimensions, of sizes of at least 2; see `graphshard.capture.dynamic`.
     """
     example = model, args, kwargs or {}, torch.device(device), grad, names, entry, precisions
     try:
@@ -282,8 +264,14 @@ def _trace_and_rebuild(
         cast_at_units(model, precisions),
         _sizes_by_values(sizes, values),
     ):
-        with _naming_fixed_sizes(sizes, inputs):
+        try:
             joint = _trace(traced, model, fakes, grad, functional, traced_on.type != target.type)
+        except AssertionError:
+            # Torch runs the forward twice and compares what it returned: sizes, and numbers where
+            # the first run fixed one.
+            if sizes is not None:
+                sizes.require_free(inputs.paths)
+            raise
         if mode.unanswered is not None:
             raise mode.unanswered
     if not functional:
@@ -298,12 +286,11 @@ def _trace_and_rebuild(
     if sizes is not None:
         sizes.close_guards(inputs.paths)
     notes += tell_what_is_baked_in(traced, [*generators, *traced.reads.draws], entry, program)
-    if sizes is not None:
-        notes += _tell_of_numbers(sizes)
     program.notes = tuple(notes)
     program.capture_device, program.device = traced_on.type, target.type
     assert traced.result is not None
-    return Capture(program, inputs, traced.result, traced.left, traced.guards(), traced.settled)
+    settled = tuple(traced.reads.settled)
+    return Capture(program, inputs, traced.result, traced.left, traced.guards(), settled)
 
 
 def _trace(
@@ -344,21 +331,6 @@ def _trace(
 
 
 @contextlib.contextmanager
-def _naming_fixed_sizes(sizes: Sizes | None, inputs: Structure) -> Iterator[None]:
-    """Name the dynamic size that a trace fixed where torch only says that two runs differ.
-
-    Torch runs the forward twice and compares what it returned: sizes, and numbers where the first
-    run fixed one.
-    """
-    try:
-        yield
-    except AssertionError:
-        if sizes is not None:
-            sizes.require_free(inputs.paths)
-        raise
-
-
-@contextlib.contextmanager
 def _quiet() -> Iterator[None]:
     with warnings.catch_warnings():
         warnings.filterwarnings(
@@ -367,19 +339,6 @@ def _quiet() -> Iterator[None]:
         # The error that follows says the same, or another trace mends it.
         warnings.filterwarnings("ignore", message="Error detected in", category=UserWarning)
         yield
-
-
-def _tell_of_numbers(sizes: Sizes) -> Iterator[str]:
-    """Warn of numbers that Python code read off values; yields notes that say the same."""
-    if sizes.unread:
-        lines = "\n  ".join(sizes.unread)
-        warnings.warn(
-            "the forward reads numbers off tensors that nothing in the program uses, as a print "
-            "or a log line does. It printed symbols while being captured, and a program does not "
-            f"repeat it; return the tensor and print it outside of the model:\n  {lines}",
-            stacklevel=6,
-        )
-        yield f"numbers that nothing uses are not read: {'; '.join(sizes.unread)}"
 
 
 @contextlib.contextmanager
@@ -405,3 +364,62 @@ def _check_gradients(program: Program, traced: TracedModel) -> None:
                 "depends on it; please keep its use differentiable, or freeze it with "
                 "requires_grad_(False)"
             )
+
+
+# -- what a program keeps as its trace saw it ----------------------------------------------------
+
+
+def tell_what_is_baked_in(
+    traced: TracedModel, drawn_from: Sequence[str], entry: EntryPoint, program: Program
+) -> list[str]:
+    """Warn of each kind once; returns notes for the program."""
+    notes = []
+    if drawn_from:
+        drawn = " and ".join(drawn_from)
+        notes.append(f"random numbers drawn from {drawn} in forward are baked in")
+        _warn(
+            f"the forward draws random numbers from {drawn}; a captured program keeps those it "
+            "saw. Draw them with torch, or pass them as arguments"
+        )
+    if traced.reads.clocks:
+        clocks = " and ".join(f"{name}() (at {line})" for name, line in traced.reads.clocks.items())
+        notes.append(f"the time that forward reads is baked in: {clocks}")
+        _warn(
+            f"the forward reads {clocks}; a captured program keeps the time it saw. Pass it as an "
+            "argument"
+        )
+    assigned = (*traced.state_changes, *(place.path for place, _ in traced.reads.settled))
+    if assigned and not program.outputs and entry.method != "forward":
+        raise CaptureError(
+            f"{entry} returns no tensor and assigns {', '.join(assigned[:5])}, which a captured "
+            "program does not; pass it numbers instead of tensors, or set the attributes of the "
+            "sharded module, which its programs read"
+        )
+    if traced.state_changes:
+        changed = ", ".join(traced.state_changes[:5])
+        notes.append(f"python state assigned in forward is baked in: {changed}")
+        at = traced.reads.at_line(*traced.state_changes)
+        _warn(
+            f"the forward assigns {changed}{at}; a captured program keeps the value it saw and "
+            "does not repeat the assignment. Use a buffer for state that changes from step to step"
+        )
+    if traced.made_to_require_grad:
+        inputs = ", ".join(sorted(traced.made_to_require_grad))
+        _warn(
+            f"the forward calls requires_grad_() on {inputs}, which in a captured program concerns "
+            "values of its own: the tensor that is passed gets no .grad. Call it before, if you "
+            "want one"
+        )
+    if program.sizes is not None and program.sizes.unread:
+        lines = "\n  ".join(program.sizes.unread)
+        notes.append(f"numbers that nothing uses are not read: {'; '.join(program.sizes.unread)}")
+        _warn(
+            "the forward reads numbers off tensors that nothing in the program uses, as a print "
+            "or a log line does. It printed symbols while being captured, and a program does not "
+            f"repeat it; return the tensor and print it outside of the model:\n  {lines}"
+        )
+    return notes
+
+
+def _warn(message: str) -> None:
+    warnings.warn(message, stacklevel=6)

@@ -1,22 +1,26 @@
-"""Turning the errors of a trace into a `CaptureError` that names the user's source line."""
+"""A `CaptureError` that names the user's source line, for what a trace cannot record.
+
+It comes of the errors of a trace, and of calls that a trace would record as something else, or not
+at all.
+"""
 
 from __future__ import annotations
 
 import contextlib
 import os
 import traceback
-from collections.abc import Iterator
-from typing import Any
+from collections.abc import Iterator, Mapping
+from typing import Any, NoReturn
 
 import sympy
 import torch
 from torch import nn
 
-from graphshard.capture.refused_calls import refusal_of_collective
 from graphshard.errors import CaptureError, GraphshardError, ModelChangeError, user_line
 from graphshard.program.sizes import expression_text
 from graphshard.torch_private import trace as torch_trace
 from graphshard.torch_private import unbacked
+from graphshard.torch_private.patches import patched
 
 _ASK = torch.ops.aten._local_scalar_dense.default  # gives the value of a tensor as a number
 
@@ -59,7 +63,7 @@ def _reason(error: Exception, environment: Any, line: str) -> str:
             "and call pack_padded_sequence in the forward"
         )
     if undecided and environment is not None:
-        return undecided_reason(error, environment, line)
+        return _undecided_reason(error, environment, line)
     if isinstance(error, by_value):
         return (
             "the model's control flow depends on the values of a tensor "
@@ -138,14 +142,8 @@ def _op(error: Exception, default: object = None) -> str:
     return str(getattr(error, "func", default or error))
 
 
-def undecided_reason(error: Any, environment: Any, line: str) -> str:
-    """The reason of a CaptureError, for one of `unbacked.undecided_error()`.
-
-    Args:
-        error: torch's error, which has the question as `cond`.
-        environment: the ShapeEnv of the trace.
-        line: the user's line at fault.
-    """
+def _undecided_reason(error: Any, environment: Any, line: str) -> str:
+    """The reason of a CaptureError at `line`, for one of `unbacked.undecided_error()`."""
     condition = error.cond
     lines = {s: unbacked.origin_of(environment, s) for s in condition.free_symbols}
     origins = "".join(
@@ -181,3 +179,59 @@ def _question(condition: Any, environment: Any) -> tuple[str, str]:
     if truth_value and unbacked.upper_bound(environment, symbol) == 1:
         return "the tensor is true", "torch._check(tensor.item())"
     return text, checks
+
+
+# -- calls that a trace would record as something else --------------------------------------------
+
+
+_COLLECTIVES = frozenset({"c10d", "_c10d_functional", "_c10d_functional_autograd"})
+
+
+def refusal_of_collective(call: str) -> str:
+    """Why the collective `call` of a model is refused.
+
+    Ranks agree on the order of collectives before a program runs, and a model's are not in it.
+    """
+    return (
+        f"the model issues a collective of its own ({call}), which neither the plan nor the "
+        "agreement of the ranks on their order knows; do it outside of the compiled module, on "
+        "what goes in or comes out (gradients are averaged anyway)"
+    )
+
+
+def refuse_operator(func: Any, args: Any, kwargs: Mapping[str, Any]) -> None:
+    """Refuse a collective, and numbers drawn from a generator."""
+    if func.namespace in _COLLECTIVES:
+        raise CaptureError(refusal_of_collective(str(func)))
+    if kwargs.get("generator") is not None or any(isinstance(arg, torch.Generator) for arg in args):
+        raise CaptureError(
+            f"the model draws random numbers from a torch.Generator ({func}), whose state a graph "
+            "does not hold; leave the generator out and seed with torch.manual_seed, or draw the "
+            "numbers outside and pass them as a tensor"
+        )
+
+
+@contextlib.contextmanager
+def refuse_seeding() -> Iterator[None]:
+    """Refuse calls that set the state of torch's default generator, which lies outside a graph.
+
+    Seeds set while tracing would not be set again.
+    """
+    with patched("torch.random", "default_generator", _Unseedable()):
+        yield
+
+
+class _Unseedable:
+    """Stands for torch's default generator, whose state it only reads."""
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(torch.default_generator, name)
+
+    def _refuse(self, *_: Any) -> NoReturn:
+        raise CaptureError(
+            "the model sets the state of torch's random numbers (manual_seed, set_rng_state or "
+            "fork_rng), which a graph does not hold; seed before the call, or pass random numbers "
+            "as a tensor"
+        )
+
+    manual_seed = seed = set_state = _refuse

@@ -13,7 +13,7 @@ from torch.utils._pytree import tree_leaves, tree_map
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from graphshard.capture.as_eager import INTERPOLATION_BACKWARDS, interpolation_gradient
-from graphshard.capture.refused_calls import refuse_operator
+from graphshard.capture.errors import refuse_operator
 from graphshard.capture.side_effects import NoWrites
 from graphshard.program.sizes import Answer, Sizes, hint
 from graphshard.torch_private import compat as torch_compat
@@ -125,10 +125,7 @@ def constant_folding_fake_mode(sizes: Sizes | None = None, device: str = DEVICE)
     arange or ones: eager takes one branch, always the same. Fake tensors have no values, so the
     mode remembers how each such tensor was made and computes it for real when asked. If symbolic
     sizes are among the constants, it answers for the example's and notes the question in `sizes`.
-
-    Args:
-        sizes: those of the capture; None if all are numbers.
-        device: the type of the device that the program will run on.
+    `device` is the type of the one that the program will run on.
     """
     base = torch_compat.fake_tensor_mode()
     ask = torch.ops.aten._local_scalar_dense.default

@@ -103,14 +103,13 @@ def items_of(container: Any) -> tuple[Any, ...]:
 
 @dataclass(frozen=True)
 class Guards:
-    """Places and the values that a program was captured with.
+    """Places, and the values there that a program was captured with, in the form to compare.
 
     used: tensors that forward computed with, so that no others may be in their places. A tensor
         that it did not compute with, and that a call left or will replace, may be any like it.
     """
 
     places: tuple[Place | Version, ...] = ()
-    values: tuple[Any, ...] = ()
     frozen: tuple[Any, ...] = field(default=(), repr=False)
     used: tuple[torch.Tensor, ...] = field(default=(), repr=False)
 
@@ -122,19 +121,16 @@ class Guards:
     ) -> Guards:
         """The guards on what `places` hold now; `written`: containers that each call writes."""
         distinct = tuple({place.identity: place for place in places}.values())
-        values = [place.read() for place in distinct]
-        guards = Guards(used=tuple(used))
+        guards = Guards(distinct, used=tuple(used))
         theirs = {id(item) for place in written for item in items_of(place.owner)}
         forms = tuple(
             frozen(
-                value,
+                place.read(),
                 by_properties=lambda t: not guards.uses(t) and (is_left(t) or id(t) in theirs),
             )
-            for value in values
+            for place in distinct
         )
-        # A value that is compared by its form is not kept: it may hold the graph of a call.
-        values = [value if type(value) in _PLAIN else MISSING for value in values]
-        return replace(guards, places=distinct, values=tuple(values), frozen=forms)
+        return replace(guards, frozen=forms)
 
     def uses(self, tensor: torch.Tensor) -> bool:
         """Whether forward computed with it."""
@@ -170,10 +166,8 @@ class Guards:
         return ""
 
     def _broken(self) -> Iterator[tuple[Place | Version, Any, Any]]:
-        for place, value, form in zip(self.places, self.values, self.frozen, strict=True):
+        for place, form in zip(self.places, self.frozen, strict=True):
             now = place.read()
-            if now is value and type(now) in _PLAIN:
-                continue
             if frozen(now) != form:
                 yield place, form, now
 
@@ -187,8 +181,7 @@ class _Either:
     def __eq__(self, other: object) -> bool:
         return other in self.forms
 
-    def __hash__(self) -> int:
-        raise TypeError("unhashable, as it equals forms of several hashes")
+    __hash__ = None  # type: ignore[assignment]  # it equals forms of several hashes
 
 
 def _shown(value: Any) -> str:

@@ -40,13 +40,10 @@ def require_values_of(tensors: Sequence[Tensor], structure: Structure) -> None:
 def as_plain(
     tensors: Sequence[Tensor], structure: Structure, noted: set[type], stacklevel: int
 ) -> list[Tensor]:
-    """`tensors` as instances of torch.Tensor itself; warns of each other class once.
+    """The tensors of a call as instances of torch.Tensor itself.
 
-    Args:
-        tensors: of a call, in the order of `structure.paths`.
-        structure: what is around them.
-        noted: the classes that were warned of already; new ones are added.
-        stacklevel: of the warning, as seen from the caller of this function.
+    A warning tells of each other class that is not in `noted`, which is added to it. `stacklevel`
+    is seen from the caller of this function.
     """
     require_fit(tensors, structure)
     plain = []

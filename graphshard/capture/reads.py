@@ -25,9 +25,9 @@ from graphshard.capture.side_effects import (
     Effects,
     content_differs,
     differs,
-    unanswered_errors,
 )
 from graphshard.errors import CaptureError, user_line_here
+from graphshard.torch_private import trace as torch_trace
 from graphshard.torch_private.patches import patched
 
 _OF_ANY_MODULE = frozenset({*dir(nn.Module), *vars(nn.Module())})
@@ -129,7 +129,7 @@ class Reads:
         def __bool__(value: Any) -> bool:  # noqa: N807
             try:
                 return bool(truth(value))
-            except unanswered_errors() as error:
+            except torch_trace.untraceable_errors()[0] as error:  # which a model may catch
                 if not in_library(sys._getframe(1).f_globals.get("__name__")):
                     self._unanswered = self._unanswered or error
                 raise
@@ -213,9 +213,9 @@ class Reads:
         shape = ", ".join(map(str, tensor.shape))
         self.places.append(Version(f"the values of a plain tensor of shape [{shape}]", tensor))
 
-    def line_of(self, paths: Iterable[str]) -> str | None:
-        """The source line that assigned the first of `paths` of which it is known."""
-        return next((self._lines[path] for path in paths if self._lines.get(path)), None)
+    def at_line(self, *paths: str) -> str:
+        """Where the first of `paths` was assigned of which it is known, for a message."""
+        return next((f" (at {self._lines[path]})" for path in paths if self._lines.get(path)), "")
 
     # -- comparing ----------------------------------------------------------------------------
 

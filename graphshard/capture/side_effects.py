@@ -17,7 +17,7 @@ from torch import Tensor, fx, nn
 from torch.overrides import TorchFunctionMode
 from torch.utils import _pytree as pytree
 
-from graphshard.capture.places import Contents, Place, contents, refill
+from graphshard.capture.places import MISSING, Contents, Place, contents, refill
 from graphshard.capture.structure import Same, holds_tensors
 from graphshard.errors import CaptureError
 from graphshard.torch_private import trace as torch_trace
@@ -38,9 +38,6 @@ _CONTAINERS = (dict, list, set, OrderedDict)  # the last holds hooks
 
 
 _PLAIN = (int, float, str, bool, bytes, complex)
-
-
-_MISSING = object()
 
 
 class Effects:
@@ -74,12 +71,9 @@ class Effects:
 
 
 class ModuleTables:
-    """Which parameters, buffers and modules a model has.
+    """Which parameters, buffers and modules a model has, by the names in `tables`.
 
-    Args:
-        model: whose tables are copied.
-        tables: the ones that count.
-        objects: the ones in which not only names count, but the objects under them.
+    In those of `objects` not only names count, but the objects under them.
     """
 
     def __init__(
@@ -131,7 +125,7 @@ class _Before:
             path = self.prefix + name
             if name in _NO_STATE:
                 continue
-            if differs(self.attributes.get(name, _MISSING), value):
+            if differs(self.attributes.get(name, MISSING), value):
                 effects.add(Place(path, attributes, name, of_module=True), value)
             elif name in self.contents and content_differs(self.contents[name], value):
                 effects.add_contents(path, value, self.contents[name])
@@ -234,28 +228,19 @@ _AS_NUMBERS: frozenset[Any] = frozenset(
 )
 
 
-def unanswered_errors() -> tuple[type[Exception], ...]:
-    """Give what torch raises where code asks for the value of a tensor, which a model may catch."""
-    by_value: tuple[type[Exception], ...] = torch_trace.untraceable_errors()[0]
-    return by_value
-
-
 class PastTheTrace(TorchFunctionMode):
     """Inside this mode what goes past a trace is refused: `.data` assigned, `.grad` read.
 
-    The numbers of a real tensor are read from it, instead of from the fake one it would become.
-
-    Args:
-        names: of parameters and buffers, by identity.
-        note_values: is told of each real tensor whose numbers are read.
-        note_use: is told of each real tensor that is computed with.
+    The numbers of a real tensor are read from it, instead of from the fake one it would become;
+    `note_values` is told of it, and `note_use` of each that is computed with. `names` are those of
+    parameters and buffers, by identity.
     """
 
     def __init__(
         self,
         names: Mapping[int, str],
-        note_values: Callable[[Tensor], None] = lambda tensor: None,
-        note_use: Callable[[Tensor], None] = lambda tensor: None,
+        note_values: Callable[[Tensor], None],
+        note_use: Callable[[Tensor], None],
     ) -> None:
         super().__init__()
         self._names = names
@@ -289,7 +274,7 @@ class PastTheTrace(TorchFunctionMode):
                 return func(*args, **(kwargs or {}))
         try:
             return func(*args, **(kwargs or {}))
-        except unanswered_errors() as error:
+        except torch_trace.untraceable_errors()[0] as error:  # which a model may catch
             self._error = self._error or error
             raise
 

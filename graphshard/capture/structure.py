@@ -182,15 +182,11 @@ class Structure:
 
 
 def take_apart(value: Any, *, name: str) -> tuple[list[Tensor], Structure]:
-    """Flatten `value` into its tensors and the structure around them.
+    """Flatten any nest of containers, tensors and other objects into tensors and the rest.
 
-    Symbolic sizes among the results of a model count as tensors.
-
-    Args:
-        value: any nest of containers, tensors and other objects. What is in a `Same` stays as it
-            is, tensors included, and is taken out of it when the value is built.
-        name: what the value is called in paths and errors, e.g. "out"; `CALL` for a call's
-            `(args, kwargs)`.
+    Symbolic sizes among the results of a model count as tensors. What is in a `Same` stays as it
+    is, tensors included, and is taken out of it when the value is built. Paths and errors call the
+    value `name`, e.g. "out"; `CALL` is for a call's `(args, kwargs)`.
     """
     leaves, spec = pytree.tree_flatten(value)
     _refuse_hidden_tensors(spec, name)

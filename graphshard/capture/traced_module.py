@@ -16,12 +16,12 @@ import torch
 from torch import Tensor, nn
 from torch.nn.modules.module import register_module_parameter_registration_hook
 
-from graphshard.capture.casting import cast_all
+from graphshard.capture.casting import dtype_of_buffer
 from graphshard.capture.checkpoints import ended_by_errors
 from graphshard.capture.code_walk import CodeWalk
+from graphshard.capture.errors import refuse_seeding
 from graphshard.capture.guards import Guards
 from graphshard.capture.places import (
-    Assignment,
     Buffer,
     Contents,
     LeftAt,
@@ -31,7 +31,6 @@ from graphshard.capture.places import (
     refill,
 )
 from graphshard.capture.reads import Reads
-from graphshard.capture.refused_calls import refuse_seeding
 from graphshard.capture.side_effects import (
     PLANNED,
     ModuleTables,
@@ -41,7 +40,7 @@ from graphshard.capture.side_effects import (
 from graphshard.capture.structure import CALL, Structure, take_apart
 from graphshard.errors import CaptureError, ModelChangeError
 from graphshard.format import some_of
-from graphshard.policy.precision import Precisions, keeps_its_dtype
+from graphshard.policy.precision import Precisions
 from graphshard.torch_private import trace as torch_trace
 
 ORIGINALS = "_graphshard_originals"
@@ -94,9 +93,13 @@ class EntryPoint:
             with torch_trace.annotate()({"fqn": self.module, "calls": ((self.module, 0),)}):
                 return getattr(module, self.method)(*args, **kwargs)
 
+    @property
+    def path(self) -> str:
+        """The method with the FQN of its module before it."""
+        return f"{self.module}.{self.method}" if self.module else self.method
+
     def __str__(self) -> str:
-        path = f"{self.module}.{self.method}" if self.module else self.method
-        return path.removesuffix(".forward")
+        return self.path.removesuffix(".forward")
 
 
 MAIN_ENTRY = EntryPoint()
@@ -218,8 +221,7 @@ class TracedModel(nn.Module):
             tensors, structure = take_apart(value, name=place.path)
             self._refuse_lent_results(structure.references)
         except CaptureError as error:
-            line = self.reads.line_of([place.path])
-            at = f" (at {line})" if line else ""
+            at = self.reads.at_line(place.path)
             raise CaptureError(f"the forward leaves tensors in {place.path}{at}: {error}") from None
         self.left += ((place, structure),)
         return tensors
@@ -237,8 +239,7 @@ class TracedModel(nn.Module):
         guards = Guards.of(self.reads.places, self.reads.used, written)
         for place, _ in self.left:
             if isinstance(place, (Place, Contents)) and guards.carries(place.read()):
-                line = self.reads.line_of([place.path])
-                at = f" (at {line})" if line else ""
+                at = self.reads.at_line(place.path)
                 raise CaptureError(
                     f"the forward computes with a tensor that an earlier call left in {place.path}"
                     f"{at}, and leaves another there, so a program would keep the values of the "
@@ -246,11 +247,6 @@ class TracedModel(nn.Module):
                     "argument"
                 )
         return guards
-
-    @property
-    def settled(self) -> tuple[Assignment, ...]:
-        """The attributes that the forward set from None to a plain value, with these."""
-        return tuple(self.reads.settled)
 
     def _cast_params(self, params: list[Tensor]) -> list[Tensor]:
         """Each parameter in the dtype it is computed in.
@@ -263,17 +259,11 @@ class TracedModel(nn.Module):
         return [p if d is None else p.to(d) for p, d in zip(params, dtypes, strict=True)]
 
     def _cast_buffers(self, model: nn.Module, buffers: list[Tensor]) -> list[Tensor]:
-        if self._precisions is None:
-            return buffers
         cast_buffers = []
         for named, buffer in zip(self.model_buffers, buffers, strict=True):
             home = named.fqn.rpartition(".")[0]
-            precision = self._precisions.around(home)
-            dtype = None if precision is None else precision.buffer_dtype
-            if dtype is None or keeps_its_dtype(model.get_submodule(home)):
-                cast_buffers.append(buffer)
-            else:
-                cast_buffers.append(cast_all(buffer, dtype))
+            module = model.get_submodule(home)
+            cast_buffers.append(buffer.to(dtype_of_buffer(module, home, buffer, self._precisions)))
         return cast_buffers
 
     @contextmanager

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from functools import partial
 from types import FunctionType
@@ -10,10 +10,13 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_leaves, tree_map_only
 
+from graphshard.capture.side_effects import NO_COMPUTE, PLANNED, ModuleTables
 from graphshard.capture.traced_module import MAIN_ENTRY, EntryPoint
 from graphshard.errors import CaptureError, ModelChangeError, PolicyError, RuntimeStateError
+from graphshard.format import some_of
 from graphshard.module.gathered import Gathered
 from graphshard.module.on_all_ranks import on_all_ranks
 from graphshard.module.sharded_tree import TreeModule
@@ -22,14 +25,6 @@ from graphshard.policy.strategy import Strategy
 
 if TYPE_CHECKING:
     from graphshard.module.internals import _State
-
-
-from collections.abc import Callable, Mapping
-
-from torch.overrides import TorchFunctionMode
-
-from graphshard.capture.side_effects import NO_COMPUTE, PLANNED, ModuleTables
-from graphshard.format import some_of
 
 _GENERATES = "prepare_inputs_for_generation"
 """A class with this method has `generate` from transformers, or from peft over such a model: a loop
@@ -111,7 +106,7 @@ class CallMethods(TreeModule):
                 raise change from error
             if is_capture and (entry != MAIN_ENTRY or not torch.is_grad_enabled()):
                 error.add_note(
-                    f"Without gradients, sharded.run_eagerly({_path_of(entry)!r}, ...) runs such "
+                    f"Without gradients, sharded.run_eagerly({entry.path!r}, ...) runs such "
                     "code as it is, on gathered parameters"
                 )
             self._tell_of_failure(error)
@@ -230,10 +225,6 @@ class CallMethods(TreeModule):
                 f"parameter {name!r} is unsharded, so the module has no shards to run on; leave "
                 "the unsharded() context before calling it"
             )
-
-
-def _path_of(entry: EntryPoint) -> str:
-    return f"{entry.module}.{entry.method}" if entry.module else entry.method
 
 
 class _ComputesError(Exception):

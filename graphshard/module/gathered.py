@@ -14,7 +14,7 @@ from typing import Any, NoReturn
 import torch
 from torch import Tensor, nn
 
-from graphshard.capture.casting import cast_at_units
+from graphshard.capture.casting import cast_at_units, dtype_of_buffer
 from graphshard.capture.side_effects import ModuleTables
 from graphshard.errors import PolicyError, RuntimeStateError
 from graphshard.format import human_bytes, some_of
@@ -22,7 +22,6 @@ from graphshard.module.internals import _State
 from graphshard.module.meta_model import set_flags
 from graphshard.module.sharded_tree import training_flags
 from graphshard.planning.layout import Unit
-from graphshard.policy.precision import keeps_its_dtype
 from graphshard.runtime.shards import Shard
 from graphshard.runtime.whole import Wanted, gather_each
 
@@ -32,14 +31,9 @@ Place = tuple[dict[str, Any], str]
 
 
 class Gathered:
-    """Lends whole parameters to the model that captures trace.
+    """Lends whole parameters, of at most `max_bytes` at once, to the model that captures trace.
 
     lines: what is gathered, the same on all ranks.
-
-    Args:
-        root: the sharded module.
-        state: of it.
-        max_bytes: the most bytes of gathered parameters; None: gather all at once.
     """
 
     def __init__(self, root: nn.Module, state: _State, max_bytes: int | None) -> None:
@@ -59,22 +53,16 @@ class Gathered:
         self._ignored = [_Loan(shards[each.fqn], self._modules) for each in plan.ignored]
         self._streamed: list[str] = []
         if max_bytes is not None:
-            self._streamed = _streamed(plan.units, self._bytes(), plan.is_nested, max_bytes)
+            sizes = {
+                fqn: sum(loan.wanted.nbytes for loan in loans if not loan.wanted.is_there)
+                for fqn, loans in self._units.items()
+            }
+            self._streamed = _streamed(plan.units, sizes, plan.is_nested, max_bytes)
         self.lines = [f"gathered for each forward: {', '.join(self._streamed) or 'nothing'}"]
-
-    def _bytes(self) -> dict[str, int]:
-        return {
-            fqn: sum(loan.wanted.nbytes for loan in loans if not loan.wanted.is_there)
-            for fqn, loans in self._units.items()
-        }
 
     @contextmanager
     def lent(self, part: Part) -> Iterator[nn.Module]:
-        """Yield the model with parameters and buffers in place; all ranks meet at the end.
-
-        Args:
-            part: a part of the call, at whose end all ranks meet; see `Agreement.part`.
-        """
+        """Yield the model with parameters and buffers in place; ranks meet after each `part`."""
         model, flags = self._model, training_flags(self._root)
         requires_grad = {n: s.param.requires_grad for n, s in self._state.bindings.shards.items()}
         with ExitStack() as stack:
@@ -150,26 +138,19 @@ class Gathered:
 
     def _lend_buffers(self) -> list[tuple[str, Tensor, Tensor, int]]:
         """Put the buffers of the sharded module in place: name, its own, the lent, its version."""
-        bindings = self._state.bindings
+        bindings, precisions = self._state.bindings, self._state.bindings.plan.precisions
         shown: dict[int, Tensor] = {}
         lent = []
         for name in bindings.buffers:
             buffer = bindings.buffer(name)
             path, _, leaf = name.rpartition(".")
             if id(buffer) not in shown:
+                dtype = dtype_of_buffer(self._modules[path], path, buffer, precisions)
                 with torch.no_grad(), torch.inference_mode(False):
-                    shown[id(buffer)] = buffer.to(self._dtype_shown(path, buffer))
+                    shown[id(buffer)] = buffer.to(dtype)
                 lent.append((name, buffer, shown[id(buffer)], shown[id(buffer)]._version))
             self._modules[path]._buffers[leaf] = shown[id(buffer)]
         return lent
-
-    def _dtype_shown(self, path: str, buffer: Tensor) -> torch.dtype:
-        precisions = self._state.bindings.plan.precisions
-        precision = None if precisions is None else precisions.around(path)
-        dtype = None if precision is None else precision.buffer_dtype
-        if dtype is None or not buffer.is_floating_point():
-            return buffer.dtype
-        return buffer.dtype if keeps_its_dtype(self._modules[path]) else dtype
 
     def _carry(
         self, buffers: Sequence[tuple[str, Tensor, Tensor, int]], flags: Sequence[bool]

@@ -1,18 +1,219 @@
-"""The state of a sharded module besides its parameters and buffers."""
+"""The state of a sharded module besides its parameters and buffers, and its full parameters."""
 
 from __future__ import annotations
 
 import contextlib
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import AbstractContextManager
+from typing import Any
 
-from torch import nn
+import torch
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 
 from graphshard.capture.traced_module import EntryPoint
-from graphshard.errors import RuntimeStateError
+from graphshard.errors import PolicyError, RuntimeStateError
 from graphshard.module.meta_init import initialize
 from graphshard.module.programs import Programs
-from graphshard.module.unsharded import Unsharded
+from graphshard.runtime.agreement import require_names
 from graphshard.runtime.lowered import Bindings
-from graphshard.runtime.shards import distinct
+from graphshard.runtime.shards import Shard, distinct
+from graphshard.runtime.whole import Wanted, gather_each
+from graphshard.torch_private import compat as torch_compat
+
+
+class FullParameters(dict[str, nn.Parameter]):
+    """The parameters that modules hold now, each under its first name.
+
+    A tied parameter is met once by whoever walks over them, and found by its other names, too.
+    """
+
+    def __init__(self, shards: Iterable[Shard]) -> None:
+        super().__init__()
+        self._first: dict[str, str] = {}
+        for shard in shards:
+            holder, name = shard.holders[0]
+            self[shard.layout.fqn] = holder[name]
+            self._first.update(dict.fromkeys(shard.layout.names, shard.layout.fqn))
+
+    def __missing__(self, name: str) -> nn.Parameter:
+        """The tied parameter of another name than its first."""
+        if name not in self._first:
+            raise KeyError(name)
+        return self[self._first[name]]
+
+    def __contains__(self, name: object) -> bool:
+        return name in self._first
+
+    def get(self, name: str, default: Any = None) -> Any:
+        """The parameter `name`, by any of its names; `default` if there is none."""
+        return self[name] if name in self._first else default
+
+
+class Unsharded:
+    """The full twins of the distinct parameters `shards`, and their gathering and splitting.
+
+    Code that needs whole matrices runs on them. Each parameter has one twin, the same
+    `nn.Parameter` object every time, whose storage is there only inside the context. So an
+    optimizer that was given the twins keeps its state from step to step.
+    """
+
+    def __init__(self, shards: Iterable[Shard]) -> None:
+        self.shards = list(shards)
+        self.open: frozenset[str] = frozenset()  # FQNs of the parameters that are full now
+        self.with_grads: frozenset[str] = frozenset()  # those of them whose gradients are, too
+        self._twins: dict[str, nn.Parameter] = {}
+
+    def twin(self, shard: Shard) -> nn.Parameter:
+        """The full parameter, empty outside of the context; a plain parameter itself."""
+        if not isinstance(shard.param, DTensor):
+            return shard.param
+        fqn = shard.layout.fqn
+        if fqn not in self._twins:
+            local = torch_compat.local_tensor(shard.param)
+            full = torch.empty(shard.layout.shape, dtype=local.dtype, device=local.device)
+            self._twins[fqn] = nn.Parameter(full, shard.param.requires_grad)
+            vars(self._twins[fqn]).update(vars(shard.param))
+            full.untyped_storage().resize_(0)
+        self._twins[fqn].requires_grad_(shard.param.requires_grad)
+        return self._twins[fqn]
+
+    def select(self, modules: Any) -> list[Shard]:
+        """The shards of the parameters in `modules` (an FQN or a list of them), or all."""
+        fqns = require_names("unsharded: modules", modules, "the name of a module")
+        if modules is None:
+            return self.shards
+        by_fqn = {}
+        for module in fqns:
+            inside = [s for s in self.shards if any(_inside(n, module) for n in s.layout.names)]
+            if not inside:
+                raise PolicyError(f"unsharded: no module or parameter of the model is {module!r}")
+            by_fqn.update({shard.layout.fqn: shard for shard in inside})
+        return list(by_fqn.values())
+
+    def check(
+        self, shards: list[Shard], *, writeback: bool, with_grads: bool, rank0_only: bool
+    ) -> list[str]:
+        """Check the arguments of `context`; return what it gathers, the same on all ranks."""
+        if rank0_only and writeback:
+            raise PolicyError(
+                "unsharded(rank0_only=True) would leave what rank 0 writes on rank 0 alone; pass "
+                "writeback=False, too"
+            )
+        names = {shard.layout.fqn for shard in shards}
+        if self.open & names:
+            raise RuntimeStateError(
+                f"parameter {min(self.open & names)!r} is unsharded already; leave the inner "
+                "context out"
+            )
+        gathered = []
+        for shard in _sharded(shards):
+            shard.current()  # takes over what the user did to the parameter
+            gathered.append(f"parameter {shard.layout.fqn}")
+            if with_grads and shard.param.grad is not None:
+                gathered.append(f"gradient of {shard.layout.fqn}")
+        return gathered
+
+    def context(
+        self,
+        shards: list[Shard],
+        part: Callable[..., AbstractContextManager[Any]],
+        *,
+        writeback: bool,
+        with_grads: bool,
+        rank0_only: bool,
+    ) -> Iterator[dict[str, nn.Parameter]]:
+        """Gather, yield the twins by name, and split again; see `ShardedModule.unsharded`.
+
+        All ranks meet after each `part`. With `rank0_only` the others gather, and keep nothing.
+        """
+        names = {shard.layout.fqn for shard in shards}
+        sharded = _sharded(shards)
+        opened: list[tuple[Shard, nn.Parameter, Any]] = []
+        keep = False
+        self.open |= names
+        if with_grads:
+            self.with_grads |= {shard.layout.fqn for shard in sharded}
+        try:
+            failures: list[Exception] = []
+            for wanted, full in gather_each(_wanted(sharded, with_grads=with_grads)):
+                shard = wanted.shard
+                if not failures and (shard.group.rank == 0 or not rank0_only):
+                    try:
+                        if wanted.grad is None:
+                            opened.append((shard, self.twin(shard), shard.param))
+                            self._fill(self.twin(shard), full)
+                        else:
+                            full = full.to(shard.local.device, copy=wanted.is_there)
+                            _set_grad(self.twin(shard), full)
+                    except Exception as error:  # told once all is gathered, as others wait for it
+                        failures.append(error)
+            with part():
+                if failures:
+                    raise failures.pop()  # not to be held by this function, which it refers to
+            for shard, twin, _ in opened:
+                for holder, name in shard.holders:
+                    holder[name] = twin
+            with part(keeps=True):
+                yield FullParameters(shards)
+            keep = True
+        finally:
+            for shard, twin, param in opened:
+                self._split(shard, twin, param, writeback=writeback and keep, with_grads=with_grads)
+            self.open -= names
+            self.with_grads -= names
+
+    def _fill(self, twin: nn.Parameter, full: Tensor) -> None:
+        with torch.no_grad():
+            twin.untyped_storage().resize_(twin.nbytes)
+            twin.copy_(full)
+
+    def _split(
+        self, shard: Shard, twin: nn.Parameter, param: Any, *, writeback: bool, with_grads: bool
+    ) -> None:
+        for holder, name in shard.holders:
+            holder[name] = param
+        if writeback:
+            with torch.no_grad():
+                # In place on the DTensor, so that a backward to come sees that it changed.
+                param.copy_(shard.as_dtensor(shard.part_of(twin.detach()).contiguous()))
+        if writeback and with_grads:
+            if twin.grad is None:
+                param.grad = None
+            elif param.grad is None:
+                grad_part = shard.part_of(twin.grad).to(shard.local.device)
+                grad_part = grad_part.clone(memory_format=torch.contiguous_format)
+                _set_grad(param, shard.as_dtensor(grad_part))
+            else:
+                torch_compat.local_tensor(param.grad).copy_(shard.part_of(twin.grad))
+        twin.grad = None
+        twin.untyped_storage().resize_(0)
+
+
+def _sharded(shards: Iterable[Shard]) -> list[Shard]:
+    return [shard for shard in shards if isinstance(shard.param, DTensor)]
+
+
+def _set_grad(param: nn.Parameter, grad: Tensor) -> None:
+    """Make `grad` the gradient of `param`, in whatever dtype mixed precision leaves it."""
+    if grad.dtype != param.dtype:
+        torch_compat.set_grad_dtype(param, grad.dtype)
+    param.grad = grad
+
+
+def _wanted(shards: Iterable[Shard], *, with_grads: bool) -> list[Wanted]:
+    """What to gather: parameters, and their gradients."""
+    wanted = [Wanted(shard, shard.local.dtype) for shard in shards]
+    if with_grads:
+        for shard in shards:
+            if shard.param.grad is not None:
+                grad = torch_compat.local_tensor(shard.param.grad)
+                wanted.append(Wanted(shard, grad.dtype, grad))
+    return wanted
+
+
+def _inside(name: str, module: str) -> bool:
+    return not module or name == module or name.startswith(module + ".")
 
 
 class _State:

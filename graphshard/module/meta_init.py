@@ -30,12 +30,7 @@ def initialize(model: nn.Module, bindings: Bindings, on_meta: Collection[str], s
     Then the modules that hold them, and the modules around those, initialise themselves, inner ones
     first as `nn.Module.apply` does: `reset_parameters()`, then the `_init_weights(module)` of the
     nearest module above that has it. Other units are on meta meanwhile, where writes do nothing.
-
-    Args:
-        model: the code; its parameters are on meta, before and after.
-        bindings: whose shards and buffers to fill.
-        on_meta: every name of each parameter and buffer the model came with on meta.
-        seed: of torch's random numbers, which are as before afterwards.
+    Torch's random numbers, which `seed` seeds, are as before afterwards.
     """
     device = bindings.group.device
     modules = dict(model.named_modules(remove_duplicate=False))

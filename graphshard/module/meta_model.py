@@ -35,12 +35,8 @@ def meta_model_of(model: nn.Module, copies: dict[int, Any] | None = None) -> nn.
 
     The copy has attributes of its own. Objects and containers that hold plain data alone, such as a
     configuration, are shared with the model and whoever else holds them, and so are attributes that
-    cannot be copied (locks, process groups, generators).
-
-    Args:
-        model: stays as it is.
-        copies: the memo of a `copy.deepcopy` that `model` is part of: plain data are copied as
-            well, with what else is copied. None: they are shared.
+    cannot be copied (locks, process groups, generators). With `copies`, the memo of a
+    `copy.deepcopy` that `model` is part of, plain data are copied as well, with what else is.
     """
     twins: dict[int, Any] = dict(copies or {})
     for value in _plain_data(model):

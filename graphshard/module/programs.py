@@ -17,12 +17,10 @@ from graphshard.capture.code_walk import CodeWalk
 from graphshard.capture.dynamic import (
     AUTO,
     Dynamic,
-    Names,
     dims_above_one,
-    drop_names,
     enlarge_small_dims,
 )
-from graphshard.capture.entry import capture, signature_of_parts
+from graphshard.capture.entry import capture, signature_of
 from graphshard.capture.guards import Watch
 from graphshard.capture.input_checks import as_plain, require_values_of
 from graphshard.capture.places import Buffer
@@ -30,10 +28,9 @@ from graphshard.capture.structure import CALL, Structure, comparable, take_apart
 from graphshard.capture.traced_module import MAIN_ENTRY, EntryPoint
 from graphshard.errors import CaptureError, RuntimeStateError
 from graphshard.format import some_of
-from graphshard.module.call_sizes import CallSizes
+from graphshard.module.call_sizes import Call, CallSizes
 from graphshard.module.meta_model import set_flags
-from graphshard.module.model_attributes import Changes
-from graphshard.module.sharded_tree import training_flags
+from graphshard.module.sharded_tree import Changes, training_flags
 from graphshard.pipeline import run_passes, with_capture_warnings
 from graphshard.program.pass_protocol import PassLike
 from graphshard.progress import Progress, Stages
@@ -150,14 +147,8 @@ class CallKey(NamedTuple):
 class Programs:
     """Captures, rewrites and keeps a program for each signature.
 
-    Args:
-        meta_model: the model, whose forward is traced.
-        root: the sharded module, whose flags count.
-        changes: tells when an attribute of a module below `root` may have changed.
-        bindings: what programs run on.
-        passes: applied to each captured program, in order.
-        dynamic: the sizes that are symbols. One signature then has a further program for calls
-            whose sizes the first ones were not right for. "auto": those that change.
+    With `dynamic` sizes one signature has a further program for calls whose sizes the first ones
+    were not right for.
     """
 
     def __init__(
@@ -183,7 +174,6 @@ class Programs:
         self._captures: dict[CaptureKey, list[Capture]] = {}
         # Names of sizes that were fixed for some calls.
         self._fixed: dict[CaptureKey, set[str]] = {}
-        self._entry = MAIN_ENTRY  # of the call at hand
         self._described: list[dict[str, str]] = []
         self._noted: set[type] = set()  # classes of inputs that a warning told of
         self._training: tuple[int, tuple[bool, ...]] = (-1, ())
@@ -217,14 +207,9 @@ class Programs:
                 require_values_of(tensors, structure)
                 raise
         self._resident.compare()
-        self._entry = entry
-        try:
-            names = self._names(tensors, structure)
-            step = self._step(tensors, structure, names)
-            step.capture.settle()
-            return step, tensors
-        finally:
-            self._entry = MAIN_ENTRY
+        step = self._step(self._named(Call(tensors, structure, entry)))
+        step.capture.settle()
+        return step, tensors
 
     def capture_example(
         self, args: tuple[Any, ...], kwargs: dict[str, Any], progress: Stages | None = None
@@ -234,51 +219,49 @@ class Programs:
         tensors = as_plain(tensors, structure, self._noted, stacklevel=6)
         real = {id(t): self._real(t) for t in tensors}
         tensors = [real[id(t)] for t in tensors]
-        names = self.sizes.names(tensors, structure, self._entry)
+        names = self.sizes.names(Call(tensors, structure, MAIN_ENTRY))
         if names is not None:
             tensors = enlarge_small_dims(tensors, names)
         self._resident.look_for_signs()
-        return self._step(tensors, structure, names, progress)
+        return self._step(Call(tensors, structure, MAIN_ENTRY, names), progress)
 
-    def _names(self, tensors: Sequence[Tensor], structure: Structure) -> tuple[Names, ...] | None:
-        names = self.sizes.names(tensors, structure, self._entry)
-        return None if names is None else dims_above_one(tensors, names)
+    def _named(self, call: Call) -> Call:
+        """`call` with the dimensions that are symbols now."""
+        names = self.sizes.names(call)
+        if names is not None:
+            names = dims_above_one(call.tensors, names)
+        return call if names is call.names else call._replace(names=names)
 
-    def _step(
-        self,
-        tensors: Sequence[Tensor],
-        structure: Structure,
-        names: Sequence[Names] | None,
-        progress: Stages | None = None,
-    ) -> Step:
-        called = self._key(tensors, structure, names)
+    def _step(self, call: Call, progress: Stages | None = None) -> Step:
+        called = self._key(call)
         recent = self._recent_step(called)
         if recent is not None:
             return recent
-        key, index = self._find(called, tensors, structure, names)
+        key, index = self._find(called, call)
         of_new_shape = False
         if index is None:
-            of_new_shape = self.sizes.meet(tensors, structure, self._entry)
+            of_new_shape = self.sizes.meet(call)
             if self.sizes.dynamic == AUTO:
-                names = self._names(tensors, structure)
-                called = self._key(tensors, structure, names)
-                key, index = self._find(called, tensors, structure, names)
+                call = self._named(call)
+                called = self._key(call)
+                key, index = self._find(called, call)
         step = None
         if index is not None:
             key = self._without_unread(key, index)
             step = self.steps.get((key, index))
         if step is None:
-            require_values_of(tensors, structure)
-            described = _description(tensors, structure, key)
+            require_values_of(call.tensors, call.structure)
+            described = _description(call, key)
             trainable = (s.layout.fqn for s in self._shards if s.param.requires_grad)
             described[_TRAINED] = "\n".join(trainable)
+            progress = progress or Progress()
             with collect_only_new():
                 if index is None:
-                    key, index = self._trace(tensors, structure, names, described, progress)
+                    key, index = self._trace(call, described, progress)
                     key = self._without_unread(key, index)
                 step = self._rewrite(key, index, progress)
             self._say(described, of_new_shape)
-        if names is None:
+        if call.names is None:
             self._recent = [(called, step), *self._recent[: RECENT - 1]]
         return step
 
@@ -292,26 +275,19 @@ class Programs:
                 return recent
         return None
 
-    def _find(
-        self,
-        key: CallKey,
-        tensors: Sequence[Tensor],
-        structure: Structure,
-        names: Sequence[Names] | None,
-    ) -> tuple[CallKey, int | None]:
+    def _find(self, key: CallKey, call: Call) -> tuple[CallKey, int | None]:
         """The key of a call, and the index of the capture that fits its sizes, if any.
 
-        The key differs from `key` if some of the sizes in `names` are fixed for this call.
+        The key differs from `key` if some of the symbols are fixed for this call.
         """
         for index, captured in enumerate(self._captures.get(key.capture, ())):
             sizes = captured.program.sizes
-            admits = sizes is None or sizes.admits(sizes.values(tensors))
+            admits = sizes is None or sizes.admits(sizes.values(call.tensors))
             if admits and self._holds(captured):
                 return key, index
-        if names is not None and key.capture in self._fixed:
-            fewer = drop_names(names, self._fixed[key.capture])
-            other = self._key(tensors, structure, fewer)
-            other, other_index = self._find(other, tensors, structure, fewer)
+        if call.names is not None and key.capture in self._fixed:
+            fewer = call.without(self._fixed[key.capture])
+            other, other_index = self._find(self._key(fewer), fewer)
             if other_index is not None:
                 return other, other_index
         return key, None
@@ -342,14 +318,12 @@ class Programs:
         )
         return empty.requires_grad_(tensor.requires_grad)
 
-    def _key(
-        self, tensors: Sequence[Tensor], structure: Structure, names: Sequence[Names] | None
-    ) -> CallKey:
+    def _key(self, call: Call) -> CallKey:
         if self._training[0] != self.changes.version:
             root = self._root()
             assert root is not None  # it makes this call
             self._training = (self.changes.version, training_flags(root))
-        method = self._entry.method
+        method = call.entry.method
         if method not in self._by_identity:
             self._by_identity[method] = CodeWalk.of(self.meta_model, method).compares_identity
         device = self.bindings.group.device.type
@@ -357,28 +331,25 @@ class Programs:
         grad = torch.is_grad_enabled()
         return CallKey(
             CaptureKey(
-                signature_of_parts(
-                    tensors, structure, names, by_identity=self._by_identity[method]
+                signature_of(
+                    call.tensors,
+                    call.structure,
+                    call.names,
+                    by_identity=self._by_identity[method],
                 ),
                 self._training[1],
                 grad,
                 autocast,
                 _settings(),
                 tuple([shard.param.requires_grad for shard in self._shards]),
-                self._entry,
+                call.entry,
             ),
             self._resident.stale,
             self.bindings.accumulated.mode() if grad else REDUCED,
         )
 
     def _trace(
-        self,
-        tensors: Sequence[Tensor],
-        structure: Structure,
-        names: Sequence[Names] | None,
-        described: dict[str, str],
-        progress: Stages | None,
-        notes: tuple[str, ...] = (),
+        self, call: Call, described: dict[str, str], progress: Stages, notes: tuple[str, ...] = ()
     ) -> tuple[CallKey, int]:
         """Capture a call; returns the same as `_find`."""
         if torch_trace.inside_compiled_function():
@@ -387,54 +358,45 @@ class Programs:
                 "torch.compile; call it outside, and compile its compute by "
                 'graphshard.compile(..., backend="inductor")'
             )
-        key = self._key(tensors, structure, names)
+        key = self._key(call)
         captures = self._captures.get(key.capture, [])
         for captured in captures[-1:]:
             sizes = captured.program.sizes
             described[_STATE] = captured.guards.broken()
             if sizes is not None:
-                described[_SIZES] = sizes.broken(sizes.values(tensors))
-        args, kwargs = structure.build(tensors)
+                described[_SIZES] = sizes.broken(sizes.values(call.tensors))
         try:
-            captured = self._capture(args, kwargs, names, progress or Progress())
+            captured = self._capture(call, progress)
         except CaptureError as error:
-            if names is None:
+            if call.names is None:
                 raise
-            call = tensors, structure, names, self._entry
-            unwanted = self.sizes.fix(error, *call, captured=bool(captures))
+            unwanted = self.sizes.fix(error, call, captured=bool(captures))
             if not unwanted:
                 raise
             self._fixed.setdefault(key.capture, set()).update(unwanted)
             if self.sizes.dynamic == AUTO:
                 notes += (f'dynamic="auto" fixes {" and ".join(sorted(unwanted))}: {error}',)
                 self._log(notes[-1])
-            fewer = drop_names(names, unwanted)
-            other, index = self._find(
-                self._key(tensors, structure, fewer), tensors, structure, fewer
-            )
+            fewer = call.without(unwanted)
+            other, index = self._find(self._key(fewer), fewer)
             if index is not None:
                 return other, index
-            return self._trace(tensors, structure, fewer, described, progress, notes)
+            return self._trace(fewer, described, progress, notes)
         if captured.settled:
-            captured = self._settled(captured, args, kwargs, names, progress or Progress())
+            captured = self._settled(captured, call, progress)
         captured.program.notes += notes
         self._watch.add(captured.guards, [place for place, _ in captured.left])
         self.changes.reads |= {each.identity for each in captured.guards.places}
         self._captures[key.capture] = [*captures, captured]
         return key, len(captures)
 
-    def _settled(self, captured: Capture, *call: Any) -> Capture:
-        """`captured`, to serve calls before and after what it settles, if one program can.
-
-        Args:
-            captured: what was captured of the call.
-            *call: as for `_capture`.
-        """
+    def _settled(self, captured: Capture, call: Call, progress: Stages) -> Capture:
+        """`captured`, to serve calls before and after what it settles, if one program can."""
         captured.settle()
         try:
             with warnings.catch_warnings():
                 warnings.simplefilter("ignore")
-                after = self._capture(*call)
+                after = self._capture(call, progress)
         except CaptureError:  # as the second call will be
             return captured
         finally:
@@ -445,13 +407,8 @@ class Programs:
         guards = captured.guards.and_of(after.guards)
         return replace(captured, guards=guards.also_after(captured.settled))
 
-    def _capture(
-        self,
-        args: tuple[Any, ...],
-        kwargs: dict[str, Any],
-        names: Sequence[Names] | None,
-        progress: Stages,
-    ) -> Capture:
+    def _capture(self, call: Call, progress: Stages) -> Capture:
+        args, kwargs = call.structure.build(call.tensors)
         bindings = self.bindings
         requires_grad = {name: s.param.requires_grad for name, s in bindings.shards.items()}
         state = set_flags(self.meta_model, self._training[1], requires_grad)
@@ -462,23 +419,23 @@ class Programs:
                 kwargs,
                 device=bindings.group.device,
                 grad=torch.is_grad_enabled(),
-                names=names,
-                entry=self._entry,
+                names=call.names,
+                entry=call.entry,
                 precisions=bindings.plan.precisions,
             )
 
-    def _rewrite(self, key: CallKey, index: int, progress: Stages | None) -> Step:
+    def _rewrite(self, key: CallKey, index: int, progress: Stages) -> Step:
         """Rewrite a copy of a capture for the parameters to gather and gradients to reduce now."""
         bindings = self.bindings
         captured = self._captures[key.capture][index]
         captured = replace(captured, program=captured.program.copy())
         pairs = zip(self._resident.shards, key.stale, strict=True)
         captured.program.stale = frozenset(s.layout.fqn for s, stale in pairs if stale)
-        if self.plan.program is None and self._entry == MAIN_ENTRY:
+        if self.plan.program is None and key.capture.entry == MAIN_ENTRY:
             plan = with_capture_warnings(bindings.plan, captured.program)
             self.plan = replace(plan, program=captured.program)
         passes = passes_for(self.passes, key.mode)
-        run_passes(captured.program, bindings.plan, passes, progress=progress or Progress())
+        run_passes(captured.program, bindings.plan, passes, progress=progress)
         step = Step(captured, captured.program, bindings)
         step.compile(progress)
         self.steps[key, index] = step
@@ -563,14 +520,14 @@ def _settings() -> tuple[Any, ...]:
     )
 
 
-def _description(tensors: Sequence[Tensor], structure: Structure, key: CallKey) -> dict[str, str]:
+def _description(call: Call, key: CallKey) -> dict[str, str]:
     signature, training, grad, autocast, settings, _, entry = key.capture
     accumulates, *accumulated = key.mode
-    paths = structure.paths
+    paths = call.structure.paths
     described = {
         path: f"[{', '.join(map(str, shape))}] {str(t.dtype)[6:]}"
         + (" with grad" if t.requires_grad else "")
-        for path, t, (shape, *_) in zip(paths, tensors, signature[0], strict=True)
+        for path, t, (shape, *_) in zip(paths, call.tensors, signature[0], strict=True)
     }
     modes = "train" if all(training) else "partly train" if any(training) else "eval"
     if signature[2]:

@@ -8,7 +8,7 @@ import weakref
 from collections.abc import Sequence
 from functools import cache
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, ClassVar, Literal
+from typing import Any, ClassVar, Literal
 
 import torch
 from torch import fx, nn
@@ -20,16 +20,15 @@ from graphshard.inspect.dump import dump_programs
 from graphshard.module.calls import CallMethods
 from graphshard.module.internals import _State
 from graphshard.module.meta_model import meta_model_of
-from graphshard.module.model_attributes import (
+from graphshard.module.optimizers import let_scalers_agree, let_scales_arrive, watch_originals
+from graphshard.module.programs import Programs
+from graphshard.module.sharded_tree import (
     Changes,
     ModelSignature,
+    build_sharded_tree,
     link,
     warn_of_lost_methods,
 )
-from graphshard.module.originals import watch_originals
-from graphshard.module.programs import Programs
-from graphshard.module.scaler import let_scalers_agree, let_scales_arrive
-from graphshard.module.sharded_tree import build_sharded_tree
 from graphshard.module.state import StateMethods
 from graphshard.module.training import TrainingMethods
 from graphshard.planning.plan import ShardingPlan
@@ -45,9 +44,6 @@ from graphshard.state.load import take_model_values
 from graphshard.state.state_tensors import state_tensors_of
 from graphshard.torch_private.trace import load_dynamo
 
-if TYPE_CHECKING:
-    from graphshard.module.internals import _State
-
 
 class ShardedModule(StateMethods, TrainingMethods, CallMethods):
     """A model whose parameters lie in shards on the ranks of a group.
@@ -56,15 +52,7 @@ class ShardedModule(StateMethods, TrainingMethods, CallMethods):
     one on a single rank without a process group). Calling it runs a captured program; its outputs
     have the model's own structure, and `backward` leaves averaged gradients on the shards. Torch's
     optimizers work on `parameters()`, but for Adafactor, LBFGS and Rprop, which raise on DTensors.
-    Made by `graphshard.compile`.
-
-    Args:
-        model: taken over by value; stays as it is.
-        plan: made for `model` and the size of `group`.
-        group: the ranks.
-        passes: applied to each captured program.
-        dynamic: the sizes that are symbols in a captured program; "auto": those that change.
-        agreement: between the ranks. None: they have not met to make this module.
+    Made by `graphshard.compile`, of a model that stays as it is.
     """
 
     _known_to_accelerate: ClassVar[bool] = False
@@ -78,7 +66,7 @@ class ShardedModule(StateMethods, TrainingMethods, CallMethods):
         dynamic: Dynamic | Literal["auto"] | None = None,
         agreement: Agreement | None = None,
     ) -> None:
-        if agreement is None:
+        if agreement is None:  # the ranks have not met to make this module
             agreement = Agreement(group)
             agreement.join()
         load_dynamo()  # which a capture would do in a frame that holds this module
@@ -228,9 +216,9 @@ class ShardedModule(StateMethods, TrainingMethods, CallMethods):
             with agreement.part():
                 programs = state.programs
                 passes, dynamic = programs.passes, programs.sizes.dynamic
-                model = model_like(self, state, memo)
+                model = model_like(self, memo)
                 twin = ShardedModule(model, plan, group, passes, dynamic, agreement)
-                take_over(twin, twin._graphshard, self, state)
+                take_over(twin, self)
                 remember(memo, twin, self)
         return twin
 
@@ -272,16 +260,13 @@ def groups_like(group: Group, found: Group) -> Group:
     return made
 
 
-def model_like(sharded: nn.Module, state: _State, memo: dict[int, Any]) -> nn.Module:
+def model_like(sharded: ShardedModule, memo: dict[int, Any]) -> nn.Module:
     """A model to compile anew: the code and Python state of `sharded`, its weights on meta.
 
-    Ignored parameters, which stay whole and in place, have values of their own.
-
-    Args:
-        sharded: the module that is copied.
-        state: its state.
-        memo: that of `copy.deepcopy`, by which what else is copied shares objects with the model.
+    Ignored parameters, which stay whole and in place, have values of their own. By the `memo` of
+    `copy.deepcopy` what else is copied shares objects with the model.
     """
+    state = sharded._graphshard
     model = meta_model_of(state.programs.meta_model, memo)
     for layout in state.bindings.plan.ignored:
         param = copy.deepcopy(sharded.get_parameter(layout.fqn))
@@ -291,15 +276,9 @@ def model_like(sharded: nn.Module, state: _State, memo: dict[int, Any]) -> nn.Mo
     return model
 
 
-def take_over(twin: nn.Module, mine: _State, sharded: nn.Module, theirs: _State) -> None:
-    """Give `twin`, compiled of `model_like(sharded)`, the values and flags of `sharded`.
-
-    Args:
-        twin: the new module.
-        mine: its state.
-        sharded: the module that is copied.
-        theirs: the state of that.
-    """
+def take_over(twin: ShardedModule, sharded: ShardedModule) -> None:
+    """Give `twin`, compiled of `model_like(sharded)`, the values and flags of `sharded`."""
+    mine, theirs = twin._graphshard, sharded._graphshard
     to, of = state_tensors_of(twin, mine.bindings), state_tensors_of(sharded, theirs.bindings)
     with torch.no_grad():
         for tensor, original in zip(to, of, strict=True):

@@ -165,13 +165,7 @@ def is_foreign(name: str) -> bool:
 
 
 def answer(module: nn.Module, name: str, *, whole: bool) -> Any:
-    """What `name` of DDP or FSDP2 is on a sharded module.
-
-    Args:
-        module: the sharded module, or a part of it.
-        name: for which `is_foreign` is true.
-        whole: it is no part.
-    """
+    """What `name`, a foreign one, is on a sharded module, or, if not `whole`, on a part of one."""
     found = ANSWERS.get(name, "has no counterpart here; README.md lists the options of a policy")
     if callable(found):
         if whole:

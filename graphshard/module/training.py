@@ -2,37 +2,31 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping
+import math
+import re
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
+import torch
+import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 
-from graphshard.errors import RuntimeStateError
+from graphshard.errors import PolicyError, RuntimeStateError
 from graphshard.module.on_all_ranks import on_all_ranks
-from graphshard.module.originals import require_shards
+from graphshard.module.optimizers import require_shards
 from graphshard.module.sharded_tree import TreeModule
 from graphshard.passes.accumulate import GRADIENT, SHARD
 from graphshard.runtime.agreement import listed
 from graphshard.runtime.rebind import rebind
 from graphshard.state.local_steps import AnyOptimizer, require_elementwise, step_locally
+from graphshard.torch_private import compat as torch_compat
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
 
     from graphshard.module.internals import _State
-
-
-import math
-import re
-from collections.abc import Sequence
-
-import torch
-import torch.distributed as dist
-from torch.distributed.tensor import DTensor
-
-from graphshard.errors import PolicyError
-from graphshard.torch_private import compat as torch_compat
 
 
 class TrainingMethods(TreeModule):
@@ -363,15 +357,9 @@ def _kind(param: Tensor) -> tuple[Any, ...]:
 class GradNorm:
     """The joint norm of gradients, of which this rank's part is computed and nothing sent yet.
 
-    Norms are taken in float32 (float64 where gradients are).
-
-    Args:
-        params: whose gradients the ranks share.
-        unreduced: whose gradients are each rank's own.
-        norm_type: p of the p-norm, or inf.
-        foreach: as for torch's `clip_grad_norm_`.
-        groups: the process groups that `unreduced` gradients are averaged over.
-        device: where the ranks' numbers are added up.
+    Norms are taken in float32 (float64 where gradients are), and added up on `device`. The ranks
+    share the gradients of `params`; those of `unreduced` are each rank's own, and averaged over
+    `groups`.
     """
 
     def __init__(
@@ -384,26 +372,28 @@ class GradNorm:
         groups: Sequence[Any],
         device: torch.device,
     ) -> None:
-        self.norm_type = float(norm_type)
-        if not self.norm_type > 0:
-            raise PolicyError(f"norm_type must be above 0, or inf; got {self.norm_type!r}")
+        self.p = float(norm_type)
+        if not self.p > 0:
+            raise PolicyError(f"norm_type must be above 0, or inf; got {self.p!r}")
         shared = [param.grad for param in params if param.grad is not None]
         own = [param.grad for param in unreduced if param.grad is not None]
         self.shared = len(shared)
         self.grads = [_local(grad) for grad in (*shared, *own)]
-        dtype = torch.float64 if any(g.dtype == torch.float64 for g in self.grads) else None
-        self._norm = _Norm(self.norm_type, dtype or torch.float32, foreach, device)
+        is_double = any(g.dtype == torch.float64 for g in self.grads)
+        self.dtype = torch.float64 if is_double else torch.float32
+        self.foreach = foreach
+        self.device = device
         by_meshes: dict[tuple[Any, ...], list[int]] = {}
         for place, grad in enumerate(shared):
             by_meshes.setdefault(_sharded_over(grad), []).append(place)
         self._places = [place for places in by_meshes.values() for place in places]
         self._parts: list[tuple[Tensor, Sequence[Any], bool]] = [
-            (self._norm.of_each([self.grads[place] for place in places]), groups_of, False)
+            (self._of_each([self.grads[place] for place in places]), groups_of, False)
             for groups_of, places in by_meshes.items()
         ]
         if own or groups:
             # Every rank takes part, since any may hold gradients that others do not.
-            joint = self._norm.of(self._norm.of_each(self.grads[self.shared :]))
+            joint = self._of(self._of_each(self.grads[self.shared :]))
             self._parts.append((joint.reshape(1), groups, True))
             self._places.append(self.shared)
 
@@ -411,43 +401,28 @@ class GradNorm:
     def text(self) -> str:
         """What must be the same on all ranks."""
         sizes = [dist.get_world_size(g) for _, groups, _ in self._parts for g in groups]
-        return f"{self.shared} gradients, sums over {sizes} ranks in {self._norm.dtype}"
+        return f"{self.shared} gradients, sums over {sizes} ranks in {self.dtype}"
 
     def clip(self, max_norm: float, *, error_if_nonfinite: bool) -> Tensor:
         """See `ShardedModule.clip_grad_norm_`."""
-        norm = self._norm
-        parts = [norm.over(local, groups, mean=mean) for local, groups, mean in self._parts]
+        parts = [self._over(local, groups, mean=mean) for local, groups, mean in self._parts]
         if len(parts) > 1:  # in the order of the gradients, by which sums are rounded
             joined = torch.cat(parts)
-            parts = [torch.empty_like(joined).index_copy_(0, self._order(), joined)]
-        total = norm.of(parts[0] if parts else norm.of_each(()))
+            order = torch.tensor(self._places, device=self.device)
+            parts = [torch.empty_like(joined).index_copy_(0, order, joined)]
+        total = self._of(parts[0] if parts else self._of_each(()))
         if error_if_nonfinite and not bool(total.isfinite()):
             raise RuntimeStateError(
-                f"the {self.norm_type:g}-norm of the gradients is {total.item()}, so they cannot "
+                f"the {self.p:g}-norm of the gradients is {total.item()}, so they cannot "
                 "be clipped; look for an overflow, or pass error_if_nonfinite=False"
             )
-        _scale(self.grads, (max_norm / (total + 1e-6)).clamp(max=1.0), norm.foreach)
+        _scale(self.grads, (max_norm / (total + 1e-6)).clamp(max=1.0), self.foreach)
         return total
 
-    def _order(self) -> Tensor:
-        return torch.tensor(self._places, device=self._norm.device)
-
-
-class _Norm:
-    """The p-norm of tensors on this rank, and on the ranks of groups."""
-
-    def __init__(
-        self, p: float, dtype: torch.dtype, foreach: bool | None, device: torch.device
-    ) -> None:
-        self.p = p
-        self.dtype = dtype
-        self.foreach = foreach
-        self.device = device
-
-    def of(self, tensor: Tensor) -> Tensor:
+    def _of(self, tensor: Tensor) -> Tensor:
         return torch.linalg.vector_norm(tensor, self.p)
 
-    def of_each(self, grads: Sequence[Tensor]) -> Tensor:
+    def _of_each(self, grads: Sequence[Tensor]) -> Tensor:
         """The norm of each of these tensors, `(len(grads),)` on `device`."""
         norms = [torch.zeros((), dtype=self.dtype, device=self.device)] * len(grads)
         by_kind: dict[Any, list[int]] = {}
@@ -466,7 +441,7 @@ class _Norm:
             return torch.zeros(1, dtype=self.dtype, device=self.device)
         return torch.stack(norms)
 
-    def over(self, local: Tensor, groups: Sequence[Any], *, mean: bool = False) -> Tensor:
+    def _over(self, local: Tensor, groups: Sequence[Any], *, mean: bool) -> Tensor:
         """The norms of every rank's tensors in `groups`; of their mean powers, if `mean`."""
         if not groups:
             return local
@@ -496,16 +471,12 @@ def _local(grad: Tensor) -> Tensor:
     return torch_compat.local_tensor(grad) if isinstance(grad, DTensor) else grad
 
 
-def _by_device(tensors: Iterable[Tensor]) -> Iterable[list[Tensor]]:
-    by_kind: dict[Any, list[Tensor]] = {}
-    for tensor in tensors:
-        by_kind.setdefault((tensor.device, tensor.dtype), []).append(tensor)
-    return by_kind.values()
-
-
 def _scale(grads: Iterable[Tensor], factor: Tensor, foreach: bool | None) -> None:
+    by_kind: dict[Any, list[Tensor]] = {}
+    for grad in grads:
+        by_kind.setdefault((grad.device, grad.dtype), []).append(grad)
     with torch.no_grad():
-        for alike in _by_device(grads):
+        for alike in by_kind.values():
             by = factor.to(alike[0].device)
             if foreach is False:
                 for grad in alike:

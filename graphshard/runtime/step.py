@@ -136,7 +136,7 @@ class Step:
 
     def _returned(self, outputs: Sequence[Any], arguments: Any) -> Any:
         self.capture.leave(outputs, arguments, self.bindings.set_buffer)
-        return self.capture.unflatten_outputs(outputs)
+        return self.capture.result.build(outputs)
 
     def compile(self, progress: Stages | None = None) -> None:
         """Compile the regions of forward, and of backward if there is one differentiable output.

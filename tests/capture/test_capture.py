@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import random
+import warnings
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import pytest
@@ -12,8 +14,16 @@ from capture_models import Net, X, linear
 from program_runner import assert_same_as_eager, first_tensor, run_captured
 from torch import Tensor, nn
 
-from graphshard.capture.entry import capture, signature_of
+import graphshard
+from graphshard.capture import entry
+from graphshard.capture.entry import capture
+from graphshard.capture.structure import CALL, take_apart
+from graphshard.errors import CaptureError
 from graphshard.program.program import BACKWARD, FORWARD
+
+
+def signature_of(args, kwargs):
+    return entry.signature_of(*take_apart((args, kwargs), name=CALL))
 
 
 def test_a_meta_model_captures_without_memory_for_its_parameters():
@@ -303,3 +313,113 @@ def test_hooks_that_a_forward_installs_are_installed_once_in_each_trace():
         captured = capture(model, (X,))
     assert len(captured.program.outputs) == 2
     assert not model.fc._forward_hooks
+
+
+# -- linear algebra ---------------------------------------------------------------------------
+
+
+MATRICES = {
+    "inv": torch.linalg.inv,
+    "cholesky": torch.linalg.cholesky,
+    "solve": lambda a: torch.linalg.solve(a, a + 1),
+    "eigh": lambda a: torch.linalg.eigh(a)[0],
+    "qr": lambda a: torch.linalg.qr(a)[0],
+    "slogdet": lambda a: torch.linalg.slogdet(a)[1],
+}
+
+
+@pytest.mark.parametrize("name", MATRICES)
+def test_linear_algebra(name):
+    w = nn.Parameter(3 * torch.eye(4) + 0.1 * torch.randn(4, 4))
+    net = Net(lambda m, x: (MATRICES[name](m.w @ m.w.t()) * x[0, 0]).sum(), w=w)
+    assert_same_as_eager(net, (X,))
+
+
+def test_a_bad_matrix_is_an_error_of_the_step_as_of_eager():
+    net = Net(lambda m, x: torch.linalg.inv(m.w).sum() * x.sum(), w=nn.Parameter(torch.eye(4)))
+    captured = capture(net, (X,))
+    run_captured(captured, net, (X,), {})
+    with torch.no_grad():
+        net.w.zero_()
+    for run in (lambda: net(X), lambda: run_captured(captured, net, (X,), {})):
+        with pytest.raises(torch.linalg.LinAlgError, match="could not be completed"):
+            run()
+
+
+# -- made at the first call -------------------------------------------------------------------
+
+
+def makes_parameter(m: Any, x: Tensor) -> Tensor:
+    if not hasattr(m.fc, "scale"):
+        m.fc.scale = nn.Parameter(torch.ones(4))
+    return m.fc(x) * m.fc.scale
+
+
+def makes_module(m: Any, x: Tensor) -> Tensor:
+    if not hasattr(m, "last"):
+        m.last = nn.Linear(4, 4)
+    return m.last(m.fc(x))
+
+
+@pytest.mark.parametrize(
+    ("forward", "names"),
+    [(makes_parameter, r"fc\.scale"), (makes_module, r"last\.weight, last\.bias")],
+)
+def test_parameters_made_in_forward_are_refused(forward: Any, names: str) -> None:
+    model = Net(forward, fc=linear())
+    sharded = graphshard.compile(model, graphshard.SizePolicy(10))
+    with pytest.raises(CaptureError, match=rf"makes parameters \({names}\), .*call the model once"):
+        sharded(X)
+    model(X)
+    sharded = graphshard.compile(model, graphshard.SizePolicy(10))
+    assert torch.equal(sharded(X), model(X))
+
+
+def registers(m: Any, x: Tensor) -> Tensor:
+    if not hasattr(m, "table"):
+        m.register_buffer("table", torch.arange(4.0))
+    return m.fc(x) + m.table
+
+
+def fills(m: Any, x: Tensor) -> Tensor:
+    if m.fc.table is None:
+        m.fc.table = torch.arange(4.0)
+    return m.fc(x) + m.fc.table
+
+
+@pytest.mark.parametrize(("forward", "name"), [(registers, "table"), (fills, r"fc\.table")])
+def test_buffers_made_in_forward_are_noted(forward: Any, name: str) -> None:
+    model = Net(forward, fc=linear())
+    model.fc.register_buffer("table", None)
+    with pytest.warns(UserWarning, match=rf"assigns {name} \(a buffer it makes itself"):
+        capture(model, (X,))
+    model(X)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        capture(model, (X,))
+
+
+def forces(m: Any, x: Tensor) -> tuple[Tensor, Tensor]:
+    x.requires_grad_()
+    energy = m.fc(x).tanh().sum()
+    (gradient,) = torch.autograd.grad(energy, x, create_graph=True)
+    return energy, -gradient
+
+
+@pytest.mark.parametrize("tracked", [False, True])
+def test_inputs_that_a_forward_differentiates(tracked: bool) -> None:
+    model = Net(forces, fc=linear())
+    sharded = graphshard.compile(model, graphshard.SizePolicy(10))
+    results = []
+    for each in (sharded, model):
+        x = X.clone().requires_grad_(tracked)
+        with warnings.catch_warnings(record=True) as said:
+            warnings.simplefilter("always")
+            out = each(x)
+        if each is sharded:
+            noted = [w for w in said if "requires_grad_() on args[0]" in str(w.message)]
+            assert len(noted) == (not tracked)
+        out[1].square().sum().backward()
+        grad = x.grad.tolist() if tracked else None
+        results.append([*(t.tolist() for t in out), each.fc.weight.grad.tolist(), grad])
+    assert results[0] == results[1]

@@ -131,40 +131,6 @@ def test_convolutions_and_pooling_take_every_length():
     assert train_alike(Signals(), batches, dynamic) == counts
 
 
-def vit():
-    from transformers import ViTConfig, ViTForImageClassification
-
-    return ViTForImageClassification(
-        ViTConfig(
-            hidden_size=16,
-            intermediate_size=24,
-            num_hidden_layers=1,
-            num_attention_heads=2,
-            image_size=32,
-            patch_size=8,
-            num_labels=5,
-        )
-    )
-
-
-@pytest.mark.slow
-def test_images_of_the_native_size_are_one_program_and_others_another():
-    torch.manual_seed(0)
-    batches = [
-        {
-            "pixel_values": torch.randn(b, 3, *size),
-            "labels": torch.randint(5, (b,)),
-            "interpolate_pos_encoding": True,
-        }
-        for b, size in [(2, (32, 32)), (3, (32, 32)), (2, (48, 24)), (4, (24, 40)), (2, (32, 32))]
-    ]
-    dynamic = {
-        "pixel_values": {0: "batch", 2: "height", 3: "width"},
-        "labels": {0: "batch"},
-    }
-    assert train_alike(vit(), batches, dynamic) == [1, 1, 2, 2, 2]
-
-
 def mistral():
     from transformers import MistralConfig, MistralForCausalLM
 

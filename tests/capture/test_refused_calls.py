@@ -30,17 +30,6 @@ def all_reduce(m: Any, x: Tensor) -> Tensor:
     return m.fc(y)
 
 
-def all_gather(m: Any, x: Tensor) -> Tensor:
-    parts = [torch.empty_like(x) for _ in range(2)]
-    dist.all_gather(parts, x)  # the line at fault
-    return m.fc(torch.cat(parts))
-
-
-def barrier(m: Any, x: Tensor) -> Tensor:
-    dist.barrier()  # the line at fault
-    return m.fc(x)
-
-
 def objects(m: Any, x: Tensor) -> Tensor:
     dist.all_gather_object([None, None], 3)  # the line at fault
     return m.fc(x)
@@ -73,8 +62,6 @@ def in_backward(m: Any, x: Tensor) -> Tensor:
     ("forward", "call"),
     [
         (all_reduce, r"torch\.distributed\.all_reduce"),
-        (all_gather, r"torch\.distributed\.all_gather"),
-        (barrier, r"torch\.distributed\.barrier"),
         (objects, r"torch\.distributed\.all_gather_object"),
         (differentiable, r"torch\.distributed\.all_reduce"),
         (functional, r"_c10d_functional\.all_reduce\.default"),
@@ -118,11 +105,7 @@ GENERATOR = torch.Generator()
 
 DRAWS: dict[str, Any] = {
     "rand": lambda x, g: torch.rand(4, generator=g),
-    "randn": lambda x, g: torch.randn(x.shape, generator=g),
-    "bernoulli": lambda x, g: torch.bernoulli(torch.full((4,), 0.5), generator=g),
     "normal_": lambda x, g: torch.empty(4).normal_(generator=g),
-    "normal": lambda x, g: torch.normal(0.0, 1.0, (4,), generator=g),
-    "multinomial": lambda x, g: torch.multinomial(torch.ones(4), 4, generator=g),
     "randperm": lambda x, g: torch.randperm(4, generator=g),
 }
 

@@ -81,16 +81,8 @@ def by_attribute(sharded: Any) -> Iterator[None]:
     sharded.require_backward_grad_sync = True
 
 
-@contextlib.contextmanager
-def by_method(sharded: Any) -> Iterator[None]:
-    sharded.set_requires_gradient_sync(requires_gradient_sync=False)
-    assert not sharded.require_backward_grad_sync
-    yield
-    sharded.set_requires_gradient_sync(True)
-
-
 def kept_is_fully_shard_s(rank: int) -> None:
-    """By the context, and by the switches that DDP's and FSDP2's loops set."""
+    """By the context, and by the switch that DDP's loops set; FSDP2's are below."""
     model = gpt(1)
     reference = copy.deepcopy(model)
     for block in reference.blocks:
@@ -103,7 +95,7 @@ def kept_is_fully_shard_s(rank: int) -> None:
         backward(reference, rank, *batch)
     reference.set_requires_gradient_sync(True)
     backward(reference, rank, *batches[-1])
-    for off in (sharded.no_sync, lambda: by_attribute(sharded), lambda: by_method(sharded)):
+    for off in (sharded.no_sync, lambda: by_attribute(sharded)):
         sharded.zero_grad()
         with off():
             for batch in batches[:-1]:

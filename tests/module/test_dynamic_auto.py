@@ -9,7 +9,7 @@ import pytest
 import torch
 from capture_models import Asks, Net, linear
 from loops import same_step
-from models import CASES, TiedGPT
+from models import TiedGPT
 from torch import nn
 
 import graphshard
@@ -227,27 +227,3 @@ def test_programs_that_differ_otherwise_offer_nothing(caplog):
             sharded(*ids(4, 7))
     assert len(sharded.programs) == 4
     assert not offers(caplog)
-
-
-@pytest.mark.slow
-def test_the_offer_for_a_padded_batch_of_a_transformer_works(caplog):
-    case = CASES["llama"]
-    model = case.model()
-
-    def batch(rows, length):
-        mask = torch.ones(rows, length, dtype=torch.long)
-        mask[0, length // 2 :] = 0
-        given = torch.randint(67, (rows, length))
-        return {"input_ids": given, "attention_mask": mask, "labels": given.clone()}
-
-    policy = graphshard.BlockPolicy(case.blocks)
-    sharded = graphshard.compile(model, policy)
-    with caplog.at_level(logging.INFO, "graphshard"):
-        for shape in [(4, 11), (3, 8), (2, 15)]:
-            step(model, sharded, **batch(*shape))
-    (offered,) = offers(caplog)
-    assert set(offered) == {"input_ids", "attention_mask", "labels"}
-    for dynamic, wanted in ((offered, [1, 1, 1]), ("auto", [1, 2, 2])):
-        sharded = graphshard.compile(model, policy, dynamic=dynamic)
-        counts = [step(model, sharded, **batch(*s)) for s in [(4, 11), (3, 8), (5, 6)]]
-        assert counts == wanted

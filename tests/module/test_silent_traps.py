@@ -295,19 +295,7 @@ def a_launched_rank_joins_the_others(rank: int) -> None:
     assert sharded.plan.world_size == dist.get_world_size() == 2
 
 
-def a_call_without_collectives_concerns_no_other_rank(rank: int) -> None:
-    policy = graphshard.BlockPolicy({nn.Linear}, strategy="NO_SHARD")
-    sharded = graphshard.compile(nn.Sequential(nn.Linear(8, 8)), policy)
-    for _ in range(2):
-        sharded(X).sum().backward()
-        if rank == 0:  # which validates alone
-            with torch.no_grad():
-                sharded(X)
-    dist.barrier()
-
-
 ON_RANKS = [
-    a_call_without_collectives_concerns_no_other_rank,
     weights_that_backward_reads_by_a_view_alone,
     wrapped_by_others,
     wrapped_after_compile,

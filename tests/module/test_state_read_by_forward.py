@@ -334,17 +334,6 @@ def test_globals_with_the_names_of_attributes_are_left_alone() -> None:
     assert len(sharded.programs) == 1
 
 
-def test_a_counter_that_the_user_advances_is_seen() -> None:
-    def init(self: Any) -> None:
-        self.state = Counter()
-
-    model, sharded = pair(with_change(lambda self, x: x * self.state.steps, init))
-    for step in range(3):
-        model.state.steps = sharded.state.steps = step
-        assert_same(model, sharded)
-    assert len(sharded.programs) == 3
-
-
 @pytest.mark.parametrize(
     ("make", "draw", "kind"),
     [

@@ -87,7 +87,7 @@ def test_settings_that_would_do_nothing_are_refused(name: str) -> None:
 
 def test_switches_that_would_lose_gradients_are_refused() -> None:
     sharded = compiled()
-    sharded.set_requires_gradient_sync(False)
+    sharded.set_requires_gradient_sync(requires_gradient_sync=False)
     loss = sharded(torch.ones(1, 4)).sum()
     with pytest.raises(RuntimeStateError, match=r"between a forward and its backward"):
         sharded.set_requires_gradient_sync(True)

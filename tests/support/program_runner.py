@@ -10,6 +10,7 @@ from torch import Tensor, fx, nn
 
 from graphshard.capture.captured import Capture
 from graphshard.capture.entry import capture
+from graphshard.capture.structure import CALL, take_apart
 
 
 def run_captured(
@@ -28,7 +29,7 @@ def run_captured(
         value = buffer.value if buffer.constant else buffers[buffer.fqn].detach().clone()
         assert value is not None
         values.append(value)
-    values += [t.detach() for t in captured.flatten_inputs(args, kwargs)]
+    values += [t.detach() for t in take_apart((args, kwargs), name=CALL)[0]]
     expected = [o.tangent.meta["val"] for o in program.outputs if o.tangent is not None]
     if tangents is None:
         tangents = [
@@ -42,7 +43,7 @@ def run_captured(
         )
     mutated = {m.name: v for m, v in zip(program.mutations, mutations, strict=True)}
     by_name = {p.fqn: g for p, g in zip(program.params, grads, strict=True)}
-    return captured.unflatten_outputs(outputs), mutated, by_name, list(input_grads)
+    return captured.result.build(outputs), mutated, by_name, list(input_grads)
 
 
 def assert_same_as_eager(

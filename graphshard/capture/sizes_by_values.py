@@ -1,19 +1,23 @@
-"""Code that skips what is empty, as `if rows.numel() == 0: continue` does.
+"""Code that asks for sizes which depend on values.
 
-A graph holds one way, and the way for "not empty" can also run on what is empty. That gives the
-same as to skip it where an empty tensor only ever adds nothing. To know that, the model is traced
-twice, for sizes that are not 0 and for sizes that are. In the first graph the sizes are then
-replaced by 0, and what empty tensors add is left out; the rest must be the second graph.
+`if rows.numel() == 0: continue` skips what is empty. A graph holds one way, and the way for "not
+empty" can also run on what is empty. That gives the same as to skip it where an empty tensor only
+ever adds nothing. To know that, the model is traced twice, for sizes that are not 0 and for sizes
+that are. In the first graph the sizes are then replaced by 0, and what empty tensors add is left
+out; the rest must be the second graph.
 """
 
 from __future__ import annotations
 
+import builtins
 import contextlib
 import math
 import operator
+import sys
 import warnings
-from collections.abc import Callable, Collection, Hashable, Mapping
+from collections.abc import Callable, Hashable, Iterator, Mapping
 from dataclasses import replace
+from functools import reduce
 from typing import Any
 
 import sympy
@@ -26,7 +30,11 @@ from graphshard.program import ops
 from graphshard.program.aliases import is_view_op
 from graphshard.program.program import BACKWARD, Program, argument_key
 from graphshard.program.sizes import check_sizes
+from graphshard.torch_private import compat as torch_compat
+from graphshard.torch_private import unbacked
 from graphshard.torch_private.compat import SYMBOLIC, size_expression
+from graphshard.torch_private.patches import patched
+from graphshard.torch_private.unbacked import depends_on_values
 
 _aten = torch.ops.aten
 
@@ -67,14 +75,8 @@ _LINEAR = frozenset({
 def admit_empty(captured: Capture, capture_where_empty: Callable[[], Capture]) -> Capture:
     """Drop the checks that sizes are not 0 from a program which is right if they are.
 
-    A warning says what differs.
-
-    Args:
-        captured: as if none of the sizes that the model asks about is 0.
-        capture_where_empty: captures the same call as if all of them are.
-
-    Returns:
-        `captured`, with guards on what code for empty tensors reads.
+    `captured` is for none of the sizes that the model asks about being 0, and what
+    `capture_where_empty` gives for all of them; its guards are added. A warning says what differs.
     """
     program = captured.program
     assert program.sizes is not None
@@ -109,29 +111,15 @@ def admit_empty(captured: Capture, capture_where_empty: Callable[[], Capture]) -
 
 
 def _is_same_if_empty(captured: Capture, other: Capture) -> bool:
+    """Whether `captured` computes for empty tensors what `other` does, which skips them."""
     sizes = captured.program.sizes
     assert sizes is not None
-    return (
-        captured.returns_as(other)
-        and set(other.program.notes) <= set(captured.program.notes)
-        and adds_nothing_if_empty(captured.program, other.program, sizes.answers_if_empty)
-    )
-
-
-def adds_nothing_if_empty(
-    program: Program, where_empty: Program, conditions: Collection[Any]
-) -> bool:
-    """Whether `program` computes for empty tensors what the model does where it skips them.
-
-    Args:
-        program: captured as if none of the sizes that the model asks about is 0.
-        where_empty: captured as if all of them are 0.
-        conditions: the answers of the first: expressions of torch's symbols.
-    """
-    sizes = {symbol for condition in conditions for symbol in condition.free_symbols}
+    if not captured.returns_as(other) or set(other.program.notes) - set(captured.program.notes):
+        return False
+    symbols = {s for condition in sizes.answers_if_empty for s in condition.free_symbols}
     keys: dict[Hashable, int] = {}
-    with_zeros = _Keys(program, keys, dict.fromkeys(sizes, sympy.Integer(0)))
-    others = _Keys(where_empty, keys, {})
+    with_zeros = _Keys(captured.program, keys, dict.fromkeys(symbols, sympy.Integer(0)))
+    others = _Keys(other.program, keys, {})
     mine, theirs = with_zeros.ends(), others.ends()
     return (
         with_zeros.random == others.random
@@ -146,12 +134,8 @@ def adds_nothing_if_empty(
 class _Keys:
     """What each node of a program computes, as numbers that equal nodes share.
 
-    random: how many nodes draw random numbers.
-
-    Args:
-        program: the program.
-        keys: the numbers by what they stand for; two programs with the same are compared.
-        values: of symbols, by symbol.
+    Two programs are compared by numbers in the same `keys`, which has them by what they stand for.
+    `values` are those of symbols. `random` counts the nodes that draw random numbers.
     """
 
     def __init__(
@@ -281,3 +265,57 @@ def _constant_key(value: Any) -> Hashable:
     value = value.detach().cpu().contiguous()
     content = value.view(-1).view(torch.uint8).numpy().tobytes()
     return "constant", str(value.dtype), tuple(value.shape), content
+
+
+# -- sizes where Python or transformers ask for numbers ------------------------------------------
+
+
+@contextlib.contextmanager
+def max_and_min_of_sizes() -> Iterator[None]:
+    """Let `max` and `min` of such sizes be sizes, as in `total / max(count, 1)`.
+
+    Python decides by a comparison, which a trace cannot; torch has functions that give a size.
+    """
+    with (
+        patched(builtins, "max", _of_sizes(builtins.max, torch.sym_max)),
+        patched(builtins, "min", _of_sizes(builtins.min, torch.sym_min)),
+    ):
+        yield
+
+
+def _of_sizes(plain: Callable[..., Any], of_two: Callable[[Any, Any], Any]) -> Callable[..., Any]:
+    def function(*args: Any, **kwargs: Any) -> Any:
+        values = args[0] if len(args) == 1 and type(args[0]) in (list, tuple) else args
+        if not kwargs and len(values) > 1 and any(map(depends_on_values, values)):
+            return reduce(of_two, values)
+        return plain(*args, **kwargs)
+
+    return function
+
+
+_CHOSEN = "expert_hit"
+"""The name that transformers gives the numbers of the chosen experts, of shape (chosen, 1)."""
+
+
+@contextlib.contextmanager
+def all_experts() -> Iterator[None]:
+    """Let a loop of transformers over the chosen experts run over all.
+
+    Which experts a batch chooses depends on values, and a graph cannot loop over them. The code for
+    an expert that no token chose computes on no rows and adds nothing, so the numbers are the same.
+    """
+    iterate: Callable[[Tensor], Iterator[Tensor]] = Tensor.__iter__
+
+    def over_all(self: Tensor) -> Iterator[Tensor]:
+        frame = sys._getframe(1)
+        module = frame.f_globals.get("__name__", "")
+        if not module.startswith("transformers.") or frame.f_locals.get(_CHOSEN) is not self:
+            return iterate(self)
+        count = self.shape[0]
+        if not unbacked.depends_on_values(count):
+            return iterate(self)
+        most = torch_compat.size_hint(count)
+        return (torch.full((1,), number, device=self.device) for number in range(most))
+
+    with patched(Tensor, "__iter__", over_all):
+        yield
