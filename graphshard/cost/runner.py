@@ -68,4 +68,4 @@ class Runner:
         return self.runtime == "fsdp2"
 
 
-OWN = Runner()
+OWN, FSDP2 = Runner(), Runner("fsdp2")

@@ -7,9 +7,8 @@ from dataclasses import dataclass
 
 from torch import fx
 
-from graphshard.cost.clocks import Clocks
 from graphshard.cost.memory import bytes_held
-from graphshard.cost.streams import NodeCost, local_seconds, node_cost, stream_of
+from graphshard.cost.streams import Clocks, NodeCost, local_seconds, node_cost, stream_of
 from graphshard.cost.timeline import timeline_of
 from graphshard.errors import PassError
 from graphshard.planning.plan import ShardingPlan

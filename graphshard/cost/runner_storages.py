@@ -1,4 +1,4 @@
-"""Which storages of compiled regions never exist, and which live longer in their place.
+"""The storages of a program as its runner has them: in compiled regions, and with outputs held.
 
 What a fused kernel computes and only itself reads is never in memory. Inductor decides that; the
 kernels are those of `fused.py`, so the limits of that model are limits here. Not modelled are
@@ -14,7 +14,7 @@ a minimum cut.
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from dataclasses import replace
 
 from torch import Tensor, fx
 
@@ -26,25 +26,26 @@ from graphshard.cost.fused import (
     read_outside,
     results_of,
 )
+from graphshard.cost.runner import Runner
 from graphshard.program.aliases import aliases_of
 from graphshard.program.program import FORWARD, Program
 from graphshard.program.regions import Region
-from graphshard.program.storages import Storages
+from graphshard.program.storages import END, RETURNED, Storage, Storages, storages_of
 
 
-def leave_out_fused(
-    program: Program, storages: Storages, leave_eager: Collection[str] = (), *, split: bool = True
-) -> None:
+def storages_under(runner: Runner, program: Program) -> tuple[Storages, list[Storage]]:
+    """The storages of a step of `program`, and the outputs of the call before that are held."""
+    storages = storages_of(program)
+    _leave_out_fused(program, storages, runner)
+    return storages, _hold_outputs(program, storages) if runner.holds_outputs else []
+
+
+def _leave_out_fused(program: Program, storages: Storages, runner: Runner) -> None:
     """Set the bytes of storages that compiled code does not have to 0, and extend others' lives.
 
-    Args:
-        program: a program, with or without regions.
-        storages: those of `program`, which are changed.
-        leave_eager: FQNs of the units and modules that are not compiled.
-        split: whether forward and backward are compiled apart, as graphshard does; otherwise values
-            may be computed again in backward.
+    graphshard compiles forward and backward apart; otherwise backward may compute values again.
     """
-    regions = compiled_regions(program, leave_eager)
+    regions = compiled_regions(program, runner.leave_eager)
     fused: set[fx.Node] = set()
     for region in regions:
         for kernel in kernels_of(region):
@@ -54,7 +55,7 @@ def leave_out_fused(
                 for value in results_of(node):
                     if not read_outside(value, inside):
                         _drop(storages, value)
-    if not split:
+    if runner.copies_gathers:
         _compute_again(regions, storages, fused)
 
 
@@ -118,3 +119,20 @@ def _operands(value: fx.Node, inside: set[fx.Node]) -> set[fx.Node]:
             elif isinstance(base.meta.get("val"), Tensor):
                 found.add(base)
     return found
+
+
+def _hold_outputs(program: Program, storages: Storages) -> list[Storage]:
+    """Let outputs outlive their step, and return those of the step before.
+
+    The variable of `outputs = model(**batch)` holds what a call returned until the next call
+    returns. So in forward the outputs of two calls are alive.
+    """
+    backward = program.first_backward()
+    outputs = [node for node in program.results().outputs if isinstance(node, fx.Node)]
+    held = {id(s): s for node in outputs for s in storages.of_node.get(node, ())}
+    before = []
+    for storage in held.values():
+        storage.dies, storage.ends = END, []
+        last = storages.place[backward] - 1
+        before.append(replace(storage, kind=RETURNED, born=0, dies=last, ends=[backward]))
+    return before
