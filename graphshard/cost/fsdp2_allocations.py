@@ -22,7 +22,6 @@ from graphshard.capture.annotation import KEEP, REGION
 from graphshard.cost.allocations import COMPUTE, Life, Request, lives, temporaries
 from graphshard.cost.memory import ACCUMULATED, BUFFERS, SHARD_GRADIENTS, buffers_of
 from graphshard.cost.runner import FSDP2, Runner
-from graphshard.cost.runner_storages import storages_under
 from graphshard.program import ops
 from graphshard.program.collective import operands_of, wait_of
 from graphshard.program.program import FORWARD, Program
@@ -46,7 +45,7 @@ def fsdp2_lives(program: Program, runner: Runner = FSDP2) -> Iterator[Life]:
 
     `runner` says what is not compiled, and whether outputs are held.
     """
-    storages, held = storages_under(runner, program)
+    storages, held = runner.storages(program)
     place = storages.place
     if program.regions is None:
         _keep_for_checkpoints(program, storages)

@@ -18,7 +18,6 @@ from torch import fx
 
 from graphshard.cost.collective_cost import ranks_of
 from graphshard.cost.runner import Runner
-from graphshard.cost.runner_storages import storages_under
 from graphshard.errors import CostError
 from graphshard.planning.layout import ParamLayout
 from graphshard.planning.plan import ShardingPlan
@@ -394,9 +393,7 @@ def memory_of(
     """
     if optimizer not in OPTIMIZERS:
         raise CostError(f"optimizer must be one of {', '.join(OPTIMIZERS)}; got {optimizer!r}")
-    computed, held = (
-        (storages_of(program), []) if runner is None else storages_under(runner, program)
-    )
+    computed, held = (storages_of(program), []) if runner is None else runner.storages(program)
     storages = [*held, *computed.all, *buffers_of(program, backend)]
     optimizer_cost = OPTIMIZERS[optimizer] if program.grad else None
     resident, host = resident_bytes(program, plan, optimizer_cost, program.stale)
@@ -477,8 +474,10 @@ def tensors_held(
             if layout.resident and layout.world_size > 1 and layout.fqn not in stale:
                 rows = prod(layout.shard_shape) * layout.dtype.itemsize
                 yield ROW_COPIES, layout.fqn, rows
-    for entry in (*program.buffers, *program.inputs):
-        yield INPUTS, entry.node.name, node_bytes(entry.node)
+    for node in [entry.node for entry in program.buffers] + [
+        entry.node for entry in program.inputs
+    ]:
+        yield INPUTS, node.name, node_bytes(node)
 
 
 def distinct(plan: ShardingPlan) -> list[ParamLayout]:
