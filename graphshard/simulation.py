@@ -12,7 +12,7 @@ from torch import nn
 
 from graphshard.api import asks_for_hardware, plan_with_program
 from graphshard.api import plan as plan_model
-from graphshard.cost.allocator_settings import allocator_settings
+from graphshard.cost.caching_allocator import allocator_settings
 from graphshard.cost.estimate import Estimate, estimate_of
 from graphshard.cost.program_plan import plan_of
 from graphshard.cost.runner import Runner

@@ -15,8 +15,12 @@ from typing import Any
 
 import torch
 
-from graphshard.cost.allocator_settings import AllocatorSettings
-from graphshard.cost.caching_allocator import Block, CachingAllocator, OutOfDeviceMemoryError
+from graphshard.cost.caching_allocator import (
+    AllocatorSettings,
+    Block,
+    CachingAllocator,
+    OutOfDeviceMemoryError,
+)
 from graphshard.errors import CostError
 from graphshard.torch_private.compat import private
 

@@ -19,7 +19,7 @@ from examples.benchmarks.gpu_checks import BF16, config, fake_ranks, hardware, s
 from examples.benchmarks.gpu_table import Place, Row
 from examples.benchmarks.stand_in import stand_in
 from examples.gpt import GPT, Block
-from graphshard.cost.allocator_settings import AllocatorSettings
+from graphshard.cost.caching_allocator import AllocatorSettings
 
 RANKS = 8
 WITHIN = 0.05

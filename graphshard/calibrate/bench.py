@@ -18,8 +18,8 @@ from graphshard.calibrate.device_time import (
     l2_bytes,
     warmed_up,
 )
-from graphshard.calibrate.in_step import StepSize
 from graphshard.calibrate.probes import Cold
+from graphshard.calibrate.steps import StepSize
 from graphshard.format import human_bytes
 from graphshard.program import ops
 from graphshard.runtime.group import Group
@@ -105,18 +105,6 @@ def _lost(alone: float, beside: float, together: float) -> float:
     return min(1.0, max(0.0, 1 - done / together))
 
 
-def contention_on_device(
-    group: Group, computes: dict[str, Callable[[], Any]], watch: DeviceWatch, size: int
-) -> dict[str, Contention]:
-    """Contention between a gather of `size` bytes and each of `computes` on CUDA ranks, by name."""
-    gather = TimedCollective(ops.all_gather, group, 1, size)
-    stream = None if group.side_stream is None else group.side_stream.stream
-    found = {}
-    for name, compute in computes.items():
-        found[name] = Beside(gather, compute, stream, watch).contention(group)
-    return found
-
-
 Timed = Callable[[str, Sequence[Any]], list[Timing]]
 
 
@@ -174,16 +162,11 @@ class HostBench:
 class CudaBench(HostBench):
     """Times by events of the device, warm, on operands that are in no cache.
 
-    Args:
-        device: a CUDA device.
-        cuda: `torch.cuda`, or what stands in for it in tests.
-        product_size: rows and columns of the products that keep the device at work.
-        beside_size: of those, and of the sums, that are computed beside a gather.
-        step_width: of the transformer whose step is timed.
-        large: bytes of the collectives beyond those of the host: a unit has as many, and NCCL
-            reaches its full rate with no fewer.
-        largest_shard: elements of the largest shards that optimizers update.
-        gather_bytes: of a gather beside which the device computes.
+    cuda: `torch.cuda`, or what stands in for it in tests, which also take smaller sizes.
+    product_size: rows and columns of the products that keep the device at work; beside_size: of
+    those, and of the sums, that are computed beside a gather of `gather_bytes`. step_width: of the
+    transformer. large: bytes of the collectives beyond those of the host: a unit has as many, and
+    NCCL reaches its full rate with no fewer. largest_shard: in elements.
     """
 
     def __init__(
@@ -260,8 +243,11 @@ class CudaBench(HostBench):
             "products": Product(self.device, self.beside_size, torch.bfloat16),
             "sums": lambda: torch.add(left, right),
         }
-        found = contention_on_device(group, computes, self.watch(), size)
-        for name, lost in found.items():
+        gather = TimedCollective(ops.all_gather, group, 1, size)
+        stream = None if group.side_stream is None else group.side_stream.stream
+        watch, found = self.watch(), {}
+        for name, compute in computes.items():
+            found[name] = lost = Beside(gather, compute, stream, watch).contention(group)
             self._notes.append(
                 f"beside a gather of {human_bytes(size)} over {group.size} ranks {name} lose "
                 f"{lost.compute:.1%} of their speed, and the gather {lost.communication:.1%}"

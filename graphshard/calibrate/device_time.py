@@ -102,15 +102,10 @@ def warmed_up(
     most: float = 10.0,
     within: float = 0.01,
 ) -> Warmth:
-    """Run `product` until the time it takes is steady.
+    """Run `product` until the time it takes is steady: the last batches agree `within` a fraction.
 
-    Args:
-        product: what to compute.
-        device: a CUDA device.
-        cuda: `torch.cuda`, or what stands in for it in tests.
-        least: seconds of the device to run for.
-        most: seconds after which it ends in any case.
-        within: the range of the last batches, as a fraction of the least, at which they agree.
+    It runs for `least` to `most` seconds of the device. `cuda` is `torch.cuda`, or what stands in
+    for it in tests.
     """
     times, total, batches = 1, 0.0, list[float]()
     megahertz: float | None = None

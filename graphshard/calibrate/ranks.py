@@ -31,9 +31,6 @@ def joined(device: torch.device) -> Iterator[Group]:
     """Join the ranks that torchrun started, or make a group of one rank without torchrun.
 
     An existing process group is used and not destroyed.
-
-    Args:
-        device: the device to measure: "cuda" with NCCL, "cpu" with Gloo.
     """
     creates_group = not (dist.is_available() and dist.is_initialized())
     if creates_group and int(os.environ.get("WORLD_SIZE", "1")) > 1:

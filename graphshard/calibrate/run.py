@@ -13,16 +13,14 @@ import torch
 from torch import nn
 
 from graphshard.calibrate.bench import HostBench, bench_for
-from graphshard.calibrate.in_step import LEAST, TransformerStep
-from graphshard.calibrate.overhead import Calls, TinyStep
 from graphshard.calibrate.probes import SizedProbe, sized_probes
 from graphshard.calibrate.ranks import HostCopy, TimedOptimizer
+from graphshard.calibrate.steps import LEAST, Calls, tiny_step, transformer_step
 from graphshard.cost.collective_cost import BETWEEN_NODES
 from graphshard.cost.op_cost import VIEW
 from graphshard.errors import CostError
 from graphshard.hardware.curves import Points, ascending
-from graphshard.hardware.hardware import KINDS, Hardware
-from graphshard.hardware.presets import nearest
+from graphshard.hardware.hardware import KINDS, Hardware, nearest
 from graphshard.progress import Progress
 from graphshard.runtime.group import Group
 from graphshard.runtime.hosts import hosts_by_rank
@@ -116,20 +114,10 @@ def calibrate(
 ) -> Calibration:
     """Measure this rank's device and the network between the ranks of `group`, all ranks at once.
 
-    Args:
-        group: the ranks; each of them must call this at the same point.
-        effort: how long to measure.
-        dtypes: dtypes besides float32 to measure products, attention and copies in.
-        like: the preset for figures that cannot be measured here: other dtypes, and the network on
-            a single rank. None: the preset most like the device.
-        name: the name of the hardware. None: the device and the backend.
-        share: the fraction of each operator's sizes to measure.
-        progress: a progress bar.
-        bench: how to time. None: as the device of `group` asks for.
-        links: the network between more devices than `group` has. None: that of `like`.
-
-    Returns:
-        The same calibration on every rank.
+    Every rank must call this at the same point, and gets the same calibration. What cannot be
+    measured here (other `dtypes` than float32 and the given ones, the network on a single rank) is
+    that of the preset `like`, by default the one most like the device, or of `links`. A `share`
+    below 1 takes that fraction of each operator's sizes.
     """
     effort, progress = effort or Effort(), progress or Progress(visible=False)
     links = links or Links()
@@ -178,14 +166,14 @@ def calibrate(
         rows.append(Row("overhead", VIEW, 1.0, view.seconds, view.spread))
         curves[VIEW] = ((1.0, view.seconds),)
     hardware = _hardware(group, base, hosts, curves, lines, contention, name, host_bandwidth, bench)
-    tiny_step = TinyStep(group.device, wall=group.size > 1)
-    (step,) = timed("overhead", [tiny_step], Watch(group.device))  # the host's work
-    overhead = tiny_step.overhead(step.seconds, hardware)
+    tiny = tiny_step(group.device, wall=group.size > 1)
+    (step,) = timed("overhead", [tiny], Watch(group.device))  # the host's work
+    overhead = tiny.overhead(step.seconds, hardware)
     rows.append(Row("overhead", "step", 1.0, max(overhead, 1e-9), step.spread))
     hardware = hardware.with_(step_overhead=overhead)
-    transformer = TransformerStep(group, bench.step_size(dtypes, share))
+    transformer = transformer_step(group, bench.step_size(dtypes, share))
     (step,) = timed("operators within a step", [transformer], Watch(group.device))
-    rows.append(Row(transformer.group, transformer.name, 1.0, step.seconds, step.spread))
+    rows.append(Row("overhead", "transformer", 1.0, step.seconds, step.spread))
     factor = transformer.factor(step.seconds, hardware)
     hardware = hardware.with_(in_step=max(factor, LEAST))
     figures = group.all_gather_object(_rounded(hardware.to_dict()))[0]

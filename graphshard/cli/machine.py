@@ -7,7 +7,7 @@ from collections.abc import Iterable
 
 from graphshard.cost.estimate import Estimate
 from graphshard.errors import CostError
-from graphshard.hardware.attention import ATTENTION_KERNELS
+from graphshard.hardware.curves import ATTENTION_KERNELS
 from graphshard.hardware.hardware import Hardware
 
 

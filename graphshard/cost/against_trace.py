@@ -297,12 +297,7 @@ class TraceComparison:
 
 
 def compare_trace(estimate: Estimate, path: Path) -> TraceComparison:
-    """Set the steps in a trace of torch.profiler beside `estimate`.
-
-    Args:
-        estimate: of the program that was traced, with the same inputs.
-        path: what `prof.export_chrome_trace` or `tensorboard_trace_handler` wrote, also gzipped.
-    """
+    """Set the steps in a trace beside the `estimate` of the program that was traced."""
     run = read_trace(path)
     program = estimate.program
     timeline = list(program.timeline())

@@ -9,25 +9,23 @@ from __future__ import annotations
 
 from collections.abc import Hashable, Iterable, Iterator
 from dataclasses import dataclass
-from math import prod
 
 from torch import Tensor, fx
 
-from graphshard.cost.attention_work import BACKWARD
 from graphshard.cost.memory import (
     INPUTS,
     OPTIMIZER,
     OPTIMIZER_STEP,
     OPTIMIZERS,
-    ROW_COPIES,
-    SHARDS,
+    distinct,
+    tensors_held,
     unpadded_bytes,
 )
-from graphshard.planning.layout import ParamLayout
+from graphshard.cost.op_cost import ATTENTION_BACKWARD
 from graphshard.planning.plan import ShardingPlan
 from graphshard.program import ops
 from graphshard.program.program import Program
-from graphshard.program.storages import END, Storage, bytes_of, node_bytes
+from graphshard.program.storages import END, Storage, bytes_of
 
 COMPUTE = "compute"
 TEMPORARY = "inside operators"
@@ -91,13 +89,9 @@ def requests_of(
     optimizer: str,
     lives: Iterable[Life],
 ) -> StepRequests:
-    """The requests of a step.
+    """The requests of a step, of which forward and backward allocate `lives`.
 
-    Args:
-        program: a rewritten program.
-        plan: the plan it was rewritten by.
-        optimizer: a name of `OPTIMIZERS`.
-        lives: what forward and backward allocate; those born at one place in their order.
+    Those of `lives` that are born at one place are requested in their order.
     """
     born: dict[int, list[int]] = {}
     dead: dict[int, list[int]] = {}
@@ -113,18 +107,22 @@ def requests_of(
     for place in sorted({*born, *dead}):
         events += [Event(key, place) for key in dead.get(place, ())]
         events += [Event(key, place, all_lives[key].request) for key in born.get(place, ())]
-    layouts = list({id(layout): layout for layout in plan.layouts.values()}.values())
+    held = (
+        Request(size, COMPUTE, category, name)
+        for category, name, size in tensors_held(program, plan, program.stale)
+        if size or category != INPUTS
+    )
     states: list[Request] = []
     temporary: list[Request] = []
     cost = OPTIMIZERS[optimizer]
     if program.grad and not plan.policy.offloads("params"):
-        trained = [layout for layout in layouts if layout.requires_grad]
+        trained = [layout for layout in distinct(plan) if layout.requires_grad]
         for layout in trained:
             size = unpadded_bytes(layout)
             states += _several(cost.states, size, OPTIMIZER, layout.fqn)
             temporary += _several(cost.temporary, size, OPTIMIZER_STEP, layout.fqn)
     return StepRequests(
-        tuple(_held(program, plan, layouts)),
+        tuple(held),
         tuple(events),
         tuple(states),
         tuple(temporary),
@@ -160,19 +158,6 @@ def _replayed(program: Program, plan: ShardingPlan) -> bool:
     return plan.policy.offload is None and program.sizes is None and not accumulates
 
 
-def _held(program: Program, plan: ShardingPlan, layouts: list[ParamLayout]) -> Iterator[Request]:
-    if not plan.policy.offloads("params"):
-        for layout in layouts:
-            yield Request(layout.shard_bytes, COMPUTE, SHARDS, layout.fqn)
-            if layout.resident and layout.world_size > 1 and layout.fqn not in program.stale:
-                rows = prod(layout.shard_shape) * layout.dtype.itemsize
-                yield Request(rows, COMPUTE, ROW_COPIES, layout.fqn)
-    ends = [entry.node for entry in program.buffers] + [entry.node for entry in program.inputs]
-    for node in ends:
-        if size := node_bytes(node):
-            yield Request(size, COMPUTE, INPUTS, node.name)
-
-
 def _several(times: float, size: int, category: str, name: str) -> list[Request]:
     request = Request(size, COMPUTE, category, name)
     return [request] * int(times) if size else []
@@ -193,7 +178,8 @@ def temporaries(program: Program) -> Iterator[Life]:
     query ("FlashAttention-2", arXiv:2307.08691, algorithm 2).
     """
     for place, node in enumerate(program.graph.nodes):
-        if getattr(node.target, "overloadpacket", None) in BACKWARD and len(node.args) > 1:
+        packet = getattr(node.target, "overloadpacket", None)
+        if packet in ATTENTION_BACKWARD and len(node.args) > 1:
             query = node.args[1]
             value = query.meta.get("val") if isinstance(query, fx.Node) else None
             if isinstance(value, Tensor) and value.dtype.itemsize == 2:

@@ -22,8 +22,10 @@ from bisect import bisect_left, insort
 from collections.abc import Callable, Hashable, Iterator
 from dataclasses import dataclass, field
 
-from graphshard.cost.allocator_settings import MIB, AllocatorSettings
+from graphshard.errors import CostError
 from graphshard.format import human_bytes
+
+KIB, MIB = 1 << 10, 1 << 20
 
 MIN_BLOCK = 512
 SMALL_REQUEST = MIB
@@ -32,6 +34,105 @@ LARGE_REQUEST = 10 * MIB
 LARGE_ROUNDING = 2 * MIB
 
 _NO_LIMIT = 1 << 62
+
+
+@dataclass(frozen=True)
+class AllocatorSettings:
+    """Settings of torch's allocator, as in PYTORCH_CUDA_ALLOC_CONF.
+
+    Args:
+        expandable_segments: map pages behind a growing range in place of segments.
+        max_split_bytes: cached blocks of this size or more are not split, and serve only requests
+            of this size or more that leave at most 20 MiB of them; None for no limit.
+        roundup_divisions: sizes are rounded up to the next of so many steps between two powers of
+            2; 0 or 1 for multiples of 512 bytes.
+        large_segment_bytes: of the segment that requests between 1 and 10 MiB share.
+    """
+
+    expandable_segments: bool = False
+    max_split_bytes: int | None = None
+    roundup_divisions: int = 0
+    large_segment_bytes: int = 20 * MIB
+
+    @classmethod
+    def parse(cls, text: str) -> AllocatorSettings:
+        """Read the text of PYTORCH_CUDA_ALLOC_CONF, such as "expandable_segments:True"."""
+        values: dict[str, bool | int] = {}
+        for entry in filter(None, (part.strip() for part in text.split(","))):
+            name, colon, value = (part.strip() for part in entry.partition(":"))
+            try:
+                if not colon:
+                    raise ValueError("no value")
+                if name == "expandable_segments":
+                    values[name] = {"true": True, "false": False}[value.lower()]
+                elif name == "max_split_size_mb":
+                    values["max_split_bytes"] = _at_least(value, 20) * MIB
+                elif name == "large_segment_size_mb":
+                    values["large_segment_bytes"] = _at_least(value, 20) * MIB
+                elif name == "roundup_power2_divisions":
+                    values["roundup_divisions"] = _power_of_2(value)
+                elif name not in _WITHOUT_EFFECT:
+                    raise CostError(
+                        f"the allocator's setting {name!r} is not modelled; modelled are "
+                        "expandable_segments, max_split_size_mb, roundup_power2_divisions (one "
+                        "number) and large_segment_size_mb"
+                    )
+            except (KeyError, ValueError) as error:
+                raise CostError(
+                    f"the allocator's setting {entry!r} is malformed ({error}); write it as in "
+                    "PYTORCH_CUDA_ALLOC_CONF, such as expandable_segments:True"
+                ) from None
+        return cls(**values)  # type: ignore[arg-type]
+
+    def __str__(self) -> str:
+        """The text that `parse` reads."""
+        parts = []
+        if self.expandable_segments:
+            parts.append("expandable_segments:True")
+        if self.max_split_bytes is not None:
+            parts.append(f"max_split_size_mb:{self.max_split_bytes // MIB}")
+        if self.roundup_divisions > 1:
+            parts.append(f"roundup_power2_divisions:{self.roundup_divisions}")
+        if self.large_segment_bytes != 20 * MIB:
+            parts.append(f"large_segment_size_mb:{self.large_segment_bytes // MIB}")
+        return ",".join(parts)
+
+
+DEFAULT = AllocatorSettings()
+
+NO_CACHE = "none"
+"""The text for PYTORCH_NO_CUDA_MEMORY_CACHING=1."""
+
+
+def allocator_settings(text: str) -> AllocatorSettings | None:
+    """The settings that `text` names, as in PYTORCH_CUDA_ALLOC_CONF; None for "none"."""
+    return None if text == NO_CACHE else AllocatorSettings.parse(text)
+
+
+_WITHOUT_EFFECT = frozenset(
+    {
+        "release_lock_on_cudamalloc",
+        "pinned_use_cuda_host_register",
+        "pinned_num_register_threads",
+        "pinned_use_background_threads",
+        "pinned_reserve_segment_size_mb",
+    }
+)
+"""Settings that change neither sizes nor places on the device."""
+
+
+def _at_least(text: str, least: int) -> int:
+    value = int(text)
+    if value < least:
+        raise ValueError(f"at least {least}")
+    return value
+
+
+def _power_of_2(text: str) -> int:
+    value = int(text)
+    if value < 1 or value & (value - 1):
+        raise ValueError("a power of 2")
+    return value
 
 
 class OutOfDeviceMemoryError(Exception):
@@ -113,17 +214,11 @@ class Pool:
 
 
 class CachingAllocator:
-    """torch's caching allocator of one device.
+    """torch's caching allocator of one device, with `capacity` bytes for segments if given.
 
-    Args:
-        capacity: bytes that segments may take; None for no limit.
-        settings: as in PYTORCH_CUDA_ALLOC_CONF.
-        place: the address of a new segment of so many bytes; None for one of the allocator's own.
-
-    Attributes:
-        reserved, allocated: bytes of segments, and of the blocks in use, rounding included.
-        peak_reserved, peak_allocated: their maxima.
-        retries: how often segments went back to the device to make room.
+    place: the address of a new segment of so many bytes; None for one of the allocator's own.
+    reserved, allocated: bytes of segments, and of the blocks in use, rounding included; peak_*:
+    their maxima. retries: how often segments went back to the device to make room.
     """
 
     def __init__(
@@ -309,12 +404,8 @@ class CachingAllocator:
     def _split(self, block: Block, size: int) -> Block:
         """Cut `size` bytes off the beginning of `block`, whose rest goes back to its pool."""
         first = Block(block.pool, block.segment, block.address, size)
-        first.before, first.after = block.before, block
-        if first.before is None:
-            self.segments[first.segment] = first
-        else:
-            first.before.after = first
-        block.before = first
+        self._link(block.before, first)
+        self._link(first, block)
         block.address += size
         block.size -= size
         block.pool.put(block)
@@ -330,18 +421,22 @@ class CachingAllocator:
         before, after = block.before, block.after
         if before is not None and before.free and before.mapped == block.mapped:
             self._take(before)
-            block.address, block.before = before.address, before.before
+            block.address = before.address
             block.size += before.size
-            if block.before is None:
-                self.segments[block.segment] = block
-            else:
-                block.before.after = block
+            self._link(before.before, block)
         if after is not None and after.free and after.mapped == block.mapped:
             self._take(after)
-            block.after = after.after
             block.size += after.size
-            if block.after is not None:
-                block.after.before = block
+            self._link(block, after.after)
+
+    def _link(self, before: Block | None, after: Block | None) -> None:
+        """Make two blocks of a segment neighbours; None is its beginning, or its end."""
+        if after is not None:
+            after.before = before
+        if before is not None:
+            before.after = after
+        elif after is not None:
+            self.segments[after.segment] = after
 
     def _take(self, block: Block) -> None:
         if block.mapped:
@@ -392,10 +487,9 @@ class CachingAllocator:
         if bytes_ < block.size:
             rest = Block(block.pool, block.segment, block.address + bytes_, block.size - bytes_)
             rest.mapped = False
-            rest.before, rest.after = block, block.after
-            if rest.after is not None:
-                rest.after.before = rest
-            block.after, block.size = rest, bytes_
+            self._link(rest, block.after)
+            self._link(block, rest)
+            block.size = bytes_
             block.pool.unmapped.append(rest)
         block.mapped = True
         self._freed(block)
@@ -417,17 +511,11 @@ class CachingAllocator:
                 continue
             part = Block(block.pool, block.segment, address, size)
             if front:
-                part.before, part.after = block.before, block
-                if part.before is None:
-                    self.segments[part.segment] = part
-                else:
-                    part.before.after = part
-                block.before = part
+                self._link(block.before, part)
+                self._link(part, block)
             else:
-                part.before, part.after = block, block.after
-                if part.after is not None:
-                    part.after.before = part
-                block.after = part
+                self._link(part, block.after)
+                self._link(block, part)
             block.pool.put(part)
         block.address, block.size, block.mapped = start, end - start, False
         self.reserved -= block.size

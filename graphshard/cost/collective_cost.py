@@ -44,11 +44,8 @@ def group_shape(
 ) -> GroupShape:
     """The shape of a program's group, where neighbouring ranks share a node.
 
-    Args:
-        group: its name in collective nodes: "shard", "replicate", "all", or "reshard".
-        mesh_shape: `(ranks,)`, or `(replicas, ranks to shard over)`.
-        gpus_per_node: ranks on a node.
-        reshard: ranks of each group of a partial reshard.
+    `group` is its name in collective nodes: "shard", "replicate", "all", or "reshard" with
+    `reshard` ranks. `mesh_shape` is `(ranks,)`, or `(replicas, ranks to shard over)`.
     """
     shard = mesh_shape[-1]
     world = shard * (mesh_shape[0] if len(mesh_shape) > 1 else 1)
@@ -67,12 +64,8 @@ def collective_seconds(
 ) -> float:
     """Seconds from launch to finish of one collective with nothing else on its links.
 
-    Args:
-        op: "all_gather", "reduce_scatter" or "all_reduce".
-        moved: bytes of the full (gathered, or not yet scattered) tensors.
-        shape: the ranks that take part.
-        hardware: the machines.
-        tensors: how many tensors it moves; only measured lines depend on it.
+    `op` is "all_gather", "reduce_scatter" or "all_reduce". `moved` counts the full (gathered, or
+    not yet scattered) tensors. Only measured lines depend on the number of `tensors`.
     """
     n = shape.size
     if n <= 1:

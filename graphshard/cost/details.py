@@ -1,4 +1,4 @@
-"""Everything that happens in an estimated step, as plain data: nodes, spans, storages, memory.
+"""An estimate as plain data, and with details everything that happens in its step.
 
 Tables with many rows are dicts of columns. Places number the nodes of the program from 0 on; the
 place after the last node stands for the optimizer's update. The node at a place runs from the time
@@ -8,18 +8,95 @@ were born at its place or before, and that die there or later.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
-from typing import TYPE_CHECKING, Any
+from collections.abc import Sequence
+from dataclasses import asdict
+from typing import Any
 
+from graphshard.cost.estimate import Estimate
 from graphshard.cost.memory import CATEGORIES
+from graphshard.cost.text import causes_of
 from graphshard.program.storages import END
 from graphshard.program.text import full_text
 
-if TYPE_CHECKING:
-    from graphshard.cost.estimate import Estimate
-
 OUTLIVES = -1
 """The place of death of a storage that outlives the step, in plain data."""
+
+
+_SPAN = ("stream", "name", "unit", "phase", "issued", "start", "end", "place")
+
+
+def estimate_dict(estimate: Estimate) -> dict[str, Any]:
+    """The estimate as plain data, ready for JSON; times in seconds, sizes in bytes."""
+    number_of = {id(transfer): number for number, transfer in enumerate(estimate.transfers)}
+    return {
+        "hardware": estimate.hardware.to_dict(),
+        "attention": ", ".join(estimate.attention_kernels),
+        "runtime": estimate.runner.runtime,
+        "leave_eager": sorted(estimate.runner.leave_eager),
+        "holds_outputs": estimate.runner.holds_outputs,
+        "optimizer": estimate.optimizer,
+        "assumed_sizes": estimate.program.assumed_sizes,
+        "backend": "eager" if estimate.program.regions is None else "inductor",
+        "step_seconds": estimate.step_seconds,
+        "step_range": list(estimate.step_range),
+        "compute_seconds": estimate.compute_seconds,
+        "communication_seconds": estimate.communication_seconds,
+        "exposed_seconds": estimate.exposed_seconds,
+        "optimizer_seconds": estimate.optimizer_seconds,
+        "flops": estimate.flops,
+        "tflops_per_gpu": estimate.tflops_per_gpu,
+        "mfu": estimate.mfu,
+        "peak_bytes": estimate.peak_bytes,
+        "peak_by_category": dict(estimate.memory.peak.by_category),
+        "valley_bytes": estimate.valley_bytes,
+        "valley_by_category": dict(estimate.memory.valley_by_category),
+        "host_bytes": estimate.memory.host,
+        "fits": estimate.fits,
+        "reserved_bytes": estimate.reserved_bytes,
+        "device_bytes": estimate.device_bytes,
+        "overheads": None if estimate.overheads is None else asdict(estimate.overheads),
+        "reserved": None if estimate.reserved is None else estimate.reserved.to_dict(),
+        "units": [
+            {
+                "fqn": unit.fqn,
+                "compute_seconds": unit.compute,
+                "communication_seconds": unit.communication,
+                "exposed_seconds": unit.exposed,
+                "at_peak": dict(unit.at_peak),
+                "held": [vars(period) for period in unit.held],
+            }
+            for unit in estimate.units
+        ],
+        "transfers": [
+            {
+                "op": transfer.op,
+                "unit": transfer.span.unit,
+                "phase": transfer.span.phase,
+                "group": transfer.group,
+                "ranks": transfer.ranks,
+                "bytes": transfer.bytes,
+                "seconds": transfer.span.seconds,
+                "exposed_seconds": transfer.exposed,
+                "reason": estimate.why(transfer),
+                "place": transfer.span.place,
+                "waited_at": transfer.waited_at,
+                "waited_place": transfer.waited_place,
+            }
+            for transfer in estimate.transfers
+        ],
+        "causes": [
+            {
+                "op": cause.op,
+                "phase": cause.phase,
+                "kind": cause.kind,
+                "seconds": cause.seconds,
+                "count": cause.count,
+                "worst_transfer": number_of[id(cause.worst)],
+                "text": cause.text,
+            }
+            for cause in causes_of(estimate).values()
+        ],
+    }
 
 
 def details_dict(estimate: Estimate) -> dict[str, Any]:
@@ -28,19 +105,9 @@ def details_dict(estimate: Estimate) -> dict[str, Any]:
         "plan": estimate.plan.to_dict(),
         "dump": full_text(estimate.program),
         "nodes": _nodes(estimate),
-        "spans": _columns(
-            (
-                "stream",
-                "name",
-                "unit",
-                "phase",
-                "issued",
-                "start",
-                "end",
-                "place",
-            ),
-            estimate.timeline.spans,
-        ),
+        "spans": {
+            name: [getattr(span, name) for span in estimate.timeline.spans] for name in _SPAN
+        },
         "timeline_seconds": estimate.timeline.seconds,
         "step_overhead": estimate.hardware.step_overhead,
         "memory": _memory(estimate),
@@ -49,12 +116,9 @@ def details_dict(estimate: Estimate) -> dict[str, Any]:
 
 
 def start_of(place: int, at: Sequence[float], end: float) -> float:
-    """Seconds after which the node at `place` starts to run.
+    """Seconds after which the node at `place` starts to run, or the update behind all nodes.
 
-    Args:
-        place: of a node, or the number of nodes for the optimizer's update.
-        at: by place, when compute has passed the node.
-        end: when the update begins.
+    at: by place, when compute has passed the node. end: when the update begins.
     """
     if place >= len(at):
         return end
@@ -102,8 +166,3 @@ def _storages(estimate: Estimate) -> dict[str, list[Any]]:
         "born": [storage.born for storage in storages],
         "dies": [OUTLIVES if storage.dies >= END else storage.dies for storage in storages],
     }
-
-
-def _columns(names: Sequence[str], rows: Iterable[Any]) -> dict[str, list[Any]]:
-    every = list(rows)
-    return {name: [getattr(row, name) for row in every] for name in names}

@@ -4,35 +4,84 @@ from __future__ import annotations
 
 import os
 from collections import defaultdict
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 
 from graphshard.cost.allocations import lives_of, requests_of
-from graphshard.cost.allocator_settings import DEFAULT, AllocatorSettings
-from graphshard.cost.by_unit import UnitEstimate, units_of
+from graphshard.cost.caching_allocator import DEFAULT, AllocatorSettings
 from graphshard.cost.fsdp2_allocations import fsdp2_lives
 from graphshard.cost.kernel_rates import Attention
-from graphshard.cost.memory import OPTIMIZERS, MemoryCurve, memory_of
-from graphshard.cost.overheads import Overheads
+from graphshard.cost.memory import OPTIMIZERS, MemoryCurve, distinct, memory_of
+from graphshard.cost.op_cost import op_cost
 from graphshard.cost.reasons import Reason, Reasons, reasons_text
-from graphshard.cost.reserved import ReservedMemory, reserved_memory
+from graphshard.cost.reserved import Overheads, ReservedMemory, reserved_memory
 from graphshard.cost.runner import OWN, Runner
-from graphshard.cost.spread import Range, range_of
 from graphshard.cost.streams import COMPUTE
 from graphshard.cost.timeline import Timeline, Transfer, timeline_of
 from graphshard.errors import CostError
 from graphshard.hardware.hardware import Hardware
 from graphshard.planning.plan import ShardingPlan
 from graphshard.program.program import Program
+from graphshard.program.storages import END, Storage, changes
 
 if TYPE_CHECKING:
     from rich.console import RenderableType
 
     from graphshard.tune.tuning import Tuning
+
+
+class Range(NamedTuple):
+    """The least and the most seconds that are expected."""
+
+    low: float
+    high: float
+
+
+@dataclass(frozen=True)
+class HoldingPeriod:
+    """A period over which a unit holds bytes of one category without a pause.
+
+    `bytes` is the maximum held at once in it. `start` and `end` are seconds after the step began;
+    a period of storages that outlive the step ends with the step.
+    """
+
+    category: str
+    bytes: int
+    start: float
+    end: float
+
+
+@dataclass(frozen=True)
+class UnitEstimate:
+    """The cost of one unit in a step.
+
+    fqn: the unit's module, "" for the root. compute, communication: seconds of its compute nodes,
+    and of its collectives and host copies. exposed: seconds compute waits for them. transfers: its
+    collectives and host copies, in order. at_peak: bytes it holds at the step's peak, by category.
+    held: the periods over which it holds storages that the step allocates.
+    """
+
+    fqn: str
+    compute: float
+    communication: float
+    exposed: float
+    transfers: tuple[Transfer, ...]
+    at_peak: Mapping[str, int]
+    held: tuple[HoldingPeriod, ...]
+
+    def most(self, category: str) -> int:
+        """The maximum bytes of `category` that it holds at once."""
+        periods = (period for period in self.held if period.category == category)
+        return max((period.bytes for period in periods), default=0)
+
+    def seconds_held(self, category: str) -> float:
+        """Seconds for which it holds any bytes of `category`."""
+        periods = (period for period in self.held if period.category == category)
+        return sum(period.end - period.start for period in periods)
 
 
 @dataclass(frozen=True)
@@ -67,7 +116,8 @@ class Estimate:
     @property
     def step_range(self) -> Range:
         """The least and the most seconds in which a step is expected (see `Hardware.spread`)."""
-        return range_of(self.step_seconds, self.hardware)
+        low, high = self.hardware.spread
+        return Range(self.step_seconds * low, self.step_seconds * high)
 
     @property
     def compute_seconds(self) -> float:
@@ -115,8 +165,6 @@ class Estimate:
     @cached_property
     def attention_calls(self) -> frozenset[tuple[str, bool]]:
         """The attention kernels of the step, each with whether it is called with a mask."""
-        from graphshard.cost.op_cost import op_cost
-
         calls = set()
         for cost in map(op_cost, self.program.nodes()):
             if kernel := cost.kernel(self.hardware, tf32=self.tf32):
@@ -125,8 +173,6 @@ class Estimate:
 
     @cached_property
     def _main_dtype(self) -> torch.dtype:
-        from graphshard.cost.op_cost import op_cost
-
         flops: dict[torch.dtype, int] = defaultdict(int)
         for node in self.program.nodes():
             cost = op_cost(node)
@@ -191,7 +237,7 @@ class Estimate:
     @cached_property
     def units(self) -> tuple[UnitEstimate, ...]:
         """The estimate of each unit, in the plan's order."""
-        return units_of(self.plan, self.timeline, self.memory, self.step_seconds)
+        return _units_of(self.plan, self.timeline, self.memory, self.step_seconds)
 
     @property
     def transfers(self) -> Sequence[Transfer]:
@@ -242,8 +288,7 @@ class Estimate:
             details: add the plan, the dump, and tables of all nodes, spans and storages and of live
                 memory (see `graphshard.cost.details`); megabytes for a large model.
         """
-        from graphshard.cost.details import details_dict
-        from graphshard.cost.text import estimate_dict
+        from graphshard.cost.details import details_dict, estimate_dict
 
         return estimate_dict(self) | (details_dict(self) if details else {})
 
@@ -312,17 +357,7 @@ def estimate_of(
     allocator: AllocatorSettings | None = DEFAULT,
     runner: Runner = OWN,
 ) -> Estimate:
-    """Estimate a step of the program of `plan` on `hardware`; see `graphshard.simulate`.
-
-    Args:
-        plan: a plan with a rewritten program.
-        hardware: the machine of each rank.
-        optimizer: a name of `graphshard.cost.memory.OPTIMIZERS`.
-        backend: "nccl" or "gloo"; by default "gloo" on hosts and "nccl" elsewhere.
-        tf32: whether float32 products run in TF32.
-        allocator: settings of torch's allocator on GPUs; None if it caches nothing.
-        runner: the runtime, where it is not this library's.
-    """
+    """Estimate a step of the program of `plan` on `hardware`; see `graphshard.simulate`."""
     program = plan.program
     if program is None:
         raise CostError(
@@ -348,8 +383,7 @@ def estimate_of(
 
 def optimizer_seconds(plan: ShardingPlan, hardware: Hardware, optimizer: str) -> float:
     """Seconds of the update, whose operators stream parameters, gradients and states."""
-    layouts = {id(layout): layout for layout in plan.layouts.values()}.values()
-    sizes = [layout.shard_bytes for layout in layouts if layout.requires_grad]
+    sizes = [layout.shard_bytes for layout in distinct(plan) if layout.requires_grad]
     trained = sum(sizes)
     if optimizer == "none":
         return 0.0
@@ -361,3 +395,65 @@ def optimizer_seconds(plan: ShardingPlan, hardware: Hardware, optimizer: str) ->
     if plan.policy.offloads("params"):
         bandwidth = min(bandwidth, hardware.host_bandwidth)
     return moved / bandwidth + hardware.launch_floor
+
+
+# -- by unit --------------------------------------------------------------------------------------
+
+
+def _units_of(
+    plan: ShardingPlan, timeline: Timeline, memory: MemoryCurve, step_seconds: float
+) -> tuple[UnitEstimate, ...]:
+    """Estimate each unit of `plan`; `step_seconds` is the whole step, the optimizer included."""
+    compute: dict[str, float] = defaultdict(float)
+    for span in timeline.spans:
+        if span.stream == COMPUTE:
+            compute[span.unit] += span.seconds
+    transfers: dict[str, list[Transfer]] = defaultdict(list)
+    for transfer in timeline.transfers:
+        transfers[transfer.span.unit].append(transfer)
+    storages: dict[str, dict[str, list[Storage]]] = defaultdict(lambda: defaultdict(list))
+    for storage in memory.storages:
+        if storage.size:
+            storages[storage.unit][storage.kind].append(storage)
+    return tuple(
+        UnitEstimate(
+            unit.fqn,
+            compute[unit.fqn],
+            sum(transfer.span.seconds for transfer in transfers[unit.fqn]),
+            sum(transfer.exposed for transfer in transfers[unit.fqn]),
+            tuple(transfers[unit.fqn]),
+            memory.by_unit.get(unit.fqn, {}),
+            tuple(
+                period
+                for category, same_kind in storages[unit.fqn].items()
+                for period in _periods(category, same_kind, timeline.at, step_seconds)
+            ),
+        )
+        for unit in plan.units
+    )
+
+
+def _periods(
+    category: str, storages: Iterable[Storage], at: Sequence[float], step_end: float
+) -> list[HoldingPeriod]:
+    """The periods over which any of `storages` is alive; `at`: seconds by place."""
+    periods: list[HoldingPeriod] = []
+    live = most = start = 0
+    for place, freed, new in changes(storages):
+        before, live = live, live - sum(storage.size for storage in freed)
+        if before and not live and not new:
+            periods.append(_period(category, most, start, place, at, step_end))
+        if new and not before:
+            start, most = place, 0
+        live += sum(storage.size for storage in new)
+        most = max(most, live)
+    if live:  # storages that outlive the step
+        periods.append(_period(category, most, start, END, at, step_end))
+    return periods
+
+
+def _period(
+    category: str, most: int, born: int, freed: int, at: Sequence[float], step_end: float
+) -> HoldingPeriod:
+    start = at[born - 1] if born else 0.0
+    return HoldingPeriod(category, most, start, at[freed - 1] if freed <= len(at) else step_end)

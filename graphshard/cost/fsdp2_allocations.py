@@ -20,10 +20,8 @@ from torch import fx
 
 from graphshard.capture.annotation import KEEP, REGION
 from graphshard.cost.allocations import COMPUTE, Life, Request, lives, temporaries
-from graphshard.cost.fused_memory import leave_out_fused
-from graphshard.cost.held_outputs import hold_outputs
 from graphshard.cost.memory import ACCUMULATED, BUFFERS, SHARD_GRADIENTS, buffers_of
-from graphshard.cost.runner import OWN, Runner
+from graphshard.cost.runner import FSDP2, Runner
 from graphshard.program import ops
 from graphshard.program.collective import operands_of, wait_of
 from graphshard.program.program import FORWARD, Program
@@ -36,21 +34,18 @@ from graphshard.program.storages import (
     bytes_of,
     gathered_bytes,
     node_bytes,
-    storages_of,
 )
 
 GATHERS = "FSDP2's gathers"
 REDUCES = "FSDP2's reduces"
 
 
-def fsdp2_lives(program: Program, runner: Runner = OWN) -> Iterator[Life]:
+def fsdp2_lives(program: Program, runner: Runner = FSDP2) -> Iterator[Life]:
     """What FSDP2 allocates in forward and backward of a step with the units of `program`.
 
     `runner` says what is not compiled, and whether outputs are held.
     """
-    storages = storages_of(program)
-    leave_out_fused(program, storages, runner.leave_eager, split=False)
-    held = hold_outputs(program, storages) if runner.holds_outputs else []
+    storages, held = runner.storages(program)
     place = storages.place
     if program.regions is None:
         _keep_for_checkpoints(program, storages)

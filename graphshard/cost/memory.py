@@ -17,8 +17,6 @@ import torch
 from torch import fx
 
 from graphshard.cost.collective_cost import ranks_of
-from graphshard.cost.fused_memory import leave_out_fused
-from graphshard.cost.held_outputs import hold_outputs
 from graphshard.cost.runner import Runner
 from graphshard.errors import CostError
 from graphshard.planning.layout import ParamLayout
@@ -54,11 +52,10 @@ def held_by_place(program: Program, plan: ShardingPlan, budget: Budget) -> list[
     if budget.of_policy:
         return storages_of(program).live()
     memory = memory_of(program, plan, optimizer="none", backend=budget.backend)
-    points = iter([*memory.points[1:], None])
-    bytes_by_place, point, live = [], next(points), memory.valley
+    changed = {point.place: point.bytes for point in memory.points[1:]}
+    bytes_by_place, live = [], memory.valley
     for place in range(len(program.graph.nodes)):
-        while point is not None and point.place <= place:
-            live, point = point.bytes, next(points)
+        live = changed.get(place, live)
         bytes_by_place.append(live - memory.valley)
     return bytes_by_place
 
@@ -391,20 +388,12 @@ def memory_of(
 ) -> MemoryCurve:
     """Bytes over a training step, if gradients are set to None after each step.
 
-    Args:
-        program: a rewritten program.
-        plan: the plan it was rewritten by.
-        optimizer: "adamw", "adamw-fused", "sgd", "sgd-momentum" or "none".
-        backend: "nccl" or "gloo".
-        runner: what runs compiled regions as such, and may hold outputs; None counts operators one
-            by one, which is what a region that cannot be compiled takes.
+    Without a `runner` operators count one by one, which is what a region that cannot be compiled
+    takes.
     """
     if optimizer not in OPTIMIZERS:
         raise CostError(f"optimizer must be one of {', '.join(OPTIMIZERS)}; got {optimizer!r}")
-    computed = storages_of(program)
-    if runner is not None:
-        leave_out_fused(program, computed, runner.leave_eager, split=not runner.copies_gathers)
-    held = hold_outputs(program, computed) if runner is not None and runner.holds_outputs else []
+    computed, held = (storages_of(program), []) if runner is None else runner.storages(program)
     storages = [*held, *computed.all, *buffers_of(program, backend)]
     optimizer_cost = OPTIMIZERS[optimizer] if program.grad else None
     resident, host = resident_bytes(program, plan, optimizer_cost, program.stale)
@@ -458,32 +447,42 @@ def resident_bytes(
 ) -> tuple[dict[str, int], int]:
     """Bytes a rank holds between steps, on the device by category, and on the host.
 
-    Args:
-        program: it has the inputs and buffers.
-        plan: it has the parameters.
-        optimizer: None without training.
-        stale: FQNs of the resident parameters that are gathered. Of the others a rank keeps a copy
-            of its rows, to see whether they have changed.
+    `optimizer` is None without training. See `tensors_held` for `stale`.
     """
-    layouts = {id(layout): layout for layout in plan.layouts.values()}.values()
-    shards = sum(layout.shard_bytes for layout in layouts)
-    unchanged = (
-        prod(layout.shard_shape) * layout.dtype.itemsize
-        for layout in layouts
-        if layout.resident and layout.world_size > 1 and layout.fqn not in stale
-    )
+    layouts = distinct(plan)
     trained = sum(unpadded_bytes(layout) for layout in layouts if layout.requires_grad)
     states = 0 if optimizer is None else int(optimizer.states * trained)
-    ends = [entry.node for entry in program.buffers] + [entry.node for entry in program.inputs]
-    inputs = sum(map(node_bytes, ends))
-    if plan.policy.offloads("params"):
-        return {INPUTS: inputs}, shards + states
-    return {
-        SHARDS: shards,
-        ROW_COPIES: sum(unchanged),
-        OPTIMIZER: states,
-        INPUTS: inputs,
-    }, 0
+    offloads = plan.policy.offloads("params")
+    on_device = {} if offloads else {SHARDS: 0, ROW_COPIES: 0, OPTIMIZER: states}
+    on_device[INPUTS] = 0
+    for category, _, size in tensors_held(program, plan, stale):
+        on_device[category] += size
+    return on_device, sum(layout.shard_bytes for layout in layouts) + states if offloads else 0
+
+
+def tensors_held(
+    program: Program, plan: ShardingPlan, stale: Collection[str]
+) -> Iterator[tuple[str, str, int]]:
+    """Category, name and bytes of each tensor that a rank holds from the start on, on its device.
+
+    `stale` are the FQNs of the resident parameters that are gathered. Of the others a rank keeps a
+    copy of its rows, to see whether they have changed.
+    """
+    if not plan.policy.offloads("params"):
+        for layout in distinct(plan):
+            yield SHARDS, layout.fqn, layout.shard_bytes
+            if layout.resident and layout.world_size > 1 and layout.fqn not in stale:
+                rows = prod(layout.shard_shape) * layout.dtype.itemsize
+                yield ROW_COPIES, layout.fqn, rows
+    for node in [entry.node for entry in program.buffers] + [
+        entry.node for entry in program.inputs
+    ]:
+        yield INPUTS, node.name, node_bytes(node)
+
+
+def distinct(plan: ShardingPlan) -> list[ParamLayout]:
+    """The layouts of `plan`, each once however many names its parameter has."""
+    return list({id(layout): layout for layout in plan.layouts.values()}.values())
 
 
 def unpadded_bytes(layout: ParamLayout) -> int:

@@ -8,7 +8,7 @@ hardware has curves of seconds by operator, which include launch, cache and peak
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cache, wraps
 from math import prod
@@ -19,7 +19,6 @@ import torch
 from torch import Tensor, fx
 from torch.utils.flop_counter import conv_flop_count, flop_registry
 
-from graphshard.cost import attention_work
 from graphshard.cost.kernel_rates import (
     EFFICIENT,
     Attention,
@@ -42,12 +41,7 @@ _MAX_OPERATIONS = 1 << 16  # a model has some hundred distinct operations
 
 
 def once_per_operation(key: str, cost: Callable[[fx.Node], Cost]) -> Callable[[fx.Node], Cost]:
-    """Cache `cost`, a function of a node's target, constants and values.
-
-    Args:
-        key: the key of `node.meta` under which the cost of a node is stored.
-        cost: the function to cache.
-    """
+    """Cache `cost`, a function of a node's target, constants and values; `key`: in its meta."""
     by_form: dict[Any, Cost] = {}
 
     @wraps(cost)
@@ -190,13 +184,7 @@ _BY_LAYOUT = {ELEMENTWISE, "clone", "gelu", "silu"}
 
 
 def curves_of(packet: Any, kind: str, node: fx.Node) -> tuple[str, ...]:
-    """Names of the curves that apply to an operator, the best first.
-
-    Args:
-        packet: the operator, an `OpOverloadPacket`.
-        kind: the kind of its cost (see `OpCost`).
-        node: the call of the operator.
-    """
+    """Names of the curves that apply to a call of an operator, the best first."""
     name = _name(packet)
     if kind == "attention":
         family = "attention_backward" if name.endswith("_backward") else "attention"
@@ -260,6 +248,28 @@ def _strided(node: fx.Node) -> bool:
 
 
 _aten = torch.ops.aten
+
+
+ATTENTION = frozenset(
+    {
+        _aten._scaled_dot_product_flash_attention_for_cpu,
+        _aten._scaled_dot_product_flash_attention,
+        _aten._scaled_dot_product_efficient_attention,
+        _aten._scaled_dot_product_cudnn_attention,
+    }
+)
+"""Operators (overload packets) whose first operands are query, key and value."""
+
+
+ATTENTION_BACKWARD = frozenset(
+    {
+        _aten._scaled_dot_product_flash_attention_for_cpu_backward,
+        _aten._scaled_dot_product_flash_attention_backward,
+        _aten._scaled_dot_product_efficient_attention_backward,
+        _aten._scaled_dot_product_cudnn_attention_backward,
+    }
+)
+"""Operators whose first operands are the gradient of the result, query, key and value."""
 
 
 _CONVOLUTIONS = {_aten.convolution, _aten.convolution_backward, _aten._convolution}
@@ -366,7 +376,7 @@ _VIEW = OpCost("free", 0, 0, torch.float32, (VIEW,))
 def op_cost(node: fx.Node) -> OpCost:
     """The cost of a compute node of a program; `FREE` for other nodes.
 
-    It is cached for the node and for equal nodes (see `graphshard.cost.per_node`).
+    It is cached for the node and for equal nodes.
     """
     if getattr(node.target, "overloadpacket", None) is None:
         return FREE  # communication, selecting one of several results, arithmetic on sizes
@@ -399,7 +409,7 @@ _op_cost = once_per_operation("cost", _computed)
 
 
 def _kind(packet: Any, flops: int) -> str:
-    if packet in attention_work.FORWARD or packet in attention_work.BACKWARD:
+    if packet in ATTENTION or packet in ATTENTION_BACKWARD:
         return "attention"
     if packet in _CONVOLUTIONS:
         return "convolution"
@@ -425,7 +435,7 @@ def _work(
 ) -> Product | Attention | None:
     """The shape of the matrix product or attention that `node` computes."""
     if kind == "attention":
-        backward = packet in attention_work.BACKWARD
+        backward = packet in ATTENTION_BACKWARD
         query, key = _shapes_of_arguments(node.args[1:3] if backward else node.args[:2])
         on_gpu = result.device.type != "cpu"
         kernel = _KERNELS.get(packet, "") if on_gpu else ""
@@ -449,11 +459,11 @@ def _flops(packet: Any, node: fx.Node) -> int:
     """FLOPs of the kernel that runs on an accelerator."""
     if packet is _aten._grouped_mm:
         return _grouped_flops(*(_shapes(n.meta["val"]) for n in (*node.args[:2], node)))  # type: ignore[union-attr]
-    if packet in attention_work.FORWARD:
+    if packet in ATTENTION:
         return _causal(node, _counted_flops(packet, node))
-    if packet in attention_work.BACKWARD:
+    if packet in ATTENTION_BACKWARD:
         shapes = _shapes_of_arguments(node.args[1:4])
-        return _causal(node, attention_work.backward_flops(*shapes))
+        return _causal(node, attention_backward_flops(*shapes))
     if packet is _aten.convolution_backward:
         # Torch counts the gradient of a grouped weight once per group. Each costs one forward.
         args = _shapes_of_arguments(node.args)
@@ -466,13 +476,33 @@ def _flops(packet: Any, node: fx.Node) -> int:
 
 def _counted_flops(packet: Any, node: fx.Node) -> int:
     """FLOPs by torch's counter, attention without a mask; 0 for operators it does not count."""
-    if packet in attention_work.FORWARD:
-        return attention_work.forward_flops(*_shapes_of_arguments(node.args[:3]))
+    if packet in ATTENTION:
+        return attention_flops(*_shapes_of_arguments(node.args[:3]))
     count = flop_registry.get(packet)
     if count is None:
         return 0
     args, kwargs = _shapes_of_arguments(node.args), _shapes_of_arguments(node.kwargs)
     return int(count(*args, **kwargs, out_val=_shapes(node.meta["val"])))
+
+
+def attention_flops(query: Sequence[int], key: Sequence[int], value: Sequence[int]) -> int:
+    """FLOPs of two products, queries by keys and scores by values, without a mask.
+
+    The shapes are `(batch, heads, tokens, width)`. The results equal those of
+    `torch.utils.flop_counter`, which before torch 2.13 refuses keys with fewer heads than queries.
+    """
+    return 2 * _scores(query, key) * (query[3] + value[3])
+
+
+def attention_backward_flops(query: Sequence[int], key: Sequence[int], value: Sequence[int]) -> int:
+    """FLOPs of five products, as FlashAttention recomputes the scores."""
+    return 2 * _scores(query, key) * (3 * query[3] + 2 * value[3])
+
+
+def _scores(query: Sequence[int], key: Sequence[int]) -> int:
+    """The number of attention scores."""
+    batch, heads, tokens, _ = query
+    return batch * heads * tokens * key[2]
 
 
 def _shapes_of_arguments(arguments: Any) -> Any:

@@ -3,18 +3,15 @@
 from __future__ import annotations
 
 import os
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
+from graphshard.cost.estimate import Estimate
 from graphshard.cost.streams import COMPUTE
 from graphshard.cost.text import range_text
+from graphshard.cost.timeline import Span
 from graphshard.cost.trace import memory_steps
 from graphshard.errors import CostError
 from graphshard.format import human_bytes, human_seconds
-
-if TYPE_CHECKING:
-    from graphshard.cost.estimate import Estimate
-    from graphshard.cost.timeline import Span
-
 
 _COLOURS = {
     "forward": "#4c78a8",

@@ -31,12 +31,11 @@ def plan_of(program: Program) -> ShardingPlan:
 
     Its policy is a `PolicyOfProgram`, as the options that led to the program cannot be read off it.
     """
-    by_param = {
-        name: served for served in map(_Served, _collectives(program)) for name in served.params
-    }
+    every = [_Served(node) for node in _collectives(program)]
+    by_param = {name: served for served in every for name in served.params}
     gathers = {
         name: served
-        for served in map(_Served, _collectives(program))
+        for served in every
         if served.node.target is ops.all_gather
         for name in served.params
     }

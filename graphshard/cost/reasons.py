@@ -107,13 +107,7 @@ class Reason:
 
 
 class Reasons:
-    """The reasons for every exposed transfer of a timeline.
-
-    Args:
-        program: a rewritten program.
-        plan: the plan it was rewritten by.
-        timeline: the timeline of `program`.
-    """
+    """The reasons for every exposed transfer of the timeline of a program."""
 
     def __init__(self, program: Program, plan: ShardingPlan, timeline: Timeline) -> None:
         self.program, self.plan, self.timeline = program, plan, timeline

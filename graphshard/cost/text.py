@@ -1,33 +1,20 @@
-"""Estimates and comparisons as plain text, and estimates as plain data."""
+"""Estimates as plain text."""
 
 from __future__ import annotations
 
-from collections import Counter, defaultdict
-from collections.abc import Callable, Iterator
-from dataclasses import asdict
+from collections import defaultdict
+from collections.abc import Iterator
 from math import floor, log10
-from typing import TYPE_CHECKING, Any, NamedTuple
 
-from graphshard.cost.estimate import Estimate
+from graphshard.cost.estimate import Estimate, UnitEstimate
 from graphshard.cost.kernel_rates import EFFICIENT, WITHOUT_MASKS
 from graphshard.cost.reasons import Cause, Reason
+from graphshard.cost.reserved import ReservedMemory
 from graphshard.cost.timeline import Transfer
 from graphshard.format import fold, human_bytes, human_seconds, sentence, table
 from graphshard.planning.plan import padding_text
 from graphshard.program.sizes import assumed_text
 from graphshard.program.storages import PARAMETERS
-
-if TYPE_CHECKING:
-    from graphshard.cost.by_unit import UnitEstimate
-    from graphshard.cost.compare import Comparison
-
-
-from typing import TYPE_CHECKING
-
-from graphshard.cost.reserved import ReservedMemory
-
-if TYPE_CHECKING:
-    from graphshard.cost.estimate import Estimate
 
 
 def causes_of(estimate: Estimate) -> dict[tuple[str, str, str], Cause]:
@@ -45,20 +32,10 @@ def causes_of(estimate: Estimate) -> dict[tuple[str, str, str], Cause]:
     return {(cause.op, cause.phase, cause.kind): cause for cause in causes}
 
 
-def transfer_totals(estimate: Estimate) -> tuple[Counter[str], Counter[str]]:
-    """By op, the number of collectives and copies, and the bytes of their full tensors."""
-    counts: Counter[str] = Counter()
-    sizes: Counter[str] = Counter()
-    for transfer in estimate.transfers:
-        counts[transfer.op] += 1
-        sizes[transfer.op] += transfer.bytes
-    return counts, sizes
-
-
 _MAX_EXPOSED_LINES = 6
 
 
-_MIN_SHARE = 0.002  # a cause or difference is shown above this fraction of the step or peak
+MIN_SHARE = 0.002  # a cause or difference is shown above this fraction of the step or peak
 
 
 def estimate_text(estimate: Estimate) -> str:
@@ -73,80 +50,6 @@ def estimate_text(estimate: Estimate) -> str:
             *_exposed(estimate),
         ]
     )
-
-
-def estimate_dict(estimate: Estimate) -> dict[str, Any]:
-    """The estimate as plain data, ready for JSON; times in seconds, sizes in bytes."""
-    number_of = {id(transfer): number for number, transfer in enumerate(estimate.transfers)}
-    return {
-        "hardware": estimate.hardware.to_dict(),
-        "attention": ", ".join(estimate.attention_kernels),
-        "runtime": estimate.runner.runtime,
-        "leave_eager": sorted(estimate.runner.leave_eager),
-        "holds_outputs": estimate.runner.holds_outputs,
-        "optimizer": estimate.optimizer,
-        "assumed_sizes": estimate.program.assumed_sizes,
-        "backend": "eager" if estimate.program.regions is None else "inductor",
-        "step_seconds": estimate.step_seconds,
-        "step_range": list(estimate.step_range),
-        "compute_seconds": estimate.compute_seconds,
-        "communication_seconds": estimate.communication_seconds,
-        "exposed_seconds": estimate.exposed_seconds,
-        "optimizer_seconds": estimate.optimizer_seconds,
-        "flops": estimate.flops,
-        "tflops_per_gpu": estimate.tflops_per_gpu,
-        "mfu": estimate.mfu,
-        "peak_bytes": estimate.peak_bytes,
-        "peak_by_category": dict(estimate.memory.peak.by_category),
-        "valley_bytes": estimate.valley_bytes,
-        "valley_by_category": dict(estimate.memory.valley_by_category),
-        "host_bytes": estimate.memory.host,
-        "fits": estimate.fits,
-        "reserved_bytes": estimate.reserved_bytes,
-        "device_bytes": estimate.device_bytes,
-        "overheads": None if estimate.overheads is None else asdict(estimate.overheads),
-        "reserved": None if estimate.reserved is None else estimate.reserved.to_dict(),
-        "units": [
-            {
-                "fqn": unit.fqn,
-                "compute_seconds": unit.compute,
-                "communication_seconds": unit.communication,
-                "exposed_seconds": unit.exposed,
-                "at_peak": dict(unit.at_peak),
-                "held": [vars(period) for period in unit.held],
-            }
-            for unit in estimate.units
-        ],
-        "transfers": [
-            {
-                "op": transfer.op,
-                "unit": transfer.span.unit,
-                "phase": transfer.span.phase,
-                "group": transfer.group,
-                "ranks": transfer.ranks,
-                "bytes": transfer.bytes,
-                "seconds": transfer.span.seconds,
-                "exposed_seconds": transfer.exposed,
-                "reason": estimate.why(transfer),
-                "place": transfer.span.place,
-                "waited_at": transfer.waited_at,
-                "waited_place": transfer.waited_place,
-            }
-            for transfer in estimate.transfers
-        ],
-        "causes": [
-            {
-                "op": cause.op,
-                "phase": cause.phase,
-                "kind": cause.kind,
-                "seconds": cause.seconds,
-                "count": cause.count,
-                "worst_transfer": number_of[id(cause.worst)],
-                "text": cause.text,
-            }
-            for cause in causes_of(estimate).values()
-        ],
-    }
 
 
 def range_text(estimate: Estimate) -> str:
@@ -255,14 +158,6 @@ def _memory(estimate: Estimate) -> Iterator[str]:
         yield sentence(f"largest at the peak: {named}")
 
 
-class _UnitFacts(NamedTuple):
-    compute: str
-    communication: str
-    exposed: str
-    unsharded: str
-    held: str
-
-
 def _units(estimate: Estimate) -> Iterator[str]:
     lines = fold([(unit.fqn, _facts(unit)) for unit in estimate.units])
     rows = [(line.name or "(root)", f"{line.count:,}", *line.facts) for line in lines]
@@ -278,8 +173,8 @@ def _units(estimate: Estimate) -> Iterator[str]:
     yield from table(heading, rows)
 
 
-def _facts(unit: UnitEstimate) -> _UnitFacts:
-    return _UnitFacts(
+def _facts(unit: UnitEstimate) -> tuple[str, ...]:
+    return (
         human_seconds(unit.compute),
         human_seconds(unit.communication),
         human_seconds(unit.exposed),
@@ -291,7 +186,7 @@ def _facts(unit: UnitEstimate) -> _UnitFacts:
 def _exposed(estimate: Estimate) -> Iterator[str]:
     """The causes of exposed communication, the longest first."""
     causes = causes_of(estimate).values()
-    shown = [cause for cause in causes if cause.seconds > _MIN_SHARE * estimate.step_seconds]
+    shown = [cause for cause in causes if cause.seconds > MIN_SHARE * estimate.step_seconds]
     if shown:
         yield ""
         yield f"why {human_seconds(estimate.exposed_seconds)} of communication are exposed:"
@@ -306,170 +201,6 @@ def _exposed(estimate: Estimate) -> Iterator[str]:
             f"{cause.text}{share}",
             "  ",
         )
-
-
-_MAX_DIFFERENCES = 5
-
-
-_SAME = 0.0005  # a relative difference below this would round to zero
-
-
-def compare_text(both: Comparison) -> str:
-    """The differences between two estimates: policies, numbers, and reasons."""
-    return "\n".join(
-        [
-            *_compared_head(both),
-            "",
-            *table(("", *both.names, "difference"), list(_rows(both))),
-            *_differences(both),
-        ]
-    )
-
-
-def _compared_head(both: Comparison) -> Iterator[str]:
-    a, b = both.a, both.b
-    model = a.plan.units[0].module_class or "a program"
-    yield f"{model}, one training step: {both.names[0]} and {both.names[1]}"
-    if (a.hardware, a.plan.mesh_shape) == (b.hardware, b.plan.mesh_shape):
-        yield f"both on {a.plan.world_size:,} ranks of {a.hardware.name}"
-    else:
-        for name, estimate in zip(both.names, (a, b), strict=True):
-            yield f"{name} on {estimate.plan.world_size:,} ranks of {estimate.hardware.name}"
-    width = max((len(field) for field in both.policy_differences), default=0)
-    for field, (one, other) in both.policy_differences.items():
-        yield f"  {field.ljust(width)}  {one or '-'} against {other or '-'}"
-
-
-Row = tuple[str, str, str, str]
-
-
-def _rows(both: Comparison) -> Iterator[Row]:
-    a, b = both.a, both.b
-    times: dict[str, Callable[[Estimate], float]] = {
-        "step": lambda e: e.step_seconds,
-        "  compute": lambda e: e.compute_seconds,
-        "  exposed communication": lambda e: e.exposed_seconds,
-        "all communication": lambda e: e.communication_seconds,
-    }
-    for name, value in times.items():
-        yield _row(name, value(a), value(b), human_seconds)
-        if name == "step" and a.hardware.spread != (1.0, 1.0):
-            yield "  expected", range_text(a), range_text(b), "" if both.apart else "not apart"
-    yield _row("TFLOP/s per device", a.tflops_per_gpu, b.tflops_per_gpu, speed_text)
-    yield "MFU", f"{a.mfu:.1%}", f"{b.mfu:.1%}", ""
-    yield _row("peak memory", a.peak_bytes, b.peak_bytes, human_bytes)
-    peaks = [estimate.memory.peak.by_category for estimate in (a, b)]
-    for category in sorted({**peaks[0], **peaks[1]}, key=lambda c: -peaks[0].get(c, 0)):
-        one, other = (peak.get(category, 0) for peak in peaks)
-        if one or other:
-            yield _row(f"  {category}", one, other, human_bytes)
-    if (a.reserved_bytes, b.reserved_bytes) != (a.peak_bytes, b.peak_bytes):
-        yield _row("reserved", a.reserved_bytes, b.reserved_bytes, human_bytes)
-    yield _row("between steps", a.valley_bytes, b.valley_bytes, human_bytes)
-    yield _row("units", len(a.plan.units), len(b.plan.units), lambda v: f"{v:,.0f}")
-    (counts_a, sizes_a), (counts_b, sizes_b) = transfer_totals(a), transfer_totals(b)
-    for op in {**counts_a, **counts_b}:
-        yield _row(op, counts_a[op], counts_b[op], lambda v: f"{v:,.0f}")
-        yield _row("  bytes", sizes_a[op], sizes_b[op], human_bytes)
-
-
-def _row(name: str, one: float, other: float, as_text: Callable[[float], str]) -> Row:
-    return name, as_text(one), as_text(other), _change(one, other)
-
-
-def _change(one: float, other: float) -> str:
-    if abs(one - other) < _SAME * one or one == other:
-        return "same"
-    if not one:
-        return "new"
-    if not other:
-        return "gone"
-    return f"{other / one - 1:+.1%}"
-
-
-def _differences(both: Comparison) -> Iterator[str]:
-    """The largest differences in time and memory, with their reasons."""
-    a, b = both.a, both.b
-    first, second = both.names
-    gained, least = both.faster_by, _MIN_SHARE * max(a.step_seconds, b.step_seconds)
-    yield ""
-    if abs(gained) <= least:
-        yield f"{second} is as fast as {first}."
-    else:
-        than = "faster" if gained > 0 else "slower"
-        share = abs(gained) / a.step_seconds
-        found = f"{second} is {share:.1%} {than} than {first}, by {human_seconds(abs(gained))}"
-        if not both.apart:
-            found += ", which is within the error of predictions: the two cannot be told apart"
-        yield sentence(f"{found}:")
-    compute = a.compute_seconds - b.compute_seconds
-    if abs(compute) > least:
-        yield f"  {human_seconds(abs(compute))} {_more(compute)} compute{_recomputed(both)}"
-    keys = {**both.causes[0], **both.causes[1]}
-    changes = []
-    for key in keys:
-        one, other = (causes.get(key) for causes in both.causes)
-        change = (one.seconds if one else 0.0) - (other.seconds if other else 0.0)
-        changes.append((change, one, other))
-    changes.sort(key=lambda entry: -abs(entry[0]))
-    for change, one, other in changes[:_MAX_DIFFERENCES]:
-        if abs(change) > least:
-            reason = _difference_text(both, one, other)
-            yield sentence(f"{human_seconds(abs(change))} {_more(change)} waiting: {reason}", "  ")
-    saved = both.smaller_by
-    if abs(saved) > _MIN_SHARE * a.peak_bytes:
-        than = "below" if saved > 0 else "above"
-        categories = _categories(both)
-        yield sentence(
-            f"{second}'s peak is {human_bytes(abs(saved))} {than} {first}'s: {categories}"
-        )
-    for name, estimate in zip(both.names, (a, b), strict=True):
-        if not estimate.fits:
-            yield (
-                f"{name} does not fit in the {human_bytes(estimate.hardware.memory_bytes)} of "
-                f"{estimate.hardware.name}"
-            )
-
-
-def _more(gained: float) -> str:
-    return "less" if gained > 0 else "more"
-
-
-def _recomputed(both: Comparison) -> str:
-    one, other = (e.timeline.recomputed_flops / max(1, e.flops) for e in (both.a, both.b))
-    return (
-        "" if one == other else f": {other:.0%} of its FLOPs are recomputation, against {one:.0%}"
-    )
-
-
-def _difference_text(both: Comparison, one: Cause | None, other: Cause | None) -> str:
-    """The waits of both estimates for one kind of reason, explained by the longer one."""
-    first = _seconds(one) >= _seconds(other)
-    worse, name = (one, both.names[0]) if first else (other, both.names[1])
-    assert worse is not None
-    counts = [0 if cause is None else cause.count for cause in (one, other)]
-    times = [human_seconds(_seconds(cause)) for cause in (one, other)]
-    return (
-        f"{worse.op}s in {worse.phase}, {times[0]} ({counts[0]} of them) against {times[1]} "
-        f"({counts[1]}); {name} for that of {worse.worst.span.unit or '(root)'}, since "
-        f"{worse.text}"
-    )
-
-
-def _seconds(cause: Cause | None) -> float:
-    return 0.0 if cause is None else cause.seconds
-
-
-def _categories(both: Comparison) -> str:
-    """The categories whose bytes at the peak differ most."""
-    peaks = [estimate.memory.peak.by_category for estimate in (both.a, both.b)]
-    change = {c: peaks[1].get(c, 0) - peaks[0].get(c, 0) for c in {**peaks[0], **peaks[1]}}
-    largest = sorted(change, key=lambda c: -abs(change[c]))[:3]
-    return ", ".join(
-        f"{'+' if change[c] > 0 else '-'}{human_bytes(abs(change[c]))} {c}"
-        for c in largest
-        if abs(change[c]) > _MIN_SHARE * both.a.peak_bytes
-    )
 
 
 _MIN_FREE_SHARE = 0.02  # of what is reserved, for a segment's free bytes to be shown

@@ -14,7 +14,6 @@ from typing import Any
 
 from torch import fx
 
-from graphshard.cost.clocks import Clocks
 from graphshard.cost.collective_cost import ranks_of
 from graphshard.cost.fused import fused_costs
 from graphshard.cost.op_cost import op_cost
@@ -22,6 +21,7 @@ from graphshard.cost.runner import OWN, Runner
 from graphshard.cost.streams import (
     COMPUTE,
     MEMORY_BOUND,
+    Clocks,
     copy_seconds,
     local_seconds,
     memory_load,
@@ -105,20 +105,14 @@ def timeline_of(
     order: Iterable[fx.Node] | None = None,
     runner: Runner = OWN,
 ) -> Timeline:
-    """The timeline of one step without the optimizer's update.
+    """The timeline of one step of a finished program, without the optimizer's update.
 
-    Args:
-        program: a finished program.
-        plan: the plan it was rewritten by.
-        hardware: the machine of each rank.
-        tf32: whether float32 products run in TF32.
-        order: the order of all nodes, if not that of the graph.
-        runner: the runtime, where it is not this library's.
+    `order` is that of all nodes, if it is not the graph's.
     """
     walk = _Walk(program, plan, hardware.for_ranks(plan.world_size), tf32, runner)
     for place, node in enumerate(program.graph.nodes if order is None else order):
         walk.visit(place, node)
-    walk.close()
+    walk.end_run()
     return Timeline(
         tuple(walk.spans),
         tuple(walk.transfers),
@@ -169,9 +163,6 @@ class _Walk:
                 self._compute(place, node)
         self.at.append(self.clocks.now)
 
-    def close(self) -> None:
-        self._end_run()
-
     # -- compute ----------------------------------------------------------------------------------
 
     def _compute(self, place: int, node: fx.Node) -> None:
@@ -194,11 +185,11 @@ class _Walk:
             return
         unit, phase = node.meta.get("unit", ""), node.meta["phase"]
         if self._run is None or self._run[:2] != (unit, phase):
-            self._end_run()
+            self.end_run()
             self._run = (unit, phase, self.clocks.now, place)
         self.clocks.compute(seconds, only_moves=moves)
 
-    def _end_run(self) -> None:
+    def end_run(self) -> None:
         if self._run is None:
             return
         unit, phase, start, place = self._run
@@ -231,7 +222,7 @@ class _Walk:
         now = self.clocks.now
         exposed = max(0.0, span.end - now)
         if exposed:
-            self._end_run()
+            self.end_run()
             self.clocks.wait(span.end)
         is_copy = ops.is_transfer(node)
         self.transfers.append(

@@ -9,11 +9,9 @@ import json
 import os
 from collections.abc import Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-if TYPE_CHECKING:
-    from graphshard.cost.estimate import Estimate
-
+from graphshard.cost.estimate import Estimate
 
 _MICROSECONDS = 1e6  # in a second
 

@@ -1,10 +1,10 @@
-"""Measured times as curves, which are interpolated, and as fitted lines."""
+"""Measured times as curves, which are interpolated, and as fitted lines; rates of attention."""
 
 from __future__ import annotations
 
 from bisect import bisect_left
-from collections.abc import Sequence
-from itertools import combinations
+from collections.abc import Mapping, Sequence
+from itertools import combinations, pairwise
 from math import exp, log
 from typing import Any
 
@@ -25,10 +25,6 @@ def seconds_at(points: Points, amount: float) -> float:
     """Return the seconds for `amount`, interpolated between logarithms of measured points.
 
     Below the first point the time is constant (a floor); above the last point it is proportional.
-
-    Args:
-        points: one or more, by ascending amount.
-        amount: FLOPs or bytes, the unit of the points' amounts.
     """
     first, last = points[0], points[-1]
     if amount <= first[0]:
@@ -62,13 +58,6 @@ def fit_line(rows: Sequence[Sequence[float]], seconds: Sequence[float]) -> tuple
     Least squares of relative errors with Huber weights, by iterated reweighting (Holland and
     Welsch 1977), since timings differ by orders of magnitude and some were disturbed. Every subset
     of coefficients is tried as the non-zero ones, which is exact for the two or three used here.
-
-    Args:
-        rows: one per measurement: the factors of the coefficients.
-        seconds: the time of each measurement, positive.
-
-    Returns:
-        One coefficient per column, each 0 or more.
     """
     kind: Any = {"dtype": torch.float64, "device": "cpu"}
     times = torch.tensor(seconds, **kind)
@@ -108,3 +97,58 @@ def _huber(errors: torch.Tensor) -> float:
     sizes = errors.abs()
     inside = sizes.clamp_max(_HUBER)
     return float((inside * (sizes - inside / 2)).sum())
+
+
+# -- attention kernels: which one runs, and how fast it is by length and head size -----------------
+
+ATTENTION_KERNELS = ("fa1", "fa2", "fa3", "cudnn")
+"""FlashAttention 1, 2 and 3, and the fused attention of cuDNN."""
+
+
+DIRECTIONS = ("forward", "backward")
+
+
+_CUDNN_SINCE = (2, 11)
+"""The first torch whose wheels bring a cuDNN that `scaled_dot_product_attention` prefers.
+
+Its order of backends begins with cuDNN on Hopper and Blackwell from cuDNN 9.15.1 on
+(`check_prefer_cudnn_attention` in aten/src/ATen/native/transformers/cuda/sdp_utils.cpp).
+"""
+
+
+def default_kernel(rates: Mapping[str, Points], torch_version: str | None = None) -> str:
+    """The kernel that torch takes by default on a GPU with `rates`; "" if it has none.
+
+    Rates of cuDNN mean that the GPU can run it.
+    """
+    kernels = {name.partition(".")[0] for name in rates}
+    version = (torch_version or torch.__version__).split(".")
+    if "cudnn" in kernels and (int(version[0]), int(version[1])) >= _CUDNN_SINCE:
+        return "cudnn"
+    return next((kernel for kernel in ("fa2", "fa1", "fa3", "cudnn") if kernel in kernels), "")
+
+
+def rate_of(
+    rates: Mapping[str, Points], kernel: str, direction: str, length: int, head: int
+) -> float | None:
+    """The fraction of the peak that `kernel` reaches; None if `rates` has no row of it.
+
+    Lengths between two points are interpolated by their logarithm, and lengths outside take the
+    nearest point. The row is that of the next larger head size, as kernels pad heads, or of the
+    largest one.
+    """
+    prefix = f"{kernel}.{direction}."
+    heads = sorted(int(name.removeprefix(prefix)) for name in rates if name.startswith(prefix))
+    if not heads:
+        return None
+    row = next((size for size in heads if size >= head), heads[-1])
+    return _at(rates[f"{prefix}{row}"], length)
+
+
+def _at(points: Points, length: int) -> float:
+    if length <= points[0][0]:
+        return points[0][1]
+    for (short, slow), (long, fast) in pairwise(points):
+        if length <= long:
+            return slow + (fast - slow) * log(length / short) / log(long / short)
+    return points[-1][1]

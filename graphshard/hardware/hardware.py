@@ -1,22 +1,23 @@
-"""Descriptions of machines as numbers: their fields, files and lookups."""
+"""Descriptions of machines as numbers: their fields, files, presets and lookups."""
 
 from __future__ import annotations
 
 import json
 import os
+import re
+import tomllib
 from collections.abc import Mapping
 from dataclasses import MISSING, dataclass, field, fields, replace
 from functools import cache, cached_property
+from importlib import resources
 from pathlib import Path
 from typing import Any
 
 import torch
 
 from graphshard.errors import CostError
-from graphshard.hardware.attention import default_kernel, rate_of
 from graphshard.hardware.checks import KINDS, OVERHEADS, TABLES, checked
-from graphshard.hardware.curves import Points
-from graphshard.hardware.presets import preset_names, preset_table
+from graphshard.hardware.curves import Points, default_kernel, rate_of
 from graphshard.plain_data import read_json, shown
 
 __all__ = ["KINDS", "OVERHEADS", "Hardware", "dtype_name", "preset_names"]
@@ -81,7 +82,7 @@ class Hardware:
             by optimizer ("adamw"): seconds per step, per tensor, and per byte of its shards.
         overhead: bytes that tensors cannot have: "context" (CUDA's), "communicator" (NCCL's buffers
             of one), "workspace" (cuBLAS's, of one thread), "driver"; others as in
-            `graphshard.cost.overheads`.
+            `graphshard.cost.reserved`.
         device: what ranks compute on: "cpu" or "gpu". "" takes it from the name: "cpu" if that has
             "gloo" in it, as in files written before there was this field.
 
@@ -166,13 +167,9 @@ class Hardware:
         return self.attention_kernel or default_kernel(self.attention_rates)
 
     def attention_rate(self, kernel: str, length: int, head: int, *, backward: bool) -> float:
-        """The fraction of the peak that an attention kernel reaches.
+        """The fraction of the peak that an attention kernel reaches on keys of `length` tokens.
 
-        Args:
-            kernel: its name; without rates of it, those of `attention` count.
-            length: tokens of the keys.
-            head: the size of a head.
-            backward: whether it is the backward kernel.
+        Without rates of `kernel`, those of `attention` count.
         """
         rates = self.attention_rates
         direction = "backward" if backward else "forward"
@@ -247,7 +244,7 @@ def dtype_name(dtype: torch.dtype, *, tf32: bool = False) -> str:
 
 @cache
 def _preset(name: str) -> Hardware:
-    return _from_table(name, preset_table(name))
+    return _from_table(name, _tables()[name])
 
 
 def _from_table(name: str, table: Any, file: str | None = None) -> Hardware:
@@ -276,3 +273,72 @@ def _from_table(name: str, table: Any, file: str | None = None) -> Hardware:
         return Hardware(**figures)
     except CostError as error:
         raise error if file is None else CostError(f"{file}: {error}") from error
+
+
+# -- presets: those of GPUs in presets.toml, and calibrated files beside it ------------------------
+
+COMMON = "common"
+"""The table of presets.toml whose figures all presets in it share."""
+
+
+LIKE = "like"
+"""The figure of a preset that names another one, whose figures it takes where it has none."""
+
+
+def preset_names() -> tuple[str, ...]:
+    """The names of the presets that `Hardware.load` accepts."""
+    return tuple(_tables())
+
+
+@cache
+def _tables() -> dict[str, dict[str, Any]]:
+    """The figures of each preset, those that it shares with others included."""
+    folder = resources.files("graphshard.hardware")
+    tables = tomllib.loads(folder.joinpath("presets.toml").read_text(encoding="utf-8"))
+    common = tables.pop(COMMON)
+    presets: dict[str, dict[str, Any]] = {}
+    for name, table in tables.items():
+        like = table.pop(LIKE, None)
+        presets[name] = merged(common if like is None else presets[like], table)
+    for entry in sorted(folder.iterdir(), key=lambda entry: entry.name):
+        name, dot, ending = entry.name.rpartition(".")
+        if dot and ending == "json":  # as `graphshard calibrate --out` wrote it
+            presets[name] = json.loads(entry.read_text(encoding="utf-8"))
+    return presets
+
+
+def merged(base: dict[str, Any], table: dict[str, Any]) -> dict[str, Any]:
+    """`base` with the figures of `table`, and its tables with their rows; `False` drops one."""
+    both = base | table
+    for name in TABLES:
+        if isinstance(base.get(name), dict) and isinstance(table.get(name), dict):
+            both[name] = merged(base[name], table[name])
+    return {name: value for name, value in both.items() if value is not False}
+
+
+def nearest(device: torch.device) -> str:
+    """Return the name of the preset most like `device`."""
+    if device.type != "cuda":
+        return "cpu-gloo"
+    return preset_of(torch.cuda.get_device_name(device))
+
+
+def preset_of(device_name: str) -> str:
+    """Return the name of the preset most like a GPU that the driver calls `device_name`."""
+    words = device_name.lower()
+    return next((preset for chip, preset in _CHIPS if re.search(chip, words)), "h100-sxm")
+
+
+_CHIPS = (
+    ("gb200", "gb200"),
+    ("b200", "b200"),
+    ("h200", "h200"),
+    ("h20", "h20"),
+    ("h100.*pcie", "h100-pcie"),
+    ("h100", "h100-sxm"),
+    ("a100.*pcie", "a100-pcie"),
+    ("a100.*80gb", "a100-80gb"),
+    ("a100", "a100-40gb"),
+    ("l40s", "l40s"),
+    ("mi300x", "mi300x"),
+)

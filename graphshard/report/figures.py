@@ -57,14 +57,8 @@ def figures(
 ) -> dict[str, Any]:
     """Every figure of a page by the id of its place there, as items for BokehJS to embed.
 
-    Args:
-        streams: the rows of the timeline.
-        categories: the layers of memory, from the bottom.
-        seconds: the length of the step, in `time_unit`.
-        time_unit: the unit of time on the axes.
-        memory_unit: the unit of memory on the axes.
-        measured: whether there is a trace to show.
-        what_if: whether there are other policies to show.
+    The `streams` are the rows of the timeline, the `categories` the layers of memory, from the
+    bottom. The step is `seconds` of `time_unit` long.
     """
     made = {
         "treemap": treemap(),
@@ -202,17 +196,7 @@ def step(
 
 def what_if_scatter(time_unit: str, memory_unit: str) -> Any:
     """A point for each policy: the step's time against its peak."""
-    plot = figure(
-        name="scatter",
-        height=340,
-        sizing_mode="stretch_width",
-        tools=[TapTool(), HoverTool(tooltips=_TIP), PanTool(), WheelZoomTool(), ResetTool()],
-        toolbar_location="above",
-        x_axis_label=f"{time_unit} a step",
-        y_axis_label=f"{memory_unit} at the peak",
-        min_border_left=_LEFT,
-    )
-    plot.toolbar.logo = None
+    plot = _scatter("scatter", 340, f"{time_unit} a step", f"{memory_unit} at the peak")
     plot.scatter(
         "x",
         "y",
@@ -231,19 +215,8 @@ def what_if_scatter(time_unit: str, memory_unit: str) -> Any:
 
 def measured_scatter(time_unit: str) -> Any:
     """A point for each event: its predicted against its measured time, on logarithmic axes."""
-    plot = figure(
-        name="trace",
-        height=380,
-        sizing_mode="stretch_width",
-        tools=[TapTool(), HoverTool(tooltips=_TIP), PanTool(), WheelZoomTool(), ResetTool()],
-        toolbar_location="above",
-        x_axis_type="log",
-        y_axis_type="log",
-        x_axis_label=f"{time_unit} predicted",
-        y_axis_label=f"{time_unit} measured",
-        min_border_left=_LEFT,
-    )
-    plot.toolbar.logo = None
+    axes = {"x_axis_type": "log", "y_axis_type": "log"}
+    plot = _scatter("trace", 380, f"{time_unit} predicted", f"{time_unit} measured", **axes)
     plot.line("x", "y", source=_empty("equal", "x", "y"), color="#222222", line_dash="dashed")
     plot.scatter(
         "x",
@@ -255,6 +228,22 @@ def measured_scatter(time_unit: str) -> Any:
         fill_alpha=0.7,
         line_color="#222222",
     )
+    return plot
+
+
+def _scatter(name: str, height: int, x_label: str, y_label: str, **options: Any) -> Any:
+    plot = figure(
+        name=name,
+        height=height,
+        sizing_mode="stretch_width",
+        tools=[TapTool(), HoverTool(tooltips=_TIP), PanTool(), WheelZoomTool(), ResetTool()],
+        toolbar_location="above",
+        x_axis_label=x_label,
+        y_axis_label=y_label,
+        min_border_left=_LEFT,
+        **options,
+    )
+    plot.toolbar.logo = None
     return plot
 
 

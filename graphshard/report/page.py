@@ -11,35 +11,23 @@ import base64
 import gzip
 import json
 import os
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from html import escape
 from importlib.resources import files
+from itertools import combinations
 from pathlib import Path
 from string import Template
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from graphshard.cost.against_trace import compare_trace
+from graphshard.cost.compare import compare
+from graphshard.cost.estimate import Estimate
 from graphshard.errors import CostError
+from graphshard.format import human_bytes, human_seconds
 from graphshard.report.colours import CLASSES, MEMORY, SPANS
 
 if TYPE_CHECKING:
-    from graphshard.cost.estimate import Estimate
     from graphshard.tune.tuning import Tuning
-
-
-from itertools import combinations
-from typing import TYPE_CHECKING
-
-from graphshard.cost.compare import compare
-from graphshard.format import human_bytes, human_seconds
-
-if TYPE_CHECKING:
-    from graphshard.cost.estimate import Estimate
-    from graphshard.tune.tuning import Tuning
-
-
-from collections.abc import Sequence
-from typing import NamedTuple
 
 _TIMES = {"s": 1.0, "ms": 1e-3, "us": 1e-6}
 _SIZES = {"GiB": 2**30, "MiB": 2**20, "KiB": 2**10, "B": 1}

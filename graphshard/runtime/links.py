@@ -19,8 +19,7 @@ from torch import Tensor
 from graphshard.cost.collective_cost import BETWEEN_NODES
 from graphshard.errors import CostError
 from graphshard.hardware.curves import fit_line
-from graphshard.hardware.hardware import Hardware
-from graphshard.hardware.presets import nearest
+from graphshard.hardware.hardware import Hardware, nearest
 from graphshard.planning.layout import ParamLayout
 from graphshard.policy.placement import SHARDED
 from graphshard.program import ops

@@ -8,9 +8,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, fx
 
-from graphshard.cost.clocks import Clocks
 from graphshard.cost.memory import BUFFERS, buffers_of, bytes_held
-from graphshard.cost.streams import NodeCost, local_seconds, node_cost, stream_of
+from graphshard.cost.streams import Clocks, NodeCost, local_seconds, node_cost, stream_of
 from graphshard.cost.timeline import timeline_of
 from graphshard.errors import PassError
 from graphshard.planning.plan import ShardingPlan

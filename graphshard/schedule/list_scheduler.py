@@ -14,8 +14,7 @@ from dataclasses import dataclass, field
 
 from torch import Tensor, fx
 
-from graphshard.cost.clocks import Clocks
-from graphshard.cost.streams import stream_of
+from graphshard.cost.streams import Clocks, stream_of
 from graphshard.program import ops
 from graphshard.schedule.jobs import Job, JobTable
 

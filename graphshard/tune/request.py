@@ -10,9 +10,9 @@ from typing import Any, Self
 import torch
 from torch import Tensor, nn
 
-from graphshard.cost.allocator_settings import allocator_settings
+from graphshard.cost.caching_allocator import allocator_settings
 from graphshard.cost.memory import OPTIMIZERS
-from graphshard.cost.overheads import usable_bytes
+from graphshard.cost.reserved import usable_bytes
 from graphshard.errors import PolicyError
 from graphshard.format import bytes_in
 from graphshard.hardware.hardware import Hardware

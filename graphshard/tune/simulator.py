@@ -10,7 +10,7 @@ from typing import Any
 
 from torch import nn
 
-from graphshard.cost.allocator_settings import allocator_settings
+from graphshard.cost.caching_allocator import allocator_settings
 from graphshard.cost.estimate import Estimate, estimate_of
 from graphshard.errors import CaptureError, PassError, PlanError, PolicyError
 from graphshard.passes.prefetch import Prefetch

@@ -7,8 +7,7 @@ import random
 import pytest
 
 from examples.benchmarks.allocator_trace import replay_trace
-from graphshard.cost.allocator_settings import MIB, AllocatorSettings
-from graphshard.cost.caching_allocator import CachingAllocator
+from graphshard.cost.caching_allocator import MIB, AllocatorSettings, CachingAllocator
 from graphshard.errors import CostError
 from graphshard.torch_private.compat import private
 

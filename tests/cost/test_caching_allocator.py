@@ -8,8 +8,13 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from graphshard.cost.allocator_settings import KIB, MIB, AllocatorSettings
-from graphshard.cost.caching_allocator import CachingAllocator, OutOfDeviceMemoryError
+from graphshard.cost.caching_allocator import (
+    KIB,
+    MIB,
+    AllocatorSettings,
+    CachingAllocator,
+    OutOfDeviceMemoryError,
+)
 from graphshard.errors import CostError
 
 EXPANDABLE = AllocatorSettings(expandable_segments=True)

@@ -15,14 +15,13 @@ from torch.nn import functional as F
 
 import graphshard
 from graphshard.cli.main import main
-from graphshard.cost.clocks import Clocks
 from graphshard.cost.collective_cost import GroupShape, collective_seconds
 from graphshard.cost.kernel_rates import Product, filled
 from graphshard.cost.op_cost import op_cost
+from graphshard.cost.streams import Clocks
 from graphshard.errors import CostError
-from graphshard.hardware.attention import default_kernel
-from graphshard.hardware.hardware import Hardware
-from graphshard.hardware.presets import merged
+from graphshard.hardware.curves import default_kernel
+from graphshard.hardware.hardware import Hardware, merged
 
 aten = torch.ops.aten
 

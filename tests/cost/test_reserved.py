@@ -22,11 +22,10 @@ from graphshard.cost.allocations import (
     lives_of,
     requests_of,
 )
-from graphshard.cost.allocator_settings import MIB, AllocatorSettings, allocator_settings
+from graphshard.cost.caching_allocator import MIB, AllocatorSettings, allocator_settings
 from graphshard.cost.estimate import Estimate
 from graphshard.cost.fsdp2_allocations import GATHERS, REDUCES, fsdp2_lives
-from graphshard.cost.overheads import CONTEXT, usable_bytes
-from graphshard.cost.reserved import GRAPHS, reserved_memory
+from graphshard.cost.reserved import CONTEXT, GRAPHS, reserved_memory, usable_bytes
 from graphshard.hardware.hardware import Hardware
 from graphshard.program import ops
 

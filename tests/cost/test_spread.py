@@ -1,35 +1,14 @@
 """The range of a predicted time, and when two predictions cannot be told apart."""
 
 import pytest
-from simulations import UNIT, simulate
+from simulations import simulate
 
 import graphshard
 from graphshard.cli.machine import set_machine
 from graphshard.cli.main import build_parser
-from graphshard.cost.spread import Range, apart, range_of, ranges_apart
 from graphshard.errors import CostError
 from graphshard.hardware.hardware import Hardware, preset_names
 from graphshard.report.page import verdict
-
-ROUGH = UNIT.with_(spread=(0.5, 1.25), pair_spread=0.1)
-
-
-def test_the_range_is_the_machines_spread_about_the_prediction():
-    assert range_of(8.0, ROUGH) == Range(4.0, 10.0)
-    assert range_of(8.0, UNIT) == Range(8.0, 8.0)
-
-
-def test_times_on_one_machine_are_apart_beyond_the_spread_of_pairs():
-    assert not apart(10.0, 11.0, ROUGH)
-    assert not apart(11.0, 10.0, ROUGH)
-    assert apart(10.0, 11.1, ROUGH)
-    assert apart(11.1, 10.0, ROUGH)
-
-
-def test_ranges_are_apart_if_they_share_no_time():
-    assert ranges_apart(Range(1, 2), Range(3, 4))
-    assert ranges_apart(Range(3, 4), Range(1, 2))
-    assert not ranges_apart(Range(1, 3), Range(2, 4))
 
 
 def test_an_estimate_says_its_range():

@@ -7,8 +7,12 @@ import torch
 from torch import fx
 from torch.utils.flop_counter import sdpa_backward_flop_count, sdpa_flop_count
 
-from graphshard.cost import attention_work
-from graphshard.cost.op_cost import equivalent_flops, op_cost
+from graphshard.cost.op_cost import (
+    attention_backward_flops,
+    attention_flops,
+    equivalent_flops,
+    op_cost,
+)
 from graphshard.program.program import FORWARD
 from graphshard.recompute.regions import (
     compute_intensive_packets,
@@ -46,9 +50,9 @@ def test_attention_costs_what_torch_counts(kv_heads):
     """Also of grouped-query attention, which torch 2.11 does not count."""
     q, kv = (2, 4, 16, 8), (2, kv_heads, 24, 8)
     whole = (2, 4, 24, 8)
-    assert attention_work.forward_flops(q, kv, kv) == sdpa_flop_count(q, whole, whole)
+    assert attention_flops(q, kv, kv) == sdpa_flop_count(q, whole, whole)
     counted = sdpa_backward_flop_count(q, q, whole, whole)
-    assert attention_work.backward_flops(q, kv, kv) == counted
+    assert attention_backward_flops(q, kv, kv) == counted
     graph = fx.Graph()
     given = [graph.placeholder(name) for name in "qkv"]
     for node, shape in zip(given, (q, kv, kv), strict=True):

@@ -66,7 +66,6 @@ LATE: dict[tuple[str, str], str] = {
     ("cost.estimate", "cost.plot"): "Estimate.plot",
     ("cost.estimate", "report.page"): "Estimate.report",
     ("cost.estimate", "tune.tuning"): "the type of an argument of Estimate.report",
-    ("cost.compare", "cost.text"): "a comparison prints itself",
 }
 """Imports inside functions or for type checkers that go up, or would close a circle of files."""
 
