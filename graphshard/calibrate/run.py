@@ -24,8 +24,7 @@ from graphshard.hardware.curves import Points, ascending
 from graphshard.hardware.hardware import KINDS, Hardware
 from graphshard.hardware.presets import nearest
 from graphshard.progress import Progress
-from graphshard.runtime.group import Group
-from graphshard.runtime.hosts import hosts_by_rank
+from graphshard.runtime.group import Group, hosts_by_rank
 from graphshard.runtime.links import (
     HostGroups,
     fitted_lines,

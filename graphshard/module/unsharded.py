@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from graphshard.errors import PolicyError, RuntimeStateError
-from graphshard.runtime.agreement import require_names
+from graphshard.runtime.calls import require_names
 from graphshard.runtime.shards import Shard
 from graphshard.runtime.whole import Wanted, gather_each
 from graphshard.torch_private import compat as torch_compat

@@ -23,8 +23,7 @@ from graphshard.planning.layout import ParamLayout
 from graphshard.program.packing import packed
 from graphshard.runtime.gloo import alias_tensors, empty_aliases, keep
 from graphshard.runtime.group import Group
-from graphshard.runtime.host_copies import Copy
-from graphshard.runtime.streams import Launched
+from graphshard.runtime.streams import Copy, Launched
 from graphshard.runtime.whereabouts import At
 
 

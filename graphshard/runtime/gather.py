@@ -19,8 +19,8 @@ from graphshard.runtime.collectives import (
     poison_of,
 )
 from graphshard.runtime.group import Group, as_bytes, strides_of
-from graphshard.runtime.host_copies import Copy
-from graphshard.runtime.parts import part_of, put_together, without_padding
+from graphshard.runtime.shards import part_of, put_together, without_padding
+from graphshard.runtime.streams import Copy
 from graphshard.torch_private import compat as torch_compat
 from graphshard.torch_private.coalesced import coalesced
 

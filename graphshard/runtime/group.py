@@ -1,11 +1,14 @@
-"""The ranks a module runs on, and the smaller groups among them, as the runtime needs them."""
+"""The ranks and the device that a module runs on, found or refused, and groups among the ranks."""
 
 from __future__ import annotations
 
 import os
+import socket
+import warnings
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from datetime import timedelta
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -13,7 +16,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
-from graphshard.errors import PolicyError
+from graphshard.errors import GraphshardError, PolicyError
 from graphshard.program import ops
 from graphshard.program.packing import GATHER_BELOW, MOVABLE, REDUCE_BELOW
 from graphshard.runtime import streams as side_streams
@@ -22,7 +25,7 @@ from graphshard.runtime.streams import SideStream
 from graphshard.runtime.whereabouts import Whereabouts
 from graphshard.torch_private import compat as torch_compat
 from graphshard.torch_private.coalesced import coalesced
-from graphshard.torch_private.mixed_meshes import let_meshes_mix
+from graphshard.torch_private.dtensors import let_meshes_mix
 
 
 def movable(tensor: Tensor) -> Tensor:
@@ -410,3 +413,105 @@ def without_cpu_index(device: torch.device | str) -> torch.device:
     """`device` as a tensor on it has it: there is one CPU, whatever index it is given."""
     device = torch.device(device)
     return torch.device("cpu") if device.type == "cpu" else device
+
+
+def hosts_by_rank(group: Group) -> list[str]:
+    """A name of each rank's host, in rank order; every rank must call this at the same point."""
+    return group.all_gather_object(os.environ.get("NCCL_HOSTID") or _this_host())
+
+
+def number_of_hosts(group: Group) -> int:
+    """The number of hosts of the ranks of `group` that Gloo connects; 1 for other backends."""
+    return len(set(hosts_by_rank(group))) if group.backend == "gloo" else 1
+
+
+def _this_host() -> str:
+    """The host's name and, on Linux, its boot and its network, which containers may share."""
+    name = [socket.gethostname()]
+    boot, network = Path("/proc/sys/kernel/random/boot_id"), Path("/proc/self/ns/net")
+    if boot.exists() and network.is_symlink():
+        name += [boot.read_text().strip(), str(network.readlink())]
+    return " ".join(name)
+
+
+def group_or_refusal(
+    mesh: Any, device: Any, *, alone: torch.device
+) -> tuple[Group, GraphshardError | None]:
+    """The group that `compile` runs on with these arguments, or the reason why there is none.
+
+    With a reason, the group is that of all ranks there are, to tell them.
+
+    Args:
+        mesh: as `compile` got it.
+        device: the same.
+        alone: where a single rank without a group runs if `device` is None.
+    """
+    try:
+        if mesh is not None and not isinstance(mesh, DeviceMesh):
+            raise PolicyError(
+                f"mesh must be a DeviceMesh or None; got {mesh!r}; make one by "
+                'torch.distributed.device_mesh.init_device_mesh("cuda", (ranks,)), or leave it out '
+                "to use the default process group"
+            )
+        device = None if device is None else usable_device(device)
+        if mesh is None:
+            join_launched_ranks()
+        return meeting_group(mesh, device, alone=alone), None
+    except GraphshardError as error:
+        return meeting_group(None, "cpu"), error
+
+
+def usable_device(device: Any) -> torch.device:
+    """`device` as a torch.device that this process can compute on."""
+    try:
+        found = torch.device(device)
+    except (RuntimeError, TypeError) as error:
+        reason = str(error).partition("\n")[0]
+        raise PolicyError(
+            f'device must be a torch.device or its name, such as "cuda" or "cpu"; got {device!r} '
+            f"({reason})"
+        ) from None
+    if found.type == "meta":
+        raise PolicyError(
+            "tensors on the meta device have no values, so nothing runs there; leave device= out, "
+            "or plan the model without ranks by graphshard.plan"
+        )
+    if found.type == "cpu":
+        return without_cpu_index(found)
+    api = getattr(torch, found.type, None)
+    count = api.device_count() if api is not None and api.is_available() else 0
+    if (found.index or 0) >= count:
+        there = f"{count} of them" if count else f"no usable {found.type.upper()} device"
+        raise PolicyError(
+            f"device={str(found)!r} is not there: torch {torch.__version__} finds {there} on this "
+            'machine; pass device="cpu" or leave it out. To see the program for a device that is '
+            "elsewhere, use graphshard.plan"
+        )
+    return found
+
+
+def join_launched_ranks() -> None:
+    """Make the default process group if a launcher started several ranks and nobody made it.
+
+    As torch's `fully_shard`, by `init_process_group()`, so by the environment; a warning says so.
+    """
+    ranks = os.environ.get("WORLD_SIZE", "")
+    launched = ranks.isdecimal() and int(ranks) > 1
+    if not launched or not dist.is_available() or dist.is_initialized():
+        return
+    names = ("RANK", "MASTER_ADDR", "MASTER_PORT")
+    if lacking := [name for name in names if name not in os.environ]:
+        raise PolicyError(
+            f"WORLD_SIZE is {ranks} in the environment, there is no process group, and "
+            f"{' and '.join(lacking)} {'are' if len(lacking) > 1 else 'is'} not set to make one; "
+            "start the ranks by torchrun, call torch.distributed.init_process_group(...) before "
+            "graphshard.compile, or unset WORLD_SIZE for a single process"
+        )
+    dist.init_process_group()
+    if os.environ["RANK"] == "0":
+        warnings.warn(
+            f"WORLD_SIZE is {ranks} in the environment and there was no process group, so "
+            "graphshard.compile called torch.distributed.init_process_group(); call it yourself "
+            "to choose its backend, and destroy_process_group() at the end",
+            stacklevel=4,  # the caller of compile
+        )

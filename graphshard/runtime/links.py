@@ -26,8 +26,7 @@ from graphshard.policy.placement import SHARDED
 from graphshard.program import ops
 from graphshard.runtime.collectives import Operand, wait
 from graphshard.runtime.gather import Gathered, free
-from graphshard.runtime.group import Group, group_of, new_process_group
-from graphshard.runtime.hosts import hosts_by_rank
+from graphshard.runtime.group import Group, group_of, hosts_by_rank, new_process_group
 from graphshard.runtime.lower import kind_of
 from graphshard.runtime.measure import Effort, Timing, Watch, measure
 

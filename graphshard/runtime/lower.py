@@ -25,15 +25,16 @@ from it, so that the region's operands hold the last reference:
 
 from __future__ import annotations
 
+import contextlib
 import operator
 import re
-from collections.abc import Collection
+from collections.abc import Callable, Collection, Iterator
 from functools import partial
 from itertools import islice
 from typing import Any, cast
 
 import torch
-from torch import fx, nn
+from torch import Tensor, fx, nn
 
 from graphshard.planning.plan import ShardingPlan
 from graphshard.program import ops
@@ -59,8 +60,6 @@ from graphshard.runtime.gather import (
     take,
 )
 from graphshard.runtime.group import Group
-from graphshard.runtime.host_copies import bind_transfer
-from graphshard.runtime.random_states import bind_random_state
 from graphshard.runtime.reduce import (
     REDUCES,
     AllReduceByCaller,
@@ -69,6 +68,7 @@ from graphshard.runtime.reduce import (
     ReduceScatterByPairExchange,
 )
 from graphshard.runtime.region import Forms, pack
+from graphshard.runtime.streams import bind_transfer
 
 EVENTS = "events"
 """The key of a lowered node's `meta` for its event, behind those that gathers do themselves: the
@@ -226,7 +226,7 @@ def _bind(
     elif node.target in ops.RANDOM_STATES:
         bind_random_state(copied, group.device)
     elif ops.is_transfer(node):
-        bind_transfer(copied, group)
+        bind_transfer(copied, group.device)
     elif node.target is ops.reshard:
         arguments = OneTensor.of(node)
         ranks: Any = arguments.ranks
@@ -335,3 +335,55 @@ def _reduce_kind(op: ops.Op, group: Group) -> type[BoundCollective]:
     if op.target is ops.reduce_scatter and group.backend == "gloo":
         return ReduceScatterByPairExchange if group.size == 2 else ReduceScatterByExchange
     return REDUCES[op.target]
+
+
+def bind_random_state(copied: fx.Node, device: torch.device) -> None:
+    """Make `copied`, a lowered `save_random_state` or `set_random_state`, the call that does it.
+
+    Args:
+        copied: its `device` is the type of a device.
+        device: the rank's.
+    """
+    name = copied.target.__name__  # type: ignore[union-attr]
+    get, put = _access(str(copied.kwargs["device"]), device)
+
+    def save() -> Tensor:
+        return get()
+
+    def exchange(state: Tensor) -> Tensor:
+        present = get()
+        put(state)
+        return present
+
+    function: Any = save if copied.target is ops.save_random_state else exchange
+    function.__name__ = function.__qualname__ = name
+    function.__module__ = "graphshard"  # fx prints a call by these
+    copied.target, copied.kwargs = function, {}
+
+
+@contextlib.contextmanager
+def put_back_on_error(devices: frozenset[str], device: torch.device) -> Iterator[None]:
+    """Put the generators of the device types back if the body fails between two of its draws."""
+    access = [_access(kind, device) for kind in devices]
+    states = [get() for get, _ in access]
+    try:
+        yield
+    except BaseException:
+        for (_, put), state in zip(access, states, strict=True):
+            put(state)
+        raise
+
+
+def _access(
+    kind: str, device: torch.device
+) -> tuple[Callable[[], Tensor], Callable[[Tensor], None]]:
+    """Functions that read and set the state of the default generator of a device type.
+
+    On CUDA it is the rank's device's. Neither waits for the device.
+    """
+    if kind == "cpu":
+        return torch.get_rng_state, torch.set_rng_state
+    return (
+        lambda: torch.cuda.get_rng_state(device),
+        lambda state: torch.cuda.set_rng_state(state, device),
+    )

@@ -21,9 +21,9 @@ from graphshard.program.sizes import number_of
 from graphshard.program.text import source_line
 from graphshard.runtime.accumulated import AccumulatedGrads
 from graphshard.runtime.agreement import Agreement
+from graphshard.runtime.calls import Fingerprint
 from graphshard.runtime.collectives import BoundCollective
 from graphshard.runtime.cuda_graphs import GraphPool
-from graphshard.runtime.fingerprint import Fingerprint
 from graphshard.runtime.finite import FiniteReports
 from graphshard.runtime.gather import AllGather
 from graphshard.runtime.group import Group
@@ -31,8 +31,8 @@ from graphshard.runtime.lower import EVENTS, lower, module_of, phase_of
 from graphshard.runtime.reduce import require_reducible
 from graphshard.runtime.region import Form, Forms, RegionCall, pack
 from graphshard.runtime.shards import Shard
+from graphshard.torch_private.compat import named_range, profiler_check
 from graphshard.torch_private.kernels import stated_results
-from graphshard.torch_private.profiling import named_range, profiler_check
 
 logger = logging.getLogger("graphshard")
 

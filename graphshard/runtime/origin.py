@@ -24,10 +24,10 @@ from graphshard.program.cut import Crossing, cut, cut_backward
 from graphshard.program.finite import Check, checks_of, is_floating, may_hold_infinities, values_of
 from graphshard.program.program import FORWARD, Program
 from graphshard.program.text import node_line, source_line
+from graphshard.runtime.calls import mark
 from graphshard.runtime.finite import Found
 from graphshard.runtime.lower import lower
 from graphshard.runtime.lowered import Bindings
-from graphshard.runtime.reports import mark
 
 
 class Step(Protocol):

@@ -13,8 +13,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from graphshard.errors import PolicyError, RuntimeStateError
 from graphshard.program import ops
 from graphshard.runtime.agreement import Agreement
-from graphshard.runtime.group import Group, meeting_group, with_mesh
-from graphshard.runtime.hosts import number_of_hosts
+from graphshard.runtime.group import Group, meeting_group, number_of_hosts, with_mesh
 from graphshard.runtime.lowered import Bindings
 from graphshard.torch_private import compat as torch_compat
 

@@ -22,7 +22,7 @@ from graphshard.program.collective import operands_of, params_of
 from graphshard.program.packing import MOVABLE
 from graphshard.runtime.collectives import BoundCollective, Message, Operand, Pending
 from graphshard.runtime.group import Group
-from graphshard.runtime.parts import take_apart
+from graphshard.runtime.shards import take_apart
 from graphshard.torch_private import compat as torch_compat
 from graphshard.torch_private.coalesced import coalesced
 

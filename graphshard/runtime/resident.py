@@ -2,15 +2,14 @@
 
 The DTensor that the optimizer sees is a view of this rank's rows in a buffer of `W * ceil(d0/W)`
 rows; of a parameter that is not split along dim 0, the rank's part lies behind the whole. After an
-update the next program gathers the other rows. `unchanged.py` decides whether rows
-that show no sign of a change are gathered. See README.md.
+update the next program gathers the other rows. See README.md.
 """
 
 from __future__ import annotations
 
 import ctypes
 import weakref
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from math import prod
 from typing import Any
 
@@ -21,6 +20,7 @@ from torch.distributed.tensor import DTensor
 from graphshard.errors import PlanError
 from graphshard.planning.layout import ParamLayout
 from graphshard.planning.slabs import pack
+from graphshard.runtime.agreement import Agreement
 from graphshard.runtime.group import Group
 from graphshard.runtime.shards import Shard
 from graphshard.torch_private import compat as torch_compat
@@ -260,3 +260,76 @@ def _memory_on_host(layouts: Mapping[str, ParamLayout], group: Group) -> dict[st
     }
     pieces = host_memory(list(sizes.values()), pinned=group.device.type == "cuda")
     return dict(zip(sizes, pieces, strict=True))
+
+
+class ResidentRows:
+    """The resident parameters of a module that several ranks share: whether rows changed.
+
+    Signs such as version counters tell of most writes, but not of one through `param.data`, and of
+    none that torch did not make. So rows that show no sign are compared with a copy, and the ranks
+    agree.
+
+    shards: these parameters, each once.
+    stale: whether each one has to be gathered before a program reads it, as of the last look.
+    """
+
+    def __init__(self, shards: Iterable[Shard], agreement: Agreement) -> None:
+        self.shards = [
+            s for s in shards if isinstance(s, ResidentShard) and s.layout.world_size > 1
+        ]
+        self.stale: tuple[bool, ...] = ()
+        self._agreement = agreement
+        self._failures = agreement.failures
+
+    def look_for_signs(self) -> None:
+        """Set `stale` by signs alone, which costs no reading of rows."""
+        self.stale = tuple([shard.stale for shard in self.shards])
+
+    def compare(self) -> None:
+        """Set `stale` for a call that is about to run.
+
+        A parameter that shows no sign is gathered nevertheless if no copy of its rows was kept, or
+        if any rank finds a difference between such rows and their copies.
+        """
+        if self._failures != self._agreement.failures:
+            # Some ranks may have looked for signs in a call that failed, and others did not.
+            self._failures = self._agreement.failures
+            for shard in self.shards:
+                shard.forget_gathers()
+        self.look_for_signs()
+        if all(self.stale):
+            return
+        held = [s for s, stale in zip(self.shards, self.stale, strict=True) if not stale]
+        pairs = []
+        for shard in held:
+            pair = shard.rows_to_compare()
+            if pair is None:
+                shard.note_changed()
+            else:
+                pairs.append(pair)
+        if pairs and self._agreement.any_rank(_differ(pairs)):
+            for shard in held:
+                shard.note_changed()
+        self.look_for_signs()
+
+
+def _differ(pairs: Iterable[tuple[Tensor, Tensor]]) -> bool:
+    """Whether two tensors of a pair, equal in shape and dtype, differ in any bit."""
+    words = [(_words(mine), _words(other)) for mine, other in pairs]
+    if words[0][0].device.type == "cpu":
+        return not all(torch.equal(mine, other) for mine, other in words)
+    # The host waits once for all of them.
+    return bool(torch.stack([torch.ne(mine, other).any() for mine, other in words]).any())
+
+
+def _words(tensor: Tensor) -> Tensor:
+    """The bits of a contiguous tensor, as the widest integers that fit it."""
+    size = tensor.element_size()
+    flat = tensor.view(-1).view(_INTEGERS.get(size, torch.int64))
+    wider = 8 // size if size < 8 else 1
+    if flat.numel() % wider or flat.storage_offset() % wider:
+        return flat
+    return flat.view(torch.int64)
+
+
+_INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32}

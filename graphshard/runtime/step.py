@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import weakref
-from collections.abc import Collection, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -21,19 +21,21 @@ from graphshard.program.aliases import aliases_of, gather_waits, unpacks
 from graphshard.program.collective import Collective, OneTensor, params_of
 from graphshard.program.cut import cut, cut_backward, in_calling_order
 from graphshard.program.program import BACKWARD, FORWARD, BufferEntry, Program
+from graphshard.program.sizes import Sizes
 from graphshard.progress import Progress, Stages
+from graphshard.runtime.calls import Fingerprint
 from graphshard.runtime.cuda_graphs import GraphsFailed, graphs_of
-from graphshard.runtime.fingerprint import Fingerprint
-from graphshard.runtime.host_copies import wait_for_copies
+from graphshard.runtime.lower import put_back_on_error
 from graphshard.runtime.lowered import Bindings, LoweredGraph
 from graphshard.runtime.origin import Replay, overwritten_by, tell
-from graphshard.runtime.random_states import put_back_on_error
 from graphshard.runtime.region import compile_forms
 from graphshard.runtime.resident import ResidentShard
 from graphshard.runtime.shards import Shard
-from graphshard.runtime.strides import tangent_strides, with_stride
+from graphshard.runtime.streams import wait_for_copies
 from graphshard.torch_private import compat as torch_compat
+from graphshard.torch_private.compat import SYMBOLIC
 from graphshard.torch_private.random_ops import may_draw
+from graphshard.torch_private.unbacked import depends_on_values
 from graphshard.verify.rules import verify
 
 # An operator of the graph reads no more of what it overwrites than the shape.
@@ -572,3 +574,37 @@ def _no_autocast(device: torch.device) -> Any:
     if torch.is_autocast_enabled(device.type):
         return torch.autocast(device.type, enabled=False)
     return contextlib.nullcontext()
+
+
+Strides = tuple[int, ...]
+
+
+def tangent_strides(
+    program: Program,
+) -> list[Callable[[tuple[int, ...], Tensor], Strides]]:
+    """For each tangent, the function to the strides it was traced with.
+
+    It takes the symbolic sizes of a call, and the tangent, off which sizes are read that depend on
+    values.
+    """
+    vals = [entry.tangent.meta["val"] for entry in program.outputs if entry.tangent is not None]
+    return [_strides_of(val, program.sizes) for val in vals]
+
+
+def _strides_of(val: Tensor, sizes: Sizes | None) -> Callable[[tuple[int, ...], Tensor], Strides]:
+    traced = val.stride()
+    if sizes is None or not any(isinstance(stride, SYMBOLIC) for stride in traced):
+        return lambda _, __: traced
+    dims = {
+        torch_compat.size_expression(size): dim
+        for dim, size in enumerate(val.shape)
+        if depends_on_values(size)
+    }
+    evaluate = sizes.evaluator(traced, dims)
+    return lambda values, tangent: evaluate(*values, *map(tangent.size, dims.values()))
+
+
+def with_stride(tensor: Tensor, stride: tuple[int, ...]) -> Tensor:
+    """A copy of `tensor` with these strides."""
+    result = torch.empty_strided(tensor.shape, stride, dtype=tensor.dtype, device=tensor.device)
+    return result.copy_(tensor)

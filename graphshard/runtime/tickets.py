@@ -20,7 +20,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from graphshard.runtime.fingerprint import Call
+from graphshard.runtime.calls import Call
 from graphshard.runtime.group import Group
 from graphshard.runtime.streams import Launched
 from graphshard.torch_private import compat as torch_compat

@@ -20,7 +20,7 @@ from dataclasses import dataclass
 from functools import cache
 from typing import Any
 
-from graphshard.runtime.meetings import Meetings
+from graphshard.runtime.store import Meetings
 
 logger = logging.getLogger("graphshard")
 

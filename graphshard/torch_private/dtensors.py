@@ -1,7 +1,10 @@
-"""The whole of a DTensor, without the call by which torch gathers it over Gloo."""
+"""DTensors: a whole one without torch's gather over Gloo, and several meshes in one operator."""
 
 from __future__ import annotations
 
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from functools import cache
 from typing import Any
 
 import torch
@@ -10,6 +13,7 @@ from torch.distributed.tensor import Replicate, Shard
 
 from graphshard.torch_private.coalesced import coalesced
 from graphshard.torch_private.compat import group_backend, local_tensor
+from graphshard.torch_private.patches import dtensor_handlers, patched_for_good
 
 
 def full_tensor(dtensor: Any) -> Tensor:
@@ -59,3 +63,61 @@ def _whole(local: Tensor, dim: Any, total: int, group: Any) -> Tensor:
     if dim == 0 and total == len(received):
         return received
     return received[:total].movedim(0, dim).clone(memory_format=torch.contiguous_format)
+
+
+@cache
+def let_meshes_mix() -> None:
+    """Let `torch.stack` and `torch._foreach_mul_` by a number take several meshes, for good.
+
+    A stack is a plain tensor then, the same on every rank. torch's `clip_grad_norm_` makes both
+    calls, so it would refuse parameters of which some are split along one dim and some along two.
+    """
+    handlers = dtensor_handlers()
+    for op, handler in _HANDLERS.items():
+        handlers.setdefault(op, None)
+        patched_for_good(handlers, op, handler, where=f"the handler of DTensors for {op}")
+
+
+def _stack(op: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+    tensors: Sequence[Any] = args[0]
+    by_mesh = _places_by_mesh(tensors)
+    with _by_torch(op):
+        if len(by_mesh) == 1:
+            return op(*args, **kwargs)
+        whole: list[Tensor] = list(tensors)
+        for mesh, places in by_mesh.items():
+            if mesh is not None:
+                alike = torch.stack([tensors[place] for place in places])
+                for place, one in zip(places, full_tensor(alike).unbind(), strict=True):
+                    whole[place] = one
+        return op(whole, *args[1:], **kwargs)
+
+
+def _multiply(op: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+    tensors, *others = args
+    with _by_torch(op):
+        for places in _places_by_mesh(tensors).values():
+            op([tensors[place] for place in places], *others, **kwargs)
+
+
+_HANDLERS = {
+    torch.ops.aten.stack.default: _stack,
+    torch.ops.aten._foreach_mul_.Tensor: _multiply,
+}
+
+
+def _places_by_mesh(tensors: Sequence[Any]) -> dict[Any, list[int]]:
+    places: dict[Any, list[int]] = {}
+    for place, tensor in enumerate(tensors):
+        places.setdefault(getattr(tensor, "device_mesh", None), []).append(place)
+    return places
+
+
+@contextmanager
+def _by_torch(op: Any) -> Iterator[None]:
+    """A context without the handler of `op`, which torch calls in place of its own rules."""
+    handler = dtensor_handlers().pop(op)
+    try:
+        yield
+    finally:
+        dtensor_handlers()[op] = handler
