@@ -186,7 +186,7 @@ class BoundCollective:
         except torch.OutOfMemoryError:
             raise
         except RuntimeError as error:
-            self.here.lost = True
+            here.lost = True
             raise self.peer_error(error) from error
         empty_aliases(pending.aliases)
         here.at = self.past_wait
@@ -195,10 +195,8 @@ class BoundCollective:
     def take_part(self, tensors: Sequence[Any]) -> None:
         """Do what other ranks wait for, after an error on this one.
 
-        Args:
-            tensors: the operands, with None for those that this rank does not have. Poison is sent
-                in their place: the others get it only if they are told of the error before they use
-                it.
+        Poison is sent in the place of operands that are None, which this rank does not have: the
+        others get it only if they are told of the error before they use it.
         """
         if self.group.size == 1:
             return
@@ -258,13 +256,7 @@ class BoundCollective:
         return launches
 
     def error(self, how: str, advice: str, error: Exception) -> CollectiveError:
-        """The error to raise when the collective failed with `error`.
-
-        Args:
-            how: what went wrong, a verb phrase.
-            advice: where to look for the cause.
-            error: the original error, whose text ends the message.
-        """
+        """The error to raise when the collective failed with `error`, whose text ends it."""
         return CollectiveError(
             f"{self.op} of unit {self.unit or '(root)'} in {self.phase} {how} on rank "
             f"{self.group.rank} of {self.group.size}: {advice} ({error})"

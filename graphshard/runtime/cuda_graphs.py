@@ -18,7 +18,7 @@ from concurrent.futures import Future, wait
 from contextlib import contextmanager
 from dataclasses import replace
 from functools import cache, wraps
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -41,14 +41,11 @@ _EMPTY = "CUDA Graph is empty"  # in the warning that torch gives of one
 
 
 class Recorder:
-    """Captures the work that functions queue on a CUDA device.
+    """Captures the work that functions queue on a CUDA device, whichever one is current.
 
     pool: the memory pool of all its graphs.
     stream: the stream they are captured on; one for all, so that later graphs reuse the memory that
         earlier ones gave back.
-
-    Args:
-        device: a CUDA device with its index; which one is current does not matter.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -130,9 +127,6 @@ class GraphPool:
 
     A replay writes over what any other one left in the pool but its results, so there is one call
     between its forward and its backward at a time.
-
-    Args:
-        device: a CUDA device.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -174,11 +168,7 @@ class _CapturedGraph:
     graph: the CUDA graph.
     results: the results of the capture, which each replay overwrites.
 
-    Args:
-        recorder: captures.
-        run: the forward or backward.
-        in_place: its first arguments, which are read where they lie; the list is emptied.
-        copied: its other arguments.
+    The first arguments, `in_place`, are read where they lie; that list is emptied.
     """
 
     def __init__(self, recorder: Any, run: Run, in_place: list[Any], copied: Sequence[Any]) -> None:
@@ -204,12 +194,8 @@ class Graphs:
     Before a call that is no replay, and after a capture, the ranks meet: they capture the same step
     at the same call, or none does.
 
+    program: the step's, which notes why its capture failed.
     failed: a capture failed on some rank, and no later call is replayed.
-
-    Args:
-        program: the step's program, which notes why its capture failed.
-        agreement: between the ranks.
-        pool: of the module.
     """
 
     def __init__(self, program: Program, agreement: Agreement, pool: GraphPool) -> None:
@@ -241,9 +227,7 @@ class Graphs:
     def replays(self, args: Sequence[Any], inputs: int) -> bool:
         """Whether a call whose forward begins with `args` is replayed (or captured).
 
-        Args:
-            args: the arguments of forward.
-            inputs: how many of them, the last ones, are inputs of the model.
+        The last ones, so many as `inputs`, are inputs of the model.
         """
         if self.failed:
             return False
@@ -430,22 +414,11 @@ def registration(group: Group, *, cuda_graph: bool) -> str:
     return value
 
 
-class Releasable(Protocol):
-    """Captured graphs, or memory that is registered with a communicator."""
-
-    @property
-    def group(self) -> Group:
-        """The ranks, over which collectives were recorded."""
-
-    def release(self) -> None:
-        """Drop the graphs, or deregister the memory."""
+_alive: weakref.WeakSet[Graphs] = weakref.WeakSet()
 
 
-_alive: weakref.WeakSet[Any] = weakref.WeakSet()
-
-
-def keep_track_of(graphs: Releasable) -> None:
-    """Have `graphs` released before a communicator of its ends, and before Python does."""
+def keep_track_of(graphs: Graphs) -> None:
+    """Have `graphs` released before a communicator of theirs ends, and before Python does."""
     _alive.add(graphs)
     _watch_communicators()
     # Again each time: what is registered last is called first, in front of torch's own hooks.

@@ -170,15 +170,9 @@ class Group:
         return torch_compat.group_store(self.process_group)
 
     def broadcast(self, tensor: Tensor | None, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
-        """Broadcast the first rank's `tensor`.
+        """The first rank's `tensor`, on this group's device in `dtype`; that of others is ignored.
 
-        Args:
-            tensor: on the first rank, the tensor; ignored on the others.
-            shape: the tensor's shape, on every rank.
-            dtype: the dtype of the result, on every rank.
-
-        Returns:
-            The tensor on this group's device, on every rank.
+        Every rank gives its shape.
         """
         if self.rank == 0:
             assert tensor is not None
@@ -190,20 +184,14 @@ class Group:
         return sent
 
     def gather_ints(self, values: Sequence[int]) -> list[list[int]]:
-        """The `values` of every rank, in rank order.
-
-        Args:
-            values: integers of 64 bits, equally many on each rank.
-        """
+        """The `values` of every rank, equally many integers of 64 bits each, in rank order."""
         sent = torch.tensor(values, device=self.device)
         return self.gather_tensor(sent, meets=True).tolist()
 
     def gather_tensor(self, sent: Tensor, *, meets: bool = False) -> Tensor:
         """The `sent` of every rank, `(n,)` on this group's device: `(ranks, n)`, in rank order.
 
-        Args:
-            sent: of as many elements on each rank.
-            meets: see `PairwiseExchange.exchange`.
+        meets: see `PairwiseExchange.exchange`.
         """
         received = sent.new_empty(self.size * sent.numel())
         if self.pairwise is not None:
@@ -230,18 +218,15 @@ def find_group(
     device: torch.device | str | None,
     *,
     alone: torch.device | str = "cpu",
-    hybrid: bool = False,
 ) -> Group:
     """The group of `mesh`; without one the default process group; without that a single rank.
 
-    Args:
-        mesh: of one dimension, or of two: the first replicates, the last shards. Or None.
-        device: where to run; None leaves it to the mesh or the group.
-        alone: where a single rank without a group runs if `device` is None.
-        hybrid: without a mesh, make one of two dimensions that shards over the ranks of a node.
+    mesh: of one dimension, or of two: the first replicates, the last shards. Or None.
+    device: where to run; None leaves it to the mesh or the group.
+    alone: where a single rank without a group runs if `device` is None.
     """
     group = meeting_group(mesh, device, alone=alone)
-    return with_mesh(group, mesh_of(group, mesh, device, hybrid=hybrid))
+    return with_mesh(group, mesh_of(group, mesh, device))
 
 
 def meeting_group(
@@ -271,7 +256,10 @@ def mesh_of(
     *,
     hybrid: bool = False,
 ) -> tuple[int, ...]:
-    """The shape of the mesh of `group`, which was found with these arguments of `find_group`."""
+    """The shape of the mesh of `group`, which was found with these arguments of `find_group`.
+
+    hybrid: without a mesh, one of two dimensions that shards over the ranks of a node.
+    """
     if mesh is None:
         if group.process_group is None:
             return (1, 1) if hybrid else (1,)
@@ -373,13 +361,10 @@ def _flat(mesh: DeviceMesh) -> Any:
 def new_process_group(
     ranks: Sequence[int], like: Any, device: torch.device, *, callers: int
 ) -> Any:
-    """Create a process group of `ranks`, with the backends and the timeout of `like`.
+    """Create a process group of global `ranks`, with the backends and the timeout of `like`.
 
-    Args:
-        ranks: global ranks, this rank among them, all of which call this at the same point.
-        like: an existing process group.
-        device: where the ranks compute.
-        callers: how many ranks call this at that point, each for a group that it is in.
+    All of them, this rank among them, call this at the same point; `callers` do in all, each for a
+    group that it is in.
     """
     world_size = dist.get_world_size()
     if callers < world_size and torch_compat.is_bound_to_device(dist.group.WORLD):
@@ -440,11 +425,6 @@ def group_or_refusal(
     """The group that `compile` runs on with these arguments, or the reason why there is none.
 
     With a reason, the group is that of all ranks there are, to tell them.
-
-    Args:
-        mesh: as `compile` got it.
-        device: the same.
-        alone: where a single rank without a group runs if `device` is None.
     """
     try:
         if mesh is not None and not isinstance(mesh, DeviceMesh):

@@ -66,14 +66,10 @@ _measured: dict[tuple[str, ...], _Measured] = {}
 def measured_on(group: Group) -> Hardware:
     """The preset most like this rank's device, on the links between the ranks as they are now.
 
-    It takes one to five seconds. Every rank must call this at the same point, and gets the
-    figures of rank 0. A process that has measured the same hosts before does not again.
-
-    Args:
-        group: more than one rank, by Gloo or NCCL.
-
-    Returns:
-        The preset itself if the hosts have different numbers of ranks, which no figure describes.
+    It takes one to five seconds. Every rank of `group`, more than one, must call this at the same
+    point, and gets the figures of rank 0. A process that has measured the same hosts before does
+    not again. It is the preset itself if the hosts have different numbers of ranks, which no figure
+    describes.
     """
     hosts = hosts_by_rank(group)
     per_host = set(Counter(hosts).values())

@@ -47,13 +47,8 @@ class CheckedRun(fx.Interpreter):
     Each symbol of a symbolic size must have one value throughout a run. Errors of nodes keep their
     text, without the node and stack that fx would add.
 
-    Args:
-        module: the lowered graph.
-        strict: checking mode. Also a value that a pass stated wrongly is an error; one that a
-            kernel gives otherwise, and that operators alone take, is logged.
-
-    Raises (on a call):
-        RuntimeStateError: a value differs from its node's `val`.
+    strict: checking mode. Also a value that a pass stated wrongly is an error; one that a kernel
+        gives otherwise, and that operators alone take, is logged.
     """
 
     def __init__(self, module: fx.GraphModule, *, strict: bool) -> None:
@@ -163,20 +158,12 @@ def _takers(graph: fx.Graph) -> dict[fx.Node, str]:
     return takers
 
 
-HALF = "graphshard"
-"""The first word of the range around a whole forward or backward: "graphshard forward"."""
-
-
 class NamedRun:
-    """Runs a lowered graph; its events are ranges, in a range of the whole forward or backward.
+    """Runs a lowered graph; its events are ranges, in one of the whole: "graphshard forward".
 
     Its code is that of the graph, with a call in front of each event that ends one range and begins
-    the next. So the code that runs without a profiler has nothing of it.
-
-    Args:
-        module: a lowered graph.
-        phase: "forward" or "backward".
-        runner: makes the function that runs a module on a list of arguments.
+    the next. So the code that runs without a profiler has nothing of it. `runner` makes the
+    function that runs a module on a list of arguments.
     """
 
     def __init__(
@@ -185,7 +172,7 @@ class NamedRun:
         phase: str,
         runner: Callable[[fx.GraphModule], Callable[[list[Any]], Any]],
     ) -> None:
-        self._name = f"{HALF} {phase}"
+        self._name = f"graphshard {phase}"
         self._ranges = _Ranges()
         self._run = runner(module_of(_marked(module.graph, self._ranges)))
 
@@ -314,10 +301,8 @@ class LoweredGraph:
         """Take part in the collectives that a run did not come to, so that no rank waits for them.
 
         Gathers send this rank's shards, as in a run: what other ranks get is right. Reduces send
-        poison, so all ranks must then raise an error.
-
-        Args:
-            params: in the places of the arguments, the parameters; None in those of others.
+        poison, so all ranks must then raise an error. `params` has the parameters in the places of
+        the arguments, and None in those of others.
         """
         nodes = self.module.graph.nodes
         places = self.module.graph.find_nodes(op="placeholder")

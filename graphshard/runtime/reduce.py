@@ -24,7 +24,7 @@ from graphshard.runtime.collectives import BoundCollective, Message, Operand, Pe
 from graphshard.runtime.group import Group
 from graphshard.runtime.shards import take_apart
 from graphshard.torch_private import compat as torch_compat
-from graphshard.torch_private.coalesced import coalesced
+from graphshard.torch_private.coalesced import Works, coalesced
 
 
 def require_reducible(graph: fx.Graph, group: Group) -> None:
@@ -47,49 +47,38 @@ def require_reducible(graph: fx.Graph, group: Group) -> None:
                 )
 
 
-def averaging(dtype: torch.dtype, size: int) -> tuple[int, Any, float]:
-    """The average over `size` ranks as (divisor before, reduce operator, divisor after).
+@dataclass(frozen=True)
+class Averaging:
+    """The average over ranks: options of the call, with its operator, and divisors around it.
 
     float16 may overflow where a backend adds up first (Gloo), and underflow on many ranks where it
     divides first (NCCL multiplies each operand by 1/size as it adds). So, as in FSDP, it is divided
-    by a power of two near the square root of `size` before the sum, and by the rest after it.
-    """
-    if dtype is not torch.float16:
-        return 1, dist.ReduceOp.AVG, 1
-    before = 1
-    while size % before == 0 and size / before > before:
-        before *= 2
-    return before, dist.ReduceOp.SUM, size / before
-
-
-@dataclass(frozen=True)
-class Averaging:
-    """The average of gradients of one dtype: the divisors of `averaging`, and the call's options.
-
-    options: of the process group's method, with the reduce operator.
+    by a power of two near the square root of the number of ranks before the sum, and by the rest
+    after it.
     """
 
-    divide_before: int
-    divide_after: float
     options: Any
+    divide_before: int = 1
+    divide_after: float = 1
 
 
 def averaging_by_dtype(
     operands: Sequence[Operand], group: Group, options_class: str
 ) -> dict[torch.dtype, Averaging]:
-    """The average over `group` of gradients of each dtype among `operands`.
-
-    Args:
-        operands: the parameters whose gradients are averaged.
-        group: the ranks.
-        options_class: the name of the class of the call's options, as torch has it.
-    """
+    """The average over `group` of gradients of each dtype, with torch's class of options."""
     by_dtype = {}
     for dtype in {operand.dtype for operand in operands}:
         options = torch_compat.collective_options(options_class)
         options.asyncOp = group.side_stream is None
-        before, options.reduceOp, after = averaging(dtype, group.size)
-        by_dtype[dtype] = Averaging(before, after, options)
+        if dtype is torch.float16:
+            before = 1
+            while group.size % before == 0 and group.size / before > before:
+                before *= 2
+            options.reduceOp = dist.ReduceOp.SUM
+            by_dtype[dtype] = Averaging(options, before, group.size / before)
+        else:
+            options.reduceOp = dist.ReduceOp.AVG
+            by_dtype[dtype] = Averaging(options)
     return by_dtype
 
 
@@ -294,11 +283,9 @@ class AllReduce(BoundCollective):
 class AllReduceByCaller(AllReduce):
     """Averages over replicas by a function of the caller's, in place of the process group.
 
-    Args:
-        group: the ranks of the mesh that are replicas of each other; often this rank alone.
-        unit, phase, operands: as for other collectives.
-        average: the function; it averages a flat tensor in place, and returns what to wait for (an
-            object with `wait()`, such as a `torch.distributed.Work`), or None if it is done.
+    group: the ranks of the mesh that are replicas of each other; often this rank alone.
+    average: the function; it averages a flat tensor in place, and returns what to wait for (an
+        object with `wait()`, such as a `torch.distributed.Work`), or None if it is done.
     """
 
     def __init__(
@@ -329,7 +316,7 @@ class AllReduceByCaller(AllReduce):
     def _launch(self, flat: Tensor) -> Any:
         with self._errors(), torch.no_grad():
             work = self.average(flat)
-        return _DONE if work is None else work
+        return Works(()) if work is None else work
 
     def wait(self, pending: Pending) -> list[Tensor]:
         """As of other collectives; an error of the caller's `wait()` is a `CollectiveError` too."""
@@ -357,16 +344,6 @@ class AllReduceByCaller(AllReduce):
     def results(self, pending: Pending) -> list[Tensor]:
         """What the function left in the tensors, as views."""
         return self.views(pending)
-
-
-class _Done:
-    """The work of a function that has waited itself."""
-
-    def wait(self) -> None:
-        """Return at once."""
-
-
-_DONE = _Done()
 
 
 class LocalReduce(BoundCollective):

@@ -27,13 +27,10 @@ from graphshard.torch_private import compat as torch_compat
 
 
 def host_memory(sizes: Sequence[int], *, pinned: bool) -> list[Tensor]:
-    """Uninitialised memory for tensors of these bytes, in slabs (see `graphshard.planning.slabs`).
+    """Uninitialised uint8 `(bytes,)` of these sizes, in slabs (see `graphshard.planning.slabs`).
 
     Each has a storage of its own, so that saving or copying one does not take its slab with it. A
     slab lives as long as one of them.
-
-    Returns:
-        By tensor, uint8 `(bytes,)`.
     """
     slabs = pack(sizes)
     kind: Any = {"dtype": torch.uint8, "device": "cpu"}
@@ -94,9 +91,8 @@ class ResidentShard(Shard):
         if self._gathers > _KEPT_FOR:
             self._gathered_rows = None
         elif self._gathered_rows is None:
-            with torch.inference_mode(
-                False
-            ):  # or no later call could write it outside of that mode
+            # Or no later call could write it outside of that mode.
+            with torch.inference_mode(False):
                 self._gathered_rows = self.storage.clone()
         else:
             self._gathered_rows.copy_(self.storage)
@@ -171,10 +167,6 @@ def watch_state_dicts(module: nn.Module, shards: Mapping[str, Shard]) -> None:
     """Let resident shards watch the tensors that `module.state_dict()` returns.
 
     A checkpoint may be read straight into these, which does not change the parameter's version.
-
-    Args:
-        module: the sharded module.
-        shards: by parameter name.
     """
     resident = {name: s for name, s in shards.items() if isinstance(s, ResidentShard)}
     if not resident:
@@ -231,11 +223,8 @@ def make_shards(
 ) -> dict[str, Shard]:
     """One `Shard` per parameter, by each of its names.
 
-    Args:
-        layouts: by parameter name; all names of a tied parameter have one layout.
-        group: all ranks.
-        model_params: the model's parameters, by every name.
-        on_host: store shards in the host's memory; ignored parameters stay where they are.
+    All names of a tied parameter have one layout. `on_host` stores shards in the host's memory, but
+    for ignored parameters, which stay where they are.
     """
     by_fqn: dict[str, Shard] = {}
     memory = _memory_on_host(layouts, group) if on_host else {}

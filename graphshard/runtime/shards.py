@@ -132,14 +132,9 @@ class Shard:
     whole: `local` is all of `storage`, without padding.
     storage: this rank's part and its padding, of `layout.shard_shape`, in the parameter's dtype.
     local: this rank's part, a prefix of `storage`.
-    param: the `nn.Parameter` that the user sees.
-
-    Args:
-        layout: how the ranks share the parameter.
-        group: all ranks; a parameter is sharded over `group.shard`.
-        model_param: the model's own parameter; its values are not read.
-        host_memory: store it there, uint8 `(bytes,)` on the host (pinned if the ranks compute on
-            CUDA devices), so that its gradient and the optimizer's work are there too.
+    param: the `nn.Parameter` that the user sees; the values of the model's own are not read.
+    host_memory: store it there, uint8 `(bytes,)` on the host (pinned if the ranks compute on CUDA
+        devices), so that its gradient and the optimizer's work are there too.
     """
 
     def __init__(

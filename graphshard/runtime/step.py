@@ -54,11 +54,7 @@ class Step:
     on_non_finite: the policy's `check_finite`.
     draws, overwrites: whether it draws random numbers, and which arguments of forward it changes.
     replays: the types of the devices whose generators backward sets, to draw again.
-
-    Args:
-        capture: takes calls apart and puts their outputs together.
-        program: `capture.program` after all passes.
-        bindings: the state of the module.
+    program: that of `capture`, which takes calls apart, after all passes.
     """
 
     def __init__(self, capture: Capture, program: Program, bindings: Bindings) -> None:
@@ -79,7 +75,10 @@ class Step:
         self.shards = [bindings.shards[p.fqn] for p in program.params]
         self.inputs_to_grad = [i for i, e in enumerate(program.inputs) if e.requires_grad]
         self.differentiable = [i for i, e in enumerate(program.outputs) if e.tangent is not None]
-        self._tangent_strides = tangent_strides(program)
+        self._tangent_strides = [
+            _strides_of(program.outputs[i].tangent.meta["val"], program.sizes)  # type: ignore[union-attr]
+            for i in self.differentiable
+        ]
         self._read_in_backward = _read_in_backward(
             self.shards, program, {value.name for value in self.saved}
         )
@@ -117,9 +116,8 @@ class Step:
     def run(self, inputs: Sequence[Tensor], arguments: Any = ((), {})) -> Any:
         """The model's return value for a call.
 
-        Args:
-            inputs: aligned with `program.inputs`, on the device of the group.
-            arguments: those of the call, `(args, kwargs)`, to which forward may add tensors.
+        inputs: aligned with `program.inputs`, on the device of the group.
+        arguments: those of the call, `(args, kwargs)`, to which forward may add tensors.
         """
         if self._changes_inputs:
             _require_no_shared_memory(inputs, self.program)
@@ -282,7 +280,7 @@ class Step:
             for t, of in zip(tangents, self._tangent_strides, strict=True)
         ]
         return [
-            t if t is None or stride is None or t.stride() == stride else with_stride(t, stride)
+            t if t is None or stride is None or t.stride() == stride else _with_stride(t, stride)
             for t, stride in zip(tangents, strides, strict=True)
         ]
 
@@ -394,10 +392,9 @@ class _Call:
     ) -> list[Tensor | None]:
         """Run backward and return the gradients of the inputs.
 
-        Args:
-            saved: the tensors that autograd saved; the list is emptied.
-            tangents: the gradients of the differentiable outputs, None where there is none.
-            sets_grads: add the gradients of parameters to their `.grad`.
+        saved: the tensors that autograd saved; the list is emptied.
+        tangents: the gradients of the differentiable outputs, None where there is none.
+        sets_grads: add the gradients of parameters to their `.grad`.
         """
         try:
             return self._backward(saved, tangents, sets_grads)
@@ -520,11 +517,7 @@ def _read_in_backward(
 
     These are inputs of the program that backward uses (shards to gather again, resident
     parameters), and resident parameters that were gathered in place. It may use a view alone.
-
-    Args:
-        shards: of all parameters.
-        program: the program.
-        saved: names of the nodes that are saved for backward.
+    `saved` are the names of the nodes that are saved for backward.
     """
     storages = {param.fqn: [param.node] for param in program.params}
     for wait in gather_waits(program):
@@ -576,22 +569,12 @@ def _no_autocast(device: torch.device) -> Any:
     return contextlib.nullcontext()
 
 
-Strides = tuple[int, ...]
+Strides = Callable[[tuple[int, ...], Tensor], tuple[int, ...]]
+"""From the symbolic sizes of a call, and a tangent, off which sizes are read that depend on values,
+to the strides that the tangent was traced with, on which backward relies."""
 
 
-def tangent_strides(
-    program: Program,
-) -> list[Callable[[tuple[int, ...], Tensor], Strides]]:
-    """For each tangent, the function to the strides it was traced with.
-
-    It takes the symbolic sizes of a call, and the tangent, off which sizes are read that depend on
-    values.
-    """
-    vals = [entry.tangent.meta["val"] for entry in program.outputs if entry.tangent is not None]
-    return [_strides_of(val, program.sizes) for val in vals]
-
-
-def _strides_of(val: Tensor, sizes: Sizes | None) -> Callable[[tuple[int, ...], Tensor], Strides]:
+def _strides_of(val: Tensor, sizes: Sizes | None) -> Strides:
     traced = val.stride()
     if sizes is None or not any(isinstance(stride, SYMBOLIC) for stride in traced):
         return lambda _, __: traced
@@ -604,7 +587,7 @@ def _strides_of(val: Tensor, sizes: Sizes | None) -> Callable[[tuple[int, ...], 
     return lambda values, tangent: evaluate(*values, *map(tangent.size, dims.values()))
 
 
-def with_stride(tensor: Tensor, stride: tuple[int, ...]) -> Tensor:
+def _with_stride(tensor: Tensor, stride: tuple[int, ...]) -> Tensor:
     """A copy of `tensor` with these strides."""
     result = torch.empty_strided(tensor.shape, stride, dtype=tensor.dtype, device=tensor.device)
     return result.copy_(tensor)

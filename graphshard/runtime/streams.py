@@ -45,12 +45,10 @@ class Launched:
 
 
 class SideStream:
-    """A stream beside the compute stream.
+    """A stream beside the compute stream of a CUDA device.
 
-    Args:
-        device: a CUDA device.
-        cuda: the module that creates streams: `torch.cuda`, or a recording one in tests.
-        priority: of its kernels where several wait for the device; -1 is above compute's 0.
+    cuda: the module that creates streams: `torch.cuda`, or a recording one in tests.
+    priority: of its kernels where several wait for the device; -1 is above compute's 0.
     """
 
     def __init__(self, device: torch.device, cuda: Any = torch.cuda, *, priority: int = 0) -> None:

@@ -217,12 +217,7 @@ def is_bound_to_device(group: Any) -> bool:
 
 
 def _backend(group: Any, device: torch.device) -> Any:
-    try:
-        return group._get_backend(device)
-    except AttributeError as error:
-        raise UnsupportedTorchError(
-            f"torch {torch.__version__} does not tell the backend of a group; use {SUPPORTED}"
-        ) from error
+    return private_of(group, "_get_backend")(device)
 
 
 # -- sharded parameters ---------------------------------------------------------------------------
@@ -296,12 +291,7 @@ def find_infinities() -> Any:
 
 def rewrap_step(optimizer: torch.optim.Optimizer) -> None:
     """Let hooks run around the `step` of the class that `optimizer` has now."""
-    rewrap = getattr(optimizer, "_patch_step_function", None)
-    if rewrap is None:
-        raise UnsupportedTorchError(
-            f"torch {torch.__version__} cannot wrap the step of an optimizer again; use {SUPPORTED}"
-        )
-    rewrap()
+    private_of(optimizer, "_patch_step_function")()
 
 
 def set_grad_dtype(param: torch.Tensor, dtype: torch.dtype) -> None:
@@ -360,12 +350,7 @@ def release_saved_tensors(ctx: Any) -> None:
 
     Otherwise `ctx` keeps each of them to the end of backward.
     """
-    release = getattr(ctx, "maybe_clear_saved_tensors", None)
-    if release is None:
-        raise UnsupportedTorchError(
-            f"torch {torch.__version__} cannot release saved tensors early; use {SUPPORTED}"
-        )
-    release()
+    private_of(ctx, "maybe_clear_saved_tensors")()
 
 
 def fake_tensor() -> type:
@@ -444,8 +429,7 @@ def checkpoint_generator(
 ) -> tuple[str, Callable[..., Iterator[None]]]:
     """Stand `around(context_fn)` in for what surrounds a call of a checkpoint without reentrance.
 
-    Returns:
-        The name of torch's generator in `torch.utils.checkpoint`, and a function to replace it.
+    Gives the name of torch's generator in `torch.utils.checkpoint`, and a function to replace it.
     """
     name = "_checkpoint_without_reentrant_generator"
     if hasattr(torch.utils.checkpoint, f"{name}_impl"):  # since torch 2.15

@@ -21,13 +21,8 @@ def full_tensor(dtensor: Any) -> Tensor:
 
     torch gathers by a coalesced call. Over Gloo the end of one and the beginning of the next may
     overwrite memory, so a DTensor with dims that are split once each, by `Shard`, is gathered by
-    another one there.
-
-    Args:
-        dtensor: of a dtype that the backend moves; at least one dim, at least one element.
-
-    Returns:
-        The tensor, on the device of the DTensor; it shares the memory of one that is whole here.
+    another one there. It is of a dtype that the backend moves. The tensor shares the memory of one
+    that is whole here.
     """
     mesh, local = dtensor.device_mesh, local_tensor(dtensor).detach()
     split = {
