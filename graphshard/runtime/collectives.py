@@ -239,14 +239,14 @@ class BoundCollective:
         numels = [prod(self.operands[i].layout.shard_shape) for i in indices]
         return Message(indices, numels, sum(numels), packed=len(indices) > 1)
 
-    def messages(self, pack_below: int, size: Callable[[Operand], int]) -> list[list[Message]]:
+    def messages(self, pack_below: int) -> list[list[Message]]:
         """The messages of each launch.
 
         There is one launch per dtype. It has one message for each large operand, and one for all
-        operands together whose `size` is below `pack_below` (bytes).
+        operands together of which a shard has fewer bytes than `pack_below`.
         """
         dtypes = [operand.dtype for operand in self.operands]
-        small = packed([size(operand) for operand in self.operands], dtypes, pack_below)
+        small = packed([operand.shard_bytes for operand in self.operands], dtypes, pack_below)
         in_packs = {i for indices in small for i in indices}
         launches = []
         for dtype in sorted(set(dtypes), key=str):

@@ -15,7 +15,7 @@ import warnings
 import weakref
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, wait
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import replace
 from functools import cache, wraps
 from typing import Any
@@ -106,7 +106,8 @@ class Recorder:
         if torch.cuda.current_stream() == before:
             return
         torch.cuda.set_stream(before)
-        torch_compat.end_allocation(self.pool)
+        with suppress(RuntimeError):  # where the end of the capture came as far as that
+            torch_compat.end_allocation(self.pool)
         other = torch.cuda.CUDAGraph()
         with torch.cuda.graph(other, stream=self.stream, capture_error_mode="thread_local"):
             torch.zeros(1, device=self.device)

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from graphshard.planning.layout import ParamLayout
-from graphshard.program.packing import MOVABLE
+from graphshard.program.packing import GATHER_BELOW, MOVABLE
 from graphshard.runtime.collectives import (
     BoundCollective,
     Message,
@@ -106,7 +106,7 @@ class AllGather(BoundCollective):
 
     def __init__(self, group: Group, unit: str, phase: str, operands: Sequence[Operand]) -> None:
         super().__init__(group, unit, phase, operands)
-        self.launches = self.messages(group.pack_gather_below, lambda o: o.shard_bytes)
+        self.launches = self.messages(GATHER_BELOW.get(group.backend, 0))
         self.options = torch_compat.collective_options("AllgatherOptions")
         self.options.asyncOp = group.side_stream is None
         shapes = [o.layout.gathered_shape for o in self.operands]

@@ -18,7 +18,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from graphshard.errors import GraphshardError, PolicyError
 from graphshard.program import ops
-from graphshard.program.packing import GATHER_BELOW, MOVABLE, REDUCE_BELOW
+from graphshard.program.packing import MOVABLE
 from graphshard.runtime import streams as side_streams
 from graphshard.runtime.gloo import MAX_RANKS, PairwiseExchange, let_threads_finish
 from graphshard.runtime.streams import SideStream
@@ -153,16 +153,6 @@ class Group:
     def shard(self) -> Group:
         """The ranks that this rank's parameters are sharded over."""
         return self.named(ops.SHARD)
-
-    @property
-    def pack_gather_below(self) -> int:
-        """Bytes of a shard below which a gather packs it with others."""
-        return GATHER_BELOW.get(self.backend, 0)
-
-    @property
-    def pack_reduce_below(self) -> int:
-        """Bytes of a gradient's shard below which a reduce packs it with others."""
-        return REDUCE_BELOW.get(self.backend, 0)
 
     @property
     def store(self) -> Any:

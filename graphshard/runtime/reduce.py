@@ -19,7 +19,7 @@ from graphshard.errors import CollectiveError, PlanError
 from graphshard.planning.layout import ParamLayout
 from graphshard.program import ops
 from graphshard.program.collective import operands_of, params_of
-from graphshard.program.packing import MOVABLE
+from graphshard.program.packing import MOVABLE, REDUCE_BELOW
 from graphshard.runtime.collectives import BoundCollective, Message, Operand, Pending
 from graphshard.runtime.group import Group
 from graphshard.runtime.shards import take_apart
@@ -82,17 +82,20 @@ def averaging_by_dtype(
     return by_dtype
 
 
-_NO_LIMIT = 1 << 62  # bytes: all gradients of a dtype travel in one message
-
-
 class ReduceScatter(BoundCollective):
-    """Averages full gradients `(d0, ...)` into shards `(ceil(d0/W), ...)`, one per rank."""
+    """Averages full gradients `(d0, ...)` into shards `(ceil(d0/W), ...)`, one per rank.
+
+    pack_below: bytes of a gradient's shard below which it is packed with others into one message;
+        None: as the backend needs it.
+    """
 
     op = "reduce_scatter"
+    pack_below: int | None = None
 
     def __init__(self, group: Group, unit: str, phase: str, operands: Sequence[Operand]) -> None:
         super().__init__(group, unit, phase, operands)
-        self.launches = self.messages(self.pack_below(), lambda o: o.shard_bytes)
+        below = REDUCE_BELOW.get(group.backend, 0) if self.pack_below is None else self.pack_below
+        self.launches = self.messages(below)
         packed = {i for launch in self.launches for m in launch if m.packed for i in m.indices}
         self.in_rank_order = [
             _in_rank_order(o.layout, i in packed) for i, o in enumerate(self.operands)
@@ -102,10 +105,6 @@ class ReduceScatter(BoundCollective):
     def given_shape(self, layout: ParamLayout) -> tuple[int, ...]:
         """That of the whole gradient."""
         return layout.shape
-
-    def pack_below(self) -> int:
-        """Bytes of a gradient's shard below which it is packed with others into one message."""
-        return self.group.pack_reduce_below
 
     def __call__(self, tensors: Sequence[Tensor]) -> Pending:
         """Start one launch per dtype, reading large gradients where they lie."""
@@ -187,14 +186,11 @@ class ReduceScatterByAllReduce(ReduceScatter):
     """
 
     op = "all_reduce_shard"
+    pack_below = 1 << 62  # all gradients of a dtype travel in one message
 
     def __init__(self, group: Group, unit: str, phase: str, operands: Sequence[Operand]) -> None:
         super().__init__(group, unit, phase, operands)
         self.averaging = averaging_by_dtype(self.operands, group, "AllreduceOptions")
-
-    def pack_below(self) -> int:
-        """No limit: all gradients of a dtype travel in one message."""
-        return _NO_LIMIT
 
     def prepare(self, sent: Tensor) -> Tensor:
         """A copy of `sent`, since all_reduce works in place, divided as the sum needs it."""

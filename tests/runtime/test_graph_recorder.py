@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import warnings
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -47,20 +48,34 @@ def test_a_graph_of_nothing_is_an_error(recorder: Recorder) -> None:
             recorder.capture(lambda args: there.mul_(2), [])
 
 
-@pytest.mark.parametrize("given_up", [True, False])
-def test_a_capture_that_fails_leaves_nothing_behind(recorder: Recorder, given_up: bool) -> None:
-    """CUDA gives up a capture in which the host waits for the device."""
+def waits_for_the_device(recorder: Recorder) -> None:
+    torch.cuda.current_stream().synchronize()
+
+
+def allocates_on_another_device(recorder: Recorder) -> None:
+    torch.ones(1 << 22, device="cuda:0")
+
+
+def raises(recorder: Recorder) -> None:
+    raise ValueError("on purpose\nin the midst")
+
+
+@pytest.mark.parametrize("fails", [waits_for_the_device, allocates_on_another_device, raises])
+def test_a_capture_that_fails_leaves_nothing_behind(
+    recorder: Recorder, fails: Callable[[Recorder], None]
+) -> None:
+    """CUDA gives up a capture in which it is asked for what it forbids."""
+    if fails is allocates_on_another_device and not recorder.device.index:
+        pytest.skip("needs two devices")
     before = torch.cuda.current_stream(recorder.device)
 
     def run(args: list[Any]) -> None:
         torch.ones(8, device=recorder.device).mul_(2)
-        if given_up:
-            torch.cuda.current_stream().synchronize()
-        raise ValueError("on purpose\nin the midst")
+        fails(recorder)
 
     with pytest.raises((RuntimeError, ValueError)) as raised:
         recorder.capture(run, [])
-    assert (_cause(raised.value) == "on purpose") is not given_up
+    assert (_cause(raised.value) == "on purpose") is (fails is raises)
     assert torch.cuda.current_stream(recorder.device) == before
     torch.rand(4, device=recorder.device)  # the generator is in no capture
     replays_a_product(recorder)
