@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import socket
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from datetime import timedelta
 from pathlib import Path
@@ -106,14 +106,17 @@ class Group:
         """
         name = f"{ops.RESHARD} {ranks}"
         if name not in self.subgroups:
-            process_group = self.shard.process_group
-            members = dist.get_process_group_ranks(process_group)
             start = self.shard.rank // ranks * ranks
-            neighbours = new_process_group(
-                members[start : start + ranks], process_group, self.device, callers=self.size
-            )
-            self.subgroups[name] = group_of(neighbours, self.device)
+            members = range(start, start + ranks)
+            self.subgroups[name] = self.shard.new_group(members, callers=self.size)
         return self.named(name)
+
+    def new_group(self, ranks: Iterable[int], *, callers: int) -> Group:
+        """A new group of some `ranks` of this one; see `new_process_group`."""
+        of_all = dist.get_process_group_ranks(self.process_group)
+        members = [of_all[rank] for rank in ranks]
+        made = new_process_group(members, self.process_group, self.device, callers=callers)
+        return group_of(made, self.device)
 
     def grid(self, parts: tuple[int, ...]) -> Any:
         """The mesh whose last dimensions, of `parts` ranks, are the ranks that are sharded over.

@@ -26,7 +26,7 @@ from graphshard.policy.placement import SHARDED
 from graphshard.program import ops
 from graphshard.runtime.collectives import Operand, wait
 from graphshard.runtime.gather import Gathered, free
-from graphshard.runtime.group import Group, group_of, hosts_by_rank, new_process_group
+from graphshard.runtime.group import Group, hosts_by_rank
 from graphshard.runtime.lower import kind_of
 from graphshard.runtime.measure import Effort, Timing, Watch, measure
 
@@ -190,21 +190,8 @@ def host_groups(group: Group, hosts: Sequence[str]) -> HostGroups:
         return HostGroups(len(members), 1, None, group)
     within = members[hosts[group.rank]]
     between = [ranks[within.index(group.rank)] for ranks in members.values()]
-    made = _subgroup(within, group), _subgroup(between, group)
+    made = tuple(group.new_group(ranks, callers=group.size) for ranks in (within, between))
     return HostGroups(len(members), per_host, *made, made)
-
-
-def _subgroup(ranks: list[int], group: Group) -> Group:
-    members = dist.get_process_group_ranks(group.process_group)
-    return group_of(
-        new_process_group(
-            [members[rank] for rank in ranks],
-            group.process_group,
-            group.device,
-            callers=group.size,
-        ),
-        group.device,
-    )
 
 
 @dataclass

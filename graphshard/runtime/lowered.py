@@ -227,15 +227,9 @@ Runner = Callable[[list[Any]], Any]
 class Bindings:
     """The state of a module that its lowered programs read and write.
 
-    plan: the module's plan.
     group: all ranks.
     shards: this rank's shards by parameter name.
     buffers: by buffer name, the dict that holds the module's buffer and its key there.
-    agreement: compares the ranks' collectives.
-    accumulated: gradients that were not reduced yet.
-    reports: what checks of programs found that was not finite.
-    forms: the compiled forms of regions.
-    graph_pool: what the CUDA graphs of its programs share.
     """
 
     plan: ShardingPlan
