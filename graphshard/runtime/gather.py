@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -89,6 +90,11 @@ def _copy_all(copies: Copies) -> None:
     copies.clear()
     for targets, sources in by_dtypes.values():
         torch._foreach_copy_(targets, sources)
+
+
+def _copy_and_launch(copies: Copies, launch: Callable[..., Any], *args: Any) -> Any:
+    _copy_all(copies)
+    return launch(*args)
 
 
 class AllGather(BoundCollective):
@@ -196,10 +202,7 @@ class AllGather(BoundCollective):
         group = self.group
         gather = coalesced(group.process_group, "allgather_into_tensor_coalesced", group.backend)
 
-        def launch(*args: Any) -> Any:
-            _copy_all(copies)
-            return gather(*args)
-
+        launch = partial(_copy_and_launch, copies, gather)
         if inputs[0].dtype not in MOVABLE:
             outputs, inputs = [as_bytes(t) for t in outputs], [as_bytes(t) for t in inputs]
         self.start(pending, launch, outputs, inputs, self.options)

@@ -21,10 +21,10 @@ from torch import Tensor
 
 import graphshard
 from examples.gpt import Block
-from graphshard.runtime import cuda_graphs, lower, step, streams
+from graphshard.runtime import cuda_graphs, gather, lower, step, streams
 from graphshard.runtime.collectives import BoundCollective
 from graphshard.runtime.cuda_graphs import _CapturedGraph
-from graphshard.runtime.gather import AllGather, _Copies
+from graphshard.runtime.gather import AllGather
 from graphshard.runtime.reduce import AllReduce, ReduceScatterByReduce
 from graphshard.runtime.streams import Copy, Launched, SideStream, copy_stream
 
@@ -148,12 +148,12 @@ def operands_are_given_back_at_the_launch(cls: Any, put: Put, rank: int) -> None
 
 
 def shards_are_cast_behind_the_launch(put: Put, rank: int) -> None:
-    def before(self: _Copies, launch: Callable[..., Any], *args: Any) -> Any:
+    def launch_and_copy(copies: Any, launch: Callable[..., Any], *args: Any) -> Any:
         work = launch(*args)
-        self.make()
+        gather._copy_all(copies)
         return work
 
-    put(_Copies, "before", before)
+    put(gather, "_copy_and_launch", launch_and_copy)
 
 
 def everything_is_reduced_in_place(put: Put, rank: int) -> None:
