@@ -236,16 +236,16 @@ def _origin(program: Program, check: fx.Node, bad: dict[str, str]) -> Origin | N
     of = str(Check.of_node(check).of)
     values = values_of(check)
     if of == ops.REDUCED:
-        given = [grad for value in values for grad in _given(value)]
+        given = [*map(_given, values)]
         return _beginning(program, given, ops.GRADIENTS, bad) or _overflow(values, bad)
     return _beginning(program, values, of, bad)
 
 
-def _given(value: fx.Node) -> list[fx.Node]:
-    """The gradients that a rank gave to the reduces that the reduced `value` comes out of."""
-    if not ops.is_reduced(value):
-        return [value]
-    return _given(_operand(ops.origin(value)))
+def _given(value: fx.Node) -> fx.Node:
+    """The gradient that a rank gave to the reduces that the reduced `value` comes out of."""
+    while ops.is_reduced(value):
+        value = _operand(ops.origin(value))
+    return value
 
 
 def _overflow(values: Sequence[fx.Node], bad: dict[str, str]) -> Origin | None:
@@ -266,18 +266,14 @@ def _beginning(
     program: Program, values: Sequence[fx.Node], of: str, bad: dict[str, str]
 ) -> Origin | None:
     """The first node, in order, that gave a wrong value from operands that were right."""
-    by_name = {node.name: node for node in program.graph.nodes}
-    reached = {value.name for value in values if value.name in bad}
-    stack = list(reached)
-    begins: set[str] = set()
+    reached = {value for value in values if value.name in bad}
+    stack = [*reached]
     while stack:
-        node = by_name[stack.pop()]
-        wrong = [value.name for value in _operands(node) if value.name in bad]
-        if not wrong:
-            begins.add(node.name)
-        stack += [name for name in wrong if name not in reached]
-        reached.update(wrong)
-    first = next((node for node in program.graph.nodes if node.name in begins), None)
+        wrong = {value for value in _operands(stack.pop()) if value.name in bad} - reached
+        reached |= wrong
+        stack += wrong
+    # Operands stand in front of what reads them, so those of the first one are right.
+    first = next((node for node in program.graph.nodes if node in reached), None)
     if first is None:
         return None
     return Origin(first.name, of, f"it begins in {_told(program, first, bad[first.name])}")
