@@ -30,12 +30,17 @@ from graphshard.policy.base import Policy
 from graphshard.policy.fields import is_int
 from graphshard.program.pass_protocol import PassLike
 from graphshard.progress import Progress, Stages
-from graphshard.runtime.agreement import Agreement, call_text
+from graphshard.runtime.agreement import Agreement
+from graphshard.runtime.calls import call_text
 from graphshard.runtime.cuda_graphs import registration
-from graphshard.runtime.group import mesh_of, with_mesh, without_cpu_index
-from graphshard.runtime.hosts import number_of_hosts
+from graphshard.runtime.group import (
+    group_or_refusal,
+    mesh_of,
+    number_of_hosts,
+    with_mesh,
+    without_cpu_index,
+)
 from graphshard.runtime.links import measured_on
-from graphshard.runtime.start import group_or_refusal
 from graphshard.state.replicas import require_one_model
 from graphshard.torch_private.inductor import require_inductor
 from graphshard.tune.auto_policy import AutoPolicy

@@ -15,7 +15,7 @@ from examples.benchmarks.gpu_table import Place, Row
 from examples.gpt import GPT, Block
 from graphshard.cost.against_trace import compare_trace
 from graphshard.errors import FingerprintError
-from graphshard.runtime.fingerprint import Fingerprint
+from graphshard.runtime.calls import Fingerprint
 
 _STEPS = 3
 

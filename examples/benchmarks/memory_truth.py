@@ -41,7 +41,7 @@ from examples.benchmarks.live_bytes import LiveBytes
 from examples.benchmarks.truth_cases import Case, every, sample
 from graphshard.errors import PolicyError, VerifyError
 from graphshard.program.storages import storages_of
-from graphshard.runtime import host_copies
+from graphshard.runtime import streams
 
 BATCH = 4
 TOLERANCE = {"cpu": 0.03, "cuda": 0.05}
@@ -173,14 +173,14 @@ def _counted(run: _Run, device: torch.device) -> tuple[int, int, int]:
         live.add(run.kept)
     live.add(run.batch)
     valley, host = live.current, live.apart
-    new_host = host_copies.new_host
+    new_host = streams.new_host
 
     def apart(like: Tensor) -> Tensor:
         new = new_host(like)
         live.set_apart(new)
         return new
 
-    host_copies.new_host = apart
+    streams.new_host = apart
     try:
         if run.offloads:
             run.step(before=live)
@@ -191,7 +191,7 @@ def _counted(run: _Run, device: torch.device) -> tuple[int, int, int]:
             with live:
                 run.step()
     finally:
-        host_copies.new_host = new_host
+        streams.new_host = new_host
     return live.peak, valley, host
 
 

@@ -21,7 +21,7 @@ from torch.distributed.tensor import Shard as ShardDim
 
 from graphshard.errors import CostError
 from graphshard.runtime.group import Group, find_group
-from graphshard.runtime.host_copies import arrive, to_device, to_host
+from graphshard.runtime.streams import arrive, to_device, to_host
 
 _TIMEOUT = timedelta(minutes=5)
 

@@ -22,8 +22,7 @@ from graphshard.errors import CostError
 from graphshard.hardware.curves import Points, ascending
 from graphshard.hardware.hardware import KINDS, Hardware, nearest
 from graphshard.progress import Progress
-from graphshard.runtime.group import Group
-from graphshard.runtime.hosts import hosts_by_rank
+from graphshard.runtime.group import Group, hosts_by_rank
 from graphshard.runtime.links import (
     HostGroups,
     fitted_lines,

@@ -28,7 +28,7 @@ from graphshard.errors import CheckpointError, PolicyError
 from graphshard.module.sharded_module import ShardedModule
 from graphshard.policy.accelerate import from_accelerate
 from graphshard.policy.base import Policy
-from graphshard.runtime.agreement import call_text
+from graphshard.runtime.calls import call_text
 from graphshard.state import save
 from graphshard.state.pretrained import checked_size
 from graphshard.torch_private.patches import patched_for_good

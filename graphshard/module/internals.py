@@ -15,7 +15,7 @@ from graphshard.capture.traced_module import EntryPoint
 from graphshard.errors import PolicyError, RuntimeStateError
 from graphshard.module.meta_init import initialize
 from graphshard.module.programs import Programs
-from graphshard.runtime.agreement import require_names
+from graphshard.runtime.calls import require_names
 from graphshard.runtime.lowered import Bindings
 from graphshard.runtime.shards import Shard, distinct
 from graphshard.runtime.whole import Wanted, gather_each

@@ -7,7 +7,7 @@ from collections.abc import Callable
 from functools import wraps
 from typing import Any, ParamSpec, TypeVar
 
-from graphshard.runtime.agreement import call_text
+from graphshard.runtime.calls import call_text
 
 P = ParamSpec("P")
 R = TypeVar("R")

@@ -36,9 +36,9 @@ from graphshard.program.pass_protocol import PassLike
 from graphshard.progress import Progress, Stages
 from graphshard.runtime.accumulated import REDUCED, Mode, passes_for
 from graphshard.runtime.lowered import Bindings
+from graphshard.runtime.resident import ResidentRows
 from graphshard.runtime.shards import distinct
 from graphshard.runtime.step import Step
-from graphshard.runtime.unchanged import ResidentRows
 from graphshard.torch_private import compat as torch_compat
 from graphshard.torch_private import trace as torch_trace
 from graphshard.torch_private.gc_pause import collect_only_new

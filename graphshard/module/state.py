@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from graphshard.errors import CheckpointError, ReplicaWarning, RuntimeStateError
 from graphshard.module.meta_init import initialize
 from graphshard.module.on_all_ranks import on_all_ranks
-from graphshard.runtime.agreement import listed
+from graphshard.runtime.calls import listed
 from graphshard.state import load, save
 from graphshard.state.checkpoints import background_group, load_checkpoint, save_checkpoint
 from graphshard.state.matching import KeyRules

@@ -18,7 +18,7 @@ from graphshard.module.on_all_ranks import on_all_ranks
 from graphshard.module.optimizers import require_shards
 from graphshard.module.sharded_tree import TreeModule
 from graphshard.passes.accumulate import GRADIENT, SHARD
-from graphshard.runtime.agreement import listed
+from graphshard.runtime.calls import listed
 from graphshard.runtime.rebind import rebind
 from graphshard.state.local_steps import AnyOptimizer, require_elementwise, step_locally
 from graphshard.torch_private import compat as torch_compat

@@ -10,7 +10,7 @@ from __future__ import annotations
 import weakref
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor, fx
@@ -35,12 +35,6 @@ it adds to its own, and the FQNs whose accumulated shards it adds.
 
 
 REDUCED: Mode = (None, (), ())
-
-
-class AccumulatingCall(Protocol):
-    """A call whose backward accumulates gradients; `grad_keys` says which."""
-
-    grad_keys: frozenset[GradKey]
 
 
 class AccumulatedGrads:
@@ -87,17 +81,20 @@ class AccumulatedGrads:
         shards = tuple(sorted(names[SHARD])) if self.kind is None else ()
         return self.kind, gradients, shards
 
-    def pending_calls(self) -> list[AccumulatingCall]:
-        """Living calls whose backward has not begun, in the order of their forwards."""
+    def pending_calls(self) -> list[Any]:
+        """Living calls whose backward has not begun, in the order of their forwards.
+
+        Their `grad_keys` say which gradients it accumulates.
+        """
         alive = [(ref, ref()) for ref in self._pending]
         self._pending = [ref for ref, call in alive if call is not None]
         return [call for _, call in alive if call is not None]
 
-    def add_pending(self, call: AccumulatingCall) -> None:
+    def add_pending(self, call: Any) -> None:
         """Remember that the backward of `call` has yet to run."""
         self._pending.append(weakref.ref(call))
 
-    def remove_pending(self, call: AccumulatingCall) -> None:
+    def remove_pending(self, call: Any) -> None:
         """Note that the backward of `call` has run; a call that is not pending is ignored."""
         self._pending = [ref for ref in self._pending if ref() is not call]
 

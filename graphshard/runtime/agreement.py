@@ -8,39 +8,36 @@ error. See README.md.
 
 from __future__ import annotations
 
-import inspect
 import logging
-import os
 import pickle
 import signal
 import threading
 import time
 import weakref
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field, replace
-from functools import cache
 from typing import Any
 
-from torch import Tensor
 from torch.distributed.distributed_c10d import PrefixStore
 
-from graphshard.errors import CollectiveError, FingerprintError, GraphshardError, PolicyError
-from graphshard.runtime.bounded_store import BoundedStore
-from graphshard.runtime.fingerprint import Call, Fingerprint
-from graphshard.runtime.group import Group
-from graphshard.runtime.meetings import Meetings
-from graphshard.runtime.reports import (
+from graphshard.errors import CollectiveError, FingerprintError, GraphshardError
+from graphshard.runtime.calls import (
     CANNOT_RUN,
+    Call,
+    Fingerprint,
     Report,
     difference,
     first_line,
+    flags_of,
     is_shared,
     judged,
     mark,
     shared,
     verdict_of,
 )
+from graphshard.runtime.group import Group
+from graphshard.runtime.store import BoundedStore, Meetings
 from graphshard.runtime.tickets import Tickets
 from graphshard.runtime.whereabouts import connection_of
 
@@ -55,66 +52,6 @@ _NOTE_SECONDS = 0.5
 """How long a rank that lost the others waits for what they say of themselves."""
 
 
-def call_text(method: Callable[..., Any], name: str = "", /, **arguments: Any) -> str:
-    """A call for messages, without arguments left at their defaults: "clip(max_norm=1.0)".
-
-    Args:
-        method: what is called.
-        name: its name; "" for its own.
-        **arguments: those that ranks must give alike; one named `path`, or that has no name in
-            calls, is shown without it.
-    """
-    parameters = _parameters(method)
-    shown = []
-    for key, value in arguments.items():
-        parameter = parameters.get(key)
-        default = inspect.Parameter.empty if parameter is None else parameter.default
-        if default is inspect.Parameter.empty or value != default:
-            bare = key == "path" or (
-                parameter is not None and parameter.kind is parameter.POSITIONAL_ONLY
-            )
-            shown.append(f"{'' if bare else f'{key}='}{_value_text(value)}")
-    return f"{name or method.__name__}({', '.join(shown)})"
-
-
-def listed(names: Any) -> Any:
-    """`names` for a call's text and its checks: several in a list, one name or None as it is.
-
-    So is what is none of these, for a check inside of a part to refuse; see `require_names`.
-    """
-    is_several = isinstance(names, Iterable) and not isinstance(names, str)
-    return list(names) if is_several else names
-
-
-def require_names(argument: str, names: Any, of: str) -> list[str]:
-    """The names in what `listed` returned; [] of None.
-
-    Args:
-        argument: its name, for messages.
-        names: the value.
-        of: what it names, for messages.
-    """
-    found = [names] if isinstance(names, str) else [] if names is None else names
-    if not isinstance(found, list) or not all(isinstance(name, str) for name in found):
-        raise PolicyError(f"{argument} must be {of}, or several in a list, or None; got {names!r}")
-    return found
-
-
-@cache
-def _parameters(method: Callable[..., Any]) -> Mapping[str, inspect.Parameter]:
-    return inspect.signature(method).parameters
-
-
-def _value_text(value: Any) -> str:
-    if isinstance(value, os.PathLike):
-        return repr(os.fspath(value))
-    if isinstance(value, Tensor):
-        return f"tensor({value.item()!r})"
-    text = repr(value)
-    # An object with a state or an address is another one on each rank.
-    return type(value).__name__ if hasattr(value, "state_dict") or " at 0x" in text else text
-
-
 @dataclass
 class Part:
     """The part of a call that a rank runs by itself.
@@ -122,32 +59,23 @@ class Part:
     same: lines of text that must be the same on all ranks at its end.
     flag: what this rank tells the others at its end.
     flags: afterwards, what each rank told.
+    error: of this rank, if it failed; None once the others know. An error that a function of its
+        traceback refers to keeps all that these functions refer to, the module among them, until
+        the garbage collector runs.
     """
 
     same: list[str] = field(default_factory=list)
     flag: bool = False
     flags: list[bool] = field(default_factory=list)
-
-
-class _Failure:
-    """The error of this rank's part, if it failed; None once the others know.
-
-    Functions hold this, not the error: an error that a function of its traceback refers to keeps
-    all that these functions refer to, the module among them, until the garbage collector runs.
-    """
-
-    def __init__(self, error: BaseException | None = None) -> None:
-        self.error = error
+    error: BaseException | None = None
 
 
 @contextmanager
 def interrupts_held() -> Iterator[Callable[[], None]]:
     """Hold back the KeyboardInterrupt of one Ctrl-C inside; the second comes at once.
 
-    Not where another thread runs or the script has a handler of its own.
-
-    Yields:
-        A function that raises what is held back, as the end of the context does.
+    Not where another thread runs or the script has a handler of its own. The function given raises
+    what is held back, as the end of the context does.
     """
     held: list[int] = []
 
@@ -181,9 +109,7 @@ class Agreement:
     module: its number among the modules that this rank compiled on the group; 0 before `join`.
     text: the call that this rank is in.
     made_by: the call that compiled the module, as `call` takes it.
-
-    Args:
-        group: the ranks; on a single one, errors are raised as they are.
+    meetings: None on a single rank, where errors are raised as they are.
     """
 
     def __init__(self, group: Group) -> None:
@@ -234,14 +160,10 @@ class Agreement:
     # -- forward and backward -------------------------------------------------------------------
 
     def require(self, fingerprint: Fingerprint) -> None:
-        """Return once every rank is known to begin the same forward or backward.
-
-        Args:
-            fingerprint: of the graph that this rank is about to run.
-        """
+        """Return once every rank is known to begin the same forward or backward."""
         if self.meetings is None or not fingerprint.lines:
             return
-        self._meet(fingerprint.call, once=fingerprint.call.number)
+        self._meet(fingerprint.call, Part(), once=fingerprint.call.number)
 
     @contextmanager
     def half(
@@ -259,12 +181,8 @@ class Agreement:
         raises its error, of which the caller tells them by `give_up`, but for `ends` and `alone`.
         Ctrl-C waits for the end of the body, so that it cannot come between two messages.
 
-        Args:
-            phase: "forward" or "backward".
-            fingerprint: of the graph that this rank is about to run.
-            finish: takes part in the collectives that the body did not come to.
-            ends: the ranks meet at the end, too: where one failed, all raise an error.
-            alone: the others need not know of an error: what they have is right.
+        ends: the ranks meet at the end, too: where one failed, all raise an error.
+        alone: the others need not know of an error: what they have is right.
         """
         if self.meetings is None or self.group.backend != "gloo" or not fingerprint.lines:
             self.require(fingerprint)
@@ -275,7 +193,7 @@ class Agreement:
                     mark(error)
                 raise
             return
-        part, own, here = Part(), _Failure(), self.group.here
+        part, here = Part(), self.group.here
         with interrupts_held() as let_go:
             self.require(fingerprint)
             here.begun, here.lost = 0, False
@@ -285,17 +203,17 @@ class Agreement:
                     let_go()
                 except BaseException as error:
                     if not here.lost:
-                        self._finish(finish)
+                        self._try(finish)
                     mark(error, told=here.lost or alone)  # it may be an object raised before
                     if here.lost or not ends:
                         raise
-                    own.error = error
+                    part.error = error
                 if ends:
-                    self._end(part, own, Call(f"calls {phase}"), keeps=True)
+                    self._end(part, Call(f"calls {phase}"), keeps=True)
             finally:
-                own.error = None
+                part.error = None
 
-    def _finish(self, finish: Callable[[], None]) -> None:
+    def _try(self, finish: Callable[[], None]) -> None:
         """Call it; where it fails, the others learn of the error by the group's timeout only."""
         try:
             finish()
@@ -312,7 +230,7 @@ class Agreement:
         if self.meetings is None:
             return changed
         self.group.here.at = _UNCHANGED.at
-        return any(self._meet_by_tickets(_UNCHANGED, _Failure(), flag=changed))
+        return any(self._meet_by_collective(_UNCHANGED, Part(flag=changed)))
 
     def give_up(self, error: Exception) -> None:
         """Tell the others, which are about to run a forward, of the `error` that ended this one's.
@@ -327,17 +245,11 @@ class Agreement:
             self.group.rank,
             first_line(error),
         )
-        own = _Failure(error)
+        part = Part(error=error)
         try:
-            self._meet(Call(CANNOT_RUN), own)
-        except GraphshardError as of_all:
-            if isinstance(error, GraphshardError):
-                raise
-            mark(error)
-            of_all.__cause__ = None  # which is this very error
-            raise error from of_all
+            self._end(part, Call(CANNOT_RUN), keeps=not isinstance(error, GraphshardError))
         finally:
-            own.error = None
+            part.error = None
             del error
 
     # -- calls ----------------------------------------------------------------------------------
@@ -367,113 +279,98 @@ class Agreement:
 
         Nothing inside may move data between ranks, but for further parts.
 
-        Args:
-            text: of the call, if it is not that of the last `call`.
-            waits: the host waits for the other ranks. If not, they meet only the first time on
-                backends other than Gloo, and the error of one rank is its own there.
-            keeps: a rank on which it failed raises its error as it is.
+        text: of the call, if it is not that of the last `call`.
+        waits: the host waits for the other ranks. If not, they meet only the first time on
+            backends other than Gloo, and the error of one rank is its own there.
+        keeps: a rank on which it failed raises its error as it is.
         """
-        part, own = Part(), _Failure()
+        part = Part()
         try:
             try:
                 yield part
             except Exception as error:
                 if self.meetings is None or is_shared(error):
                     raise
-                own.error = error
+                part.error = error
             if self.meetings is None:
                 part.flags = [part.flag]
                 return
             call = Call(f"calls {text or self.text}", tuple(part.same))
             once = None if waits else call.text.partition("(")[0]
-            self._end(part, own, call, keeps=keeps, once=once)
+            self._end(part, call, keeps=keeps, once=once)
         finally:
-            own.error = None
+            part.error = None
 
-    def _end(self, part: Part, own: _Failure, call: Call, *, keeps: bool, once: Any = None) -> None:
+    def _end(self, part: Part, call: Call, *, keeps: bool, once: Any = None) -> None:
         try:
-            part.flags = self._meet(call, own, flag=part.flag, once=once)
+            part.flags = self._meet(call, part, once=once)
         except GraphshardError as of_all:
-            if own.error is None or not keeps:
+            if part.error is None or not keeps:
                 raise
-            mark(own.error)
+            mark(part.error)
             of_all.__cause__ = None  # which is this very error
-            raise own.error from of_all
+            raise part.error from of_all
 
     # -- meeting --------------------------------------------------------------------------------
 
-    def _meet(
-        self,
-        call: Call,
-        own: _Failure | None = None,
-        *,
-        flag: bool = False,
-        once: Any = None,
-    ) -> list[bool]:
+    def _meet(self, call: Call, part: Part, *, once: Any = None) -> list[bool]:
         """The flags of all ranks, once they make the same call and none failed.
 
-        Args:
-            call: what this rank does.
-            own: whether this rank failed; None: it did not.
-            flag: to tell.
-            once: where the host may not wait, compare only if this was not compared before.
+        once: where the host may not wait, compare only if this was not compared before.
         """
-        own = own or _Failure()
         self.turn += 1
         here = self.group.here
         here.turn, here.at = self.turn, call.at
         if self.group.backend == "gloo":
-            return self._meet_by_tickets(call, own, flag=flag)
+            return self._meet_by_collective(call, part)
         if (parted := self._parted()) is not None:
             raise parted
         if once is not None and once in self.agreed:
-            if own.error is not None:
-                raise own.error
+            if part.error is not None:
+                raise part.error
             self._send_ticket(call)
             return []
-        flags = self._meet_in_store(call, own, flag=flag)
+        flags = self._meet_in_store(call, part)
         if once is not None:
             self.agreed.add(once)
         return flags
 
-    def _meet_by_tickets(self, call: Call, own: _Failure, *, flag: bool) -> list[bool]:
-        """As `_meet`, by one collective that all calls share.
+    def _meet_by_collective(self, call: Call, part: Part) -> list[bool]:
+        """As `_meet`, by one collective that all calls share: three integers of each rank.
 
-        A ticket is the module's number, that of the call, and bits: a flag, and whether it failed.
+        They are the module's number, that of the call, and bits: a flag, and whether it failed.
         """
-        bits = int(flag) + 2 * (own.error is not None)
-        ticket = [self.module, call.number, bits]
+        mine = [self.module, call.number, int(part.flag) + 2 * (part.error is not None)]
         group = self.group
         try:
-            tickets = group.gather_ints(ticket)
-            if all(theirs[:2] == ticket[:2] and theirs[2] < 2 for theirs in tickets):
-                if self._lost:
-                    self._forget()
-                return [bool(theirs[2]) for theirs in tickets]
-            reports = group.all_gather_object(Report.of(self.module, call, own.error))
+            of_all = group.gather_ints(mine)
+            if all(theirs[:2] == mine[:2] and theirs[2] < 2 for theirs in of_all):
+                self._forget()
+                return [bool(theirs[2]) for theirs in of_all]
+            reports = group.all_gather_object(Report.of(self.module, call, part.error))
         except RuntimeError as failure:
-            raise self._loss(failure, call, own.error) from (own.error or failure)
+            raise self._loss(failure, call, part.error) from (part.error or failure)
         self.failures += 1
-        raise shared(verdict_of(reports), own.error)
+        raise shared(verdict_of(reports), part.error)
 
-    def _meet_in_store(self, call: Call, own: _Failure, *, flag: bool) -> list[bool]:
+    def _meet_in_store(self, call: Call, part: Part) -> list[bool]:
         """As `_meet`, by keys of the Store."""
         meetings, turn, digest = self.meetings, self.turn, f"{self.module}/{call.number}"
         assert meetings is not None
         try:
-            flags = meetings.meet(turn, digest, flag=flag, failed=own.error is not None)
+            mine = pickle.dumps((digest, part.error is not None, part.flag))
+            flags: list[bool] | None = pickle.loads(meetings.decide(f"{turn}", mine, flags_of))
             if flags is not None:
-                if self._lost:
-                    self._forget()
+                self._forget()
                 return flags
             # The lines of a call are long, and the same on most ranks: one of these gives them.
-            lines = call.lines if meetings.first_to_say(turn, digest) else None
-            report = replace(Report.of(self.module, call, own.error), call=Call(call.text))
-            mine = pickle.dumps((report, digest, lines))
-            verdict = meetings.judge(turn, mine, judged)
+            is_first = meetings.store.add(f"{turn}/said/{digest}", 1) == 1
+            report = replace(Report.of(self.module, call, part.error), call=Call(call.text))
+            mine = pickle.dumps((report, digest, call.lines if is_first else None))
+            verdict = meetings.decide(f"{turn}/reports", mine, judged)
         except RuntimeError as failure:
-            raise self._loss(failure, call, own.error) from (own.error or failure)
-        raise shared(pickle.loads(verdict), own.error)
+            raise self._loss(failure, call, part.error) from (part.error or failure)
+        raise shared(pickle.loads(verdict), part.error)
 
     def _send_ticket(self, call: Call) -> None:
         """Let the devices compare what ranks begin.
@@ -552,10 +449,11 @@ class Agreement:
         return dict(sorted(notes.items()))
 
     def _forget(self) -> None:
-        """Take the note back, since the ranks have met again."""
-        self._lost = False
-        with suppress(Exception):
-            self._store.delete_key(_note_of(self.group.rank))
+        """Take back the note that this rank left, if any, since the ranks have met again."""
+        if self._lost:
+            self._lost = False
+            with suppress(Exception):
+                self._store.delete_key(_note_of(self.group.rank))
 
 
 _UNCHANGED = Call("calls the module and saw no change of some parameter since the last call")

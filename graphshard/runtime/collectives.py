@@ -23,8 +23,7 @@ from graphshard.planning.layout import ParamLayout
 from graphshard.program.packing import packed
 from graphshard.runtime.gloo import alias_tensors, empty_aliases, keep
 from graphshard.runtime.group import Group
-from graphshard.runtime.host_copies import Copy
-from graphshard.runtime.streams import Launched
+from graphshard.runtime.streams import Copy, Launched
 from graphshard.runtime.whereabouts import At
 
 
@@ -187,7 +186,7 @@ class BoundCollective:
         except torch.OutOfMemoryError:
             raise
         except RuntimeError as error:
-            self.here.lost = True
+            here.lost = True
             raise self.peer_error(error) from error
         empty_aliases(pending.aliases)
         here.at = self.past_wait
@@ -196,10 +195,8 @@ class BoundCollective:
     def take_part(self, tensors: Sequence[Any]) -> None:
         """Do what other ranks wait for, after an error on this one.
 
-        Args:
-            tensors: the operands, with None for those that this rank does not have. Poison is sent
-                in their place: the others get it only if they are told of the error before they use
-                it.
+        Poison is sent in the place of operands that are None, which this rank does not have: the
+        others get it only if they are told of the error before they use it.
         """
         if self.group.size == 1:
             return
@@ -242,14 +239,14 @@ class BoundCollective:
         numels = [prod(self.operands[i].layout.shard_shape) for i in indices]
         return Message(indices, numels, sum(numels), packed=len(indices) > 1)
 
-    def messages(self, pack_below: int, size: Callable[[Operand], int]) -> list[list[Message]]:
+    def messages(self, pack_below: int) -> list[list[Message]]:
         """The messages of each launch.
 
         There is one launch per dtype. It has one message for each large operand, and one for all
-        operands together whose `size` is below `pack_below` (bytes).
+        operands together of which a shard has fewer bytes than `pack_below`.
         """
         dtypes = [operand.dtype for operand in self.operands]
-        small = packed([size(operand) for operand in self.operands], dtypes, pack_below)
+        small = packed([operand.shard_bytes for operand in self.operands], dtypes, pack_below)
         in_packs = {i for indices in small for i in indices}
         launches = []
         for dtype in sorted(set(dtypes), key=str):
@@ -259,13 +256,7 @@ class BoundCollective:
         return launches
 
     def error(self, how: str, advice: str, error: Exception) -> CollectiveError:
-        """The error to raise when the collective failed with `error`.
-
-        Args:
-            how: what went wrong, a verb phrase.
-            advice: where to look for the cause.
-            error: the original error, whose text ends the message.
-        """
+        """The error to raise when the collective failed with `error`, whose text ends it."""
         return CollectiveError(
             f"{self.op} of unit {self.unit or '(root)'} in {self.phase} {how} on rank "
             f"{self.group.rank} of {self.group.size}: {advice} ({error})"

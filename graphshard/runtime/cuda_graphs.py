@@ -2,17 +2,22 @@
 
 The first two calls run without graphs, the third is captured, and later ones replay it. Inputs are
 copied to fixed addresses, and results are cloned out of the graphs' memory pool. See README.md.
+
+Graphs are released before a communicator of theirs ends, which NCCL else waits for without a limit.
 """
 
 from __future__ import annotations
 
+import atexit
 import logging
 import os
 import warnings
 import weakref
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from concurrent.futures import Future, wait
+from contextlib import contextmanager, suppress
 from dataclasses import replace
+from functools import cache, wraps
 from typing import Any
 
 import torch
@@ -21,10 +26,14 @@ from torch import Tensor
 from graphshard.errors import PolicyError, RuntimeStateError
 from graphshard.program.program import Program
 from graphshard.runtime.agreement import Agreement
-from graphshard.runtime.graph_lifetimes import keep_track_of
 from graphshard.runtime.group import Group
 from graphshard.torch_private import compat as torch_compat
-from graphshard.torch_private.communicators import allocator_settings
+from graphshard.torch_private.compat import (
+    allocator_settings,
+    ends_of_backends,
+    ends_of_groups,
+)
+from graphshard.torch_private.patches import patched_for_good
 
 Run = Callable[[list[Any]], Any]
 
@@ -32,14 +41,11 @@ _EMPTY = "CUDA Graph is empty"  # in the warning that torch gives of one
 
 
 class Recorder:
-    """Captures the work that functions queue on a CUDA device.
+    """Captures the work that functions queue on a CUDA device, whichever one is current.
 
     pool: the memory pool of all its graphs.
     stream: the stream they are captured on; one for all, so that later graphs reuse the memory that
         earlier ones gave back.
-
-    Args:
-        device: a CUDA device with its index; which one is current does not matter.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -100,7 +106,8 @@ class Recorder:
         if torch.cuda.current_stream() == before:
             return
         torch.cuda.set_stream(before)
-        torch_compat.end_allocation(self.pool)
+        with suppress(RuntimeError):  # where the end of the capture came as far as that
+            torch_compat.end_allocation(self.pool)
         other = torch.cuda.CUDAGraph()
         with torch.cuda.graph(other, stream=self.stream, capture_error_mode="thread_local"):
             torch.zeros(1, device=self.device)
@@ -121,9 +128,6 @@ class GraphPool:
 
     A replay writes over what any other one left in the pool but its results, so there is one call
     between its forward and its backward at a time.
-
-    Args:
-        device: a CUDA device.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -165,11 +169,7 @@ class _CapturedGraph:
     graph: the CUDA graph.
     results: the results of the capture, which each replay overwrites.
 
-    Args:
-        recorder: captures.
-        run: the forward or backward.
-        in_place: its first arguments, which are read where they lie; the list is emptied.
-        copied: its other arguments.
+    The first arguments, `in_place`, are read where they lie; that list is emptied.
     """
 
     def __init__(self, recorder: Any, run: Run, in_place: list[Any], copied: Sequence[Any]) -> None:
@@ -195,12 +195,8 @@ class Graphs:
     Before a call that is no replay, and after a capture, the ranks meet: they capture the same step
     at the same call, or none does.
 
+    program: the step's, which notes why its capture failed.
     failed: a capture failed on some rank, and no later call is replayed.
-
-    Args:
-        program: the step's program, which notes why its capture failed.
-        agreement: between the ranks.
-        pool: of the module.
     """
 
     def __init__(self, program: Program, agreement: Agreement, pool: GraphPool) -> None:
@@ -232,9 +228,7 @@ class Graphs:
     def replays(self, args: Sequence[Any], inputs: int) -> bool:
         """Whether a call whose forward begins with `args` is replayed (or captured).
 
-        Args:
-            args: the arguments of forward.
-            inputs: how many of them, the last ones, are inputs of the model.
+        The last ones, so many as `inputs`, are inputs of the model.
         """
         if self.failed:
             return False
@@ -419,3 +413,72 @@ def registration(group: Group, *, cuda_graph: bool) -> str:
             f"ends in illegal memory accesses; leave {VARIABLE} unset, or use other segments"
         )
     return value
+
+
+_alive: weakref.WeakSet[Graphs] = weakref.WeakSet()
+
+
+def keep_track_of(graphs: Graphs) -> None:
+    """Have `graphs` released before a communicator of theirs ends, and before Python does."""
+    _alive.add(graphs)
+    _watch_communicators()
+    # Again each time: what is registered last is called first, in front of torch's own hooks.
+    atexit.unregister(release_all)
+    atexit.register(release_all)
+
+
+def release_all() -> None:
+    """Release all graphs of this process; their modules capture again when they are called."""
+    for graphs in list(_alive):
+        graphs.release()
+
+
+def release_of(process_group: Any) -> None:
+    """Release the graphs that recorded collectives of `process_group`."""
+    for graphs in list(_alive):
+        if any(each is process_group for each in _process_groups(graphs.group)):
+            graphs.release()
+
+
+_running: dict[Future[Any], tuple[Any, ...]] = {}
+"""Work on threads of their own, with the process groups that it needs."""
+
+
+def wait_before_the_end(work: Future[Any], *process_groups: Any) -> None:
+    """Have the end of any of `process_groups` wait until `work` is done."""
+    _watch_communicators()
+    _running[work] = process_groups
+    work.add_done_callback(lambda done: _running.pop(done, None))
+
+
+def _wait_for_work_of(process_group: Any) -> None:
+    for work, process_groups in list(_running.items()):
+        if any(each is process_group for each in process_groups):
+            wait([work])
+
+
+def _process_groups(group: Group) -> Iterator[Any]:
+    yield group.process_group
+    for subgroup in group.subgroups.values():
+        yield from _process_groups(subgroup)
+
+
+@cache
+def _watch_communicators() -> None:
+    """Wait, and release graphs, in front of the methods that end a communicator, from now on."""
+    for owner, name in ends_of_groups():
+        if name != "abort":
+            patched_for_good(owner, name, _after(_wait_for_work_of, getattr(owner, name)))
+        patched_for_good(owner, name, _after(release_of, getattr(owner, name)))
+    for owner, name in ends_of_backends():
+        # A backend does not tell its group.
+        patched_for_good(owner, name, _after(lambda _: release_all(), getattr(owner, name)))
+
+
+def _after(release: Callable[[Any], None], method: Callable[..., Any]) -> Callable[..., Any]:
+    @wraps(method)
+    def end(self: Any, *args: Any, **kwargs: Any) -> Any:
+        release(self)
+        return method(self, *args, **kwargs)
+
+    return end

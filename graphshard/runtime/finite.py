@@ -24,10 +24,8 @@ def probe(values: Sequence[Tensor]) -> Tensor:
     """A number `()` that is NaN or infinite if any element of `values` is.
 
     A sum reads memory as fast as a copy does, and needs no memory itself. So that it cannot exceed
-    what its dtype holds, half-precision elements give their largest magnitude instead.
-
-    Returns:
-        float64 if an element has 64 bits, or else float32.
+    what its dtype holds, half-precision elements give their largest magnitude instead. The number
+    is float64 if an element has 64 bits, or else float32.
     """
     small: dict[torch.dtype, list[Tensor]] = {}
     numbers = []
@@ -75,12 +73,7 @@ for _function in (probe, probe_masked):
 
 @dataclass(frozen=True)
 class Found:
-    """The first check of a step that was not finite on some rank.
-
-    Attributes:
-        check: the name of its node.
-        ranks: the ranks on which it was not finite.
-    """
+    """The name of the first check of a step that was not finite, and on which ranks."""
 
     check: str
     ranks: tuple[int, ...]
@@ -91,9 +84,6 @@ class FiniteReports:
 
     found: by the last report, if it was not taken; None if all was finite.
     told: the names of the checks that users were told of.
-
-    Args:
-        group: all ranks.
     """
 
     def __init__(self, group: Group) -> None:

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from graphshard.planning.layout import ParamLayout
-from graphshard.program.packing import MOVABLE
+from graphshard.program.packing import GATHER_BELOW, MOVABLE
 from graphshard.runtime.collectives import (
     BoundCollective,
     Message,
@@ -19,8 +19,8 @@ from graphshard.runtime.collectives import (
     poison_of,
 )
 from graphshard.runtime.group import Group, as_bytes, strides_of
-from graphshard.runtime.host_copies import Copy
-from graphshard.runtime.parts import part_of, put_together, without_padding
+from graphshard.runtime.shards import part_of, put_together, without_padding
+from graphshard.runtime.streams import Copy
 from graphshard.torch_private import compat as torch_compat
 from graphshard.torch_private.coalesced import coalesced
 
@@ -76,35 +76,25 @@ def release_for(gather: AllGather) -> Callable[[Tensor], None]:
     return leave if isinstance(gather, LocalGather) else release
 
 
-class _Copies:
-    """Copies of shards to where they are sent from, which may change their dtype.
+Copies = list[tuple[Tensor, Tensor]]
+"""(Target, source) pairs, yet to be copied: shards to where they are sent from, perhaps cast."""
 
-    Those between the same two dtypes are one launch on CUDA.
-    """
 
-    def __init__(self) -> None:
-        self._by_dtypes: dict[Any, tuple[list[Tensor], list[Tensor]]] = {}
+def _copy_all(copies: Copies) -> None:
+    """Make `copies`, and empty the list; those between the same two dtypes are one launch."""
+    by_dtypes: dict[Any, tuple[list[Tensor], list[Tensor]]] = {}
+    for target, source in copies:
+        targets, sources = by_dtypes.setdefault((target.dtype, source.dtype), ([], []))
+        targets.append(target)
+        sources.append(source)
+    copies.clear()
+    for targets, sources in by_dtypes.values():
+        torch._foreach_copy_(targets, sources)
 
-    def add(self, copies: Iterable[tuple[Tensor, Tensor]]) -> None:
-        """Add (target, source) pairs."""
-        for target, source in copies:
-            targets, sources = self._by_dtypes.setdefault((target.dtype, source.dtype), ([], []))
-            targets.append(target)
-            sources.append(source)
 
-    def __bool__(self) -> bool:
-        return bool(self._by_dtypes)
-
-    def make(self) -> None:
-        """Make them, on the current stream, once."""
-        copies, self._by_dtypes = self._by_dtypes, {}
-        for targets, sources in copies.values():
-            torch._foreach_copy_(targets, sources)
-
-    def before(self, launch: Callable[..., Any], *args: Any) -> Any:
-        """Make them, then return `launch(*args)`."""
-        self.make()
-        return launch(*args)
+def _copy_and_launch(copies: Copies, launch: Callable[..., Any], *args: Any) -> Any:
+    _copy_all(copies)
+    return launch(*args)
 
 
 class AllGather(BoundCollective):
@@ -122,7 +112,7 @@ class AllGather(BoundCollective):
 
     def __init__(self, group: Group, unit: str, phase: str, operands: Sequence[Operand]) -> None:
         super().__init__(group, unit, phase, operands)
-        self.launches = self.messages(group.pack_gather_below, lambda o: o.shard_bytes)
+        self.launches = self.messages(GATHER_BELOW.get(group.backend, 0))
         self.options = torch_compat.collective_options("AllgatherOptions")
         self.options.asyncOp = group.side_stream is None
         shapes = [o.layout.gathered_shape for o in self.operands]
@@ -156,8 +146,7 @@ class AllGather(BoundCollective):
         pending = Pending(self, lasting, buffers)
         pending.arriving = arriving
         shards = self._placed(tensors, buffers)
-        copies = _Copies()
-        copies.add((shards[i], tensors[i]) for i in self.cast)
+        copies = [(shards[i], tensors[i]) for i in self.cast]
         for messages in self.launches:
             inputs, outputs = [], []
             for message in messages:
@@ -171,7 +160,7 @@ class AllGather(BoundCollective):
                     inputs.append(shards[message.indices[0]])
                     outputs.append(buffers[message.indices[0]])
             if side_stream is None:
-                copies.make()
+                _copy_all(copies)
             if self.group.pairwise is None:
                 self.launch(pending, inputs, outputs, copies)
             else:
@@ -194,7 +183,7 @@ class AllGather(BoundCollective):
         return shards
 
     def _flat(
-        self, shards: Sequence[Tensor], message: Message, copies: _Copies, *, at_once: bool
+        self, shards: Sequence[Tensor], message: Message, copies: Copies, *, at_once: bool
     ) -> Tensor:
         """The shards of a packed message as one tensor; `copies` gets those yet to be made."""
         parts = [shards[i] for i in message.indices]
@@ -203,17 +192,17 @@ class AllGather(BoundCollective):
             return torch_compat.flat_copy(parts)
         flat = torch.empty(message.numel, dtype=dtype, device=self.group.device)
         places = flat.split_with_sizes(message.numels)
-        copies.add((p.view(t.shape), t) for p, t in zip(places, parts, strict=True))
+        copies += [(p.view(t.shape), t) for p, t in zip(places, parts, strict=True)]
         return flat
 
     def launch(
-        self, pending: Pending, inputs: list[Tensor], outputs: list[Tensor], copies: _Copies
+        self, pending: Pending, inputs: list[Tensor], outputs: list[Tensor], copies: Copies
     ) -> None:
         """Start one gather of all `inputs`, of one dtype, behind what is left of `copies`."""
         group = self.group
-        launch = coalesced(group.process_group, "allgather_into_tensor_coalesced", group.backend)
-        if copies:
-            launch = partial(copies.before, launch)
+        gather = coalesced(group.process_group, "allgather_into_tensor_coalesced", group.backend)
+
+        launch = partial(_copy_and_launch, copies, gather)
         if inputs[0].dtype not in MOVABLE:
             outputs, inputs = [as_bytes(t) for t in outputs], [as_bytes(t) for t in inputs]
         self.start(pending, launch, outputs, inputs, self.options)
@@ -331,9 +320,7 @@ class LocalGather(AllGather):
 class Reshard:
     """Copies this rank's shard on k ranks out of a full parameter `(d0, ...)`.
 
-    Args:
-        layout: the parameter's layout on the `k` ranks.
-        group: those ranks.
+    layout: the parameter's on those ranks, which are `group`.
     """
 
     def __init__(self, layout: ParamLayout, group: Group) -> None:

@@ -35,13 +35,7 @@ _exchanges: WeakKeyDictionary[Any, Iterator[int]] = WeakKeyDictionary()
 
 
 class PairwiseExchange:
-    """Sends and receives between this rank and every other rank of a group.
-
-    Args:
-        process_group: a Gloo group of at least two ranks.
-        rank: this process's rank in it.
-        size: its number of ranks.
-    """
+    """Sends and receives between this rank and every other rank of a Gloo group."""
 
     def __init__(self, process_group: Any, rank: int, size: int) -> None:
         self._process_group = process_group
@@ -59,16 +53,11 @@ class PairwiseExchange:
     ) -> list[Any]:
         """Start sending `sent[m][r]` to each other rank r, and receiving `received[m][r]` from it.
 
-        Args:
-            sent: by message and rank, contiguous tensors of any dtype. The entry of this rank
-                itself is ignored.
-            received: by message and rank, contiguous tensors to write. Message m of one rank is
-                message m of the other.
-            meets: the ranks meet by it. Such an exchange takes no message of another kind, which a
-                rank may be in whose peer failed and came to a meeting instead.
+        Tensors are contiguous, of any dtype; those of this rank itself are ignored. The works to
+        wait for keep them alive; until then nobody may write `sent`.
 
-        Returns:
-            The works to wait for, which keep the tensors alive. Until then nobody may write `sent`.
+        meets: the ranks meet by it. Such an exchange takes no message of another kind, which a
+            rank may be in whose peer failed and came to a meeting instead.
         """
         while self._abandoned:
             self._abandoned.pop(0).wait()
@@ -97,11 +86,7 @@ def alias_tensors(value: Any, aliases: list[Tensor]) -> Any:
 
     Gloo's threads refer to the tensors of a work until some time after its `wait` returned. So Gloo
     is given aliases, which `empty_aliases` empties: memory is given back where the program says.
-
-    Args:
-        value: an argument of a collective: a tensor, a list (of lists) of them, or anything else,
-            which is returned as it is.
-        aliases: the list to extend.
+    `value` is an argument of a collective: tensors in lists of lists, or anything else.
     """
     if isinstance(value, Tensor):
         aliases.append(value.detach())

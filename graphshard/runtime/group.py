@@ -1,11 +1,14 @@
-"""The ranks a module runs on, and the smaller groups among them, as the runtime needs them."""
+"""The ranks and the device that a module runs on, found or refused, and groups among the ranks."""
 
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Sequence
+import socket
+import warnings
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from datetime import timedelta
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -13,16 +16,16 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
-from graphshard.errors import PolicyError
+from graphshard.errors import GraphshardError, PolicyError
 from graphshard.program import ops
-from graphshard.program.packing import GATHER_BELOW, MOVABLE, REDUCE_BELOW
+from graphshard.program.packing import MOVABLE
 from graphshard.runtime import streams as side_streams
 from graphshard.runtime.gloo import MAX_RANKS, PairwiseExchange, let_threads_finish
 from graphshard.runtime.streams import SideStream
 from graphshard.runtime.whereabouts import Whereabouts
 from graphshard.torch_private import compat as torch_compat
 from graphshard.torch_private.coalesced import coalesced
-from graphshard.torch_private.mixed_meshes import let_meshes_mix
+from graphshard.torch_private.dtensors import let_meshes_mix
 
 
 def movable(tensor: Tensor) -> Tensor:
@@ -103,14 +106,17 @@ class Group:
         """
         name = f"{ops.RESHARD} {ranks}"
         if name not in self.subgroups:
-            process_group = self.shard.process_group
-            members = dist.get_process_group_ranks(process_group)
             start = self.shard.rank // ranks * ranks
-            neighbours = new_process_group(
-                members[start : start + ranks], process_group, self.device, callers=self.size
-            )
-            self.subgroups[name] = group_of(neighbours, self.device)
+            members = range(start, start + ranks)
+            self.subgroups[name] = self.shard.new_group(members, callers=self.size)
         return self.named(name)
+
+    def new_group(self, ranks: Iterable[int], *, callers: int) -> Group:
+        """A new group of some `ranks` of this one; see `new_process_group`."""
+        of_all = dist.get_process_group_ranks(self.process_group)
+        members = [of_all[rank] for rank in ranks]
+        made = new_process_group(members, self.process_group, self.device, callers=callers)
+        return group_of(made, self.device)
 
     def grid(self, parts: tuple[int, ...]) -> Any:
         """The mesh whose last dimensions, of `parts` ranks, are the ranks that are sharded over.
@@ -152,30 +158,14 @@ class Group:
         return self.named(ops.SHARD)
 
     @property
-    def pack_gather_below(self) -> int:
-        """Bytes of a shard below which a gather packs it with others."""
-        return GATHER_BELOW.get(self.backend, 0)
-
-    @property
-    def pack_reduce_below(self) -> int:
-        """Bytes of a gradient's shard below which a reduce packs it with others."""
-        return REDUCE_BELOW.get(self.backend, 0)
-
-    @property
     def store(self) -> Any:
         """The `torch.distributed.Store` that the ranks share."""
         return torch_compat.group_store(self.process_group)
 
     def broadcast(self, tensor: Tensor | None, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
-        """Broadcast the first rank's `tensor`.
+        """The first rank's `tensor`, on this group's device in `dtype`; that of others is ignored.
 
-        Args:
-            tensor: on the first rank, the tensor; ignored on the others.
-            shape: the tensor's shape, on every rank.
-            dtype: the dtype of the result, on every rank.
-
-        Returns:
-            The tensor on this group's device, on every rank.
+        Every rank gives its shape.
         """
         if self.rank == 0:
             assert tensor is not None
@@ -187,20 +177,14 @@ class Group:
         return sent
 
     def gather_ints(self, values: Sequence[int]) -> list[list[int]]:
-        """The `values` of every rank, in rank order.
-
-        Args:
-            values: integers of 64 bits, equally many on each rank.
-        """
+        """The `values` of every rank, equally many integers of 64 bits each, in rank order."""
         sent = torch.tensor(values, device=self.device)
         return self.gather_tensor(sent, meets=True).tolist()
 
     def gather_tensor(self, sent: Tensor, *, meets: bool = False) -> Tensor:
         """The `sent` of every rank, `(n,)` on this group's device: `(ranks, n)`, in rank order.
 
-        Args:
-            sent: of as many elements on each rank.
-            meets: see `PairwiseExchange.exchange`.
+        meets: see `PairwiseExchange.exchange`.
         """
         received = sent.new_empty(self.size * sent.numel())
         if self.pairwise is not None:
@@ -227,18 +211,15 @@ def find_group(
     device: torch.device | str | None,
     *,
     alone: torch.device | str = "cpu",
-    hybrid: bool = False,
 ) -> Group:
     """The group of `mesh`; without one the default process group; without that a single rank.
 
-    Args:
-        mesh: of one dimension, or of two: the first replicates, the last shards. Or None.
-        device: where to run; None leaves it to the mesh or the group.
-        alone: where a single rank without a group runs if `device` is None.
-        hybrid: without a mesh, make one of two dimensions that shards over the ranks of a node.
+    mesh: of one dimension, or of two: the first replicates, the last shards. Or None.
+    device: where to run; None leaves it to the mesh or the group.
+    alone: where a single rank without a group runs if `device` is None.
     """
     group = meeting_group(mesh, device, alone=alone)
-    return with_mesh(group, mesh_of(group, mesh, device, hybrid=hybrid))
+    return with_mesh(group, mesh_of(group, mesh, device))
 
 
 def meeting_group(
@@ -268,7 +249,10 @@ def mesh_of(
     *,
     hybrid: bool = False,
 ) -> tuple[int, ...]:
-    """The shape of the mesh of `group`, which was found with these arguments of `find_group`."""
+    """The shape of the mesh of `group`, which was found with these arguments of `find_group`.
+
+    hybrid: without a mesh, one of two dimensions that shards over the ranks of a node.
+    """
     if mesh is None:
         if group.process_group is None:
             return (1, 1) if hybrid else (1,)
@@ -370,13 +354,10 @@ def _flat(mesh: DeviceMesh) -> Any:
 def new_process_group(
     ranks: Sequence[int], like: Any, device: torch.device, *, callers: int
 ) -> Any:
-    """Create a process group of `ranks`, with the backends and the timeout of `like`.
+    """Create a process group of global `ranks`, with the backends and the timeout of `like`.
 
-    Args:
-        ranks: global ranks, this rank among them, all of which call this at the same point.
-        like: an existing process group.
-        device: where the ranks compute.
-        callers: how many ranks call this at that point, each for a group that it is in.
+    All of them, this rank among them, call this at the same point; `callers` do in all, each for a
+    group that it is in.
     """
     world_size = dist.get_world_size()
     if callers < world_size and torch_compat.is_bound_to_device(dist.group.WORLD):
@@ -410,3 +391,100 @@ def without_cpu_index(device: torch.device | str) -> torch.device:
     """`device` as a tensor on it has it: there is one CPU, whatever index it is given."""
     device = torch.device(device)
     return torch.device("cpu") if device.type == "cpu" else device
+
+
+def hosts_by_rank(group: Group) -> list[str]:
+    """A name of each rank's host, in rank order; every rank must call this at the same point."""
+    return group.all_gather_object(os.environ.get("NCCL_HOSTID") or _this_host())
+
+
+def number_of_hosts(group: Group) -> int:
+    """The number of hosts of the ranks of `group` that Gloo connects; 1 for other backends."""
+    return len(set(hosts_by_rank(group))) if group.backend == "gloo" else 1
+
+
+def _this_host() -> str:
+    """The host's name and, on Linux, its boot and its network, which containers may share."""
+    name = [socket.gethostname()]
+    boot, network = Path("/proc/sys/kernel/random/boot_id"), Path("/proc/self/ns/net")
+    if boot.exists() and network.is_symlink():
+        name += [boot.read_text().strip(), str(network.readlink())]
+    return " ".join(name)
+
+
+def group_or_refusal(
+    mesh: Any, device: Any, *, alone: torch.device
+) -> tuple[Group, GraphshardError | None]:
+    """The group that `compile` runs on with these arguments, or the reason why there is none.
+
+    With a reason, the group is that of all ranks there are, to tell them.
+    """
+    try:
+        if mesh is not None and not isinstance(mesh, DeviceMesh):
+            raise PolicyError(
+                f"mesh must be a DeviceMesh or None; got {mesh!r}; make one by "
+                'torch.distributed.device_mesh.init_device_mesh("cuda", (ranks,)), or leave it out '
+                "to use the default process group"
+            )
+        device = None if device is None else usable_device(device)
+        if mesh is None:
+            join_launched_ranks()
+        return meeting_group(mesh, device, alone=alone), None
+    except GraphshardError as error:
+        return meeting_group(None, "cpu"), error
+
+
+def usable_device(device: Any) -> torch.device:
+    """`device` as a torch.device that this process can compute on."""
+    try:
+        found = torch.device(device)
+    except (RuntimeError, TypeError) as error:
+        reason = str(error).partition("\n")[0]
+        raise PolicyError(
+            f'device must be a torch.device or its name, such as "cuda" or "cpu"; got {device!r} '
+            f"({reason})"
+        ) from None
+    if found.type == "meta":
+        raise PolicyError(
+            "tensors on the meta device have no values, so nothing runs there; leave device= out, "
+            "or plan the model without ranks by graphshard.plan"
+        )
+    if found.type == "cpu":
+        return without_cpu_index(found)
+    api = getattr(torch, found.type, None)
+    count = api.device_count() if api is not None and api.is_available() else 0
+    if (found.index or 0) >= count:
+        there = f"{count} of them" if count else f"no usable {found.type.upper()} device"
+        raise PolicyError(
+            f"device={str(found)!r} is not there: torch {torch.__version__} finds {there} on this "
+            'machine; pass device="cpu" or leave it out. To see the program for a device that is '
+            "elsewhere, use graphshard.plan"
+        )
+    return found
+
+
+def join_launched_ranks() -> None:
+    """Make the default process group if a launcher started several ranks and nobody made it.
+
+    As torch's `fully_shard`, by `init_process_group()`, so by the environment; a warning says so.
+    """
+    ranks = os.environ.get("WORLD_SIZE", "")
+    launched = ranks.isdecimal() and int(ranks) > 1
+    if not launched or not dist.is_available() or dist.is_initialized():
+        return
+    names = ("RANK", "MASTER_ADDR", "MASTER_PORT")
+    if lacking := [name for name in names if name not in os.environ]:
+        raise PolicyError(
+            f"WORLD_SIZE is {ranks} in the environment, there is no process group, and "
+            f"{' and '.join(lacking)} {'are' if len(lacking) > 1 else 'is'} not set to make one; "
+            "start the ranks by torchrun, call torch.distributed.init_process_group(...) before "
+            "graphshard.compile, or unset WORLD_SIZE for a single process"
+        )
+    dist.init_process_group()
+    if os.environ["RANK"] == "0":
+        warnings.warn(
+            f"WORLD_SIZE is {ranks} in the environment and there was no process group, so "
+            "graphshard.compile called torch.distributed.init_process_group(); call it yourself "
+            "to choose its backend, and destroy_process_group() at the end",
+            stacklevel=4,  # the caller of compile
+        )

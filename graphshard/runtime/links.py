@@ -25,8 +25,7 @@ from graphshard.policy.placement import SHARDED
 from graphshard.program import ops
 from graphshard.runtime.collectives import Operand, wait
 from graphshard.runtime.gather import Gathered, free
-from graphshard.runtime.group import Group, group_of, new_process_group
-from graphshard.runtime.hosts import hosts_by_rank
+from graphshard.runtime.group import Group, hosts_by_rank
 from graphshard.runtime.lower import kind_of
 from graphshard.runtime.measure import Effort, Timing, Watch, measure
 
@@ -66,14 +65,10 @@ _measured: dict[tuple[str, ...], _Measured] = {}
 def measured_on(group: Group) -> Hardware:
     """The preset most like this rank's device, on the links between the ranks as they are now.
 
-    It takes one to five seconds. Every rank must call this at the same point, and gets the
-    figures of rank 0. A process that has measured the same hosts before does not again.
-
-    Args:
-        group: more than one rank, by Gloo or NCCL.
-
-    Returns:
-        The preset itself if the hosts have different numbers of ranks, which no figure describes.
+    It takes one to five seconds. Every rank of `group`, more than one, must call this at the same
+    point, and gets the figures of rank 0. A process that has measured the same hosts before does
+    not again. It is the preset itself if the hosts have different numbers of ranks, which no figure
+    describes.
     """
     hosts = hosts_by_rank(group)
     per_host = set(Counter(hosts).values())
@@ -194,21 +189,8 @@ def host_groups(group: Group, hosts: Sequence[str]) -> HostGroups:
         return HostGroups(len(members), 1, None, group)
     within = members[hosts[group.rank]]
     between = [ranks[within.index(group.rank)] for ranks in members.values()]
-    made = _subgroup(within, group), _subgroup(between, group)
+    made = tuple(group.new_group(ranks, callers=group.size) for ranks in (within, between))
     return HostGroups(len(members), per_host, *made, made)
-
-
-def _subgroup(ranks: list[int], group: Group) -> Group:
-    members = dist.get_process_group_ranks(group.process_group)
-    return group_of(
-        new_process_group(
-            [members[rank] for rank in ranks],
-            group.process_group,
-            group.device,
-            callers=group.size,
-        ),
-        group.device,
-    )
 
 
 @dataclass

@@ -25,15 +25,16 @@ from it, so that the region's operands hold the last reference:
 
 from __future__ import annotations
 
+import contextlib
 import operator
 import re
-from collections.abc import Collection
+from collections.abc import Callable, Collection, Iterator
 from functools import partial
 from itertools import islice
 from typing import Any, cast
 
 import torch
-from torch import fx, nn
+from torch import Tensor, fx, nn
 
 from graphshard.planning.plan import ShardingPlan
 from graphshard.program import ops
@@ -58,8 +59,6 @@ from graphshard.runtime.gather import (
     take,
 )
 from graphshard.runtime.group import Group
-from graphshard.runtime.host_copies import bind_transfer
-from graphshard.runtime.random_states import bind_random_state
 from graphshard.runtime.reduce import (
     REDUCES,
     AllReduceByCaller,
@@ -68,6 +67,7 @@ from graphshard.runtime.reduce import (
     ReduceScatterByPairExchange,
 )
 from graphshard.runtime.region import Forms, pack
+from graphshard.runtime.streams import bind_transfer
 
 EVENTS = "events"
 """The key of a lowered node's `meta` for its event, behind those that gathers do themselves: the
@@ -86,16 +86,10 @@ def lower(
     forms: Forms,
     table: Regions | None = None,
 ) -> fx.GraphModule:
-    """A module whose `.forward(arguments)` runs `graph` on this rank.
+    """A module whose `.forward(arguments)` runs `graph`, a forward or backward, on this rank.
 
-    Args:
-        graph: forward or backward of a program.
-        plan: the program's plan.
-        group: the ranks.
-        accumulated: this rank's accumulated gradients.
-        reports: where its report of non-finite values goes.
-        forms: the forms of all regions that were lowered before; new ones are added.
-        table: the program's regions, each of which becomes one call. None: it has none.
+    forms: those of all regions that were lowered before; new ones are added.
+    table: the program's regions, each of which becomes one call. None: it has none.
     """
     lowered = fx.Graph()
     new: dict[fx.Node, Any] = {}
@@ -179,13 +173,9 @@ def _places(graph: fx.Graph) -> dict[fx.Node, int]:
 
 
 def _by_short_names(operators: dict[str, Any], lines: list[str]) -> list[str]:
-    """`lines` of code with a short global name in place of each of torch's operators.
+    """`lines` of code with a short global name, which `operators` gets, for each operator of torch.
 
     Each call saves four look-ups and a Python call that way; see README.md (codegen.py).
-
-    Args:
-        operators: gets the functions by those names.
-        lines: the code that fx generated.
     """
 
     def short_name(match: re.Match[str]) -> str:
@@ -225,7 +215,7 @@ def _bind(
     elif node.target in ops.RANDOM_STATES:
         bind_random_state(copied, group.device)
     elif ops.is_transfer(node):
-        bind_transfer(copied, group)
+        bind_transfer(copied, group.device)
     elif node.target is ops.reshard:
         arguments = OneTensor.of(node)
         ranks: Any = arguments.ranks
@@ -316,21 +306,67 @@ def _bound_collective(
 
 
 def kind_of(op: ops.Op, group: Group, *, in_place: bool = False) -> type[BoundCollective]:
-    """The class that runs a collective over `group`.
+    """The class that runs a collective over `group`, of at least two ranks for a reduce.
 
-    Args:
-        op: the collective's row of the vocabulary.
-        group: the ranks; at least two for a reduce.
-        in_place: a gather writes into the buffers of resident parameters.
+    A gather in place writes into the buffers of resident parameters.
     """
-    if op.reduces:
-        return _reduce_kind(op, group)
-    if group.size == 1:
+    if op.gathers and group.size == 1:
         return LocalGather
-    return AllGatherInPlace if in_place else AllGather
-
-
-def _reduce_kind(op: ops.Op, group: Group) -> type[BoundCollective]:
+    if op.gathers:
+        return AllGatherInPlace if in_place else AllGather
     if op.target is ops.reduce_scatter and group.backend == "gloo":
         return ReduceScatterByPairExchange if group.size == 2 else ReduceScatterByExchange
     return REDUCES[op.target]
+
+
+# -- random numbers -------------------------------------------------------------------------------
+
+Generator = tuple[Callable[[], Tensor], Callable[[Tensor], None]]
+"""Functions that read and set the state of a generator; neither waits for the device."""
+
+
+def generators_of(device: torch.device) -> list[Generator]:
+    """Those a program for `device` may draw from: the CPU's, and the device's if it is another."""
+    return [_generator(kind, device) for kind in dict.fromkeys(("cpu", device.type))]
+
+
+def _generator(kind: str, device: torch.device) -> Generator:
+    """The default generator of a type of device; on CUDA it is that of `device`, the rank's."""
+    if kind == "cpu":
+        return torch.get_rng_state, torch.set_rng_state
+    return (
+        lambda: torch.cuda.get_rng_state(device),
+        lambda state: torch.cuda.set_rng_state(state, device),
+    )
+
+
+def bind_random_state(copied: fx.Node, device: torch.device) -> None:
+    """Make `copied`, a `save_random_state` or `set_random_state`, the call that does it."""
+    name = copied.target.__name__  # type: ignore[union-attr]
+    get, put = _generator(str(copied.kwargs["device"]), device)
+
+    def save() -> Tensor:
+        return get()
+
+    def exchange(state: Tensor) -> Tensor:
+        present = get()
+        put(state)
+        return present
+
+    function: Any = save if copied.target is ops.save_random_state else exchange
+    function.__name__ = function.__qualname__ = name
+    function.__module__ = "graphshard"  # fx prints a call by these
+    copied.target, copied.kwargs = function, {}
+
+
+@contextlib.contextmanager
+def put_back_on_error(devices: frozenset[str], device: torch.device) -> Iterator[None]:
+    """Put the generators of the device types back if the body fails between two of its draws."""
+    generators = [_generator(kind, device) for kind in devices]
+    states = [get() for get, _ in generators]
+    try:
+        yield
+    except BaseException:
+        for (_, put), state in zip(generators, states, strict=True):
+            put(state)
+        raise

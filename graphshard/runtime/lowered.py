@@ -21,9 +21,9 @@ from graphshard.program.sizes import number_of
 from graphshard.program.text import source_line
 from graphshard.runtime.accumulated import AccumulatedGrads
 from graphshard.runtime.agreement import Agreement
+from graphshard.runtime.calls import Fingerprint
 from graphshard.runtime.collectives import BoundCollective
 from graphshard.runtime.cuda_graphs import GraphPool
-from graphshard.runtime.fingerprint import Fingerprint
 from graphshard.runtime.finite import FiniteReports
 from graphshard.runtime.gather import AllGather
 from graphshard.runtime.group import Group
@@ -31,8 +31,8 @@ from graphshard.runtime.lower import EVENTS, lower, module_of, phase_of
 from graphshard.runtime.reduce import require_reducible
 from graphshard.runtime.region import Form, Forms, RegionCall, pack
 from graphshard.runtime.shards import Shard
+from graphshard.torch_private.compat import named_range, profiler_check
 from graphshard.torch_private.kernels import stated_results
-from graphshard.torch_private.profiling import named_range, profiler_check
 
 logger = logging.getLogger("graphshard")
 
@@ -47,13 +47,8 @@ class CheckedRun(fx.Interpreter):
     Each symbol of a symbolic size must have one value throughout a run. Errors of nodes keep their
     text, without the node and stack that fx would add.
 
-    Args:
-        module: the lowered graph.
-        strict: checking mode. Also a value that a pass stated wrongly is an error; one that a
-            kernel gives otherwise, and that operators alone take, is logged.
-
-    Raises (on a call):
-        RuntimeStateError: a value differs from its node's `val`.
+    strict: checking mode. Also a value that a pass stated wrongly is an error; one that a kernel
+        gives otherwise, and that operators alone take, is logged.
     """
 
     def __init__(self, module: fx.GraphModule, *, strict: bool) -> None:
@@ -163,20 +158,12 @@ def _takers(graph: fx.Graph) -> dict[fx.Node, str]:
     return takers
 
 
-HALF = "graphshard"
-"""The first word of the range around a whole forward or backward: "graphshard forward"."""
-
-
 class NamedRun:
-    """Runs a lowered graph; its events are ranges, in a range of the whole forward or backward.
+    """Runs a lowered graph; its events are ranges, in one of the whole: "graphshard forward".
 
     Its code is that of the graph, with a call in front of each event that ends one range and begins
-    the next. So the code that runs without a profiler has nothing of it.
-
-    Args:
-        module: a lowered graph.
-        phase: "forward" or "backward".
-        runner: makes the function that runs a module on a list of arguments.
+    the next. So the code that runs without a profiler has nothing of it. `runner` makes the
+    function that runs a module on a list of arguments.
     """
 
     def __init__(
@@ -185,7 +172,7 @@ class NamedRun:
         phase: str,
         runner: Callable[[fx.GraphModule], Callable[[list[Any]], Any]],
     ) -> None:
-        self._name = f"{HALF} {phase}"
+        self._name = f"graphshard {phase}"
         self._ranges = _Ranges()
         self._run = runner(module_of(_marked(module.graph, self._ranges)))
 
@@ -240,15 +227,9 @@ Runner = Callable[[list[Any]], Any]
 class Bindings:
     """The state of a module that its lowered programs read and write.
 
-    plan: the module's plan.
     group: all ranks.
     shards: this rank's shards by parameter name.
     buffers: by buffer name, the dict that holds the module's buffer and its key there.
-    agreement: compares the ranks' collectives.
-    accumulated: gradients that were not reduced yet.
-    reports: what checks of programs found that was not finite.
-    forms: the compiled forms of regions.
-    graph_pool: what the CUDA graphs of its programs share.
     """
 
     plan: ShardingPlan
@@ -314,10 +295,8 @@ class LoweredGraph:
         """Take part in the collectives that a run did not come to, so that no rank waits for them.
 
         Gathers send this rank's shards, as in a run: what other ranks get is right. Reduces send
-        poison, so all ranks must then raise an error.
-
-        Args:
-            params: in the places of the arguments, the parameters; None in those of others.
+        poison, so all ranks must then raise an error. `params` has the parameters in the places of
+        the arguments, and None in those of others.
         """
         nodes = self.module.graph.nodes
         places = self.module.graph.find_nodes(op="placeholder")

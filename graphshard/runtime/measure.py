@@ -130,15 +130,7 @@ def measure(
 ) -> list[Timing]:
     """Time `benchmarks` on all `ranks` at once, in the same order on each rank.
 
-    Args:
-        benchmarks: the operations to time.
-        watch: the stopwatch.
-        ranks: the ranks that take part.
-        effort: how long to measure.
-        done: called after each timing.
-
-    Returns:
-        One timing per benchmark, averaged over ranks.
+    The timings, one per benchmark, are averaged over ranks. `done` is called after each timing.
     """
     begin = time.perf_counter()
     counts = []

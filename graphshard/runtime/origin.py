@@ -12,7 +12,7 @@ import contextlib
 import warnings
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor, fx
@@ -20,30 +20,13 @@ from torch import Tensor, fx
 from graphshard.errors import NonFiniteError, NonFiniteWarning
 from graphshard.program import ops
 from graphshard.program.collective import operands_of, params_of
-from graphshard.program.cut import Crossing, cut, cut_backward
+from graphshard.program.cut import cut, cut_backward
 from graphshard.program.finite import Check, checks_of, is_floating, may_hold_infinities, values_of
 from graphshard.program.program import FORWARD, Program
 from graphshard.program.text import node_line, source_line
+from graphshard.runtime.calls import mark
 from graphshard.runtime.finite import Found
-from graphshard.runtime.lower import lower
-from graphshard.runtime.lowered import Bindings
-from graphshard.runtime.reports import mark
-
-
-class Step(Protocol):
-    """What a search needs of a `graphshard.runtime.step.Step`."""
-
-    program: Program
-    bindings: Bindings
-    saved: tuple[Crossing, ...]
-    draws: bool  # random numbers
-    overwrites: list[int]  # the places among the arguments of forward that it changes
-
-    def forward_args(self, inputs: Sequence[Tensor]) -> list[Any]:
-        """The arguments of the forward graph."""
-
-    def versions_kept(self) -> contextlib.AbstractContextManager[Any]:
-        """A context in which gathers change no version counters."""
+from graphshard.runtime.lower import generators_of, lower
 
 
 @dataclass
@@ -53,42 +36,29 @@ class Replay:
     inputs: the call's tensors; the same objects, so a caller that overwrites them between forward
         and backward makes the search fail.
     overwritten: by place among the arguments of forward, a copy of each that forward changed.
-    random: the states of the generators of random numbers at the beginning: the CPU's, and the
-        device's if that is another.
+    random: the states of the generators of random numbers at the beginning, if it draws any.
     tangents: the gradients of the outputs; set when backward begins.
     """
 
     inputs: list[Tensor]
     overwritten: dict[int, Tensor]
-    random: tuple[Tensor, ...]
+    random: list[Tensor]
     tangents: list[Tensor | None] = field(default_factory=list)
 
     @classmethod
-    def of(cls, step: Step, inputs: Sequence[Tensor], args: Sequence[Any]) -> Replay:
-        """The replay of a call that is about to run.
-
-        Args:
-            step: its program.
-            inputs: its tensors.
-            args: the arguments of forward, the last of which are `inputs`.
-        """
-        random: tuple[Tensor, ...] = ()
-        if step.draws:
-            device = step.bindings.group.device
-            random = (torch.get_rng_state(),)
-            if device.type == "cuda":
-                random += (torch.cuda.get_rng_state(device),)
-        return cls(list(inputs), {place: args[place].clone() for place in step.overwrites}, random)
+    def of(cls, step: Any, inputs: Sequence[Tensor], args: Sequence[Any]) -> Replay:
+        """The replay of a call of a `Step` whose forward is about to run on `args`."""
+        generators = generators_of(step.bindings.group.device) if step.draws else []
+        overwritten = {place: args[place].clone() for place in step.overwrites}
+        return cls(list(inputs), overwritten, [get() for get, _ in generators])
 
     @contextlib.contextmanager
     def random_numbers(self, device: torch.device) -> Iterator[None]:
         """Draw the numbers of the call inside; the generators are then as they were before."""
         devices = [device] if device.type == "cuda" else []
         with torch.random.fork_rng(devices, enabled=bool(self.random)):
-            if self.random:
-                torch.set_rng_state(self.random[0])
-            for state in self.random[1:]:
-                torch.cuda.set_rng_state(state, device)
+            for (_, put), state in zip(generators_of(device), self.random, strict=False):
+                put(state)
             yield
 
 
@@ -102,12 +72,9 @@ def overwritten_by(program: Program) -> list[int]:
 
 @dataclass(frozen=True)
 class Origin:
-    """The node of a program at which a value was wrong first on a rank.
+    """The node of a program at which a value was wrong first on a rank, and what it says of itself.
 
-    Attributes:
-        node: its name.
-        of: what was checked there: "outputs", "gradients" or "reduced gradients".
-        text: what it says about itself.
+    of: what was checked there: "outputs", "gradients" or "reduced gradients".
     """
 
     node: str
@@ -148,22 +115,11 @@ def _what_is_wrong(value: Tensor, *, masked: bool) -> str | None:
     return " and ".join(texts) or None
 
 
-def tell(
-    step: Step,
-    program: Program,
-    replay: Replay,
-    found: Found,
-    *,
-    raises: bool,
-) -> None:
-    """Raise an error, or warn, about a step whose report found something; all ranks call this.
+def tell(step: Any, program: Program, replay: Replay, found: Found, *, raises: bool) -> None:
+    """Raise an error, or warn, about a `Step` whose report found something; all ranks call this.
 
-    Args:
-        step: the step.
-        program: its program; with another backward, if some outputs had no gradient.
-        replay: what it takes to run the call again.
-        found: by the report.
-        raises: raise `NonFiniteError`; or else warn, and search only at a check's first time.
+    A warning searches only at a check's first time. `program` is that of the step; with another
+    backward, if some outputs had no gradient.
     """
     group = step.bindings.group
     check = next(node for node in checks_of(program) if node.name == found.check)
@@ -202,10 +158,7 @@ def _first_of(
 ) -> tuple[str, tuple[int, ...], Origin | None]:
     """What was wrong first, on which ranks, and where it begins on the first of them.
 
-    Args:
-        origins: where a rank found a wrong value of `check`, or a gradient that made one.
-        check: the node.
-        found: what the report said of it.
+    `origins` say where each rank found a wrong value of `check`, or a gradient that made one.
     """
     of = str(Check.of_node(check).of)
     begun = {rank: each for rank, each in enumerate(origins) if each is not None}
@@ -240,7 +193,7 @@ def _advice(program: Program) -> str:
 
 
 def _run_again(
-    step: Step, program: Program, replay: Replay, *, forward_only: bool
+    step: Any, program: Program, replay: Replay, *, forward_only: bool
 ) -> dict[str, str]:
     """Run a call again: by the name of a node, what was wrong with its value."""
     bindings = step.bindings
@@ -269,8 +222,7 @@ def _run_again(
     ):
         _, _, tensors, others = run(cut(step.program).forward, args)
         if not forward_only:
-            tangents = [*replay.tangents]
-            run(cut_backward(program, step.saved), [*tensors, *others, *tangents])
+            run(cut_backward(program, step.saved), [*tensors, *others, *replay.tangents])
     bindings.reports.take()
     return bad
 
@@ -279,26 +231,21 @@ def _origin(program: Program, check: fx.Node, bad: dict[str, str]) -> Origin | N
     """Where what is wrong with the values of `check` begins on this rank; None if nothing is.
 
     Values that were reduced are right if the gradients are that this rank gave to the reduce, and
-    they fit their dtype.
-
-    Args:
-        program: of the check.
-        check: the node.
-        bad: by the name of a node, what is wrong with its value.
+    they fit their dtype. `bad` says by the name of a node what is wrong with its value.
     """
     of = str(Check.of_node(check).of)
     values = values_of(check)
     if of == ops.REDUCED:
-        given = [grad for value in values for grad in _given(value)]
+        given = [*map(_given, values)]
         return _beginning(program, given, ops.GRADIENTS, bad) or _overflow(values, bad)
     return _beginning(program, values, of, bad)
 
 
-def _given(value: fx.Node) -> list[fx.Node]:
-    """The gradients that a rank gave to the reduces that the reduced `value` comes out of."""
-    if not ops.is_reduced(value):
-        return [value]
-    return _given(_operand(ops.origin(value)))
+def _given(value: fx.Node) -> fx.Node:
+    """The gradient that a rank gave to the reduces that the reduced `value` comes out of."""
+    while ops.is_reduced(value):
+        value = _operand(ops.origin(value))
+    return value
 
 
 def _overflow(values: Sequence[fx.Node], bad: dict[str, str]) -> Origin | None:
@@ -319,18 +266,14 @@ def _beginning(
     program: Program, values: Sequence[fx.Node], of: str, bad: dict[str, str]
 ) -> Origin | None:
     """The first node, in order, that gave a wrong value from operands that were right."""
-    by_name = {node.name: node for node in program.graph.nodes}
-    reached = {value.name for value in values if value.name in bad}
-    stack = list(reached)
-    begins: set[str] = set()
+    reached = {value for value in values if value.name in bad}
+    stack = [*reached]
     while stack:
-        node = by_name[stack.pop()]
-        wrong = [value.name for value in _operands(node) if value.name in bad]
-        if not wrong:
-            begins.add(node.name)
-        stack += [name for name in wrong if name not in reached]
-        reached.update(wrong)
-    first = next((node for node in program.graph.nodes if node.name in begins), None)
+        wrong = {value for value in _operands(stack.pop()) if value.name in bad} - reached
+        reached |= wrong
+        stack += wrong
+    # Operands stand in front of what reads them, so those of the first one are right.
+    first = next((node for node in program.graph.nodes if node in reached), None)
     if first is None:
         return None
     return Origin(first.name, of, f"it begins in {_told(program, first, bad[first.name])}")

@@ -6,25 +6,20 @@ stay the same objects and get the new process groups, so nothing is planned or c
 
 from __future__ import annotations
 
-from typing import Any
-
 from torch.distributed.device_mesh import DeviceMesh
 
 from graphshard.errors import PolicyError, RuntimeStateError
 from graphshard.program import ops
 from graphshard.runtime.agreement import Agreement
-from graphshard.runtime.group import Group, meeting_group, with_mesh
-from graphshard.runtime.hosts import number_of_hosts
+from graphshard.runtime.group import Group, meeting_group, number_of_hosts, with_mesh
 from graphshard.runtime.lowered import Bindings
 from graphshard.torch_private import compat as torch_compat
 
 
 def rebind(bindings: Bindings, mesh: DeviceMesh | None) -> None:
-    """Give a module's groups and mesh the process groups of `mesh`.
+    """Give a module's groups and mesh the process groups of `mesh`, which equals the old one.
 
-    Args:
-        bindings: the state that programs are bound to.
-        mesh: equal to the old mesh. None: made over the default process group.
+    None: of a mesh made over the default process group.
     """
     group, plan = bindings.group, bindings.plan
     if group.mesh is None:
@@ -98,12 +93,7 @@ def _require_same_ranks(old: Group, new: Group, mesh: DeviceMesh | None) -> None
 
 def _take(group: Group, new: Group) -> None:
     """Give `group` and the groups in it the process groups of `new`."""
-    for name, value in _connections(new).items():
-        setattr(group, name, value)
+    for name in ("process_group", "rank", "size", "timeout", "pairwise"):
+        setattr(group, name, getattr(new, name))
     for name, subgroup in group.subgroups.items():
         _take(subgroup, new.subgroups[name])
-
-
-def _connections(group: Group) -> dict[str, Any]:
-    names = ("process_group", "rank", "size", "timeout", "pairwise")
-    return {name: getattr(group, name) for name in names}

@@ -19,12 +19,12 @@ from graphshard.errors import CollectiveError, PlanError
 from graphshard.planning.layout import ParamLayout
 from graphshard.program import ops
 from graphshard.program.collective import operands_of, params_of
-from graphshard.program.packing import MOVABLE
+from graphshard.program.packing import MOVABLE, REDUCE_BELOW
 from graphshard.runtime.collectives import BoundCollective, Message, Operand, Pending
 from graphshard.runtime.group import Group
-from graphshard.runtime.parts import take_apart
+from graphshard.runtime.shards import take_apart
 from graphshard.torch_private import compat as torch_compat
-from graphshard.torch_private.coalesced import coalesced
+from graphshard.torch_private.coalesced import Works, coalesced
 
 
 def require_reducible(graph: fx.Graph, group: Group) -> None:
@@ -47,63 +47,55 @@ def require_reducible(graph: fx.Graph, group: Group) -> None:
                 )
 
 
-def averaging(dtype: torch.dtype, size: int) -> tuple[int, Any, float]:
-    """The average over `size` ranks as (divisor before, reduce operator, divisor after).
+@dataclass(frozen=True)
+class Averaging:
+    """The average over ranks: options of the call, with its operator, and divisors around it.
 
     float16 may overflow where a backend adds up first (Gloo), and underflow on many ranks where it
     divides first (NCCL multiplies each operand by 1/size as it adds). So, as in FSDP, it is divided
-    by a power of two near the square root of `size` before the sum, and by the rest after it.
-    """
-    if dtype is not torch.float16:
-        return 1, dist.ReduceOp.AVG, 1
-    before = 1
-    while size % before == 0 and size / before > before:
-        before *= 2
-    return before, dist.ReduceOp.SUM, size / before
-
-
-@dataclass(frozen=True)
-class Averaging:
-    """The average of gradients of one dtype: the divisors of `averaging`, and the call's options.
-
-    options: of the process group's method, with the reduce operator.
+    by a power of two near the square root of the number of ranks before the sum, and by the rest
+    after it.
     """
 
-    divide_before: int
-    divide_after: float
     options: Any
+    divide_before: int = 1
+    divide_after: float = 1
 
 
 def averaging_by_dtype(
     operands: Sequence[Operand], group: Group, options_class: str
 ) -> dict[torch.dtype, Averaging]:
-    """The average over `group` of gradients of each dtype among `operands`.
-
-    Args:
-        operands: the parameters whose gradients are averaged.
-        group: the ranks.
-        options_class: the name of the class of the call's options, as torch has it.
-    """
+    """The average over `group` of gradients of each dtype, with torch's class of options."""
     by_dtype = {}
     for dtype in {operand.dtype for operand in operands}:
         options = torch_compat.collective_options(options_class)
         options.asyncOp = group.side_stream is None
-        before, options.reduceOp, after = averaging(dtype, group.size)
-        by_dtype[dtype] = Averaging(before, after, options)
+        if dtype is torch.float16:
+            before = 1
+            while group.size % before == 0 and group.size / before > before:
+                before *= 2
+            options.reduceOp = dist.ReduceOp.SUM
+            by_dtype[dtype] = Averaging(options, before, group.size / before)
+        else:
+            options.reduceOp = dist.ReduceOp.AVG
+            by_dtype[dtype] = Averaging(options)
     return by_dtype
 
 
-_NO_LIMIT = 1 << 62  # bytes: all gradients of a dtype travel in one message
-
-
 class ReduceScatter(BoundCollective):
-    """Averages full gradients `(d0, ...)` into shards `(ceil(d0/W), ...)`, one per rank."""
+    """Averages full gradients `(d0, ...)` into shards `(ceil(d0/W), ...)`, one per rank.
+
+    pack_below: bytes of a gradient's shard below which it is packed with others into one message;
+        None: as the backend needs it.
+    """
 
     op = "reduce_scatter"
+    pack_below: int | None = None
 
     def __init__(self, group: Group, unit: str, phase: str, operands: Sequence[Operand]) -> None:
         super().__init__(group, unit, phase, operands)
-        self.launches = self.messages(self.pack_below(), lambda o: o.shard_bytes)
+        below = REDUCE_BELOW.get(group.backend, 0) if self.pack_below is None else self.pack_below
+        self.launches = self.messages(below)
         packed = {i for launch in self.launches for m in launch if m.packed for i in m.indices}
         self.in_rank_order = [
             _in_rank_order(o.layout, i in packed) for i, o in enumerate(self.operands)
@@ -113,10 +105,6 @@ class ReduceScatter(BoundCollective):
     def given_shape(self, layout: ParamLayout) -> tuple[int, ...]:
         """That of the whole gradient."""
         return layout.shape
-
-    def pack_below(self) -> int:
-        """Bytes of a gradient's shard below which it is packed with others into one message."""
-        return self.group.pack_reduce_below
 
     def __call__(self, tensors: Sequence[Tensor]) -> Pending:
         """Start one launch per dtype, reading large gradients where they lie."""
@@ -198,14 +186,11 @@ class ReduceScatterByAllReduce(ReduceScatter):
     """
 
     op = "all_reduce_shard"
+    pack_below = 1 << 62  # all gradients of a dtype travel in one message
 
     def __init__(self, group: Group, unit: str, phase: str, operands: Sequence[Operand]) -> None:
         super().__init__(group, unit, phase, operands)
         self.averaging = averaging_by_dtype(self.operands, group, "AllreduceOptions")
-
-    def pack_below(self) -> int:
-        """No limit: all gradients of a dtype travel in one message."""
-        return _NO_LIMIT
 
     def prepare(self, sent: Tensor) -> Tensor:
         """A copy of `sent`, since all_reduce works in place, divided as the sum needs it."""
@@ -294,11 +279,9 @@ class AllReduce(BoundCollective):
 class AllReduceByCaller(AllReduce):
     """Averages over replicas by a function of the caller's, in place of the process group.
 
-    Args:
-        group: the ranks of the mesh that are replicas of each other; often this rank alone.
-        unit, phase, operands: as for other collectives.
-        average: the function; it averages a flat tensor in place, and returns what to wait for (an
-            object with `wait()`, such as a `torch.distributed.Work`), or None if it is done.
+    group: the ranks of the mesh that are replicas of each other; often this rank alone.
+    average: the function; it averages a flat tensor in place, and returns what to wait for (an
+        object with `wait()`, such as a `torch.distributed.Work`), or None if it is done.
     """
 
     def __init__(
@@ -329,7 +312,7 @@ class AllReduceByCaller(AllReduce):
     def _launch(self, flat: Tensor) -> Any:
         with self._errors(), torch.no_grad():
             work = self.average(flat)
-        return _DONE if work is None else work
+        return Works(()) if work is None else work
 
     def wait(self, pending: Pending) -> list[Tensor]:
         """As of other collectives; an error of the caller's `wait()` is a `CollectiveError` too."""
@@ -357,16 +340,6 @@ class AllReduceByCaller(AllReduce):
     def results(self, pending: Pending) -> list[Tensor]:
         """What the function left in the tensors, as views."""
         return self.views(pending)
-
-
-class _Done:
-    """The work of a function that has waited itself."""
-
-    def wait(self) -> None:
-        """Return at once."""
-
-
-_DONE = _Done()
 
 
 class LocalReduce(BoundCollective):

@@ -46,9 +46,7 @@ def _nothing() -> None:
 def compile_all(forms: Sequence[Form], done: Callable[[], None] | None = None) -> None:
     """Compile each of `forms` that was not tried yet, in this order.
 
-    Args:
-        forms: the forms.
-        done: called after each form, before the C++ kernels of all forms are compiled together.
+    done: called after each form, before the C++ kernels of all forms are compiled together.
     """
     kernels = Kernels()
     for form in forms:
@@ -66,9 +64,6 @@ class Form:
     module: the operators, as code that takes a list and empties it.
     failure: why the operators run one by one; None while they do not.
     calls: the regions of this form.
-
-    Args:
-        region: any region of the form.
     """
 
     def __init__(self, region: Region) -> None:
@@ -85,8 +80,7 @@ class Form:
     def compile(self, kernels: Kernels) -> None:
         """Compile the operators, unless that was tried before; fall back if it fails.
 
-        Args:
-            kernels: collects C++ kernels, to be compiled before `check_kernels` is called.
+        `kernels` collects C++ kernels, to be compiled before `check_kernels` is called.
         """
         if self._tried:
             return
@@ -166,10 +160,7 @@ class Form:
 class RegionCall:
     """One region of a lowered program, as the function that its code calls.
 
-    Args:
-        form: the region's form.
-        region: the region.
-        table: the program's regions, which note why one fell back.
+    table: the program's regions, which note why one fell back.
     """
 
     def __init__(self, form: Form, region: Region, table: Regions) -> None:
@@ -263,14 +254,9 @@ def _roots(region: Region) -> list[Any]:
 
 
 def _example_input(val: Any, index: int, sizes: Sizes, symbols: dict[Any, Any], mode: Any) -> Any:
-    """A fake input like `val`, with new symbols in place of those in `val`.
+    """A fake input like `val`, a tensor or a size, with symbols of `sizes` in place of its own.
 
-    Args:
-        val: a tensor or a size.
-        index: the number of the input.
-        sizes: the new symbols.
-        symbols: the new symbol for each old one met so far.
-        mode: the FakeTensorMode.
+    symbols: the new symbol for each old one met so far.
     """
 
     def size_of(size: Any, dim: int) -> Any:

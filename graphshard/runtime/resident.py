@@ -2,15 +2,14 @@
 
 The DTensor that the optimizer sees is a view of this rank's rows in a buffer of `W * ceil(d0/W)`
 rows; of a parameter that is not split along dim 0, the rank's part lies behind the whole. After an
-update the next program gathers the other rows. `unchanged.py` decides whether rows
-that show no sign of a change are gathered. See README.md.
+update the next program gathers the other rows. See README.md.
 """
 
 from __future__ import annotations
 
 import ctypes
 import weakref
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from math import prod
 from typing import Any
 
@@ -21,19 +20,17 @@ from torch.distributed.tensor import DTensor
 from graphshard.errors import PlanError
 from graphshard.planning.layout import ParamLayout
 from graphshard.planning.slabs import pack
+from graphshard.runtime.agreement import Agreement
 from graphshard.runtime.group import Group
 from graphshard.runtime.shards import Shard
 from graphshard.torch_private import compat as torch_compat
 
 
 def host_memory(sizes: Sequence[int], *, pinned: bool) -> list[Tensor]:
-    """Uninitialised memory for tensors of these bytes, in slabs (see `graphshard.planning.slabs`).
+    """Uninitialised uint8 `(bytes,)` of these sizes, in slabs (see `graphshard.planning.slabs`).
 
     Each has a storage of its own, so that saving or copying one does not take its slab with it. A
     slab lives as long as one of them.
-
-    Returns:
-        By tensor, uint8 `(bytes,)`.
     """
     slabs = pack(sizes)
     kind: Any = {"dtype": torch.uint8, "device": "cpu"}
@@ -94,9 +91,8 @@ class ResidentShard(Shard):
         if self._gathers > _KEPT_FOR:
             self._gathered_rows = None
         elif self._gathered_rows is None:
-            with torch.inference_mode(
-                False
-            ):  # or no later call could write it outside of that mode
+            # Or no later call could write it outside of that mode.
+            with torch.inference_mode(False):
                 self._gathered_rows = self.storage.clone()
         else:
             self._gathered_rows.copy_(self.storage)
@@ -171,10 +167,6 @@ def watch_state_dicts(module: nn.Module, shards: Mapping[str, Shard]) -> None:
     """Let resident shards watch the tensors that `module.state_dict()` returns.
 
     A checkpoint may be read straight into these, which does not change the parameter's version.
-
-    Args:
-        module: the sharded module.
-        shards: by parameter name.
     """
     resident = {name: s for name, s in shards.items() if isinstance(s, ResidentShard)}
     if not resident:
@@ -231,11 +223,8 @@ def make_shards(
 ) -> dict[str, Shard]:
     """One `Shard` per parameter, by each of its names.
 
-    Args:
-        layouts: by parameter name; all names of a tied parameter have one layout.
-        group: all ranks.
-        model_params: the model's parameters, by every name.
-        on_host: store shards in the host's memory; ignored parameters stay where they are.
+    All names of a tied parameter have one layout. `on_host` stores shards in the host's memory, but
+    for ignored parameters, which stay where they are.
     """
     by_fqn: dict[str, Shard] = {}
     memory = _memory_on_host(layouts, group) if on_host else {}
@@ -260,3 +249,79 @@ def _memory_on_host(layouts: Mapping[str, ParamLayout], group: Group) -> dict[st
     }
     pieces = host_memory(list(sizes.values()), pinned=group.device.type == "cuda")
     return dict(zip(sizes, pieces, strict=True))
+
+
+class ResidentRows:
+    """The resident parameters of a module that several ranks share: whether rows changed.
+
+    Signs such as version counters tell of most writes, but not of one through `param.data`, and of
+    none that torch did not make. So rows that show no sign are compared with a copy, and the ranks
+    agree.
+
+    shards: these parameters, each once.
+    stale: whether each one has to be gathered before a program reads it, as of the last look.
+    """
+
+    def __init__(self, shards: Iterable[Shard], agreement: Agreement) -> None:
+        self.shards = [
+            s for s in shards if isinstance(s, ResidentShard) and s.layout.world_size > 1
+        ]
+        self.stale: tuple[bool, ...] = ()
+        self._agreement = agreement
+        self._failures = agreement.failures
+
+    def look_for_signs(self) -> None:
+        """Set `stale` by signs alone, which costs no reading of rows."""
+        self.stale = tuple([shard.stale for shard in self.shards])
+
+    def compare(self) -> None:
+        """Set `stale` for a call that is about to run.
+
+        A parameter that shows no sign is gathered nevertheless if no copy of its rows was kept, or
+        if any rank finds a difference between such rows and their copies.
+        """
+        if self._failures != self._agreement.failures:
+            # Some ranks may have looked for signs in a call that failed, and others did not.
+            self._failures = self._agreement.failures
+            for shard in self.shards:
+                shard.forget_gathers()
+        self.look_for_signs()
+        if all(self.stale):
+            return
+        held = [s for s, stale in zip(self.shards, self.stale, strict=True) if not stale]
+        pairs = []
+        for shard in held:
+            pair = shard.rows_to_compare()
+            if pair is None:
+                shard.note_changed()
+            else:
+                pairs.append(pair)
+        if pairs and self._agreement.any_rank(_differ(pairs)):
+            for shard in held:
+                shard.note_changed()
+        self.look_for_signs()
+
+
+def _differ(pairs: Iterable[tuple[Tensor, Tensor]]) -> bool:
+    """Whether two tensors of a pair, equal in shape and dtype, differ in any bit."""
+    words = [_words(mine, other) for mine, other in pairs]
+    if words[0][0].device.type == "cpu":
+        return not all(torch.equal(mine, other) for mine, other in words)
+    # The host waits once for all of them.
+    return bool(torch.stack([torch.ne(mine, other).any() for mine, other in words]).any())
+
+
+def _words(*pair: Tensor) -> list[Tensor]:
+    """The bits of contiguous tensors of one shape, as the widest integers that fit them all.
+
+    A view of rows may begin where no wide integer does, and its copy elsewhere.
+    """
+    size = pair[0].element_size()
+    flat = [tensor.view(-1).view(_INTEGERS.get(size, torch.int64)) for tensor in pair]
+    wider = 8 // size if size < 8 else 1
+    if any(words.numel() % wider or words.storage_offset() % wider for words in flat):
+        return flat
+    return [words.view(torch.int64) for words in flat]
+
+
+_INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32}

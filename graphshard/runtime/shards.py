@@ -4,13 +4,17 @@ A sharded parameter is a `DTensor(Shard(dim))`, and on a mesh of two dimensions 
 `DTensor(Replicate(), Shard(dim))`, laid out as in FSDP2, so that optimizers, gradient clipping and
 distributed checkpoints accept it unchanged. One split along two dims is a
 `DTensor(Shard(dim), Shard(other))` on the same ranks as a grid. The local tensor is the prefix of a
-storage that has room for a full part, and a gather sends that storage without a copy.
+storage that has room for a full part (parts at the end of a dim may be smaller), and a gather sends
+that storage without a copy. Behind one another the storages of all ranks are the buffer of a
+gather, of which a parameter split along dim 0 is a prefix; others are copied between the two.
 """
 
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping
 from functools import cache
+from itertools import product
+from math import prod
 from typing import Any, NoReturn
 
 import torch
@@ -22,8 +26,68 @@ from torch.optim.optimizer import Optimizer, register_optimizer_step_post_hook
 from graphshard.errors import PlanError, RuntimeStateError
 from graphshard.planning.layout import ParamLayout
 from graphshard.runtime.group import Group, strides_of
-from graphshard.runtime.parts import part_of, without_padding
 from graphshard.torch_private import compat as torch_compat
+
+
+def part_of(whole: Tensor, layout: ParamLayout, rank: int) -> Tensor:
+    """The part of the parameter `whole` that `rank` owns, as a view."""
+    for dim, start, stop in layout.part(rank):
+        whole = whole.narrow(dim, start, stop - start)
+    return whole
+
+
+def without_padding(stored: Tensor, shape: tuple[int, ...]) -> Tensor:
+    """The part of `shape` in the contiguous `stored`, which has room for a full one, as a view."""
+    return stored.as_strided(shape, strides_of(shape))
+
+
+def put_together(by_rank: Tensor, whole: Tensor, layout: ParamLayout) -> Tensor:
+    """Copy the memories of all ranks, `(ranks, elements)`, into the parameter `whole`."""
+    for parts, place in _pairs(by_rank, whole, layout):
+        place.copy_(parts)
+    return whole
+
+
+def take_apart(whole: Tensor, layout: ParamLayout) -> Tensor:
+    """A copy of the parameter `whole` as the memories of all ranks, `(ranks, elements)`."""
+    by_rank = whole.new_empty(layout.world_size, layout.shard_numel)
+    grid = by_rank.view(*(ranks for _, ranks in layout.cuts), -1)
+    for axis, (dim, ranks) in enumerate(layout.cuts):
+        full = layout.shape[dim] // max(layout.shard_shape[dim], 1)
+        grid.narrow(axis, full, ranks - full).zero_()  # padding is in these parts alone
+    for parts, place in _pairs(by_rank, whole, layout):
+        parts.copy_(place)
+    return by_rank
+
+
+def _pairs(by_rank: Tensor, whole: Tensor, layout: ParamLayout) -> list[tuple[Tensor, Tensor]]:
+    """Views of both that hold the same elements: a pair for all ranks with parts of one shape."""
+    cuts = layout.cuts
+    grid = by_rank.view(*(ranks for _, ranks in cuts), -1)
+    runs = [_runs(layout.shape[dim], layout.shard_shape[dim]) for dim, _ in cuts]
+    pairs = []
+    for run in product(*runs):
+        parts, place, shape = grid, whole, list(layout.shape)
+        for axis, ((dim, _), (first, count, size)) in enumerate(zip(cuts, run, strict=True)):
+            parts = parts.narrow(axis, first, count)
+            place = place.narrow(dim, first * layout.shard_shape[dim], count * size)
+            shape[dim] = size
+        for (dim, _), (_, count, size) in reversed(list(zip(cuts, run, strict=True))):
+            place = place.unflatten(dim, (count, size))
+        # The first cut is along the lower dim, so each before it has moved a dim on.
+        axes = [dim + axis for axis, (dim, _) in enumerate(cuts)]
+        place = place.movedim(axes, list(range(len(axes))))
+        pairs.append((parts[..., : prod(shape)].unflatten(-1, shape), place))
+    return pairs
+
+
+def _runs(size: int, step: int) -> list[tuple[int, int, int]]:
+    """(first part, number of parts, size of each) for the full parts of a dim, and the last."""
+    if not size:
+        return []
+    full, rest = divmod(size, step)
+    return [(0, full, step), *([(full, 1, rest)] if rest else [])]
+
 
 _STEPS = "_graphshard_steps"
 _OWNER = "_graphshard_owner"  # of a parameter: the first name of the one it is, or was, here
@@ -68,14 +132,9 @@ class Shard:
     whole: `local` is all of `storage`, without padding.
     storage: this rank's part and its padding, of `layout.shard_shape`, in the parameter's dtype.
     local: this rank's part, a prefix of `storage`.
-    param: the `nn.Parameter` that the user sees.
-
-    Args:
-        layout: how the ranks share the parameter.
-        group: all ranks; a parameter is sharded over `group.shard`.
-        model_param: the model's own parameter; its values are not read.
-        host_memory: store it there, uint8 `(bytes,)` on the host (pinned if the ranks compute on
-            CUDA devices), so that its gradient and the optimizer's work are there too.
+    param: the `nn.Parameter` that the user sees; the values of the model's own are not read.
+    host_memory: store it there, uint8 `(bytes,)` on the host (pinned if the ranks compute on CUDA
+        devices), so that its gradient and the optimizer's work are there too.
     """
 
     def __init__(

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import weakref
-from collections.abc import Collection, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -21,19 +21,21 @@ from graphshard.program.aliases import aliases_of, gather_waits, unpacks
 from graphshard.program.collective import Collective, OneTensor, params_of
 from graphshard.program.cut import cut, cut_backward, in_calling_order
 from graphshard.program.program import BACKWARD, FORWARD, BufferEntry, Program
+from graphshard.program.sizes import Sizes
 from graphshard.progress import Progress, Stages
+from graphshard.runtime.calls import Fingerprint
 from graphshard.runtime.cuda_graphs import GraphsFailed, graphs_of
-from graphshard.runtime.fingerprint import Fingerprint
-from graphshard.runtime.host_copies import wait_for_copies
+from graphshard.runtime.lower import put_back_on_error
 from graphshard.runtime.lowered import Bindings, LoweredGraph
 from graphshard.runtime.origin import Replay, overwritten_by, tell
-from graphshard.runtime.random_states import put_back_on_error
 from graphshard.runtime.region import compile_forms
 from graphshard.runtime.resident import ResidentShard
 from graphshard.runtime.shards import Shard
-from graphshard.runtime.strides import tangent_strides, with_stride
+from graphshard.runtime.streams import wait_for_copies
 from graphshard.torch_private import compat as torch_compat
+from graphshard.torch_private.compat import SYMBOLIC
 from graphshard.torch_private.random_ops import may_draw
+from graphshard.torch_private.unbacked import depends_on_values
 from graphshard.verify.rules import verify
 
 # An operator of the graph reads no more of what it overwrites than the shape.
@@ -52,11 +54,7 @@ class Step:
     on_non_finite: the policy's `check_finite`.
     draws, overwrites: whether it draws random numbers, and which arguments of forward it changes.
     replays: the types of the devices whose generators backward sets, to draw again.
-
-    Args:
-        capture: takes calls apart and puts their outputs together.
-        program: `capture.program` after all passes.
-        bindings: the state of the module.
+    program: that of `capture`, which takes calls apart, after all passes.
     """
 
     def __init__(self, capture: Capture, program: Program, bindings: Bindings) -> None:
@@ -77,7 +75,10 @@ class Step:
         self.shards = [bindings.shards[p.fqn] for p in program.params]
         self.inputs_to_grad = [i for i, e in enumerate(program.inputs) if e.requires_grad]
         self.differentiable = [i for i, e in enumerate(program.outputs) if e.tangent is not None]
-        self._tangent_strides = tangent_strides(program)
+        self._tangent_strides = [
+            _strides_of(program.outputs[i].tangent.meta["val"], program.sizes)  # type: ignore[union-attr]
+            for i in self.differentiable
+        ]
         self._read_in_backward = _read_in_backward(
             self.shards, program, {value.name for value in self.saved}
         )
@@ -115,9 +116,8 @@ class Step:
     def run(self, inputs: Sequence[Tensor], arguments: Any = ((), {})) -> Any:
         """The model's return value for a call.
 
-        Args:
-            inputs: aligned with `program.inputs`, on the device of the group.
-            arguments: those of the call, `(args, kwargs)`, to which forward may add tensors.
+        inputs: aligned with `program.inputs`, on the device of the group.
+        arguments: those of the call, `(args, kwargs)`, to which forward may add tensors.
         """
         if self._changes_inputs:
             _require_no_shared_memory(inputs, self.program)
@@ -280,7 +280,7 @@ class Step:
             for t, of in zip(tangents, self._tangent_strides, strict=True)
         ]
         return [
-            t if t is None or stride is None or t.stride() == stride else with_stride(t, stride)
+            t if t is None or stride is None or t.stride() == stride else _with_stride(t, stride)
             for t, stride in zip(tangents, strides, strict=True)
         ]
 
@@ -392,10 +392,9 @@ class _Call:
     ) -> list[Tensor | None]:
         """Run backward and return the gradients of the inputs.
 
-        Args:
-            saved: the tensors that autograd saved; the list is emptied.
-            tangents: the gradients of the differentiable outputs, None where there is none.
-            sets_grads: add the gradients of parameters to their `.grad`.
+        saved: the tensors that autograd saved; the list is emptied.
+        tangents: the gradients of the differentiable outputs, None where there is none.
+        sets_grads: add the gradients of parameters to their `.grad`.
         """
         try:
             return self._backward(saved, tangents, sets_grads)
@@ -518,11 +517,7 @@ def _read_in_backward(
 
     These are inputs of the program that backward uses (shards to gather again, resident
     parameters), and resident parameters that were gathered in place. It may use a view alone.
-
-    Args:
-        shards: of all parameters.
-        program: the program.
-        saved: names of the nodes that are saved for backward.
+    `saved` are the names of the nodes that are saved for backward.
     """
     storages = {param.fqn: [param.node] for param in program.params}
     for wait in gather_waits(program):
@@ -572,3 +567,27 @@ def _no_autocast(device: torch.device) -> Any:
     if torch.is_autocast_enabled(device.type):
         return torch.autocast(device.type, enabled=False)
     return contextlib.nullcontext()
+
+
+Strides = Callable[[tuple[int, ...], Tensor], tuple[int, ...]]
+"""From the symbolic sizes of a call, and a tangent, off which sizes are read that depend on values,
+to the strides that the tangent was traced with, on which backward relies."""
+
+
+def _strides_of(val: Tensor, sizes: Sizes | None) -> Strides:
+    traced = val.stride()
+    if sizes is None or not any(isinstance(stride, SYMBOLIC) for stride in traced):
+        return lambda _, __: traced
+    dims = {
+        torch_compat.size_expression(size): dim
+        for dim, size in enumerate(val.shape)
+        if depends_on_values(size)
+    }
+    evaluate = sizes.evaluator(traced, dims)
+    return lambda values, tangent: evaluate(*values, *map(tangent.size, dims.values()))
+
+
+def _with_stride(tensor: Tensor, stride: tuple[int, ...]) -> Tensor:
+    """A copy of `tensor` with these strides."""
+    result = torch.empty_strided(tensor.shape, stride, dtype=tensor.dtype, device=tensor.device)
+    return result.copy_(tensor)

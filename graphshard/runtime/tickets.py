@@ -20,7 +20,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from graphshard.runtime.fingerprint import Call
+from graphshard.runtime.calls import Call
 from graphshard.runtime.group import Group
 from graphshard.runtime.streams import Launched
 from graphshard.torch_private import compat as torch_compat
@@ -60,13 +60,7 @@ class _Ticket:
 
 
 class Tickets:
-    """The tickets of one module's ranks.
-
-    Args:
-        group: the ranks.
-        store: a part of their Store.
-        module: the module's number, which must be the same on all ranks.
-    """
+    """The tickets of the ranks of one module, whose number must be the same on all of them."""
 
     def __init__(self, group: Group, store: Any, module: int) -> None:
         self._group, self._store, self._module = group, store, module
@@ -145,8 +139,7 @@ class Tickets:
     def calls(self, seconds: float) -> dict[int, tuple[int, Call]]:
         """By rank, the module and the call in which ranks parted, of those that say it in time.
 
-        Args:
-            seconds: to wait for the others, some of which may be stuck.
+        Some may be stuck.
         """
         assert self._parted is not None
         store, begin = self._store, f"parted/{self._parted.count}"

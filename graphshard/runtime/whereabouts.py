@@ -20,7 +20,7 @@ from dataclasses import dataclass
 from functools import cache
 from typing import Any
 
-from graphshard.runtime.meetings import Meetings
+from graphshard.runtime.store import Meetings
 
 logger = logging.getLogger("graphshard")
 
@@ -41,11 +41,8 @@ def connection_of(process_group: Any, store: Any) -> Any:
     """A connection of the watching thread's own, as a call that waits may hold the other.
 
     It is made while all ranks are well. Once the rank that holds the Store is gone, torch tries for
-    twice the Store's timeout, and Python must not end as long as the thread is inside of torch.
-
-    Args:
-        process_group: the ranks; their modules share the connection.
-        store: the Store of the group.
+    twice the Store's timeout, and Python must not end as long as the thread is inside of torch. All
+    modules of the group share it.
     """
     if process_group not in _connections:
         try:
@@ -100,10 +97,8 @@ class Whereabouts:
     def attach(self, meetings: Meetings, *, writes: Any = None, meets: bool = False) -> None:
         """Watch this rank from now on.
 
-        Args:
-            meetings: of the module's ranks, in their part of the Store.
-            writes: the same part by a connection for the watching thread; None: by the same one.
-            meets: all ranks meet at the beginning of each turn.
+        writes: the ranks' part of the Store by a connection for the watching thread.
+        meets: all ranks meet at the beginning of each turn.
         """
         self._store, self._rank, self._size = meetings.store, meetings.rank, meetings.size
         self._timeout = meetings.timeout

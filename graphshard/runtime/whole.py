@@ -17,8 +17,7 @@ from torch import Tensor
 
 from graphshard.runtime.gloo import alias_tensors, empty_aliases
 from graphshard.runtime.group import Group, as_bytes, movable
-from graphshard.runtime.parts import put_together
-from graphshard.runtime.shards import Shard
+from graphshard.runtime.shards import Shard, put_together
 from graphshard.torch_private.coalesced import coalesced
 
 _ALIGNED = 16

@@ -24,7 +24,7 @@ from torch.distributed.tensor import DTensor
 
 from graphshard.errors import CheckpointError
 from graphshard.runtime.agreement import Agreement
-from graphshard.runtime.graph_lifetimes import wait_before_the_end
+from graphshard.runtime.cuda_graphs import wait_before_the_end
 from graphshard.runtime.group import Group
 from graphshard.runtime.lowered import Bindings
 from graphshard.state.dcp import (

@@ -23,7 +23,7 @@ from graphshard.runtime.lowered import Bindings
 from graphshard.runtime.shards import Shard, distinct
 from graphshard.state.raw import Region
 from graphshard.torch_private import compat as torch_compat
-from graphshard.torch_private.full_tensors import full_tensor
+from graphshard.torch_private.dtensors import full_tensor
 
 PIECE_BYTES = 32 * 1024 * 1024
 """Values are read and sent in pieces of about this many bytes, and of at least one row."""

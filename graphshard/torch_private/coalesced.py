@@ -36,14 +36,9 @@ class Works:
 
 
 def coalesced(process_group: Any, name: str, backend: str) -> Callable[..., Any]:
-    """The method `name` of `process_group`, or a call for each tensor where the backend lacks it.
+    """The method `name` of `process_group`, or a call for each tensor where `backend` lacks it.
 
     All ranks have the same backend, and it refuses before it sends anything.
-
-    Args:
-        process_group: the ranks.
-        name: "allgather_into_tensor_coalesced" or "reduce_scatter_tensor_coalesced".
-        backend: of `process_group` on the tensors' device.
     """
 
     def one_by_one(outputs: list[Tensor], inputs: list[Tensor], *options: Any) -> Any:

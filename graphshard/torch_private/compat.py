@@ -7,6 +7,7 @@ that a torch upgrade fails here, with a sentence, and nowhere else.
 from __future__ import annotations
 
 import importlib
+import os
 import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
@@ -216,12 +217,7 @@ def is_bound_to_device(group: Any) -> bool:
 
 
 def _backend(group: Any, device: torch.device) -> Any:
-    try:
-        return group._get_backend(device)
-    except AttributeError as error:
-        raise UnsupportedTorchError(
-            f"torch {torch.__version__} does not tell the backend of a group; use {SUPPORTED}"
-        ) from error
+    return private_of(group, "_get_backend")(device)
 
 
 # -- sharded parameters ---------------------------------------------------------------------------
@@ -295,12 +291,7 @@ def find_infinities() -> Any:
 
 def rewrap_step(optimizer: torch.optim.Optimizer) -> None:
     """Let hooks run around the `step` of the class that `optimizer` has now."""
-    rewrap = getattr(optimizer, "_patch_step_function", None)
-    if rewrap is None:
-        raise UnsupportedTorchError(
-            f"torch {torch.__version__} cannot wrap the step of an optimizer again; use {SUPPORTED}"
-        )
-    rewrap()
+    private_of(optimizer, "_patch_step_function")()
 
 
 def set_grad_dtype(param: torch.Tensor, dtype: torch.dtype) -> None:
@@ -359,12 +350,7 @@ def release_saved_tensors(ctx: Any) -> None:
 
     Otherwise `ctx` keeps each of them to the end of backward.
     """
-    release = getattr(ctx, "maybe_clear_saved_tensors", None)
-    if release is None:
-        raise UnsupportedTorchError(
-            f"torch {torch.__version__} cannot release saved tensors early; use {SUPPORTED}"
-        )
-    release()
+    private_of(ctx, "maybe_clear_saved_tensors")()
 
 
 def fake_tensor() -> type:
@@ -443,8 +429,7 @@ def checkpoint_generator(
 ) -> tuple[str, Callable[..., Iterator[None]]]:
     """Stand `around(context_fn)` in for what surrounds a call of a checkpoint without reentrance.
 
-    Returns:
-        The name of torch's generator in `torch.utils.checkpoint`, and a function to replace it.
+    Gives the name of torch's generator in `torch.utils.checkpoint`, and a function to replace it.
     """
     name = "_checkpoint_without_reentrant_generator"
     if hasattr(torch.utils.checkpoint, f"{name}_impl"):  # since torch 2.15
@@ -471,3 +456,51 @@ def selective_checkpoint_output(out: Any) -> dict[str, Any]:
 def end_allocation(pool: Any) -> None:
     """Stop the allocator of the current device from taking memory of a graph's `pool`."""
     private("torch._C", "_cuda_endAllocateToPool")(torch.cuda.current_device(), pool)
+
+
+def ends_of_groups() -> list[tuple[type, str]]:
+    """The class of process groups, with each of its methods that end a group's communicators.
+
+    `destroy_process_group` calls one of them.
+    """
+    found = _methods(private("torch.distributed.distributed_c10d", "ProcessGroup"))
+    if not found:
+        raise UnsupportedTorchError(
+            f"torch {torch.__version__} shuts no process group down from Python, which "
+            f"cuda_graph=True and background=True need; use {SUPPORTED}"
+        )
+    return found
+
+
+def ends_of_backends() -> list[tuple[type, str]]:
+    """The classes of backends, with each of their methods that end a communicator."""
+    module = "torch.distributed.distributed_c10d"
+    kinds = [private("torch._C._distributed_c10d", "Backend")]
+    if private(module, "is_nccl_available")():
+        kinds.append(private(module, "ProcessGroupNCCL"))
+    return [found for kind in kinds for found in _methods(kind)]
+
+
+def _methods(kind: type) -> list[tuple[type, str]]:
+    return [(kind, name) for name in ("shutdown", "_shutdown", "abort") if name in vars(kind)]
+
+
+def allocator_settings() -> str:
+    """The settings of the CUDA allocator: those of this process, or else of the environment."""
+    current = getattr(torch._C, "_accelerator_getAllocatorSettings", lambda: "")()
+    names = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF")
+    return current or ",".join(os.environ.get(name, "") for name in names)
+
+
+def profiler_check() -> Callable[[], bool]:
+    """The function that tells whether a profiler listens to this thread; it takes 0.1 us.
+
+    True inside `torch.profiler.profile` while it records, and inside `emit_nvtx` or `emit_itt`.
+    """
+    check: Callable[[], bool] = private("torch._C._autograd", "_profiler_enabled")
+    return check
+
+
+def named_range(name: str) -> Any:
+    """A context that a profiler shows as a range; takes 1 us, a `record_function` takes 10."""
+    return private("torch._C._profiler", "_RecordFunctionFast")(name)

@@ -131,9 +131,7 @@ class Kernels:
 class _DeferredKernel:
     """A kernel that is not compiled yet; calling it compiles it alone.
 
-    Args:
-        kernel: its argument types and source.
-        single: compiles one kernel as Inductor does, from argument types and source.
+    single: compiles one kernel as Inductor does, from argument types and source.
     """
 
     def __init__(self, kernel: Kernel, single: Callable[[Sequence[str], str], Any]) -> None:
@@ -176,11 +174,10 @@ def _can_join(source: str) -> bool:
 
 
 def _start_compiling(batch: Sequence[_DeferredKernel]) -> Callable[[], Callable[..., None]] | None:
-    """Start to compile one file of these kernels.
+    """Start to compile one file of these kernels; None if they must be compiled one by one.
 
-    Returns:
-        A function that waits for the file and gives the function that calls one of the kernels by
-        number, or raises the compiler's error. None if they must be compiled one by one.
+    The function returned waits for the file and gives the function that calls one of the kernels by
+    number, or raises the compiler's error.
     """
     if len(batch) < 2:
         return None
@@ -203,9 +200,8 @@ def _log_failure(error: Exception) -> None:
 def join_sources(kernels: Sequence[Kernel], template: str) -> str:
     """The source of a module whose function "kernel" calls one of `kernels`, by number.
 
-    Args:
-        kernels: each becomes `kernel_0`, `kernel_1` and so on.
-        template: Inductor's template that binds a C++ function to Python.
+    They become `kernel_0`, `kernel_1` and so on. `template` is Inductor's, which binds a C++
+    function to Python.
     """
     # From torch 2.15 on arguments come as an array, before as a tuple.
     array = "PyObject* const* args" in template

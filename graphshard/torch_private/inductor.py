@@ -80,9 +80,8 @@ def require_inductor() -> None:
 def compiling(environment: Any, kernels: Kernels) -> Iterator[Any]:
     """The context of a compilation; gives the FakeTensorMode its example inputs are made in.
 
-    Args:
-        environment: the ShapeEnv of the sizes. Inductor's cache on disk is not used without one.
-        kernels: collects the kernels to make before the compiled graph may be called.
+    environment: the ShapeEnv of the sizes. Inductor's cache on disk is not used without one.
+    kernels: collects the kernels to make before the compiled graph may be called.
     """
     guards = importlib.import_module("torch._guards")
     config = importlib.import_module("torch._inductor.config")
@@ -120,12 +119,8 @@ def _renamed_reads() -> AbstractContextManager[Any]:
 def compile_graph(graph: fx.GraphModule, inputs: Sequence[Any], mode: Any) -> Compiled:
     """Compile `graph`, whose results are a list of tensors, for calls like `inputs`.
 
-    Results have the strides that the graph's own operators give them.
-
-    Args:
-        graph: of operators that write nowhere; it is traced, and stays as it is.
-        inputs: FakeTensors of `mode`, and symbolic sizes.
-        mode: the FakeTensorMode of `compiling`.
+    Its operators write nowhere, and it stays as it is. Results have the strides that its own
+    operators give them. Inputs are FakeTensors of `mode`, that of `compiling`, and symbolic sizes.
     """
     make_fx = importlib.import_module("torch.fx.experimental.proxy_tensor").make_fx
     decompositions = {
@@ -212,13 +207,7 @@ def with_joint_passes(
     """`traced` as Inductor's joint passes rewrite it; itself where they may not.
 
     Passes that measure (`pad_mm`, on GPUs) allocate and run kernels now; torch's random generators
-    are put back afterwards.
-
-    Args:
-        traced: a region's graph, whose results are a list of tensors; it stays as it is.
-        inputs: FakeTensors of `mode`, and symbolic sizes.
-        promised: the results of the region's own operators for `inputs`.
-        mode: the FakeTensorMode.
+    are put back afterwards. `promised` are the results of the region's own operators for `inputs`.
     """
     config = importlib.import_module("torch._inductor.config")
     if not config.use_joint_graph_passes:

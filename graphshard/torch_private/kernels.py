@@ -273,14 +273,7 @@ OTHERWISE = frozenset((*_OTHER_NUMBERS, *_OTHER_STRIDES))
 
 
 def as_real(operator: Any, args: Sequence[Any], kwargs: Mapping[str, Any], results: Any) -> Any:
-    """`results` of `operator` on fake tensors, with what its real kernel gives.
-
-    Args:
-        operator: any operator.
-        args: its arguments.
-        kwargs: those by name.
-        results: what its fake kernel gave; returned as they are for most operators.
-    """
+    """`results` of the fake kernel of `operator`, with what its real kernel gives."""
     if operator not in OTHERWISE:
         return results
     given = arguments(operator, args, kwargs)
@@ -320,12 +313,7 @@ def stated_results(operator: Any, args: Sequence[Any], kwargs: Mapping[str, Any]
 
 
 def computes_otherwise(operator: Any, operands: Sequence[Any]) -> bool:
-    """Whether the real kernel may give other dtypes or shapes than code made from the fake one.
-
-    Args:
-        operator: any operator.
-        operands: its tensors, and whatever else.
-    """
+    """Whether the real kernel may give other dtypes or shapes than code made from the fake one."""
     if operator not in _OTHER_NUMBERS:
         return False
     tensors = [value for value in operands if isinstance(value, Tensor)]

@@ -10,7 +10,7 @@ import contextlib
 import importlib
 import threading
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from functools import partial
 from types import ModuleType
 from typing import Any
@@ -86,22 +86,17 @@ def patched(
     name: Any,
     new: Any,
     *,
-    expects: Callable[[Any], bool] | None = None,
     where: str | None = None,
 ) -> Iterator[Any]:
     """Replace attribute `name` of `owner` inside the context, which gives the original.
 
     Contexts may nest, also on one attribute, and those of several threads may overlap.
 
-    Args:
-        owner: an object; the path of a module; a dict, whose entry is replaced; or a set, which
-            has the member `name` meanwhile, given as `new` too.
-        name: of the attribute, the key of the entry, or the member.
-        new: the value meanwhile.
-        expects: whether the original is of the kind that `new` can stand for.
-        where: what `active_patches` and errors call it; None: its path.
+    owner: an object; the path of a module; a dict, whose entry is replaced; or a set, which has the
+        member `name` meanwhile, given as `new` too.
+    where: what `active_patches` and errors call it; None: its path.
     """
-    patch = _put_in_place(owner, name, new, expects, where)
+    patch = _put_in_place(owner, name, new, where)
     try:
         yield patch.original
     except BaseException:
@@ -119,11 +114,10 @@ def patched_for_good(
     name: Any,
     new: Any,
     *,
-    expects: Callable[[Any], bool] | None = None,
     where: str | None = None,
 ) -> None:
     """Replace attribute `name` of `owner` for as long as that lives; see `patched`."""
-    _put_in_place(owner, name, new, expects, where)
+    _put_in_place(owner, name, new, where)
 
 
 def dtensor_handlers() -> dict[Any, Any]:
@@ -142,9 +136,7 @@ def replace_dtensor_handler(op: Any, handler: Any) -> None:
     patched_for_good(handlers, op, replacement, where=f"the handler of DTensors for {op}")
 
 
-def _put_in_place(
-    owner: Any, name: Any, new: Any, expects: Callable[[Any], bool] | None, where: str | None
-) -> _Patch:
+def _put_in_place(owner: Any, name: Any, new: Any, where: str | None) -> _Patch:
     if isinstance(owner, str):
         try:
             owner = importlib.import_module(owner)
@@ -154,8 +146,6 @@ def _put_in_place(
         patch = _Patch(owner, name, new, where)
         if patch.original is _MISSING and not isinstance(owner, set):
             raise _unsupported(patch.where)
-        if expects is not None and not expects(patch.original):
-            raise _unsupported(f"{patch.where} of the kind that graphshard can replace")
         patch.put(new)
         _active[:] = [*_alive(), patch]
     return patch

@@ -97,9 +97,7 @@ def tracing_rules(rules: Mapping[Any, Callable[..., Any] | None]) -> Iterator[No
             others = {key: kernel for key, kernel in kernels.items() if key not in keys}
             new = others if rule is None else others | dict.fromkeys(keys, rule)
             for name, table in (("py_kernels", new), ("_dispatch_cache", {})):
-                stack.enter_context(
-                    patched(op, name, table, expects=_is_dict, where=f"torch.ops.{op}.{name}")
-                )
+                stack.enter_context(patched(op, name, table, where=f"torch.ops.{op}.{name}"))
         yield
 
 
@@ -214,7 +212,3 @@ def keep_matrix_checks() -> Iterator[None]:
         patched(unread, _CHECK, _CHECK, where="torch.fx.node._side_effectful_functions"),
     ):
         yield
-
-
-def _is_dict(value: Any) -> bool:
-    return isinstance(value, dict)

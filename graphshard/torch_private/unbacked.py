@@ -94,12 +94,7 @@ def forget_promises(environment: Any) -> None:
 
 
 def promises(environment: Any, equal: Mapping[Any, Any]) -> Iterator[Promise]:
-    """The conditions on unbacked symbols that a trace assumed.
-
-    Args:
-        environment: the ShapeEnv.
-        equal: the symbols to be read as others.
-    """
+    """The conditions on unbacked symbols that a trace assumed; those in `equal` read as others."""
     seen = {sympy.true}
     for deferred in environment.deferred_runtime_asserts.values():
         for each in deferred:
@@ -127,11 +122,7 @@ def undecided_error() -> type[Exception]:
 
 
 def asks_if_empty(error: Any) -> bool | None:
-    """The answer for a size that is not 0, if `error` is about nothing but that; None otherwise.
-
-    Args:
-        error: one of `undecided_error()`, or another exception.
-    """
+    """The answer for a size that is not 0, if `error` is about nothing but that; None otherwise."""
     condition: Any = getattr(error, "cond", None)
     if not isinstance(error, undecided_error()) or not condition.is_Relational:
         return None
@@ -154,10 +145,7 @@ def answering_if_empty(
 ) -> Iterator[None]:
     """Answer questions whether a size is 0 by `empty`, and promise the answer.
 
-    Args:
-        environment: the ShapeEnv.
-        empty: the answer.
-        note: called with each condition so promised, and the line of user code that asks.
+    note: called with each condition so promised, and the line of user code that asks.
     """
     evaluate = environment.evaluate_expr
 
@@ -201,10 +189,8 @@ def keep_items() -> Iterator[None]:
 def drop_unread_items(graph: fx.Graph, environment: Any) -> list[str]:
     """Erase each `.item()` that no node reads and no promise is about, with what is read by it.
 
-    A number folded to a constant is among them.
-
-    Returns:
-        The user's lines that read the others, which may have printed or stored them.
+    A number folded to a constant is among them. Gives the user's lines that read the others, which
+    may have printed or stored them.
     """
     promised = {s for promise in promises(environment, {}) for s in promise.condition.free_symbols}
     unread = [

@@ -32,8 +32,8 @@ from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from graphshard.errors import GraphshardError, RuntimeStateError
+from graphshard.runtime.calls import is_shared
 from graphshard.runtime.lowered import LoweredGraph
-from graphshard.runtime.reports import is_shared
 
 SHAPE = (2, 4)
 

@@ -11,7 +11,8 @@ import torch
 from torch import nn
 
 from graphshard.module.on_all_ranks import on_all_ranks
-from graphshard.runtime.agreement import Agreement, listed
+from graphshard.runtime.agreement import Agreement
+from graphshard.runtime.calls import listed
 from graphshard.runtime.group import Group
 
 

@@ -27,7 +27,7 @@ from graphshard.errors import (
     RuntimeStateError,
 )
 from graphshard.runtime.agreement import Agreement
-from graphshard.runtime.fingerprint import Fingerprint
+from graphshard.runtime.calls import Fingerprint
 from graphshard.runtime.group import find_group
 
 X = torch.ones(4, 8)

@@ -23,8 +23,8 @@ from graphshard.policy.units import BlockPolicy
 from graphshard.program import ops
 from graphshard.program.storages import live_unsharded, storages_of
 from graphshard.program.text import full_text
-from graphshard.runtime.fingerprint import Fingerprint
-from graphshard.runtime.parts import part_of, put_together, take_apart, without_padding
+from graphshard.runtime.calls import Fingerprint
+from graphshard.runtime.shards import part_of, put_together, take_apart, without_padding
 
 SHAPES = st.lists(st.one_of(st.integers(1, 9), st.integers(1, 3000)), min_size=1, max_size=4)
 

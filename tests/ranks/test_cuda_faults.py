@@ -21,13 +21,12 @@ from torch import Tensor
 
 import graphshard
 from examples.gpt import Block
-from graphshard.runtime import cuda_graphs, host_copies, lower, step
+from graphshard.runtime import cuda_graphs, gather, lower, step, streams
 from graphshard.runtime.collectives import BoundCollective
 from graphshard.runtime.cuda_graphs import _CapturedGraph
-from graphshard.runtime.gather import AllGather, _Copies
-from graphshard.runtime.host_copies import Copy
+from graphshard.runtime.gather import AllGather
 from graphshard.runtime.reduce import AllReduce, ReduceScatterByReduce
-from graphshard.runtime.streams import Launched, SideStream, copy_stream
+from graphshard.runtime.streams import Copy, Launched, SideStream, copy_stream
 
 pytestmark = [pytest.mark.cuda, pytest.mark.slow]
 
@@ -149,12 +148,12 @@ def operands_are_given_back_at_the_launch(cls: Any, put: Put, rank: int) -> None
 
 
 def shards_are_cast_behind_the_launch(put: Put, rank: int) -> None:
-    def before(self: _Copies, launch: Callable[..., Any], *args: Any) -> Any:
+    def launch_and_copy(copies: Any, launch: Callable[..., Any], *args: Any) -> Any:
         work = launch(*args)
-        self.make()
+        gather._copy_all(copies)
         return work
 
-    put(_Copies, "before", before)
+    put(gather, "_copy_and_launch", launch_and_copy)
 
 
 def everything_is_reduced_in_place(put: Put, rank: int) -> None:
@@ -210,7 +209,7 @@ def a_copy_arrives_unwaited_for(put: Put, rank: int) -> None:
 
 
 def no_event_behind_copies(direction: str, put: Put, rank: int) -> None:
-    copy = host_copies._copy
+    copy = streams._copy
     kept: list[Any] = []
 
     def unwatched(new: Tensor, source: Tensor, device: torch.device, way: str) -> Any:
@@ -220,16 +219,16 @@ def no_event_behind_copies(direction: str, put: Put, rank: int) -> None:
         kept.append(launched)
         return None
 
-    put(host_copies, "_copy", unwatched)
+    put(streams, "_copy", unwatched)
 
 
 def a_source_is_given_back_at_once(put: Put, rank: int) -> None:
     def to_host(tensor: Tensor) -> Copy:
-        host = host_copies.new_host(tensor)
-        return Copy(host, host, host_copies._copy(host, tensor, tensor.device, "out"))
+        host = streams.new_host(tensor)
+        return Copy(host, host, streams._copy(host, tensor, tensor.device, "out"))
 
     to_host.__module__ = "graphshard"
-    put(host_copies, "to_host", to_host)
+    put(streams, "to_host", to_host)
 
 
 def the_host_does_not_wait_for_copies(put: Put, rank: int) -> None:

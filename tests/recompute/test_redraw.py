@@ -24,7 +24,7 @@ from graphshard.program.collective import begins_replay
 from graphshard.program.program import BACKWARD, FORWARD, RECOMPUTED, REPLAYS, Program
 from graphshard.program.regions import REGION
 from graphshard.program.storages import SAVED, storages_of
-from graphshard.runtime.random_states import bind_random_state, put_back_on_error
+from graphshard.runtime.lower import bind_random_state, put_back_on_error
 from graphshard.verify.rules import verify
 
 aten = torch.ops.aten

@@ -24,7 +24,7 @@ from torch.distributed.device_mesh import init_device_mesh
 
 import graphshard
 from graphshard.errors import CollectiveError, PolicyError, RuntimeStateError
-from graphshard.torch_private.full_tensors import full_tensor
+from graphshard.torch_private.dtensors import full_tensor
 
 HYBRID = graphshard.BlockPolicy({Block}, strategy="HYBRID_SHARD")
 

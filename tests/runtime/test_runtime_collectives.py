@@ -23,7 +23,6 @@ from graphshard.runtime import gloo
 from graphshard.runtime.collectives import BoundCollective, Operand, wait
 from graphshard.runtime.gather import AllGather, AllGatherInPlace, Gathered, LocalGather, free
 from graphshard.runtime.group import Group, find_group
-from graphshard.runtime.parts import part_of, without_padding
 from graphshard.runtime.reduce import (
     AllReduce,
     LocalReduce,
@@ -31,6 +30,7 @@ from graphshard.runtime.reduce import (
     ReduceScatterByPairExchange,
     ReduceScatterByReduce,
 )
+from graphshard.runtime.shards import part_of, without_padding
 
 ENDS = """
 import atexit, threading, time, torch.distributed as dist

@@ -30,7 +30,7 @@ from graphshard.errors import (
 from graphshard.runtime import group as of_groups
 from graphshard.runtime.collectives import wait
 from graphshard.runtime.gather import AllGather
-from graphshard.torch_private.full_tensors import full_tensor
+from graphshard.torch_private.dtensors import full_tensor
 
 BLOCK = graphshard.BlockPolicy({Block})
 

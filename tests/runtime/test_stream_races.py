@@ -24,8 +24,7 @@ from graphshard.program import ops, packing
 from graphshard.program.aliases import gather_waits
 from graphshard.program.program import Program
 from graphshard.runtime.collectives import BoundCollective, Pending
-from graphshard.runtime.host_copies import Copy
-from graphshard.runtime.streams import Launched, communicator_stream, copy_stream
+from graphshard.runtime.streams import Copy, Launched, communicator_stream, copy_stream
 
 FP16 = graphshard.MixedPrecision(param_dtype=torch.bfloat16, reduce_dtype=torch.float16)
 OPTIONS: dict[str, dict[str, Any]] = {

@@ -13,9 +13,9 @@ from ranks import on_ranks
 
 from graphshard.errors import CollectiveError, FingerprintError
 from graphshard.runtime.agreement import Agreement
-from graphshard.runtime.fingerprint import Call, Fingerprint
+from graphshard.runtime.calls import Call, Fingerprint
 from graphshard.runtime.group import Group, find_group
-from graphshard.runtime.meetings import Meetings
+from graphshard.runtime.store import Meetings
 from graphshard.runtime.tickets import Tickets
 
 TIMEOUT = 2.0

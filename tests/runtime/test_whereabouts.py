@@ -21,7 +21,7 @@ import graphshard
 from graphshard.errors import CollectiveError
 from graphshard.runtime import whereabouts
 from graphshard.runtime.collectives import BoundCollective, Pending
-from graphshard.runtime.meetings import Meetings
+from graphshard.runtime.store import Meetings
 from graphshard.runtime.whereabouts import At, Whereabouts, _Watch
 
 TIMEOUT = 3.0

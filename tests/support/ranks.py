@@ -20,7 +20,7 @@ import torch.distributed as dist
 from torch.distributed.tensor import DTensor
 
 from examples.benchmarks.gpu_ranks import join
-from graphshard.torch_private.full_tensors import full_tensor
+from graphshard.torch_private.dtensors import full_tensor
 
 Check = Callable[[int], None]
 

@@ -23,7 +23,6 @@ from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from graphshard.runtime import host_copies
 from graphshard.runtime import streams as side_streams
 from graphshard.runtime.streams import SideStream
 
@@ -225,7 +224,7 @@ class Races(TorchDispatchMode):
     # -- the context ----------------------------------------------------------------------------
 
     def __enter__(self) -> Self:
-        self._resize, self._new_host = torch.UntypedStorage.resize_, host_copies.new_host
+        self._resize, self._new_host = torch.UntypedStorage.resize_, side_streams.new_host
         resize, new_host = self._resize, self._new_host
 
         def noted_resize(storage: torch.UntypedStorage, size: int) -> None:
@@ -241,13 +240,13 @@ class Races(TorchDispatchMode):
             return made
 
         torch.UntypedStorage.resize_ = noted_resize  # type: ignore[method-assign]
-        host_copies.new_host = noted_host
+        side_streams.new_host = noted_host
         return super().__enter__()
 
     def __exit__(self, *exception: object) -> None:
         super().__exit__(*exception)
         torch.UntypedStorage.resize_ = self._resize  # type: ignore[method-assign]
-        host_copies.new_host = self._new_host
+        side_streams.new_host = self._new_host
 
 
 @contextmanager
@@ -260,11 +259,11 @@ def recorded_streams(cuda: RecordedCuda) -> Iterator[None]:
         return found.setdefault(direction, SideStream(device, cuda))
 
     side_streams.communicator_stream = lambda device: SideStream(device, cuda, priority=-1)
-    host_copies.copy_stream = copy_stream
+    side_streams.copy_stream = copy_stream
     try:
         yield
     finally:
-        side_streams.communicator_stream, host_copies.copy_stream = made, copying
+        side_streams.communicator_stream, side_streams.copy_stream = made, copying
 
 
 def tensors_in(tree: Any) -> list[Tensor]:

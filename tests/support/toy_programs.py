@@ -30,7 +30,7 @@ from graphshard.program.program import (
     Program,
     Results,
 )
-from graphshard.runtime import parts
+from graphshard.runtime import shards as stored
 
 aten = torch.ops.aten
 WIDTH, VOCAB, BATCH = 6, 10, 4
@@ -386,9 +386,10 @@ def shard(full: Tensor, plan: ShardingPlan, name: str, rank: int) -> Tensor:
 
 def part_of(full: Tensor, layout: ParamLayout, rank: int) -> Tensor:
     """What `rank` holds by `layout`, zeros where it is padding."""
-    stored = full.new_zeros(layout.shard_shape)
-    parts.without_padding(stored, layout.part_shape(rank)).copy_(parts.part_of(full, layout, rank))
-    return stored
+    padded = full.new_zeros(layout.shard_shape)
+    part = stored.part_of(full, layout, rank)
+    stored.without_padding(padded, layout.part_shape(rank)).copy_(part)
+    return padded
 
 
 def assert_same_values(captured: Program, program: Program, plan: ShardingPlan) -> None:

@@ -17,7 +17,7 @@ from torch.distributed.tensor import (
     distribute_tensor,
 )
 
-from graphshard.torch_private.full_tensors import full_tensor
+from graphshard.torch_private.dtensors import full_tensor
 
 ONE_SPLIT: list[tuple[tuple[int, ...], Placement]] = [
     ((8, 3), Shard(0)),
