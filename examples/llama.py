@@ -9,9 +9,10 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+
+from examples import gpt
 
 
 @dataclass(frozen=True)
@@ -26,35 +27,11 @@ class LlamaConfig:
     hidden: int = 14_336
 
 
-class Linear(nn.Linear):
+class Linear(gpt.Linear):
     """A linear layer without bias whose weight starts normal with deviation 0.02."""
 
     def __init__(self, inputs: int, outputs: int) -> None:
-        super().__init__(inputs, outputs, bias=False)
-
-    def reset_parameters(self) -> None:
-        nn.init.normal_(self.weight, std=0.02)
-
-
-class Embedding(nn.Embedding):
-    """An embedding that starts normal with deviation 0.02."""
-
-    def reset_parameters(self) -> None:
-        nn.init.normal_(self.weight, std=0.02)
-
-
-def rotations(length: int, size: int, device: torch.device) -> Tensor:
-    """Cosines and sines of rotary position embeddings (Su et al. 2021): `(2, length, size / 2)`."""
-    frequency = 500_000.0 ** (torch.arange(0, size, 2, device=device) / -size)
-    angle = torch.outer(torch.arange(length, device=device), frequency)
-    return torch.stack((angle.cos(), angle.sin()))
-
-
-def rotate(x: Tensor, rotation: Tensor) -> Tensor:
-    """Turn the halves of the last dim of `x`, `(..., length, size)`, by their position's angle."""
-    cos, sin = rotation.to(x.dtype)
-    a, b = x.chunk(2, dim=-1)
-    return torch.cat((a * cos - b * sin, a * sin + b * cos), dim=-1)
+        super().__init__(inputs, outputs, std=0.02, bias=False)
 
 
 class Attention(nn.Module):
@@ -74,7 +51,7 @@ class Attention(nn.Module):
         q = self.q(x).view(batch, length, self.heads, self.size).transpose(1, 2)
         k = self.k(x).view(batch, length, self.kv_heads, self.size).transpose(1, 2)
         v = self.v(x).view(batch, length, self.kv_heads, self.size).transpose(1, 2)
-        q, k = rotate(q, rotation), rotate(k, rotation)
+        q, k = gpt.rotate(q, rotation), gpt.rotate(k, rotation)
         shared = self.heads // self.kv_heads
         k, v = (t.repeat_interleave(shared, dim=1) for t in (k, v))
         y = F.scaled_dot_product_attention(q, k, v, is_causal=True)
@@ -115,14 +92,14 @@ class Llama(nn.Module):
     def __init__(self, config: LlamaConfig) -> None:
         super().__init__()
         self.config = config
-        self.tokens = Embedding(config.vocab, config.width)
+        self.tokens = gpt.Embedding(config.vocab, config.width)
         self.blocks = nn.ModuleList(Block(config) for _ in range(config.layers))
         self.norm = nn.RMSNorm(config.width, eps=1e-5)
         self.head = Linear(config.width, config.vocab)
 
     def forward(self, idx: Tensor, targets: Tensor) -> Tensor:
         size = self.config.width // self.config.heads
-        rotation = rotations(idx.shape[1], size, idx.device)
+        rotation = gpt.rotations(idx.shape[1], size, idx.device, base=500_000.0)
         x = self.tokens(idx)
         for block in self.blocks:
             x = block(x, rotation)

@@ -25,7 +25,6 @@ from gpt import GPT, GPTConfig
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
 
 import graphshard
 from graphshard.cli.policy import parse_policy
@@ -132,17 +131,6 @@ class Trainer:
         return total
 
 
-def unsharded_copy(sharded: nn.Module, config: GPTConfig, device: torch.device) -> GPT:
-    """A plain model with the same weights. All ranks must call this: it gathers them."""
-    full = {
-        name: value.full_tensor() if isinstance(value, DTensor) else value.clone()
-        for name, value in sharded.state_dict().items()
-    }
-    model = GPT(config).to(device)
-    model.load_state_dict(full)
-    return model
-
-
 def live(args: argparse.Namespace, console: Console) -> Progress:
     """The live line; `show` says the same in a few plain lines where there is no terminal."""
     return Progress(
@@ -222,8 +210,10 @@ def run(args: argparse.Namespace, device: torch.device) -> bool:
 
     reference = None
     if args.check:
-        copy = unsharded_copy(sharded, config, device)
-        reference = copy if RANK == 0 else None
+        full = sharded.full_state_dict()  # {} on ranks other than 0
+        if RANK == 0:
+            reference = GPT(config).to(device)
+            reference.load_state_dict(full)
     loss, differences = train(args, sharded, reference, batches, console)
     held_out = held_out_loss(sharded, batches)
     console.print(f"\ntraining loss {loss:.3f}, held-out loss {held_out:.3f} nats per byte")

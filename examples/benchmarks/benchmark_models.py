@@ -49,12 +49,12 @@ def loss_of(output: Any) -> Tensor:
 # -- batches -----------------------------------------------------------------------------------
 
 
-def tokens(batch: int, length: int, vocab: int = VOCAB, **more: Any) -> Draw:
+def tokens(batch: int, length: int, vocab: int = VOCAB) -> Draw:
     """Token ids, int64 (batch * scale, length), which are the labels as well."""
 
     def draw(scale: int, generator: torch.Generator | None) -> Batch:
         ids = torch.randint(vocab, (batch * scale, length), generator=generator)
-        return {"input_ids": ids, "labels": ids.clone(), **more}
+        return {"input_ids": ids, "labels": ids.clone()}
 
     return draw
 
@@ -90,10 +90,6 @@ def gpt(layers: int, width: int, heads: int, dropout: float = 0.1) -> Build:
     return lambda: GPT(GPTConfig(VOCAB, layers, heads, width, dropout))
 
 
-def _small_gpt() -> nn.Module:
-    return GPT(GPTConfig(vocab=SMALL_VOCAB, layers=3, heads=4, width=64, dropout=0.1, tied=True))
-
-
 def transformer(kind: str, task: str, **sizes: Any) -> Build:
     """A model of transformers: `LlamaForCausalLM(LlamaConfig(**sizes))` for Llama, ForCausalLM."""
 
@@ -105,6 +101,84 @@ def transformer(kind: str, task: str, **sizes: Any) -> Build:
         return model
 
     return build
+
+
+def llama(
+    width: int, hidden: int, layers: int, heads: int, kv_heads: int, vocab: int, **more: Any
+) -> Build:
+    """A Llama of transformers."""
+    return transformer(
+        "Llama",
+        "ForCausalLM",
+        hidden_size=width,
+        intermediate_size=hidden,
+        num_hidden_layers=layers,
+        num_attention_heads=heads,
+        num_key_value_heads=kv_heads,
+        vocab_size=vocab,
+        use_cache=False,
+        **more,
+    )
+
+
+def bert(width: int, hidden: int, layers: int, heads: int, **more: Any) -> Build:
+    """A BERT of transformers."""
+    return transformer(
+        "Bert",
+        "ForMaskedLM",
+        hidden_size=width,
+        intermediate_size=hidden,
+        num_hidden_layers=layers,
+        num_attention_heads=heads,
+        **more,
+    )
+
+
+def t5(width: int, head: int, hidden: int, layers: int, heads: int, **more: Any) -> Build:
+    """A T5 of transformers, `layers` blocks in each half."""
+    return transformer(
+        "T5",
+        "ForConditionalGeneration",
+        d_model=width,
+        d_kv=head,
+        d_ff=hidden,
+        num_layers=layers,
+        num_heads=heads,
+        decoder_start_token_id=0,
+        use_cache=False,
+        **more,
+    )
+
+
+def regnet(first: int, sizes: list[int], depths: list[int], groups: int, labels: int) -> Build:
+    """A RegNet of transformers."""
+    return transformer(
+        "RegNet",
+        "ForImageClassification",
+        embedding_size=first,
+        hidden_sizes=sizes,
+        depths=depths,
+        groups_width=groups,
+        num_labels=labels,
+    )
+
+
+def mixtral(width: int, hidden: int, layers: int, experts: int, vocab: int, **more: Any) -> Build:
+    """A Mixtral of transformers, each token by two experts."""
+    return transformer(
+        "Mixtral",
+        "ForCausalLM",
+        vocab_size=vocab,
+        hidden_size=width,
+        intermediate_size=hidden,
+        num_hidden_layers=layers,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        num_local_experts=experts,
+        num_experts_per_tok=2,
+        use_cache=False,
+        **more,
+    )
 
 
 class LowRank(nn.Module):
@@ -122,22 +196,12 @@ class LowRank(nn.Module):
         return result
 
 
-_small_llama = transformer(
-    "Llama",
-    "ForCausalLM",
-    vocab_size=SMALL_VOCAB,
-    hidden_size=64,
-    intermediate_size=176,
-    num_hidden_layers=3,
-    num_attention_heads=4,
-    num_key_value_heads=2,
-    max_position_embeddings=64,
-)
+_small_llama = llama(64, 176, 3, 4, 2, SMALL_VOCAB)
 
 
 def _lora() -> nn.Module:
     model = _small_llama().requires_grad_(False)
-    for layer in model.model.layers:  # type: ignore[union-attr]
+    for layer in model.model.layers:
         layer.self_attn.q_proj = LowRank(layer.self_attn.q_proj)
         layer.self_attn.v_proj = LowRank(layer.self_attn.v_proj)
     return model
@@ -145,129 +209,43 @@ def _lora() -> nn.Module:
 
 # -- models to time ----------------------------------------------------------------------------
 
-_llama = transformer(
-    "Llama",
-    "ForCausalLM",
-    vocab_size=VOCAB,
-    hidden_size=320,
-    intermediate_size=864,
-    num_hidden_layers=6,
-    num_attention_heads=8,
-    num_key_value_heads=2,
-    use_cache=False,
-)
-_bert = transformer(
-    "Bert",
-    "ForMaskedLM",
-    vocab_size=VOCAB,
-    hidden_size=384,
-    num_hidden_layers=4,
-    num_attention_heads=6,
-    intermediate_size=1536,
-)
-_t5 = transformer(
-    "T5",
-    "ForConditionalGeneration",
-    vocab_size=VOCAB,
-    d_model=256,
-    d_kv=64,
-    d_ff=1024,
-    num_layers=4,
-    num_heads=4,
-    decoder_start_token_id=0,
-    use_cache=False,
-)
-_regnet = transformer(
-    "RegNet",
-    "ForImageClassification",
-    embedding_size=32,
-    hidden_sizes=[64, 128, 256, 512],
-    depths=[1, 2, 4, 1],
-    groups_width=32,
-    num_labels=100,
-)
-_mixtral = transformer(
-    "Mixtral",
-    "ForCausalLM",
-    vocab_size=VOCAB,
-    hidden_size=256,
-    intermediate_size=512,
-    num_hidden_layers=4,
-    num_attention_heads=4,
-    num_key_value_heads=2,
-    num_local_experts=8,
-    num_experts_per_tok=2,
-    use_cache=False,
-)
+_llama = llama(320, 864, 6, 8, 2, VOCAB)
+_bert = bert(384, 1536, 4, 6, vocab_size=VOCAB)
+_t5 = t5(256, 64, 1024, 4, 4, vocab_size=VOCAB)
+_regnet = regnet(32, [64, 128, 256, 512], [1, 2, 4, 1], 32, 100)
+_mixtral = mixtral(256, 512, 4, 8, VOCAB)
 
-TIMED = (
-    Model("gpt-small", gpt(4, 256, 4), ("Block",), gpt_tokens(4, 128)),
-    Model("gpt", gpt(8, 512, 8), ("Block",), gpt_tokens(2, 256)),
-    Model("llama", _llama, ("LlamaDecoderLayer",), tokens(2, 256)),
-    Model("bert", _bert, ("BertLayer",), tokens(4, 128)),
-    Model("t5", _t5, ("T5Block",), tokens(4, 128)),
-    Model("regnet", _regnet, ("RegNetYLayer",), images(8, 96)),
-    Model("moe", _mixtral, ("MixtralDecoderLayer",), tokens(4, 128)),
-)
+TIMED = {
+    model.name: model
+    for model in (
+        Model("gpt-small", gpt(4, 256, 4), ("Block",), gpt_tokens(4, 128)),
+        Model("gpt", gpt(8, 512, 8), ("Block",), gpt_tokens(2, 256)),
+        Model("llama", _llama, ("LlamaDecoderLayer",), tokens(2, 256)),
+        Model("bert", _bert, ("BertLayer",), tokens(4, 128)),
+        Model("t5", _t5, ("T5Block",), tokens(4, 128)),
+        Model("regnet", _regnet, ("RegNetYLayer",), images(8, 96)),
+        Model("moe", _mixtral, ("MixtralDecoderLayer",), tokens(4, 128)),
+    )
+}
 
 # -- models to weigh ---------------------------------------------------------------------------
 
-_small_bert = transformer(
-    "Bert",
-    "ForMaskedLM",
-    vocab_size=SMALL_VOCAB,
-    hidden_size=64,
-    num_hidden_layers=3,
-    num_attention_heads=4,
-    intermediate_size=192,
-    max_position_embeddings=64,
-)
-_small_t5 = transformer(
-    "T5",
-    "ForConditionalGeneration",
-    vocab_size=SMALL_VOCAB,
-    d_model=64,
-    d_kv=16,
-    d_ff=160,
-    num_layers=2,
-    num_heads=4,
-    decoder_start_token_id=0,
-)
-_small_regnet = transformer(
-    "RegNet",
-    "ForImageClassification",
-    embedding_size=16,
-    hidden_sizes=[32, 64],
-    depths=[1, 2],
-    groups_width=16,
-    num_labels=5,
-)
-_small_mixtral = transformer(
-    "Mixtral",
-    "ForCausalLM",
-    vocab_size=SMALL_VOCAB,
-    hidden_size=64,
-    intermediate_size=96,
-    num_hidden_layers=2,
-    num_attention_heads=4,
-    num_key_value_heads=2,
-    max_position_embeddings=64,
-    num_local_experts=4,
-    num_experts_per_tok=2,
-    experts_implementation="grouped_mm",
-)
+_small_gpt = GPTConfig(vocab=SMALL_VOCAB, layers=3, heads=4, width=64, dropout=0.1, tied=True)
+_small_bert = bert(64, 192, 3, 4, vocab_size=SMALL_VOCAB, max_position_embeddings=64)
+_small_t5 = t5(64, 16, 160, 2, 4, vocab_size=SMALL_VOCAB)
+_small_regnet = regnet(16, [32, 64], [1, 2], 16, 5)
+_small_mixtral = mixtral(64, 96, 2, 4, SMALL_VOCAB, experts_implementation="grouped_mm")
 _small_text = tokens(1, 32, SMALL_VOCAB)
-_without_cache = tokens(1, 32, SMALL_VOCAB, use_cache=False)
 
 WEIGHED = {
     model.name: model
     for model in (
-        Model("gpt", _small_gpt, ("Block",), gpt_tokens(1, 32, SMALL_VOCAB)),
-        Model("llama", _small_llama, ("LlamaDecoderLayer",), _without_cache),
+        Model("gpt", lambda: GPT(_small_gpt), ("Block",), gpt_tokens(1, 32, SMALL_VOCAB)),
+        Model("llama", _small_llama, ("LlamaDecoderLayer",), _small_text),
         Model("bert", _small_bert, ("BertLayer",), _small_text),
-        Model("t5", _small_t5, ("T5Block",), _without_cache),
+        Model("t5", _small_t5, ("T5Block",), _small_text),
         Model("regnet", _small_regnet, ("RegNetXLayer", "RegNetYLayer"), images(1, 32, 5)),
-        Model("mixtral", _small_mixtral, ("MixtralDecoderLayer",), _without_cache),
-        Model("lora", _lora, ("LlamaDecoderLayer",), _without_cache),
+        Model("mixtral", _small_mixtral, ("MixtralDecoderLayer",), _small_text),
+        Model("lora", _lora, ("LlamaDecoderLayer",), _small_text),
     )
 }

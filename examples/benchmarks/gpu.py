@@ -32,24 +32,14 @@ import torch
 
 from examples.benchmarks import (
     gpu_checks,
-    gpu_graph_ranks,
     gpu_ranks,
     gpu_rates,
     gpu_reserved,
-    gpu_results,
     gpu_rivals,
-    gpu_trace,
+    gpu_table,
+    harness,
 )
-from examples.benchmarks.gpu_table import (
-    Place,
-    Row,
-    Section,
-    patience,
-    run_apart,
-    run_here,
-    script,
-    table,
-)
+from examples.benchmarks.gpu_table import Place, Row, Section, patience, run_apart, run_here, table
 
 BUDGET = 560.0
 """Seconds for one call on a GPU. On a CPU every limit is `patience` times as long."""
@@ -57,12 +47,10 @@ BUDGET = 560.0
 PARTS = {
     "1": (
         Section("parity", "one rank against the plain model, each option", 60, gpu_checks.parity),
-        Section("ranks", "four ranks against one process and Gloo", 200, gpu_ranks.ranks),
+        Section("ranks", "four ranks against one process", 200, gpu_ranks.ranks),
         Section("graph", "whole-step CUDA graphs", 45, gpu_checks.graph),
-        Section(
-            "graph_ranks", "CUDA graphs over NCCL, and their end", 125, gpu_graph_ranks.graph_ranks
-        ),
-        Section("trace", "names and kernels under torch.profiler", 40, gpu_trace.traced),
+        Section("graph_ranks", "CUDA graphs over NCCL, and their end", 125, gpu_ranks.graph_ranks),
+        Section("trace", "names and kernels under torch.profiler", 40, gpu_checks.traced),
         Section("stress", "delays on every stream, poisoned frees", 90, gpu_checks.stress),
     ),
     "2": (
@@ -91,9 +79,7 @@ SECTIONS = tuple(section for part in PARTS.values() for section in part)
 
 
 def parse_args() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = harness.parser(__doc__)
     parser.add_argument("--list", action="store_true", help="name the sections and do nothing")
     parser.add_argument("--part", choices=sorted(PARTS), help="a part of the sections")
     parser.add_argument("--only", default="", metavar="NAMES", help="sections, by commas")
@@ -112,11 +98,7 @@ def parse_args() -> argparse.Namespace:
 
 
 def chosen(only: str, part: str | None = None) -> list[Section]:
-    """The sections of these names, separated by commas, or of a part; all if there is neither.
-
-    Raises:
-        SystemExit: there is no such section.
-    """
+    """The sections of these names, separated by commas, or of a part; all if there is neither."""
     names = [name for name in only.split(",") if name]
     unknown = set(names) - {section.name for section in SECTIONS}
     if unknown:
@@ -136,7 +118,7 @@ def main() -> int:
     if args.include is not None:
         if args.save is None:
             raise SystemExit("--include needs the results, by --save FILE.json")
-        args.include.write_text(gpu_results.included(args.include.read_text(), args.save))
+        args.include.write_text(gpu_table.included(args.include.read_text(), args.save))
         return 0
     if args.section:
         run_section(args)
@@ -164,9 +146,9 @@ def run_sections(args: argparse.Namespace) -> int:
     """Run each chosen section in a process of its own; 1 if any line failed."""
     begin = time.perf_counter()
     longer = patience(args.device)
-    machine = gpu_results.machine(args.device)
-    print(f"{time.strftime('%Y-%m-%d')}, {gpu_results.heading(machine)}", flush=True)
-    results = gpu_results.results_in(args.save or Path(), machine)
+    machine = gpu_table.machine(args.device)
+    print(f"{time.strftime('%Y-%m-%d')}, {gpu_table.heading(machine)}", flush=True)
+    results = gpu_table.results_in(args.save or Path(), machine)
     rows: list[Row] = []
     with tempfile.TemporaryDirectory() as folder:
         for section in chosen(args.only, args.part):
@@ -175,18 +157,17 @@ def run_sections(args: argparse.Namespace) -> int:
             if left < 10:
                 found = [Row(section.name, "the whole section", "no time left", "", False)]
             else:
-                command = script(
-                    "--section", section.name, "--folder", folder, "--device", args.device
-                )
+                command = [sys.executable, __file__, "--section", section.name]
+                command += ["--folder", folder, "--device", args.device]
                 command += ["--small"] if args.small else []
                 out = Path(folder, f"{section.name}.jsonl")
                 found = run_apart(section, command, out, min(section.limit * longer, left))
             rows += found
             # What is known is told at once: whoever runs this may be stopped.
             print(table(found), flush=True)
-            gpu_results.add(results, section.name, found, time.perf_counter() - started)
+            gpu_table.add(results, section.name, found, time.perf_counter() - started)
             if args.save is not None:
-                gpu_results.write(args.save, results)
+                gpu_table.write(args.save, results)
     failed = sum(row.ok is False for row in rows)
     print(f"\n{table(rows)}\n\n{time.perf_counter() - begin:.0f} s, {failed} failed")
     return int(failed > 0)

@@ -15,10 +15,10 @@ import torch
 
 import graphshard
 from examples.benchmarks import allocator_trace
-from examples.benchmarks.gpu_checks import BF16, config, fake_ranks, hardware, step_of
+from examples.benchmarks.gpu_checks import BF16, hardware, mib, off_by, sharded_gpt, step_of
 from examples.benchmarks.gpu_table import Place, Row
+from examples.benchmarks.harness import fake_ranks
 from examples.benchmarks.stand_in import stand_in
-from examples.gpt import GPT, Block
 from graphshard.cost.allocator_settings import AllocatorSettings
 
 RANKS = 8
@@ -54,9 +54,7 @@ def reserved_with(place: Place, settings: str) -> Iterator[Row]:
         if place.cuda:
             torch.cuda.empty_cache()
             torch.cuda.reset_peak_memory_stats()
-        torch.manual_seed(0)
-        policy = graphshard.BlockPolicy({Block}, **fields)
-        sharded = graphshard.compile(GPT(config(place)), policy, device=place.device)
+        sharded = sharded_gpt(place, **fields)
         stand_in(sharded)
         asked = step_of(sharded, place)[0]
         estimate = graphshard.simulate(
@@ -76,21 +74,16 @@ def compared(
 ) -> Iterator[Row]:
     """Predicted against measured bytes; on a CPU nothing is reserved, and only live ones count."""
     if not place.cuda:
-        off = estimate.peak_bytes / asked - 1
-        yield Row(name, f"{case}: live", f"{asked / 2**20:.2f} MiB, predicted {off:+.1%}")
+        yield off_by(name, f"{case}: live", asked, estimate.peak_bytes, WITHIN, mib(asked), False)
         return
-    stats = torch.cuda.memory_stats()
-    held = stats["reserved_bytes.all.peak"]
-    off = estimate.reserved_bytes / held - 1
-    said = f"{held / 2**20:.1f} MiB, predicted {off:+.1%}"
-    ok = abs(off) <= WITHIN if not place.small else None
-    yield Row(name, f"{case}: reserved", said, f"{WITHIN:.0%}", ok)
     assert estimate.reserved is not None
-    used = stats["allocated_bytes.all.peak"]
-    off = estimate.reserved.allocated / used - 1
-    said = f"{used / 2**20:.1f} MiB, predicted {off:+.1%}"
-    ok = abs(off) <= WITHIN if not place.small else None
-    yield Row(name, f"{case}: allocated", said, f"{WITHIN:.0%}", ok)
+    stats, real = torch.cuda.memory_stats(), not place.small
+    for kind, expected in (
+        ("reserved", estimate.reserved_bytes),
+        ("allocated", estimate.reserved.allocated),
+    ):
+        found = stats[f"{kind}_bytes.all.peak"]
+        yield off_by(name, f"{case}: {kind}", found, expected, WITHIN, mib(found), real)
     free, total = torch.cuda.mem_get_info()
     outside = total - free - torch.cuda.memory_reserved()
     assert estimate.overheads is not None
@@ -104,9 +97,9 @@ def replayed(name: str, entries: list[dict[str, Any]], settings: str, held: int)
     said = f"{found.requests:,} requests, at most {found.peak / 2**20:.0f} MiB"
     yield Row(name, "history", said)
     said = found.differences[0] if found.differences else "equal bytes at every request"
-    yield Row(name, "the model reserves what torch did", said, "equal", found.equal)
-    same = found.model_peak == found.peak
-    said = f"{found.model_peak / 2**20:.1f} of {found.peak / 2**20:.1f} MiB"
+    yield Row(name, "the model reserves what torch did", said, "equal", not found.differences)
+    same = found.model.peak_reserved == found.peak
+    said = f"{found.model.peak_reserved / 2**20:.1f} of {found.peak / 2**20:.1f} MiB"
     yield Row(name, "most reserved", said, "equal", same)
     yield Row(name, "other addresses", f"{found.other_places:,}", "0", found.other_places == 0)
     said = f"{found.peak / 2**20:.1f} MiB in the history, {held / 2**20:.1f} in the statistics"

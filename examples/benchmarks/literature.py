@@ -21,7 +21,6 @@ T5-11B is there for one published ratio: what it loses from 8 to 512 GPUs.
 
 from __future__ import annotations
 
-import argparse
 import json
 import math
 import sys
@@ -38,6 +37,8 @@ import torch
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent.parent))
 
 import graphshard
+from examples.benchmarks import harness
+from examples.benchmarks.benchmark_models import t5
 from examples.benchmarks.literature_runs import (
     GIB,
     Captured,
@@ -174,9 +175,8 @@ def found_of(run: Run, captured: Captured) -> Found:
 class Row:
     """A run and its prediction.
 
-    published, predicted: tokens a second of a GPU, or its TFLOP/s. seconds, in_step: predicted, and
-    `Hardware.in_step` of the machine. alone: seconds with an `in_step` of 1. memory_gib: published.
-    allocated_gib, reserved_gib: predicted. beside: seconds of the framework's own work.
+    published, predicted: tokens a second of a GPU, or its TFLOP/s. in_step: `Hardware.in_step` of
+    the machine. memory_gib: published.
     """
 
     id: str
@@ -184,15 +184,10 @@ class Row:
     unit: str
     published: float
     predicted: float
-    seconds: float
-    alone: float
+    found: Found
     in_step: float
-    exposed: float
-    beside: dict[str, float]
     memory_is: str
     memory_gib: float | None
-    allocated_gib: float
-    reserved_gib: float
     fits: bool
 
     @property
@@ -209,22 +204,31 @@ class Row:
         """The error with another `Hardware.in_step`, as seconds grow with it in proportion."""
         if self.in_step == 1.0:
             return self.error
-        more = (self.seconds - self.alone) / (self.in_step - 1)
-        return (self.error + 1) * self.seconds / (self.alone + (in_step - 1) * more) - 1
+        seconds, alone = self.found.seconds, self.found.alone
+        more = (seconds - alone) / (self.in_step - 1)
+        return (self.error + 1) * seconds / (alone + (in_step - 1) * more) - 1
 
     @property
     def memory_error(self) -> float | None:
         """The error of the memory, as a fraction of the published one."""
         if self.memory_gib is None:
             return None
-        found = self.allocated_gib if self.memory_is == "allocated" else self.reserved_gib
-        return found / self.memory_gib - 1
+        return getattr(self.found, self.memory_is) / GIB / self.memory_gib - 1
 
-    def to_dict(self) -> dict[str, Any]:
-        """Plain data."""
-        reserved = None if math.isnan(self.reserved_gib) else self.reserved_gib
-        more = {"reserved_gib": reserved, "error": self.error, "memory_error": self.memory_error}
-        return asdict(self) | more
+    def __str__(self) -> str:
+        """A line of the README's table."""
+        memory = f"{self.found.allocated / GIB:.1f} allocated"
+        if not math.isnan(self.found.reserved):
+            memory += f", {self.found.reserved / GIB:.1f} reserved"
+        if self.memory_gib is not None:
+            memory += f"; published: {self.memory_gib:.1f} {self.memory_is}"
+            memory += f" ({self.memory_error:+.0%})"
+        memory += "" if self.fits else "; **does not fit**"
+        unit = "" if self.unit == "tokens/s" else f" {self.unit}"
+        return (
+            f"| {self.setting} | {self.published:,.0f}{unit} | {self.predicted:,.0f} | "
+            f"{self.error:+.1%} | {memory} |"
+        )
 
 
 def row_of(run: Run, found: Found) -> Row:
@@ -239,15 +243,10 @@ def row_of(run: Run, found: Found) -> Row:
         unit,
         published,
         work / found.seconds,
-        found.seconds,
-        found.alone,
+        found,
         machine(run).in_step,
-        found.exposed,
-        found.beside,
         run.published.get("memory_is", ""),
         run.published.get("memory_gib"),
-        found.allocated / GIB,
-        found.reserved / GIB,
         found.device <= machine(run).memory_bytes,
     )
 
@@ -296,20 +295,8 @@ def predicted(chosen: Sequence[Run], *, whole: bool = False) -> Iterator[Row]:
 
 def t5_scaling() -> tuple[float, float]:
     """How much less a GPU does at 512 than at 8, for T5-11B: as published, and as predicted."""
-    from transformers import T5Config, T5ForConditionalGeneration
-
-    config = T5Config(
-        vocab_size=32_128,
-        d_model=1024,
-        d_kv=128,
-        d_ff=65_536,
-        num_layers=24,
-        num_heads=128,
-        decoder_start_token_id=0,
-        use_cache=False,
-    )
     with torch.device("meta"):
-        model = T5ForConditionalGeneration(config)
+        model = t5(1024, 128, 65_536, 24, 128)()
     tokens = torch.zeros(8, 512, dtype=torch.int64)
     bf16 = graphshard.MixedPrecision(torch.bfloat16, torch.bfloat16)
     policy = graphshard.BlockPolicy(
@@ -372,133 +359,62 @@ def held_out(rows: Sequence[Row]) -> list[float]:
     return [row.error_at(factors[row.origin]) for row in rows]
 
 
-def spread(errors: Sequence[float]) -> dict[str, Any]:
-    """How far predictions with these errors are off."""
-    return {
-        "median_error": median(map(abs, errors)),
-        "bias": mean(errors),
-        "within_15": sum(abs(error) <= 0.15 for error in errors),
-        "within_20": sum(abs(error) <= 0.20 for error in errors),
-    }
+def spread(errors: Sequence[float]) -> str:
+    """How far predictions with these errors are off, in words."""
+    within = (sum(abs(error) <= part for error in errors) for part in (0.15, 0.20))
+    return "median |error| {:.1%}, bias {:+.1%}, {} within 15 %, {} within 20 %".format(
+        median(map(abs, errors)), mean(errors), *within
+    )
 
 
-def summary(rows: Sequence[Row]) -> dict[str, Any]:
-    """How far `rows` are from what was published."""
-    out: dict[str, Any] = {
-        "runs": len(rows),
-        **spread([row.error for row in rows]),
-        "fit": sum(row.fits for row in rows),
-        "one_by_one": spread([row.error_at(1.0) for row in rows]),
-        "fitted_in_step": fitted_in_step(rows),
-    }
+def summary(rows: Sequence[Row]) -> Iterator[str]:
+    """How far `rows` are from what was published, in lines."""
+    fit = sum(row.fits for row in rows)
+    errors = spread([row.error for row in rows])
+    yield f"{len(rows)} runs: {errors}; {fit} predicted to fit; all did"
+    yield f"operators as fast as one by one: {spread([row.error_at(1.0) for row in rows])}"
+    yield f"in_step by which the median error is none: {fitted_in_step(rows):.2f}"
     if len({row.origin for row in rows}) > 1:
-        out["held_out"] = spread(held_out(rows))
+        yield f"with that of all other origins: {spread(held_out(rows))}"
     for kind in ("allocated", "reserved"):
         found = [row.memory_error for row in rows if row.memory_is == kind]
-        out[f"memory_{kind}"] = [error for error in found if error is not None]
-    return out
-
-
-HEADING = (
-    f"{'run':<28} {'published':>9} {'predicted':>9} {'error':>6}   {'GiB published':<15} "
-    f"{'allocated':>9} {'reserved':>8} {'error':>6}  fits  setting"
-)
-
-
-def line(row: Row) -> str:
-    """A line of the table."""
-    known = "" if row.memory_gib is None else f"{row.memory_gib:.1f} {row.memory_is}"
-    off = "" if row.memory_error is None else f"{row.memory_error:+.0%}"
-    return (
-        f"{row.id:<28} {row.published:>9,.0f} {row.predicted:>9,.0f} {row.error:>+6.1%}   "
-        f"{known:<15} {row.allocated_gib:>9.1f} {gib(row.reserved_gib):>8} {off:>6}  "
-        f"{'yes' if row.fits else 'NO':<4}  {row.setting}"
-    )
-
-
-def gib(value: float) -> str:
-    """A figure of memory, or a dash for an unknown one."""
-    return "-" if math.isnan(value) else f"{value:.1f}"
-
-
-def markdown(rows: Sequence[Row]) -> str:
-    """The table of this folder's README, in the order of the data."""
-    order = {run.id: place for place, run in enumerate(runs())}
-    lines = ["| run | published | predicted | error | memory, GiB |", "|---|---|---|---|---|"]
-    for row in sorted(rows, key=lambda row: order[row.id]):
-        memory = f"{row.allocated_gib:.1f} allocated"
-        if not math.isnan(row.reserved_gib):
-            memory += f", {row.reserved_gib:.1f} reserved"
-        if row.memory_gib is not None:
-            memory += f"; published: {row.memory_gib:.1f} {row.memory_is}"
-            memory += "" if row.memory_error is None else f" ({row.memory_error:+.0%})"
-        memory += "" if row.fits else "; **does not fit**"
-        unit = "" if row.unit == "tokens/s" else f" {row.unit}"
-        lines.append(
-            f"| {row.setting} | {row.published:,.0f}{unit} | {row.predicted:,.0f} | "
-            f"{row.error:+.1%} | {memory} |"
-        )
-    return "\n".join(lines)
-
-
-def words(off: dict[str, Any]) -> str:
-    """What `spread` says."""
-    return (
-        f"median |error| {off['median_error']:.1%}, bias {off['bias']:+.1%}, {off['within_15']} "
-        f"within 15 %, {off['within_20']} within 20 %"
-    )
-
-
-def text(found: dict[str, Any]) -> str:
-    """The summary as lines."""
-    lines = [
-        f"{found['runs']} runs: {words(found)}; {found['fit']} predicted to fit; all did",
-        f"operators as fast as one by one: {words(found['one_by_one'])}",
-        f"in_step by which the median error is none: {found['fitted_in_step']:.2f}",
-    ]
-    if "held_out" in found:
-        lines.append(f"with that of all other origins: {words(found['held_out'])}")
-    for kind in ("allocated", "reserved"):
-        errors = found[f"memory_{kind}"]
-        if errors:
-            lines.append(f"memory {kind}: " + ", ".join(f"{error:+.0%}" for error in errors))
-    return "\n".join(lines)
+        if found:
+            yield f"memory {kind}: " + ", ".join(f"{error:+.0%}" for error in found)
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = harness.parser(__doc__)
     parser.add_argument("names", nargs="*", help="how the names of runs begin; all if none")
     parser.add_argument("--json", action="store_true", help="write rows and summary as JSON")
-    parser.add_argument("--markdown", action="store_true", help="write the README's table as well")
+    parser.add_argument("--markdown", action="store_true", help="the README's table, in its order")
     parser.add_argument("--whole", action="store_true", help="simulate all blocks of each model")
     parser.add_argument("--processes", type=int, default=1, help="that share the runs (1)")
     args = parser.parse_args()
     names = tuple(args.names) or ("",)
-    chosen = runs(names)
+    rows = all_rows(runs(names), args.processes, args.whole)
+    if args.json or args.markdown:
+        order = [run.id for run in runs()]
+        rows = iter(sorted(rows, key=lambda row: order.index(row.id)))
     if not args.json:
-        print(HEADING, flush=True)
-    rows = []
-    for row in all_rows(chosen, args.processes, args.whole):
-        rows.append(row)
+        print("| run | published | predicted | error | memory, GiB |\n|---|---|---|---|---|")
+    done = []
+    for row in rows:
+        done.append(row)
         if not args.json:
-            print(line(row), flush=True)
-    found: dict[str, Any] = summary(rows) if rows else {}
-    t5 = t5_scaling() if "t5-11b".startswith(names) else None
-    if args.json:
-        contents = {"rows": [row.to_dict() for row in rows], "summary": found, "t5": t5}
-        print(json.dumps(contents, indent=1))
-        return
-    if rows and args.markdown:
-        print(markdown(rows))
-    if rows:
-        print(text(found))
-    if t5 is not None:
-        print(
+            print(row, flush=True)
+    said = [*summary(done)] if done else []
+    if "t5-11b".startswith(names):
+        published, predicted = t5_scaling()
+        said.append(
             f"T5-11B, 8 to 512 x a100-80gb, bf16, recompute, 8 x 512 (not published): "
-            f"{t5[0]:+.0%} published, {t5[1]:+.1%} predicted"
+            f"{published:+.0%} published, {predicted:+.1%} predicted"
         )
+    if args.json:
+        plain = [asdict(row) | {"error": row.error, "memory_error": row.memory_error}
+                 for row in done]  # fmt: skip
+        print(json.dumps({"rows": plain, "summary": said}, indent=1))
+    else:
+        print("\n".join(said))
 
 
 if __name__ == "__main__":

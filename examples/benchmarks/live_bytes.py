@@ -121,9 +121,9 @@ class LiveBytes(TorchDispatchMode):
             self._count(storage)
             self.peak = max(self.peak, self.current)
 
-        torch.UntypedStorage.resize_ = counting_resize  # type: ignore[method-assign]
+        torch.UntypedStorage.resize_ = counting_resize
         return super().__enter__()
 
     def __exit__(self, *exception: object) -> None:
         super().__exit__(*exception)
-        torch.UntypedStorage.resize_ = self._resize  # type: ignore[method-assign]
+        torch.UntypedStorage.resize_ = self._resize

@@ -40,14 +40,12 @@ def without_dropout(build: Callable[[], nn.Module]) -> Callable[[], nn.Module]:
     return built
 
 
-_TIMED = {model.name: model for model in TIMED}
-
 MODELS = (
     Model("gpt-512", gpt(8, 512, 8, dropout=0.0), ("Block",), gpt_tokens(1, 128)),
     Model("gpt-deep", gpt(24, 256, 4, dropout=0.0), ("Block",), gpt_tokens(1, 128)),
-    replace(_TIMED["llama"], batch=tokens(1, 128)),
-    replace(_TIMED["bert"], build=without_dropout(_TIMED["bert"].build), batch=tokens(1, 128)),
-    replace(_TIMED["regnet"], name="convnet", batch=images(4, 64)),
+    replace(TIMED["llama"], batch=tokens(1, 128)),
+    replace(TIMED["bert"], build=without_dropout(TIMED["bert"].build), batch=tokens(1, 128)),
+    replace(TIMED["regnet"], name="convnet", batch=images(4, 64)),
 )
 """A GPT of 8 blocks 512 wide, one of 24 blocks 256 wide (many small units: overhead), Llama's shape
 with grouped queries, BERT, and a convolutional network with BatchNorm (RegNet)."""

@@ -1,23 +1,18 @@
-"""The memory and the messages of a training step, whichever system runs it.
+"""The memory of a training step, whichever system runs it.
 
-`StepWatch` counts the live bytes of tensor storage (see live_bytes.py), and also
+`StepWatch` counts the live bytes of tensor storage (see live_bytes.py), and also those that come
+and go for sharding's sake, `transient`: unsharded parameters, gradients on their way, communication
+buffers. These are storages that a collective reads or writes, that are emptied and filled again, or
+that such a storage is copied from or into; the addends of a gradient count with it. What was there
+before the step and the gradients that the optimizer reads are none.
 
-- those that come and go for sharding's sake, `transient`: unsharded parameters, gradients on their
-  way, communication buffers. These are storages that a collective reads or writes, that are emptied
-  and filled again, or that such a storage is copied from or into; the addends of a gradient count
-  with it. What was there before the step and the gradients that the optimizer reads are none;
-- the collectives issued, `calls`, and the bytes each rank has to receive for them, `moved`: of W
-  ranks (W - 1) / W of what is gathered or scattered, twice that of what is all-reduced, which no
-  algorithm can go below.
-
-Kernels of torch.compile are not seen copying, so the transient part of a compiled step is not known
-(`opaque`); its buffers are counted all the same.
+Kernels of torch.compile are not seen copying, so the transient part of a compiled step is not
+known; its buffers are counted all the same.
 """
 
 from __future__ import annotations
 
 import sys
-from collections import Counter
 from collections.abc import Iterable
 from typing import Any, Self
 
@@ -52,18 +47,10 @@ GENERATED = "torch._inductor.runtime.compile_tasks."
 
 
 class StepWatch(LiveBytes):
-    """A context around one step; what it found stays readable until it is entered again.
+    """A context around one step; what it found stays readable until it is entered again."""
 
-    Args:
-        ranks: of the group that all collectives join.
-        device_type: as for `LiveBytes`.
-    """
-
-    def __init__(self, ranks: int, device_type: str = "cpu") -> None:
+    def __init__(self, device_type: str = "cpu") -> None:
         super().__init__(device_type)
-        self.ranks = ranks
-        self.calls: Counter[str] = Counter()
-        self.moved = 0
         self._serials: dict[int, int] = {}  # by address; addresses are used again
         self._made = 0
         self._changes: list[tuple[int, int]] = []  # (serial, bytes) in the order of time
@@ -78,8 +65,6 @@ class StepWatch(LiveBytes):
         return True
 
     def __enter__(self) -> Self:
-        self.calls.clear()
-        self.moved = 0
         self.peak = self.current
         self._changes = [(self._serials[at], size) for at, size in self._sizes.items()]
         self._kept = {self._serials[at] for at, size in self._sizes.items() if size}
@@ -162,54 +147,12 @@ class StepWatch(LiveBytes):
         space, _, name = func._schema.name.partition("::")
         if space in COMMUNICATION:
             self._seeds |= self._of((args, kwargs, result))
-            if space != "fsdp":
-                self._issued(name, args)
         elif name in COPIES:
             touched = self._of((args, kwargs, result))
             self._links.append((touched, touched))
         elif name in SUMS:
             self._links.append((self._of(result), self._of((args, kwargs))))
         return result
-
-    def _issued(self, name: str, args: Any) -> None:
-        kind, size = traffic(name, args, self.ranks)
-        if kind:
-            self.calls[kind] += 1
-        self.moved += size
-
-
-def traffic(name: str, args: Any, ranks: int) -> tuple[str, int]:
-    """The kind of collective of a c10d operator, and the bytes a rank must receive for it.
-
-    The kind is empty for what is none (a wait, a receive: its send counted).
-    """
-    whole = (ranks - 1) / ranks
-    first = _bytes(args[0]) if args else 0
-    second = _bytes(args[1]) if len(args) > 1 else 0
-    if name.startswith(("_allgather_base", "allgather")):
-        return "all_gather", int(whole * first)
-    if name.startswith("all_gather_into_tensor"):
-        return "all_gather", int(whole * first * ranks)
-    if name.startswith(
-        ("_reduce_scatter_base", "reduce_scatter_tensor_coalesced_", "reduce_scatter_")
-    ):
-        functional = not isinstance(args[1], Tensor | list | tuple)
-        return "reduce_scatter", int(whole * (first if functional else second))
-    if name.startswith(("allreduce", "all_reduce")):
-        return "all_reduce", int(2 * whole * first)
-    if name.startswith("broadcast"):
-        return "broadcast", int(whole * first)
-    if name.startswith(("alltoall_base", "alltoall_")):
-        return "all_to_all", int(whole * second)
-    if name.startswith("all_to_all"):
-        return "all_to_all", int(whole * first)
-    if name == "send":
-        return "send", first
-    return "", 0
-
-
-def _bytes(tree: Any) -> int:
-    return sum(leaf.nbytes for leaf in tree_leaves(tree) if isinstance(leaf, Tensor))
 
 
 def _swap_allocator(watch: LiveBytes) -> list[tuple[Any, Any]]:
@@ -231,5 +174,5 @@ def _swap_allocator(watch: LiveBytes) -> list[tuple[Any, Any]]:
         if name.startswith(GENERATED) and hasattr(module, "empty_strided_cpu"):
             allocate = module.empty_strided_cpu
             swapped.append((module, allocate))
-            module.empty_strided_cpu = told(allocate)  # type: ignore[attr-defined]
+            module.empty_strided_cpu = told(allocate)
     return swapped

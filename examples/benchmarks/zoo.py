@@ -8,11 +8,9 @@ The reference is the plain model on each rank's batch, with gradients averaged o
 
 from __future__ import annotations
 
-import argparse
 import gc
 import sys
 import warnings
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -26,20 +24,15 @@ from torch.utils import _pytree as pytree
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent.parent))
 
 import graphshard
+from examples.benchmarks.harness import parser, started_by_torchrun, worst_rank
 from examples.benchmarks.zoo_models import ZOO, Specimen
+
+CPU = torch.device("cpu")
 
 Run = tuple[Tensor, dict[str, Tensor]]
 
-
-@dataclass(frozen=True)
-class Gap:
-    """The distance of a run from the reference, the worse rank's figure.
-
-    loss: absolute. grads: the largest |dg| / |g| of a parameter.
-    """
-
-    loss: float
-    grads: float
+Gap = list[float]
+"""How far the loss is off, absolute, and the largest |dg| / |g| of a parameter, on any rank."""
 
 
 def loss_of(output: Any) -> Tensor:
@@ -78,11 +71,7 @@ def by_fully_shard(specimen: Specimen, rank: int, units: list[str]) -> Run:
 
 
 def gap(mine: Run, expected: Run) -> Gap:
-    """The difference on any rank.
-
-    Raises:
-        AssertionError: other parameters have a gradient.
-    """
+    """The difference on any rank; an AssertionError if other parameters have a gradient."""
     (loss, grads), (loss_there, grads_there) = mine, expected
     assert grads.keys() == grads_there.keys(), grads.keys() ^ grads_there.keys()
     largest = max(float(g.norm()) for g in grads_there.values())
@@ -92,9 +81,7 @@ def gap(mine: Run, expected: Run) -> Gap:
         # A gradient that is zero but for rounding has no digits to compare.
         scale = norm if norm > 1e-6 * largest else largest
         shares.append(float((grads[name] - there).norm()) / scale)
-    both = torch.tensor([abs(float(loss - loss_there)), max(shares)], dtype=torch.float64)
-    dist.all_reduce(both, op=dist.ReduceOp.MAX)
-    return Gap(*both.tolist())
+    return worst_rank([abs(float(loss - loss_there)), max(shares)], CPU)
 
 
 def compare(specimen: Specimen, rank: int) -> tuple[Gap | str, Gap | str, int]:
@@ -116,8 +103,8 @@ def compare(specimen: Specimen, rank: int) -> tuple[Gap | str, Gap | str, int]:
 
 def row(specimen: Specimen, ours: Gap | str, theirs: Gap | str, units: int) -> str:
     """A line of the table."""
-    mine = ("fails", "fails") if isinstance(ours, str) else (said(ours.loss), said(ours.grads))
-    other = "fails" if isinstance(theirs, str) else said(theirs.grads)
+    mine = ["fails"] * 2 if isinstance(ours, str) else map(said, ours)
+    other = "fails" if isinstance(theirs, str) else said(theirs[1])
     cells = (specimen.name, specimen.library, str(units), *mine, other)
     return f"| {' | '.join(cells)} |"
 
@@ -127,27 +114,26 @@ def said(number: float) -> str:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--only", nargs="*", help="names of architectures")
-    arguments = parser.parse_args()
-    dist.init_process_group("gloo")
-    rank = dist.get_rank()
+    options = parser(__doc__)
+    options.add_argument("--only", nargs="*", help="names of architectures")
+    arguments = options.parse_args()
     warnings.simplefilter("ignore")
-    if rank == 0:
-        print("| model | library | units | loss | gradients | gradients, fully_shard |")
-        print("|---|---|---|---|---|---|", flush=True)
-    for specimen in ZOO:
-        if arguments.only and specimen.name not in arguments.only:
-            continue
-        ours, theirs, units = compare(specimen, rank)
+    with started_by_torchrun():
+        rank = dist.get_rank()
         if rank == 0:
-            print(row(specimen, ours, theirs, units), flush=True)
-            for who, outcome in (("graphshard", ours), ("fully_shard", theirs)):
-                if isinstance(outcome, str):
-                    print(f"{who}: {outcome[:600]}", file=sys.stderr, flush=True)
-        gc.collect()
-    dist.barrier()
-    dist.destroy_process_group()
+            print("| model | library | units | loss | gradients | gradients, fully_shard |")
+            print("|---|---|---|---|---|---|", flush=True)
+        for specimen in ZOO:
+            if arguments.only and specimen.name not in arguments.only:
+                continue
+            ours, theirs, units = compare(specimen, rank)
+            if rank == 0:
+                print(row(specimen, ours, theirs, units), flush=True)
+                for who, outcome in (("graphshard", ours), ("fully_shard", theirs)):
+                    if isinstance(outcome, str):
+                        print(f"{who}: {outcome[:600]}", file=sys.stderr, flush=True)
+            gc.collect()
+        dist.barrier()
 
 
 if __name__ == "__main__":

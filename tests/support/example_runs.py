@@ -43,8 +43,8 @@ def run(command: str, code: int = 0, timeout: float = TIMEOUT) -> str:
 
 def watched(trained: Trained, setting: Setting) -> StepWatch:
     trained.step(setting.batch)
-    watch = StepWatch(2)
+    watch = StepWatch()
     watch.add(trained.kept())
     with watch:
-        trained.step(setting.batch, lambda: watch.end_of_backward(trained.parameters))
+        trained.step(setting.batch, lambda: watch.end_of_backward(trained.module.parameters()))
     return watch
