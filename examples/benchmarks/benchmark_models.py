@@ -2,20 +2,21 @@
 
 `TIMED` is for `time_truth.py` and `rivals.py`: at scale 1 a step takes one CPU core 0.1 to 2
 seconds; `scale` multiplies batches, for devices that are faster. `WEIGHED` is for
-`memory_truth.py`, where `scale` is the number of samples. Weights are random and nothing is
-downloaded.
+`memory_truth.py`, where `scale` is the number of samples; `RIVALS` is for `rivals.py`, which
+compares losses. Weights are random and nothing is downloaded.
 """
 
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.func import functional_call
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent.parent))
 
@@ -86,7 +87,6 @@ def images(batch: int, size: int, labels: int = 100) -> Draw:
 
 
 def gpt(layers: int, width: int, heads: int, dropout: float = 0.1) -> Build:
-    """A GPT of examples/gpt.py."""
     return lambda: GPT(GPTConfig(VOCAB, layers, heads, width, dropout))
 
 
@@ -106,7 +106,6 @@ def transformer(kind: str, task: str, **sizes: Any) -> Build:
 def llama(
     width: int, hidden: int, layers: int, heads: int, kv_heads: int, vocab: int, **more: Any
 ) -> Build:
-    """A Llama of transformers."""
     return transformer(
         "Llama",
         "ForCausalLM",
@@ -122,7 +121,6 @@ def llama(
 
 
 def bert(width: int, hidden: int, layers: int, heads: int, **more: Any) -> Build:
-    """A BERT of transformers."""
     return transformer(
         "Bert",
         "ForMaskedLM",
@@ -151,7 +149,6 @@ def t5(width: int, head: int, hidden: int, layers: int, heads: int, **more: Any)
 
 
 def regnet(first: int, sizes: list[int], depths: list[int], groups: int, labels: int) -> Build:
-    """A RegNet of transformers."""
     return transformer(
         "RegNet",
         "ForImageClassification",
@@ -249,3 +246,111 @@ WEIGHED = {
         Model("lora", _lora, ("LlamaDecoderLayer",), _small_text),
     )
 }
+
+# -- models of rivals, without dropout, since compilers draw other random numbers ------------------
+
+LEARNING_RATE = 3e-4
+
+
+def without_dropout(build: Build) -> Build:
+    """The model that `build` makes, with the probability of every dropout set to 0."""
+
+    def built() -> nn.Module:
+        model = build()
+        for module in model.modules():
+            if isinstance(module, nn.Dropout):
+                module.p = 0.0
+        return model
+
+    return built
+
+
+RIVALS = (
+    Model("gpt-512", gpt(8, 512, 8, dropout=0.0), ("Block",), gpt_tokens(1, 128)),
+    Model("gpt-deep", gpt(24, 256, 4, dropout=0.0), ("Block",), gpt_tokens(1, 128)),
+    replace(TIMED["llama"], batch=tokens(1, 128)),
+    replace(TIMED["bert"], build=without_dropout(TIMED["bert"].build), batch=tokens(1, 128)),
+    replace(TIMED["regnet"], name="convnet", batch=images(4, 64)),
+)
+"""A GPT of 8 blocks 512 wide, one of 24 blocks 256 wide (many small units: overhead), Llama's shape
+with grouped queries, BERT, and a convolutional network with BatchNorm (RegNet)."""
+
+
+class _Toy(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.block = nn.Linear(8, 8)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.block(x).relu().square().mean()
+
+
+def _rows(scale: int, generator: torch.Generator) -> Batch:
+    return {"x": torch.randn(scale, 8, generator=generator)}
+
+
+TOY = Model("toy", _Toy, ("Linear",), _rows)
+"""The model that every system trains once before its time counts."""
+
+TINY = Model("tiny", gpt(2, 32, 2, dropout=0.0), ("Block",), gpt_tokens(1, 16))
+"""For tests of the script."""
+
+
+@dataclass(frozen=True)
+class Data:
+    """Batches of a model: another on every rank and step, the same for every system."""
+
+    model: Model
+    ranks: int
+    scale: int
+    device: torch.device
+
+    def batch(self, step: int, rank: int) -> Batch:
+        generator = torch.Generator().manual_seed(step * self.ranks + rank)
+        drawn = self.model.batch(self.scale, generator)
+        return {name: value.to(self.device).contiguous() for name, value in drawn.items()}
+
+
+def made(model: Model, device: torch.device) -> nn.Module:
+    """The model with the weights that every system starts from."""
+    torch.manual_seed(0)
+    return model.build().train().to(device)
+
+
+def expected_losses(data: Data, steps: int, rank: int, dtype: torch.dtype | None) -> list[float]:
+    """The losses of `rank` over AdamW steps of a single process that has every rank's batch.
+
+    Each rank's batch goes through the model by itself (BatchNorm sees no other), and gradients are
+    averaged. Under `dtype` parameters and floating-point inputs are cast to it, as sharded systems
+    do; sums of gradients and the optimizer stay in float32.
+    """
+    model = made(data.model, data.device)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=LEARNING_RATE)
+    losses = []
+    for step in range(steps):
+        for other in range(data.ranks):
+            loss = _loss(model, data.batch(step, other), dtype)
+            (loss / data.ranks).backward()
+            if other == rank:
+                losses.append(loss.item())
+        optimizer.step()
+        optimizer.zero_grad()
+    return losses
+
+
+def _loss(model: nn.Module, batch: Batch, dtype: torch.dtype | None) -> Tensor:
+    if dtype is None:
+        return loss_of(model(**batch))
+    cast = {
+        name: value.to(dtype) if value.is_floating_point() else value
+        for name, value in batch.items()
+    }
+    return loss_of(functional_call(model, dict(_low(model, dtype)), (), cast))
+
+
+def _low(model: nn.Module, dtype: torch.dtype) -> Iterator[tuple[str, Tensor]]:
+    for name, parameter in model.named_parameters():
+        owner = model.get_submodule(name.rpartition(".")[0])
+        # BatchNorm computes in float32 here, with statistics in it.
+        low = not isinstance(owner, nn.modules.batchnorm._BatchNorm)
+        yield name, parameter.to(dtype) if low else parameter

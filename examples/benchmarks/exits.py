@@ -59,7 +59,6 @@ ENDS = (
 
 
 def life(rank: int, ranks: int, end: str, seed: int, folder: str) -> None:
-    """One rank: a few steps, and an end."""
     os.dup2(os.open(f"{folder}/stderr_{rank}", os.O_WRONLY | os.O_CREAT | os.O_APPEND), 2)
     faulthandler.enable()
     torch.set_num_threads(1)

@@ -69,7 +69,6 @@ def after_capture(seconds: dict[str, float], *, with_step: bool) -> float:
 
 
 def main() -> None:
-    """Print a line per depth and cache, and how the deepest compares with the shallowest."""
     parser = harness.parser(__doc__)
     parser.add_argument("--depths", type=int, nargs="+", default=[12, 48])
     parser.add_argument("--width", type=int, default=256)

@@ -57,9 +57,7 @@ PARTS = {
         Section("calibrate", "graphshard calibrate --quick", 90, gpu_checks.calibrated),
         Section("predict", "predicted against measured memory and time", 60, gpu_checks.predict),
         Section("overlap", "communication hidden, modelled and measured", 70, gpu_checks.overlap),
-        Section(
-            "fsdp2", "memory and time of a rank of 8, a Llama of 8B shape", 340, gpu_rivals.rivals
-        ),
+        Section("fsdp2", "memory and time of a rank of 8, a GPT 4096 wide", 340, gpu_rivals.rivals),
     ),
     "3": (
         Section("rates", "a preset's rates of products and attention", 60, gpu_rates.rates),
@@ -129,7 +127,6 @@ def main() -> int:
 
 
 def run_section(args: argparse.Namespace) -> None:
-    """Run one section in this process, and end it."""
     (section,) = chosen(args.section)
     device = torch.device("cuda", 0) if args.device == "cuda" else torch.device("cpu")
     if args.device == "cuda":

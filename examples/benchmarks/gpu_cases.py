@@ -215,8 +215,6 @@ class Experts(nn.Module):
 
 
 class RunOfExperts(Run):
-    """A rank that trains experts."""
-
     def model(self, seed: int = 0) -> nn.Module:
         torch.manual_seed(seed)
         return Experts().to(self.place.device)
@@ -287,7 +285,6 @@ def gathered(run: Run) -> Told:
 
 
 def fully_sharded(run: Run, **options: Any) -> nn.Module:
-    """The model under torch's `fully_shard`."""
     from torch.distributed.fsdp import fully_shard
 
     model = run.model()

@@ -71,7 +71,6 @@ def off_by(section: str, check: str, found: float, expected: float, bar: float, 
 
 
 def mib(size: float) -> str:
-    """Bytes as MiB."""
     return f"{size / 2**20:.1f} MiB"
 
 
@@ -322,7 +321,6 @@ def calibrated(place: Place) -> Iterator[Row]:
 
 
 def hardware(place: Place) -> Hardware:
-    """The calibrated hardware, or else a preset."""
     file = place.folder / HARDWARE
     if file.exists():
         return Hardware.load(file)

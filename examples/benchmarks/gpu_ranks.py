@@ -49,7 +49,6 @@ ENDS = {
 
 
 def ranks(place: Place) -> Iterator[Row]:
-    """Every case, and the end of the ranks."""
     shares = place.cuda and torch.cuda.device_count() < COUNT
     how = "NCCL on shared GPUs" if shares else "NCCL" if place.cuda else "Gloo"
     yield Row("ranks", "ranks", f"{COUNT} over {how}")

@@ -35,7 +35,6 @@ DEFAULTS = {1: "fa2", 3: "cudnn"}  # by torch's number of a backend
 
 
 def rates(place: Place) -> Iterator[Row]:
-    """Products and attention, measured beside the nearest preset."""
     preset = Hardware.load(nearest(place.device)).for_ranks(1)
     yield Row("rates", "preset", preset.name)
     for rows, columns, terms in PRODUCTS if not place.small else ((64, 48, 32),):

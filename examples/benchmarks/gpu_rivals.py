@@ -1,4 +1,4 @@
-"""One real rank of eight, of a Llama of the 8B model's shape: graphshard and FSDP2 side by side.
+"""One real rank of eight, of a GPT 4096 wide: graphshard and FSDP2 side by side.
 
 Neither side moves anything: collectives are launched as ever, on their streams and behind their
 copies, but only note the bytes that they would move (`NoGroup`). What is gathered is whatever was
@@ -26,12 +26,13 @@ from examples.benchmarks.gpu_checks import BF16, step_of
 from examples.benchmarks.gpu_table import Place, Row
 from examples.benchmarks.harness import fake_ranks
 from examples.benchmarks.stand_in import nothing_moves
-from examples.llama import Block, Llama, LlamaConfig
+from examples.gpt import GPT, Block, GPTConfig
 
 WORLD = 8
 MOST_LAYERS = 16
 """More tell nothing new, and each costs both sides seconds of their limits."""
-TINY = LlamaConfig(vocab=96, layers=2, heads=4, kv_heads=2, width=32, hidden=56)
+TINY = GPTConfig(vocab=96, layers=2, heads=4, width=32, tied=False)
+LARGE = GPTConfig(vocab=128_256, heads=32, width=4096, tied=False)
 SHARE = 0.7
 """Of the device's memory that what graphshard is predicted to take may fill: rivals take more."""
 
@@ -49,7 +50,7 @@ RIVALS = {
 class Load:
     """The workload: a model and the tokens of a rank's batch."""
 
-    config: LlamaConfig
+    config: GPTConfig
     batch: int
     length: int
 
@@ -67,7 +68,7 @@ def load_for(place: Place) -> Load:
     """Toy sizes, or the 8B model's with as many layers as are predicted to fit."""
     if place.small or not place.cuda:
         return Load(TINY, 2, 16)
-    load = Load(LlamaConfig(), 1, 4096)
+    load = Load(LARGE, 1, 4096)
     memory = SHARE * torch.cuda.get_device_properties(place.device).total_memory
     # Each layer adds as much as the one before, so two small depths tell.
     two, four = (predicted_peak(load.of_depth(layers)) for layers in (2, 4))
@@ -78,7 +79,7 @@ def load_for(place: Place) -> Load:
 def predicted_peak(load: Load) -> int:
     """Bytes a rank takes for a step of `load` under AdamW, as graphshard predicts it."""
     with torch.device("meta"):
-        model = Llama(load.config)
+        model = GPT(load.config)
         idx = torch.empty(load.batch, load.length, dtype=torch.int64)
     return graphshard.simulate(
         model,
@@ -94,9 +95,8 @@ def predicted_peak(load: Load) -> int:
 
 
 def build(system: str, load: Load, device: torch.device) -> nn.Module:
-    """The sharded model, with values."""
     with torch.device("meta"):
-        model = Llama(load.config)
+        model = GPT(load.config)
     if system.startswith("fsdp2"):
         return _fsdp2(model, device, compiled=system.endswith("compile"))
     schedule = "overlap" if system.endswith("overlap") else "fsdp"
@@ -129,8 +129,6 @@ def _filled(model: nn.Module) -> nn.Module:
 
 @dataclass(frozen=True)
 class Measured:
-    """Time and memory of a step of a system."""
-
     system: str
     first_seconds: float  # from the call to the end of the first step
     seconds: float  # the median step
@@ -174,11 +172,10 @@ def measure(system: str, load: Load, place: Place, out: Path) -> None:
 
 
 def rivals(place: Place) -> Iterator[Row]:
-    """The rows of all systems."""
     load = load_for(place)
     config = load.config
     shape = f"{config.layers} layers of width {config.width}, {load.batch} x {load.length} tokens"
-    yield Row("fsdp2", f"Llama, a rank of {WORLD}", shape)
+    yield Row("fsdp2", f"a GPT, a rank of {WORLD}", shape)
     yield Row("fsdp2", "moved between ranks", "nothing, on either side")
     found: dict[str, Measured] = {}
     for system, against in RIVALS.items():

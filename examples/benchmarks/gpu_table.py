@@ -187,7 +187,6 @@ def driver() -> str:
 
 
 def heading(of: dict[str, str]) -> str:
-    """The machine in one line."""
     rest = ", ".join(f"{name} {version}" for name, version in of.items() if name != "device")
     return f"{of['device']}, {rest}"
 
@@ -211,7 +210,6 @@ def add(results: Results, section: str, rows: Sequence[Row], seconds: float) -> 
 
 
 def rows_of(results: Results) -> list[Row]:
-    """The rows of all sections."""
     return [Row(**row) for section in results["sections"].values() for row in section["rows"]]
 
 

@@ -80,7 +80,6 @@ def fake_ranks(size: int, rank: int = 0) -> None:
 
 
 def worst_rank(values: Sequence[float], device: torch.device) -> list[float]:
-    """Each value's maximum over ranks."""
     tensor = torch.tensor(values, dtype=torch.float64, device=device)
     dist.all_reduce(tensor, dist.ReduceOp.MAX)
     return tensor.tolist()

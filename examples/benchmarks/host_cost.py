@@ -70,7 +70,6 @@ def forward_backward(model: nn.Module) -> Work:
 
 
 def trained(model: nn.Module, optim: torch.optim.Optimizer) -> Work:
-    """A whole step of training."""
 
     def work(index: int) -> None:
         model(*BATCH).backward()

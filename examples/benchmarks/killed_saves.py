@@ -48,13 +48,11 @@ def sharded_and_optimizer() -> tuple[graphshard.ShardedModule, torch.optim.Optim
 
 
 def tensors_of(module: nn.Module, optimizer: torch.optim.Optimizer) -> list[torch.Tensor]:
-    """This rank's shards and moments."""
     states = [s[key] for s in optimizer.state.values() for key in ("exp_avg", "exp_avg_sq")]
     return [tensor.to_local() for tensor in (*module.parameters(), *states)]
 
 
 def fill(module: nn.Module, optimizer: torch.optim.Optimizer, value: float) -> None:
-    """Give every parameter and moment one value."""
     with torch.no_grad():
         for tensor in tensors_of(module, optimizer):
             tensor.fill_(value)

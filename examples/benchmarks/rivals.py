@@ -55,9 +55,18 @@ from torch.distributed.device_mesh import init_device_mesh
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent.parent))
 
 from examples.benchmarks import harness
-from examples.benchmarks.benchmark_models import Model, gpt, gpt_tokens
+from examples.benchmarks.benchmark_models import (
+    RIVALS,
+    TINY,
+    TOY,
+    Data,
+    Model,
+    expected_losses,
+    gpt,
+    gpt_tokens,
+    made,
+)
 from examples.benchmarks.live_bytes import most_allocated
-from examples.benchmarks.rival_models import MODELS, TINY, TOY, Data, expected_losses, made
 from examples.benchmarks.rival_systems import (
     FSDP2,
     FSDP2_BLOCKS,
@@ -84,7 +93,7 @@ TRANSIENT_OVERLAP = 0.65
 
 def parse_args() -> argparse.Namespace:
     parser = harness.parser(__doc__)
-    names = [model.name for model in MODELS]
+    names = [model.name for model in RIVALS]
     parser.add_argument("--models", nargs="+", choices=[*names, TINY.name], default=names)
     parser.add_argument("--dtypes", nargs="+", choices=[*DTYPES], default=[*DTYPES])
     parser.add_argument("--systems", nargs="+", metavar="NAME", help="words in their names")
@@ -135,7 +144,6 @@ class Case:
     folder: str  # for files of compilers
 
     def run(self, systems: Sequence[System]) -> list[Result]:
-        """All systems, side by side."""
         rank = dist.get_rank()
         data, setting = self._setting()
         expected = expected_losses(data, 1 + self.args.warmup, rank, DTYPES[self.dtype])
@@ -218,7 +226,6 @@ class Case:
         return None if result.why_not else trained
 
     def _watch(self, result: Result, trained: Trained, setting: Setting) -> None:
-        """Count the memory of a few steps."""
         watch = watched(result, trained, setting)
         if result.compiled and self.device.type == "cpu":
             peaks = []
@@ -313,7 +320,6 @@ def _against(ours: Result | None, theirs: Result) -> str:
 
 
 def mib(size: float) -> float:
-    """Bytes as MiB."""
     return size / 2**20
 
 
@@ -346,14 +352,12 @@ def step_ratio(ours: Result, theirs: Result) -> float:
 
 
 def part(ours: Result, theirs: Result) -> float:
-    """Our transient bytes as a part of theirs."""
     assert ours.transient is not None
     assert theirs.transient is not None
     return ours.transient / max(1, theirs.transient)
 
 
 def verdict(what: str, value: float, bar: float) -> str:
-    """One line: what was found, the bar, and whether it is met."""
     said = "met" if value <= bar else "MISSED"
     return f"{what:48} {value:6.3f}  at most {bar:.2f}  {said}"
 
@@ -406,7 +410,6 @@ def on_one_of(ranks: int, model: Model) -> None:
 
 
 def chosen(args: argparse.Namespace) -> list[System]:
-    """The systems asked for, in the order of the table."""
     words = args.systems
     named = [s for s in SYSTEMS if not words or any(w.lower() in s.name.lower() for w in words)]
     return [s for s in named if not (args.eager and s.compiled)]
@@ -419,7 +422,7 @@ def run(args: argparse.Namespace, device: torch.device, folder: str) -> None:
     found: dict[str, list[Result]] = {}
     verdicts = []
     begin = time.perf_counter()
-    for model in [model for model in (*MODELS, TINY) if model.name in args.models]:
+    for model in [model for model in (*RIVALS, TINY) if model.name in args.models]:
         for dtype in args.dtypes:
             results = Case(model, dtype, args, device, folder).run(systems)
             if dist.get_rank() == 0:

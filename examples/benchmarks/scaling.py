@@ -131,7 +131,6 @@ def row(rank: int, case: Case) -> dict[str, Any]:
         "world": world,
         "nodes": len(program.graph.nodes),
         "seconds": known,
-        "passes": dict(times.seconds),
         "total": total,
         "mib": (after - before) / 1024,
     }
@@ -139,34 +138,19 @@ def row(rank: int, case: Case) -> dict[str, Any]:
 
 def least_of(found: list[dict[str, Any]]) -> dict[str, Any]:
     """Measurements of one case as one: the least seconds of each stage, and the least memory."""
-    least = dict(found[0])
-    for key in ("seconds", "passes"):
-        least[key] = {name: min(each[key][name] for each in found) for name in found[0][key]}
-    for key in ("total", "mib"):
-        least[key] = min(each[key] for each in found)
+    least = found[0] | {key: min(each[key] for each in found) for key in ("total", "mib")}
+    least["seconds"] = {name: min(each["seconds"][name] for each in found) for name in STAGES}
     return least
 
 
-def exponent(rows: list[dict[str, Any]], stage: str, table: str = "seconds") -> float:
-    """Least squares slope of log seconds over log nodes, of the deeper half of `rows`.
-
-    Of a stage, or with `table="passes"` of a pass.
-    """
+def exponent(rows: list[dict[str, Any]], stage: str) -> float:
+    """Least squares slope of log seconds over log nodes, of the deeper half of `rows`."""
     deep = rows[-max(3, len(rows) - len(rows) // 2) :]
-    if max(each[table][stage] for each in deep) < SMALL:
+    if max(each["seconds"][stage] for each in deep) < SMALL:
         return 0.0
-    xs = [each["nodes"] for each in deep]
-    ys = [max(each[table][stage], 1e-4) for each in deep]
-    return linear_regression([*map(math.log, xs)], [*map(math.log, ys)]).slope
-
-
-def show(each: dict[str, Any]) -> None:
-    cells = "".join(f"{each['seconds'][stage]:>10.2f}" for stage in STAGES)
-    print(
-        f"{each['layers']:6} {each['width']:6,} {each['world']:7,} {each['nodes']:7,}{cells}"
-        f"{each['total']:>9.1f}{each['mib']:>8,.0f}",
-        flush=True,
-    )
+    xs = [math.log(each["nodes"]) for each in deep]
+    ys = [math.log(max(each["seconds"][stage], 1e-4)) for each in deep]
+    return linear_regression(xs, ys).slope
 
 
 def over(args: argparse.Namespace, cases: list[tuple[str, int, int, int]]) -> list[dict[str, Any]]:
@@ -177,22 +161,31 @@ def over(args: argparse.Namespace, cases: list[tuple[str, int, int, int]]) -> li
     ]
     found = [least_of(list(of_case)) for of_case in zip(*rounds, strict=True)]
     for each in found:
-        show(each)
+        cells = "".join(f"{each['seconds'][stage]:>10.2f}" for stage in STAGES)
+        print(
+            f"{each['layers']:6} {each['width']:6,} {each['world']:7,} {each['nodes']:7,}{cells}"
+            f"{each['total']:>9.1f}{each['mib']:>8,.0f}",
+            flush=True,
+        )
     return found
+
+
+def judged(found: dict[str, float], most: float, title: str, good: str) -> bool:
+    """Print a figure of each stage, of which none may be above `most`; whether none is."""
+    cells = "".join(f"{one:>9.2f}{' ' if one <= most else '!'}" for one in found.values())
+    fine = max(found.values()) <= most
+    print(f"{title:>28}{cells}   {good if fine else f'NOT {good}'}\n")
+    return fine
 
 
 def flat(rows: list[dict[str, Any]], what: str) -> bool:
     """Whether no stage costs more with `what`; says so."""
-    fine = True
-    cells = ""
+    dearest = {}
     for stage in STAGES:
         seconds = [each["seconds"][stage] for each in rows]
         ratio = max(seconds) / max(seconds[0], 1e-4)
-        ok = ratio <= FLAT or max(seconds) < SMALL
-        fine = fine and ok
-        cells += f"{ratio:>9.2f}{' ' if ok else '!'}"
-    print(f"{'dearest row over first':>28}{cells}   {'flat' if fine else 'NOT FLAT'} in {what}\n")
-    return fine
+        dearest[stage] = 0.0 if max(seconds) < SMALL else ratio
+    return judged(dearest, FLAT, "dearest row over first", f"flat in {what}")
 
 
 def main() -> int:
@@ -209,20 +202,11 @@ def main() -> int:
     print(f"{'blocks':>6} {'width':>6} {'ranks':>7} {'nodes':>7}{cells}{'planned':>9}{'MiB':>8}")
     if args.llama:
         (found,) = over(args, [("llama", args.layers, 8192, 64)])
-        slowest = sorted(found["passes"].items(), key=lambda item: -item[1])[:5]
-        print("slowest passes: " + ", ".join(f"{name} {took:.2f}" for name, took in slowest))
         return int(found["total"] > 30)
     rows = over(args, [("gpt", layers, 256, 8) for layers in args.depths])
     slopes = {stage: exponent(rows, stage) for stage in STAGES}
+    fine = judged(slopes, LINEAR, "exponent", "linear in nodes")
     memory = rows[-1]["mib"] / rows[0]["mib"]
-    fine = all(slope <= LINEAR for slope in slopes.values())
-    cells = "".join(f"{slopes[s]:>9.2f}{' ' if slopes[s] <= LINEAR else '!'}" for s in STAGES)
-    print(f"{'exponent':>28}{cells}   {'linear' if fine else 'NOT LINEAR'} in nodes")
-    slowest = sorted(rows[-1]["passes"].items(), key=lambda item: -item[1])[:5]
-    each_of = (
-        f"{name} {took:.2f} s, {exponent(rows, name, 'passes'):.2f}" for name, took in slowest
-    )
-    print(f"{'slowest passes':>28}: {'; '.join(each_of)}")
     times = rows[-1]["nodes"] / rows[0]["nodes"]
     print(f"{'memory':>28}: {memory:.1f} times for {times:.1f} times the nodes\n")
     fine &= memory <= 1.2 * times

@@ -118,12 +118,10 @@ class Line:
 
     @property
     def share(self) -> float:
-        """The bound, as a part of the step by "overlap"."""
         return self.bound / self.overlap
 
     @property
     def faults(self) -> list[str]:
-        """The bars that are missed."""
         found = []
         if self.default > self.fsdp2 * (1 + 1e-9):
             found.append("default slower")
@@ -161,7 +159,6 @@ class Fsdp2Order(Pass):
     """
 
     def apply(self, program: Program, plan: ShardingPlan) -> None:
-        """See `Pass.apply`."""
         spans = find_spans(program, plan)
         gathers = gathers_by_span(spans)
         for phase in (FORWARD, BACKWARD):
@@ -174,7 +171,6 @@ class Fsdp2Order(Pass):
 
 
 def lines(name: str, worlds: list[int], hardware: list[str]) -> Iterator[Line]:
-    """The lines of one model."""
     with torch.device("meta"):
         module = MODELS[name].build().train()
         inputs = MODELS[name].batch(1, None)
@@ -233,7 +229,6 @@ def bound(timeline: Timeline) -> float:
 
 
 def main() -> int:
-    """Print the table; 1 if a line has a fault."""
     torch.set_num_threads(1)
     parser = harness.parser(__doc__)
     parser.add_argument("--models", nargs="+", choices=list(MODELS), default=list(MODELS))

@@ -93,7 +93,6 @@ def on_rank(rank: int, args: argparse.Namespace) -> list[Line]:
 
 
 def compare(model: Model, args: argparse.Namespace, group: Group, hardware: Hardware) -> Line:
-    """Predicted and measured seconds of a model's step."""
     torch.manual_seed(0)
     batch = model.batch(1, torch.Generator().manual_seed(group.rank))
     policy = graphshard.BlockPolicy(list(model.blocks))

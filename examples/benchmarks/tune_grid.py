@@ -51,8 +51,6 @@ PARTS = (0.1, 0.4, 1.0)
 
 @dataclass(frozen=True)
 class Case:
-    """A model with its inputs, and the request that a search and a grid share."""
-
     model: nn.Module
     inputs: tuple[Tensor, ...]
     auto: AutoPolicy
@@ -96,7 +94,6 @@ class Grid:
         self._by_plan: dict[Any, tuple[float, int] | None] = {}
 
     def policies(self) -> Iterator[Policy]:
-        """The policies that do not depend on a budget."""
         blocks = self.simulator.space.blocks
         whole = frozenset(blocks.classes)
         shardings: list[dict[str, Any]] = [

@@ -6,7 +6,7 @@ import random
 
 import pytest
 
-from examples.benchmarks.allocator_trace import replay_trace
+from examples.benchmarks.gpu_reserved import replay_trace
 from graphshard.cost.allocator_settings import MIB, AllocatorSettings
 from graphshard.cost.caching_allocator import CachingAllocator
 from graphshard.errors import CostError

@@ -8,8 +8,7 @@ import pytest
 from ranks import run_ranks
 
 from examples.benchmarks.harness import median_interval
-from examples.benchmarks.memory_truth import row, truth_of, worst
-from examples.benchmarks.truth_cases import Case, every, sample
+from examples.benchmarks.memory_truth import Case, every, row, sample, truth_of, worst
 
 
 def _truths(rank: int, cases: list[Case]) -> list[Any]:
