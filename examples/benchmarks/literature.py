@@ -228,8 +228,8 @@ def plans_of(run: Run, captured: Captured) -> list[tuple[int, ShardingPlan]]:
 # -- prediction ------------------------------------------------------------------------------------
 
 
-def beside(run: Run, plan: ShardingPlan, hardware: Hardware) -> dict[str, float]:
-    """Seconds of a step, by name, of what the run's framework did besides the program.
+def beside(run: Run, plan: ShardingPlan, hardware: Hardware) -> float:
+    """Seconds of a step that the run's framework took for work besides the program.
 
     All of it streams memory. FSDP2 copies gradients into one buffer (where they are reduced in
     another dtype, that cast is in the program; copies of what it gathers are in the estimate).
@@ -237,39 +237,34 @@ def beside(run: Run, plan: ShardingPlan, hardware: Hardware) -> dict[str, float]
     parameters views. Clipping reads gradients for their norm, and reads and writes them to scale
     them. Composer's metrics cast logits to float32 and take log-softmax of them, twice.
     """
-    gathered = getattr(torch, run.gathers).itemsize
     layouts = {id(layout): layout for layout in plan.layouts.values()}.values()
-    parameters = sum(layout.numel for layout in layouts)
-    moved = {}
+    gathered = getattr(torch, run.gathers).itemsize * sum(layout.numel for layout in layouts)
+    moved = 0.0
     if run.framework == "FSDP1":
-        moved["copies of gradients"] = 2 * gathered * parameters * run.accumulation
+        moved += 2 * gathered * run.accumulation
     elif run.gathers == run.reduces:
-        moved["copies of gradients"] = 2 * gathered * parameters
-    shards = sum(layout.shard_bytes for layout in layouts)
+        moved += 2 * gathered
     if run.clips:
-        moved["clipping"] = 3 * shards
+        moved += 3 * sum(layout.shard_bytes for layout in layouts)
     if run.metrics:
         logits = run.batch * run.length * data()["models"][run.model]["vocabulary"]
-        moved["metrics"] = 2 * (2 + 4 + 4 + 4) * logits * run.accumulation
-    bandwidth = hardware.memory_bandwidth * hardware.efficiency["bandwidth"]
-    return {name: size / bandwidth for name, size in moved.items()}
+        moved += 2 * (2 + 4 + 4 + 4) * logits * run.accumulation
+    return moved / (hardware.memory_bandwidth * hardware.efficiency["bandwidth"])
 
 
 @dataclass(frozen=True)
 class Found:
     """What was predicted of a step: seconds, FLOPs of a GPU, and bytes.
 
-    alone: seconds if operators took as long within the step as one by one (`Hardware.in_step` of
-    1). beside: seconds of the framework's own work, by name; a part of `seconds` and of `alone`.
-    exposed: seconds of waiting for communication. allocated, reserved: the most that torch's
-    allocator has in use and takes from the device. device: all that is taken of it.
+    alone: seconds if operators took as long within the step as one by one (an `in_step` of 1).
+    in_step: `Hardware.in_step` of the machine. allocated, reserved: the most that torch's allocator
+    has in use and takes from the device. device: all that is taken of it.
     """
 
     seconds: float
     alone: float
+    in_step: float
     flops: float
-    exposed: float
-    beside: dict[str, float]
     allocated: float
     reserved: float
     device: float
@@ -279,25 +274,14 @@ class Found:
 
         What an allocator reserves is no line, so it is unknown, and counted as what it has in use.
         """
-
-        def between(one: float, two: float) -> float:
-            return one + share * (two - one)
-
-        return Found(
-            between(self.seconds, other.seconds),
-            between(self.alone, other.alone),
-            between(self.flops, other.flops),
-            between(self.exposed, other.exposed),
-            {name: between(self.beside[name], other.beside[name]) for name in self.beside},
-            between(self.allocated, other.allocated),
-            math.nan,
-            between(self.allocated, other.allocated) + other.device - other.reserved,
-        )
+        here, there = asdict(self), asdict(other)
+        found = {name: here[name] + share * (there[name] - here[name]) for name in here}
+        beyond = other.device - other.reserved
+        return Found(**found | {"reserved": math.nan, "device": found["allocated"] + beyond})
 
 
 def found_of(run: Run, captured: Captured) -> Found:
     hardware = machine(run)
-    eager = {"blocks": [""], "model": ["loss"]}.get(run.compiled, [])
     plans = plans_of(run, captured)
     estimates: list[tuple[int, Estimate]] = [
         (
@@ -308,56 +292,48 @@ def found_of(run: Run, captured: Captured) -> Found:
                 optimizer=run.optimizer,
                 allocator=run.allocator,
                 runtime="fsdp2" if run.framework == "FSDP2" else "graphshard",
-                leave_eager=eager,
+                leave_eager={"blocks": [""], "model": ["loss"]}.get(run.compiled, []),
                 holds_outputs=run.holds_outputs,
             ),
         )
         for times, plan in plans
     ]
-    own = beside(run, plans[-1][1], hardware)
+    besides = beside(run, plans[-1][1], hardware) + hardware.step_overhead
+
+    def seconds(each: list[tuple[int, Estimate]]) -> float:
+        steps = sum(times * estimate.timeline.seconds for times, estimate in each)
+        return steps + each[-1][1].optimizer_seconds + besides
+
     one_by_one = hardware.with_(in_step=1.0)
-    seconds, alone = (
-        sum(times * estimate.timeline.seconds for times, estimate in machines)
-        + machines[-1][1].optimizer_seconds
-        + hardware.step_overhead
-        + sum(own.values())
-        for machines in (
-            estimates,
-            [(times, estimate.with_hardware(one_by_one)) for times, estimate in estimates],
-        )
-    )
-    replayed = [estimate.reserved for _, estimate in estimates]
-    assert all(replayed), "presets of GPUs have an allocator"
+    every = [estimate for _, estimate in estimates]
     return Found(
-        seconds,
-        alone,
+        seconds(estimates),
+        seconds([(times, estimate.with_hardware(one_by_one)) for times, estimate in estimates]),
+        hardware.in_step,
         sum(times * estimate.flops for times, estimate in estimates),
-        sum(times * estimate.exposed_seconds for times, estimate in estimates),
-        own,
-        max(each.allocated for each in replayed if each),
-        max(each.bytes for each in replayed if each),
-        max(estimate.device_bytes for _, estimate in estimates),
+        max(estimate.reserved.allocated for estimate in every),
+        max(estimate.reserved.bytes for estimate in every),
+        max(estimate.device_bytes for estimate in every),
     )
 
 
 @dataclass(frozen=True)
 class Row:
-    """A run and its prediction.
+    """A run and its prediction: tokens a second of a GPU, or its TFLOP/s."""
 
-    published, predicted: tokens a second of a GPU, or its TFLOP/s. in_step: `Hardware.in_step` of
-    the machine. memory_gib: published.
-    """
-
-    id: str
-    setting: str
-    unit: str
-    published: float
-    predicted: float
+    run: Run
     found: Found
-    in_step: float
-    memory_is: str
-    memory_gib: float | None
-    fits: bool
+
+    @property
+    def published(self) -> float:
+        return self.run.published.get("tokens_per_s") or self.run.published["tflops"]
+
+    @property
+    def predicted(self) -> float:
+        run, work = self.run, self.found.flops / 1e12
+        if "tokens_per_s" in run.published:
+            work = run.batch * run.length * run.accumulation
+        return work / self.found.seconds
 
     @property
     def error(self) -> float:
@@ -367,55 +343,42 @@ class Row:
     @property
     def origin(self) -> str:
         """Who published it: runs of one origin may be off for one reason."""
-        return self.id.partition("-")[0]
+        return self.run.id.partition("-")[0]
+
+    @property
+    def fits(self) -> bool:
+        return self.found.device <= machine(self.run).memory_bytes
 
     def error_at(self, in_step: float) -> float:
         """The error with another `Hardware.in_step`, as seconds grow with it in proportion."""
-        if self.in_step == 1.0:
-            return self.error
         seconds, alone = self.found.seconds, self.found.alone
-        more = (seconds - alone) / (self.in_step - 1)
+        if self.found.in_step == 1.0:
+            return self.error
+        more = (seconds - alone) / (self.found.in_step - 1)
         return (self.error + 1) * seconds / (alone + (in_step - 1) * more) - 1
 
     @property
     def memory_error(self) -> float | None:
-        """The error of the memory, as a fraction of the published one."""
-        if self.memory_gib is None:
+        """The error of the memory, as a fraction of the published one, if there is any."""
+        known = self.run.published
+        if "memory_gib" not in known:
             return None
-        return getattr(self.found, self.memory_is) / GIB / self.memory_gib - 1
+        return getattr(self.found, known["memory_is"]) / GIB / known["memory_gib"] - 1
 
     def __str__(self) -> str:
-        memory = f"{self.found.allocated / GIB:.1f} allocated"
-        if not math.isnan(self.found.reserved):
-            memory += f", {self.found.reserved / GIB:.1f} reserved"
-        if self.memory_gib is not None:
-            memory += f"; published: {self.memory_gib:.1f} {self.memory_is}"
+        known, found = self.run.published, self.found
+        memory = f"{found.allocated / GIB:.1f} allocated"
+        if not math.isnan(found.reserved):
+            memory += f", {found.reserved / GIB:.1f} reserved"
+        if self.memory_error is not None:
+            memory += f"; published: {known['memory_gib']:.1f} {known['memory_is']}"
             memory += f" ({self.memory_error:+.0%})"
         memory += "" if self.fits else "; **does not fit**"
-        unit = "" if self.unit == "tokens/s" else f" {self.unit}"
+        unit = "" if "tokens_per_s" in known else " TFLOP/s"
         return (
-            f"| {self.setting} | {self.published:,.0f}{unit} | {self.predicted:,.0f} | "
+            f"| {setting(self.run)} | {self.published:,.0f}{unit} | {self.predicted:,.0f} | "
             f"{self.error:+.1%} | {memory} |"
         )
-
-
-def row_of(run: Run, found: Found) -> Row:
-    published = run.published.get("tokens_per_s")
-    unit, work = "tokens/s", float(run.batch * run.length * run.accumulation)
-    if published is None:
-        published, unit, work = run.published["tflops"], "TFLOP/s", found.flops / 1e12
-    return Row(
-        run.id,
-        setting(run),
-        unit,
-        published,
-        work / found.seconds,
-        found,
-        machine(run).in_step,
-        run.published.get("memory_is", ""),
-        run.published.get("memory_gib"),
-        found.device <= machine(run).memory_bytes,
-    )
 
 
 def depths(run: Run, whole: bool) -> list[int]:
@@ -455,7 +418,7 @@ def predicted(chosen: Sequence[Run], *, whole: bool = False) -> Iterator[Row]:
         if len(at) > 1:
             share = (depth_of(run) - at[0]) / (at[1] - at[0])
             all_blocks = found[0].towards(found[1], share)
-        yield row_of(run, all_blocks)
+        yield Row(run, all_blocks)
 
 
 def t5_scaling() -> tuple[float, float]:
@@ -539,7 +502,7 @@ def summary(rows: Sequence[Row]) -> Iterator[str]:
     if len({row.origin for row in rows}) > 1:
         yield f"with that of all other origins: {spread(held_out(rows))}"
     for kind in ("allocated", "reserved"):
-        found = [row.memory_error for row in rows if row.memory_is == kind]
+        found = [row.memory_error for row in rows if row.run.published.get("memory_is") == kind]
         if found:
             yield f"memory {kind}: " + ", ".join(f"{error:+.0%}" for error in found)
 
@@ -555,8 +518,7 @@ def main() -> None:
     names = tuple(args.names) or ("",)
     rows = all_rows(runs(names), args.processes, args.whole)
     if args.json or args.markdown:
-        order = [run.id for run in runs()]
-        rows = iter(sorted(rows, key=lambda row: order.index(row.id)))
+        rows = iter(sorted(rows, key=lambda row: runs().index(row.run)))
     if not args.json:
         print("| run | published | predicted | error | memory, GiB |\n|---|---|---|---|---|")
     done = []
@@ -572,8 +534,9 @@ def main() -> None:
             f"{published:+.0%} published, {predicted:+.1%} predicted"
         )
     if args.json:
-        plain = [asdict(row) | {"error": row.error, "memory_error": row.memory_error}
-                 for row in done]  # fmt: skip
+        plain = [
+            asdict(row) | {"error": row.error, "memory_error": row.memory_error} for row in done
+        ]
         print(json.dumps({"rows": plain, "summary": said}, indent=1))
     else:
         print("\n".join(said))

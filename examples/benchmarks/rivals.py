@@ -85,11 +85,6 @@ from examples.benchmarks.step_watch import StepWatch
 DTYPES = {"fp32": None, "bf16": torch.bfloat16}
 WATCHED = 4  # steps of which memory is counted; the first does not count
 
-STEP = 0.90
-FAKE_PEAK = 0.90
-TRANSIENT = 0.85
-TRANSIENT_OVERLAP = 0.65
-
 
 def parse_args() -> argparse.Namespace:
     parser = harness.parser(__doc__)
@@ -323,43 +318,28 @@ def mib(size: float) -> float:
     return size / 2**20
 
 
-def bars(results: Sequence[Result]) -> Iterator[str]:
-    """A line per bar that can be judged, met or missed."""
+PAIRS = (
+    (OURS, FSDP2),
+    (OURS_OVERLAP, FSDP2),
+    (OURS_COMPILED, FSDP2_BLOCKS),
+    (OURS_COMPILED, FSDP2_WHOLE),
+)
+
+
+def ratios(results: Sequence[Result]) -> Iterator[str]:
+    """A line for each of ours beside its rival: every figure as a part of the rival's."""
     at = {result.system: result for result in results if not result.why_not}
-    if OURS in at and FSDP2 in at:
-        ours, theirs = at[OURS], at[FSDP2]
-        yield verdict("step, of FSDP2's", step_ratio(ours, theirs), STEP)
-        yield verdict("peak, of FSDP2's", ours.peak / theirs.peak, 1.0)
-        yield verdict("transient, of FSDP2's", part(ours, theirs), TRANSIENT)
-        if OURS_OVERLAP in at:
-            over = at[OURS_OVERLAP]
-            yield verdict("transient, overlap", part(over, theirs), TRANSIENT_OVERLAP)
-    compiled = [at[name] for name in (FSDP2_BLOCKS, FSDP2_WHOLE) if name in at]
-    if OURS_COMPILED in at and compiled:
-        ours = at[OURS_COMPILED]
-        best = min(compiled, key=lambda result: median(result.times))
-        yield verdict(f"step, compiled, of {best.system}'s", step_ratio(ours, best), STEP)
-        yield verdict(f"peak, compiled, of {best.system}'s", ours.peak / best.peak, 1.0)
-    if FSDP2_WHOLE in at:
-        for name in (OURS, OURS_COMPILED):
-            if name in at:
-                said = f"first step of {name}, of {FSDP2_WHOLE}'s"
-                yield verdict(said, at[name].first / at[FSDP2_WHOLE].first, 1.0)
+    for ours, theirs in ((at[a], at[b]) for a, b in PAIRS if a in at and b in at):
+        step = median(harness.ratios(ours.times, theirs.times))
+        first = ours.first / theirs.first
+        yield f"step {step:.3f}, first {first:.3f}, {memory_ratio(ours, theirs)}"
 
 
-def step_ratio(ours: Result, theirs: Result) -> float:
-    return median(harness.ratios(ours.times, theirs.times))
-
-
-def part(ours: Result, theirs: Result) -> float:
-    assert ours.transient is not None
-    assert theirs.transient is not None
-    return ours.transient / max(1, theirs.transient)
-
-
-def verdict(what: str, value: float, bar: float) -> str:
-    said = "met" if value <= bar else "MISSED"
-    return f"{what:48} {value:6.3f}  at most {bar:.2f}  {said}"
+def memory_ratio(ours: Result, theirs: Result) -> str:
+    said = f"peak {ours.peak / theirs.peak:.3f}"
+    if ours.transient is not None and theirs.transient is not None:
+        said += f", transient {ours.transient / max(1, theirs.transient):.3f}"
+    return f"{said}: {ours.system}, of {theirs.system}'s"
 
 
 # -- memory of one rank of many --------------------------------------------------------------------
@@ -397,12 +377,7 @@ def on_one_of(ranks: int, model: Model) -> None:
             f"{system.name:40} {mib(result.peak):10.2f} {mib(result.transient):14.2f}", flush=True
         )
     theirs = found.pop(FSDP2)
-    print()
-    for name, result in found.items():
-        what = name.removeprefix(f"{OURS} ").replace(OURS, "of FSDP2's")
-        bar = TRANSIENT if name == OURS else TRANSIENT_OVERLAP
-        print(verdict(f"peak, {what}", result.peak / theirs.peak, FAKE_PEAK))
-        print(verdict(f"transient, {what}", part(result, theirs), bar))
+    print("\n" + "\n".join(memory_ratio(result, theirs) for result in found.values()))
     dist.destroy_process_group()
 
 
@@ -420,7 +395,6 @@ def run(args: argparse.Namespace, device: torch.device, folder: str) -> None:
     torch._dynamo.config.recompile_limit = 64  # one function may be several systems'
     Case(TOY, args.dtypes[0], args, device, folder).first_steps(systems)
     found: dict[str, list[Result]] = {}
-    verdicts = []
     begin = time.perf_counter()
     for model in [model for model in (*RIVALS, TINY) if model.name in args.models]:
         for dtype in args.dtypes:
@@ -428,10 +402,8 @@ def run(args: argparse.Namespace, device: torch.device, folder: str) -> None:
             if dist.get_rank() == 0:
                 name = f"{model.name} {dtype}"
                 found[name] = results
-                print(f"\n{name}\n{table(results)}", flush=True)
-                verdicts += [f"{name:16} {line}" for line in bars(results)]
+                print(f"\n{name}\n{table(results)}", *ratios(results), sep="\n", flush=True)
     if dist.get_rank() == 0:
-        print("\n" + "\n".join(verdicts))
         print(
             f"\n{dist.get_world_size()} ranks of {args.threads} thread(s), {dist.get_backend()}, "
             f"{args.pairs} pairs, torch {torch.__version__}, "
