@@ -206,22 +206,18 @@ def _lora() -> nn.Module:
 
 # -- models to time ----------------------------------------------------------------------------
 
-_llama = llama(320, 864, 6, 8, 2, VOCAB)
-_bert = bert(384, 1536, 4, 6, vocab_size=VOCAB)
-_t5 = t5(256, 64, 1024, 4, 4, vocab_size=VOCAB)
 _regnet = regnet(32, [64, 128, 256, 512], [1, 2, 4, 1], 32, 100)
-_mixtral = mixtral(256, 512, 4, 8, VOCAB)
 
 TIMED = {
     model.name: model
     for model in (
         Model("gpt-small", gpt(4, 256, 4), ("Block",), gpt_tokens(4, 128)),
         Model("gpt", gpt(8, 512, 8), ("Block",), gpt_tokens(2, 256)),
-        Model("llama", _llama, ("LlamaDecoderLayer",), tokens(2, 256)),
-        Model("bert", _bert, ("BertLayer",), tokens(4, 128)),
-        Model("t5", _t5, ("T5Block",), tokens(4, 128)),
+        Model("llama", llama(320, 864, 6, 8, 2, VOCAB), ("LlamaDecoderLayer",), tokens(2, 256)),
+        Model("bert", bert(384, 1536, 4, 6, vocab_size=VOCAB), ("BertLayer",), tokens(4, 128)),
+        Model("t5", t5(256, 64, 1024, 4, 4, vocab_size=VOCAB), ("T5Block",), tokens(4, 128)),
         Model("regnet", _regnet, ("RegNetYLayer",), images(8, 96)),
-        Model("moe", _mixtral, ("MixtralDecoderLayer",), tokens(4, 128)),
+        Model("moe", mixtral(256, 512, 4, 8, VOCAB), ("MixtralDecoderLayer",), tokens(4, 128)),
     )
 }
 
@@ -229,8 +225,6 @@ TIMED = {
 
 _small_gpt = GPTConfig(vocab=SMALL_VOCAB, layers=3, heads=4, width=64, dropout=0.1, tied=True)
 _small_bert = bert(64, 192, 3, 4, vocab_size=SMALL_VOCAB, max_position_embeddings=64)
-_small_t5 = t5(64, 16, 160, 2, 4, vocab_size=SMALL_VOCAB)
-_small_regnet = regnet(16, [32, 64], [1, 2], 16, 5)
 _small_mixtral = mixtral(64, 96, 2, 4, SMALL_VOCAB, experts_implementation="grouped_mm")
 _small_text = tokens(1, 32, SMALL_VOCAB)
 
@@ -240,8 +234,13 @@ WEIGHED = {
         Model("gpt", lambda: GPT(_small_gpt), ("Block",), gpt_tokens(1, 32, SMALL_VOCAB)),
         Model("llama", _small_llama, ("LlamaDecoderLayer",), _small_text),
         Model("bert", _small_bert, ("BertLayer",), _small_text),
-        Model("t5", _small_t5, ("T5Block",), _small_text),
-        Model("regnet", _small_regnet, ("RegNetXLayer", "RegNetYLayer"), images(1, 32, 5)),
+        Model("t5", t5(64, 16, 160, 2, 4, vocab_size=SMALL_VOCAB), ("T5Block",), _small_text),
+        Model(
+            "regnet",
+            regnet(16, [32, 64], [1, 2], 16, 5),
+            ("RegNetXLayer", "RegNetYLayer"),
+            images(1, 32, 5),
+        ),
         Model("mixtral", _small_mixtral, ("MixtralDecoderLayer",), _small_text),
         Model("lora", _lora, ("LlamaDecoderLayer",), _small_text),
     )

@@ -77,15 +77,6 @@ class Run:
         return graphshard.compile(self.model(seed), policy, device=self.place.device, **options)
 
 
-@dataclass(frozen=True)
-class Protocol:
-    """How to train. clip: the largest norm of gradients. micro: batches of one step."""
-
-    steps: int = 3
-    clip: float | None = None
-    micro: int = 1
-
-
 def whole(tensor: Tensor) -> Tensor:
     """The full tensor, in float32 on the CPU."""
     full = tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
@@ -99,27 +90,30 @@ def optimizer_of(model: nn.Module) -> torch.optim.Optimizer:
 def train(
     run: Run,
     model: Any,
-    how: Protocol = Protocol(),
+    steps: int = 3,
     optim: torch.optim.Optimizer | None = None,
     first: int = 0,
+    clip: float | None = None,
+    micro: int = 1,
     alone: bool = False,
 ) -> Numbers:
     """Train on batches `first` and on, a model that is not sharded (`alone`) on every rank's.
 
-    Returns the parameters at the end, the losses of this rank and, where they are clipped, norms.
+    clip: the largest norm of gradients. micro: batches of one step. Returns the parameters at the
+    end, the losses of this rank and, where they are clipped, norms.
     """
     optim, losses, norms = optim or optimizer_of(model), list[Tensor](), list[Tensor]()
     ranks = range(run.count) if alone else [run.rank]
-    clip = partial(nn.utils.clip_grad_norm_, [*model.parameters()])
-    for step in range(how.steps):
-        for part in range(how.micro):
-            number = first + step * how.micro + part
-            with nullcontext() if alone or part + 1 == how.micro else model.no_sync():
+    clip_plain = partial(nn.utils.clip_grad_norm_, [*model.parameters()])
+    for step in range(steps):
+        for part in range(micro):
+            number = first + step * micro + part
+            with nullcontext() if alone or part + 1 == micro else model.no_sync():
                 each = {rank: model(*run.batch(number, rank)) for rank in ranks}
-                (torch.stack([*each.values()]).mean() / how.micro).backward()
+                (torch.stack([*each.values()]).mean() / micro).backward()
             losses.append(each[run.rank])
-        if how.clip is not None:
-            norms.append((clip if alone else model.clip_grad_norm_)(how.clip))
+        if clip is not None:
+            norms.append((clip_plain if alone else model.clip_grad_norm_)(clip))
         optim.step()
         optim.zero_grad()
     found = {name: whole(param) for name, param in model.named_parameters()}
@@ -133,18 +127,17 @@ Words = Callable[[Any], tuple[str, bool]]
 """What to tell of a sharded module, and whether it is as it should be."""
 
 
-def compared(
-    run: Run, sharded: Any, how: Protocol = Protocol(), words: Words = lambda _: ("", True)
-) -> Told:
-    """A sharded module against one process."""
-    found = train(run, sharded, how)
+def compared(run: Run, sharded: Any, words: Words = lambda _: ("", True), **how: Any) -> Told:
+    """A sharded module against one process; `how`: to train."""
+    found = train(run, sharded, **how)
     note, ok = words(sharded)
-    return Told(found, train(run, run.model(), how, alone=True), note=note, ok=ok)
+    return Told(found, train(run, run.model(), alone=True, **how), note=note, ok=ok)
 
 
-def trained(run: Run, how: Protocol = Protocol(), **fields: Any) -> Told:
+def trained(run: Run, how: dict[str, Any] | None = None, **fields: Any) -> Told:
     """A policy with these fields against one process."""
-    return compared(run, run.sharded(graphshard.BlockPolicy({Block}, **fields)), how)
+    policy = graphshard.BlockPolicy({Block}, **fields)
+    return compared(run, run.sharded(policy), **(how or {}))
 
 
 def compiled(run: Run) -> Told:
@@ -175,30 +168,18 @@ def resharded(run: Run) -> Told:
     return trained(run, reshard_after_forward=run.count // 2)
 
 
-def graphs(run: Run) -> Told:
-    """Whole-step CUDA graphs, and what plan and program say of them."""
-
-    def captured(sharded: Any) -> tuple[str, bool]:
-        said = str(sharded.program.cuda_graphs)
-        sharded.release_graphs()
-        return said, said.startswith("one for") == run.place.cuda
-
-    policy = graphshard.BlockPolicy({Block}, cuda_graph=True)
-    return compared(run, run.sharded(policy), Protocol(steps=6), captured)
-
-
 def checkpointed(run: Run) -> Told:
     """Training that goes on from a checkpoint is bit-equal to training that never stopped."""
-    path, how = run.place.folder / "checkpoint", Protocol(steps=2)
+    path = run.place.folder / "checkpoint"
     sharded = run.sharded()
     optim = optimizer_of(sharded)
-    train(run, sharded, how, optim)
+    train(run, sharded, 2, optim)
     sharded.save_checkpoint(path, optim, extra={"step": 2})
-    on = train(run, sharded, how, optim, first=2)
+    on = train(run, sharded, 2, optim, first=2)
     other = run.sharded(seed=9)
     its, extra = optimizer_of(other), dict[str, Any]()
     other.load_checkpoint(path, its, extra=extra)
-    found = train(run, other, how, its, first=2)
+    found = train(run, other, 2, its, first=2)
     return Told(found, on, 0.0, f"step {extra['step']}", extra["step"] == 2)
 
 
@@ -367,14 +348,13 @@ CASES: dict[str, Callable[[Run], Told]] = {
     "reshard_after_forward=k": resharded,
     "overlap": partial(trained, schedule="overlap"),
     "offload": partial(trained, offload=("params", "activations")),
-    "clipping": partial(trained, how=Protocol(clip=0.1)),
-    "no_sync": partial(trained, how=Protocol(steps=2, micro=3)),
+    "clipping": partial(trained, how={"clip": 0.1}),
+    "no_sync": partial(trained, how={"steps": 2, "micro": 3}),
     "checkpoint": checkpointed,
     "fp16, GradScaler": scaled,
     "another dim": other_dims,
     "gathered weights": gathered,
     "FSDP2": against_fsdp2,
-    "cuda_graph": graphs,
     "inductor": compiled,
     "calibrate": calibrated,
     "parting ways": parted,

@@ -4,19 +4,11 @@
     python examples/benchmarks/literature.py tt- ibm-h100    # those whose name begins so
     python examples/benchmarks/literature.py --processes 2 --json
 
-`literature.json` has the runs: model, machine, settings, source, and what was measured. Each is
-captured on the meta device, as `literature_models.py` writes it, and simulated on a preset with the
-bandwidths and the power that its source names. One constant of the presets, `in_step`, was set on
-all runs together; the summary says what is off without it, and with one that was set without the
-runs of the same origin. Where no memory was published, two shallow models
-are, from which time and memory of all blocks follow as lines (`--whole`: all blocks). No constant
+`literature.json` has the runs. Each is captured on the meta device, as `literature_models.py` has
+it, and simulated on a preset with the bandwidths and the power that its source names. No constant
 is set for a single run; what the frameworks do besides a step's program (`beside`) follows from
-their sources.
-
-tokens_per_s are those of a GPU. TFLOP/s count recomputation as work: at 159 TFLOP/s counted so,
-300 G tokens take 128 GPUs 240 days, which is what their authors say.
-
-T5-11B is there for one published ratio: what it loses from 8 to 512 GPUs.
+their sources. TFLOP/s count recomputation as work: at 159 TFLOP/s counted so, 300 G tokens take 128
+GPUs 240 days, which is what their authors say. The README says the rest.
 """
 
 from __future__ import annotations

@@ -34,14 +34,13 @@ from __future__ import annotations
 
 import argparse
 import gc
-import json
 import os
 import sys
 import tempfile
 import time
 import traceback
 from collections.abc import Iterator, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 from statistics import median, quantiles
@@ -95,7 +94,6 @@ def parse_args() -> argparse.Namespace:
     parser.add_argument("--eager", action="store_true", help="no system that compiles")
     parser.add_argument("--scale", type=int, default=1, help="of batches")
     parser.add_argument("--hardware", metavar="FILE", help="what our overlap is timed on")
-    parser.add_argument("--json", type=Path, metavar="FILE", help="write all figures here")
     parser.add_argument("--fake", type=int, metavar="RANKS", help="memory of one rank of so many")
     pairs_arguments(parser, warmup=2)
     return parser.parse_args()
@@ -394,24 +392,19 @@ def run(args: argparse.Namespace, device: torch.device, folder: str) -> None:
     systems = chosen(args)
     torch._dynamo.config.recompile_limit = 64  # one function may be several systems'
     Case(TOY, args.dtypes[0], args, device, folder).first_steps(systems)
-    found: dict[str, list[Result]] = {}
     begin = time.perf_counter()
     for model in [model for model in (*RIVALS, TINY) if model.name in args.models]:
         for dtype in args.dtypes:
             results = Case(model, dtype, args, device, folder).run(systems)
             if dist.get_rank() == 0:
-                name = f"{model.name} {dtype}"
-                found[name] = results
-                print(f"\n{name}\n{table(results)}", *ratios(results), sep="\n", flush=True)
+                head = f"\n{model.name} {dtype}"
+                print(head, table(results), *ratios(results), sep="\n", flush=True)
     if dist.get_rank() == 0:
         print(
             f"\n{dist.get_world_size()} ranks of {args.threads} thread(s), {dist.get_backend()}, "
             f"{args.pairs} pairs, torch {torch.__version__}, "
             f"{time.perf_counter() - begin:.0f} s in all"
         )
-        if args.json is not None:
-            plain = {name: [asdict(r) for r in results] for name, results in found.items()}
-            args.json.write_text(json.dumps(plain))
 
 
 def main() -> None:
