@@ -14,7 +14,7 @@ import multiprocessing
 import os
 import time
 from collections.abc import Iterator
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass
 from pathlib import Path
 
 import torch
@@ -29,12 +29,10 @@ from examples.benchmarks.stand_in import nothing_moves
 from examples.gpt import GPT, Block, GPTConfig
 
 WORLD = 8
-MOST_LAYERS = 16
-"""More tell nothing new, and each costs both sides seconds of their limits."""
 TINY = GPTConfig(vocab=96, layers=2, heads=4, width=32, tied=False)
-LARGE = GPTConfig(vocab=128_256, heads=32, width=4096, tied=False)
-SHARE = 0.7
-"""Of the device's memory that what graphshard is predicted to take may fill: rivals take more."""
+LARGE = GPTConfig(vocab=128_256, layers=16, heads=32, width=4096, tied=False)
+"""4.3 B parameters. More layers tell nothing new, and each costs both sides seconds of their
+limits."""
 
 RIVALS = {
     "fsdp2 eager": None,
@@ -59,36 +57,6 @@ class Load:
         shape = (self.batch, self.length + 1)
         ids = torch.randint(self.config.vocab, shape, generator=generator).to(device)
         return ids[:, :-1].contiguous(), ids[:, 1:].contiguous()
-
-    def of_depth(self, layers: int) -> Load:
-        return replace(self, config=replace(self.config, layers=layers))
-
-
-def load_for(place: Place) -> Load:
-    """Toy sizes, or the 8B model's with as many layers as are predicted to fit."""
-    if place.small or not place.cuda:
-        return Load(TINY, 2, 16)
-    load = Load(LARGE, 1, 4096)
-    memory = SHARE * torch.cuda.get_device_properties(place.device).total_memory
-    # Each layer adds as much as the one before, so two small depths tell.
-    two, four = (predicted_peak(load.of_depth(layers)) for layers in (2, 4))
-    most = 2 + int((memory - two) // ((four - two) / 2))
-    return load.of_depth(max(1, min(MOST_LAYERS, most)))
-
-
-def predicted_peak(load: Load) -> int:
-    """Bytes a rank takes for a step of `load` under AdamW, as graphshard predicts it."""
-    with torch.device("meta"):
-        model = GPT(load.config)
-        idx = torch.empty(load.batch, load.length, dtype=torch.int64)
-    return graphshard.simulate(
-        model,
-        policy=graphshard.BlockPolicy({Block}, mixed_precision=BF16),
-        hardware="h100-sxm",
-        world_size=WORLD,
-        example_inputs=(idx, idx),
-        optimizer="adamw-fused",
-    ).peak_bytes
 
 
 # -- the systems -----------------------------------------------------------------------------------
@@ -172,7 +140,7 @@ def measure(system: str, load: Load, place: Place, out: Path) -> None:
 
 
 def rivals(place: Place) -> Iterator[Row]:
-    load = load_for(place)
+    load = Load(TINY, 2, 16) if place.small or not place.cuda else Load(LARGE, 1, 4096)
     config = load.config
     shape = f"{config.layers} layers of width {config.width}, {load.batch} x {load.length} tokens"
     yield Row("fsdp2", f"a GPT, a rank of {WORLD}", shape)
