@@ -1,7 +1,7 @@
 """One real rank of eight, of a GPT 4096 wide: graphshard and FSDP2 side by side.
 
 Neither side moves anything: collectives are launched as ever, on their streams and behind their
-copies, but only note the bytes that they would move (`NoGroup`). What is gathered is whatever was
+copies, but only note the bytes that they would move. What is gathered is whatever was
 in memory, so memory, compute and the host's work are one rank's, and losses mean nothing. Each
 system runs in a process of its own. Like is compared with like: eager with eager, compiled with
 compiled.
@@ -115,7 +115,7 @@ def measure(system: str, load: Load, place: Place, out: Path) -> None:
     fake_ranks(WORLD)
     try:
         model = build(system, load, place.device)
-        communicator, batch = nothing_moves(model, place.device), load.tokens(place.device)
+        communicator, batch = nothing_moves(model), load.tokens(place.device)
         begin = time.perf_counter()
         model(*batch).backward()
         model.zero_grad()

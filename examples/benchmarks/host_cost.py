@@ -59,22 +59,14 @@ def sharded_by_torch(model: nn.Module) -> nn.Module:
     return fully_shard(model)
 
 
-def forward_backward(model: nn.Module) -> Work:
-    """Forward and backward, gradients dropped."""
+def step_of(model: nn.Module, optim: torch.optim.Optimizer | None = None) -> Work:
+    """Forward, backward, and a step of `optim` if there is one."""
 
     def work(index: int) -> None:
         model(*BATCH).backward()
+        if optim is not None:
+            optim.step()
         model.zero_grad()
-
-    return work
-
-
-def trained(model: nn.Module, optim: torch.optim.Optimizer) -> Work:
-
-    def work(index: int) -> None:
-        model(*BATCH).backward()
-        optim.step()
-        optim.zero_grad()
 
     return work
 
@@ -116,18 +108,17 @@ def measure(args: argparse.Namespace, layers: int, ranks: str) -> float:
         return sharded_by_torch(copy.deepcopy(plain))
 
     models = {"fully_shard": theirs(), "graphshard": ours(), "plain": copy.deepcopy(plain)}
-    works = {name: forward_backward(model) for name, model in models.items()}
+    works = {name: step_of(model) for name, model in models.items()}
     where = f"{layers} blocks, {ranks}"
     ratio = compare(works, args, f"forward and backward, {where}")
     if not args.no_optimizer:
         models = {"fully_shard": theirs(), "graphshard, DTensors": ours(), "plain": plain}
         works = {
-            name: trained(model, torch.optim.AdamW(model.parameters()))
+            name: step_of(model, torch.optim.AdamW(model.parameters()))
             for name, model in models.items()
         }
         own = ours()
-        optim = own.optimizer(torch.optim.AdamW)
-        works["graphshard, sharded.optimizer"] = trained(own, optim)
+        works["graphshard, sharded.optimizer"] = step_of(own, own.optimizer(torch.optim.AdamW))
         compare(works, args, f"AdamW, whole step, {where}")
     return ratio
 

@@ -19,7 +19,7 @@ Columns:
     peak      the most MiB of tensors alive at once in a step, on the worst rank; for compiled
               systems what stands and what torch's allocator gives out besides, in kernels too
     transient of those before the optimizer's part: unsharded parameters, gradients on their way,
-              communication buffers (step_watch.py says how they are known; not known in compiled
+              communication buffers (live_bytes.py says how they are known; not known in compiled
               code)
     loss      the largest difference from a single process's in the first steps
 
@@ -65,7 +65,7 @@ from examples.benchmarks.benchmark_models import (
     gpt_tokens,
     made,
 )
-from examples.benchmarks.live_bytes import most_allocated
+from examples.benchmarks.live_bytes import StepWatch, most_allocated
 from examples.benchmarks.rival_systems import (
     FSDP2,
     FSDP2_BLOCKS,
@@ -79,7 +79,6 @@ from examples.benchmarks.rival_systems import (
     Trained,
     graphshard_step,
 )
-from examples.benchmarks.step_watch import StepWatch
 
 DTYPES = {"fp32": None, "bf16": torch.bfloat16}
 WATCHED = 4  # steps of which memory is counted; the first does not count

@@ -90,16 +90,22 @@ class Communicator:
 
 
 class StandIn:
-    """The calls of a process group that a sharded module makes in a step."""
+    """The calls of a process group that a sharded module makes in a step.
 
-    def __init__(self, rank: int, size: int, communicator: Communicator) -> None:
+    Without `moves` they only note bytes. Torch's "fake" backend copies on the device instead of
+    moving, once for each rank and tensor, which costs two systems that gather in different ways
+    different amounts.
+    """
+
+    def __init__(self, rank: int, size: int, communicator: Communicator, moves: bool) -> None:
         self._rank, self._size, self._communicator = rank, size, communicator
+        self._moves = moves
 
     def allgather_into_tensor_coalesced(
         self, outputs: list[Tensor], inputs: list[Tensor], options: Any = None
     ) -> Done:
         with self._communicator.turn("all_gather", sum(t.nbytes for t in outputs)):
-            for whole, part in zip(outputs, inputs, strict=True):
+            for whole, part in zip(outputs, inputs, strict=True) if self._moves else ():
                 own = part.reshape(1, -1)
                 if own.data_ptr() in range(whole.data_ptr(), whole.data_ptr() + whole.nbytes):
                     own = own.clone()  # gathered in place
@@ -110,7 +116,7 @@ class StandIn:
         self, outputs: list[Tensor], inputs: list[Tensor], options: Any = None
     ) -> Done:
         with self._communicator.turn("reduce_scatter", sum(t.nbytes for t in inputs)):
-            for part, whole in zip(outputs, inputs, strict=True):
+            for part, whole in zip(outputs, inputs, strict=True) if self._moves else ():
                 part.view(-1).copy_(whole.view(self._size, -1)[self._rank])
         return Done()
 
@@ -119,43 +125,6 @@ class StandIn:
             return Done()
 
     allreduce_coalesced = allreduce
-
-
-class NoGroup:
-    """Collectives that move nothing, and count what they would have: the same for both sides.
-
-    Torch's "fake" backend copies on the device instead of moving, once for each rank and tensor,
-    which costs two systems that gather in different ways different amounts. Here a collective is a
-    call of Python that notes bytes: as a process group of graphshard's, or as one of
-    `fully_shard`'s custom collectives, whose memory is as by default.
-    """
-
-    def __init__(self, communicator: Communicator, op: str = "") -> None:
-        self.calls, self.op = communicator.calls, op
-
-    def allgather_into_tensor_coalesced(
-        self, outputs: list[Tensor], inputs: list[Tensor], options: Any = None
-    ) -> Done:
-        self.calls.append(("all_gather", sum(t.nbytes for t in outputs)))
-        return Done()
-
-    def reduce_scatter_tensor_coalesced(
-        self, outputs: list[Tensor], inputs: list[Tensor], options: Any = None
-    ) -> Done:
-        self.calls.append(("reduce_scatter", sum(t.nbytes for t in inputs)))
-        return Done()
-
-    def allreduce(self, tensors: list[Tensor], options: Any = None) -> Done:
-        self.calls.append(("all_reduce", sum(t.nbytes for t in tensors)))
-        return Done()
-
-    allreduce_coalesced = allreduce
-
-    def allocate(self, size: Any, *, dtype: torch.dtype, device: torch.device) -> Tensor:
-        return torch.empty(*size, dtype=dtype, device=device)
-
-    def __call__(self, output_tensor: Tensor, input_tensor: Tensor, **how: Any) -> None:
-        self.calls.append((self.op, max(output_tensor.nbytes, input_tensor.nbytes)))
 
 
 def stand_in(
@@ -168,24 +137,38 @@ def stand_in(
     whole = sharded._graphshard.bindings.group
     assert whole.backend == "fake", "a group of ranks that do exist"
     assert not sharded.programs, "captured already; compile it without example inputs"
-    communicator = Communicator(whole.device, seconds_of)
+    # What does not move needs no order either, and no event.
+    communicator = Communicator(whole.device if moves else torch.device("cpu"), seconds_of)
     for group in (whole, *whole.subgroups.values()):
-        own = StandIn(group.rank, group.size, communicator) if moves else NoGroup(communicator)
-        group.process_group = own
+        group.process_group = StandIn(group.rank, group.size, communicator, moves)
     return communicator
 
 
-def nothing_moves(model: nn.Module, device: torch.device) -> Communicator:
+class Noted:
+    """A collective of `fully_shard`'s that moves nothing; its memory is as by default."""
+
+    def __init__(self, communicator: Communicator, op: str) -> None:
+        self.communicator, self.op = communicator, op
+
+    def allocate(self, size: Any, *, dtype: torch.dtype, device: torch.device) -> Tensor:
+        return torch.empty(*size, dtype=dtype, device=device)
+
+    def __call__(self, output_tensor: Tensor, input_tensor: Tensor, **how: Any) -> None:
+        with self.communicator.turn(self.op, max(output_tensor.nbytes, input_tensor.nbytes)):
+            pass
+
+
+def nothing_moves(model: nn.Module) -> Communicator:
     """Let the collectives of `model`, graphshard's or `fully_shard`'s, only note their bytes."""
     if isinstance(model, graphshard.ShardedModule):
         return stand_in(model, moves=False)
     from torch.distributed.fsdp import FSDPModule
 
-    communicator = Communicator(device)
+    communicator = Communicator(torch.device("cpu"))
     for module in model.modules():
         if isinstance(module, FSDPModule):
-            module.set_custom_all_gather(NoGroup(communicator, "all_gather"))
-            module.set_custom_reduce_scatter(NoGroup(communicator, "reduce_scatter"))
+            module.set_custom_all_gather(Noted(communicator, "all_gather"))
+            module.set_custom_reduce_scatter(Noted(communicator, "reduce_scatter"))
     return communicator
 
 

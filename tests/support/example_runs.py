@@ -10,8 +10,8 @@ import sys
 import pytest
 from paths import ROOT
 
+from examples.benchmarks.live_bytes import StepWatch
 from examples.benchmarks.rival_systems import Setting, Trained
-from examples.benchmarks.step_watch import StepWatch
 
 TORCHRUN = "-m torch.distributed.run --standalone --nproc-per-node 2"
 TIMEOUT = 180.0
