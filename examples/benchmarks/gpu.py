@@ -20,6 +20,7 @@ import os
 import sys
 import tempfile
 import time
+from functools import partial
 from pathlib import Path
 
 # Before CUDA starts: the same bits in every run, and errors of NCCL in words.
@@ -64,7 +65,7 @@ PARTS = {
             "reserved_expandable",
             "the same with expandable segments",
             60,
-            gpu_reserved.reserved_expandable,
+            partial(gpu_reserved.reserved, settings="expandable_segments:True"),
         ),
     ),
 }

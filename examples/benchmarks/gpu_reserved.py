@@ -122,36 +122,10 @@ def replay_trace(
     return replay
 
 
-# -- the history of torch's allocator --------------------------------------------------------------
-
-_MODULE = "torch.cuda.memory"
+# -- the section -----------------------------------------------------------------------------------
 
 ENTRIES = 2_000_000
 """Requests and returns that a history holds; older ones are lost."""
-
-
-def use_settings(text: str) -> None:
-    """Set what PYTORCH_CUDA_ALLOC_CONF would have, before anything is allocated."""
-    private(_MODULE, "_set_allocator_settings")(text)
-
-
-def record_history() -> None:
-    """Begin to record every request to the allocator, without stacks."""
-    record = private(_MODULE, "_record_memory_history")
-    record(enabled="all", context=None, max_entries=ENTRIES)
-
-
-def history(device: int) -> list[dict[str, Any]]:
-    """What the allocator of the CUDA device with this index did since `record_history`, in order.
-
-    Each entry has `action`, `addr`, `size` and `stream`.
-    """
-    torch.cuda.synchronize(device)
-    traces = private(_MODULE, "_snapshot")()["device_traces"]
-    return list(traces[device]) if device < len(traces) else []
-
-
-# -- the section -----------------------------------------------------------------------------------
 
 RANKS = 8
 WITHIN = 0.05
@@ -163,23 +137,14 @@ CASES: dict[str, dict[str, Any]] = {
 }
 
 
-def reserved(place: Place) -> Iterator[Row]:
-    """A rank of 8 with segments, as torch has them by default."""
-    yield from reserved_with(place, "")
-
-
-def reserved_expandable(place: Place) -> Iterator[Row]:
-    """A rank of 8 with expandable segments."""
-    yield from reserved_with(place, "expandable_segments:True")
-
-
-def reserved_with(place: Place, settings: str) -> Iterator[Row]:
-    """History, replay and prediction with these settings of the allocator."""
+def reserved(place: Place, settings: str = "") -> Iterator[Row]:
+    """History, replay and prediction of a rank of 8, with these settings of the allocator."""
     name = "reserved_expandable" if settings else "reserved"
     if place.cuda:
         if settings:
-            use_settings(settings)
-        record_history()
+            private("torch.cuda.memory", "_set_allocator_settings")(settings)
+        record = private("torch.cuda.memory", "_record_memory_history")
+        record(enabled="all", context=None, max_entries=ENTRIES)
     fake_ranks(RANKS)
     where = hardware(place)
     for case, fields in CASES.items():
@@ -196,8 +161,9 @@ def reserved_with(place: Place, settings: str) -> Iterator[Row]:
         del sharded
         gc.collect()
     if place.cuda:
-        entries = history(torch.cuda.current_device())
-        yield from replayed(name, entries, settings, torch.cuda.max_memory_reserved())
+        torch.cuda.synchronize()
+        traces = private("torch.cuda.memory", "_snapshot")()["device_traces"]
+        yield from replayed(name, traces[torch.cuda.current_device()], settings)
         yield place.retries(name)
 
 
@@ -223,9 +189,10 @@ def compared(
     yield Row(name, f"{case}: outside torch (other processes included)", said)
 
 
-def replayed(name: str, entries: list[dict[str, Any]], settings: str, held: int) -> Iterator[Row]:
+def replayed(name: str, entries: list[dict[str, Any]], settings: str) -> Iterator[Row]:
     """The history replayed: equal bytes at every request, at equal places."""
     found = replay_trace(entries, AllocatorSettings.parse(settings))
+    held = torch.cuda.max_memory_reserved()
     said = f"{found.requests:,} requests, at most {found.peak / 2**20:.0f} MiB"
     yield Row(name, "history", said)
     said = found.differences[0] if found.differences else "equal bytes at every request"

@@ -357,6 +357,12 @@ class Row:
             return None
         return getattr(self.found, known["memory_is"]) / GIB / known["memory_gib"] - 1
 
+    def to_dict(self) -> dict[str, Any]:
+        """Plain data; what is not known is None."""
+        found = {k: None if math.isnan(v) else v for k, v in asdict(self.found).items()}
+        told = ("published", "predicted", "error", "memory_error", "fits")
+        return {"run": asdict(self.run), "found": found, **{k: getattr(self, k) for k in told}}
+
     def __str__(self) -> str:
         known, found = self.run.published, self.found
         memory = f"{found.allocated / GIB:.1f} allocated"
@@ -526,9 +532,7 @@ def main() -> None:
             f"{published:+.0%} published, {predicted:+.1%} predicted"
         )
     if args.json:
-        plain = [
-            asdict(row) | {"error": row.error, "memory_error": row.memory_error} for row in done
-        ]
+        plain = [row.to_dict() for row in done]
         print(json.dumps({"rows": plain, "summary": said}, indent=1))
     else:
         print("\n".join(said))
