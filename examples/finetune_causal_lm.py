@@ -14,7 +14,6 @@ from __future__ import annotations
 import argparse
 import contextlib
 import gc
-import json
 import os
 import resource
 import sys
@@ -26,15 +25,12 @@ import stdlib_bytes
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.distributed.checkpoint import load, save
-from torch.distributed.checkpoint.state_dict import StateDictOptions, get_state_dict, set_state_dict
 from transformers import AutoConfig, AutoModelForCausalLM, GPT2Config, PreTrainedModel
 
 import graphshard
 
 RANK = int(os.environ.get("RANK", "0"))
 WORLD = int(os.environ.get("WORLD_SIZE", "1"))
-SHARDED = StateDictOptions(full_state_dict=False, cpu_offload=True)
 
 
 def parse_args() -> argparse.Namespace:
@@ -64,25 +60,13 @@ def parse_args() -> argparse.Namespace:
 
 def policy_of(args: argparse.Namespace) -> graphshard.Policy:
     """The policy that the options ask for."""
-    dtypes = {"fp16": torch.float16, "bf16": torch.bfloat16}
-    precision = None
-    if args.precision in dtypes:
-        precision = graphshard.MixedPrecision(
-            param_dtype=dtypes[args.precision], reduce_dtype=torch.float32
-        )
-    offload = [
-        what
-        for what, wanted in (
-            ("params", args.cpu_offload == "on"),
-            ("activations", args.offload_activations),
-        )
-        if wanted
-    ]
+    dtype = {"fp16": torch.float16, "bf16": torch.bfloat16}.get(args.precision)
+    wanted = {"params": args.cpu_offload == "on", "activations": args.offload_activations}
     return graphshard.SizePolicy(
         args.numel_to_wrap,
         strategy="SHARD_GRAD_OP" if args.no_reshard_after_forward else "FULL_SHARD",
-        mixed_precision=precision,
-        offload=offload or None,
+        mixed_precision=dtype and graphshard.MixedPrecision(dtype, reduce_dtype=torch.float32),
+        offload=[what for what, is_wanted in wanted.items() if is_wanted] or None,
         recompute="units" if args.checkpoint_activations else None,
     )
 
@@ -104,25 +88,17 @@ def model_on_meta(args: argparse.Namespace) -> PreTrainedModel:
         return AutoModelForCausalLM.from_config(config, dtype=torch.float32)
 
 
-class Memory:
-    """The memory of this rank: after a step (valley), and at its highest (peak), in MiB."""
-
-    def __init__(self, device: torch.device) -> None:
-        self.device = device
-
-    def valley(self) -> float:
-        if self.device.type == "cuda":
-            return torch.cuda.memory_allocated(self.device) / 2**20
-        statm = Path("/proc/self/statm")
-        if not statm.exists():
-            return float("nan")
-        return int(statm.read_text().split()[1]) * resource.getpagesize() / 2**20
-
-    def peak(self) -> float:
-        if self.device.type == "cuda":
-            return torch.cuda.max_memory_allocated(self.device) / 2**20
+def memory(device: torch.device) -> str:
+    """The memory of this rank after a step (valley), and at its highest (peak)."""
+    if device.type == "cuda":
+        valley, peak = torch.cuda.memory_allocated(device), torch.cuda.max_memory_allocated(device)
+    else:
         unit = 1 if sys.platform == "darwin" else 1024
-        return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit / 2**20
+        peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit
+        statm, valley = Path("/proc/self/statm"), float("nan")
+        if statm.exists():
+            valley = int(statm.read_text().split()[1]) * resource.getpagesize()
+    return f"valley {valley / 2**20:,.0f} MiB  peak {peak / 2**20:,.0f} MiB"
 
 
 class Trainer:
@@ -145,7 +121,6 @@ class Trainer:
             self.model.load_safetensors(args.model)
         else:
             self.model.init_weights(seed=0)
-        self.original = model
         self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=args.lr)
         kind = "cpu" if args.cpu_offload == "on" else device.type
         self.scaler = torch.amp.GradScaler(kind, enabled=args.precision == "fp16")
@@ -180,28 +155,6 @@ class Trainer:
             dist.all_reduce(total)
         return total.item() / WORLD
 
-    # -- checkpoints ------------------------------------------------------------------------------
-
-    def save(self, folder: Path) -> None:
-        """Every rank writes its shards; all ranks must call this."""
-        model, optimizer = get_state_dict(self.model, self.optimizer, options=SHARDED)
-        save({"model": model, "optimizer": optimizer}, checkpoint_id=folder / "checkpoint")
-        if RANK == 0:
-            (folder / "state.json").write_text(json.dumps({"step": self.step}))
-
-    def load(self, folder: Path) -> None:
-        """Read what `save` wrote, on any number of ranks."""
-        model, optimizer = get_state_dict(self.model, self.optimizer, options=SHARDED)
-        load({"model": model, "optimizer": optimizer}, checkpoint_id=folder / "checkpoint")
-        set_state_dict(
-            self.model,
-            self.optimizer,
-            model_state_dict=model,
-            optim_state_dict=optimizer,
-            options=SHARDED,
-        )
-        self.step = json.loads((folder / "state.json").read_text())["step"]
-
 
 def say(*words: Any) -> None:
     if RANK == 0:
@@ -212,27 +165,25 @@ def run(args: argparse.Namespace, device: torch.device) -> None:
     torch.manual_seed(RANK)
     trainer = Trainer(args, device)
     say(trainer.model.plan, "\n")
-    if args.experiment and (args.experiment / "state.json").exists():
-        trainer.load(args.experiment)
+    checkpoint = args.experiment and args.experiment / "checkpoint"
+    if checkpoint and checkpoint.exists():
+        extra = {"step": 0}
+        trainer.model.load_checkpoint(checkpoint, trainer.optimizer, extra=extra)
+        trainer.step = extra["step"]
         say(f"going on from step {trainer.step}")
-    memory, begin = Memory(device), time.perf_counter()
+    begin = time.perf_counter()
     for number in range(1, args.steps + 1):
         loss = trainer.train_step()
         if number % args.log_freq == 0 or number == args.steps:
             sequences = args.batch_size * args.update_freq * WORLD * number
             speed = sequences * args.seq_length / (time.perf_counter() - begin)
-            say(
-                f"step {trainer.step:4d}  loss {loss:.4f}  {speed:,.0f} tokens/s  "
-                f"valley {memory.valley():,.0f} MiB  peak {memory.peak():,.0f} MiB"
-            )
-    if args.experiment:
-        trainer.save(args.experiment)
+            say(f"step {trainer.step:4d}  loss {loss:.4f}  {speed:,.0f} tokens/s  {memory(device)}")
+    if checkpoint:
+        trainer.model.save_checkpoint(checkpoint, trainer.optimizer, extra={"step": trainer.step})
         say(f"checkpoint in {args.experiment}")
     if args.export:
-        full = trainer.model.full_state_dict()
-        if RANK == 0:
-            trainer.original.save_pretrained(args.export, state_dict=full)
-            print(f"exported to {args.export}")
+        trainer.model.save_pretrained(args.export)
+        say(f"exported to {args.export}")
 
 
 def main() -> None:

@@ -45,9 +45,9 @@ class Embedding(nn.Embedding):
         nn.init.normal_(self.weight, std=0.02)
 
 
-def rotations(length: int, size: int, device: torch.device) -> Tensor:
+def rotations(length: int, size: int, device: torch.device, base: float = 10_000.0) -> Tensor:
     """Cosines and sines of rotary position embeddings (Su et al. 2021): `(2, length, size / 2)`."""
-    frequency = 10_000.0 ** (torch.arange(0, size, 2, device=device) / -size)
+    frequency = base ** (torch.arange(0, size, 2, device=device) / -size)
     angle = torch.outer(torch.arange(length, device=device), frequency)
     return torch.stack((angle.cos(), angle.sin()))
 

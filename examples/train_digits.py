@@ -32,7 +32,6 @@ def parse_args() -> argparse.Namespace:
     )
     parser.add_argument("--epochs", type=int, default=6)
     parser.add_argument("--batch", type=int, default=32, help="images per rank and step")
-    parser.add_argument("--lr", type=float, default=4e-3)
     parser.add_argument("--strategy", default="FULL_SHARD")
     parser.add_argument("--precision", choices=list(DTYPES), default="fp32")
     return parser.parse_args()
@@ -83,7 +82,7 @@ def run(args: argparse.Namespace) -> None:
         mixed_precision=dtype and graphshard.MixedPrecision(param_dtype=dtype),
     )
     sharded = graphshard.compile(regnet().train(), policy)
-    optimizer = torch.optim.AdamW(sharded.parameters(), lr=args.lr)
+    optimizer = torch.optim.AdamW(sharded.parameters(), lr=4e-3)
     if RANK == 0:
         print(sharded.plan, "\n")
     size = args.batch * WORLD

@@ -22,10 +22,7 @@ import stdlib_bytes
 import torch
 import torch.distributed as dist
 from gpt import GPT, GPTConfig
-from rich.console import Console
-from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
 
 import graphshard
 from graphshard.cli.policy import parse_policy
@@ -85,13 +82,18 @@ def peak_memory(device: torch.device) -> str:
     return f"{peak / 2**20:,.0f} MiB"
 
 
-def show_schedule(sharded: graphshard.ShardedModule, console: Console) -> None:
+def say(*words: object) -> None:
+    if RANK == 0:
+        print(*words, flush=True)
+
+
+def show_schedule(sharded: graphshard.ShardedModule) -> None:
     """The lines of the program's schedule dump that are about one unit of the plan."""
     unit = sharded.plan.units[len(sharded.plan.units) // 2].fqn or "(root)"
-    console.print(f"Schedule of {unit}, from the rewritten program:")
+    say(f"Schedule of {unit}, from the rewritten program:")
     for line in str(sharded.program).splitlines():
         if line in ("forward:", "backward:") or unit in line.split() or "live bytes" in line:
-            console.print(line, markup=False)
+            say(line)
 
 
 class Batches:
@@ -132,35 +134,11 @@ class Trainer:
         return total
 
 
-def unsharded_copy(sharded: nn.Module, config: GPTConfig, device: torch.device) -> GPT:
-    """A plain model with the same weights. All ranks must call this: it gathers them."""
-    full = {
-        name: value.full_tensor() if isinstance(value, DTensor) else value.clone()
-        for name, value in sharded.state_dict().items()
-    }
-    model = GPT(config).to(device)
-    model.load_state_dict(full)
-    return model
-
-
-def live(args: argparse.Namespace, console: Console) -> Progress:
-    """The live line; `show` says the same in a few plain lines where there is no terminal."""
-    return Progress(
-        TextColumn("{task.completed}/{task.total}"),
-        BarColumn(),
-        TextColumn("{task.description}"),
-        TimeRemainingColumn(),
-        console=console,
-        disable=RANK != 0 or args.check or not console.is_terminal,
-    )
-
-
 def train(
     args: argparse.Namespace,
     sharded: nn.Module,
     reference: nn.Module | None,
     batches: Batches,
-    console: Console,
 ) -> tuple[float, list[float]]:
     """Train; returns the last loss and, with --check on rank 0, each step's difference."""
     trainer = Trainer(sharded, args)
@@ -168,22 +146,18 @@ def train(
     differences: list[float] = []
     loss, begin = float("nan"), time.perf_counter()
     if args.check:
-        console.print("\n  step     sharded  one process  difference")
-    with live(args, console) as progress:
-        task = progress.add_task("", total=args.steps)
-        for step in range(args.steps):
-            loss = mean_over_ranks(trainer.step(iter([batches.draw(batches.train, step, RANK)])))
-            if plain is not None:
-                every = (batches.draw(batches.train, step, rank) for rank in range(WORLD))
-                expected = plain.step(every, share=1 / WORLD).item()
-                gap = loss - expected
-                differences.append(gap)
-                console.print(f"{step:6d}  {loss:10.6f}   {expected:10.6f}  {gap:10.1e}")
+        say("\n  step     sharded  one process  difference")
+    for step in range(args.steps):
+        loss = mean_over_ranks(trainer.step(iter([batches.draw(batches.train, step, RANK)])))
+        if plain is not None:
+            every = (batches.draw(batches.train, step, rank) for rank in range(WORLD))
+            expected = plain.step(every, share=1 / WORLD).item()
+            differences.append(loss - expected)
+            say(f"{step:6d}  {loss:10.6f}   {expected:10.6f}  {loss - expected:10.1e}")
+        if not args.check and (step + 1) % 20 == 0:
             speed = args.batch * args.context * WORLD * (step + 1) / (time.perf_counter() - begin)
-            line = f"loss {loss:.3f}  {speed:,.0f} tokens/s  peak {peak_memory(batches.device)}"
-            progress.update(task, completed=step + 1, description=line)
-            if not args.check and not console.is_terminal and (step + 1) % 20 == 0:
-                console.print(f"step {step + 1:4d}  {line}")
+            peak = peak_memory(batches.device)
+            say(f"step {step + 1:4d}  loss {loss:.3f}  {speed:,.0f} tokens/s  peak {peak}")
     return loss, differences
 
 
@@ -200,9 +174,8 @@ def held_out_loss(model: nn.Module, batches: Batches) -> float:
 
 def run(args: argparse.Namespace, device: torch.device) -> bool:
     """The whole demo; whether the losses agreed (True without --check)."""
-    console = Console(quiet=RANK != 0, highlight=False, soft_wrap=True)
     batches = Batches(args, device)
-    console.print(
+    say(
         f"{len(batches.train):,} bytes of Python to train on, {len(batches.held_out):,} held out; "
         f"{WORLD} rank(s) on {device.type}"
     )
@@ -214,23 +187,25 @@ def run(args: argparse.Namespace, device: torch.device) -> bool:
     example = batches.draw(batches.train, 0, RANK)
     sharded = graphshard.compile(model, policy, example_inputs=example, device=device)
     sharded.init_weights(seed=0)
-    console.print(f"\n{sharded.plan}\n", markup=False)
-    show_schedule(sharded, console)
+    say(f"\n{sharded.plan}\n")
+    show_schedule(sharded)
     if args.dump and RANK == 0:
         sharded.dump(args.dump)
-        console.print(f"the rewritten program is in {args.dump}")
+        say(f"the rewritten program is in {args.dump}")
 
     reference = None
     if args.check:
-        copy = unsharded_copy(sharded, config, device)
-        reference = copy if RANK == 0 else None
-    loss, differences = train(args, sharded, reference, batches, console)
+        full = sharded.full_state_dict()  # {} on ranks other than 0
+        if RANK == 0:
+            reference = GPT(config).to(device)
+            reference.load_state_dict(full)
+    loss, differences = train(args, sharded, reference, batches)
     held_out = held_out_loss(sharded, batches)
-    console.print(f"\ntraining loss {loss:.3f}, held-out loss {held_out:.3f} nats per byte")
+    say(f"\ntraining loss {loss:.3f}, held-out loss {held_out:.3f} nats per byte")
     same = all(abs(difference) <= TOLERANCE for difference in differences)  # a NaN is not
     if args.check:
         verdict = "the same" if same else "NOT the same"
-        console.print(f"the losses are {verdict} within {TOLERANCE:.0e} nats")
+        say(f"the losses are {verdict} within {TOLERANCE:.0e} nats")
     return same
 
 

@@ -31,7 +31,6 @@ def parse_args() -> argparse.Namespace:
     )
     parser.add_argument("--steps", type=int, default=60)
     parser.add_argument("--batch", type=int, default=8, help="sequences per rank and step")
-    parser.add_argument("--lr", type=float, default=3e-3)
     parser.add_argument("--strategy", default="FULL_SHARD")
     parser.add_argument("--precision", choices=list(DTYPES), default="fp32")
     return parser.parse_args()
@@ -61,7 +60,7 @@ def run(args: argparse.Namespace) -> None:
     )
     sharded = graphshard.compile(t5(), policy)
     sharded.init_weights(seed=0)
-    optimizer = torch.optim.AdamW(sharded.parameters(), lr=args.lr)
+    optimizer = torch.optim.AdamW(sharded.parameters(), lr=3e-3)
     scaler = torch.amp.GradScaler("cpu", enabled=args.precision == "fp16")
     if RANK == 0:
         print(sharded.plan, "\n")

@@ -2,20 +2,21 @@
 
 `TIMED` is for `time_truth.py` and `rivals.py`: at scale 1 a step takes one CPU core 0.1 to 2
 seconds; `scale` multiplies batches, for devices that are faster. `WEIGHED` is for
-`memory_truth.py`, where `scale` is the number of samples. Weights are random and nothing is
-downloaded.
+`memory_truth.py`, where `scale` is the number of samples; `RIVALS` is for `rivals.py`, which
+compares losses. Weights are random and nothing is downloaded.
 """
 
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.func import functional_call
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent.parent))
 
@@ -49,12 +50,12 @@ def loss_of(output: Any) -> Tensor:
 # -- batches -----------------------------------------------------------------------------------
 
 
-def tokens(batch: int, length: int, vocab: int = VOCAB, **more: Any) -> Draw:
+def tokens(batch: int, length: int, vocab: int = VOCAB) -> Draw:
     """Token ids, int64 (batch * scale, length), which are the labels as well."""
 
     def draw(scale: int, generator: torch.Generator | None) -> Batch:
         ids = torch.randint(vocab, (batch * scale, length), generator=generator)
-        return {"input_ids": ids, "labels": ids.clone(), **more}
+        return {"input_ids": ids, "labels": ids.clone()}
 
     return draw
 
@@ -86,12 +87,7 @@ def images(batch: int, size: int, labels: int = 100) -> Draw:
 
 
 def gpt(layers: int, width: int, heads: int, dropout: float = 0.1) -> Build:
-    """A GPT of examples/gpt.py."""
     return lambda: GPT(GPTConfig(VOCAB, layers, heads, width, dropout))
-
-
-def _small_gpt() -> nn.Module:
-    return GPT(GPTConfig(vocab=SMALL_VOCAB, layers=3, heads=4, width=64, dropout=0.1, tied=True))
 
 
 def transformer(kind: str, task: str, **sizes: Any) -> Build:
@@ -105,6 +101,81 @@ def transformer(kind: str, task: str, **sizes: Any) -> Build:
         return model
 
     return build
+
+
+def llama(
+    width: int, hidden: int, layers: int, heads: int, kv_heads: int, vocab: int, **more: Any
+) -> Build:
+    return transformer(
+        "Llama",
+        "ForCausalLM",
+        hidden_size=width,
+        intermediate_size=hidden,
+        num_hidden_layers=layers,
+        num_attention_heads=heads,
+        num_key_value_heads=kv_heads,
+        vocab_size=vocab,
+        use_cache=False,
+        **more,
+    )
+
+
+def bert(width: int, hidden: int, layers: int, heads: int, **more: Any) -> Build:
+    return transformer(
+        "Bert",
+        "ForMaskedLM",
+        hidden_size=width,
+        intermediate_size=hidden,
+        num_hidden_layers=layers,
+        num_attention_heads=heads,
+        **more,
+    )
+
+
+def t5(width: int, head: int, hidden: int, layers: int, heads: int, **more: Any) -> Build:
+    """A T5 of transformers, `layers` blocks in each half."""
+    return transformer(
+        "T5",
+        "ForConditionalGeneration",
+        d_model=width,
+        d_kv=head,
+        d_ff=hidden,
+        num_layers=layers,
+        num_heads=heads,
+        decoder_start_token_id=0,
+        use_cache=False,
+        **more,
+    )
+
+
+def regnet(first: int, sizes: list[int], depths: list[int], groups: int, labels: int) -> Build:
+    return transformer(
+        "RegNet",
+        "ForImageClassification",
+        embedding_size=first,
+        hidden_sizes=sizes,
+        depths=depths,
+        groups_width=groups,
+        num_labels=labels,
+    )
+
+
+def mixtral(width: int, hidden: int, layers: int, experts: int, vocab: int, **more: Any) -> Build:
+    """A Mixtral of transformers, each token by two experts."""
+    return transformer(
+        "Mixtral",
+        "ForCausalLM",
+        vocab_size=vocab,
+        hidden_size=width,
+        intermediate_size=hidden,
+        num_hidden_layers=layers,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        num_local_experts=experts,
+        num_experts_per_tok=2,
+        use_cache=False,
+        **more,
+    )
 
 
 class LowRank(nn.Module):
@@ -122,22 +193,12 @@ class LowRank(nn.Module):
         return result
 
 
-_small_llama = transformer(
-    "Llama",
-    "ForCausalLM",
-    vocab_size=SMALL_VOCAB,
-    hidden_size=64,
-    intermediate_size=176,
-    num_hidden_layers=3,
-    num_attention_heads=4,
-    num_key_value_heads=2,
-    max_position_embeddings=64,
-)
+_small_llama = llama(64, 176, 3, 4, 2, SMALL_VOCAB)
 
 
 def _lora() -> nn.Module:
     model = _small_llama().requires_grad_(False)
-    for layer in model.model.layers:  # type: ignore[union-attr]
+    for layer in model.model.layers:
         layer.self_attn.q_proj = LowRank(layer.self_attn.q_proj)
         layer.self_attn.v_proj = LowRank(layer.self_attn.v_proj)
     return model
@@ -145,129 +206,150 @@ def _lora() -> nn.Module:
 
 # -- models to time ----------------------------------------------------------------------------
 
-_llama = transformer(
-    "Llama",
-    "ForCausalLM",
-    vocab_size=VOCAB,
-    hidden_size=320,
-    intermediate_size=864,
-    num_hidden_layers=6,
-    num_attention_heads=8,
-    num_key_value_heads=2,
-    use_cache=False,
-)
-_bert = transformer(
-    "Bert",
-    "ForMaskedLM",
-    vocab_size=VOCAB,
-    hidden_size=384,
-    num_hidden_layers=4,
-    num_attention_heads=6,
-    intermediate_size=1536,
-)
-_t5 = transformer(
-    "T5",
-    "ForConditionalGeneration",
-    vocab_size=VOCAB,
-    d_model=256,
-    d_kv=64,
-    d_ff=1024,
-    num_layers=4,
-    num_heads=4,
-    decoder_start_token_id=0,
-    use_cache=False,
-)
-_regnet = transformer(
-    "RegNet",
-    "ForImageClassification",
-    embedding_size=32,
-    hidden_sizes=[64, 128, 256, 512],
-    depths=[1, 2, 4, 1],
-    groups_width=32,
-    num_labels=100,
-)
-_mixtral = transformer(
-    "Mixtral",
-    "ForCausalLM",
-    vocab_size=VOCAB,
-    hidden_size=256,
-    intermediate_size=512,
-    num_hidden_layers=4,
-    num_attention_heads=4,
-    num_key_value_heads=2,
-    num_local_experts=8,
-    num_experts_per_tok=2,
-    use_cache=False,
-)
+_regnet = regnet(32, [64, 128, 256, 512], [1, 2, 4, 1], 32, 100)
 
-TIMED = (
-    Model("gpt-small", gpt(4, 256, 4), ("Block",), gpt_tokens(4, 128)),
-    Model("gpt", gpt(8, 512, 8), ("Block",), gpt_tokens(2, 256)),
-    Model("llama", _llama, ("LlamaDecoderLayer",), tokens(2, 256)),
-    Model("bert", _bert, ("BertLayer",), tokens(4, 128)),
-    Model("t5", _t5, ("T5Block",), tokens(4, 128)),
-    Model("regnet", _regnet, ("RegNetYLayer",), images(8, 96)),
-    Model("moe", _mixtral, ("MixtralDecoderLayer",), tokens(4, 128)),
-)
+TIMED = {
+    model.name: model
+    for model in (
+        Model("gpt-small", gpt(4, 256, 4), ("Block",), gpt_tokens(4, 128)),
+        Model("gpt", gpt(8, 512, 8), ("Block",), gpt_tokens(2, 256)),
+        Model("llama", llama(320, 864, 6, 8, 2, VOCAB), ("LlamaDecoderLayer",), tokens(2, 256)),
+        Model("bert", bert(384, 1536, 4, 6, vocab_size=VOCAB), ("BertLayer",), tokens(4, 128)),
+        Model("t5", t5(256, 64, 1024, 4, 4, vocab_size=VOCAB), ("T5Block",), tokens(4, 128)),
+        Model("regnet", _regnet, ("RegNetYLayer",), images(8, 96)),
+        Model("moe", mixtral(256, 512, 4, 8, VOCAB), ("MixtralDecoderLayer",), tokens(4, 128)),
+    )
+}
 
 # -- models to weigh ---------------------------------------------------------------------------
 
-_small_bert = transformer(
-    "Bert",
-    "ForMaskedLM",
-    vocab_size=SMALL_VOCAB,
-    hidden_size=64,
-    num_hidden_layers=3,
-    num_attention_heads=4,
-    intermediate_size=192,
-    max_position_embeddings=64,
-)
-_small_t5 = transformer(
-    "T5",
-    "ForConditionalGeneration",
-    vocab_size=SMALL_VOCAB,
-    d_model=64,
-    d_kv=16,
-    d_ff=160,
-    num_layers=2,
-    num_heads=4,
-    decoder_start_token_id=0,
-)
-_small_regnet = transformer(
-    "RegNet",
-    "ForImageClassification",
-    embedding_size=16,
-    hidden_sizes=[32, 64],
-    depths=[1, 2],
-    groups_width=16,
-    num_labels=5,
-)
-_small_mixtral = transformer(
-    "Mixtral",
-    "ForCausalLM",
-    vocab_size=SMALL_VOCAB,
-    hidden_size=64,
-    intermediate_size=96,
-    num_hidden_layers=2,
-    num_attention_heads=4,
-    num_key_value_heads=2,
-    max_position_embeddings=64,
-    num_local_experts=4,
-    num_experts_per_tok=2,
-    experts_implementation="grouped_mm",
-)
+_small_gpt = GPTConfig(vocab=SMALL_VOCAB, layers=3, heads=4, width=64, dropout=0.1, tied=True)
+_small_bert = bert(64, 192, 3, 4, vocab_size=SMALL_VOCAB, max_position_embeddings=64)
+_small_mixtral = mixtral(64, 96, 2, 4, SMALL_VOCAB, experts_implementation="grouped_mm")
 _small_text = tokens(1, 32, SMALL_VOCAB)
-_without_cache = tokens(1, 32, SMALL_VOCAB, use_cache=False)
 
 WEIGHED = {
     model.name: model
     for model in (
-        Model("gpt", _small_gpt, ("Block",), gpt_tokens(1, 32, SMALL_VOCAB)),
-        Model("llama", _small_llama, ("LlamaDecoderLayer",), _without_cache),
+        Model("gpt", lambda: GPT(_small_gpt), ("Block",), gpt_tokens(1, 32, SMALL_VOCAB)),
+        Model("llama", _small_llama, ("LlamaDecoderLayer",), _small_text),
         Model("bert", _small_bert, ("BertLayer",), _small_text),
-        Model("t5", _small_t5, ("T5Block",), _without_cache),
-        Model("regnet", _small_regnet, ("RegNetXLayer", "RegNetYLayer"), images(1, 32, 5)),
-        Model("mixtral", _small_mixtral, ("MixtralDecoderLayer",), _without_cache),
-        Model("lora", _lora, ("LlamaDecoderLayer",), _without_cache),
+        Model("t5", t5(64, 16, 160, 2, 4, vocab_size=SMALL_VOCAB), ("T5Block",), _small_text),
+        Model(
+            "regnet",
+            regnet(16, [32, 64], [1, 2], 16, 5),
+            ("RegNetXLayer", "RegNetYLayer"),
+            images(1, 32, 5),
+        ),
+        Model("mixtral", _small_mixtral, ("MixtralDecoderLayer",), _small_text),
+        Model("lora", _lora, ("LlamaDecoderLayer",), _small_text),
     )
 }
+
+# -- models of rivals, without dropout, since compilers draw other random numbers ------------------
+
+LEARNING_RATE = 3e-4
+
+
+def without_dropout(build: Build) -> Build:
+    """The model that `build` makes, with the probability of every dropout set to 0."""
+
+    def built() -> nn.Module:
+        model = build()
+        for module in model.modules():
+            if isinstance(module, nn.Dropout):
+                module.p = 0.0
+        return model
+
+    return built
+
+
+RIVALS = (
+    Model("gpt-512", gpt(8, 512, 8, dropout=0.0), ("Block",), gpt_tokens(1, 128)),
+    Model("gpt-deep", gpt(24, 256, 4, dropout=0.0), ("Block",), gpt_tokens(1, 128)),
+    replace(TIMED["llama"], batch=tokens(1, 128)),
+    replace(TIMED["bert"], build=without_dropout(TIMED["bert"].build), batch=tokens(1, 128)),
+    replace(TIMED["regnet"], name="convnet", batch=images(4, 64)),
+)
+"""A GPT of 8 blocks 512 wide, one of 24 blocks 256 wide (many small units: overhead), Llama's shape
+with grouped queries, BERT, and a convolutional network with BatchNorm (RegNet)."""
+
+
+class _Toy(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.block = nn.Linear(8, 8)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.block(x).relu().square().mean()
+
+
+def _rows(scale: int, generator: torch.Generator) -> Batch:
+    return {"x": torch.randn(scale, 8, generator=generator)}
+
+
+TOY = Model("toy", _Toy, ("Linear",), _rows)
+"""The model that every system trains once before its time counts."""
+
+TINY = Model("tiny", gpt(2, 32, 2, dropout=0.0), ("Block",), gpt_tokens(1, 16))
+"""For tests of the script."""
+
+
+@dataclass(frozen=True)
+class Data:
+    """Batches of a model: another on every rank and step, the same for every system."""
+
+    model: Model
+    ranks: int
+    scale: int
+    device: torch.device
+
+    def batch(self, step: int, rank: int) -> Batch:
+        generator = torch.Generator().manual_seed(step * self.ranks + rank)
+        drawn = self.model.batch(self.scale, generator)
+        return {name: value.to(self.device).contiguous() for name, value in drawn.items()}
+
+
+def made(model: Model, device: torch.device) -> nn.Module:
+    """The model with the weights that every system starts from."""
+    torch.manual_seed(0)
+    return model.build().train().to(device)
+
+
+def expected_losses(data: Data, steps: int, rank: int, dtype: torch.dtype | None) -> list[float]:
+    """The losses of `rank` over AdamW steps of a single process that has every rank's batch.
+
+    Each rank's batch goes through the model by itself (BatchNorm sees no other), and gradients are
+    averaged. Under `dtype` parameters and floating-point inputs are cast to it, as sharded systems
+    do; sums of gradients and the optimizer stay in float32.
+    """
+    model = made(data.model, data.device)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=LEARNING_RATE)
+    losses = []
+    for step in range(steps):
+        for other in range(data.ranks):
+            loss = _loss(model, data.batch(step, other), dtype)
+            (loss / data.ranks).backward()
+            if other == rank:
+                losses.append(loss.item())
+        optimizer.step()
+        optimizer.zero_grad()
+    return losses
+
+
+def _loss(model: nn.Module, batch: Batch, dtype: torch.dtype | None) -> Tensor:
+    if dtype is None:
+        return loss_of(model(**batch))
+    cast = {
+        name: value.to(dtype) if value.is_floating_point() else value
+        for name, value in batch.items()
+    }
+    return loss_of(functional_call(model, dict(_low(model, dtype)), (), cast))
+
+
+def _low(model: nn.Module, dtype: torch.dtype) -> Iterator[tuple[str, Tensor]]:
+    for name, parameter in model.named_parameters():
+        owner = model.get_submodule(name.rpartition(".")[0])
+        # BatchNorm computes in float32 here, with statistics in it.
+        low = not isinstance(owner, nn.modules.batchnorm._BatchNorm)
+        yield name, parameter.to(dtype) if low else parameter

@@ -15,7 +15,6 @@ last lines of its stderr, with the stacks of `faulthandler`. It ends with 1 if t
 
 from __future__ import annotations
 
-import argparse
 import faulthandler
 import os
 import random
@@ -34,7 +33,10 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent.parent))
+
 import graphshard
+from examples.benchmarks import harness
 from graphshard.runtime import group as groups
 from graphshard.runtime.collectives import BoundCollective
 
@@ -57,7 +59,6 @@ ENDS = (
 
 
 def life(rank: int, ranks: int, end: str, seed: int, folder: str) -> None:
-    """One rank: a few steps, and an end."""
     os.dup2(os.open(f"{folder}/stderr_{rank}", os.O_WRONLY | os.O_CREAT | os.O_APPEND), 2)
     faulthandler.enable()
     torch.set_num_threads(1)
@@ -123,9 +124,9 @@ def interrupt(late: bool, seconds: float) -> None:
         raise InterruptedError
 
     if late:
-        BoundCollective.start = start  # type: ignore[method-assign]
+        BoundCollective.start = start
     else:
-        BoundCollective.wait = wait  # type: ignore[method-assign]
+        BoundCollective.wait = wait
 
 
 def trial(ranks: int, end: str, seed: int) -> tuple[list[int], str] | None:
@@ -165,8 +166,7 @@ def _ended(started: list[int]) -> list[int]:
 
 
 def main() -> None:
-    """Run the trials and print their ends."""
-    parser = argparse.ArgumentParser(description=__doc__)
+    parser = harness.parser(__doc__)
     parser.add_argument("--trials", type=int, default=1000)
     parser.add_argument("--ranks", type=int, default=4)
     parser.add_argument("--seed", type=int, default=0)

@@ -12,15 +12,10 @@ step, forward and backward; a second one, which is the first one's work without 
 
 from __future__ import annotations
 
-import argparse
-import json
 import os
-import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from statistics import median
 
@@ -30,29 +25,11 @@ import torch.distributed as dist
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent.parent))
 
 import graphshard
+from examples.benchmarks import harness
+from examples.benchmarks.scaling import StageTimes
 from examples.gpt import GPT, Block, GPTConfig
 
 PARTS = ("capture", "passes", "compile", "rest", "step", "again")
-TIMEOUT = 900  # seconds for one run
-
-
-class StageSeconds:
-    """Seconds of the wall clock that stages took, by name."""
-
-    def __init__(self) -> None:
-        self.seconds: dict[str, float] = {}
-
-    @contextmanager
-    def stage(self, name: str, total: int | None = None) -> Iterator[None]:
-        """See `graphshard.pipeline.Stages`."""
-        start = time.perf_counter()
-        try:
-            yield
-        finally:
-            self.seconds[name] = self.seconds.get(name, 0.0) + time.perf_counter() - start
-
-    def advance(self) -> None:
-        """Nothing is shown."""
 
 
 def first_step(layers: int, width: int) -> dict[str, float]:
@@ -60,9 +37,8 @@ def first_step(layers: int, width: int) -> dict[str, float]:
     torch.manual_seed(0)
     model = GPT(GPTConfig(layers=layers, width=width, heads=4))
     ids, targets = torch.randint(0, 256, (2, 2, 64))
-    stages = StageSeconds()
-    if dist.is_initialized():
-        dist.barrier()
+    stages = StageTimes(time.perf_counter)
+    dist.barrier()
     began = time.perf_counter()
     sharded = graphshard.compile(
         model,
@@ -75,49 +51,15 @@ def first_step(layers: int, width: int) -> dict[str, float]:
     sharded(ids, targets).backward()
     stepped = time.perf_counter()
     sharded(ids, targets).backward()
-    found = {name: stages.seconds[name] for name in ("capture", "passes", "compile")}
+    again = time.perf_counter() - stepped
+    found = {name: stages.whole[name] for name in ("capture", "passes", "compile")}
     found["rest"] = called - began - sum(found.values())
-    return found | {"step": stepped - called, "again": time.perf_counter() - stepped}
+    return found | {"step": stepped - called, "again": again}
 
 
-def one_rank(rank: int, ranks: int, layers: int, width: int, store: str) -> None:
-    torch.set_num_threads(1)
-    if ranks > 1:
-        dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=ranks)
+def one_rank(rank: int, layers: int, width: int) -> dict[str, float]:
     first_step(1, 32)  # what a first call imports is no cost of the model's
-    found = first_step(layers, width)
-    if rank == 0:
-        print(json.dumps(found))
-    if ranks > 1:
-        dist.destroy_process_group()
-
-
-def run(layers: int, width: int, ranks: int, cache: str) -> dict[str, float]:
-    """`first_step` on fresh ranks, with Inductor's cache in the folder `cache`."""
-    environment = {**os.environ, "TORCHINDUCTOR_CACHE_DIR": cache}
-    with tempfile.TemporaryDirectory() as folder:
-        given = {"ranks": ranks, "depths": layers, "width": width, "store": f"{folder}/store"}
-        arguments = [text for name, value in given.items() for text in (f"--{name}", str(value))]
-        processes = [
-            subprocess.Popen(
-                [sys.executable, __file__, *arguments, "--rank", str(rank)],
-                env=environment,
-                stdout=subprocess.PIPE,
-                stderr=subprocess.PIPE,
-                text=True,
-            )
-            for rank in range(ranks)
-        ]
-        try:
-            said = [process.communicate(timeout=TIMEOUT) for process in processes]
-        finally:
-            for process in processes:
-                process.kill()
-    for process, (_, errors) in zip(processes, said, strict=True):
-        if process.returncode:
-            raise RuntimeError(f"a rank ended with code {process.returncode}:\n{errors}")
-    seconds: dict[str, float] = json.loads(said[0][0].splitlines()[-1])
-    return seconds
+    return first_step(layers, width)
 
 
 def after_capture(seconds: dict[str, float], *, with_step: bool) -> float:
@@ -127,24 +69,19 @@ def after_capture(seconds: dict[str, float], *, with_step: bool) -> float:
 
 
 def main() -> None:
-    """Print a line per depth and cache, and how the deepest compares with the shallowest."""
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser = harness.parser(__doc__)
     parser.add_argument("--depths", type=int, nargs="+", default=[12, 48])
     parser.add_argument("--width", type=int, default=256)
     parser.add_argument("--ranks", type=int, default=2)
     parser.add_argument("--rounds", type=int, default=3)
-    parser.add_argument("--rank", type=int, help=argparse.SUPPRESS)
-    parser.add_argument("--store", help=argparse.SUPPRESS)
     asked = parser.parse_args()
-    if asked.rank is not None:
-        one_rank(asked.rank, asked.ranks, asked.depths[0], asked.width, asked.store)
-        return
     taken: dict[tuple[int, str], list[dict[str, float]]] = {}
     for _ in range(asked.rounds):
         for layers in asked.depths:
             with tempfile.TemporaryDirectory() as cache:
+                os.environ["TORCHINDUCTOR_CACHE_DIR"] = cache
                 for state in ("empty", "filled"):
-                    found = run(layers, asked.width, asked.ranks, cache)
+                    found = harness.on_ranks(one_rank, asked.ranks, layers, asked.width)
                     taken.setdefault((layers, state), []).append(found)
     print(f"blocks   cache  {'  '.join(f'{part:>7}' for part in PARTS)}   after capture")
     for (layers, state), rows in taken.items():

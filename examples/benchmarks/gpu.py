@@ -5,7 +5,6 @@
     python examples/benchmarks/gpu.py --part 3 --save gpu.json
     python examples/benchmarks/gpu.py --list
     python examples/benchmarks/gpu.py --only parity,stress
-    python examples/benchmarks/gpu.py --budget 1400                # all parts in one call
     python examples/benchmarks/gpu.py --device cpu --small  # what of it a CPU can run, at toy sizes
 
 Each section runs in a process of its own within a time limit; one that fails is a line of the table
@@ -21,6 +20,7 @@ import os
 import sys
 import tempfile
 import time
+from functools import partial
 from pathlib import Path
 
 # Before CUDA starts: the same bits in every run, and errors of NCCL in words.
@@ -32,46 +32,29 @@ import torch
 
 from examples.benchmarks import (
     gpu_checks,
-    gpu_graph_ranks,
     gpu_ranks,
     gpu_rates,
     gpu_reserved,
-    gpu_results,
     gpu_rivals,
-    gpu_trace,
+    gpu_table,
+    harness,
 )
-from examples.benchmarks.gpu_table import (
-    Place,
-    Row,
-    Section,
-    patience,
-    run_apart,
-    run_here,
-    script,
-    table,
-)
-
-BUDGET = 560.0
-"""Seconds for one call on a GPU. On a CPU every limit is `patience` times as long."""
+from examples.benchmarks.gpu_table import Place, Row, Section, patience, run_apart, run_here, table
 
 PARTS = {
     "1": (
         Section("parity", "one rank against the plain model, each option", 60, gpu_checks.parity),
-        Section("ranks", "four ranks against one process and Gloo", 200, gpu_ranks.ranks),
+        Section("ranks", "four ranks against one process", 200, gpu_ranks.ranks),
         Section("graph", "whole-step CUDA graphs", 45, gpu_checks.graph),
-        Section(
-            "graph_ranks", "CUDA graphs over NCCL, and their end", 125, gpu_graph_ranks.graph_ranks
-        ),
-        Section("trace", "names and kernels under torch.profiler", 40, gpu_trace.traced),
+        Section("graph_ranks", "CUDA graphs over NCCL, and their end", 125, gpu_ranks.graph_ranks),
+        Section("trace", "names and kernels under torch.profiler", 40, gpu_checks.traced),
         Section("stress", "delays on every stream, poisoned frees", 90, gpu_checks.stress),
     ),
     "2": (
         Section("calibrate", "graphshard calibrate --quick", 90, gpu_checks.calibrated),
         Section("predict", "predicted against measured memory and time", 60, gpu_checks.predict),
         Section("overlap", "communication hidden, modelled and measured", 70, gpu_checks.overlap),
-        Section(
-            "fsdp2", "memory and time of a rank of 8, a Llama of 8B shape", 340, gpu_rivals.rivals
-        ),
+        Section("fsdp2", "memory and time of a rank of 8, a GPT 4096 wide", 340, gpu_rivals.rivals),
     ),
     "3": (
         Section("rates", "a preset's rates of products and attention", 60, gpu_rates.rates),
@@ -82,7 +65,7 @@ PARTS = {
             "reserved_expandable",
             "the same with expandable segments",
             60,
-            gpu_reserved.reserved_expandable,
+            partial(gpu_reserved.reserved, settings="expandable_segments:True"),
         ),
     ),
 }
@@ -91,17 +74,13 @@ SECTIONS = tuple(section for part in PARTS.values() for section in part)
 
 
 def parse_args() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = harness.parser(__doc__)
     parser.add_argument("--list", action="store_true", help="name the sections and do nothing")
     parser.add_argument("--part", choices=sorted(PARTS), help="a part of the sections")
     parser.add_argument("--only", default="", metavar="NAMES", help="sections, by commas")
     parser.add_argument("--device", choices=["cuda", "cpu"], default="cuda")
     parser.add_argument("--small", action="store_true", help="toy sizes")
-    parser.add_argument(
-        "--budget", type=float, default=BUDGET, metavar="SECONDS", help=f"default: {BUDGET:g}"
-    )
+    parser.add_argument("--budget", type=float, default=560.0, help="seconds for all, on a GPU")
     parser.add_argument("--save", type=Path, metavar="FILE.json", help="keep the results there")
     parser.add_argument(
         "--include", type=Path, metavar="README", help="put the table of --save there, run nothing"
@@ -112,11 +91,7 @@ def parse_args() -> argparse.Namespace:
 
 
 def chosen(only: str, part: str | None = None) -> list[Section]:
-    """The sections of these names, separated by commas, or of a part; all if there is neither.
-
-    Raises:
-        SystemExit: there is no such section.
-    """
+    """The sections of these names, separated by commas, or of a part; all if there is neither."""
     names = [name for name in only.split(",") if name]
     unknown = set(names) - {section.name for section in SECTIONS}
     if unknown:
@@ -136,7 +111,7 @@ def main() -> int:
     if args.include is not None:
         if args.save is None:
             raise SystemExit("--include needs the results, by --save FILE.json")
-        args.include.write_text(gpu_results.included(args.include.read_text(), args.save))
+        args.include.write_text(gpu_table.included(args.include.read_text(), args.save))
         return 0
     if args.section:
         run_section(args)
@@ -147,7 +122,6 @@ def main() -> int:
 
 
 def run_section(args: argparse.Namespace) -> None:
-    """Run one section in this process, and end it."""
     (section,) = chosen(args.section)
     device = torch.device("cuda", 0) if args.device == "cuda" else torch.device("cpu")
     if args.device == "cuda":
@@ -164,9 +138,9 @@ def run_sections(args: argparse.Namespace) -> int:
     """Run each chosen section in a process of its own; 1 if any line failed."""
     begin = time.perf_counter()
     longer = patience(args.device)
-    machine = gpu_results.machine(args.device)
-    print(f"{time.strftime('%Y-%m-%d')}, {gpu_results.heading(machine)}", flush=True)
-    results = gpu_results.results_in(args.save or Path(), machine)
+    machine = gpu_table.machine(args.device)
+    print(f"{time.strftime('%Y-%m-%d')}, {gpu_table.heading(machine)}", flush=True)
+    results = gpu_table.results_in(args.save or Path(), machine)
     rows: list[Row] = []
     with tempfile.TemporaryDirectory() as folder:
         for section in chosen(args.only, args.part):
@@ -175,18 +149,17 @@ def run_sections(args: argparse.Namespace) -> int:
             if left < 10:
                 found = [Row(section.name, "the whole section", "no time left", "", False)]
             else:
-                command = script(
-                    "--section", section.name, "--folder", folder, "--device", args.device
-                )
+                command = [sys.executable, __file__, "--section", section.name]
+                command += ["--folder", folder, "--device", args.device]
                 command += ["--small"] if args.small else []
                 out = Path(folder, f"{section.name}.jsonl")
                 found = run_apart(section, command, out, min(section.limit * longer, left))
             rows += found
             # What is known is told at once: whoever runs this may be stopped.
             print(table(found), flush=True)
-            gpu_results.add(results, section.name, found, time.perf_counter() - started)
+            gpu_table.add(results, section.name, found, time.perf_counter() - started)
             if args.save is not None:
-                gpu_results.write(args.save, results)
+                gpu_table.write(args.save, results)
     failed = sum(row.ok is False for row in rows)
     print(f"\n{table(rows)}\n\n{time.perf_counter() - begin:.0f} s, {failed} failed")
     return int(failed > 0)

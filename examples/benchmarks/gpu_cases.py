@@ -1,4 +1,4 @@
-"""What the ranks of the section `ranks` do: each case trains, and tells the numbers it came to.
+"""What the ranks of the sections `ranks` and `graph_ranks` do: each case trains, and tells numbers.
 
 A case runs on any device: over NCCL on GPUs, over Gloo on CPUs. It tells the losses of this rank
 and the whole parameters at the end, beside those of one process that trains on every rank's batch.
@@ -7,12 +7,13 @@ and the whole parameters at the end, beside those of one process that trains on 
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from contextlib import nullcontext
 from dataclasses import dataclass, field
 from functools import partial
 from statistics import median
 from typing import Any
+from unittest.mock import patch
 
 import torch
 import torch.distributed as dist
@@ -20,28 +21,30 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 import graphshard
+from examples.benchmarks.gpu_checks import sharded_gpt, tokens
+from examples.benchmarks.gpu_checks import trained as losses_of
 from examples.benchmarks.gpu_table import Place
-from examples.benchmarks.gpu_trace import parting_said
+from examples.benchmarks.harness import worst_rank
 from examples.gpt import GPT, Block, GPTConfig
+from graphshard.errors import FingerprintError
+from graphshard.runtime.cuda_graphs import Recorder
+from graphshard.runtime.fingerprint import Fingerprint
 
 Batch = tuple[Tensor, ...]
 Numbers = dict[str, Tensor]
-
-CLOSE = 1e-4
-"""How far numbers may be apart, as a fraction of their norm."""
 
 
 @dataclass
 class Told:
     """What a rank tells of a case.
 
-    numbers: on the CPU. expected: what they should be; empty if only another backend can say.
-    bar: how far they may be apart. note: in words. ok: whether the words are as they should be.
+    numbers: on the CPU. expected: what they should be. bar: how far they may be apart, as a
+    fraction of their norm. note: in words. ok: whether the words are as they should be.
     """
 
     numbers: Numbers = field(default_factory=dict)
     expected: Numbers = field(default_factory=dict)
-    bar: float = CLOSE
+    bar: float = 1e-4
     note: str = ""
     ok: bool | None = None
 
@@ -54,29 +57,24 @@ class Run:
     rank: int
     count: int
 
-    def model(self, seed: int = 0) -> GPT:
+    def model(self, seed: int = 0) -> nn.Module:
         """A GPT with the same weights on every device."""
         torch.manual_seed(seed)
         small = GPTConfig(vocab=67, layers=2, heads=2, width=32)
         config = small if self.place.small else GPTConfig(1024, layers=4, heads=4, width=256)
         return GPT(config).to(self.place.device)
 
-    def batch(self, step: int, rank: int | None = None) -> Batch:
-        """The tokens of a rank, this one by default, in a step."""
-        seed = 100 * step + (self.rank if rank is None else rank)
+    def batch(self, step: int, rank: int) -> Batch:
+        """The tokens of a rank in a step."""
         length, vocab = (16, 67) if self.place.small else (128, 1024)
-        generator = torch.Generator().manual_seed(seed)
+        generator = torch.Generator().manual_seed(100 * step + rank)
         ids = torch.randint(vocab, (2, length + 1), generator=generator).to(self.place.device)
         return ids[:, :-1].contiguous(), ids[:, 1:].contiguous()
 
-
-@dataclass(frozen=True)
-class Protocol:
-    """How to train. clip: the largest norm of gradients. micro: batches of one step."""
-
-    steps: int = 3
-    clip: float | None = None
-    micro: int = 1
+    def sharded(self, policy: Any = None, seed: int = 0, **options: Any) -> Any:
+        """The model, compiled under a policy; one unit for each block by default."""
+        policy = policy or graphshard.BlockPolicy({Block})
+        return graphshard.compile(self.model(seed), policy, device=self.place.device, **options)
 
 
 def whole(tensor: Tensor) -> Tensor:
@@ -89,74 +87,67 @@ def optimizer_of(model: nn.Module) -> torch.optim.Optimizer:
     return torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9)
 
 
-def numbers_of(model: nn.Module, losses: Sequence[Tensor], norms: Sequence[Tensor]) -> Numbers:
-    found = {name: whole(param) for name, param in model.named_parameters()}
-    found["the losses"] = torch.stack([loss.detach().float().cpu() for loss in losses])
-    if norms:
-        found["the norms"] = torch.stack([norm.float().cpu() for norm in norms])
-    return found
-
-
 def train(
-    model: nn.Module,
-    batch: Callable[[int], Batch],
-    protocol: Protocol,
+    run: Run,
+    model: Any,
+    steps: int = 3,
     optim: torch.optim.Optimizer | None = None,
     first: int = 0,
+    clip: float | None = None,
+    micro: int = 1,
+    alone: bool = False,
 ) -> Numbers:
-    """Train a sharded model on batches `first` and on; its numbers."""
+    """Train on batches `first` and on, a model that is not sharded (`alone`) on every rank's.
+
+    clip: the largest norm of gradients. micro: batches of one step. Returns the parameters at the
+    end, the losses of this rank and, where they are clipped, norms.
+    """
     optim, losses, norms = optim or optimizer_of(model), list[Tensor](), list[Tensor]()
-    for step in range(protocol.steps):
-        for part in range(protocol.micro):
-            last = part + 1 == protocol.micro
-            sync: Any = nullcontext() if last else model.no_sync()
-            with sync:
-                loss = model(*batch(first + step * protocol.micro + part))
-                (loss / protocol.micro).backward()
-            losses.append(loss)
-        if protocol.clip is not None:
-            norms.append(model.clip_grad_norm_(protocol.clip))  # type: ignore[operator]
-        optim.step()
-        optim.zero_grad()
-    return numbers_of(model, losses, norms)
-
-
-def train_alone(model: nn.Module, run: Run, batch: Callable[..., Batch], how: Protocol) -> Numbers:
-    """Train the plain model on every rank's batches at once; the numbers this rank should have."""
-    optim, losses, norms = optimizer_of(model), list[Tensor](), list[Tensor]()
-    for step in range(how.steps):
-        for part in range(how.micro):
-            number = step * how.micro + part
-            each = [model(*batch(number, rank)) for rank in range(run.count)]
-            (torch.stack(each).mean() / how.micro).backward()
+    ranks = range(run.count) if alone else [run.rank]
+    clip_plain = partial(nn.utils.clip_grad_norm_, [*model.parameters()])
+    for step in range(steps):
+        for part in range(micro):
+            number = first + step * micro + part
+            with nullcontext() if alone or part + 1 == micro else model.no_sync():
+                each = {rank: model(*run.batch(number, rank)) for rank in ranks}
+                (torch.stack([*each.values()]).mean() / micro).backward()
             losses.append(each[run.rank])
-        if how.clip is not None:
-            norms.append(nn.utils.clip_grad_norm_(model.parameters(), how.clip))
+        if clip is not None:
+            norms.append((clip_plain if alone else model.clip_grad_norm_)(clip))
         optim.step()
         optim.zero_grad()
-    return numbers_of(model, losses, norms)
+    found = {name: whole(param) for name, param in model.named_parameters()}
+    found["the losses"] = whole(torch.stack(losses))
+    return found | ({"the norms": whole(torch.stack(norms))} if norms else {})
 
 
 # -- the cases -------------------------------------------------------------------------------------
 
+Words = Callable[[Any], tuple[str, bool]]
+"""What to tell of a sharded module, and whether it is as it should be."""
 
-def trained(run: Run, how: Protocol = Protocol(), **fields: Any) -> Told:
+
+def compared(run: Run, sharded: Any, words: Words = lambda _: ("", True), **how: Any) -> Told:
+    """A sharded module against one process; `how`: to train."""
+    found = train(run, sharded, **how)
+    note, ok = words(sharded)
+    return Told(found, train(run, run.model(), alone=True, **how), note=note, ok=ok)
+
+
+def trained(run: Run, how: dict[str, Any] | None = None, **fields: Any) -> Told:
     """A policy with these fields against one process."""
     policy = graphshard.BlockPolicy({Block}, **fields)
-    sharded = graphshard.compile(run.model(), policy, device=run.place.device)
-    found = train(sharded, run.batch, how)
-    return Told(found, train_alone(run.model(), run, run.batch, how))
+    return compared(run, run.sharded(policy), **(how or {}))
 
 
 def compiled(run: Run) -> Told:
     """Compiled regions, none of which may run operator by operator instead."""
-    policy, how = graphshard.BlockPolicy({Block}), Protocol()
-    sharded = graphshard.compile(run.model(), policy, device=run.place.device, backend="inductor")
-    found = train(sharded, run.batch, how)
-    told = Told(found, train_alone(run.model(), run, run.batch, how))
-    regions = sharded.program.regions
-    told.note, told.ok = str(regions), bool(regions.forms) and not regions.fell_back
-    return told
+
+    def regions(sharded: Any) -> tuple[str, bool]:
+        found = sharded.program.regions
+        return str(found), bool(found.forms) and not found.fell_back
+
+    return compared(run, run.sharded(backend="inductor"), words=regions)
 
 
 def hybrid(run: Run) -> Told:
@@ -164,12 +155,12 @@ def hybrid(run: Run) -> Told:
     shape = (2, run.count // 2)
     mesh = dist.init_device_mesh(run.place.device.type, shape, mesh_dim_names=("copy", "shard"))
     policy = graphshard.BlockPolicy({Block}, strategy="HYBRID_SHARD")
-    sharded = graphshard.compile(run.model(), policy, mesh=mesh, device=run.place.device)
-    found = train(sharded, run.batch, Protocol())
-    told = Told(found, train_alone(run.model(), run, run.batch, Protocol()))
-    ops = {event.op for event in sharded.program.schedule()}
-    told.note, told.ok = f"mesh {shape}", {"reduce_scatter", "all_reduce"} <= ops
-    return told
+
+    def reduces(sharded: Any) -> tuple[str, bool]:
+        ops = {event.op for event in sharded.program.schedule()}
+        return f"mesh {shape}", {"reduce_scatter", "all_reduce"} <= ops
+
+    return compared(run, run.sharded(policy, mesh=mesh), words=reduces)
 
 
 def resharded(run: Run) -> Told:
@@ -177,32 +168,18 @@ def resharded(run: Run) -> Told:
     return trained(run, reshard_after_forward=run.count // 2)
 
 
-def graphs(run: Run) -> Told:
-    """Whole-step CUDA graphs, and what plan and program say of them."""
-    policy = graphshard.BlockPolicy({Block}, cuda_graph=True)
-    sharded = graphshard.compile(run.model(), policy, device=run.place.device)
-    how = Protocol(steps=6)
-    found = train(sharded, run.batch, how)
-    said = str(sharded.program.cuda_graphs)
-    sharded.release_graphs()
-    told = Told(found, train_alone(run.model(), run, run.batch, how), note=said)
-    told.ok = said.startswith("one for") == run.place.cuda
-    return told
-
-
 def checkpointed(run: Run) -> Told:
     """Training that goes on from a checkpoint is bit-equal to training that never stopped."""
     path = run.place.folder / "checkpoint"
-    policy = graphshard.BlockPolicy({Block})
-    sharded = graphshard.compile(run.model(), policy, device=run.place.device)
-    optim, how = optimizer_of(sharded), Protocol(steps=2)
-    train(sharded, run.batch, how, optim)
+    sharded = run.sharded()
+    optim = optimizer_of(sharded)
+    train(run, sharded, 2, optim)
     sharded.save_checkpoint(path, optim, extra={"step": 2})
-    on = train(sharded, run.batch, how, optim, first=2)
-    other = graphshard.compile(run.model(seed=9), policy, device=run.place.device)
+    on = train(run, sharded, 2, optim, first=2)
+    other = run.sharded(seed=9)
     its, extra = optimizer_of(other), dict[str, Any]()
     other.load_checkpoint(path, its, extra=extra)
-    found = train(other, run.batch, how, its, first=2)
+    found = train(run, other, 2, its, first=2)
     return Told(found, on, 0.0, f"step {extra['step']}", extra["step"] == 2)
 
 
@@ -218,52 +195,52 @@ class Experts(nn.Module):
         return self.last(torch.einsum("bd,edf->bf", x, self.experts).relu()).square().mean()
 
 
+class RunOfExperts(Run):
+    def model(self, seed: int = 0) -> nn.Module:
+        torch.manual_seed(seed)
+        return Experts().to(self.place.device)
+
+    def batch(self, step: int, rank: int) -> Batch:
+        generator = torch.Generator().manual_seed(100 * step + rank)
+        return (torch.randn(8, 192, generator=generator).to(self.place.device),)
+
+
 def other_dims(run: Run) -> Told:
     """A parameter that is split along another dim than its first."""
 
-    def model() -> nn.Module:
-        torch.manual_seed(0)
-        return Experts().to(run.place.device)
+    def split(sharded: Any) -> tuple[str, bool]:
+        dim = sharded.experts.placements[0].dim
+        return f"shards of dim {dim}", dim != 0
 
-    def batch(step: int, rank: int | None = None) -> Batch:
-        seed = 100 * step + (run.rank if rank is None else rank)
-        generator = torch.Generator().manual_seed(seed)
-        return (torch.randn(8, 192, generator=generator).to(run.place.device),)
-
-    sharded = graphshard.compile(model(), graphshard.SizePolicy(1), device=run.place.device)
-    found = train(sharded, batch, Protocol())
-    told = Told(found, train_alone(model(), run, batch, Protocol()))
-    dim = sharded.experts.placements[0].dim
-    told.note, told.ok = f"shards of dim {dim}", dim != 0
-    return told
+    own = RunOfExperts(run.place, run.rank, run.count)
+    return compared(own, own.sharded(graphshard.SizePolicy(1)), words=split)
 
 
 def scaled(run: Run) -> Told:
     """fp16 under torch's GradScaler, overflows among its steps, against `fully_shard`."""
     from torch.distributed.fsdp import MixedPrecisionPolicy
 
-    kind = run.place.device.type
-
     def losses_and_scales(model: nn.Module) -> Numbers:
         optim = torch.optim.SGD(model.parameters(), lr=0.05)
+        kind = run.place.device.type
         scaler = torch.amp.GradScaler(kind, init_scale=2.0**24, growth_interval=2)
         losses, scales = [], []
         for step in range(12):
-            loss = model(*run.batch(step))
+            loss = model(*run.batch(step, run.rank))
             scaler.scale(loss).backward()
             scaler.step(optim)
             scaler.update()
             optim.zero_grad()
-            losses.append(loss.detach().float().cpu())
+            losses.append(loss)
             scales.append(torch.tensor(scaler.get_scale()))
-        return {"the losses": torch.stack(losses), "the scales": torch.stack(scales)}
+        return {"the losses": whole(torch.stack(losses)), "the scales": torch.stack(scales)}
 
     half = torch.float16
     precision = graphshard.MixedPrecision(param_dtype=half, reduce_dtype=half)
-    policy = graphshard.BlockPolicy({Block}, mixed_precision=precision)
-    sharded = graphshard.compile(run.model(), policy, device=run.place.device)
+    sharded = run.sharded(graphshard.BlockPolicy({Block}, mixed_precision=precision))
     found = losses_and_scales(sharded)
-    rival = fully_sharded(run, MixedPrecisionPolicy(param_dtype=half, reduce_dtype=half))
+    mixed = MixedPrecisionPolicy(param_dtype=half, reduce_dtype=half)
+    rival = fully_sharded(run, mp_policy=mixed)
     least, end = found["the scales"].min().item(), found["the scales"][-1].item()
     note = f"scale {2.0**24:g}, at least {least:g}, {end:g} at the end"
     return Told(found, losses_and_scales(rival), 1e-2, note, least < 2.0**24)
@@ -271,9 +248,7 @@ def scaled(run: Run) -> Told:
 
 def gathered(run: Run) -> Told:
     """Whole weights in pieces, and forwards of the model's own code, of its ranks equally many."""
-    policy = graphshard.BlockPolicy({Block})
-    model, batch = run.model(), run.batch(0)
-    sharded = graphshard.compile(run.model(), policy, device=run.place.device)
+    sharded, model, batch = run.sharded(), run.model(), run.batch(0, run.rank)
     root, *blocks = sharded.plan.units
     least = root.unsharded_bytes + blocks[0].unsharded_bytes
     with torch.no_grad():
@@ -290,27 +265,20 @@ def gathered(run: Run) -> Told:
     return Told(found, expected, 1e-6)
 
 
-def fully_sharded(run: Run, precision: Any = None) -> nn.Module:
-    """The model under torch's `fully_shard`."""
+def fully_sharded(run: Run, **options: Any) -> nn.Module:
     from torch.distributed.fsdp import fully_shard
 
     model = run.model()
-    mesh = dist.init_device_mesh(run.place.device.type, (run.count,))
-    options: dict[str, Any] = {"mesh": mesh}
-    if precision is not None:
-        options["mp_policy"] = precision
+    options["mesh"] = dist.init_device_mesh(run.place.device.type, (run.count,))
     for block in model.blocks:
         fully_shard(block, **options)
-    fully_shard(model, **options)
-    return model
+    return fully_shard(model, **options)
 
 
 def against_fsdp2(run: Run) -> Told:
     """The same numbers as `fully_shard`, and the time of a step of both, with real collectives."""
-    policy = graphshard.BlockPolicy({Block})
-    sharded = graphshard.compile(run.model(), policy, device=run.place.device)
-    rival = fully_sharded(run)
-    told = Told(train(sharded, run.batch, Protocol()), train(rival, run.batch, Protocol()))
+    sharded, rival = run.sharded(), fully_sharded(run)
+    told = Told(train(run, sharded), train(run, rival))
     ours, theirs = (slowest_step(model, run) * 1e3 for model in (sharded, rival))
     told.note = f"a step of the slowest rank {ours:.2f} ms, {theirs:.2f} of FSDP2"
     return told
@@ -318,7 +286,7 @@ def against_fsdp2(run: Run) -> Told:
 
 def slowest_step(model: nn.Module, run: Run, steps: int = 8) -> float:
     """The median step of the slowest rank, from a common start."""
-    batch, times = run.batch(0), []
+    batch, times = run.batch(0, run.rank), []
     for _ in range(steps):
         dist.barrier()
         begin = time.perf_counter()
@@ -326,9 +294,7 @@ def slowest_step(model: nn.Module, run: Run, steps: int = 8) -> float:
         run.place.synchronize()
         times.append(time.perf_counter() - begin)
         model.zero_grad()
-    slowest = torch.tensor(median(times[steps // 2 :]), device=run.place.device)
-    dist.all_reduce(slowest, dist.ReduceOp.MAX)
-    return slowest.item()
+    return worst_rank([median(times[steps // 2 :])], run.place.device)[0]
 
 
 def calibrated(run: Run) -> Told:
@@ -342,22 +308,34 @@ def calibrated(run: Run) -> Told:
     rough = Effort(least=1, most=1, piece=0.0, budget=0.0)
     with joined(device) as group:
         sizes = {"product_size": 1024, "beside_size": 512, "large": (1 << 26,)}
-        bench = CudaBench(device, **sizes) if run.place.cuda else HostBench(device)  # type: ignore[arg-type]
+        bench = CudaBench(device, **sizes) if run.place.cuda else HostBench(device)
         found = calibrate(group, effort=rough, dtypes=(), share=0.1, bench=bench)
     lost, lines = found.hardware.contention, found.hardware.lines
-    moved = {"all_gather", "reduce_scatter", "all_reduce"}
     ending = ".inter" if "all_gather.inter" in lines else ""
-    ok = {f"{op}{ending}" for op in moved} <= set(lines) and 0 <= lost <= 1
+    moved = {f"{op}{ending}" for op in ("all_gather", "reduce_scatter", "all_reduce")}
     said = "; ".join(found.notes) or f"contention {lost:.3f}"
-    return Told(note=f"{len(found.rows)} measurements; {said}", ok=ok)
+    note = f"{len(found.rows)} measurements; {said}"
+    return Told(note=note, ok=moved <= set(lines) and 0 <= lost <= 1)
 
 
 def parted(run: Run) -> Told:
-    """Ranks that part ways are told of it; the last case, since they do not meet again."""
-    policy = graphshard.BlockPolicy({Block})
-    sharded = graphshard.compile(run.model(), policy, device=run.place.device)
-    sharded(*run.batch(0)).backward()
-    said = parting_said(sharded, run.place, run.rank)
+    """Ranks that go on with different programs are told; the last case, as they do not meet again.
+
+    No program runs then, only the comparison of what ranks begin.
+    """
+    sharded = run.sharded()
+    sharded(*run.batch(0, run.rank)).backward()
+    agreement = sharded._graphshard.bindings.agreement
+    programs = [Fingerprint((f"forward of program {number}",)) for number in (0, 1)]
+    for program in (*programs, *programs):
+        agreement.require(program)
+    said = "nothing"
+    try:
+        agreement.require(programs[run.rank % 2])
+        run.place.synchronize()  # the device knows by now
+        agreement.require(programs[0])
+    except FingerprintError as error:
+        said = str(error)
     return Told(note=said[:80], ok="different collectives" in said)
 
 
@@ -370,15 +348,67 @@ CASES: dict[str, Callable[[Run], Told]] = {
     "reshard_after_forward=k": resharded,
     "overlap": partial(trained, schedule="overlap"),
     "offload": partial(trained, offload=("params", "activations")),
-    "clipping": partial(trained, how=Protocol(clip=0.1)),
-    "no_sync": partial(trained, how=Protocol(steps=2, micro=3)),
+    "clipping": partial(trained, how={"clip": 0.1}),
+    "no_sync": partial(trained, how={"steps": 2, "micro": 3}),
     "checkpoint": checkpointed,
     "fp16, GradScaler": scaled,
     "another dim": other_dims,
     "gathered weights": gathered,
     "FSDP2": against_fsdp2,
-    "cuda_graph": graphs,
     "inductor": compiled,
     "calibrate": calibrated,
     "parting ways": parted,
+}
+
+# -- graphs that live to the end -------------------------------------------------------------------
+
+kept: list[Any] = []
+"""Modules whose graphs live until the process ends."""
+
+
+def kept_graphs(run: Run) -> Told:
+    """Losses with graphs and without."""
+    losses: list[Numbers] = []
+    for graphs in (True, False):
+        module = sharded_gpt(run.place, cuda_graph=graphs)
+        found = losses_of(module, run.place, steps=6, seed=run.rank)
+        losses.append({"the losses": torch.tensor(found)})
+        if graphs:
+            kept.append(module)
+    said = str(kept[0].program.cuda_graphs)
+    return Told(*losses, note=said, ok=said.startswith("one for") == run.place.cuda)
+
+
+def failing_capture(run: Run) -> Told:
+    """What the program says when a capture fails on rank 1 after all that it records."""
+    capture = Recorder.capture
+
+    def fails(self: Recorder, work: Any, args: list[Any]) -> Any:
+        captured = capture(self, work, args)
+        if run.rank == 1:
+            raise RuntimeError("on purpose")
+        return captured
+
+    sharded = sharded_gpt(run.place, cuda_graph=True)
+    with patch.object(Recorder, "capture", fails):
+        losses_of(sharded, run.place, steps=4, seed=run.rank)
+    said = str(sharded.program.cuda_graphs)
+    return Told(note=said, ok="capture failed" in said if run.place.cuda else None)
+
+
+def unequal_shapes(run: Run) -> Told:
+    """The error that ranks get for inputs of other shapes on each."""
+    ids, targets = (each[:, : 8 + run.rank].contiguous() for each in tokens(run.place))
+    said = "no error"
+    try:
+        kept[0](ids, targets)
+    except FingerprintError as error:
+        said = type(error).__name__
+    return Told(note=said, ok=said == "FingerprintError" if run.place.cuda else None)
+
+
+GRAPH_CASES: dict[str, Callable[[Run], Told]] = {
+    "losses of 6 steps, with graphs and without": kept_graphs,
+    "a capture that fails on rank 1": failing_capture,
+    "unequal shapes": unequal_shapes,
 }

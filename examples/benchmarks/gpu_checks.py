@@ -4,21 +4,25 @@ from __future__ import annotations
 
 import gc
 import math
+import tempfile
 import time
 from collections.abc import Iterator
+from pathlib import Path
 from statistics import median
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
+from torch.profiler import ProfilerActivity, profile
 
 import graphshard
 from examples.benchmarks.gpu_table import Place, Row
+from examples.benchmarks.harness import fake_ranks
 from examples.benchmarks.live_bytes import LiveBytes
-from examples.benchmarks.stand_in import Communicator, modelled, stand_in
+from examples.benchmarks.stand_in import modelled, stand_in
 from examples.benchmarks.stress import allocated, broken
 from examples.gpt import GPT, Block, GPTConfig
+from graphshard.cost.against_trace import compare_trace
 from graphshard.errors import RuntimeStateError
 from graphshard.hardware.hardware import Hardware
 from graphshard.runtime.cuda_graphs import Recorder
@@ -51,11 +55,23 @@ def tokens(place: Place, seed: int = 0) -> tuple[Tensor, Tensor]:
     return ids[:, :-1].contiguous(), ids[:, 1:].contiguous()
 
 
-def fake_ranks(size: int, rank: int = 0) -> None:
-    """Make this process one rank of `size` on torch's "fake" backend, which packs as NCCL does."""
-    from torch.testing._internal.distributed.fake_pg import FakeStore
+def sharded_gpt(place: Place, dropout: float = 0.0, **fields: Any) -> graphshard.ShardedModule:
+    """A GPT with the same weights at every call, under a policy with these fields."""
+    torch.manual_seed(0)
+    policy = graphshard.BlockPolicy({Block}, **fields)
+    return graphshard.compile(GPT(config(place, dropout)), policy, device=place.device)
 
-    dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=size)
+
+def off_by(section: str, check: str, found: float, expected: float, bar: float, of: str,
+           judged: bool = True) -> Row:  # fmt: skip
+    """The row of a prediction: what was found, how far off it is, and whether within `bar`."""
+    off = expected / found - 1
+    ok = abs(off) <= bar if judged else None
+    return Row(section, check, f"{of}, predicted {off:+.1%}", f"{bar:.0%}", ok)
+
+
+def mib(size: float) -> str:
+    return f"{size / 2**20:.1f} MiB"
 
 
 # -- one rank ----------------------------------------------------------------------------------
@@ -76,9 +92,10 @@ def parity(place: Place) -> Iterator[Row]:
             torch.manual_seed(5)
             loss = sharded(*tokens(place))
             loss.backward()
-        yield close(
-            "parity", f"one rank, {name}", loss, expected, grads_of(sharded), grads_of(plain)
-        )
+        found = {"the loss": loss.detach().cpu(), **grads_of(sharded)}
+        worst = gap(found, {"the loss": expected.detach().cpu(), **grads_of(plain)})
+        said = "bit-equal" if worst == 0 else f"within {worst:.1e}"
+        yield Row("parity", f"one rank, {name}", said, "0.0001", worst <= 1e-4)
     yield _drawn_again(place)
     yield place.retries("parity")
 
@@ -88,18 +105,15 @@ def _drawn_again(place: Place) -> Row:
 
     Those kept belong to a program for a CUDA graph, whose first call runs without one.
     """
-    torch.manual_seed(0)
-    model = GPT(config(place, dropout=0.1)).to(place.device)
     grads, drawn, states = [], [], 0
     for keep in (True, False):
-        policy = graphshard.BlockPolicy({Block}, recompute="units", cuda_graph=keep)
-        sharded = graphshard.compile(model, policy, device=place.device)
+        sharded = sharded_gpt(place, 0.1, recompute="units", cuda_graph=keep)
         torch.manual_seed(5)
         sharded(*tokens(place)).backward()
         grads.append(grads_of(sharded))
         drawn.append(torch.rand(8, device=place.device).cpu())
         states = sum(event.op == "save_random_state" for event in sharded.program.schedule())
-    worst = max(gap_of(grads[1][name], grad) for name, grad in grads[0].items())
+    worst = gap(grads[1], grads[0])
     shifted = "" if torch.equal(*drawn) else ", the generator is not put back"
     ok = not shifted and worst <= 1e-4 and (states > 0 or place.small)
     said = f"within {worst:.1e} from {states} states{shifted}"
@@ -110,31 +124,17 @@ def grads_of(model: nn.Module) -> dict[str, Tensor]:
     return {n: p.grad.cpu() for n, p in model.named_parameters() if p.grad is not None}
 
 
-def gap_of(found: Tensor, expected: Tensor, scale: float | None = None) -> float:
-    """The norm of the difference by that of `expected`, or by `scale`; infinite if it is NaN."""
-    whole = float(expected.norm()) if scale is None else scale
-    gap = float((found - expected).norm()) / max(whole, 1e-30)
-    return math.inf if math.isnan(gap) else gap
-
-
-def close(
-    section: str,
-    check: str,
-    loss: Tensor,
-    expected: Tensor,
-    grads: dict[str, Tensor],
-    wanted: dict[str, Tensor],
-    bar: float = 1e-4,
-) -> Row:
-    """Relative differences: of the loss, and of each gradient's norm."""
-    gaps = [gap_of(loss.detach(), expected.detach())]
-    largest = max(float(g.norm()) for g in wanted.values())
-    for name, grad in wanted.items():
-        scale = max(float(grad.norm()), 1e-3 * largest)
-        gaps.append(gap_of(grads[name], grad, scale))
-    worst = max(gaps)
-    said = "bit-equal" if worst == 0 else f"within {worst:.1e}"
-    return Row(section, check, said, f"{bar:g}", grads.keys() == wanted.keys() and worst <= bar)
+def gap(found: dict[str, Tensor], expected: dict[str, Tensor]) -> float:
+    """The largest difference of any tensor, by the norm of what it should be; infinite if NaN."""
+    if found.keys() != expected.keys():
+        return math.inf
+    norms = {name: float(tensor.norm()) for name, tensor in expected.items()}
+    largest = max(norms.values())
+    gaps = [
+        float((found[name] - wanted).norm()) / max(norms[name], 1e-3 * largest, 1e-30)
+        for name, wanted in expected.items()
+    ]
+    return math.inf if any(map(math.isnan, gaps)) else max(gaps)
 
 
 # -- streams -----------------------------------------------------------------------------------
@@ -174,10 +174,8 @@ def _host_waits(place: Place) -> Row:
     check = "a step in which the host waits is an error"
     if not place.cuda:
         return Row("stress", check, "not watched on a CPU")
-    policy = graphshard.BlockPolicy({Block}, mixed_precision=BF16, offload="activations")
-    sharded = graphshard.compile(GPT(config(place)), policy, device=place.device)
+    sharded, batch = sharded_gpt(place, mixed_precision=BF16, offload="activations"), tokens(place)
     stand_in(sharded)
-    batch = tokens(place)
     for _ in range(2):
         sharded(*batch).backward()
         sharded.zero_grad()
@@ -200,11 +198,7 @@ def graph(place: Place) -> Iterator[Row]:
         for graphs in (False, True):
             if place.cuda:
                 torch.cuda.empty_cache()
-            torch.manual_seed(0)
-            policy = graphshard.BlockPolicy({Block}, cuda_graph=graphs)
-            sharded = graphshard.compile(
-                GPT(config(place, dropout=0.1)), policy, device=place.device
-            )
+            sharded = sharded_gpt(place, 0.1, cuda_graph=graphs)
             if world > 1:
                 stand_in(sharded)
             losses[graphs] = trained(sharded, place, steps=8)
@@ -216,23 +210,22 @@ def graph(place: Place) -> Iterator[Row]:
             gc.collect()  # its memory, before the next one's is measured
         captured = said.startswith("one for") if place.cuda else None
         yield Row("graph", f"rank of {world}", said[:120], "captured", captured)
-        gap = max(map(gap_of, *(torch.tensor(losses[graphs]) for graphs in (True, False))))
-        same = "bit-equal" if gap == 0 else f"within {gap:.1e}"
-        yield Row("graph", "  losses of 8 steps with dropout", same, "1e-4", gap <= 1e-4)
+        with_graphs, without = ({"": torch.tensor(losses[graphs])} for graphs in (True, False))
+        worst = gap(with_graphs, without)
+        same = "bit-equal" if worst == 0 else f"within {worst:.1e}"
+        yield Row("graph", "  losses of 8 steps with dropout", same, "1e-4", worst <= 1e-4)
         took = f"{seconds[True] * 1e3:.2f} ms, {seconds[False] * 1e3:.2f} without"
         yield Row("graph", "  step", took)
         used = f"{reserved[True] / 2**20:.0f} MiB, {reserved[False] / 2**20:.0f} without"
         yield Row("graph", "  memory reserved", used)
-    yield from _recorded(place)
-    yield from _released(place)
+    if place.cuda:
+        yield from _recorded(place)
+        yield from _released(place)
     yield place.retries("graph")
 
 
 def _recorded(place: Place) -> Iterator[Row]:
     """Captures on the last device while the first is current, and one of nothing."""
-    if not place.cuda:
-        yield Row("graph", "captures on a device that is not current", "not on a CPU")
-        return
     device = torch.device(place.device.type, torch.cuda.device_count() - 1)
     recorder, x = Recorder(device), torch.ones(8, device=device)
     captured, y = recorder.capture(lambda args: args[0] * 2, [x])
@@ -251,38 +244,27 @@ def _recorded(place: Place) -> Iterator[Row]:
 
 def _released(place: Place) -> Iterator[Row]:
     """What releasing graphs gives back, and that they are captured again."""
-    policy = graphshard.BlockPolicy({Block}, cuda_graph=True)
-    torch.manual_seed(0)
-    sharded = graphshard.compile(GPT(config(place)), policy, device=place.device)
+    sharded, batch = sharded_gpt(place, cuda_graph=True), tokens(place)
     stand_in(sharded)
-    batch = tokens(place)
     short = tuple(ids[:, : ids.shape[1] // 2].contiguous() for ids in batch)
 
-    def reserved(inputs: tuple[Tensor, ...]) -> float:
-        for _ in range(4):
+    def reserved(inputs: tuple[Tensor, ...] | None = None) -> float:
+        for _ in range(4 if inputs else 0):
             sharded(*inputs).backward()
             sharded.zero_grad()
-        if not place.cuda:
-            return 0.0
+        gc.collect()
         torch.cuda.empty_cache()
         return torch.cuda.memory_reserved() / 2**20
 
     one, two = reserved(batch), reserved(short)
     sharded.release_graphs()
-    gc.collect()
-    if place.cuda:
-        torch.cuda.empty_cache()
-    none = torch.cuda.memory_reserved() / 2**20 if place.cuda else 0.0
-    again = reserved(batch)
+    none, again = reserved(), reserved(batch)
     said = f"{one:.0f} MiB reserved, {two:.0f} with a second program, {none:.0f} released"
     # The second program finds its activations' memory in the pool of the first.
-    ok = none < one and two < one + 0.5 * (one - none) if place.cuda else None
+    ok = none < one and two < one + 0.5 * (one - none)
     yield Row("graph", "  graphs of two programs", said, "share memory, and give it back", ok)
-    yield Row("graph", "  captured again", f"{again:.0f} MiB", "1.05", _alike(again, one, place))
-
-
-def _alike(found: float, expected: float, place: Place) -> bool | None:
-    return abs(found / expected - 1) <= 0.05 if place.cuda else None
+    alike = abs(again / one - 1) <= 0.05
+    yield Row("graph", "  captured again", f"{again:.0f} MiB", "1.05", alike)
 
 
 def trained(model: nn.Module, place: Place, steps: int, seed: int = 0) -> list[float]:
@@ -332,7 +314,6 @@ def calibrated(place: Place) -> Iterator[Row]:
 
 
 def hardware(place: Place) -> Hardware:
-    """The calibrated hardware, or else a preset."""
     file = place.folder / HARDWARE
     if file.exists():
         return Hardware.load(file)
@@ -344,7 +325,8 @@ def predict(place: Place) -> Iterator[Row]:
     where = hardware(place)
     yield Row("predict", "hardware", where.name)
     libraries = library_bytes(place)
-    yield Row("predict", "kept by libraries, not counted below", f"{libraries / 2**20:.1f} MiB")
+    yield Row("predict", "kept by libraries, not counted below", mib(libraries))
+    real = place.cuda and not place.small
     for world in (1, 8):
         if world > 1:
             fake_ranks(world)
@@ -354,9 +336,7 @@ def predict(place: Place) -> Iterator[Row]:
             ("recompute", {"recompute": "units"}),
             ("offload activations", {"offload": "activations"}),
         ):
-            torch.manual_seed(0)
-            policy = graphshard.BlockPolicy({Block}, **fields)
-            sharded = graphshard.compile(GPT(config(place)), policy, device=place.device)
+            sharded = sharded_gpt(place, **fields)
             if world > 1:
                 stand_in(sharded)
             peak, between, seconds = step_of(sharded, place)
@@ -365,23 +345,17 @@ def predict(place: Place) -> Iterator[Row]:
             estimate = graphshard.simulate(
                 sharded, hardware=where, optimizer="adamw", backend=backend
             )
-            off = estimate.peak_bytes / peak - 1
-            said = f"{peak / 2**20:.1f} MiB, predicted {off:+.1%}"
-            # A CPU's host copies are its memory; at toy sizes what operators drop inside counts.
-            ok = abs(off) <= 0.05 if place.cuda and not place.small else None
             del sharded
             gc.collect()  # what refers to itself counts as well
-            yield Row("predict", f"peak, rank of {world}, {name}", said, "5%", ok)
-            off = estimate.valley_bytes / between - 1
-            said = f"{between / 2**20:.1f} MiB, predicted {off:+.1%}"
-            yield Row(
-                "predict", f"between steps, rank of {world}, {name}", said, "5%", abs(off) <= 0.05
-            )
-            if world == 1:
-                off = estimate.step_seconds / seconds - 1
-                said = f"{seconds * 1e3:.2f} ms, predicted {off:+.1%}"
-                timed = abs(off) <= 0.15 if place.cuda and not place.small else None
-                yield Row("predict", f"step, {name}", said, "15%", timed)
+            for check, found, expected, bar, of, judged in (
+                # A CPU's host copies are its memory; at toy sizes what operators drop counts.
+                ("peak", peak, estimate.peak_bytes, 0.05, mib(peak), real),
+                ("between steps", between, estimate.valley_bytes, 0.05, mib(between), True),
+                ("step", seconds, estimate.step_seconds, 0.15, f"{seconds * 1e3:.2f} ms", real),
+            ):
+                if check != "step" or world == 1:
+                    label = f"{check}, rank of {world}, {name}"
+                    yield off_by("predict", label, found, expected, bar, of, judged)
     yield place.retries("predict")
 
 
@@ -399,19 +373,26 @@ def library_bytes(place: Place) -> int:
     return int(torch.cuda.memory_stats()[f"{ASKED_FOR}.current"])
 
 
-def step_of(sharded: nn.Module, place: Place, steps: int = 5) -> tuple[int, int, float]:
+def step_of(
+    model: nn.Module,
+    place: Place,
+    batch: tuple[Tensor, ...] = (),
+    statistic: str = ASKED_FOR,
+    steps: int = 5,
+    **adamw: Any,
+) -> tuple[int, int, float]:
     """(peak bytes, bytes between steps, median seconds) of a training step with AdamW.
 
-    Bytes are those tensors ask for: the allocator rounds them up, and may leave a larger block
-    whole.
+    Bytes are by default those tensors ask for: the allocator rounds them up, and may leave a larger
+    block whole.
     """
-    optimizer = torch.optim.AdamW(sharded.parameters(), lr=1e-4)
-    batch = tokens(place)
+    optimizer = torch.optim.AdamW(model.parameters(), **{"lr": 1e-4, **adamw})
+    batch = batch or tokens(place)
 
     def step() -> float:
         place.synchronize()
         begin = time.perf_counter()
-        sharded(*batch).backward()
+        model(*batch).backward()
         optimizer.step()
         optimizer.zero_grad()
         place.synchronize()
@@ -422,11 +403,11 @@ def step_of(sharded: nn.Module, place: Place, steps: int = 5) -> tuple[int, int,
     times = [step() for _ in range(steps)]
     if place.cuda:
         torch.cuda.reset_peak_memory_stats()
-        between = torch.cuda.memory_stats()[f"{ASKED_FOR}.current"]
+        between = torch.cuda.memory_stats()[f"{statistic}.current"]
         step()
-        return torch.cuda.memory_stats()[f"{ASKED_FOR}.peak"], between, median(times)
+        return torch.cuda.memory_stats()[f"{statistic}.peak"], between, median(times)
     live = LiveBytes()
-    live.add([list(sharded.parameters()), list(sharded.buffers()), batch])
+    live.add([list(model.parameters()), list(model.buffers()), batch])
     live.add([list(state.values()) for state in optimizer.state.values()])
     between = live.current
     with live:
@@ -448,14 +429,12 @@ def overlap(place: Place) -> Iterator[Row]:
         ("one gather ahead", {"forward_prefetch": 1}),
         ("overlap", {"schedule": "overlap", "hardware": where}),
     ):
-        policy = graphshard.BlockPolicy({Block}, mixed_precision=BF16, **fields)
-        took, total = {}, 0.0
+        took = {}
         for with_time in (False, True):
-            torch.manual_seed(0)
-            sharded = graphshard.compile(GPT(config(place)), policy, device=place.device)
+            sharded = sharded_gpt(place, mixed_precision=BF16, **fields)
             communicator = stand_in(sharded, seconds_of if with_time else None)
             took[with_time] = step_of(sharded, place)[2]
-            total = _step_seconds(communicator, seconds_of, steps=9)
+        total = sum(seconds_of(op, size) for op, size in communicator.calls) / 9  # steps
         estimate = graphshard.simulate(sharded, hardware=where, optimizer="adamw", backend="nccl")
         exposed[name] = max(0.0, took[True] - took[False])
         said = (
@@ -470,6 +449,51 @@ def overlap(place: Place) -> Iterator[Row]:
     yield place.retries("overlap")
 
 
-def _step_seconds(communicator: Communicator, seconds_of: Any, steps: int) -> float:
-    """The modelled seconds of one step's collectives."""
-    return sum(seconds_of(op, size) for op, size in communicator.calls) / steps
+# -- a profile ----------------------------------------------------------------------------------
+
+
+def traced(place: Place) -> Iterator[Row]:
+    """A rank of four under the profiler: names in the program's order, kernels tied to them."""
+    fake_ranks(4)
+    sharded = sharded_gpt(place, forward_prefetch=1, offload="activations")
+
+    def step() -> None:
+        sharded(*tokens(place)).backward()
+        sharded.zero_grad()
+        place.synchronize()
+
+    for _ in range(2):
+        step()
+    activities = [ProfilerActivity.CPU] + [ProfilerActivity.CUDA] * place.cuda
+    with profile(activities=activities) as profiler:
+        for _ in range(3):
+            step()
+    hardware = "h100-sxm" if place.cuda else "cpu-gloo"
+    with tempfile.TemporaryDirectory() as folder:
+        file = Path(folder, "trace.json.gz")
+        profiler.export_chrome_trace(str(file))
+        comparison = compare_trace(graphshard.simulate(sharded, hardware=hardware), file)
+    expected = [event.name for event in sharded.program.schedule()]
+    halves = comparison.run.halves[:2]
+    found = [event.name for half in halves for event in half.events if event.name in expected]
+    said = f"{len(found)} of {len(expected)} events"
+    yield Row("trace", "names in the program's order", said, "all", found == expected)
+    yield Row("trace", "steps", f"{comparison.steps}", "3", comparison.steps == 3)
+    compute = [e for e in comparison.events if e.event.op == "compute" and e.predicted > 0]
+    silent = [e.event.name for e in compute if not e.measured]
+    yield Row("trace", "compute without time", ", ".join(silent[:3]) or "none", "none", not silent)
+    if place.cuda:
+        moved = [e for e in comparison.events if e.kind == "communication" and e.predicted > 0]
+        still = [e.event.name for e in moved if not e.measured]
+        yield Row("trace", "kernels on the device", f"{comparison.run.on_device}", "True",
+                  comparison.run.on_device)  # fmt: skip
+        yield Row(
+            "trace", "communication without time", ", ".join(still[:3]) or "none", "none", not still
+        )
+        total, parts = comparison.measured_seconds, comparison.sums("compute")[0]
+        parts += comparison.sums("exposed")[0]
+        yield Row("trace", "compute and exposed within the step", f"{parts / total:.3f}", "<= 1.01",
+                  parts <= 1.01 * total)  # fmt: skip
+        with torch.autograd.profiler.emit_nvtx():
+            step()
+        yield Row("trace", "a step inside emit_nvtx", "ran")

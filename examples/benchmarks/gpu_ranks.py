@@ -1,7 +1,7 @@
-"""Several ranks, over NCCL where there are GPUs: each case against one process and against Gloo.
+"""Several ranks, over NCCL where there are GPUs: each case against one process, and their end.
 
-Four ranks share the GPUs there are. Where a GPU has several, each rank pretends to be on a host of
-its own, and NCCL moves everything through sockets.
+Ranks share the GPUs there are. Where a GPU has several, each rank pretends to be on a host of its
+own, and NCCL moves everything through sockets.
 """
 
 from __future__ import annotations
@@ -19,7 +19,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from examples.benchmarks.gpu_cases import CASES, CLOSE, Numbers, Run, Told
+from examples.benchmarks.gpu_cases import CASES, GRAPH_CASES, Run, Told
+from examples.benchmarks.gpu_checks import gap
 from examples.benchmarks.gpu_table import Place, Row, patience
 
 COUNT = 4
@@ -31,9 +32,6 @@ elsewhere."""
 STARTS = 4
 """How often ranks are started again behind a case that failed."""
 
-ON_GPUS_ONLY = ("cuda_graph", "inductor", "calibrate", "parting ways")
-"""Cases that Gloo's ranks on a machine with GPUs leave out."""
-
 LONE = {
     "NCCL_SOCKET_IFNAME": "lo",
     "NCCL_IB_DISABLE": "1",
@@ -43,91 +41,58 @@ LONE = {
 }
 """What NCCL needs for several ranks on one GPU."""
 
-
-def crowded(place: Place, count: int) -> bool:
-    """Whether `count` ranks are more than there are GPUs."""
-    return place.cuda and torch.cuda.device_count() < count
-
-
-def number_of_ranks(place: Place) -> tuple[int, bool]:
-    """(how many ranks to start where two are enough, whether they share GPUs)."""
-    count = min(COUNT, torch.cuda.device_count()) if place.cuda else 2
-    return max(2, count), crowded(place, max(2, count))
+ENDS = {
+    "destroy": "destroy_process_group, exit",
+    "abort": "abort with graphs alive",
+    "exit": "Python ends with graphs alive",
+}
 
 
 def ranks(place: Place) -> Iterator[Row]:
-    """Every case, the end of the ranks, and on GPUs the same numbers over Gloo."""
-    shares = crowded(place, COUNT)
+    shares = place.cuda and torch.cuda.device_count() < COUNT
     how = "NCCL on shared GPUs" if shares else "NCCL" if place.cuda else "Gloo"
     yield Row("ranks", "ranks", f"{COUNT} over {how}")
-    gloo = None
-    if place.cuda:  # meanwhile, on the CPU
-        cpu = Place(torch.device("cpu"), place.small, place.folder / "gloo")
-        cpu.folder.mkdir(exist_ok=True)
-        gloo = Ranks(cpu, [name for name in CASES if name not in ON_GPUS_ONLY])
-    found: dict[str, list[Told]] = {}
     names = list(CASES)
     for _ in range(STARTS):
-        started = Ranks(place, names)
-        for name, told in started.results():
-            names = names[names.index(name) + 1 :]
-            if isinstance(told, str):
-                for line in nccl_said(place.folder):
-                    yield Row("ranks", "NCCL said", line[:160])
-                yield Row("ranks", name, told[:160], "no error", False)
-            else:
-                found[name] = told
-                yield from rows_of(name, told)
-        if not started.failed:
-            ended = started.end()
-            yield Row("ranks", "destroy_process_group, exit", ended, "code 0", ended == "code 0")
+        for name, row in rows_of("ranks", Ranks(place, names, COUNT)):
+            yield row
+            if name in names:
+                names = names[names.index(name) + 1 :]
         if not names:
             break
     if names:
         yield Row("ranks", f"{len(names)} more cases", ", ".join(names)[:160], "run", False)
-    if gloo is not None:
-        yield from beside_gloo(found, gloo)
 
 
-def beside_gloo(found: dict[str, list[Told]], gloo: Any) -> Iterator[Row]:
-    """The rows of cases that ran over Gloo as well."""
-    for name, told in gloo.results():
+def graph_ranks(place: Place) -> Iterator[Row]:
+    """Graphs whose collectives are NCCL's, and each way in which a process group ends."""
+    count = max(2, min(COUNT, torch.cuda.device_count()))
+    for end in ENDS:
+        names = list(GRAPH_CASES) if end == "destroy" else list(GRAPH_CASES)[:1]
+        for _, row in rows_of("graph_ranks", Ranks(place, names, count, end)):
+            yield row
+
+
+def rows_of(section: str, started: Ranks) -> Iterator[tuple[str, Row]]:
+    """The rows of cases and of the end of ranks, each with the name of its case."""
+    for name, told in started.results():
         if isinstance(told, str):
-            yield Row("ranks", f"{name}, over Gloo", told[:160], "no error", False)
-        elif name in found:
-            bar = max(told[0].bar, CLOSE)
-            worst = max(
-                gap(mine.numbers, its.numbers) for mine, its in zip(found[name], told, strict=True)
-            )
-            said = f"within {worst:.1e}"
-            yield Row("ranks", f"{name}, NCCL as Gloo", said, f"{bar:g}", worst <= bar)
-    gloo.kill()
-
-
-def rows_of(name: str, told: Sequence[Told]) -> Iterator[Row]:
-    """The rows of one case."""
-    if told[0].expected:
-        worst, bar = max(gap(each.numbers, each.expected) for each in told), told[0].bar
-        said = "bit-equal" if worst == 0 else f"within {worst:.1e}"
-        yield Row("ranks", name, said, f"{bar:g}", worst <= bar)
-    notes = [each.note for each in told if each.ok is False] or [each.note for each in told]
-    if notes[0]:
-        oks = [each.ok for each in told]
-        ok = None if None in oks else all(oks)
-        yield Row("ranks", f"  {name}" if told[0].expected else name, notes[0][:160], ok=ok)
-
-
-def gap(found: Numbers, expected: Numbers) -> float:
-    """The largest difference of any tensor, by the norm of what it should be."""
-    if found.keys() != expected.keys():
-        return float("inf")
-    largest = max(float(tensor.norm()) for tensor in expected.values())
-    gaps = [0.0]
-    for name, wanted in expected.items():
-        scale = max(float(wanted.norm()), 1e-3 * largest)
-        off = float((found[name] - wanted).norm()) / max(scale, 1e-30)
-        gaps.append(off if off == off else float("inf"))
-    return max(gaps)
+            for line in nccl_said(started.folder):
+                yield "", Row(section, "NCCL said", line[:160])
+            yield name, Row(section, name, told[:160], "no error", False)
+            return
+        indent = ""
+        if told[0].expected:
+            worst, bar = max(gap(each.numbers, each.expected) for each in told), told[0].bar
+            said, indent = "bit-equal" if worst == 0 else f"within {worst:.1e}", "  "
+            yield name, Row(section, name, said, f"{bar:g}", worst <= bar)
+        notes = [each.note for each in told if each.ok is False] or [each.note for each in told]
+        if notes[0]:
+            oks = [each.ok for each in told]
+            ok = None if None in oks else all(oks)
+            yield name, Row(section, f"{indent}{name}", notes[0][:160], ok=ok)
+    ended = started.wait_for_end()
+    yield "", Row(section, ENDS[started.end], ended, "code 0", ended == "code 0")
 
 
 # -- processes -------------------------------------------------------------------------------------
@@ -138,17 +103,18 @@ class Ranks:
 
     started = 0
 
-    def __init__(self, place: Place, names: Sequence[str]) -> None:
+    def __init__(
+        self, place: Place, names: Sequence[str], count: int, end: str = "destroy"
+    ) -> None:
         Ranks.started += 1
-        self.names, self.failed = list(names), False
+        self.names, self.count, self.end = list(names), count, end
         self.patience = patience(place.device.type)
         self.folder = place.folder / f"ranks{Ranks.started}"
         self.folder.mkdir()
         context = multiprocessing.get_context("spawn")
-        given = (self.names, str(self.folder), place.device.type, place.small)
+        given = (count, self.names, str(self.folder), place.device.type, place.small, end)
         self.processes: list[Any] = [
-            context.Process(target=_rank, args=(rank, *given, crowded(place, COUNT)), daemon=True)
-            for rank in range(COUNT)
+            context.Process(target=_rank, args=(rank, *given), daemon=True) for rank in range(count)
         ]
         for process in self.processes:
             process.start()
@@ -161,18 +127,17 @@ class Ranks:
             limit = 0.0
             failure = self._wait(number, deadline)
             if failure:
-                self.failed = True
                 self.kill()
                 yield name, failure
                 return
-            files = [self.folder / f"{number}.{rank}" for rank in range(COUNT)]
+            files = [self.folder / f"{number}.{rank}" for rank in range(self.count)]
             # Of processes of this file.
             yield name, [torch.load(file, weights_only=False) for file in files]
 
     def _wait(self, number: int, deadline: float) -> str:
         """Wait until every rank is done with a case; what failed, or ""."""
         while True:
-            missing = [r for r in range(COUNT) if not (self.folder / f"{number}.{r}").exists()]
+            missing = [r for r in range(self.count) if not (self.folder / f"{number}.{r}").exists()]
             if not missing:
                 return ""
             errors = sorted(self.folder.glob("error.*"), key=lambda file: file.stat().st_mtime)
@@ -185,7 +150,7 @@ class Ranks:
                 return f"ranks {missing} hang"
             time.sleep(0.05)
 
-    def end(self) -> str:
+    def wait_for_end(self) -> str:
         """ "code 0" once every rank has ended in order, or what did not."""
         deadline = time.monotonic() + END * self.patience
         for process in self.processes:
@@ -235,13 +200,14 @@ def join(rank: int, count: int, folder: str, kind: str, alone: bool) -> torch.de
 
 
 def _rank(
-    rank: int, names: Sequence[str], folder: str, kind: str, small: bool, alone: bool
+    rank: int, count: int, names: Sequence[str], folder: str, kind: str, small: bool, end: str
 ) -> None:
     try:
-        device = join(rank, COUNT, folder, kind, alone)
-        run = Run(Place(device, small, Path(folder)), rank, COUNT)
+        crowded = kind == "cuda" and torch.cuda.device_count() < count
+        device = join(rank, count, folder, kind, crowded)
+        run = Run(Place(device, small, Path(folder)), rank, count)
         for number, name in enumerate(names):
-            told = CASES[name](run)
+            told = (CASES | GRAPH_CASES)[name](run)
             part = Path(folder, f"part.{rank}")
             torch.save(told, part)
             part.rename(Path(folder, f"{number}.{rank}"))
@@ -251,6 +217,10 @@ def _rank(
         Path(folder, f"error.{rank}").write_text(f"{type(error).__name__}: {said[0]}")
         sys.stderr.flush()
         os._exit(1)
-    dist.destroy_process_group()
-    if kind != "cuda":
+    run.place.synchronize()
+    if end == "destroy":
+        dist.destroy_process_group()
+    elif end == "abort" and kind == "cuda":
+        dist.distributed_c10d._abort_process_group()
+    if kind != "cuda" or end == "abort":
         os._exit(0)  # Gloo at times aborts a process that exits in order

@@ -35,7 +35,6 @@ DEFAULTS = {1: "fa2", 3: "cudnn"}  # by torch's number of a backend
 
 
 def rates(place: Place) -> Iterator[Row]:
-    """Products and attention, measured beside the nearest preset."""
     preset = Hardware.load(nearest(place.device)).for_ranks(1)
     yield Row("rates", "preset", preset.name)
     for rows, columns, terms in PRODUCTS if not place.small else ((64, 48, 32),):
@@ -61,38 +60,15 @@ def _row(place: Place, check: str, found: float, expected: float) -> Row:
 
 def _seconds(place: Place, work: Callable[[], object], runs: int = 20) -> float:
     """The median seconds of `work`, after some runs that bring the clocks to where they stay."""
-    for _ in range(runs):
-        work()
     times = []
-    for _ in range(5):
-        begin, end = (_Moment(place) for _ in range(2))
-        begin.mark()
+    for _ in range(6):
+        place.synchronize()
+        begin = time.perf_counter()
         for _ in range(runs):
             work()
-        end.mark()
-        times.append(end.since(begin) / runs)
-    return median(times)
-
-
-class _Moment:
-    """A point in the work of the device, or of the host where there is none."""
-
-    def __init__(self, place: Place) -> None:
-        self.place = place
-        self.event = torch.cuda.Event(enable_timing=True) if place.cuda else None
-        self.at = 0.0
-
-    def mark(self) -> None:
-        if self.event is not None:
-            self.event.record()
-        else:
-            self.at = time.perf_counter()
-
-    def since(self, other: _Moment) -> float:
-        if self.event is None or other.event is None:
-            return self.at - other.at
-        torch.cuda.synchronize()
-        return float(other.event.elapsed_time(self.event)) / 1e3
+        place.synchronize()
+        times.append((time.perf_counter() - begin) / runs)
+    return median(times[1:])
 
 
 def _product_rate(place: Place, work: Product, preset: Hardware) -> float:

@@ -8,18 +8,123 @@ reserve the same bytes at every request; so rules that torch changes are found. 
 from __future__ import annotations
 
 import gc
-from collections.abc import Iterator
+from collections import deque
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
 import torch
 
 import graphshard
-from examples.benchmarks import allocator_trace
-from examples.benchmarks.gpu_checks import BF16, config, fake_ranks, hardware, step_of
+from examples.benchmarks.gpu_checks import BF16, hardware, mib, off_by, sharded_gpt, step_of
 from examples.benchmarks.gpu_table import Place, Row
+from examples.benchmarks.harness import fake_ranks
 from examples.benchmarks.stand_in import stand_in
-from examples.gpt import GPT, Block
-from graphshard.cost.caching_allocator import AllocatorSettings
+from graphshard.cost.caching_allocator import AllocatorSettings, Block, CachingAllocator
+from graphshard.errors import CostError
+from graphshard.torch_private.compat import private
+
+# -- a history, replayed ---------------------------------------------------------------------------
+
+_SHOWN = 5
+
+_GIVES_BACK = ("segment_free", "segment_unmap")
+
+_ACTIONS = frozenset(
+    {"segment_alloc", "segment_map", "alloc", "free_requested", "free_completed", *_GIVES_BACK}
+)
+
+
+class TraceReplay:
+    """What torch's allocator did, and what the model of it did with the same requests.
+
+    The model is given each request and return, and has to ask the device for the same segments at
+    the same requests, and to hand out the same addresses. Segments begin where CUDA put them, as
+    which one is lower decides between equal blocks.
+
+    requests: replayed. reserved, peak: bytes of torch's segments at the end, and at most.
+    other_places: requests that the model served from another address. differences: the first
+    requests at which the two reserved different bytes, as text.
+    """
+
+    def __init__(self, settings: AllocatorSettings) -> None:
+        self.places: deque[int] = deque()
+        self.model = CachingAllocator(None, settings, place=self._place)
+        self.expandable = settings.expandable_segments
+        self.blocks: dict[int, Block] = {}
+        self.going: dict[int, Block] = {}
+        self.requests = self.reserved = self.peak = self.other_places = 0
+        self.giving_back = False
+        self.differences: list[str] = []
+
+    def _place(self, size: int) -> int | None:
+        return self.places.popleft() if self.places and not self.expandable else None
+
+    def take(self, entry: Mapping[str, Any]) -> None:
+        """Replay one entry; kinds that say nothing about memory are passed over."""
+        action = str(entry["action"])
+        if action not in _ACTIONS:
+            return
+        address, size = int(entry["addr"]), int(entry["size"])
+        giving_back, self.giving_back = self.giving_back, action in _GIVES_BACK
+        if action in ("segment_alloc", "segment_map"):
+            self.places.append(address)
+            self.reserved += size
+            self.peak = max(self.peak, self.reserved)
+        elif action in _GIVES_BACK:
+            # A full device, or empty_cache, takes all back that holds nothing: one entry for each.
+            self.reserved -= size
+            if not giving_back:
+                self.model.empty_cache()
+        elif action == "alloc":
+            self._alloc(address, size, entry["stream"])
+        elif action == "free_requested":
+            block = self._block(self.blocks, address)
+            self.model.free(block, after_event=True)
+            self.going[address] = block
+        elif action == "free_completed":
+            self.model.event_passed(self._block(self.going, address))
+
+    def _alloc(self, address: int, size: int, stream: Any) -> None:
+        self.requests += 1
+        block = self.model.malloc(size, stream)
+        self.places.clear()
+        self.blocks[address] = block
+        self.other_places += block.address != address and not self.expandable
+        if self.model.reserved != self.reserved and len(self.differences) < _SHOWN:
+            self.differences.append(
+                f"request {self.requests:,} for {size:,} bytes on stream {stream}: torch has "
+                f"{self.reserved:,} reserved, the model {self.model.reserved:,}"
+            )
+
+    def _block(self, blocks: dict[int, Block], address: int) -> Block:
+        block = blocks.pop(address, None)
+        if block is None:
+            raise CostError(
+                f"the history gives back {address:#x}, which it never requested; it has to begin "
+                "before the first tensor, and to hold all entries"
+            )
+        return block
+
+
+def replay_trace(
+    entries: Iterable[Mapping[str, Any]], settings: AllocatorSettings | None = None
+) -> TraceReplay:
+    """Replay a history of one device: entries in order, each with action, addr, size, stream."""
+    replay = TraceReplay(settings or AllocatorSettings())
+    for entry in entries:
+        replay.take(entry)
+    if not replay.requests:
+        raise CostError(
+            "the history has no requests; call torch.cuda.memory._record_memory_history before "
+            "the first tensor is made on the device"
+        )
+    return replay
+
+
+# -- the section -----------------------------------------------------------------------------------
+
+ENTRIES = 2_000_000
+"""Requests and returns that a history holds; older ones are lost."""
 
 RANKS = 8
 WITHIN = 0.05
@@ -31,32 +136,21 @@ CASES: dict[str, dict[str, Any]] = {
 }
 
 
-def reserved(place: Place) -> Iterator[Row]:
-    """A rank of 8 with segments, as torch has them by default."""
-    yield from reserved_with(place, "")
-
-
-def reserved_expandable(place: Place) -> Iterator[Row]:
-    """A rank of 8 with expandable segments."""
-    yield from reserved_with(place, "expandable_segments:True")
-
-
-def reserved_with(place: Place, settings: str) -> Iterator[Row]:
-    """History, replay and prediction with these settings of the allocator."""
+def reserved(place: Place, settings: str = "") -> Iterator[Row]:
+    """History, replay and prediction of a rank of 8, with these settings of the allocator."""
     name = "reserved_expandable" if settings else "reserved"
     if place.cuda:
         if settings:
-            allocator_trace.use_settings(settings)
-        allocator_trace.record_history()
+            private("torch.cuda.memory", "_set_allocator_settings")(settings)
+        record = private("torch.cuda.memory", "_record_memory_history")
+        record(enabled="all", context=None, max_entries=ENTRIES)
     fake_ranks(RANKS)
     where = hardware(place)
     for case, fields in CASES.items():
         if place.cuda:
             torch.cuda.empty_cache()
             torch.cuda.reset_peak_memory_stats()
-        torch.manual_seed(0)
-        policy = graphshard.BlockPolicy({Block}, **fields)
-        sharded = graphshard.compile(GPT(config(place)), policy, device=place.device)
+        sharded = sharded_gpt(place, **fields)
         stand_in(sharded)
         asked = step_of(sharded, place)[0]
         estimate = graphshard.simulate(
@@ -66,8 +160,9 @@ def reserved_with(place: Place, settings: str) -> Iterator[Row]:
         del sharded
         gc.collect()
     if place.cuda:
-        entries = allocator_trace.history(torch.cuda.current_device())
-        yield from replayed(name, entries, settings, torch.cuda.max_memory_reserved())
+        torch.cuda.synchronize()
+        traces = private("torch.cuda.memory", "_snapshot")()["device_traces"]
+        yield from replayed(name, traces[torch.cuda.current_device()], settings)
         yield place.retries(name)
 
 
@@ -76,21 +171,16 @@ def compared(
 ) -> Iterator[Row]:
     """Predicted against measured bytes; on a CPU nothing is reserved, and only live ones count."""
     if not place.cuda:
-        off = estimate.peak_bytes / asked - 1
-        yield Row(name, f"{case}: live", f"{asked / 2**20:.2f} MiB, predicted {off:+.1%}")
+        yield off_by(name, f"{case}: live", asked, estimate.peak_bytes, WITHIN, mib(asked), False)
         return
-    stats = torch.cuda.memory_stats()
-    held = stats["reserved_bytes.all.peak"]
-    off = estimate.reserved_bytes / held - 1
-    said = f"{held / 2**20:.1f} MiB, predicted {off:+.1%}"
-    ok = abs(off) <= WITHIN if not place.small else None
-    yield Row(name, f"{case}: reserved", said, f"{WITHIN:.0%}", ok)
     assert estimate.reserved is not None
-    used = stats["allocated_bytes.all.peak"]
-    off = estimate.reserved.allocated / used - 1
-    said = f"{used / 2**20:.1f} MiB, predicted {off:+.1%}"
-    ok = abs(off) <= WITHIN if not place.small else None
-    yield Row(name, f"{case}: allocated", said, f"{WITHIN:.0%}", ok)
+    stats, real = torch.cuda.memory_stats(), not place.small
+    for kind, expected in (
+        ("reserved", estimate.reserved_bytes),
+        ("allocated", estimate.reserved.allocated),
+    ):
+        found = stats[f"{kind}_bytes.all.peak"]
+        yield off_by(name, f"{case}: {kind}", found, expected, WITHIN, mib(found), real)
     free, total = torch.cuda.mem_get_info()
     outside = total - free - torch.cuda.memory_reserved()
     assert estimate.overheads is not None
@@ -98,15 +188,16 @@ def compared(
     yield Row(name, f"{case}: outside torch (other processes included)", said)
 
 
-def replayed(name: str, entries: list[dict[str, Any]], settings: str, held: int) -> Iterator[Row]:
+def replayed(name: str, entries: list[dict[str, Any]], settings: str) -> Iterator[Row]:
     """The history replayed: equal bytes at every request, at equal places."""
-    found = allocator_trace.replay_trace(entries, AllocatorSettings.parse(settings))
+    found = replay_trace(entries, AllocatorSettings.parse(settings))
+    held = torch.cuda.max_memory_reserved()
     said = f"{found.requests:,} requests, at most {found.peak / 2**20:.0f} MiB"
     yield Row(name, "history", said)
     said = found.differences[0] if found.differences else "equal bytes at every request"
-    yield Row(name, "the model reserves what torch did", said, "equal", found.equal)
-    same = found.model_peak == found.peak
-    said = f"{found.model_peak / 2**20:.1f} of {found.peak / 2**20:.1f} MiB"
+    yield Row(name, "the model reserves what torch did", said, "equal", not found.differences)
+    same = found.model.peak_reserved == found.peak
+    said = f"{found.model.peak_reserved / 2**20:.1f} of {found.peak / 2**20:.1f} MiB"
     yield Row(name, "most reserved", said, "equal", same)
     yield Row(name, "other addresses", f"{found.other_places:,}", "0", found.other_places == 0)
     said = f"{found.peak / 2**20:.1f} MiB in the history, {held / 2**20:.1f} in the statistics"

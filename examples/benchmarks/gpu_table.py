@@ -1,17 +1,18 @@
-"""Checks that run one by one, each in a process of its own with a time limit, and their table."""
+"""Checks that run one by one, each in a process of its own with a time limit, and their results."""
 
 from __future__ import annotations
 
 import contextlib
 import json
 import os
+import platform
 import subprocess
-import sys
 import time
 import traceback
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -80,20 +81,22 @@ class Section:
     check: Check
 
 
-HEAD = ("section", "check", "found", "bar", "")
-
-
 def table(rows: Iterable[Row]) -> str:
-    """The rows in columns, each section's name once."""
-    lines, last = [HEAD], ""
+    """The rows as a table in Markdown, each section's name once."""
+    lines, last = ["| section | check | found | bar | |", "|---|---|---|---|---|"], ""
     for row in rows:
-        lines.append(
-            (row.section if row.section != last else "", row.check, row.found, row.bar, row.verdict)
-        )
+        name = "" if row.section == last else row.section
+        cells = (name, row.check.strip(), row.found, row.bar, row.verdict)
+        lines.append("| " + " | ".join(map(_cell, cells)) + " |")
         last = row.section
-    widths = [max(len(line[i]) for line in lines) for i in range(len(HEAD))]
-    text = ["  ".join(c.ljust(w) for c, w in zip(line, widths, strict=True)) for line in lines]
-    return "\n".join(line.rstrip() for line in [text[0], "-" * len(text[0].rstrip()), *text[1:]])
+    return "\n".join(lines)
+
+
+def _cell(text: str) -> str:
+    return text.replace("\\", "\\\\").replace("|", "\\|").replace("<", "&lt;")
+
+
+# -- a section in a process of its own -------------------------------------------------------------
 
 
 def run_here(section: Section, place: Place, out: Path) -> None:
@@ -125,8 +128,9 @@ def run_apart(section: Section, command: Sequence[str], out: Path, limit: float)
         ended = process.wait(timeout=limit)
     except subprocess.TimeoutExpired:
         ended = None
-    # What it started must not hold the device in the sections behind it.
-    kill_session(process.pid)
+    with contextlib.suppress(ProcessLookupError):
+        # What it started must not hold the device in the sections behind it.
+        os.killpg(process.pid, 9)
     process.wait()
     rows = read_rows(out)
     took = time.perf_counter() - begin
@@ -153,12 +157,94 @@ def read_rows(out: Path) -> list[Row]:
     return rows
 
 
-def kill_session(leader: int) -> None:
-    """End a process that leads a session of its own, and whatever it started."""
-    with contextlib.suppress(ProcessLookupError):
-        os.killpg(leader, 9)
+# -- results that are kept: one JSON file, one Markdown table, and the README's copy ---------------
+
+BEGIN, END = "<!-- results of gpu.py -->", "<!-- end of the results of gpu.py -->"
+NOT_RUN = "Not run on a GPU: no line of this table has been measured yet."
+
+Results = dict[str, Any]
 
 
-def script(*arguments: str) -> list[str]:
-    """The command that runs `gpu.py` with these arguments."""
-    return [sys.executable, str(Path(__file__).parent / "gpu.py"), *arguments]
+def machine(device: str) -> dict[str, str]:
+    """The device, and the versions of all that runs on it."""
+    said = {"device": "CPU", "torch": torch.__version__, "Python": platform.python_version()}
+    if device == "cuda":
+        said["device"] = f"{torch.cuda.device_count()} x {torch.cuda.get_device_name(0)}"
+        said["driver"] = driver()
+        said["CUDA"] = str(torch.version.cuda)
+        said["NCCL"] = ".".join(map(str, torch.cuda.nccl.version()))
+    return said
+
+
+def driver() -> str:
+    """The version of the driver, "unknown" where `nvidia-smi` does not tell."""
+    query = ["nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"]
+    try:
+        told = subprocess.run(query, capture_output=True, text=True, timeout=30, check=True)
+    except (OSError, subprocess.SubprocessError):
+        return "unknown"
+    return next(iter(told.stdout.split()), "unknown")
+
+
+def heading(of: dict[str, str]) -> str:
+    rest = ", ".join(f"{name} {version}" for name, version in of.items() if name != "device")
+    return f"{of['device']}, {rest}"
+
+
+def results_in(file: Path, of: dict[str, str]) -> Results:
+    """What `file` has of the same machine; else nothing."""
+    if file.is_file():
+        kept: Results = json.loads(file.read_text())
+        if kept["machine"] == of:
+            return kept
+    return {"machine": of, "sections": {}}
+
+
+def add(results: Results, section: str, rows: Sequence[Row], seconds: float) -> None:
+    """Put the rows of a section in the place of earlier ones."""
+    results["sections"][section] = {
+        "date": time.strftime("%Y-%m-%d"),
+        "seconds": round(seconds, 1),
+        "rows": [asdict(row) for row in rows],
+    }
+
+
+def rows_of(results: Results) -> list[Row]:
+    return [Row(**row) for section in results["sections"].values() for row in section["rows"]]
+
+
+def markdown(results: Results) -> str:
+    """The table, under the machine, and the date and time of each section."""
+    rows = rows_of(results)
+    failed = sum(row.ok is False for row in rows)
+    sections = results["sections"]
+    told = [f"{name} {of['date']} ({of['seconds']:.0f} s)" for name, of in sections.items()]
+    return (
+        f"{heading(results['machine'])}. {failed} of {sum(row.ok is not None for row in rows)} "
+        f"checks failed. Sections: {', '.join(told)}.\n\n{table(rows)}\n"
+    )
+
+
+def write(file: Path, results: Results) -> None:
+    """Write the JSON, each file whole or not at all, and the Markdown table beside it."""
+    for path, text in (
+        (file, json.dumps(results, indent=1) + "\n"),
+        (file.with_suffix(".md"), markdown(results)),
+    ):
+        part = path.with_name(f"{path.name}.part")
+        part.write_text(text)
+        part.replace(path)
+
+
+def included(readme: str, file: Path) -> str:
+    """The text of a README with the table of `file`, or with the sentence that there is none."""
+    text = f"{NOT_RUN}\n"
+    if file.exists():
+        results = json.loads(file.read_text())
+        if "driver" not in results["machine"]:
+            raise ValueError(f"{file} was not measured on a GPU")
+        text = markdown(results)
+    if readme.count(BEGIN) != 1 or readme.count(END) != 1:
+        raise ValueError(f"the README must have {BEGIN} and {END} once each")
+    before, rest = readme.split(BEGIN)
+    return f"{before}{BEGIN}\n{text}{END}{rest.split(END)[1]}"

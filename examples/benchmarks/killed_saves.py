@@ -10,7 +10,6 @@ count of each outcome, and ends with 1 if a checkpoint was lost or mixes both sa
 
 from __future__ import annotations
 
-import argparse
 import os
 import random
 import signal
@@ -28,10 +27,12 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent.parent))
+
 import graphshard
+from examples.benchmarks import harness
 from graphshard.errors import CheckpointError
 
-RANKS = 2
 WIDTH = 512
 
 
@@ -47,13 +48,11 @@ def sharded_and_optimizer() -> tuple[graphshard.ShardedModule, torch.optim.Optim
 
 
 def tensors_of(module: nn.Module, optimizer: torch.optim.Optimizer) -> list[torch.Tensor]:
-    """This rank's shards and moments."""
     states = [s[key] for s in optimizer.state.values() for key in ("exp_avg", "exp_avg_sq")]
     return [tensor.to_local() for tensor in (*module.parameters(), *states)]
 
 
 def fill(module: nn.Module, optimizer: torch.optim.Optimizer, value: float) -> None:
-    """Give every parameter and moment one value."""
     with torch.no_grad():
         for tensor in tensors_of(module, optimizer):
             tensor.fill_(value)
@@ -88,21 +87,16 @@ def load_and_tell(rank: int, folder: Path) -> None:
 
 def fork_ranks(work: Callable[..., None], folder: Path, *args: Any) -> list[int]:
     """Start `work(rank, folder, ...)` on two ranks, in forks of this process; their pids."""
-    store = folder / f"store-{work.__name__}"
+    path = folder / f"store-{work.__name__}"
     pids = []
-    for rank in range(RANKS):
+    for rank in range(2):
         pid = os.fork()
         if pid:
             pids.append(pid)
             continue
         try:
-            dist.init_process_group(
-                "gloo",
-                init_method=f"file://{store}",
-                rank=rank,
-                world_size=RANKS,
-                timeout=timedelta(seconds=20),
-            )
+            store, limit = dist.FileStore(str(path), 2), timedelta(seconds=20)
+            dist.init_process_group("gloo", store=store, rank=rank, world_size=2, timeout=limit)
             work(rank, folder, *args)
         except Exception as error:
             (folder / f"error{rank}").write_text(f"{type(error).__name__}: {error}")
@@ -111,17 +105,11 @@ def fork_ranks(work: Callable[..., None], folder: Path, *args: Any) -> list[int]
     return pids
 
 
-def wait_for(pids: list[int]) -> None:
-    """Wait until processes have ended."""
-    for pid in pids:
-        os.waitpid(pid, 0)
-
-
 def trial(folder: Path, chance: random.Random, longest: float) -> tuple[str, float]:
     """One trial in an empty folder: its outcome, and the seconds until the kill."""
     background = chance.random() < 1 / 3
     both = chance.random() < 0.5
-    victims = range(RANKS) if both else [chance.randrange(RANKS)]
+    victims = [0, 1] if both else [chance.randrange(2)]
     pids = fork_ranks(save_twice, folder, background)
     while not (folder / "go").exists():
         if os.waitpid(pids[0], os.WNOHANG) != (0, 0):
@@ -134,38 +122,29 @@ def trial(folder: Path, chance: random.Random, longest: float) -> tuple[str, flo
         os.kill(pids[victim], signal.SIGKILL)
     if not both:  # the survivor gets an error once it waits for the other
         time.sleep(0.2)
-        for pid in pids:
-            if pid not in [pids[victim] for victim in victims]:
-                os.kill(pid, signal.SIGKILL)
-    wait_for(pids)
-    wait_for(fork_ranks(load_and_tell, folder))
-    outcomes = {(folder / f"outcome{rank}").read_text() for rank in range(RANKS)}
+        os.kill(pids[1 - victims[0]], signal.SIGKILL)
+    for pid in (*pids, *fork_ranks(load_and_tell, folder)):
+        os.waitpid(pid, 0)
+    outcomes = {(folder / f"outcome{rank}").read_text() for rank in range(2)}
     return " / ".join(sorted(outcomes)), delay
 
 
-def run(trials: int, seed: int, longest: float) -> Counter[str]:
-    """Run trials and count their outcomes; prints each that is neither old nor new."""
-    chance = random.Random(seed)
-    counts: Counter[str] = Counter()
-    for number in range(trials):
-        with tempfile.TemporaryDirectory() as folder:
-            outcome, delay = trial(Path(folder), chance, longest)
-        counts[outcome] += 1
-        if outcome not in ("old", "new"):
-            print(f"trial {number}, killed after {delay:.3f} s: {outcome}", flush=True)
-    return counts
-
-
 def main() -> int:
-    """Parse the arguments, run, print."""
-    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
+    parser = harness.parser(__doc__)
     parser.add_argument("--trials", type=int, default=200)
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--longest", type=float, default=0.3, help="seconds until the kill")
     options = parser.parse_args()
     warnings.simplefilter("ignore")
     torch.set_num_threads(1)
-    counts = run(options.trials, options.seed, options.longest)
+    chance = random.Random(options.seed)
+    counts: Counter[str] = Counter()
+    for number in range(options.trials):
+        with tempfile.TemporaryDirectory() as folder:
+            outcome, delay = trial(Path(folder), chance, options.longest)
+        counts[outcome] += 1
+        if outcome not in ("old", "new"):
+            print(f"trial {number}, killed after {delay:.3f} s: {outcome}", flush=True)
     for outcome, count in counts.most_common():
         print(f"{outcome}: {count} of {options.trials}")
     return 0 if set(counts) <= {"old", "new"} else 1

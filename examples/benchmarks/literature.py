@@ -4,61 +4,224 @@
     python examples/benchmarks/literature.py tt- ibm-h100    # those whose name begins so
     python examples/benchmarks/literature.py --processes 2 --json
 
-`literature.json` has the runs: model, machine, settings, source, and what was measured. Each is
-captured on the meta device, as `literature_models.py` writes it, and simulated on a preset with the
-bandwidths and the power that its source names. One constant of the presets, `in_step`, was set on
-all runs together; the summary says what is off without it, and with one that was set without the
-runs of the same origin. Where no memory was published, two shallow models
-are, from which time and memory of all blocks follow as lines (`--whole`: all blocks). No constant
+`literature.json` has the runs. Each is captured on the meta device, as `literature_models.py` has
+it, and simulated on a preset with the bandwidths and the power that its source names. No constant
 is set for a single run; what the frameworks do besides a step's program (`beside`) follows from
-their sources.
-
-tokens_per_s are those of a GPU. TFLOP/s count recomputation as work: at 159 TFLOP/s counted so,
-300 G tokens take 128 GPUs 240 days, which is what their authors say.
-
-T5-11B is there for one published ratio: what it loses from 8 to 512 GPUs.
+their sources. TFLOP/s count recomputation as work: at 159 TFLOP/s counted so, 300 G tokens take 128
+GPUs 240 days, which is what their authors say. The README says the rest.
 """
 
 from __future__ import annotations
 
-import argparse
 import json
 import math
 import sys
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor, as_completed
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, fields, replace
+from fractions import Fraction
+from functools import cache
 from multiprocessing import get_context
 from pathlib import Path
 from statistics import mean, median
 from typing import Any
 
 import torch
+from torch import nn
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent.parent))
 
 import graphshard
-from examples.benchmarks.literature_runs import (
-    GIB,
-    Captured,
-    Run,
-    capture_key,
-    capture_of,
-    data,
-    depth_of,
-    machine,
-    plans_of,
-    runs,
-)
+from examples.benchmarks import harness
+from examples.benchmarks import literature_models as models
+from examples.benchmarks.benchmark_models import t5
+from graphshard.capture.entry import capture
 from graphshard.cost.estimate import Estimate
 from graphshard.hardware.hardware import Hardware
+from graphshard.passes.accumulate import GRADIENT
+from graphshard.pipeline import backend_passes, passes_of, run_passes
 from graphshard.planning.plan import ShardingPlan
+from graphshard.program.program import Program
+from graphshard.runtime.accumulated import REDUCED, Mode, passes_for
+
+DATA = Path(__file__).with_name("literature.json")
+GIB = 1 << 30
+
+
+@cache
+def data() -> dict[str, Any]:
+    contents: dict[str, Any] = json.loads(DATA.read_text(encoding="utf-8"))
+    return contents
+
+
+@dataclass(frozen=True)
+class Run:
+    """One published run; the names of `model` and `machine` are those of `literature.json`.
+
+    batch: sequences of a GPU and micro-batch. length: tokens of a sequence. accumulation:
+    micro-batches of a step; with `no_sync` all but the last keep their full gradients. recompute:
+    "none", "blocks", "every 2nd block", "1/3 of blocks", "by operator" (torchtitan's policy), or
+    "units". compiled: by torch.compile: "nothing", "blocks", "model" (without the loss), or
+    "blocks and loss". allocator: PYTORCH_CUDA_ALLOC_CONF, where it was set. clips: gradients are
+    clipped by their norm. reshard_root: the root's parameters are freed after forward, too.
+    metrics: Composer takes cross entropy and perplexity of each micro-batch. holds_outputs: the
+    loop's variable holds what the model returned, its loss included, during the next forward.
+    """
+
+    id: str
+    model: str
+    machine: str
+    gpus: int
+    batch: int
+    length: int
+    accumulation: int
+    strategy: str
+    shards: str
+    gathers: str
+    reduces: str
+    recompute: str
+    attention: str
+    optimizer: str
+    framework: str
+    published: dict[str, Any]
+    source: str
+    allocator: str = ""
+    clips: bool = False
+    compiled: str = "nothing"
+    offload: str | None = None
+    metrics: bool = False
+    no_sync: bool = False
+    holds_outputs: bool = False
+    reshard_root: bool = False
+    notes: str = ""
+
+    @property
+    def mesh(self) -> tuple[int, ...]:
+        """The ranks, or for the HYBRID strategies the nodes of 8 and their ranks."""
+        return (self.gpus // 8, 8) if self.strategy.startswith("HYBRID") else (self.gpus,)
+
+
+def runs(names: Sequence[str] = ("",)) -> list[Run]:
+    """The published runs whose names begin with one of `names`."""
+    every = (Run(**entry) for entry in data()["runs"])
+    return [run for run in every if run.id.startswith(tuple(names))]
+
+
+# -- from a run to a plan --------------------------------------------------------------------------
+
+
+def machine(run: Run) -> Hardware:
+    """The hardware of `run`: a preset, with what its source says of the machine."""
+    entry = dict(data()["machines"][run.machine])
+    preset = Hardware.load(entry.pop("preset"))
+    entry.pop("source")
+    if "memory_gib" in entry:
+        entry["memory_bytes"] = int(entry.pop("memory_gib") * GIB)
+    if run.attention != "math":
+        entry["attention_kernel"] = run.attention
+    known = {field.name for field in fields(Hardware)}
+    return preset.with_(**{name: value for name, value in entry.items() if name in known})
+
+
+def recomputed_blocks(how: str, blocks: int) -> tuple[str, ...]:
+    if how == "by operator":
+        return ("op",) * blocks
+    if how == "every 2nd block":
+        return tuple("full" if block % 2 else "none" for block in range(blocks))
+    if how.endswith(" of blocks"):
+        return models.spread_evenly(float(Fraction(how.removesuffix(" of blocks"))), blocks)
+    return ("full" if how == "blocks" else "none",) * blocks
+
+
+def depth_of(run: Run) -> int:
+    return int(data()["models"][run.model]["blocks"])
+
+
+def model_of(run: Run, blocks: int) -> tuple[nn.Module, str]:
+    """The model of `run` on the meta device with `blocks` blocks, and the class of its units."""
+    sizes = {**data()["models"][run.model], "blocks": blocks}
+    kind = sizes.pop("kind")
+    recompute = recomputed_blocks(run.recompute, blocks)
+    with torch.device("meta"):
+        if kind == "llama":
+            model: nn.Module = models.Llama(models.LlamaSizes(**sizes), run.length, recompute)
+            block = "LlamaBlock"
+        elif kind == "mpt":
+            width, heads, words = (sizes[name] for name in ("width", "heads", "vocabulary"))
+            model = models.MPT(width, heads, run.length, recompute, words)
+            block = "MPTBlock"
+        else:
+            model = models.MinGPT(run.length, blocks, sizes["width"], sizes["heads"])
+            block = "MinGPTBlock"
+        for parameter in model.parameters():
+            parameter.data = parameter.data.to(getattr(torch, run.shards))
+        return model, block
+
+
+@dataclass(frozen=True)
+class Captured:
+    """The model of a run and its micro-batch as captured, which several runs may share."""
+
+    model: nn.Module
+    block: str
+    program: Program
+
+
+def policy_of(run: Run, block: str) -> graphshard.BlockPolicy:
+    gathers, reduces = (getattr(torch, name) for name in (run.gathers, run.reduces))
+    return graphshard.BlockPolicy(
+        [block],
+        strategy=run.strategy,
+        mixed_precision=graphshard.MixedPrecision(gathers, reduces),
+        recompute="units" if run.recompute == "units" else None,
+        offload=run.offload,
+        forward_prefetch=1,
+        reshard_root=run.reshard_root,
+    )
+
+
+def capture_key(run: Run) -> tuple[Any, ...]:
+    """What tells captured micro-batches apart; the name of the model comes first."""
+    return (run.model, run.batch, run.length, run.recompute, run.shards, run.gathers, run.reduces)
+
+
+def capture_of(run: Run, blocks: int) -> Captured:
+    model, block = model_of(run, blocks)
+    precisions = graphshard.plan(model, policy_of(run, block), mesh_shape=run.mesh).precisions
+    tokens = torch.zeros(run.batch, run.length, dtype=torch.int64, device="meta")
+    program = capture(model, (tokens, tokens), device="cuda", precisions=precisions).program
+    return Captured(model, block, program)
+
+
+def plans_of(run: Run, captured: Captured) -> list[tuple[int, ShardingPlan]]:
+    """The plans with programs of the micro-batches of a step, and how often each runs."""
+    backend = "eager" if run.compiled == "nothing" else "inductor"
+    plan = graphshard.plan(
+        captured.model,
+        policy_of(run, captured.block),
+        world_size=run.gpus,
+        mesh_shape=run.mesh,
+        backend=backend,
+    )
+    passes = (*passes_of(plan), *backend_passes(backend))
+    modes: list[tuple[int, Mode]] = [(run.accumulation, REDUCED)]
+    if run.no_sync:
+        names = tuple(param.fqn for param in captured.program.params)
+        modes = [(run.accumulation - 1, (GRADIENT, (), ())), (1, (None, names, ()))]
+    plans = []
+    for times, mode in modes:
+        program = captured.program.copy()
+        program.stale = plan.stale_after_step
+        run_passes(program, plan, passes_for(passes, mode))
+        plans.append((times, replace(plan, program=program)))
+    return plans
+
 
 # -- prediction ------------------------------------------------------------------------------------
 
 
-def beside(run: Run, plan: ShardingPlan, hardware: Hardware) -> dict[str, float]:
-    """Seconds of a step, by name, of what the run's framework did besides the program.
+def beside(run: Run, plan: ShardingPlan, hardware: Hardware) -> float:
+    """Seconds of a step that the run's framework took for work besides the program.
 
     All of it streams memory. FSDP2 copies gradients into one buffer (where they are reduced in
     another dtype, that cast is in the program; copies of what it gathers are in the estimate).
@@ -66,39 +229,34 @@ def beside(run: Run, plan: ShardingPlan, hardware: Hardware) -> dict[str, float]
     parameters views. Clipping reads gradients for their norm, and reads and writes them to scale
     them. Composer's metrics cast logits to float32 and take log-softmax of them, twice.
     """
-    gathered = getattr(torch, run.gathers).itemsize
     layouts = {id(layout): layout for layout in plan.layouts.values()}.values()
-    parameters = sum(layout.numel for layout in layouts)
-    moved = {}
+    gathered = getattr(torch, run.gathers).itemsize * sum(layout.numel for layout in layouts)
+    moved = 0.0
     if run.framework == "FSDP1":
-        moved["copies of gradients"] = 2 * gathered * parameters * run.accumulation
+        moved += 2 * gathered * run.accumulation
     elif run.gathers == run.reduces:
-        moved["copies of gradients"] = 2 * gathered * parameters
-    shards = sum(layout.shard_bytes for layout in layouts)
+        moved += 2 * gathered
     if run.clips:
-        moved["clipping"] = 3 * shards
+        moved += 3 * sum(layout.shard_bytes for layout in layouts)
     if run.metrics:
         logits = run.batch * run.length * data()["models"][run.model]["vocabulary"]
-        moved["metrics"] = 2 * (2 + 4 + 4 + 4) * logits * run.accumulation
-    bandwidth = hardware.memory_bandwidth * hardware.efficiency["bandwidth"]
-    return {name: size / bandwidth for name, size in moved.items()}
+        moved += 2 * (2 + 4 + 4 + 4) * logits * run.accumulation
+    return moved / (hardware.memory_bandwidth * hardware.efficiency["bandwidth"])
 
 
 @dataclass(frozen=True)
 class Found:
     """What was predicted of a step: seconds, FLOPs of a GPU, and bytes.
 
-    alone: seconds if operators took as long within the step as one by one (`Hardware.in_step` of
-    1). beside: seconds of the framework's own work, by name; a part of `seconds` and of `alone`.
-    exposed: seconds of waiting for communication. allocated, reserved: the most that torch's
-    allocator has in use and takes from the device. device: all that is taken of it.
+    alone: seconds if operators took as long within the step as one by one (an `in_step` of 1).
+    in_step: `Hardware.in_step` of the machine. allocated, reserved: the most that torch's allocator
+    has in use and takes from the device. device: all that is taken of it.
     """
 
     seconds: float
     alone: float
+    in_step: float
     flops: float
-    exposed: float
-    beside: dict[str, float]
     allocated: float
     reserved: float
     device: float
@@ -108,26 +266,14 @@ class Found:
 
         What an allocator reserves is no line, so it is unknown, and counted as what it has in use.
         """
-
-        def between(one: float, two: float) -> float:
-            return one + share * (two - one)
-
-        return Found(
-            between(self.seconds, other.seconds),
-            between(self.alone, other.alone),
-            between(self.flops, other.flops),
-            between(self.exposed, other.exposed),
-            {name: between(self.beside[name], other.beside[name]) for name in self.beside},
-            between(self.allocated, other.allocated),
-            math.nan,
-            between(self.allocated, other.allocated) + other.device - other.reserved,
-        )
+        here, there = asdict(self), asdict(other)
+        found = {name: here[name] + share * (there[name] - here[name]) for name in here}
+        beyond = other.device - other.reserved
+        return Found(**found | {"reserved": math.nan, "device": found["allocated"] + beyond})
 
 
 def found_of(run: Run, captured: Captured) -> Found:
-    """Simulate `run` on its machine."""
     hardware = machine(run)
-    eager = {"blocks": [""], "model": ["loss"]}.get(run.compiled, [])
     plans = plans_of(run, captured)
     estimates: list[tuple[int, Estimate]] = [
         (
@@ -138,62 +284,48 @@ def found_of(run: Run, captured: Captured) -> Found:
                 optimizer=run.optimizer,
                 allocator=run.allocator,
                 runtime="fsdp2" if run.framework == "FSDP2" else "graphshard",
-                leave_eager=eager,
+                leave_eager={"blocks": [""], "model": ["loss"]}.get(run.compiled, []),
                 holds_outputs=run.holds_outputs,
             ),
         )
         for times, plan in plans
     ]
-    own = beside(run, plans[-1][1], hardware)
+    besides = beside(run, plans[-1][1], hardware) + hardware.step_overhead
+
+    def seconds(each: list[tuple[int, Estimate]]) -> float:
+        steps = sum(times * estimate.timeline.seconds for times, estimate in each)
+        return steps + each[-1][1].optimizer_seconds + besides
+
     one_by_one = hardware.with_(in_step=1.0)
-    seconds, alone = (
-        sum(times * estimate.timeline.seconds for times, estimate in machines)
-        + machines[-1][1].optimizer_seconds
-        + hardware.step_overhead
-        + sum(own.values())
-        for machines in (
-            estimates,
-            [(times, estimate.with_hardware(one_by_one)) for times, estimate in estimates],
-        )
-    )
-    replayed = [estimate.reserved for _, estimate in estimates]
-    assert all(replayed), "presets of GPUs have an allocator"
+    every = [estimate for _, estimate in estimates]
     return Found(
-        seconds,
-        alone,
+        seconds(estimates),
+        seconds([(times, estimate.with_hardware(one_by_one)) for times, estimate in estimates]),
+        hardware.in_step,
         sum(times * estimate.flops for times, estimate in estimates),
-        sum(times * estimate.exposed_seconds for times, estimate in estimates),
-        own,
-        max(each.allocated for each in replayed if each),
-        max(each.bytes for each in replayed if each),
-        max(estimate.device_bytes for _, estimate in estimates),
+        max(estimate.reserved.allocated for estimate in every),
+        max(estimate.reserved.bytes for estimate in every),
+        max(estimate.device_bytes for estimate in every),
     )
 
 
 @dataclass(frozen=True)
 class Row:
-    """A run and its prediction.
+    """A run and its prediction: tokens a second of a GPU, or its TFLOP/s."""
 
-    published, predicted: tokens a second of a GPU, or its TFLOP/s. seconds, in_step: predicted, and
-    `Hardware.in_step` of the machine. alone: seconds with an `in_step` of 1. memory_gib: published.
-    allocated_gib, reserved_gib: predicted. beside: seconds of the framework's own work.
-    """
+    run: Run
+    found: Found
 
-    id: str
-    setting: str
-    unit: str
-    published: float
-    predicted: float
-    seconds: float
-    alone: float
-    in_step: float
-    exposed: float
-    beside: dict[str, float]
-    memory_is: str
-    memory_gib: float | None
-    allocated_gib: float
-    reserved_gib: float
-    fits: bool
+    @property
+    def published(self) -> float:
+        return self.run.published.get("tokens_per_s") or self.run.published["tflops"]
+
+    @property
+    def predicted(self) -> float:
+        run, work = self.run, self.found.flops / 1e12
+        if "tokens_per_s" in run.published:
+            work = run.batch * run.length * run.accumulation
+        return work / self.found.seconds
 
     @property
     def error(self) -> float:
@@ -203,53 +335,48 @@ class Row:
     @property
     def origin(self) -> str:
         """Who published it: runs of one origin may be off for one reason."""
-        return self.id.partition("-")[0]
+        return self.run.id.partition("-")[0]
+
+    @property
+    def fits(self) -> bool:
+        return self.found.device <= machine(self.run).memory_bytes
 
     def error_at(self, in_step: float) -> float:
         """The error with another `Hardware.in_step`, as seconds grow with it in proportion."""
-        if self.in_step == 1.0:
+        seconds, alone = self.found.seconds, self.found.alone
+        if self.found.in_step == 1.0:
             return self.error
-        more = (self.seconds - self.alone) / (self.in_step - 1)
-        return (self.error + 1) * self.seconds / (self.alone + (in_step - 1) * more) - 1
+        more = (seconds - alone) / (self.found.in_step - 1)
+        return (self.error + 1) * seconds / (alone + (in_step - 1) * more) - 1
 
     @property
     def memory_error(self) -> float | None:
-        """The error of the memory, as a fraction of the published one."""
-        if self.memory_gib is None:
+        """The error of the memory, as a fraction of the published one, if there is any."""
+        known = self.run.published
+        if "memory_gib" not in known:
             return None
-        found = self.allocated_gib if self.memory_is == "allocated" else self.reserved_gib
-        return found / self.memory_gib - 1
+        return getattr(self.found, known["memory_is"]) / GIB / known["memory_gib"] - 1
 
     def to_dict(self) -> dict[str, Any]:
-        """Plain data."""
-        reserved = None if math.isnan(self.reserved_gib) else self.reserved_gib
-        more = {"reserved_gib": reserved, "error": self.error, "memory_error": self.memory_error}
-        return asdict(self) | more
+        """Plain data; what is not known is None."""
+        found = {k: None if math.isnan(v) else v for k, v in asdict(self.found).items()}
+        told = ("published", "predicted", "error", "memory_error", "fits")
+        return {"run": asdict(self.run), "found": found, **{k: getattr(self, k) for k in told}}
 
-
-def row_of(run: Run, found: Found) -> Row:
-    """The row of `run` in the table."""
-    published = run.published.get("tokens_per_s")
-    unit, work = "tokens/s", float(run.batch * run.length * run.accumulation)
-    if published is None:
-        published, unit, work = run.published["tflops"], "TFLOP/s", found.flops / 1e12
-    return Row(
-        run.id,
-        setting(run),
-        unit,
-        published,
-        work / found.seconds,
-        found.seconds,
-        found.alone,
-        machine(run).in_step,
-        found.exposed,
-        found.beside,
-        run.published.get("memory_is", ""),
-        run.published.get("memory_gib"),
-        found.allocated / GIB,
-        found.reserved / GIB,
-        found.device <= machine(run).memory_bytes,
-    )
+    def __str__(self) -> str:
+        known, found = self.run.published, self.found
+        memory = f"{found.allocated / GIB:.1f} allocated"
+        if not math.isnan(found.reserved):
+            memory += f", {found.reserved / GIB:.1f} reserved"
+        if self.memory_error is not None:
+            memory += f"; published: {known['memory_gib']:.1f} {known['memory_is']}"
+            memory += f" ({self.memory_error:+.0%})"
+        memory += "" if self.fits else "; **does not fit**"
+        unit = "" if "tokens_per_s" in known else " TFLOP/s"
+        return (
+            f"| {setting(self.run)} | {self.published:,.0f}{unit} | {self.predicted:,.0f} | "
+            f"{self.error:+.1%} | {memory} |"
+        )
 
 
 def depths(run: Run, whole: bool) -> list[int]:
@@ -265,7 +392,6 @@ def depths(run: Run, whole: bool) -> list[int]:
 
 
 def setting(run: Run) -> str:
-    """What is special about `run`, in words."""
     micro = f" x {run.accumulation}" if run.accumulation > 1 else ""
     words = [
         f"{run.model}, {run.gpus} x {run.machine}: {run.batch} x {run.length}{micro}",
@@ -279,7 +405,6 @@ def setting(run: Run) -> str:
 
 
 def predicted(chosen: Sequence[Run], *, whole: bool = False) -> Iterator[Row]:
-    """The rows of runs that share captures."""
     captured: dict[int, Captured] = {}
     for run in chosen:
         found = []
@@ -291,25 +416,13 @@ def predicted(chosen: Sequence[Run], *, whole: bool = False) -> Iterator[Row]:
         if len(at) > 1:
             share = (depth_of(run) - at[0]) / (at[1] - at[0])
             all_blocks = found[0].towards(found[1], share)
-        yield row_of(run, all_blocks)
+        yield Row(run, all_blocks)
 
 
 def t5_scaling() -> tuple[float, float]:
     """How much less a GPU does at 512 than at 8, for T5-11B: as published, and as predicted."""
-    from transformers import T5Config, T5ForConditionalGeneration
-
-    config = T5Config(
-        vocab_size=32_128,
-        d_model=1024,
-        d_kv=128,
-        d_ff=65_536,
-        num_layers=24,
-        num_heads=128,
-        decoder_start_token_id=0,
-        use_cache=False,
-    )
     with torch.device("meta"):
-        model = T5ForConditionalGeneration(config)
+        model = t5(1024, 128, 65_536, 24, 128)()
     tokens = torch.zeros(8, 512, dtype=torch.int64)
     bf16 = graphshard.MixedPrecision(torch.bfloat16, torch.bfloat16)
     policy = graphshard.BlockPolicy(
@@ -346,7 +459,6 @@ def _rows_of(ids: Sequence[str], whole: bool) -> list[Row]:
 
 
 def all_rows(chosen: Sequence[Run], processes: int, whole: bool) -> Iterator[Row]:
-    """The rows of `chosen`, as they come."""
     ids = [[run.id for run in group] for group in groups(chosen, whole)]
     if processes == 1:
         for group in ids:
@@ -372,133 +484,58 @@ def held_out(rows: Sequence[Row]) -> list[float]:
     return [row.error_at(factors[row.origin]) for row in rows]
 
 
-def spread(errors: Sequence[float]) -> dict[str, Any]:
-    """How far predictions with these errors are off."""
-    return {
-        "median_error": median(map(abs, errors)),
-        "bias": mean(errors),
-        "within_15": sum(abs(error) <= 0.15 for error in errors),
-        "within_20": sum(abs(error) <= 0.20 for error in errors),
-    }
+def spread(errors: Sequence[float]) -> str:
+    within = (sum(abs(error) <= part for error in errors) for part in (0.15, 0.20))
+    return "median |error| {:.1%}, bias {:+.1%}, {} within 15 %, {} within 20 %".format(
+        median(map(abs, errors)), mean(errors), *within
+    )
 
 
-def summary(rows: Sequence[Row]) -> dict[str, Any]:
-    """How far `rows` are from what was published."""
-    out: dict[str, Any] = {
-        "runs": len(rows),
-        **spread([row.error for row in rows]),
-        "fit": sum(row.fits for row in rows),
-        "one_by_one": spread([row.error_at(1.0) for row in rows]),
-        "fitted_in_step": fitted_in_step(rows),
-    }
+def summary(rows: Sequence[Row]) -> Iterator[str]:
+    fit = sum(row.fits for row in rows)
+    errors = spread([row.error for row in rows])
+    yield f"{len(rows)} runs: {errors}; {fit} predicted to fit; all did"
+    yield f"operators as fast as one by one: {spread([row.error_at(1.0) for row in rows])}"
+    yield f"in_step by which the median error is none: {fitted_in_step(rows):.2f}"
     if len({row.origin for row in rows}) > 1:
-        out["held_out"] = spread(held_out(rows))
+        yield f"with that of all other origins: {spread(held_out(rows))}"
     for kind in ("allocated", "reserved"):
-        found = [row.memory_error for row in rows if row.memory_is == kind]
-        out[f"memory_{kind}"] = [error for error in found if error is not None]
-    return out
-
-
-HEADING = (
-    f"{'run':<28} {'published':>9} {'predicted':>9} {'error':>6}   {'GiB published':<15} "
-    f"{'allocated':>9} {'reserved':>8} {'error':>6}  fits  setting"
-)
-
-
-def line(row: Row) -> str:
-    """A line of the table."""
-    known = "" if row.memory_gib is None else f"{row.memory_gib:.1f} {row.memory_is}"
-    off = "" if row.memory_error is None else f"{row.memory_error:+.0%}"
-    return (
-        f"{row.id:<28} {row.published:>9,.0f} {row.predicted:>9,.0f} {row.error:>+6.1%}   "
-        f"{known:<15} {row.allocated_gib:>9.1f} {gib(row.reserved_gib):>8} {off:>6}  "
-        f"{'yes' if row.fits else 'NO':<4}  {row.setting}"
-    )
-
-
-def gib(value: float) -> str:
-    """A figure of memory, or a dash for an unknown one."""
-    return "-" if math.isnan(value) else f"{value:.1f}"
-
-
-def markdown(rows: Sequence[Row]) -> str:
-    """The table of this folder's README, in the order of the data."""
-    order = {run.id: place for place, run in enumerate(runs())}
-    lines = ["| run | published | predicted | error | memory, GiB |", "|---|---|---|---|---|"]
-    for row in sorted(rows, key=lambda row: order[row.id]):
-        memory = f"{row.allocated_gib:.1f} allocated"
-        if not math.isnan(row.reserved_gib):
-            memory += f", {row.reserved_gib:.1f} reserved"
-        if row.memory_gib is not None:
-            memory += f"; published: {row.memory_gib:.1f} {row.memory_is}"
-            memory += "" if row.memory_error is None else f" ({row.memory_error:+.0%})"
-        memory += "" if row.fits else "; **does not fit**"
-        unit = "" if row.unit == "tokens/s" else f" {row.unit}"
-        lines.append(
-            f"| {row.setting} | {row.published:,.0f}{unit} | {row.predicted:,.0f} | "
-            f"{row.error:+.1%} | {memory} |"
-        )
-    return "\n".join(lines)
-
-
-def words(off: dict[str, Any]) -> str:
-    """What `spread` says."""
-    return (
-        f"median |error| {off['median_error']:.1%}, bias {off['bias']:+.1%}, {off['within_15']} "
-        f"within 15 %, {off['within_20']} within 20 %"
-    )
-
-
-def text(found: dict[str, Any]) -> str:
-    """The summary as lines."""
-    lines = [
-        f"{found['runs']} runs: {words(found)}; {found['fit']} predicted to fit; all did",
-        f"operators as fast as one by one: {words(found['one_by_one'])}",
-        f"in_step by which the median error is none: {found['fitted_in_step']:.2f}",
-    ]
-    if "held_out" in found:
-        lines.append(f"with that of all other origins: {words(found['held_out'])}")
-    for kind in ("allocated", "reserved"):
-        errors = found[f"memory_{kind}"]
-        if errors:
-            lines.append(f"memory {kind}: " + ", ".join(f"{error:+.0%}" for error in errors))
-    return "\n".join(lines)
+        found = [row.memory_error for row in rows if row.run.published.get("memory_is") == kind]
+        if found:
+            yield f"memory {kind}: " + ", ".join(f"{error:+.0%}" for error in found)
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = harness.parser(__doc__)
     parser.add_argument("names", nargs="*", help="how the names of runs begin; all if none")
     parser.add_argument("--json", action="store_true", help="write rows and summary as JSON")
-    parser.add_argument("--markdown", action="store_true", help="write the README's table as well")
+    parser.add_argument("--markdown", action="store_true", help="the README's table, in its order")
     parser.add_argument("--whole", action="store_true", help="simulate all blocks of each model")
     parser.add_argument("--processes", type=int, default=1, help="that share the runs (1)")
     args = parser.parse_args()
     names = tuple(args.names) or ("",)
-    chosen = runs(names)
+    rows = all_rows(runs(names), args.processes, args.whole)
+    if args.json or args.markdown:
+        rows = iter(sorted(rows, key=lambda row: runs().index(row.run)))
     if not args.json:
-        print(HEADING, flush=True)
-    rows = []
-    for row in all_rows(chosen, args.processes, args.whole):
-        rows.append(row)
+        print("| run | published | predicted | error | memory, GiB |\n|---|---|---|---|---|")
+    done = []
+    for row in rows:
+        done.append(row)
         if not args.json:
-            print(line(row), flush=True)
-    found: dict[str, Any] = summary(rows) if rows else {}
-    t5 = t5_scaling() if "t5-11b".startswith(names) else None
-    if args.json:
-        contents = {"rows": [row.to_dict() for row in rows], "summary": found, "t5": t5}
-        print(json.dumps(contents, indent=1))
-        return
-    if rows and args.markdown:
-        print(markdown(rows))
-    if rows:
-        print(text(found))
-    if t5 is not None:
-        print(
+            print(row, flush=True)
+    said = [*summary(done)] if done else []
+    if "t5-11b".startswith(names):
+        published, predicted = t5_scaling()
+        said.append(
             f"T5-11B, 8 to 512 x a100-80gb, bf16, recompute, 8 x 512 (not published): "
-            f"{t5[0]:+.0%} published, {t5[1]:+.1%} predicted"
+            f"{published:+.0%} published, {predicted:+.1%} predicted"
         )
+    if args.json:
+        plain = [row.to_dict() for row in done]
+        print(json.dumps({"rows": plain, "summary": said}, indent=1))
+    else:
+        print("\n".join(said))
 
 
 if __name__ == "__main__":

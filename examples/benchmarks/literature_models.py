@@ -2,7 +2,7 @@
 
 Written anew after the repositories that `literature.json` names: which operators a block runs, in
 which dtype, what is computed again in backward, and how the loss is taken. Kernels that do several
-operators in one are in `literature_kernels.py`.
+operators in one are in `literature_py`.
 """
 
 from __future__ import annotations
@@ -22,9 +22,123 @@ from torch.utils.checkpoint import (
     create_selective_checkpoint_contexts,
 )
 
-from examples.benchmarks import literature_kernels as kernels
-
 _aten = torch.ops.aten
+
+
+# -- kernels that do several operators in one ------------------------------------------------------
+
+# Each stands for a kernel of flash-attn, xformers or Triton: an operator that reads its operands
+# and writes its results once, which is what a simulation counts. Where they run at all, they
+# compute the same in plain torch.
+
+_NAME = "graphshard_literature"
+
+
+@torch.library.custom_op(f"{_NAME}::cross_entropy", mutates_args=())
+def _cross_entropy(logits: Tensor, labels: Tensor) -> tuple[Tensor, Tensor]:
+    lse = torch.logsumexp(logits.float(), -1)
+    picked = logits.float().gather(-1, labels[:, None])[:, 0]
+    return lse - picked, lse
+
+
+@_cross_entropy.register_fake
+def _(logits: Tensor, labels: Tensor) -> tuple[Tensor, Tensor]:
+    rows = logits.new_empty(logits.shape[0], dtype=torch.float32)
+    return rows, torch.empty_like(rows)
+
+
+@torch.library.custom_op(f"{_NAME}::cross_entropy_backward", mutates_args=())
+def _cross_entropy_backward(grad: Tensor, logits: Tensor, labels: Tensor, lse: Tensor) -> Tensor:
+    share = torch.exp(logits.float() - lse[:, None])
+    hot = F.one_hot(labels, logits.shape[-1])
+    return ((share - hot) * grad[:, None]).to(logits.dtype)
+
+
+@_cross_entropy_backward.register_fake
+def _(grad: Tensor, logits: Tensor, labels: Tensor, lse: Tensor) -> Tensor:
+    return torch.empty_like(logits)
+
+
+def _keep_logits(ctx: Any, inputs: Any, output: Any) -> None:
+    logits, labels = inputs
+    ctx.save_for_backward(logits, labels, output[1])
+    ctx.mark_non_differentiable(output[1])
+
+
+def _of_logits(ctx: Any, grad: Tensor, _: Any) -> tuple[Tensor, None]:
+    logits, labels, lse = ctx.saved_tensors
+    return _cross_entropy_backward(grad, logits, labels, lse), None
+
+
+_cross_entropy.register_autograd(_of_logits, setup_context=_keep_logits)
+
+
+def cross_entropy(logits: Tensor, labels: Tensor) -> Tensor:
+    """The mean loss; the kernel reads logits `(rows, classes)` in their own dtype."""
+    losses: Tensor = _cross_entropy(logits, labels)[0]
+    return losses.mean()
+
+
+@torch.library.custom_op(f"{_NAME}::swiglu", mutates_args=())
+def _swiglu(gate: Tensor, up: Tensor) -> Tensor:
+    return F.silu(gate) * up
+
+
+@_swiglu.register_fake
+def _(gate: Tensor, up: Tensor) -> Tensor:
+    return torch.empty_like(gate)
+
+
+@torch.library.custom_op(f"{_NAME}::swiglu_backward", mutates_args=())
+def _swiglu_backward(grad: Tensor, gate: Tensor, up: Tensor) -> tuple[Tensor, Tensor]:
+    sigmoid = torch.sigmoid(gate)
+    silu = gate * sigmoid
+    return grad * up * (sigmoid + silu * (1 - sigmoid)), grad * silu
+
+
+@_swiglu_backward.register_fake
+def _(grad: Tensor, gate: Tensor, up: Tensor) -> tuple[Tensor, Tensor]:
+    return torch.empty_like(gate), torch.empty_like(up)
+
+
+_swiglu.register_autograd(
+    lambda ctx, grad: _swiglu_backward(grad, *ctx.saved_tensors),
+    setup_context=lambda ctx, inputs, output: ctx.save_for_backward(*inputs),
+)
+
+
+def swiglu(gate: Tensor, up: Tensor) -> Tensor:
+    """`silu(gate) * up`, of the same shape."""
+    out: Tensor = _swiglu(gate, up)
+    return out
+
+
+@torch.library.custom_op(f"{_NAME}::rotary", mutates_args=())
+def _rotary(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    one, two = x.chunk(2, -1)
+    cos, sin = cos[:, None], sin[:, None]
+    return torch.cat((one * cos - two * sin, two * cos + one * sin), -1).to(x.dtype)
+
+
+@_rotary.register_fake
+def _(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    return x.new_empty(x.shape)
+
+
+def _turn_back(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
+    cos, sin = ctx.saved_tensors
+    return _rotary(grad.contiguous(), cos, -sin), None, None
+
+
+_rotary.register_autograd(
+    _turn_back, setup_context=lambda ctx, inputs, output: ctx.save_for_backward(*inputs[1:])
+)
+
+
+def rotary(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    """Heads `(batch, length, heads, size)` turned by angles `(length, size / 2)`."""
+    out: Tensor = _rotary(x, cos, sin)
+    return out
 
 
 # -- what a block computes again in backward -------------------------------------------------------
@@ -114,7 +228,7 @@ def _shifted(logits: Tensor, labels: Tensor) -> Tensor:
 
 
 def _one_kernel(logits: Tensor, labels: Tensor) -> Tensor:
-    return kernels.cross_entropy(logits.flatten(0, 1), labels.flatten())
+    return cross_entropy(logits.flatten(0, 1), labels.flatten())
 
 
 LOSSES: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
@@ -173,7 +287,7 @@ def _transformers(x: Tensor, angles: Tensor) -> Tensor:
 
 
 def _one_rotary(x: Tensor, angles: Tensor) -> Tensor:
-    return kernels.rotary(x, *_cos_sin(x, angles))
+    return rotary(x, *_cos_sin(x, angles))
 
 
 ROTARY: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
@@ -213,11 +327,9 @@ class LlamaSizes:
 
     @property
     def head(self) -> int:
-        """The size of a head."""
         return self.width // self.heads
 
     def norm_of(self) -> nn.Module:
-        """A norm of this model."""
         return RMSNorm(self.width) if self.norm == "steps" else OneKernelNorm(self.width)
 
 
@@ -284,7 +396,7 @@ class LlamaBlock(nn.Module):
         x = x + mixed
         y = self.mlp_norm(x)
         gate, up = self.gate(y), self.up(y)
-        mixed = kernels.swiglu(gate, up) if self.sizes.one_swiglu else F.silu(gate) * up
+        mixed = swiglu(gate, up) if self.sizes.one_swiglu else F.silu(gate) * up
         return x + self.down(mixed), *(cache if self.sizes.cache else ())
 
 

@@ -2,32 +2,26 @@
 
     python examples/benchmarks/memory_truth.py                    # a sample, 2 Gloo ranks, the CPU
     python examples/benchmarks/memory_truth.py --all --ranks 4    # every case of 4 ranks
-    python examples/benchmarks/memory_truth.py --device cuda      # one GPU as a rank of 8
 
 Prints a row per case (the most over the ranks, and what was counted there), and ends with status 1
-if a peak or a valley (what lives between steps) is off by more than 3 %, on CUDA 5 %.
+if a peak or a valley (what lives between steps) is off by more than 3 %.
 
-On the CPU every live byte of tensor storage is counted (see live_bytes.py), after each operation
+Every live byte of tensor storage is counted (see live_bytes.py), after each operation
 and each change of a storage's size. What an operator allocates and drops inside, such as the
 workspace of a convolution, is not seen from Python, nor predicted. What is offloaded lies in memory
-of the same kind there, and is counted apart, as the host's; so is the optimizer's step on it.
-
-On CUDA the figure is `torch.cuda.max_memory_allocated`, whose blocks are multiples of 512 bytes and
-which sees workspaces. The process group is torch's "fake" one: a rank of 8, whose collectives move
-nothing, needs the memory of a real one.
+of the same kind, and is counted apart, as the host's; so is the optimizer's step on it.
 """
 
 from __future__ import annotations
 
-import argparse
-import os
 import sys
-import tempfile
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from itertools import product
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import torch
 import torch.distributed as dist
@@ -36,15 +30,109 @@ from torch import Tensor, nn
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent.parent))
 
 import graphshard
-from examples.benchmarks.benchmark_models import WEIGHED
+from examples.benchmarks import harness
+from examples.benchmarks.benchmark_models import WEIGHED, loss_of
 from examples.benchmarks.live_bytes import LiveBytes
-from examples.benchmarks.truth_cases import Case, every, sample
 from graphshard.errors import PolicyError, VerifyError
 from graphshard.program.storages import storages_of
 from graphshard.runtime import streams
 
+# -- the steps: models x strategies x recompute x offload, and more --------------------------------
+
+STRATEGIES: Mapping[str, Mapping[str, Any]] = {
+    "full": {},
+    "full+root": {"reshard_root": True},
+    "grad_op": {"strategy": "SHARD_GRAD_OP"},
+    "zero1": {"strategy": "SHARD_OPTIMIZER"},
+    "no_shard": {"strategy": "NO_SHARD"},
+}
+OF_FOUR: Mapping[str, Mapping[str, Any]] = {
+    "hybrid": {"strategy": "HYBRID_SHARD"},
+    "hybrid_zero2": {"strategy": "HYBRID_SHARD_ZERO2"},
+    "parts": {"reshard_after_forward": 2},
+}
+RECOMPUTE: Mapping[str, Mapping[str, Any]] = {
+    "": {},
+    "units": {"recompute": "units"},
+    "classes": {"recompute": "classes"},  # the units' class names, filled in by model
+    "selective": {"recompute": "selective"},
+    "budget": {"recompute": "budget"},  # with a budget of nine tenths, filled in by model
+}
+OFFLOAD: Mapping[str, Mapping[str, Any]] = {
+    "": {},
+    "params": {"offload": ["params"]},
+    "activations": {"offload": ["activations"]},
+    "both": {"offload": ["params", "activations"]},
+}
+LOW = graphshard.MixedPrecision(torch.bfloat16)
+LOW_FULL = graphshard.MixedPrecision(torch.bfloat16, reduce_dtype=torch.float32)
+
+
+@dataclass(frozen=True)
+class Case:
+    """One kind of step.
+
+    mode: "step"; "accumulate" (two micro-batches, one of them inside no_sync()); "eval" (forward
+    alone, without gradients); "dynamic" (of any batch size; predicted for the one captured).
+    """
+
+    model: str
+    name: str
+    options: Mapping[str, Any] = field(default_factory=dict)
+    optimizer: str = "adamw"
+    mode: str = "step"
+
+    @property
+    def hybrid(self) -> bool:
+        return str(self.options.get("strategy", "")).startswith("HYBRID")
+
+
+def every(ranks: int) -> Iterator[Case]:
+    """All of them for a number of ranks, 2 or 4."""
+    strategies = OF_FOUR if ranks == 4 else STRATEGIES
+    for model in WEIGHED:
+        for parts in product(strategies.items(), RECOMPUTE.items(), OFFLOAD.items()):
+            options = {key: value for _, some in parts for key, value in some.items()}
+            if options.get("recompute") == "budget" and "activations" in options.get("offload", ()):
+                continue  # which a policy refuses
+            yield Case(model, " ".join(name for name, _ in parts if name), options)
+        for strategy, options in strategies.items():
+            yield from _more(model, strategy, options)
+
+
+def _more(model: str, strategy: str, options: Mapping[str, Any]) -> Iterator[Case]:
+    yield Case(model, f"{strategy} bf16", {**options, "mixed_precision": LOW})
+    yield Case(model, f"{strategy} bf16, fp32 reduce", {**options, "mixed_precision": LOW_FULL})
+    for optimizer in ("adamw-fused", "sgd-momentum"):
+        yield Case(model, f"{strategy} {optimizer}", options, optimizer)
+    for mode in ("accumulate", "eval", "dynamic"):
+        if model != "mixtral" or mode != "dynamic":  # whose sizes depend on its data
+            yield Case(model, f"{strategy} {mode}", options, mode=mode)
+
+
+def sample(ranks: int) -> list[Case]:
+    """A few, in which every option and every model occurs."""
+    if ranks == 4:
+        return [Case("gpt", name, options) for name, options in OF_FOUR.items()]
+    return [
+        Case("gpt", "full"),
+        Case("gpt", "full accumulate", mode="accumulate"),
+        Case("gpt", "zero1", {"strategy": "SHARD_OPTIMIZER"}),
+        Case("gpt", "full both", {"offload": ["params", "activations"]}),
+        Case("llama", "grad_op units", {"strategy": "SHARD_GRAD_OP", "recompute": "units"}),
+        Case("llama", "full eval", mode="eval"),
+        Case("bert", "full selective", {"recompute": "selective"}, "sgd-momentum"),
+        Case("t5", "full budget", {"recompute": "budget"}, "adamw-fused"),
+        Case("regnet", "no_shard", {"strategy": "NO_SHARD"}),
+        Case("mixtral", "full+root", {"reshard_root": True}),
+        Case("lora", "full bf16", {"mixed_precision": LOW}),
+    ]
+
+
+# -- predicted and counted -------------------------------------------------------------------------
+
 BATCH = 4
-TOLERANCE = {"cpu": 0.03, "cuda": 0.05}
+TOLERANCE = 0.03
 OPTIMIZERS = {
     "adamw": lambda params: torch.optim.AdamW(params, foreach=True),
     "adamw-fused": lambda params: torch.optim.AdamW(params, fused=True),
@@ -71,41 +159,32 @@ class Truth:
         )
 
 
-def truth_of(case: Case, device: torch.device) -> Truth:
+def truth_of(case: Case) -> Truth:
     """Build, train and count `case` on this rank of the default process group."""
     subject = WEIGHED[case.model]
     torch.manual_seed(0)
     model = subject.build().train(case.mode != "eval")
-    batch = _on(subject.batch(BATCH, None), device)
+    batch = subject.batch(BATCH, None)
     policy = _policy(case, model, batch)
     mesh = None
     if case.hybrid:
         names = ("replicate", "shard")
-        mesh = dist.init_device_mesh(
-            device.type, (2, dist.get_world_size() // 2), mesh_dim_names=names
-        )
-    dynamic = {name: {0: "batch"} for name, value in batch.items() if isinstance(value, Tensor)}
-    sharded = graphshard.compile(
-        model,
-        policy,
-        mesh=mesh,
-        device=device,
-        dynamic=dynamic if case.mode == "dynamic" else None,
-    )
+        mesh = dist.init_device_mesh("cpu", (2, dist.get_world_size() // 2), mesh_dim_names=names)
+    dynamic = {name: {0: "batch"} for name in batch} if case.mode == "dynamic" else None
+    sharded = graphshard.compile(model, policy, mesh=mesh, dynamic=dynamic)
     del model
     run = _Run(sharded, case, batch)
     run.step()
     if case.mode == "dynamic":
-        run.step(_on(subject.batch(BATCH // 2, None), device))  # by the same program
-    counted = _counted(run, device)
-    backend = "nccl" if device.type == "cuda" else "gloo"
+        run.step(subject.batch(BATCH // 2, None))  # by the same program
+    counted = _counted(run)
     curves = [
         graphshard.simulate(
             program,
             plan=sharded.plan,
             hardware="cpu-gloo",
             optimizer=case.optimizer,
-            backend=backend,
+            backend="gloo",
         ).memory
         for program in sharded.programs[-2 if case.mode == "accumulate" else -1 :]
     ]
@@ -140,10 +219,10 @@ class _Run:
             if self.case.mode == "accumulate":
                 with self.sharded.no_sync():
                     output = self.sharded(**batch)
-                    _loss(output).backward()
+                    loss_of(output).backward()
                     del output
             output = self.sharded(**batch)  # held on to, as what a step returns counts throughout
-            _loss(output).backward()
+            loss_of(output).backward()
             del output
         self.optimizer.step()
         self.optimizer.zero_grad()
@@ -156,15 +235,8 @@ class _Run:
         return [list(self.sharded.parameters()), list(self.sharded.buffers()), held]
 
 
-def _counted(run: _Run, device: torch.device) -> tuple[int, int, int]:
+def _counted(run: _Run) -> tuple[int, int, int]:
     """The bytes of a step: at its peak, between steps, and there on the host."""
-    if device.type == "cuda":
-        torch.cuda.synchronize()
-        torch.cuda.reset_peak_memory_stats()
-        valley = torch.cuda.memory_allocated()
-        run.step()
-        torch.cuda.synchronize()
-        return torch.cuda.max_memory_allocated(), valley, 0
     live = LiveBytes()
     if run.offloads:
         live.set_apart([run.kept[0], run.kept[2]])
@@ -180,8 +252,7 @@ def _counted(run: _Run, device: torch.device) -> tuple[int, int, int]:
         live.set_apart(new)
         return new
 
-    streams.new_host = apart
-    try:
+    with patch.object(streams, "new_host", apart):
         if run.offloads:
             run.step(before=live)
         else:
@@ -190,8 +261,6 @@ def _counted(run: _Run, device: torch.device) -> tuple[int, int, int]:
             valley = live.peak = live.current
             with live:
                 run.step()
-    finally:
-        streams.new_host = new_host
     return live.peak, valley, host
 
 
@@ -215,23 +284,14 @@ def _policy(case: Case, model: nn.Module, batch: Any) -> graphshard.Policy:
     return graphshard.BlockPolicy(units, **options)
 
 
-def _on(batch: dict[str, Any], device: torch.device) -> dict[str, Any]:
-    return {k: v.to(device) if isinstance(v, Tensor) else v for k, v in batch.items()}
-
-
-def _loss(output: Any) -> Tensor:
-    return output if isinstance(output, Tensor) else output.loss
-
-
 # -- the table -------------------------------------------------------------------------------------
 
 
-def row(truth: Truth, tolerance: float) -> str:
-    """One line of the table."""
+def row(truth: Truth) -> str:
     case = truth.case
     peak, valley = truth.peak, truth.valley
     signed = f"{(peak[1] / peak[0] - 1):+7.2%}"
-    wrong = "" if truth.error <= tolerance else "  WRONG"
+    wrong = "" if truth.error <= TOLERANCE else "  WRONG"
     host = f" {truth.host[0]:>10,} {truth.host[1]:>10,}" if any(truth.host) else ""
     return (
         f"{case.model:8} {case.name:34} {peak[0]:>11,} {peak[1]:>11,} {signed} "
@@ -250,17 +310,14 @@ def worst(truths: Iterable[Truth]) -> Truth:
     return max(truths, key=lambda truth: (round(truth.error, 2), truth.peak[0]))
 
 
-def _rank(rank: int, ranks: int, folder: str, cases: list[Case], device: str) -> None:
-    torch.set_num_threads(1)
-    os.environ["LOCAL_RANK"] = str(rank)
-    store = dist.FileStore(f"{folder}/store", ranks)
-    dist.init_process_group("gloo", store=store, rank=rank, world_size=ranks)
-    failed = 0
+def _rank(rank: int, cases: list[Case]) -> int:
+    """Print the table on rank 0; how many cases are off."""
+    ranks, failed = dist.get_world_size(), 0
     if not rank:
         print(HEAD, flush=True)
     for case in cases:
         try:
-            own = truth_of(case, torch.device(device))
+            own = truth_of(case)
         except (PolicyError, VerifyError) as error:  # on every rank: no such policy, no such budget
             if not rank:
                 print(f"{case.model:8} {case.name:34} refused: {str(error)[:90]}", flush=True)
@@ -268,54 +325,26 @@ def _rank(rank: int, ranks: int, folder: str, cases: list[Case], device: str) ->
         truths: list[Any] = [None] * ranks
         dist.all_gather_object(truths, own)
         found = worst(truths)
-        failed += found.error > TOLERANCE[device]
+        failed += found.error > TOLERANCE
         if not rank:
-            print(row(found, TOLERANCE[device]), flush=True)
-    if not rank:
-        print(f"{len(cases)} cases, {failed} off by more than {TOLERANCE[device]:.0%}", flush=True)
-        Path(folder, "failed").write_text(str(failed))
-    dist.barrier()
-    os._exit(0)  # Gloo at times aborts a process that exits in order
-
-
-def _on_gpu(cases: list[Case]) -> int:
-    """One GPU as the first rank of 8, in a group whose collectives move nothing."""
-    if not torch.cuda.is_available():
-        print("--device cuda needs a GPU, and torch finds none on this machine", file=sys.stderr)
-        return 2
-    from torch.testing._internal.distributed.fake_pg import FakeStore
-
-    dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=8)
-    failed = 0
-    print(HEAD, flush=True)
-    for case in cases:
-        found = truth_of(case, torch.device("cuda", 0))
-        failed += found.error > TOLERANCE["cuda"]
-        print(row(found, TOLERANCE["cuda"]), flush=True)
-    print(f"{len(cases)} cases, {failed} off by more than {TOLERANCE['cuda']:.0%}")
-    return int(failed > 0)
+            print(row(found), flush=True)
+    return failed
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = harness.parser(__doc__)
     parser.add_argument("--ranks", type=int, choices=[2, 4], default=2)
     parser.add_argument("--all", action="store_true", help="every case, not a sample")
     parser.add_argument("--step", type=int, default=1, help="of those cases take each n-th")
     parser.add_argument("--only", default="", help="words a case's model and step must contain")
-    parser.add_argument("--device", choices=["cpu", "cuda"], default="cpu")
     args = parser.parse_args()
     cases = list(every(args.ranks) if args.all or args.only else sample(args.ranks))
     words = args.only.split()
     cases = [c for c in cases if all(w in f"{c.model} {c.name}".split() for w in words)]
     cases = cases[:: args.step]
-    if args.device == "cuda":
-        return _on_gpu(cases)
-    with tempfile.TemporaryDirectory() as folder:
-        given = (args.ranks, folder, cases, args.device)
-        torch.multiprocessing.spawn(_rank, given, nprocs=args.ranks)
-        return int(Path(folder, "failed").read_text() != "0")
+    failed = harness.on_ranks(_rank, args.ranks, cases)
+    print(f"{len(cases)} cases, {failed} off by more than {TOLERANCE:.0%}")
+    return int(failed > 0)
 
 
 if __name__ == "__main__":

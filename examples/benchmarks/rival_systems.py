@@ -6,7 +6,6 @@ Everything else is each system's default: prefetching, what is freed after forwa
 
 from __future__ import annotations
 
-import importlib.util
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
@@ -16,12 +15,15 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
+from torch.utils.checkpoint import (
+    CheckpointPolicy,
+    checkpoint,
+    create_selective_checkpoint_contexts,
+)
 
 import graphshard
-from examples.benchmarks.benchmark_models import Batch, loss_of
-from examples.benchmarks.rival_models import LEARNING_RATE
-from examples.benchmarks.simple_fsdp import shard_simply
-from graphshard.program import ops
+from examples.benchmarks.benchmark_models import LEARNING_RATE, Batch, loss_of
 
 
 @dataclass(frozen=True)
@@ -36,7 +38,6 @@ class Setting:
     hardware: str | None = None  # what "overlap" is timed on
 
     def blocks(self, model: nn.Module) -> list[tuple[str, nn.Module]]:
-        """The units in `model`, by name."""
         return [(n, m) for n, m in model.named_modules() if type(m).__name__ in self.units]
 
 
@@ -46,9 +47,10 @@ class Trained:
 
     call: Callable[..., Any]
     module: nn.Module
-    optimizer: Any
     context: Callable[[], AbstractContextManager[Any]] = nullcontext
-    program: Any = None  # graphshard's, which says what it communicates
+
+    def __post_init__(self) -> None:
+        self.optimizer = torch.optim.AdamW(self.module.parameters(), lr=LEARNING_RATE)
 
     def step(self, batch: Batch, before_optimizer: Callable[[], None] | None = None) -> Tensor:
         """A whole training step; the loss."""
@@ -61,43 +63,19 @@ class Trained:
         self.optimizer.zero_grad()
         return loss.detach()
 
-    @property
-    def parameters(self) -> list[Tensor]:
-        """The parameters that the optimizer updates."""
-        return [p for group in self.optimizer.param_groups for p in group["params"]]
-
     def kept(self) -> list[Any]:
         """Every tensor known to outlive a step."""
         states = [list(state.values()) for state in self.optimizer.state.values()]
-        return [self.parameters, list(self.module.buffers()), states]
-
-    @property
-    def collectives(self) -> int | None:
-        """The collectives that the program issues in a step; None where there is no program."""
-        if self.program is None:
-            return None
-        return sum(ops.is_collective(node) for node in self.program.nodes())
+        return [list(self.module.parameters()), list(self.module.buffers()), states]
 
 
 @dataclass(frozen=True)
 class System:
-    """A system under the name the table has for it.
-
-    why_not: why it cannot run here (on this device, in this dtype); empty if it can be tried.
-    """
+    """A system under the name the table has for it."""
 
     name: str
     build: Callable[[Setting, nn.Module], Trained]
     compiled: bool = False
-    why_not: Callable[[Setting], str] = lambda setting: ""
-    note: str = ""
-
-
-def _adamw(module: nn.Module) -> torch.optim.Optimizer:
-    return torch.optim.AdamW(module.parameters(), lr=LEARNING_RATE)
-
-
-# -- graphshard ------------------------------------------------------------------------------------
 
 
 def graphshard_step(
@@ -106,6 +84,8 @@ def graphshard_step(
     """Ours, under a `BlockPolicy` with these options."""
     if setting.dtype is not None:
         options["mixed_precision"] = graphshard.MixedPrecision(param_dtype=setting.dtype)
+    if options.get("schedule") == "overlap":
+        options.setdefault("hardware", setting.hardware)
     sharded = graphshard.compile(
         model,
         graphshard.BlockPolicy(setting.units, **options),
@@ -114,17 +94,13 @@ def graphshard_step(
         device=setting.device,
         backend=backend,
     )
-    return Trained(sharded, sharded, _adamw(sharded), program=sharded.program)
+    return Trained(sharded, sharded)
 
 
-def _overlap(setting: Setting, model: nn.Module) -> Trained:
-    return graphshard_step(setting, model, schedule="overlap", hardware=setting.hardware)
-
-
-# -- torch -----------------------------------------------------------------------------------------
-
-
-def _fully_shard(setting: Setting, model: nn.Module, compiled: str = "") -> Trained:
+def fully_shard_step(
+    setting: Setting, model: nn.Module, compiled: str = "", **of_blocks: Any
+) -> Trained:
+    """FSDP2's, with these options for blocks; `compiled`: "blocks" or "whole"."""
     from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
     blocks = setting.blocks(model)
@@ -138,10 +114,9 @@ def _fully_shard(setting: Setting, model: nn.Module, compiled: str = "") -> Trai
     if setting.dtype is not None:
         options["mp_policy"] = MixedPrecisionPolicy(param_dtype=setting.dtype)
     for _, block in blocks:
-        fully_shard(block, **options)
+        fully_shard(block, **options, **of_blocks)
     fully_shard(model, **options)
-    call = torch.compile(model) if compiled == "whole" else model
-    return Trained(call, model, _adamw(model))
+    return Trained(torch.compile(model) if compiled == "whole" else model, model)
 
 
 def _fsdp1(setting: Setting, model: nn.Module) -> Trained:
@@ -158,7 +133,7 @@ def _fsdp1(setting: Setting, model: nn.Module) -> Trained:
         device_id=setting.device,
         use_orig_params=True,
     )
-    return Trained(sharded, sharded, _adamw(sharded))
+    return Trained(sharded, sharded)
 
 
 def _ddp(setting: Setting, model: nn.Module) -> Trained:
@@ -168,7 +143,49 @@ def _ddp(setting: Setting, model: nn.Module) -> Trained:
     context: Any = nullcontext
     if setting.dtype is not None:
         context = partial(torch.autocast, setting.device.type, setting.dtype)
-    return Trained(replicated, replicated, _adamw(replicated), context)
+    return Trained(replicated, replicated, context)
+
+
+def shard_simply(model: nn.Module, mesh: DeviceMesh, dtype: torch.dtype | None = None) -> None:
+    """Shard every parameter of `model` in place by DTensor alone, for torch.compile to schedule.
+
+    After Zhang et al. 2024, "SimpleFSDP: Simpler Fully Sharded Data Parallel with torch.compile"
+    (arXiv:2411.00284), written from its description. Each parameter is a `DTensor(Shard(0))`;
+    whoever reads it gets a tensor that was redistributed to every rank, whose gradient is an
+    average over ranks and is redistributed back to shards. So one traced graph holds gathers and
+    reduces, one per parameter, and the compiler may merge and move them. The gather stands in a
+    region that is recomputed in backward, so that gathered parameters are not saved.
+    """
+    shards: dict[int, nn.Parameter] = {}
+    for module in list(model.modules()):
+        names = [name for name, value in module._parameters.items() if value is not None]
+        for name in names:
+            whole = module._parameters[name]
+            if id(whole) not in shards:
+                split = distribute_tensor(whole.detach(), mesh, [Shard(0)])
+                shards[id(whole)] = nn.Parameter(split, requires_grad=whole.requires_grad)
+            module._parameters[name] = shards[id(whole)]
+        if names:
+            # A property of the class goes before what nn.Module looks up in `_parameters`.
+            getters = {name: property(partial(_read, name=name, dtype=dtype)) for name in names}
+            kind = type(module)
+            module.__class__ = type(f"Sharded{kind.__name__}", (kind,), getters)
+
+
+def _read(module: nn.Module, name: str, dtype: torch.dtype | None) -> Tensor:
+    shard = module._parameters[name]
+    contexts = partial(create_selective_checkpoint_contexts, _recompute)
+    return checkpoint(_gathered, shard, dtype, use_reentrant=False, context_fn=contexts)
+
+
+def _recompute(*args: Any, **kwargs: Any) -> CheckpointPolicy:
+    return CheckpointPolicy.MUST_RECOMPUTE
+
+
+def _gathered(shard: DTensor, dtype: torch.dtype | None) -> Tensor:
+    if dtype is not None and shard.is_floating_point():
+        shard = shard.to(dtype)
+    return shard.redistribute(placements=[Replicate()]).to_local(grad_placements=[Partial("avg")])
 
 
 def _always(size: float, index: int) -> float:
@@ -186,53 +203,7 @@ def _simple_fsdp(setting: Setting, model: nn.Module) -> Trained:
         "bucket_reduce_scatters_fx": "all",
         "bucket_reduce_scatters_fx_bucket_size_determinator": partial(_always, size),
     }
-    call = torch.compile(model, fullgraph=True, options=buckets)
-    return Trained(call, model, _adamw(model))
-
-
-# -- DeepSpeed -------------------------------------------------------------------------------------
-
-
-@dataclass
-class _Engine(Trained):
-    """A model whose backward and update are its engine's."""
-
-    def step(self, batch: Batch, before_optimizer: Callable[[], None] | None = None) -> Tensor:
-        """A whole training step; the loss."""
-        loss = loss_of(self.call(**batch))
-        self.call.backward(loss)  # type: ignore[attr-defined]
-        if before_optimizer is not None:
-            before_optimizer()
-        self.call.step()  # type: ignore[attr-defined]
-        return loss.detach()
-
-
-def _deepspeed(setting: Setting, model: nn.Module, deep_compile: bool) -> Trained:
-    import deepspeed
-
-    config: dict[str, Any] = {
-        "train_micro_batch_size_per_gpu": next(iter(setting.batch.values())).shape[0],
-        "zero_optimization": {"stage": 3},
-        "bf16": {"enabled": setting.dtype is torch.bfloat16},
-        "zero_allow_untested_optimizer": True,
-    }
-    if deep_compile:
-        config["compile"] = {"deepcompile": True}
-    engine, optimizer, *_ = deepspeed.initialize(
-        model=model, optimizer=_adamw(model), config=config, dist_init_required=False
-    )
-    if deep_compile:
-        engine.compile()
-    return _Engine(engine, engine, optimizer)
-
-
-def _no_deepspeed(setting: Setting) -> str:
-    missing = []
-    if importlib.util.find_spec("deepspeed") is None:
-        missing.append("the package deepspeed is not installed")
-    if setting.device.type != "cuda":
-        missing.append("it runs on GPUs only")
-    return " and ".join(missing)
+    return Trained(torch.compile(model, fullgraph=True, options=buckets), model)
 
 
 OURS, OURS_COMPILED, OURS_OVERLAP = "graphshard", "graphshard inductor", "graphshard overlap"
@@ -240,27 +211,12 @@ FSDP2, FSDP2_BLOCKS, FSDP2_WHOLE = "FSDP2", "FSDP2 compile blocks", "FSDP2 compi
 
 SYSTEMS = (
     System(OURS, graphshard_step),
-    System(FSDP2, _fully_shard),
-    System(OURS_OVERLAP, _overlap),
+    System(FSDP2, fully_shard_step),
+    System(OURS_OVERLAP, partial(graphshard_step, schedule="overlap")),
     System("FSDP1", _fsdp1),
-    System("DDP", _ddp, note="whole parameters and gradients on every rank; bf16 by autocast"),
-    System(
-        OURS_COMPILED,
-        partial(graphshard_step, backend="inductor"),
-        compiled=True,
-    ),
-    System(FSDP2_BLOCKS, partial(_fully_shard, compiled="blocks"), compiled=True),
-    System(FSDP2_WHOLE, partial(_fully_shard, compiled="whole"), compiled=True),
+    System("DDP", _ddp),
+    System(OURS_COMPILED, partial(graphshard_step, backend="inductor"), compiled=True),
+    System(FSDP2_BLOCKS, partial(fully_shard_step, compiled="blocks"), compiled=True),
+    System(FSDP2_WHOLE, partial(fully_shard_step, compiled="whole"), compiled=True),
     System("SimpleFSDP", _simple_fsdp, compiled=True),
-    System(
-        "DeepSpeed ZeRO-3",
-        partial(_deepspeed, deep_compile=False),
-        why_not=_no_deepspeed,
-    ),
-    System(
-        "DeepSpeed DeepCompile",
-        partial(_deepspeed, deep_compile=True),
-        compiled=True,
-        why_not=_no_deepspeed,
-    ),
 )

@@ -19,9 +19,8 @@ Columns:
     peak      the most MiB of tensors alive at once in a step, on the worst rank; for compiled
               systems what stands and what torch's allocator gives out besides, in kernels too
     transient of those before the optimizer's part: unsharded parameters, gradients on their way,
-              communication buffers (step_watch.py says how they are known; not known in compiled
+              communication buffers (live_bytes.py says how they are known; not known in compiled
               code)
-    issued    collectives in a step; MiB a rank receives for them
     loss      the largest difference from a single process's in the first steps
 
 Memory is counted in steps of their own, which are not timed. Before anything is timed every system
@@ -35,17 +34,16 @@ from __future__ import annotations
 
 import argparse
 import gc
-import json
 import os
 import sys
 import tempfile
 import time
 import traceback
-from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass, field
-from datetime import timedelta
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
-from statistics import median
+from statistics import median, quantiles
 from typing import Any
 
 import torch
@@ -55,36 +53,58 @@ from torch.distributed.device_mesh import init_device_mesh
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent.parent))
 
-from examples.benchmarks.benchmark_models import Model
-from examples.benchmarks.live_bytes import most_allocated
-from examples.benchmarks.rival_models import MODELS, TINY, TOY, Data, expected_losses, made
-from examples.benchmarks.rival_systems import SYSTEMS, Setting, System, Trained
-from examples.benchmarks.rival_table import bars, table
-from examples.benchmarks.step_watch import StepWatch
+from examples.benchmarks import harness
+from examples.benchmarks.benchmark_models import (
+    RIVALS,
+    TINY,
+    TOY,
+    Data,
+    Model,
+    expected_losses,
+    gpt,
+    gpt_tokens,
+    made,
+)
+from examples.benchmarks.live_bytes import StepWatch, most_allocated
+from examples.benchmarks.rival_systems import (
+    FSDP2,
+    FSDP2_BLOCKS,
+    FSDP2_WHOLE,
+    OURS,
+    OURS_COMPILED,
+    OURS_OVERLAP,
+    SYSTEMS,
+    Setting,
+    System,
+    Trained,
+    graphshard_step,
+)
 
 DTYPES = {"fp32": None, "bf16": torch.bfloat16}
 WATCHED = 4  # steps of which memory is counted; the first does not count
 
 
 def parse_args() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    names = [model.name for model in MODELS]
+    parser = harness.parser(__doc__)
+    names = [model.name for model in RIVALS]
     parser.add_argument("--models", nargs="+", choices=[*names, TINY.name], default=names)
     parser.add_argument("--dtypes", nargs="+", choices=[*DTYPES], default=[*DTYPES])
     parser.add_argument("--systems", nargs="+", metavar="NAME", help="words in their names")
     parser.add_argument("--eager", action="store_true", help="no system that compiles")
-    parser.add_argument("--pairs", type=int, default=30, help="timed rounds")
-    parser.add_argument("--warmup", type=int, default=2, help="rounds before, besides the first")
     parser.add_argument("--scale", type=int, default=1, help="of batches")
+    parser.add_argument("--hardware", metavar="FILE", help="what our overlap is timed on")
+    parser.add_argument("--fake", type=int, metavar="RANKS", help="memory of one rank of so many")
+    pairs_arguments(parser, warmup=2)
+    return parser.parse_args()
+
+
+def pairs_arguments(parser: argparse.ArgumentParser, warmup: int) -> None:
+    """The arguments that `Case` reads, but for those of the model."""
+    parser.add_argument("--pairs", type=int, default=30, help="timed rounds")
+    parser.add_argument("--warmup", type=int, default=warmup, help="rounds before them")
     parser.add_argument("--threads", type=int, default=1, help="per rank on a CPU")
     parser.add_argument("--device", choices=["cpu", "cuda"], default="cpu")
-    parser.add_argument("--hardware", metavar="FILE", help="what our overlap is timed on")
-    parser.add_argument("--json", type=Path, metavar="FILE", help="write all figures here")
     parser.add_argument("--errors", action="store_true", help="print whole tracebacks")
-    parser.add_argument("--fake", type=int, metavar="RANKS", help="memory of one rank of so many")
-    return parser.parse_args()
 
 
 @dataclass
@@ -99,8 +119,6 @@ class Result:
     losses: list[float] = field(default_factory=list)
     peak: int = 0
     transient: int | None = None
-    collectives: int = 0
-    moved: int = 0
     gap: float = 0.0
 
 
@@ -118,32 +136,36 @@ class Case:
     folder: str  # for files of compilers
 
     def run(self, systems: Sequence[System]) -> list[Result]:
-        """All systems, side by side."""
         rank = dist.get_rank()
         data, setting = self._setting()
-        checked = 1 + self.args.warmup
-        expected = expected_losses(data, checked, rank, DTYPES[self.dtype])
+        expected = expected_losses(data, 1 + self.args.warmup, rank, DTYPES[self.dtype])
         results = [Result(system.name, system.compiled) for system in systems]
-        running: list[tuple[Result, Trained]] = []
+        running: dict[str, Trained] = {}
         for system, result in zip(systems, results, strict=True):
             trained = self._started(system, setting, result)
             if trained is not None:
-                running.append((result, trained))
+                running[system.name] = trained
         gc.collect()
         gc.freeze()  # so that collecting garbage before each step takes no time
-        for index in range(self.args.warmup + self.args.pairs):
-            batch = data.batch(1 + index, rank)
-            for result, trained in in_turn(running, index):
-                gc.collect()  # not in the middle of somebody's step
-                took, loss = seconds(lambda t=trained, b=batch: t.step(b), self.device)
-                result.losses.append(loss.item())
-                if index >= self.args.warmup:
-                    result.times.append(took)
-        for result, trained in running:
-            self._watch(result, trained, setting)
-            pairs = zip(result.losses, expected, strict=False)
-            result.gap = max(abs(loss - there) for loss, there in pairs)
-            share(result, self.device)
+        rounds = self.args.warmup + self.args.pairs
+        batches = [data.batch(1 + index, rank) for index in range(rounds)]
+        times, losses = harness.alternate(
+            {
+                name: lambda index, of=trained: of.step(batches[index]).item()
+                for name, trained in running.items()
+            },
+            self.args.warmup,
+            self.args.pairs,
+            partial(harness.seconds, device=self.device),
+        )
+        for result in results:
+            if result.system in running:
+                result.times = times[result.system]
+                result.losses += losses[result.system]
+                self._watch(result, running[result.system], setting)
+                pairs = zip(result.losses, expected, strict=False)
+                result.gap = max(abs(loss - there) for loss, there in pairs)
+                share(result, self.device)
         running.clear()
         gc.unfreeze()
         gc.collect()
@@ -172,9 +194,6 @@ class Case:
 
     def _started(self, system: System, setting: Setting, result: Result) -> Trained | None:
         """The system after its first step, or None with the reason in `result`."""
-        result.why_not = system.why_not(setting)
-        if result.why_not:
-            return None
         model = made(self.model, self.device)
         trained: Trained | None = None
 
@@ -186,10 +205,11 @@ class Case:
         if system.compiled:
             fresh_caches(self.folder)
         try:
-            result.first, loss = seconds(first, self.device)
+            result.first, loss = harness.seconds(first, self.device)
             result.losses.append(loss.item())
         except Exception as error:  # whatever another system raises is its reason
-            result.why_not = brief(error)
+            said = str(error).strip().partition("\n")[0]
+            result.why_not = f"{type(error).__name__}: {said}"[:160]
             if self.args.errors and dist.get_rank() == 0:
                 traceback.print_exc()
         reasons: list[str] = [""] * dist.get_world_size()
@@ -198,19 +218,7 @@ class Case:
         return None if result.why_not else trained
 
     def _watch(self, result: Result, trained: Trained, setting: Setting) -> None:
-        """Count memory and communication of a few steps; of memory the median."""
-        watch = StepWatch(dist.get_world_size(), self.device.type)
-        watch.add([trained.kept(), setting.batch])
-        peaks, transients = [], []
-        for _ in range(WATCHED):
-            gc.collect()
-            dist.barrier()
-            base = cuda_bytes(self.device, reset=True)
-            with watch:
-                trained.step(setting.batch, lambda: watch.end_of_backward(trained.parameters))
-            above = cuda_bytes(self.device) - base
-            peaks.append(watch.peak if self.device.type == "cpu" else watch.current + above)
-            transients.append(watch.transient)
+        watch = watched(result, trained, setting)
         if result.compiled and self.device.type == "cpu":
             peaks = []
             for _ in range(WATCHED):
@@ -218,28 +226,27 @@ class Case:
                 dist.barrier()
                 standing = watch.current
                 peaks.append(standing + most_allocated(lambda: trained.step(setting.batch)))
-        result.peak = int(median(peaks[1:]))
-        result.transient = None if result.compiled else int(median(transients[1:]))
-        result.moved = watch.moved
-        issued = trained.collectives  # on Gloo ours are messages between peers
-        result.collectives = sum(watch.calls.values()) if issued is None else issued
+            result.peak = int(median(peaks[1:]))
+        if result.compiled:
+            result.transient = None
 
 
-def in_turn(running: Sequence[Any], index: int) -> list[Any]:
-    """All of `running` in the order of round `index`: turned, and reversed each other time."""
-    turn = index // 2 % max(1, len(running))
-    turned = [*running[turn:], *running[:turn]]
-    return turned[::-1] if index % 2 else turned
-
-
-def seconds(work: Callable[[], Tensor], device: torch.device) -> tuple[float, Tensor]:
-    """Seconds of `work` from a common start until this rank's device is done."""
-    dist.barrier()
-    begin = time.perf_counter()
-    result = work()
-    if device.type == "cuda":
-        torch.cuda.synchronize()
-    return time.perf_counter() - begin, result
+def watched(result: Result, trained: Trained, setting: Setting) -> StepWatch:
+    """Count the memory of a few steps, of which `result` gets the median."""
+    watch = StepWatch(setting.device.type)
+    watch.add([trained.kept(), setting.batch])
+    peaks, transients = [], []
+    for _ in range(WATCHED):
+        gc.collect()
+        dist.barrier()
+        base = cuda_bytes(setting.device, reset=True)
+        with watch:
+            trained.step(setting.batch, lambda: watch.end_of_backward(trained.module.parameters()))
+        above = cuda_bytes(setting.device) - base
+        peaks.append(watch.peak if setting.device.type == "cpu" else watch.current + above)
+        transients.append(watch.transient)
+    result.peak, result.transient = int(median(peaks[1:])), int(median(transients[1:]))
+    return watch
 
 
 def cuda_bytes(device: torch.device, reset: bool = False) -> int:
@@ -262,29 +269,119 @@ def fresh_caches(folder: str) -> None:
     clear_caches()
 
 
-def brief(error: Exception) -> str:
-    """The first line of what was raised."""
-    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
-    return f"{type(error).__name__}: {lines[0] if lines else ''}"[:160]
-
-
 def share(result: Result, device: torch.device) -> None:
     """Every figure of `result` as that of the worst rank, on all ranks."""
     transient = -1 if result.transient is None else result.transient
-    own = [result.first, result.peak, transient, result.moved, result.gap, *result.times]
-    tensor = torch.tensor(own, dtype=torch.float64, device=device)
-    dist.all_reduce(tensor, dist.ReduceOp.MAX)
-    first, peak, most, moved, gap, *result.times = tensor.tolist()
-    result.first, result.gap = first, gap
-    result.peak, result.moved = int(peak), int(moved)
-    result.transient = None if most < 0 else int(most)
+    own = [result.first, result.peak, transient, result.gap, *result.times]
+    result.first, peak, most, result.gap, *result.times = harness.worst_rank(own, device)
+    result.peak, result.transient = int(peak), None if most < 0 else int(most)
+
+
+# -- tables and verdicts ---------------------------------------------------------------------------
+
+HEAD = (
+    f"{'':23} {'first':>7} {'step':>9}  {'eager/ [quartiles]':>18}  {'inductor/':>18} "
+    f"{'peak':>8} {'transient':>9} {'loss':>8}"
+)
+
+
+def table(results: Sequence[Result]) -> str:
+    """A row per system; below it why those that are not in it are not."""
+    by_name = {result.system: result for result in results if not result.why_not}
+    lines = [HEAD]
+    for result in by_name.values():
+        transient = "-" if result.transient is None else f"{mib(result.transient):9.2f}"
+        lines.append(
+            f"{result.system:23} {result.first:5.1f} s {median(result.times) * 1e3:6.1f} ms  "
+            f"{_against(by_name.get(OURS), result)}  "
+            f"{_against(by_name.get(OURS_COMPILED), result)} "
+            f"{mib(result.peak):8.2f} {transient:>9} {result.gap:8.1e}"
+        )
+    lines += [f"not here: {r.system}: {r.why_not}" for r in results if r.why_not]
+    return "\n".join(lines)
+
+
+def _against(ours: Result | None, theirs: Result) -> str:
+    if ours is None or ours is theirs:
+        return " " * 18
+    found = harness.ratios(ours.times, theirs.times)
+    low, high = found[0], found[0]
+    if len(found) > 1:
+        low, _, high = quantiles(found, n=4, method="inclusive")
+    return f"{median(found):.3f} [{low:.2f} {high:.2f}]"
+
+
+def mib(size: float) -> float:
+    return size / 2**20
+
+
+PAIRS = (
+    (OURS, FSDP2),
+    (OURS_OVERLAP, FSDP2),
+    (OURS_COMPILED, FSDP2_BLOCKS),
+    (OURS_COMPILED, FSDP2_WHOLE),
+)
+
+
+def ratios(results: Sequence[Result]) -> Iterator[str]:
+    """A line for each of ours beside its rival: every figure as a part of the rival's."""
+    at = {result.system: result for result in results if not result.why_not}
+    for ours, theirs in ((at[a], at[b]) for a, b in PAIRS if a in at and b in at):
+        step = median(harness.ratios(ours.times, theirs.times))
+        first = ours.first / theirs.first
+        yield f"step {step:.3f}, first {first:.3f}, {memory_ratio(ours, theirs)}"
+
+
+def memory_ratio(ours: Result, theirs: Result) -> str:
+    said = f"peak {ours.peak / theirs.peak:.3f}"
+    if ours.transient is not None and theirs.transient is not None:
+        said += f", transient {ours.transient / max(1, theirs.transient):.3f}"
+    return f"{said}: {ours.system}, of {theirs.system}'s"
+
+
+# -- memory of one rank of many --------------------------------------------------------------------
+
+HEAVY = Model("gpt-heavy", gpt(6, 1024, 8, dropout=0.0), ("Block",), gpt_tokens(1, 32))
+"""78 M parameters in blocks of 12.6 M, a root of 2 M, and 32 tokens: parameters outweigh
+activations."""
+
+BY_COST: dict[str, dict[str, Any]] = {
+    "cpu-gloo": {"hardware": "cpu-gloo"},
+    "h100-sxm": {"hardware": "h100-sxm"},
+    "h100-sxm, in 140 MiB": {"hardware": "h100-sxm", "memory_budget": 140 << 20},
+}
+"""The hardware the cost-based order is made for; the fake group is neither kind."""
+
+
+def on_one_of(ranks: int, model: Model) -> None:
+    """Print the memory of one rank of `ranks`: what it allocates is real, what it computes not."""
+    harness.fake_ranks(ranks)
+    device = torch.device("cpu")
+    batch = Data(model, ranks, 1, device).batch(0, 0)
+    setting = Setting(init_device_mesh("cpu", (ranks,)), device, model.blocks, None, batch)
+    systems = [system for system in SYSTEMS if system.name in (OURS, FSDP2)]
+    for name, fields in BY_COST.items():
+        step = partial(graphshard_step, schedule="overlap", **fields)
+        systems.append(System(f"{OURS} overlap, {name}", step))
+    print(f"{model.name}, one rank of {ranks}\n\n{'':40} {'peak MiB':>10} {'transient MiB':>14}")
+    found: dict[str, Result] = {}
+    for system in systems:
+        trained = system.build(setting, made(model, device))
+        trained.step(batch)
+        result = found[system.name] = Result(system.name, compiled=False)
+        watched(result, trained, setting)
+        print(
+            f"{system.name:40} {mib(result.peak):10.2f} {mib(result.transient):14.2f}", flush=True
+        )
+    theirs = found.pop(FSDP2)
+    print("\n" + "\n".join(memory_ratio(result, theirs) for result in found.values()))
+    dist.destroy_process_group()
 
 
 # -- all of them -----------------------------------------------------------------------------------
 
 
 def chosen(args: argparse.Namespace) -> list[System]:
-    """The systems asked for, in the order of the table."""
     words = args.systems
     named = [s for s in SYSTEMS if not words or any(w.lower() in s.name.lower() for w in words)]
     return [s for s in named if not (args.eager and s.compiled)]
@@ -294,47 +391,32 @@ def run(args: argparse.Namespace, device: torch.device, folder: str) -> None:
     systems = chosen(args)
     torch._dynamo.config.recompile_limit = 64  # one function may be several systems'
     Case(TOY, args.dtypes[0], args, device, folder).first_steps(systems)
-    found: dict[str, list[Result]] = {}
-    verdicts = []
     begin = time.perf_counter()
-    for model in [model for model in (*MODELS, TINY) if model.name in args.models]:
+    for model in [model for model in (*RIVALS, TINY) if model.name in args.models]:
         for dtype in args.dtypes:
             results = Case(model, dtype, args, device, folder).run(systems)
             if dist.get_rank() == 0:
-                name = f"{model.name} {dtype}"
-                found[name] = results
-                print(f"\n{name}\n{table(results)}", flush=True)
-                verdicts += [f"{name:16} {line}" for line in bars(results)]
+                head = f"\n{model.name} {dtype}"
+                print(head, table(results), *ratios(results), sep="\n", flush=True)
     if dist.get_rank() == 0:
-        print("\n" + "\n".join(verdicts))
         print(
             f"\n{dist.get_world_size()} ranks of {args.threads} thread(s), {dist.get_backend()}, "
             f"{args.pairs} pairs, torch {torch.__version__}, "
             f"{time.perf_counter() - begin:.0f} s in all"
         )
-        if args.json is not None:
-            plain = {name: [asdict(r) for r in results] for name, results in found.items()}
-            args.json.write_text(json.dumps(plain))
 
 
 def main() -> None:
     args = parse_args()
-    torch.set_num_threads(args.threads)
     if args.fake:
-        from examples.benchmarks.rivals_fake import HEAVY, compare
-
-        compare(args.fake, args.device, TINY if args.models == [TINY.name] else HEAVY)
+        torch.set_num_threads(args.threads)
+        on_one_of(args.fake, TINY if args.models == [TINY.name] else HEAVY)
         return
-    device = torch.device("cpu")
-    if args.device == "cuda":
-        device = torch.device("cuda", int(os.environ["LOCAL_RANK"]))
-        torch.cuda.set_device(device)
-    backend = "nccl" if args.device == "cuda" else "gloo"
-    dist.init_process_group(backend, timeout=timedelta(minutes=10))
-    with tempfile.TemporaryDirectory(prefix="rivals") as folder:
+    with (
+        harness.started_by_torchrun(args.device, args.threads) as device,
+        tempfile.TemporaryDirectory(prefix="rivals") as folder,
+    ):
         run(args, device, folder)
-    gc.collect()  # nothing refers to the group any more: its threads end before the interpreter
-    dist.destroy_process_group()
 
 
 if __name__ == "__main__":

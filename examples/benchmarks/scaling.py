@@ -18,16 +18,15 @@ from __future__ import annotations
 
 import argparse
 import gc
-import json
 import math
 import resource
-import subprocess
 import sys
 import time
-from collections.abc import Iterator
+from collections import Counter
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import replace
 from pathlib import Path
+from statistics import linear_regression
 from typing import Any
 
 import torch
@@ -35,6 +34,7 @@ import torch
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent.parent))
 
 import graphshard
+from examples.benchmarks import benchmark_models, harness
 from examples.gpt import GPT, GPTConfig
 from graphshard.program.text import full_text, schedule_text
 
@@ -47,25 +47,25 @@ SMALL = 0.05  # seconds below which a stage is not compared
 
 
 class StageTimes:
-    """CPU seconds of each stage, without what runs inside of it under a name of its own."""
+    """Seconds by `clock` of each stage, whole and without stages inside of it."""
 
-    def __init__(self) -> None:
-        self.seconds: dict[str, float] = {}
-        self._open: list[list[Any]] = []
+    def __init__(self, clock: Callable[[], float] = time.process_time) -> None:
+        self.clock = clock
+        self.whole: Counter[str] = Counter()
+        self.seconds: Counter[str] = Counter()
+        self._inside = 0.0  # seconds of stages that ended inside of the open one
 
     @contextmanager
     def stage(self, name: str, total: int | None = None) -> Iterator[None]:
         """See `graphshard.pipeline.Stages`."""
-        start = time.process_time()
-        self._open.append([name, 0.0])
+        start, before, self._inside = self.clock(), self._inside, 0.0
         try:
             yield
         finally:
-            took = time.process_time() - start
-            _, inside = self._open.pop()
-            self.seconds[name] = self.seconds.get(name, 0.0) + took - inside
-            if self._open:
-                self._open[-1][1] += took
+            took = self.clock() - start
+            self.whole[name] += took
+            self.seconds[name] += took - self._inside
+            self._inside = before + took
 
     def advance(self) -> None:
         """Nothing is shown."""
@@ -79,41 +79,30 @@ def gpt(layers: int, width: int) -> tuple[Any, tuple[str, ...], dict[str, Any]]:
 
 
 def llama(layers: int, width: int) -> tuple[Any, tuple[str, ...], dict[str, Any]]:
-    from transformers import LlamaConfig, LlamaForCausalLM
-
-    config = LlamaConfig(
-        vocab_size=128_256,
-        hidden_size=width,
-        intermediate_size=28_672,
-        num_hidden_layers=layers,
-        num_attention_heads=64,
-        num_key_value_heads=8,
-        max_position_embeddings=8192,
-    )
     with torch.device("meta"):
         ids = torch.zeros(1, 4096, dtype=torch.long)
-        model = LlamaForCausalLM(config)
-    return model, ("LlamaDecoderLayer",), {"input_ids": ids, "labels": ids, "use_cache": False}
+        model = benchmark_models.llama(width, 28_672, layers, 64, 8, 128_256)()
+    return model, ("LlamaDecoderLayer",), {"input_ids": ids, "labels": ids}
 
+
+MODELS = {"gpt": gpt, "llama": llama}
 
 Case = tuple[str, int, int, int, str, str]
 """The model, its blocks and width, the ranks, the schedule and the backend."""
 
 
-def row(case: Case) -> dict[str, Any]:
+def row(rank: int, case: Case) -> dict[str, Any]:
     """Seconds of each stage, nodes, and MiB of peak resident set that all of it added."""
-    torch.set_num_threads(1)
     build, layers, width, world, schedule, backend = case
-    model, units, call = {"gpt": gpt, "llama": llama}[build](layers, width)
+    model, units, call = MODELS[build](layers, width)
     precision = graphshard.MixedPrecision(param_dtype=torch.bfloat16)
     hardware = "h100-sxm" if schedule == "overlap" else None
     policy = graphshard.BlockPolicy(
         units, mixed_precision=precision, schedule=schedule, hardware=hardware
     )
     # What the first capture of a process imports is no cost of the model's.
-    small, units, small_call = {"gpt": gpt, "llama": llama}[build](1, 64)
-    few = replace(policy)
-    warm = graphshard.plan(small, few, world_size=2, example_kwargs=small_call, backend=backend)
+    small, units, small_call = MODELS[build](1, 64)
+    warm = graphshard.plan(small, policy, world_size=2, example_kwargs=small_call, backend=backend)
     graphshard.simulate(warm, hardware="h100-sxm")
     before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     times = StageTimes()
@@ -142,91 +131,65 @@ def row(case: Case) -> dict[str, Any]:
         "world": world,
         "nodes": len(program.graph.nodes),
         "seconds": known,
-        "passes": times.seconds,
         "total": total,
         "mib": (after - before) / 1024,
     }
 
 
-def measured(case: Case) -> dict[str, Any]:
-    """`row` in a process of its own."""
-    command = [sys.executable, __file__, "--row", *map(str, case)]
-    done = subprocess.run(command, capture_output=True, text=True, check=False)
-    if done.returncode:
-        raise SystemExit(done.stderr)
-    found: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
-    return found
-
-
 def least_of(found: list[dict[str, Any]]) -> dict[str, Any]:
     """Measurements of one case as one: the least seconds of each stage, and the least memory."""
-    least = dict(found[0])
-    for key in ("seconds", "passes"):
-        least[key] = {name: min(each[key][name] for each in found) for name in found[0][key]}
-    for key in ("total", "mib"):
-        least[key] = min(each[key] for each in found)
+    least = found[0] | {key: min(each[key] for each in found) for key in ("total", "mib")}
+    least["seconds"] = {name: min(each["seconds"][name] for each in found) for name in STAGES}
     return least
 
 
-def exponent(rows: list[dict[str, Any]], stage: str, table: str = "seconds") -> float:
-    """Least squares slope of log seconds over log nodes, of the deeper half of `rows`.
-
-    Of a stage, or with `table="passes"` of a pass.
-    """
+def exponent(rows: list[dict[str, Any]], stage: str) -> float:
+    """Least squares slope of log seconds over log nodes, of the deeper half of `rows`."""
     deep = rows[-max(3, len(rows) - len(rows) // 2) :]
-    if max(each[table][stage] for each in deep) < SMALL:
+    if max(each["seconds"][stage] for each in deep) < SMALL:
         return 0.0
     xs = [math.log(each["nodes"]) for each in deep]
-    ys = [math.log(max(each[table][stage], 1e-4)) for each in deep]
-    mean_x, mean_y = sum(xs) / len(xs), sum(ys) / len(ys)
-    above = sum((x - mean_x) * (y - mean_y) for x, y in zip(xs, ys, strict=True))
-    return above / sum((x - mean_x) ** 2 for x in xs)
-
-
-def show(each: dict[str, Any]) -> None:
-    cells = "".join(f"{each['seconds'][stage]:>10.2f}" for stage in STAGES)
-    print(
-        f"{each['layers']:6} {each['width']:6,} {each['world']:7,} {each['nodes']:7,}{cells}"
-        f"{each['total']:>9.1f}{each['mib']:>8,.0f}",
-        flush=True,
-    )
-
-
-def heading() -> None:
-    cells = "".join(f"{stage:>10}" for stage in STAGES)
-    print(f"{'blocks':>6} {'width':>6} {'ranks':>7} {'nodes':>7}{cells}{'planned':>9}{'MiB':>8}")
+    ys = [math.log(max(each["seconds"][stage], 1e-4)) for each in deep]
+    return linear_regression(xs, ys).slope
 
 
 def over(args: argparse.Namespace, cases: list[tuple[str, int, int, int]]) -> list[dict[str, Any]]:
     """Each of `cases`, measured in rounds over all of them: what disturbs falls on all alike."""
     rounds = [
-        [measured((*case, args.schedule, args.backend)) for case in cases] for _ in range(args.best)
+        [harness.on_ranks(row, 1, (*case, args.schedule, args.backend)) for case in cases]
+        for _ in range(args.best)
     ]
     found = [least_of(list(of_case)) for of_case in zip(*rounds, strict=True)]
     for each in found:
-        show(each)
+        cells = "".join(f"{each['seconds'][stage]:>10.2f}" for stage in STAGES)
+        print(
+            f"{each['layers']:6} {each['width']:6,} {each['world']:7,} {each['nodes']:7,}{cells}"
+            f"{each['total']:>9.1f}{each['mib']:>8,.0f}",
+            flush=True,
+        )
     return found
+
+
+def judged(found: dict[str, float], most: float, title: str, good: str) -> bool:
+    """Print a figure of each stage, of which none may be above `most`; whether none is."""
+    cells = "".join(f"{one:>9.2f}{' ' if one <= most else '!'}" for one in found.values())
+    fine = max(found.values()) <= most
+    print(f"{title:>28}{cells}   {good if fine else f'NOT {good}'}\n")
+    return fine
 
 
 def flat(rows: list[dict[str, Any]], what: str) -> bool:
     """Whether no stage costs more with `what`; says so."""
-    fine = True
-    cells = ""
+    dearest = {}
     for stage in STAGES:
         seconds = [each["seconds"][stage] for each in rows]
         ratio = max(seconds) / max(seconds[0], 1e-4)
-        ok = ratio <= FLAT or max(seconds) < SMALL
-        fine = fine and ok
-        cells += f"{ratio:>9.2f}{' ' if ok else '!'}"
-    print(f"{'dearest row over first':>28}{cells}   {'flat' if fine else 'NOT FLAT'} in {what}\n")
-    return fine
+        dearest[stage] = 0.0 if max(seconds) < SMALL else ratio
+    return judged(dearest, FLAT, "dearest row over first", f"flat in {what}")
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument("--row", nargs=6, help=argparse.SUPPRESS)
+    parser = harness.parser(__doc__)
     parser.add_argument("--llama", action="store_true", help="Llama-3-70B alone, on 64 ranks")
     parser.add_argument("--layers", type=int, default=80, help="of the Llama")
     parser.add_argument("--depths", type=int, nargs="+", default=DEPTHS)
@@ -235,28 +198,15 @@ def main() -> int:
     parser.add_argument("--best", type=int, default=2, help="times that each row is measured")
     parser.add_argument("--only-depth", action="store_true", help="neither widths nor ranks")
     args = parser.parse_args()
-    if args.row:
-        build, layers, width, world, schedule, backend = args.row
-        found = row((build, int(layers), int(width), int(world), schedule, backend))
-        print(json.dumps(found))
-        return 0
-    heading()
+    cells = "".join(f"{stage:>10}" for stage in STAGES)
+    print(f"{'blocks':>6} {'width':>6} {'ranks':>7} {'nodes':>7}{cells}{'planned':>9}{'MiB':>8}")
     if args.llama:
         (found,) = over(args, [("llama", args.layers, 8192, 64)])
-        slowest = sorted(found["passes"].items(), key=lambda item: -item[1])[:5]
-        print("slowest passes: " + ", ".join(f"{name} {took:.2f}" for name, took in slowest))
         return int(found["total"] > 30)
     rows = over(args, [("gpt", layers, 256, 8) for layers in args.depths])
     slopes = {stage: exponent(rows, stage) for stage in STAGES}
+    fine = judged(slopes, LINEAR, "exponent", "linear in nodes")
     memory = rows[-1]["mib"] / rows[0]["mib"]
-    fine = all(slope <= LINEAR for slope in slopes.values())
-    cells = "".join(f"{slopes[s]:>9.2f}{' ' if slopes[s] <= LINEAR else '!'}" for s in STAGES)
-    print(f"{'exponent':>28}{cells}   {'linear' if fine else 'NOT LINEAR'} in nodes")
-    slowest = sorted(rows[-1]["passes"].items(), key=lambda item: -item[1])[:5]
-    each_of = (
-        f"{name} {took:.2f} s, {exponent(rows, name, 'passes'):.2f}" for name, took in slowest
-    )
-    print(f"{'slowest passes':>28}: {'; '.join(each_of)}")
     times = rows[-1]["nodes"] / rows[0]["nodes"]
     print(f"{'memory':>28}: {memory:.1f} times for {times:.1f} times the nodes\n")
     fine &= memory <= 1.2 * times

@@ -18,17 +18,27 @@ default one.
 
 from __future__ import annotations
 
-import argparse
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from itertools import pairwise
-from typing import Any
+from pathlib import Path
 
 import torch
-import transformers as hf
-from torch import nn
 
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent.parent))
+
+from examples.benchmarks import harness
+from examples.benchmarks.benchmark_models import (
+    Model,
+    bert,
+    images,
+    llama,
+    regnet,
+    t5,
+    tokens,
+    transformer,
+)
 from graphshard import BlockPolicy, Hardware, MixedPrecision
 from graphshard.capture.entry import capture
 from graphshard.cost.memory import bytes_held
@@ -52,112 +62,43 @@ BF16 = MixedPrecision(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
 BAR = {("llama-8b", 8, "h100-sxm"): 0.97, ("llama-70b", 64, "h100-sxm"): 0.97}
 
 
-@dataclass(frozen=True)
-class Model:
-    """The workload: its model, a rank's batch, and the modules recomputed."""
-
-    build: Callable[[], nn.Module]
-    inputs: Callable[[], dict[str, torch.Tensor]]
-    recompute: str | None = None
-
-
-def tokens(batch: int, length: int, **more: int) -> Callable[[], dict[str, torch.Tensor]]:
-    """Token ids and labels on meta; `more` are the lengths of further inputs of token ids."""
-
-    def make() -> dict[str, torch.Tensor]:
-        ids = {"input_ids": length, "labels": length} | more
-        return {k: torch.zeros(batch, n, dtype=torch.int64, device="meta") for k, n in ids.items()}
-
-    return make
-
-
-def llama(width: int, ffn: int, layers: int, heads: int, kv: int, vocab: int) -> Any:
-    """A Llama of these sizes."""
-    return hf.LlamaForCausalLM(
-        hf.LlamaConfig(
-            hidden_size=width,
-            intermediate_size=ffn,
-            num_hidden_layers=layers,
-            num_attention_heads=heads,
-            num_key_value_heads=kv,
-            vocab_size=vocab,
-            max_position_embeddings=8192,
-            use_cache=False,
-        )
-    )
-
-
-def mixture() -> Any:
-    """A mixture of 32 experts of which each token takes 4."""
-    return hf.Qwen3MoeForCausalLM(
-        hf.Qwen3MoeConfig(
-            hidden_size=2048,
-            intermediate_size=6144,
-            moe_intermediate_size=768,
-            num_hidden_layers=24,
-            num_attention_heads=32,
-            num_key_value_heads=4,
-            num_experts=32,
-            num_experts_per_tok=4,
-            vocab_size=151_936,
-            use_cache=False,
-            output_router_logits=False,
-        )
-    )
-
-
-def images() -> dict[str, torch.Tensor]:
-    """A batch of images with their classes."""
-    return {
-        "pixel_values": torch.zeros(64, 3, 224, 224, device="meta"),
-        "labels": torch.zeros(64, dtype=torch.int64, device="meta"),
-    }
-
+mixture = transformer(
+    "Qwen3Moe",
+    "ForCausalLM",
+    hidden_size=2048,
+    intermediate_size=6144,
+    moe_intermediate_size=768,
+    num_hidden_layers=24,
+    num_attention_heads=32,
+    num_key_value_heads=4,
+    num_experts=32,
+    num_experts_per_tok=4,
+    vocab_size=151_936,
+    use_cache=False,
+    output_router_logits=False,
+)
+"""A mixture of 32 experts of which each token takes 4."""
 
 MODELS = {
-    "gpt2": Model(lambda: hf.GPT2LMHeadModel(hf.GPT2Config(use_cache=False)), tokens(8, 1024)),
-    "bert-large": Model(
-        lambda: hf.BertForMaskedLM(
-            hf.BertConfig(
-                hidden_size=1024,
-                num_hidden_layers=24,
-                num_attention_heads=16,
-                intermediate_size=4096,
-            )
+    model.name: model
+    for model in (
+        Model("gpt2", transformer("GPT2", "LMHeadModel", use_cache=False), (), tokens(8, 1024)),
+        Model("bert-large", bert(1024, 4096, 24, 16), (), tokens(16, 512)),
+        Model("t5-3b", t5(1024, 128, 16_384, 24, 32), (), tokens(8, 512)),
+        Model(
+            "regnet-10b",
+            regnet(32, [2020, 4040, 11110, 28280], [2, 7, 17, 1], 1010, 1000),
+            (),
+            images(64, 224, 1000),
         ),
-        tokens(16, 512),
-    ),
-    "t5-3b": Model(
-        lambda: hf.T5ForConditionalGeneration(
-            hf.T5Config(
-                d_model=1024,
-                d_kv=128,
-                d_ff=16_384,
-                num_layers=24,
-                num_heads=32,
-                use_cache=False,
-                decoder_start_token_id=0,
-            )
-        ),
-        tokens(8, 512),
-    ),
-    "regnet-10b": Model(
-        lambda: hf.RegNetForImageClassification(
-            hf.RegNetConfig(
-                embedding_size=32,
-                hidden_sizes=[2020, 4040, 11110, 28280],
-                depths=[2, 7, 17, 1],
-                groups_width=1010,
-                num_labels=1000,
-            )
-        ),
-        images,
-    ),
-    "moe-15b": Model(mixture, tokens(2, 4096), "units"),
-    "llama-7b": Model(lambda: llama(4096, 11_008, 32, 32, 32, 32_000), tokens(2, 4096), "units"),
-    "llama-8b": Model(lambda: llama(4096, 14_336, 32, 32, 8, 128_256), tokens(1, 8192), "units"),
-    "llama-70b": Model(lambda: llama(8192, 28_672, 80, 64, 8, 128_256), tokens(1, 8192), "units"),
+        Model("moe-15b", mixture, (), tokens(2, 4096)),
+        Model("llama-7b", llama(4096, 11_008, 32, 32, 32, 32_000), (), tokens(2, 4096)),
+        Model("llama-8b", llama(4096, 14_336, 32, 32, 8, 128_256), (), tokens(1, 8192)),
+        Model("llama-70b", llama(8192, 28_672, 80, 64, 8, 128_256), (), tokens(1, 8192)),
+    )
 }
+RECOMPUTED = ("moe", "llama")
+"""Models whose units are computed again begin so."""
 
 
 @dataclass(frozen=True)
@@ -177,12 +118,10 @@ class Line:
 
     @property
     def share(self) -> float:
-        """The bound, as a part of the step by "overlap"."""
         return self.bound / self.overlap
 
     @property
     def faults(self) -> list[str]:
-        """The bars that are missed."""
         found = []
         if self.default > self.fsdp2 * (1 + 1e-9):
             found.append("default slower")
@@ -220,7 +159,6 @@ class Fsdp2Order(Pass):
     """
 
     def apply(self, program: Program, plan: ShardingPlan) -> None:
-        """See `Pass.apply`."""
         spans = find_spans(program, plan)
         gathers = gathers_by_span(spans)
         for phase in (FORWARD, BACKWARD):
@@ -233,16 +171,15 @@ class Fsdp2Order(Pass):
 
 
 def lines(name: str, worlds: list[int], hardware: list[str]) -> Iterator[Line]:
-    """The lines of one model."""
-    model = MODELS[name]
     with torch.device("meta"):
-        module = model.build().train()
-    policy = BlockPolicy(mixed_precision=BF16, recompute=model.recompute)
+        module = MODELS[name].build().train()
+        inputs = MODELS[name].batch(1, None)
+    recompute = "units" if name.startswith(RECOMPUTED) else None
+    policy = BlockPolicy(mixed_precision=BF16, recompute=recompute)
     captured = None
     for ranks in worlds:
         plan = make_plan(module, policy, world_size=ranks)
         if captured is None:
-            inputs = model.inputs()
             captured = capture(module, (), inputs, device="cpu", precisions=plan.precisions).program
         started = captured.copy()
         assign_units(started, plan)
@@ -258,47 +195,22 @@ def lines(name: str, worlds: list[int], hardware: list[str]) -> Iterator[Line]:
         apply_passes(shared, started, plan)
         plain = started.copy()
         apply_passes(rest, plain, plan)
-        for one in hardware:
-            yield line(name, ranks, Hardware.load(one), started, (fsdp2, plain), plan)
+        for one in map(Hardware.load, hardware):
+            by_cost = replace(plan.policy, schedule="overlap", hardware=one)
+            of_cost = replace(plan, policy=by_cost)
+            program = started.copy()
+            apply_passes(parts(default_passes(by_cost))[1], program, of_cost)
+            every_order = (fsdp2, plain, program)
+            times = [timeline_of(each, of_cost, one) for each in every_order]
+            held = [bytes_held(each, of_cost, False, "nccl") for each in every_order]
+            seconds = [timeline.seconds for timeline in times]
+            yield Line(name, ranks, one.name, *seconds, *held, bound(times[1]))
 
 
 def parts(passes: tuple[Pass, ...]) -> tuple[tuple[Pass, ...], tuple[Pass, ...]]:
     """The passes that both schedules begin with, and the others."""
     after = [type(step) for step in passes].index(SplitReduces) + 1
     return passes[:after], passes[after:]
-
-
-def line(
-    name: str,
-    ranks: int,
-    hardware: Hardware,
-    started: Program,
-    others: tuple[Program, Program],
-    plan: ShardingPlan,
-) -> Line:
-    """The line of a program.
-
-    Args:
-        name: of the model.
-        ranks: their number.
-        hardware: what times are estimated for.
-        started: what both schedules begin with.
-        others: the programs in FSDP2's order and in the default one.
-        plan: of the default one.
-    """
-    by_cost = replace(plan.policy, schedule="overlap", hardware=hardware)
-    plan = replace(plan, policy=by_cost)
-    program = started.copy()
-    apply_passes(parts(default_passes(plan.policy))[1], program, plan)
-    times = [timeline_of(each, plan, hardware) for each in (*others, program)]
-    return Line(
-        name,
-        ranks,
-        hardware.name,
-        *(timeline.seconds for timeline in times),
-        *(bytes_held(each, plan, False, "nccl") for each in (*others, program)),
-        bound(times[1]),
-    )
 
 
 def bound(timeline: Timeline) -> float:
@@ -317,9 +229,8 @@ def bound(timeline: Timeline) -> float:
 
 
 def main() -> int:
-    """Print the table; 1 if a line has a fault."""
     torch.set_num_threads(1)
-    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
+    parser = harness.parser(__doc__)
     parser.add_argument("--models", nargs="+", choices=list(MODELS), default=list(MODELS))
     parser.add_argument("--worlds", nargs="+", type=int, default=list(WORLDS))
     parser.add_argument("--hardware", nargs="+", default=list(HARDWARE))

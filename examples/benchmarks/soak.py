@@ -10,29 +10,25 @@ prints a row, of the rank that needs most, and ends with 1 if something grows.
 
 from __future__ import annotations
 
-import argparse
-import json
 import logging
-import multiprocessing
 import os
-import socket
 import sys
 import tempfile
 import time
 import warnings
-from dataclasses import asdict, astuple, dataclass
-from datetime import timedelta
+from dataclasses import astuple, dataclass
 from pathlib import Path
 from statistics import median
 
 import torch
 import torch.distributed as dist
 
-import graphshard
-from graphshard.torch_private import compat as torch_compat
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent.parent))
 
-sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
-from gpt import GPT, Block, GPTConfig
+import graphshard
+from examples.benchmarks import harness
+from examples.gpt import GPT, Block, GPTConfig
+from graphshard.torch_private import compat as torch_compat
 
 RANKS = 2
 LENGTHS = (16, 24, 32, 40)
@@ -72,26 +68,17 @@ def batch(step: int, rank: int) -> torch.Tensor:
     return torch.randint(VOCAB, (4, LENGTHS[step % len(LENGTHS)]), generator=generator)
 
 
-def train(rank: int, port: int, folder: Path, first: int, last: int, window: int) -> None:
-    """Train steps `first` to `last`, from the latest checkpoint in `folder`."""
+def train(rank: int, folder: Path, first: int, last: int, window: int) -> list[Row]:
+    """Train on from the latest checkpoint; rows of what the rank that needs most holds."""
     warnings.simplefilter("ignore")
     logging.disable()
-    torch.set_num_threads(1)
-    dist.init_process_group(
-        "gloo",
-        init_method=f"tcp://127.0.0.1:{port}",
-        rank=rank,
-        world_size=RANKS,
-        timeout=timedelta(seconds=60),
-    )
     torch.manual_seed(0)
     model = GPT(GPTConfig(vocab=VOCAB, layers=2, heads=2, width=32, dropout=0.1))
     sharded = graphshard.compile(model, graphshard.BlockPolicy({Block}))
     optimizer = torch.optim.AdamW(sharded.parameters(), lr=1e-3)
     if (latest := graphshard.latest_checkpoint(folder)) is not None:
         sharded.load_checkpoint(latest, optimizer)
-    seconds: list[float] = []
-    busy: list[float] = []
+    rows, seconds, busy = list[Row](), list[float](), list[float]()
     for step in range(first, last):
         ids = batch(step, rank)
         start, begin = time.perf_counter(), time.process_time()
@@ -112,42 +99,13 @@ def train(rank: int, port: int, folder: Path, first: int, last: int, window: int
         if done % window == 0:
             path = folder / f"step-{done}"
             sharded.save_checkpoint(path, optimizer, keep=2, background=bool(done // window % 2))
-            with (folder / f"rows{rank}").open("a") as rows:
-                print(json.dumps(asdict(Row.now(done, seconds, busy))), file=rows)
+            rows.append(Row.now(done, seconds, busy))
             seconds.clear()
             busy.clear()
     sharded.save_checkpoint(folder / f"step-{last}", optimizer, keep=2)
-    dist.destroy_process_group()
-
-
-def run(steps: int) -> list[list[Row]]:
-    """The rows of both halves, each the most of the ranks."""
-    half, window = steps // 2, steps // 20
-    context = multiprocessing.get_context("fork")
-    with tempfile.TemporaryDirectory() as name:
-        folder = Path(name)
-        for first in (0, half):
-            with socket.socket() as free:
-                free.bind(("127.0.0.1", 0))
-                port = free.getsockname()[1]
-            ranks = [
-                context.Process(
-                    target=train, args=(rank, port, folder, first, first + half, window)
-                )
-                for rank in range(RANKS)
-            ]
-            for process in ranks:
-                process.start()
-            for process in ranks:
-                process.join()
-                if process.exitcode:
-                    raise SystemExit(f"a rank ended with {process.exitcode}")
-        texts = [(folder / f"rows{rank}").read_text().splitlines() for rank in range(RANKS)]
-    rows = [
-        Row(*map(max, zip(*(astuple(Row(**json.loads(text))) for text in of_ranks), strict=True)))
-        for of_ranks in zip(*texts, strict=True)
-    ]
-    return [rows[: half // window], rows[half // window :]]
+    each: list[list[Row]] = [[]] * RANKS
+    dist.all_gather_object(each, rows)
+    return [Row(*map(max, zip(*map(astuple, now), strict=True))) for now in zip(*each, strict=True)]
 
 
 def growth(rows: list[Row]) -> list[str]:
@@ -167,22 +125,24 @@ def growth(rows: list[Row]) -> list[str]:
 
 def main() -> int:
     """Parse the arguments, run, print the table; 1 if something grew."""
-    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
+    parser = harness.parser(__doc__)
     parser.add_argument("--steps", type=int, default=20000)
     options = parser.parse_args()
-    grown = []
+    grown, half, window = list[str](), options.steps // 2, options.steps // 20
     print(
         "| step | memory (MiB) | descriptors, threads, keys in the Store "
         "| step (ms) | of the processor (ms) |"
     )
     print("|---|---|---|---|---|")
-    for rows in run(options.steps):
-        for row in rows:
-            print(
-                f"| {row.step:,} | {row.megabytes:.1f} | {row.descriptors}, {row.threads}, "
-                f"{row.keys} | {row.clock:.2f} | {row.processor:.2f} |"
-            )
-        grown += growth(rows)
+    with tempfile.TemporaryDirectory() as folder:
+        for first in (0, half):
+            rows = harness.on_ranks(train, RANKS, Path(folder), first, first + half, window)
+            for row in rows:
+                print(
+                    f"| {row.step:,} | {row.megabytes:.1f} | {row.descriptors}, {row.threads}, "
+                    f"{row.keys} | {row.clock:.2f} | {row.processor:.2f} |"
+                )
+            grown += growth(rows)
     print("\n".join(f"grows: {line}" for line in grown) or "nothing grows")
     return 1 if grown else 0
 

@@ -12,11 +12,12 @@ that runs beside them is not seen here.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 import graphshard
 from graphshard.cost.collective_cost import collective_seconds, group_shape
@@ -68,58 +69,67 @@ class Communicator:
         self.calls: list[tuple[str, int]] = []
         self._last: Any = None
 
-    def begin(self, op: str, size: int) -> None:
-        """Queue the wait for the one before, and the time that `size` bytes take."""
+    def moved(self, *ops: str) -> int:
+        """Bytes of the full tensors of these collectives."""
+        return sum(size for op, size in self.calls if op in ops)
+
+    @contextmanager
+    def turn(self, op: str, size: int) -> Iterator[None]:
+        """Behind the one before, and the time that `size` bytes take, what is queued inside."""
         self.calls.append((op, size))
         # In the capture of a graph nothing may wait for what is outside of it; the side stream
         # orders all.
-        if self._last is not None and not torch.cuda.is_current_stream_capturing():
+        ordered = self.device.type == "cuda" and not torch.cuda.is_current_stream_capturing()
+        if self._last is not None and ordered:
             torch.cuda.current_stream(self.device).wait_event(self._last)
         if self.seconds_of is not None:
             self.delay(self.seconds_of(op, size))
-
-    def end(self) -> None:
-        """All that was queued since `begin` belongs to it."""
-        if self.device.type == "cuda" and not torch.cuda.is_current_stream_capturing():
+        yield
+        if ordered:
             self._last = torch.cuda.current_stream(self.device).record_event()
 
 
 class StandIn:
-    """The calls of a process group that a sharded module makes in a step."""
+    """The calls of a process group that a sharded module makes in a step.
 
-    def __init__(self, rank: int, size: int, communicator: Communicator) -> None:
+    Without `moves` they only note bytes. Torch's "fake" backend copies on the device instead of
+    moving, once for each rank and tensor, which costs two systems that gather in different ways
+    different amounts.
+    """
+
+    def __init__(self, rank: int, size: int, communicator: Communicator, moves: bool) -> None:
         self._rank, self._size, self._communicator = rank, size, communicator
+        self._moves = moves
 
     def allgather_into_tensor_coalesced(
         self, outputs: list[Tensor], inputs: list[Tensor], options: Any = None
     ) -> Done:
-        self._communicator.begin("all_gather", sum(t.nbytes for t in outputs))
-        for whole, part in zip(outputs, inputs, strict=True):
-            own = part.reshape(1, -1)
-            if own.data_ptr() in range(whole.data_ptr(), whole.data_ptr() + whole.nbytes):
-                own = own.clone()  # gathered in place
-            whole.view(self._size, -1).copy_(own.expand(self._size, -1))
-        self._communicator.end()
+        with self._communicator.turn("all_gather", sum(t.nbytes for t in outputs)):
+            for whole, part in zip(outputs, inputs, strict=True) if self._moves else ():
+                own = part.reshape(1, -1)
+                if own.data_ptr() in range(whole.data_ptr(), whole.data_ptr() + whole.nbytes):
+                    own = own.clone()  # gathered in place
+                whole.view(self._size, -1).copy_(own.expand(self._size, -1))
         return Done()
 
     def reduce_scatter_tensor_coalesced(
         self, outputs: list[Tensor], inputs: list[Tensor], options: Any = None
     ) -> Done:
-        self._communicator.begin("reduce_scatter", sum(t.nbytes for t in inputs))
-        for part, whole in zip(outputs, inputs, strict=True):
-            part.view(-1).copy_(whole.view(self._size, -1)[self._rank])
-        self._communicator.end()
+        with self._communicator.turn("reduce_scatter", sum(t.nbytes for t in inputs)):
+            for part, whole in zip(outputs, inputs, strict=True) if self._moves else ():
+                part.view(-1).copy_(whole.view(self._size, -1)[self._rank])
         return Done()
 
     def allreduce(self, tensors: list[Tensor], options: Any = None) -> Done:
-        self._communicator.begin("all_reduce", sum(t.nbytes for t in tensors))
-        self._communicator.end()
-        return Done()
+        with self._communicator.turn("all_reduce", sum(t.nbytes for t in tensors)):
+            return Done()
 
     allreduce_coalesced = allreduce
 
 
-def stand_in(sharded: graphshard.ShardedModule, seconds_of: Seconds | None = None) -> Communicator:
+def stand_in(
+    sharded: graphshard.ShardedModule, seconds_of: Seconds | None = None, moves: bool = True
+) -> Communicator:
     """Let `sharded`, compiled on a "fake" group and not called yet, communicate through `StandIn`s.
 
     It must have been compiled without example inputs, since programs are bound to their group.
@@ -127,9 +137,38 @@ def stand_in(sharded: graphshard.ShardedModule, seconds_of: Seconds | None = Non
     whole = sharded._graphshard.bindings.group
     assert whole.backend == "fake", "a group of ranks that do exist"
     assert not sharded.programs, "captured already; compile it without example inputs"
-    communicator = Communicator(whole.device, seconds_of)
+    # What does not move needs no order either, and no event.
+    communicator = Communicator(whole.device if moves else torch.device("cpu"), seconds_of)
     for group in (whole, *whole.subgroups.values()):
-        group.process_group = StandIn(group.rank, group.size, communicator)
+        group.process_group = StandIn(group.rank, group.size, communicator, moves)
+    return communicator
+
+
+class Noted:
+    """A collective of `fully_shard`'s that moves nothing; its memory is as by default."""
+
+    def __init__(self, communicator: Communicator, op: str) -> None:
+        self.communicator, self.op = communicator, op
+
+    def allocate(self, size: Any, *, dtype: torch.dtype, device: torch.device) -> Tensor:
+        return torch.empty(*size, dtype=dtype, device=device)
+
+    def __call__(self, output_tensor: Tensor, input_tensor: Tensor, **how: Any) -> None:
+        with self.communicator.turn(self.op, max(output_tensor.nbytes, input_tensor.nbytes)):
+            pass
+
+
+def nothing_moves(model: nn.Module) -> Communicator:
+    """Let the collectives of `model`, graphshard's or `fully_shard`'s, only note their bytes."""
+    if isinstance(model, graphshard.ShardedModule):
+        return stand_in(model, moves=False)
+    from torch.distributed.fsdp import FSDPModule
+
+    communicator = Communicator(torch.device("cpu"))
+    for module in model.modules():
+        if isinstance(module, FSDPModule):
+            module.set_custom_all_gather(Noted(communicator, "all_gather"))
+            module.set_custom_reduce_scatter(Noted(communicator, "reduce_scatter"))
     return communicator
 
 

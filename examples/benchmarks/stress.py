@@ -15,6 +15,7 @@ import random
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
+from unittest.mock import patch
 
 import torch
 import torch.nn.functional as F
@@ -27,6 +28,7 @@ from graphshard.runtime.gather import AllGather, Gathered
 from graphshard.runtime.streams import Launched, SideStream
 
 WIDTH, BATCH = 256, 64
+MOST = 1e-4
 
 
 class Block(nn.Module):
@@ -58,7 +60,6 @@ class Stack(nn.Module):
 @contextmanager
 def in_program_order() -> Iterator[None]:
     """Inside, what is launched runs on the compute stream, where it stands."""
-    launch, synchronize = SideStream.launch, SideStream.synchronize
 
     def inline(self: SideStream, work: Callable[..., Any], *args: Any) -> Launched:
         compute = self.cuda.current_stream(self.device)
@@ -68,13 +69,8 @@ def in_program_order() -> Iterator[None]:
     def synchronize_compute(self: SideStream) -> None:
         self.cuda.current_stream(self.device).synchronize()
 
-    SideStream.launch = inline  # type: ignore[method-assign]
-    SideStream.synchronize = synchronize_compute  # type: ignore[method-assign]
-    try:
+    with patch.multiple(SideStream, launch=inline, synchronize=synchronize_compute):
         yield
-    finally:
-        SideStream.launch = launch  # type: ignore[method-assign]
-        SideStream.synchronize = synchronize  # type: ignore[method-assign]
 
 
 def _poisoning(release_for: Callable[[AllGather], Callable[[Tensor], None]]) -> Any:
@@ -93,15 +89,14 @@ def _poisoning(release_for: Callable[[AllGather], Callable[[Tensor], None]]) -> 
 
 
 @contextmanager
-def stressed(device: torch.device, seed: int, most: float = 1e-4) -> Iterator[None]:
-    """Inside, streams are delayed by up to `most` seconds at a time, and frees poison."""
+def stressed(device: torch.device, seed: int) -> Iterator[None]:
+    """Inside, streams are delayed by up to `MOST` seconds at a time, and frees poison."""
     chance, delay = random.Random(seed), Delay(device)
     launch, join, free = SideStream.launch, Launched.join, AllGather.free
-    release_for = lower.release_for
 
     def wait() -> None:
         if chance.random() < 0.5:
-            delay(most * chance.random())
+            delay(MOST * chance.random())
 
     def delayed_launch(self: SideStream, work: Callable[..., Any], *args: Any) -> Launched:
         def late(*given: Any) -> None:
@@ -124,14 +119,13 @@ def stressed(device: torch.device, seed: int, most: float = 1e-4) -> Iterator[No
                 gather.poison(tensor)
         free(self, gathered)
 
-    SideStream.launch, Launched.join = delayed_launch, delayed_join  # type: ignore[method-assign]
-    AllGather.free = poisoned_free  # type: ignore[method-assign]
-    lower.release_for = _poisoning(release_for)
-    try:
+    with (
+        patch.object(SideStream, "launch", delayed_launch),
+        patch.object(Launched, "join", delayed_join),
+        patch.object(AllGather, "free", poisoned_free),
+        patch.object(lower, "release_for", _poisoning(lower.release_for)),
+    ):
         yield
-    finally:
-        lower.release_for = release_for
-        SideStream.launch, Launched.join, AllGather.free = launch, join, free  # type: ignore
 
 
 def trained(device: torch.device, steps: int, **fields: Any) -> tuple[list[float], list[Tensor]]:
@@ -154,14 +148,14 @@ def trained(device: torch.device, steps: int, **fields: Any) -> tuple[list[float
     return numbers, [p.to_local().detach().clone() for p in sharded.parameters()]
 
 
-def broken(device: torch.device, steps: int, seed: int, most: float = 1e-4, **fields: Any) -> str:
+def broken(device: torch.device, steps: int, seed: int, **fields: Any) -> str:
     """The difference under stress; "" if there is none. Call it on a "fake" group.
 
     `steps` training steps under a policy with these fields.
     """
     with in_program_order():
         expected = trained(device, steps, **fields)
-    with stressed(device, seed, most):
+    with stressed(device, seed):
         found = trained(device, steps, **fields)
     for number, (one, other) in enumerate(zip(expected[0], found[0], strict=True)):
         if one != other:

@@ -2,8 +2,6 @@
 
     python examples/benchmarks/tune_grid.py                    # three models; an hour of CPU
     python examples/benchmarks/tune_grid.py small --every 10   # one model, a tenth of the policies
-    python examples/benchmarks/tune_grid.py --json grid.json   # the numbers of the table as well
-    python examples/benchmarks/tune_grid.py --cache grids      # simulate no policy that is in there
 
 A grid is units x sharding x recomputation x schedule (FSDP's order with four ways to prefetch, and
 "overlap") x offload, and for each of three memory budgets recompute="budget" over 16 budgets x
@@ -14,9 +12,7 @@ CPU seconds of both. Ends with status 1 where AutoPolicy is slower than the grid
 
 from __future__ import annotations
 
-import argparse
 import gc
-import json
 import random
 import sys
 import time
@@ -31,6 +27,7 @@ from torch import Tensor, nn
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent.parent))
 
+from examples.benchmarks import harness
 from examples.gpt import GPT, GPTConfig
 from graphshard import AutoPolicy, BlockPolicy, MixedPrecision, SizePolicy
 from graphshard.errors import GraphshardError
@@ -54,8 +51,6 @@ PARTS = (0.1, 0.4, 1.0)
 
 @dataclass(frozen=True)
 class Case:
-    """A model with its inputs, and the request that a search and a grid share."""
-
     model: nn.Module
     inputs: tuple[Tensor, ...]
     auto: AutoPolicy
@@ -84,12 +79,9 @@ class Grid:
     """The policies of a grid for one case, each simulated once.
 
     results: seconds and reserved bytes of each policy, by its code; None if it cannot be planned.
-    cache: a file that keeps them, to which each simulation adds a line. only_cached: simulate none.
     """
 
     case: Case
-    cache: Path | None = None
-    only_cached: bool = False
     results: dict[str, tuple[float, int] | None] = field(default_factory=dict)
     cpu_seconds: float = 0.0
 
@@ -100,14 +92,8 @@ class Grid:
         captures = Captures(case.model, case.inputs, {}, space.hardware.program_device)
         self.simulator = Simulator(case.model, captures, space)
         self._by_plan: dict[Any, tuple[float, int] | None] = {}
-        if self.cache is not None and self.cache.exists():
-            for line in self.cache.read_text().splitlines():
-                entry = json.loads(line)
-                self.results[entry["policy"]] = entry["result"] and tuple(entry["result"])
-                self.cpu_seconds += entry["cpu"]
 
     def policies(self) -> Iterator[Policy]:
-        """The policies that do not depend on a budget."""
         blocks = self.simulator.space.blocks
         whole = frozenset(blocks.classes)
         shardings: list[dict[str, Any]] = [
@@ -142,13 +128,12 @@ class Grid:
         blocks = self.simulator.space.blocks
         biggest = max(blocks.numel[fqn] for fqn in blocks.fqns)
         layer = {type(m).__name__ for m in blocks.tree.modules.values()} & {"Linear"}
-        chosen = [
+        return [
             BlockPolicy(blocks.classes),
             *([BlockPolicy({*blocks.classes, *blocks.parts})] if blocks.parts else []),
             BlockPolicy(layer),
             *(SizePolicy(biggest * share // 8) for share in (1, 3, 8)),
         ]
-        return list(chosen)
 
     def _policy(self, units: Policy, **fields: Any) -> Policy:
         precision = self.case.auto.mixed_precision
@@ -158,23 +143,13 @@ class Grid:
 
     def simulate(self, policies: Iterable[Policy]) -> None:
         """Simulate policies that were not yet."""
-        if self.only_cached:
-            return
+        begin = time.process_time()
         with without_garbage_collection():
             for policy in policies:
                 code = repr(policy)
                 if code not in self.results:
-                    begin = time.process_time()
                     self.results[code] = self._result(policy)
-                    self._keep(code, time.process_time() - begin)
-
-    def _keep(self, code: str, cpu: float) -> None:
-        self.cpu_seconds += cpu
-        if self.cache is not None:
-            entry = {"policy": code, "result": self.results[code], "cpu": cpu}
-            self.cache.parent.mkdir(parents=True, exist_ok=True)
-            with self.cache.open("a") as file:
-                file.write(json.dumps(entry) + "\n")
+        self.cpu_seconds += time.process_time() - begin
 
     def _result(self, policy: Policy) -> tuple[float, int] | None:
         """Seconds and bytes; policies with the same units, captured program and passes share."""
@@ -188,7 +163,7 @@ class Grid:
                 self._by_plan[key] = None
                 estimate = self.simulator.estimate(plan, captured, passes)
                 gc.collect(1)
-                result = CandidateResult.of(None, estimate)  # type: ignore[arg-type]
+                result = CandidateResult.of(None, estimate)
                 if policy.memory_budget is None or result.step_bytes <= policy.memory_budget:
                     self._by_plan[key] = result.seconds, result.peak
         except GraphshardError:
@@ -220,49 +195,10 @@ _ISSUES: tuple[dict[str, Any], ...] = (
 _SCHEDULES = ({"forward_prefetch": 1}, {"forward_prefetch": 2}, {"schedule": "overlap"})
 
 
-@dataclass(frozen=True)
-class Row:
-    """A line of the table: seconds of a step, bytes at its peak, seconds of CPU."""
-
-    case: str
-    budget: int
-    policies: int
-    grid_seconds: float
-    grid_bytes: int
-    grid_policy: str
-    found_seconds: float
-    found_bytes: int
-    found_policy: str
-    simulations: int
-    grid_cpu: float
-    found_cpu: float
-
-    @property
-    def slower(self) -> float:
-        """The share by which AutoPolicy is slower than the grid's best; negative if faster."""
-        return self.found_seconds / self.grid_seconds - 1
-
-    def __str__(self) -> str:
-        return (
-            f"| {self.case}, {human_bytes(self.budget)} | {self.policies:,} | "
-            f"{self.grid_seconds * 1e3:.3f} ms, {human_bytes(self.grid_bytes)} | "
-            f"{self.found_seconds * 1e3:.3f} ms, {human_bytes(self.found_bytes)} | "
-            f"{self.slower:+.2%} | {self.grid_cpu:.0f} | {self.found_cpu:.0f} | "
-            f"{self.simulations:,} |"
-        )
-
-
-_COLUMNS = (
-    "case, budget",
-    "policies",
-    "best of the grid",
-    "AutoPolicy",
-    "slower by",
-    "grid, CPU s",
-    "search, CPU s",
-    "simulations",
+COLUMNS = (
+    "case, budget | policies | best of the grid | AutoPolicy | slower by | grid, CPU s | "
+    "search, CPU s | simulations"
 )
-HEAD = f"| {' | '.join(_COLUMNS)} |\n{'|---' * len(_COLUMNS)}|"
 
 
 def sample(policies: Iterable[Policy], every: int) -> list[Policy]:
@@ -271,69 +207,52 @@ def sample(policies: Iterable[Policy], every: int) -> list[Policy]:
     return random.Random(0).sample(everything, -(-len(everything) // every))
 
 
-def rows_of(
-    name: str, case: Case, every: int, steps: int, cache: Path | None, *, only_cached: bool
-) -> Iterator[Row]:
-    """Simulate the grid of `case`, then search within each budget."""
-    grid = Grid(case, cache and cache / f"{name}.jsonl", only_cached)
+def compare(name: str, every: int, steps: int) -> Iterator[float]:
+    """Simulate the grid of a case, then search within each budget; prints a row for each.
+
+    Yields the share by which AutoPolicy is slower than the grid's best; negative if faster.
+    """
+    case = CASES[name]()
+    grid = Grid(case)
     policies = sample(grid.policies(), every)
     grid.simulate(policies)
     for budget in grid.memory(policies):
         grid.simulate(sample(grid.budgeted(budget, steps), every))
         best = grid.best(budget)
         assert best is not None
-        policy, (seconds, peak) = best
+        code, (seconds, peak) = best
         begin = time.process_time()
         auto = replace(case.auto, memory_budget=budget)
         tuning = auto.tune(case.model, example_inputs=case.inputs, world_size=case.ranks)
         cpu = time.process_time() - begin
         found = tuning.estimate
-        yield Row(
-            name,
-            budget,
-            len(grid.results),
-            seconds,
-            peak,
-            policy,
-            found.step_seconds,
-            found.reserved_bytes,
-            tuning.code,
-            tuning.simulations,
-            grid.cpu_seconds,
-            cpu,
+        slower = found.step_seconds / seconds - 1
+        print(
+            f"| {name}, {human_bytes(budget)} | {len(grid.results):,} | "
+            f"{seconds * 1e3:.3f} ms, {human_bytes(peak)} | "
+            f"{found.step_seconds * 1e3:.3f} ms, {human_bytes(found.reserved_bytes)} | "
+            f"{slower:+.2%} | {grid.cpu_seconds:.0f} | {cpu:.0f} | {tuning.simulations:,} |",
+            flush=True,
         )
+        print(f"  grid: {code}\n  found: {tuning.code}", file=sys.stderr)
+        yield slower
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = harness.parser(__doc__)
     parser.add_argument("cases", nargs="*", metavar="CASE", help=f"of {', '.join(CASES)}")
     parser.add_argument("--every", type=int, default=1, metavar="N", help="each N-th policy")
     parser.add_argument("--steps", type=int, default=16, metavar="N", help="budgets in a grid")
-    parser.add_argument("--json", type=Path, metavar="FILE", help="write the rows there, too")
-    parser.add_argument("--cache", type=Path, metavar="FOLDER", help="keep results of grids there")
-    parser.add_argument(
-        "--only-cached", action="store_true", help="search against the results there as they are"
-    )
     options = parser.parse_args()
-    if options.only_cached and not options.cache:
-        parser.error("--only-cached needs --cache")
-    unknown = set(options.cases) - set(CASES)
-    if unknown or options.every < 1 or options.steps < 1:
+    if set(options.cases) - set(CASES) or options.every < 1 or options.steps < 1:
         parser.error(f"cases are {', '.join(CASES)}; --every and --steps are 1 or more")
-    rows: list[Row] = []
-    print(HEAD, flush=True)
-    for name in options.cases or CASES:
-        case, sizes = CASES[name](), (options.every, options.steps)
-        for row in rows_of(name, case, *sizes, options.cache, only_cached=options.only_cached):
-            rows.append(row)
-            print(row, flush=True)
-            print(f"  grid: {row.grid_policy}\n  found: {row.found_policy}", file=sys.stderr)
-            if options.json:
-                data = [vars(each) | {"slower": each.slower} for each in rows]
-                options.json.write_text(json.dumps(data, indent=1))
-    return int(any(row.slower > TOLERANCE for row in rows))
+    print(f"| {COLUMNS} |\n{'|---' * 8}|", flush=True)
+    slower = [
+        each
+        for name in options.cases or CASES
+        for each in compare(name, options.every, options.steps)
+    ]
+    return int(max(slower) > TOLERANCE)
 
 
 if __name__ == "__main__":

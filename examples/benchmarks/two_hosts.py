@@ -113,7 +113,6 @@ def started(
 
 
 def main() -> int:
-    """Run the command; the greatest exit code of the hosts', or 2 without hosts."""
     args = parse_args()
     lacking = [tool for tool in ("ip", "tc", "taskset") if shutil.which(tool) is None]
     if os.getuid() or lacking:

@@ -190,7 +190,7 @@ def host_groups(group: Group, hosts: Sequence[str]) -> HostGroups:
     within = members[hosts[group.rank]]
     between = [ranks[within.index(group.rank)] for ranks in members.values()]
     made = tuple(group.new_group(ranks, callers=group.size) for ranks in (within, between))
-    return HostGroups(len(members), per_host, *made, made)
+    return HostGroups(len(members), per_host, made[0], made[1], made)
 
 
 @dataclass

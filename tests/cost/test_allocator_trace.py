@@ -6,7 +6,7 @@ import random
 
 import pytest
 
-from examples.benchmarks.allocator_trace import replay_trace
+from examples.benchmarks.gpu_reserved import replay_trace
 from graphshard.cost.caching_allocator import MIB, AllocatorSettings, CachingAllocator
 from graphshard.errors import CostError
 from graphshard.torch_private.compat import private
@@ -47,10 +47,10 @@ def by_hand() -> list[dict]:
 
 def test_a_history_by_hand_is_replayed_address_by_address():
     replayed = replay_trace(by_hand())
-    assert replayed.equal
+    assert not replayed.differences
     assert (replayed.requests, replayed.other_places) == (7, 0)
-    assert replayed.peak == replayed.model_peak == 82 * MIB
-    assert replayed.reserved == replayed.model_reserved == 80 * MIB
+    assert replayed.peak == replayed.model.peak_reserved == 82 * MIB
+    assert replayed.reserved == replayed.model.reserved == 80 * MIB
 
 
 def test_an_allocator_with_other_rules_is_found_out():
@@ -61,7 +61,7 @@ def test_an_allocator_with_other_rules_is_found_out():
     del entries[14]
     entries = entries[:12]
     replayed = replay_trace(entries)
-    assert not replayed.equal
+    assert replayed.differences
     assert replayed.other_places >= 1
     assert replayed.differences[0] == (
         "request 3 for 15,728,640 bytes on stream 0: torch has 100,663,296 reserved, the model "
@@ -104,8 +104,8 @@ def test_histories_of_the_model_itself_come_out_equal(text):
             entries.append(entry("alloc", block.address, size, block.pool.stream))
             blocks.append(block)
     replayed = replay_trace(entries, settings)
-    assert replayed.equal, replayed.differences
-    assert replayed.model_peak == replayed.peak == model.peak_reserved
+    assert not replayed.differences
+    assert replayed.model.peak_reserved == replayed.peak == model.peak_reserved
     assert replayed.other_places == 0
 
 

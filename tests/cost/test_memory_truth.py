@@ -5,21 +5,19 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
-import torch
 from ranks import run_ranks
 
-from examples.benchmarks.memory_truth import TOLERANCE, row, truth_of, worst
-from examples.benchmarks.paired import median_interval
-from examples.benchmarks.truth_cases import Case, every, sample
+from examples.benchmarks.harness import median_interval
+from examples.benchmarks.memory_truth import Case, every, row, sample, truth_of, worst
 
 
 def _truths(rank: int, cases: list[Case]) -> list[Any]:
-    return [truth_of(case, torch.device("cpu")) for case in cases]
+    return [truth_of(case) for case in cases]
 
 
 def check(ranks: int, cases: list[Case]) -> None:
     by_rank = run_ranks(_truths, ranks, cases, timeout=60 + 60 * len(cases))
-    wrong = [row(truth, TOLERANCE["cpu"]) for truth in map(worst, zip(*by_rank, strict=True))]
+    wrong = [row(truth) for truth in map(worst, zip(*by_rank, strict=True))]
     wrong = [line for line in wrong if line.endswith("WRONG")]
     assert not wrong, "\n".join(wrong)
 

@@ -17,8 +17,8 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 
 import graphshard
+from examples.benchmarks.benchmark_models import TINY, Data, made
 from examples.benchmarks.live_bytes import most_allocated
-from examples.benchmarks.rival_models import TINY, Data, made
 from examples.benchmarks.rival_systems import Setting, graphshard_step
 from graphshard import pipeline
 from graphshard.errors import PassError

@@ -10,8 +10,8 @@ import sys
 import pytest
 from paths import ROOT
 
+from examples.benchmarks.live_bytes import StepWatch
 from examples.benchmarks.rival_systems import Setting, Trained
-from examples.benchmarks.step_watch import StepWatch
 
 TORCHRUN = "-m torch.distributed.run --standalone --nproc-per-node 2"
 TIMEOUT = 180.0
@@ -43,8 +43,8 @@ def run(command: str, code: int = 0, timeout: float = TIMEOUT) -> str:
 
 def watched(trained: Trained, setting: Setting) -> StepWatch:
     trained.step(setting.batch)
-    watch = StepWatch(2)
+    watch = StepWatch()
     watch.add(trained.kept())
     with watch:
-        trained.step(setting.batch, lambda: watch.end_of_backward(trained.parameters))
+        trained.step(setting.batch, lambda: watch.end_of_backward(trained.module.parameters()))
     return watch
