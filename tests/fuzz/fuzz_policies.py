@@ -7,7 +7,6 @@ from typing import Any
 
 import torch
 from fuzz_blocks import AGAIN, KINDS, Block
-from fuzz_blocks_code import Plain
 from torch import nn
 
 import graphshard
@@ -15,7 +14,6 @@ from graphshard import MixedPrecision
 
 CLASSES: dict[str, type[nn.Module]] = {
     "Block": Block,
-    "Plain": Plain,
     "Linear": nn.Linear,
     "LayerNorm": nn.LayerNorm,
     "Embedding": nn.Embedding,
