@@ -12,6 +12,7 @@ import os
 import random
 from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager
+from functools import partial
 from itertools import combinations, product
 from math import prod
 from typing import Any
@@ -22,6 +23,7 @@ import torch
 import torch.distributed as dist
 import uneven
 from full_tensors import full, full_grads
+from loops import OneProcess
 from ranks import on_ranks
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
@@ -229,28 +231,19 @@ def batches(step: int, kept: bool) -> Iterator[tuple[int, bool]]:
 
 
 def by_one_process(rank: int, *, kept: bool, dynamic: bool) -> list[Step]:
-    model = net()
-    optim = optimizer(model, None)
+    def on_rank(step: int, other: int, replica: nn.Module) -> Tensor:
+        """The loss of the rank's last batch."""
+        for number, skip in batches(step, kept):
+            loss = backward(replica, number, other, dynamic=dynamic, skip=skip)
+        return loss
+
+    one = OneProcess(net(), dist.get_world_size(), partial(optimizer, precision=None))
     found: list[Step] = []
     for step in range(2):
-        of_ranks: list[dict[str, Tensor]] = []
-        for other in range(dist.get_world_size()):
-            for number, skip in batches(step, kept):
-                loss = backward(model, number, other, dynamic=dynamic, skip=skip)
-                if other == rank:
-                    mine = loss
-            of_ranks.append(full_grads(model))
-            optim.zero_grad()
-        grads = {
-            name: sum((each[name] for each in of_ranks[1:]), first) / len(of_ranks)
-            for name, first in of_ranks[0].items()
-        }
-        for name, grad in grads.items():
-            model.get_parameter(name).grad = grad.clone()
-        found.append({"loss": mine, **grads})
-        optim.step()
-        optim.zero_grad()
-    return [*found, {name: p.detach().clone() for name, p in model.named_parameters()}]
+        losses = one.average(partial(on_rank, step))
+        found.append({"loss": losses[rank], **full_grads(one.model)})
+        one.step()
+    return [*found, {name: p.detach().clone() for name, p in one.model.named_parameters()}]
 
 
 def by_ranks(rank: int, **fields: Any) -> list[Step]:

@@ -19,11 +19,11 @@ from layouts import (
     batch,
     by_fully_shard,
     compiled,
-    exact,
     model,
     trained,
     trained_alone,
 )
+from loops import exact
 from ranks import on_ranks
 from torch import Tensor, nn
 

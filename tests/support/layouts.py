@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from functools import partial
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from full_tensors import full, full_grads
+from loops import OneProcess
 from torch import Tensor, nn
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import Shard
@@ -83,27 +85,22 @@ def trained(
 
 def trained_alone(rank: int, steps: int = 3) -> History:
     """The same by one process that computes every rank's batch."""
-    size = dist.get_world_size()
-    alone = model()
-    optim = torch.optim.AdamW([p for p in alone.parameters() if p.requires_grad], lr=1e-2)
+
+    def optim(module: nn.Module) -> torch.optim.Optimizer:
+        return torch.optim.AdamW([p for p in module.parameters() if p.requires_grad], lr=1e-2)
+
+    def backward(step: int, other: int, module: nn.Module) -> Tensor:
+        loss = module(*batch(other, step))
+        loss.backward()
+        return loss.detach()
+
+    one = OneProcess(model(), dist.get_world_size(), optim)
     history: History = []
     for step in range(steps):
-        own = torch.zeros(())
-        total: dict[str, Tensor] = {}
-        for other in range(size):
-            loss = alone(*batch(other, step))
-            loss.backward()
-            own = loss.detach() if other == rank else own
-            for name, grad in full_grads(alone).items():
-                total[name] = total[name] + grad if name in total else grad
-            optim.zero_grad()
-        for name, param in alone.named_parameters():
-            if name in total:
-                param.grad = total[name] / size
-        history.append((own, {name: grad / size for name, grad in total.items()}))
-        optim.step()
-        optim.zero_grad()
-    ends = {n: p.detach().clone() for n, p in alone.named_parameters()}
+        losses = one.average(partial(backward, step))
+        history.append((losses[rank], full_grads(one.model)))
+        one.step()
+    ends = {n: p.detach().clone() for n, p in one.model.named_parameters()}
     history.append((torch.zeros(()), ends))
     return history
 
@@ -133,8 +130,3 @@ def compiled(
     base = graphshard.BlockPolicy({Experts}) if base is None else base
     policy = graphshard.ModulePolicy(modules, base, **fields)
     return graphshard.compile(model(), policy, example_inputs=batch(rank, 0), check=True)
-
-
-def exact() -> bool:
-    """On two ranks a sum has one order only."""
-    return dist.get_world_size() == 2

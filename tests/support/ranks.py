@@ -311,3 +311,11 @@ def error_of(call: Callable[[], object], kind: type[Exception]) -> str:
     dist.all_gather_object(messages, str(caught.value))
     assert len(set(messages)) == 1, messages
     return str(caught.value)
+
+
+# -- the CUDA runtime made of CPU threads, tests/cuda_on_cpu, as tests see it ----------------------
+
+
+def is_made_up() -> bool:
+    """Whether CUDA's device is the one made of CPU threads."""
+    return torch.cuda.is_available() and "CPU threads" in torch.cuda.get_device_name()
