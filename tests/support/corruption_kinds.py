@@ -103,13 +103,13 @@ def results_of(
     yield Kind(
         f"the last {last} not returned",
         at.last_result(results),
-        do.result(results, do.drop_last),
+        do.result(results, do.drop),
         "layout",
     )
     yield Kind(
         f"{one} doubled where it is returned",
         each_one,
-        do.result_through(results, aten.mul.Tensor, 2),
+        do.returned_through(results, do.through(aten.mul.Tensor, 2)),
         doubled,
     )
 
@@ -254,7 +254,7 @@ KINDS: tuple[Kind, ...] = (
         Kind(
             f"a collective joins the group {name}",
             at.where(collectives, lambda node, name=name: ops.group_of(node) != name),
-            do.each_group(name),
+            do.keyword("group", lambda node, group, name=name: name),
             outcomes,
         )
         for name, outcomes in {
@@ -288,22 +288,21 @@ KINDS: tuple[Kind, ...] = (
         ("an operand dropped", do.operand_dropped, "operands, shapes"),
         (
             "a collective splits another dim",
-            do.keyword("dims", lambda sample, node, dims: (1,) * len(node.args[0])),
+            do.keyword("dims", lambda node, dims: (1,) * len(node.args[0])),
             "operands",
         ),
         (
             "a collective names a unit for too few operands",
             do.keyword(
-                "units",
-                lambda sample, node, units: (node.kwargs["unit"],) * (len(node.args[0]) + 1),
+                "units", lambda node, units: (node.kwargs["unit"],) * (len(node.args[0]) + 1)
             ),
             "operands",
         ),
     ),
     *made_at(
         at.where(at.of_one_shape(collectives), at.operands_before),
-        ("operands of two collectives exchanged", do.arguments_exchanged, "gathers"),
-        ("two collectives exchanged", do.all_exchanged, "order, reshards"),
+        ("operands of two collectives exchanged", do.swapped("args"), "gathers"),
+        ("two collectives exchanged", do.swapped("args", "kwargs"), "order, reshards"),
     ),
     *made_by(
         do.exchanged,
@@ -329,37 +328,37 @@ KINDS: tuple[Kind, ...] = (
     Kind(
         "a gather in place",
         at.where(gathers, lambda node: "in_place" not in node.kwargs),
-        do.keyword("in_place", lambda sample, node, value: True),
+        do.keyword("in_place", lambda node, value: True),
         "gathers",
     ),
     Kind(
         "a gather into new buffers",
         at.where(gathers, lambda node: "in_place" in node.kwargs),
-        do.keyword("in_place", lambda sample, node, value: None),
+        do.keyword("in_place", lambda node, value: None),
         "gathers",
     ),
     Kind(
         "a gather of smaller groups",
         at.where(gathers, lambda node: "ranks" in node.kwargs),
-        do.keyword("ranks", lambda sample, node, ranks: ranks // 2),
+        do.keyword("ranks", lambda node, ranks: ranks // 2),
         "gathers",
     ),
     Kind(
         "a reshard for smaller groups",
         calls(reshard),
-        do.keyword("ranks", lambda sample, node, ranks: ranks // 2),
+        do.keyword("ranks", lambda node, ranks: ranks // 2),
         "gathers",
     ),
     Kind(
         "a gather's next result picked",
         at.where(fulls, at.has_others),
-        do.next_result,
+        do.next_picked,
         "releases, same values, shapes",
     ),
     Kind(
         "a reduce's next result picked",
         at.where(shards, at.has_others),
-        do.next_result,
+        do.next_picked,
         "reduces, replicas, same values, shapes",
     ),
     *made_at(
@@ -381,18 +380,18 @@ KINDS: tuple[Kind, ...] = (
     Kind("a free before a reader", at.freed_reads, do.above_a_reader, "lifetimes"),
     Kind("a release before a reader", at.released_reads, do.above_a_reader, "releases"),
     Kind("a freed value read", at.freed_values, do.read_behind, "lifetimes, metadata"),
-    Kind("a free at the end of its phase", calls(free), do.freed_later, "checks, harmless"),
-    Kind("a release at the end", calls(release), do.freed_later, "lifetimes"),
+    Kind("a free at the end of its phase", calls(free), do.at_the_end, "checks, harmless"),
+    Kind("a release at the end", calls(release), do.at_the_end, "lifetimes"),
     Kind(
         "a free of another gather",
         at.where(at.pairs_in_one_phase(calls(free)), at.operands_before),
-        do.arguments_exchanged,
+        do.swapped("args"),
         "lifetimes",
     ),
     Kind(
         "a release of another parameter",
         at.where(at.pairs_in_one_phase(calls(release)), at.operands_before),
-        do.arguments_exchanged,
+        do.swapped("args"),
         "lifetimes, releases, harmless",
     ),
     # -- copies and transfers ----------------------------------------------------------------------
@@ -413,22 +412,22 @@ KINDS: tuple[Kind, ...] = (
     Kind(
         "sources of copies exchanged",
         at.where(at.pairs_of(calls(to_host, to_device)), at.operands_before),
-        do.arguments_exchanged,
+        do.swapped("args"),
         "copies, reduces, same values",
     ),
     Kind("a copy in the other direction", calls(to_host), do.other_op(to_device), "copies"),
     Kind("a copy to the host, not to the device", calls(to_device), do.other_op(to_host), "copies"),
     *made_at(
         at.casts,
-        ("a cast dropped", do.cast_dropped, "same values, shapes, unchanged"),
+        ("a cast dropped", do.bypassed, "same values, shapes, unchanged"),
         ("a cast to float16", do.cast_elsewhere, "same values, shapes"),
     ),
-    Kind("a value rounded", at.read_floats, do.rounded_between(torch.float16)),
+    Kind("a value rounded", at.read_floats, do.all_read(do.rounded)),
     # -- accumulated gradients ---------------------------------------------------------------------
     Kind(
         "gradients kept for each other",
         at.where(at.pairs_of(calls(accumulate_grad)), at.operands_before),
-        do.arguments_exchanged,
+        do.swapped("args"),
         "reduces, same values",
     ),
     Kind(
@@ -440,12 +439,12 @@ KINDS: tuple[Kind, ...] = (
     Kind(
         "accumulated gradients named for each other",
         at.pairs_of(calls(add_accumulated)),
-        do.keywords_exchanged,
+        do.swapped("kwargs"),
     ),
     Kind(
         "kept gradients named for each other",
         at.pairs_of(calls(accumulate_grad)),
-        do.keywords_exchanged,
+        do.swapped("kwargs"),
         "reduces, same values",
     ),
     Kind(
@@ -464,11 +463,15 @@ KINDS: tuple[Kind, ...] = (
     *(kind for rows in RESULTS for kind in results_of(*rows)),
     *made_at(
         at.gradients,
-        ("a gradient doubled", do.gradient_through(aten.mul.Tensor, 2), _GRADIENTS),
-        ("a gradient negated", do.gradient_through(aten.neg.default), _GRADIENTS),
-        ("a gradient divided by the ranks", do.gradient_through(aten.div.Tensor, 2), _GRADIENTS),
-        ("a gradient of zeros", do.gradient_of_zeros, _GRADIENTS),
-        ("a gradient rounded", do.gradient_rounded, _GRADIENTS),
+        ("a gradient doubled", do.one_reads(do.through(aten.mul.Tensor, 2)), _GRADIENTS),
+        ("a gradient negated", do.one_reads(do.through(aten.neg.default)), _GRADIENTS),
+        (
+            "a gradient divided by the ranks",
+            do.one_reads(do.through(aten.div.Tensor, 2)),
+            _GRADIENTS,
+        ),
+        ("a gradient of zeros", do.one_reads(do.zeros), _GRADIENTS),
+        ("a gradient rounded", do.one_reads(do.rounded), _GRADIENTS),
     ),
     Kind(
         "a summand of a gradient dropped",
@@ -478,18 +481,16 @@ KINDS: tuple[Kind, ...] = (
     Kind(
         "a gradient returned before its reduce",
         at.reduced_grads,
-        do.result("grads", do.returns(do.before_its_reduce)),
+        do.returned_before_its_reduce,
         "copies, reduces",
     ),
     Kind(
-        "a mutated tensor returned as it was",
-        at.returned("mutations"),
-        do.result("mutations", do.returns(do.as_it_entered)),
+        "a mutated tensor returned as it was", at.returned("mutations"), do.returned_as_it_entered
     ),
     # -- tables ------------------------------------------------------------------------------------
     *made_at(
         at.pairs_of_entries("params"),
-        ("two parameters exchanged", do.table("params", do.swap_entries), "layout"),
+        ("two parameters exchanged", do.table("params", do.swap), "layout"),
         (
             "two parameters named for each other",
             do.table("params", do.swap_fields("fqn", "names")),
@@ -506,7 +507,7 @@ KINDS: tuple[Kind, ...] = (
         for table in ("buffers", "inputs")
         for kind in made_at(
             at.pairs_of_entries(table),
-            (f"two {table} exchanged", do.table(table, do.swap_entries), "layout"),
+            (f"two {table} exchanged", do.table(table, do.swap), "layout"),
             (f"readers of two {table} exchanged", do.placeholders_exchanged(table)),
         )
     ),
@@ -615,7 +616,11 @@ KINDS: tuple[Kind, ...] = (
             do.attribute("capture_device", lambda device: "meta"),
             "unchanged",
         ),
-        ("one stale parameter more or less", do.stale_changed, "shards, unchanged"),
+        (
+            "one stale parameter more or less",
+            do.attribute("stale", lambda stale: stale ^ {"embed.weight"}),
+            "shards, unchanged",
+        ),
         ("another note", do.attribute("notes", lambda notes: (*notes, "note")), "harmless"),
     ),
     # -- random numbers ----------------------------------------------------------------------------
@@ -643,7 +648,7 @@ KINDS: tuple[Kind, ...] = (
         at.named_argument("train", aten.native_dropout.default),
         do.argument(lambda train: not train),
     ),
-    Kind("states of two repeated draws exchanged", at.pairs_of(at.replays), do.arguments_exchanged),
+    Kind("states of two repeated draws exchanged", at.pairs_of(at.replays), do.swapped("args")),
     Kind("a state put back before the draw", at.replays, do.put_back_at_once),
     *made_at(
         at.draws_again,
@@ -689,12 +694,12 @@ KINDS: tuple[Kind, ...] = (
     Kind("operands reversed", at.noncommutative, do.operands_reversed),
     Kind("a sum as a difference", calls(aten.add.Tensor), do.other_op(aten.sub.Tensor)),
     Kind("a product as a quotient", calls(aten.mul.Tensor), do.other_op(aten.div.Tensor)),
-    Kind("an operator bypassed", at.bypassable, do.cast_dropped, "scales, same values"),
+    Kind("an operator bypassed", at.bypassable, do.bypassed, "scales, same values"),
     *made_at(
         at.read_floats,
-        ("a value negated", do.followed_by(aten.neg.default), "same values"),
-        ("a value cloned", do.followed_by(aten.clone.default), "harmless"),
-        ("a value written in place", do.followed_by(aten.neg_.default)),
+        ("a value negated", do.all_read(do.through(aten.neg.default)), "same values"),
+        ("a value cloned", do.all_read(do.through(aten.clone.default)), "harmless"),
+        ("a value written in place", do.all_read(do.through(aten.neg_.default))),
     ),
     Kind("another float argument", at.arguments(float), do.argument(lambda value: value * 2 + 1)),
     Kind("another int argument", at.arguments(int), do.argument(lambda value: value + 1)),
@@ -723,8 +728,12 @@ KINDS: tuple[Kind, ...] = (
     Kind(
         "another alpha", at.named_argument("alpha", aten.add.Tensor), do.argument(lambda alpha: 2)
     ),
-    Kind("another result picked", at.picked, do.next_pick),
-    Kind("computed again in backward differently", at.recomputed, do.followed_by(aten.neg.default)),
+    Kind("another result picked", at.picked, do.next_picked),
+    Kind(
+        "computed again in backward differently",
+        at.recomputed,
+        do.all_read(do.through(aten.neg.default)),
+    ),
     Kind(
         "computed again for a reader",
         at.pure,
@@ -740,7 +749,7 @@ KINDS: tuple[Kind, ...] = (
         ),
         ("said to be of the other phase", do.in_the_other_phase, "layout, phases"),
         ("above its operands", do.above_its_operands, "layout, metadata"),
-        ("without its value", do.without_value, "metadata"),
+        ("without its value", do.without("val"), "metadata"),
     ),
     Kind(
         "behind a reader",
@@ -764,9 +773,14 @@ KINDS: tuple[Kind, ...] = (
     *made_at(
         at.marked,
         ("in another region", do.meta("region", lambda region: region + 1), "regions"),
-        ("in no region", do.in_no_region, "regions"),
+        ("in no region", do.without("region"), "regions"),
     ),
-    Kind("a collective in a region", at.collectives_with_regions, do.in_a_region, "regions"),
+    Kind(
+        "a collective in a region",
+        at.collectives_with_regions,
+        do.meta("region", lambda region: 0),
+        "regions",
+    ),
     Kind("a size of another dim", at.size_reads, do.argument(lambda dim: 1 - dim)),
     Kind("a size made a number", at.fixed_sizes, do.size_fixed, "same values, unchanged"),
 )

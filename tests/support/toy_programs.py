@@ -466,6 +466,21 @@ def through(
     return tensors
 
 
+# -- edits of a program --------------------------------------------------------------------------
+
+
+def named(program: Program, name: str) -> fx.Node:
+    return next(node for node in program.graph.nodes if node.name == name)
+
+
+def emit(program: Program, after: fx.Node, target: Any, *args: Any, like: fx.Node) -> fx.Node:
+    """A compute node right after another, with the value and place of `like`."""
+    with program.graph.inserting_after(after):
+        node = program.graph.call_function(target, args)
+    node.meta = {**like.meta, "phase": after.meta["phase"], "unit": after.meta["unit"]}
+    return node
+
+
 # -- the order of events, in the notation of what FSDP was observed to do --------------------------
 
 
