@@ -28,9 +28,15 @@ Check = Callable[[int], None]
 _START = get_context("forkserver")
 _START.set_forkserver_preload(
     [
-        "graphshard",
+        "graphshard.api",
+        "graphshard.hf.accelerators",
+        "graphshard.module.sharded_module",
+        "networkx",
         "torch._dynamo",
-        "torch._inductor",
+        "torch._functorch.aot_autograd",
+        "torch._inductor.output_code",
+        "torch._functorch._aot_autograd.graph_compile",
+        "torch._export.serde.serialize",
         "torch.distributed.checkpoint",
         "torch.distributed.fsdp",
         "torch.testing",
