@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from capture_models import Net, X
-from program_runner import assert_same_as_eager, run_captured
+from capture_models import Net, X, assert_same_as_eager, run_captured
 from torch import nn
 
 from graphshard.capture.entry import capture

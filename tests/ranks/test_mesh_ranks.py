@@ -142,6 +142,10 @@ def nodes_without_a_mesh(rank: int) -> None:
         pytest.raises(PolicyError, match="each node has 3 of the 4"),
     ):
         graphshard.compile(TiedGPT(1), BLOCK)
+    with pytest.raises(PolicyError, match=r"FULL_SHARD of unit \(root\) is for .* one dimension"):
+        graphshard.compile(TiedGPT(1), graphshard.BlockPolicy({"Block"}), mesh=two_by_two())
+    with pytest.raises(PolicyError, match=r"the mesh lies on cpu|'cuda:0' is not there"):
+        graphshard.compile(TiedGPT(1), BLOCK, mesh=two_by_two(), device="cuda:0")
     three = init_device_mesh("cpu", (1, 2, 2))
     with pytest.raises(PolicyError, match="got one of 3 dimensions; pass one or two of them"):
         graphshard.compile(TiedGPT(1), BLOCK, mesh=three)
@@ -160,7 +164,9 @@ def part_of_a_larger_mesh(rank: int) -> None:
     assert (sharded.plan.world_size, sharded.plan.mesh_shape) == (2, (2, 1))
     sharded(*tokens_of(rank, 0)).backward()
     totals = [None] * 4
-    dist.all_gather_object(totals, sharded.get_parameter("embed.weight").grad.full_tensor())
+    grad = sharded.get_parameter("embed.weight").grad
+    assert grad.to_local().shape == (19, 16)
+    dist.all_gather_object(totals, grad.full_tensor())
     assert torch.equal(totals[0], totals[1])
     assert torch.equal(totals[2], totals[3])
     assert not torch.equal(totals[0], totals[2])

@@ -26,20 +26,18 @@ from full_tensors import full, full_grads
 from loops import OneProcess
 from ranks import on_ranks
 from torch import Tensor, nn
-from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import Shard
 from torch.nn import functional as F
 from uneven import VOCAB
 
-import graphshard
-from graphshard import BlockPolicy, MixedPrecision, ModulePolicy, pipeline
+from graphshard import MixedPrecision, pipeline
 from graphshard.errors import RuntimeStateError
 from graphshard.passes.merge_gathers import MergeGathers
 from graphshard.passes.overlap import Overlap
 from graphshard.passes.set_budget import SetBudget
 from graphshard.passes.split_gathers import SplitGathers
 from graphshard.passes.split_reduces import SplitReduces
-from graphshard.policy import placement
 from graphshard.torch_private import inductor as torch_inductor
 
 HALF = MixedPrecision(torch.bfloat16, torch.float32)
@@ -283,27 +281,8 @@ def surroundings(rank: int, fields: dict[str, Any]) -> Iterator[Any]:
         yield compiled(**{name: value for name, value in fields.items() if name != "hosts"})
 
 
-def compiled(
-    *,
-    mesh: tuple[int, ...] | None = None,
-    modules: Mapping[Any, Any] | None = None,
-    passes: tuple[Any, ...] = (),
-    backend: str = "eager",
-    dynamic: Any = None,
-    meta: bool = False,
-    seed: int = 5,
-    **fields: Any,
-) -> Any:
-    """The planner is not to pad at all where another split can help."""
-    policy: Any = BlockPolicy({Block}, **fields)
-    if modules is not None:
-        policy = ModulePolicy(modules, base=BlockPolicy({Block}), **fields)
-    on = None if mesh is None else init_device_mesh("cpu", mesh, mesh_dim_names=("r", "s"))
-    with mock.patch.multiple(placement, MIN_PADDING=0, MAX_PADDING=0.0):
-        with torch.device("meta" if meta else "cpu"):
-            model = net(seed)
-        options = {"mesh": on, "backend": backend, "dynamic": dynamic, "passes": passes}
-        return graphshard.compile(model, policy, **options, check=True)
+def compiled(*, seed: int = 5, **fields: Any) -> Any:
+    return uneven.compiled(make=partial(net, seed), block=Block, **fields)
 
 
 def require_equal(found: list[Step], expected: list[Step], *, within: float = 0.0) -> None:
@@ -584,7 +563,10 @@ ON_SIX = [
     grids_are_rebound,
 ]
 
-test_pairs_on_two_ranks = on_ranks(QUICK, 2, timeout=300)
+BESIDE = {"blocks.1": {"strategy": "FULL_SHARD"}, "": {"strategy": "SHARD_GRAD_OP"}}
+QUICK_ZERO1 = [Trains("zero1 alone", **ZERO1), Trains("zero1 beside", modules=BESIDE, **ZERO1)]
+
+test_pairs_on_two_ranks = on_ranks([*QUICK, *QUICK_ZERO1], 2, timeout=300)
 BUDGET = {"recompute": "budget", "memory_budget": 220_000}
 REST = [*(row for row in ROWS if row not in QUICK), Trains("zero1", **ZERO1, **BUDGET)]
 test_other_pairs_on_two_ranks = pytest.mark.slow(on_ranks(REST[::2], 2, timeout=595))

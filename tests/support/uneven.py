@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Mapping
 from typing import Any
 from unittest import mock
 
@@ -66,19 +67,30 @@ def batch(step: int, rank: int) -> Tensor:
 
 
 def compiled(
-    along: Any = None, mesh: tuple[int, ...] | None = None, *, meta: bool = False, **fields: Any
+    along: Any = None,
+    mesh: tuple[int, ...] | None = None,
+    *,
+    modules: Mapping[Any, Any] | None = None,
+    meta: bool = False,
+    make: Callable[[], nn.Module] = net,
+    block: type[nn.Module] = Block,
+    backend: str = "eager",
+    dynamic: Any = None,
+    passes: tuple[Any, ...] = (),
+    **fields: Any,
 ) -> Any:
     """Sharded along the dim `along` where there is one; None leaves every choice to the planner.
 
     The planner is not to pad at all where another split can help.
     """
-    backend = fields.pop("backend", "eager")
-    policy: Any = BlockPolicy({Block}, **fields)
     if along is not None:
-        everywhere = {"*": {"placement": along, "unit": False}}
-        policy = ModulePolicy(everywhere, base=BlockPolicy({Block}), **fields)
+        modules = {"*": {"placement": along, "unit": False}}
+    policy: Any = BlockPolicy({block}, **fields)
+    if modules is not None:
+        policy = ModulePolicy(modules, base=BlockPolicy({block}), **fields)
     on = None if mesh is None else init_device_mesh("cpu", mesh, mesh_dim_names=("r", "s"))
+    options = {"mesh": on, "backend": backend, "dynamic": dynamic, "passes": passes}
     with mock.patch.multiple(placement, MIN_PADDING=0, MAX_PADDING=0.0):
         with torch.device("meta" if meta else "cpu"):
-            model = net()
-        return graphshard.compile(model, policy, mesh=on, backend=backend, check=True)
+            model = make()
+        return graphshard.compile(model, policy, **options, check=True)
