@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import operator
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Any
 
 import pytest
 import torch
 from torch import fx
-from toy_programs import UNITS, assert_same_values, blocks, make_toy_plan, odd_params, through
+from toy_programs import UNITS, assert_same_values, blocks, make_toy_plan, odd_params
 
 from graphshard.errors import VerifyError
 from graphshard.passes.drop_unused_tangents import DropUnusedTangents
@@ -19,9 +19,40 @@ from graphshard.planning.plan import ShardingPlan
 from graphshard.policy.units import Policy
 from graphshard.program import ops
 from graphshard.program.aliases import unpacks
+from graphshard.program.edit import insert_node
 from graphshard.program.program import Event, Program
 from graphshard.verify.numbering import Values
 from graphshard.verify.rules import verify
+
+
+def through(
+    program: Program,
+    node: fx.Node,
+    tensors: Iterable[fx.Node],
+    before: fx.Node,
+    targets: Iterable[Any],
+    dtype: torch.dtype = torch.float32,
+) -> list[fx.Node]:
+    """`tensors`, operands or results of the collective of `node`, through transfers."""
+    unit, params = (ops.collective_of(node).kwargs[key] for key in ("unit", "params"))
+    tensors = list(tensors)
+    for target in targets:
+        to = {"dtype": dtype} if target is ops.cast else {}
+        with program.graph.inserting_before(before):
+            tensors = [
+                insert_node(
+                    program,
+                    target,
+                    (tensor,),
+                    to | {"unit": unit, "param": param},
+                    name=f"{param}_moved",
+                    unit=unit,
+                    phase=node.meta["phase"],
+                    val=tensor.meta["val"].to(to.get("dtype")),
+                )
+                for tensor, param in zip(tensors, params, strict=True)
+            ]
+    return tensors
 
 
 @dataclass(frozen=True)

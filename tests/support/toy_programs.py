@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from math import prod
 from typing import Any
 
@@ -19,7 +19,6 @@ from graphshard.planning.options import options_of
 from graphshard.planning.plan import REPLICATED, SHARDED, ShardingPlan
 from graphshard.policy.units import Policy, Strategy
 from graphshard.program import ops
-from graphshard.program.edit import insert_node
 from graphshard.program.pass_protocol import Pass
 from graphshard.program.program import (
     BACKWARD,
@@ -434,36 +433,6 @@ def offloaded(
     plan = make_toy_plan(program, UNITS[build], policy)
     run_passes(program, plan, without_bound(policy))
     return program, plan
-
-
-def through(
-    program: Program,
-    node: fx.Node,
-    tensors: Iterable[fx.Node],
-    before: fx.Node,
-    targets: Iterable[Any],
-    dtype: torch.dtype = torch.float32,
-) -> list[fx.Node]:
-    """`tensors`, operands or results of the collective of `node`, through transfers."""
-    unit, params = (ops.collective_of(node).kwargs[key] for key in ("unit", "params"))
-    tensors = list(tensors)
-    for target in targets:
-        to = {"dtype": dtype} if target is ops.cast else {}
-        with program.graph.inserting_before(before):
-            tensors = [
-                insert_node(
-                    program,
-                    target,
-                    (tensor,),
-                    to | {"unit": unit, "param": param},
-                    name=f"{param}_moved",
-                    unit=unit,
-                    phase=node.meta["phase"],
-                    val=tensor.meta["val"].to(to.get("dtype")),
-                )
-                for tensor, param in zip(tensors, params, strict=True)
-            ]
-    return tensors
 
 
 # -- edits of a program --------------------------------------------------------------------------
