@@ -85,7 +85,6 @@ ATTENTION = (
     aten._scaled_dot_product_flash_attention_for_cpu.default,
     aten._scaled_dot_product_flash_attention_for_cpu_backward.default,
 )
-dropouts = calls(aten.native_dropout.default)
 constants = at.entries("buffers", lambda entry: entry.constant)
 
 
@@ -637,7 +636,7 @@ KINDS: tuple[Kind, ...] = (
         "metadata, same values",
     ),
     Kind("masks read for each other", at.exchangeable(at.masks), do.exchanged),
-    Kind("a draw dropped", dropouts, do.draw_dropped, "metadata, same values"),
+    Kind("a draw dropped", at.dropouts, do.draw_dropped, "metadata, same values"),
     Kind(
         "another probability",
         at.named_argument("p", aten.native_dropout.default),
