@@ -458,7 +458,7 @@ def placeholders_exchanged(name: str, of: str = "node") -> Edit:
     return edit
 
 
-def attribute(name: str, change: Callable[[Any], Any]) -> Edit:
+def of_program(name: str, change: Callable[[Any], Any]) -> Edit:
     """Another attribute of the program itself."""
     return lambda program, place: setattr(program, name, change(getattr(program, name)))
 

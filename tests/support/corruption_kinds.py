@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import corruption_edits as do
@@ -85,7 +86,17 @@ ATTENTION = (
     aten._scaled_dot_product_flash_attention_for_cpu.default,
     aten._scaled_dot_product_flash_attention_for_cpu_backward.default,
 )
+DROPOUT = aten.native_dropout.default
 constants = at.entries("buffers", lambda entry: entry.constant)
+
+# Edits of several rows.
+constant_of = partial(do.field, "buffers", "value")
+of_param = partial(do.field, "params")
+flipped = do.argument(lambda flag: not flag)
+halved = do.keyword("ranks", lambda node, ranks: ranks // 2)
+other_form = do.keyword("of", do.other_form)
+twice, half = do.through(aten.mul.Tensor, 2), do.through(aten.div.Tensor, 2)
+negative = do.through(aten.neg.default)
 
 
 def results_of(
@@ -108,7 +119,7 @@ def results_of(
     yield Kind(
         f"{one} doubled where it is returned",
         each_one,
-        do.returned_through(results, do.through(aten.mul.Tensor, 2)),
+        do.returned_through(results, twice),
         doubled,
     )
 
@@ -339,15 +350,10 @@ KINDS: tuple[Kind, ...] = (
     Kind(
         "a gather of smaller groups",
         at.where(gathers, lambda node: "ranks" in node.kwargs),
-        do.keyword("ranks", lambda node, ranks: ranks // 2),
+        halved,
         "gathers",
     ),
-    Kind(
-        "a reshard for smaller groups",
-        calls(reshard),
-        do.keyword("ranks", lambda node, ranks: ranks // 2),
-        "gathers",
-    ),
+    Kind("a reshard for smaller groups", calls(reshard), halved, "gathers"),
     Kind(
         "a gather's next result picked",
         at.where(fulls, at.has_others),
@@ -446,29 +452,15 @@ KINDS: tuple[Kind, ...] = (
         do.swapped("kwargs"),
         "reduces, same values",
     ),
-    Kind(
-        "kept in the other form",
-        calls(accumulate_grad),
-        do.keyword("of", do.other_form),
-        "accumulated",
-    ),
-    Kind(
-        "added in the other form",
-        calls(add_accumulated),
-        do.keyword("of", do.other_form),
-        "accumulated",
-    ),
+    Kind("kept in the other form", calls(accumulate_grad), other_form, "accumulated"),
+    Kind("added in the other form", calls(add_accumulated), other_form, "accumulated"),
     # -- gradients ---------------------------------------------------------------------------------
     *(kind for rows in RESULTS for kind in results_of(*rows)),
     *made_at(
         at.gradients,
-        ("a gradient doubled", do.one_reads(do.through(aten.mul.Tensor, 2)), _GRADIENTS),
-        ("a gradient negated", do.one_reads(do.through(aten.neg.default)), _GRADIENTS),
-        (
-            "a gradient divided by the ranks",
-            do.one_reads(do.through(aten.div.Tensor, 2)),
-            _GRADIENTS,
-        ),
+        ("a gradient doubled", do.one_reads(twice), _GRADIENTS),
+        ("a gradient negated", do.one_reads(negative), _GRADIENTS),
+        ("a gradient divided by the ranks", do.one_reads(half), _GRADIENTS),
         ("a gradient of zeros", do.one_reads(do.zeros), _GRADIENTS),
         ("a gradient rounded", do.one_reads(do.rounded), _GRADIENTS),
     ),
@@ -529,57 +521,37 @@ KINDS: tuple[Kind, ...] = (
     Kind(
         "a parameter frozen",
         at.entries("params", lambda entry: entry.requires_grad),
-        do.field("params", "requires_grad", lambda flag: False),
+        of_param("requires_grad", lambda flag: False),
         "reduces, unchanged",
     ),
     Kind(
         "a parameter trained",
         at.entries("params", lambda entry: not entry.requires_grad),
-        do.field("params", "requires_grad", lambda flag: True),
+        of_param("requires_grad", lambda flag: True),
         "unchanged",
     ),
     *made_at(
         at.entries("params"),
-        (
-            "a parameter ignored",
-            do.field("params", "ignored", lambda flag: True),
-            "operands, unchanged",
-        ),
+        ("a parameter ignored", of_param("ignored", lambda flag: True), "operands, unchanged"),
         (
             "a parameter of other strides",
-            do.field("params", "stride", lambda stride: (7, *stride[1:])),
+            of_param("stride", lambda stride: (7, *stride[1:])),
             "unchanged",
         ),
         (
             "a parameter of another dtype",
-            do.field("params", "dtype", lambda dtype: torch.float64),
+            of_param("dtype", lambda dtype: torch.float64),
             "unchanged",
         ),
     ),
     *made_at(
         constants,
-        (
-            "a constant of other values",
-            do.field("buffers", "value", lambda value: value + 1),
-            "constants",
-        ),
-        ("a constant with one bit changed", do.field("buffers", "value", do.one_bit), "constants"),
-        (
-            "a constant of another dtype",
-            do.field("buffers", "value", torch.Tensor.double),
-            "constants",
-        ),
-        (
-            "a constant of other strides",
-            do.field("buffers", "value", do.of_other_strides),
-            "constants",
-        ),
-        (
-            "a constant without a value",
-            do.field("buffers", "value", lambda value: None),
-            "constants",
-        ),
-        ("an equal constant", do.field("buffers", "value", torch.clone), "harmless"),
+        ("a constant of other values", constant_of(lambda value: value + 1), "constants"),
+        ("a constant with one bit changed", constant_of(do.one_bit), "constants"),
+        ("a constant of another dtype", constant_of(torch.Tensor.double), "constants"),
+        ("a constant of other strides", constant_of(do.of_other_strides), "constants"),
+        ("a constant without a value", constant_of(lambda value: None), "constants"),
+        ("an equal constant", constant_of(torch.clone), "harmless"),
         (
             "a constant made a buffer",
             do.field("buffers", "constant", lambda flag: False),
@@ -606,21 +578,29 @@ KINDS: tuple[Kind, ...] = (
     ),
     *made_at(
         at.whole,
-        ("the training flag flipped", do.attribute("training", lambda flag: not flag), "unchanged"),
-        ("the grad flag flipped", do.attribute("grad", lambda flag: not flag), "phases, unchanged"),
-        ("another mesh", do.attribute("mesh_shape", lambda mesh: (*mesh, 1)), "unchanged"),
-        ("on another device", do.attribute("device", lambda device: "meta"), "unchanged"),
+        (
+            "the training flag flipped",
+            do.of_program("training", lambda flag: not flag),
+            "unchanged",
+        ),
+        (
+            "the grad flag flipped",
+            do.of_program("grad", lambda flag: not flag),
+            "phases, unchanged",
+        ),
+        ("another mesh", do.of_program("mesh_shape", lambda mesh: (*mesh, 1)), "unchanged"),
+        ("on another device", do.of_program("device", lambda device: "meta"), "unchanged"),
         (
             "captured on another device",
-            do.attribute("capture_device", lambda device: "meta"),
+            do.of_program("capture_device", lambda device: "meta"),
             "unchanged",
         ),
         (
             "one stale parameter more or less",
-            do.attribute("stale", lambda stale: stale ^ {"embed.weight"}),
+            do.of_program("stale", lambda stale: stale ^ {"embed.weight"}),
             "shards, unchanged",
         ),
-        ("another note", do.attribute("notes", lambda notes: (*notes, "note")), "harmless"),
+        ("another note", do.of_program("notes", lambda notes: (*notes, "note")), "harmless"),
     ),
     # -- random numbers ----------------------------------------------------------------------------
     *made_at(
@@ -637,16 +617,8 @@ KINDS: tuple[Kind, ...] = (
     ),
     Kind("masks read for each other", at.exchangeable(at.masks), do.exchanged),
     Kind("a draw dropped", at.dropouts, do.draw_dropped, "metadata, same values"),
-    Kind(
-        "another probability",
-        at.named_argument("p", aten.native_dropout.default),
-        do.argument(lambda p: p / 2),
-    ),
-    Kind(
-        "a draw said not to train",
-        at.named_argument("train", aten.native_dropout.default),
-        do.argument(lambda train: not train),
-    ),
+    Kind("another probability", at.named("p", DROPOUT), do.argument(lambda p: p / 2)),
+    Kind("a draw said not to train", at.named("train", DROPOUT), flipped),
     Kind("states of two repeated draws exchanged", at.pairs_of(at.replays), do.swapped("args")),
     Kind("a state put back before the draw", at.replays, do.put_back_at_once),
     *made_at(
@@ -696,13 +668,13 @@ KINDS: tuple[Kind, ...] = (
     Kind("an operator bypassed", at.bypassable, do.bypassed, "scales, same values"),
     *made_at(
         at.read_floats,
-        ("a value negated", do.all_read(do.through(aten.neg.default)), "same values"),
+        ("a value negated", do.all_read(negative), "same values"),
         ("a value cloned", do.all_read(do.through(aten.clone.default)), "harmless"),
         ("a value written in place", do.all_read(do.through(aten.neg_.default))),
     ),
     Kind("another float argument", at.arguments(float), do.argument(lambda value: value * 2 + 1)),
     Kind("another int argument", at.arguments(int), do.argument(lambda value: value + 1)),
-    Kind("another flag", at.arguments(bool), do.argument(lambda value: not value)),
+    Kind("another flag", at.arguments(bool), flipped),
     Kind(
         "another list of sizes",
         at.lists,
@@ -711,28 +683,18 @@ KINDS: tuple[Kind, ...] = (
     ),
     Kind(
         "another eps",
-        at.named_argument("eps", aten.native_layer_norm.default),
+        at.named("eps", aten.native_layer_norm.default),
         do.argument(lambda eps: eps * 10),
     ),
-    Kind(
-        "another causal flag",
-        at.named_argument("is_causal", *ATTENTION),
-        do.argument(lambda flag: not flag),
-    ),
+    Kind("another causal flag", at.named("is_causal", *ATTENTION), flipped),
     Kind(
         "another dropout of attention",
-        at.named_argument("dropout_p", *ATTENTION),
+        at.named("dropout_p", *ATTENTION),
         do.argument(lambda p: 0.5),
     ),
-    Kind(
-        "another alpha", at.named_argument("alpha", aten.add.Tensor), do.argument(lambda alpha: 2)
-    ),
+    Kind("another alpha", at.named("alpha", aten.add.Tensor), do.argument(lambda alpha: 2)),
     Kind("another result picked", at.picked, do.next_picked),
-    Kind(
-        "computed again in backward differently",
-        at.recomputed,
-        do.all_read(do.through(aten.neg.default)),
-    ),
+    Kind("computed again in backward differently", at.recomputed, do.all_read(negative)),
     Kind(
         "computed again for a reader",
         at.pure,

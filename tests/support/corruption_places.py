@@ -373,7 +373,7 @@ freed_values = where(
 )
 
 
-def named_argument(name: str, *targets: Any) -> Places:
+def named(name: str, *targets: Any) -> Places:
     """(node, `name`) of the calls of `targets`, whether the argument is given or by default."""
     return lambda program: [(node, name) for node in calls(*targets)(program)]
 
