@@ -27,8 +27,8 @@ from examples.benchmarks.gpu_table import Place
 from examples.benchmarks.harness import worst_rank
 from examples.gpt import GPT, Block, GPTConfig
 from graphshard.errors import FingerprintError
+from graphshard.runtime.calls import Fingerprint
 from graphshard.runtime.cuda_graphs import Recorder
-from graphshard.runtime.fingerprint import Fingerprint
 
 Batch = tuple[Tensor, ...]
 Numbers = dict[str, Tensor]

@@ -10,8 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from capture_models import Net, X, linear
-from program_runner import assert_same_as_eager, first_tensor, run_captured
+from capture_models import Net, X, assert_same_as_eager, first_tensor, linear, run_captured
 from torch import Tensor, nn
 
 import graphshard

@@ -5,9 +5,8 @@ from __future__ import annotations
 import pytest
 import torch
 import torch.nn.functional as F
-from capture_models import Net
+from capture_models import Net, assert_same_as_eager
 from loops import same_step
-from program_runner import assert_same_as_eager
 from torch import nn
 
 import graphshard

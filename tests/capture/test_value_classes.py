@@ -10,11 +10,10 @@ from typing import Any, NamedTuple
 import attrs
 import pytest
 import torch
-from capture_models import Net, X, linear
+from capture_models import Net, Pair, Sample, X, linear
 from torch import Tensor, nn
 from torch.nn.utils.rnn import PackedSequence, pack_padded_sequence
 from torch.utils import _pytree as pytree
-from value_classes import Pair, Sample
 
 import graphshard
 from graphshard.capture.entry import capture

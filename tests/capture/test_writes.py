@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
+from capture_models import assert_same_as_eager
 from models import CASES
-from program_runner import assert_same_as_eager
 from torch import Tensor, nn
 
 from graphshard.capture import entry as capture_module

@@ -8,13 +8,56 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from traces import estimate, trace_steps
+import torch
+from models import Block, TiedGPT, tokens_of
+from torch.profiler import ProfilerActivity, profile
 
+import graphshard
 from graphshard.cli.main import main
 from graphshard.cost.against_trace import compare_trace, read_trace
 from graphshard.errors import CostError
 from graphshard.program import ops
 from graphshard.program.program import BACKWARD, FORWARD, Program
+
+# -- a trace of a small model ----------------------------------------------------------------------
+
+
+POLICY = graphshard.BlockPolicy({Block}, forward_prefetch=1)
+
+
+FACTORY = """
+from models import TiedGPT, tokens_of
+
+def gpt():
+    return TiedGPT(2), tokens_of(0, 0)
+"""
+
+
+def trace_steps(folder: Path) -> tuple[graphshard.ShardedModule, list[str]]:
+    """Train three steps on one rank; write their trace and a factory into `folder`.
+
+    Returns the module, and the arguments of a command on the factory under its policy. The trace is
+    `trace.json.gz`.
+    """
+    (folder / "traced_factory.py").write_text(FACTORY)
+    sharded = graphshard.compile(TiedGPT(2), POLICY)
+    with profile(activities=[ProfilerActivity.CPU]) as profiler:
+        for _ in range(3):
+            sharded(*tokens_of(0, 0)).backward()
+    profiler.export_chrome_trace(str(folder / "trace.json.gz"))
+    arguments = ["traced_factory:gpt", "--policy", "block:Block", "--forward-prefetch", "1"]
+    return sharded, [*arguments, "--hardware", "cpu-gloo"]
+
+
+def estimate(layers: int = 2) -> graphshard.Estimate:
+    """A step of the model on H100s, under that policy."""
+    with torch.device("meta"):
+        model = TiedGPT(layers)
+    plan = graphshard.plan(model, POLICY, world_size=2, example_inputs=tokens_of(0, 0))
+    return graphshard.simulate(plan, hardware="h100-sxm")
+
+
+# -- tests -----------------------------------------------------------------------------------------
 
 
 def us(name: str, category: str, begin: float, end: float, thread: int, **args: Any) -> Any:

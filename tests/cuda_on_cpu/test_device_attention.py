@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 import torch.nn.functional as F
-from made_up import is_made_up
+from ranks import is_made_up
 from torch import Tensor
 
 pytestmark = pytest.mark.cuda

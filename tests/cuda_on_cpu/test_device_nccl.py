@@ -8,8 +8,7 @@ from datetime import timedelta
 import pytest
 import torch
 import torch.distributed as dist
-from made_up import is_made_up
-from ranks import Checks
+from ranks import Checks, is_made_up
 from torch import Tensor
 
 pytestmark = pytest.mark.cuda

@@ -7,7 +7,7 @@ import sys
 
 import pytest
 import torch
-from made_up import is_made_up
+from ranks import is_made_up
 from torch import Tensor
 
 pytestmark = pytest.mark.cuda

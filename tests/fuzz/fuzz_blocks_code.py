@@ -1,129 +1,93 @@
-"""Kinds of blocks whose forward is unusual code: views, writes, branches, randomness, hooks."""
+"""Kinds of blocks whose forward is unusual code: views, writes, branches, randomness, hooks, and
+tensors left elsewhere than in the result.
+"""
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 import torch.nn.functional as F
-from fuzz_blocks import VOCAB, Block, kind
-from fuzz_blocks_state import weights
+from fuzz_blocks import VOCAB, Block, kind, matrix, weights
 from torch import Tensor, nn
+from torch.utils import _pytree as pytree
 from torch.utils.checkpoint import checkpoint
 
 
-class Plain(Block):
-    """Base: a block with one matrix."""
-
-    mixes = False
-
-    def __init__(self, dim: int) -> None:
-        super().__init__(dim)
-        self.fc = nn.Linear(dim, dim)
-
-
-@kind("branch_on_training")
-class Branches(Block):
+@kind(lambda d: {"trained": nn.Linear(d, d), "tested": nn.Linear(d, d)}, mixes=True)
+def branch_on_training(self, x, ids):
     """Other parameters in training than in evaluation."""
-
-    def __init__(self, dim: int) -> None:
-        super().__init__(dim)
-        self.trained, self.tested = nn.Linear(dim, dim), nn.Linear(dim, dim)
-
-    def forward(self, x: Tensor, ids: Tensor) -> Tensor:
-        return x + (self.trained(x) if self.training else self.tested(x))
+    return x + (self.trained(x) if self.training else self.tested(x))
 
 
-@kind("branch_on_shape")
-class BranchesOnShape(Block):
-    mixes = False
-
-    def __init__(self, dim: int) -> None:
-        super().__init__(dim)
-        self.short, self.long = nn.Linear(dim, dim), nn.Linear(dim, dim)
-
-    def forward(self, x: Tensor, ids: Tensor) -> Tensor:
-        return x + (self.short(x) if x.shape[1] < 4 else self.long(x))
+@kind(lambda d: {"short": nn.Linear(d, d), "long": nn.Linear(d, d)})
+def branch_on_shape(self, x, ids):
+    return x + (self.short(x) if x.shape[1] < 4 else self.long(x))
 
 
-@kind("called_twice")
-class Twice(Plain):
-    def forward(self, x: Tensor, ids: Tensor) -> Tensor:
-        return x + self.fc(self.fc(x).relu())
+@kind()
+def called_twice(self, x, ids):
+    return x + self.fc(self.fc(x).relu())
 
 
-@kind("checkpoint")
-class Checkpointed(Plain):
-    mixes = True
-
-    def forward(self, x: Tensor, ids: Tensor) -> Tensor:
-        return x + checkpoint(self._inner, x, use_reentrant=False)
-
-    def _inner(self, x: Tensor) -> Tensor:
-        return self.fc(x.tanh()).sigmoid()
+@kind(mixes=True, name="checkpoint")
+def checkpointed(self, x, ids):
+    return x + checkpoint(lambda x: self.fc(x.tanh()).sigmoid(), x, use_reentrant=False)
 
 
-@kind("random_checkpoint")
-class RandomCheckpoint(Plain):
-    def forward(self, x: Tensor, ids: Tensor) -> Tensor:
-        def inner(x):
-            return F.dropout(self.fc(x), 0.4, self.training).sin()
+@kind()
+def random_checkpoint(self, x, ids):
+    def inner(x):
+        return F.dropout(self.fc(x), 0.4, self.training).sin()
 
-        return x + checkpoint(inner, x, use_reentrant=False)
+    return x + checkpoint(inner, x, use_reentrant=False)
 
 
-@kind("views")
-class Views(Plain):
+@kind()
+def views(self, x, ids):
     """Writes through views of activations."""
-
-    def forward(self, x: Tensor, ids: Tensor) -> Tensor:
-        y = self.fc(x).clone()
-        y[..., ::2] *= 0.5
-        y[:, 0].add_(x[:, -1])
-        y.view(-1)[:3].zero_()
-        y.transpose(0, 1)[0].mul_(2)
-        return x + y
+    y = self.fc(x).clone()
+    y[..., ::2] *= 0.5
+    y[:, 0].add_(x[:, -1])
+    y.view(-1)[:3].zero_()
+    y.transpose(0, 1)[0].mul_(2)
+    return x + y
 
 
-@kind("writes")
-class Writes(Plain):
+@kind()
+def writes(self, x, ids):
     """Operators that write into their result."""
-
-    def forward(self, x: Tensor, ids: Tensor) -> Tensor:
-        y = torch.zeros_like(x)
-        y[ids == 3] = 1.0
-        y.add_(self.fc(x)).clamp_(-2, 2)
-        y.index_fill_(1, torch.tensor([0]), 0.5)
-        out = torch.empty_like(y)
-        torch.mul(y.detach(), 2, out=out)
-        return x + y + out
+    y = torch.zeros_like(x)
+    y[ids == 3] = 1.0
+    y.add_(self.fc(x)).clamp_(-2, 2)
+    y.index_fill_(1, torch.tensor([0]), 0.5)
+    out = torch.empty_like(y)
+    torch.mul(y.detach(), 2, out=out)
+    return x + y + out
 
 
-@kind("more_outputs")
-class MoreOutputs(Plain):
-    def forward(self, x: Tensor, ids: Tensor) -> tuple[Tensor, ...]:
-        y = self.fc(x)
-        return x + y, y.mean(), y[0], y.detach(), (y > 0)
+@kind()
+def more_outputs(self, x, ids):
+    y = self.fc(x)
+    return x + y, y.mean(), y[0], y.detach(), (y > 0)
 
 
-@kind("noise")
-class Noise(Plain):
-    def forward(self, x: Tensor, ids: Tensor) -> Tensor:
-        noise = torch.randn_like(x) + torch.rand(x.shape[-1], dtype=x.dtype)
-        order = torch.randperm(x.shape[-1])
-        return x + self.fc(x) * 0.1 * noise + x[..., order] * 0.1
+@kind()
+def noise(self, x, ids):
+    drawn = torch.randn_like(x) + torch.rand(x.shape[-1], dtype=x.dtype)
+    order = torch.randperm(x.shape[-1])
+    return x + self.fc(x) * 0.1 * drawn + x[..., order] * 0.1
 
 
-@kind("bernoulli")
-class Bernoulli(Plain):
-    def forward(self, x: Tensor, ids: Tensor) -> Tensor:
-        kept = torch.bernoulli(torch.full_like(x, 0.6))
-        return x + self.fc(x) * kept
+@kind()
+def bernoulli(self, x, ids):
+    return x + self.fc(x) * torch.bernoulli(torch.full_like(x, 0.6))
 
 
-@kind("gumbel")
-class Gumbel(Plain):
-    def forward(self, x: Tensor, ids: Tensor) -> Tensor:
-        chosen = F.gumbel_softmax(self.fc(x), tau=0.8, hard=True)
-        return x + chosen + F.rrelu(x, training=self.training) * 0.1
+@kind()
+def gumbel(self, x, ids):
+    chosen = F.gumbel_softmax(self.fc(x), tau=0.8, hard=True)
+    return x + chosen + F.rrelu(x, training=self.training) * 0.1
 
 
 class Straight(torch.autograd.Function):
@@ -141,150 +105,106 @@ class Straight(torch.autograd.Function):
         return grad * weight * inside, (grad * x).sum((0, 1))
 
 
-@kind("custom_function")
-class Custom(Plain):
-    def __init__(self, dim: int) -> None:
-        super().__init__(dim)
-        self.scale = weights(dim)
-
-    def forward(self, x: Tensor, ids: Tensor) -> Tensor:
-        return x + self.fc(Straight.apply(x, self.scale))
+@kind(lambda d: {**matrix(d), "scale": weights(d)})
+def custom_function(self, x, ids):
+    return x + self.fc(Straight.apply(x, self.scale))
 
 
-@kind("indexing")
-class Indexing(Plain):
+@kind()
+def indexing(self, x, ids):
     """Gathers, scatters, sorts and counts by integers."""
-
-    def forward(self, x: Tensor, ids: Tensor) -> Tensor:
-        y = self.fc(x)
-        sums = y.new_zeros(VOCAB, self.dim).index_add(0, ids.flatten(), y.flatten(0, 1))
-        counts = F.one_hot(ids, VOCAB).sum((0, 1)).clamp(min=1)
-        order = x.sum(-1).argsort(-1)
-        sorted_rows = torch.gather(y, 1, order[..., None].expand_as(y))
-        return x + (sums / counts[:, None])[ids] + sorted_rows.cumsum(1) * 0.1
+    y = self.fc(x)
+    sums = y.new_zeros(VOCAB, self.dim).index_add(0, ids.flatten(), y.flatten(0, 1))
+    counts = F.one_hot(ids, VOCAB).sum((0, 1)).clamp(min=1)
+    order = x.sum(-1).argsort(-1)
+    sorted_rows = torch.gather(y, 1, order[..., None].expand_as(y))
+    return x + (sums / counts[:, None])[ids] + sorted_rows.cumsum(1) * 0.1
 
 
-@kind("statistics")
-class Statistics(Plain):
+@kind()
+def statistics(self, x, ids):
     """Reductions of several kinds, some with integer results."""
-
-    def forward(self, x: Tensor, ids: Tensor) -> tuple[Tensor, ...]:
-        y = self.fc(x)
-        values, where = y.max(-1)
-        low = torch.logsumexp(y, -1, keepdim=True)
-        y = y - low + y.std(1, keepdim=True) + torch.linalg.vector_norm(y, dim=-1, keepdim=True)
-        return x + 0.1 * y, values, where
+    y = self.fc(x)
+    values, where = y.max(-1)
+    low = torch.logsumexp(y, -1, keepdim=True)
+    y = y - low + y.std(1, keepdim=True) + torch.linalg.vector_norm(y, dim=-1, keepdim=True)
+    return x + 0.1 * y, values, where
 
 
-@kind("stop_gradient")
-class Stop(Plain):
-    def forward(self, x: Tensor, ids: Tensor) -> Tensor:
-        with torch.no_grad():
-            scale = self.fc(x).norm()
-        with torch.enable_grad():
-            return x + self.fc(x.detach()) / (1 + scale)
+@kind()
+def stop_gradient(self, x, ids):
+    with torch.no_grad():
+        scale = self.fc(x).norm()
+    with torch.enable_grad():
+        return x + self.fc(x.detach()) / (1 + scale)
 
 
-@kind("early_exit")
-class Auxiliary(Plain):
+@kind(lambda d: {**matrix(d), "head": nn.Linear(d, 3)})
+def early_exit(self, x, ids):
     """A head that only another output uses."""
-
-    def __init__(self, dim: int) -> None:
-        super().__init__(dim)
-        self.head = nn.Linear(dim, 3)
-
-    def forward(self, x: Tensor, ids: Tensor) -> tuple[Tensor, Tensor]:
-        return x + self.fc(x), self.head(x)
+    return x + self.fc(x), self.head(x)
 
 
-@kind("hooks")
-class Hooked(Plain):
+def _hooked(dim: int) -> dict[str, Any]:
+    fc = nn.Linear(dim, dim)
+    fc.register_forward_hook(lambda module, args, out: out * 1.5)
+    fc.register_forward_pre_hook(lambda module, args: (args[0] + 0.1,))
+    return {"fc": fc}
+
+
+@kind(_hooked)
+def hooks(self, x, ids):
     """Hooks of modules and of activations, as they stand before the model is compiled."""
-
-    def __init__(self, dim: int) -> None:
-        super().__init__(dim)
-        self.fc.register_forward_hook(lambda module, args, out: out * 1.5)
-        self.fc.register_forward_pre_hook(lambda module, args: (args[0] + 0.1,))
-
-    def forward(self, x: Tensor, ids: Tensor) -> Tensor:
-        y = self.fc(x)
-        if y.requires_grad:
-            y.register_hook(lambda grad: grad * 0.5)
-        return x + y
+    y = self.fc(x)
+    if y.requires_grad:
+        y.register_hook(lambda grad: grad * 0.5)
+    return x + y
 
 
-@kind("cast")
-class Cast(Plain):
-    def forward(self, x: Tensor, ids: Tensor) -> Tensor:
-        y = self.fc(x).float().softmax(-1).to(x.dtype)
-        return x + y + ids[..., None].to(x.dtype) * 0.01
+@kind()
+def cast(self, x, ids):
+    y = self.fc(x).float().softmax(-1).to(x.dtype)
+    return x + y + ids[..., None].to(x.dtype) * 0.01
 
 
-@kind("same_object")
-class Same(Block):
+@kind(mixes=True)
+def same_object(self, x, ids):
     """Returns its input itself."""
-
-    def __init__(self, dim: int) -> None:
-        super().__init__(dim)
-        self.fc = nn.Linear(dim, dim)
-
-    def forward(self, x: Tensor, ids: Tensor) -> tuple[Tensor, Tensor]:
-        return x, self.fc(x)
+    return x, self.fc(x)
 
 
-@kind("vmap")
-class Mapped(Plain):
-    def forward(self, x: Tensor, ids: Tensor) -> Tensor:
-        return x + torch.vmap(lambda row: self.fc(row).softmax(-1))(x)
+@kind()
+def vmap(self, x, ids):
+    return x + torch.vmap(lambda row: self.fc(row).softmax(-1))(x)
 
 
-@kind("functional")
-class Functional(Plain):
+@kind()
+def functional(self, x, ids):
     """A submodule called with other values than its own, made of them."""
-
-    def forward(self, x: Tensor, ids: Tensor) -> Tensor:
-        params = {name: value * 0.5 for name, value in self.fc.named_parameters()}
-        return x + torch.func.functional_call(self.fc, params, (x,))
+    params = {name: value * 0.5 for name, value in self.fc.named_parameters()}
+    return x + torch.func.functional_call(self.fc, params, (x,))
 
 
-@kind("loop")
-class Loop(Plain):
+@kind()
+def loop(self, x, ids):
     """The same matrix in a loop, with an early product of two parameters."""
-
-    def forward(self, x: Tensor, ids: Tensor) -> Tensor:
-        square = self.fc.weight @ self.fc.weight.t() * 0.1
-        y = x
-        for _ in range(3):
-            y = torch.tanh(y @ square + self.fc.bias)
-        return x + y
+    square = self.fc.weight @ self.fc.weight.t() * 0.1
+    y = x
+    for _ in range(3):
+        y = torch.tanh(y @ square + self.fc.bias)
+    return x + y
 
 
-@kind("penalty")
-class Penalty(Plain):
+@kind()
+def penalty(self, x, ids):
     """A term of the loss that parameters alone make."""
-
-    def forward(self, x: Tensor, ids: Tensor) -> tuple[Tensor, Tensor]:
-        return x + self.fc(x), sum(p.square().sum() for p in self.parameters()) * 0.1
+    return x + self.fc(x), sum(p.square().sum() for p in self.parameters()) * 0.1
 
 
-@kind("linear_algebra")
-class Algebra(Plain):
-    def forward(self, x: Tensor, ids: Tensor) -> Tensor:
-        a = self.fc.weight @ self.fc.weight.t() + torch.eye(self.dim, dtype=x.dtype)
-        return x + torch.linalg.solve(a, x.mT).mT * 0.3 + torch.linalg.cholesky(a).sum() * 0.01
-
-
-@kind("keyword")
-class Keyword(Plain):
-    """A submodule called by keywords, with an argument that is None."""
-
-    def __init__(self, dim: int) -> None:
-        super().__init__(dim)
-        self.part = _Part(dim)
-
-    def forward(self, x: Tensor, ids: Tensor) -> Tensor:
-        result = self.part(hidden={"x": self.fc(x), "more": [x]}, mask=None, scale=0.5)
-        return x + result["y"]
+@kind()
+def linear_algebra(self, x, ids):
+    a = self.fc.weight @ self.fc.weight.t() + torch.eye(self.dim, dtype=x.dtype)
+    return x + torch.linalg.solve(a, x.mT).mT * 0.3 + torch.linalg.cholesky(a).sum() * 0.01
 
 
 class _Part(Block):
@@ -295,3 +215,69 @@ class _Part(Block):
     def forward(self, *, hidden, mask, scale):
         assert mask is None
         return {"y": (hidden["x"] @ self.weight + hidden["more"][0]) * scale, "unused": 3}
+
+
+@kind(lambda d: {**matrix(d), "part": _Part(d)})
+def keyword(self, x, ids):
+    """A submodule called by keywords, with an argument that is None."""
+    result = self.part(hidden={"x": self.fc(x), "more": [x]}, mask=None, scale=0.5)
+    return x + result["y"]
+
+
+# -- tensors left elsewhere than in the result ----------------------------------------------------
+
+DOORS = ("last", "kept", "named", "pool")
+"""The attributes in which blocks leave tensors."""
+
+
+def left_in(module: nn.Module) -> list[Tensor]:
+    """The tensors that the last call of a `Fuzzed`, or of a sharded one, left."""
+    blocks: Any = module.blocks
+    values = [getattr(block, door, None) for block in blocks for door in DOORS]
+    return [leaf for leaf in pytree.tree_leaves(values) if isinstance(leaf, Tensor)]
+
+
+@kind()
+def left_on_attribute(self, x, ids):
+    y = self.fc(x)
+    self.last = y.square().mean()
+    return x + y.tanh()
+
+
+@kind(lambda d: {**matrix(d), "kept": []})
+def left_in_containers(self, x, ids):
+    """A list that each call empties, with a dict in it, and a list made anew."""
+    y = self.fc(x)
+    self.kept.clear()
+    self.kept.append(y.mean((0, 1)))
+    self.kept.append({"std": y.std(), "n": 2})
+    self.last = [y[0], y.detach()]
+    return x + y.tanh()
+
+
+def _noting(dim: int) -> dict[str, Any]:
+    fc, named = nn.Linear(dim, dim), {}
+    fc.register_forward_hook(lambda module, args, out: named.update(fc=out, half=out / 2))
+    return {"fc": fc, "named": named}
+
+
+@kind(_noting)
+def left_by_hook(self, x, ids):
+    return x + self.fc(x).tanh()
+
+
+@kind(lambda d: {**matrix(d), "pool": torch.zeros(d)})
+def left_in_buffer(self, x, ids):
+    y = self.fc(x)
+    self.pool = y.mean((0, 1)).to(self.pool.dtype)
+    return x + y.tanh()
+
+
+@kind()
+def left_in_checkpoint(self, x, ids):
+    def inner(x):
+        y = self.fc(x)
+        self.last = (y * y).mean((0, 1))
+        return x + y.tanh()
+
+    return checkpoint(inner, x, use_reentrant=False)

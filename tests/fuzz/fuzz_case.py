@@ -55,11 +55,7 @@ class Case:
 
     @classmethod
     def parse(cls, text: str) -> Case:
-        """The case that `text` is the string of.
-
-        Raises:
-            ValueError: a field is unknown.
-        """
+        """The case that `text` is the string of."""
         values = json.loads(text)
         known = {each.name for each in fields(cls)}
         if unknown := set(values) - known:

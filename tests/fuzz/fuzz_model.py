@@ -6,8 +6,6 @@ import os
 from typing import Any
 
 import fuzz_blocks_code  # noqa: F401  # adds its kinds
-import fuzz_blocks_left  # noqa: F401
-import fuzz_blocks_state  # noqa: F401
 import torch
 import torch.nn.functional as F
 from fuzz_blocks import AGAIN, KINDS, VOCAB

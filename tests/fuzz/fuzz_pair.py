@@ -5,21 +5,18 @@ from __future__ import annotations
 import faulthandler
 import os
 import signal
-import sys
 import tempfile
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager, suppress
-from datetime import timedelta
-from multiprocessing import get_context
+from contextlib import suppress
+from multiprocessing import Pipe
 from pathlib import Path
 from typing import Any
 
+import torch
 from fuzz_case import Case
+from fuzz_model import DEVICE
 from fuzz_play import CRASH, EQUAL, FAILURES, Outcome, play
-
-PRELOAD = ["torch", "torch.distributed.fsdp", "fuzz_play", "torch._inductor.compile_fx"]
-"""Imported once, in the process that all ranks are forked from."""
+from ranks import start_rank
 
 LIMITS = {"eager": 90.0, "inductor": 300.0}
 """Seconds that a case may take, by backend. Two busy cores compile slowly."""
@@ -29,8 +26,6 @@ class Pair:
     """The processes; after a failure they are replaced at the next case."""
 
     def __init__(self) -> None:
-        self._context = get_context("forkserver")
-        self._context.set_forkserver_preload(PRELOAD)
         self._ranks = 0
         self._processes: list[Any] = []
         self._pipes: list[Any] = []
@@ -76,18 +71,13 @@ class Pair:
 
     def _start(self) -> None:
         self._folder = tempfile.TemporaryDirectory()
-        with _paths_for_children():
-            for rank in range(self._ranks):
-                ours, theirs = self._context.Pipe()
-                process = self._context.Process(
-                    target=_rank_main,
-                    args=(rank, self._ranks, self._folder.name, theirs),
-                    daemon=True,
-                )
-                process.start()
-                theirs.close()
-                self._processes.append(process)
-                self._pipes.append(ours)
+        for rank in range(self._ranks):
+            ours, theirs = Pipe()
+            args = (_serve, rank, self._ranks, Path(self._folder.name), (theirs,))
+            device = os.environ.get("FUZZ_DEVICE", "cpu")
+            self._processes.append(start_rank(*args, device=device))
+            theirs.close()
+            self._pipes.append(ours)
 
     def stop(self) -> None:
         """End the processes, if they can by themselves."""
@@ -105,43 +95,11 @@ class Pair:
             self._folder = None
 
 
-@contextmanager
-def _paths_for_children() -> Iterator[None]:
-    """The fork server is a new interpreter, which finds modules by the environment."""
-    before = os.environ.get("PYTHONPATH")
-    os.environ["PYTHONPATH"] = os.pathsep.join(sys.path)
-    yield
-    if before is None:
-        del os.environ["PYTHONPATH"]
-    else:
-        os.environ["PYTHONPATH"] = before
-
-
-def _rank_main(rank: int, ranks: int, folder: str, pipe: Any) -> None:
-    import torch
-    import torch.distributed as dist
-    from fuzz_model import DEVICE
-
-    from examples.benchmarks.gpu_ranks import join
-
-    stderr = os.open(f"{folder}/stderr_{rank}", os.O_WRONLY | os.O_CREAT | os.O_APPEND)
-    os.dup2(stderr, 2)
-    os.dup2(stderr, 1)
-    faulthandler.enable()
+def _serve(rank: int, pipe: Any) -> None:
+    """Play what the pipe gives."""
     faulthandler.register(signal.SIGUSR1)
-    torch.set_num_threads(1)
     if DEVICE.type == "cuda":
-        join(rank, ranks, folder, "cuda", torch.cuda.device_count() < ranks)
         torch.set_default_device("cuda")  # of tensors that models make in forward
-    else:
-        dist.init_process_group(
-            "gloo",
-            init_method=f"file://{folder}/store",
-            rank=rank,
-            world_size=ranks,
-            timeout=timedelta(seconds=60),
-        )
     while (task := pipe.recv()) is not None:
         case, eager = task
         pipe.send(play(case, eager=eager))
-    os._exit(0)  # Gloo may abort in a process that ends by itself

@@ -82,9 +82,6 @@ class Tolerance:
         """Compare the gradient of a parameter.
 
         What may be rounding alone may be apart by as much as rounding of the largest gradient.
-
-        Raises:
-            Difference: see `check`.
         """
         zero = self.zeros.get(name)
         if zero is not None and isinstance(mine, Tensor) and isinstance(theirs, Tensor):
@@ -102,9 +99,6 @@ class Tolerance:
             mine: the sharded module's.
             theirs: the reference's.
             scale: of values that this one was computed with.
-
-        Raises:
-            Difference: they differ by more than rounding.
         """
         if not (isinstance(mine, Tensor) and isinstance(theirs, Tensor)):
             if type(mine) is not type(theirs) or mine != theirs:

@@ -7,19 +7,10 @@ from typing import Any
 
 import torch
 from fuzz_blocks import AGAIN, KINDS, Block
-from fuzz_blocks_code import Plain
 from torch import nn
 
 import graphshard
 from graphshard import MixedPrecision
-
-CLASSES: dict[str, type[nn.Module]] = {
-    "Block": Block,
-    "Plain": Plain,
-    "Linear": nn.Linear,
-    "LayerNorm": nn.LayerNorm,
-    "Embedding": nn.Embedding,
-}
 
 STRATEGIES = ("FULL_SHARD", "SHARD_GRAD_OP", "SHARD_OPTIMIZER", "NO_SHARD")
 HYBRID = ("HYBRID_SHARD", "HYBRID_SHARD_ZERO2")
@@ -29,15 +20,11 @@ IGNORED = (r"blocks\.0", r"blocks\.0|.*\.bias", r"blocks\.0\..*|blocks\.0", r"bl
 
 
 def policy_of(fields: dict[str, Any]) -> graphshard.Policy:
-    """The policy of a case's fields.
-
-    Raises:
-        PolicyError: its fields contradict each other.
-    """
+    """The policy of a case's fields."""
     fields = {name: _value(name, value) for name, value in fields.items()}
     match fields.pop("kind"):
         case "block":
-            return graphshard.BlockPolicy(CLASSES[fields.pop("classes", "Block")], **fields)
+            return graphshard.BlockPolicy(Block, **fields)
         case "size":
             return graphshard.SizePolicy(**fields)
         case "lambda":
@@ -59,12 +46,9 @@ def _value(name: str, value: Any) -> Any:
     if name == "mixed_precision" and value is not None:
         return MixedPrecision(**dtypes_of(value))
     if name == "modules":
-        return {
-            CLASSES.get(key, key): {n: _value(n, v) for n, v in entry.items()}
-            for key, entry in value.items()
-        }
+        return {key: {n: _value(n, v) for n, v in entry.items()} for key, entry in value.items()}
     if name == "recompute" and value not in (None, "units", "selective", "budget"):
-        return [CLASSES.get(each, each) for each in value]
+        return [Block if each == "Block" else each for each in value]
     return tuple(value) if isinstance(value, list) else value
 
 

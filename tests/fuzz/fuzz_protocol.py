@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from fuzz_blocks_left import left_in
+from fuzz_blocks_code import left_in
 from fuzz_case import Case
 from fuzz_model import (
     DEVICE,

@@ -88,11 +88,7 @@ def options_of(name: str, param: nn.Parameter) -> dict[str, Any]:
 
 
 def optimizer_of(case: Case, side: Side) -> torch.optim.Optimizer:
-    """The case's optimizer of a side's trainable parameters.
-
-    Raises:
-        NothingToTrain: there are none.
-    """
+    """The case's optimizer of a side's trainable parameters."""
     kind, options = OPTIMIZERS[case.optimizer.removesuffix("_groups")]
     if case.autocast and "eps" in options:
         options = {**options, "eps": 1.0}  # the noise is that of 16 bits

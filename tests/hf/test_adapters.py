@@ -12,7 +12,9 @@ import pytest
 import torch
 import torch.distributed as dist
 import trainers
-from language_models import gpt2, llama, prompts
+from models import generating_gpt2 as gpt2
+from models import generating_llama as llama
+from models import prompts
 from peft import LoraConfig, PeftModel, PromptTuningConfig, get_peft_model
 from ranks import error_of, on_ranks
 from state_checks import shared_folder

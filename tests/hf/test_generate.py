@@ -8,7 +8,9 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from language_models import gpt2, llama, prompts
+from models import generating_gpt2 as gpt2
+from models import generating_llama as llama
+from models import prompts
 from ranks import error_of, on_ranks
 from torch import Tensor
 from transformers import (

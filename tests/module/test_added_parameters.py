@@ -7,8 +7,8 @@ from typing import Any
 
 import pytest
 import torch
-from language_models import gpt2
 from models import TiedGPT, tokens_of
+from models import generating_gpt2 as gpt2
 from peft import LoraConfig
 from state_checks import seeded
 from torch import Tensor, nn

@@ -9,9 +9,8 @@ from typing import Any
 import pytest
 import torch
 import toy_programs as toys
-from broken_programs import named
 from torch import Tensor, nn
-from toy_programs import BATCH, WIDTH, offloaded, without_bound
+from toy_programs import BATCH, WIDTH, named, offloaded, without_bound
 
 import graphshard
 from graphshard.passes.offload_activations import OffloadActivations

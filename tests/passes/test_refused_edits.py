@@ -9,8 +9,7 @@ from typing import Any
 import pytest
 import torch
 import toy_programs as toys
-from broken_programs import emit, named
-from toy_programs import offloaded
+from toy_programs import emit, named, offloaded
 
 from graphshard.errors import VerifyError
 from graphshard.passes.release_early import ReleaseEarly

@@ -11,14 +11,13 @@ from unittest.mock import patch
 import pytest
 import torch
 import toy_programs as toys
-from example_runs import watched
 from ranks import on_ranks
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 
 import graphshard
 from examples.benchmarks.benchmark_models import TINY, Data, made
-from examples.benchmarks.live_bytes import most_allocated
+from examples.benchmarks.live_bytes import StepWatch, most_allocated
 from examples.benchmarks.rival_systems import Setting, graphshard_step
 from graphshard import pipeline
 from graphshard.errors import PassError
@@ -130,7 +129,12 @@ def gradients_take_the_room_of_parameters(rank: int) -> None:
     setting = Setting(mesh, cpu, ("Layer",), None, {"x": torch.ones(1, WIDTH)})
     torch.manual_seed(0)
     trained = graphshard_step(setting, Three())
-    held = watched(trained, setting).transient
+    trained.step(setting.batch)
+    watch = StepWatch()
+    watch.add(trained.kept())
+    with watch:
+        trained.step(setting.batch, lambda: watch.end_of_backward(trained.module.parameters()))
+    held = watch.transient
     # In the backward of the third layer: four weights or gradients of its own, and one more as
     # torch makes a gradient before it carries it on; and what the second needs for backward. No
     # gradients are on their way meanwhile: over Gloo each reduce is waited for at once.

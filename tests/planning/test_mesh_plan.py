@@ -7,8 +7,8 @@ from typing import Any
 import pytest
 import torch
 import toy_programs as toys
-from event_order import events
 from models import CASES
+from toy_programs import events
 
 import graphshard
 from graphshard.errors import PassError, PlanError, PolicyError, VerifyError

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 import toy_programs as toys
-from event_order import events
+from toy_programs import events
 
 from graphshard.policy.units import Policy
 

@@ -7,9 +7,9 @@ import re
 import pytest
 import torch
 import toy_programs as toys
-from broken_programs import named
 from models import CASES, Block, TiedGPT
 from torch import fx
+from toy_programs import named
 
 import graphshard
 from graphshard.cli.main import main

@@ -14,8 +14,7 @@ from typing import Any
 
 import pytest
 import torch
-from made_up import is_made_up
-from ranks import RankError, run_ranks
+from ranks import RankError, is_made_up, run_ranks
 from test_cuda_ranks import STEPS, batch, model
 from torch import Tensor
 

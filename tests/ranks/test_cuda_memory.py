@@ -14,8 +14,7 @@ from typing import Any
 
 import pytest
 import torch
-from made_up import is_made_up
-from ranks import run_ranks
+from ranks import is_made_up, run_ranks
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 

@@ -7,15 +7,15 @@ random; on GPUs within the rounding of other kernels.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
-from made_up import is_made_up
-from ranks import run_ranks
-from torch import Tensor
+from loops import OneProcess
+from ranks import is_made_up, run_ranks
+from torch import Tensor, nn
 
 import graphshard
 from examples.gpt import GPT, Block, GPTConfig
@@ -37,8 +37,6 @@ POLICIES: dict[str, dict[str, Any]] = {
 MICRO = {"FULL_SHARD": 2, "overlap": 2}
 """Batches of a step under no_sync, but for the last."""
 
-Make = Callable[[], GPT]
-
 
 def model() -> GPT:
     torch.manual_seed(0)
@@ -54,23 +52,21 @@ def batch(step: int, rank: int, micro: int) -> tuple[Tensor, Tensor]:
 
 def by_one_process(world_size: int, micro: int) -> tuple[list[float], dict[str, Tensor]]:
     """Rank 0's losses and the weights, all ranks' batches in this process on the CPU."""
-    plain = model()
-    optim = torch.optim.AdamW(plain.parameters(), lr=1e-2)
-    losses = []
+
+    def on_rank(step: int, rank: int, replica: nn.Module) -> list[float]:
+        losses = []
+        for number in range(micro):
+            loss = replica(*batch(step, rank, number))
+            loss.backward()
+            losses.append(loss.item())
+        return losses
+
+    one = OneProcess(model(), world_size, lambda m: torch.optim.AdamW(m.parameters(), lr=1e-2))
+    losses: list[float] = []
     for step in range(STEPS):
-        grads: list[list[Tensor]] = []  # by rank
-        for rank in range(world_size):
-            for number in range(micro):
-                loss = plain(*batch(step, rank, number))
-                loss.backward()
-                losses += [loss.item()] if rank == 0 else []
-            grads.append([p.grad for p in plain.parameters() if p.grad is not None])
-            plain.zero_grad()
-        for param, *each in zip(plain.parameters(), *grads, strict=True):
-            param.grad = sum(each[1:], each[0]) / world_size
-        optim.step()
-        optim.zero_grad()
-    return losses, plain.state_dict()
+        losses += one.average(partial(on_rank, step))[0]
+        one.step()
+    return losses, one.model.state_dict()
 
 
 def by_ranks(rank: int, micro: int, fields: dict[str, Any]) -> tuple[list[float], Any]:

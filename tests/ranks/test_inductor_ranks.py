@@ -9,7 +9,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from models import CASES, Block, TiedGPT, loss_of, tokens_of
-from ranks import Checks, on_ranks, run_ranks
+from ranks import on_ranks, run_ranks
 from torch import Tensor, nn
 from torch._inductor import config as inductor_config
 from torch._inductor.fx_passes import pad_mm
@@ -96,19 +96,12 @@ def one_rank_that_cannot_compile(rank: int) -> None:
 CHECKS = [tied_with_dropout, one_rank_that_cannot_compile]
 
 
-@pytest.fixture(scope="module")
-def checks() -> Checks:
-    return Checks(CHECKS, 2, timeout=400.0, group_timeout=300.0)
-
-
-@pytest.mark.parametrize("check", CHECKS)
-def test_two_ranks(checks: Checks, check: Any) -> None:
-    checks.require(check)
+test_two_ranks = on_ranks(CHECKS, 2, timeout=400.0, group_timeout=300.0)
 
 
 @pytest.mark.slow
-def test_a_second_process_finds_the_regions_on_disk(checks: Checks) -> None:
-    checks.require(tied_with_dropout)  # they are there by now
+def test_a_second_process_finds_the_regions_on_disk() -> None:
+    run_ranks(_found, 2, timeout=300.0)
     for hits, misses, forms in run_ranks(_found, 2, timeout=300.0):
         assert misses == 0
         assert hits == forms > 0

@@ -8,21 +8,27 @@ from unittest import mock
 import pytest
 import torch
 import torch.distributed as dist
-from mesh_parity import BLOCK, mesh_of
 from models import TiedGPT, tokens_of
 from ranks import on_ranks
 from torch import nn
-from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate, Shard
 
 import graphshard
 from graphshard.errors import CheckpointError, CollectiveError, FingerprintError, PolicyError
 
+BLOCK = graphshard.BlockPolicy({"Block"}, strategy="HYBRID_SHARD")
+
+
+def two_by_two() -> DeviceMesh:
+    return init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard"))
+
+
 # -- state --------------------------------------------------------------------------------------
 
 
 def parameters_as_fully_shard_has_them(rank: int) -> None:
-    mesh = mesh_of(2, 2)
+    mesh = two_by_two()
     sharded = graphshard.compile(TiedGPT(1), BLOCK, mesh=mesh)
     assert (sharded.plan.world_size, sharded.plan.shard_size, sharded.plan.replicas) == (4, 2, 2)
     theirs = TiedGPT(1)
@@ -40,7 +46,7 @@ def parameters_as_fully_shard_has_them(rank: int) -> None:
 
 
 def values_reach_every_replica(rank: int) -> None:
-    mesh = mesh_of(2, 2)
+    mesh = two_by_two()
     torch.manual_seed(rank)
     model = TiedGPT(1)
     policy = graphshard.BlockPolicy({"Block"}, strategy="HYBRID_SHARD", sync_module_states=True)
@@ -73,7 +79,7 @@ def values_reach_every_replica(rank: int) -> None:
 def clipping(rank: int) -> None:
     """The norm is that of the averaged gradient, each shard counted once."""
     torch.manual_seed(0)
-    sharded = graphshard.compile(TiedGPT(1), BLOCK, mesh=mesh_of(2, 2))
+    sharded = graphshard.compile(TiedGPT(1), BLOCK, mesh=two_by_two())
     torch.manual_seed(rank)
     sharded(*tokens_of(rank, 0)).backward()
     grads = [p.grad.full_tensor() for p in sharded.parameters()]
@@ -100,7 +106,7 @@ def replicas_that_disagree(rank: int) -> None:
     """Ranks 0 and 1 agree, and 2 and 3 do: only the whole mesh can tell."""
     torch.manual_seed(0)
     policy = graphshard.BlockPolicy({"Linear"}, strategy="HYBRID_SHARD")
-    sharded = graphshard.compile(Branches(), policy, mesh=mesh_of(2, 2))
+    sharded = graphshard.compile(Branches(), policy, mesh=two_by_two())
     with pytest.raises((FingerprintError, CollectiveError)) as raised:
         sharded(torch.ones(2, 4), rank // 2)
     assert "rank 2: forward all_gather of heads.1 over 2 ranks" in str(raised.value)
@@ -120,7 +126,7 @@ def two_outputs_one_gradient(rank: int) -> None:
     torch.manual_seed(0)
     model = Two()
     policy = graphshard.SizePolicy(strategy="HYBRID_SHARD")
-    sharded = graphshard.compile(model, policy, mesh=mesh_of(2, 2))
+    sharded = graphshard.compile(model, policy, mesh=two_by_two())
     x = torch.full((2, 4), float(rank + 1))
     sharded(x)[0].sum().backward()
     assert sharded.b.weight.grad is None
@@ -136,6 +142,10 @@ def nodes_without_a_mesh(rank: int) -> None:
         pytest.raises(PolicyError, match="each node has 3 of the 4"),
     ):
         graphshard.compile(TiedGPT(1), BLOCK)
+    with pytest.raises(PolicyError, match=r"FULL_SHARD of unit \(root\) is for .* one dimension"):
+        graphshard.compile(TiedGPT(1), graphshard.BlockPolicy({"Block"}), mesh=two_by_two())
+    with pytest.raises(PolicyError, match=r"the mesh lies on cpu|'cuda:0' is not there"):
+        graphshard.compile(TiedGPT(1), BLOCK, mesh=two_by_two(), device="cuda:0")
     three = init_device_mesh("cpu", (1, 2, 2))
     with pytest.raises(PolicyError, match="got one of 3 dimensions; pass one or two of them"):
         graphshard.compile(TiedGPT(1), BLOCK, mesh=three)
@@ -154,7 +164,9 @@ def part_of_a_larger_mesh(rank: int) -> None:
     assert (sharded.plan.world_size, sharded.plan.mesh_shape) == (2, (2, 1))
     sharded(*tokens_of(rank, 0)).backward()
     totals = [None] * 4
-    dist.all_gather_object(totals, sharded.get_parameter("embed.weight").grad.full_tensor())
+    grad = sharded.get_parameter("embed.weight").grad
+    assert grad.to_local().shape == (19, 16)
+    dist.all_gather_object(totals, grad.full_tensor())
     assert torch.equal(totals[0], totals[1])
     assert torch.equal(totals[2], totals[3])
     assert not torch.equal(totals[0], totals[2])

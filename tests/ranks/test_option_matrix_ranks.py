@@ -12,6 +12,7 @@ import os
 import random
 from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager
+from functools import partial
 from itertools import combinations, product
 from math import prod
 from typing import Any
@@ -22,22 +23,21 @@ import torch
 import torch.distributed as dist
 import uneven
 from full_tensors import full, full_grads
+from loops import OneProcess
 from ranks import on_ranks
 from torch import Tensor, nn
-from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import Shard
 from torch.nn import functional as F
-from uneven import VOCAB
+from uneven import VOCAB, device
 
-import graphshard
-from graphshard import BlockPolicy, MixedPrecision, ModulePolicy, pipeline
+from graphshard import MixedPrecision, pipeline
 from graphshard.errors import RuntimeStateError
 from graphshard.passes.merge_gathers import MergeGathers
 from graphshard.passes.overlap import Overlap
 from graphshard.passes.set_budget import SetBudget
 from graphshard.passes.split_gathers import SplitGathers
 from graphshard.passes.split_reduces import SplitReduces
-from graphshard.policy import placement
 from graphshard.torch_private import inductor as torch_inductor
 
 HALF = MixedPrecision(torch.bfloat16, torch.float32)
@@ -189,12 +189,6 @@ class Net(uneven.Net):
         return F.cross_entropy(logits.transpose(1, 2), ids) + self.wide.sum()
 
 
-def device() -> torch.device:
-    """Where this rank computes."""
-    nccl = "nccl" in dist.get_backend_config()
-    return torch.device("cuda", torch.cuda.current_device()) if nccl else torch.device("cpu")
-
-
 def net(seed: int = 5) -> Net:
     """Without training what has no dims on more ranks, where its sum has another order."""
     torch.manual_seed(seed)
@@ -235,28 +229,20 @@ def batches(step: int, kept: bool) -> Iterator[tuple[int, bool]]:
 
 
 def by_one_process(rank: int, *, kept: bool, dynamic: bool) -> list[Step]:
-    model = net().to(device())
-    optim = optimizer(model, None)
+    def on_rank(step: int, other: int, replica: nn.Module) -> Tensor:
+        """The loss of the rank's last batch."""
+        for number, skip in batches(step, kept):
+            loss = backward(replica, number, other, dynamic=dynamic, skip=skip)
+        return loss
+
+    plain = net().to(device())
+    one = OneProcess(plain, dist.get_world_size(), partial(optimizer, precision=None))
     found: list[Step] = []
     for step in range(2):
-        of_ranks: list[dict[str, Tensor]] = []
-        for other in range(dist.get_world_size()):
-            for number, skip in batches(step, kept):
-                loss = backward(model, number, other, dynamic=dynamic, skip=skip)
-                if other == rank:
-                    mine = loss
-            of_ranks.append(full_grads(model))
-            optim.zero_grad()
-        grads = {
-            name: sum((each[name] for each in of_ranks[1:]), first) / len(of_ranks)
-            for name, first in of_ranks[0].items()
-        }
-        for name, grad in grads.items():
-            model.get_parameter(name).grad = grad.clone()
-        found.append({"loss": mine, **grads})
-        optim.step()
-        optim.zero_grad()
-    return [*found, {name: p.detach().clone() for name, p in model.named_parameters()}]
+        losses = one.average(partial(on_rank, step))
+        found.append({"loss": losses[rank], **full_grads(one.model)})
+        one.step()
+    return [*found, {name: p.detach().clone() for name, p in one.model.named_parameters()}]
 
 
 def by_ranks(rank: int, **fields: Any) -> list[Step]:
@@ -296,27 +282,8 @@ def surroundings(rank: int, fields: dict[str, Any]) -> Iterator[Any]:
         yield compiled(**{name: value for name, value in fields.items() if name != "hosts"})
 
 
-def compiled(
-    *,
-    mesh: tuple[int, ...] | None = None,
-    modules: Mapping[Any, Any] | None = None,
-    passes: tuple[Any, ...] = (),
-    backend: str = "eager",
-    dynamic: Any = None,
-    meta: bool = False,
-    seed: int = 5,
-    **fields: Any,
-) -> Any:
-    """The planner is not to pad at all where another split can help."""
-    policy: Any = BlockPolicy({Block}, **fields)
-    if modules is not None:
-        policy = ModulePolicy(modules, base=BlockPolicy({Block}), **fields)
-    on = None if mesh is None else init_device_mesh(device().type, mesh, mesh_dim_names=("r", "s"))
-    with mock.patch.multiple(placement, MIN_PADDING=0, MAX_PADDING=0.0):
-        with torch.device("meta" if meta else "cpu"):
-            model = net(seed)
-        options = {"mesh": on, "backend": backend, "dynamic": dynamic, "passes": passes}
-        return graphshard.compile(model, policy, **options, check=True)
+def compiled(*, seed: int = 5, **fields: Any) -> Any:
+    return uneven.compiled(make=partial(net, seed), block=Block, **fields)
 
 
 def require_equal(found: list[Step], expected: list[Step], *, within: float = 0.0) -> None:
@@ -598,7 +565,10 @@ ON_SIX = [
     grids_are_rebound,
 ]
 
-test_pairs_on_two_ranks = on_ranks(QUICK, 2, timeout=300)
+BESIDE = {"blocks.1": {"strategy": "FULL_SHARD"}, "": {"strategy": "SHARD_GRAD_OP"}}
+QUICK_ZERO1 = [Trains("zero1 alone", **ZERO1), Trains("zero1 beside", modules=BESIDE, **ZERO1)]
+
+test_pairs_on_two_ranks = on_ranks([*QUICK, *QUICK_ZERO1], 2, timeout=300)
 BUDGET = {"recompute": "budget", "memory_budget": 220_000}
 REST = [*(row for row in ROWS if row not in QUICK), Trains("zero1", **ZERO1, **BUDGET)]
 test_other_pairs_on_two_ranks = pytest.mark.slow(on_ranks(REST[::2], 2, timeout=595))

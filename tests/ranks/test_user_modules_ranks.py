@@ -7,11 +7,10 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-from capture_models import Net, linear
+from capture_models import Net, Pair, Sample, linear
 from ranks import on_ranks
 from torch import Tensor, nn
 from torch.nn.utils import parametrizations, parametrize, prune, spectral_norm, weight_norm
-from value_classes import Pair, Sample
 
 import graphshard
 from graphshard.capture.structure import take_apart

@@ -9,9 +9,9 @@ from functools import partial
 import pytest
 import torch
 import torch.nn.functional as F
+from capture_models import run_captured
 from loops import same_step
 from models import CASES
-from program_runner import run_captured
 from torch import fx, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import (

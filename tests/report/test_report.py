@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+import base64
+import gzip
 import json
 import re
 import sys
 from dataclasses import replace
 from itertools import pairwise
+from typing import Any
 
 import pytest
 import toy_programs as toys
-from pages import data_of, packed
 from paths import EXAMPLES
 from simulations import simulate
 
@@ -22,6 +24,23 @@ from graphshard.errors import CostError
 from graphshard.report import page as pages
 from graphshard.report.colours import MEMORY, SPANS
 from graphshard.report.page import tiles
+
+# -- what a report's file holds --------------------------------------------------------------------
+
+
+def packed(page: str, part: str) -> str:
+    """The text of a compressed part of the page: "library" or "data"."""
+    found = re.search(rf'<script type="text/plain" id="gs-{part}">([^<]*)</script>', page)
+    assert found is not None
+    return gzip.decompress(base64.b64decode(found[1])).decode()
+
+
+def data_of(page: str) -> dict[str, Any]:
+    """The data of the page."""
+    return json.loads(packed(page, "data"))
+
+
+# -- tests -----------------------------------------------------------------------------------------
 
 
 @pytest.fixture(scope="module", params=["plain", "recomputed", "overlapped"])

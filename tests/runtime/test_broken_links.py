@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import datetime
 import os
 import random
 import shutil
@@ -12,14 +13,65 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
+import torch
+import torch.distributed as dist
 from paths import ROOT, SUPPORT
 
+import graphshard
 from examples.benchmarks.two_hosts import NETWORK, bucket, link_of, namespaces, run
+from examples.gpt import GPT, Block, GPTConfig
+
+# -- a rank that trains while its link fails, and saves meanwhile ----------------------------------
+
+
+SAVED = 6
+PATIENCE = 8  # seconds after which ranks that wait for a lost link give up
+CONFIG = GPTConfig(64, layers=2, heads=4, width=192)
+
+
+def compiled(seed: int) -> graphshard.ShardedModule:
+    torch.manual_seed(seed)
+    return graphshard.compile(GPT(CONFIG), graphshard.BlockPolicy({Block}))
+
+
+def main(folder: Path, steps: int) -> None:
+    """Train, with a line in FOLDER/rankR.txt for each step.
+
+    A checkpoint is written in the background from step SAVED on; at the end what it holds is
+    compared with the parameters of that step.
+    """
+    dist.init_process_group("gloo", timeout=datetime.timedelta(seconds=PATIENCE))
+    rank = dist.get_rank()
+    sharded = compiled(0)
+    optim = torch.optim.AdamW(sharded.parameters())
+    generator = torch.Generator().manual_seed(rank)
+    saving, kept = None, {}
+    with (folder / f"rank{rank}.txt").open("w") as said:
+        for step in range(steps):
+            if step == SAVED:
+                saving = sharded.save_checkpoint(folder / "saved", optim, background=True)
+                kept = {name: part.clone() for name, part in sharded.local_state_dict().items()}
+            ids = torch.randint(64, (2, 33), generator=generator)
+            loss = sharded(ids[:, :-1], ids[:, 1:])
+            loss.backward()
+            optim.step()
+            optim.zero_grad()
+            print(step, loss.item().hex(), file=said, flush=True)
+    assert saving is not None
+    saving.result()
+    other = compiled(1)
+    other.load_checkpoint(folder / "saved", torch.optim.AdamW(other.parameters()))
+    for name, part in other.local_state_dict().items():
+        torch.testing.assert_close(part, kept[name], rtol=0, atol=0)
+    dist.destroy_process_group()
+
+
+# -- tests -----------------------------------------------------------------------------------------
+
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(300)]
 
 RATE = "400mbit"
-PATIENCE = 8  # seconds after which ranks that wait for a lost link give up
 CUT = 3.0
 
 
@@ -68,18 +120,17 @@ class Ranks:
             subprocess.Popen(
                 [
                     *("ip", "netns", "exec", host, sys.executable),
-                    *(str(SUPPORT / "broken_link_script.py"), str(folder), str(steps)),
+                    *(__file__, str(folder), str(steps)),
                 ],
                 env={
                     **os.environ,
-                    "PYTHONPATH": str(ROOT),
+                    "PYTHONPATH": f"{ROOT}{os.pathsep}{SUPPORT}",
                     "OMP_NUM_THREADS": "1",
                     "GLOO_SOCKET_IFNAME": link_of(host),
                     "MASTER_ADDR": f"{NETWORK}.1",
                     "MASTER_PORT": str(port),
                     "WORLD_SIZE": "2",
                     "RANK": str(rank),
-                    "PATIENCE": str(PATIENCE),
                 },
                 stderr=(folder / f"rank{rank}.err").open("w"),
             )
@@ -144,3 +195,7 @@ def test_every_rank_says_what_it_waited_for_when_the_link_does_not_return(
             assert "in forward failed" in error or "in backward failed" in error
     finally:
         mend(hosts[1])
+
+
+if __name__ == "__main__":
+    main(Path(sys.argv[1]), int(sys.argv[2]))

@@ -12,8 +12,8 @@ import sys
 from pathlib import Path
 
 import pytest
-from made_up import is_made_up
 from paths import EXAMPLES, ROOT
+from ranks import is_made_up
 
 from examples.benchmarks.gpu_cases import CASES
 from examples.benchmarks.gpu_table import Row, patience, read_rows

@@ -529,14 +529,14 @@ def sleeps(rank: int) -> None:
         (aborts, 1, r"ended with code -6(.|\n)*what C\+\+ says(.|\n)*in aborts"),
         (aborts_after_its_result, 2, "rank 0 ended with code -6 and a result"),
         (aborts_after_an_error, 2, r"^rank 0 raised:(.|\n)*rank 1 ended with code -6"),
-        (sleeps, 1, "rank 0 was still running after 8 s"),
+        (sleeps, 1, "rank 0 was still running after 3 s"),
     ],
 )
 def test_the_harness_tells_how_ranks_failed(
     function: Callable[[int], object], ranks: int, told: str
 ) -> None:
     with pytest.raises(RankError, match=told):
-        run_ranks(function, ranks, timeout=8.0)
+        run_ranks(function, ranks, timeout=3.0 if function is sleeps else 8.0)
 
 
 def first_check(rank: int) -> None:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import corruption_edits as do
@@ -85,8 +86,17 @@ ATTENTION = (
     aten._scaled_dot_product_flash_attention_for_cpu.default,
     aten._scaled_dot_product_flash_attention_for_cpu_backward.default,
 )
-dropouts = calls(aten.native_dropout.default)
+DROPOUT = aten.native_dropout.default
 constants = at.entries("buffers", lambda entry: entry.constant)
+
+# Edits of several rows.
+constant_of = partial(do.field, "buffers", "value")
+of_param = partial(do.field, "params")
+flipped = do.argument(lambda flag: not flag)
+halved = do.keyword("ranks", lambda node, ranks: ranks // 2)
+other_form = do.keyword("of", do.other_form)
+twice, half = do.through(aten.mul.Tensor, 2), do.through(aten.div.Tensor, 2)
+negative = do.through(aten.neg.default)
 
 
 def results_of(
@@ -103,13 +113,13 @@ def results_of(
     yield Kind(
         f"the last {last} not returned",
         at.last_result(results),
-        do.result(results, do.drop_last),
+        do.result(results, do.drop),
         "layout",
     )
     yield Kind(
         f"{one} doubled where it is returned",
         each_one,
-        do.result_through(results, aten.mul.Tensor, 2),
+        do.returned_through(results, twice),
         doubled,
     )
 
@@ -254,7 +264,7 @@ KINDS: tuple[Kind, ...] = (
         Kind(
             f"a collective joins the group {name}",
             at.where(collectives, lambda node, name=name: ops.group_of(node) != name),
-            do.each_group(name),
+            do.keyword("group", lambda node, group, name=name: name),
             outcomes,
         )
         for name, outcomes in {
@@ -288,22 +298,21 @@ KINDS: tuple[Kind, ...] = (
         ("an operand dropped", do.operand_dropped, "operands, shapes"),
         (
             "a collective splits another dim",
-            do.keyword("dims", lambda sample, node, dims: (1,) * len(node.args[0])),
+            do.keyword("dims", lambda node, dims: (1,) * len(node.args[0])),
             "operands",
         ),
         (
             "a collective names a unit for too few operands",
             do.keyword(
-                "units",
-                lambda sample, node, units: (node.kwargs["unit"],) * (len(node.args[0]) + 1),
+                "units", lambda node, units: (node.kwargs["unit"],) * (len(node.args[0]) + 1)
             ),
             "operands",
         ),
     ),
     *made_at(
         at.where(at.of_one_shape(collectives), at.operands_before),
-        ("operands of two collectives exchanged", do.arguments_exchanged, "gathers"),
-        ("two collectives exchanged", do.all_exchanged, "order, reshards"),
+        ("operands of two collectives exchanged", do.swapped("args"), "gathers"),
+        ("two collectives exchanged", do.swapped("args", "kwargs"), "order, reshards"),
     ),
     *made_by(
         do.exchanged,
@@ -329,37 +338,32 @@ KINDS: tuple[Kind, ...] = (
     Kind(
         "a gather in place",
         at.where(gathers, lambda node: "in_place" not in node.kwargs),
-        do.keyword("in_place", lambda sample, node, value: True),
+        do.keyword("in_place", lambda node, value: True),
         "gathers",
     ),
     Kind(
         "a gather into new buffers",
         at.where(gathers, lambda node: "in_place" in node.kwargs),
-        do.keyword("in_place", lambda sample, node, value: None),
+        do.keyword("in_place", lambda node, value: None),
         "gathers",
     ),
     Kind(
         "a gather of smaller groups",
         at.where(gathers, lambda node: "ranks" in node.kwargs),
-        do.keyword("ranks", lambda sample, node, ranks: ranks // 2),
+        halved,
         "gathers",
     ),
-    Kind(
-        "a reshard for smaller groups",
-        calls(reshard),
-        do.keyword("ranks", lambda sample, node, ranks: ranks // 2),
-        "gathers",
-    ),
+    Kind("a reshard for smaller groups", calls(reshard), halved, "gathers"),
     Kind(
         "a gather's next result picked",
         at.where(fulls, at.has_others),
-        do.next_result,
+        do.next_picked,
         "releases, same values, shapes",
     ),
     Kind(
         "a reduce's next result picked",
         at.where(shards, at.has_others),
-        do.next_result,
+        do.next_picked,
         "reduces, replicas, same values, shapes",
     ),
     *made_at(
@@ -381,18 +385,18 @@ KINDS: tuple[Kind, ...] = (
     Kind("a free before a reader", at.freed_reads, do.above_a_reader, "lifetimes"),
     Kind("a release before a reader", at.released_reads, do.above_a_reader, "releases"),
     Kind("a freed value read", at.freed_values, do.read_behind, "lifetimes, metadata"),
-    Kind("a free at the end of its phase", calls(free), do.freed_later, "checks, harmless"),
-    Kind("a release at the end", calls(release), do.freed_later, "lifetimes"),
+    Kind("a free at the end of its phase", calls(free), do.at_the_end, "checks, harmless"),
+    Kind("a release at the end", calls(release), do.at_the_end, "lifetimes"),
     Kind(
         "a free of another gather",
         at.where(at.pairs_in_one_phase(calls(free)), at.operands_before),
-        do.arguments_exchanged,
+        do.swapped("args"),
         "lifetimes",
     ),
     Kind(
         "a release of another parameter",
         at.where(at.pairs_in_one_phase(calls(release)), at.operands_before),
-        do.arguments_exchanged,
+        do.swapped("args"),
         "lifetimes, releases, harmless",
     ),
     # -- copies and transfers ----------------------------------------------------------------------
@@ -413,22 +417,22 @@ KINDS: tuple[Kind, ...] = (
     Kind(
         "sources of copies exchanged",
         at.where(at.pairs_of(calls(to_host, to_device)), at.operands_before),
-        do.arguments_exchanged,
+        do.swapped("args"),
         "copies, reduces, same values",
     ),
     Kind("a copy in the other direction", calls(to_host), do.other_op(to_device), "copies"),
     Kind("a copy to the host, not to the device", calls(to_device), do.other_op(to_host), "copies"),
     *made_at(
         at.casts,
-        ("a cast dropped", do.cast_dropped, "same values, shapes, unchanged"),
+        ("a cast dropped", do.bypassed, "same values, shapes, unchanged"),
         ("a cast to float16", do.cast_elsewhere, "same values, shapes"),
     ),
-    Kind("a value rounded", at.read_floats, do.rounded_between(torch.float16)),
+    Kind("a value rounded", at.read_floats, do.all_read(do.rounded)),
     # -- accumulated gradients ---------------------------------------------------------------------
     Kind(
         "gradients kept for each other",
         at.where(at.pairs_of(calls(accumulate_grad)), at.operands_before),
-        do.arguments_exchanged,
+        do.swapped("args"),
         "reduces, same values",
     ),
     Kind(
@@ -440,35 +444,25 @@ KINDS: tuple[Kind, ...] = (
     Kind(
         "accumulated gradients named for each other",
         at.pairs_of(calls(add_accumulated)),
-        do.keywords_exchanged,
+        do.swapped("kwargs"),
     ),
     Kind(
         "kept gradients named for each other",
         at.pairs_of(calls(accumulate_grad)),
-        do.keywords_exchanged,
+        do.swapped("kwargs"),
         "reduces, same values",
     ),
-    Kind(
-        "kept in the other form",
-        calls(accumulate_grad),
-        do.keyword("of", do.other_form),
-        "accumulated",
-    ),
-    Kind(
-        "added in the other form",
-        calls(add_accumulated),
-        do.keyword("of", do.other_form),
-        "accumulated",
-    ),
+    Kind("kept in the other form", calls(accumulate_grad), other_form, "accumulated"),
+    Kind("added in the other form", calls(add_accumulated), other_form, "accumulated"),
     # -- gradients ---------------------------------------------------------------------------------
     *(kind for rows in RESULTS for kind in results_of(*rows)),
     *made_at(
         at.gradients,
-        ("a gradient doubled", do.gradient_through(aten.mul.Tensor, 2), _GRADIENTS),
-        ("a gradient negated", do.gradient_through(aten.neg.default), _GRADIENTS),
-        ("a gradient divided by the ranks", do.gradient_through(aten.div.Tensor, 2), _GRADIENTS),
-        ("a gradient of zeros", do.gradient_of_zeros, _GRADIENTS),
-        ("a gradient rounded", do.gradient_rounded, _GRADIENTS),
+        ("a gradient doubled", do.one_reads(twice), _GRADIENTS),
+        ("a gradient negated", do.one_reads(negative), _GRADIENTS),
+        ("a gradient divided by the ranks", do.one_reads(half), _GRADIENTS),
+        ("a gradient of zeros", do.one_reads(do.zeros), _GRADIENTS),
+        ("a gradient rounded", do.one_reads(do.rounded), _GRADIENTS),
     ),
     Kind(
         "a summand of a gradient dropped",
@@ -478,18 +472,16 @@ KINDS: tuple[Kind, ...] = (
     Kind(
         "a gradient returned before its reduce",
         at.reduced_grads,
-        do.result("grads", do.returns(do.before_its_reduce)),
+        do.returned_before_its_reduce,
         "copies, reduces",
     ),
     Kind(
-        "a mutated tensor returned as it was",
-        at.returned("mutations"),
-        do.result("mutations", do.returns(do.as_it_entered)),
+        "a mutated tensor returned as it was", at.returned("mutations"), do.returned_as_it_entered
     ),
     # -- tables ------------------------------------------------------------------------------------
     *made_at(
         at.pairs_of_entries("params"),
-        ("two parameters exchanged", do.table("params", do.swap_entries), "layout"),
+        ("two parameters exchanged", do.table("params", do.swap), "layout"),
         (
             "two parameters named for each other",
             do.table("params", do.swap_fields("fqn", "names")),
@@ -506,7 +498,7 @@ KINDS: tuple[Kind, ...] = (
         for table in ("buffers", "inputs")
         for kind in made_at(
             at.pairs_of_entries(table),
-            (f"two {table} exchanged", do.table(table, do.swap_entries), "layout"),
+            (f"two {table} exchanged", do.table(table, do.swap), "layout"),
             (f"readers of two {table} exchanged", do.placeholders_exchanged(table)),
         )
     ),
@@ -529,57 +521,37 @@ KINDS: tuple[Kind, ...] = (
     Kind(
         "a parameter frozen",
         at.entries("params", lambda entry: entry.requires_grad),
-        do.field("params", "requires_grad", lambda flag: False),
+        of_param("requires_grad", lambda flag: False),
         "reduces, unchanged",
     ),
     Kind(
         "a parameter trained",
         at.entries("params", lambda entry: not entry.requires_grad),
-        do.field("params", "requires_grad", lambda flag: True),
+        of_param("requires_grad", lambda flag: True),
         "unchanged",
     ),
     *made_at(
         at.entries("params"),
-        (
-            "a parameter ignored",
-            do.field("params", "ignored", lambda flag: True),
-            "operands, unchanged",
-        ),
+        ("a parameter ignored", of_param("ignored", lambda flag: True), "operands, unchanged"),
         (
             "a parameter of other strides",
-            do.field("params", "stride", lambda stride: (7, *stride[1:])),
+            of_param("stride", lambda stride: (7, *stride[1:])),
             "unchanged",
         ),
         (
             "a parameter of another dtype",
-            do.field("params", "dtype", lambda dtype: torch.float64),
+            of_param("dtype", lambda dtype: torch.float64),
             "unchanged",
         ),
     ),
     *made_at(
         constants,
-        (
-            "a constant of other values",
-            do.field("buffers", "value", lambda value: value + 1),
-            "constants",
-        ),
-        ("a constant with one bit changed", do.field("buffers", "value", do.one_bit), "constants"),
-        (
-            "a constant of another dtype",
-            do.field("buffers", "value", torch.Tensor.double),
-            "constants",
-        ),
-        (
-            "a constant of other strides",
-            do.field("buffers", "value", do.of_other_strides),
-            "constants",
-        ),
-        (
-            "a constant without a value",
-            do.field("buffers", "value", lambda value: None),
-            "constants",
-        ),
-        ("an equal constant", do.field("buffers", "value", torch.clone), "harmless"),
+        ("a constant of other values", constant_of(lambda value: value + 1), "constants"),
+        ("a constant with one bit changed", constant_of(do.one_bit), "constants"),
+        ("a constant of another dtype", constant_of(torch.Tensor.double), "constants"),
+        ("a constant of other strides", constant_of(do.of_other_strides), "constants"),
+        ("a constant without a value", constant_of(lambda value: None), "constants"),
+        ("an equal constant", constant_of(torch.clone), "harmless"),
         (
             "a constant made a buffer",
             do.field("buffers", "constant", lambda flag: False),
@@ -606,17 +578,29 @@ KINDS: tuple[Kind, ...] = (
     ),
     *made_at(
         at.whole,
-        ("the training flag flipped", do.attribute("training", lambda flag: not flag), "unchanged"),
-        ("the grad flag flipped", do.attribute("grad", lambda flag: not flag), "phases, unchanged"),
-        ("another mesh", do.attribute("mesh_shape", lambda mesh: (*mesh, 1)), "unchanged"),
-        ("on another device", do.attribute("device", lambda device: "meta"), "unchanged"),
         (
-            "captured on another device",
-            do.attribute("capture_device", lambda device: "meta"),
+            "the training flag flipped",
+            do.of_program("training", lambda flag: not flag),
             "unchanged",
         ),
-        ("one stale parameter more or less", do.stale_changed, "shards, unchanged"),
-        ("another note", do.attribute("notes", lambda notes: (*notes, "note")), "harmless"),
+        (
+            "the grad flag flipped",
+            do.of_program("grad", lambda flag: not flag),
+            "phases, unchanged",
+        ),
+        ("another mesh", do.of_program("mesh_shape", lambda mesh: (*mesh, 1)), "unchanged"),
+        ("on another device", do.of_program("device", lambda device: "meta"), "unchanged"),
+        (
+            "captured on another device",
+            do.of_program("capture_device", lambda device: "meta"),
+            "unchanged",
+        ),
+        (
+            "one stale parameter more or less",
+            do.of_program("stale", lambda stale: stale ^ {"embed.weight"}),
+            "shards, unchanged",
+        ),
+        ("another note", do.of_program("notes", lambda notes: (*notes, "note")), "harmless"),
     ),
     # -- random numbers ----------------------------------------------------------------------------
     *made_at(
@@ -632,18 +616,10 @@ KINDS: tuple[Kind, ...] = (
         "metadata, same values",
     ),
     Kind("masks read for each other", at.exchangeable(at.masks), do.exchanged),
-    Kind("a draw dropped", dropouts, do.draw_dropped, "metadata, same values"),
-    Kind(
-        "another probability",
-        at.named_argument("p", aten.native_dropout.default),
-        do.argument(lambda p: p / 2),
-    ),
-    Kind(
-        "a draw said not to train",
-        at.named_argument("train", aten.native_dropout.default),
-        do.argument(lambda train: not train),
-    ),
-    Kind("states of two repeated draws exchanged", at.pairs_of(at.replays), do.arguments_exchanged),
+    Kind("a draw dropped", at.dropouts, do.draw_dropped, "metadata, same values"),
+    Kind("another probability", at.named("p", DROPOUT), do.argument(lambda p: p / 2)),
+    Kind("a draw said not to train", at.named("train", DROPOUT), flipped),
+    Kind("states of two repeated draws exchanged", at.pairs_of(at.replays), do.swapped("args")),
     Kind("a state put back before the draw", at.replays, do.put_back_at_once),
     *made_at(
         at.draws_again,
@@ -689,16 +665,16 @@ KINDS: tuple[Kind, ...] = (
     Kind("operands reversed", at.noncommutative, do.operands_reversed),
     Kind("a sum as a difference", calls(aten.add.Tensor), do.other_op(aten.sub.Tensor)),
     Kind("a product as a quotient", calls(aten.mul.Tensor), do.other_op(aten.div.Tensor)),
-    Kind("an operator bypassed", at.bypassable, do.cast_dropped, "scales, same values"),
+    Kind("an operator bypassed", at.bypassable, do.bypassed, "scales, same values"),
     *made_at(
         at.read_floats,
-        ("a value negated", do.followed_by(aten.neg.default), "same values"),
-        ("a value cloned", do.followed_by(aten.clone.default), "harmless"),
-        ("a value written in place", do.followed_by(aten.neg_.default)),
+        ("a value negated", do.all_read(negative), "same values"),
+        ("a value cloned", do.all_read(do.through(aten.clone.default)), "harmless"),
+        ("a value written in place", do.all_read(do.through(aten.neg_.default))),
     ),
     Kind("another float argument", at.arguments(float), do.argument(lambda value: value * 2 + 1)),
     Kind("another int argument", at.arguments(int), do.argument(lambda value: value + 1)),
-    Kind("another flag", at.arguments(bool), do.argument(lambda value: not value)),
+    Kind("another flag", at.arguments(bool), flipped),
     Kind(
         "another list of sizes",
         at.lists,
@@ -707,24 +683,18 @@ KINDS: tuple[Kind, ...] = (
     ),
     Kind(
         "another eps",
-        at.named_argument("eps", aten.native_layer_norm.default),
+        at.named("eps", aten.native_layer_norm.default),
         do.argument(lambda eps: eps * 10),
     ),
-    Kind(
-        "another causal flag",
-        at.named_argument("is_causal", *ATTENTION),
-        do.argument(lambda flag: not flag),
-    ),
+    Kind("another causal flag", at.named("is_causal", *ATTENTION), flipped),
     Kind(
         "another dropout of attention",
-        at.named_argument("dropout_p", *ATTENTION),
+        at.named("dropout_p", *ATTENTION),
         do.argument(lambda p: 0.5),
     ),
-    Kind(
-        "another alpha", at.named_argument("alpha", aten.add.Tensor), do.argument(lambda alpha: 2)
-    ),
-    Kind("another result picked", at.picked, do.next_pick),
-    Kind("computed again in backward differently", at.recomputed, do.followed_by(aten.neg.default)),
+    Kind("another alpha", at.named("alpha", aten.add.Tensor), do.argument(lambda alpha: 2)),
+    Kind("another result picked", at.picked, do.next_picked),
+    Kind("computed again in backward differently", at.recomputed, do.all_read(negative)),
     Kind(
         "computed again for a reader",
         at.pure,
@@ -740,7 +710,7 @@ KINDS: tuple[Kind, ...] = (
         ),
         ("said to be of the other phase", do.in_the_other_phase, "layout, phases"),
         ("above its operands", do.above_its_operands, "layout, metadata"),
-        ("without its value", do.without_value, "metadata"),
+        ("without its value", do.without("val"), "metadata"),
     ),
     Kind(
         "behind a reader",
@@ -764,9 +734,14 @@ KINDS: tuple[Kind, ...] = (
     *made_at(
         at.marked,
         ("in another region", do.meta("region", lambda region: region + 1), "regions"),
-        ("in no region", do.in_no_region, "regions"),
+        ("in no region", do.without("region"), "regions"),
     ),
-    Kind("a collective in a region", at.collectives_with_regions, do.in_a_region, "regions"),
+    Kind(
+        "a collective in a region",
+        at.collectives_with_regions,
+        do.meta("region", lambda region: 0),
+        "regions",
+    ),
     Kind("a size of another dim", at.size_reads, do.argument(lambda dim: 1 - dim)),
     Kind("a size made a number", at.fixed_sizes, do.size_fixed, "same values, unchanged"),
 )

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import operator
 from collections.abc import Callable
+from functools import partial
 from itertools import combinations, pairwise
 from typing import Any
 
@@ -26,9 +27,9 @@ def whole(program: Program) -> list[Place]:
     return [None]
 
 
-def calls(*targets: Any) -> Places:
-    """The nodes that call one of `targets`."""
-    return lambda program: [node for node in program.nodes() if node.target in targets]
+def nodes(accepts: Callable[[fx.Node], bool]) -> Places:
+    """The nodes that `accepts` accepts."""
+    return lambda program: [node for node in program.nodes() if accepts(node)]
 
 
 def where(finder: Places, accepts: Callable[[Any], bool]) -> Places:
@@ -36,67 +37,138 @@ def where(finder: Places, accepts: Callable[[Any], bool]) -> Places:
     return lambda program: [place for place in finder(program) if accepts(place)]
 
 
-def compute(program: Program) -> list[fx.Node]:
-    """The model's own compute, without what picks one of several results."""
-    return [
-        node
-        for node in program.nodes()
-        if ops.is_compute(node) and node.target is not operator.getitem
-    ]
-
-
-def of_tensors(program: Program) -> list[fx.Node]:
-    """The model's own compute that returns one tensor."""
-    return [node for node in compute(program) if isinstance(node.meta["val"], torch.Tensor)]
-
-
-def read_floats(program: Program) -> list[fx.Node]:
-    """Results of compute that are read, of floating point."""
-    return [
-        node for node in of_tensors(program) if node.users and node.meta["val"].is_floating_point()
-    ]
-
-
-def recomputed(program: Program) -> list[fx.Node]:
-    """Nodes of backward that compute a value of forward again."""
-    return [node for node in of_tensors(program) if RECOMPUTED in node.meta]
-
-
-def casts(program: Program) -> list[fx.Node]:
-    """Every cast, by whichever operator, that changes the dtype."""
-    return [
-        node
-        for node in program.nodes()
-        if (dtype := cast_dtype(node)) is not None and node.args[0].meta["val"].dtype != dtype  # type: ignore[union-attr]
-    ]
+def calls(*targets: Any) -> Places:
+    """The nodes that call one of `targets`."""
+    return nodes(lambda node: node.target in targets)
 
 
 def results_of(*targets: Any) -> Places:
     """The nodes that pick a result of a collective that calls one of `targets`."""
+    return nodes(lambda node: ops.is_unpack(node) and ops.collective_of(node).target in targets)
 
-    def find(program: Program) -> list[Place]:
-        return [
-            node
-            for node in program.nodes()
-            if ops.is_unpack(node) and ops.collective_of(node).target in targets
-        ]
 
-    return find
+def _changes_dtype(node: fx.Node) -> bool:
+    dtype = cast_dtype(node)
+    return dtype is not None and node.args[0].meta["val"].dtype != dtype  # type: ignore[union-attr]
+
+
+def _of_one_shape(a: Any, b: Any) -> bool:
+    return isinstance(a, fx.Node) and isinstance(b, fx.Node) and _shape(a) == _shape(b)
+
+
+def _shape(node: Any) -> Any:
+    return signature(node.meta["val"])
+
+
+# Every cast, by whichever operator.
+casts = nodes(_changes_dtype)
+
+# The model's own compute, without what picks one of several results; that returns one tensor.
+compute = nodes(lambda node: ops.is_compute(node) and node.target is not operator.getitem)
+of_tensors = where(compute, lambda node: isinstance(node.meta["val"], torch.Tensor))
+read_floats = where(
+    of_tensors, lambda node: bool(node.users) and node.meta["val"].is_floating_point()
+)
+
+# Nodes of backward that compute a value of forward again.
+recomputed = where(of_tensors, lambda node: RECOMPUTED in node.meta)
+
+# Compute that is read, and draws and writes nothing.
+pure = where(
+    of_tensors,
+    lambda node: bool(node.users) and not ops.has_effect(node) and "region" not in node.meta,
+)
+
+# Operators of two tensors of one shape, whose order matters.
+noncommutative = where(
+    calls(aten.sub.Tensor, aten.div.Tensor, aten.mm.default, aten.bmm.default),
+    lambda node: _of_one_shape(*node.args[:2]),
+)
+
+# Operators whose first operand has the shape of the result, and other elements.
+_COPIES = (aten.clone.default, aten.detach.default, aten.alias.default)
+bypassable = where(
+    of_tensors,
+    lambda node: (
+        bool(node.args)
+        and _of_one_shape(node.args[0], node)
+        and node.target not in _COPIES
+        and not ops.has_effect(node)
+    ),
+)
+
+# Nodes that pick one of several results of compute.
+picked = nodes(
+    lambda node: node.target is operator.getitem and not ops.is_unpack(node) and bool(node.users)
+)
+
+# Nodes that draw random numbers; those of backward that draw what forward drew; those that put a
+# generator into a state of forward; the masks that dropouts drew.
+draws = nodes(ops.is_random)
+draws_again = where(draws, lambda node: REPLAYS in node.meta)
+replays = nodes(begins_replay)
+dropouts = calls(aten.native_dropout.default)
+masks = nodes(
+    lambda node: (
+        node.target is operator.getitem
+        and node.args[0].target is aten.native_dropout.default  # type: ignore[union-attr]
+        and node.args[1] == 1
+    )
+)
+
+# Nodes in a compiled region.
+marked = nodes(lambda node: "region" in node.meta)
+
+
+def collectives_with_regions(program: Program) -> list[fx.Node]:
+    return [] if program.regions is None else calls(*ops.COLLECTIVES)(program)
+
+
+# -- pairs --------------------------------------------------------------------------------------
+
+
+def pairs_in_one_phase(finder: Places) -> Places:
+    return lambda program: [
+        (a, b) for a, b in combinations(finder(program), 2) if a.meta["phase"] == b.meta["phase"]
+    ]
 
 
 def pairs_of(finder: Places) -> Places:
     """Pairs of nodes in one phase with values of one shape and dtype, the earlier one first."""
-    return where(
-        pairs_in_one_phase(finder),
-        lambda pair: signature(pair[0].meta["val"]) == signature(pair[1].meta["val"]),
-    )
+    return where(pairs_in_one_phase(finder), lambda pair: _of_one_shape(*pair))
+
+
+def readers_behind(place: Any) -> bool:
+    """Whether all readers of the first node of a pair stand behind the second."""
+    first, second = place
+    return all(user > second for user in first.users)
+
+
+def exchangeable(finder: Places) -> Places:
+    """Pairs of nodes of which the second's value is there for the readers of the first."""
+    return where(pairs_of(finder), readers_behind)
+
+
+def operands_before(place: Any) -> bool:
+    """Whether all operands of the second node of a pair stand before the first."""
+    first, second = place
+    return all(value < first for value in second.all_input_nodes)
+
+
+def draws_in_order(program: Program) -> list[Place]:
+    return [(a, b) for a, b in pairwise(dropouts(program)) if a.meta["phase"] == b.meta["phase"]]
+
+
+def pairs_of_constants(program: Program) -> list[Place]:
+    constant = [index for index, entry in enumerate(program.buffers) if entry.constant]
+    return list(combinations(constant, 2))
 
 
 def of_one_shape(finder: Places) -> Places:
     """Pairs of collectives whose operands have the same shapes."""
 
     def shapes(node: fx.Node) -> Any:
-        return [signature(operand.meta["val"]) for operand in node.args[0]]  # type: ignore[union-attr]
+        return [_shape(operand) for operand in node.args[0]]  # type: ignore[union-attr]
 
     def alike(pair: tuple[fx.Node, fx.Node]) -> bool:
         a, b = pair
@@ -114,7 +186,7 @@ def equal_operands(finder: Places) -> Places:
             (node, i, j)
             for node in finder(program)
             for i, j in combinations(range(len(node.args[0])), 2)
-            if signature(node.args[0][i].meta["val"]) == signature(node.args[0][j].meta["val"])
+            if _of_one_shape(node.args[0][i], node.args[0][j])
         ]
 
     return find
@@ -127,7 +199,7 @@ def other_operands(program: Program) -> list[Place]:
     for node in program.graph.nodes:
         if ops.is_compute(node) and node.target is not operator.getitem:
             for operand in node.all_input_nodes:
-                same = by_shape.get(signature(operand.meta["val"]), [])
+                same = by_shape.get(_shape(operand), [])
                 places += [
                     (node, operand, other)
                     for other in same[-3:]
@@ -153,17 +225,6 @@ def arguments(*kinds: type) -> Places:
     return find
 
 
-def named_argument(name: str, *targets: Any) -> Places:
-    """(node, `name`) of the calls of `targets`, whether the argument is given or by default."""
-    return lambda program: [(node, name) for node in calls(*targets)(program)]
-
-
-def pairs_in_one_phase(finder: Places) -> Places:
-    return lambda program: [
-        (a, b) for a, b in combinations(finder(program), 2) if a.meta["phase"] == b.meta["phase"]
-    ]
-
-
 def pairs_of_entries(table: str) -> Places:
     """Pairs of indices in a table whose placeholders have values of one shape and dtype."""
     return lambda program: _pairs([_node_of(entry) for entry in getattr(program, table)])
@@ -178,10 +239,7 @@ def _pairs(values: list[Any]) -> list[Place]:
     return [
         (i, j)
         for (i, a), (j, b) in combinations(enumerate(values), 2)
-        if isinstance(a, fx.Node)
-        and isinstance(b, fx.Node)
-        and a is not b
-        and signature(a.meta["val"]) == signature(b.meta["val"])
+        if a is not b and _of_one_shape(a, b)
     ]
 
 
@@ -206,16 +264,6 @@ def entries(table: str, accepts: Callable[[Any], bool] = lambda entry: True) -> 
     ]
 
 
-def draws(program: Program) -> list[fx.Node]:
-    """Nodes that draw random numbers."""
-    return [node for node in program.nodes() if ops.is_random(node)]
-
-
-def draws_again(program: Program) -> list[fx.Node]:
-    """Nodes of backward that draw what forward drew."""
-    return [node for node in draws(program) if REPLAYS in node.meta]
-
-
 def repeated_draws(program: Program) -> list[Place]:
     """(state saved in forward, the draw that it is saved for)."""
     by_name = {node.name: node for node in program.nodes()}
@@ -224,11 +272,6 @@ def repeated_draws(program: Program) -> list[Place]:
         for again in draws_again(program)
         if begins_replay(set_again := again.prev)
     ]
-
-
-def replays(program: Program) -> list[fx.Node]:
-    """Nodes that put a generator into a state of forward."""
-    return list(filter(begins_replay, program.nodes()))
 
 
 def lists(program: Program) -> list[Place]:
@@ -241,58 +284,9 @@ def lists(program: Program) -> list[Place]:
     ]
 
 
-def readers_behind(place: Any) -> bool:
-    """Whether all readers of the first node of a pair stand behind the second."""
-    first, second = place
-    return all(user > second for user in first.users)
-
-
-def exchangeable(finder: Places) -> Places:
-    """Pairs of nodes of which the second's value is there for the readers of the first."""
-    return where(pairs_of(finder), readers_behind)
-
-
-def operands_before(place: Any) -> bool:
-    """Whether all operands of the second node of a pair stand before the first."""
-    first, second = place
-    return all(value < first for value in second.all_input_nodes)
-
-
 def has_others(node: fx.Node) -> bool:
     """Whether `node` picks one of several results."""
     return len(node.args[0].meta["val"]) > 1  # type: ignore[union-attr, arg-type]
-
-
-def freed_reads(program: Program) -> list[Place]:
-    """(free, a reader of what it frees, or of a view of that, in its phase)."""
-    return [
-        (free, user)
-        for free in calls(ops.free)(program)
-        for value in aliases_of(*unpacks(free.args[0]))  # type: ignore[arg-type]
-        for user in value.users
-        if user.op == "call_function" and user.target is not ops.release
-    ]
-
-
-def released_reads(program: Program) -> list[Place]:
-    """(release, a reader of the parameter in backward)."""
-    return [
-        (release, user)
-        for release in calls(ops.release)(program)
-        for value in aliases_of(release.args[0])  # type: ignore[arg-type]
-        for user in value.users
-        if user.target is not ops.release
-    ]
-
-
-def freed_values(program: Program) -> list[Place]:
-    """(free, a value or view that it frees)."""
-    return [
-        (free, value)
-        for free in calls(ops.free)(program)
-        for value in aliases_of(*unpacks(free.args[0]))  # type: ignore[arg-type]
-        if isinstance(value.meta["val"], torch.Tensor)
-    ]
 
 
 def gradients(program: Program) -> list[Place]:
@@ -311,19 +305,14 @@ def sums(program: Program) -> list[Place]:
     return [
         (node, index)
         for node in calls(aten.add.Tensor)(program)
-        if all(isinstance(arg, fx.Node) for arg in node.args)
-        and signature(node.args[0].meta["val"]) == signature(node.args[1].meta["val"])  # type: ignore[union-attr]
+        if _of_one_shape(*node.args[:2])
         for index in (0, 1)
     ]
 
 
 def size_uses(program: Program) -> list[Place]:
     """(node, size it reads, another size)."""
-    sizes = [
-        node
-        for node in program.nodes()
-        if isinstance(node.meta["val"], torch.SymInt) and not ops.is_unpack(node)
-    ]
+    sizes = where(_sizes, lambda node: not ops.is_unpack(node))(program)
     place = {node: index for index, node in enumerate(program.graph.nodes)}
     return [
         (node, size, other)
@@ -334,11 +323,6 @@ def size_uses(program: Program) -> list[Place]:
         and str(other.meta["val"]) != str(size.meta["val"])
         and place[other] < place[node]
     ]
-
-
-def marked(program: Program) -> list[fx.Node]:
-    """Nodes in a compiled region."""
-    return [node for node in program.nodes() if "region" in node.meta]
 
 
 def last_result(kind: str) -> Places:
@@ -360,77 +344,44 @@ def reduced_grads(program: Program) -> list[Place]:
     ]
 
 
-def pairs_of_constants(program: Program) -> list[Place]:
-    constant = [index for index, entry in enumerate(program.buffers) if entry.constant]
-    return list(combinations(constant, 2))
+# -- freed memory, sizes and arguments ----------------------------------------------------------
 
 
-def draws_in_order(program: Program) -> list[Place]:
-    drawn = [node for node in draws(program) if node.target is aten.native_dropout.default]
-    return [(a, b) for a, b in pairwise(drawn) if a.meta["phase"] == b.meta["phase"]]
-
-
-def masks(program: Program) -> list[fx.Node]:
-    """The masks that dropouts drew."""
+def _freed(target: Any, program: Program) -> list[Place]:
+    """(free or release, a value or view that it gives back)."""
     return [
-        user
-        for node in calls(aten.native_dropout.default)(program)
-        for user in node.users
-        if user.args[1] == 1
+        (node, value)
+        for node in calls(target)(program)
+        for value in aliases_of(*(unpacks(node.args[0]) if target is ops.free else node.args))  # type: ignore[arg-type]
     ]
+
+
+def _reads(target: Any, program: Program) -> list[Place]:
+    """(free or release, a reader of what it gives back)."""
+    return [
+        (node, user)
+        for node, value in _freed(target, program)
+        for user in value.users
+        if user.op == "call_function" and user.target is not ops.release
+    ]
+
+
+freed_reads = partial(_reads, ops.free)
+released_reads = partial(_reads, ops.release)
+freed_values = where(
+    partial(_freed, ops.free), lambda place: isinstance(place[1].meta["val"], torch.Tensor)
+)
+
+
+def named(name: str, *targets: Any) -> Places:
+    """(node, `name`) of the calls of `targets`, whether the argument is given or by default."""
+    return lambda program: [(node, name) for node in calls(*targets)(program)]
 
 
 def recomputed_scales(program: Program) -> list[Place]:
     """(dropout applied again in backward, index of its scale)."""
-    target = aten.native_dropout_backward.default
-    return [(node, 2) for node in calls(target)(program) if RECOMPUTED in node.meta]
-
-
-def noncommutative(program: Program) -> list[fx.Node]:
-    """Operators of two tensors of one shape, whose order matters."""
-    targets = (aten.sub.Tensor, aten.div.Tensor, aten.mm.default, aten.bmm.default)
-    return [
-        node
-        for node in calls(*targets)(program)
-        if all(isinstance(arg, fx.Node) for arg in node.args[:2])
-        and signature(node.args[0].meta["val"]) == signature(node.args[1].meta["val"])  # type: ignore[union-attr]
-    ]
-
-
-def bypassable(program: Program) -> list[fx.Node]:
-    """Operators whose first operand has the shape of the result, and other elements."""
-    copies = (aten.clone.default, aten.detach.default, aten.alias.default)
-    return [
-        node
-        for node in of_tensors(program)
-        if node.args
-        and isinstance(node.args[0], fx.Node)
-        and signature(node.args[0].meta["val"]) == signature(node.meta["val"])
-        and node.target not in copies
-        and not ops.has_effect(node)
-    ]
-
-
-def picked(program: Program) -> list[fx.Node]:
-    """Nodes that pick one of several results of compute."""
-    return [
-        node
-        for node in program.nodes()
-        if node.target is operator.getitem and not ops.is_unpack(node) and node.users
-    ]
-
-
-def pure(program: Program) -> list[fx.Node]:
-    """Compute that is read and draws and writes nothing."""
-    return [
-        node
-        for node in of_tensors(program)
-        if node.users and not ops.has_effect(node) and "region" not in node.meta
-    ]
-
-
-def collectives_with_regions(program: Program) -> list[fx.Node]:
-    return [] if program.regions is None else calls(*ops.COLLECTIVES)(program)
+    again = where(calls(aten.native_dropout_backward.default), lambda n: RECOMPUTED in n.meta)
+    return [(node, 2) for node in again(program)]
 
 
 def size_reads(program: Program) -> list[Place]:
@@ -438,12 +389,9 @@ def size_reads(program: Program) -> list[Place]:
     return [(node, 1) for node in calls(aten.sym_size.int)(program) if node.args[1] in (0, 1)]
 
 
+_sizes = nodes(lambda node: isinstance(node.meta["val"], torch.SymInt))
+
+
 def fixed_sizes(program: Program) -> list[Place]:
     """(node, symbolic size that it reads)."""
-    return [
-        (user, node)
-        for node in program.nodes()
-        if isinstance(node.meta["val"], torch.SymInt)
-        for user in node.users
-        if ops.is_compute(user)
-    ]
+    return [(user, node) for node in _sizes(program) for user in node.users if ops.is_compute(user)]

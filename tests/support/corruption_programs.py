@@ -151,33 +151,18 @@ SETTINGS: dict[str, Setting] = {
 
 
 @dataclass(frozen=True)
-class Finished:
-    """A finished program and its plan."""
+class Sample:
+    """A finished program, its plan, and the reference that a further pass is verified against."""
 
     program: Program
     plan: ShardingPlan
-
-
-@dataclass(frozen=True)
-class Sample(Finished):
-    """A finished program with the reference that a further pass is verified against."""
-
     reference: Reference
     done: Stage
 
     def verify(self) -> None:
-        """Check every rule, as after a pass behind the last one.
-
-        Raises:
-            VerifyError: a rule is broken.
-        """
-        verify(
-            self.program,
-            self.plan,
-            after="corruption",
-            done=self.done,
-            reference=self.reference,
-        )
+        """Check every rule, as after a pass behind the last one."""
+        state = {"done": self.done, "reference": self.reference}
+        verify(self.program, self.plan, after="corruption", **state)
 
     def copy(self) -> Sample:
         """An independent copy, to corrupt; `capture` and the passes take far longer."""

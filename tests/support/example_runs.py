@@ -1,4 +1,4 @@
-"""Running the examples as commands, and a step of a benchmarked system under a counter."""
+"""Running the examples as commands."""
 
 from __future__ import annotations
 
@@ -9,9 +9,6 @@ import sys
 
 import pytest
 from paths import ROOT
-
-from examples.benchmarks.live_bytes import StepWatch
-from examples.benchmarks.rival_systems import Setting, Trained
 
 TORCHRUN = "-m torch.distributed.run --standalone --nproc-per-node 2"
 TIMEOUT = 180.0
@@ -39,12 +36,3 @@ def run(command: str, code: int = 0, timeout: float = TIMEOUT) -> str:
         pytest.fail(f"{command} was still running after {timeout} s\n{output}{errors}")
     assert process.returncode == code, output + errors
     return output
-
-
-def watched(trained: Trained, setting: Setting) -> StepWatch:
-    trained.step(setting.batch)
-    watch = StepWatch()
-    watch.add(trained.kept())
-    with watch:
-        trained.step(setting.batch, lambda: watch.end_of_backward(trained.module.parameters()))
-    return watch

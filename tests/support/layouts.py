@@ -1,16 +1,13 @@
-"""A model with stacked experts, and its training on ranks, by `fully_shard` and by one process."""
+"""A model with stacked experts, and its training on ranks."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from full_tensors import full, full_grads
 from torch import Tensor, nn
-from torch.distributed.fsdp import fully_shard
-from torch.distributed.tensor import Shard
 from torch.nn import functional as F
 
 import graphshard
@@ -53,9 +50,9 @@ class MoE(nn.Module):
         return F.cross_entropy(self.head(self.norm(x)), targets)
 
 
-def model(blocks: int = 2) -> MoE:
+def model() -> MoE:
     torch.manual_seed(3)
-    return MoE(blocks)
+    return MoE()
 
 
 def batch(rank: int, step: int) -> tuple[Tensor, Tensor]:
@@ -81,33 +78,6 @@ def trained(
     return history
 
 
-def trained_alone(rank: int, steps: int = 3) -> History:
-    """The same by one process that computes every rank's batch."""
-    size = dist.get_world_size()
-    alone = model()
-    optim = torch.optim.AdamW([p for p in alone.parameters() if p.requires_grad], lr=1e-2)
-    history: History = []
-    for step in range(steps):
-        own = torch.zeros(())
-        total: dict[str, Tensor] = {}
-        for other in range(size):
-            loss = alone(*batch(other, step))
-            loss.backward()
-            own = loss.detach() if other == rank else own
-            for name, grad in full_grads(alone).items():
-                total[name] = total[name] + grad if name in total else grad
-            optim.zero_grad()
-        for name, param in alone.named_parameters():
-            if name in total:
-                param.grad = total[name] / size
-        history.append((own, {name: grad / size for name, grad in total.items()}))
-        optim.step()
-        optim.zero_grad()
-    ends = {n: p.detach().clone() for n, p in alone.named_parameters()}
-    history.append((torch.zeros(()), ends))
-    return history
-
-
 def assert_same(got: History, expected: History, *, exact: bool) -> None:
     for (loss, grads), (their_loss, their_grads) in zip(got, expected, strict=True):
         assert grads.keys() == their_grads.keys(), grads.keys() ^ their_grads.keys()
@@ -119,22 +89,6 @@ def assert_same(got: History, expected: History, *, exact: bool) -> None:
                 torch.testing.assert_close(mine, theirs, rtol=2e-5, atol=2e-6)
 
 
-def by_fully_shard(rank: int, dim: Callable[[nn.Parameter], Shard | None] | None = None) -> History:
-    reference = model()
-    for block in reference.blocks:
-        fully_shard(block, shard_placement_fn=dim)
-    fully_shard(reference, shard_placement_fn=dim)
-    return trained(reference, rank)
-
-
-def compiled(
-    modules: Mapping[Any, Any], rank: int, base: graphshard.Policy | None = None, **fields: Any
-) -> graphshard.ShardedModule:
-    base = graphshard.BlockPolicy({Experts}) if base is None else base
-    policy = graphshard.ModulePolicy(modules, base, **fields)
+def compiled(rank: int, strategy: str) -> graphshard.ShardedModule:
+    policy = graphshard.BlockPolicy({Experts}, strategy=strategy)
     return graphshard.compile(model(), policy, example_inputs=batch(rank, 0), check=True)
-
-
-def exact() -> bool:
-    """On two ranks a sum has one order only."""
-    return dist.get_world_size() == 2

@@ -29,18 +29,25 @@ class OneProcess:
     def model(self) -> nn.Module:
         return self.replicas[0]
 
-    def backward(self, batches: Callable[[int], Iterable[tuple[Any, ...]]]) -> None:
-        """Each rank's micro-batches, gradients summed on the rank, then averaged."""
-        for rank, replica in enumerate(self.replicas):
-            for batch in batches(rank):
-                torch.manual_seed(rank)
-                replica(*batch).backward()
+    def average(self, backward: Callable[[int, nn.Module], Any]) -> list[Any]:
+        """What `backward` gives for each rank and its replica; then gradients are averaged."""
+        results = [backward(rank, replica) for rank, replica in enumerate(self.replicas)]
         for params in zip(*(replica.parameters() for replica in self.replicas), strict=True):
             grads = [p.grad for p in params if p.grad is not None]
             if grads:
                 mean = sum(grads[1:], grads[0]) / len(params)
                 for p in params:
                     p.grad = mean.clone()
+        return results
+
+    def backward(self, batches: Callable[[int], Iterable[tuple[Any, ...]]]) -> None:
+        """Each rank's micro-batches, gradients summed on the rank, then averaged."""
+
+        def on_rank(rank: int, replica: nn.Module) -> None:
+            for batch in batches(rank):
+                backward(replica, rank, *batch)
+
+        self.average(on_rank)
 
     def step(self) -> None:
         for optim in self.optims:

@@ -56,65 +56,50 @@ def _gpt_batch() -> dict[str, Tensor]:
     return {"idx": ids[:, :-1], "targets": ids[:, 1:]}
 
 
-def _llama() -> nn.Module:
-    from transformers import LlamaConfig, LlamaForCausalLM
+def of_transformers(name: str, task: str, **config: Any) -> Any:
+    """A model of transformers, such as `name` "Llama" for `task` "ForCausalLM"."""
+    import transformers
 
-    config = LlamaConfig(
-        vocab_size=VOCAB,
-        hidden_size=24,
-        intermediate_size=40,
-        num_hidden_layers=2,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        max_position_embeddings=32,
-    )
-    return LlamaForCausalLM(config)
+    made = getattr(transformers, f"{name}Config")(**config)
+    return getattr(transformers, f"{name}{task}")(made)
 
 
-def _gpt2() -> nn.Module:
-    from transformers import GPT2Config, GPT2LMHeadModel
+LAYERS = {
+    "vocab_size": VOCAB,
+    "hidden_size": 24,
+    "intermediate_size": 40,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 2,
+    "max_position_embeddings": 32,
+}
+"""A configuration of a small model, by the names that most models have."""
 
-    return GPT2LMHeadModel(
-        GPT2Config(vocab_size=VOCAB, n_positions=32, n_embd=24, n_layer=2, n_head=2)
-    )
+
+def llama(**config: Any) -> Any:
+    """A small Llama, with other values in its configuration."""
+    small = LAYERS | {"num_attention_heads": 4, "num_key_value_heads": 2}
+    return of_transformers("Llama", "ForCausalLM", **small | config)
+
+
+def gpt2(**config: Any) -> Any:
+    """A small GPT-2, with other values in its configuration."""
+    small = {"vocab_size": VOCAB, "n_positions": 32, "n_embd": 24, "n_layer": 2, "n_head": 2}
+    return of_transformers("GPT2", "LMHeadModel", **small | config)
 
 
 def _bert() -> nn.Module:
-    from transformers import BertConfig, BertForMaskedLM
-
-    config = BertConfig(
-        vocab_size=VOCAB,
-        hidden_size=24,
-        num_hidden_layers=2,
-        num_attention_heads=2,
-        intermediate_size=40,
-        max_position_embeddings=32,
-    )
-    return BertForMaskedLM(config)
+    return of_transformers("Bert", "ForMaskedLM", **LAYERS)
 
 
 def _t5() -> nn.Module:
-    from transformers import T5Config, T5ForConditionalGeneration
-
-    config = T5Config(
-        vocab_size=VOCAB,
-        d_model=24,
-        d_kv=12,
-        d_ff=40,
-        num_layers=2,
-        num_heads=2,
-        decoder_start_token_id=0,
-    )
-    return T5ForConditionalGeneration(config)
+    sizes = {"d_model": 24, "d_kv": 12, "d_ff": 40, "num_layers": 2, "num_heads": 2}
+    config = {"vocab_size": VOCAB, "decoder_start_token_id": 0, **sizes}
+    return of_transformers("T5", "ForConditionalGeneration", **config)
 
 
 def _regnet() -> nn.Module:
-    from transformers import RegNetConfig, RegNetForImageClassification
-
-    config = RegNetConfig(
-        embedding_size=8, hidden_sizes=[8, 16], depths=[1, 2], groups_width=4, num_labels=5
-    )
-    return RegNetForImageClassification(config)
+    sizes = {"embedding_size": 8, "hidden_sizes": [8, 16], "depths": [1, 2], "groups_width": 4}
+    return of_transformers("RegNet", "ForImageClassification", **sizes, num_labels=5)
 
 
 def _images() -> dict[str, Tensor]:
@@ -125,13 +110,46 @@ CASES = {
     case.name: case
     for case in (
         Case("gpt", _gpt, ("Block",), _gpt_batch),
-        Case("llama", _llama, ("LlamaDecoderLayer",), _tokens),
-        Case("gpt2", _gpt2, ("GPT2Block",), _tokens),
-        Case("bert", _bert, ("BertLayer",), _tokens),
+        Case("llama", llama, ("LlamaDecoderLayer",), _tokens),
+        Case("gpt2", gpt2, ("GPT2Block",), _tokens),
+        Case(
+            "bert",
+            lambda: of_transformers("Bert", "ForMaskedLM", **LAYERS),
+            ("BertLayer",),
+            _tokens,
+        ),
         Case("t5", _t5, ("T5Block",), _tokens),
         Case("regnet", _regnet, ("RegNetYLayer",), _images),
     )
 }
+
+
+# -- language models that generate, and prompts for them -------------------------------------------
+
+GENERATING: dict[str, Any] = {
+    "vocab_size": 96,
+    "initializer_range": 0.5,  # so that tokens differ
+    "eos_token_id": 7,
+}
+
+
+def generating_llama() -> Any:
+    torch.manual_seed(0)
+    sizes = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 3}
+    return llama(**GENERATING, **sizes, max_position_embeddings=64, pad_token_id=0).eval()
+
+
+def generating_gpt2() -> Any:
+    torch.manual_seed(0)
+    return gpt2(
+        **GENERATING, n_positions=64, n_embd=32, n_head=4, bos_token_id=1, pad_token_id=0
+    ).eval()
+
+
+def prompts(rank: int, rows: int = 2) -> Tensor:
+    """Longer ones on higher ranks."""
+    generator = torch.Generator().manual_seed(rank)
+    return torch.randint(8, 96, (rows, 4 + 3 * rank), generator=generator)
 
 
 # -- small modules, whose shapes no group of ranks divides -----------------------------------------

@@ -28,9 +28,15 @@ Check = Callable[[int], None]
 _START = get_context("forkserver")
 _START.set_forkserver_preload(
     [
-        "graphshard",
+        "graphshard.api",
+        "graphshard.hf.accelerators",
+        "graphshard.module.sharded_module",
+        "networkx",
         "torch._dynamo",
-        "torch._inductor",
+        "torch._functorch.aot_autograd",
+        "torch._inductor.output_code",
+        "torch._functorch._aot_autograd.graph_compile",
+        "torch._export.serde.serialize",
         "torch.distributed.checkpoint",
         "torch.distributed.fsdp",
         "torch.testing",
@@ -82,31 +88,13 @@ def _once(
     device: str,
 ) -> tuple[list[Any], str]:
     """(Results in rank order, what failed if anything)."""
-    # CUDA may have been used in the process that forks.
-    start = _START if device == "cpu" else get_context("spawn")
     with tempfile.TemporaryDirectory() as directory:
         folder = Path(directory)
-        dumps_at = time.time() + timeout
+        options = {"device": device, "group_timeout": group_timeout, "dumps_after": timeout}
         ranks = [
-            start.Process(
-                target=_rank_main,
-                args=(
-                    function,
-                    rank,
-                    world_size,
-                    folder,
-                    group_timeout,
-                    dumps_at,
-                    args,
-                    {**os.environ},
-                    device,
-                ),
-                daemon=True,
-            )
+            start_rank(function, rank, world_size, folder, args, **options)
             for rank in range(world_size)
         ]
-        for process in ranks:
-            process.start()
         deadline = time.monotonic() + timeout + 2.0  # in which stacks are written
         try:
             for process in ranks:
@@ -143,14 +131,39 @@ def _results(
     return results, "\n".join(error for _, error in errors)
 
 
-def _rank_main(
+def start_rank(
     function: Callable[..., Any],
     rank: int,
     world_size: int,
     folder: Path,
+    args: tuple[Any, ...],
+    *,
+    device: str = "cpu",
+    group_timeout: float = 60.0,
+    dumps_after: float = 1e6,
+) -> Any:
+    """A process that runs `function(rank, *args)` inside a group; its result is a file of `folder`.
+
+    It writes its Python stacks to stderr, a file there too, after so many seconds.
+    """
+    # CUDA may have been used in the process that forks.
+    start = _START if device == "cpu" else get_context("spawn")
+    state = (folder, group_timeout, time.time() + dumps_after, {**os.environ}, device)
+    process = start.Process(
+        target=_rank_main, args=(function, rank, world_size, args, *state), daemon=True
+    )
+    process.start()
+    return process
+
+
+def _rank_main(
+    function: Callable[..., Any],
+    rank: int,
+    world_size: int,
+    args: tuple[Any, ...],
+    folder: Path,
     group_timeout: float,
     deadline: float,
-    args: tuple[Any, ...],
     environ: dict[str, str],
     device: str,
 ) -> None:
@@ -311,3 +324,11 @@ def error_of(call: Callable[[], object], kind: type[Exception]) -> str:
     dist.all_gather_object(messages, str(caught.value))
     assert len(set(messages)) == 1, messages
     return str(caught.value)
+
+
+# -- the CUDA runtime made of CPU threads, tests/cuda_on_cpu, as tests see it ----------------------
+
+
+def is_made_up() -> bool:
+    """Whether CUDA's device is the one made of CPU threads."""
+    return torch.cuda.is_available() and "CPU threads" in torch.cuda.get_device_name()

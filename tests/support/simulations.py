@@ -31,12 +31,9 @@ COUNTS = UNIT.with_(flops={"float32": 1e30}, gpus_per_node=1024, host_bandwidth=
 
 
 # Every operator takes a second, a gather as many seconds as it has bytes.
-SLOW_NETWORK = Hardware(
+SLOW_NETWORK = COUNTS.with_(
     name="slow network",
-    flops={"float32": 1e30},
     memory_bytes=1 << 40,
-    memory_bandwidth=1e30,
-    launch_floor=1.0,
     gpus_per_node=8,
     intra_bandwidth=1.0,
     intra_latency=1e-9,

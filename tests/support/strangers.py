@@ -425,11 +425,7 @@ class Player:
         self.files = [f.relative_to(self.good) for f in sorted(self.good.rglob("*")) if f.is_file()]
 
     def play(self, seed: int) -> str:
-        """Change one file and read: "refused", "same" (as before) or "as it says".
-
-        Raises:
-            BrokenPromiseError: graphshard read something else, or raised another error.
-        """
+        """Change one file and read: "refused", "same" (as before) or "as it says"."""
         chance = random.Random(f"{self.name} {seed}")
         shutil.rmtree(self.bad, ignore_errors=True)
         shutil.copytree(self.good, self.bad)
@@ -480,11 +476,7 @@ def _changed_bytes(old: Any, new: Any) -> int:
 
 
 def run(name: str, first: int, count: int) -> Counter[str]:
-    """Play `count` seeds of a kind in this process; outcomes by their number.
-
-    Raises:
-        BrokenPromiseError: see `Player.play`, or memory grew.
-    """
+    """Play `count` seeds of a kind in this process; outcomes by their number."""
     with tempfile.TemporaryDirectory() as folder:
         player = Player(name, Path(folder))
         player.play(first)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from math import prod
 from typing import Any
 
@@ -19,7 +19,6 @@ from graphshard.planning.options import options_of
 from graphshard.planning.plan import REPLICATED, SHARDED, ShardingPlan
 from graphshard.policy.units import Policy, Strategy
 from graphshard.program import ops
-from graphshard.program.edit import insert_node
 from graphshard.program.pass_protocol import Pass
 from graphshard.program.program import (
     BACKWARD,
@@ -437,31 +436,48 @@ def offloaded(
     return program, plan
 
 
-def through(
-    program: Program,
-    node: fx.Node,
-    tensors: Iterable[fx.Node],
-    before: fx.Node,
-    targets: Iterable[Any],
-    dtype: torch.dtype = torch.float32,
-) -> list[fx.Node]:
-    """`tensors`, operands or results of the collective of `node`, through transfers."""
-    unit, params = (ops.collective_of(node).kwargs[key] for key in ("unit", "params"))
-    tensors = list(tensors)
-    for target in targets:
-        to = {"dtype": dtype} if target is ops.cast else {}
-        with program.graph.inserting_before(before):
-            tensors = [
-                insert_node(
-                    program,
-                    target,
-                    (tensor,),
-                    to | {"unit": unit, "param": param},
-                    name=f"{param}_moved",
-                    unit=unit,
-                    phase=node.meta["phase"],
-                    val=tensor.meta["val"].to(to.get("dtype")),
-                )
-                for tensor, param in zip(tensors, params, strict=True)
-            ]
-    return tensors
+# -- edits of a program --------------------------------------------------------------------------
+
+
+def named(program: Program, name: str) -> fx.Node:
+    return next(node for node in program.graph.nodes if node.name == name)
+
+
+def emit(program: Program, after: fx.Node, target: Any, *args: Any, like: fx.Node) -> fx.Node:
+    """A compute node right after another, with the value and place of `like`."""
+    with program.graph.inserting_after(after):
+        node = program.graph.call_function(target, args)
+    node.meta = {**like.meta, "phase": after.meta["phase"], "unit": after.meta["unit"]}
+    return node
+
+
+# -- the order of events, in the notation of what FSDP was observed to do --------------------------
+
+
+SHORT = {"all_gather": "AG:", "free": "FREE:", "reduce_scatter": "RS:", "all_reduce": "AR:"}
+
+
+def events(program: Program, *, waits: bool = False) -> str:
+    """The schedule: AG = all_gather issued, F and B = compute in forward and backward (Bh: the
+    head's), RS = reduce_scatter, AR = all_reduce; "|" is the border of the two.
+    """
+    words: list[str] = []
+    phase = FORWARD
+    for event in program.schedule():
+        if event.phase != phase:
+            words.append("|")
+            phase = event.phase
+        unit = event.unit.removeprefix("layers.") or "root"
+        if event.op == "compute":
+            if unit != "root":
+                word = ("F" if phase == FORWARD else "B") + unit
+                if words[-1:] != [word]:  # waits left out may have stood between
+                    words.append(word)
+            elif phase == BACKWARD and not any(w[0] == "B" for w in words):
+                words.append("Bh")
+        elif event.op == "wait":
+            if waits:
+                words.append(f"WAIT:{unit}")
+        else:
+            words.append(SHORT[event.op] + unit)
+    return " ".join(words)

@@ -6,11 +6,12 @@ import os
 from pathlib import Path
 from typing import Any
 
+import models
 import torch
 import torch.distributed as dist
 from accelerate import Accelerator
 from accelerate.state import AcceleratorState, GradientState
-from transformers import LlamaConfig, LlamaForCausalLM, Trainer, TrainingArguments
+from transformers import LlamaForCausalLM, Trainer, TrainingArguments
 
 from graphshard.hf import ShardedTrainer
 
@@ -36,18 +37,9 @@ class Sharded(ShardedTrainer, Trainer):
 
 def llama(dropout: float = 0.1) -> LlamaForCausalLM:
     torch.manual_seed(0)
-    return LlamaForCausalLM(
-        LlamaConfig(
-            vocab_size=128,
-            hidden_size=32,
-            intermediate_size=64,
-            num_hidden_layers=2,
-            num_attention_heads=4,
-            num_key_value_heads=2,
-            max_position_embeddings=64,
-            attention_dropout=dropout,
-            use_cache=False,
-        )
+    sizes = {"vocab_size": 128, "hidden_size": 32, "intermediate_size": 64}
+    return models.llama(
+        **sizes, max_position_embeddings=64, attention_dropout=dropout, use_cache=False
     )
 
 

@@ -40,20 +40,3 @@ def simulator_of(model: nn.Module, inputs, auto: AutoPolicy, ranks: int = 4) -> 
 
 # Live bytes, which are exact where all tensors are smaller than a segment of torch's allocator.
 OPEN = AutoPolicy(hardware=SLOW, schedule="fsdp", offload=None, allocator="none")
-
-
-def llama():
-    from transformers import LlamaConfig, LlamaForCausalLM
-
-    config = LlamaConfig(
-        vocab_size=64,
-        hidden_size=32,
-        intermediate_size=64,
-        num_hidden_layers=2,
-        num_attention_heads=2,
-        num_key_value_heads=1,
-        use_cache=False,
-    )
-    with torch.device("meta"):
-        ids = torch.zeros(2, 16, dtype=torch.int64)
-        return LlamaForCausalLM(config), {"input_ids": ids, "labels": ids}

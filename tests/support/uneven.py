@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Mapping
 from typing import Any
 from unittest import mock
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.nn import functional as F
@@ -56,6 +58,12 @@ class Net(nn.Module):
         return F.cross_entropy(self.head(x).float().transpose(1, 2), ids)
 
 
+def device() -> torch.device:
+    """Where this rank computes."""
+    nccl = "nccl" in dist.get_backend_config()
+    return torch.device("cuda", torch.cuda.current_device()) if nccl else torch.device("cpu")
+
+
 def net() -> Net:
     torch.manual_seed(5)
     return Net()
@@ -66,19 +74,30 @@ def batch(step: int, rank: int) -> Tensor:
 
 
 def compiled(
-    along: Any = None, mesh: tuple[int, ...] | None = None, *, meta: bool = False, **fields: Any
+    along: Any = None,
+    mesh: tuple[int, ...] | None = None,
+    *,
+    modules: Mapping[Any, Any] | None = None,
+    meta: bool = False,
+    make: Callable[[], nn.Module] = net,
+    block: type[nn.Module] = Block,
+    backend: str = "eager",
+    dynamic: Any = None,
+    passes: tuple[Any, ...] = (),
+    **fields: Any,
 ) -> Any:
     """Sharded along the dim `along` where there is one; None leaves every choice to the planner.
 
     The planner is not to pad at all where another split can help.
     """
-    backend = fields.pop("backend", "eager")
-    policy: Any = BlockPolicy({Block}, **fields)
     if along is not None:
-        everywhere = {"*": {"placement": along, "unit": False}}
-        policy = ModulePolicy(everywhere, base=BlockPolicy({Block}), **fields)
-    on = None if mesh is None else init_device_mesh("cpu", mesh, mesh_dim_names=("r", "s"))
+        modules = {"*": {"placement": along, "unit": False}}
+    policy: Any = BlockPolicy({block}, **fields)
+    if modules is not None:
+        policy = ModulePolicy(modules, base=BlockPolicy({block}), **fields)
+    on = None if mesh is None else init_device_mesh(device().type, mesh, mesh_dim_names=("r", "s"))
+    options = {"mesh": on, "backend": backend, "dynamic": dynamic, "passes": passes}
     with mock.patch.multiple(placement, MIN_PADDING=0, MAX_PADDING=0.0):
         with torch.device("meta" if meta else "cpu"):
-            model = net()
-        return graphshard.compile(model, policy, mesh=on, backend=backend, check=True)
+            model = make()
+        return graphshard.compile(model, policy, **options, check=True)

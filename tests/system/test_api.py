@@ -7,10 +7,9 @@ import warnings
 import pytest
 import torch
 from models import Block, TiedGPT, tokens_of
-from ranks import on_ranks, run_ranks
+from ranks import on_ranks
 from torch import nn
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
-from torch.distributed.device_mesh import init_device_mesh
 
 import graphshard
 from graphshard.errors import PlanError, PolicyError, RuntimeStateError
@@ -127,33 +126,6 @@ def test_further_passes_run_last() -> None:
     graphshard.compile(meta_gpt(), BLOCK, example_inputs=examples, passes=(Look(),))
     assert seen[0] == seen[1]
     assert "free" in seen[0]
-
-
-def submesh(rank: int) -> tuple[tuple[int, ...], bool, str]:
-    """Four ranks as two groups of two, each sharding its own model."""
-    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard"))
-    with pytest.raises(PolicyError, match=r"FULL_SHARD of unit \(root\) is for .* one dimension"):
-        graphshard.compile(TiedGPT(1), BLOCK, mesh=mesh)
-    with pytest.raises(PolicyError, match=r"the mesh lies on cpu|'cuda:0' is not there"):
-        graphshard.compile(TiedGPT(1), BLOCK, mesh=mesh["shard"], device="cuda:0")
-    torch.manual_seed(rank // 2)
-    sharded = graphshard.compile(TiedGPT(1), BLOCK, mesh=mesh["shard"])
-    loss = sharded(*tokens_of(rank, 0))
-    loss.backward()
-    grad = sharded.get_parameter("embed.weight").grad
-    pair = [torch.zeros(()) for _ in range(2)]
-    group = mesh["shard"].get_group()
-    total = grad.full_tensor().sum()
-    torch.distributed.all_gather(pair, total, group=group)
-    return tuple(grad.to_local().shape), torch.equal(*pair), str(sharded.plan.world_size)
-
-
-@pytest.mark.slow
-def test_a_dimension_of_a_larger_mesh() -> None:
-    results = run_ranks(submesh, 4)
-    assert [shape for shape, _, _ in results] == [(10, 16), (9, 16)] * 2
-    assert all(same for _, same, _ in results)
-    assert {size for _, _, size in results} == {"2"}
 
 
 def one_rank_group(rank: int) -> None:

@@ -1,7 +1,4 @@
-"""The house keeps its order: folders form a line, and imports go down it.
-
-`PYTHONPATH=tests/support python tests/system/test_architecture.py` prints the imports that go up.
-"""
+"""The house keeps its order: folders form a line, and imports go down it."""
 
 from __future__ import annotations
 
@@ -262,17 +259,3 @@ def circles(graph: dict[str, set[str]]) -> list[list[str]]:
     return [
         sorted(part) for part in networkx.strongly_connected_components(directed) if len(part) > 1
     ]
-
-
-if __name__ == "__main__":
-    place = {folder: index for index, folder in enumerate(LINE)}
-    for one in all_imports():
-        a, b = place.get(folder_of(one.importer), -1), place.get(folder_of(one.imported), -1)
-        if a < b:
-            print("UP " if one.at_import else "up ", f"{one.importer}:{one.line} -> {one.imported}")
-    graph: dict[str, set[str]] = defaultdict(set)
-    for one in all_imports():
-        if ends(one) not in LATE and one.importer != one.imported:
-            graph[one.importer].add(one.imported)
-    for circle in circles(graph):
-        print("CIRCLE", circle)

@@ -3,33 +3,20 @@
 from __future__ import annotations
 
 import difflib
-import os
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 import torch
+from example_runs import TORCHRUN, run
 from paths import ROOT
 
 FOLDER = ROOT / "examples/migrate"
-TORCHRUN = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2")
-SCRIPTS = {"single": (), "fsdp2": TORCHRUN, "sharded": TORCHRUN}
+SCRIPTS = {"single": "", "fsdp2": TORCHRUN, "sharded": TORCHRUN}
 
 
 def printed(name: str, folder: Path, steps: int) -> list[str]:
-    command = [sys.executable, *SCRIPTS[name], f"{name}.py", "--folder", str(folder)]
-    ended = subprocess.run(
-        [*command, "--steps", str(steps)],
-        cwd=FOLDER,
-        env={**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"},
-        capture_output=True,
-        text=True,
-        timeout=300,
-        check=False,
-    )
-    assert ended.returncode == 0, ended.stderr[-4000:]
-    return ended.stdout.splitlines()
+    options = f"--folder {folder} --steps {steps}"
+    return run(f"{SCRIPTS[name]} {FOLDER / name}.py {options}", timeout=300.0).splitlines()
 
 
 @pytest.mark.slow

@@ -5,25 +5,144 @@ from __future__ import annotations
 import importlib
 import json
 import os
+import random
 import re
+import runpy
 import signal
 import socket
 import subprocess
 import sys
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
+import numpy
 import pytest
 import torch
 from paths import EXAMPLES, ROOT, SUPPORT
 from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
 
 import graphshard
 from examples.gpt import GPT, Block, GPTConfig
 from graphshard.state.dcp import empty_like, open_checkpoint, read_entries
+from graphshard.state.state_tensors import StateTensor
+
+# -- a script of which one rank kills itself -------------------------------------------------------
+
+
+class Killer:
+    """Kills this process at the `after`-th event within the `call`-th call of a function."""
+
+    def __init__(self, kill: dict[str, Any]) -> None:
+        self.kill = kill
+        self.calls = self.events = 0
+        self.active = False
+
+    def event(self, what: str) -> None:
+        if not self.active:
+            return
+        self.events += 1
+        if self.events == self.kill["after"]:
+            with Path(os.environ["KILLED"]).open("a") as file:
+                file.write(f"rank {os.environ['RANK']} in {self.kill['in']}: {what}\n")
+            os.kill(os.getpid(), signal.SIGKILL)
+
+    def around(self, function: Callable[..., Any], *, operators: bool) -> Callable[..., Any]:
+        def inner(*args: Any, **kwargs: Any) -> Any:
+            self.calls += 1
+            if self.calls != self.kill["call"]:
+                return function(*args, **kwargs)
+            self.active = True
+            try:
+                if not operators:
+                    return function(*args, **kwargs)
+                with Operators(self):
+                    return function(*args, **kwargs)
+            finally:
+                self.active = False
+
+        return inner
+
+    def before(self, function: Callable[..., Any]) -> Callable[..., Any]:
+        def inner(*args: Any, **kwargs: Any) -> Any:
+            self.event(function.__name__)
+            return function(*args, **kwargs)
+
+        return inner
+
+
+class Operators(TorchDispatchMode):
+    """Each operator is an event."""
+
+    def __init__(self, killer: Killer) -> None:
+        super().__init__()
+        self.killer = killer
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        self.killer.event(str(function))
+        return function(*args, **(kwargs or {}))
+
+
+PLACES: dict[str, tuple[Any, str, bool]] = {
+    "forward": (graphshard.ShardedModule, "forward", True),
+    "backward": (torch.Tensor, "backward", True),
+    "optimizer": (torch.optim.AdamW, "step", True),
+    "save": (graphshard.ShardedModule, "save_checkpoint", False),
+    "load": (graphshard.ShardedModule, "load_checkpoint", False),
+}
+
+
+def drawing(forward: Callable[..., Any]) -> Callable[..., Any]:
+    def inner(*args: Any, **kwargs: Any) -> Any:
+        random.random()
+        numpy.random.random()
+        time.sleep(float(os.environ["PAUSE"]))
+        return forward(*args, **kwargs)
+
+    return inner
+
+
+def main() -> None:
+    """Run the script of the arguments on a rank that may kill itself in the midst of what it does.
+
+    KILLS, in the environment, is a JSON list of kills: {"rank": 1, "in": "forward", "call": 3,
+    "after": 20} is a SIGKILL of rank 1 in its third call of forward, at the 20th operator. Each
+    writes a line to the file KILLED before, and the next start of the ranks by torchrun takes the
+    next one; a start that failed otherwise, as where a port was taken, is made up for. The ranks
+    also draw from Python's and numpy's random numbers in every forward, so that their states
+    change, and wait PAUSE seconds.
+    """
+    sys.argv = sys.argv[1:]
+    sys.path.insert(0, str(Path(sys.argv[0]).parent))
+    kills = json.loads(os.environ["KILLS"])
+    seed = 1000 * int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")) + int(os.environ["RANK"])
+    random.seed(seed)
+    numpy.random.seed(seed)
+    told = Path(os.environ["KILLED"])
+    kills = kills[len(told.read_text().splitlines()) if told.exists() else 0 :]
+    kill = kills[0] if kills else None
+    module = graphshard.ShardedModule
+    with patch.object(module, "forward", drawing(module.forward)):
+        if kill is None or kill["rank"] != int(os.environ["RANK"]):
+            runpy.run_path(sys.argv[0], run_name="__main__")
+            return
+        killer = Killer(kill)
+        owner, name, operators = PLACES[kill["in"]]
+        around = killer.around(getattr(owner, name), operators=operators)
+        with (
+            patch.object(owner, name, around),
+            patch("os.fsync", killer.before(os.fsync)),
+            patch.object(StateTensor, "write", killer.before(StateTensor.write)),
+        ):
+            runpy.run_path(sys.argv[0], run_name="__main__")
+
+
+# -- tests -----------------------------------------------------------------------------------------
+
 
 SCRIPT = EXAMPLES / "train_restartable.py"
 STEPS = 8
@@ -50,7 +169,7 @@ class Run:
         self.folder = folder
         self.killed = folder / "killed"
         self.log = folder / f"log {time.monotonic_ns()}"
-        script = (SUPPORT / "killed_script.py", SCRIPT, folder / "saved", "--steps", STEPS)
+        script = (__file__, SCRIPT, folder / "saved", "--steps", STEPS)
         command = (sys.executable, "-m", "torch.distributed.run", *options)
         with self.log.open("w") as log:
             self.process = subprocess.Popen(
@@ -58,7 +177,7 @@ class Run:
                 cwd=ROOT,
                 env={
                     **os.environ,
-                    "PYTHONPATH": str(ROOT),
+                    "PYTHONPATH": f"{ROOT}{os.pathsep}{SUPPORT}",
                     "OMP_NUM_THREADS": "1",
                     "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1",
                     "KILLS": json.dumps(kills),
@@ -92,11 +211,13 @@ class Run:
             code = None
         assert code == 0, self.output[-6000:]
 
-    def wait_for(self, text: str) -> None:
+    def wait_for(self, text: str, told: Callable[[], str] | None = None) -> None:
+        """Until `text` is printed, by this agent or in what `told` gives."""
+        told = told or (lambda: self.output)
         deadline = time.monotonic() + TIMEOUT
-        while re.search(text, self.output, re.MULTILINE) is None:
-            assert self.process.poll() is None, self.output[-6000:]
-            assert time.monotonic() < deadline, self.output[-6000:]
+        while re.search(text, told(), re.MULTILINE) is None:
+            assert self.process.poll() is None, told()[-6000:]
+            assert time.monotonic() < deadline, told()[-6000:]
             time.sleep(0.02)
 
     def end(self) -> None:
@@ -185,8 +306,6 @@ def test_killed_ranks_are_started_again_and_end_with_the_same_bits(
     ], run.output[-20000:]
     assert run.losses == undisturbed.losses
     assert_equal_bits(entries_of(run), entries_of(undisturbed))
-    if name == "committed":
-        assert run.begins[-1] == (2, 2), "the save counts, though the rank died right after it"
 
 
 # -- other numbers of ranks -----------------------------------------------------------------------
@@ -262,21 +381,14 @@ def test_an_agent_is_lost_and_another_joins(plain: dict[int, float], tmp_path: P
     def told() -> str:
         return "".join(run.output for run in runs)
 
-    def wait_for(text: str) -> None:
-        deadline = time.monotonic() + TIMEOUT
-        while re.search(text, told(), re.MULTILINE) is None:
-            assert runs[0].process.poll() is None, told()[-6000:]
-            assert time.monotonic() < deadline, told()[-6000:]
-            time.sleep(0.05)
-
     with running(tmp_path, *options, **how) as first:
         runs.append(first)
         wait_until_listening(port)
         with running(tmp_path, *options, **how) as second:
             runs.append(second)
-            wait_for("^step 3  ")
+            first.wait_for("^step 3  ", told)
             second.end()
-        wait_for("^1 ranks begin at step [2-6]")
+        first.wait_for("^1 ranks begin at step [2-6]")
         with running(tmp_path, *options, **how) as third:
             runs.append(third)
             first.wait()
@@ -297,3 +409,7 @@ def wait_until_listening(port: int) -> None:
             if probe.connect_ex(("127.0.0.1", port)) == 0:
                 return
         time.sleep(0.05)
+
+
+if __name__ == "__main__":
+    main()

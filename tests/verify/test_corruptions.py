@@ -13,7 +13,7 @@ import torch
 from corruption_edits import Edit
 from corruption_kinds import HARMLESS, KINDS, Kind
 from corruption_places import Places
-from corruption_programs import SETTINGS, Finished, Layer, Net, example, of_any_size, sample
+from corruption_programs import SETTINGS, Layer, Net, example, of_any_size, sample
 from hypothesis import HealthCheck, assume, given, settings
 from hypothesis import strategies as st
 from ranks import on_ranks
@@ -37,7 +37,7 @@ def outcome(setting: str, kind: Kind, index: int) -> tuple[str, str]:
         The rule that refuses it, and the error; or HARMLESS.
     """
     corrupted = sample(setting).copy()
-    kind.edit(corrupted, kind.places(corrupted.program)[index])
+    kind.edit(corrupted.program, kind.places(corrupted.program)[index])
     try:
         corrupted.verify()
     except VerifyError as error:
@@ -124,7 +124,7 @@ class Corruption:
     def apply(self, program: Program, plan: ShardingPlan) -> None:
         places = [] if self.places is None else self.places(program)
         if places and self.edit is not None:
-            self.edit(Finished(program, plan), places[self.number % len(places)])
+            self.edit(program, places[self.number % len(places)])
             self.made += 1
 
 

@@ -8,11 +8,12 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
-import broken_programs
+import corruption_edits as do
 import pytest
 import torch
 import toy_programs as toys
 from torch import fx, nn
+from toy_programs import emit, named
 
 import graphshard
 from graphshard.errors import VerifyError
@@ -252,12 +253,17 @@ def test_a_dropped_mutation_is_an_error_of_its_own() -> None:
         planned(Edit(forget))
 
 
+def shard_read_as_full(program: Program) -> None:
+    free, shard = named(program, "layers_1_free"), program.params[3].node
+    emit(program, free, aten.t.default, shard, like=shard)
+
+
 @pytest.mark.parametrize(
     ("name", "rule", "break_it"),
     [
-        ("unshard", "shards", broken_programs.shard_read_as_full),
-        ("reduce_grads", "reduces", broken_programs.dropped_gradient),
-        ("insert_free", "frees", broken_programs.missing_free),
+        ("unshard", "shards", shard_read_as_full),
+        ("reduce_grads", "reduces", lambda p: do.result("grads", do.forget)(p, 1)),
+        ("insert_free", "frees", lambda p: do.deleted(p, named(p, "layers_1_free_1"))),
     ],
 )
 def test_a_name_turns_no_rule_on_or_off(
