@@ -62,7 +62,7 @@ _NAMES = {
     ),
     "hardware.hardware": "Hardware",
     "module.sharded_module": "ShardedModule",
-    "planning.layout": "ParamLayout Unit",
+    "planning.layout": "ParamLayout Unit UnitOptions",
     "planning.plan": "ShardingPlan",
     "policy.accelerate": "from_accelerate",
     "policy.by_module": "ModulePolicy",
