@@ -31,7 +31,7 @@ if TYPE_CHECKING:
     from graphshard.module.sharded_module import ShardedModule as ShardedModule
     from graphshard.planning.layout import ParamLayout as ParamLayout
     from graphshard.planning.layout import Unit as Unit
-    from graphshard.planning.options import UnitOptions as UnitOptions
+    from graphshard.planning.layout import UnitOptions as UnitOptions
     from graphshard.planning.plan import ShardingPlan as ShardingPlan
     from graphshard.policy.accelerate import from_accelerate as from_accelerate
     from graphshard.policy.by_module import ModulePolicy as ModulePolicy
@@ -62,8 +62,7 @@ _NAMES = {
     ),
     "hardware.hardware": "Hardware",
     "module.sharded_module": "ShardedModule",
-    "planning.layout": "ParamLayout Unit",
-    "planning.options": "UnitOptions",
+    "planning.layout": "ParamLayout Unit UnitOptions",
     "planning.plan": "ShardingPlan",
     "policy.accelerate": "from_accelerate",
     "policy.by_module": "ModulePolicy",

@@ -22,10 +22,9 @@ from graphshard.pipeline import (
     run_passes,
     with_capture_warnings,
 )
-from graphshard.planning.mesh import name_of_all_reduce
 from graphshard.planning.model_checks import require_module, without_compiler
 from graphshard.planning.plan import ShardingPlan
-from graphshard.planning.planner import make_plan, require_policy
+from graphshard.planning.planner import make_plan, name_of_all_reduce, require_policy
 from graphshard.policy.base import Policy
 from graphshard.policy.fields import is_int
 from graphshard.program.pass_protocol import PassLike

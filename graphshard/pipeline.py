@@ -41,7 +41,7 @@ from graphshard.passes.split_reduces import SplitReduces
 from graphshard.passes.unshard import Unshard
 from graphshard.passes.zero_missing_grads import ZeroMissingGrads
 from graphshard.planning.plan import ShardingPlan
-from graphshard.planning.warnings import subject_of
+from graphshard.planning.planner import subject_of
 from graphshard.policy.base import Policy, runs_beside_compute
 from graphshard.policy.recompute import RecomputeChoice
 from graphshard.program.pass_protocol import Pass, PassLike, Stage, apply_pass, stages_of

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Iterator
 from math import isfinite
 from pathlib import Path
 from typing import Any
@@ -34,14 +33,7 @@ class DataError(ValueError):
 
 
 def read_file(file: Path, what: str, error: type[GraphshardError], most_bytes: int) -> bytes:
-    """Return the bytes of a regular file.
-
-    Args:
-        file: its path.
-        what: the words for it in an error, such as "the hardware file".
-        error: the class of the error.
-        most_bytes: a longer file is refused unread.
-    """
+    """Return the bytes of a regular file; `what` are the words for it in an `error`."""
     try:
         if not file.is_file():
             raise error(f"{what} {file} cannot be read: there is no such file")
@@ -160,35 +152,39 @@ def _require_bounded(root: Any) -> None:
 
 def require_plain(data: Any) -> None:
     """Check each value in `data`, which holds no cycles."""
-    for where, value, depth in _values(data):
-        if depth > _DEPTH:
-            raise DataError(f"it nests deeper than {_DEPTH}")
-        if isinstance(value, dict):
-            for key in value:
-                if not isinstance(key, str):
-                    raise DataError(f"{_at(where)} has the key {shown(key)}; a key is a text")
-                _require_text(key, where)
-        elif isinstance(value, str):
-            _require_text(value, where)
-        elif isinstance(value, int | float):
-            _require_number(value, where)
-        elif value is not None and not isinstance(value, list):
-            raise DataError(f"{_at(where)} is a {type(value).__name__}, which has no meaning here")
+    _require_plain(data, ())
 
 
 _Where = tuple[Any, ...]
-"""The way to a value: the keys, from the inside out, each in a pair with those outside."""
+"""The way to a value: the keys from the outside in."""
 
 
-def _values(data: Any) -> Iterator[tuple[_Where, Any, int]]:
-    pending: list[tuple[_Where, Any, int]] = [((), data, 0)]
-    while pending:
-        where, value, depth = pending.pop()
-        yield where, value, depth
-        if isinstance(value, dict):
-            pending += [((key, where), inner, depth + 1) for key, inner in value.items()]
-        elif isinstance(value, list):
-            pending += [((index, where), inner, depth + 1) for index, inner in enumerate(value)]
+def _require_plain(value: Any, where: _Where) -> None:
+    if len(where) > _DEPTH:
+        raise DataError(f"it nests deeper than {_DEPTH}")
+    if isinstance(value, dict):
+        for key, inner in value.items():
+            if not isinstance(key, str):
+                raise DataError(f"{_at(where)} has the key {shown(key)}; a key is a text")
+            _require_text(key, where)
+            _require_plain(inner, (*where, key))
+    elif isinstance(value, list):
+        for index, inner in enumerate(value):
+            _require_plain(inner, (*where, index))
+    else:
+        _require_leaf(value, where)
+
+
+def _require_leaf(value: Any, where: _Where) -> None:
+    if isinstance(value, str):
+        _require_text(value, where)
+    elif value is not None and not isinstance(value, bool) and not is_number(value):
+        wrong = f"a {type(value).__name__}, which has no meaning here"
+        if isinstance(value, int):
+            wrong = "an integer beyond 64 bits"
+        elif isinstance(value, float):
+            wrong = f"{value}; a number must be finite"
+        raise DataError(f"{_at(where)} is {wrong}")
 
 
 def is_number(value: object) -> bool:
@@ -196,14 +192,6 @@ def is_number(value: object) -> bool:
     if isinstance(value, bool) or not isinstance(value, int | float):
         return False
     return isfinite(value) if isinstance(value, float) else abs(value) < _GREATEST
-
-
-def _require_number(number: int | float, where: _Where) -> None:
-    if isinstance(number, int):
-        if abs(number) >= _GREATEST:
-            raise DataError(f"{_at(where)} is an integer beyond 64 bits")
-    elif not isfinite(number):
-        raise DataError(f"{_at(where)} is {number}; a number must be finite")
 
 
 def _require_text(text: str, where: _Where) -> None:
@@ -214,11 +202,7 @@ def _require_text(text: str, where: _Where) -> None:
 
 
 def _at(where: _Where) -> str:
-    keys: list[str] = []
-    while where:
-        key, where = where
-        keys.append(str(key))
-    return shown(".".join(reversed(keys))) if keys else "the whole"
+    return shown(".".join(map(str, where))) if where else "the whole"
 
 
 def shown(value: object) -> str:

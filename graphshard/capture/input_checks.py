@@ -9,7 +9,7 @@ from torch import Tensor
 
 from graphshard.capture.structure import Structure
 from graphshard.errors import CaptureError
-from graphshard.planning.tensor_kinds import Unfit, class_name, is_plain, unfit
+from graphshard.planning.model_checks import Unfit, class_name, is_plain, unfit
 
 
 def require_fit(tensors: Sequence[Tensor], structure: Structure) -> None:

@@ -11,8 +11,7 @@ from collections.abc import Iterator
 import torch
 from torch import fx
 
-from graphshard.planning.layout import ParamLayout, Unit
-from graphshard.planning.options import UnitOptions
+from graphshard.planning.layout import ParamLayout, Unit, UnitOptions
 from graphshard.planning.plan import ShardingPlan
 from graphshard.policy.base import Policy
 from graphshard.policy.placement import IGNORED, REPLICATED, SHARDED

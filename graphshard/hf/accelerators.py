@@ -30,7 +30,7 @@ from graphshard.policy.accelerate import from_accelerate
 from graphshard.policy.base import Policy
 from graphshard.runtime.calls import call_text
 from graphshard.state import save
-from graphshard.state.pretrained import checked_size
+from graphshard.state.save import checked_size
 from graphshard.torch_private.patches import patched_for_good
 
 try:

@@ -13,10 +13,9 @@ from torch import fx
 
 from graphshard.errors import GraphshardError
 from graphshard.format import Folded, fold, human_bytes, human_count, mesh_text, some_of
-from graphshard.planning.layout import ParamLayout, Unit
-from graphshard.planning.mesh import fitted
-from graphshard.planning.options import UnitOptions, options_of
+from graphshard.planning.layout import ParamLayout, Unit, UnitOptions, options_of
 from graphshard.planning.plan import ShardingPlan, gradient_bytes, padding_text
+from graphshard.planning.planner import fitted
 from graphshard.planning.slabs import pack
 from graphshard.policy.base import plain_of
 from graphshard.policy.placement import along_text

@@ -19,12 +19,10 @@ from graphshard.module.on_all_ranks import on_all_ranks
 from graphshard.runtime.calls import listed
 from graphshard.state import load, save
 from graphshard.state.checkpoints import background_group, load_checkpoint, save_checkpoint
-from graphshard.state.matching import KeyRules
-from graphshard.state.optim import optimizer_state_dict
-from graphshard.state.optim_load import prepare_load
-from graphshard.state.pretrained import checked_size, given_weights
+from graphshard.state.load import KeyRules
+from graphshard.state.optim import optimizer_state_dict, prepare_load
 from graphshard.state.replicas import differences, message_of, names_matching, require_equal
-from graphshard.state.stream import iter_full
+from graphshard.state.save import checked_size, given_weights, iter_full
 
 if TYPE_CHECKING:
     from graphshard.module.internals import _State

@@ -18,11 +18,9 @@ _LARGEST = 1 << 32
 
 @dataclass(frozen=True)
 class Slabs:
-    """Where tensors lie in slabs.
+    """Where tensors lie in slabs of `sizes` bytes, powers of two.
 
-    Attributes:
-        sizes: bytes of each slab, powers of two.
-        places: by tensor, its slab and its first byte there.
+    `places` has by tensor its slab and its first byte there.
     """
 
     sizes: tuple[int, ...]

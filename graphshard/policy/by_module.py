@@ -192,11 +192,7 @@ def _check_entry(key: Any, entry: Any) -> None:
             f"{_named(key)}: unknown override {', '.join(map(repr, unknown))}; a module can "
             f"override {', '.join(OVERRIDES)}"
         )
-    _check_fields(key, {name: entry[name] for name in ("mixed_precision",) if name in entry})
-    if "strategy" in entry:
-        _check_fields(key, {name: entry[name] for name in UNIT_OVERRIDES if name in entry})
-    elif "reshard_after_forward" in entry:
-        _check_fields(key, {"reshard_after_forward": entry["reshard_after_forward"]})
+    _check_fields(key, {name: entry[name] for name in UNIT_OVERRIDES if name in entry})
     unit = entry.get("unit", True)
     if not isinstance(unit, bool):
         raise PolicyError(f"{_named(key)}: unit must be True or False; got {unit!r}")

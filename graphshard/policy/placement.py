@@ -55,11 +55,6 @@ def split_along(shape: Sequence[int], itemsize: int, ranks: int) -> Along | None
     parts along dim 0 lie one after the other in the parameter and need no copy. Otherwise the dim
     that pads least is chosen, the lowest of several. If that pads more than this too, the ranks
     form a grid and split two dims, whichever and however pads least, unless a single dim pads less.
-
-    Args:
-        shape: of the parameter.
-        itemsize: bytes of an element.
-        ranks: number of ranks to split over.
     """
     if not shape:
         return None
@@ -107,13 +102,10 @@ def stored_numel(shape: Sequence[int], along: Along, ranks: int) -> int:
 def requested_placements(
     value: Any, names: Sequence[str], unit: str
 ) -> dict[str, RequestedPlacement]:
-    """Return the placement that the override `placement` of `unit` requests for each parameter.
+    """Return the placement that the override `placement` of `unit` requests for each of `names`.
 
-    Args:
-        value: the override: None, a dim or "replicate" for all parameters, or a mapping from FQNs
-            to a `RequestedPlacement`.
-        names: FQNs of the unit's parameters.
-        unit: the unit's FQN, for errors.
+    `value` is None, a dim or "replicate" for all parameters, or a mapping from FQNs to a
+    `RequestedPlacement`.
     """
     if value is None:
         return {}

@@ -79,12 +79,8 @@ def each(keys: str, key: Key) -> dict[str, Key]:
 class Section(dict[str, Any]):
     """The values of one section of a configuration, converted; None for a key it has not.
 
-    Args:
-        values: the section. A None in it means the default, as a missing key does.
-        where: the section's name, for errors.
-        table: every key that the system allows in the section.
-        prefix: what stands before its keys in notes.
-        default: another value that means the default, of which there is a note.
+    A None in `values` means the default, as a missing key does; so does `default`, of which there
+    is a note. `table` has every key that the system allows, `prefix` stands before keys in notes.
     """
 
     def __init__(

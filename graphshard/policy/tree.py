@@ -31,15 +31,11 @@ class TreeParam:
 class ModuleTree:
     """The modules of `model` by their first FQNs, and its parameters, each object once.
 
-    Args:
-        model: any model.
-        ignored: `id`s of the parameters that are not sharded.
-
     Attributes:
         modules: every module by its first FQN, in module order; "" is `model` itself.
         parent: FQN of the lowest module above all uses of a module; the root has none.
         params: every parameter that is not ignored, in module order of its first name.
-        ignored: every ignored parameter, in the same order.
+        ignored: the other parameters, given by their `id`s, in the same order.
     """
 
     def __init__(self, model: nn.Module, ignored: Collection[int] = ()) -> None:

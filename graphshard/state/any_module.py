@@ -84,13 +84,9 @@ def save_sharded(path: Path, module: nn.Module, optimizers: Sequence[Optimizer])
 def load_sharded(
     path: Path, module: nn.Module, optimizers: Sequence[Optimizer], *, trust: bool = False
 ) -> None:
-    """Load a folder written by `save_sharded`, on any number of ranks.
+    """Load a folder written by `save_sharded`, on any number of ranks, optimizers in their order.
 
-    Args:
-        path: the folder.
-        module: the module.
-        optimizers: its optimizers, in the order in which they were saved.
-        trust: unpickle whatever the folder holds, which may run code of its author.
+    `trust` unpickles whatever the folder holds, which may run code of its author.
     """
     state = _sharded(module, optimizers)
     stored = open_checkpoint(path, trust=trust)

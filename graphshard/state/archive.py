@@ -31,10 +31,7 @@ class ForeignError(ArchiveError):
 def load_file(file: Path) -> Any:
     """Return what `torch.save` wrote to a file: plain data, and tensors that are mapped, not read.
 
-    Raises:
-        ForeignError: it holds something else, which only code could restore.
-        ArchiveError: it is damaged.
-        OSError: it cannot be read.
+    A `ForeignError` says that it holds something else, which only code could restore.
     """
     with file.open("rb") as stream:
         return _load(stream, file, mmap=True)
@@ -86,8 +83,7 @@ def _checked_records(stream: IO[bytes]) -> Counter[int]:
 def _require_whole(value: Any, records: Counter[int]) -> None:
     """Check that no storage of `value` is larger than the record it was read from.
 
-    Raises:
-        ArchiveError: one is; its memory must not be read.
+    The memory of one that is must not be read.
     """
     storages = {
         leaf.untyped_storage().data_ptr(): leaf.untyped_storage().nbytes()

@@ -7,13 +7,15 @@ Loading checks everything before it changes anything. Any torch program can read
 
 from __future__ import annotations
 
+import copy
 import os
+from collections import OrderedDict
 from collections.abc import Callable, Iterator, Mapping, MutableMapping
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Self
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -38,27 +40,28 @@ from graphshard.state.dcp import (
     read_entries,
 )
 from graphshard.state.dcp_write import CommittingWriter, RankZeroFirst
+from graphshard.state.load import Match, match
 from graphshard.state.manifest import remove_earlier, series_of
-from graphshard.state.matching import Match, match
-from graphshard.state.optim import sharded_state_dict
-from graphshard.state.optim_copies import require_same_copies
-from graphshard.state.optim_load import STEP, prepare_load
-from graphshard.state.random_states import (
+from graphshard.state.optim import STEP, prepare_load, require_same_copies, sharded_state_dict
+from graphshard.state.state_tensors import (
+    StateTensor,
+    by_name,
+    local_of,
+    memory_like,
+    region_of,
+    state_tensors_of,
+)
+from graphshard.state.training_state import (
+    PARTS,
     RNG,
+    PartsToLoad,
     checked_states,
     load_states,
+    parts_to_save,
     random_staging,
     random_states,
     set_states,
 )
-from graphshard.state.staging import staged
-from graphshard.state.state_tensors import (
-    StateTensor,
-    by_name,
-    region_of,
-    state_tensors_of,
-)
-from graphshard.state.training_state import PARTS, PartsToLoad, parts_to_save
 from graphshard.torch_private import compat as torch_compat
 
 
@@ -217,12 +220,15 @@ def load_checkpoint(
         state_tensors = state_tensors_of(module, bindings)
         stored = open_checkpoint(path, trust=trust)
         stored.verify(group.rank, group.size)
-        model = _Model.of(stored, state_tensors, strict=strict)
+        keys = stored.below(stored.prefix_of(by_name(state_tensors)))
+        matched = match(state_tensors, stored.infos(keys), strict=strict)
+        keys = {name: keys[key] for name, key in matched.keys.items()}
+        staging = {keys[t.name]: memory_like(t.tensor) for t in state_tensors if t.name in keys}
         if optim is not None:
             optim_values = _optimizer_staging(stored, state_tensors)
         parts = PartsToLoad(stored, scheduler, scaler, extra, strict=strict)
         entries = {
-            **model.staging, **optim_values, **parts.staging, **random_staging(stored, group)
+            **staging, **optim_values, **parts.staging, **random_staging(stored, group)
         }  # fmt: skip
         part.same.append(f"save {stored.save_id} in {path}")
     if strict:
@@ -246,13 +252,12 @@ def load_checkpoint(
         if optim is not None:
             prepare_load(module, bindings, optim, optim_state, form=None)()
     for state_tensor in state_tensors:
-        if state_tensor.name in model.keys:
-            value = entries[model.keys[state_tensor.name]]
-            local = torch_compat.local_tensor(value) if isinstance(value, DTensor) else value
-            state_tensor.write(local, region_of(value))
+        if state_tensor.name in keys:
+            value = entries[keys[state_tensor.name]]
+            state_tensor.write(local_of(value), region_of(value))
             state_tensor.mark_filled()
     parts.fill_extra(entries)
-    return model.matched
+    return matched
 
 
 @contextmanager
@@ -273,31 +278,6 @@ def _all_or_nothing(
         raise
 
 
-@dataclass(frozen=True)
-class _Model:
-    """The model in a checkpoint, which fits, and memory to read this rank's part of it into.
-
-    matched: its keys against those of the module. keys: the entries that are loaded, by the first
-    names of their tensors. staging: memory by entry.
-    """
-
-    matched: Match
-    keys: Mapping[str, str]
-    staging: Mapping[str, Any]
-
-    @classmethod
-    def of(
-        cls, stored: StoredCheckpoint, state_tensors: list[StateTensor], *, strict: bool
-    ) -> Self:
-        """Check the model against the module's tensors."""
-        keys = stored.below(stored.prefix_of(by_name(state_tensors)))
-        matched = match(state_tensors, stored.infos(keys), strict=strict)
-        loaded = {t.name: t for t in state_tensors if t.name in matched.keys}
-        keys = {name: keys[matched.keys[name]] for name in loaded}
-        staging = {keys[name]: _staging_tensor(tensor) for name, tensor in loaded.items()}
-        return cls(matched, keys, staging)
-
-
 def _require_asked(
     parts: PartsToLoad, path: str | os.PathLike[str], group: Group, agreement: Agreement
 ) -> None:
@@ -310,14 +290,6 @@ def _require_asked(
                 f"{path} has extra {min(nobodys)!r}, which no rank asks for; pass it in extra, or "
                 "an empty dict to get all, or load with strict=False"
             )
-
-
-def _staging_tensor(state_tensor: StateTensor) -> Tensor:
-    """Return CPU memory to read this rank's part of a tensor into."""
-    local = torch.empty_like(state_tensor.local, device="cpu")
-    if isinstance(state_tensor.tensor, DTensor):
-        return torch_compat.dtensor_like(state_tensor.tensor, local)
-    return local
 
 
 def _optimizer_prefix(stored: StoredCheckpoint) -> tuple[str, ...] | None:
@@ -355,7 +327,7 @@ def _optimizer_staging(
             state_tensor is not None and rest[2] != STEP and tuple(entry.size) == state_tensor.shape
         )
         if state_tensor is not None and like_param and isinstance(state_tensor.tensor, DTensor):
-            staging[key] = _staging_tensor(state_tensor)
+            staging[key] = memory_like(state_tensor.tensor)
         else:
             staging[key] = empty_like(entry)
     return staging
@@ -395,3 +367,33 @@ def background_group(group: Group) -> Any:
         use_local_synchronization=True,
         group_desc="graphshard",
     )
+
+
+# -- copies for a save in the background ----------------------------------------------------------
+
+
+@torch.no_grad()
+def staged(value: Any, memo: dict[int, Any] | None = None) -> Any:
+    """A copy of nested values, with tensors on the CPU; of a DTensor, this rank's part.
+
+    A value that stands in two places is copied once, by `memo`. Torch's own stager copies the
+    storage under each tensor. Under SHARD_OPTIMIZER a parameter is a part of the storage of the
+    whole one, and torch fails at the wrapper of such a DTensor.
+    """
+    memo = {} if memo is None else memo
+    if id(value) in memo:
+        return memo[id(value)]
+    made: Any
+    if isinstance(value, DTensor):
+        local = torch_compat.local_tensor(value)
+        made = torch_compat.dtensor_like(value, local.detach().to("cpu", copy=True))
+    elif isinstance(value, Tensor):
+        made = value.detach().to("cpu", copy=True)
+    elif type(value) in (dict, OrderedDict):
+        made = type(value)((key, staged(item, memo)) for key, item in value.items())
+    elif type(value) in (list, tuple):
+        made = type(value)(staged(item, memo) for item in value)
+    else:
+        return copy.deepcopy(value, memo)
+    memo[id(value)] = made
+    return made

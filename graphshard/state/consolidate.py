@@ -59,15 +59,10 @@ def plan_consolidation(
 ) -> Consolidation:
     """Plan the conversion of the directory `source` to `out`, from metadata alone.
 
-    Args:
-        source: a directory written by torch.distributed.checkpoint.
-        out: a .safetensors file or a directory.
-        key: the key of the dict that holds the model, such as "model". None: "model" if it exists,
-            else the only key if there is just one, else the whole checkpoint.
-        max_shard_bytes: the most bytes of one file, unless a single tensor takes more. None: one
-            file.
-        dtype: the dtype of written floating point tensors. None: unchanged.
-        trust: unpickle whatever `source` holds, which may run code of its author.
+    `key` names the dict that holds the model. None: "model" if it exists, else the only key if
+    there is just one, else the whole checkpoint. One file has at most `max_shard_bytes`, unless a
+    single tensor takes more; None: there is one file. `dtype` is that of written floating point
+    tensors.
     """
     stored = open_checkpoint(source, trust=trust)
     stored.verify()

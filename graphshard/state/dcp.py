@@ -8,20 +8,30 @@ from __future__ import annotations
 
 import io
 import os
+import pickle
 import traceback
 import warnings
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from pathlib import Path
-from typing import IO, Any
+from math import prod
+from pathlib import Path, PurePath
+from typing import IO, Any, ClassVar
 
 import torch
 import torch.distributed as dist
+from torch.distributed.checkpoint import metadata as descriptions
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
 from torch.distributed.checkpoint.filesystem import FileSystemReader
-from torch.distributed.checkpoint.metadata import Metadata, StorageMeta, TensorStorageMetadata
+from torch.distributed.checkpoint.metadata import (
+    ChunkStorageMetadata,
+    Metadata,
+    MetadataIndex,
+    StorageMeta,
+    TensorProperties,
+    TensorStorageMetadata,
+)
 from torch.distributed.checkpoint.planner import LoadPlan, LoadPlanner, ReadItem
 from torch.distributed.checkpoint.state_dict_loader import load
 from torch.futures import Future
@@ -29,8 +39,9 @@ from torch.futures import Future
 from graphshard.errors import CheckpointError
 from graphshard.plain_data import shown
 from graphshard.state.archive import ArchiveError, ForeignError, load_part
-from graphshard.state.dcp_metadata import check_metadata, read_metadata
+from graphshard.state.files import is_inside
 from graphshard.state.manifest import METADATA, Manifest, manifest_of
+from graphshard.torch_private.compat import private
 
 
 @dataclass(frozen=True)
@@ -105,10 +116,8 @@ class StoredCheckpoint:
 def open_checkpoint(path: str | os.PathLike[str], *, trust: bool = False) -> StoredCheckpoint:
     """Open the checkpoint in directory `path`: read its metadata and the sizes of its files.
 
-    Args:
-        path: the directory.
-        trust: unpickle whatever it holds, which may run code of its author. Otherwise the metadata
-            may name torch's own descriptions of a checkpoint only, and entries plain data only.
+    `trust` unpickles whatever it holds, which may run code of its author. Otherwise the metadata
+    may name torch's own descriptions of a checkpoint only, and entries plain data only.
     """
     folder = Path(path)
     file = folder / METADATA
@@ -147,10 +156,8 @@ def _paths(metadata: Metadata) -> dict[str, tuple[str, ...]]:
 def read_entries(stored: StoredCheckpoint, into: dict[str, Any], group: Any = None) -> None:
     """Read the entries with the keys of `into`: into its tensors, or as new values if no tensors.
 
-    Args:
-        stored: the checkpoint.
-        into: tensors or other values, by key or as a nested dict; ranks may have other keys.
-        group: the process group of the ranks that call this. None: this process alone.
+    Its values stand by key or in nested dicts; ranks may have other keys. `group` is the process
+    group of the ranks that call this; None: this process alone.
     """
     try:
         with quiet():
@@ -312,3 +319,190 @@ def nested(entries: Mapping[str, Any], paths: Mapping[str, Sequence[str]]) -> di
 def empty_like(entry: TensorStorageMetadata) -> torch.Tensor:
     """Return an uninitialized CPU tensor of an entry's shape and dtype."""
     return torch.empty(entry.size, dtype=entry.properties.dtype, device="cpu")
+
+
+# -- .metadata ------------------------------------------------------------------------------------
+
+
+_STATEFUL = (
+    descriptions.BytesStorageMetadata,
+    descriptions.ChunkStorageMetadata,
+    descriptions.Metadata,
+    descriptions.MetadataIndex,
+    descriptions.StorageMeta,
+    descriptions.TensorProperties,
+    descriptions.TensorStorageMetadata,
+    private("torch.distributed.checkpoint.filesystem", "_StorageInfo"),
+)
+
+
+_ALLOWED: dict[tuple[str, str], Any] = {
+    **{(kind.__module__, kind.__name__): kind for kind in _STATEFUL},
+    **{
+        name: private(*name)
+        for name in (
+            (descriptions.__name__, "_MEM_FORMAT_ENCODING"),
+            ("torch.serialization", "_get_layout"),
+        )
+    },
+    ("torch", "Size"): torch.Size,
+    # Where the checkpoint was written; by its name since Python 3.13, too.
+    ("pathlib", "PosixPath"): PurePath,
+    ("pathlib._local", "PosixPath"): PurePath,
+}
+
+
+class _UnknownClassError(Exception):
+    """The pickle names something else."""
+
+
+_InPython: Any = pickle._Unpickler  # whose instructions can be replaced
+
+
+class _Unpickler(_InPython):
+    dispatch: ClassVar[dict[int, Any]] = dict(_InPython.dispatch)
+
+    def find_class(self, module: str, name: str) -> Any:
+        if (module, name) in _ALLOWED:
+            return _ALLOWED[module, name]
+        dtype = vars(torch).get(name) if module == "torch" else None
+        if not isinstance(dtype, torch.dtype):
+            raise _UnknownClassError(f"{module}.{name}"[:200])
+        return dtype
+
+    def load_build(self) -> None:
+        """Give an object its state; a class or function would keep it for the whole process."""
+        target = self.stack[-2]
+        if not isinstance(target, _STATEFUL):
+            raise pickle.UnpicklingError("it gives a state to what is no description")
+        if isinstance(target, TensorProperties):
+            # Torch 2.15 writes strides, too, which older versions cannot take; the dtype counts.
+            target.dtype = self.stack.pop()[0]
+        else:
+            super().load_build()
+
+    dispatch[pickle.BUILD[0]] = load_build
+
+
+def read_metadata(file: Path, *, trust: bool) -> Metadata:
+    """Read the metadata in `file`, a pickle; see `open_checkpoint` for `trust`."""
+    try:
+        raw = file.read_bytes()
+    except OSError as error:
+        raise CheckpointError(f"{file} cannot be read: {error}") from error
+    try:
+        metadata = pickle.loads(raw) if trust else _Unpickler(io.BytesIO(raw)).load()
+    except _UnknownClassError as error:
+        raise CheckpointError(
+            f"{file} names {error}, which the description of a checkpoint does not need and which "
+            "may run code; pass trust=True if you trust whoever wrote it"
+        ) from None
+    except Exception as error:  # whatever unpickling damaged bytes raises
+        raise CheckpointError(f"{file} is damaged ({type(error).__name__}: {error})") from error
+    if not isinstance(metadata, Metadata):
+        raise CheckpointError(f"{file} is damaged (it holds a {type(metadata).__name__})")
+    return metadata
+
+
+def check_metadata(
+    folder: Path, metadata: Metadata, paths: Mapping[str, tuple[str, ...]], *, trust: bool
+) -> list[str]:
+    """Return the names of the data files; check what torch's own load would take for wrong values.
+
+    The chunks of each tensor must fill it once, and lie in files of `folder`. `trust` allows files
+    that were transformed, such as compressed ones.
+    """
+    sizes: dict[str, int] = {}
+    for index, place in metadata.storage_data.items():
+        key, name = index.fqn, place.relative_path
+        if name not in sizes:
+            sizes[name] = _size_within(folder, name, key)
+        end = place.offset + place.length
+        if place.offset < 0 or place.length < 0 or end > sizes[name]:
+            raise CheckpointError(
+                f"{folder / name} is cut off: {shown(key)} ends at byte {end} and the file at "
+                f"{sizes[name]}"
+            )
+        if not trust and getattr(place, "transform_descriptors", None):
+            raise CheckpointError(
+                f"{folder / name} is compressed or transformed, so its size says nothing on that "
+                f"of {shown(key)}; pass trust=True if you trust whoever wrote it"
+            )
+    for key, entry in metadata.state_dict_metadata.items():
+        if ".".join(paths[key]) != key:
+            raise _damaged(folder, f"{shown(key)} has the path {shown('.'.join(paths[key]))}")
+        held = _held(folder, metadata, key, entry)
+        if isinstance(entry, TensorStorageMetadata) and not trust:
+            size = prod(entry.size) * entry.properties.dtype.itemsize
+            if size > held:  # memory for it would be taken before the bytes are read
+                raise _damaged(folder, f"{shown(key)} has {size} bytes and lies in {held}")
+    return list(sizes)
+
+
+def _held(folder: Path, metadata: Metadata, key: str, entry: Any) -> int:
+    """Bytes of the files in which the entry `key` lies."""
+    indices = [MetadataIndex(key)]
+    if isinstance(entry, TensorStorageMetadata):
+        _check_chunks(folder, key, entry)
+        indices = [MetadataIndex(key, c.offsets) for c in entry.chunks if prod(c.sizes)]
+    for index in indices:
+        if index not in metadata.storage_data:
+            where = f" at {list(index.offset)}" if index.offset else ""
+            raise _damaged(folder, f"{shown(key)}{where} lies in no file")
+    return sum(metadata.storage_data[index].length for index in indices)
+
+
+def _damaged(folder: Path, fault: str) -> CheckpointError:
+    return CheckpointError(f"{folder / '.metadata'} is damaged: {fault}; load another checkpoint")
+
+
+def _size_within(folder: Path, name: str, key: str) -> int:
+    """Bytes of the file `name` of `folder`, in which the entry `key` lies."""
+    if not is_inside(folder, name):
+        raise CheckpointError(
+            f"{folder / '.metadata'} places {shown(key)} in {shown(name).strip(chr(39))}, outside "
+            "the directory; a checkpoint holds all its files"
+        )
+    file = folder / name
+    try:
+        if file.is_file():
+            return file.stat().st_size
+    except OSError as error:
+        raise CheckpointError(f"{file} cannot be read: {error}") from error
+    raise CheckpointError(f"{file} is missing; {shown(key)} lies in it")
+
+
+def _check_chunks(folder: Path, key: str, entry: TensorStorageMetadata) -> None:
+    """Check that the chunks fill the tensor once: memory that none fills would keep any values."""
+    shape = tuple(entry.size)
+    if not isinstance(entry.properties.dtype, torch.dtype):
+        raise _damaged(folder, f"{shown(key)} has no dtype")
+    for chunk in entry.chunks:
+        dims = zip(chunk.offsets, chunk.sizes, shape, strict=True)
+        if any(start < 0 or size < 0 or start + size > whole for start, size, whole in dims):
+            raise _damaged(
+                folder,
+                f"rows of {shown(key)} at {list(chunk.offsets)} of shape {list(chunk.sizes)} lie "
+                f"outside of {list(shape)}",
+            )
+    chunks = [chunk for chunk in entry.chunks if prod(chunk.sizes)]
+    if sum(prod(chunk.sizes) for chunk in chunks) != prod(shape) or _overlap(chunks):
+        raise _damaged(folder, f"the chunks of {shown(key)} do not fill {list(shape)} once")
+
+
+def _overlap(chunks: Sequence[ChunkStorageMetadata]) -> bool:
+    """Whether two of the chunks share an element."""
+    if len(chunks) < 2:
+        return False
+    dims = range(len(chunks[0].sizes))
+    along = max(dims, key=lambda dim: len({chunk.offsets[dim] for chunk in chunks}))
+    before: list[ChunkStorageMetadata] = []  # those that reach to where the next one starts
+    for chunk in sorted(chunks, key=lambda chunk: chunk.offsets[along]):
+        start = chunk.offsets[along]
+        before = [each for each in before if each.offsets[along] + each.sizes[along] > start]
+        for other in before:
+            boxes = zip(chunk.offsets, chunk.sizes, other.offsets, other.sizes, strict=True)
+            if all(max(a, b) < min(a + n, b + m) for a, n, b, m in boxes):
+                return True
+        before.append(chunk)
+    return False

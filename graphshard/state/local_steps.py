@@ -50,9 +50,7 @@ AnyOptimizer = TypeVar("AnyOptimizer", bound=Optimizer)
 def require_elementwise(kind: type[Optimizer], elementwise: bool | None) -> None:
     """Check that optimizers of this class may step on parts of tensors.
 
-    Args:
-        kind: the class.
-        elementwise: whether the user says so; None: it must be one of `ELEMENTWISE`.
+    `elementwise` is whether the user says so; None: it must be one of `ELEMENTWISE`.
     """
     if any(kind is getattr(torch.optim, name, None) for name in NOT_ELEMENTWISE):
         # With torch 2.13 LBFGS and Muon step on DTensors to the values of the plain model.
@@ -79,11 +77,8 @@ def require_elementwise(kind: type[Optimizer], elementwise: bool | None) -> None
 def step_locally(optimizer: AnyOptimizer, elementwise: bool | None = None) -> AnyOptimizer:
     """Let `optimizer`, made of DTensors, step on their local tensors from now on.
 
-    Returns the same object. Takes no memory. An optimizer without DTensors stays as it is.
-
-    Args:
-        optimizer: of a class that updates each element by itself; it may have state already.
-        elementwise: whether it does, for a class of which this is not known.
+    Returns the same object. Takes no memory. An optimizer without DTensors stays as it is; one that
+    has state already keeps it. See `require_elementwise` for `elementwise`.
     """
     kind: Any = type(optimizer)
     if issubclass(kind, _LocalStepping):

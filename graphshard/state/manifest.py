@@ -168,15 +168,9 @@ def manifest_of(folder: Path, data_files: Collection[str]) -> Manifest | None:
 
 
 def commit(folder: Path, save_id: str, metadata: bytes, files: Mapping[str, FileRecord]) -> None:
-    """Make the data files in `folder` its checkpoint.
+    """Make the data files in `folder`, which are on disk, its checkpoint.
 
-    Those of earlier ones stay; see `remove_replaced`.
-
-    Args:
-        folder: its data files are on disk.
-        save_id: of the save.
-        metadata: contents of `.metadata`.
-        files: the records of the data files.
+    Those of earlier ones stay; see `remove_replaced`. `metadata` is the contents of `.metadata`.
     """
     temporary = folder / f"{METADATA}.{save_id}.tmp"
     record = FileRecord(len(metadata), zlib.crc32(metadata))
@@ -196,13 +190,7 @@ def remove_replaced(folder: Path, save_id: str, rank: int, ranks: int) -> None:
     """Remove this rank's share of the files that a save replaced; called once it committed.
 
     A file system frees about 3 GiB a second for one caller, so that one rank alone would take long
-    for the files of many.
-
-    Args:
-        folder: the directory of the checkpoint.
-        save_id: of the save that committed.
-        rank: of this process among those that saved.
-        ranks: their number, which may be another one than that of the earlier save.
+    for the files of many. The earlier save may have had another number of ranks.
     """
     for file in _listed(folder):
         if not _is_of_another_save(file.name, save_id):

@@ -42,15 +42,11 @@ _INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32}
 
 @dataclass(frozen=True)
 class Copy:
-    """This rank's copy of a tensor that other ranks have as well.
+    """This rank's copy of a parameter, ignored parameter or buffer that other ranks have as well.
 
-    Attributes:
-        what: "parameter", "ignored parameter" or "buffer".
-        name: its name in the model.
-        tensor: the copy, or None.
-        of_shard: other ranks have it only if they have the same place in their shard group.
-        must_be: None differs from a copy, as a buffer that is None does. Else it is not compared:
-            rows that are to be gathered, or a tensor without values.
+    of_shard: other ranks have it only if they have the same place in their shard group. must_be:
+    a `tensor` that is None differs from a copy, as a buffer that is None does. Else that is not
+    compared: rows that are to be gathered, or a tensor without values.
     """
 
     what: str
@@ -62,14 +58,9 @@ class Copy:
 
 @dataclass(frozen=True)
 class Difference:
-    """A tensor whose copies differ.
+    """A tensor whose copies on `ranks` differ from those of most ranks, the `others`.
 
-    Attributes:
-        what: "parameter", "ignored parameter" or "buffer".
-        name: its name in the model.
-        ranks: the ranks whose copies differ from those of most ranks; of the lowest ranks, if two
-            kinds are equally many.
-        others: the ranks whose copies these are compared with.
+    Those are the lowest ranks, if two kinds are equally many.
     """
 
     what: str
@@ -138,9 +129,7 @@ def copies_of(bindings: Bindings) -> Iterator[Copy]:
 def differences(bindings: Bindings, leave_out: Collection[str] = ()) -> list[Difference]:
     """The tensors whose copies differ, on every rank the same list; one exchange.
 
-    Args:
-        bindings: the module's state.
-        leave_out: names of tensors that may differ; the same on every rank.
+    Those named in `leave_out`, the same on every rank, may differ.
     """
     return _differences(
         bindings, lambda: [copy for copy in copies_of(bindings) if copy.name not in leave_out]
@@ -218,10 +207,6 @@ def require_one_model(bindings: Bindings, model: nn.Module) -> None:
 
     Not compared are ignored parameters, which are each rank's own, and tensors that a rank has on
     meta. One exchange.
-
-    Args:
-        bindings: the state of a module that was just made.
-        model: the model it was made of.
     """
     params = dict(model.named_parameters(remove_duplicate=False))
     names = [shard.layout.fqn for shard in distinct(bindings.shards) if not shard.layout.ignored]
@@ -240,12 +225,8 @@ def require_one_model(bindings: Bindings, model: nn.Module) -> None:
 def require_one_source(bindings: Bindings, values: Mapping[str, Tensor | None]) -> None:
     """Check that all ranks load the same whole parameters, of which each keeps its shard.
 
-    Buffers and ignored parameters may differ: each rank has its own.
-
-    Args:
-        bindings: the state of the module.
-        values: by name, what this rank loads; a DTensor is not compared. None, or no entry: the
-            parameter keeps its values.
+    Buffers and ignored parameters may differ: each rank has its own. A DTensor is not compared; a
+    parameter without an entry in `values` keeps its own.
     """
     copies = []
     for shard in distinct(bindings.shards):

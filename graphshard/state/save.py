@@ -1,23 +1,30 @@
-"""Save a sharded module: state dicts of full or local tensors, and safetensors files."""
+"""Save a sharded module: state dicts of full or local tensors, and safetensors files.
+
+Also its whole tensors one after another, for whoever takes the weights of a model in pieces.
+"""
 
 from __future__ import annotations
 
 import copy
 import os
 import tempfile
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 
 from graphshard.errors import CheckpointError
+from graphshard.format import bytes_in, human_bytes
+from graphshard.runtime.agreement import Agreement
 from graphshard.runtime.lowered import Bindings
+from graphshard.runtime.whole import Packed, Wanted, padded
 from graphshard.state.files import Shapes, Target, TargetFiles
-from graphshard.state.pretrained import without_copies
 from graphshard.state.state_tensors import (
     Keeper,
     StateTensor,
@@ -142,14 +149,8 @@ def write_values(
 ) -> list[Path]:
     """Write safetensors files from rank 0, tensor by tensor; all ranks call this.
 
-    Args:
-        bindings: of the module.
-        path: a .safetensors file or a directory.
-        tensors: shape and dtype of each tensor by name, in the order to write.
-        values: each name with a function that makes its tensor, called on rank 0. Iterating may
-            move data between ranks; it must not fail.
-        max_shard_bytes: as of `save_safetensors`.
-        before_commit: as of `save_safetensors`.
+    `tensors` stand in the order to write; `values` has each name with a function that makes its
+    tensor, called on rank 0. Iterating may move data between ranks; it must not fail.
     """
     group, agreement = bindings.group, bindings.agreement
     files = TargetFiles(Target(Path(path), max_shard_bytes), tensors)
@@ -275,3 +276,224 @@ def renamed_at_the_end(folder: Path) -> Iterator[Path]:
             target = folder / file.relative_to(unfinished)
             target.parent.mkdir(exist_ok=True)
             file.replace(target)
+
+
+# -- keywords of transformers' save_pretrained ----------------------------------------------------
+
+
+_WHY = {
+    "push_to_hub": "write a folder first and upload it",
+    "variant": "rename the files",
+    "save_peft_format": "adapters are written as peft writes them",
+    "save_original_format": "weights keep the model's own names",
+    "distributed_checkpoint": "save_checkpoint() writes with every rank",
+    "selected_adapters": "all adapters are written",
+    "save_embedding_layers": "peft decides by itself",
+}
+"""What to do, or what is done, in place of keywords that are refused."""
+
+
+_ASKS_NOTHING = {"save_peft_format": True, "save_embedding_layers": "auto"}
+"""Values of such keywords, besides None and what else is false, that ask for nothing."""
+
+
+def checked_size(max_shard_size: int | str) -> int:
+    """The bytes of a `max_shard_size` of transformers or Accelerate, such as "5GB"."""
+    try:
+        return bytes_in(str(max_shard_size))
+    except ValueError as error:
+        raise CheckpointError(f"max_shard_size: {error}") from None
+
+
+def given_weights(
+    agreement: Agreement,
+    state_dict: Mapping[str, Any] | None,
+    *,
+    is_main_process: bool = True,
+    save_function: Any = None,
+    safe_serialization: bool = True,
+    others: Mapping[str, Any],
+) -> Mapping[str, Tensor] | None:
+    """The weights to write in place of the module's; None if no rank passed any.
+
+    Scripts for Accelerate pass these keywords of transformers. Rank 0 writes in any case; what
+    would ask for something else is refused by name, as are `others`. The `state_dict` holds whole
+    tensors on rank 0; anywhere else it only says that rank 0 has them.
+    """
+    rank = agreement.group.rank
+    with agreement.part() as part:
+        if rank == 0 and not is_main_process:
+            raise CheckpointError(
+                "save_pretrained: is_main_process=False on rank 0, which is the one that writes a "
+                "sharded module; pass accelerator.is_main_process, or leave it out"
+            )
+        if not safe_serialization:
+            raise CheckpointError(
+                "save_pretrained: safe_serialization=False asks for pickles, and only safetensors "
+                "are written; leave it out, or torch.save(sharded.full_state_dict(), file)"
+            )
+        maker = getattr(save_function, "__module__", "") or ""
+        if save_function is not None and maker.partition(".")[0] not in ("accelerate", "torch"):
+            raise CheckpointError(
+                f"save_pretrained: save_function={save_function!r} would never be called, since "
+                "rank 0 writes the files one tensor at a time; leave it out"
+            )
+        for name, value in others.items():
+            if value and value != _ASKS_NOTHING.get(name):
+                raise CheckpointError(
+                    f"save_pretrained of a sharded module has no {name}= (got {value!r}); "
+                    f"{_WHY.get(name, 'leave it out')}"
+                )
+        for name, value in ((state_dict or {}) if rank == 0 else {}).items():
+            if isinstance(value, DTensor) or not isinstance(value, Tensor):
+                raise CheckpointError(
+                    f"save_pretrained: state_dict has a {type(value).__name__} for {name!r}; pass "
+                    "whole tensors, such as accelerator.get_state_dict(model) or "
+                    "sharded.full_state_dict() gives, or leave state_dict out"
+                )
+        part.flag = state_dict is not None
+    if not any(part.flags):
+        return None
+    with agreement.part():
+        if rank == 0 and not state_dict:
+            raise CheckpointError(
+                "save_pretrained: state_dict is missing or empty on rank 0, which writes it; call "
+                "accelerator.get_state_dict(model) on all ranks and pass what it returns"
+            )
+    return state_dict or {}
+
+
+def without_copies(weights: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """`weights` with one name for each tensor, since a file of safetensors holds each once."""
+    seen: set[Any] = set()
+    kept = {}
+    for name, value in weights.items():
+        place = (value.data_ptr(), value.shape, value.stride(), value.dtype)
+        if value.numel() == 0 or place not in seen:
+            kept[name] = value.detach()
+        seen.add(place)
+    return kept
+
+
+# -- whole tensors one after another --------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class _Entry:
+    """A tensor to hand out under `name` in `dtype`."""
+
+    name: str
+    source: StateTensor
+    dtype: torch.dtype
+
+    @property
+    def wanted(self) -> Wanted | None:
+        """What to gather; None for a buffer."""
+        return None if self.source.shard is None else Wanted(self.source.shard, self.dtype)
+
+    @property
+    def nbytes(self) -> int:
+        wanted = self.wanted
+        return self.source.tensor.numel() * self.dtype.itemsize if wanted is None else wanted.nbytes
+
+    @property
+    def peak(self) -> int:
+        """The most bytes that it takes by itself."""
+        wanted = self.wanted
+        return self.nbytes if wanted is None else wanted.peak
+
+    def value(self) -> Tensor:
+        wanted = self.wanted
+        if wanted is not None:
+            return wanted.gather()
+        return self.source.tensor.detach().to(self.dtype, copy=True)
+
+
+def iter_full(
+    module: nn.Module,
+    bindings: Bindings,
+    *,
+    max_bytes: int | None,
+    dtype: torch.dtype | None,
+) -> Iterator[tuple[str, Tensor]]:
+    """Check the call on all ranks; return the iterator of `ShardedModule.iter_full`.
+
+    An inference engine copies each tensor into its own layout. So no more is gathered than the next
+    tensors for which there is room, and each message between ranks brings as many as fit.
+    """
+    with bindings.agreement.part() as part:
+        tensors = by_name(state_tensors_of(module, bindings))
+        entries = []
+        for name in module.state_dict(keep_vars=True):
+            source = tensors[name]
+            cast = dtype is not None and source.dtype.is_floating_point
+            entries.append(_Entry(name, source, dtype if cast and dtype else source.dtype))
+        batches = _batches(entries, max_bytes)
+        part.same += [gathered_line(each.name, each.source.tensor) for each in entries]
+    return _hand_out(batches, bindings, bindings.agreement.text)
+
+
+def _hand_out(
+    batches: Sequence[Sequence[_Entry]], bindings: Bindings, text: str
+) -> Iterator[tuple[str, Tensor]]:
+    agreement = bindings.agreement
+    for number, batch in enumerate(batches, 1):
+        what = f"{text}, batch {number} of {len(batches)}, from {batch[0].name!r} on"
+        packed = None
+        with agreement.call(what), torch.no_grad(), torch.inference_mode(False):
+            with agreement.part() as part:
+                for entry in batch:
+                    if entry.source.shard is not None:
+                        entry.source.shard.current()
+                part.same.append(batch[-1].name)
+            if len(batch) > 1:
+                packed = Packed([each.wanted for each in batch if each.wanted is not None])
+        for index, entry in enumerate(batch):
+            # No name here refers to a tensor that was handed out.
+            yield entry.name, _value(entry, packed, index, agreement, what)
+
+
+def _value(
+    entry: _Entry, packed: Packed | None, index: int, agreement: Agreement, what: str
+) -> Tensor:
+    with agreement.call(what), torch.no_grad(), torch.inference_mode(False):
+        return entry.value() if packed is None else packed.whole(index)
+
+
+def _batches(entries: Sequence[_Entry], max_bytes: int | None) -> list[list[_Entry]]:
+    """Neighbours to gather together, all within `max_bytes`.
+
+    Counted is the tensor that was handed out before, too, which a `for` loop holds until it has the
+    next one. Where only that would be too much, it is left to the caller to drop it.
+    """
+    if max_bytes is None:
+        before = [0, *(each.nbytes for each in entries)]
+        max_bytes = max(
+            (held + each.peak for held, each in zip(before, entries, strict=False)), default=0
+        )
+    batches: list[list[_Entry]] = []
+    held = 0  # bytes of the last tensor of the batch before
+    for entry in entries:
+        if entry.peak > max_bytes:
+            raise CheckpointError(
+                f"gathering {entry.name!r} takes {entry.peak} bytes ({human_bytes(entry.peak)}), "
+                f"more than max_bytes={max_bytes}; pass at least that much"
+            )
+        if batches and _packed_peak([*batches[-1], entry], held) <= max_bytes:
+            batches[-1].append(entry)
+        else:
+            held = batches[-1][-1].nbytes if batches else 0
+            batches.append([entry])
+    return batches
+
+
+def _packed_peak(batch: Sequence[_Entry], held: int) -> float:
+    """The most bytes in use while `batch` is gathered in one message and handed out."""
+    wanted: list[Any] = [each.wanted for each in batch]
+    if any(each is None or not each.is_split for each in wanted):
+        return float("inf")
+    sent = sum(padded(each.sent_bytes) for each in wanted)
+    received = sent * wanted[0].shard.layout.world_size
+    cast = max(each.sent_bytes for each in wanted)
+    copies = max(each.copied_bytes for each in wanted) + max(held, *(e.nbytes for e in wanted))
+    return max(held + sent + received + cast, received + copies)

@@ -21,7 +21,7 @@ from graphshard.runtime.agreement import Agreement
 from graphshard.runtime.group import Group
 from graphshard.runtime.lowered import Bindings
 from graphshard.runtime.shards import Shard, distinct
-from graphshard.state.raw import Region
+from graphshard.state.files import Region
 from graphshard.torch_private import compat as torch_compat
 from graphshard.torch_private.dtensors import full_tensor
 
@@ -30,13 +30,10 @@ PIECE_BYTES = 32 * 1024 * 1024
 
 
 class StateTensor:
-    """A parameter or buffer of a sharded module.
+    """A parameter or buffer of a sharded module, under all its names (several if it is tied).
 
-    Args:
-        names: all its names; several if it is tied.
-        tensor: the module's tensor; a DTensor if it is sharded.
-        shard: the shard of a sharded parameter; None for other tensors.
-        persistent: whether it is in the state dict.
+    `tensor` is the module's, a DTensor if it is sharded; `persistent` tells whether the state dict
+    has it.
     """
 
     def __init__(
@@ -134,6 +131,12 @@ def local_of(tensor: Tensor) -> Tensor:
     return torch_compat.local_tensor(tensor) if isinstance(tensor, DTensor) else tensor.detach()
 
 
+def memory_like(tensor: Tensor) -> Tensor:
+    """Return new CPU memory for this rank's part of `tensor`, laid out alike."""
+    local = torch.empty_like(local_of(tensor), device="cpu")
+    return torch_compat.dtensor_like(tensor, local) if isinstance(tensor, DTensor) else local
+
+
 def region_of(tensor: Tensor) -> Region:
     """Return the region of the full tensor that this rank stores of `tensor`."""
     if isinstance(tensor, DTensor):
@@ -222,13 +225,8 @@ class Keeper:
 def only_rank_zero(agreement: Agreement, empty: Sequence[bool], if_empty: str) -> bool:
     """Decide on all ranks whether to load from every rank's own values or from rank 0's alone.
 
-    Args:
-        agreement: between the ranks.
-        empty: by rank, whether it has no values.
-        if_empty: the problem of ranks without values, unless only rank 0 has values.
-
-    Returns:
-        True if only rank 0 has values; it then sends them to the others.
+    `empty` says by rank whether it has no values. True if only rank 0 has values, which it then
+    sends to the others; in any other case ranks without values are an error, `if_empty`.
     """
     ranks = [rank for rank, is_empty in enumerate(empty) if is_empty]
     if not ranks:

@@ -1,4 +1,4 @@
-"""The rest of a training state in a checkpoint: a scheduler, a gradient scaler, and "extra" values.
+"""The rest of a training state in a checkpoint: scheduler, scaler, "extra" values, random states.
 
 An object with `state_dict` and `load_state_dict` (torch's `Stateful`) is saved as its state and
 restored in place; other values are plain data and tensors. They are entries of the checkpoint by
@@ -8,7 +8,11 @@ the paths of nested dicts, as torch.distributed.checkpoint has them, so its `loa
 from __future__ import annotations
 
 import copy
+import hashlib
 import io
+import random
+import sys
+import warnings
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, MutableMapping
 from typing import Any, Protocol, runtime_checkable
@@ -22,8 +26,10 @@ from torch.utils import _pytree as pytree
 
 from graphshard.errors import CheckpointError
 from graphshard.format import some_of
+from graphshard.runtime.group import Group
 from graphshard.state.archive import load_part
 from graphshard.state.dcp import StoredCheckpoint, empty_like
+from graphshard.state.state_tensors import local_of, memory_like
 from graphshard.torch_private import compat as torch_compat
 
 SCHEDULER, SCALER, EXTRA = PARTS = ("scheduler", "scaler", "extra")
@@ -98,13 +104,7 @@ def key_of(path: Path) -> str:
 
 
 def parts_to_save(scheduler: Any, scaler: Any, extra: Mapping[str, Any] | None) -> dict[str, Any]:
-    """The entries to save, nested.
-
-    Args:
-        scheduler: with `state_dict` and `load_state_dict`, or None.
-        scaler: the same.
-        extra: values and such objects by name.
-    """
+    """The entries to save, nested."""
     parts: dict[str, Any] = {}
     seen: dict[str, Path] = {}
     for path, value in _targets(scheduler, scaler, extra):
@@ -161,10 +161,7 @@ def _state_of(path: Path, value: Stateful) -> Any:
 def _require_saveable(path: Path, state: Any, seen: dict[str, Path]) -> None:
     """Check that a load gives `state` back without running code.
 
-    Args:
-        path: of the state.
-        state: to be saved.
-        seen: by the key of each entry so far, the path of what it belongs to; is added to.
+    `seen` has, by the key of each entry so far, the path of what it belongs to, and is added to.
     """
     for entry, value in flatten(state, path):
         key = key_of(entry)
@@ -208,13 +205,8 @@ def _short(value: Any) -> str:
 class PartsToLoad:
     """What a load restores beside model, optimizer and random states.
 
-    Args:
-        stored: the checkpoint.
-        scheduler: to be restored in place; or None.
-        scaler: the same.
-        extra: values by name to be replaced, and objects to be restored in place; if empty, it is
-            to be filled with all there are. None: none.
-        strict: refuse the state of another kind of scheduler or scaler.
+    An empty `extra` is to be filled with all there are. `strict` refuses the state of another kind
+    of scheduler or scaler.
     """
 
     def __init__(
@@ -255,7 +247,10 @@ class PartsToLoad:
                 if target is not None and (isinstance(target, DTensor) or not of_object):
                     _require_same_form(stored, key, entry, target)
                     self._live[key] = target
-                self.staging[key] = _staging_like(target, entry)
+                if isinstance(target, DTensor):
+                    self.staging[key] = memory_like(target)
+                else:
+                    self.staging[key] = empty_like(entry)
 
     def unasked(self) -> frozenset[str]:
         """Names in the checkpoint that this rank's `extra` lacks; none if that is None."""
@@ -264,14 +259,7 @@ class PartsToLoad:
         return self._names - {path[1] for path in self._targets if path[0] == EXTRA}
 
     def load_objects(self, entries: Mapping[str, Any]) -> Callable[[], None]:
-        """Restore the objects.
-
-        Args:
-            entries: values of `staging`, once they are read.
-
-        Returns:
-            What restores their former states.
-        """
+        """Restore the objects from the entries of `staging`; return what undoes that."""
         former: list[tuple[Stateful, Any]] = []
 
         def undo() -> None:
@@ -309,25 +297,13 @@ class PartsToLoad:
             if live is not None and isinstance(value, Tensor):
                 if in_place:
                     with torch.no_grad():
-                        _local(live).copy_(_local(value))
+                        local_of(live).copy_(local_of(value))
                     value = live
                 elif isinstance(live, DTensor):
-                    on_device = _local(value).to(_local(live).device)
+                    on_device = local_of(value).to(local_of(live).device)
                     value = torch_compat.dtensor_like(live, on_device)
             values[below] = value
         return unflatten(values)
-
-
-def _local(tensor: Tensor) -> Tensor:
-    return torch_compat.local_tensor(tensor) if isinstance(tensor, DTensor) else tensor
-
-
-def _staging_like(target: Tensor | None, entry: TensorStorageMetadata) -> Tensor:
-    """CPU memory for this rank's part of an entry, laid out as `target` if that is a DTensor."""
-    if isinstance(target, DTensor):
-        local = torch.empty_like(torch_compat.local_tensor(target), device="cpu")
-        return torch_compat.dtensor_like(target, local)
-    return empty_like(entry)
 
 
 def _keys_below(stored: StoredCheckpoint, path: tuple[str, ...]) -> dict[str, Path]:
@@ -379,3 +355,132 @@ def _require_same_form(
             f"{key!r} has shape {list(shape)} and dtype {dtype} in {stored.folder}, and the tensor "
             f"to load it into {list(live.shape)} and {live.dtype}"
         )
+
+
+# -- random states --------------------------------------------------------------------------------
+
+
+RNG = "rng"
+"""The top-level entry of a checkpoint that holds them: {rank: {library: state}}."""
+
+
+def random_states(group: Group) -> dict[str, Any]:
+    """The states of this rank, by library, as tensors and plain data."""
+    states: dict[str, Any] = {"cpu": torch.get_rng_state(), "python": random.getstate()}
+    if group.device.type == "cuda":
+        states["cuda"] = torch.cuda.get_rng_state(group.device)
+    numpy = sys.modules.get("numpy")  # nobody drew from it if it was not imported
+    if numpy is not None:
+        state = numpy.random.get_state(legacy=False)
+        if state["bit_generator"] == "MT19937":  # unless the user put another one in its place
+            inner = {"key": state["state"]["key"].tolist(), "pos": state["state"]["pos"]}
+            # A tuple, which torch.distributed.checkpoint keeps in one piece.
+            states["numpy"] = (inner, state["has_gauss"], state["gauss"])
+    return states
+
+
+def random_staging(stored: StoredCheckpoint, group: Group) -> dict[str, Any]:
+    """Memory for the states that this rank takes: its own, or those of rank 0."""
+    saved = _saved(stored)
+    keys = saved.get(group.rank, saved.get(0, {})).values()
+    staging: dict[str, Any] = {}
+    for key in keys:
+        entry = stored.tensor(key)
+        staging[key] = None if entry is None else empty_like(entry)
+    return staging
+
+
+def checked_states(
+    stored: StoredCheckpoint, entries: Mapping[str, Any], group: Group
+) -> dict[str, Any]:
+    """The states for this rank from the entries of `random_staging`, by library, once read."""
+    saved = _saved(stored)
+    own = saved.get(group.rank, saved.get(0, {}))
+    states = {name: entries[key] for name, key in own.items()}
+    try:
+        if states:
+            torch.Generator("cpu").set_state(states["cpu"])
+        if "python" in states:
+            random.Random().setstate(states["python"])
+        if "numpy" in states:
+            _set_numpy(states["numpy"], lambda numpy: numpy.random.RandomState())
+    except Exception as error:  # whatever the libraries raise
+        raise CheckpointError(
+            f"{stored.folder} is damaged: a random state for rank {group.rank} is no state of its "
+            f"library ({type(error).__name__})"
+        ) from error
+    return states
+
+
+def load_states(states: Mapping[str, Any], stored: StoredCheckpoint, group: Group) -> None:
+    """Set the states of this rank, or seed it from them if they are rank 0's.
+
+    A rank beyond those that saved thus draws other numbers than any other rank, and the same ones
+    whenever this checkpoint is loaded on as many ranks.
+    """
+    saved = _saved(stored)
+    if not saved:
+        return
+    if group.rank == 0 and len(saved) != group.size:
+        warnings.warn(_changed(len(saved), group.size, stored), stacklevel=4)
+    if group.rank in saved:
+        set_states(states, group)
+    elif states:
+        _seed(states, group.rank)
+
+
+def set_states(states: Mapping[str, Any], group: Group) -> None:
+    """Set the states of this rank to those of `random_states`."""
+    torch.set_rng_state(states["cpu"])
+    if "cuda" in states and group.device.type == "cuda":
+        torch.cuda.set_rng_state(states["cuda"], group.device)
+    if "python" in states:
+        random.setstate(states["python"])
+    if "numpy" in states:
+        _set_numpy(states["numpy"], lambda numpy: numpy.random)
+
+
+def _saved(stored: StoredCheckpoint) -> dict[int, dict[str, str]]:
+    """The keys of the entries of each rank that saved, by library."""
+    saved: dict[int, dict[str, str]] = {}
+    for key, path in stored.paths.items():
+        number = path[1] if path[0] == RNG and len(path) == 3 else ""
+        if number.isdecimal() and len(number) < 10:
+            saved.setdefault(int(path[1]), {})[path[2]] = key
+    return saved
+
+
+def _changed(before: int, now: int, stored: StoredCheckpoint) -> str:
+    """The warning that another number of ranks loads."""
+    wrote = f"{stored.folder} was written by {before} {'rank' if before == 1 else 'ranks'}"
+    if now > before:
+        return (
+            f"{wrote}: random states of ranks {before} to {now - 1} are seeded from those of rank "
+            "0 and the rank's number"
+        )
+    return f"{wrote}: random states of ranks {now} to {before - 1} have no rank to go to"
+
+
+def _seed(states: Mapping[str, Any], rank: int) -> None:
+    """Seed every library from the `states` of rank 0 and this `rank`."""
+    text = bytes(states["cpu"].tolist()) + f" {rank}".encode()
+    seed = int.from_bytes(hashlib.sha256(text).digest()[:8]) >> 1
+    torch.manual_seed(seed)  # CUDA's too
+    random.seed(seed)
+    if "numpy" in states:
+        try:
+            import numpy
+        except ImportError:
+            return
+        numpy.random.seed(seed % 2**32)
+
+
+def _set_numpy(state: tuple[Any, ...], target: Callable[[Any], Any]) -> None:
+    """Set the state of the generator that `target` picks from the module numpy."""
+    try:
+        import numpy
+    except ImportError:  # nobody can draw from it
+        return
+    inner, has_gauss, gauss = state
+    key = numpy.array(inner["key"], dtype=numpy.uint32)
+    target(numpy).set_state(("MT19937", key, inner["pos"], has_gauss, gauss))

@@ -9,8 +9,7 @@ from typing import Any
 
 from graphshard.cost.memory import OPTIMIZER, SHARDS
 from graphshard.format import human_bytes, human_seconds
-from graphshard.policy.base import Policy
-from graphshard.policy.code import value_code
+from graphshard.policy.base import Policy, value_code
 from graphshard.tune.bounds import Bound, Bounds
 from graphshard.tune.request import AUTO, is_auto
 from graphshard.tune.search import Search

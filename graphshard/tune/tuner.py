@@ -15,10 +15,9 @@ from graphshard.cost.estimate import Estimate
 from graphshard.errors import PlanError, PolicyError
 from graphshard.format import human_bytes, human_seconds
 from graphshard.pipeline import passes_of, with_capture_warnings
-from graphshard.planning.ignored import ignored_by
-from graphshard.planning.mesh import checked_mesh
 from graphshard.planning.model_checks import check_model, require_module
 from graphshard.planning.plan import ShardingPlan
+from graphshard.planning.planner import checked_mesh, ignored_by
 from graphshard.policy.base import Policy
 from graphshard.policy.strategy import Strategy
 from graphshard.policy.tree import ModuleTree

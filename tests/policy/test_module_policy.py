@@ -11,7 +11,7 @@ from torch import nn
 
 import graphshard
 from graphshard.errors import PolicyError
-from graphshard.planning.options import UnitOptions
+from graphshard.planning.layout import UnitOptions
 from graphshard.planning.planner import make_plan
 from graphshard.policy.by_module import ModulePolicy
 from graphshard.policy.precision import MixedPrecision

@@ -37,7 +37,7 @@ from graphshard.errors import RuntimeStateError as StateError
 from graphshard.module import training
 from graphshard.runtime.agreement import Agreement
 from graphshard.runtime.group import find_group
-from graphshard.state import dcp_write, manifest, optim, raw
+from graphshard.state import dcp_write, files, manifest, optim
 
 TIMEOUT = 5.0  # seconds
 
@@ -168,10 +168,10 @@ FAILURES: list[Failure] = [
     ("load_checkpoint", 1, load_hooked, CollectiveError),
     ("load_checkpoint", 1, lambda s: call_fails(torch, "set_rng_state", 1), CollectiveError),
     ("save_safetensors", 1, hooked, CollectiveError),
-    ("save_safetensors", 0, lambda s: call_fails(raw.Writer, "write"), CheckpointError),
+    ("save_safetensors", 0, lambda s: call_fails(files.Writer, "write"), CheckpointError),
     ("save_pretrained", 0, lambda s: patched(Config, "save_pretrained"), CollectiveError),
-    ("save_pretrained", 0, lambda s: call_fails(raw.Writer, "write"), CheckpointError),
-    ("load_safetensors", 1, lambda s: call_fails(raw.StoredTensor, "read"), CheckpointError),
+    ("save_pretrained", 0, lambda s: call_fails(files.Writer, "write"), CheckpointError),
+    ("load_safetensors", 1, lambda s: call_fails(files.StoredTensor, "read"), CheckpointError),
     ("load_optimizer_state_dict", 1, load_hooked, CollectiveError),
     ("compile", 1, lambda s: says(s, "takes no such input"), CaptureError),
     ("compile", 1, lambda s: patched(graphshard.BlockPolicy, "select"), CollectiveError),

@@ -24,8 +24,7 @@ from graphshard.cli.main import main
 from graphshard.errors import CheckpointError
 from graphshard.state.archive import ArchiveError, ForeignError, load_part
 from graphshard.state.consolidate import plan_consolidation
-from graphshard.state.dcp import open_checkpoint
-from graphshard.state.dcp_metadata import read_metadata
+from graphshard.state.dcp import open_checkpoint, read_metadata
 from graphshard.state.files import open_files
 from graphshard.state.manifest import latest_checkpoint
 

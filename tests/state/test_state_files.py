@@ -17,8 +17,7 @@ from torch import nn
 import graphshard
 from graphshard.errors import CheckpointError, RuntimeStateError
 from graphshard.state import state_tensors
-from graphshard.state.files import open_files
-from graphshard.state.raw import Writer, read_header
+from graphshard.state.files import Writer, open_files, read_header
 
 BLOCK = graphshard.BlockPolicy({Block})
 LINEAR = graphshard.BlockPolicy({nn.Linear})

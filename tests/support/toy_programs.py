@@ -13,10 +13,9 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 from graphshard.passes.offload_activations import OffloadActivations
 from graphshard.pipeline import default_passes, run_passes
-from graphshard.planning.layout import ParamLayout, Unit
-from graphshard.planning.mesh import fitted
-from graphshard.planning.options import options_of
+from graphshard.planning.layout import ParamLayout, Unit, options_of
 from graphshard.planning.plan import REPLICATED, SHARDED, ShardingPlan
+from graphshard.planning.planner import fitted
 from graphshard.policy.units import Policy, Strategy
 from graphshard.program import ops
 from graphshard.program.pass_protocol import Pass
