@@ -28,6 +28,7 @@ from torch import Tensor, nn
 import graphshard
 from graphshard.errors import FingerprintError, RuntimeStateError
 from graphshard.program import ops
+from graphshard.runtime import resident
 from graphshard.torch_private import compat as torch_compat
 
 
@@ -198,6 +199,16 @@ def zero1_sees_writes_that_leave_no_sign(rank: int) -> None:
     writes = (by_data, by_data_taken_before, by_foreach, by_memory, on_one_rank, in_the_frozen_one)
     require_seen(writes, sharded, rank)  # each after a gather
     require_seen(writes, sharded, rank, calls=2)  # each after a call without one
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.uint8, torch.complex128])
+@pytest.mark.parametrize("start", [0, 4, 5])
+def test_rows_are_compared_with_their_copy_wherever_they_begin(start: int, dtype: Any) -> None:
+    rows = torch.arange(24).to(dtype)[start : start + 16]
+    copied = rows.clone()
+    assert not resident._differ([(rows, copied)])
+    copied[7] += 1
+    assert resident._differ([(rows, copied)])
 
 
 def zero1_trains_by_updates_through_data(rank: int) -> None:
