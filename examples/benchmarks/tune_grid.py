@@ -15,7 +15,6 @@ CPU seconds of both. Ends with status 1 where AutoPolicy is slower than the grid
 from __future__ import annotations
 
 import argparse
-import gc
 import json
 import random
 import sys
@@ -38,9 +37,10 @@ from graphshard.format import human_bytes
 from graphshard.pipeline import passes_of
 from graphshard.policy.base import Policy
 from graphshard.policy.tree import ModuleTree
+from graphshard.torch_private.gc_pause import collect_only_new
 from graphshard.tune.blocks import Blocks
 from graphshard.tune.captures import Captures
-from graphshard.tune.simulator import Simulator, without_garbage_collection
+from graphshard.tune.simulator import Simulator
 from graphshard.tune.space import Space
 from graphshard.tune.tuning import CandidateResult
 
@@ -160,7 +160,7 @@ class Grid:
         """Simulate policies that were not yet."""
         if self.only_cached:
             return
-        with without_garbage_collection():
+        with collect_only_new():
             for policy in policies:
                 code = repr(policy)
                 if code not in self.results:
@@ -187,7 +187,6 @@ class Grid:
             if key not in self._by_plan:
                 self._by_plan[key] = None
                 estimate = self.simulator.estimate(plan, captured, passes)
-                gc.collect(1)
                 result = CandidateResult.of(None, estimate)  # type: ignore[arg-type]
                 if policy.memory_budget is None or result.step_bytes <= policy.memory_budget:
                     self._by_plan[key] = result.seconds, result.peak
