@@ -12,7 +12,6 @@ CPU seconds of both. Ends with status 1 where AutoPolicy is slower than the grid
 
 from __future__ import annotations
 
-import gc
 import random
 import sys
 import time
@@ -35,9 +34,10 @@ from graphshard.format import human_bytes
 from graphshard.pipeline import passes_of
 from graphshard.policy.base import Policy
 from graphshard.policy.tree import ModuleTree
+from graphshard.torch_private.gc_pause import collect_only_new
 from graphshard.tune.blocks import Blocks
 from graphshard.tune.captures import Captures
-from graphshard.tune.simulator import Simulator, without_garbage_collection
+from graphshard.tune.simulator import Simulator
 from graphshard.tune.space import Space
 from graphshard.tune.tuning import CandidateResult
 
@@ -144,7 +144,7 @@ class Grid:
     def simulate(self, policies: Iterable[Policy]) -> None:
         """Simulate policies that were not yet."""
         begin = time.process_time()
-        with without_garbage_collection():
+        with collect_only_new():
             for policy in policies:
                 code = repr(policy)
                 if code not in self.results:
@@ -162,7 +162,6 @@ class Grid:
             if key not in self._by_plan:
                 self._by_plan[key] = None
                 estimate = self.simulator.estimate(plan, captured, passes)
-                gc.collect(1)
                 result = CandidateResult.of(None, estimate)
                 if policy.memory_budget is None or result.step_bytes <= policy.memory_budget:
                     self._by_plan[key] = result.seconds, result.peak

@@ -184,8 +184,6 @@ class RunRequest:
         for name, numbers in (
             ("ranks", self.ranks),
             ("batches", (1,) if self.batches is None else self.batches),
-            ("global_batch", (self.global_batch or 1,)),
-            ("global_tokens", (self.global_tokens or 1,)),
         ):
             if not numbers or not all(is_int(number) and number >= 1 for number in numbers):
                 raise PolicyError(f"{name} must be 1 or more; got {numbers!r}")

@@ -12,7 +12,6 @@ a step just fits, and "overlap" starts from there.
 
 from __future__ import annotations
 
-import gc
 import time
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, nullcontext
@@ -148,10 +147,8 @@ class Search:
         """Simulate `candidate`; keep its result, if `record`, and tell of a new best one."""
         begin, simulated = time.monotonic(), self.simulator.simulated
         result = self.simulator.result(candidate)
-        if self.simulator.simulated > simulated:
-            gc.collect(1)
-            if candidate.schedule == PLAIN:
-                self._simulation_seconds = time.monotonic() - begin
+        if self.simulator.simulated > simulated and candidate.schedule == PLAIN:
+            self._simulation_seconds = time.monotonic() - begin
         if result is not None and record:
             before = self.best()
             self.results[candidate] = result
@@ -289,12 +286,10 @@ class Search:
             self._try_room(task)
         elif task.schedule != PLAIN:
             self.result(Candidate(task.group, schedule=task.schedule))
+        elif task.room:
+            self._find_room(task.group)
         else:
-            with self.simulator.sharing_prefix():
-                if task.room:
-                    self._find_room(task.group)
-                else:
-                    self._try_issues(task.group)
+            self._try_issues(task.group)
 
     def _try_issues(self, group: CandidateGroup) -> None:
         """Try the ways to issue gathers in FSDP's order."""
@@ -326,8 +321,7 @@ class Search:
             and result.peak <= _NEARLY_FITS * self.budget
         ]
         for group in dict.fromkeys(close):
-            with self.simulator.sharing_prefix():
-                self._while_there_is_time(self.space.plain(group))
+            self._while_there_is_time(self.space.plain(group))
 
     # -- budgets ----------------------------------------------------------------------------------
 

@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import gc
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from collections.abc import Sequence
+from dataclasses import replace
+from math import prod
 from typing import Any
 
 from torch import nn
@@ -13,26 +12,17 @@ from torch import nn
 from graphshard.cost.caching_allocator import allocator_settings
 from graphshard.cost.estimate import Estimate, estimate_of
 from graphshard.errors import CaptureError, PassError, PlanError, PolicyError
-from graphshard.passes.prefetch import Prefetch
 from graphshard.passes.recompute_budget import RecomputeToBudget
 from graphshard.pipeline import passes_of
 from graphshard.planning.plan import ShardingPlan
 from graphshard.planning.planner import make_plan
 from graphshard.policy.base import Policy
-from graphshard.program.pass_protocol import PassLike, RehearsingPass, apply_pass, apply_passes
+from graphshard.program.pass_protocol import PassLike, apply_passes
 from graphshard.program.program import Program
 from graphshard.program.spans import assign_units
 from graphshard.tune.captures import Captures
 from graphshard.tune.space import PLAIN, Candidate, Space
 from graphshard.tune.tuning import CandidateResult
-
-
-@dataclass
-class _Prefix:
-    """A program after the first passes, up to those that issue gathers."""
-
-    key: Any
-    program: Program
 
 
 class Simulator:
@@ -49,22 +39,11 @@ class Simulator:
         self.simulated = 0
         self.results_of: dict[Candidate, CandidateResult | None] = {}
         self._by_program: dict[Any, CandidateResult] = {}
-        self._keep_prefix = False
-        self._prefix: _Prefix | None = None
         self._memo: tuple[Any, list[Any]] | None = None
 
     def in_space(self, space: Space) -> Simulator:
         """Return a simulator of the same model for candidates of another space."""
         return Simulator(self.model, self.captures, space)
-
-    @contextmanager
-    def sharing_prefix(self) -> Iterator[None]:
-        """Let candidates in a row that differ in prefetching share the program before it."""
-        self._keep_prefix = True
-        try:
-            yield
-        finally:
-            self._keep_prefix, self._prefix = False, None
 
     def result(self, candidate: Candidate) -> CandidateResult | None:
         """Return the result of `candidate`; None if the model cannot be sharded so."""
@@ -113,9 +92,7 @@ class Simulator:
     def plan_of(self, policy: Policy) -> ShardingPlan:
         """Return the plan of `policy`, without a program."""
         mesh = self.space.mesh_shape
-        ranks = 1
-        for size in mesh:
-            ranks *= size
+        ranks = prod(mesh)
         plan = make_plan(self.model, policy, world_size=ranks, mesh_shape=mesh)
         hardware = self.space.hardware
         backend = hardware.process_group_backend if ranks > 1 else "none"
@@ -128,39 +105,19 @@ class Simulator:
         """Rewrite a copy of `captured` for `plan` and simulate it."""
         passes = passes_of(plan) if passes is None else passes
         self.simulated += 1
-        program = self._rewrite(plan, captured, passes)
+        program = captured.copy()
+        program.stale = plan.stale_after_step
+        assign_units(program, plan)
+        first, *following = passes
+        if isinstance(first, RecomputeToBudget):
+            first = self._with_memo(first, following, captured, plan)
+        apply_passes((first, *following), program, plan)
         return estimate_of(
             replace(plan, program=program),
             self.space.hardware,
             optimizer=self.space.auto.optimizer,
             allocator=allocator_settings(self.space.auto.allocator),
         )
-
-    def _rewrite(
-        self, plan: ShardingPlan, captured: Program, passes: Sequence[PassLike]
-    ) -> Program:
-        cut = len(passes)
-        if self._keep_prefix:
-            cut = next(i for i, step in enumerate(passes) if isinstance(step, Prefetch))
-        head = [(step, passes[place + 1 :]) for place, step in enumerate(passes[:cut])]
-        tried = [one.rehearsed(rest) for one, rest in head if isinstance(one, RehearsingPass)]
-        kinds = (tuple(passes[:cut]), tuple(tried))
-        key = (id(captured), plan.units, plan.recomputed, plan.ignored, *kinds)
-        if self._prefix is None or self._prefix.key != key:
-            self._prefix = None
-            program = captured.copy()
-            program.stale = plan.stale_after_step
-            assign_units(program, plan)
-            for step, following in head:
-                if isinstance(step, RecomputeToBudget):
-                    step = self._with_memo(step, following, captured, plan)
-                apply_pass(step, program, plan, following)
-            if not self._keep_prefix:
-                return program
-            self._prefix = _Prefix(key, program)
-        program = self._prefix.program.copy()
-        apply_passes(passes[cut:], program, plan)
-        return program
 
     def _chosen(
         self,
@@ -198,20 +155,3 @@ class Simulator:
         if self._memo is None or self._memo[0] != key:
             self._memo = (key, [])
         return replace(step, memo=self._memo[1])
-
-
-@contextmanager
-def without_garbage_collection() -> Iterator[None]:
-    """Disable automatic garbage collection; the search collects instead."""
-    enabled, frozen = gc.isenabled(), gc.get_freeze_count()
-    if not frozen:
-        gc.collect()
-        gc.freeze()
-    gc.disable()
-    try:
-        yield
-    finally:
-        if enabled:
-            gc.enable()
-        if not frozen:
-            gc.unfreeze()

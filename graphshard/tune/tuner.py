@@ -23,12 +23,13 @@ from graphshard.policy.strategy import Strategy
 from graphshard.policy.tree import ModuleTree
 from graphshard.program.pass_protocol import stages_of
 from graphshard.progress import Progress, Stages
+from graphshard.torch_private.gc_pause import collect_only_new
 from graphshard.tune.blocks import Blocks
 from graphshard.tune.captures import Captures
 from graphshard.tune.reasons import advice, out_of_time, settle
 from graphshard.tune.request import PolicyRequest, is_auto
 from graphshard.tune.search import Search, TimeLimit
-from graphshard.tune.simulator import Simulator, without_garbage_collection
+from graphshard.tune.simulator import Simulator
 from graphshard.tune.space import Space
 from graphshard.tune.tuning import CandidateResult, PolicyResult, Tuning, taken
 from graphshard.verify.rules import verify
@@ -72,7 +73,7 @@ def tune(
             simulator = Simulator(model, captures, space)
             first = space.candidates(space.groups()[0])[0]
             captures.like(simulator.plan(first))
-        with without_garbage_collection():
+        with collect_only_new():
             search = Search(simulator, space.budget, limit, progress, faster_than)
             winner = search.run()
             if winner is None:

@@ -198,18 +198,15 @@ class CandidateResult:
     """The seconds and bytes of a step under one candidate.
 
     peak: the most bytes that torch reserves, on hosts that are alive, and those beside them that
-    the budget leaves no room for (`Space.further_bytes`). compute, communication:
-    seconds. step_bytes: peak bytes as `Policy.memory_budget` counts them. valley: least bytes.
-    at_peak: bytes at the peak by category.
+    the budget leaves no room for (`Space.further_bytes`). compute: seconds. step_bytes: peak bytes
+    as `Policy.memory_budget` counts them. at_peak: bytes at the peak by category.
     """
 
     candidate: Candidate
     seconds: float
     peak: int
     compute: float
-    communication: float
     step_bytes: int
-    valley: int
     at_peak: Mapping[str, int]
 
     @property
@@ -239,8 +236,6 @@ class CandidateResult:
             _step_seconds(estimate, micro_batches),
             estimate.reserved_bytes + kept + further,
             compute,
-            micro_batches * estimate.communication_seconds,
             max(sum(point.by_category.get(kind, 0) for kind in KINDS) for point in points),
-            estimate.valley_bytes,
             at_peak,
         )

@@ -57,9 +57,8 @@ def grid(simulator: Simulator) -> list[tuple[float, int]]:
 
 
 def results(simulator: Simulator, group: CandidateGroup) -> list[CandidateResult]:
-    with simulator.sharing_prefix():
-        found = map(simulator.result, simulator.space.candidates(group))
-        return [result for result in found if result is not None]
+    found = map(simulator.result, simulator.space.candidates(group))
+    return [result for result in found if result is not None]
 
 
 def best_of(grid: list[tuple[float, int]], budget: int) -> float:
