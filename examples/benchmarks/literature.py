@@ -39,6 +39,8 @@ from graphshard.capture.entry import capture
 from graphshard.cost.estimate import Estimate
 from graphshard.hardware.hardware import Hardware
 from graphshard.passes.accumulate import GRADIENT
+from graphshard.passes.split_gathers import SplitGathers
+from graphshard.passes.split_reduces import SplitReduces
 from graphshard.pipeline import backend_passes, passes_of, run_passes
 from graphshard.planning.plan import ShardingPlan
 from graphshard.program.program import Program
@@ -203,7 +205,9 @@ def plans_of(run: Run, captured: Captured) -> list[tuple[int, ShardingPlan]]:
         mesh_shape=run.mesh,
         backend=backend,
     )
-    passes = (*passes_of(plan), *backend_passes(backend))
+    finer = (SplitGathers, SplitReduces)  # the published runs moved whole units
+    passes = [each for each in passes_of(plan) if not isinstance(each, finer)]
+    passes += backend_passes(backend)
     modes: list[tuple[int, Mode]] = [(run.accumulation, REDUCED)]
     if run.no_sync:
         names = tuple(param.fqn for param in captured.program.params)
