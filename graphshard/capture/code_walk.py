@@ -81,7 +81,7 @@ class CodeWalk:
     def follow(self, value: Any, owner: type | None = None, names: Iterable[str] = ()) -> None:
         """Walk the code of `value`: a function, a method of `owner`, or an object around one.
 
-        Of a class, the methods in `names` are walked, and those that any class may be called by.
+        A class is walked by its methods in `names`, and by those through which any class is called.
         """
         if isinstance(value, (staticmethod, classmethod, types.MethodType)):
             value = value.__func__

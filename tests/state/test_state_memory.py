@@ -85,14 +85,12 @@ SHARD = MODEL / 2
 # Room for a piece as it is read and as it is sent; a gather has DTensor's and Gloo's copies.
 ROOM = 2 * TENSOR
 GATHERED = 4 * TENSOR
-# One rank reads for both: where the other is slow, a piece more waits to be sent.
-SENT = 3 * TENSOR
 
 BOUNDS: dict[str, Callable[[int], float]] = {
     "shards from rank 0's model, the other's on meta": lambda rank: SHARD + ROOM,
     "save_safetensors": lambda rank: GATHERED,
     "compile on meta and load_safetensors, read='each'": lambda rank: SHARD + ROOM,
-    "compile on meta and load_safetensors, read='first'": lambda rank: SHARD + SENT,
+    "compile on meta and load_safetensors, read='first'": lambda rank: SHARD + ROOM,
     "compile on meta and load_checkpoint": lambda rank: 2 * SHARD + ROOM,
     "consolidate (one process)": lambda rank: GATHERED,
 }

@@ -146,7 +146,7 @@ def keyword(name: str, change: Callable[[fx.Node, Any], Any]) -> Edit:
 
 
 SHAPES: dict[str, dict[str, torch.Size]] = {"": {}, "layers.0": {}, "layers.1": {}}
-"""Of the parameters, by unit."""
+"""By unit, the shapes of its parameters by name."""
 for _name, _param in Net().named_parameters():
     _unit = ".".join(_name.split(".")[:2]) if _name.startswith("layers") else ""
     SHAPES[_unit][_name] = _param.shape
