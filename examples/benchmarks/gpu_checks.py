@@ -482,7 +482,7 @@ def traced(place: Place) -> Iterator[Row]:
     compute = [e for e in comparison.events if e.event.op == "compute" and e.predicted > 0]
     silent = [e.event.name for e in compute if not e.measured]
     yield Row("trace", "compute without time", ", ".join(silent[:3]) or "none", "none", not silent)
-    if place.cuda:
+    if place.timed:
         moved = [e for e in comparison.events if e.kind == "communication" and e.predicted > 0]
         still = [e.event.name for e in moved if not e.measured]
         yield Row("trace", "kernels on the device", f"{comparison.run.on_device}", "True",
@@ -494,6 +494,7 @@ def traced(place: Place) -> Iterator[Row]:
         parts += comparison.sums("exposed")[0]
         yield Row("trace", "compute and exposed within the step", f"{parts / total:.3f}", "<= 1.01",
                   parts <= 1.01 * total)  # fmt: skip
+    if place.cuda:
         with torch.autograd.profiler.emit_nvtx():
             step()
         yield Row("trace", "a step inside emit_nvtx", "ran")

@@ -44,6 +44,11 @@ class Place:
     def cuda(self) -> bool:
         return self.device.type == "cuda"
 
+    @property
+    def timed(self) -> bool:
+        """Whether it is a GPU, whose times and kernels mean something."""
+        return self.cuda and is_gpu()
+
     def synchronize(self) -> None:
         if self.cuda:
             torch.cuda.synchronize()
@@ -60,12 +65,13 @@ PATIENCE = 8
 
 
 def patience(kind: str) -> int:
-    """How many times as long as on a GPU things may take on this `kind` of device.
+    """How many times as long as on a GPU things may take on this `kind` of device."""
+    return 1 if kind == "cuda" and is_gpu() else PATIENCE
 
-    Where CPU threads stand in for a GPU (tests/cuda_on_cpu), as long as on a CPU.
-    """
-    real = kind == "cuda" and "CPU threads" not in torch.cuda.get_device_name()
-    return 1 if real else PATIENCE
+
+def is_gpu() -> bool:
+    """Whether CUDA has a GPU, and not CPU threads that stand in for it (tests/cuda_on_cpu)."""
+    return "CPU threads" not in torch.cuda.get_device_name()
 
 
 Check = Callable[[Place], Iterator[Row]]

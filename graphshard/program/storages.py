@@ -12,7 +12,7 @@ storages on the host, and temporaries inside an operator are not counted.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import accumulate
 from math import prod
@@ -353,7 +353,14 @@ class _Walk:
             self._allocate_compute(node)
 
     def _allocate_gather(self, node: fx.Node) -> None:
-        """A buffer for each parameter that is released by itself, and one for all others."""
+        """A buffer for each parameter that is released by itself, and one for all others.
+
+        A single rank takes its shards as they are.
+        """
+        ranks, operands = _ranks(node, self.program), operands_of(node)
+        if ranks == 1:
+            self._take_operands(node, operands)
+            return
         released: dict[int, Storage] = {}
         size = new_bytes(node, self.program)
         if size and Collective.of(node).in_place:
@@ -361,7 +368,6 @@ class _Walk:
             buffers.ends = [user for user in node.users if user.target is ops.wait]
             buffers.dies = max(self.place[end] for end in buffers.ends)
             size = 0
-        ranks, operands = _ranks(node, self.program), operands_of(node)
         for release in releases_of(node):
             _, index = ops.released(release)
             param_bytes = ranks * node_bytes(operands[index])
@@ -377,6 +383,13 @@ class _Walk:
         for param in (user for wait in node.users for user in wait.users if ops.is_unpack(user)):
             index = param.args[1]  # type: ignore[assignment]
             self.of_node[param] = (released.get(index, rest),)
+
+    def _take_operands(self, gather: fx.Node, operands: Sequence[fx.Node]) -> None:
+        """Let each result of a gather share the storages of its operand."""
+        parts = [self.of_node.get(operand, ()) for operand in operands]
+        self.of_node[gather] = tuple(storage for part in parts for storage in part)
+        for param in (p for wait in gather.users for p in wait.users if ops.is_unpack(p)):
+            self.of_node[param] = parts[param.args[1]]  # type: ignore[index]
 
     def _allocate_transfer(self, node: fx.Node) -> None:
         """A copy from the host, a cast, or a sum with an accumulated gradient.

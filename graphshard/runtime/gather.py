@@ -62,18 +62,21 @@ def poison(full: Tensor) -> None:
 
 
 def leave(full: Tensor) -> None:
-    """Do nothing: `release` on a single rank, where it would free the parameter itself."""
+    """Do nothing: `release` on a single rank of what it stores, which is the parameter itself."""
 
 
 for _kind in (take, release, poison, leave):
     _kind.__module__ = "graphshard"
 
 
-def release_for(gather: AllGather) -> Callable[[Tensor], None]:
-    """The function that releases one parameter that `gather` returned."""
+def release_for(gather: AllGather, *, copied: bool) -> Callable[[Tensor], None]:
+    """The function that releases one parameter that `gather` returned.
+
+    copied: whether the shard is a copy for this gather alone: in another dtype, or from the host.
+    """
     if gather.group.check:
         return poison
-    return leave if isinstance(gather, LocalGather) else release
+    return leave if isinstance(gather, LocalGather) and not copied else release
 
 
 Copies = list[tuple[Tensor, Tensor]]

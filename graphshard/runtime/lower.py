@@ -116,8 +116,10 @@ def lower(
             copied = new[node] = copy_node(lowered, node, new)
             _bind(copied, node, plan, group, accumulated, reports, by_gathers)
             if node.target is ops.release:
-                gather: Any = new[ops.released(node)[0]].target
-                copied.target = release_for(gather)
+                gather, index = ops.released(node)
+                shard = operands_of(gather)[index]
+                alone = ops.is_transfer(shard) and len(shard.users) == 1
+                copied.target = release_for(new[gather].target, copied=alone)
             elif node in released and not group.check:
                 copied.target = take
         _name(lowered, len(lowered.nodes) - before, skipped, named.get(node))

@@ -323,7 +323,9 @@ FAULTS = {
     "no event behind copies out": Fault(
         partial(no_event_behind_copies, "out"), OFFLOAD, unseen=IN_TIME
     ),
-    "sources of copies": Fault(a_source_is_given_back_at_once, OFFLOAD),
+    "sources of copies": Fault(
+        a_source_is_given_back_at_once, {"offload": ("params", "activations")}
+    ),
     "the host does not wait": Fault(the_host_does_not_wait_for_copies, OFFLOAD),
     "the host waits for one way": Fault(the_host_waits_for_copies_in_alone, OFFLOAD),
     "graphs: old inputs": Fault(a_replay_reads_the_first_inputs, GRAPHS),

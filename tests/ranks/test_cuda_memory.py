@@ -106,6 +106,8 @@ def measured(rank: int, cases: dict[str, dict[str, Any]]) -> dict[str, tuple[int
 
 
 RUNS = {
+    "one rank": (1, [*CASES][:5]),
+    "one rank, more": (1, [*CASES][5:]),
     "two ranks": (2, [*CASES][:4]),
     "two ranks, more": (2, [*CASES][4:]),
     "three ranks": (3, [*CASES][:3]),

@@ -45,10 +45,16 @@ def require(rows: list[Row]) -> None:
     assert not failed, json.dumps([vars(row) for row in failed], indent=1)
 
 
-@pytest.mark.parametrize("name", ["parity", "stress", "graph", "trace", "predict"])
+@pytest.mark.parametrize("name", ["parity", "stress", "graph", "trace"])
 def test_small(name: str, tmp_path: Path) -> None:
-    if name in ("trace", "predict") and is_made_up():
-        pytest.skip("needs a GPU's times")
+    require(section(name, tmp_path, "--small"))
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(1200)
+@pytest.mark.parametrize("name", ["predict", "overlap", "reserved", "rates", "fsdp2"])
+def test_small_to_its_end(name: str, tmp_path: Path) -> None:
+    """Not `calibrate`, which times, and not expandable segments, which the stand-in has not."""
     require(section(name, tmp_path, "--small"))
 
 

@@ -20,6 +20,7 @@ import torch.distributed as dist
 from torch.distributed.tensor import DTensor
 
 from examples.benchmarks.gpu_ranks import join
+from examples.benchmarks.gpu_table import is_gpu
 from graphshard.torch_private.dtensors import full_tensor
 
 Check = Callable[[int], None]
@@ -331,4 +332,4 @@ def error_of(call: Callable[[], object], kind: type[Exception]) -> str:
 
 def is_made_up() -> bool:
     """Whether CUDA's device is the one made of CPU threads."""
-    return torch.cuda.is_available() and "CPU threads" in torch.cuda.get_device_name()
+    return torch.cuda.is_available() and not is_gpu()
