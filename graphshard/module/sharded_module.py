@@ -13,10 +13,10 @@ from typing import Any, ClassVar, Literal
 import torch
 from torch import fx, nn
 
+import graphshard.state as values
 from graphshard.capture.dynamic import Dynamic
 from graphshard.capture.traced_module import MAIN_ENTRY, ORIGINALS
 from graphshard.errors import RuntimeStateError
-from graphshard.inspect.dump import dump_programs
 from graphshard.module.calls import CallMethods
 from graphshard.module.internals import _State
 from graphshard.module.meta_model import meta_model_of
@@ -40,8 +40,6 @@ from graphshard.runtime.agreement import Agreement
 from graphshard.runtime.group import Group, meeting_group, with_mesh
 from graphshard.runtime.lowered import Bindings
 from graphshard.runtime.resident import make_shards, watch_state_dicts
-from graphshard.state.load import take_model_values
-from graphshard.state.state_tensors import state_tensors_of
 from graphshard.torch_private.trace import load_dynamo
 
 
@@ -81,7 +79,7 @@ class ShardedModule(StateMethods, TrainingMethods, CallMethods):
         shards = make_shards(plan.layouts, group, named, on_host=plan.policy.offloads("params"))
         build_sharded_tree(self, model, shards, group.device, changes)
         bindings = Bindings(plan, group, shards, _buffer_homes(self), agreement)
-        on_meta = take_model_values(
+        on_meta = values.load.take_model_values(
             self, model, bindings, from_first=plan.policy.sync_module_states
         )
         watch_state_dicts(self, shards)
@@ -144,6 +142,8 @@ class ShardedModule(StateMethods, TrainingMethods, CallMethods):
         Raises:
             RuntimeStateError: nothing was captured yet.
         """
+        from graphshard.inspect.dump import dump_programs
+
         return dump_programs(self.programs, self.plan, directory)
 
     def capture(
@@ -279,7 +279,8 @@ def model_like(sharded: ShardedModule, memo: dict[int, Any]) -> nn.Module:
 def take_over(twin: ShardedModule, sharded: ShardedModule) -> None:
     """Give `twin`, compiled of `model_like(sharded)`, the values and flags of `sharded`."""
     mine, theirs = twin._graphshard, sharded._graphshard
-    to, of = state_tensors_of(twin, mine.bindings), state_tensors_of(sharded, theirs.bindings)
+    tensors_of = values.state_tensors.state_tensors_of
+    to, of = tensors_of(twin, mine.bindings), tensors_of(sharded, theirs.bindings)
     with torch.no_grad():
         for tensor, original in zip(to, of, strict=True):
             tensor.local.copy_(original.local)
