@@ -206,9 +206,12 @@ class Programs:
             except NotImplementedError:
                 require_values_of(tensors, structure)
                 raise
-        self._resident.compare()
-        step = self._step(self._named(Call(tensors, structure, entry)))
-        step.capture.settle()
+        if self._resident.shards:
+            self._resident.compare()
+        call = Call(tensors, structure, entry)
+        step = self._step(call if self.sizes.dynamic is None else self._named(call))
+        if step.capture.settled:
+            step.capture.settle()
         return step, tensors
 
     def capture_example(

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import copy
+import functools
+import inspect
 import os
 import weakref
-from collections.abc import Sequence
-from functools import cache
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, ClassVar, Literal
 
@@ -24,7 +25,7 @@ from graphshard.module.optimizers import let_scalers_agree, let_scales_arrive, w
 from graphshard.module.programs import Programs
 from graphshard.module.sharded_tree import (
     Changes,
-    ModelSignature,
+    TreeModule,
     build_sharded_tree,
     link,
     warn_of_lost_methods,
@@ -41,6 +42,24 @@ from graphshard.runtime.group import Group, meeting_group, with_mesh
 from graphshard.runtime.lowered import Bindings
 from graphshard.runtime.resident import make_shards, watch_state_dicts
 from graphshard.torch_private.trace import load_dynamo
+
+
+class ModelSignature:
+    """A `forward` whose signature, read from a sharded module, is that of the model's forward."""
+
+    def __init__(self, function: Callable[..., Any]) -> None:
+        self.function = function
+        self.__doc__ = function.__doc__
+
+    def __get__(self, module: TreeModule | None, owner: type) -> Callable[..., Any]:
+        return self.function if module is None else _BoundForward(self.function, module)
+
+
+class _BoundForward(functools.partial[Any]):
+    @property
+    def __signature__(self) -> inspect.Signature:
+        twin = self.args[0]._graphshard_twin
+        return inspect.signature(self.func if twin is None else twin.forward)
 
 
 class ShardedModule(StateMethods, TrainingMethods, CallMethods):
@@ -229,7 +248,7 @@ class ShardedModule(StateMethods, TrainingMethods, CallMethods):
         )
 
 
-@cache
+@functools.cache
 def _keep_out_of_torch_compile() -> None:
     """Let `torch.compile(sharded)` call programs as they are, instead of tracing graphshard."""
     ShardedModule._run = torch.compiler.disable(ShardedModule._run)  # type: ignore[method-assign]
