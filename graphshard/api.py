@@ -11,20 +11,26 @@ from typing import TYPE_CHECKING, Any, Literal, TypeGuard
 import torch
 from torch import Tensor, nn
 
+import graphshard.state as values
 from graphshard.capture.dynamic import AUTO, Dynamic
-from graphshard.capture.entry import capture
 from graphshard.errors import PlanError, PolicyError
 from graphshard.module.sharded_module import ShardedModule
 from graphshard.module.sharded_tree import TreeModule
-from graphshard.pipeline import (
-    backend_passes,
-    passes_of,
-    run_passes,
-    with_capture_warnings,
-)
 from graphshard.planning.model_checks import require_module, without_compiler
 from graphshard.planning.plan import ShardingPlan
-from graphshard.planning.planner import make_plan, name_of_all_reduce, require_policy
+from graphshard.planning.planner import (
+    make_plan,
+    name_of_all_reduce,
+    require_backend,
+    require_policy,
+)
+from graphshard.planning.searched import (
+    PolicySearch,
+    asks_for_hardware,
+    needs_groups,
+    received,
+    sendable,
+)
 from graphshard.policy.base import Policy
 from graphshard.policy.fields import is_int
 from graphshard.program.pass_protocol import PassLike
@@ -39,14 +45,12 @@ from graphshard.runtime.group import (
     with_mesh,
     without_cpu_index,
 )
-from graphshard.runtime.links import measured_on
-from graphshard.state.replicas import require_one_model
 from graphshard.torch_private.inductor import require_inductor
-from graphshard.tune.auto_policy import AutoPolicy
-from graphshard.tune.tuner import needs_groups, received, search_plan, sendable
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
+
+    from graphshard.tune.auto_policy import AutoPolicy
 
 
 def compile(  # noqa: A001  # as torch.compile
@@ -129,17 +133,19 @@ def compile(  # noqa: A001  # as torch.compile
         group, hybrid = agreement.group, needs_groups(policy)
         group.hosts = number_of_hosts(group)
         if asks_for_hardware(policy) and group.size > 1 and group.backend in ("gloo", "nccl"):
+            from graphshard.runtime.links import measured_on  # with costs; few policies need it
+
             with progress.stage("measure links"):
                 policy = replace(policy, hardware=measured_on(group))
-        if isinstance(policy, AutoPolicy):
+        if isinstance(policy, PolicySearch):
             found = None
             with agreement.part() as part:
                 seconds = policy.seconds
-                policy = search_plan(
-                    policy.on(group.device),
+                search = policy.on(group.device)
+                policy = search.plan(
                     model,
-                    example_inputs,
-                    example_kwargs,
+                    example_inputs=example_inputs,
+                    example_kwargs=example_kwargs,
                     world_size=group.size,
                     mesh_shape=mesh_of(group, mesh, device, hybrid=hybrid),
                     device=group.device,
@@ -173,15 +179,10 @@ def compile(  # noqa: A001  # as torch.compile
             group.grid(shape)
         with agreement.part() as part:
             part.flag = True  # this rank came with a model of its own, as none that rebinds does
-            every = (
-                *passes_of(plan),
-                *passes,
-                *backend_passes(backend),
-            )
             with progress.stage("shard"):
-                sharded = ShardedModule(model, plan, group, every, sizes, agreement)
+                sharded = ShardedModule(model, plan, group, passes, sizes, agreement)
         if all(part.flags) and not policy.sync_module_states:
-            require_one_model(sharded._graphshard.bindings, model)
+            values.replicas.require_one_model(sharded._graphshard.bindings, model)
         with agreement.part():
             if "accelerate" in sys.modules:
                 from graphshard.hf.accelerators import let_accelerators_prepare
@@ -190,12 +191,6 @@ def compile(  # noqa: A001  # as torch.compile
             if example_inputs is not None or example_kwargs is not None:
                 sharded.capture(tuple(example_inputs or ()), dict(example_kwargs or {}), progress)
     return sharded
-
-
-def asks_for_hardware(policy: Policy | AutoPolicy) -> bool:
-    """Whether steps are timed for `policy`, and it does not say on which hardware."""
-    timed = isinstance(policy, AutoPolicy) or policy.schedule == "overlap"
-    return timed and policy.hardware is None
 
 
 def plan(
@@ -242,7 +237,7 @@ def plan(
     """
     model = without_compiler(model)
     _check_arguments(model, example_inputs, example_kwargs, passes)
-    backend_passes(backend)  # checks it
+    require_backend(backend)
     if process_group_backend not in ("nccl", "gloo"):
         raise PolicyError(
             f'process_group_backend must be "nccl" or "gloo"; got {process_group_backend!r}'
@@ -260,12 +255,11 @@ def plan(
             "leave it out"
         )
     progress = progress or Progress()
-    if isinstance(policy, AutoPolicy):
-        tuned_plan = search_plan(
-            policy,
+    if isinstance(policy, PolicySearch):
+        tuned_plan = policy.plan(
             model,
-            example_inputs,
-            example_kwargs,
+            example_inputs=example_inputs,
+            example_kwargs=example_kwargs,
             world_size=world_size,
             mesh_shape=shape,
             device=device,
@@ -311,6 +305,10 @@ def plan_with_program(
 
     The other arguments are those of `plan`; `sizes` holds the dynamic sizes.
     """
+    # The passes and the trace are loaded where a program is made: units need none.
+    from graphshard.capture.entry import capture
+    from graphshard.pipeline import every_pass, run_passes, with_capture_warnings
+
     progress = progress or Progress()
     args, kwargs = tuple(example_inputs or ()), dict(example_kwargs or {})
     names = None
@@ -328,11 +326,7 @@ def plan_with_program(
         ).program
     sharding_plan = with_capture_warnings(sharding_plan, program)
     program.stale = sharding_plan.stale_after_step
-    every = (
-        *passes_of(sharding_plan),
-        *passes,
-        *backend_passes(sharding_plan.backend),
-    )
+    every = every_pass(sharding_plan, passes)
     run_passes(program, sharding_plan, every, progress=progress)
     return replace(sharding_plan, program=program)
 
@@ -361,7 +355,8 @@ def _check_compile(
     example_kwargs: object,
     passes: object,
 ) -> None:
-    if backend_passes(backend):
+    require_backend(backend)
+    if backend == "inductor":
         require_inductor()
     if torch.is_inference_mode_enabled():
         raise PlanError(
@@ -369,7 +364,7 @@ def _check_compile(
             "graphshard.compile outside of it (to run without gradients, use torch.no_grad())"
         )
     _check_arguments(model, example_inputs, example_kwargs, passes)
-    if not isinstance(policy, AutoPolicy):
+    if not isinstance(policy, PolicySearch):
         require_policy(policy)
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, fields, replace
 from operator import is_
@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from graphshard.errors import GraphshardError, PassError, PolicyError
+from graphshard.errors import GraphshardError, PassError
 from graphshard.hardware.hardware import Hardware
 from graphshard.passes.accumulate import Accumulate
 from graphshard.passes.all_reduce_small import AllReduceSmall
@@ -44,6 +44,7 @@ from graphshard.planning.plan import ShardingPlan
 from graphshard.planning.planner import subject_of
 from graphshard.policy.base import Policy, runs_beside_compute
 from graphshard.policy.recompute import RecomputeChoice
+from graphshard.program.collective import GRADIENT, Mode
 from graphshard.program.pass_protocol import Pass, PassLike, Stage, apply_pass, stages_of
 from graphshard.program.program import Program
 from graphshard.program.spans import assign_units
@@ -175,19 +176,29 @@ def passes_of(plan: ShardingPlan) -> tuple[Pass, ...]:
     return default_passes(plan.policy, plan.process_group_backend, plan.hosts)
 
 
-BACKENDS = ("eager", "inductor")
-"""The backends that can run a program's compute."""
-
-
 def backend_passes(backend: str) -> tuple[Pass, ...]:
-    """The passes that prepare a finished program for `backend`, after all others.
-
-    Raises:
-        PolicyError: there is no such backend.
-    """
-    if backend not in BACKENDS:
-        raise PolicyError(f"backend must be one of {', '.join(BACKENDS)}; got {backend!r}")
+    """The passes that prepare a finished program for `backend`, after all others."""
     return (FormRegions(),) if backend == "inductor" else ()
+
+
+def every_pass(plan: ShardingPlan, own: Sequence[PassLike]) -> tuple[PassLike, ...]:
+    """The passes of a plan, then the user's `own`, then those of the plan's backend."""
+    return (*passes_of(plan), *own, *backend_passes(plan.backend))
+
+
+def passes_for(passes: Iterable[PassLike], mode: Mode) -> tuple[PassLike, ...]:
+    """`passes`, with the passes for accumulation set to `mode`."""
+    kind, gradients, shards = mode
+    fqns = frozenset(gradients) | frozenset(shards)
+    configured: list[PassLike] = []
+    for step in passes:
+        if isinstance(step, Accumulate):
+            configured.append(Accumulate(kind, frozenset(gradients), frozenset(shards)))
+        elif isinstance(step, ZeroMissingGrads):
+            configured.append(ZeroMissingGrads(frozenset() if kind == GRADIENT else fqns))
+        else:
+            configured.append(step)
+    return tuple(configured)
 
 
 APART = 16 << 20

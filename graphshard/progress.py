@@ -9,12 +9,11 @@ from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Protocol
+from typing import TYPE_CHECKING, Protocol
 
-from rich.console import Console
-from rich.progress import BarColumn, ProgressColumn, Task, TaskID, TextColumn, TimeElapsedColumn
-from rich.progress import Progress as Bars
-from rich.text import Text
+if TYPE_CHECKING:
+    from rich.progress import Progress as Bars
+    from rich.progress import TaskID
 
 
 class Stages(Protocol):
@@ -99,7 +98,7 @@ class Progress:
             if time.perf_counter() - self._written >= _LINE_SECONDS:
                 self._write(f"{'  ' * (self._depth - 1)}{name} {done + 1}/{total or '?'}")
         if self._bars is not None:
-            self._bars.advance(self._open[-1])
+            self._bars.update(self._open[-1], advance=1, steps=_steps(done + 1, total))
             self._bars.refresh()
 
     def tell(self, text: str) -> None:
@@ -128,17 +127,21 @@ class Progress:
         if not self._visible:
             return
         if self._bars is None:
-            self._bars = Bars(
-                TextColumn("{task.description}"),
-                BarColumn(),
-                _Steps(),
-                TimeElapsedColumn(),
+            from rich import progress  # which takes long to load, and many runs show no bar
+            from rich.console import Console
+
+            self._bars = progress.Progress(
+                progress.TextColumn("{task.description}"),
+                progress.BarColumn(),
+                progress.TextColumn("{task.fields[steps]}"),
+                progress.TimeElapsedColumn(),
                 console=Console(stderr=True),
                 transient=True,  # leave nothing among the program's own output
                 redirect_stdout=False,  # rich would send stdout to stderr
             )
             self._bars.start()
-        self._open.append(self._bars.add_task("  " * len(self._open) + name, total=total))
+        name = "  " * len(self._open) + name
+        self._open.append(self._bars.add_task(name, total=total, steps=_steps(0, total)))
 
     def _hide(self) -> None:
         if self._bars is None:
@@ -149,8 +152,6 @@ class Progress:
             self._bars = None
 
 
-class _Steps(ProgressColumn):
-    """A column with the number of steps done of all, if that is known."""
-
-    def render(self, task: Task) -> Text:
-        return Text("" if task.total is None else f"{task.completed:.0f}/{task.total:.0f}")
+def _steps(done: int, total: int | None) -> str:
+    """The number of steps done of all, if that is known."""
+    return "" if total is None else f"{done}/{total}"

@@ -10,8 +10,8 @@ from typing import Any
 import torch
 from torch import nn
 
-from graphshard.api import asks_for_hardware, plan_with_program
 from graphshard.api import plan as plan_model
+from graphshard.api import plan_with_program
 from graphshard.cost.caching_allocator import allocator_settings
 from graphshard.cost.estimate import Estimate, estimate_of
 from graphshard.cost.program_plan import plan_of
@@ -20,6 +20,7 @@ from graphshard.errors import CostError
 from graphshard.hardware.hardware import Hardware
 from graphshard.module.sharded_module import ShardedModule
 from graphshard.planning.plan import ShardingPlan
+from graphshard.planning.searched import asks_for_hardware
 from graphshard.policy.base import Policy
 from graphshard.policy.fields import is_int
 from graphshard.program import ops

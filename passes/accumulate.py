@@ -11,15 +11,10 @@ from torch import fx
 from graphshard.errors import PassError
 from graphshard.planning.plan import ShardingPlan
 from graphshard.program import ops
-from graphshard.program.collective import Collective, operands_of, params_of
+from graphshard.program.collective import GRADIENT, SHARD, Collective, operands_of, params_of
 from graphshard.program.edit import erase_dead, insert_node
 from graphshard.program.pass_protocol import Pass, Stage
 from graphshard.program.program import BACKWARD, Program
-
-GRADIENT = "gradient"
-
-
-SHARD = "shard"
 
 
 @dataclass(frozen=True)

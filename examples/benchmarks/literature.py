@@ -41,10 +41,10 @@ from graphshard.hardware.hardware import Hardware
 from graphshard.passes.accumulate import GRADIENT
 from graphshard.passes.split_gathers import SplitGathers
 from graphshard.passes.split_reduces import SplitReduces
-from graphshard.pipeline import backend_passes, passes_of, run_passes
+from graphshard.pipeline import backend_passes, passes_for, passes_of, run_passes
 from graphshard.planning.plan import ShardingPlan
+from graphshard.program.collective import REDUCED, Mode
 from graphshard.program.program import Program
-from graphshard.runtime.accumulated import REDUCED, Mode, passes_for
 
 DATA = Path(__file__).with_name("literature.json")
 GIB = 1 << 30

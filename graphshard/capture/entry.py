@@ -29,15 +29,15 @@ from graphshard.capture.as_eager import (
 from graphshard.capture.captured import Capture
 from graphshard.capture.casting import cast_at_units, place_casts, require_one_dtype
 from graphshard.capture.checkpoints import tag_checkpoint_regions
-from graphshard.capture.dynamic import Names, strides_of, symbolic_shapes
+from graphshard.capture.dynamic import Names, symbolic_shapes
 from graphshard.capture.errors import explain_errors
 from graphshard.capture.fake_mode import constant_folding_fake_mode
-from graphshard.capture.input_checks import as_plain, require_fit
+from graphshard.capture.input_checks import as_plain, first_places
 from graphshard.capture.joint import program_of_joint
 from graphshard.capture.packed_sequences import packed_sequences
 from graphshard.capture.side_effects import WriteError, restore_random_state
 from graphshard.capture.sizes_by_values import admit_empty, all_experts, max_and_min_of_sizes
-from graphshard.capture.structure import CALL, Structure, take_apart
+from graphshard.capture.structure import CALL, take_apart
 from graphshard.capture.traced_module import MAIN_ENTRY, EntryPoint, TracedModel
 from graphshard.errors import CaptureError, FixedSizeError
 from graphshard.policy.precision import Precisions
@@ -47,8 +47,6 @@ from graphshard.torch_private import compat as torch_compat
 from graphshard.torch_private import trace as torch_trace
 from graphshard.torch_private.gc_pause import pause_collections
 from graphshard.torch_private.unbacked import asks_if_empty, undecided_error
-
-_NO_NAMES: Names = {}
 
 
 class Values(Enum):
@@ -65,47 +63,6 @@ class Values(Enum):
 
 
 _IF_EMPTY = {Values.NOT_EMPTY: False, Values.EMPTY: True}
-
-
-def signature_of(
-    tensors: Sequence[Tensor],
-    structure: Structure,
-    names: Sequence[Names] | None = None,
-    *,
-    by_identity: bool = False,
-) -> tuple[Any, ...]:
-    """The properties of a call, taken apart, that a captured program depends on, hashable.
-
-    A tensor counts by shape, dtype, device type, requires_grad, strides if it is not contiguous,
-    and by whether it is conjugated or negated when it is read. Functions, classes and modules count
-    by identity, everything else by value. A dimension in `names` counts by its name instead of its
-    size. With `by_identity` it counts which arguments are one tensor.
-    """
-    same = _first_places(tensors) if by_identity else ()
-    try:
-        if names is None:
-            return tuple(map(_tensor_key, tensors)), structure, same
-        return tuple(map(_tensor_key, tensors, names)), structure, same
-    except RuntimeError:  # a nested or compressed tensor has no shape or strides
-        require_fit(tensors, structure)
-        raise
-
-
-def _first_places(tensors: Sequence[Tensor]) -> tuple[int, ...]:
-    """For each of `tensors` the first place where the same object is; () if all are distinct."""
-    ids = list(map(id, tensors))
-    return () if len(set(ids)) == len(ids) else tuple(map(ids.index, ids))
-
-
-def _tensor_key(tensor: Tensor, names: Names = _NO_NAMES) -> tuple[Any, ...]:
-    rest: tuple[Any, ...] = (tensor.dtype, tensor.device.type, tensor.requires_grad)
-    if tensor.dtype.is_complex:
-        rest += (tensor.is_conj(),)
-    if names:
-        shape = tuple([names.get(dim, size) for dim, size in enumerate(tensor.shape)])
-        return (shape, *rest, strides_of(tensor))
-    strides = None if tensor.is_contiguous() else (*tensor.stride(), tensor.is_neg())
-    return (tuple(tensor.shape), *rest, strides)
 
 
 def capture(
@@ -255,7 +212,7 @@ def _trace_and_rebuild(
     fakes = [f.requires_grad_(t.requires_grad) for f, t in zip(fakes, tensors, strict=True)]
     plain = contextlib.nullcontext if functional else mode.no_writes.watching
     traced = TracedModel(model, fake, inputs, entry, precisions, plain, replaces_buffers)
-    traced.same_inputs = _first_places(tensors) if traced.compares_identity else ()
+    traced.same_inputs = first_places(tensors) if traced.compares_identity else ()
     if sizes is not None:
         traced.on_call = sizes.begin_run
     with (

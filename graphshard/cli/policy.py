@@ -12,7 +12,7 @@ import torch
 from graphshard.errors import PolicyError
 from graphshard.format import bytes_in
 from graphshard.hardware.hardware import preset_names
-from graphshard.pipeline import BACKENDS
+from graphshard.planning.planner import BACKENDS
 from graphshard.policy.accelerate import from_accelerate
 from graphshard.policy.base import (
     OFFLOADS,

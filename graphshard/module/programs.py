@@ -7,7 +7,7 @@ import warnings
 import weakref
 from collections.abc import Sequence
 from dataclasses import replace
-from typing import Any, Literal, NamedTuple
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -20,9 +20,8 @@ from graphshard.capture.dynamic import (
     dims_above_one,
     enlarge_small_dims,
 )
-from graphshard.capture.entry import capture, signature_of
 from graphshard.capture.guards import Watch
-from graphshard.capture.input_checks import as_plain, require_values_of
+from graphshard.capture.input_checks import as_plain, require_values_of, signature_of
 from graphshard.capture.places import Buffer
 from graphshard.capture.structure import CALL, Structure, comparable, take_apart
 from graphshard.capture.traced_module import MAIN_ENTRY, EntryPoint
@@ -31,17 +30,18 @@ from graphshard.format import some_of
 from graphshard.module.call_sizes import Call, CallSizes
 from graphshard.module.meta_model import set_flags
 from graphshard.module.sharded_tree import Changes, training_flags
-from graphshard.pipeline import run_passes, with_capture_warnings
+from graphshard.program.collective import REDUCED, Mode
 from graphshard.program.pass_protocol import PassLike
 from graphshard.progress import Progress, Stages
-from graphshard.runtime.accumulated import REDUCED, Mode, passes_for
 from graphshard.runtime.lowered import Bindings
 from graphshard.runtime.resident import ResidentRows
 from graphshard.runtime.shards import distinct
-from graphshard.runtime.step import Step
 from graphshard.torch_private import compat as torch_compat
 from graphshard.torch_private import trace as torch_trace
 from graphshard.torch_private.gc_pause import collect_only_new
+
+if TYPE_CHECKING:
+    from graphshard.runtime.step import Step
 
 _TENSORS = (Tensor, nn.Parameter)
 
@@ -206,9 +206,12 @@ class Programs:
             except NotImplementedError:
                 require_values_of(tensors, structure)
                 raise
-        self._resident.compare()
-        step = self._step(self._named(Call(tensors, structure, entry)))
-        step.capture.settle()
+        if self._resident.shards:
+            self._resident.compare()
+        call = Call(tensors, structure, entry)
+        step = self._step(call if self.sizes.dynamic is None else self._named(call))
+        if step.capture.settled:
+            step.capture.settle()
         return step, tensors
 
     def capture_example(
@@ -408,6 +411,8 @@ class Programs:
         return replace(captured, guards=guards.also_after(captured.settled))
 
     def _capture(self, call: Call, progress: Stages) -> Capture:
+        from graphshard.capture.entry import capture  # with all that a trace needs
+
         args, kwargs = call.structure.build(call.tensors)
         bindings = self.bindings
         requires_grad = {name: s.param.requires_grad for name, s in bindings.shards.items()}
@@ -426,6 +431,10 @@ class Programs:
 
     def _rewrite(self, key: CallKey, index: int, progress: Stages) -> Step:
         """Rewrite a copy of a capture for the parameters to gather and gradients to reduce now."""
+        # All passes and rules are loaded with the first program: many modules load before.
+        from graphshard.pipeline import every_pass, passes_for, run_passes, with_capture_warnings
+        from graphshard.runtime.step import Step
+
         bindings = self.bindings
         captured = self._captures[key.capture][index]
         captured = replace(captured, program=captured.program.copy())
@@ -434,7 +443,7 @@ class Programs:
         if self.plan.program is None and key.capture.entry == MAIN_ENTRY:
             plan = with_capture_warnings(bindings.plan, captured.program)
             self.plan = replace(plan, program=captured.program)
-        passes = passes_for(self.passes, key.mode)
+        passes = passes_for(every_pass(bindings.plan, self.passes), key.mode)
         run_passes(captured.program, bindings.plan, passes, progress=progress)
         step = Step(captured, captured.program, bindings)
         step.compile(progress)

@@ -3,20 +3,21 @@
 from __future__ import annotations
 
 import copy
+import functools
+import inspect
 import os
 import weakref
-from collections.abc import Sequence
-from functools import cache
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, ClassVar, Literal
 
 import torch
 from torch import fx, nn
 
+import graphshard.state as values
 from graphshard.capture.dynamic import Dynamic
 from graphshard.capture.traced_module import MAIN_ENTRY, ORIGINALS
 from graphshard.errors import RuntimeStateError
-from graphshard.inspect.dump import dump_programs
 from graphshard.module.calls import CallMethods
 from graphshard.module.internals import _State
 from graphshard.module.meta_model import meta_model_of
@@ -24,7 +25,7 @@ from graphshard.module.optimizers import let_scalers_agree, let_scales_arrive, w
 from graphshard.module.programs import Programs
 from graphshard.module.sharded_tree import (
     Changes,
-    ModelSignature,
+    TreeModule,
     build_sharded_tree,
     link,
     warn_of_lost_methods,
@@ -40,9 +41,25 @@ from graphshard.runtime.agreement import Agreement
 from graphshard.runtime.group import Group, meeting_group, with_mesh
 from graphshard.runtime.lowered import Bindings
 from graphshard.runtime.resident import make_shards, watch_state_dicts
-from graphshard.state.load import take_model_values
-from graphshard.state.state_tensors import state_tensors_of
 from graphshard.torch_private.trace import load_dynamo
+
+
+class ModelSignature:
+    """A `forward` whose signature, read from a sharded module, is that of the model's forward."""
+
+    def __init__(self, function: Callable[..., Any]) -> None:
+        self.function = function
+        self.__doc__ = function.__doc__
+
+    def __get__(self, module: TreeModule | None, owner: type) -> Callable[..., Any]:
+        return self.function if module is None else _BoundForward(self.function, module)
+
+
+class _BoundForward(functools.partial[Any]):
+    @property
+    def __signature__(self) -> inspect.Signature:
+        twin = self.args[0]._graphshard_twin
+        return inspect.signature(self.func if twin is None else twin.forward)
 
 
 class ShardedModule(StateMethods, TrainingMethods, CallMethods):
@@ -81,7 +98,7 @@ class ShardedModule(StateMethods, TrainingMethods, CallMethods):
         shards = make_shards(plan.layouts, group, named, on_host=plan.policy.offloads("params"))
         build_sharded_tree(self, model, shards, group.device, changes)
         bindings = Bindings(plan, group, shards, _buffer_homes(self), agreement)
-        on_meta = take_model_values(
+        on_meta = values.load.take_model_values(
             self, model, bindings, from_first=plan.policy.sync_module_states
         )
         watch_state_dicts(self, shards)
@@ -144,6 +161,8 @@ class ShardedModule(StateMethods, TrainingMethods, CallMethods):
         Raises:
             RuntimeStateError: nothing was captured yet.
         """
+        from graphshard.inspect.dump import dump_programs
+
         return dump_programs(self.programs, self.plan, directory)
 
     def capture(
@@ -229,7 +248,7 @@ class ShardedModule(StateMethods, TrainingMethods, CallMethods):
         )
 
 
-@cache
+@functools.cache
 def _keep_out_of_torch_compile() -> None:
     """Let `torch.compile(sharded)` call programs as they are, instead of tracing graphshard."""
     ShardedModule._run = torch.compiler.disable(ShardedModule._run)  # type: ignore[method-assign]
@@ -279,7 +298,8 @@ def model_like(sharded: ShardedModule, memo: dict[int, Any]) -> nn.Module:
 def take_over(twin: ShardedModule, sharded: ShardedModule) -> None:
     """Give `twin`, compiled of `model_like(sharded)`, the values and flags of `sharded`."""
     mine, theirs = twin._graphshard, sharded._graphshard
-    to, of = state_tensors_of(twin, mine.bindings), state_tensors_of(sharded, theirs.bindings)
+    tensors_of = values.state_tensors.state_tensors_of
+    to, of = tensors_of(twin, mine.bindings), tensors_of(sharded, theirs.bindings)
     with torch.no_grad():
         for tensor, original in zip(to, of, strict=True):
             tensor.local.copy_(original.local)

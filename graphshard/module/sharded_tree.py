@@ -390,24 +390,6 @@ def _method(changes: Changes, path: str, method: types.FunctionType) -> Callable
     return call
 
 
-class ModelSignature:
-    """A `forward` whose signature, read from a sharded module, is that of the model's forward."""
-
-    def __init__(self, function: Callable[..., Any]) -> None:
-        self.function = function
-        self.__doc__ = function.__doc__
-
-    def __get__(self, module: TreeModule | None, owner: type) -> Callable[..., Any]:
-        return self.function if module is None else _BoundForward(self.function, module)
-
-
-class _BoundForward(functools.partial[Any]):
-    @property
-    def __signature__(self) -> inspect.Signature:
-        twin = self.args[0]._graphshard_twin
-        return inspect.signature(self.func if twin is None else twin.forward)
-
-
 def _holds_the_copys_own(value: Any) -> bool:
     """Whether it is or holds a module or weight of the copy that captures trace."""
     items = value.values() if isinstance(value, dict) else value

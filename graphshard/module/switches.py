@@ -14,7 +14,7 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 from graphshard.errors import ForeignNameError, RuntimeStateError
-from graphshard.passes.accumulate import GRADIENT, SHARD
+from graphshard.program.collective import GRADIENT, SHARD
 from graphshard.runtime.accumulated import AccumulatedGrads
 
 

@@ -13,20 +13,21 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
+import graphshard.state as values
 from graphshard.errors import PolicyError, RuntimeStateError
 from graphshard.module.on_all_ranks import on_all_ranks
 from graphshard.module.optimizers import require_shards
 from graphshard.module.sharded_tree import TreeModule
-from graphshard.passes.accumulate import GRADIENT, SHARD
+from graphshard.program.collective import GRADIENT, SHARD
 from graphshard.runtime.calls import listed
 from graphshard.runtime.rebind import rebind
-from graphshard.state.local_steps import AnyOptimizer, require_elementwise, step_locally
 from graphshard.torch_private import compat as torch_compat
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
 
     from graphshard.module.internals import _State
+    from graphshard.state.local_steps import AnyOptimizer
 
 
 class TrainingMethods(TreeModule):
@@ -211,7 +212,7 @@ class TrainingMethods(TreeModule):
                 is wrong.
         """
         if isinstance(kind, type):
-            require_elementwise(kind, elementwise)
+            values.local_steps.require_elementwise(kind, elementwise)
         optimizer = kind(self.parameter_groups(rule), **options)
         return self.step_locally(optimizer, elementwise=elementwise)
 
@@ -227,7 +228,7 @@ class TrainingMethods(TreeModule):
                 of the model that was compiled, not of this module.
         """
         require_shards(optimizer)
-        return step_locally(optimizer, elementwise)
+        return values.local_steps.step_locally(optimizer, elementwise)
 
     @contextmanager
     @on_all_ranks("writeback", "with_grads", "rank0_only", modules=listed)

@@ -356,6 +356,16 @@ def fitted(options: UnitOptions, unit: str, mesh_shape: tuple[int, ...]) -> Unit
     return options
 
 
+BACKENDS = ("eager", "inductor")
+"""The backends that can run a program's compute."""
+
+
+def require_backend(backend: str) -> None:
+    """Raise `PolicyError` if there is no such backend."""
+    if backend not in BACKENDS:
+        raise PolicyError(f"backend must be one of {', '.join(BACKENDS)}; got {backend!r}")
+
+
 def name_of_all_reduce(function: Any, plan: ShardingPlan) -> str:
     """The name of the caller's average over replicas; "" if there is none."""
     if function is None:

@@ -103,12 +103,27 @@ class Collective:
         )
 
 
+GRADIENT, SHARD = "gradient", "shard"
+"""What is accumulated: full gradients before their reduce, or reduced shards."""
+
+
+Mode = tuple[str | None, tuple[str, ...], tuple[str, ...]]
+"""The mode of accumulation of a program.
+
+The kind of gradient it accumulates (None: it reduces), the FQNs whose accumulated full gradients
+it adds to its own, and the FQNs whose accumulated shards it adds.
+"""
+
+
+REDUCED: Mode = (None, (), ())
+
+
 @dataclass(frozen=True)
 class OneTensor:
     """The arguments of a node that takes one tensor: transfers, `accumulate_grad` and `reshard`.
 
     `param` is the parameter whose shard or gradient it takes; None for an activation.
-    `accumulated_as` is "gradient" or "shard"; `dtype` is of a cast, `ranks` of a reshard.
+    `accumulated_as` is GRADIENT or SHARD; `dtype` is of a cast, `ranks` of a reshard.
     """
 
     target: Any

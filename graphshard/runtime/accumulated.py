@@ -16,25 +16,11 @@ import torch
 from torch import Tensor, fx
 
 from graphshard.errors import RuntimeStateError
-from graphshard.passes.accumulate import GRADIENT, SHARD, Accumulate
-from graphshard.passes.zero_missing_grads import ZeroMissingGrads
 from graphshard.program import ops
-from graphshard.program.collective import OneTensor
-from graphshard.program.pass_protocol import PassLike
+from graphshard.program.collective import GRADIENT, REDUCED, SHARD, Mode, OneTensor
 
 GradKey = tuple[str, str]
 """An accumulated tensor: its kind (GRADIENT, a full gradient, or SHARD, a reduced one) and FQN."""
-
-
-Mode = tuple[str | None, tuple[str, ...], tuple[str, ...]]
-"""The mode of accumulation of a program.
-
-The kind of gradient it accumulates (None: it reduces), the FQNs whose accumulated full gradients
-it adds to its own, and the FQNs whose accumulated shards it adds.
-"""
-
-
-REDUCED: Mode = (None, (), ())
 
 
 class AccumulatedGrads:
@@ -171,18 +157,3 @@ class AccumulatedGrads:
             return accumulated.add_(grad)
 
         return add_accumulated
-
-
-def passes_for(passes: Iterable[PassLike], mode: Mode) -> tuple[PassLike, ...]:
-    """`passes`, with the passes for accumulation set to `mode`."""
-    kind, gradients, shards = mode
-    fqns = frozenset(gradients) | frozenset(shards)
-    configured: list[PassLike] = []
-    for step in passes:
-        if isinstance(step, Accumulate):
-            configured.append(Accumulate(kind, frozenset(gradients), frozenset(shards)))
-        elif isinstance(step, ZeroMissingGrads):
-            configured.append(ZeroMissingGrads(frozenset() if kind == GRADIENT else fqns))
-        else:
-            configured.append(step)
-    return tuple(configured)

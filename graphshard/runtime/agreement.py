@@ -19,9 +19,11 @@ from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field, replace
 from typing import Any
 
+import torch
 from torch.distributed.distributed_c10d import PrefixStore
 
 from graphshard.errors import CollectiveError, FingerprintError, GraphshardError
+from graphshard.program.program import BACKWARD, FORWARD
 from graphshard.runtime.calls import (
     CANNOT_RUN,
     Call,
@@ -195,7 +197,7 @@ class Agreement:
             return
         part, here = Part(), self.group.here
         with interrupts_held() as let_go:
-            self.require(fingerprint)
+            self._meet(fingerprint.call, Part())
             here.begun, here.lost = 0, False
             try:
                 try:
@@ -209,7 +211,7 @@ class Agreement:
                         raise
                     part.error = error
                 if ends:
-                    self._end(part, Call(f"calls {phase}"), keeps=True)
+                    self._end(part, _ENDS[phase], keeps=True)
             finally:
                 part.error = None
 
@@ -343,7 +345,8 @@ class Agreement:
         mine = [self.module, call.number, int(part.flag) + 2 * (part.error is not None)]
         group = self.group
         try:
-            of_all = group.gather_ints(mine)
+            sent = torch.tensor(mine, device=group.device)
+            of_all: list[list[int]] = group.gather_tensor(sent, meets=True).tolist()
             if all(theirs[:2] == mine[:2] and theirs[2] < 2 for theirs in of_all):
                 self._forget()
                 return [bool(theirs[2]) for theirs in of_all]
@@ -455,6 +458,8 @@ class Agreement:
             with suppress(Exception):
                 self._store.delete_key(_note_of(self.group.rank))
 
+
+_ENDS = {phase: Call(f"calls {phase}") for phase in (FORWARD, BACKWARD)}
 
 _UNCHANGED = Call("calls the module and saw no change of some parameter since the last call")
 

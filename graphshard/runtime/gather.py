@@ -167,7 +167,13 @@ class AllGather(BoundCollective):
             if self.group.pairwise is None:
                 self.launch(pending, inputs, outputs, copies)
             else:
-                self.send(pending, inputs, outputs)
+                size, rank = self.group.size, self.group.rank
+                pairs = zip(inputs, outputs, strict=True)
+                received = [o.view(size, i.numel()).unbind() for i, o in pairs]
+                self.exchange(pending, [(shard,) * size for shard in inputs], received)
+                for shard, by_rank in zip(inputs, received, strict=True):
+                    if by_rank[rank].data_ptr() != shard.data_ptr():  # else copied there already
+                        pending.copies.append((by_rank[rank], shard.view(-1)))
             pending.operands += inputs
         return pending
 
@@ -209,15 +215,6 @@ class AllGather(BoundCollective):
         if inputs[0].dtype not in MOVABLE:
             outputs, inputs = [as_bytes(t) for t in outputs], [as_bytes(t) for t in inputs]
         self.start(pending, launch, outputs, inputs, self.options)
-
-    def send(self, pending: Pending, inputs: list[Tensor], outputs: list[Tensor]) -> None:
-        """Start sending `inputs` to every other rank, and receiving theirs in `outputs`."""
-        size, rank = self.group.size, self.group.rank
-        received = [o.view(size, i.numel()).unbind() for i, o in zip(inputs, outputs, strict=True)]
-        self.exchange(pending, [(shard,) * size for shard in inputs], received)
-        for shard, by_rank in zip(inputs, received, strict=True):
-            if by_rank[rank].data_ptr() != shard.data_ptr():  # a copied shard lies there already
-                pending.copies.append((by_rank[rank], shard.view(-1)))
 
     def buffers(self, tensors: Sequence[Tensor]) -> list[Tensor]:
         """The buffers that the shards `tensors` are gathered into, in operand order."""

@@ -63,13 +63,13 @@ class PairwiseExchange:
             self._abandoned.pop(0).wait()
         tag = _TAGS + (2 * next(self._exchanges) + meets) % _TAGS
         group = self._process_group
-        works = [
-            group.recv([by_rank[source]], source, tag)
-            for _, source in self._steps
-            for by_rank in received
-        ]
+        works = []
+        for _, source in self._steps:
+            for by_rank in received:
+                works.append(group.recv([by_rank[source]], source, tag))
         for target, _ in self._steps:
-            works += [group.send([by_rank[target]], target, tag) for by_rank in sent]
+            for by_rank in sent:
+                works.append(group.send([by_rank[target]], target, tag))
         return works
 
     def abandon(self, works: list[Any]) -> None:

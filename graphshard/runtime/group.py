@@ -176,11 +176,6 @@ class Group:
             dist.broadcast(movable(sent), group=self.process_group, group_src=0)
         return sent
 
-    def gather_ints(self, values: Sequence[int]) -> list[list[int]]:
-        """The `values` of every rank, equally many integers of 64 bits each, in rank order."""
-        sent = torch.tensor(values, device=self.device)
-        return self.gather_tensor(sent, meets=True).tolist()
-
     def gather_tensor(self, sent: Tensor, *, meets: bool = False) -> Tensor:
         """The `sent` of every rank, `(n,)` on this group's device: `(ranks, n)`, in rank order.
 

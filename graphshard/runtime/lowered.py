@@ -284,12 +284,13 @@ class LoweredGraph:
         self._named: Runner | None = None
         self._profiled = profiler_check()
 
-    def run(self, args: list[Any]) -> Any:
-        """Run the code on `args`, which it empties; with checks in checking mode, or at first.
+    @property
+    def run(self) -> Runner:
+        """Runs the code on arguments, which it empties; with checks in checking mode, or at first.
 
         While a profiler is on, each event has a range of its own.
         """
-        return self._named_run(args) if self._profiled() else self._run(args)
+        return self._named_run if self._profiled() else self._run
 
     def finish(self, params: Sequence[Any]) -> None:
         """Take part in the collectives that a run did not come to, so that no rank waits for them.

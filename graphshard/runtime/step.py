@@ -96,6 +96,7 @@ class Step:
         )
         self.cuda_graphs = graphs_of(program, bindings.agreement, bindings.graph_pool)
         self.on_non_finite = bindings.plan.policy.check_finite
+        self._on_host = bindings.plan.policy.offloads("params")
         self.draws = any(map(may_draw, program.nodes()))
         self.replays = frozenset(
             str(node.kwargs["device"])
@@ -135,7 +136,8 @@ class Step:
         return self._returned(outputs, arguments)
 
     def _returned(self, outputs: Sequence[Any], arguments: Any) -> Any:
-        self.capture.leave(outputs, arguments, self.bindings.set_buffer)
+        if self.capture.left:
+            self.capture.leave(outputs, arguments, self.bindings.set_buffer)
         return self.capture.result.build(outputs)
 
     def compile(self, progress: Stages | None = None) -> None:
@@ -302,7 +304,7 @@ class Step:
 
     def wait_for_copies(self) -> None:
         """With parameters offloaded, return once the CPU may use them and their gradients."""
-        if self.bindings.plan.policy.offloads("params"):
+        if self._on_host:
             wait_for_copies(self.bindings.group.device)
 
     @property
@@ -351,7 +353,20 @@ class _Call:
             ),
             step.versions_kept(),
         ):
-            outputs, mutations, tensors, self.saved_others = self._run_forward()
+            args, graphs, count = step.forward_args(self.inputs), step.cuda_graphs, len(self.inputs)
+            if step.on_non_finite is not None:
+                self.replay = Replay.of(step, self.inputs, args)
+            if graphs is not None and graphs.replays(args, count):
+                run = step.forward_graph.run
+                try:
+                    with bindings.group.here.capturing():
+                        outputs, mutations = graphs.forward(self, run, args, count)
+                except GraphsFailed:
+                    args = step.forward_args(self.inputs)
+                else:  # the values saved stay in the memory pool of the graphs
+                    tensors, self.saved_others, self.replayed = [], [], True
+            if not self.replayed:
+                outputs, mutations, tensors, self.saved_others = step.forward_graph.run(args)
         if not grad:
             self._tell_found(step.program)
         step.note_gathered()
@@ -365,27 +380,6 @@ class _Call:
         with self.step.versions_kept():
             self.step.forward_graph.finish(self.step.param_inputs())
         self.step.note_gathered()
-
-    def _run_forward(self) -> tuple[Any, Any, Any, Any]:
-        """(outputs, values of mutations, saved tensors, other saved values).
-
-        A replay saves nothing here: the values stay in the memory pool of the CUDA graphs.
-        """
-        step = self.step
-        args = step.forward_args(self.inputs)
-        if step.on_non_finite is not None:
-            self.replay = Replay.of(step, self.inputs, args)
-        graphs, inputs = step.cuda_graphs, len(self.inputs)
-        if graphs is not None and graphs.replays(args, inputs):
-            try:
-                with step.bindings.group.here.capturing():
-                    outputs, mutations = graphs.forward(self, step.forward_graph.run, args, inputs)
-            except GraphsFailed:
-                args = step.forward_args(self.inputs)
-            else:
-                self.replayed = True
-                return outputs, mutations, [], []
-        return step.forward_graph.run(args)
 
     def backward(
         self, saved: list[Any], tangents: Sequence[Tensor | None], sets_grads: bool
@@ -427,7 +421,7 @@ class _Call:
             _no_autocast(device),
             accumulation,
             agreement.half(BACKWARD, backward.fingerprint, finish, ends=True) as part,
-            put_back_on_error(step.replays, device),
+            put_back_on_error(step.replays, device) if step.replays else contextlib.nullcontext(),
         ):
             accumulated.remove_pending(self)  # it cannot run again, whatever comes
             saved += self.saved_others
@@ -460,8 +454,7 @@ class _Call:
     def _tell_found(self, program: Program) -> None:
         """Raise or warn, as the policy says, if the report of `program` found something."""
         step, replay, self.replay = self.step, self.replay, None
-        found = step.bindings.reports.take()
-        if found is not None and replay is not None:
+        if replay is not None and (found := step.bindings.reports.take()) is not None:
             with _no_autocast(step.bindings.group.device):
                 tell(step, program, replay, found, raises=step.on_non_finite == "error")
 

@@ -3,17 +3,20 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 from torch import nn
 
+from graphshard.errors import PlanError
+from graphshard.format import human_bytes, human_seconds
+from graphshard.planning.plan import ShardingPlan
 from graphshard.progress import Stages
 from graphshard.tune.request import PolicyRequest
 from graphshard.tune.runs import RunRequest, Runs, tune_runs
 from graphshard.tune.tuner import tune
-from graphshard.tune.tuning import Tuning
+from graphshard.tune.tuning import Tuning, taken
 
 
 @dataclass(frozen=True)
@@ -92,6 +95,17 @@ class AutoPolicy(PolicyRequest):
             progress=progress,
         )
 
+    def plan(self, model: nn.Module, **arguments: Any) -> ShardingPlan:
+        """See `PolicySearch`."""
+        if not model.training or not torch.is_grad_enabled():
+            raise PlanError(
+                "AutoPolicy looks for the fastest training step; call model.train() first, and not "
+                "in torch.no_grad(), or give an explicit policy"
+            )
+        tuning = self.tune(model, **arguments)
+        policy = replace(tuning.policy, notes=(*tuning.policy.notes, _note(tuning)))
+        return replace(tuning.plan, policy=policy)
+
     def tune_runs(
         self,
         model: nn.Module,
@@ -123,3 +137,12 @@ class AutoPolicy(PolicyRequest):
         return tune_runs(
             self, request, model, example_inputs, example_kwargs, device=device, progress=progress
         )
+
+
+def _note(tuning: Tuning) -> str:
+    estimate = tuning.estimate
+    return (
+        f"tuned for {human_bytes(tuning.memory_budget)} on {estimate.hardware.name}: "
+        f"{human_seconds(estimate.step_seconds)} a step, "
+        f"{human_bytes(estimate.reserved_bytes)} {taken(estimate)}"
+    )

@@ -16,6 +16,7 @@ from graphshard.cost.reserved import usable_bytes
 from graphshard.errors import PolicyError
 from graphshard.format import bytes_in
 from graphshard.hardware.hardware import Hardware
+from graphshard.planning.searched import PolicySearch
 from graphshard.policy.base import Policy, require_units_only
 from graphshard.policy.fields import Check, check_fields, is_int
 from graphshard.policy.precision import MixedPrecision
@@ -58,7 +59,7 @@ _CHECKS: dict[str, Check] = {
 
 
 @dataclass(frozen=True)
-class PolicyRequest:
+class PolicyRequest(PolicySearch):
     """The fields of `graphshard.AutoPolicy`, which describes them, checked."""
 
     memory_budget: int | str | None = None
@@ -132,7 +133,7 @@ class PolicyRequest:
         return hardware
 
     def on(self, device: torch.device) -> Self:
-        """Return this policy with the hardware set for a model that runs on `device`."""
+        """See `PolicySearch`."""
         if self.hardware is not None or device.type != "cpu":
             return self
         return replace(self, hardware="cpu-gloo")

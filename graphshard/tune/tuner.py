@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import pickle
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from math import prod
@@ -12,11 +11,9 @@ import torch
 from torch import nn
 
 from graphshard.cost.estimate import Estimate
-from graphshard.errors import PlanError, PolicyError
-from graphshard.format import human_bytes, human_seconds
+from graphshard.errors import PolicyError
 from graphshard.pipeline import passes_of, with_capture_warnings
 from graphshard.planning.model_checks import check_model, require_module
-from graphshard.planning.plan import ShardingPlan
 from graphshard.planning.planner import checked_mesh, ignored_by
 from graphshard.policy.base import Policy
 from graphshard.policy.strategy import Strategy
@@ -31,7 +28,7 @@ from graphshard.tune.request import PolicyRequest, is_auto
 from graphshard.tune.search import Search, TimeLimit
 from graphshard.tune.simulator import Simulator
 from graphshard.tune.space import Space
-from graphshard.tune.tuning import CandidateResult, PolicyResult, Tuning, taken
+from graphshard.tune.tuning import CandidateResult, PolicyResult, Tuning
 from graphshard.verify.rules import verify
 
 
@@ -149,67 +146,3 @@ def _verify(search: Search, winner: CandidateResult, progress: Stages) -> Estima
         passes = passes_of(plan)
         verify(estimate.program, plan, after=passes[-1].name, done=stages_of(*passes))
     return replace(estimate, plan=replace(plan, program=estimate.program))
-
-
-def needs_groups(policy: Policy | PolicyRequest) -> bool:
-    """Whether `policy` needs a mesh of two dimensions."""
-    if isinstance(policy, PolicyRequest) and is_auto(policy.strategy):
-        return False
-    return Strategy(policy.strategy).hybrid
-
-
-def search_plan(
-    auto: PolicyRequest,
-    model: nn.Module,
-    example_inputs: Sequence[Any] | None,
-    example_kwargs: Mapping[str, Any] | None,
-    *,
-    world_size: int,
-    mesh_shape: Sequence[int] | None,
-    device: torch.device | str,
-    progress: Stages,
-) -> ShardingPlan:
-    """Search a policy and return its plan with its program; a note in the policy says so."""
-    if not model.training or not torch.is_grad_enabled():
-        raise PlanError(
-            "AutoPolicy looks for the fastest training step; call model.train() first, and not in "
-            "torch.no_grad(), or give an explicit policy"
-        )
-    tuning = tune(
-        auto,
-        model,
-        example_inputs,
-        example_kwargs,
-        world_size=world_size,
-        mesh_shape=mesh_shape,
-        device=device,
-        progress=progress,
-    )
-    policy = replace(tuning.policy, notes=(*tuning.policy.notes, _note(tuning)))
-    return replace(tuning.plan, policy=policy)
-
-
-def sendable(policy: Policy) -> bytes:
-    """`policy` for another rank, which has the objects in `ignored` itself."""
-    try:
-        return pickle.dumps(replace(policy, ignored=None))
-    except Exception as error:  # whatever the user's objects raise
-        raise PolicyError(
-            "a search with seconds= is that of rank 0, whose policy cannot be sent "
-            f"({error}); name classes of units by strings, or leave seconds out"
-        ) from error
-
-
-def received(sent: bytes, own: Policy) -> Policy:
-    """The policy that `sendable` made of another rank's, with what `own` ignores."""
-    policy: Policy = pickle.loads(sent)
-    return replace(policy, ignored=own.ignored)
-
-
-def _note(tuning: Tuning) -> str:
-    estimate = tuning.estimate
-    return (
-        f"tuned for {human_bytes(tuning.memory_budget)} on {estimate.hardware.name}: "
-        f"{human_seconds(estimate.step_seconds)} a step, "
-        f"{human_bytes(estimate.reserved_bytes)} {taken(estimate)}"
-    )

@@ -14,7 +14,7 @@ from capture_models import Net, X, assert_same_as_eager, first_tensor, linear, r
 from torch import Tensor, nn
 
 import graphshard
-from graphshard.capture import entry
+from graphshard.capture import input_checks
 from graphshard.capture.entry import capture
 from graphshard.capture.structure import CALL, take_apart
 from graphshard.errors import CaptureError
@@ -22,7 +22,7 @@ from graphshard.program.program import BACKWARD, FORWARD
 
 
 def signature_of(args, kwargs):
-    return entry.signature_of(*take_apart((args, kwargs), name=CALL))
+    return input_checks.signature_of(*take_apart((args, kwargs), name=CALL))
 
 
 def test_a_meta_model_captures_without_memory_for_its_parameters():

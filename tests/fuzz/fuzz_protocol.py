@@ -546,13 +546,13 @@ def _interrupt() -> None:
 
 def _inside(does: Callable[[], None]) -> Callable[[Loop, Random], None]:
     def run(loop: Loop, rng: Random) -> None:
-        mode, run = _FailsInside(rng.randint(1, 150), does), LoweredGraph.run
+        mode, run = _FailsInside(rng.randint(1, 150), does), vars(LoweredGraph)["run"]
 
         def watched(graph: LoweredGraph, args: list[Any]) -> Any:
             with mode:
-                return run(graph, args)
+                return run.fget(graph)(args)
 
-        LoweredGraph.run = watched  # type: ignore[method-assign]
+        LoweredGraph.run = watched  # type: ignore[method-assign,assignment]
         try:
             loop.backward(loop.call())
         finally:

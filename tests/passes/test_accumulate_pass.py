@@ -13,13 +13,12 @@ from graphshard.passes.accumulate import Accumulate
 from graphshard.passes.recompute_budget import RecomputeToBudget
 from graphshard.passes.release_early import ReleaseEarly
 from graphshard.passes.zero_missing_grads import ZeroMissingGrads
-from graphshard.pipeline import default_passes, run_passes
+from graphshard.pipeline import default_passes, passes_for, run_passes
 from graphshard.planning.plan import ShardingPlan
 from graphshard.policy.precision import MixedPrecision
 from graphshard.policy.units import Policy
 from graphshard.program import ops
 from graphshard.program.program import Program
-from graphshard.runtime.accumulated import passes_for
 from graphshard.verify.rules import verify
 
 

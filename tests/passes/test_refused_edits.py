@@ -13,14 +13,13 @@ from toy_programs import emit, named, offloaded
 
 from graphshard.errors import VerifyError
 from graphshard.passes.release_early import ReleaseEarly
-from graphshard.pipeline import default_passes, run_passes
+from graphshard.pipeline import default_passes, passes_for, run_passes
 from graphshard.planning.plan import ShardingPlan
 from graphshard.policy.precision import MixedPrecision
 from graphshard.policy.units import Policy
 from graphshard.program import ops
 from graphshard.program.pass_protocol import Stage
 from graphshard.program.program import Program
-from graphshard.runtime.accumulated import passes_for
 from graphshard.verify.facts import Reference
 from graphshard.verify.rules import FINISHED, verify
 

@@ -16,10 +16,9 @@ from toy_programs import UNITS, blocks, make_toy_plan
 
 import graphshard
 from graphshard.errors import RuntimeStateError
-from graphshard.pipeline import default_passes, run_passes
+from graphshard.pipeline import default_passes, passes_for, run_passes
 from graphshard.policy.units import Policy
 from graphshard.runtime import cuda_graphs
-from graphshard.runtime.accumulated import passes_for
 
 GRAPHS = graphshard.BlockPolicy(Block, cuda_graph=True)
 

@@ -179,7 +179,7 @@ def gathers_of_gloo_in_flight(rank: int) -> None:
     gather = AllGather(group, "a", "forward", operands)
     parts = [[torch.full((2, 3), 10.0 * n + rank) for _ in operands] for n in range(2)]
     pending = [gather(each) for each in parts]
-    assert group.gather_ints([rank, 7]) == [[0, 7], [1, 7]]
+    assert group.gather_tensor(torch.tensor([rank, 7]), meets=True).tolist() == [[0, 7], [1, 7]]
     for n, each in enumerate(pending):
         for gathered in wait(each):
             assert gathered[:, 0].tolist() == [10.0 * n, 10.0 * n, 10.0 * n + 1, 10.0 * n + 1]

@@ -1,15 +1,20 @@
-"""What a step costs the host less: operators by torch's functions, calls without pytree."""
+"""What a step costs the host less: operators by torch's functions, few frames, no pytree."""
 
 from __future__ import annotations
 
+import sys
+from types import FrameType
 from typing import Any
 
 import pytest
 import torch
+from ranks import run_ranks
 from torch import Tensor
 from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 
+import graphshard
+from examples.gpt import GPT, Block, GPTConfig
 from graphshard.capture.structure import CALL, take_apart
 from graphshard.module.programs import FlatCalls
 from graphshard.runtime import codegen as operator_calls
@@ -144,3 +149,40 @@ def test_calls_of_other_forms_are_told_apart() -> None:
     assert len(set(structures)) == len(forms)
     again = [calls.take_apart(*form)[1] for form in forms]
     assert all(one is other for one, other in zip(structures, again, strict=True))
+
+
+def _followed(rank: int) -> tuple[set[str], dict[str, int]]:
+    """Our files that a step enters, and the most frames of ours from forward to a message."""
+    sharded = graphshard.compile(GPT(GPTConfig()), graphshard.BlockPolicy({Block}))
+    tokens = torch.arange(32).view(2, 16) + rank
+    ours, files, deepest = graphshard.__path__[0], set(), {"gather": 0, "meeting": 0}
+
+    def follow(frame: FrameType, event: str, called: Any) -> None:
+        if event == "call" and frame.f_code.co_filename.startswith(ours):
+            files.add(frame.f_code.co_filename.removeprefix(ours))
+        if event != "c_call" or called.__name__ not in ("send", "recv"):
+            return
+        stack: list[str] = []
+        while frame.f_back is not None and "ShardedModule.forward" not in stack:
+            if frame.f_code.co_filename.startswith(ours):
+                stack.append(frame.f_code.co_qualname)
+            frame = frame.f_back
+        if stack[-1] == "ShardedModule.forward":
+            kind = "meeting" if "Agreement._meet" in stack else "gather"
+            deepest[kind] = max(deepest[kind], len(stack))
+
+    for profile in (None, None, None, follow):
+        sys.setprofile(profile)
+        try:
+            sharded(tokens, tokens).backward()
+        finally:
+            sys.setprofile(None)
+    return files, deepest
+
+
+def test_a_step_can_be_followed() -> None:
+    """A reader meets few files, and few functions between the call and what it sends."""
+    for files, deepest in run_ranks(_followed, 2):
+        assert 0 < deepest["gather"] <= 8
+        assert 0 < deepest["meeting"] <= 10
+        assert len(files) <= 18, sorted(files)

@@ -24,13 +24,13 @@ from graphshard.passes.release_early import ReleaseEarly
 from graphshard.passes.set_budget import SetBudget
 from graphshard.passes.split_gathers import SplitGathers
 from graphshard.passes.split_reduces import SplitReduces
-from graphshard.pipeline import default_passes
+from graphshard.pipeline import default_passes, passes_for
 from graphshard.planning.plan import ShardingPlan
 from graphshard.planning.planner import make_plan
+from graphshard.program.collective import Mode
 from graphshard.program.pass_protocol import PassLike, Stage, apply_passes, stages_of
 from graphshard.program.program import Program
 from graphshard.program.spans import assign_units
-from graphshard.runtime.accumulated import Mode, passes_for
 from graphshard.verify.facts import Reference
 from graphshard.verify.numbering import Values
 from graphshard.verify.rules import FINISHED, verify

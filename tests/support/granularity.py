@@ -11,14 +11,14 @@ from graphshard.hardware.hardware import Hardware
 from graphshard.passes.set_budget import SetBudget
 from graphshard.passes.split_gathers import SplitGathers
 from graphshard.passes.split_reduces import SplitReduces
-from graphshard.pipeline import default_passes, run_passes
+from graphshard.pipeline import default_passes, passes_for, run_passes
 from graphshard.planning.plan import ShardingPlan
 from graphshard.policy.units import Policy
 from graphshard.program import ops
+from graphshard.program.collective import Mode
 from graphshard.program.pass_protocol import Pass
 from graphshard.program.program import Program
 from graphshard.program.storages import FULL_GRADIENTS, live_unsharded, storages_of
-from graphshard.runtime.accumulated import Mode, passes_for
 
 # Any compute of another unit is far; any parameter is worth a gather.
 SPLIT = SplitGathers(apart=0.0, alone=0)

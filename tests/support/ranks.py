@@ -30,8 +30,11 @@ _START = get_context("forkserver")
 _START.set_forkserver_preload(
     [
         "graphshard.api",
+        "graphshard.capture.entry",
         "graphshard.hf.accelerators",
-        "graphshard.module.sharded_module",
+        "graphshard.pipeline",
+        "graphshard.runtime.step",
+        "graphshard.state.checkpoints",
         "networkx",
         "torch._dynamo",
         "torch._functorch.aot_autograd",

@@ -251,6 +251,26 @@ def test_public_names_are_typed_as_they_are_found_and_loaded_when_used() -> None
     assert subprocess.check_output([sys.executable, "-c", code], text=True).strip() == "[]"
 
 
+@pytest.mark.parametrize("name", ["compile", "plan"])
+def test_what_compile_and_plan_load(name: str) -> None:
+    """Passes, rules and costs are loaded with a program, the rest by whoever asks for it."""
+    code = f"import sys, graphshard; graphshard.{name}; print(*sys.modules)"
+    found = subprocess.check_output([sys.executable, "-c", code], text=True).split()
+    parts = [module.split(".") for module in found]
+    files = [path for path in parts if path[0] == "graphshard" and len(path) > 2]
+    assert {folder for _, folder, *_ in files} == {
+        *("torch_private", "hardware", "policy", "planning", "program", "capture", "runtime"),
+        "module",
+    }
+    assert len(files) < 110
+    assert not {
+        "networkx",
+        "rich",
+        "torch._dynamo.convert_frame",
+        "torch.distributed.checkpoint",
+    } & {*found}
+
+
 def circles(graph: dict[str, set[str]]) -> list[list[str]]:
     """The strongly connected components of more than one file (Tarjan)."""
     import networkx
