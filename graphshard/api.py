@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, Literal, TypeGuard
 import torch
 from torch import Tensor, nn
 
-import graphshard.state as values
+import graphshard.state as states
 from graphshard.capture.dynamic import AUTO, Dynamic
 from graphshard.errors import PlanError, PolicyError
 from graphshard.module.sharded_module import ShardedModule
@@ -182,7 +182,7 @@ def compile(  # noqa: A001  # as torch.compile
             with progress.stage("shard"):
                 sharded = ShardedModule(model, plan, group, passes, sizes, agreement)
         if all(part.flags) and not policy.sync_module_states:
-            values.replicas.require_one_model(sharded._graphshard.bindings, model)
+            states.replicas.require_one_model(sharded._graphshard.bindings, model)
         with agreement.part():
             if "accelerate" in sys.modules:
                 from graphshard.hf.accelerators import let_accelerators_prepare

@@ -7,6 +7,7 @@ import warnings
 import weakref
 from collections.abc import Sequence
 from dataclasses import replace
+from functools import cached_property
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 import torch
@@ -429,10 +430,17 @@ class Programs:
                 precisions=bindings.plan.precisions,
             )
 
+    @cached_property
+    def _every_pass(self) -> tuple[PassLike, ...]:
+        """The passes of all programs, made once: a hardware file may change, and ranks agree."""
+        from graphshard.pipeline import every_pass
+
+        return every_pass(self.bindings.plan, self.passes)
+
     def _rewrite(self, key: CallKey, index: int, progress: Stages) -> Step:
         """Rewrite a copy of a capture for the parameters to gather and gradients to reduce now."""
         # All passes and rules are loaded with the first program: many modules load before.
-        from graphshard.pipeline import every_pass, passes_for, run_passes, with_capture_warnings
+        from graphshard.pipeline import passes_for, run_passes, with_capture_warnings
         from graphshard.runtime.step import Step
 
         bindings = self.bindings
@@ -443,7 +451,7 @@ class Programs:
         if self.plan.program is None and key.capture.entry == MAIN_ENTRY:
             plan = with_capture_warnings(bindings.plan, captured.program)
             self.plan = replace(plan, program=captured.program)
-        passes = passes_for(every_pass(bindings.plan, self.passes), key.mode)
+        passes = passes_for(self._every_pass, key.mode)
         run_passes(captured.program, bindings.plan, passes, progress=progress)
         step = Step(captured, captured.program, bindings)
         step.compile(progress)

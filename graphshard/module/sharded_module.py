@@ -14,7 +14,7 @@ from typing import Any, ClassVar, Literal
 import torch
 from torch import fx, nn
 
-import graphshard.state as values
+import graphshard.state as states
 from graphshard.capture.dynamic import Dynamic
 from graphshard.capture.traced_module import MAIN_ENTRY, ORIGINALS
 from graphshard.errors import RuntimeStateError
@@ -98,7 +98,7 @@ class ShardedModule(StateMethods, TrainingMethods, CallMethods):
         shards = make_shards(plan.layouts, group, named, on_host=plan.policy.offloads("params"))
         build_sharded_tree(self, model, shards, group.device, changes)
         bindings = Bindings(plan, group, shards, _buffer_homes(self), agreement)
-        on_meta = values.load.take_model_values(
+        on_meta = states.load.take_model_values(
             self, model, bindings, from_first=plan.policy.sync_module_states
         )
         watch_state_dicts(self, shards)
@@ -298,7 +298,7 @@ def model_like(sharded: ShardedModule, memo: dict[int, Any]) -> nn.Module:
 def take_over(twin: ShardedModule, sharded: ShardedModule) -> None:
     """Give `twin`, compiled of `model_like(sharded)`, the values and flags of `sharded`."""
     mine, theirs = twin._graphshard, sharded._graphshard
-    tensors_of = values.state_tensors.state_tensors_of
+    tensors_of = states.state_tensors.state_tensors_of
     to, of = tensors_of(twin, mine.bindings), tensors_of(sharded, theirs.bindings)
     with torch.no_grad():
         for tensor, original in zip(to, of, strict=True):

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any, Literal
 import torch
 from torch import Tensor, nn
 
-import graphshard.state as values
+import graphshard.state as states
 from graphshard.errors import CheckpointError, ReplicaWarning, RuntimeStateError
 from graphshard.module.meta_init import initialize
 from graphshard.module.on_all_ranks import on_all_ranks
@@ -68,7 +68,7 @@ class StateMethods(nn.Module):
             cpu: on the CPU. (FSDP1 leaves it on the device by default.)
         """
         bindings = self._graphshard.bindings
-        return values.save.full_state_dict(self, bindings, rank0_only=rank0_only, cpu=cpu)
+        return states.save.full_state_dict(self, bindings, rank0_only=rank0_only, cpu=cpu)
 
     @on_all_ranks("max_bytes", "dtype")
     def iter_full(
@@ -93,7 +93,7 @@ class StateMethods(nn.Module):
             CheckpointError: a tensor takes more than `max_bytes`; names it.
             CollectiveError: from the iterator, too: a rank stopped, or died.
         """
-        return values.save.iter_full(
+        return states.save.iter_full(
             self, self._graphshard.bindings, max_bytes=max_bytes, dtype=dtype
         )
 
@@ -103,7 +103,7 @@ class StateMethods(nn.Module):
         A sharded parameter gives its shard, without padding; an empty one where this rank has no
         part of it. Fits only a group of the same size and plan.
         """
-        return values.save.local_state_dict(self, self._graphshard.bindings)
+        return states.save.local_state_dict(self, self._graphshard.bindings)
 
     @on_all_ranks("strict", "assign")
     def load_state_dict(
@@ -120,7 +120,7 @@ class StateMethods(nn.Module):
                 of a dtype is not the model's; nothing was changed.
         """
         state = self._graphshard
-        local_values = values.load.load_state_dict(self, state.bindings, state_dict, strict=strict)
+        local_values = states.load.load_state_dict(self, state.bindings, state_dict, strict=strict)
         with state.bindings.agreement.part():
             result = super().load_state_dict(local_values, strict=strict, assign=assign)
             for shard in state.shards:
@@ -140,10 +140,10 @@ class StateMethods(nn.Module):
             CheckpointError: a name, a shape or the kind of a dtype does not fit; nothing was
                 changed.
         """
-        values.load.load(
+        states.load.load(
             self,
             self._graphshard.bindings,
-            lambda: values.load.state_dict_source(state_dict) if state_dict else None,
+            lambda: states.load.state_dict_source(state_dict) if state_dict else None,
         )
         self._graphshard.fill_buffers()
 
@@ -154,7 +154,7 @@ class StateMethods(nn.Module):
         Raises:
             CheckpointError: a name, shape or dtype is not this rank's; nothing was changed.
         """
-        values.save.load_local_state_dict(self, self._graphshard.bindings, dict(state_dict))
+        states.save.load_local_state_dict(self, self._graphshard.bindings, dict(state_dict))
 
     # -- optimizer state ------------------------------------------------------------------------
 
@@ -183,7 +183,7 @@ class StateMethods(nn.Module):
             CheckpointError: `optim` holds a parameter that is not this module's.
         """
         bindings = self._graphshard.bindings
-        return values.optim.optimizer_state_dict(
+        return states.optim.optimizer_state_dict(
             self, bindings, optim, form=kind, rank0_only=rank0_only, cpu=cpu
         )
 
@@ -210,7 +210,7 @@ class StateMethods(nn.Module):
             CheckpointError: a parameter is missing or unknown, or a tensor has another shape or
                 kind of dtype than its parameter; nothing was changed.
         """
-        values.optim.prepare_load(self, self._graphshard.bindings, optim, state_dict, form=kind)()
+        states.optim.prepare_load(self, self._graphshard.bindings, optim, state_dict, form=kind)()
 
     # -- copies ---------------------------------------------------------------------------------
 
@@ -240,8 +240,8 @@ class StateMethods(nn.Module):
                     "unsharded() context before check_replicas()"
                 )
             state.require_values(self)
-            names = values.replicas.names_matching(state.bindings, leave_out)
-        values.replicas.require_equal(state.bindings, names)
+            names = states.replicas.names_matching(state.bindings, leave_out)
+        states.replicas.require_equal(state.bindings, names)
 
     def _compare_before_save(self, replicas: str | None) -> None:
         """Compare copies ahead of a save, without buffers that programs write on each rank."""
@@ -255,10 +255,10 @@ class StateMethods(nn.Module):
             return
         leave_out = state.unfilled_buffers() | state.programs.written_buffers()
         if replicas == "error":
-            values.replicas.require_equal(state.bindings, leave_out)
-        elif found := values.replicas.differences(state.bindings, leave_out):
+            states.replicas.require_equal(state.bindings, leave_out)
+        elif found := states.replicas.differences(state.bindings, leave_out):
             # The caller of `save_checkpoint`, which `on_all_ranks` calls.
-            warnings.warn(values.replicas.message_of(found), ReplicaWarning, stacklevel=4)
+            warnings.warn(states.replicas.message_of(found), ReplicaWarning, stacklevel=4)
 
     # -- checkpoints ----------------------------------------------------------------------------
 
@@ -315,7 +315,7 @@ class StateMethods(nn.Module):
             ReplicaError: copies differ, and `replicas` is "error".
         """
         self._compare_before_save(replicas)
-        saving = values.checkpoints.save_checkpoint(
+        saving = states.checkpoints.save_checkpoint(
             self,
             self._graphshard.bindings,
             path,
@@ -335,7 +335,7 @@ class StateMethods(nn.Module):
         """The process group of saves in the background: two threads may not share one."""
         attributes = vars(self)
         if "_graphshard_background" not in attributes:
-            attributes["_graphshard_background"] = values.checkpoints.background_group(
+            attributes["_graphshard_background"] = states.checkpoints.background_group(
                 self._graphshard.bindings.group
             )
         return attributes["_graphshard_background"]
@@ -385,7 +385,7 @@ class StateMethods(nn.Module):
                 or kind of dtype does not fit, a state is missing or its object refuses it, or a
                 pickle needs `trust`; nothing was changed.
         """
-        matching = values.checkpoints.load_checkpoint(
+        matching = states.checkpoints.load_checkpoint(
             self,
             self._graphshard.bindings,
             path,
@@ -428,14 +428,14 @@ class StateMethods(nn.Module):
         """
         state = self._graphshard
 
-        def source() -> values.load.TensorSource | None:
+        def source() -> states.load.TensorSource | None:
             if read not in ("each", "first"):
                 raise RuntimeStateError(f'read must be "each" or "first"; got {read!r}')
             reads = read == "each" or state.bindings.group.rank == 0
-            return values.load.files_source(path) if reads else None
+            return states.load.files_source(path) if reads else None
 
-        rules = values.load.KeyRules.of(state.programs.meta_model)
-        matching = values.load.load(self, state.bindings, source, strict=strict, rules=rules)
+        rules = states.load.KeyRules.of(state.programs.meta_model)
+        matching = states.load.load(self, state.bindings, source, strict=strict, rules=rules)
         state.fill_buffers()
         return matching.missing, matching.unexpected
 
@@ -462,7 +462,7 @@ class StateMethods(nn.Module):
             CheckpointError: rank 0 cannot write, or a dtype is not known to the format.
         """
         bindings = self._graphshard.bindings
-        return values.save.save_safetensors(
+        return states.save.save_safetensors(
             self, bindings, path, max_shard_bytes=max_shard_bytes, dtype=dtype
         )
 
@@ -507,7 +507,7 @@ class StateMethods(nn.Module):
         """
         state = self._graphshard
         model, agreement = state.programs.meta_model, state.bindings.agreement
-        given = values.save.given_weights(
+        given = states.save.given_weights(
             agreement,
             state_dict,
             is_main_process=is_main_process,
@@ -517,7 +517,7 @@ class StateMethods(nn.Module):
         )
         with agreement.part():
             if max_shard_size is not None:
-                max_shard_bytes = values.save.checked_size(max_shard_size)
+                max_shard_bytes = states.save.checked_size(max_shard_size)
             if given is not None and (merge or dtype is not None):
                 raise CheckpointError(
                     "save_pretrained: state_dict is written as it is, so that merge= and "
@@ -533,7 +533,7 @@ class StateMethods(nn.Module):
                         module, path, max_shard_bytes=max_shard_bytes, dtype=dtype
                     )
                 return adapters.save_adapters(module, path, dtype=dtype, given=given)
-        return values.save.save_pretrained(
+        return states.save.save_pretrained(
             self,
             state.bindings,
             model,

@@ -13,7 +13,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-import graphshard.state as values
+import graphshard.state as states
 from graphshard.errors import PolicyError, RuntimeStateError
 from graphshard.module.on_all_ranks import on_all_ranks
 from graphshard.module.optimizers import require_shards
@@ -212,7 +212,7 @@ class TrainingMethods(TreeModule):
                 is wrong.
         """
         if isinstance(kind, type):
-            values.local_steps.require_elementwise(kind, elementwise)
+            states.local_steps.require_elementwise(kind, elementwise)
         optimizer = kind(self.parameter_groups(rule), **options)
         return self.step_locally(optimizer, elementwise=elementwise)
 
@@ -228,7 +228,7 @@ class TrainingMethods(TreeModule):
                 of the model that was compiled, not of this module.
         """
         require_shards(optimizer)
-        return values.local_steps.step_locally(optimizer, elementwise)
+        return states.local_steps.step_locally(optimizer, elementwise)
 
     @contextmanager
     @on_all_ranks("writeback", "with_grads", "rank0_only", modules=listed)
