@@ -73,11 +73,11 @@ def in_program_order() -> Iterator[None]:
         yield
 
 
-def _poisoning(release_for: Callable[[AllGather], Callable[[Tensor], None]]) -> Any:
+def _poisoning(release_for: Callable[..., Callable[[Tensor], None]]) -> Any:
     """`release_for`, but what is released is poisoned first."""
 
-    def poisoned(of: AllGather) -> Callable[[Tensor], None]:
-        release = release_for(of)
+    def poisoned(of: AllGather, *, copied: bool) -> Callable[[Tensor], None]:
+        release = release_for(of, copied=copied)
 
         def poison_and_release(full: Tensor) -> None:
             gather.poison(full)
