@@ -125,7 +125,8 @@ def pieces_of(storage: Storage, dies: int) -> Iterator[Storage]:
     """One storage for each tensor that is allocated for `storage`, given back after `dies`."""
     whole = not storage.in_place and sum(storage.pieces) != storage.size
     for size in (storage.size,) if whole else storage.pieces:
-        yield replace(storage, size=size, pieces=(), dies=dies)
+        same = (size, dies) == (storage.size, storage.dies)
+        yield storage if same else replace(storage, size=size, pieces=(), dies=dies)
 
 
 def _replayed(program: Program, plan: ShardingPlan) -> bool:

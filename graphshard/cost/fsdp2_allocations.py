@@ -50,7 +50,7 @@ def fsdp2_lives(program: Program, runner: Runner = FSDP2) -> Iterator[Storage]:
         _keep_for_checkpoints(program, storages)
     gathers = [node for node in program.nodes() if node.target is ops.all_gather]
     reduces = [node for node in program.nodes() if node.target in ops.REDUCES]
-    waits = {gather: place[_wait(gather)] for gather in gathers}
+    waits = {gather: place[wait_of(gather)] for gather in gathers}
     sent, dropped = _gradients(reduces, storages.of_node, place)
     order: list[Storage] = []
     for storage in (*held, *storages.all):
@@ -85,12 +85,6 @@ def _keep_for_checkpoints(program: Program, storages: Storages) -> None:
         if node.meta["phase"] == FORWARD and node.meta.get(KEEP):
             for storage in storages.of_node.get(node, ()):
                 storage.dies = max(storage.dies, ends.get(node.meta.get(REGION), 0))
-
-
-def _wait(collective: fx.Node) -> fx.Node:
-    wait = wait_of(collective)
-    assert wait is not None
-    return wait
 
 
 def _gradients(
@@ -142,9 +136,9 @@ def _gathered(
 def _reduced(
     reduce: fx.Node, after: fx.Node | None, place: Mapping[fx.Node, int]
 ) -> Iterator[Storage]:
-    results = sum(map(bytes_of, _wait(reduce).meta["val"]))
+    results = sum(map(bytes_of, wait_of(reduce).meta["val"]))
     full = sum(map(node_bytes, operands_of(reduce)))
     here = place[reduce]
-    dies = place[_wait(reduce)] if after is None else place[after] - 1
+    dies = place[wait_of(reduce)] if after is None else place[after] - 1
     yield Storage(reduce, full, FULL_GRADIENTS, born=here, dies=dies, name=f"{reduce.name}_flat")
     yield Storage(reduce, results, SHARD_GRADIENTS, born=here, stream=REDUCES)

@@ -99,10 +99,8 @@ def _gather_storages(node: fx.Node, program: Program, backend: str) -> Iterator[
     shards = [operand.meta["val"] for operand in operands_of(node)]
     messages = [sum(sizes) for sizes in _messages(shards, packing.GATHER_BELOW[backend])]
     if messages and ranks > 1:
-        wait = wait_of(node)
-        assert wait is not None
         pieces = tuple(size for message in messages for size in (message, message * ranks))
-        yield Storage(node, sum(pieces), BUFFERS, ends=[wait], pieces=pieces)
+        yield Storage(node, sum(pieces), BUFFERS, ends=[wait_of(node)], pieces=pieces)
 
 
 def _reduce_storages(
@@ -110,7 +108,6 @@ def _reduce_storages(
 ) -> Iterator[Storage]:
     """The buffers of a reduce and the gradients it returns; `returned`: gradients of the step."""
     wait = wait_of(node)
-    assert wait is not None
     results = wait.meta["val"]
     ranks = ranks_of(node, program)
     op = ops.OPS[node.target]

@@ -279,16 +279,17 @@ class _Walk:
         self.place = {node: index for index, node in enumerate(program.graph.nodes)}
         self.storages: list[Storage] = []
         self.of_node: dict[fx.Node, tuple[Storage, ...]] = {}
-        self.parts: dict[
-            fx.Node, list[tuple[Storage, ...]]
-        ] = {}  # by result, of a node with several
         self.param_values = {param.node for param in program.params}
 
     def run(self) -> Storages:
         for node in self.program.nodes():
             self._use_inputs(node)
             self._allocate(node)
-        self._end_results()
+        for value in self.program.output_node.all_input_nodes:  # results live to the step's end
+            for storage in self.of_node.get(value, ()):
+                storage.ends = [self.program.output_node]
+                if storage.kind == AT_WORK:
+                    storage.kind = RETURNED
         border = self.place[self.program.first_backward()]
         for storage in self.storages:
             storage.settle(self.place)
@@ -337,20 +338,19 @@ class _Walk:
             self._allocate_transfer(node)
         elif ops.op_name(node) is not None or ops.is_unpack(node):
             self._share_storages(node)
-            if node.target in ops.RANDOM_STATES:
-                self._allocate_state(node)
+            device = self.program.capture_device
+            if node.target in ops.RANDOM_STATES and torch.device(device).type == "cpu":
+                self.of_node[node] = (self._new(node, node_bytes(node), AT_WORK),)
         elif node.target is getitem:
+            self._share_storages(node)
             source, index = node.args
-            parts = self.parts.get(source)  # type: ignore[arg-type]
-            if parts is None:
-                self._share_storages(node)
-            else:
-                self.of_node[node] = parts[index]  # type: ignore[index]
+            self.of_node[node] = tuple(
+                storage
+                for storage in self.of_node[node]
+                if storage.node is not source or storage.part == index
+            )
         elif alias_inputs(node):
-            base = alias_inputs(node)[0]
-            self.of_node[node] = self.of_node.get(base, ())
-            if base in self.param_values:
-                self.param_values.add(node)
+            self._share_storages(node)
         else:
             self._allocate_compute(node)
 
@@ -362,18 +362,15 @@ class _Walk:
             buffers = self._new(node, size, PARAMETERS)
             buffers.ends = [user for user in node.users if user.target is ops.wait]
             size = 0
-        ranks, operands = _ranks(node, self.program), operands_of(node)
+        ranks = _ranks(node, self.program)
+        sizes = [ranks * node_bytes(operand) for operand in operands_of(node)]
         for release in releases_of(node):
             _, index = ops.released(release)
-            param_bytes = ranks * node_bytes(operands[index])
-            released[index] = self._new(node, param_bytes, PARAMETERS)
-            size -= param_bytes
+            released[index] = self._new(node, sizes[index], PARAMETERS)
+            size -= sizes[index]
         rest = self._new(node, size, PARAMETERS)
-        rest.pieces = tuple(
-            ranks * node_bytes(operand)
-            for index, operand in enumerate(operands)
-            if size and index not in released
-        )
+        if size:
+            rest.pieces = tuple(s for index, s in enumerate(sizes) if index not in released)
         self.of_node[node] = (rest, *released.values())
         for param in (user for wait in node.users for user in wait.users if ops.is_unpack(user)):
             index = param.args[1]  # type: ignore[assignment]
@@ -389,8 +386,7 @@ class _Walk:
         if node.target is ops.arrive:
             self._share_storages(node)
         elif node.target is ops.to_device:
-            size = node_bytes(source)
-            self.of_node[node] = (self._new(node, size, FETCHED),)
+            self.of_node[node] = (self._new(node, node_bytes(source), FETCHED),)
         elif done_by_gather(node) is not None and prod(self.program.mesh_shape) > 1:
             self.of_node[node] = ()  # it is cast into the gather's buffer
         elif node.target is not ops.to_host and not ops.is_reduced(source):
@@ -398,17 +394,12 @@ class _Walk:
             kind = PARAMETERS if is_param else AT_WORK
             self.of_node[node] = (self._new(node, node_bytes(node), kind),)
 
-    def _allocate_state(self, node: fx.Node) -> None:
-        """The state of a generator, which lies on the host."""
-        if torch.device(self.program.capture_device).type == "cpu":
-            self.of_node[node] = (self._new(node, node_bytes(node), AT_WORK),)
-
     def _share_storages(self, node: fx.Node) -> None:
-        """A wait, selection or free shares the storages of its gather; those of a reduce have none.
+        """A view shares the storages of its base, a wait, selection or free those of its gather.
 
-        A reduce returns the shard of a gradient, which outlives the step as `.grad`.
+        Those of a reduce have none: the shard of a gradient outlives the step as `.grad`.
         """
-        source = node.args[0] if node.args else None
+        source = next(iter(alias_inputs(node) or node.args), None)
         if isinstance(source, fx.Node) and node.target is not ops.accumulate_grad:
             self.of_node.setdefault(node, self.of_node.get(source, ()))
             if node.target is ops.wait and source.target is ops.all_gather:
@@ -426,28 +417,16 @@ class _Walk:
         kind = PARAMETERS if is_param else AT_WORK
         if is_param:
             self.param_values.add(node)
-        if isinstance(val, Tensor):
-            self.of_node[node] = (self._new(node, bytes_of(val), kind),)
-        elif isinstance(val, (tuple, list)):
-            parts: list[tuple[Storage, ...]] = [
-                (self._new(node, bytes_of(part), kind, index),) if isinstance(part, Tensor) else ()
-                for index, part in enumerate(val)
-            ]
-            self.parts[node] = parts
-            self.of_node[node] = tuple(storage for part in parts for storage in part)
+        self.of_node[node] = tuple(
+            self._new(node, bytes_of(part), kind, index)
+            for index, part in enumerate(val if isinstance(val, (tuple, list)) else (val,))
+            if isinstance(part, Tensor)
+        )
 
     def _new(self, node: fx.Node, size: int, kind: str, part: int = 0) -> Storage:
         storage = Storage(node, size, kind, part, ends=[node])
         self.storages.append(storage)
         return storage
-
-    def _end_results(self) -> None:
-        """Extend the lifetimes of the values that the step returns to its end."""
-        for value in self.program.output_node.all_input_nodes:
-            for storage in self.of_node.get(value, ()):
-                storage.ends = [self.program.output_node]
-                if storage.kind == AT_WORK:
-                    storage.kind = RETURNED
 
 
 _FREES = (ops.free, ops.release)

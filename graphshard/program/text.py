@@ -16,7 +16,7 @@ from graphshard.format import mesh_text
 from graphshard.policy.placement import Along, along_text
 from graphshard.program import ops
 from graphshard.program.aliases import bytes_text
-from graphshard.program.collective import Collective, OneTensor, operands_of, param_of, wait_of
+from graphshard.program.collective import Collective, OneTensor, operands_of, param_of
 from graphshard.program.finite import Check, values_of
 from graphshard.program.program import (
     BACKWARD,
@@ -215,8 +215,8 @@ def _communication(nodes: list[fx.Node], program: Program) -> str:
     values, size = _values(operands), bytes_text(operands)
     if collective.op.gathers:
         size = f"{gathered_bytes(issued, program):,}"
-        wait = wait_of(issued)
-        values = values if wait is None else wait.meta["val"]
+        waits = (user for user in issued.users if user.target is ops.wait)
+        values = next((wait.meta["val"] for wait in waits), values)
     return _amount(size, values, over=_over(collective), dims=collective.dims)
 
 

@@ -43,14 +43,10 @@ class OrderScorer:
         cost = {node: node_cost(node, program, hardware) for node in program.nodes()}
         steps: dict[fx.Node, tuple[int, float, str, fx.Node | None]] = {}
         for node, (seconds, _, _) in cost.items():
-            if ops.is_collective(node):
+            if ops.is_collective(node) or node.target in ops.COPIES:
                 local = local_seconds(node, program, hardware)
                 steps[node] = _LAUNCH, local, stream_of(node), None
-            elif node.target in ops.COPIES:
-                steps[node] = _LAUNCH, 0.0, stream_of(node), None
-            elif node.target is ops.wait:
-                steps[node] = _AWAIT, 0.0, "", ops.collective_of(node)
-            elif node.target is ops.arrive:
+            elif node.target in (ops.wait, ops.arrive):
                 steps[node] = _AWAIT, 0.0, "", node.all_input_nodes[0]
             elif seconds:
                 steps[node] = _COMPUTE, seconds, "", None
