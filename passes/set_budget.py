@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
-from graphshard.cost.memory import bytes_held
 from graphshard.hardware.hardware import Hardware
 from graphshard.passes.by_cost import ByCost
 from graphshard.planning.plan import ShardingPlan
@@ -33,8 +32,9 @@ class SetBudget(ByCost):
         budget = Budget(limit or 0, hardware, of_policy=limit is not None)
         finished = program.copy() if rest else program
         apply_passes(rest, finished, plan)
+        lifetimes = Lifetimes.of(finished, budget)
+        places = lifetimes.places(finished.graph.nodes)
         if limit is None:
-            peak = bytes_held(finished, plan, budget.of_policy, budget.backend)
-            budget = replace(budget, bytes=peak)
-        order = list(finished.graph.nodes)
-        program.budget = replace(budget, room=Lifetimes.of(finished, budget).sharding_bytes(order))
+            budget = replace(budget, bytes=int(lifetimes.live(places).max()))
+        room = int(lifetimes.live(places, sharding=True).max())
+        program.budget = replace(budget, room=room)

@@ -41,7 +41,7 @@ from examples.benchmarks.benchmark_models import (
 )
 from graphshard import BlockPolicy, Hardware, MixedPrecision
 from graphshard.capture.entry import capture
-from graphshard.cost.memory import bytes_held
+from graphshard.cost.memory import memory_of
 from graphshard.cost.streams import COMPUTE
 from graphshard.cost.timeline import Timeline, timeline_of
 from graphshard.passes.prefetch import Prefetch
@@ -202,7 +202,8 @@ def lines(name: str, worlds: list[int], hardware: list[str]) -> Iterator[Line]:
             apply_passes(parts(default_passes(by_cost))[1], program, of_cost)
             every_order = (fsdp2, plain, program)
             times = [timeline_of(each, of_cost, one) for each in every_order]
-            held = [bytes_held(each, of_cost, False, "nccl") for each in every_order]
+            memory = [memory_of(each, of_cost, optimizer="none") for each in every_order]
+            held = [curve.peak.bytes - curve.valley for curve in memory]
             seconds = [timeline.seconds for timeline in times]
             yield Line(name, ranks, one.name, *seconds, *held, bound(times[1]))
 

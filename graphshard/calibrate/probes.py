@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 
-from graphshard.cost.op_cost import op_cost
+from graphshard.cost.op_cost import op_cost, tensors_in
 from graphshard.hardware.hardware import dtype_name
 
 aten = torch.ops.aten
@@ -470,7 +470,7 @@ def _at_size(probe: Probe, draw: OperandFactory, size: int, cold: Cold) -> Sized
     except (NotImplementedError, RuntimeError):
         return None
     end = "" if draw.dtype is torch.float32 else f".{dtype_name(draw.dtype)}"
-    call_bytes = sum(t.nbytes for t in _tensors((first, result)))
+    call_bytes = sum(t.nbytes for t in tensors_in((first, result)))
     operands = (first, *(probe.make(draw, size) for _ in range(cold.sets(call_bytes) - 1)))
     amount = amount_of(probe.target, first, result)
     return SizedProbe(f"{probe.name}{end}", amount, probe.target, operands, call_bytes)
@@ -491,11 +491,3 @@ def amount_of(target: Any, operands: Operands, result: Any) -> float:
     node.meta.update(val=result, phase="forward")
     cost = op_cost(node)
     return float(cost.flops or cost.moved or 1)
-
-
-def _tensors(value: Any) -> Iterator[Tensor]:
-    if isinstance(value, Tensor):
-        yield value
-    elif isinstance(value, (list, tuple)):
-        for entry in value:
-            yield from _tensors(entry)

@@ -8,7 +8,7 @@ share one pool; programs replayed as CUDA graphs have one of their own. A storag
 from __future__ import annotations
 
 from collections.abc import Hashable, Iterable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from torch import Tensor, fx
 
@@ -24,10 +24,9 @@ from graphshard.cost.memory import (
 from graphshard.cost.op_cost import ATTENTION_BACKWARD
 from graphshard.planning.plan import ShardingPlan
 from graphshard.program import ops
-from graphshard.program.program import Program
-from graphshard.program.storages import END, Storage, bytes_of
+from graphshard.program.program import COMPUTE, Program
+from graphshard.program.storages import END, Storage, bytes_of, changes
 
-COMPUTE = "compute"
 TEMPORARY = "inside operators"
 
 _ACCUMULATING = frozenset({ops.accumulate_grad, ops.add_accumulated})
@@ -74,39 +73,21 @@ class StepRequests:
     graphs: bool = False
 
 
-@dataclass(frozen=True)
-class Life:
-    """A request, and the places of the first and of the last node that uses what it gave."""
-
-    request: Request
-    born: int
-    dies: int
-
-
 def requests_of(
-    program: Program,
-    plan: ShardingPlan,
-    optimizer: str,
-    lives: Iterable[Life],
+    program: Program, plan: ShardingPlan, optimizer: str, storages: Iterable[Storage]
 ) -> StepRequests:
-    """The requests of a step, of which forward and backward allocate `lives`.
+    """The requests of a step, of which forward and backward allocate `storages`, a tensor each.
 
-    Those of `lives` that are born at one place are requested in their order.
+    Those of `storages` that are born at one place are requested in their order.
     """
-    born: dict[int, list[int]] = {}
-    dead: dict[int, list[int]] = {}
-    outliving: list[int] = []
-    all_lives = [life for life in lives if life.request.size]
-    for key, life in enumerate(all_lives):
-        born.setdefault(life.born, []).append(key)
-        if life.dies < END:
-            dead.setdefault(life.dies + 1, []).append(key)
-        else:
-            outliving.append(key)
+    storages = list(storages)
     events: list[Event] = []
-    for place in sorted({*born, *dead}):
-        events += [Event(key, place) for key in dead.get(place, ())]
-        events += [Event(key, place, all_lives[key].request) for key in born.get(place, ())]
+    for place, freed, new in changes(storages):
+        events += [Event(id(storage), place) for storage in freed]
+        events += [
+            Event(id(s), place, Request(s.size, s.stream, s.kind, s.name, s.unit)) for s in new
+        ]
+    outliving = [id(storage) for storage in storages if storage.size and storage.dies >= END]
     held = (
         Request(size, COMPUTE, category, name)
         for category, name, size in tensors_held(program, plan, program.stale)
@@ -131,21 +112,21 @@ def requests_of(
     )
 
 
-def lives_of(program: Program, storages: Iterable[Storage]) -> Iterator[Life]:
-    """What graphshard's runtime allocates for `storages`, which are those of `program`."""
+def lives_of(program: Program, storages: Iterable[Storage]) -> Iterator[Storage]:
+    """What graphshard's runtime allocates for `storages` of `program`, one for each tensor."""
     storages = list(storages)
     becomes = {node: storage for storage in storages for node in storage.in_place}
     for storage in storages:
-        result = becomes.get(storage.node)
-        yield from lives(storage, COMPUTE, result.dies if result else None)
+        yield from pieces_of(storage, becomes.get(storage.node, storage).dies)
     yield from temporaries(program)
 
 
-def lives(storage: Storage, stream: Hashable, dies: int | None = None) -> Iterator[Life]:
-    """The requests of `storage`, on `stream`; given back after `dies`, if given."""
-    for size in _pieces(storage):
-        request = Request(size, stream, storage.kind, storage.node.name, storage.unit)
-        yield Life(request, storage.born, storage.dies if dies is None else dies)
+def pieces_of(storage: Storage, dies: int) -> Iterator[Storage]:
+    """One storage for each tensor that is allocated for `storage`, given back after `dies`."""
+    whole = not storage.in_place and sum(storage.pieces) != storage.size
+    for size in (storage.size,) if whole else storage.pieces:
+        same = (size, dies) == (storage.size, storage.dies)
+        yield storage if same else replace(storage, size=size, pieces=(), dies=dies)
 
 
 def _replayed(program: Program, plan: ShardingPlan) -> bool:
@@ -163,15 +144,7 @@ def _several(times: float, size: int, category: str, name: str) -> list[Request]
     return [request] * int(times) if size else []
 
 
-def _pieces(storage: Storage) -> tuple[int, ...]:
-    """The bytes of each tensor of `storage` that is allocated for it."""
-    pieces = tuple(size for size in storage.pieces if size)
-    if storage.in_place:
-        return pieces
-    return pieces if sum(pieces) == storage.size else (storage.size,)
-
-
-def temporaries(program: Program) -> Iterator[Life]:
+def temporaries(program: Program) -> Iterator[Storage]:
     """What operators allocate and give back themselves, where it is large and known.
 
     FlashAttention's backward adds up the queries' gradients in float32, and keeps a number for each
@@ -185,7 +158,5 @@ def temporaries(program: Program) -> Iterator[Life]:
             if isinstance(value, Tensor) and value.dtype.itemsize == 2:
                 elements = bytes_of(value) // value.dtype.itemsize
                 heads = elements // max(1, int(value.shape[-1]))
-                unit = str(node.meta.get("unit", ""))
                 for size in (4 * elements, 4 * heads):
-                    request = Request(size, COMPUTE, TEMPORARY, node.name, unit)
-                    yield Life(request, place, place)
+                    yield Storage(node, size, TEMPORARY, born=place, dies=place)

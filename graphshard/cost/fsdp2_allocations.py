@@ -14,21 +14,20 @@ backward reads it or not (`torch.utils.checkpoint`).
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
+from dataclasses import replace
 from itertools import zip_longest
 
 from torch import fx
 
 from graphshard.capture.annotation import KEEP, REGION
-from graphshard.cost.allocations import COMPUTE, Life, Request, lives, temporaries
+from graphshard.cost.allocations import pieces_of, temporaries
 from graphshard.cost.memory import ACCUMULATED, BUFFERS, SHARD_GRADIENTS, buffers_of
 from graphshard.cost.runner import FSDP2, Runner
 from graphshard.program import ops
 from graphshard.program.collective import operands_of, wait_of
 from graphshard.program.program import FORWARD, Program
 from graphshard.program.storages import (
-    END,
     FULL_GRADIENTS,
-    PARAMETERS,
     Storage,
     Storages,
     bytes_of,
@@ -40,7 +39,7 @@ GATHERS = "FSDP2's gathers"
 REDUCES = "FSDP2's reduces"
 
 
-def fsdp2_lives(program: Program, runner: Runner = FSDP2) -> Iterator[Life]:
+def fsdp2_lives(program: Program, runner: Runner = FSDP2) -> Iterator[Storage]:
     """What FSDP2 allocates in forward and backward of a step with the units of `program`.
 
     `runner` says what is not compiled, and whether outputs are held.
@@ -51,18 +50,18 @@ def fsdp2_lives(program: Program, runner: Runner = FSDP2) -> Iterator[Life]:
         _keep_for_checkpoints(program, storages)
     gathers = [node for node in program.nodes() if node.target is ops.all_gather]
     reduces = [node for node in program.nodes() if node.target in ops.REDUCES]
-    waits = {gather: place[_wait(gather)] for gather in gathers}
+    waits = {gather: place[wait_of(gather)] for gather in gathers}
     sent, dropped = _gradients(reduces, storages.of_node, place)
-    order: list[Life] = []
+    order: list[Storage] = []
     for storage in (*held, *storages.all):
         if storage.node.target is ops.all_gather or storage.node.target is ops.wait:
             continue  # below
         if id(storage) in dropped:
             continue
-        order += lives(storage, COMPUTE, sent.get(id(storage)))
+        order += pieces_of(storage, sent.get(id(storage), storage.dies))
     for storage in buffers_of(program, "nccl"):
         if storage.kind == ACCUMULATED:
-            order += lives(storage, COMPUTE)
+            order += pieces_of(storage, storage.dies)
     border = place[program.first_backward()]
     forward = [gather for gather in gathers if gather.meta["phase"] == FORWARD]
     for gather in gathers:
@@ -71,7 +70,7 @@ def fsdp2_lives(program: Program, runner: Runner = FSDP2) -> Iterator[Life]:
             order += _gathered(gather, own, program, place, waits, forward, border)
     for reduce, after in zip_longest(reduces, reduces[1:]):  # none, if gradients are accumulated
         order += _reduced(reduce, after, place)
-    order.sort(key=lambda life: life.born)  # stable: what operators allocate comes first
+    order.sort(key=lambda storage: storage.born)  # stable: what operators allocate comes first
     yield from order
     yield from temporaries(program)
 
@@ -86,12 +85,6 @@ def _keep_for_checkpoints(program: Program, storages: Storages) -> None:
         if node.meta["phase"] == FORWARD and node.meta.get(KEEP):
             for storage in storages.of_node.get(node, ()):
                 storage.dies = max(storage.dies, ends.get(node.meta.get(REGION), 0))
-
-
-def _wait(collective: fx.Node) -> fx.Node:
-    wait = wait_of(collective)
-    assert wait is not None
-    return wait
 
 
 def _gradients(
@@ -122,32 +115,30 @@ def _gathered(
     waits: dict[fx.Node, int],
     forward: list[fx.Node],
     border: int,
-) -> Iterator[Life]:
-    unit = str(gather.meta.get("unit", ""))
+) -> Iterator[Storage]:
     copied = waits[gather]
     if gather in forward:
         later = [waits[other] for other in forward if waits[other] > copied]
         born, dies = copied, min(later, default=border)
     else:
         born, dies = place[gather], copied
-    full = gathered_bytes(gather, program)
-    shard = sum(map(node_bytes, operands_of(gather)))
+    flat = Storage(gather, gathered_bytes(gather, program), BUFFERS, born=born, stream=GATHERS)
     if any(operand.target is ops.cast for operand in operands_of(gather)):
-        yield Life(Request(shard, GATHERS, BUFFERS, f"{gather.name}_cast", unit), born, born)
-    yield Life(Request(full, GATHERS, BUFFERS, f"{gather.name}_flat", unit), born, dies)
+        shard = sum(map(node_bytes, operands_of(gather)))
+        yield replace(flat, size=shard, dies=born, name=f"{gather.name}_cast")
+    yield replace(flat, dies=dies, name=f"{gather.name}_flat")
     end = max(storage.dies for storage in own)
     for storage in own:
         for size in storage.pieces or (storage.size,):
-            yield Life(Request(size, COMPUTE, PARAMETERS, gather.name, unit), copied, end)
+            yield replace(storage, size=size, pieces=(), born=copied, dies=end)
 
 
 def _reduced(
     reduce: fx.Node, after: fx.Node | None, place: Mapping[fx.Node, int]
-) -> Iterator[Life]:
-    unit = str(reduce.meta.get("unit", ""))
-    results = sum(map(bytes_of, _wait(reduce).meta["val"]))
+) -> Iterator[Storage]:
+    results = sum(map(bytes_of, wait_of(reduce).meta["val"]))
     full = sum(map(node_bytes, operands_of(reduce)))
     here = place[reduce]
-    dies = place[_wait(reduce)] if after is None else place[after] - 1
-    yield Life(Request(full, COMPUTE, FULL_GRADIENTS, f"{reduce.name}_flat", unit), here, dies)
-    yield Life(Request(results, REDUCES, SHARD_GRADIENTS, reduce.name, unit), here, END)
+    dies = place[wait_of(reduce)] if after is None else place[after] - 1
+    yield Storage(reduce, full, FULL_GRADIENTS, born=here, dies=dies, name=f"{reduce.name}_flat")
+    yield Storage(reduce, results, SHARD_GRADIENTS, born=here, stream=REDUCES)

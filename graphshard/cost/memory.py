@@ -11,7 +11,6 @@ from collections import Counter
 from collections.abc import Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from math import prod
-from types import EllipsisType
 
 import torch
 from torch import fx
@@ -34,30 +33,21 @@ from graphshard.program.storages import (
     Storage,
     bytes_of,
     changes,
+    live_bytes,
     node_bytes,
     storages_of,
 )
 
 
-def bytes_held(program: Program, plan: ShardingPlan, of_policy: bool, backend: str) -> int:
-    """The maximum bytes that a finished `program` holds at once, counted as in `Budget.bytes`."""
-    if of_policy:
-        return max(storages_of(program).live(), default=0)
-    memory = memory_of(program, plan, optimizer="none", backend=backend)
-    return memory.peak.bytes - memory.valley
+def counted_storages(program: Program, budget: Budget) -> list[Storage]:
+    """The storages of a finished `program` that count in `budget`."""
+    buffers = () if budget.of_policy else buffers_of(program, budget.backend)
+    return [*storages_of(program).all, *buffers]
 
 
-def held_by_place(program: Program, plan: ShardingPlan, budget: Budget) -> list[int]:
-    """By place in the graph, the bytes of a finished program that count in `budget`."""
-    if budget.of_policy:
-        return storages_of(program).live()
-    memory = memory_of(program, plan, optimizer="none", backend=budget.backend)
-    changed = {point.place: point.bytes for point in memory.points[1:]}
-    bytes_by_place, live = [], memory.valley
-    for place in range(len(program.graph.nodes)):
-        live = changed.get(place, live)
-        bytes_by_place.append(live - memory.valley)
-    return bytes_by_place
+def held_by_place(program: Program, budget: Budget) -> list[int]:
+    """By place in the graph, the bytes of a finished `program` that count in `budget`."""
+    return live_bytes(counted_storages(program, budget), len(program.graph.nodes))
 
 
 BUFFERS = "communication buffers"
@@ -74,91 +64,50 @@ def buffers_of(program: Program, backend: str) -> Iterator[Storage]:
 
     `backend` is "nccl" or "gloo".
     """
-    new_storage = _StorageFactory({node: index for index, node in enumerate(program.graph.nodes)})
+    place = {node: index for index, node in enumerate(program.graph.nodes)}
+    for storage in _buffers(program, backend):
+        yield storage.settle(place)
+
+
+def _buffers(program: Program, backend: str) -> Iterator[Storage]:
     returned = {grad for grad in program.results().grads if grad is not None}
+    start = next(iter(program.graph.nodes))
     for node in program.nodes():
         if node.target in ops.REDUCES:
-            yield from _reduce_storages(node, program, backend, new_storage, returned)
+            yield from _reduce_storages(node, program, backend, returned)
         elif node.target is ops.all_gather:
-            yield from _gather_storages(node, program, backend, new_storage)
+            yield from _gather_storages(node, program, backend)
         elif node.target is ops.accumulate_grad:
-            yield new_storage(node, node_bytes(node), ACCUMULATED, ends=())
+            yield Storage(node, node_bytes(node), ACCUMULATED)
         elif ops.is_transfer(node):
             size = node_bytes(node)
             if node.target is ops.add_accumulated:
                 # Added in place to the accumulated gradient, which then counts as the sum.
-                yield new_storage(node, size, ACCUMULATED, first=None, ends=[node], over=-1)
-            if ops.origin(node) is node or not _is_reduced(node):
+                yield Storage(node, size, ACCUMULATED, first=start, ends=[node], over=-1)
+            if ops.origin(node) is node or not ops.is_reduced(node):
                 continue
             if node.target is ops.arrive or _on_host(node):
                 continue
             stays = node in returned
-            ends = () if stays else uses_of(node)
-            yield new_storage(node, size, SHARD_GRADIENTS if stays else BUFFERS, ends=ends)
+            ends = [] if stays else uses_of(node)
+            yield Storage(node, size, SHARD_GRADIENTS if stays else BUFFERS, ends=ends)
 
 
-@dataclass(frozen=True)
-class _StorageFactory:
-    """Creates storages that live from a node to the last of others; `place`: by node."""
-
-    place: Mapping[fx.Node, int]
-
-    def __call__(
-        self,
-        node: fx.Node,
-        size: int,
-        kind: str,
-        *,
-        first: fx.Node | EllipsisType | None = ...,
-        late: int = 0,
-        ends: Iterable[fx.Node],
-        over: int = 0,
-        pieces: Iterable[int] = (),
-        in_place: Iterable[fx.Node] = (),
-    ) -> Storage:
-        first = node if first is ... else first
-        last = list(ends)
-        born = (0 if first is None else self.place[first]) + late
-        dies = max((self.place[end] for end in last), default=END - over) + over
-        return Storage(
-            node,
-            size,
-            born,
-            dies,
-            kind,
-            first=first,
-            late=late,
-            ends=last,
-            over=over,
-            pieces=tuple(pieces),
-            in_place=tuple(in_place),
-        )
-
-
-def _gather_storages(
-    node: fx.Node, program: Program, backend: str, new_storage: _StorageFactory
-) -> Iterator[Storage]:
+def _gather_storages(node: fx.Node, program: Program, backend: str) -> Iterator[Storage]:
     """The message that small shards are packed into, and the buffer that receives it."""
     ranks = ranks_of(node, program)
     shards = [operand.meta["val"] for operand in operands_of(node)]
     messages = [sum(sizes) for sizes in _messages(shards, packing.GATHER_BELOW[backend])]
     if messages and ranks > 1:
-        wait = wait_of(node)
-        assert wait is not None
-        pieces = [size for message in messages for size in (message, message * ranks)]
-        yield new_storage(node, sum(pieces), BUFFERS, ends=[wait], pieces=pieces)
+        pieces = tuple(size for message in messages for size in (message, message * ranks))
+        yield Storage(node, sum(pieces), BUFFERS, ends=[wait_of(node)], pieces=pieces)
 
 
 def _reduce_storages(
-    node: fx.Node,
-    program: Program,
-    backend: str,
-    new_storage: _StorageFactory,
-    returned: set[fx.Node],
+    node: fx.Node, program: Program, backend: str, returned: set[fx.Node]
 ) -> Iterator[Storage]:
     """The buffers of a reduce and the gradients it returns; `returned`: gradients of the step."""
     wait = wait_of(node)
-    assert wait is not None
     results = wait.meta["val"]
     ranks = ranks_of(node, program)
     op = ops.OPS[node.target]
@@ -168,24 +117,23 @@ def _reduce_storages(
     own = reduced_in_place(node, backend) if ranks > 1 else frozenset(range(len(results)))
     taken = _taken(node, own) if ranks > 1 else {}
     below = packing.REDUCE_BELOW[backend] if scattered else None
-    pieces = _result_pieces(results, own, taken, below)
     first, late = node, 0
     if scattered:
         copies, padding = _send_bytes(node, results, ranks, backend)
         if copies:  # the copied operands are freed once the reduce is launched
-            yield new_storage(node, sum(copies), BUFFERS, ends=[node], pieces=copies)
+            yield Storage(node, sum(copies), BUFFERS, ends=[node], pieces=tuple(copies))
         if padding:
-            yield new_storage(node, padding, BUFFERS, late=1, ends=[wait])
+            yield Storage(node, padding, BUFFERS, late=1, ends=[wait])
         if exchanged:
-            yield new_storage(node, result_bytes * ranks, BUFFERS, ends=[wait])
+            yield Storage(node, result_bytes * ranks, BUFFERS, ends=[wait])
             first = wait
         elif backend == "gloo":
             halves = [bytes_of(r) for r in results if r.dtype is torch.float16]
             if halves:  # summed in float32
-                yield new_storage(wait, 2 * max(halves), BUFFERS, ends=[wait])
+                yield Storage(wait, 2 * max(halves), BUFFERS, ends=[wait])
     elif op.scatters and ranks > 1:
         # A copy of the full gradients is reduced in place; each rank copies its shards out of it.
-        yield new_storage(node, result_bytes * ranks, BUFFERS, ends=[node])
+        yield Storage(node, result_bytes * ranks, BUFFERS, ends=[node])
         first = wait
     else:
         # The copy that is reduced in place and returned outlives the gradient it was copied from.
@@ -193,21 +141,19 @@ def _reduce_storages(
             bytes_of(r) for index, r in enumerate(results) if index not in own or ranks == 1
         )
         if copied:
-            yield new_storage(node, copied, BUFFERS, ends=[node])
+            yield Storage(node, copied, BUFFERS, ends=[node])
         first, late = wait, 1
     unpacked = unpacks(wait)
     stays = any(user in returned for user in unpacked)
-    ends = [] if stays else uses_of(*unpacked) or [wait]
-    kind = SHARD_GRADIENTS if stays else BUFFERS
-    yield new_storage(
+    yield Storage(
         node,
         result_bytes,
-        kind,
+        SHARD_GRADIENTS if stays else BUFFERS,
         first=first,
         late=late,
-        ends=ends,
-        pieces=pieces,
-        in_place=taken.values(),
+        ends=[] if stays else uses_of(*unpacked) or [wait],
+        pieces=tuple(_result_pieces(results, own, taken, below)),
+        in_place=tuple(taken.values()),
     )
 
 
@@ -278,12 +224,6 @@ def _result_pieces(
     packed = {index for message in messages for index in message}
     alone = [size for i, size in enumerate(sizes) if i not in packed and i not in taken]
     return alone + [sum(sizes[index] for index in message) for message in messages if message]
-
-
-def _is_reduced(node: fx.Node) -> bool:
-    """Whether `node` comes from the result of a reduce."""
-    origin = ops.origin(node)
-    return ops.is_unpack(origin) and ops.collective_of(origin).target in ops.REDUCES
 
 
 def _on_host(node: fx.Node) -> bool:

@@ -207,12 +207,7 @@ def _name(packet: Any) -> str:
 
 
 def _is_causal(node: fx.Node) -> bool:
-    schema: Any = node.target._schema  # type: ignore[union-attr]
-    for position, argument in enumerate(schema.arguments):
-        if argument.name == "is_causal":
-            positional = node.args[position] if position < len(node.args) else None
-            return bool(node.kwargs.get("is_causal", positional))
-    return False
+    return any(name == "is_causal" and value for name, value in _arguments(node))
 
 
 def _convolution_curves(name: str, node: fx.Node) -> tuple[str, ...]:
@@ -388,10 +383,10 @@ def _computed(node: fx.Node) -> OpCost:
     if is_view_op(node.target):
         return _VIEW
     packet = node.target.overloadpacket  # type: ignore[union-attr]
-    results = list(_tensors(node.meta.get("val")))
+    results = list(tensors_in(node.meta.get("val")))
     if not results:
         return FREE
-    operands = _operands(node)
+    operands = [each for n in node.all_input_nodes for each in tensors_in(n.meta.get("val"))]
     moved = sum(map(_stored_bytes, results))
     if packet in _SELECTIONS:
         moved *= 2
@@ -528,10 +523,7 @@ def _shapes(value: Any) -> Any:
 
 def _causal(node: fx.Node, flops: int) -> int:
     """`flops` halved if the mask is causal, since kernels skip blocks above the diagonal."""
-    for argument, value in _arguments(node):
-        if argument == "is_causal":
-            return flops // 2 if value else flops
-    return flops
+    return flops // 2 if _is_causal(node) else flops
 
 
 def _arguments(node: fx.Node) -> Iterator[tuple[str, Any]]:
@@ -553,18 +545,13 @@ def _stored_bytes(tensor: Tensor) -> int:
     return numel * tensor.dtype.itemsize
 
 
-def _operands(node: fx.Node) -> list[Tensor]:
-    """The tensors that `node` reads."""
-    return [tensor for value in node.all_input_nodes for tensor in _tensors(value.meta.get("val"))]
-
-
-def _tensors(value: Any) -> Iterator[Tensor]:
+def tensors_in(value: Any) -> Iterator[Tensor]:
     """The tensors of a value, which may be a nested list or tuple."""
     if isinstance(value, torch.Tensor):
         yield value
     elif isinstance(value, (list, tuple)):
         for entry in value:
-            yield from _tensors(entry)
+            yield from tensors_in(entry)
 
 
 FLOPS_PER_BYTE = 200

@@ -256,7 +256,7 @@ class Reasons:
         """By place, the bytes that count in the budget."""
         budget = self.program.budget
         assert budget is not None
-        return held_by_place(self.program, self.plan, budget)
+        return held_by_place(self.program, budget)
 
     def _by_policy(self, node: fx.Node) -> str:
         """The policy's prefetch that places a gather, as a clause."""

@@ -13,7 +13,7 @@ from dataclasses import asdict, dataclass, field, replace
 from functools import cached_property
 from typing import Any
 
-from graphshard.cost.allocations import COMPUTE, Request, StepRequests
+from graphshard.cost.allocations import Request, StepRequests
 from graphshard.cost.caching_allocator import (
     MIB,
     AllocatorSettings,
@@ -24,7 +24,7 @@ from graphshard.cost.caching_allocator import (
 from graphshard.cost.collective_cost import ranks_of
 from graphshard.hardware.hardware import Hardware
 from graphshard.program import ops
-from graphshard.program.program import Program
+from graphshard.program.program import COMPUTE, Program
 
 STEPS = 12
 """Steps that are replayed at most; most programs reserve nothing more from the third on."""

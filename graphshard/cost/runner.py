@@ -14,7 +14,7 @@ a minimum cut.
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections.abc import Collection, Iterable, Iterator
 from dataclasses import dataclass, replace
 
 from torch import Tensor, fx
@@ -111,37 +111,24 @@ def _leave_out_fused(program: Program, storages: Storages, runner: Runner) -> No
     """
     regions = compiled_regions(program, runner.leave_eager)
     fused: set[fx.Node] = set()
-    for region in regions:
-        for kernel in kernels_of(region):
-            inside = set(kernel)
-            fused |= inside
-            for node in kernel:
-                for value in results_of(node):
-                    if not read_outside(value, inside):
-                        _drop(storages, value)
+    for value, inside in _computed_in(regions):
+        fused.add(operator_of(value))
+        own = storages.of_node.get(value, ())
+        if not read_outside(value, inside) and len(own) == 1 and own[0].node is operator_of(value):
+            own[0].size, own[0].pieces = 0, ()
     if runner.copies_gathers:
-        _compute_again(regions, storages, fused)
+        forward = [r for r in regions if r.nodes[0].meta["phase"] == FORWARD]
+        for value, inside in _computed_in(forward):
+            if read_outside(value, inside):
+                _save_operands(value, inside, storages, fused)
 
 
-def _drop(storages: Storages, value: fx.Node) -> None:
-    """Leave out the storage that `value` is all of."""
-    own = storages.of_node.get(value, ())
-    if len(own) == 1 and own[0].node is operator_of(value):
-        own[0].size = 0
-        own[0].pieces = ()
-
-
-def _compute_again(regions: list[Region], storages: Storages, fused: set[fx.Node]) -> None:
-    """Leave out what forward saves and fused kernels of backward can compute from less."""
+def _computed_in(regions: Iterable[Region]) -> Iterator[tuple[fx.Node, set[fx.Node]]]:
+    """Each value that fused kernels of `regions` compute, with the operators of its kernel."""
     for region in regions:
-        if region.nodes[0].meta["phase"] != FORWARD:
-            continue
         for kernel in kernels_of(region):
             inside = set(kernel)
-            for node in kernel:
-                for value in results_of(node):
-                    if read_outside(value, inside):
-                        _save_operands(value, inside, storages, fused)
+            yield from ((value, inside) for node in kernel for value in results_of(node))
 
 
 def _save_operands(
@@ -155,15 +142,12 @@ def _save_operands(
         return
     if all(user.meta["phase"] == FORWARD for user in readers):
         return
-    dies = own[0].dies
     operands = [s for base in _operands(value, inside) for s in storages.of_node.get(base, ())]
-    longer = [storage for storage in operands if storage.dies < dies]
+    longer = [storage for storage in operands if storage.dies < own[0].dies]
     if sum(storage.size for storage in longer) < own[0].size:
-        own[0].size = 0
-        own[0].pieces = ()
+        own[0].size, own[0].pieces = 0, ()
         for storage in longer:
-            storage.dies = dies
-            storage.ends = own[0].ends
+            storage.dies, storage.ends = own[0].dies, own[0].ends
 
 
 def _operands(value: fx.Node, inside: set[fx.Node]) -> set[fx.Node]:

@@ -56,7 +56,8 @@ def node_seconds(
         bandwidth = hardware.host_bandwidth * hardware.efficiency["host"]
         return hardware.launch_floor + node_bytes(node) / bandwidth
     if node.target in MEMORY_BOUND:
-        moved = sum(map(node_bytes, (node, *_operands(node))))
+        reads = [node] if node.target is ops.reshard else node.all_input_nodes  # it reads its part
+        moved = sum(map(node_bytes, (node, *reads)))
         return copy_seconds(moved, hardware)
     if node.target is ops.report_finite:
         shape = group_shape(ops.ALL, program.mesh_shape, hardware.gpus_per_node)
@@ -111,14 +112,14 @@ def only_moves(node: fx.Node) -> bool:
     return ops.op_name(node) is None and op_cost(node).only_moves
 
 
-def local_seconds(collective: fx.Node, program: Program, hardware: Hardware) -> float:
-    """Seconds of compute that launching `collective` takes.
+def local_seconds(node: fx.Node, program: Program, hardware: Hardware) -> float:
+    """Seconds of compute that launching `node`, a collective or a copy, takes.
 
     The gradients of a single rank are copied, since `.grad` must not share a storage.
     """
-    if collective.target not in ops.REDUCES or ranks_of(collective, program) > 1:
+    if node.target not in ops.REDUCES or ranks_of(node, program) > 1:
         return 0.0
-    return copy_seconds(2 * moved_bytes(collective, program), hardware)
+    return copy_seconds(2 * moved_bytes(node, program), hardware)
 
 
 def copy_seconds(moved: int, hardware: Hardware) -> float:
@@ -130,11 +131,6 @@ def moved_bytes(collective: fx.Node, program: Program) -> int:
     """Bytes of the full tensors that `collective` gathers, scatters or reduces."""
     size = sum(map(node_bytes, operands_of(collective)))
     return size * ranks_of(collective, program) if collective.target is ops.all_gather else size
-
-
-def _operands(node: fx.Node) -> list[fx.Node]:
-    """The values that a node of `MEMORY_BOUND` reads; a `reshard` reads only the part it keeps."""
-    return [node] if node.target is ops.reshard else list(node.all_input_nodes)
 
 
 _MOST = 0.85  # a kernel goes on, however many bytes a collective moves beside it

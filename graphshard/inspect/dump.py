@@ -17,7 +17,7 @@ from graphshard.errors import RuntimeStateError
 from graphshard.planning.plan import ShardingPlan
 from graphshard.program import ops
 from graphshard.program.cut import cut
-from graphshard.program.program import COMPUTE, ParamEntry, Program
+from graphshard.program.program import COMPUTE, Program
 from graphshard.program.text import full_text, roles_of_others, schedule_text, value_text
 
 if TYPE_CHECKING:
@@ -229,15 +229,12 @@ def _source(phase: str, graph: fx.Graph, meanings: Mapping[str, str], world_size
 def _meanings(program: Program, plan: ShardingPlan) -> Iterator[tuple[str, str]]:
     """Yield the name and the meaning of each placeholder of the program."""
     for param in program.params:
-        shard = ", this rank's shard" if _is_shard(param, program, plan) else ""
+        sharded = plan.layouts[param.fqn].enters_as_shard(program.stale)
+        shard = ", this rank's shard" if sharded else ""
         host = ", on the host" if plan.policy.offloads("params") and not param.ignored else ""
         yield param.node.name, f"parameter {' = '.join(param.names)}{shard}{host}"
     for node, role in roles_of_others(program):
         yield node.name, role
-
-
-def _is_shard(param: ParamEntry, program: Program, plan: ShardingPlan) -> bool:
-    return plan.layouts[param.fqn].enters_as_shard(program.stale)
 
 
 def _type(value: object) -> str:

@@ -369,7 +369,7 @@ def memory_dict(program: Program) -> dict[str, Any]:
     """Return bytes saved for backward by unit, the number of recomputed ops, and peak bytes."""
     storages = storages_of(program)
     return {
-        "saved_bytes": dict(sorted(storages.saved_by_unit().items())),
+        "saved_bytes": dict(sorted(storages.saved_by(lambda storage: storage.unit).items())),
         "recomputed_ops": sum(RECOMPUTED in node.meta for node in program.nodes(BACKWARD)),
         "peak_bytes": max(storages.live(), default=0),
     }

@@ -177,9 +177,9 @@ def operands_of(collective: fx.Node) -> list[fx.Node]:
     return list(operands)
 
 
-def wait_of(collective: fx.Node) -> fx.Node | None:
-    """The `wait` that ends a collective; None if there is none yet."""
-    return next((user for user in collective.users if user.target is ops.wait), None)
+def wait_of(collective: fx.Node) -> fx.Node:
+    """The `wait` that ends a collective."""
+    return next(user for user in collective.users if user.target is ops.wait)
 
 
 def insert_collective(

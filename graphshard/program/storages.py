@@ -12,11 +12,12 @@ storages on the host, and temporaries inside an operator are not counted.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import accumulate
 from math import prod
 from operator import getitem
+from typing import TypeVar
 
 import torch
 from torch import Tensor, fx
@@ -34,8 +35,10 @@ from graphshard.program.aliases import (
 from graphshard.program.collective import Collective, operands_of
 from graphshard.program.cut import saved_nodes
 from graphshard.program.packing import done_by_gather
-from graphshard.program.program import FORWARD, Program
+from graphshard.program.program import COMPUTE, Program
 from graphshard.torch_private.compat import size_hint
+
+T = TypeVar("T", bound=Hashable)
 
 
 def saved_storages(program: Program, plan: ShardingPlan) -> dict[fx.Node, tuple[fx.Node, ...]]:
@@ -128,23 +131,21 @@ KINDS = (PARAMETERS, SAVED, RECOMPUTED, FETCHED, FULL_GRADIENTS, RETURNED, AT_WO
 class Storage:
     """One allocation, with its bytes and its lifetime.
 
-    node: the node that allocates it. size: bytes. born, dies: the places of the first and of the
-    last node that uses it. kind: one of `KINDS`, which are: an unsharded parameter or a copy of
-    one; computed in forward and used in backward; computed again in backward; copied from the host
-    to the device; a full gradient to reduce; returned by the step; or none of these. part: the
-    index among several results of `node`. pieces: bytes of the tensors, if they are several.
-    in_place: nodes whose allocations are part of it, since a collective writes into them; `pieces`
-    has the rest.
+    node: the node that allocates it. size: bytes. kind: one of `KINDS`, which are: an unsharded
+    parameter or a copy of one; computed in forward and used in backward; computed again in
+    backward; copied from the host to the device; a full gradient to reduce; returned by the step;
+    or none of these. part: the index among several results of `node`. pieces: bytes of the tensors,
+    if they are several. in_place: nodes whose allocations are part of it, since a collective writes
+    into them; `pieces` has the rest. stream: whose pool of torch's allocator it is of. name: that
+    of `node`, if nothing else.
 
-    In another order of the same nodes it is born `late` places after `first` (the beginning of the
-    step if None), and dies `over` places after the last of `ends`. Without `ends` it outlives the
-    step. See `graphshard.schedule.evaluate`.
+    In any order of the program's nodes it is born `late` places after `first`, by default `node`,
+    and dies `over` places after the last of `ends`. Without `ends` it outlives the step. born,
+    dies: these places in the order of the graph.
     """
 
     node: fx.Node
     size: int
-    born: int
-    dies: int
     kind: str = AT_WORK
     part: int = 0
     first: fx.Node | None = None
@@ -153,6 +154,22 @@ class Storage:
     over: int = 0
     pieces: tuple[int, ...] = ()
     in_place: tuple[fx.Node, ...] = ()
+    born: int = 0
+    dies: int = END
+    stream: str = COMPUTE
+    name: str = ""
+
+    def __post_init__(self) -> None:
+        self.first = self.first or self.node
+        self.name = self.name or self.node.name
+
+    def settle(self, place: Mapping[fx.Node, int]) -> Storage:
+        """Set `born` and `dies` by the `place` of each node; returns itself."""
+        assert self.first is not None
+        self.born = place[self.first] + self.late
+        if self.ends:
+            self.dies = max([place[end] for end in self.ends]) + self.over
+        return self
 
     @property
     def unit(self) -> str:
@@ -173,11 +190,7 @@ class Storages:
 
     def live(self) -> list[int]:
         """By place, the bytes alive while the node there runs."""
-        change = [0] * (len(self.place) + 1)
-        for storage in self.all:
-            change[storage.born] += storage.size
-            change[storage.dies + 1] -= storage.size
-        return list(accumulate(change[:-1]))
+        return live_bytes(self.all, len(self.place))
 
     def live_unsharded(self) -> list[int]:
         """By place, the bytes of gathered parameters that live once the node there is issued.
@@ -187,29 +200,32 @@ class Storages:
         ranks store anyway do not count. At its wait a gather holds, for a moment, one value more
         (see `copied_bytes`).
         """
-        end = len(self.place)
-        change = [0] * (end + 1)
+        change = [0] * (len(self.place) + 1)
         for storage in self.all:
-            if storage.node.target is ops.all_gather:
-                freed = storage.ends[0].target in (ops.free, ops.release, ops.wait)
-                gone = storage.dies if freed else end
-            elif storage.node.target is ops.reshard:
-                gone = storage.dies if len(storage.ends) > 1 else end
-            elif storage.node.target is ops.wait:
-                gone = storage.born + 1
-            else:
-                continue
-            change[storage.born] += storage.size
-            change[gone] -= storage.size
-        return list(accumulate(change[:end]))
+            if storage.node.target in _UNSHARDED:
+                change[storage.born] += storage.size
+                change[max(storage.dies, storage.born + 1)] -= storage.size
+        return list(accumulate(change[:-1]))
 
-    def saved_by_unit(self) -> Counter[str]:
-        """Bytes of activations saved for backward, by the unit that computes them."""
-        by_unit: Counter[str] = Counter()
+    def saved_by(self, key: Callable[[Storage], T]) -> Counter[T]:
+        """Bytes of activations saved for backward, by the `key` of their storages."""
+        saved: Counter[T] = Counter()
         for storage in self.all:
             if storage.kind == SAVED:
-                by_unit[storage.unit] += storage.size
-        return by_unit
+                saved[key(storage)] += storage.size
+        return saved
+
+
+_UNSHARDED = (ops.all_gather, ops.reshard, ops.wait)
+
+
+def live_bytes(storages: Iterable[Storage], count: int) -> list[int]:
+    """By place, the bytes of `storages` alive while the node there runs, in a graph of `count`."""
+    change = [0] * (count + 1)
+    for storage in storages:
+        change[storage.born] += storage.size
+        change[min(storage.dies + 1, count)] -= storage.size
+    return list(accumulate(change[:-1]))
 
 
 def live_unsharded(program: Program) -> Iterator[tuple[fx.Node, int]]:
@@ -263,40 +279,35 @@ class _Walk:
         self.place = {node: index for index, node in enumerate(program.graph.nodes)}
         self.storages: list[Storage] = []
         self.of_node: dict[fx.Node, tuple[Storage, ...]] = {}
-        self.parts: dict[
-            fx.Node, list[tuple[Storage, ...]]
-        ] = {}  # by result, of a node with several
         self.param_values = {param.node for param in program.params}
-        self.freed: set[int] = set()
 
     def run(self) -> Storages:
         for node in self.program.nodes():
             self._use_inputs(node)
             self._allocate(node)
+        for value in self.program.output_node.all_input_nodes:  # results live to the step's end
+            for storage in self.of_node.get(value, ()):
+                storage.ends = [self.program.output_node]
+                if storage.kind == AT_WORK:
+                    storage.kind = RETURNED
         border = self.place[self.program.first_backward()]
-        self._end_results()
         for storage in self.storages:
-            node = storage.node
-            if node.meta.get("recomputed") and storage.kind == AT_WORK:
+            storage.settle(self.place)
+            if storage.kind != AT_WORK:
+                continue
+            if storage.node.meta.get("recomputed"):
                 storage.kind = RECOMPUTED
-            elif (
-                storage.kind == AT_WORK
-                and node.meta["phase"] == FORWARD
-                and storage.dies >= border
-                and self.program.grad
-            ):
+            elif self.program.grad and storage.born < border <= storage.dies:
                 storage.kind = SAVED
         return Storages(tuple(self.storages), self.of_node, self.place)
 
     def _use_inputs(self, node: fx.Node) -> None:
         """Extend the lifetimes of the storages that `node` reads; end those that it frees."""
-        if node.target in (ops.free, ops.release):
+        if node.target in _FREES:
             freed = ops.collective_of(node) if node.target is ops.free else node.args[0]
             for storage in self.of_node.get(freed, ()):  # type: ignore[arg-type]
-                if id(storage) not in self.freed:
-                    storage.dies = self.place[node]
+                if storage.ends[0].target not in _FREES:
                     storage.ends = [node]
-                    self.freed.add(id(storage))
             return
         ends = [node]
         if ops.is_collective(node) or node.target in ops.COPIES:
@@ -304,24 +315,16 @@ class _Walk:
         for value in node.all_input_nodes:
             # A cast is copied into the gather's buffer when the gather is launched.
             copied = node.target is ops.all_gather and value.target is ops.cast
-            last = [node] if copied else ends
-            if copied and value.all_input_nodes[0].target is ops.arrive:
-                self._keep_arrived(value, ends)
-            at = max(self.place[end] for end in last)
-            for storage in self.of_node.get(value, ()):
-                if id(storage) not in self.freed:
-                    storage.dies = max(storage.dies, at)
-                    storage.ends += last
-                if node.target in ops.REDUCES:
+            self._use(value, [node] if copied else ends)
+            if copied and value.all_input_nodes[0].target is ops.arrive and done_by_gather(value):
+                self._use(value.all_input_nodes[0], ends)  # the gather itself casts the shard
+            if node.target in ops.REDUCES:
+                for storage in self.of_node.get(value, ()):
                     storage.kind = FULL_GRADIENTS
 
-    def _keep_arrived(self, cast: fx.Node, ends: list[fx.Node]) -> None:
-        """Extend the life of a shard from the host that the gather itself casts to its end."""
-        if done_by_gather(cast) is None:
-            return
-        for storage in self.of_node.get(cast.all_input_nodes[0], ()):
-            if id(storage) not in self.freed:
-                storage.dies = max(storage.dies, *(self.place[end] for end in ends))
+    def _use(self, value: fx.Node, ends: list[fx.Node]) -> None:
+        for storage in self.of_node.get(value, ()):
+            if storage.ends[0].target not in _FREES:
                 storage.ends += ends
 
     def _allocate(self, node: fx.Node) -> None:
@@ -335,20 +338,19 @@ class _Walk:
             self._allocate_transfer(node)
         elif ops.op_name(node) is not None or ops.is_unpack(node):
             self._share_storages(node)
-            if node.target in ops.RANDOM_STATES:
-                self._allocate_state(node)
+            device = self.program.capture_device
+            if node.target in ops.RANDOM_STATES and torch.device(device).type == "cpu":
+                self.of_node[node] = (self._new(node, node_bytes(node), AT_WORK),)
         elif node.target is getitem:
+            self._share_storages(node)
             source, index = node.args
-            parts = self.parts.get(source)  # type: ignore[arg-type]
-            if parts is None:
-                self._share_storages(node)
-            else:
-                self.of_node[node] = parts[index]  # type: ignore[index]
+            self.of_node[node] = tuple(
+                storage
+                for storage in self.of_node[node]
+                if storage.node is not source or storage.part == index
+            )
         elif alias_inputs(node):
-            base = alias_inputs(node)[0]
-            self.of_node[node] = self.of_node.get(base, ())
-            if base in self.param_values:
-                self.param_values.add(node)
+            self._share_storages(node)
         else:
             self._allocate_compute(node)
 
@@ -366,19 +368,15 @@ class _Walk:
         if size and Collective.of(node).in_place:
             buffers = self._new(node, size, PARAMETERS)
             buffers.ends = [user for user in node.users if user.target is ops.wait]
-            buffers.dies = max(self.place[end] for end in buffers.ends)
             size = 0
+        sizes = [ranks * node_bytes(operand) for operand in operands]
         for release in releases_of(node):
             _, index = ops.released(release)
-            param_bytes = ranks * node_bytes(operands[index])
-            released[index] = self._new(node, param_bytes, PARAMETERS)
-            size -= param_bytes
+            released[index] = self._new(node, sizes[index], PARAMETERS)
+            size -= sizes[index]
         rest = self._new(node, size, PARAMETERS)
-        rest.pieces = tuple(
-            ranks * node_bytes(operand)
-            for index, operand in enumerate(operands)
-            if size and index not in released
-        )
+        if size:
+            rest.pieces = tuple(s for index, s in enumerate(sizes) if index not in released)
         self.of_node[node] = (rest, *released.values())
         for param in (user for wait in node.users for user in wait.users if ops.is_unpack(user)):
             index = param.args[1]  # type: ignore[assignment]
@@ -401,8 +399,7 @@ class _Walk:
         if node.target is ops.arrive:
             self._share_storages(node)
         elif node.target is ops.to_device:
-            size = node_bytes(source)
-            self.of_node[node] = (self._new(node, size, FETCHED),)
+            self.of_node[node] = (self._new(node, node_bytes(source), FETCHED),)
         elif done_by_gather(node) is not None and prod(self.program.mesh_shape) > 1:
             self.of_node[node] = ()  # it is cast into the gather's buffer
         elif node.target is not ops.to_host and not ops.is_reduced(source):
@@ -410,17 +407,12 @@ class _Walk:
             kind = PARAMETERS if is_param else AT_WORK
             self.of_node[node] = (self._new(node, node_bytes(node), kind),)
 
-    def _allocate_state(self, node: fx.Node) -> None:
-        """The state of a generator, which lies on the host."""
-        if torch.device(self.program.capture_device).type == "cpu":
-            self.of_node[node] = (self._new(node, node_bytes(node), AT_WORK),)
-
     def _share_storages(self, node: fx.Node) -> None:
-        """A wait, selection or free shares the storages of its gather; those of a reduce have none.
+        """A view shares the storages of its base, a wait, selection or free those of its gather.
 
-        A reduce returns the shard of a gradient, which outlives the step as `.grad`.
+        Those of a reduce have none: the shard of a gradient outlives the step as `.grad`.
         """
-        source = node.args[0] if node.args else None
+        source = next(iter(alias_inputs(node) or node.args), None)
         if isinstance(source, fx.Node) and node.target is not ops.accumulate_grad:
             self.of_node.setdefault(node, self.of_node.get(source, ()))
             if node.target is ops.wait and source.target is ops.all_gather:
@@ -438,32 +430,16 @@ class _Walk:
         kind = PARAMETERS if is_param else AT_WORK
         if is_param:
             self.param_values.add(node)
-        if isinstance(val, Tensor):
-            self.of_node[node] = (self._new(node, bytes_of(val), kind),)
-        elif isinstance(val, (tuple, list)):
-            parts: list[tuple[Storage, ...]] = [
-                (self._new(node, bytes_of(part), kind, index),) if isinstance(part, Tensor) else ()
-                for index, part in enumerate(val)
-            ]
-            self.parts[node] = parts
-            self.of_node[node] = tuple(storage for part in parts for storage in part)
+        self.of_node[node] = tuple(
+            self._new(node, bytes_of(part), kind, index)
+            for index, part in enumerate(val if isinstance(val, (tuple, list)) else (val,))
+            if isinstance(part, Tensor)
+        )
 
     def _new(self, node: fx.Node, size: int, kind: str, part: int = 0) -> Storage:
-        place = self.place[node]
-        storage = Storage(node, size, place, place, kind, part, first=node, ends=[node])
+        storage = Storage(node, size, kind, part, ends=[node])
         self.storages.append(storage)
         return storage
 
-    def _end_results(self) -> None:
-        """Extend the lifetimes of the values that the step returns to its end."""
-        results = self.program.results()
-        end = self.place[self.program.output_node]
-        for values in (results.outputs, results.mutations, results.input_grads, results.grads):
-            for value in values:
-                if not isinstance(value, fx.Node):
-                    continue
-                for storage in self.of_node.get(value, ()):
-                    storage.dies = end
-                    storage.ends = [self.program.output_node]
-                    if storage.kind == AT_WORK:
-                        storage.kind = RETURNED
+
+_FREES = (ops.free, ops.release)

@@ -16,7 +16,7 @@ from graphshard.format import mesh_text
 from graphshard.policy.placement import Along, along_text
 from graphshard.program import ops
 from graphshard.program.aliases import bytes_text
-from graphshard.program.collective import Collective, OneTensor, operands_of, param_of, wait_of
+from graphshard.program.collective import Collective, OneTensor, operands_of, param_of
 from graphshard.program.finite import Check, values_of
 from graphshard.program.program import (
     BACKWARD,
@@ -28,7 +28,7 @@ from graphshard.program.program import (
 )
 from graphshard.program.regions import region_labels
 from graphshard.program.sizes import size_text
-from graphshard.program.storages import SAVED, Storages, gathered_bytes, storages_of
+from graphshard.program.storages import gathered_bytes, storages_of
 from graphshard.torch_private.compat import SYMBOLIC
 
 _SHORT_DTYPES = {
@@ -58,7 +58,7 @@ def schedule_text(program: Program) -> str:
     phase = ""
     storages = storages_of(program)
     live = storages.live_unsharded()
-    saved = _saved_by_node(storages)
+    saved = storages.saved_by(lambda storage: storage.node)
     for event, nodes in program.timeline():
         if event.phase != phase:
             phase = event.phase
@@ -215,8 +215,8 @@ def _communication(nodes: list[fx.Node], program: Program) -> str:
     values, size = _values(operands), bytes_text(operands)
     if collective.op.gathers:
         size = f"{gathered_bytes(issued, program):,}"
-        wait = wait_of(issued)
-        values = values if wait is None else wait.meta["val"]
+        waits = (user for user in issued.users if user.target is ops.wait)
+        values = next((wait.meta["val"] for wait in waits), values)
     return _amount(size, values, over=_over(collective), dims=collective.dims)
 
 
@@ -272,14 +272,6 @@ def _compute(nodes: list[fx.Node], saved: Mapping[fx.Node, int]) -> str:
     detail += f", {recomputed:,} recomputed" if recomputed else ""
     detail += f", saves {saved_bytes:,} bytes" if saved_bytes else ""
     return detail + (f", releases {_count(len(released), 'param')}" if released else "")
-
-
-def _saved_by_node(storages: Storages) -> dict[fx.Node, int]:
-    saved: dict[fx.Node, int] = {}
-    for storage in storages.all:
-        if storage.kind == SAVED:
-            saved[storage.node] = saved.get(storage.node, 0) + storage.size
-    return saved
 
 
 def _values(nodes: Iterable[fx.Node]) -> list[torch.Tensor]:

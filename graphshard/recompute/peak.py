@@ -22,6 +22,7 @@ from graphshard.program.storages import (
     Storage,
     Storages,
     bytes_of,
+    live_bytes,
     storages_of,
 )
 from graphshard.recompute.regions import Issues, Reads, dropout_of, mask_of, plan_issues
@@ -58,7 +59,7 @@ class ShardingBytes:
         place = {node.name: index for index, node in enumerate(program.graph.nodes)}
         storages = storages_of(rewritten)
         counted = [s for s in storages.all if s.kind in (PARAMETERS, FULL_GRADIENTS)]
-        live = Storages(tuple(counted), storages.of_node, storages.place).live()
+        live = live_bytes(counted, len(storages.place))
         starts, sizes = [-1.0], [0]
         between: list[int] = []
         again = 0  # the maximum while the recomputed nodes before the next captured node run

@@ -12,9 +12,9 @@ from collections.abc import Callable
 from operator import getitem
 
 import torch
-from torch import Tensor, fx
-from torch.utils._pytree import tree_leaves
+from torch import fx
 
+from graphshard.cost.op_cost import tensors_in
 from graphshard.program import ops
 from graphshard.program.collective import generator_of
 from graphshard.program.edit import fake_as, fake_like, fake_on, insert_node
@@ -60,11 +60,7 @@ def _kept_bytes(draw: fx.Node) -> int:
     val = draw.meta["val"]
     if is_dropout(draw):
         return bytes_of(val[1])
-    return sum(map(bytes_of, _tensors(val)))
-
-
-def _tensors(val: object) -> list[Tensor]:
-    return [leaf for leaf in tree_leaves(val) if isinstance(leaf, Tensor)]
+    return sum(map(bytes_of, tensors_in(val)))
 
 
 # -- states ---------------------------------------------------------------------------------------
@@ -134,7 +130,7 @@ def _insert(
     program: Program, target: object, args: tuple[fx.Node, ...], at: fx.Node, name: str, phase: str
 ) -> fx.Node:
     device = generator_of(program, at)
-    like = _tensors(at.meta["val"])[0]
+    like = next(tensors_in(at.meta["val"]))
     size = state_bytes(device)
     assert size is not None
     node = insert_node(

@@ -8,15 +8,14 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, fx
 
-from graphshard.cost.memory import BUFFERS, buffers_of, bytes_held
+from graphshard.cost.memory import BUFFERS, counted_storages
 from graphshard.cost.streams import Clocks, NodeCost, local_seconds, node_cost, stream_of
-from graphshard.cost.timeline import timeline_of
 from graphshard.errors import PassError
 from graphshard.planning.plan import ShardingPlan
 from graphshard.program import ops
 from graphshard.program.annotations import Budget, Score
 from graphshard.program.program import Program
-from graphshard.program.storages import FULL_GRADIENTS, PARAMETERS, Storage, storages_of
+from graphshard.program.storages import FULL_GRADIENTS, PARAMETERS
 from graphshard.schedule.jobs import JobTable
 from graphshard.schedule.list_scheduler import ByteTable
 
@@ -44,14 +43,10 @@ class OrderScorer:
         cost = {node: node_cost(node, program, hardware) for node in program.nodes()}
         steps: dict[fx.Node, tuple[int, float, str, fx.Node | None]] = {}
         for node, (seconds, _, _) in cost.items():
-            if ops.is_collective(node):
+            if ops.is_collective(node) or node.target in ops.COPIES:
                 local = local_seconds(node, program, hardware)
                 steps[node] = _LAUNCH, local, stream_of(node), None
-            elif node.target in ops.COPIES:
-                steps[node] = _LAUNCH, 0.0, stream_of(node), None
-            elif node.target is ops.wait:
-                steps[node] = _AWAIT, 0.0, "", ops.collective_of(node)
-            elif node.target is ops.arrive:
+            elif node.target in (ops.wait, ops.arrive):
                 steps[node] = _AWAIT, 0.0, "", node.all_input_nodes[0]
             elif seconds:
                 steps[node] = _COMPUTE, seconds, "", None
@@ -95,13 +90,6 @@ def budget_of(program: Program) -> Budget:
     return program.budget
 
 
-def score_of(program: Program, plan: ShardingPlan) -> Score:
-    """The score of a finished `program`, counted as in its budget."""
-    budget = budget_of(program)
-    seconds = timeline_of(program, plan, budget.hardware).seconds
-    return Score(seconds, bytes_held(program, plan, budget.of_policy, budget.backend))
-
-
 _SHARDING = frozenset({PARAMETERS, FULL_GRADIENTS, BUFFERS})
 
 
@@ -113,7 +101,7 @@ class Lifetimes:
     storage, except where noted.
 
     number: by node, its number in the tensors. size: bytes. first: the number of the node at which
-    the storage is born; -1 for the beginning of the step. late: places after `first`. ends: numbers
+    the storage is born. late: places after `first`. ends: numbers
     of the nodes that use storages, one storage after the other. owner: by entry of `ends`, the
     index of its storage. over: places after the last of its ends at which a storage dies, only for
     storages with ends. sharding: bool, whether it is an unsharded parameter, a gradient to reduce,
@@ -133,10 +121,7 @@ class Lifetimes:
     def of(cls, program: Program, budget: Budget) -> Lifetimes:
         """The lifetimes of the storages of `program` that count in `budget`."""
         number = {node: index for index, node in enumerate(program.graph.nodes)}
-        storages = list(storages_of(program).all)
-        if not budget.of_policy:
-            storages += buffers_of(program, budget.backend)
-        storages = [storage for storage in storages if storage.size]
+        storages = [storage for storage in counted_storages(program, budget) if storage.size]
         storages.sort(key=lambda storage: not storage.ends)
         ends: list[int] = []
         owner: list[int] = []
@@ -146,7 +131,7 @@ class Lifetimes:
         return cls(
             number,
             _array(storage.size for storage in storages),
-            _array(_first_number(storage, number) for storage in storages),
+            _array(number[storage.first or storage.node] for storage in storages),
             _array(storage.late for storage in storages),
             _array(ends),
             _array(owner),
@@ -166,7 +151,7 @@ class Lifetimes:
 
         `places` is from `places`.
         """
-        born = torch.where(self.first < 0, 0, places[self.first]) + self.late
+        born = places[self.first] + self.late
         last = torch.zeros(len(self.over), dtype=torch.int64)
         last.scatter_reduce_(0, self.owner, places[self.ends], "amax", include_self=False)
         return born, last + self.over
@@ -190,10 +175,6 @@ class Lifetimes:
 
 def _array(numbers: Iterable[int]) -> Tensor:
     return torch.tensor(list(numbers), dtype=torch.int64)
-
-
-def _first_number(storage: Storage, number: Mapping[fx.Node, int]) -> int:
-    return -1 if storage.first is None else number[storage.first]
 
 
 def least_bytes(

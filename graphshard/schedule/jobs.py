@@ -168,7 +168,6 @@ class _TableBuilder:
     def _claim_wait(self, job: Job) -> None:
         """Add the wait of a job and the transfers after it."""
         wait = wait_of(job.collective)
-        assert wait is not None
         results = unpacks(wait)
         further = dict.fromkeys(n for result in results for n in transfers_after(result))
         transfers = [n for n in sorted(further) if n not in self.job_of]

@@ -13,7 +13,6 @@ from __future__ import annotations
 from collections import Counter, defaultdict
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field, replace
-from itertools import accumulate
 from math import prod
 from typing import Any
 
@@ -34,7 +33,7 @@ from graphshard.program.aliases import alias_inputs, cast_dtype
 from graphshard.program.pass_protocol import apply_pass
 from graphshard.program.program import BACKWARD, FORWARD, Program
 from graphshard.program.spans import assign_units
-from graphshard.program.storages import FULL_GRADIENTS, PARAMETERS, SAVED, storages_of
+from graphshard.program.storages import FULL_GRADIENTS, PARAMETERS, SAVED, live_bytes, storages_of
 from graphshard.tune.simulator import Simulator
 from graphshard.tune.space import PLAIN, Candidate, CandidateGroup
 
@@ -176,15 +175,13 @@ def _activations(program: Program, grads: Collection[fx.Node]) -> tuple[int, int
     """
     storages = storages_of(program)
     made = {id(storage) for grad in grads for storage in storages.of_node.get(grad, ())}
-    change = [0] * (len(storages.place) + 1)
-    saved = 0
-    for storage in storages.all:
-        if storage.kind not in (PARAMETERS, FULL_GRADIENTS) and id(storage) not in made:
-            change[storage.born] += storage.size
-            change[min(storage.dies, len(change) - 2) + 1] -= storage.size
-        if storage.kind == SAVED and storage.size >= ON_CUDA:
-            saved += storage.size
-    return max(accumulate(change), default=0), saved
+    counted = [
+        storage
+        for storage in storages.all
+        if storage.kind not in (PARAMETERS, FULL_GRADIENTS) and id(storage) not in made
+    ]
+    saved = sum(s.size for s in storages.all if s.kind == SAVED and s.size >= ON_CUDA)
+    return max(live_bytes(counted, len(storages.place)), default=0), saved
 
 
 def _cast_seconds(plan: ShardingPlan, hardware: Hardware, needs: _StepNeeds) -> float:

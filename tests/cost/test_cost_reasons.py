@@ -232,13 +232,13 @@ def test_the_byte_budget():
     transfer = next(t for t in gathers if t.span.unit == "layers.2")
     place, name = transfer.span.place, name_of(estimate, transfer)
     budget = Budget(1, estimate.hardware, of_policy=False)
-    program.budget = replace(budget, bytes=max(held_by_place(program, plan, budget)[:place]))
+    program.budget = replace(budget, bytes=max(held_by_place(program, budget)[:place]))
     (reason,) = replace(estimate).reasons(transfer)
     assert reason.kind == kinds.BUDGET
     assert f"above the budget of {human_bytes(program.budget.bytes)}" in reason.text
     earlier = replace(plan, program=program.copy())
     node_of(earlier, reason.obstacle).prepend(node_of(earlier, name))
-    assert max(held_by_place(earlier.program, plan, budget)[:place]) > program.budget.bytes
+    assert max(held_by_place(earlier.program, budget)[:place]) > program.budget.bytes
     assert passed(again(earlier, 0.5), name) < transfer.span.end, "it would have helped"
     program.budget = replace(budget, bytes=10**9)
     (reason,) = replace(estimate).reasons(transfer)

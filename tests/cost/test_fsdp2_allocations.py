@@ -56,7 +56,7 @@ def test_selective_checkpoints_keep_what_their_policy_saves(backend: str) -> Non
     down = [n for n in program.nodes() if n.meta.get("fqn", "").endswith(".down")]
     computed = [n.name for n in down if n.target is torch.ops.aten.mm.default][:2]
     place = {node: index for index, node in enumerate(program.graph.nodes)}
-    lives = {life.request.name: life for life in fsdp2_lives(program)}
+    lives = {life.name: life for life in fsdp2_lives(program)}
     for index, name in enumerate(computed):
         backward = [
             place[node]

@@ -15,7 +15,6 @@ from examples.gpt import GPT, Block, GPTConfig
 from graphshard import BlockPolicy, MixedPrecision
 from graphshard.cli.main import main
 from graphshard.cost.allocations import (
-    COMPUTE,
     Event,
     Request,
     StepRequests,
@@ -28,6 +27,7 @@ from graphshard.cost.fsdp2_allocations import GATHERS, REDUCES, fsdp2_lives
 from graphshard.cost.reserved import CONTEXT, GRAPHS, reserved_memory, usable_bytes
 from graphshard.hardware.hardware import Hardware
 from graphshard.program import ops
+from graphshard.program.program import COMPUTE
 
 GIB = 1 << 30
 BF16 = MixedPrecision(torch.bfloat16, torch.float32)
@@ -106,7 +106,7 @@ def test_a_units_parameters_are_requested_one_by_one():
         if n.target is ops.all_gather and n.meta.get("unit") == "blocks.0"
     )
     lives = lives_of(predicted.program, predicted.memory.storages)
-    sizes = [life.request.size for life in lives if life.request.name == gather.name]
+    sizes = [life.size for life in lives if life.name == gather.name]
     unit = predicted.plan.units[1]
     params = [
         layout.full_bytes
@@ -243,32 +243,32 @@ def test_fsdp2_gathers_into_flat_buffers_and_copies_out_of_them():
     storages = list(lives_of(program, predicted.memory.storages))
     place = {node: index for index, node in enumerate(program.graph.nodes)}
     gathers = [n for n in program.nodes() if n.target is ops.all_gather]
-    flats = {life.request.name: life for life in lives if life.request.name.endswith("flat")}
+    flats = {life.name: life for life in lives if life.name.endswith("flat")}
     by_unit = {(gather.meta["unit"], gather.meta["phase"]): gather for gather in gathers}
     block, later = by_unit["blocks.0", "forward"], by_unit["blocks.1", "forward"]
     wait, next_wait = (next(iter(gather.users)) for gather in (block, later))
     flat = flats[f"{block.name}_flat"]
     assert (flat.born, flat.dies) == (place[wait], place[next_wait])
-    assert flat.request.stream == GATHERS
-    assert flat.request.size == predicted.plan.units[1].unsharded_bytes
-    copies = [life for life in lives if life.request.name == block.name]
+    assert flat.stream == GATHERS
+    assert flat.size == predicted.plan.units[1].unsharded_bytes
+    copies = [life for life in lives if life.name == block.name]
     assert {life.born for life in copies} == {place[wait]}
-    assert {life.request.stream for life in copies} == {COMPUTE}
-    assert sum(life.request.size for life in copies) == flat.request.size
+    assert {life.stream for life in copies} == {COMPUTE}
+    assert sum(life.size for life in copies) == flat.size
     backward = by_unit["blocks.0", "backward"]
     flat = flats[f"{backward.name}_flat"]
     assert (flat.born, flat.dies) == (place[backward], place[next(iter(backward.users))])
-    assert len({life.dies for life in lives if life.request.name == backward.name}) == 1
+    assert len({life.dies for life in lives if life.name == backward.name}) == 1
     reduces = [n for n in program.nodes() if n.target is ops.reduce_scatter]
-    results = [life for life in lives if life.request.stream == REDUCES]
+    results = [life for life in lives if life.stream == REDUCES]
     assert len(results) == len(reduces) == 3
-    shards = sum(r.request.size for r in storages if r.request.category == "gradients")
-    assert sum(life.request.size for life in results) == shards
+    shards = sum(r.size for r in storages if r.kind == "gradients")
+    assert sum(life.size for life in results) == shards
     sent = [flats[f"{reduce.name}_flat"] for reduce in reduces]
     assert [life.born for life in sent] == [place[reduce] for reduce in reduces]
     assert [life.dies for life in sent[:-1]] == [place[reduce] - 1 for reduce in reduces[1:]]
     casts = {operand.name for reduce in reduces for operand in reduce.all_input_nodes}
-    assert not [life for life in lives if life.request.name in casts]
+    assert not [life for life in lives if life.name in casts]
 
 
 def test_fsdp2_reserves_more_since_streams_share_nothing():

@@ -10,7 +10,7 @@ import toy_programs as toys
 from granularity import ALL_FINER, REDUCES, events, finer, gradient_bytes
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from simulations import SLOW_HOPS, SLOW_NETWORK
+from simulations import SLOW_HOPS, SLOW_NETWORK, score_of
 from toy_programs import BATCH, VOCAB, WIDTH, Toy
 
 from graphshard.hardware.hardware import Hardware
@@ -24,7 +24,6 @@ from graphshard.pipeline import default_passes, run_passes
 from graphshard.policy.units import Policy
 from graphshard.program.pass_protocol import Pass
 from graphshard.program.program import BACKWARD, Program
-from graphshard.schedule.evaluate import score_of
 from graphshard.verify.rules import verify
 
 # -- split_reduces -----------------------------------------------------------------------------

@@ -170,7 +170,7 @@ def test_the_bytes_of_a_small_step_by_hand():
     storages = storages_of(program)
     x, h = 4 * toys.BATCH * toys.WIDTH, 4 * toys.BATCH * 8
     # Of each block its input and its relu's result; the last block's output is the head's input.
-    assert storages.saved_by_unit() == {
+    assert storages.saved_by(lambda storage: storage.unit) == {
         "": x,
         "layers.0": x + h,
         "layers.1": x + h,
@@ -188,7 +188,12 @@ def test_recomputed_values_are_counted_while_they_live():
     run_passes(program, plan, default_passes(plan.policy))
     storages = storages_of(program)
     x, h = 4 * toys.BATCH * toys.WIDTH, 4 * toys.BATCH * 8
-    assert storages.saved_by_unit() == {"": x, "layers.0": x, "layers.1": x, "layers.2": x}
+    assert storages.saved_by(lambda storage: storage.unit) == {
+        "": x,
+        "layers.0": x,
+        "layers.1": x,
+        "layers.2": x,
+    }
     again = [s for s in storages.all if s.kind == AGAIN]
     assert {s.size for s in again} == {h}
     border = storages.place[program.first_backward()]

@@ -148,7 +148,7 @@ def test_states_are_saved_and_no_mask_is() -> None:
     assert {n.target for n in kept if ops.op_of(n)} == {ops.save_random_state}
     # Backward needs the last two draws first, and alone; the others go on from one state.
     assert [n.meta["unit"] for n in states(program)] == ["blocks.0"] * 3 + ["blocks.1"] * 3
-    bytes_of = storages_of(program).saved_by_unit()
+    bytes_of = storages_of(program).saved_by(lambda storage: storage.unit)
     assert bytes_of["blocks.0"] <= 3 * STATE + X.numel() * 4 + 4 * X.shape[0]
 
 

@@ -11,7 +11,7 @@ import pytest
 import torch
 import toy_programs as toys
 from hypothesis import given, settings
-from simulations import UNIT
+from simulations import UNIT, score_of
 from torch import nn
 
 import graphshard
@@ -29,7 +29,7 @@ from graphshard.program.annotations import Budget
 from graphshard.program.pass_protocol import Pass
 from graphshard.program.program import Program
 from graphshard.schedule.clusters import ComputeTimes
-from graphshard.schedule.evaluate import OrderScorer, least_bytes, score_of
+from graphshard.schedule.evaluate import OrderScorer, least_bytes
 from graphshard.schedule.jobs import JobTable
 from graphshard.schedule.list_scheduler import MINIMAL, Rule, place
 from graphshard.schedule.search import SLACK, best_order

@@ -9,8 +9,12 @@ import toy_programs as toys
 from torch import fx
 
 import graphshard
+from graphshard.cost.memory import held_by_place
+from graphshard.cost.timeline import timeline_of
 from graphshard.hardware.hardware import Hardware
 from graphshard.policy.units import Policy
+from graphshard.program.annotations import Score
+from graphshard.schedule.evaluate import budget_of
 
 # One of everything a second, so that times are counts.
 UNIT = Hardware(
@@ -65,3 +69,10 @@ def node_of(target, *shapes, args=None, dtype=torch.float32):
     node = graph.call_function(target, tuple(inputs) + (args or ()))
     node.meta["val"] = target(*(n.meta["val"] for n in inputs), *(args or ()))
     return node
+
+
+def score_of(program, plan):
+    """The score of a finished `program`, counted as in its budget."""
+    budget = budget_of(program)
+    seconds = timeline_of(program, plan, budget.hardware).seconds
+    return Score(seconds, max(held_by_place(program, budget)))
