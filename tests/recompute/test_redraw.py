@@ -109,10 +109,9 @@ def states(program: Program) -> list[fx.Node]:
 
 
 def budget(model: nn.Module) -> dict[str, Any]:
-    whole, plain = (
-        max(storages_of(program_of(model, recompute=way)).live()) for way in ("units", None)
-    )
-    return {"recompute": "budget", "memory_budget": int(whole + (plain - whole) * 0.15)}
+    """Less memory than units need: some choice that draws again fits."""
+    units = max(storages_of(program_of(model, recompute="units")).live())
+    return {"recompute": "budget", "memory_budget": int(0.9 * units)}
 
 
 @pytest.mark.parametrize(
