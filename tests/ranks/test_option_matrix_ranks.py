@@ -29,7 +29,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import Shard
 from torch.nn import functional as F
-from uneven import VOCAB, device
+from uneven import VOCAB, WIDTH, device
 
 from graphshard import MixedPrecision, pipeline
 from graphshard.errors import RuntimeStateError
@@ -158,20 +158,50 @@ def met(row: Row) -> set[frozenset[tuple[str, str]]]:
 # -- the model, sharded and not -------------------------------------------------------------------
 
 
+class Fourier(nn.Module):
+    """Mixes channels in each frequency by complex parameters, and has no others."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.mix = nn.Parameter(torch.randn(3, WIDTH, WIDTH, dtype=torch.cfloat) / 5)
+        self.shift = nn.Parameter(torch.randn(WIDTH, dtype=torch.cfloat))
+        self.turn = nn.Parameter(torch.tensor(0.6 + 0.8j))
+
+    def reset_parameters(self) -> None:
+        for param in self.parameters():
+            nn.init.normal_(param)
+
+    def forward(self, x: Tensor) -> Tensor:
+        seen = torch.fft.rfft(x.float(), dim=1)[:, :3]
+        mixed = torch.einsum("bfi,fio->bfo", seen, self.mix) * self.turn.conj() + self.shift
+        return x + torch.fft.irfft(mixed, n=x.shape[1], dim=1).to(x.dtype)
+
+
 class Block(uneven.Block):
     """Its dropout draws more than a generator's state takes, so recomputing draws it again."""
 
+    def __init__(self) -> None:
+        super().__init__()
+        self.spectrum = nn.Parameter(torch.randn(WIDTH // 2 + 1, dtype=torch.cfloat))
+
+    def reset_parameters(self) -> None:
+        super().reset_parameters()
+        nn.init.normal_(self.spectrum)
+
     def forward(self, x: Tensor) -> Tensor:
         many = super().forward(x).expand(48, *x.shape)
-        return F.dropout(many, 0.1).mean(0)
+        y = F.dropout(many, 0.1).mean(0)
+        filtered = torch.fft.rfft(y.float(), norm="ortho") * self.spectrum.conj()
+        return y + torch.fft.irfft(filtered, n=WIDTH, norm="ortho").to(y.dtype)
 
 
 class Net(uneven.Net):
-    """No dim is even; some parameters have no elements, no dims or no use."""
+    """No dim is even; some parameters are complex, have no elements, no dims or no use."""
 
     def __init__(self) -> None:
         super().__init__()
         self.blocks = nn.ModuleList(Block() for _ in range(2))
+        self.fourier = Fourier()
         self.scale = nn.Parameter(torch.tensor(1.5))
         self.wide = nn.Parameter(torch.ones(3, 0))
         self.unused = nn.Linear(3, 3)
@@ -185,7 +215,7 @@ class Net(uneven.Net):
         for index, block in enumerate(self.blocks):
             if not (skip and index == 1):
                 x = block(x)
-        logits = self.head(x * self.scale).float()
+        logits = self.head(self.fourier(x) * self.scale).float()
         return F.cross_entropy(logits.transpose(1, 2), ids) + self.wide.sum()
 
 
@@ -193,7 +223,8 @@ def net(seed: int = 5) -> Net:
     """Without training what has no dims on more ranks, where its sum has another order."""
     torch.manual_seed(seed)
     model = Net()
-    model.scale.requires_grad_(dist.get_world_size() == 2)
+    for param in (model.scale, model.fourier.turn):
+        param.requires_grad_(dist.get_world_size() == 2)
     return model
 
 
@@ -283,7 +314,7 @@ def surroundings(rank: int, fields: dict[str, Any]) -> Iterator[Any]:
 
 
 def compiled(*, seed: int = 5, **fields: Any) -> Any:
-    return uneven.compiled(make=partial(net, seed), block=Block, **fields)
+    return uneven.compiled(make=partial(net, seed), blocks=(Block, Fourier), **fields)
 
 
 def require_equal(found: list[Step], expected: list[Step], *, within: float = 0.0) -> None:

@@ -80,7 +80,7 @@ def compiled(
     modules: Mapping[Any, Any] | None = None,
     meta: bool = False,
     make: Callable[[], nn.Module] = net,
-    block: type[nn.Module] = Block,
+    blocks: tuple[type[nn.Module], ...] = (Block,),
     backend: str = "eager",
     dynamic: Any = None,
     passes: tuple[Any, ...] = (),
@@ -92,9 +92,9 @@ def compiled(
     """
     if along is not None:
         modules = {"*": {"placement": along, "unit": False}}
-    policy: Any = BlockPolicy({block}, **fields)
+    policy: Any = BlockPolicy(blocks, **fields)
     if modules is not None:
-        policy = ModulePolicy(modules, base=BlockPolicy({block}), **fields)
+        policy = ModulePolicy(modules, base=BlockPolicy(blocks), **fields)
     on = None if mesh is None else init_device_mesh(device().type, mesh, mesh_dim_names=("r", "s"))
     options = {"mesh": on, "backend": backend, "dynamic": dynamic, "passes": passes}
     with mock.patch.multiple(placement, MIN_PADDING=0, MAX_PADDING=0.0):
