@@ -87,7 +87,8 @@ def _is_last_reader(reduce: fx.Node, operand: fx.Node, root: fx.Node) -> bool:
     )
     if not is_fresh or root.meta["phase"] != reduce.meta["phase"]:
         return False
-    if not is_contiguous(operand.meta["val"]) or nbytes(operand) != nbytes(root):
+    val = operand.meta["val"]
+    if not is_contiguous(val) or val.is_conj() or nbytes(operand) != nbytes(root):
         return False
     if any(user.op == "output" for alias in aliases_of(root) for user in alias.users):
         return False

@@ -1,5 +1,4 @@
-"""DTensors: whole ones without torch's gather over Gloo, several meshes in one operator, and reals.
-"""
+"""DTensors: whole ones without torch's gather over Gloo, several meshes in one operator, reals."""
 
 from __future__ import annotations
 
