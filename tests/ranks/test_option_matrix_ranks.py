@@ -29,7 +29,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import Shard
 from torch.nn import functional as F
-from uneven import VOCAB, WIDTH, device
+from uneven import VOCAB, WIDTH, Fourier, device
 
 from graphshard import MixedPrecision, pipeline
 from graphshard.errors import RuntimeStateError
@@ -156,25 +156,6 @@ def met(row: Row) -> set[frozenset[tuple[str, str]]]:
 
 
 # -- the model, sharded and not -------------------------------------------------------------------
-
-
-class Fourier(nn.Module):
-    """Mixes channels in each frequency by complex parameters, and has no others."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.mix = nn.Parameter(torch.randn(3, WIDTH, WIDTH, dtype=torch.cfloat) / 5)
-        self.shift = nn.Parameter(torch.randn(WIDTH, dtype=torch.cfloat))
-        self.turn = nn.Parameter(torch.tensor(0.6 + 0.8j))
-
-    def reset_parameters(self) -> None:
-        for param in self.parameters():
-            nn.init.normal_(param)
-
-    def forward(self, x: Tensor) -> Tensor:
-        seen = torch.fft.rfft(x.float(), dim=1)[:, :3]
-        mixed = torch.einsum("bfi,fio->bfo", seen, self.mix) * self.turn.conj() + self.shift
-        return x + torch.fft.irfft(mixed, n=x.shape[1], dim=1).to(x.dtype)
 
 
 class Block(uneven.Block):

@@ -42,6 +42,25 @@ class Block(nn.Module):
         return x + each.mean(0).transpose(0, 1) * self.one + self.none.sum()
 
 
+class Fourier(nn.Module):
+    """Mixes channels in each frequency by complex parameters, and has no others."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.mix = nn.Parameter(torch.randn(3, WIDTH, WIDTH, dtype=torch.cfloat) / 5)
+        self.shift = nn.Parameter(torch.randn(WIDTH, dtype=torch.cfloat))
+        self.turn = nn.Parameter(torch.tensor(0.6 + 0.8j))
+
+    def reset_parameters(self) -> None:
+        for param in self.parameters():
+            nn.init.normal_(param)
+
+    def forward(self, x: Tensor) -> Tensor:
+        seen = torch.fft.rfft(x.float(), dim=1)[:, :3]
+        mixed = torch.einsum("bfi,fio->bfo", seen, self.mix) * self.turn.conj() + self.shift
+        return x + torch.fft.irfft(mixed, n=x.shape[1], dim=1).to(x.dtype)
+
+
 class Net(nn.Module):
     def __init__(self) -> None:
         super().__init__()
