@@ -163,7 +163,7 @@ class Block(uneven.Block):
 
     def __init__(self) -> None:
         super().__init__()
-        self.spectrum = nn.Parameter(torch.randn(WIDTH // 2 + 1, dtype=torch.cfloat))
+        self.spectrum = nn.Parameter(torch.randn(WIDTH // 2 + 1, dtype=torch.cfloat) / 50)
 
     def reset_parameters(self) -> None:
         super().reset_parameters()

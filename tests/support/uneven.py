@@ -47,8 +47,8 @@ class Fourier(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.mix = nn.Parameter(torch.randn(3, WIDTH, WIDTH, dtype=torch.cfloat) / 5)
-        self.shift = nn.Parameter(torch.randn(WIDTH, dtype=torch.cfloat))
+        self.mix = nn.Parameter(torch.randn(3, WIDTH, WIDTH, dtype=torch.cfloat) / 50)
+        self.shift = nn.Parameter(torch.randn(WIDTH, dtype=torch.cfloat) / 50)
         self.turn = nn.Parameter(torch.tensor(0.6 + 0.8j))
 
     def reset_parameters(self) -> None:
