@@ -105,8 +105,8 @@ def _multiply(op: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
 def let_reals_be_views() -> None:
     """Let `torch.view_as_real` of a DTensor share its memory, for good, as optimizers need.
 
-    torch gathers a sharded one first, so what an optimizer writes into the view would be lost, and
-    refuses one without dims.
+    torch gathers a vector first of which ranks have unequal parts, so that what an optimizer writes
+    into the view is lost, and refuses one without dims.
     """
     _handle(aten.view_as_real.default, _as_reals)
 

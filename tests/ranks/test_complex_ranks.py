@@ -294,7 +294,7 @@ class OfOneDtype(Operator):
 
 
 def as_fully_shard(rank: int) -> None:
-    """In gradients; what torch's optimizers write into its complex shards is lost."""
+    """In gradients; what torch's optimizers write into the uneven shards of a vector is lost."""
     ours = graphshard.compile(operator(OfOneDtype), graphshard.BlockPolicy({Spectrum}))
     theirs = operator(OfOneDtype)
     for layer in theirs.layers:
