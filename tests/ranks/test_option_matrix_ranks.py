@@ -373,8 +373,7 @@ def full_gradients_of_low_precision(rank: int) -> None:
         sharded.zero_grad()
         with sharded.unsharded(with_grads=True) as params:
             for name in before:
-                kept = params[name].dtype if params[name].is_complex() else torch.bfloat16
-                params[name].grad = torch.ones_like(params[name], dtype=kept)
+                params[name].grad = torch.ones_like(params[name], dtype=before[name].dtype)
         sharded.clip_grad_norm_(1.0)
 
 
@@ -476,11 +475,12 @@ def reduced_whole_and_kept_in_parts(rank: int) -> None:
     backward(sharded, 0, rank)
     assert any(event.op == "all_reduce_shard" for event in sharded.program.schedule())
     for unit in sharded.plan.units:
-        kept = sum(prod(layout.shard_shape) for layout in unit.layouts if layout.sharded)
+        sharded_here = [layout for layout in unit.layouts if layout.sharded]
+        kept = sum(prod(layout.shard_shape) * layout.dtype.itemsize for layout in sharded_here)
         for layout in unit.layouts:
             grad = sharded.get_parameter(layout.fqn).grad
             if layout.sharded and grad is not None:
-                assert grad.to_local().untyped_storage().nbytes() <= 4 * kept, layout.fqn
+                assert grad.to_local().untyped_storage().nbytes() <= kept, layout.fqn
 
 
 # -- numbers of ranks that divide no dim ----------------------------------------------------------
