@@ -185,7 +185,8 @@ def _send_bytes(
     dims = Collective.of(node).dims
     copied, padding = [], 0
     for operand, dim, size in zip(operands, dims, sizes, strict=True):
-        if dim or size != bytes_of(operand) or not is_contiguous(operand):
+        laid_out = is_contiguous(operand) and not operand.is_conj()
+        if dim or size != bytes_of(operand) or not laid_out:
             copied.append(size)
             padding += size - bytes_of(operand)
     packed = [ranks * sum(sizes) for sizes in _messages(shards, packing.REDUCE_BELOW[backend])]

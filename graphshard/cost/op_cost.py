@@ -392,9 +392,12 @@ def _computed(node: fx.Node) -> OpCost:
         moved *= 2
         operands = operands[1:]
     moved += sum(map(_stored_bytes, operands))
-    floats = [t.dtype for t in (*operands, *results) if t.dtype.is_floating_point]
+    reals = [t.dtype.to_real() for t in (*operands, *results)]
+    floats = [dtype for dtype in reals if dtype.is_floating_point]
     dtype = floats[0] if floats else torch.float32
     flops = _flops(packet, node)
+    if results[0].is_complex():  # each product of two numbers is four of reals
+        flops *= 4
     kind = _kind(packet, flops)
     work = _work(packet, kind, flops, node, results[0])
     return OpCost(kind, flops, moved, dtype, curves_of(packet, kind, node), work)

@@ -269,6 +269,9 @@ def _notes(plan: ShardingPlan) -> Iterator[tuple[str, str]]:
         if len(layout.names) > 1:
             yield "tied", f"{some_of(layout.names, ' = ')}, stored once in {unit.fqn or '(root)'}"
     yield from _placements(plan)
+    cast = [layout for unit, layout in layouts if unit.options.precision is not None]
+    if kept := [layout.fqn for layout in cast if layout.dtype.is_complex]:
+        yield "precision", f"{some_of(kept)}, complex, computed and reduced as stored"
     if plan.ignored:
         numel = sum(layout.numel for layout in plan.ignored)
         yield (

@@ -148,7 +148,7 @@ def _find_infinities(
     torch_handler: Any, op: Any, args: Sequence[Any], kwargs: Mapping[str, Any]
 ) -> None:
     """`op(grads, found, inverse_scale)` with `found` the maximum over all ranks and gradients."""
-    grads: list[Tensor] = args[0]
+    grads: list[Tensor] = [torch.view_as_real(g) if g.is_complex() else g for g in args[0]]
     plain = [grad for grad in grads if not isinstance(grad, DTensor)]
     if plain:
         op(plain, *args[1:], **kwargs)

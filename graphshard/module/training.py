@@ -380,7 +380,7 @@ class GradNorm:
         own = [param.grad for param in unreduced if param.grad is not None]
         self.shared = len(shared)
         self.grads = [_local(grad) for grad in (*shared, *own)]
-        is_double = any(g.dtype == torch.float64 for g in self.grads)
+        is_double = any(g.dtype.to_real() == torch.float64 for g in self.grads)
         self.dtype = torch.float64 if is_double else torch.float32
         self.foreach = foreach
         self.device = device
@@ -432,10 +432,11 @@ class GradNorm:
                 by_kind.setdefault((grad.device, grad.dtype), []).append(place)
         for places in by_kind.values():
             alike = [grads[place] for place in places]
+            dtype = self.dtype.to_complex() if alike[0].is_complex() else self.dtype
             if self.foreach is False:
-                found = [torch.linalg.vector_norm(g, self.p, dtype=self.dtype) for g in alike]
+                found = [torch.linalg.vector_norm(g, self.p, dtype=dtype) for g in alike]
             else:
-                found = torch_compat.foreach_norm(alike, self.p, self.dtype)
+                found = torch_compat.foreach_norm(alike, self.p, dtype)
             for place, norm in zip(places, found, strict=True):
                 norms[place] = norm.to(self.device, self.dtype)
         if not norms:

@@ -18,7 +18,7 @@ from graphshard.program.collective import Collective, operands_of
 from graphshard.program.regions import REGION
 from graphshard.program.sizes import is_contiguous
 
-# Dtypes that every backend can gather and, except integers, reduce.
+# Dtypes that every backend can gather and, except integers, reduce; others are gathered as bytes.
 MOVABLE = frozenset(
     {
         torch.float64,
@@ -34,6 +34,10 @@ MOVABLE = frozenset(
 )
 
 
+PACKABLE = MOVABLE | {torch.complex64, torch.complex128}
+"""Dtypes that are packed, and reduced; complex numbers are reduced as pairs of reals."""
+
+
 GATHER_BELOW = {"gloo": 32 * 1024, "nccl": 64 * 1024, "fake": 64 * 1024}
 """Bytes of a shard below which a gather packs it, by backend."""
 
@@ -45,11 +49,11 @@ REDUCE_BELOW = {"gloo": 64 * 1024, "nccl": 64 * 1024, "fake": 64 * 1024}
 def packed(sizes: Sequence[int], dtypes: Sequence[torch.dtype], below: int) -> list[list[int]]:
     """The indices of tensors to pack together: one list for each dtype with two or more.
 
-    `sizes` and `below` are bytes. Dtypes that some backend cannot move are never packed.
+    `sizes` and `below` are bytes. Dtypes that some backend cannot reduce are never packed.
     """
     by_dtype: dict[torch.dtype, list[int]] = {}
     for index, (size, dtype) in enumerate(zip(sizes, dtypes, strict=True)):
-        if size < below and dtype in MOVABLE:
+        if size < below and dtype in PACKABLE:
             by_dtype.setdefault(dtype, []).append(index)
     return [indices for indices in by_dtype.values() if len(indices) > 1]
 
@@ -83,7 +87,8 @@ def _is_last_reader(reduce: fx.Node, operand: fx.Node, root: fx.Node) -> bool:
     )
     if not is_fresh or root.meta["phase"] != reduce.meta["phase"]:
         return False
-    if not is_contiguous(operand.meta["val"]) or nbytes(operand) != nbytes(root):
+    val = operand.meta["val"]
+    if not is_contiguous(val) or val.is_conj() or nbytes(operand) != nbytes(root):
         return False
     if any(user.op == "output" for alias in aliases_of(root) for user in alias.users):
         return False

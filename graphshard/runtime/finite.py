@@ -14,7 +14,7 @@ from torch import Tensor, fx
 
 from graphshard.errors import CollectiveError
 from graphshard.program.finite import values_of
-from graphshard.runtime.group import Group
+from graphshard.runtime.group import Group, as_reals
 
 _SMALL = 1 << 14
 """Elements below which tensors are joined, as each operator then costs more than its work."""
@@ -30,7 +30,7 @@ def probe(values: Sequence[Tensor]) -> Tensor:
     small: dict[torch.dtype, list[Tensor]] = {}
     numbers = []
     for value in values:
-        real = torch.view_as_real(value) if value.is_complex() else value
+        real = as_reals(value)
         if real.numel() < _SMALL:
             small.setdefault(real.dtype, []).append(real.reshape(-1))
         else:

@@ -38,6 +38,11 @@ def as_bytes(tensor: Tensor) -> Tensor:
     return tensor.view(-1).view(torch.uint8)
 
 
+def as_reals(tensor: Tensor) -> Tensor:
+    """`tensor`, or a complex one as reals `(..., 2)`, which every backend can reduce."""
+    return torch.view_as_real(tensor.resolve_conj()) if tensor.is_complex() else tensor
+
+
 def strides_of(shape: Sequence[int]) -> tuple[int, ...]:
     """The strides of a contiguous tensor of `shape`."""
     strides: list[int] = []

@@ -26,6 +26,7 @@ from graphshard.program.program import FORWARD, Program
 from graphshard.program.text import node_line, source_line
 from graphshard.runtime.calls import mark
 from graphshard.runtime.finite import Found
+from graphshard.runtime.group import as_reals
 from graphshard.runtime.lower import generators_of, lower
 
 
@@ -103,7 +104,7 @@ class _Looking(fx.Interpreter):
 
 def _what_is_wrong(value: Tensor, *, masked: bool) -> str | None:
     """Which elements are wrong, such as "NaN in 3 of 8 elements"; None if all are finite."""
-    real = torch.view_as_real(value) if value.is_complex() else value
+    real = as_reals(value)
     found = {"NaN": real.isnan(), "inf": real == float("inf"), "-inf": real == float("-inf")}
     if masked:
         del found["-inf"]

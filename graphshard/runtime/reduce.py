@@ -19,9 +19,9 @@ from graphshard.errors import CollectiveError, PlanError
 from graphshard.planning.layout import ParamLayout
 from graphshard.program import ops
 from graphshard.program.collective import operands_of, params_of
-from graphshard.program.packing import MOVABLE, REDUCE_BELOW
+from graphshard.program.packing import PACKABLE, REDUCE_BELOW
 from graphshard.runtime.collectives import BoundCollective, Message, Operand, Pending
-from graphshard.runtime.group import Group
+from graphshard.runtime.group import Group, as_reals
 from graphshard.runtime.shards import take_apart
 from graphshard.torch_private import compat as torch_compat
 from graphshard.torch_private.coalesced import Works, coalesced
@@ -39,11 +39,10 @@ def require_reducible(graph: fx.Graph, group: Group) -> None:
                     f"the gradient of parameter {name!r} is sparse, and only dense ones can be "
                     "averaged over the ranks; make it dense, e.g. nn.Embedding(..., sparse=False)"
                 )
-            if group.size > 1 and grad.dtype not in MOVABLE:
+            if group.size > 1 and grad.dtype not in PACKABLE:
                 raise PlanError(
                     f"the gradient of parameter {name!r} is {str(grad.dtype)[6:]}, which the "
-                    f"backend {group.backend!r} cannot average; freeze the parameter, cast it, or "
-                    "(a complex one) train its torch.view_as_real"
+                    f"backend {group.backend!r} cannot average; freeze the parameter, or cast it"
                 )
 
 
@@ -67,7 +66,7 @@ def averaging_by_dtype(
 ) -> dict[torch.dtype, Averaging]:
     """The average over `group` of gradients of each dtype, with torch's class of options."""
     by_dtype = {}
-    for dtype in {operand.dtype for operand in operands}:
+    for dtype in {operand.dtype.to_real() for operand in operands}:
         options = torch_compat.collective_options(options_class)
         options.asyncOp = group.side_stream is None
         if dtype is torch.float16:
@@ -122,10 +121,9 @@ class ReduceScatter(BoundCollective):
     def _flat(self, grads: list[Tensor], message: Message) -> Tensor:
         """The gradients of a message as one flat tensor, each rank's parts after another's."""
         if not message.packed:
-            return grads[message.indices[0]].view(-1)
-        return torch_compat.rows_by_rank([grads[i] for i in message.indices], self.group.size).view(
-            -1
-        )
+            return as_reals(grads[message.indices[0]]).view(-1)
+        parts = [as_reals(grads[i]) for i in message.indices]
+        return torch_compat.rows_by_rank(parts, self.group.size).view(-1)
 
     def prepare(self, sent: Tensor) -> Tensor:
         """The tensor to move for `sent`: itself, a copy, or a quotient."""
@@ -146,7 +144,9 @@ class ReduceScatter(BoundCollective):
         for messages in self.launches:
             for message in messages:
                 flat = self.average(*next(sent_and_received))
-                for i, shard in zip(message.indices, split_message(flat, message), strict=True):
+                dtype = self.operands[message.indices[0]].dtype
+                parts = split_message(flat, message, dtype)
+                for i, shard in zip(message.indices, parts, strict=True):
                     shape = self.shapes[i]
                     shards[i] = shard if shape is None else shard.view(shape)
         return shards
@@ -254,8 +254,8 @@ class AllReduce(BoundCollective):
         """The gradients of a message as one flat tensor: a copy, unless it is this node's own."""
         first = message.indices[0]
         if self.operands[first].own and tensors[first].is_contiguous():
-            return tensors[first].view(-1)
-        return torch.cat([tensors[i].reshape(-1) for i in message.indices])
+            return as_reals(tensors[first]).view(-1)
+        return torch.cat([as_reals(tensors[i]).reshape(-1) for i in message.indices])
 
     def results(self, pending: Pending) -> list[Tensor]:
         """The averages, as views of the messages."""
@@ -270,7 +270,9 @@ class AllReduce(BoundCollective):
         grads: list[Any] = [None] * len(self.operands)
         messages = [message for messages in self.launches for message in messages]
         for message, flat in zip(messages, pending.buffers, strict=True):
-            for i, grad in zip(message.indices, split_message(flat, message), strict=True):
+            dtype = self.operands[message.indices[0]].dtype
+            parts = split_message(flat, message, dtype)
+            for i, grad in zip(message.indices, parts, strict=True):
                 shape = self.shapes[i]
                 grads[i] = grad if shape is None else grad.view(shape)
         return grads
@@ -366,8 +368,10 @@ REDUCES: dict[Any, type[BoundCollective]] = {
 """The class that runs each reduce over more than one rank; Gloo has others for a reduce_scatter."""
 
 
-def split_message(flat: Tensor, message: Message) -> Sequence[Tensor]:
-    """The flat shard of each operand in a message, as views."""
+def split_message(flat: Tensor, message: Message, dtype: torch.dtype) -> Sequence[Tensor]:
+    """The flat shard of each operand in a message, of `dtype`, as views."""
+    if dtype.is_complex:
+        flat = flat.view(dtype)
     return torch.split_with_sizes(flat, message.numels) if message.packed else (flat,)
 
 

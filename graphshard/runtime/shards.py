@@ -27,6 +27,7 @@ from graphshard.errors import PlanError, RuntimeStateError
 from graphshard.planning.layout import ParamLayout
 from graphshard.runtime.group import Group, strides_of
 from graphshard.torch_private import compat as torch_compat
+from graphshard.torch_private.dtensors import let_reals_be_views
 
 
 def part_of(whole: Tensor, layout: ParamLayout, rank: int) -> Tensor:
@@ -168,7 +169,8 @@ class Shard:
         for name, value in vars(model_param).items():
             setattr(self.param, name, value)
         setattr(self.param, _OWNER, layout.fqn)
-        if model_param.device.type == "meta" and layout.dtype.is_floating_point:
+        has_nan = layout.dtype.is_floating_point or layout.dtype.is_complex
+        if model_param.device.type == "meta" and has_nan:
             self.local.fill_(float("nan"))  # see `has_values`
 
     def current(self) -> Tensor:
@@ -294,6 +296,8 @@ class Shard:
     def _parameter(self, local: Tensor) -> nn.Parameter:
         if self.group.mesh is None:
             return nn.Parameter(local, requires_grad=False)
+        if local.is_complex():
+            let_reals_be_views()
         cuts = self.layout.cuts
         mesh = self.group.grid(tuple(parts for _, parts in cuts))
         split: list[Placement] = [ShardDim(dim) for dim, _ in cuts] or [Replicate()]

@@ -269,11 +269,13 @@ def set_local_tensor(dtensor: Any, local: torch.Tensor) -> None:
     dtensor._local_tensor = local
 
 
-def dtensor_like(dtensor: Any, local: torch.Tensor) -> Any:
+def dtensor_like(dtensor: Any, local: torch.Tensor, shape_and_stride: Any = None) -> Any:
     """A DTensor laid out as `dtensor` is, around `local`; a tenth of the cost of `from_local`."""
     spec = dtensor._spec
     if spec.tensor_meta.dtype != local.dtype:
         meta = spec.tensor_meta._replace(dtype=local.dtype)
+        if shape_and_stride is not None:
+            meta = meta._replace(shape=torch.Size(shape_and_stride[0]), stride=shape_and_stride[1])
         spec = type(spec)(spec.mesh, spec.placements, tensor_meta=meta)
     kind = _dtensor_class()
     return kind.__new__(kind, local, spec, requires_grad=False)  # its __init__ does nothing, slowly

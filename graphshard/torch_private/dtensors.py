@@ -1,4 +1,4 @@
-"""DTensors: a whole one without torch's gather over Gloo, and several meshes in one operator."""
+"""DTensors: whole ones without torch's gather over Gloo, several meshes in one operator, reals."""
 
 from __future__ import annotations
 
@@ -12,8 +12,10 @@ from torch import Tensor
 from torch.distributed.tensor import Replicate, Shard
 
 from graphshard.torch_private.coalesced import coalesced
-from graphshard.torch_private.compat import group_backend, local_tensor
+from graphshard.torch_private.compat import dtensor_like, group_backend, local_tensor
 from graphshard.torch_private.patches import dtensor_handlers, patched_for_good
+
+aten = torch.ops.aten
 
 
 def full_tensor(dtensor: Any) -> Tensor:
@@ -67,10 +69,14 @@ def let_meshes_mix() -> None:
     A stack is a plain tensor then, the same on every rank. torch's `clip_grad_norm_` makes both
     calls, so it would refuse parameters of which some are split along one dim and some along two.
     """
+    for op, handler in ((aten.stack.default, _stack), (aten._foreach_mul_.Tensor, _multiply)):
+        _handle(op, handler)
+
+
+def _handle(op: Any, handler: Any) -> None:
     handlers = dtensor_handlers()
-    for op, handler in _HANDLERS.items():
-        handlers.setdefault(op, None)
-        patched_for_good(handlers, op, handler, where=f"the handler of DTensors for {op}")
+    handlers.setdefault(op, None)
+    patched_for_good(handlers, op, handler, where=f"the handler of DTensors for {op}")
 
 
 def _stack(op: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
@@ -95,10 +101,20 @@ def _multiply(op: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
             op([tensors[place] for place in places], *others, **kwargs)
 
 
-_HANDLERS = {
-    torch.ops.aten.stack.default: _stack,
-    torch.ops.aten._foreach_mul_.Tensor: _multiply,
-}
+@cache
+def let_reals_be_views() -> None:
+    """Let `torch.view_as_real` of a DTensor share its memory, for good, as optimizers need.
+
+    torch gathers a vector first of which ranks have unequal parts, so that what an optimizer writes
+    into the view is lost, and refuses one without dims.
+    """
+    _handle(aten.view_as_real.default, _as_reals)
+
+
+def _as_reals(op: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+    (tensor,) = args
+    stride = (*(2 * step for step in tensor.stride()), 1)
+    return dtensor_like(tensor, op(local_tensor(tensor)), ((*tensor.shape, 2), stride))
 
 
 def _places_by_mesh(tensors: Sequence[Any]) -> dict[Any, list[int]]:

@@ -29,7 +29,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import Shard
 from torch.nn import functional as F
-from uneven import VOCAB, device
+from uneven import VOCAB, WIDTH, Fourier, device
 
 from graphshard import MixedPrecision, pipeline
 from graphshard.errors import RuntimeStateError
@@ -161,17 +161,28 @@ def met(row: Row) -> set[frozenset[tuple[str, str]]]:
 class Block(uneven.Block):
     """Its dropout draws more than a generator's state takes, so recomputing draws it again."""
 
+    def __init__(self) -> None:
+        super().__init__()
+        self.spectrum = nn.Parameter(torch.randn(WIDTH // 2 + 1, dtype=torch.cfloat) / 50)
+
+    def reset_parameters(self) -> None:
+        super().reset_parameters()
+        nn.init.normal_(self.spectrum)
+
     def forward(self, x: Tensor) -> Tensor:
         many = super().forward(x).expand(48, *x.shape)
-        return F.dropout(many, 0.1).mean(0)
+        y = F.dropout(many, 0.1).mean(0)
+        filtered = torch.fft.rfft(y.float(), norm="ortho") * self.spectrum.conj()
+        return y + torch.fft.irfft(filtered, n=WIDTH, norm="ortho").to(y.dtype)
 
 
 class Net(uneven.Net):
-    """No dim is even; some parameters have no elements, no dims or no use."""
+    """No dim is even; some parameters are complex, have no elements, no dims or no use."""
 
     def __init__(self) -> None:
         super().__init__()
         self.blocks = nn.ModuleList(Block() for _ in range(2))
+        self.fourier = Fourier()
         self.scale = nn.Parameter(torch.tensor(1.5))
         self.wide = nn.Parameter(torch.ones(3, 0))
         self.unused = nn.Linear(3, 3)
@@ -185,7 +196,7 @@ class Net(uneven.Net):
         for index, block in enumerate(self.blocks):
             if not (skip and index == 1):
                 x = block(x)
-        logits = self.head(x * self.scale).float()
+        logits = self.head(self.fourier(x) * self.scale).float()
         return F.cross_entropy(logits.transpose(1, 2), ids) + self.wide.sum()
 
 
@@ -193,7 +204,8 @@ def net(seed: int = 5) -> Net:
     """Without training what has no dims on more ranks, where its sum has another order."""
     torch.manual_seed(seed)
     model = Net()
-    model.scale.requires_grad_(dist.get_world_size() == 2)
+    for param in (model.scale, model.fourier.turn):
+        param.requires_grad_(dist.get_world_size() == 2)
     return model
 
 
@@ -283,7 +295,7 @@ def surroundings(rank: int, fields: dict[str, Any]) -> Iterator[Any]:
 
 
 def compiled(*, seed: int = 5, **fields: Any) -> Any:
-    return uneven.compiled(make=partial(net, seed), block=Block, **fields)
+    return uneven.compiled(make=partial(net, seed), blocks=(Block, Fourier), **fields)
 
 
 def require_equal(found: list[Step], expected: list[Step], *, within: float = 0.0) -> None:
@@ -351,7 +363,8 @@ def full_gradients_of_low_precision(rank: int) -> None:
         with sharded.unsharded(with_grads=True) as params:
             for name, grad in before.items():
                 assert torch.equal(params[name].grad, grad)
-                assert params[name].grad.dtype == torch.bfloat16
+                kept = params[name].dtype if params[name].is_complex() else torch.bfloat16
+                assert params[name].grad.dtype == kept
                 params[name].grad.mul_(2)
             with pytest.raises(RuntimeStateError, match="clip before it"):
                 sharded.clip_grad_norm_(1.0)
@@ -360,7 +373,7 @@ def full_gradients_of_low_precision(rank: int) -> None:
         sharded.zero_grad()
         with sharded.unsharded(with_grads=True) as params:
             for name in before:
-                params[name].grad = torch.ones_like(params[name], dtype=torch.bfloat16)
+                params[name].grad = torch.ones_like(params[name], dtype=before[name].dtype)
         sharded.clip_grad_norm_(1.0)
 
 
@@ -462,11 +475,12 @@ def reduced_whole_and_kept_in_parts(rank: int) -> None:
     backward(sharded, 0, rank)
     assert any(event.op == "all_reduce_shard" for event in sharded.program.schedule())
     for unit in sharded.plan.units:
-        kept = sum(prod(layout.shard_shape) for layout in unit.layouts if layout.sharded)
+        sharded_here = [layout for layout in unit.layouts if layout.sharded]
+        kept = sum(prod(layout.shard_shape) * layout.dtype.itemsize for layout in sharded_here)
         for layout in unit.layouts:
             grad = sharded.get_parameter(layout.fqn).grad
             if layout.sharded and grad is not None:
-                assert grad.to_local().untyped_storage().nbytes() <= 4 * kept, layout.fqn
+                assert grad.to_local().untyped_storage().nbytes() <= kept, layout.fqn
 
 
 # -- numbers of ranks that divide no dim ----------------------------------------------------------
@@ -571,8 +585,9 @@ QUICK_ZERO1 = [Trains("zero1 alone", **ZERO1), Trains("zero1 beside", modules=BE
 test_pairs_on_two_ranks = on_ranks([*QUICK, *QUICK_ZERO1], 2, timeout=300)
 BUDGET = {"recompute": "budget", "memory_budget": 220_000}
 REST = [*(row for row in ROWS if row not in QUICK), Trains("zero1", **ZERO1, **BUDGET)]
-test_other_pairs_on_two_ranks = pytest.mark.slow(on_ranks(REST[::2], 2, timeout=595))
-test_more_pairs_on_two_ranks = pytest.mark.slow(on_ranks(REST[1::2], 2, timeout=595))
+test_other_pairs_on_two_ranks = pytest.mark.slow(on_ranks(REST[::3], 2, timeout=595))
+test_more_pairs_on_two_ranks = pytest.mark.slow(on_ranks(REST[1::3], 2, timeout=595))
+test_last_pairs_on_two_ranks = pytest.mark.slow(on_ranks(REST[2::3], 2, timeout=595))
 test_others_on_two_ranks = pytest.mark.slow(on_ranks(OTHERS, 2, timeout=500))
 test_on_four_ranks = pytest.mark.slow(on_ranks(ON_FOUR, 4, timeout=500))
 test_on_three_ranks = pytest.mark.slow(on_ranks(UNEVEN, 3, timeout=500))

@@ -35,7 +35,9 @@ class OneProcess:
         for params in zip(*(replica.parameters() for replica in self.replicas), strict=True):
             grads = [p.grad for p in params if p.grad is not None]
             if grads:
-                mean = sum(grads[1:], grads[0]) / len(params)
+                mean = sum(grads[1:], grads[0]).resolve_conj()
+                # A complex number divided by a number is rounded as by a complex one.
+                (torch.view_as_real(mean) if mean.is_complex() else mean).div_(len(params))
                 for p in params:
                     p.grad = mean.clone()
         return results

@@ -218,6 +218,8 @@ def _gather_without_torch() -> None:
             return torch_does(dtensor, **options)
         within = True
         try:
+            if dtensor.is_complex():  # which a coalesced call over Gloo does not gather
+                return torch.view_as_complex(full_tensor(torch.view_as_real(dtensor.detach())))
             return full_tensor(dtensor)
         finally:
             within = False

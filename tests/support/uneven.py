@@ -42,6 +42,25 @@ class Block(nn.Module):
         return x + each.mean(0).transpose(0, 1) * self.one + self.none.sum()
 
 
+class Fourier(nn.Module):
+    """Mixes channels in each frequency by complex parameters, and has no others."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.mix = nn.Parameter(torch.randn(3, WIDTH, WIDTH, dtype=torch.cfloat) / 50)
+        self.shift = nn.Parameter(torch.randn(WIDTH, dtype=torch.cfloat) / 50)
+        self.turn = nn.Parameter(torch.tensor(0.6 + 0.8j))
+
+    def reset_parameters(self) -> None:
+        for param in self.parameters():
+            nn.init.normal_(param)
+
+    def forward(self, x: Tensor) -> Tensor:
+        seen = torch.fft.rfft(x.float(), dim=1)[:, :3]
+        mixed = torch.einsum("bfi,fio->bfo", seen, self.mix) * self.turn.conj() + self.shift
+        return x + torch.fft.irfft(mixed, n=x.shape[1], dim=1).to(x.dtype)
+
+
 class Net(nn.Module):
     def __init__(self) -> None:
         super().__init__()
@@ -80,7 +99,7 @@ def compiled(
     modules: Mapping[Any, Any] | None = None,
     meta: bool = False,
     make: Callable[[], nn.Module] = net,
-    block: type[nn.Module] = Block,
+    blocks: tuple[type[nn.Module], ...] = (Block,),
     backend: str = "eager",
     dynamic: Any = None,
     passes: tuple[Any, ...] = (),
@@ -92,9 +111,9 @@ def compiled(
     """
     if along is not None:
         modules = {"*": {"placement": along, "unit": False}}
-    policy: Any = BlockPolicy({block}, **fields)
+    policy: Any = BlockPolicy(blocks, **fields)
     if modules is not None:
-        policy = ModulePolicy(modules, base=BlockPolicy({block}), **fields)
+        policy = ModulePolicy(modules, base=BlockPolicy(blocks), **fields)
     on = None if mesh is None else init_device_mesh(device().type, mesh, mesh_dim_names=("r", "s"))
     options = {"mesh": on, "backend": backend, "dynamic": dynamic, "passes": passes}
     with mock.patch.multiple(placement, MIN_PADDING=0, MAX_PADDING=0.0):

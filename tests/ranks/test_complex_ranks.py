@@ -1,0 +1,426 @@
+"""Complex parameters, in units of their own and beside real ones, as one process trains them.
+
+That every option takes them is a matter of `test_option_matrix_ranks.py`, whose model has some.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+import torch.distributed as dist
+from full_tensors import full, full_grads
+from loops import OneProcess, exact, same_grads, same_params
+from ranks import on_ranks, on_two_or_four_ranks, run_ranks
+from state_checks import assert_same, flat, full_state
+from torch import Tensor, nn
+from torch.distributed import checkpoint
+from torch.distributed.fsdp import fully_shard
+from torch.nn.utils import clip_grad_norm_
+
+import graphshard
+from examples.benchmarks.benchmark_models import WEIGHED, Model
+from examples.benchmarks.memory_truth import Case, row, truth_of
+from graphshard.cost.op_cost import op_cost
+from graphshard.errors import NonFiniteError
+from graphshard.state.local_steps import ELEMENTWISE
+
+aten = torch.ops.aten
+LENGTH = 16
+
+
+class Spectrum(nn.Module):
+    """Complex parameters alone: those of each frequency mix the channels."""
+
+    def __init__(self, width: int, modes: int) -> None:
+        super().__init__()
+        self.mix = nn.Parameter(torch.empty(modes, width, width, dtype=torch.cfloat))
+        self.shift = nn.Parameter(torch.empty(3, dtype=torch.cfloat))
+        self.wide = nn.Parameter(torch.empty(width, dtype=torch.cdouble))
+        self.reset_parameters()
+
+    def reset_parameters(self) -> None:
+        for param in self.parameters():
+            nn.init.normal_(param, std=0.7 / self.wide.numel() ** 0.5)
+
+    def forward(self, x: Tensor) -> Tensor:
+        modes = torch.einsum("bfi,fio->bfo", x[:, : len(self.mix)], self.mix.conj())
+        return modes * self.shift.sum() + self.wide.to(x.dtype).conj()
+
+
+class Layer(nn.Module):
+    """The layer of a Fourier neural operator in one dimension, with real and complex parameters."""
+
+    def __init__(self, width: int, modes: int) -> None:
+        super().__init__()
+        self.spectrum = Spectrum(width, modes)
+        self.gain = nn.Parameter(torch.empty(modes, 1, dtype=torch.cfloat))
+        self.turn = nn.Parameter(torch.empty((), dtype=torch.cfloat))
+        self.direct = nn.Linear(width, width)
+        self.reset_parameters()
+
+    def reset_parameters(self) -> None:
+        for param in (self.gain, self.turn):
+            nn.init.normal_(param)
+
+    def forward(self, x: Tensor) -> Tensor:
+        modes = self.spectrum(torch.fft.rfft(x, dim=1)) * self.gain * self.turn
+        return torch.tanh(torch.fft.irfft(modes, n=LENGTH, dim=1) + self.direct(x))
+
+
+class Operator(nn.Module):
+    def __init__(self, width: int = 6, modes: int = 5) -> None:
+        super().__init__()
+        self.lift = nn.Linear(1, width)
+        self.layers = nn.Sequential(*(Layer(width, modes) for _ in range(2)))
+        self.drop = nn.Linear(width, 1)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.drop(self.layers(self.lift(x))).square().mean()
+
+
+def operator(kind: Callable[[], nn.Module] = Operator) -> nn.Module:
+    """On more than two ranks without training what has no dims: its sum has another order."""
+    torch.manual_seed(0)
+    model = kind()
+    for param in model.parameters():
+        param.requires_grad_(bool(param.ndim) or not dist.is_initialized() or exact())
+    return model
+
+
+def world_size() -> int:
+    return dist.get_world_size() if dist.is_initialized() else 1
+
+
+def batch(rank: int, step: int = 0) -> Tensor:
+    generator = torch.Generator().manual_seed(100 * step + rank)
+    return torch.randn(2, LENGTH, 1, generator=generator)
+
+
+def sharded_operator(*, meta: bool = False, backend: str = "eager", **fields: Any) -> Any:
+    with torch.device("meta" if meta else "cpu"):
+        model = operator()
+    policy = graphshard.BlockPolicy(fields.pop("blocks", {Layer}), **fields)
+    return graphshard.compile(model, policy, backend=backend, check=True)
+
+
+Make = Callable[[Any], torch.optim.Optimizer]
+
+
+def adamw(module: nn.Module) -> torch.optim.Optimizer:
+    return torch.optim.AdamW(module.parameters(), lr=0.01)
+
+
+def trains_as_one_process(
+    module: Any, rank: int, make: Make = adamw, reference: Make = adamw, close: bool = False
+) -> None:
+    one = OneProcess(operator(), world_size(), reference)
+    optim = make(module)
+    for step in range(3):
+        losses = one.average(lambda r, model, s=step: _loss(model, r, s))
+        loss = _loss(module, rank, step)
+        if not close:
+            assert torch.equal(loss, losses[rank]), step
+        same_grads(module, one.model, exact=not close)
+        one.step()
+        optim.step()
+        optim.zero_grad()
+    same_params(module, one.model, exact=not close)
+
+
+def _loss(model: nn.Module, rank: int, step: int) -> Tensor:
+    loss = model(batch(rank, step))
+    loss.backward()
+    return loss.detach()
+
+
+# -- training -------------------------------------------------------------------------------------
+
+
+class Trains:
+    """A check of a policy."""
+
+    def __init__(self, name: str, **fields: Any) -> None:
+        self.__name__, self.fields = name, fields
+
+    def __call__(self, rank: int) -> None:
+        # An all_reduce adds up in an order of its own.
+        close = not exact() and self.fields.get("strategy") == "NO_SHARD"
+        trains_as_one_process(sharded_operator(**self.fields), rank, close=close)
+
+
+BOTH = {"blocks": {Layer, Spectrum}}
+ROWS = [
+    Trains("mixed unit"),
+    Trains("complex unit", **BOTH),
+    Trains("zero2", strategy="SHARD_GRAD_OP", **BOTH),
+    Trains("zero1", strategy="SHARD_OPTIMIZER", **BOTH),
+    Trains("whole", strategy="NO_SHARD", **BOTH),
+    Trains("on the host", offload=("params", "activations"), recompute="units"),
+]
+
+
+def every_optimizer_updates_them(rank: int) -> None:
+    module = sharded_operator()
+    initial = module.full_state_dict(rank0_only=False)
+    for name in ELEMENTWISE:
+        for foreach in (False, True):
+            kind = getattr(torch.optim, name)
+            options = {"lr": 0.01, "foreach": foreach}
+            makes = [lambda m, k=kind, o=options: m.optimizer(k, **o)]
+            if name != "Rprop":  # which fails on DTensors
+                makes.append(lambda m, k=kind, o=options: k(m.parameters(), **o))
+            for make in makes:
+                module.load_full_state_dict(initial)
+                trains_as_one_process(module, rank, make, partial(_plain, kind, options))
+
+
+def _plain(kind: Any, options: dict[str, Any], model: nn.Module) -> torch.optim.Optimizer:
+    return kind(model.parameters(), **options)
+
+
+def clipped_by_magnitudes(rank: int) -> None:
+    """A norm is that of the absolute values, whatever its order."""
+    module = sharded_operator()
+    for p in (1.0, 2.0, 3.0, float("inf")):
+        for foreach in (None, False):
+            module.zero_grad()
+            one = OneProcess(operator(), world_size())
+            one.average(lambda r, model: _loss(model, r, 0))
+            _loss(module, rank, 0)
+            norm = module.clip_grad_norm_(0.01, p, foreach=foreach)
+            expected = clip_grad_norm_(one.model.parameters(), 0.01, p)
+            torch.testing.assert_close(norm, expected.to(norm.dtype))
+            same_grads(module, one.model, exact=False)
+            if p == float("inf"):  # which torch's function refuses where a shard is empty
+                continue
+            module.zero_grad()
+            _loss(module, rank, 0)
+            theirs = full(clip_grad_norm_(module.parameters(), 0.01, p))
+            torch.testing.assert_close(theirs.to(norm.dtype), norm)
+
+
+def micro_batches_are_summed(rank: int) -> None:
+    module = sharded_operator(**BOTH)
+    one = OneProcess(operator(), world_size())
+    one.average(lambda r, model: [_loss(model, r, step) for step in range(3)])
+    with module.no_sync():
+        _loss(module, rank, 0)
+        _loss(module, rank, 1)
+    _loss(module, rank, 2)
+    same_grads(module, one.model)
+
+
+def averaged_whole(rank: int) -> None:
+    module = sharded_operator(all_reduce_below=1 << 30)
+    trains_as_one_process(module, rank, close=not exact())
+    assert any(event.op == "all_reduce_shard" for event in module.program.schedule())
+
+
+def compiled(rank: int) -> None:
+    trains_as_one_process(sharded_operator(backend="inductor", **BOTH), rank, close=True)
+
+
+def kept_in_mixed_precision(rank: int) -> None:
+    """Complex parameters are neither cast nor reduced in another dtype."""
+    precision = graphshard.MixedPrecision(reduce_dtype=torch.bfloat16)
+    module = sharded_operator(mixed_precision=precision)
+    one = OneProcess(operator(), world_size())
+    one.average(lambda r, model: _loss(model, r, 0))
+    _loss(module, rank, 0)
+    for name, grad in full_grads(module).items():
+        theirs = one.model.get_parameter(name).grad
+        assert torch.equal(grad, theirs) is grad.is_complex(), name
+    assert "precision: layers.0.gain, layers.0.turn, " in str(module.plan)
+
+
+def infinities_skip_the_step(rank: int) -> None:
+    module = sharded_operator()
+    optim = torch.optim.SGD(module.parameters(), lr=0.1)
+    scaler = torch.amp.GradScaler("cpu", init_scale=8.0)
+    before = full_state(module)
+    for infinite in (True, False):
+        optim.zero_grad()
+        scaler.scale(module(batch(rank))).backward()
+        scaled = full_grads(module)
+        if infinite and rank == 0:
+            module.layers[0].spectrum.mix.grad.to_local()[0, 0, 0] = complex(1.0, torch.inf)
+        scaler.step(optim)
+        scaler.update()
+        assert torch.equal(full_state(module)["lift.weight"], before["lift.weight"]) is infinite
+    assert scaler.get_scale() == 4.0
+    for name, grad in full_grads(module).items():
+        assert torch.equal(grad, scaled[name] / 4), name
+
+
+def infinities_are_found(rank: int) -> None:
+    module = sharded_operator(check_finite="error")
+    _loss(module, rank, 0)
+    with torch.no_grad():
+        module.layers[1].gain.to_local()[0] = complex(1.0, torch.inf)
+    with pytest.raises(NonFiniteError, match=r"in unit 'layers.1'|in the output of|layers.1"):
+        _loss(module, rank, 0)
+
+
+def predicted_bytes_live(rank: int) -> None:
+    """A gradient that is a conjugate is copied before it is sent."""
+    model = Model(
+        "operator",
+        partial(Operator, 160, modes=4),
+        ("Layer",),
+        lambda scale, generator: {"x": torch.randn(scale, LENGTH, 1, generator=generator)},
+    )
+    with mock.patch.dict(WEIGHED, {"operator": model}):
+        for options in ({}, {"strategy": "NO_SHARD"}, {"offload": ["params"]}):
+            told = row(truth_of(Case("operator", "sharded", options)))
+            assert not told.endswith("WRONG"), told
+
+
+# -- as fully_shard -------------------------------------------------------------------------------
+
+
+class OfOneDtype(Operator):
+    """Its spectra are units of one dtype, which are all that `fully_shard` takes."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        for layer in self.layers:
+            layer.spectrum.wide = nn.Parameter(layer.spectrum.wide.detach().cfloat())
+
+
+def as_fully_shard(rank: int) -> None:
+    """In gradients; what torch's optimizers write into the uneven shards of a vector is lost."""
+    ours = graphshard.compile(operator(OfOneDtype), graphshard.BlockPolicy({Spectrum}))
+    theirs = operator(OfOneDtype)
+    for layer in theirs.layers:
+        fully_shard(layer.spectrum)
+    assert torch.equal(_loss(ours, rank, 0), _loss(theirs, rank, 0))
+    expected = full_grads(theirs)
+    found = {name: g for name, g in full_grads(ours).items() if ".spectrum." in name}
+    assert len(found) == 6
+    for name, grad in found.items():
+        assert torch.equal(grad, expected[name]), name
+
+
+# -- state ----------------------------------------------------------------------------------------
+
+
+def state_of(module: Any, optim: torch.optim.Optimizer) -> tuple[Any, Any]:
+    whole = module.optimizer_state_dict(optim, kind="full", rank0_only=False)
+    return module.full_state_dict(rank0_only=False), flat(whole)
+
+
+def trained(rank: int, **fields: Any) -> tuple[Any, torch.optim.Optimizer]:
+    module = sharded_operator(**fields)
+    optim = adamw(module)
+    _loss(module, rank, 0)
+    optim.step()
+    return module, optim
+
+
+def save(rank: int, folder: str) -> Any:
+    module, optim = trained(rank)
+    module.save_checkpoint(f"{folder}/ours", optim)
+    checkpoint.save({"model": module.state_dict()}, checkpoint_id=f"{folder}/torch")
+    return state_of(module, optim)
+
+
+def load(rank: int, folder: str, fields: dict[str, Any]) -> Any:
+    module = sharded_operator(meta=True, **fields)
+    state = module.state_dict()
+    checkpoint.load({"model": state}, checkpoint_id=f"{folder}/torch")
+    module.load_state_dict(state)
+    by_torch = module.full_state_dict(rank0_only=False)
+    module = sharded_operator(meta=True, **fields)
+    optim = adamw(module)
+    module.load_checkpoint(f"{folder}/ours", optim)
+    found = state_of(module, optim)
+    assert_same(by_torch, found[0])
+    return found
+
+
+def test_checkpoints_are_loaded_on_other_ranks(tmp_path: Path) -> None:
+    saved, _ = run_ranks(save, 2, str(tmp_path))
+    for ranks, fields in ((4, {}), (1, {"offload": "params"}), (3, {"strategy": "NO_SHARD"})):
+        for model, optim in run_ranks(load, ranks, str(tmp_path), fields):
+            assert_same(model, saved[0])
+            assert_same(optim, saved[1])
+
+
+def whole_tensors_and_meta(rank: int) -> None:
+    """Full and local state, full parameters, and values given after the meta device."""
+    module, optim = trained(rank)
+    whole, _ = state_of(module, optim)
+    with module.unsharded(with_grads=True) as params:
+        for name, param in params.items():
+            assert torch.equal(param.detach(), whole[name]), name
+            param.detach().mul_(2)
+    again = sharded_operator(meta=True, **BOTH)
+    again.init_weights(seed=3)
+    drawn = full_state(again)
+    plain = operator()
+    assert all(drawn[name].isfinite().all() for name, _ in plain.named_parameters())
+    other = sharded_operator(meta=True, strategy="NO_SHARD", **BOTH)
+    other.init_weights(seed=3)
+    assert_same(full_state(other), drawn)
+    again.load_full_state_dict(whole)
+
+    assert_same(full_state(again), whole)
+    assert_same(full_state(module), {name: 2 * value for name, value in whole.items()})
+    module.load_state_dict(again.state_dict())
+    assert_same(full_state(module), whole)
+
+
+def gradients_may_be_conjugates(rank: int) -> None:
+    """Those of ignored parameters stay as autograd made them, which clipping and steps take."""
+    module = sharded_operator(ignored=r"layers\.0\.spectrum\.mix")
+    _loss(module, rank, 0)
+    one = OneProcess(operator(), 1)
+    one.average(lambda _, model: _loss(model, rank, 0))
+    name = "layers.0.spectrum.mix"
+    assert torch.equal(module.get_parameter(name).grad, one.model.get_parameter(name).grad)
+    module.clip_grad_norm_(0.01)
+    adamw(module).step()
+
+
+ON_TWO = [
+    as_fully_shard,
+    every_optimizer_updates_them,
+    clipped_by_magnitudes,
+    kept_in_mixed_precision,
+    infinities_skip_the_step,
+    infinities_are_found,
+    whole_tensors_and_meta,
+    gradients_may_be_conjugates,
+    predicted_bytes_live,
+    compiled,
+]
+test_on_ranks = on_two_or_four_ranks([*ROWS, micro_batches_are_summed, averaged_whole])
+test_on_two_ranks = on_ranks(ON_TWO, 2, timeout=300)
+
+
+def test_plans_count_bytes_and_flops_of_complex_numbers() -> None:
+    policy = graphshard.BlockPolicy({Spectrum})
+    with torch.device("meta"):
+        model, x = Operator(), torch.empty(2, LENGTH, 1)
+    plan = graphshard.plan(model, policy, world_size=4, example_inputs=(x,))
+    unit = plan.unit("layers.0.spectrum")
+    # 5, 3 and 6 rows padded to 8, 4 and 8, of which a rank has a quarter.
+    assert unit.sharded_bytes == 2 * 6 * 6 * 8 + 8 + 2 * 16
+    assert unit.unsharded_bytes == 4 * unit.sharded_bytes
+    lines = [line for line in str(plan.program).splitlines() if unit.fqn in line]
+    gathers = [line.partition(unit.fqn)[2].strip() for line in lines if " all_gather " in line]
+    shapes = "3 params: c64[5, 6, 6], c64[3], c128[6]"
+    assert gathers[0] == f"{unit.unsharded_bytes:,} bytes, {shapes}"
+    products = [op_cost(node) for node in plan.program.nodes() if node.target is aten.bmm.default]
+    assert {cost.flops for cost in products} == {8 * 2 * 5 * 6 * 6}
+    assert {cost.dtype for cost in products} == {torch.float32}
+
+
+def test_on_a_single_rank() -> None:
+    trains_as_one_process(sharded_operator(), 0)
