@@ -7,6 +7,7 @@
 #include <cstdint>
 #include <deque>
 #include <functional>
+#include <map>
 #include <memory>
 #include <mutex>
 #include <random>
@@ -17,6 +18,24 @@
 using Task = std::function<void()>;
 /// Called by the host at each launch, a graph's replay included; gives the task of that launch.
 using Launch = std::function<Task()>;
+
+/// Memory that a launch reads or writes.
+struct Use {
+  const void* at;
+  size_t bytes;
+  bool writes;
+};
+/// All that a launch uses, and the call and the line that launched it.
+struct Uses {
+  std::vector<Use> all;
+  std::string where;
+};
+/// By stream, the launches that come before, and the event that said so (0: no event).
+struct Known {
+  uint64_t launches = 0;
+  long event = 0;
+};
+using Clock = std::map<int, Known>;
 
 /// A point in a stream: reached once all tasks queued before it have ended.
 struct Mark {
@@ -34,7 +53,7 @@ using MarkPtr = std::shared_ptr<Mark>;
 
 /// A graph under capture, or captured: its launches in the order in which the host made them.
 struct CUgraph_st {
-  std::vector<Launch> nodes;
+  std::vector<std::pair<Launch, Uses>> nodes;
   unsigned long long id = 0;
   bool invalid = false;  // a call that CUDA forbids while capturing came
   cudaStreamCaptureMode mode = cudaStreamCaptureModeGlobal;
@@ -55,6 +74,8 @@ struct CUstream_st {
   const bool blocking;  // ordered with the legacy default stream
   GraphPtr capture;     // the graph that its launches go to
   uint64_t captured = 0, joined = 0;  // launches in the capture; how many another stream waited for
+  Clock clock;            // what its next launch comes behind
+  uint64_t launches = 0;  // made so far
 
  private:
   void run();
@@ -78,13 +99,25 @@ class HostWaits {
 CUstream_st* stream_of(cudaStream_t handle);
 std::vector<CUstream_st*> streams_of(int device);
 /// Queue a launch behind all that its stream has to wait for, or add it to a capture.
-cudaError_t submit(cudaStream_t stream, Launch launch);
+cudaError_t submit(cudaStream_t stream, Launch launch, Uses uses = {});
 /// Wait until a stream, or all streams of the device, are idle.
 cudaError_t drain(cudaStream_t stream);
 cudaError_t drain_device();
 /// The error of a call that waits for the device while this thread may not; it ends the capture.
 cudaError_t forbid_in_capture(cudaStream_t stream);
 cudaError_t forbid_unsafe();
+
+/// What comes before the next launch of a stream; `event`: the one that is recorded there.
+Clock clock_of(CUstream_st* stream, long event = 0);
+/// The next launches of a stream, or of the host, come behind what a clock says.
+void follow(CUstream_st* stream, const Clock& clock);
+void host_follows(const Clock& clock);
+/// A launch is made; an error of the device if what it uses was not waited for.
+void note_launch(CUstream_st* stream, const Uses& uses);
+/// Memory is given back to the device.
+void forget(const void* at, size_t bytes);
+/// What a call uses, with the line of Python that makes it.
+Uses uses_of(const char* call, std::vector<Use> all);
 
 /// Remember an error of this thread, as cudaGetLastError tells it, with words of its own if given.
 cudaError_t fail(cudaError_t error, const std::string& said = "");

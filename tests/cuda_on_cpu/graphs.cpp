@@ -124,8 +124,8 @@ cudaError_t cudaGraphInstantiateWithFlags(cudaGraphExec_t* exec, cudaGraph_t gra
 }
 /// All nodes run behind the work of the stream, and later work of the stream behind them.
 cudaError_t cudaGraphLaunch(cudaGraphExec_t exec, cudaStream_t stream) {
-  for (auto& node : ((CUgraphExec_st*)exec)->graph->nodes)
-    if (auto error = submit(stream, node)) return error;
+  for (auto& [launch, uses] : ((CUgraphExec_st*)exec)->graph->nodes)
+    if (auto error = submit(stream, launch, uses)) return error;
   return cudaSuccess;
 }
 /// A launch that is under way ends first.

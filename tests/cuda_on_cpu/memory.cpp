@@ -78,6 +78,7 @@ cudaError_t cudaFree(void* pointer) {
   auto found = blocks.find((char*)pointer);
   if (found == blocks.end()) return fail(cudaErrorInvalidValue);
   used -= found->second.bytes;
+  forget(pointer, found->second.bytes);
   munmap(pointer, found->second.bytes);
   blocks.erase(found);
   return cudaSuccess;
@@ -102,6 +103,7 @@ cudaError_t cudaFreeHost(void* pointer) {
   std::lock_guard<std::mutex> lock(mutex);
   auto found = pinned.find((char*)pointer);
   if (found == pinned.end()) return fail(cudaErrorInvalidValue);
+  forget(pointer, found->second);
   munmap(pointer, found->second);
   pinned.erase(found);
   return cudaSuccess;
@@ -140,9 +142,13 @@ cudaError_t cudaMemcpyAsync(void* to, const void* from, size_t bytes, cudaMemcpy
     if (auto error = forbid_in_capture(stream)) return error;
   if (reads_pages) {
     auto staged = std::make_shared<std::string>((const char*)from, bytes);
-    return submit(stream, [=] { return [=] { memcpy(to, staged->data(), bytes); }; });
+    return submit(stream, [=] { return [=] { memcpy(to, staged->data(), bytes); }; },
+                  uses_of("cudaMemcpyAsync", {{to, bytes, true}}));
   }
-  if (auto error = submit(stream, [=] { return [=] { memcpy(to, from, bytes); }; })) return error;
+  std::vector<Use> uses = {{from, bytes, false}};
+  if (!writes_pages) uses.push_back({to, bytes, true});
+  auto copy = [=] { return [=] { memcpy(to, from, bytes); }; };
+  if (auto error = submit(stream, copy, uses_of("cudaMemcpyAsync", uses))) return error;
   return writes_pages ? drain(stream) : cudaSuccess;
 }
 cudaError_t cudaMemcpyPeerAsync(void* to, int, const void* from, int, size_t n, cudaStream_t s) {
@@ -154,7 +160,8 @@ cudaError_t cudaMemcpy(void* to, const void* from, size_t bytes, cudaMemcpyKind 
   return drain(cudaStreamLegacy);
 }
 cudaError_t cudaMemsetAsync(void* to, int value, size_t bytes, cudaStream_t stream) {
-  return submit(stream, [=] { return [=] { memset(to, value, bytes); }; });
+  return submit(stream, [=] { return [=] { memset(to, value, bytes); }; },
+                uses_of("cudaMemsetAsync", {{to, bytes, true}}));
 }
 /// On the legacy default stream; the host does not wait for device memory to be set.
 cudaError_t cudaMemset(void* to, int value, size_t bytes) {

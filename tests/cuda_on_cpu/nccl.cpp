@@ -176,6 +176,7 @@ struct Call {
   ncclComm_t comm;
   cudaStream_t stream;
   Task work;
+  Uses uses;
 };
 thread_local int depth = 0;
 thread_local std::vector<Call> held;
@@ -192,13 +193,13 @@ Task in_order(ncclComm_t comm, Task work) {
   };
 }
 
-ncclResult_t queue(ncclComm_t comm, cudaStream_t stream, Task work) {
+ncclResult_t queue(ncclComm_t comm, cudaStream_t stream, Uses uses, Task work) {
   if (comm->stopped()) return refuse(ncclInvalidUsage, "the communicator was aborted");
   if (depth) {
-    held.push_back({comm, stream, work});
+    held.push_back({comm, stream, work, uses});
     return ncclSuccess;
   }
-  auto error = submit(stream, [=] { return in_order(comm, work); });
+  auto error = submit(stream, [=] { return in_order(comm, work); }, uses);
   return error ? refuse(ncclUnhandledCudaError, cudaGetErrorString(error)) : ncclSuccess;
 }
 
@@ -220,7 +221,9 @@ ncclResult_t reduce_whole(const void* from, void* to, size_t count, ncclDataType
                           ncclRedOp_t op, int root, ncclComm_t comm, cudaStream_t stream) {
   const size_t w = width(type);
   const auto how = reduction_of(comm, op, type);
-  return queue(comm, stream, [=] {
+  std::vector<Use> uses = {{from, count * w, false}};
+  if (root == EVERY_RANK || root == comm->rank) uses.push_back({to, count * w, true});
+  return queue(comm, stream, uses_of("NCCL's reduce", uses), [=] {
     auto show = [&](size_t at, size_t n) {
       memcpy(comm->slot(comm->rank), (char*)from + at * w, n * w);
     };
@@ -338,6 +341,7 @@ ncclResult_t ncclGroupEnd() {
     const auto comm = calls.front().comm;
     const auto stream = calls.front().stream;
     std::vector<Task> works;
+    Uses uses{{}, calls.front().uses.where};
     std::vector<Call> rest;
     for (auto& call : calls) {
       if (call.comm != comm) {
@@ -347,12 +351,13 @@ ncclResult_t ncclGroupEnd() {
       if (call.stream != stream)
         return refuse(ncclInvalidUsage, "a group of several streams of a communicator is not built");
       works.push_back(call.work);
+      uses.all.insert(uses.all.end(), call.uses.all.begin(), call.uses.all.end());
     }
     calls = rest;
     auto all = [works] {
       for (auto& work : works) work();
     };
-    if (auto result = queue(comm, stream, all)) return result;
+    if (auto result = queue(comm, stream, uses, all)) return result;
   }
   return ncclSuccess;
 }
@@ -386,7 +391,8 @@ ncclResult_t ncclRedOpDestroy(ncclRedOp_t op, ncclComm_t comm) {
 ncclResult_t ncclAllGather(const void* from, void* to, size_t count, ncclDataType_t type,
                            ncclComm_t comm, cudaStream_t stream) {
   const size_t bytes = count * width(type);
-  return queue(comm, stream, [=] {
+  auto uses = uses_of("ncclAllGather", {{from, bytes, false}, {to, bytes * comm->size, true}});
+  return queue(comm, stream, uses, [=] {
     auto show = [&](size_t at, size_t n) { memcpy(comm->slot(comm->rank), (char*)from + at, n); };
     auto take = [&](size_t at, size_t n) {
       for (int r = 0; r < comm->size; ++r) memcpy((char*)to + r * bytes + at, comm->slot(r), n);
@@ -399,7 +405,8 @@ ncclResult_t ncclReduceScatter(const void* from, void* to, size_t count, ncclDat
                                ncclRedOp_t op, ncclComm_t comm, cudaStream_t stream) {
   const size_t w = width(type);
   const auto how = reduction_of(comm, op, type);
-  return queue(comm, stream, [=] {
+  const std::vector<Use> uses = {{from, count * comm->size * w, false}, {to, count * w, true}};
+  return queue(comm, stream, uses_of("ncclReduceScatter", uses), [=] {
     auto show = [&](size_t at, size_t n) {
       for (int r = 0; r < comm->size; ++r)
         memcpy(comm->slot(comm->rank) + r * n * w, (char*)from + (r * count + at) * w, n * w);
@@ -422,12 +429,15 @@ ncclResult_t ncclReduce(const void* from, void* to, size_t count, ncclDataType_t
 }
 ncclResult_t ncclBroadcast(const void* from, void* to, size_t count, ncclDataType_t type, int root,
                            ncclComm_t comm, cudaStream_t stream) {
-  return queue(comm, stream, [=] {
+  const size_t bytes = count * width(type);
+  std::vector<Use> uses = {{to, bytes, true}};
+  if (comm->rank == root) uses.push_back({from, bytes, false});
+  return queue(comm, stream, uses_of("ncclBroadcast", uses), [=] {
     auto show = [&](size_t at, size_t n) {
       if (comm->rank == root) memcpy(comm->slot(root), (char*)from + at, n);
     };
     auto take = [&](size_t at, size_t n) { memcpy((char*)to + at, comm->slot(root), n); };
-    exchange(comm, count * width(type), SLOT, show, take);
+    exchange(comm, bytes, SLOT, show, take);
   });
 }
 ncclResult_t ncclBcast(void* data, size_t count, ncclDataType_t type, int root, ncclComm_t comm,

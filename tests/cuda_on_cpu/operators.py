@@ -16,6 +16,7 @@ from typing import Any
 
 import torch
 from cuda_on_cpu import attention, draws, stream_queue
+from cuda_on_cpu.stream_queue import Use
 from torch import Tensor
 from torch.utils._pytree import tree_flatten, tree_map_only, tree_unflatten
 
@@ -147,6 +148,7 @@ class _Call:
 
     def _waited(self, by: Callable[..., Any]) -> Any:
         stream_queue.drain(self.stream)
+        stream_queue.used_by_host(self.stream, self._uses(()), self.op)
         args, kwargs = self._replaced(lambda x: self._given[id(x)][1], CPU)
         result = by(*args, **kwargs)
         back = {id(same): given for given, same in self._given.values()}
@@ -194,8 +196,23 @@ class _Call:
                         to.copy_(value)
 
         counts["queued"] += 1
-        stream_queue.submit(self.stream, job)
+        made = [to for to in filled if to is not None]
+        stream_queue.submit(self.stream, job, self._uses(made), self.op)
         return result
+
+    def _uses(self, made: Sequence[Tensor]) -> list[Use]:
+        """The memory that the operator reads and writes; `made` are its new results."""
+        args, kwargs = tree_unflatten(self._leaves, self._spec)
+        by_name = zip((a.name for a in self.op._schema.arguments), args, strict=False)
+        given = {**dict(by_name), **kwargs}
+        written = {
+            id(leaf)
+            for a in self.op._schema.arguments
+            if a.alias_info is not None and a.alias_info.is_write
+            for leaf in tree_flatten(given.get(a.name))[0]
+        }
+        uses = [Use.of(x, writes=key in written) for key, (x, _) in self._given.items()]
+        return uses + [Use.of(x, writes=True) for x in made]
 
     def _shapes(self) -> tuple[Any, dict[int, Tensor]]:
         """The results as meta tensors, and by id of those that were given, the CUDA tensors."""
@@ -265,7 +282,10 @@ def _copy(self: Tensor, src: Tensor, non_blocking: bool = False) -> Tensor:
         # Pageable memory is read before the call returns.
         given = alias(src) if src.is_cuda else src if src.is_pinned() else src.clone()
         given = given.detach()
-        stream_queue.submit(stream, partial(_write, to, given, on_host))
+        uses = [Use.of(to, writes=True)] if self.is_cuda or self.is_pinned() else []
+        if src.is_cuda or src.is_pinned():
+            uses.append(Use.of(src, writes=False))
+        stream_queue.submit(stream, partial(_write, to, given, on_host), uses, "copy_")
     if on_host and not (non_blocking and all(x.is_pinned() for x in on_host)):
         stream_queue.drain(stream)
     return self
@@ -279,5 +299,7 @@ def _write(to: Tensor, value: Tensor, kept: list[Tensor]) -> None:
 
 def _local_scalar_dense(self: Tensor) -> Any:
     """`self.item()`: the host waits."""
-    stream_queue.drain(stream_queue.current_stream(self.device))
+    stream = stream_queue.current_stream(self.device)
+    stream_queue.drain(stream)
+    stream_queue.used_by_host(stream, [Use.of(self, writes=False)], "item")
     return torch.ops.aten._local_scalar_dense(alias(self))

@@ -4,14 +4,38 @@ from __future__ import annotations
 
 import ctypes
 import itertools
+import sys
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from types import FrameType
 
 import torch
+from torch import Tensor
 
 _runtime = ctypes.CDLL(None)  # its calls give Python's lock back, so that queued calls can run
 _Call = ctypes.CFUNCTYPE(None, ctypes.c_void_p)
-_runtime.cuda_on_cpu_submit.argtypes = [ctypes.c_void_p, _Call, _Call, ctypes.c_void_p]
+_Locate = ctypes.CFUNCTYPE(None, ctypes.c_void_p, ctypes.c_int)
+
+
+class Use(ctypes.Structure):
+    """Memory that a launch reads or writes."""
+
+    _fields_ = (("at", ctypes.c_void_p), ("bytes", ctypes.c_size_t), ("writes", ctypes.c_bool))
+
+    @classmethod
+    def of(cls, tensor: Tensor, *, writes: bool) -> Use:
+        """From the first element of `tensor` to the last, on the device or pinned."""
+        if not tensor.numel():
+            return cls(0, 0, writes)
+        steps = zip(tensor.shape, tensor.stride(), strict=True)
+        last = sum((size - 1) * step for size, step in steps)
+        return cls(tensor.data_ptr(), (last + 1) * tensor.itemsize, writes)
+
+
+_USES = [ctypes.POINTER(Use), ctypes.c_int, ctypes.c_char_p]
+_runtime.cuda_on_cpu_submit.argtypes = [ctypes.c_void_p, _Call, _Call, ctypes.c_void_p, *_USES]
+_runtime.cuda_on_cpu_use.argtypes = [ctypes.c_void_p, *_USES]
+_runtime.cuda_on_cpu_locate.argtypes = [_Locate]
 _runtime.cuda_on_cpu_stream.argtypes = [ctypes.c_int, ctypes.c_void_p]
 _runtime.cuda_on_cpu_stream.restype = ctypes.c_void_p
 _runtime.cuda_on_cpu_fail.argtypes = [ctypes.c_char_p]
@@ -44,14 +68,44 @@ def current_stream(device: torch.device) -> int:
     return _runtime.cuda_on_cpu_stream(index, torch._C._cuda_getCurrentRawStream(index))
 
 
-def submit(stream: int, job: Callable[[], object]) -> None:
+def submit(
+    stream: int, job: Callable[[], object], uses: Sequence[Use] = (), name: object = ""
+) -> None:
     """Call `job` on the stream's thread; again at each replay if the stream is being captured.
 
-    What it raises is an error of the device, told by every later call, as CUDA does.
+    What it raises is an error of the device, told by every later call, as CUDA does; so is a use
+    of memory that the stream has not waited for. `name` is that of the operator.
     """
     number = next(_numbers)
     _jobs[number] = job
-    _check(_runtime.cuda_on_cpu_submit(stream, _run, _drop, number))
+    _check(_runtime.cuda_on_cpu_submit(stream, _run, _drop, number, *_given(uses, name)))
+
+
+def used_by_host(stream: int, uses: Sequence[Use], name: object) -> None:
+    """Note that the host uses memory itself, behind all work on a stream."""
+    _runtime.cuda_on_cpu_use(stream, *_given(uses, name))
+
+
+def _given(uses: Sequence[Use], name: object) -> tuple[ctypes.Array[Use], int, bytes]:
+    where = f"{name}{_line(sys._getframe(2))}" if uses else ""
+    return (Use * len(uses))(*uses), len(uses), where.encode()
+
+
+def _line(frame: FrameType | None) -> str:
+    """The innermost line outside of torch and of what stands in for its kernels."""
+    skipped = ("torch.", "cuda_on_cpu.")
+    while frame is not None and frame.f_globals.get("__name__", "").startswith(skipped):
+        frame = frame.f_back
+    return "" if frame is None else f" at {frame.f_code.co_filename}:{frame.f_lineno}"
+
+
+@_Locate
+def _locate(to: int, size: int) -> None:
+    said = _line(sys._getframe(1)).encode()[: size - 1]
+    ctypes.memmove(to, said + b"\0", len(said) + 1)
+
+
+_runtime.cuda_on_cpu_locate(_locate)
 
 
 def drain(stream: int) -> None:

@@ -4,6 +4,7 @@
 #include <dlfcn.h>
 
 #include <algorithm>
+#include <atomic>
 #include <map>
 #include <thread>
 
@@ -125,16 +126,18 @@ std::vector<CUstream_st*> streams_of(int device) {
   return found;
 }
 
-static void wait_for(CUstream_st* stream, MarkPtr mark) {
+static void wait_for(CUstream_st* stream, CUstream_st* other) {
+  follow(stream, clock_of(other));
+  auto mark = other->mark();
   if (!mark->reached()) stream->push([mark] { mark->wait(); });
 }
 
-cudaError_t submit(cudaStream_t handle, Launch launch) {
+cudaError_t submit(cudaStream_t handle, Launch launch, Uses uses) {
   if (auto error = device_error()) return error;
   auto stream = stream_of(handle);
   auto legacy = legacy_stream(stream->device);
   if (auto graph = stream->capture) {
-    graph->nodes.push_back(std::move(launch));
+    graph->nodes.emplace_back(std::move(launch), std::move(uses));
     ++stream->captured;
     return cudaSuccess;
   }
@@ -146,22 +149,25 @@ cudaError_t submit(cudaStream_t handle, Launch launch) {
         other->capture->invalid = true;
         return fail(cudaErrorStreamCaptureImplicit);
       }
-      wait_for(stream, other->mark());
+      wait_for(stream, other);
     }
   } else if (stream->blocking) {
-    wait_for(stream, legacy->mark());
+    wait_for(stream, legacy);
   }
+  note_launch(stream, uses);
   stream->push(launch());
   return cudaSuccess;
 }
 
 cudaError_t drain(cudaStream_t handle) {
   if (auto error = forbid_in_capture(handle)) return error;
+  const auto clock = clock_of(stream_of(handle));
   auto mark = stream_of(handle)->mark();
   if (!mark->reached()) {
     HostWaits waits;
     mark->wait();
   }
+  host_follows(clock);
   return device_error();
 }
 
@@ -172,10 +178,13 @@ cudaError_t drain_device() {
       stream->capture->invalid = true;
       return fail(cudaErrorStreamCaptureUnsupported);
     }
+    const auto clock = clock_of(stream);
     auto mark = stream->mark();
-    if (mark->reached()) continue;
-    HostWaits waits;
-    mark->wait();
+    if (!mark->reached()) {
+      HostWaits waits;
+      mark->wait();
+    }
+    host_follows(clock);
   }
   return device_error();
 }
@@ -186,6 +195,9 @@ cudaError_t drain_device() {
 struct CUevent_st {
   std::mutex mutex;
   MarkPtr mark;
+  Clock clock;
+  const long number = ++made;
+  static inline std::atomic<long> made{0};
   GraphPtr capture;  // it was recorded while capturing
   CUstream_st* stream = nullptr;
   uint64_t captured = 0;
@@ -193,6 +205,10 @@ struct CUevent_st {
   MarkPtr last() {
     std::lock_guard<std::mutex> lock(mutex);
     return mark;
+  }
+  Clock known() {
+    std::lock_guard<std::mutex> lock(mutex);
+    return clock;
   }
 };
 
@@ -223,7 +239,10 @@ cudaError_t cudaDeviceGetStreamPriorityRange(int* least, int* greatest) {
 cudaError_t cudaStreamQuery(cudaStream_t stream) {
   if (auto error = forbid_in_capture(stream)) return error;
   if (auto error = device_error()) return error;
-  return stream_of(stream)->idle() ? cudaSuccess : fail(cudaErrorNotReady);
+  const auto clock = clock_of(stream_of(stream));
+  if (!stream_of(stream)->idle()) return fail(cudaErrorNotReady);
+  host_follows(clock);
+  return cudaSuccess;
 }
 cudaError_t cudaStreamSynchronize(cudaStream_t stream) { return drain(stream); }
 cudaError_t cudaDeviceSynchronize() { return drain_device(); }
@@ -247,6 +266,7 @@ cudaError_t cudaEventRecordWithFlags(cudaEvent_t event, cudaStream_t handle, uns
     if (auto error = submit(handle, [mark] { return [mark] { mark->reach(); }; })) return error;
   std::lock_guard<std::mutex> lock(event->mutex);
   event->mark = mark;
+  event->clock = clock_of(stream, event->number);
   event->capture = within ? stream->capture : nullptr;
   event->stream = stream;
   event->captured = stream->captured;
@@ -279,6 +299,7 @@ cudaError_t cudaStreamWaitEvent(cudaStream_t handle, cudaEvent_t event, unsigned
     stream->capture->invalid = true;
     return fail(cudaErrorStreamCaptureIsolation);  // work of the graph on work outside of it
   }
+  if (mark) follow(stream, event->known());
   if (mark && !mark->reached()) return submit(handle, [mark] { return [mark] { mark->wait(); }; });
   return cudaSuccess;
 }
@@ -289,14 +310,18 @@ cudaError_t cudaEventSynchronize(cudaEvent_t event) {
     HostWaits waits;
     mark->wait();
   }
+  host_follows(event->known());
   return device_error();
 }
 cudaError_t cudaEventQuery(cudaEvent_t event) {
   if (auto error = forbid_unsafe()) return error;
   if (event->capture) return fail(cudaErrorCapturedEvent);
   if (auto error = device_error()) return error;
+  const auto clock = event->known();
   auto mark = event->last();
-  return !mark || mark->reached() ? cudaSuccess : fail(cudaErrorNotReady);
+  if (mark && !mark->reached()) return fail(cudaErrorNotReady);
+  host_follows(clock);
+  return cudaSuccess;
 }
 cudaError_t cudaEventElapsedTime(float* ms, cudaEvent_t first, cudaEvent_t second) {
   auto from = first->last(), to = second->last();
@@ -314,11 +339,12 @@ cudaError_t cudaStreamAddCallback(cudaStream_t s, cudaStreamCallback_t call, voi
   return submit(s, [=] { return [=] { call(s, device_error(), data); }; });
 }
 
-/// Not of CUDA: queue `run(data)` on a stream; `drop(data)` once it cannot run again.
+/// Not of CUDA: queue `run(data)`, which uses memory, on a stream; `drop(data)` once it cannot run
+/// again.
 cudaError_t cuda_on_cpu_submit(cudaStream_t stream, void (*run)(void*), void (*drop)(void*),
-                               void* data) {
+                               void* data, const Use* uses, int count, const char* where) {
   std::shared_ptr<void> held(data, drop);
-  return submit(stream, [=] { return [=] { run(held.get()); }; });
+  return submit(stream, [=] { return [=] { run(held.get()); }; }, {{uses, uses + count}, where});
 }
 /// Not of CUDA: a handle of a device's default stream that does not depend on the current device.
 cudaStream_t cuda_on_cpu_stream(int device, cudaStream_t handle) {

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import ctypes
+import re
 import subprocess
 import sys
+from collections.abc import Iterator
 
 import pytest
 import torch
@@ -11,6 +14,18 @@ from ranks import is_made_up
 from torch import Tensor
 
 pytestmark = pytest.mark.cuda
+
+
+@pytest.fixture
+def unreported() -> Iterator[None]:
+    """What a stream has not waited for is no error of the device."""
+    runtime = ctypes.CDLL(None)
+    if is_made_up():
+        runtime.cuda_on_cpu_report_races(False)
+    yield
+    if is_made_up():
+        runtime.cuda_on_cpu_report_races(True)
+
 
 LONG = 200_000_000
 """Cycles: 0.1 s or more."""
@@ -55,6 +70,36 @@ def test_a_stream_waits_for_an_event_and_the_host_does_not() -> None:
     assert y.eq(2.0).all()
 
 
+MISSING_WAIT = """
+import os, torch
+slow = torch.cuda.Stream()
+x = torch.ones(1000, device="cuda")
+torch.cuda.synchronize()
+with torch.cuda.stream(slow):
+    x.fill_(2.0)
+y = x + 0
+try:
+    torch.cuda.synchronize()
+except RuntimeError as error:
+    print(error, flush=True)
+os._exit(0)
+"""
+
+
+def test_a_missing_wait_is_reported_with_both_lines() -> None:
+    if not is_made_up():
+        pytest.skip("a GPU says nothing")
+    command = [sys.executable, "-c", MISSING_WAIT]
+    said = subprocess.run(command, capture_output=True, text=True).stdout
+    assert re.search(
+        r"stream \d+ reads 4000 bytes in aten.add.Tensor at <string>:8 that stream \d+ writes in "
+        r"aten.fill_.Scalar at <string>:7, and has not waited for it: that is launch 1, and it "
+        r"waited for launch 0",
+        said,
+    )
+
+
+@pytest.mark.usefixtures("unreported")
 def test_a_missing_wait_reads_what_was_there_before() -> None:
     x, (slow, other) = ones(), (torch.cuda.Stream(), torch.cuda.Stream())
     slow_fill(x, slow)
@@ -91,6 +136,7 @@ def test_memory_is_reused_at_once_by_the_stream_that_gave_it_back() -> None:
     assert y.data_ptr() == address
 
 
+@pytest.mark.usefixtures("unreported")
 @pytest.mark.parametrize("recorded", [True, False])
 def test_memory_that_another_stream_still_reads(recorded: bool) -> None:
     x, side = torch.ones(1 << 20, device="cuda"), torch.cuda.Stream()

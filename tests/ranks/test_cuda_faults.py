@@ -310,19 +310,16 @@ FAULTS = {
     "results before the wait": Fault(results_are_copied_before_the_wait),
     "operands of gathers": Fault(partial(operands_are_given_back_at_the_launch, AllGather), BF16),
     "operands of reduces": Fault(
-        partial(operands_are_given_back_at_the_launch, ReduceScatterByReduce),
-        unseen="nothing takes that memory until the reduce has read it",
+        partial(operands_are_given_back_at_the_launch, ReduceScatterByReduce)
     ),
     "casts behind the launch": Fault(shards_are_cast_behind_the_launch, BF16),
     "launches that change places": Fault(two_launches_change_places, OVERLAP),
     "a gather left out": Fault(partial(a_rank_leaves_out, AllGather)),
     "a reduce left out": Fault(partial(a_rank_leaves_out, ReduceScatterByReduce)),
     "streams side by side": Fault(a_stream_does_not_follow_another, OFFLOAD),
-    "copies arrive unwaited for": Fault(a_copy_arrives_unwaited_for, OFFLOAD, unseen=IN_TIME),
+    "copies arrive unwaited for": Fault(a_copy_arrives_unwaited_for, OFFLOAD),
     "no event behind copies in": Fault(partial(no_event_behind_copies, "in"), OFFLOAD),
-    "no event behind copies out": Fault(
-        partial(no_event_behind_copies, "out"), OFFLOAD, unseen=IN_TIME
-    ),
+    "no event behind copies out": Fault(partial(no_event_behind_copies, "out"), OFFLOAD),
     "sources of copies": Fault(
         a_source_is_given_back_at_once, {"offload": ("params", "activations")}
     ),

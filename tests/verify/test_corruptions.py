@@ -159,7 +159,7 @@ class Bench:
             Net(), policy, passes=(*SETTINGS[setting].last, corruption), check=True
         )
         programs = module._graphshard.programs
-        programs.passes = tuple(map(of_any_size, programs.passes))
+        programs._every_pass = tuple(map(of_any_size, programs._every_pass))
         bench = cls(
             module,
             corruption,
