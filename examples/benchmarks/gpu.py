@@ -40,6 +40,7 @@ from examples.benchmarks import (
     harness,
 )
 from examples.benchmarks.gpu_table import Place, Row, Section, patience, run_apart, run_here, table
+from graphshard.passes import offload_activations
 
 PARTS = {
     "1": (
@@ -128,6 +129,8 @@ def run_section(args: argparse.Namespace) -> None:
         torch.cuda.set_device(device)
     else:
         torch.set_num_threads(1)
+    if args.small:
+        offload_activations.ON_CUDA = offload_activations.ELSEWHERE  # toys have none as large
     place = Place(device, args.small, args.folder)
     run_here(section, place, args.folder / f"{section.name}.jsonl")
     sys.stdout.flush()

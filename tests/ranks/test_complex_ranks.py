@@ -344,6 +344,7 @@ def load(rank: int, folder: str, fields: dict[str, Any]) -> Any:
     return found
 
 
+@pytest.mark.slow
 def test_checkpoints_are_loaded_on_other_ranks(tmp_path: Path) -> None:
     saved, _ = run_ranks(save, 2, str(tmp_path))
     for ranks, fields in ((4, {}), (1, {"offload": "params"}), (3, {"strategy": "NO_SHARD"})):
@@ -401,7 +402,7 @@ ON_TWO = [
     compiled,
 ]
 test_on_ranks = on_two_or_four_ranks([*ROWS, micro_batches_are_summed, averaged_whole])
-test_on_two_ranks = on_ranks(ON_TWO, 2, timeout=300)
+test_on_two_ranks = pytest.mark.slow(on_ranks(ON_TWO, 2, timeout=300))
 
 
 def test_plans_count_bytes_and_flops_of_complex_numbers() -> None:
